@@ -1,0 +1,1 @@
+"""The ground floor: the quantization spec, the quantizers, the shared ops and tensor digests. Imports torch only."""

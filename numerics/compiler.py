@@ -1,0 +1,42 @@
+"""Whether elementwise kernels are compiled (torch.compile, C++ on a CPU) or run as they are written.
+
+A process chooses once, at its start. Only functions whose result is exact in every order of evaluation are decorated,
+so both choices give the same bits, and two processes need not choose alike.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import shutil
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
+import torch
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_enabled = False
+
+
+def enable_compiler() -> bool:
+    """Compile decorated functions from now on, if this machine can. Returns whether it can (a C++ compiler is there)."""
+    global _enabled
+    if torch.cuda.is_available() or shutil.which(os.environ.get("CXX", "g++")):
+        import torch._inductor.config as inductor
+
+        inductor.compile_threads = 1  # no pool of compiler processes beside a trainer or an engine
+        _enabled = True
+    return _enabled
+
+
+def compilable(function: Callable[P, R]) -> Callable[P, R]:
+    """Marks a function of tensors as one that `enable_compiler` may compile."""
+    compiled = torch.compile(function, dynamic=True, fullgraph=True)
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        return (compiled if _enabled else function)(*args, **kwargs)
+
+    return call

@@ -1,0 +1,64 @@
+"""What each side of one run computes with: the spec, and the precision in which each side runs it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from numerics.errors import UserError
+from numerics.spec import QuantSpec
+
+TrainerPrecision = Literal["bf16", "fp8_forward", "fp8"]
+RolloutPrecision = Literal["bf16", "fp8"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class NumericsConfig:
+    """The numerics of one run, handed unchanged to the trainer and to the engine's plugin.
+
+    mode: `exact`: both sides call the ops of `numerics.ops`.
+    spec: the quantization spec.
+    trainer: `bf16`, `fp8_forward` (quantized forward, BF16 gradients) or `fp8` (quantized forward and backward).
+    rollout: `bf16` or `fp8`.
+    k_splits: into how many slices of K a row-parallel product is cut before its FP32 partials are added in order. It is
+        the trainer's tensor-parallel size, on both sides, so that the engine adds in the trainer's order.
+    """
+
+    mode: Literal["exact"] = "exact"
+    spec: QuantSpec
+    trainer: TrainerPrecision = "fp8"
+    rollout: RolloutPrecision = "fp8"
+    k_splits: int = 1
+
+    def __post_init__(self) -> None:
+        choices = {"mode": ("exact",), "trainer": ("bf16", "fp8_forward", "fp8"), "rollout": ("bf16", "fp8")}
+        for key, allowed in choices.items():
+            if getattr(self, key) not in allowed:
+                raise UserError(f"numerics.{key}: found {getattr(self, key)!r}, expected one of {', '.join(allowed)}")
+        shared = self.spec.activation.granularity
+        if self.spec.quantized and shared not in ("token_group", "channel"):
+            raise UserError(
+                f"activation.granularity: found {shared!r}, expected token_group or channel in exact mode; a scale that "
+                "tokens share would make a token's logprob depend on its batch"
+            )
+        if self.k_splits < 1:
+            raise UserError(f"numerics.k_splits: found {self.k_splits}, expected the trainer's tp, at least 1")
+
+    @property
+    def trainer_spec(self) -> QuantSpec:
+        """The spec that the trainer's forward runs: the run's spec, or plain BF16."""
+        return self.spec if self.trainer != "bf16" else QuantSpec.preset("bf16")
+
+    @property
+    def rollout_spec(self) -> QuantSpec:
+        """The spec that the engine runs, and so the one in which weights are sent to it."""
+        return self.spec if self.rollout != "bf16" else QuantSpec.preset("bf16")
+
+    def to_dict(self) -> dict[str, Any]:
+        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        return fields | {"spec": self.spec.to_dict()}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> NumericsConfig:
+        return cls(**{**data, "spec": QuantSpec.from_dict(data["spec"])})

@@ -1,0 +1,21 @@
+"""The one error that is the user's to mend: a wrong value in a spec, a data file or a model directory."""
+
+from __future__ import annotations
+
+
+class UserError(ValueError):
+    """Wrong input. The command line prints the message alone and exits with code 2.
+
+    The message names the key, the value found, the value expected and the remedy; :func:`user_error` builds it.
+    """
+
+
+def user_error(key: str, *, found: object, expected: str, remedy: str) -> UserError:
+    """The error for `key`: `found` is the offending value (strings are quoted), `remedy` an imperative sentence."""
+    return UserError(f"{key}: found {shown(found)}, expected {expected}. {remedy}")
+
+
+def shown(value: object, limit: int = 160) -> str:
+    """`value` as a user would write it, cut to `limit` characters."""
+    text = repr(value)
+    return text if len(text) <= limit else text[: limit - 3] + "..."

@@ -1,0 +1,40 @@
+"""The ops of the forward pass, defined once and called by the trainer's modules and by the engine's plugin.
+
+Each is row-invariant: a token's result does not depend on the batch, the padding, or on prefill, chunk or decode around
+it. Each names its rounding points and its order of reduction. What a CPU's matrix library must do for that to hold is
+checked at start by `numerics.probe`.
+"""
+
+from numerics.ops.attention import attention
+from numerics.ops.experts import ExpertWeight, combine, experts, group_by_expert
+from numerics.ops.linear import (
+    fp8_linear,
+    fp8_linear_partial,
+    linear,
+    linear_partial,
+    merge_partials,
+)
+from numerics.ops.logprobs import token_logprobs
+from numerics.ops.norm import add_rms_norm, rms_norm
+from numerics.ops.rope import rope
+from numerics.ops.router import route
+from numerics.ops.swiglu import swiglu
+
+__all__ = [
+    "ExpertWeight",
+    "add_rms_norm",
+    "attention",
+    "combine",
+    "experts",
+    "fp8_linear",
+    "fp8_linear_partial",
+    "group_by_expert",
+    "linear",
+    "linear_partial",
+    "merge_partials",
+    "rms_norm",
+    "rope",
+    "route",
+    "swiglu",
+    "token_logprobs",
+]

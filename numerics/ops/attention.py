@@ -1,0 +1,117 @@
+"""Causal attention whose result for a query depends on nothing but that query and the keys that it sees.
+
+Keys are taken in splits of 128, in order; each split is one FP32 product, and splits are merged with the online softmax
+(Milakov and Gimelshein 2018). A split that a query does not see changes nothing, bit for bit, so neither the padded
+length nor the batch, nor prefill, chunk or decode around a query changes its result.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+KEY_SPLIT = 128
+# The last split may be shorter, in whole multiples of this: the keys left out would have added exact zeros.
+KEY_PADDING = 32
+_FEWEST_ROWS = 8
+
+
+def attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, positions: torch.Tensor, scale: float
+) -> torch.Tensor:
+    """softmax(q k^T * scale) v over the keys t <= positions[b, i].
+
+    q [B, Q, heads, D]; k, v [B, T, kv heads, D], key t at position t; positions int64 [B, Q]. Scores, softmax and sums
+    in FP32, rounded once to q's dtype. Returns [B, Q, heads, D].
+    """
+    return _Attention.apply(q, k, v, positions, scale)
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, positions: torch.Tensor, scale: float
+    ) -> torch.Tensor:
+        groups = k.shape[2]
+        queries, rows = _fold_queries(q, groups), q.shape[1] * q.shape[2] // groups
+        padding = max(0, _FEWEST_ROWS - rows)
+        queries = F.pad(queries, (0, 0, 0, padding))
+        limits = F.pad(_row_positions(positions, q.shape[2] // groups, groups), (0, 0, 0, padding))
+        keys, values = _fold_keys(k), _fold_keys(v)
+
+        peak = queries.new_full((*queries.shape[:2], 1), -torch.inf)
+        total = queries.new_zeros(*queries.shape[:2], 1)
+        out = torch.zeros_like(queries)
+        for start in range(0, keys.shape[1], KEY_SPLIT):
+            stop = min(start + KEY_SPLIT, keys.shape[1])
+            scores = torch.bmm(queries, keys[:, start:stop].transpose(1, 2)) * scale
+            seen = torch.arange(start, stop, device=q.device) <= limits
+            scores = scores.masked_fill(~seen, -torch.inf)
+            # The first split always shows key 0 to every query, so the peak is finite from here on.
+            new_peak = torch.maximum(peak, scores.amax(-1, keepdim=True))
+            weights = torch.exp(scores - new_peak)
+            rescale = torch.exp(peak - new_peak)
+            total = total * rescale + _sum_keys(weights)
+            out = out * rescale + torch.bmm(weights, values[:, start:stop])
+            peak = new_peak
+        result = (out / total)[:, :rows]
+        ctx.save_for_backward(q, k, v, positions, result, (peak + total.log())[:, :rows])
+        ctx.scale = scale
+        return _unfold_queries(result, q)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, None, None]:
+        """The gradient of softmax attention in FP32, from the saved log-sum-exp (Dao et al. 2022, without tiling)."""
+        q, k, v, positions, result, logsumexp = ctx.saved_tensors
+        groups, length = k.shape[2], k.shape[1]
+        queries, keys, values = _fold_queries(q, groups), _fold_keys(k), _fold_keys(v)
+        dout = _fold_queries(grads[0], groups)
+        limits = _row_positions(positions, q.shape[2] // groups, groups)
+        seen = torch.arange(keys.shape[1], device=q.device) <= limits
+        scores = (torch.bmm(queries, keys.transpose(1, 2)) * ctx.scale).masked_fill(~seen, -torch.inf)
+        weights = torch.exp(scores - logsumexp)
+        dweights = torch.bmm(dout, values.transpose(1, 2))
+        dscores = weights * (dweights - (dout * result).sum(-1, keepdim=True)) * ctx.scale
+        dq = _unfold_queries(torch.bmm(dscores, keys), q)
+        dk = _unfold_keys(torch.bmm(dscores.transpose(1, 2), queries), k, length)
+        dv = _unfold_keys(torch.bmm(weights.transpose(1, 2), dout), v, length)
+        return dq, dk, dv, None, None
+
+
+def _sum_keys(weights: torch.Tensor) -> torch.Tensor:
+    """Row sums over a split of keys, always over KEY_SPLIT numbers, so that a shorter split adds in the same order."""
+    return F.pad(weights, (0, KEY_SPLIT - weights.shape[-1])).sum(-1, keepdim=True)
+
+
+def _fold_queries(x: torch.Tensor, groups: int) -> torch.Tensor:
+    """[B, Q, heads, D] -> FP32 [B * groups, heads/groups * Q, D]: the query heads that share a key head are rows."""
+    batch, length, heads, dim = x.shape
+    return x.reshape(batch, length, groups, heads // groups, dim).permute(0, 2, 3, 1, 4).float().reshape(
+        batch * groups, heads // groups * length, dim
+    )
+
+
+def _unfold_queries(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    batch, length, heads, dim = like.shape
+    groups = x.shape[0] // batch
+    folded = x.reshape(batch, groups, heads // groups, length, dim).to(like.dtype)
+    return folded.permute(0, 3, 1, 2, 4).reshape(like.shape)
+
+
+def _fold_keys(x: torch.Tensor) -> torch.Tensor:
+    """[B, T, groups, D] -> FP32 [B * groups, T padded to a multiple of KEY_PADDING, D]."""
+    batch, length, groups, dim = x.shape
+    folded = x.permute(0, 2, 1, 3).float().reshape(batch * groups, length, dim)
+    return F.pad(folded, (0, 0, 0, -length % KEY_PADDING))
+
+
+def _unfold_keys(x: torch.Tensor, like: torch.Tensor, length: int) -> torch.Tensor:
+    batch, _, groups, dim = like.shape
+    return x[:, :length].reshape(batch, groups, length, dim).permute(0, 2, 1, 3).to(like.dtype)
+
+
+def _row_positions(positions: torch.Tensor, repeats: int, groups: int) -> torch.Tensor:
+    """int64 [B, Q] -> [B * groups, repeats * Q, 1], the position of each folded row."""
+    return positions.repeat(1, repeats).repeat_interleave(groups, 0).unsqueeze(-1)

@@ -1,0 +1,123 @@
+"""Matrix products: plain and FP8, whole and in slices of K.
+
+A product is computed from operands that are exact in its compute dtype (BF16, or FP32 where scales are not powers of
+two), by one call of the matrix library per K slice, and rounded once. With `k_splits` > 1, each slice of K gives an FP32
+partial and the partials are added in order: the arithmetic of a row-parallel layer on that many ranks, so that a trainer
+with tensor parallelism and an engine without it agree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+
+from numerics.fake_quantize import fake_quantize_columns, fake_quantize_rows
+from numerics.spec import QuantSpec
+
+Backward = Literal["fp8", "bf16"]
+
+# Matrix libraries use other kernels, with another order of addition, below a few rows. Smaller products are padded.
+_FEWEST_ROWS = 8
+
+
+def linear(x: torch.Tensor, weight: torch.Tensor, k_splits: int = 1) -> torch.Tensor:
+    """x [..., K] @ weight [N, K]^T in x's dtype, unquantized."""
+    if k_splits == 1:
+        return _Product.apply(x, weight, weight, None, "bf16", x.dtype)
+    slices = zip(x.chunk(k_splits, -1), weight.chunk(k_splits, -1), strict=True)
+    return merge_partials([linear_partial(a, w) for a, w in slices], x.dtype)
+
+
+def linear_partial(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """One K slice of `linear`: x [..., K/n], weight [N, K/n] -> FP32 [..., N]."""
+    return _Product.apply(x, weight, weight, None, "bf16", torch.float32)
+
+
+def fp8_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    weight_dq: torch.Tensor,
+    spec: QuantSpec,
+    backward: Backward = "fp8",
+    k_splits: int = 1,
+) -> torch.Tensor:
+    """The FP8 product of x [..., K] and a quantized weight, in x's dtype.
+
+    weight [N, K] is the parameter, which receives the gradient; weight_dq [N, K] is what it dequantizes to
+    (`WeightCache.dequantized`). x is quantized by `spec.activation` along K.
+    backward: `fp8` quantizes dy along N for dgrad, and dy and x along the tokens for wgrad (TransformerEngine's
+    Float8BlockScaling); `bf16` takes the gradient of the quantized forward with dy as it is (straight through).
+    """
+    if k_splits == 1:
+        return _Product.apply(x, weight, weight_dq, spec, backward, x.dtype)
+    slices = zip(x.chunk(k_splits, -1), weight.chunk(k_splits, -1), weight_dq.chunk(k_splits, -1), strict=True)
+    return merge_partials([fp8_linear_partial(a, w, q, spec, backward) for a, w, q in slices], x.dtype)
+
+
+def fp8_linear_partial(
+    x: torch.Tensor, weight: torch.Tensor, weight_dq: torch.Tensor, spec: QuantSpec, backward: Backward = "fp8"
+) -> torch.Tensor:
+    """One K slice of `fp8_linear`: FP32 [..., N]. A slice must hold whole quantization groups of K."""
+    return _Product.apply(x, weight, weight_dq, spec, backward, torch.float32)
+
+
+def merge_partials(partials: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+    """FP32 partials [..., N] added in the order given, rounded once to `dtype`."""
+    total = partials[0]
+    for partial in partials[1:]:
+        total = total + partial
+    return total.to(dtype)
+
+
+def product(x: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """x [T, K] @ weight [N, K]^T -> [T, N], each row the same whatever T is. An FP32 result is not rounded to BF16."""
+    rows = x.shape[0]
+    if torch.float32 in (dtype, x.dtype, weight.dtype):
+        x, weight = x.float(), weight.float()
+    if 0 < rows < _FEWEST_ROWS:
+        x = F.pad(x, (0, 0, 0, _FEWEST_ROWS - rows))
+    return torch.mm(x, weight.t())[:rows].to(dtype)
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        weight_dq: torch.Tensor,
+        spec: QuantSpec | None,
+        backward: Backward,
+        dtype: torch.dtype,
+    ) -> torch.Tensor:
+        rows = x.reshape(-1, x.shape[-1])
+        operand = rows if spec is None else fake_quantize_rows(rows, spec.activation)
+        # An FP8 wgrad quantizes x anew, along the tokens; any other takes the operand of the forward.
+        ctx.save_for_backward(rows if spec is not None and backward == "fp8" else operand, weight_dq)
+        ctx.spec, ctx.backward_precision, ctx.shape, ctx.weight_dtype = spec, backward, x.shape, weight.dtype
+        return product(operand, weight_dq, dtype).reshape(*x.shape[:-1], weight.shape[0])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None, None, None, None]:
+        rows, weight_dq = ctx.saved_tensors
+        dy = grads[0].reshape(-1, grads[0].shape[-1]).to(rows.dtype if rows.dtype != torch.float32 else torch.float32)
+        gradient = ctx.spec.gradient if ctx.spec is not None and ctx.backward_precision == "fp8" else None
+        dx = dw = None
+        if ctx.needs_input_grad[0]:
+            dy_rows = dy if gradient is None else fake_quantize_rows(dy, gradient)
+            dx = _mm(dy_rows, weight_dq).reshape(ctx.shape).to(ctx.weight_dtype)
+        if ctx.needs_input_grad[1]:
+            if gradient is not None:
+                dy, rows = fake_quantize_columns(dy, gradient), fake_quantize_columns(rows, ctx.spec.activation)
+            dw = _mm(dy.t(), rows).to(ctx.weight_dtype)
+        return dx, dw, None, None, None, None
+
+
+def _mm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """a @ b in the wider of the two dtypes; gradients need no fixed order."""
+    if a.dtype != b.dtype:
+        a, b = a.float(), b.float()
+    return torch.mm(a, b)

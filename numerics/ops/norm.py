@@ -1,0 +1,42 @@
+"""RMSNorm, with and without the residual add before it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """x / rms(x) * weight over the last dimension (Zhang and Sennrich 2019).
+
+    x [..., H], weight [H]. Everything in FP32, rounded once to x's dtype at the end.
+    """
+    return _RmsNorm.apply(x, weight, eps)
+
+
+def add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(rms_norm(s), s) with s = x + residual rounded to x's dtype *before* it is normalised, as Megatron stores it."""
+    total = x + residual
+    return rms_norm(total, weight, eps), total
+
+
+class _RmsNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        wide = x.float()
+        inverse_rms = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+        ctx.save_for_backward(x, weight, inverse_rms)
+        return (wide * inverse_rms * weight.float()).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+        x, weight, inverse_rms = ctx.saved_tensors
+        dy = grads[0].float()
+        normed = x.float() * inverse_rms
+        dweight = (dy * normed).flatten(0, -2).sum(0).to(weight.dtype)
+        dnormed = dy * weight.float()
+        dx = inverse_rms * (dnormed - normed * (dnormed * normed).mean(-1, keepdim=True))
+        return dx.to(x.dtype), dweight, None

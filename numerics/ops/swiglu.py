@@ -1,0 +1,31 @@
+"""The gated activation of the MLPs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+
+def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
+    """silu(gate) * up (Shazeer 2020), [..., 2F] -> [..., F], gate first. FP32 inside, rounded once."""
+    return _SwiGlu.apply(gate_up)
+
+
+class _SwiGlu(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate_up: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(gate_up)
+        gate, up = gate_up.float().chunk(2, -1)
+        return (F.silu(gate) * up).to(gate_up.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor]:
+        (gate_up,) = ctx.saved_tensors
+        gate, up = gate_up.float().chunk(2, -1)
+        dy = grads[0].float()
+        sigmoid = gate.sigmoid()
+        silu = gate * sigmoid
+        dgate = dy * up * (sigmoid + silu * (1 - sigmoid))
+        return (torch.cat((dgate, dy * silu), -1).to(gate_up.dtype),)

@@ -1,0 +1,102 @@
+"""The one quantizer of the project: trainer forward and backward, weight sync and converters all call it."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+import torch.nn.functional as F
+
+from numerics.errors import UserError
+from numerics.rounding import fp8_max, scale_from_amax
+from numerics.spec import TensorSpec
+
+
+@dataclasses.dataclass(frozen=True)
+class QuantizedTensor:
+    """An FP8 tensor and its scales.
+
+    data: FP8, the shape of the tensor that was quantized.
+    scale_inv: FP32, one per block; multiplied to dequantize (the convention of HF checkpoints). Its shape is
+        [..., ceil(rows / block rows), ceil(columns / block columns)].
+    spec: how it was quantized.
+    """
+
+    data: torch.Tensor
+    scale_inv: torch.Tensor
+    spec: TensorSpec
+
+    def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """data * scale_inv, computed in FP32; `dtype` defaults to the narrowest that is exact for the spec."""
+        return dequantize(self.data, self.scale_inv, self.spec, dtype)
+
+
+def quantize(x: torch.Tensor, spec: TensorSpec) -> QuantizedTensor:
+    """Quantize a BF16 or FP32 tensor [..., rows, columns], rounding to nearest even and saturating.
+
+    A block of zeros has scale_inv 1. NaN is left out of a block's amax and stays NaN; an infinite value makes the scale
+    1 and saturates. Blocks at ragged edges are smaller; nothing is padded in the result.
+    Raises `UserError` for a spec that does not quantize, a dtype or shape that cannot be quantized.
+    """
+    if not spec.quantized:
+        raise UserError("quantize: found a bf16 tensor spec, expected an FP8 one; do not quantize this tensor")
+    if x.dtype not in (torch.bfloat16, torch.float32):
+        raise UserError(f"quantize: found a {x.dtype} tensor, expected bfloat16 or float32")
+    matrix = _as_matrices(x, spec)
+    blocks = _to_blocks(matrix.float(), spec)
+    amax = blocks.abs().nan_to_num(nan=0.0, posinf=torch.inf).amax((-3, -1), keepdim=True)
+    scale = scale_from_amax(amax, spec.dtype, spec.scale == "pow2")
+    limit = fp8_max(spec.dtype)
+    # The cast to e5m2 overflows to infinity instead of saturating, hence the clamp.
+    data = (blocks * scale).clamp(-limit, limit).to(spec.dtype)
+    return QuantizedTensor(
+        _from_blocks(data, matrix.shape).reshape(x.shape), _scale_shape(1.0 / scale, x, spec), spec
+    )
+
+
+def dequantize(
+    data: torch.Tensor, scale_inv: torch.Tensor, spec: TensorSpec, dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    """data * scale_inv in FP32, rounded once to `dtype` (default: the narrowest that is exact for the spec)."""
+    matrix = _as_matrices(data, spec)
+    blocks = _to_blocks(matrix.float(), spec)
+    scale = scale_inv.reshape(*blocks.shape[:-4], blocks.shape[-4], 1, blocks.shape[-2], 1)
+    values = _from_blocks(blocks * scale, matrix.shape).reshape(data.shape)
+    return values.to(dtype or spec.dequantized_dtype)
+
+
+def fake_quantize(x: torch.Tensor, spec: TensorSpec, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """What the tensor becomes by being stored in the spec's format: dequantize(quantize(x)).
+
+    A bf16 spec returns x unchanged. `dtype` defaults to the narrowest that is exact for the spec.
+    """
+    return quantize(x, spec).dequantize(dtype) if spec.quantized else x
+
+
+def _as_matrices(x: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
+    """Blocks span rows only in `block` granularity; otherwise leading dimensions are just more rows."""
+    if x.dim() < 1 or (spec.granularity == "block" and x.dim() < 2):
+        raise UserError(f"quantize: found the shape {tuple(x.shape)}, expected a matrix for {spec.granularity} scales")
+    return x if spec.granularity == "block" else x.reshape(-1, x.shape[-1])
+
+
+def _to_blocks(x: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
+    """[..., R, C] -> [..., R/r, r, C/c, c], padded with zeros, which change no amax."""
+    rows, columns = x.shape[-2:]
+    r, c = spec.block_shape(rows, columns)
+    if rows % r or columns % c:
+        # float8 tensors cannot be padded, but only FP32 ones come here.
+        x = F.pad(x, (0, -columns % c, 0, -rows % r))
+    return x.unflatten(-1, (-1, c)).unflatten(-3, (-1, r))
+
+
+def _from_blocks(blocks: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+    whole = blocks.flatten(-2, -1).flatten(-3, -2)
+    return whole[..., : shape[-2], : shape[-1]].contiguous()
+
+
+def _scale_shape(scale_inv: torch.Tensor, x: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
+    grid = scale_inv.squeeze(-1).squeeze(-2)
+    if spec.granularity == "tensor":
+        return grid.reshape(1, 1)
+    return grid if spec.granularity == "block" else grid.reshape(*x.shape[:-1], grid.shape[-1])

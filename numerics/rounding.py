@@ -1,0 +1,44 @@
+"""Rounding to the FP8 grids and the scales that go before it. Elementwise, FP32 in and out, the same under a compiler.
+
+The scale formula is TransformerEngine's `Float8BlockScaling`: scale = fp8_max / amax with IEEE division, optionally
+rounded down to a power of two by clearing the mantissa; a block whose amax is 0 or infinite has scale 1.
+"""
+
+from __future__ import annotations
+
+import torch
+
+_EXPONENT = 0x7F800000
+# Where fp8_max / amax overflows FP32, TransformerEngine takes the largest finite value of the input's dtype, BF16.
+_LARGEST_BF16 = torch.finfo(torch.bfloat16).max
+
+# dtype -> (largest finite value, bits of the mantissa, exponent of the smallest normal number)
+_GRIDS = {torch.float8_e4m3fn: (448.0, 3, -6), torch.float8_e5m2: (57344.0, 2, -14)}
+
+
+def fp8_max(dtype: torch.dtype) -> float:
+    """Largest finite value of an FP8 dtype."""
+    return _GRIDS[dtype][0]
+
+
+def scale_from_amax(amax: torch.Tensor, dtype: torch.dtype, power_of_two: bool) -> torch.Tensor:
+    """The factor that a block is multiplied with before the cast. FP32 in, FP32 out, the shape of `amax`."""
+    # torch.div of two tensors is IEEE; `448 / amax` would be reciprocal() * 448, which rounds twice.
+    scale = torch.div(torch.full_like(amax, fp8_max(dtype)), amax)
+    scale = torch.where(torch.isinf(scale), torch.full_like(scale, _LARGEST_BF16), scale)
+    if power_of_two:
+        scale = (scale.view(torch.int32) & _EXPONENT).view(torch.float32)
+    return torch.where((amax == 0) | torch.isinf(amax), torch.ones_like(scale), scale)
+
+
+def round_to_grid(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """FP32 values rounded to the nearest value of an FP8 dtype: ties to even, saturating, NaN kept. FP32 out.
+
+    Adding and subtracting 1.5 * 2^(e + 23 - mantissa bits), where e is the exponent of the value (at least that of the
+    smallest normal number), leaves the value rounded to the grid by FP32's own rounding.
+    """
+    largest, mantissa_bits, smallest_exponent = _GRIDS[dtype]
+    x = x.clamp(-largest, largest)
+    exponent = (x.view(torch.int32) & _EXPONENT).clamp_min((127 + smallest_exponent) << 23)
+    magic = (exponent + (((23 - mantissa_bits) << 23) + 0x400000)).view(torch.float32)
+    return (x + magic) - magic

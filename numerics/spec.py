@@ -1,0 +1,190 @@
+"""The quantization spec: which tensor is in which format, with which scales.
+
+One `QuantSpec` is read by the trainer, the rollout engine, the weight sync and the converters. Everything that a library
+needs to know about FP8 is derived from it, and its digest is what two sides compare before they work together.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import torch
+
+from numerics.errors import UserError
+
+Format = Literal["bf16", "e4m3", "e5m2"]
+Granularity = Literal["tensor", "channel", "token_group", "block"]
+Scale = Literal["fp32", "pow2"]
+Role = Literal["weight", "activation", "gradient"]
+
+FORMATS: dict[str, torch.dtype] = {
+    "bf16": torch.bfloat16,
+    "e4m3": torch.float8_e4m3fn,
+    "e5m2": torch.float8_e5m2,
+}
+GRANULARITIES = ("tensor", "channel", "token_group", "block")
+SCALES = ("fp32", "pow2")
+ROLES = ("weight", "activation", "gradient")
+
+# Exact module kinds, as their HF names end. Tensors that one GEMM reads fused stand together: all of them or none.
+FUSED_KINDS: tuple[tuple[str, ...], ...] = (
+    ("q_proj", "k_proj", "v_proj"),
+    ("o_proj",),
+    ("gate_proj", "up_proj"),
+    ("down_proj",),
+    ("experts.gate_proj", "experts.up_proj"),
+    ("experts.down_proj",),
+)
+MODULE_KINDS: tuple[str, ...] = tuple(kind for fused in FUSED_KINDS for kind in fused)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TensorSpec:
+    """How one role's tensors are stored.
+
+    format: `e4m3` (largest value 448), `e5m2` (57344), or `bf16`, which means not quantized.
+    granularity: what shares a scale: the whole `tensor`, a `channel` (one row), a `token_group` (1 x n elements of a
+        row), or a `block` (n x n).
+    group: n of `token_group` and `block`, in elements.
+    scale: `pow2` rounds the scale down to a power of two, so that dequantized values are exact in BF16; `fp32` does not.
+    """
+
+    format: Format = "e4m3"
+    granularity: Granularity = "token_group"
+    group: int = 128
+    scale: Scale = "pow2"
+
+    def __post_init__(self) -> None:
+        for key, allowed in (("format", FORMATS), ("granularity", GRANULARITIES), ("scale", SCALES)):
+            _check_choice(key, getattr(self, key), tuple(allowed))
+        if not isinstance(self.group, int) or isinstance(self.group, bool) or self.group < 1:
+            raise UserError(f"group: found {self.group!r}, expected a positive number of elements, e.g. 128")
+
+    @property
+    def quantized(self) -> bool:
+        return self.format != "bf16"
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return FORMATS[self.format]
+
+    @property
+    def dequantized_dtype(self) -> torch.dtype:
+        """The narrowest dtype that holds a dequantized value exactly: BF16 for power-of-two scales, else FP32."""
+        return torch.float32 if self.quantized and self.scale == "fp32" else torch.bfloat16
+
+    def block_shape(self, rows: int, columns: int) -> tuple[int, int]:
+        """(rows, columns) of one scale's block in a [rows, columns] matrix."""
+        return {
+            "tensor": (max(rows, 1), max(columns, 1)),
+            "channel": (1, max(columns, 1)),
+            "token_group": (1, self.group),
+            "block": (self.group, self.group),
+        }[self.granularity]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class QuantSpec:
+    """The numerical contract of a run. Immutable, hashable, and the same for every side that works together.
+
+    weight, activation, gradient: the format of each operand role of a quantized GEMM.
+    scope: the module kinds whose GEMMs are quantized, by exact name (see `MODULE_KINDS`). Everything that is not in
+        it (embeddings, lm_head, norms, router) stays in BF16.
+    """
+
+    weight: TensorSpec
+    activation: TensorSpec
+    gradient: TensorSpec
+    scope: frozenset[str] = frozenset(MODULE_KINDS)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "scope", frozenset(self.scope))
+        unknown = sorted(self.scope - set(MODULE_KINDS))
+        if unknown:
+            raise UserError(f"scope: found {unknown}, expected names out of {list(MODULE_KINDS)}")
+        for fused in FUSED_KINDS:
+            if 0 < len(self.scope & set(fused)) < len(fused):
+                raise UserError(
+                    f"scope: found {sorted(self.scope & set(fused))} without the rest of {list(fused)}; "
+                    "one GEMM reads them fused, so name all of them or none"
+                )
+        if self.weight.quantized != self.activation.quantized:
+            raise UserError(
+                f"weight.format={self.weight.format} with activation.format={self.activation.format}: an FP8 GEMM "
+                "takes two FP8 operands, so quantize both or neither"
+            )
+        if self.gradient.quantized and not self.weight.quantized:
+            raise UserError("gradient.format is FP8 while weights are bf16: set gradient.format to bf16")
+
+    @classmethod
+    def preset(cls, name: str) -> QuantSpec:
+        """A named spec: `bf16`, `fp8_block_pow2` (the default of the project) or `fp8_block_fp32` (DeepSeek-style)."""
+        _check_choice("preset", name, tuple(PRESETS))
+        return PRESETS[name]
+
+    @property
+    def quantized(self) -> bool:
+        return self.weight.quantized and bool(self.scope)
+
+    def quantizes(self, kind: str) -> bool:
+        """Whether the GEMM of this module kind runs in FP8."""
+        _check_choice("module kind", kind, MODULE_KINDS)
+        return self.quantized and kind in self.scope
+
+    def override(self, changes: Mapping[str, Any]) -> QuantSpec:
+        """A copy with changes such as `{"weight": {"scale": "fp32"}, "scope": [...]}` applied.
+
+        Raises `UserError` on an unknown key or value.
+        """
+        fields: dict[str, Any] = {}
+        for key, value in changes.items():
+            _check_choice("key", key, (*ROLES, "scope"))
+            if key == "scope":
+                fields[key] = frozenset(value)
+                continue
+            names = [f.name for f in dataclasses.fields(TensorSpec)]
+            for sub in value:
+                _check_choice(f"key of {key}", sub, tuple(names))
+            fields[key] = dataclasses.replace(getattr(self, key), **value)
+        return dataclasses.replace(self, **fields)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for YAML and JSON; `from_dict` restores an equal spec."""
+        return {role: dataclasses.asdict(getattr(self, role)) for role in ROLES} | {"scope": sorted(self.scope)}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> QuantSpec:
+        expected = {*ROLES, "scope"}
+        if set(data) != expected:
+            raise UserError(f"quantization spec: found the keys {sorted(data)}, expected {sorted(expected)}")
+        return cls(**{role: TensorSpec(**data[role]) for role in ROLES}, scope=frozenset(data["scope"]))
+
+    def digest(self) -> str:
+        """16 hex digits of the SHA-256 over the canonical JSON; equal specs have equal digests."""
+        canonical = json.dumps(self.to_dict(), sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(canonical.encode()).hexdigest()[:16]
+
+
+def _check_choice(key: str, found: Any, allowed: tuple[str, ...]) -> None:
+    if found not in allowed:
+        raise UserError(f"{key}: found {found!r}, expected one of {', '.join(map(str, allowed))}")
+
+
+def _block_fp8(scale: Scale) -> QuantSpec:
+    return QuantSpec(
+        weight=TensorSpec(granularity="block", scale=scale),
+        activation=TensorSpec(scale=scale),
+        gradient=TensorSpec(scale=scale),
+    )
+
+
+_BF16 = TensorSpec(format="bf16", granularity="tensor")
+PRESETS: dict[str, QuantSpec] = {
+    "bf16": QuantSpec(weight=_BF16, activation=_BF16, gradient=_BF16, scope=frozenset()),
+    "fp8_block_pow2": _block_fp8("pow2"),
+    "fp8_block_fp32": _block_fp8("fp32"),
+}

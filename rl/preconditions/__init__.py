@@ -1,0 +1,74 @@
+"""Everything about a run that can be checked before a process is started.
+
+:func:`check` raises one UserError with the key, the value found, the value expected and the remedy.
+"""
+
+from __future__ import annotations
+
+from numerics.errors import user_error
+from rl.preconditions.data import check_data
+from rl.preconditions.model import ModelShape, check_layout, check_quantization_blocks, read_model
+from rl.preconditions.resources import check_kv_cache_memory, check_port
+from rl.spec import ExperimentSpec
+
+__all__ = ["ModelShape", "check", "read_model"]
+
+
+def check(spec: ExperimentSpec) -> ModelShape:
+    """Check the spec against its model, its data and this machine; returns what was read of the model.
+
+    Raises:
+        UserError: the first thing that stands in the way.
+    """
+    _check_sampling(spec)
+    model = read_model(spec.model.path)
+    check_layout(model, spec.trainer)
+    check_quantization_blocks(model, spec)
+    _check_context(model, spec)
+    check_data(spec)
+    if _needs_engine(spec):
+        check_kv_cache_memory(model, spec.rollout)
+        check_port(spec.rollout)
+    return model
+
+
+def _needs_engine(spec: ExperimentSpec) -> bool:
+    return spec.algorithm.name != "sft" or spec.eval.problems > 0
+
+
+def _check_sampling(spec: ExperimentSpec) -> None:
+    """The engine reports logprobs from before top-p, top-k and min-p renormalise, so d could not be 0."""
+    for name, off in (("top_p", 1.0), ("top_k", -1), ("min_p", 0.0)):
+        value = getattr(spec.rollout, name)
+        if value != off:
+            raise user_error(
+                f"rollout.{name}",
+                found=value,
+                expected=f"{off} (off) in exact mode",
+                remedy=f"Remove rollout.{name}: reported logprobs precede its renormalisation.",
+            )
+
+
+def _check_context(model: ModelShape, spec: ExperimentSpec) -> None:
+    rollout = spec.rollout
+    if rollout.context_length > model.max_positions:
+        raise user_error(
+            "rollout.context_length",
+            found=rollout.context_length,
+            expected=f"at most {model.max_positions}, the model's max_position_embeddings",
+            remedy=f"Set rollout.context_length={model.max_positions} or less.",
+        )
+    if rollout.max_new_tokens >= rollout.context_length:
+        raise user_error(
+            "rollout.max_new_tokens",
+            found=rollout.max_new_tokens,
+            expected=f"less than rollout.context_length = {rollout.context_length}, which holds the prompt too",
+            remedy="Lower rollout.max_new_tokens or raise rollout.context_length.",
+        )
+    if rollout.max_total_tokens < rollout.context_length:
+        raise user_error(
+            "rollout.max_total_tokens",
+            found=rollout.max_total_tokens,
+            expected=f"at least rollout.context_length = {rollout.context_length}",
+            remedy="Raise rollout.max_total_tokens or lower rollout.context_length.",
+        )

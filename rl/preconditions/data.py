@@ -1,0 +1,94 @@
+"""The data files: every line whole, every reference answer of the reward's kind, every prompt short enough."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from numerics.errors import user_error
+from rl.spec import ExperimentSpec
+from rollout.rewards import final_integer
+from rollout.tasks import Problem, load_problems, prompt_ids
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+TOKENS_PER_BYTE = 4
+"""No tokenizer in use yields more tokens for a byte of text; texts safely short by this bound need no tokenizing."""
+
+
+def check_data(spec: ExperimentSpec) -> None:
+    """Read both files and check each problem.
+
+    Raises:
+        UserError: a file is missing or empty, or one of its lines (named by number) cannot be used.
+    """
+    supervised = spec.algorithm.name == "sft"
+    train = load_problems(spec.data.train, "data.train")
+    _check_lengths(train, "data.train", spec, supervised)
+    if not supervised:
+        _check_answers(train, "data.train", spec)
+    if spec.eval.problems == 0:
+        return
+    if spec.data.eval is None:
+        raise user_error(
+            "data.eval",
+            found=None,
+            expected=f"a file, since eval.problems is {spec.eval.problems}",
+            remedy="Set data.eval, or turn evaluation off by eval.problems=0.",
+        )
+    held_out = load_problems(spec.data.eval, "data.eval")
+    if len(held_out) < spec.eval.problems:
+        raise user_error(
+            "eval.problems",
+            found=spec.eval.problems,
+            expected=f"at most the {len(held_out)} problems of data.eval",
+            remedy=f"Set eval.problems={len(held_out)} or add problems.",
+        )
+    _check_lengths(held_out, "data.eval", spec, supervised=False)
+    _check_answers(held_out, "data.eval", spec)
+
+
+def _check_answers(problems: list[Problem], key: str, spec: ExperimentSpec) -> None:
+    if spec.data.reward != "integer":
+        return
+    for number, problem in enumerate(problems, start=1):
+        if final_integer(problem.answer) is None:
+            raise user_error(
+                f"{key}: line {number}: answer",
+                found=problem.answer,
+                expected="text that ends in '#### ' and an integer, as data.reward is integer",
+                remedy=f"Correct line {number}, or set data.reward=math.",
+            )
+
+
+def _check_lengths(problems: list[Problem], key: str, spec: ExperimentSpec, supervised: bool) -> None:
+    """Prompt plus answer (given when supervised, else up to max_new_tokens) must fit rollout.context_length."""
+    from transformers import AutoTokenizer
+
+    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(spec.model.path)
+    if not tokenizer.chat_template:
+        raise user_error(
+            "model.path",
+            found=f"{spec.model.path} without a chat template",
+            expected="a tokenizer with a chat template, which renders the prompts",
+            remedy="Add chat_template to tokenizer_config.json.",
+        )
+    limit = spec.rollout.context_length
+    template = len(prompt_ids(tokenizer, ""))
+    for number, problem in enumerate(problems, start=1):
+        text = problem.question + (problem.answer if supervised else "")
+        room = limit - (1 if supervised else spec.rollout.max_new_tokens)
+        if template + TOKENS_PER_BYTE * len(text.encode()) <= room:
+            continue
+        tokens = len(prompt_ids(tokenizer, problem.question))
+        if supervised:
+            tokens += len(tokenizer(problem.answer, add_special_tokens=False).input_ids)
+        if tokens > room:
+            what = "question and answer" if supervised else "a prompt"
+            rest = "the end of sequence" if supervised else f"rollout.max_new_tokens = {spec.rollout.max_new_tokens}"
+            raise user_error(
+                f"{key}: line {number}",
+                found=f"{what} of {tokens} tokens",
+                expected=f"at most {room}, so that {rest} still fits rollout.context_length = {limit}",
+                remedy=f"Raise rollout.context_length, or shorten or remove line {number}.",
+            )

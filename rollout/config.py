@@ -1,0 +1,39 @@
+"""What the `rollout:` section of an experiment spec may say."""
+
+from __future__ import annotations
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class RolloutConfig(BaseModel):
+    """Sampling parameters and the size of one SGLang engine."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+    engines: int = Field(default=1, ge=1)
+    """SGLang server processes."""
+    prompts_per_step: int = Field(default=32, ge=1)
+    """Problems drawn for each training step."""
+    group_size: int = Field(default=8, ge=1)
+    """Answers sampled for each problem."""
+    max_new_tokens: int = Field(default=20, ge=1)
+    """Longest answer, EOS included."""
+    temperature: float = Field(default=1.0, gt=0.0, le=10.0)
+    top_p: float = Field(default=1.0, gt=0.0, le=1.0)
+    """Must stay 1.0 in exact mode: reported logprobs precede the renormalisation."""
+    top_k: int = Field(default=-1, ge=-1)
+    """-1 is off; must stay so in exact mode."""
+    min_p: float = Field(default=0.0, ge=0.0, le=1.0)
+    """0 is off; must stay so in exact mode."""
+    context_length: int = Field(default=1024, ge=1)
+    """Longest sequence, prompt and answer together."""
+    max_total_tokens: int = Field(default=32768, ge=1)
+    """Tokens that the KV cache of one engine holds."""
+    chunked_prefill_size: int | None = Field(default=None, ge=1)
+    """Longest prefill chunk in tokens; null leaves SGLang's default."""
+    prefix_cache: bool = True
+    """Reuse the KV cache of common prefixes within one weight version."""
+    start_timeout_s: float = Field(default=180.0, gt=0.0)
+    """Seconds that a server may take to become healthy."""
+    port: int | None = Field(default=None, ge=1024, le=65535)
+    """Port of the server on the loopback interface; null takes a free one."""

@@ -1,0 +1,93 @@
+"""Problems with verifiable answers: JSON lines in GSM8K's shape, and the reward of an answer."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from numerics.errors import UserError, user_error
+from rollout.rewards import integer_reward, math_reward
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+RewardKind = Literal["integer", "math"]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A question and its reference solution, which ends in `#### ` and the final answer."""
+
+    question: str
+    answer: str
+
+
+def load_problems(path: str | Path, key: str = "data") -> list[Problem]:
+    """The problems of a JSONL file in file order; keys other than `question` and `answer` are ignored.
+
+    Raises:
+        UserError: the file is missing or empty, or a line is broken. The message names `key` and the line's number.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise user_error(
+            key,
+            found=str(path),
+            expected="an existing JSONL file",
+            remedy="Correct the path; a relative one is looked up in the current directory, then beside the spec file.",
+        )
+    with path.open("rb") as lines:
+        problems = [_parse_line(line, number, path, key) for number, line in enumerate(lines, start=1)]
+    if not problems:
+        raise user_error(
+            key,
+            found=f"{path} without a line",
+            expected="at least one problem",
+            remedy='Add lines such as {"question": "2+3=?", "answer": "#### 5"}.',
+        )
+    return problems
+
+
+def prompt_ids(tokenizer: PreTrainedTokenizerBase, question: str) -> list[int]:
+    """The question as one user turn of the tokenizer's chat template, up to where the assistant begins."""
+    messages = [{"role": "user", "content": question}]
+    return tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
+
+
+def verify(problem: Problem, text: str, finished: bool, kind: RewardKind) -> float:
+    """1.0 if `text`, the decoded answer without its EOS, solves the problem and the model ended it, else 0.0.
+
+    Raises:
+        UserError: the reference answer is not of the given kind.
+    """
+    if not finished:
+        return 0.0
+    reward = {"integer": integer_reward, "math": math_reward}[kind]
+    return float(reward(text, problem.answer))
+
+
+def _parse_line(line: bytes, number: int, path: Path, key: str) -> Problem:
+    where = f"{key}: line {number} of {path}"
+    remedy = f"Correct or remove line {number}."
+    try:
+        record = json.loads(line.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise user_error(where, found=line, expected="UTF-8 text", remedy=remedy) from error
+    except (ValueError, RecursionError) as error:  # besides bad syntax: numbers of thousands of digits, deep nesting
+        found = line.decode("utf-8").rstrip("\n")
+        raise user_error(where, found=found, expected=f"valid JSON ({error})", remedy=remedy) from error
+    if not isinstance(record, dict):
+        raise user_error(where, found=record, expected="a JSON object", remedy=remedy)
+    for field in ("question", "answer"):
+        if field not in record:
+            raise UserError(f"{where}: found no {field!r}, expected question and answer. {remedy}")
+        if not _is_text(record[field]):
+            raise user_error(f"{where}: {field}", found=record[field], expected="non-empty text", remedy=remedy)
+    return Problem(record["question"], record["answer"])
+
+
+def _is_text(value: object) -> bool:
+    """Non-blank text that UTF-8 can encode; JSON escapes may spell half of a surrogate pair, which it cannot."""
+    return isinstance(value, str) and bool(value.strip()) and value.encode("utf-8", "replace").decode() == value

@@ -1,0 +1,59 @@
+import pytest
+import torch
+
+from numerics.digest import tensor_digest
+
+DTYPES = (torch.float8_e4m3fn, torch.bfloat16, torch.float32, torch.int64, torch.uint8)
+
+
+def random_bytes(count, seed=0):
+    return torch.randint(0, 256, (count,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_equal_bytes_equal_digest_whatever_the_storage(dtype):
+    x = random_bytes(8 * 300).view(dtype).reshape(3, -1)
+    shifted = torch.cat((random_bytes(3), x.reshape(-1).view(torch.uint8)))[3:].clone().view(dtype).reshape(x.shape)
+    strided = torch.stack((x, x), -1)[..., 0]
+    assert tensor_digest(x) == tensor_digest(shifted) == tensor_digest(strided)
+
+
+def test_every_flipped_bit_is_seen():
+    x = random_bytes(40)
+    digests = {tensor_digest(x)}
+    for index in range(40):
+        for bit in range(8):
+            flipped = x.clone()
+            flipped[index] ^= 1 << bit
+            digests.add(tensor_digest(flipped))
+    assert len(digests) == 1 + 40 * 8
+
+
+def test_flips_that_could_cancel_are_seen():
+    """Two sign bits at the top of their words: equal changes under any arithmetic that ignores the position."""
+    x = random_bytes(4096)
+    digests = {tensor_digest(x)}
+    for second in range(7, 4096, 4):
+        flipped = x.clone()
+        flipped[3] ^= 128
+        flipped[second] ^= 128
+        digests.add(tensor_digest(flipped))
+    assert len(digests) == 1 + 1023
+
+
+def test_moved_bytes_are_seen_across_chunks():
+    x = random_bytes(3 * (1 << 19) + 5)
+    words = x[: 3 << 19].view(torch.int64)
+    for a, b in ((0, 1), (0, 1 << 15), (5, (2 << 15) + 5)):
+        moved = x.clone()
+        view = moved[: 3 << 19].view(torch.int64)
+        view[a], view[b] = words[b].clone(), words[a].clone()
+        assert tensor_digest(moved) != tensor_digest(x)
+    rolled = torch.cat((x[1 << 18 : 2 << 18], x[: 1 << 18], x[2 << 18 :]))
+    assert tensor_digest(rolled) != tensor_digest(x)
+
+
+def test_shape_dtype_and_trailing_zeros_count():
+    x = torch.zeros(16, dtype=torch.uint8)
+    others = (x[:8], x.reshape(4, 4), x.view(torch.int64), x.view(torch.bfloat16), torch.zeros(0))
+    assert len({tensor_digest(t) for t in (x, *others)}) == 6

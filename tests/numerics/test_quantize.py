@@ -1,0 +1,200 @@
+"""The quantizer against an independent float64 oracle, TransformerEngine's formula, and SGLang's ue8m0."""
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from numerics.errors import UserError
+from numerics.fake_quantize import fake_quantize_columns, fake_quantize_rows
+from numerics.quantize import fake_quantize, quantize
+from numerics.rounding import round_to_grid
+from numerics.spec import TensorSpec
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+ALL_SPECS = [
+    TensorSpec(format=f, granularity=g, scale=s)
+    for f, g, s in itertools.product(("e4m3", "e5m2"), ("tensor", "channel", "token_group", "block"), ("pow2", "fp32"))
+]
+
+
+def grid_of(dtype):
+    values = torch.arange(256, dtype=torch.uint8).view(dtype).float()
+    return np.unique(values[torch.isfinite(values)].double().numpy())
+
+
+def nearest_even(x, dtype):
+    """float64 oracle: the nearest grid value, ties to the one with an even code, saturating."""
+    grid = grid_of(dtype)
+    even = torch.tensor(grid, dtype=torch.float32).to(dtype).view(torch.uint8).numpy() % 2 == 0
+    x = np.clip(np.asarray(x, dtype=np.float64), grid[0], grid[-1])
+    high = np.clip(np.searchsorted(grid, x), 1, len(grid) - 1)
+    low = high - 1
+    below, above = x - grid[low], grid[high] - x
+    take_low = (below < above) | ((below == above) & even[low])
+    return np.where(take_low, grid[low], grid[high])
+
+
+def te_scale(amax, largest, power_of_two):
+    """TransformerEngine's compute_scale_from_amax, one number at a time."""
+    if amax == 0 or math.isinf(amax):
+        return np.float32(1.0)
+    with np.errstate(over="ignore"):
+        scale = np.float32(largest) / np.float32(amax)
+    if np.isinf(scale):
+        scale = np.float32(torch.finfo(torch.bfloat16).max)
+    return np.float32(2.0 ** math.floor(math.log2(scale))) if power_of_two else scale
+
+
+def oracle(x, spec):
+    """Block by block in numpy: codes as float64 values, and scale_inv."""
+    rows, columns = x.shape
+    r, c = {"tensor": (rows, columns), "channel": (1, columns), "token_group": (1, 128), "block": (128, 128)}[
+        spec.granularity
+    ]
+    largest = grid_of(spec.dtype)[-1]
+    values = np.zeros((rows, columns))
+    scale_inv = np.zeros((-(-rows // r), -(-columns // c)), dtype=np.float32)
+    for i, j in np.ndindex(*scale_inv.shape):
+        at = np.s_[i * r : (i + 1) * r, j * c : (j + 1) * c]
+        block = x[at].astype(np.float32)
+        scale = te_scale(np.nanmax(np.abs(block), initial=0.0), largest, spec.scale == "pow2")
+        values[at] = nearest_even(block * scale, spec.dtype)
+        scale_inv[i, j] = np.float32(1.0) / scale
+    return values, scale_inv
+
+
+@pytest.mark.parametrize("dtype", (E4M3, E5M2))
+def test_rounding_is_exact_for_every_bf16_number(dtype):
+    numbers = torch.arange(65536, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).float()
+    numbers = numbers[torch.isfinite(numbers)]
+    assert np.array_equal(round_to_grid(numbers, dtype).double().numpy(), nearest_even(numbers.double().numpy(), dtype))
+    special = round_to_grid(torch.tensor([math.inf, -math.inf, math.nan]), dtype)
+    assert special[0] == grid_of(dtype)[-1] and special[1] == grid_of(dtype)[0] and special[2].isnan()
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 200), st.integers(1, 300), st.sampled_from(ALL_SPECS), st.integers(0, 10**6), st.floats(-30, 30))
+def test_codes_and_scales_equal_the_oracle(rows, columns, spec, seed, magnitude):
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(rows, columns, generator=generator) * torch.randn(rows, 1, generator=generator).mul(2).exp()
+    x = (x * 2.0**magnitude).bfloat16()
+    x[torch.rand(rows, columns, generator=generator) < 0.1] = 0
+    result = quantize(x, spec)
+    values, scale_inv = oracle(x.float().numpy(), spec)
+    assert result.data.shape == x.shape and result.data.dtype == spec.dtype
+    assert np.array_equal(result.scale_inv.numpy(), scale_inv)
+    assert np.array_equal(result.data.double().numpy(), values)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(1, 140), st.integers(1, 270), st.sampled_from(ALL_SPECS), st.integers(0, 10**6))
+def test_error_is_bounded_by_the_format(rows, columns, spec, seed):
+    """|x - dq| <= max(2^-(m+1) |x|, half the smallest step), the bound of round to nearest."""
+    x = torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed)).mul(3).exp()
+    result = quantize(x, spec)
+    relative, step = (2.0**-4, 2.0**-10) if spec.format == "e4m3" else (2.0**-3, 2.0**-17)
+    r, c = spec.block_shape(rows, columns)
+    scale = result.scale_inv.repeat_interleave(r, 0)[:rows].repeat_interleave(c, 1)[:, :columns]
+    error = (x - result.dequantize(torch.float32)).abs()
+    assert (error <= torch.maximum(relative * x, step * scale) * (1 + 1e-6)).all()
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.sampled_from([s for s in ALL_SPECS if s.scale == "pow2"]), st.integers(0, 10**6))
+def test_power_of_two_values_are_exact_in_bf16_and_survive_requantization(spec, seed):
+    x = torch.randn(130, 260, generator=torch.Generator().manual_seed(seed)).mul(2).exp().bfloat16()
+    once = quantize(x, spec)
+    assert once.dequantize().dtype == torch.bfloat16
+    assert torch.equal(once.dequantize().float(), once.dequantize(torch.float32))
+    assert torch.equal(fake_quantize(once.dequantize(), spec), once.dequantize())
+
+
+def test_scales_equal_sglang_ue8m0_for_every_bf16_amax_from_1e_10():
+    """SGLang: 2^ceil(log2(max(amax, 1e-10) / 448)), in FP32 with the reciprocal of 448."""
+    amax = torch.arange(0x7F80, dtype=torch.int16).view(torch.bfloat16).float()
+    amax = amax[amax >= 1e-10]
+    bits = (amax * torch.tensor(1 / 448, dtype=torch.float32)).view(torch.int32)
+    exponent = (bits >> 23) + ((bits & 0x7FFFFF) != 0).int()
+    ue8m0 = (exponent << 23).view(torch.float32)
+    ours = quantize(amax[:, None].bfloat16(), TensorSpec(granularity="channel")).scale_inv[:, 0]
+    assert torch.equal(ours, ue8m0)
+
+
+def test_zero_nan_and_infinite_blocks():
+    x = torch.zeros(4, 128, dtype=torch.bfloat16)
+    x[1, 3], x[1, 4] = math.nan, 7.0
+    x[2, 5], x[2, 6] = math.inf, 1000.0
+    x[3] = math.nan
+    result = quantize(x, TensorSpec())
+    assert result.scale_inv[:, 0].tolist() == [1.0, 1 / 64, 1.0, 1.0]
+    values = result.data.float()
+    assert (values[0] == 0).all()
+    assert values[1, 3].isnan() and values[1, 4] == 7 * 64
+    assert values[2, 5] == 448 and values[2, 6] == 448
+    assert values[3].isnan().all()
+
+
+def test_ragged_edges_equal_zero_padding():
+    x = torch.randn(130, 200).bfloat16()
+    padded = torch.zeros(256, 256, dtype=x.dtype)
+    padded[:130, :200] = x
+    for spec in (TensorSpec(granularity="block"), TensorSpec()):
+        small, large = quantize(x, spec), quantize(padded, spec)
+        assert torch.equal(small.data.view(torch.uint8), large.data.view(torch.uint8)[:130, :200])
+
+
+def test_leading_dimensions_are_more_rows_or_more_matrices():
+    x = torch.randn(3, 128, 256).bfloat16()
+    block = quantize(x, TensorSpec(granularity="block"))
+    assert block.scale_inv.shape == (3, 1, 2)
+    assert torch.equal(block.dequantize()[1], quantize(x[1], TensorSpec(granularity="block")).dequantize())
+    assert quantize(x, TensorSpec()).scale_inv.shape == (3, 128, 2)
+
+
+@pytest.mark.parametrize("format", ("e4m3", "e5m2"))
+@pytest.mark.parametrize("shape", ((1, 128), (5, 256), (128, 128), (300, 384)))
+def test_fast_paths_equal_the_quantizer(shape, format):
+    spec = TensorSpec(format=format)
+    x = torch.randn(*shape).mul(2).exp().bfloat16() * torch.randn(shape[0], 1).sign().bfloat16()
+    x[0, :128] = 0
+    x[-1, 1], x[-1, 2] = math.inf, math.nan
+    assert torch.equal(fake_quantize_rows(x, spec).nan_to_num(-1), fake_quantize(x, spec).nan_to_num(-1))
+    columns = fake_quantize(x.t().contiguous(), spec).t()
+    assert torch.equal(fake_quantize_columns(x, spec).nan_to_num(-1), columns.nan_to_num(-1))
+
+
+def test_compiled_kernels_give_the_same_bits():
+    import subprocess
+    import sys
+
+    script = """
+import torch
+from numerics.compiler import enable_compiler
+from numerics.fake_quantize import fake_quantize_columns, fake_quantize_rows
+from numerics.quantize import fake_quantize
+from numerics.spec import TensorSpec
+compiled = enable_compiler()
+for shape in ((1, 128), (37, 256), (260, 384)):
+    x = torch.randn(*shape, generator=torch.Generator().manual_seed(0)).mul(3).exp().bfloat16()
+    spec = TensorSpec()
+    assert torch.equal(fake_quantize_rows(x, spec), fake_quantize(x, spec)), shape
+    assert torch.equal(fake_quantize_columns(x, spec), fake_quantize(x.t().contiguous(), spec).t()), shape
+print("compiled" if compiled else "no compiler")
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() in ("compiled", "no compiler")
+
+
+def test_wrong_inputs_are_refused():
+    with pytest.raises(UserError, match="bf16 tensor spec"):
+        quantize(torch.zeros(2, 2), TensorSpec(format="bf16"))
+    with pytest.raises(UserError, match="float16"):
+        quantize(torch.zeros(2, 2, dtype=torch.float16), TensorSpec())
+    with pytest.raises(UserError, match="matrix"):
+        quantize(torch.zeros(4), TensorSpec(granularity="block"))

@@ -1,0 +1,44 @@
+"""What the `trainer:` section of an experiment spec may say."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class TrainerConfig(BaseModel):
+    """Parallel layout, optimizer, learning-rate schedule and micro-batch size of the Megatron trainer."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+    tp: int = Field(default=1, ge=1)
+    """Tensor-parallel ranks."""
+    pp: int = Field(default=1, ge=1)
+    """Pipeline-parallel ranks."""
+    ep: int = Field(default=1, ge=1)
+    """Expert-parallel ranks; they are taken from the tp * dp ranks, so ep divides that product."""
+    dp: int = Field(default=1, ge=1)
+    """Data-parallel replicas; the trainer has tp * pp * dp ranks."""
+    lr: float = Field(default=1e-4, gt=0.0)
+    """Peak learning rate."""
+    min_lr: float = Field(default=0.0, ge=0.0)
+    """Learning rate at the end of the decay."""
+    warmup_steps: int = Field(default=5, ge=0)
+    """Steps of linear warm-up from zero."""
+    decay: Literal["constant", "linear", "cosine"] = "constant"
+    decay_steps: int | None = Field(default=None, ge=1)
+    """The decay covers the last `decay_steps` steps; null means everything after the warm-up."""
+    weight_decay: float = Field(default=0.0, ge=0.0)
+    adam_beta1: float = Field(default=0.9, ge=0.0, lt=1.0)
+    adam_beta2: float = Field(default=0.95, ge=0.0, lt=1.0)
+    adam_eps: float = Field(default=1e-8, gt=0.0)
+    clip_grad: float = Field(default=1.0, gt=0.0)
+    """Largest global gradient norm."""
+    micro_batch_tokens: int = Field(default=4096, ge=1)
+    """Padded tokens of one micro-batch; a longer row gets a micro-batch of its own."""
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of the trainer; expert parallelism shares the ranks of tp and dp."""
+        return self.tp * self.pp * self.dp
