@@ -1,0 +1,66 @@
+# Every target works in .venv and creates it first where it is missing or out of date. `make help` lists the targets.
+
+PYTHON ?= python3.11
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.fp8rl-installed
+INSTALLING := $(VENV)/.fp8rl-installing
+STUBS := $(shell find cpu_stubs/pyproject.toml cpu_stubs/src -name '*.py' -o -name '*.toml')
+
+# One thread per process: a second one is slower at these sizes, and several processes share the cores.
+export OMP_NUM_THREADS := 1
+
+.DEFAULT_GOAL := help
+.PHONY: help install demo test test-fast bench lint clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+install: $(INSTALLED) ## create or update .venv (PYTHON= chooses the Python 3.11 it is made from)
+
+demo: $(INSTALLED) ## train the tiny MoE model with GRPO in exact FP8, end to end
+	$(BIN)/fp8rl demo
+
+test: lint ## lint, then the whole test suite
+	$(BIN)/python -m pytest -q
+
+test-fast: $(INSTALLED) ## the tests that start no engine and take seconds
+	$(BIN)/python -m pytest -q -m "not slow and not e2e"
+
+bench: $(INSTALLED) ## measure speed side by side, into bench/results.json and a table
+	$(BIN)/python -m bench
+
+lint: $(INSTALLED) ## ruff check, ruff format --check and mypy
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+clean: ## remove caches and build products; .venv and runs/ stay
+	rm -rf build dist cpu_stubs/build .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf *.egg-info cpu_stubs/src/*.egg-info
+	find . -path ./$(VENV) -prune -o -type d -name __pycache__ -exec rm -rf {} +
+
+# An install that was cut short leaves its marker, and the next one starts from an empty .venv.
+$(INSTALLED): requirements/cpu.txt pyproject.toml $(STUBS)
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' || { \
+	    echo "'$(PYTHON)' is not Python 3.11, for which requirements/cpu.txt is pinned: make PYTHON=/path/to/python3.11" >&2; exit 1; }
+	@mkdir -p $(VENV); left=$$(cat $(INSTALLING) 2>/dev/null); \
+	if [ -n "$$left" ] && kill -0 "$$left" 2>/dev/null; then \
+	    echo "Another install into $(VENV) is running (process $$left): wait for it to end." >&2; exit 1; fi; \
+	echo $$PPID > $(INSTALLING); \
+	if [ -n "$$left" ]; then \
+	    echo "An earlier install into $(VENV) did not finish: starting over."; \
+	    find $(VENV) -mindepth 1 -maxdepth 1 ! -path $(INSTALLING) -exec rm -rf {} +; fi
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --no-deps -r requirements/cpu.txt || { $(TORCH_HINT); exit 1; }
+	@$(BIN)/python -c 'import torch' || { $(TORCH_HINT); exit 1; }
+	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation ./cpu_stubs
+	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation -e .
+	@rm -rf build cpu_stubs/build $(INSTALLING)
+	@touch $@
+
+# PyPI's Linux torch needs CUDA libraries that this install leaves out.
+define TORCH_HINT
+echo "If torch is what failed: its CPU build comes from PyTorch's own index." >&2; \
+echo "  PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make install" >&2
+endef

@@ -1,0 +1,23 @@
+"""Exact names: which module kind a tensor of a Qwen3 or Qwen3-MoE checkpoint belongs to."""
+
+from __future__ import annotations
+
+import re
+
+_LAYER = r"model\.layers\.\d+\."
+_PATTERNS = (
+    (re.compile(_LAYER + r"self_attn\.([qkvo]_proj)\.weight"), ""),
+    (re.compile(_LAYER + r"mlp\.((?:gate|up|down)_proj)\.weight"), ""),
+    (re.compile(_LAYER + r"mlp\.experts\.\d+\.((?:gate|up|down)_proj)\.weight"), "experts."),
+)
+
+
+def module_kind(hf_name: str) -> str | None:
+    """The kind (`numerics.spec.MODULE_KINDS`) whose weight this is, or None: embeddings, lm_head, norms, router.
+
+    The whole name must match, so that a router (`mlp.gate.weight`) is never taken for a projection.
+    """
+    for pattern, prefix in _PATTERNS:
+        if match := pattern.fullmatch(hf_name):
+            return prefix + match[1]
+    return None

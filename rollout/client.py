@@ -1,0 +1,195 @@
+"""Asynchronous HTTP client of one SGLang server."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal
+
+import httpx
+
+from rollout.errors import EngineError
+from rollout.types import Completion, Endpoint, SamplingParams
+
+PauseMode = Literal["abort", "retract", "in_place"]
+
+
+class EngineClient:
+    """Generation with the one key, administration with the other. Belongs to the event loop that first uses it."""
+
+    def __init__(self, endpoint: Endpoint, timeout_s: float = 3600.0) -> None:
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=16)
+        self._client = httpx.AsyncClient(
+            base_url=endpoint.url, timeout=httpx.Timeout(timeout_s, connect=5.0), limits=limits, trust_env=False
+        )
+        self._endpoint = endpoint
+
+    async def __aenter__(self) -> EngineClient:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        await self._client.aclose()
+
+    async def complete(self, input_ids: list[list[int]], sampling: SamplingParams) -> list[Completion]:
+        """One answer for each row of `input_ids`, in order, in one request.
+
+        One request for all is about four times as fast as one for each (7,200 against 1,700 tokens per second at 256
+        answers of 15 tokens), and reaches the scheduler as one batch, so that a seeded server repeats it exactly.
+        """
+        if not input_ids:
+            return []
+        answers = (await self._generation_post(input_ids, sampling)).json()
+        return [parse_completion(answer) for answer in answers]
+
+    async def complete_each(
+        self, input_ids: list[list[int]], sampling: SamplingParams
+    ) -> AsyncIterator[tuple[int, Completion]]:
+        """Like `complete`, but yields (row, answer) as each one ends. About a tenth slower in all."""
+        if not input_ids:
+            return
+        body = _generation_body(input_ids, sampling) | {"stream": True}
+        async with self._client.stream("POST", "/generate", json=body, headers=self._generation_key()) as response:
+            if response.status_code != 200:
+                await response.aread()
+                _raise_for_status(response)
+            async for line in response.aiter_lines():
+                if not line.startswith("data: {"):
+                    continue
+                answer = json.loads(line.removeprefix("data: "))
+                if "error" in answer:
+                    raise EngineError(f"/generate failed: {answer['error'].get('message', answer['error'])}")
+                if answer["meta_info"]["finish_reason"]:
+                    yield answer["index"], parse_completion(answer)
+
+    async def pause(self, mode: PauseMode = "retract") -> None:
+        """Stop generating. Running requests go back to the queue (`retract`), end as they are (`abort`), or keep
+        their KV cache (`in_place`; weights must not be updated then)."""
+        await self.admin("/pause_generation", mode=mode)
+
+    async def resume(self) -> None:
+        """Generate again."""
+        await self.admin("/continue_generation")
+
+    async def flush(self) -> None:
+        """Forget every cached prefix. Fails while a request runs."""
+        await self.admin("/flush_cache")
+
+    async def update_weights_from_tensor(
+        self, payloads: list[str], weight_version: int, *, load_format: str | None = None, flush_cache: bool = True
+    ) -> None:
+        """Load serialized tensors, one payload (base64 of SGLang's MultiprocessingSerializer) for each TP rank."""
+        await self.admin(
+            "/update_weights_from_tensor",
+            serialized_named_tensors=payloads,
+            load_format=load_format,
+            flush_cache=flush_cache,
+            weight_version=str(weight_version),
+        )
+
+    async def update_weights_from_disk(self, model_path: str | Path, weight_version: int) -> None:
+        """Load the safetensors of a model directory, and flush the cache."""
+        await self.admin("/update_weights_from_disk", model_path=str(model_path), weight_version=str(weight_version))
+
+    async def set_weight_version(self, weight_version: int) -> None:
+        """Name the weights that are loaded."""
+        await self.admin("/update_weight_version", new_version=str(weight_version), abort_all_requests=False)
+
+    async def weight_version(self) -> int:
+        """The version of the weights that are loaded."""
+        response = await self._client.get("/model_info", headers=self._generation_key())
+        _raise_for_status(response)
+        return int(response.json()["weight_version"])
+
+    async def internal_states(self) -> list[dict[str, Any]]:
+        """What each scheduler says of itself (`internal_states` of /server_info), without the server's keys."""
+        response = await self._client.get("/server_info", headers=self._admin_key())
+        _raise_for_status(response)
+        secret = {"api_key", "admin_api_key"}
+        return [{k: v for k, v in state.items() if k not in secret} for state in response.json()["internal_states"]]
+
+    async def admin(self, path: str, **body: Any) -> dict[str, Any]:
+        """POST to an administration endpoint; its answer, {} if that is no JSON object.
+
+        Raises EngineError if the answer is not 200 or says `"success": false`.
+        """
+        response = await self._client.post(path, json=body, headers=self._admin_key())
+        _raise_for_status(response)
+        try:
+            answer = response.json()
+        except json.JSONDecodeError:
+            return {}
+        if not isinstance(answer, dict):
+            return {}
+        if answer.get("success") is False:
+            raise EngineError(f"{path} failed: {answer.get('message', answer)}")
+        return answer
+
+    async def _generation_post(self, input_ids: list[list[int]], sampling: SamplingParams) -> httpx.Response:
+        body = _generation_body(input_ids, sampling)
+        response = await self._client.post("/generate", json=body, headers=self._generation_key())
+        _raise_for_status(response)
+        return response
+
+    def _generation_key(self) -> dict[str, str]:
+        return {"Authorization": f"Bearer {self._endpoint.api_key}"}
+
+    def _admin_key(self) -> dict[str, str]:
+        return {"Authorization": f"Bearer {self._endpoint.admin_key}"}
+
+
+def parse_completion(answer: dict[str, Any]) -> Completion:
+    """One answer of /generate, asked with `return_logprob`.
+
+    Raises EngineError if it was aborted, or its tokens, logprobs and version spans do not fit each other.
+    """
+    meta = answer["meta_info"]
+    reason = meta["finish_reason"]
+    if reason["type"] == "abort":
+        raise EngineError(f"a request was aborted: {reason.get('message', 'no reason given')}")
+    token_ids, reported = answer["output_ids"], meta["output_token_logprobs"]
+    if token_ids != [token for _, token, _ in reported]:
+        raise EngineError(
+            f"request {meta['id']}: found logprobs for {len(reported)} tokens, expected one for each of the "
+            f"{len(token_ids)} generated tokens, in their order"
+        )
+    return Completion(
+        token_ids=token_ids,
+        logprobs=[logprob for logprob, _, _ in reported],
+        weight_versions=expand_versions(meta.get("weight_versions", []), len(token_ids)),
+        finished=reason["type"] == "stop",
+    )
+
+
+def expand_versions(spans: list[dict[str, Any]], length: int) -> list[int]:
+    """The weight version of each of `length` tokens from SGLang's spans [{version, start, end}], end exclusive.
+
+    Raises EngineError if the spans do not cover the tokens without gap or overlap, or a version is no number.
+    """
+    versions: list[int] = []
+    for span in spans:
+        if span["start"] != len(versions) or span["end"] < span["start"]:
+            break
+        if not str(span["version"]).isdecimal():
+            raise EngineError(f"found weight version {span['version']!r}, expected a number of optimizer steps")
+        versions += [int(span["version"])] * (span["end"] - span["start"])
+    if len(versions) != length:
+        raise EngineError(f"found weight version spans {spans}, expected them to cover the {length} generated tokens")
+    return versions
+
+
+def _generation_body(input_ids: list[list[int]], sampling: SamplingParams) -> dict[str, Any]:
+    return {"input_ids": input_ids, "sampling_params": sampling.to_request(len(input_ids)), "return_logprob": True}
+
+
+def _raise_for_status(response: httpx.Response) -> None:
+    if response.status_code == 401:
+        raise EngineError(f"{response.request.url.path} answered 401: the key is not the one this engine was given")
+    if response.status_code != 200:
+        raise EngineError(f"{response.request.url.path} answered {response.status_code}: {response.text[:2000]}")

@@ -1,0 +1,202 @@
+"""The rollout engine: one SGLang server with its client, and the Ray actor that owns it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import httpx
+import ray
+
+from rollout import handshake
+from rollout.client import EngineClient, PauseMode
+from rollout.config import RolloutConfig
+from rollout.errors import EngineDiedError, EngineError
+from rollout.handshake import Handshake
+from rollout.sampler import sample_groups, sample_groups_as_completed
+from rollout.server import SGLangServer
+from rollout.types import Endpoint, Prompt, SamplingParams, Trajectory
+
+Result = TypeVar("Result")
+
+_RESTART_DELAYS_S = (0.0, 2.0, 8.0)
+"""Waits before the attempts to restart a server that died."""
+
+
+@dataclass(frozen=True)
+class Health:
+    """alive: the server process runs. restarts: how often it was replaced. start_seconds: of the last start."""
+
+    alive: bool
+    restarts: int
+    start_seconds: float
+    pid: int | None
+
+
+class Engine:
+    """Owns one server from start to stop. All methods but the constructor belong to one event loop."""
+
+    def __init__(
+        self,
+        config: RolloutConfig,
+        log_path: str | Path,
+        plugin: Mapping[str, Any] | None = None,
+        expected: Handshake | None = None,
+        seed: int = 0,
+    ) -> None:
+        """plugin: configuration of our SGLang plugin, None for stock SGLang. expected: what the plugin must report
+        after each start; its weight version is replaced by that of the start."""
+        self._config = config
+        self._log_path = Path(log_path)
+        self._plugin = plugin
+        self._expected = expected
+        self._seed = seed
+        self._server: SGLangServer | None = None
+        self._client: EngineClient | None = None
+        self._restarts = 0
+        self._start_seconds = 0.0
+
+    async def start(self, model_path: str | Path, weight_version: int = 0) -> Endpoint:
+        """Start the server from a model directory and check the handshake.
+
+        Raises:
+            UserError, EngineError: see SGLangServer.start. HandshakeError: it runs something else; it is stopped then.
+        """
+        if self._server is not None:
+            raise EngineError("the engine is running already. Stop it first, or call recover().")
+        began = time.monotonic()
+        starting = asyncio.ensure_future(
+            asyncio.to_thread(
+                SGLangServer.start,
+                model_path,
+                self._config,
+                log_path=self._log_path,
+                plugin=self._plugin,
+                seed=self._seed,
+                weight_version=weight_version,
+            )
+        )
+        try:
+            self._server = await asyncio.shield(starting)
+        except asyncio.CancelledError:
+            starting.add_done_callback(_stop_unwanted)
+            raise
+        self._client = EngineClient(self._server.endpoint)
+        try:
+            await self._check_handshake(weight_version)
+        except BaseException:
+            await self.stop()
+            raise
+        self._start_seconds = time.monotonic() - began
+        return self._server.endpoint
+
+    async def generate(
+        self, prompts: list[Prompt], group_size: int, sampling: SamplingParams, expected_version: int
+    ) -> list[Trajectory]:
+        """See `sampler.sample_groups`."""
+        return await self._call(lambda c: sample_groups(c, prompts, group_size, sampling, expected_version))
+
+    async def generate_as_completed(
+        self, prompts: list[Prompt], group_size: int, sampling: SamplingParams, expected_version: int
+    ) -> AsyncIterator[list[Trajectory]]:
+        """See `sampler.sample_groups_as_completed`."""
+        try:
+            async for group in sample_groups_as_completed(
+                self._running()[1], prompts, group_size, sampling, expected_version
+            ):
+                yield group
+        except httpx.TransportError as error:
+            raise self._cause(error) from error
+
+    async def pause(self, mode: PauseMode = "retract") -> None:
+        await self._call(lambda c: c.pause(mode))
+
+    async def resume(self) -> None:
+        await self._call(lambda c: c.resume())
+
+    async def flush(self) -> None:
+        await self._call(lambda c: c.flush())
+
+    async def report(self) -> dict[str, Any]:
+        """The plugin's report of the first scheduler, {} on stock SGLang."""
+        states = await self._call(lambda c: c.internal_states())
+        return states[0].get(handshake.REPORT_KEY, {})
+
+    async def endpoint(self) -> Endpoint:
+        """Where the server listens; it changes with every start."""
+        return self._running()[0].endpoint
+
+    async def health(self) -> Health:
+        alive = self._server is not None and self._server.alive()
+        return Health(alive, self._restarts, self._start_seconds, self._server.pid if self._server else None)
+
+    async def recover(self, model_path: str | Path, weight_version: int) -> bool:
+        """If the server died, start another from `model_path`, with a few attempts. Whether there was need to.
+
+        Raises the error of the last attempt. What the caller's own fault is (UserError) is not tried again.
+        """
+        if self._server is not None and self._server.alive():
+            return False
+        await self.stop()
+        last: EngineError | None = None
+        for delay in _RESTART_DELAYS_S:
+            await asyncio.sleep(delay)
+            try:
+                await self.start(model_path, weight_version)
+            except EngineError as error:
+                last = error
+            else:
+                self._restarts += 1
+                return True
+        assert last is not None
+        raise last
+
+    async def stop(self) -> None:
+        """Stop the server, if there is one."""
+        server, client = self._server, self._client
+        self._server = self._client = None
+        if client is not None:
+            await client.close()
+        if server is not None:
+            await asyncio.to_thread(server.stop)
+
+    async def _check_handshake(self, weight_version: int) -> None:
+        if self._expected is None:
+            return
+        states = await self._call(lambda c: c.internal_states())
+        expected = Handshake(**{**asdict(self._expected), "weight_version": weight_version})
+        handshake.check(expected, states, log=self._log_path.read_text(errors="replace"))
+
+    async def _call(self, use: Callable[[EngineClient], Awaitable[Result]]) -> Result:
+        try:
+            return await use(self._running()[1])
+        except httpx.TransportError as error:
+            raise self._cause(error) from error
+
+    def _running(self) -> tuple[SGLangServer, EngineClient]:
+        if self._server is None or self._client is None:
+            raise EngineError("the engine is not running. Call start() first.")
+        return self._server, self._client
+
+    def _cause(self, error: httpx.TransportError) -> EngineError:
+        """Why a connection broke: the process is gone, or something else."""
+        server = self._running()[0]
+        try:
+            server.check()
+        except EngineDiedError as died:
+            return died
+        return EngineError(f"the engine at {server.endpoint.url} broke the connection: {error!r}")
+
+
+def _stop_unwanted(starting: asyncio.Future[SGLangServer]) -> None:
+    """A start that was cancelled still ends in a server: stop it."""
+    if starting.exception() is None:
+        starting.result().stop(grace_s=0.0)
+
+
+EngineActor = ray.remote(num_cpus=0, max_concurrency=64, max_restarts=0)(Engine)
+"""Engine as a Ray actor. If the actor dies in whatever way, its server dies with it."""

@@ -1,0 +1,128 @@
+"""The main module of an engine process: SGLang's HTTP server, started by `rollout.server` and never outliving it.
+
+Standard input is the lifeline. Its first line is a JSON object with the server's arguments and keys, which thus appear
+neither in the process list nor in the environment. The pipe then stays open: when the owner closes it, or dies in
+whatever way, the kernel ends the stream and the whole process group is killed. (PR_SET_PDEATHSIG would not do: it
+fires when the *thread* that started the process ends, and a Ray actor's threads come and go.)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import json
+import multiprocessing
+import os
+import shutil
+import signal
+import socket
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+
+def main() -> None:
+    """Serve until SIGTERM, or until standard input ends."""
+    request = json.loads(_read_line(0))
+    threading.Thread(target=_die_with_owner, name="lifeline", daemon=True).start()
+    _import_one_model_only(request["architectures"])
+
+    from sglang.srt.plugins import load_plugins
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+    from sglang.srt.server_args import prepare_server_args
+    from sglang.srt.utils import kill_process_tree
+
+    HookRegistry.register(
+        "sglang.srt.managers.tokenizer_manager.TokenizerManager.sigterm_watchdog", _exit_promptly, HookType.AROUND
+    )
+    if request["fork"]:
+        HookRegistry.register("sglang.srt.entrypoints.engine._set_envs_and_config", _fork_workers, HookType.AFTER)
+    load_plugins()
+    arguments = prepare_server_args(request["arguments"])
+    arguments.api_key, arguments.admin_api_key = request["api_key"], request["admin_api_key"]
+
+    from sglang.srt.entrypoints.http_server import launch_server
+
+    _guard_server_info()
+    try:
+        launch_server(arguments, execute_warmup_func=_wait_until_listening)
+    finally:
+        kill_process_tree(os.getpid(), include_parent=False)
+        _remove_traces()
+
+
+def _read_line(descriptor: int) -> bytes:
+    """One line, read byte by byte so that nothing after it is buffered away."""
+    line = b""
+    while not line.endswith(b"\n"):
+        byte = os.read(descriptor, 1)
+        if not byte:
+            raise SystemExit("rollout.launcher is started by rollout.server, which writes one JSON line to its input")
+        line += byte
+    return line
+
+
+def _die_with_owner() -> None:
+    while os.read(0, 1):
+        pass
+    _remove_traces()
+    os.killpg(0, signal.SIGKILL)
+
+
+def _remove_traces() -> None:
+    """Unlink what SGLang leaves behind in shared memory and in the scratch directory that `rollout.server` made."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        path = line.split(maxsplit=5)[-1]
+        if path.startswith("/dev/shm/sglang_"):
+            Path(path).unlink(missing_ok=True)
+    shutil.rmtree(os.environ["TMPDIR"], ignore_errors=True)
+
+
+def _import_one_model_only(architectures: list[str]) -> None:
+    """Keep SGLang from importing all of its models, which takes a second and fills the log with what is missing."""
+    models = Path(importlib.util.find_spec("sglang").submodule_search_locations[0], "srt", "models")  # type: ignore[union-attr, index]
+    wanted = [f"class {name}(" for name in architectures]
+    modules = {path.stem: path.read_text() for path in models.glob("*.py")}
+    others = [name for name, source in modules.items() if not any(line in source for line in wanted)]
+    if len(others) < len(modules):
+        os.environ["SGLANG_DISABLED_MODEL_ARCHS"] = ",".join(others)
+
+
+async def _exit_promptly(original: Any, manager: Any) -> None:
+    """SGLang looks for a SIGTERM every five seconds; look more often, then let it drain and exit as it does."""
+    while not manager.gracefully_exit:
+        await asyncio.sleep(0.1)
+    await original(manager)
+
+
+def _fork_workers(result: None, *_: Any) -> None:
+    """Fork the scheduler and the detokenizer: spawned, each would import SGLang again. Only without CUDA."""
+    multiprocessing.set_start_method("fork", force=True)
+
+
+def _guard_server_info() -> None:
+    """Make /server_info administrative: it shows every argument, the administration key included."""
+    from sglang.srt.entrypoints import http_server
+    from sglang.srt.utils.auth import AuthLevel, auth_level
+
+    for endpoint in (http_server.server_info, http_server.get_server_info):
+        auth_level(AuthLevel.ADMIN_OPTIONAL)(endpoint)
+
+
+def _wait_until_listening(arguments: Any) -> bool:
+    """In place of SGLang's warm-up, which sleeps a second and generates: wait for the port, declare the server up."""
+    from sglang.srt.entrypoints.http_server import get_global_state
+    from sglang.srt.managers.tokenizer_manager import ServerStatus
+
+    for _ in range(1200):
+        with socket.socket() as probe:
+            if probe.connect_ex((arguments.host, arguments.port)) == 0:
+                get_global_state().tokenizer_manager.server_status = ServerStatus.Up
+                return True
+        time.sleep(0.05)
+    return False
+
+
+if __name__ == "__main__":
+    main()

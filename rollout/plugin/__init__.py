@@ -1,0 +1,29 @@
+"""The SGLang plugin: installs the shared ops in the engine, holds its quantized weights, and reports what it did.
+
+SGLang calls `register` in each of its processes (entry point group `sglang.srt.plugins`). Without the environment
+variable FP8RL_PLUGIN, which `rollout.server` sets, it does nothing: an SGLang that merely shares the environment stays
+stock. SGLang logs and swallows whatever a plugin raises and serves on stock ops, which is why the engine's owner asks for
+the report (`rollout.handshake`) before it uses the engine.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+
+CONFIG_VARIABLE = "FP8RL_PLUGIN"
+
+
+def register() -> None:
+    """Entry point: read the configuration and install every hook, or raise and install none."""
+    text = os.environ.get(CONFIG_VARIABLE)
+    if text is None:
+        return
+    from numerics.compiler import enable_compiler
+    from numerics.config import NumericsConfig
+    from rollout.plugin import engine, hooks
+
+    numerics = NumericsConfig.from_dict(json.loads(text)["numerics"])
+    enable_compiler()
+    engine.configure(numerics)
+    hooks.install(hooks.HOOKS)

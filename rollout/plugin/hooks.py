@@ -1,0 +1,126 @@
+"""Every place where the plugin reaches into SGLang, with the signature that it expects to find there.
+
+SGLang moves fast. A target whose parameters are not the ones listed here is refused, by name, before anything is hooked.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import inspect
+import pkgutil
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from rollout.plugin import lifecycle, ops
+from rollout.plugin.engine import state
+
+SGLANG_VERSION = "0.5.19"
+
+
+@dataclasses.dataclass(frozen=True)
+class Hook:
+    """target: dotted name under `sglang.srt`. kind: SGLang's `HookType` (replace, around, before, after).
+
+    parameters: the names of the target's parameters, in order, without `self`.
+    """
+
+    target: str
+    kind: str
+    function: Callable[..., Any]
+    parameters: str
+
+    @property
+    def path(self) -> str:
+        return f"sglang.srt.{self.target}"
+
+
+_ATTENTION = "layers.attention.torch_native_backend.TorchNativeAttnBackend."
+_FP8 = "layers.quantization.fp8."
+_NORM = "x residual post_residual_addition quant_linear"
+_ROPE = "positions query key offsets fused_set_kv_buffer_arg"
+_TOPK = "hidden_states gating_output topk renormalize correction_bias scoring_func"
+_CACHE = "query output k_cache v_cache req_to_token req_pool_indices seq_lens"
+_MASK = "encoder_lens scaling enable_gqa causal is_cross_attn sliding_window_size"
+_UPDATER = "model_executor.model_runner_components.weight_updater.WeightUpdater."
+
+HOOKS: tuple[Hook, ...] = (
+    # ops
+    Hook("layers.layernorm.RMSNorm.forward_native", "replace", ops.rms_norm, _NORM),
+    Hook("layers.rotary_embedding.base.RotaryEmbedding.forward_native", "replace", ops.rotary_embedding, _ROPE),
+    Hook("layers.activation.SiluAndMul.forward_native", "replace", ops.silu_and_mul, "x"),
+    Hook("layers.quantization.unquant.UnquantizedLinearMethod.apply", "replace", ops.linear, "layer x bias"),
+    Hook(
+        "layers.quantization.unquant.UnquantizedFusedMoEMethod.apply", "replace", ops.moe, "layer dispatch_output"
+    ),
+    Hook(_FP8 + "Fp8LinearMethod.apply", "replace", ops.fp8_linear, "layer x bias"),
+    Hook(_FP8 + "Fp8MoEMethod.apply", "replace", ops.fp8_moe, "layer dispatch_output"),
+    Hook("layers.moe.topk.fused_topk_native", "replace", ops.fused_topk, _TOPK),
+    Hook(
+        _ATTENTION + "_run_sdpa_forward_extend",
+        "replace",
+        ops.attention_extend,
+        f"{_CACHE} extend_prefix_lens extend_seq_lens {_MASK}",
+    ),
+    Hook(_ATTENTION + "_run_sdpa_forward_decode", "replace", ops.attention_decode, f"{_CACHE} {_MASK}"),
+    Hook(
+        "layers.logits_processor.LogitsProcessor._compute_lm_head",
+        "replace",
+        ops.lm_head,
+        "hidden_states lm_head embedding_bias",
+    ),
+    Hook("layers.sampler.Sampler.__init__", "after", lifecycle.after_sampler_init, ""),
+    # weights
+    Hook(_FP8 + "Fp8LinearMethod.process_weights_after_loading_block_quant", "replace", lifecycle.no_repacking, "layer"),
+    Hook(_FP8 + "Fp8MoEMethod.process_weights_after_loading_block_quant", "replace", lifecycle.no_repacking, "layer"),
+    Hook("model_executor.model_runner.ModelRunner.load_model", "after", lifecycle.after_load_model, ""),
+    Hook(
+        _UPDATER + "update_weights_from_disk",
+        "before",
+        lifecycle.before_update,
+        "model_path load_format weight_name_filter recapture_cuda_graph",
+    ),
+    Hook(_UPDATER + "update_weights_from_tensor", "before", lifecycle.before_update, "named_tensors load_format"),
+    Hook(
+        _UPDATER + "update_weights_from_distributed",
+        "before",
+        lifecycle.before_update,
+        "names dtypes shapes group_name load_format",
+    ),
+    Hook(
+        "model_executor.model_runner.ModelRunner.check_weights",
+        "around",
+        lifecycle.check_weights,
+        "action allow_quant_error",
+    ),
+    # report
+    Hook(
+        "managers.scheduler.Scheduler.get_internal_state", "after", lifecycle.after_get_internal_state, "recv_req"
+    ),
+)
+
+
+def install(hooks: Sequence[Hook]) -> None:
+    """Register all hooks with SGLang, or none. Raises `RuntimeError` naming every target that is not as expected."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    problems = [problem for hook in hooks if (problem := _problem(hook))]
+    if problems:
+        found = importlib.metadata.version("sglang")
+        raise RuntimeError(
+            f"fp8rl plugin: sglang {found} is not as expected (written for {SGLANG_VERSION}); nothing was hooked:\n"
+            + "\n".join(problems)
+        )
+    for hook in hooks:
+        HookRegistry.register(hook.path, hook.function, HookType(hook.kind))
+    state().hooks = tuple(hook.target for hook in hooks)
+
+
+def _problem(hook: Hook) -> str | None:
+    try:
+        target = pkgutil.resolve_name(hook.path)
+    except (ImportError, AttributeError) as error:
+        return f"  {hook.path}: not found ({error})"
+    found = [name for name in inspect.signature(target).parameters if name != "self"]
+    expected = hook.parameters.split()
+    return None if found == expected else f"  {hook.path}: found the parameters {found}, expected {expected}"

@@ -1,0 +1,23 @@
+"""Settings of every test: one thread, property tests that repeat exactly, and no GPU tests without a GPU."""
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import hypothesis
+import pytest
+import torch
+
+torch.set_num_threads(1)
+
+# No deadline: a busy two-core machine is slow, not wrong. Derandomized: a failure shows again on the next run.
+hypothesis.settings.register_profile("fp8rl", deadline=None, derandomize=True)
+hypothesis.settings.load_profile("fp8rl")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="no CUDA device"))

@@ -1,0 +1,89 @@
+"""The import rule between the packages: an import never points up, nor sideways between rollout and trainer."""
+
+import ast
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+MAY_IMPORT = {
+    "numerics": set(),
+    "rollout": {"numerics"},
+    "trainer": {"numerics"},
+    "weight_sync": {"numerics", "rollout", "trainer"},
+    "rl": {"numerics", "rollout", "trainer", "weight_sync"},
+}
+NUMERICS_THIRD_PARTY = {"torch", "triton"}
+
+
+@pytest.mark.parametrize("package", MAY_IMPORT)
+def test_imports_follow_the_rule(package: str) -> None:
+    forbidden = MAY_IMPORT.keys() - MAY_IMPORT[package] - {package} | {"bench", "tests"}
+    broken = [
+        f"{path.relative_to(ROOT)}:{line} imports {module}"
+        for path in python_files(package)
+        for line, module in imported_modules(path.read_text())
+        if module.split(".")[0] in forbidden
+    ]
+    assert not broken, f"{package} may import {sorted(MAY_IMPORT[package]) or 'no other package'}: {broken}"
+
+
+def test_numerics_imports_only_torch_and_the_standard_library() -> None:
+    allowed = NUMERICS_THIRD_PARTY | set(sys.stdlib_module_names) | {"numerics"}
+    broken = [
+        f"{path.relative_to(ROOT)}:{line} imports {module}"
+        for path in python_files("numerics")
+        for line, module in imported_modules(path.read_text())
+        if module.split(".")[0] not in allowed
+    ]
+    assert not broken, broken
+
+
+def test_every_package_is_under_the_rule() -> None:
+    """A new top-level package has to be entered in the table above before the suite passes."""
+    folders = {path.parent.name for path in ROOT.glob("*/__init__.py")} - {"bench", "tests"}
+    assert folders == MAY_IMPORT.keys()
+
+
+@pytest.mark.parametrize(
+    ("source", "modules"),
+    [
+        ("import rl", ["rl"]),
+        ("import torch, rl.loop as loop", ["torch", "rl.loop"]),
+        ("from trainer.batch import TokenBatch", ["trainer.batch"]),
+        ("def f():\n    from rollout import engine", ["rollout"]),
+        ("if TYPE_CHECKING:\n    import trainer.actor", ["trainer.actor"]),
+        ("import importlib\nimportlib.import_module('rl.loop')", ["importlib", "rl.loop"]),
+        ("__import__('trainer')", ["trainer"]),
+        ("from . import spec\nfrom .spec import QuantSpec", []),
+        ("text = 'import rl'", []),
+    ],
+)
+def test_imported_modules_finds_every_form(source: str, modules: list[str]) -> None:
+    assert [module for _, module in imported_modules(source)] == modules
+
+
+def python_files(package: str) -> list[Path]:
+    files = sorted((ROOT / package).rglob("*.py"))
+    assert files, f"{package}/ holds no Python file"
+    return files
+
+
+def imported_modules(source: str) -> list[tuple[int, str]]:
+    """(line, absolute module name) of every import in the source, inside functions and by literal name too.
+
+    Relative imports are left out: they cannot leave their top-level package.
+    """
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found += [(node.lineno, alias.name) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+            found.append((node.lineno, node.module))
+        elif isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
+            function = node.func
+            name = function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
+            if name in {"import_module", "__import__"} and isinstance(node.args[0].value, str):
+                found.append((node.lineno, node.args[0].value))
+    return sorted(found, key=lambda item: item[0])

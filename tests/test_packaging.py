@@ -1,0 +1,197 @@
+"""The lock, the declared dependencies, the CPU stubs and the entry points, against what is installed here."""
+
+import ast
+import importlib.metadata
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+import torch
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGES = ["numerics", "rollout", "trainer", "weight_sync", "rl"]
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+PROJECT = PYPROJECT["project"]
+DECLARED = {
+    canonicalize_name(requirement.name): requirement
+    for line in [
+        *PROJECT["dependencies"],
+        *PROJECT["optional-dependencies"]["gpu"],
+        *PROJECT["optional-dependencies"]["dev"],
+    ]
+    for requirement in [Requirement(line)]
+}
+# SGLang asks for CUDA kernels and for tools of other models, which the CPU install leaves out on purpose.
+# TransformerEngine builds with CUDA only.
+NOT_CLOSED = {"sglang"}
+CUDA_ONLY = {"transformer-engine"}
+# torch and pydantic each bring these along at the one version that fits.
+PINNED_BY_ANOTHER = {"triton", "pydantic-core"}
+
+cpu_install = pytest.mark.skipif(
+    importlib.util.find_spec("fp8rl_cpu_stubs") is None, reason="the lock and the stubs belong to the CPU install"
+)
+
+
+def lock() -> dict[str, str]:
+    """Pinned version of each distribution in requirements/cpu.txt, by canonical name."""
+    versions: dict[str, str] = {}
+    for line in (ROOT / "requirements/cpu.txt").read_text().splitlines():
+        if not line or line.startswith("#"):
+            continue
+        match = re.fullmatch(r"([A-Za-z0-9._-]+)==([A-Za-z0-9.!]+)", line)
+        assert match, f"requirements/cpu.txt: {line!r} is not NAME==VERSION"
+        name = canonicalize_name(match[1])
+        assert name not in versions, f"requirements/cpu.txt: {name} stands twice"
+        versions[name] = match[2]
+    return versions
+
+
+def required_by(distribution: str, extras: frozenset[str] = frozenset()) -> list[Requirement]:
+    """Requirements of an installed distribution that hold on this machine, with those of the given extras."""
+    requirements = [Requirement(line) for line in importlib.metadata.requires(distribution) or []]
+    environments = [{"extra": extra} for extra in extras or {""}]
+    return [r for r in requirements if r.marker is None or any(r.marker.evaluate(e) for e in environments)]
+
+
+@cpu_install
+def test_lock_is_what_is_installed() -> None:
+    installed = {
+        canonicalize_name(d.metadata["Name"]): d.version.partition("+")[0] for d in importlib.metadata.distributions()
+    }
+    wrong = {name: (version, installed.get(name)) for name, version in lock().items() if installed.get(name) != version}
+    assert not wrong, f"(locked, installed): {wrong}. Run `make install`"
+
+
+@cpu_install
+def test_lock_is_complete() -> None:
+    """Whatever a locked distribution requires is locked too, at a version that satisfies it."""
+    locked = lock()
+    extras = {canonicalize_name(r.name): frozenset(r.extras) for r in DECLARED.values()}
+    for name in locked.keys() - NOT_CLOSED:
+        for requirement in required_by(name, extras.get(name, frozenset())):
+            version = locked.get(canonicalize_name(requirement.name))
+            assert version is not None, f"{name} requires {requirement}, which is not in requirements/cpu.txt"
+            assert requirement.specifier.contains(version, prereleases=True), (
+                f"{name} requires {requirement}: {version}"
+            )
+
+
+@cpu_install
+def test_lock_satisfies_sglang_where_they_meet() -> None:
+    locked = lock()
+    for requirement in required_by("sglang"):
+        version = locked.get(canonicalize_name(requirement.name))
+        assert version is None or requirement.specifier.contains(version, prereleases=True), f"{requirement}: {version}"
+
+
+@cpu_install
+def test_lock_satisfies_the_declared_dependencies() -> None:
+    locked = lock()
+    for name, requirement in DECLARED.items():
+        if name not in CUDA_ONLY:
+            assert name in locked, f"{requirement} is declared in pyproject.toml and not in requirements/cpu.txt"
+            assert requirement.specifier.contains(locked[name]), f"{requirement} is declared, {locked[name]} is locked"
+
+
+def test_every_import_is_a_declared_dependency() -> None:
+    distributions = importlib.metadata.packages_distributions()
+    own = {*PACKAGES, "bench", "tests"}
+    runtime = {canonicalize_name(Requirement(line).name) for line in PROJECT["dependencies"]}
+    runtime |= {canonicalize_name(Requirement(line).name) for line in PROJECT["optional-dependencies"]["gpu"]}
+    undeclared = []
+    for path in (path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))):
+        for module in top_level_imports(path.read_text()) - own - set(sys.stdlib_module_names):
+            names = {canonicalize_name(name) for name in distributions.get(module, [module])}
+            if not names & (runtime | PINNED_BY_ANOTHER):
+                undeclared.append(f"{path.relative_to(ROOT)}: {module}")
+    assert not undeclared, undeclared
+
+
+def test_every_folder_with_code_is_a_package() -> None:
+    """setuptools leaves a folder without __init__.py out of the wheel; an editable install hides that."""
+    folders = {path.parent for package in PACKAGES for path in (ROOT / package).rglob("*.py")}
+    assert not [str(folder.relative_to(ROOT)) for folder in folders if not (folder / "__init__.py").exists()]
+
+
+def test_every_data_file_is_declared() -> None:
+    """Likewise a file that is not Python and that [tool.setuptools.package-data] does not name."""
+    declared = PYPROJECT["tool"]["setuptools"]["package-data"]
+    shipped = {path for package in declared for pattern in declared[package] for path in (ROOT / package).glob(pattern)}
+    present = {
+        path
+        for package in PACKAGES
+        for path in (ROOT / package).rglob("*")
+        if path.is_file() and path.suffix not in {".py", ".pyc"}
+    }
+    assert present == shipped
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_packages_resolve_from_any_folder(package: str, tmp_path: Path) -> None:
+    code = f"import importlib.util; print(importlib.util.find_spec({package!r}).origin)"
+    assert python(code, tmp_path).stdout.strip() == str(ROOT / package / "__init__.py")
+
+
+@pytest.mark.parametrize(("group", "name"), [("console_scripts", "fp8rl"), ("sglang.srt.plugins", "fp8rl")])
+def test_entry_points_load(group: str, name: str) -> None:
+    (entry_point,) = importlib.metadata.entry_points(group=group, name=name)
+    assert entry_point.dist is not None and entry_point.dist.name == "fp8rl"
+    assert callable(entry_point.load())
+
+
+@cpu_install
+@pytest.mark.parametrize("package", ["sgl_kernel", "torchvision"])
+def test_stub_refuses_cuda(package: str, tmp_path: Path) -> None:
+    result = python(f"import torch; torch.cuda.is_available = lambda: True\nimport {package}", tmp_path)
+    assert result.returncode == 1
+    assert "ImportError" in result.stderr and "pip uninstall fp8rl-cpu-stubs" in result.stderr
+
+
+@cpu_install
+def test_stub_names_import_and_raise_when_called() -> None:
+    from sgl_kernel import merge_state_v2
+    from torchvision.io import decode_jpeg
+    from torchvision.transforms.v2.functional import resize
+
+    for function, name in [
+        (merge_state_v2, "sgl_kernel.merge_state_v2"),
+        (decode_jpeg, "torchvision.io.decode_jpeg"),
+        (resize, "torchvision.transforms.v2.functional.resize"),
+    ]:
+        with pytest.raises(NotImplementedError, match=re.escape(name)):
+            function()
+
+
+@cpu_install
+def test_stub_assigns_cache_slots_to_their_requests() -> None:
+    from sgl_kernel import assign_req_to_token_pool_cpu
+
+    pool = torch.zeros(3, 6, dtype=torch.int32)
+    slots = torch.tensor([11, 12, 13, 14, 15])
+    assign_req_to_token_pool_cpu(
+        torch.tensor([2, 0]), pool, torch.tensor([1, 3]), torch.tensor([4, 5]), slots, pool.shape[1]
+    )
+    assert pool.tolist() == [[0, 0, 0, 14, 15, 0], [0] * 6, [0, 11, 12, 13, 0, 0]]
+
+
+def python(code: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    return subprocess.run([sys.executable, "-c", code], cwd=folder, env=environment, capture_output=True, text=True)
+
+
+def top_level_imports(source: str) -> set[str]:
+    modules = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            modules |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+            modules.add(node.module.split(".")[0])
+    return modules

@@ -1,0 +1,1 @@
+"""Moves quantized weights from the trainer to the engine and proves that they arrived."""

@@ -1,0 +1,60 @@
+"""An HF model directory as an engine loads it: quantized by the spec, or BF16."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import save_file
+from torch import Tensor
+
+from numerics.files import publish_directory
+from numerics.spec import QuantSpec
+from weight_sync.buckets import buckets
+
+_SHARD_BYTES = 4 << 30
+_COPIED = ("*.json", "*.jinja", "*.txt", "*.model")
+_WEIGHT_INDEX = "model.safetensors.index.json"
+
+
+def write_served_checkpoint(
+    tensors: Iterable[tuple[str, Tensor]], source: Path, path: Path, spec: QuantSpec
+) -> None:
+    """Write `tensors` (from `served_tensors`) with the configuration and tokenizer files of `source`.
+
+    `path` appears whole or not at all, in place of what stood there. config.json gets the `quantization_config` that
+    SGLang reads: block FP8 with dynamic activation scales, `scale_fmt: ue8m0` where they are powers of two.
+    """
+    partial = path.with_name(f".{path.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    for pattern in _COPIED:
+        for file in source.glob(pattern):
+            if file.name != _WEIGHT_INDEX:
+                shutil.copy(file, partial)
+    where: dict[str, str] = {}
+    for index, bucket in enumerate(buckets(tensors, _SHARD_BYTES)):
+        shard = f"model-{index:05d}.safetensors"
+        save_file({name: tensor.cpu().contiguous() for name, tensor in bucket}, partial / shard, {"format": "pt"})
+        where |= dict.fromkeys((name for name, _ in bucket), shard)
+    (partial / _WEIGHT_INDEX).write_text(json.dumps({"metadata": {}, "weight_map": where}))
+    config = json.loads((partial / "config.json").read_text())
+    config.pop("quantization_config", None)
+    if spec.quantized:
+        config["quantization_config"] = quantization_config(spec)
+    (partial / "config.json").write_text(json.dumps(config, indent=1))
+    publish_directory(partial, path)
+
+
+def quantization_config(spec: QuantSpec) -> dict[str, Any]:
+    """The HF `quantization_config` of a spec with block-quantized weights."""
+    config: dict[str, Any] = {
+        "quant_method": "fp8",
+        "fmt": spec.weight.format,
+        "activation_scheme": "dynamic",
+        "weight_block_size": [spec.weight.group, spec.weight.group],
+    }
+    return config | ({"scale_fmt": "ue8m0"} if spec.activation.scale == "pow2" else {})

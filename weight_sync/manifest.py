@@ -1,0 +1,69 @@
+"""The proof of a sync: one digest per tensor, taken on both sides, and what differs between them."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+
+from torch import Tensor
+
+from numerics.digest import tensor_digest
+from numerics.files import write_atomically
+from weight_sync.quantized import SCALE_SUFFIX
+
+
+class SyncError(RuntimeError):
+    """The engine does not hold the trainer's weights. Generation stays paused."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Manifest:
+    """What an engine must hold.
+
+    version: the weight version, as text. spec_digest: of the spec that the tensors are quantized by.
+    entries: HF name -> digest; for a tensor that is computed with in dequantized form, `digest@version`, where version is
+        that of the dequantized values.
+    """
+
+    version: str
+    spec_digest: str
+    entries: dict[str, str]
+
+    def differences(self, found: Mapping[str, str]) -> list[str]:
+        """One line per tensor that `found` (an engine's entries) lacks, has in excess, or holds otherwise."""
+        lines = []
+        for name in sorted(self.entries.keys() | found.keys()):
+            want, have = self.entries.get(name, "no such tensor"), found.get(name, "no such tensor")
+            if want != have:
+                lines.append(f"{name}: found {have}, expected {want}")
+        return lines
+
+    def save(self, path: Path) -> None:
+        """Write as JSON, whole or not at all."""
+        write_atomically(path, json.dumps(dataclasses.asdict(self), indent=1) + "\n")
+
+
+class Recorder:
+    """Digests tensors as they stream past, and so sees exactly what is sent."""
+
+    def __init__(self, version: str, spec_digest: str) -> None:
+        self._version, self._spec_digest = version, spec_digest
+        self._digests: dict[str, str] = {}
+        self.bytes = 0
+
+    def watch(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """The same stream; each tensor is digested before it is handed on."""
+        for name, tensor in tensors:
+            self._digests[name] = tensor_digest(tensor)
+            self.bytes += tensor.nbytes
+            yield name, tensor
+
+    def manifest(self) -> Manifest:
+        """What has been seen so far. Quantized tensors are those that came with scales."""
+        quantized = {name for name in self._digests if name + SCALE_SUFFIX in self._digests}
+        entries = {
+            name: f"{digest}@{self._version}" if name in quantized else digest for name, digest in self._digests.items()
+        }
+        return Manifest(self._version, self._spec_digest, entries)

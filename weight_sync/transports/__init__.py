@@ -1,0 +1,37 @@
+"""How tensors get from rank 0 of the trainer into the engines. All transports have one interface.
+
+The engine has them loaded when `send` returns, and has not yet committed them: `bridge` does that, and verifies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Protocol
+
+from torch import Tensor
+
+from numerics.spec import QuantSpec
+from rollout.client import EngineClient
+from weight_sync.config import SyncConfig
+from weight_sync.transports.disk import DiskTransport
+from weight_sync.transports.tensor import TensorTransport
+
+
+class Transport(Protocol):
+    """Runs in the process of the trainer's rank 0."""
+
+    async def send(
+        self, tensors: Iterable[tuple[str, Tensor]], engines: Sequence[EngineClient], version: int
+    ) -> None:
+        """Load all `tensors` (HF names) into every engine, under a weight version."""
+
+
+def make_transport(config: SyncConfig, model_path: Path, scratch: Path, spec: QuantSpec) -> Transport:
+    """The transport that the spec names.
+
+    model_path: where configuration and tokenizer files come from; scratch: directory for the disk transport's checkpoint.
+    """
+    if config.transport == "disk":
+        return DiskTransport(model_path, scratch, spec)
+    return TensorTransport(config.bucket_mib << 20)

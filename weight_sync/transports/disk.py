@@ -1,0 +1,29 @@
+"""Through safetensors files on a disk that both sides see. Also how an engine that died comes back."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import Tensor
+
+from numerics.spec import QuantSpec
+from rollout.client import EngineClient
+from weight_sync.hf_checkpoint import write_served_checkpoint
+
+
+@dataclass(frozen=True)
+class DiskTransport:
+    """model_path: source of configuration and tokenizer files; directory: where the checkpoint is written."""
+
+    model_path: Path
+    directory: Path
+    spec: QuantSpec
+
+    async def send(
+        self, tensors: Iterable[tuple[str, Tensor]], engines: Sequence[EngineClient], version: int
+    ) -> None:
+        write_served_checkpoint(tensors, self.model_path, self.directory, self.spec)
+        await asyncio.gather(*(engine.update_weights_from_disk(self.directory, version) for engine in engines))
