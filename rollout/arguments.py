@@ -59,6 +59,10 @@ def server_environment(plugin: Mapping[str, Any] | None, scratch: Path, *, cuda:
         "SGLANG_PLUGINS": PLUGIN if plugin is not None else "none",
         "TMPDIR": str(scratch),
         "PYTHONUNBUFFERED": "1",
+        "HF_HUB_OFFLINE": "1",  # model paths are directories
+        "PYTHONWARNINGS": "ignore",
+        # A file to meet at: torch's TCP store would listen on every interface.
+        "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE": f"file://{scratch}/rendezvous",
         "NO_PROXY": "127.0.0.1",
         "no_proxy": "127.0.0.1",
     }

@@ -68,9 +68,13 @@ class EngineClient:
                 if answer["meta_info"]["finish_reason"]:
                     yield answer["index"], parse_completion(answer)
 
-    async def pause(self, mode: PauseMode = "retract") -> None:
-        """Stop generating. Running requests go back to the queue (`retract`), end as they are (`abort`), or keep
-        their KV cache (`in_place`; weights must not be updated then)."""
+    async def pause(self, mode: PauseMode = "abort") -> None:
+        """Stop generating; new requests wait. Running ones end as they are (`abort`: whoever waits for them gets an
+        EngineError), go back to the queue (`retract`), or keep their KV cache (`in_place`).
+
+        In the last two modes, weight updates must not flush the cache: in SGLang 0.5.19 such an update kills the
+        server if a request waits, and tokens of two weight versions then stand in one answer.
+        """
         await self.admin("/pause_generation", mode=mode)
 
     async def resume(self) -> None:
@@ -93,9 +97,16 @@ class EngineClient:
             weight_version=str(weight_version),
         )
 
-    async def update_weights_from_disk(self, model_path: str | Path, weight_version: int) -> None:
-        """Load the safetensors of a model directory, and flush the cache."""
-        await self.admin("/update_weights_from_disk", model_path=str(model_path), weight_version=str(weight_version))
+    async def update_weights_from_disk(
+        self, model_path: str | Path, weight_version: int, *, flush_cache: bool = True
+    ) -> None:
+        """Load the safetensors of a model directory."""
+        await self.admin(
+            "/update_weights_from_disk",
+            model_path=str(model_path),
+            flush_cache=flush_cache,
+            weight_version=str(weight_version),
+        )
 
     async def set_weight_version(self, weight_version: int) -> None:
         """Name the weights that are loaded."""

@@ -112,7 +112,7 @@ class Engine:
         except httpx.TransportError as error:
             raise self._cause(error) from error
 
-    async def pause(self, mode: PauseMode = "retract") -> None:
+    async def pause(self, mode: PauseMode = "abort") -> None:
         await self._call(lambda c: c.pause(mode))
 
     async def resume(self) -> None:

@@ -16,6 +16,7 @@ import os
 import shutil
 import signal
 import socket
+import sys
 import threading
 import time
 from pathlib import Path
@@ -26,6 +27,9 @@ def main() -> None:
     """Serve until SIGTERM, or until standard input ends."""
     request = json.loads(_read_line(0))
     threading.Thread(target=_die_with_owner, name="lifeline", daemon=True).start()
+    # Until the first request SGLang does not handle SIGTERM, and the `finally` below would be skipped.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL))
     _import_one_model_only(request["architectures"])
 
     from sglang.srt.plugins import load_plugins
@@ -36,6 +40,7 @@ def main() -> None:
     HookRegistry.register(
         "sglang.srt.managers.tokenizer_manager.TokenizerManager.sigterm_watchdog", _exit_promptly, HookType.AROUND
     )
+    HookRegistry.register("sglang.srt.server_args.PortArgs.init_new", _remember_shared_memory, HookType.AFTER)
     if request["fork"]:
         HookRegistry.register("sglang.srt.entrypoints.engine._set_envs_and_config", _fork_workers, HookType.AFTER)
     load_plugins()
@@ -70,12 +75,19 @@ def _die_with_owner() -> None:
     os.killpg(0, signal.SIGKILL)
 
 
+_traces: list[Path] = []
+"""Files outside the scratch directory that SGLang never removes."""
+
+
+def _remember_shared_memory(ports: Any, *_: Any, **__: Any) -> None:
+    from sglang.srt.managers.load_snapshot import shm_path_for
+
+    _traces.append(Path(shm_path_for(ports.instance_id)))
+
+
 def _remove_traces() -> None:
-    """Unlink what SGLang leaves behind in shared memory and in the scratch directory that `rollout.server` made."""
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        path = line.split(maxsplit=5)[-1]
-        if path.startswith("/dev/shm/sglang_"):
-            Path(path).unlink(missing_ok=True)
+    for path in _traces:
+        path.unlink(missing_ok=True)
     shutil.rmtree(os.environ["TMPDIR"], ignore_errors=True)
 
 

@@ -131,6 +131,7 @@ class SGLangServer:
         shutil.rmtree(self._scratch, ignore_errors=True)
         if survivors:
             raise EngineError(f"engine processes {[p.pid for p in survivors]} survived SIGKILL. End them by hand.")
+        self._process.wait(5.0)
 
     def _wait_until_gone(self, timeout_s: float) -> list[psutil.Process]:
         """Wait for the end of all processes; those that are left."""
@@ -138,7 +139,6 @@ class SGLangServer:
         members = self.processes()
         while members and time.monotonic() < deadline:
             time.sleep(0.02)
-            self._process.poll()
             members = _living(members)
         return members
 

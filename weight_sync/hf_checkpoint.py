@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from numerics.files import publish_directory
 from numerics.spec import QuantSpec
 from weight_sync.buckets import buckets
+from weight_sync.quantized import served_tensors
 
 _SHARD_BYTES = 4 << 30
 _COPIED = ("*.json", "*.jinja", "*.txt", "*.model")
@@ -58,3 +60,15 @@ def quantization_config(spec: QuantSpec) -> dict[str, Any]:
         "weight_block_size": [spec.weight.group, spec.weight.group],
     }
     return config | ({"scale_fmt": "ue8m0"} if spec.activation.scale == "pow2" else {})
+
+
+def convert_checkpoint(source: Path, path: Path, spec: QuantSpec) -> None:
+    """The weights of an HF directory, quantized by the spec, as a directory that an engine loads."""
+    write_served_checkpoint(served_tensors(_stored_tensors(source), spec), source, path, spec)
+
+
+def _stored_tensors(source: Path) -> Iterator[tuple[str, Tensor]]:
+    for file in sorted(source.glob("*.safetensors")):
+        with safe_open(file, framework="pt") as stored:
+            for name in stored.keys():  # noqa: SIM118 (it is not a dict)
+                yield name, stored.get_tensor(name)

@@ -1,0 +1,83 @@
+"""Trajectories and supervised examples to the trainer's padded batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from trainer.batch import TokenBatch
+
+if TYPE_CHECKING:
+    from rollout.types import Trajectory
+
+PAD_TOKEN = 0
+"""Any valid id serves: padding is masked and, to its right, no real token looks at it."""
+
+
+@dataclass(frozen=True)
+class SftExample:
+    """One supervised example: `prompt_ids` are context, `target_ids` (with EOS) are learnt."""
+
+    prompt_ids: list[int]
+    target_ids: list[int]
+
+
+def batch_from_trajectories(trajectories: Sequence[Trajectory], advantages: Tensor, temperature: float) -> TokenBatch:
+    """One row per trajectory: prompt then generation, the generated tokens as targets.
+
+    Fields: `rollout_logprobs`, the engine's logprob of each generated token as received (NaN and inf included), and
+    `advantages`, the trajectory's advantage on each of its generated tokens. Both are 0 elsewhere.
+
+    Args:
+        trajectories: in the order of `advantages`. One without generated tokens gives a row without targets.
+        advantages: float [N].
+        temperature: that the tokens were sampled with.
+
+    Raises:
+        ValueError: numbers of trajectories, advantages or logprobs do not fit, or a prompt is empty.
+    """
+    if tuple(advantages.shape) != (len(trajectories),):
+        raise ValueError(f"advantages: found shape {list(advantages.shape)}, expected [{len(trajectories)}]")
+    for row, trajectory in enumerate(trajectories):
+        if len(trajectory.logprobs) != len(trajectory.token_ids):
+            raise ValueError(
+                f"trajectory {row}: found {len(trajectory.logprobs)} logprobs, "
+                f"expected {len(trajectory.token_ids)}, one per generated token"
+            )
+    batch = _pad([t.prompt_ids for t in trajectories], [t.token_ids for t in trajectories], temperature)
+    rollout_logprobs = torch.zeros(batch.tokens.shape)
+    # Row-major, so the mask lists each row's generated tokens in order, row after row.
+    rollout_logprobs[batch.loss_mask] = torch.tensor([x for t in trajectories for x in t.logprobs], dtype=torch.float32)
+    spread = torch.where(batch.loss_mask, advantages.float()[:, None], 0.0)
+    return replace(batch, fields={"rollout_logprobs": rollout_logprobs, "advantages": spread})
+
+
+def batch_from_examples(examples: Sequence[SftExample]) -> TokenBatch:
+    """One row per example: prompt then target, the target's tokens as targets of the loss, temperature 1.
+
+    Raises:
+        ValueError: there is no example, or one has an empty prompt or target.
+    """
+    for row, example in enumerate(examples):
+        if not example.target_ids:
+            raise ValueError(f"example {row}: found no target token, expected at least one (the EOS)")
+    return _pad([e.prompt_ids for e in examples], [e.target_ids for e in examples], temperature=1.0)
+
+
+def _pad(prompts: Sequence[list[int]], targets: Sequence[list[int]], temperature: float) -> TokenBatch:
+    if not prompts:
+        raise ValueError("found an empty batch, expected at least one sequence")
+    for row, prompt in enumerate(prompts):
+        if not prompt:
+            raise ValueError(f"sequence {row}: found an empty prompt, expected at least one token (such as a BOS)")
+    rows = [torch.tensor(prompt + target, dtype=torch.int64) for prompt, target in zip(prompts, targets)]
+    tokens = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=PAD_TOKEN)
+    lengths = torch.tensor([len(row) for row in rows])
+    prompt_lengths = torch.tensor([len(prompt) for prompt in prompts])
+    position = torch.arange(tokens.shape[1])
+    loss_mask = (position >= prompt_lengths[:, None]) & (position < lengths[:, None])
+    return TokenBatch(tokens, lengths, loss_mask, temperature)

@@ -1,0 +1,33 @@
+"""Where the seconds of a step go."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+class StepClock:
+    """Times the phases of one step, from its making to `metrics`."""
+
+    def __init__(self) -> None:
+        self._start = time.perf_counter()
+        self._phases: dict[str, float] = {}
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Add the time inside to the phase `name`."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._phases[name] = self._phases.get(name, 0.0) + time.perf_counter() - start
+
+    def metrics(self) -> dict[str, float]:
+        """`perf/<phase>_seconds`, `perf/step_seconds`, and as `perf/overhead_seconds` what no phase accounts for.
+
+        The phase `sync` counts towards the step, and is reported by the sync itself.
+        """
+        step = time.perf_counter() - self._start
+        named = {f"perf/{name}_seconds": seconds for name, seconds in self._phases.items() if name != "sync"}
+        return named | {"perf/step_seconds": step, "perf/overhead_seconds": step - sum(self._phases.values())}

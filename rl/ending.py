@@ -1,0 +1,29 @@
+"""The end of a run: its summary, its report, and where to look further."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from rl.metrics_log import read_metrics
+from rl.report import write_report
+from rl.spec.sections import SftAlgorithm
+from rl.stack import Stack
+from rl.summary import summarize, verdict
+
+
+def finish(stack: Stack) -> None:
+    """Close the tracker with the summary, write the report and print what came of the run."""
+    summary = summarize(read_metrics(stack.run.metrics))
+    values = {key: value for key, value in dataclasses.asdict(summary).items() if value is not None}
+    stack.tracker.finish({f"summary/{key}": value for key, value in values.items()})
+    report = write_report(stack.run.path)
+    say = stack.console.note
+    say("")
+    for line in verdict(summary)[: 1 if isinstance(stack.spec.algorithm, SftAlgorithm) else None]:
+        say(line, style="bold green" if summary.bitwise_equal else "bold")
+    say(f"report   {report}")
+    say(f"model    {stack.run.model}")
+    offline = stack.run.path / "wandb" / "latest-run"
+    if offline.exists():
+        say(f"wandb    wandb leet inspect --summary {offline}")
+        say(f"live     wandb leet {offline}    (in a second terminal, while a run goes on)")

@@ -1,0 +1,27 @@
+"""Which items a step sees: a fresh shuffle per epoch, fixed by the seed and the step alone, so that a resumed run goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeVar
+
+import torch
+
+T = TypeVar("T")
+
+
+def of_step(items: Sequence[T], step: int, count: int, seed: int) -> list[T]:
+    """`count` items for `step` (from 1). Every item is seen once before any is seen again."""
+    chosen: list[T] = []
+    first, last = (step - 1) * count, step * count
+    for epoch in range(first // len(items), (last - 1) // len(items) + 1):
+        start = epoch * len(items)
+        order = _shuffled(len(items), epoch, seed)
+        chosen += [items[i] for i in order[max(first - start, 0) : last - start]]
+    return chosen
+
+
+def _shuffled(count: int, epoch: int, seed: int) -> list[int]:
+    generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
+    order: list[int] = torch.randperm(count, generator=generator).tolist()
+    return order

@@ -1,0 +1,149 @@
+"""Everything that a run holds open: Ray, the trainer's ranks, the engines, the bridge between them, the tracker."""
+
+from __future__ import annotations
+
+import logging
+import os
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import ray
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from rl.console import StepConsole
+from rl.engines import EnginePool
+from rl.run_dir import RunDir
+from rl.spec import ExperimentSpec
+from rl.tracking import Tracker
+from rollout.tasks import Problem, load_problems, prompt_ids
+from rollout.types import Endpoint, Prompt, SamplingParams, Trajectory
+from trainer.actor import TrainerGroup
+from weight_sync.bridge import Bridge
+from weight_sync.hf_checkpoint import convert_checkpoint
+
+
+@dataclass(frozen=True)
+class Stack:
+    """The open parts of one run. `pool` and `bridge` are None in a run without engines."""
+
+    spec: ExperimentSpec
+    run: RunDir
+    tokenizer: PreTrainedTokenizerBase
+    trainer: TrainerGroup
+    pool: EnginePool | None
+    bridge: Bridge | None
+    tracker: Tracker
+    console: StepConsole
+    first_step: int
+    _closing: ExitStack
+
+    @classmethod
+    def open(cls, spec: ExperimentSpec, run: RunDir) -> Stack:
+        """Start all parts, and on any failure end those that were started. A run with checkpoints goes on from its last."""
+        with ExitStack() as closing:
+            _join_ray(closing)
+            resume_step = max(run.checkpoint_steps(), default=None)
+            console = closing.enter_context(StepConsole(spec.run.steps, done=resume_step or 0))
+            pool = _start_engines(spec, run, closing)  # they come up while the trainer does
+            console.note(f"starting the trainer ({spec.trainer.world_size} ranks)" + (" and the engine" if pool else ""))
+            trainer = TrainerGroup.start(
+                Path(spec.model.path),
+                spec.trainer,
+                spec.numerics_config(),
+                seed=spec.run.seed,
+                total_steps=spec.run.steps,
+                max_sequence_length=spec.rollout.context_length,
+            )
+            closing.callback(trainer.shutdown)
+            if resume_step is not None:
+                trainer.load(run.checkpoint(resume_step))
+            bridge = None
+            if pool is not None:
+                pool.wait()
+                console.note("the engine is up; its report matches the spec")
+                served = spec.numerics_config().rollout_spec
+                bridge = Bridge(trainer, served, spec.sync, Path(spec.model.path), run.path / "served")
+            tracker = Tracker(run, spec.to_dict(), spec.tracking.wandb, resume_step=resume_step)
+            return cls(
+                spec=spec,
+                run=run,
+                tokenizer=AutoTokenizer.from_pretrained(spec.model.path),
+                trainer=trainer,
+                pool=pool,
+                bridge=bridge,
+                tracker=closing.enter_context(tracker),
+                console=console,
+                first_step=(resume_step or 0) + 1,
+                _closing=closing.pop_all(),
+            )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._closing.__exit__(kind, error, trace)
+
+    def prompts(self, problems: list[Problem]) -> list[Prompt]:
+        """Each problem with the tokens of its question, in the tokenizer's chat template."""
+        return [Prompt(problem, prompt_ids(self.tokenizer, problem.question)) for problem in problems]
+
+    def sampling(self, temperature: float) -> SamplingParams:
+        """Sampling as the spec has it, at another temperature (0 is greedy)."""
+        return SamplingParams(
+            max_new_tokens=self.spec.rollout.max_new_tokens,
+            temperature=temperature,
+            stop_token_ids=(self.tokenizer.eos_token_id,),
+        )
+
+    def text(self, trajectory: Trajectory) -> str:
+        """The decoded answer, without its stop token."""
+        ids = trajectory.token_ids[:-1] if trajectory.finished else trajectory.token_ids
+        text: str = self.tokenizer.decode(ids)
+        return text
+
+
+    def answer_ids(self, problem: Problem) -> list[int]:
+        """The tokens of a reference answer, with the EOS that ends it."""
+        ids: list[int] = self.tokenizer(problem.answer, add_special_tokens=False).input_ids
+        return [*ids, self.tokenizer.eos_token_id]
+
+    def endpoints(self) -> list[Endpoint]:
+        """Where the engines listen now."""
+        return self.pool.endpoints() if self.pool is not None else []
+
+    def warn(self, text: str) -> None:
+        """Say it on the console and raise an alert in wandb."""
+        self.console.note(text, style="bold yellow")
+        self.tracker.alert(text)
+
+
+def load_data(spec: ExperimentSpec) -> tuple[list[Problem], list[Problem]]:
+    """Training and evaluation problems, the latter as many as `eval.problems`."""
+    train = load_problems(spec.data.train, "data.train")
+    if spec.data.eval is None or spec.eval.problems == 0:
+        return train, []
+    return train, load_problems(spec.data.eval, "data.eval")[: spec.eval.problems]
+
+
+def _start_engines(spec: ExperimentSpec, run: RunDir, closing: ExitStack) -> EnginePool | None:
+    if spec.algorithm.name == "sft" and spec.eval.problems == 0:
+        return None
+    checkpoint = run.path / "served" / "start"
+    convert_checkpoint(Path(spec.model.path), checkpoint, spec.numerics_config().rollout_spec)
+    pool = EnginePool.start(spec, run, checkpoint)
+    closing.callback(pool.stop)
+    return pool
+
+
+def _join_ray(closing: ExitStack) -> None:
+    """The cluster that RAY_ADDRESS or a running head names, else one of our own on loopback, which ends with the run."""
+    if ray.is_initialized():
+        return
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    ray.init(include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
+    closing.callback(ray.shutdown)

@@ -1,0 +1,283 @@
+"""The client: answers parsed without a server, keys and administration against a real one."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import httpx
+import pytest
+
+from rollout.client import EngineClient, expand_versions, parse_completion
+from rollout.errors import EngineError
+from rollout.server import SGLangServer
+from rollout.types import Completion, Endpoint, SamplingParams
+from tests.rollout.conftest import EOS, VOCABULARY
+
+Result = TypeVar("Result")
+
+
+def span(version: str, start: int, end: int) -> dict[str, Any]:
+    return {"version": version, "start": start, "end": end}
+
+
+def answer(**meta: Any) -> dict[str, Any]:
+    return {
+        "output_ids": [5, 7],
+        "meta_info": {
+            "id": "r",
+            "finish_reason": {"type": "stop", "matched": 7},
+            "output_token_logprobs": [[-0.25, 5, None], [-1.5, 7, None]],
+            "weight_versions": [span("2", 0, 2)],
+            **meta,
+        },
+    }
+
+
+def use(server: SGLangServer, action: Callable[[EngineClient], Awaitable[Result]]) -> Result:
+    return use_endpoint(server.endpoint, action)
+
+
+def use_endpoint(endpoint: Endpoint, action: Callable[[EngineClient], Awaitable[Result]]) -> Result:
+    async def run() -> Result:
+        async with EngineClient(endpoint, timeout_s=60) as client:
+            return await action(client)
+
+    return asyncio.run(run())
+
+
+def test_versions_expand_to_one_per_token() -> None:
+    spans = [span("1", 0, 2), span("4", 2, 3), span("5", 3, 6)]
+    assert expand_versions(spans, 6) == [1, 1, 4, 5, 5, 5]
+
+
+def test_no_tokens_have_no_versions() -> None:
+    assert expand_versions([span("1", 0, 0)], 0) == []
+    assert expand_versions([], 0) == []
+
+
+@pytest.mark.parametrize(
+    "spans",
+    [
+        [],
+        [span("1", 0, 2)],
+        [span("1", 1, 3)],
+        [span("1", 0, 1), span("2", 2, 3)],
+        [span("1", 0, 2), span("2", 1, 3)],
+        [span("1", 0, 4)],
+    ],
+)
+def test_spans_that_do_not_cover_the_tokens_are_refused(spans: list[dict[str, Any]]) -> None:
+    with pytest.raises(EngineError, match="cover the 3 generated tokens"):
+        expand_versions(spans, 3)
+
+
+def test_a_version_that_is_no_number_is_refused() -> None:
+    with pytest.raises(EngineError, match="'default'"):
+        expand_versions([span("default", 0, 3)], 3)
+
+
+def test_an_answer_is_parsed() -> None:
+    completion = parse_completion(answer())
+    assert completion.token_ids == [5, 7]
+    assert completion.logprobs == [-0.25, -1.5]
+    assert completion.weight_versions == [2, 2]
+    assert completion.finished
+    assert not parse_completion(answer(finish_reason={"type": "length", "length": 2})).finished
+
+
+def test_an_aborted_answer_is_an_error() -> None:
+    with pytest.raises(EngineError, match="aborted: too long"):
+        parse_completion(answer(finish_reason={"type": "abort", "message": "too long"}))
+
+
+@pytest.mark.parametrize("logprobs", [[[-0.25, 5, None]], [[-1.5, 7, None], [-0.25, 5, None]]])
+def test_logprobs_of_other_tokens_are_an_error(logprobs: list[Any]) -> None:
+    with pytest.raises(EngineError, match="logprobs"):
+        parse_completion(answer(output_token_logprobs=logprobs))
+
+
+def test_every_answer_has_its_own_seed_and_repeats_it() -> None:
+    sampling = SamplingParams(max_new_tokens=4, seed=11)
+    first, again = sampling.to_request(8), sampling.to_request(8)
+    assert isinstance(first, list) and first == again
+    assert len({request["sampling_seed"] for request in first}) == 8
+    assert first != replace(sampling, seed=12).to_request(8)
+
+
+def test_an_endpoint_does_not_show_its_keys() -> None:
+    assert "secret" not in repr(Endpoint("http://127.0.0.1:1", "secret-a", "secret-b"))
+
+
+@pytest.mark.e2e
+def test_answers_have_finite_logprobs_versions_and_end_at_eos(server: SGLangServer) -> None:
+    prompts = [[1 + i % 5] * (1 + i) for i in range(24)]
+    sampling = SamplingParams(max_new_tokens=60, stop_token_ids=(EOS,))
+    completions = use(server, lambda client: client.complete(prompts, sampling))
+    assert len(completions) == len(prompts)
+    assert len({len(c.token_ids) for c in completions}) > 4, "expected unequal lengths"
+    for completion in completions:
+        length = len(completion.token_ids)
+        assert 1 <= length <= 60 and length == len(completion.logprobs) == len(completion.weight_versions)
+        assert set(completion.weight_versions) == {3}
+        assert all(-20 < logprob < 0 for logprob in completion.logprobs)
+        assert all(0 <= token < VOCABULARY for token in completion.token_ids)
+        assert EOS not in completion.token_ids[:-1]
+        assert completion.finished == (completion.token_ids[-1] == EOS)
+        assert completion.finished or length == 60
+
+
+@pytest.mark.e2e
+def test_greedy_answers_are_the_models_own(server: SGLangServer, tiny_model: Path) -> None:
+    import torch
+    from transformers import Qwen3MoeForCausalLM
+
+    prompts = [[11, 12, 13], [20, 21], [30]]
+    sampling = SamplingParams(max_new_tokens=8, temperature=0.0)
+    completions = use(server, lambda client: client.complete(prompts, sampling))
+    model = Qwen3MoeForCausalLM.from_pretrained(tiny_model, dtype=torch.bfloat16).eval()
+    for prompt, completion in zip(prompts, completions):
+        with torch.no_grad():
+            logits = model(torch.tensor([prompt + completion.token_ids])).logits[0].float()
+        expected = logits.log_softmax(-1)[len(prompt) - 1 : -1].gather(1, torch.tensor(completion.token_ids)[:, None])
+        torch.testing.assert_close(torch.tensor(completion.logprobs), expected[:, 0], atol=0.05, rtol=0)
+
+
+@pytest.mark.e2e
+def test_answers_stream_as_they_end(server: SGLangServer) -> None:
+    sampling = SamplingParams(max_new_tokens=4, temperature=0.0)
+    long = replace(sampling, max_new_tokens=64)
+
+    async def order(client: EngineClient) -> list[tuple[str, int]]:
+        seen: list[tuple[str, int]] = []
+
+        async def collect(name: str, params: SamplingParams) -> None:
+            async for row, completion in client.complete_each([[1, 2], [3]], params):
+                seen.append((name, row))
+                assert 1 <= len(completion.token_ids) == len(completion.logprobs) <= params.max_new_tokens
+
+        await asyncio.gather(collect("long", long), collect("short", sampling))
+        return seen
+
+    seen = use(server, order)
+    assert sorted(seen) == [("long", 0), ("long", 1), ("short", 0), ("short", 1)]
+
+
+@pytest.mark.e2e
+def test_wrong_and_swapped_keys_are_refused(server: SGLangServer) -> None:
+    right = server.endpoint
+    sampling = SamplingParams(max_new_tokens=1)
+    assert right.api_key != right.admin_key
+    for key in ("wrong", right.admin_key):
+        with pytest.raises(EngineError, match="401"):
+            use_endpoint(replace(right, api_key=key), lambda client: client.complete([[1]], sampling))
+    actions: list[Callable[[EngineClient], Awaitable[Any]]] = [
+        lambda client: client.pause(),
+        lambda client: client.resume(),
+        lambda client: client.flush(),
+        lambda client: client.update_weights_from_disk("nowhere", 9),
+        lambda client: client.update_weights_from_tensor(["AAAA"], 9),
+        lambda client: client.set_weight_version(9),
+        lambda client: client.internal_states(),
+    ]
+    for action in actions:
+        with pytest.raises(EngineError, match="401"):
+            use_endpoint(replace(right, admin_key=right.api_key), action)
+    assert use(server, lambda client: client.weight_version()) == 3
+
+
+@pytest.mark.e2e
+def test_no_key_leaks(server: SGLangServer) -> None:
+    """Not into the processes' command lines, their environment, the log, or what the generation key may read."""
+    keys = (server.endpoint.api_key, server.endpoint.admin_key)
+    for process in server.processes():
+        shown = "\0".join(process.cmdline()) + "\0".join(process.environ().values())
+        assert not any(key in shown for key in keys)
+    log = server.log_path.read_text()
+    assert not any(key in log for key in keys)
+    generation = {"Authorization": f"Bearer {server.endpoint.api_key}"}
+    for path in ("/server_info", "/get_server_info", "/model_info", "/health", "/openapi.json", "/v1/models"):
+        assert server.endpoint.admin_key not in httpx.get(server.endpoint.url + path, headers=generation).text
+    states = use(server, lambda client: client.internal_states())
+    assert states and not any(key in json.dumps(states) for key in keys)
+
+
+@pytest.mark.e2e
+def test_a_prompt_that_is_too_long_is_an_error_with_the_engines_words(server: SGLangServer) -> None:
+    with pytest.raises(EngineError, match="512|context|long"):
+        use(server, lambda client: client.complete([[1] * 600], SamplingParams(max_new_tokens=4)))
+    assert use(server, lambda client: client.complete([[1]], SamplingParams(max_new_tokens=1)))
+
+
+@pytest.mark.e2e
+def test_weights_are_updated_from_disk_and_versions_follow(
+    server: SGLangServer, tiny_model: Path, other_model: Path
+) -> None:
+    greedy = SamplingParams(max_new_tokens=16, temperature=0.0)
+
+    async def run(client: EngineClient) -> list[Any]:
+        found: list[Any] = []
+        for model, version in ((other_model, 4), (tiny_model, 5)):
+            found.append((await client.complete([[9, 8, 7 + 1]], greedy))[0])
+            await client.pause()
+            await client.update_weights_from_disk(model, version)
+            await client.resume()
+            assert await client.weight_version() == version
+        found.append((await client.complete([[9, 8, 7 + 1]], greedy))[0])
+        await client.set_weight_version(3)
+        return found
+
+    before, changed, back = use(server, run)
+    assert [set(c.weight_versions) for c in (before, changed, back)] == [{3}, {4}, {5}]
+    assert before.logprobs == back.logprobs and before.token_ids == back.token_ids
+    assert before.logprobs != changed.logprobs
+
+
+@pytest.mark.e2e
+def test_a_failed_update_is_an_error(server: SGLangServer, tmp_path: Path) -> None:
+    with pytest.raises(EngineError, match="update_weights_from_disk"):
+        use(server, lambda client: client.update_weights_from_disk(tmp_path / "nothing", 9))
+    assert use(server, lambda client: client.weight_version()) == 3
+
+
+@pytest.mark.e2e
+def test_pausing_aborts_what_runs_and_holds_what_comes(server: SGLangServer) -> None:
+    sampling = SamplingParams(max_new_tokens=400)
+
+    async def run(client: EngineClient) -> None:
+        running = asyncio.create_task(client.complete([[8, 9]] * 64, sampling))
+        await asyncio.sleep(0.3)
+        await client.pause()
+        with pytest.raises(EngineError, match="aborted"):
+            await asyncio.wait_for(running, 10)
+        waiting = asyncio.create_task(client.complete([[8, 9]], replace(sampling, max_new_tokens=2)))
+        await client.flush()
+        await asyncio.sleep(0.3)
+        assert not waiting.done()
+        await client.resume()
+        assert len((await asyncio.wait_for(waiting, 10))[0].token_ids) <= 2
+
+    use(server, run)
+
+
+@pytest.mark.e2e
+def test_a_paused_answer_carries_both_versions(server: SGLangServer, tiny_model: Path) -> None:
+    """Weights change in the middle of an answer: its tokens are marked with the version that made each of them."""
+
+    async def run(client: EngineClient) -> list[Completion]:
+        ask = asyncio.create_task(client.complete([[8, 9]] * 64, SamplingParams(max_new_tokens=400)))
+        await asyncio.sleep(0.3)
+        await client.pause("retract")
+        await client.update_weights_from_disk(tiny_model, 4, flush_cache=False)
+        await client.resume()
+        completions = await ask
+        await client.set_weight_version(3)
+        return completions
+
+    completions = use(server, run)
+    assert all(c.weight_versions == sorted(c.weight_versions) for c in completions)
+    assert any(set(c.weight_versions) == {3, 4} for c in completions)

@@ -1,0 +1,142 @@
+"""The engine: reproducible sampling, handshake at the start, recovery, and the Ray actor around it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from rollout.engine import Engine, EngineActor
+from rollout.errors import EngineDiedError, EngineError, HandshakeError, StaleWeightsError
+from rollout.handshake import Handshake
+from rollout.types import SamplingParams, Trajectory
+from tests.rollout.conftest import EOS, small_config
+from tests.rollout.test_sampler import prompts
+from tests.rollout.test_server import group_members, wait_until
+
+SAMPLING = SamplingParams(max_new_tokens=24, stop_token_ids=(EOS,))
+EXPECTED = Handshake(spec_digest="0", numerics={}, hooks=(), versions={}, weight_version=0)
+
+
+@asynccontextmanager
+async def running(model: Path, log: Path, **options: Any) -> AsyncIterator[Engine]:
+    engine = Engine(small_config(), log, **options)
+    await engine.start(model, weight_version=1)
+    try:
+        yield engine
+    finally:
+        await engine.stop()
+
+
+@pytest.mark.e2e
+def test_the_same_seed_draws_the_same_answers(tiny_model: Path, tmp_path: Path) -> None:
+    async def draw(seed: int) -> list[list[Trajectory]]:
+        async with running(tiny_model, tmp_path / "log", seed=seed) as engine:
+            return [await engine.generate(prompts(8), 4, SAMPLING, expected_version=1) for _ in range(2)]
+
+    first, again, other = (asyncio.run(draw(seed)) for seed in (1, 1, 2))
+    assert first == again
+    assert first != other
+    assert first[0] != first[1]
+
+
+@pytest.mark.e2e
+def test_an_engine_without_the_plugins_report_is_refused_and_stopped(tiny_model: Path, tmp_path: Path) -> None:
+    """Stock SGLang comes up healthy; the handshake finds that the plugin is not there."""
+
+    async def run() -> Engine:
+        engine = Engine(small_config(), tmp_path / "log", expected=EXPECTED)
+        with pytest.raises(HandshakeError, match="the plugin did not load"):
+            await engine.start(tiny_model)
+        return engine
+
+    before = set(psutil.pids())
+    engine = asyncio.run(run())
+    assert not asyncio.run(engine.health()).alive
+    left = [p for p in psutil.Process().children(recursive=True) if p.pid not in before]
+    assert [p for p in left if p.status() != psutil.STATUS_ZOMBIE] == []
+
+
+@pytest.mark.e2e
+def test_death_is_named_and_recovered_from(tiny_model: Path, other_model: Path, tmp_path: Path) -> None:
+    async def run() -> None:
+        async with running(tiny_model, tmp_path / "log") as engine:
+            assert not await engine.recover(other_model, 2)
+            with pytest.raises(StaleWeightsError):
+                await engine.generate(prompts(1), 1, SAMPLING, expected_version=2)
+            health = await engine.health()
+            endpoint = await engine.endpoint()
+            assert health.alive and health.restarts == 0 and health.pid is not None
+            long = SamplingParams(max_new_tokens=400)
+            asked = asyncio.create_task(engine.generate(prompts(32), 2, long, expected_version=1))
+            await asyncio.sleep(0.2)
+            os.kill(health.pid, signal.SIGKILL)
+            with pytest.raises(EngineDiedError, match=r"log:"):
+                await asked
+            assert not (await engine.health()).alive
+            with pytest.raises(EngineDiedError):
+                await engine.flush()
+
+            assert await engine.recover(other_model, 2)
+            assert group_members(health.pid) == []
+            after = await engine.health()
+            assert after.alive and after.restarts == 1 and after.pid != health.pid
+            assert (await engine.endpoint()).api_key != endpoint.api_key
+            answers = await engine.generate(prompts(2), 2, SAMPLING, expected_version=2)
+            assert len(answers) == 4
+            with pytest.raises(EngineError, match="running already"):
+                await engine.start(tiny_model)
+
+    asyncio.run(run())
+
+
+@pytest.mark.e2e
+def test_a_cancelled_start_leaves_nothing(tiny_model: Path, tmp_path: Path) -> None:
+    async def run() -> None:
+        start = asyncio.create_task(Engine(small_config(), tmp_path / "log").start(tiny_model))
+        await asyncio.sleep(1.0)
+        start.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await start
+
+    before = set(psutil.pids())
+    asyncio.run(run())
+
+    def gone() -> bool:
+        left = [p for p in psutil.Process().children(recursive=True) if p.pid not in before]
+        return not [p for p in left if p.status() != psutil.STATUS_ZOMBIE]
+
+    assert wait_until(gone, 30)
+
+
+def test_an_engine_that_was_not_started_says_so(tmp_path: Path) -> None:
+    with pytest.raises(EngineError, match=r"start\(\)"):
+        asyncio.run(Engine(small_config(), tmp_path / "log").flush())
+
+
+@pytest.mark.e2e
+@pytest.mark.slow
+def test_the_actor_samples_and_its_server_dies_with_it(tiny_model: Path, tmp_path: Path) -> None:
+    import ray
+
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, address="local")
+    try:
+        actor = EngineActor.remote(small_config(), tmp_path / "log")
+        ray.get(actor.start.remote(tiny_model, 1), timeout=120)
+        pid = ray.get(actor.health.remote()).pid
+        asked = [actor.generate.remote(prompts(4), 2, SAMPLING, 1) for _ in range(3)]
+        assert [len(answers) for answers in ray.get(asked, timeout=60)] == [8, 8, 8]
+        with pytest.raises(StaleWeightsError):
+            ray.get(actor.generate.remote(prompts(1), 1, SAMPLING, 7), timeout=60)
+        assert len(group_members(pid)) >= 3
+        ray.kill(actor)
+        assert wait_until(lambda: not group_members(pid), 10)
+    finally:
+        ray.shutdown()

@@ -1,0 +1,117 @@
+"""Group sampling: order, groups and the check of weight versions."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+
+import pytest
+
+from rollout.errors import StaleWeightsError
+from rollout.sampler import check_versions, sample_groups, sample_groups_as_completed
+from rollout.server import SGLangServer
+from rollout.tasks import Problem
+from rollout.types import Completion, Prompt, SamplingParams, Trajectory
+from tests.rollout.conftest import EOS
+from tests.rollout.test_client import use
+
+SAMPLING = SamplingParams(max_new_tokens=12, stop_token_ids=(EOS,))
+
+
+class ScriptedClient:
+    """Answers row r with the token 100 + r; streams in the order it is told."""
+
+    def __init__(self, order: Sequence[int] = (), version: int = 1) -> None:
+        self.order = order
+        self.version = version
+        self.calls: list[list[list[int]]] = []
+
+    async def complete(self, input_ids: list[list[int]], sampling: SamplingParams) -> list[Completion]:
+        self.calls.append(input_ids)
+        return [self.answer(row) for row in range(len(input_ids))]
+
+    async def complete_each(
+        self, input_ids: list[list[int]], sampling: SamplingParams
+    ) -> AsyncIterator[tuple[int, Completion]]:
+        for row in self.order:
+            yield row, self.answer(row)
+
+    def answer(self, row: int) -> Completion:
+        return Completion([100 + row], [-0.5], [self.version], True)
+
+
+def prompts(count: int) -> list[Prompt]:
+    return [Prompt(Problem(f"q{i}", f"#### {i}"), [10 + i, 20 + i]) for i in range(count)]
+
+
+def test_groups_come_in_the_order_of_their_prompts() -> None:
+    client = ScriptedClient()
+    trajectories = asyncio.run(sample_groups(client, prompts(3), 2, SAMPLING, expected_version=1))
+    assert [t.group for t in trajectories] == [0, 0, 1, 1, 2, 2]
+    assert [t.prompt_ids for t in trajectories] == [[10, 20]] * 2 + [[11, 21]] * 2 + [[12, 22]] * 2
+    assert [t.token_ids for t in trajectories] == [[100 + row] for row in range(6)]
+    assert len(client.calls) == 1
+
+
+def test_a_group_is_yielded_when_its_last_answer_ends() -> None:
+    async def run() -> list[list[Trajectory]]:
+        client = ScriptedClient(order=[4, 0, 5, 3, 1, 2])
+        return [g async for g in sample_groups_as_completed(client, prompts(3), 2, SAMPLING, expected_version=1)]
+
+    groups = asyncio.run(run())
+    assert [group[0].group for group in groups] == [2, 0, 1]
+    assert [[t.token_ids[0] for t in group] for group in groups] == [[104, 105], [100, 101], [102, 103]]
+
+
+def test_stale_tokens_are_counted_by_version() -> None:
+    completions = [Completion([1, 2, 3], [-1.0] * 3, [4, 5, 5], False), Completion([1], [-1.0], [4], True)]
+    with pytest.raises(StaleWeightsError, match=r"2 of 4 tokens .* 2 at version 4, 2 at version 5, expected .* 5"):
+        check_versions(completions, 5)
+    check_versions([Completion([], [], [], False)], 5)
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_stale_answers_are_refused(streaming: bool) -> None:
+    async def run() -> None:
+        client = ScriptedClient(order=[0, 1], version=2)
+        if streaming:
+            async for _ in sample_groups_as_completed(client, prompts(1), 2, SAMPLING, expected_version=3):
+                raise AssertionError("a stale group was handed out")
+        else:
+            await sample_groups(client, prompts(1), 2, SAMPLING, expected_version=3)
+
+    with pytest.raises(StaleWeightsError):
+        asyncio.run(run())
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize("streaming", [False, True])
+def test_groups_from_a_real_server(server: SGLangServer, streaming: bool) -> None:
+    asked = prompts(5)
+
+    async def run(client: object) -> list[Trajectory]:
+        if streaming:
+            groups = [g async for g in sample_groups_as_completed(client, asked, 4, SAMPLING, 3)]
+            return [t for group in sorted(groups, key=lambda g: g[0].group) for t in group]
+        return await sample_groups(client, asked, 4, SAMPLING, 3)
+
+    trajectories = use(server, run)
+    assert [t.group for t in trajectories] == [g for g in range(5) for _ in range(4)]
+    assert all(t.prompt_ids == asked[t.group].token_ids for t in trajectories)
+    assert len({tuple(t.token_ids) for t in trajectories if t.group == 0}) > 1, "a group's answers must differ"
+
+
+@pytest.mark.e2e
+def test_leaving_early_ends_the_rest(server: SGLangServer) -> None:
+    """After the first group the caller goes on: the server is idle again, so its cache can be flushed."""
+
+    async def run(client: object) -> None:
+        sampling = SamplingParams(max_new_tokens=400)
+        groups = sample_groups_as_completed(client, prompts(16), 4, sampling, 3)
+        async for _ in groups:
+            break
+        await groups.aclose()
+        await asyncio.sleep(1.0)
+        await client.flush()
+
+    use(server, run)

@@ -1,0 +1,230 @@
+"""The life of a server process: it comes up or says why not, and it never stays behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from numerics.errors import UserError
+from rollout.arguments import PLUGIN_ENVIRONMENT, server_arguments, server_environment
+from rollout.config import RolloutConfig
+from rollout.errors import EngineDiedError, EngineError
+from rollout.server import SGLangServer, log_tail
+from tests.rollout.conftest import small_config
+
+# The owner: starts a server in a second thread that ends at once, as a Ray actor's may, prints the server's pid, waits.
+OWNER = """
+import sys, threading, time
+from rollout.config import RolloutConfig
+from rollout.server import SGLangServer
+config = RolloutConfig(context_length=512, max_total_tokens=8192)
+servers = []
+thread = threading.Thread(
+    target=lambda: servers.append(SGLangServer.start(sys.argv[1], config, log_path=sys.argv[2]))
+)
+thread.start()
+thread.join()
+time.sleep(1.0)
+print(servers[0].pid, servers[0]._scratch, flush=True)
+time.sleep(600)
+"""
+
+
+def wait_until(condition: Callable[[], bool], seconds: float) -> bool:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if condition():
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def group_members(leader: int) -> list[psutil.Process]:
+    """Live processes of a process group, found without the code under test."""
+    members = []
+    for process in psutil.process_iter():
+        try:
+            if os.getpgid(process.pid) == leader and process.status() != psutil.STATUS_ZOMBIE:
+                members.append(process)
+        except (ProcessLookupError, psutil.NoSuchProcess):
+            continue
+    return members
+
+
+def launched_since(before: set[int]) -> list[psutil.Process]:
+    """Live engine processes that were not among the process ids `before`, and are descendants of this one."""
+    descendants = psutil.Process().children(recursive=True)
+    return [p for p in descendants if p.pid not in before and p.status() != psutil.STATUS_ZOMBIE]
+
+
+def shared_memory(processes: list[psutil.Process]) -> set[Path]:
+    """Files that SGLang shares between the processes and that nobody has removed yet."""
+    paths = {Path(region.path) for process in processes for region in process.memory_maps()}
+    return {path for path in paths if path.name.startswith("sglang_") and path.exists()}
+
+
+def arguments_for(config: RolloutConfig, *, cuda: bool = False) -> list[str]:
+    return server_arguments(Path("m"), config, port=4000, seed=5, weight_version=2, cuda=cuda)
+
+
+def test_arguments_follow_the_config() -> None:
+    config = RolloutConfig(context_length=300, max_total_tokens=4096, chunked_prefill_size=96, prefix_cache=False)
+    line = " ".join(arguments_for(config))
+    for part in (
+        "--model-path m",
+        "--host 127.0.0.1",
+        "--port 4000",
+        "--context-length 300",
+        "--max-total-tokens 4096",
+        "--chunked-prefill-size 96",
+        "--disable-radix-cache",
+        "--random-seed 5",
+        "--weight-version 2",
+        "--skip-tokenizer-init",
+        "--device cpu",
+    ):
+        assert part in line
+    plain = " ".join(arguments_for(RolloutConfig()))
+    assert "--chunked-prefill-size" not in plain and "--disable-radix-cache" not in plain
+    assert "cpu" not in " ".join(arguments_for(config, cuda=True))
+
+
+def test_environment_restricts_the_plugins(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv(PLUGIN_ENVIRONMENT, "of another run")
+    monkeypatch.setenv("SGLANG_PLUGINS", "another")
+    stock = server_environment(None, tmp_path, cuda=False)
+    assert stock["SGLANG_PLUGINS"] not in ("", "fp8rl", "another") and PLUGIN_ENVIRONMENT not in stock
+    ours = server_environment({"spec": "é"}, tmp_path, cuda=False)
+    assert ours["SGLANG_PLUGINS"] == "fp8rl" and "spec" in ours[PLUGIN_ENVIRONMENT]
+    assert ours["OMP_NUM_THREADS"] == "1" and ours["TMPDIR"] == str(tmp_path)
+
+
+def test_a_taken_port_is_refused_before_anything_starts(tiny_model: Path, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        with pytest.raises(UserError, match=rf"rollout.port: found {port}, expected a free port"):
+            SGLangServer.start(tiny_model, small_config(port=port), log_path=log)
+    assert not log.exists()
+
+
+def test_a_directory_without_a_model_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"model\.path: .*config\.json"):
+        SGLangServer.start(tmp_path, small_config(), log_path=tmp_path / "log")
+
+
+def test_log_tail_gives_the_last_lines(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    log.write_bytes(b"".join(b"line %d \xff\n" % i for i in range(20000)))
+    assert [line.split()[1] for line in log_tail(log, 3).splitlines()] == ["19997", "19998", "19999"]
+
+
+@pytest.mark.e2e
+def test_the_configured_port_is_used_and_stop_leaves_nothing(tiny_model: Path, tmp_path: Path) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    server = SGLangServer.start(tiny_model, small_config(port=port), log_path=tmp_path / "engine.log")
+    try:
+        assert server.endpoint.url == f"http://127.0.0.1:{port}"
+        members = group_members(server.pid)
+        assert {p.pid for p in members} == {p.pid for p in server.processes()}
+        assert len(members) >= 3
+        listening = {c.laddr.ip for p in members for c in p.net_connections() if c.status == psutil.CONN_LISTEN}
+        assert listening == {"127.0.0.1"}
+        scratch = server._scratch
+        shared = shared_memory(members)
+        assert scratch.is_dir() and shared
+    finally:
+        began = time.monotonic()
+        server.stop()
+    assert time.monotonic() - began < 15
+    assert group_members(server.pid) == []
+    assert not server.alive()
+    assert not any(path.exists() for path in [scratch, *shared])
+    server.stop()
+
+
+@pytest.mark.e2e
+def test_death_is_detected_and_the_log_quoted(tiny_model: Path, tmp_path: Path) -> None:
+    server = SGLangServer.start(tiny_model, small_config(), log_path=tmp_path / "engine.log")
+    try:
+        server.check()
+        scheduler = next(p for p in server.processes() if "scheduler" in " ".join(p.cmdline()))
+        scheduler.kill()
+        assert wait_until(lambda: not server.alive(), 15)
+        with pytest.raises(EngineDiedError, match=r"engine\.log:\n(.|\n)*scheduler"):
+            server.check()
+    finally:
+        server.stop()
+    assert group_members(server.pid) == []
+
+
+@pytest.mark.e2e
+def test_a_start_that_fails_says_why_and_leaves_nothing(tiny_model: Path, tmp_path: Path) -> None:
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    (broken / "config.json").write_text((tiny_model / "config.json").read_text())
+    before = set(psutil.pids())
+    with pytest.raises(EngineDiedError, match="(?i)weights|safetensors|model"):
+        SGLangServer.start(broken, small_config(), log_path=tmp_path / "engine.log")
+    assert launched_since(before) == []
+
+
+@pytest.mark.e2e
+def test_a_start_that_takes_too_long_is_ended(tiny_model: Path, tmp_path: Path) -> None:
+    before = set(psutil.pids())
+    with pytest.raises(EngineError, match=r"did not answer within 1 s \(rollout\.start_timeout_s\)"):
+        SGLangServer.start(tiny_model, small_config(start_timeout_s=1.0), log_path=tmp_path / "engine.log")
+    assert launched_since(before) == []
+
+
+@pytest.mark.e2e
+def test_the_server_dies_with_its_owner(tiny_model: Path, tmp_path: Path) -> None:
+    """The owner is killed with SIGKILL; the thread that started the server had ended long before."""
+    owner = subprocess.Popen(
+        [sys.executable, "-c", OWNER, str(tiny_model), str(tmp_path / "engine.log")], stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert owner.stdout is not None
+        pid, scratch = owner.stdout.readline().split()
+        members = group_members(int(pid))
+        assert len(members) >= 3, "the server must outlive the thread that started it"
+        shared = shared_memory(members)
+        owner.send_signal(signal.SIGKILL)
+        assert wait_until(lambda: not group_members(int(pid)), 5)
+        assert not any(path.exists() for path in [Path(scratch), *shared])
+    finally:
+        owner.kill()
+        owner.wait()
+
+
+@pytest.mark.e2e
+def test_an_owner_that_dies_during_the_start_leaves_nothing(tiny_model: Path, tmp_path: Path) -> None:
+    owner = subprocess.Popen([sys.executable, "-c", OWNER, str(tiny_model), str(tmp_path / "engine.log")])
+    try:
+        children: list[psutil.Process] = []
+
+        def launched() -> bool:
+            children[:] = psutil.Process(owner.pid).children(recursive=True)
+            return bool(children)
+
+        assert wait_until(launched, 30)
+        time.sleep(1.0)
+        leader = children[0].pid
+        owner.kill()
+        assert wait_until(lambda: not group_members(leader), 5)
+    finally:
+        owner.kill()
+        owner.wait()

@@ -1,0 +1,58 @@
+"""A one-rank world and the models of the trainer's tests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from numerics.config import NumericsConfig
+from numerics.spec import QuantSpec
+from tests.trainer.models import LENGTH, write_model
+from trainer import parallel
+from trainer.config import TrainerConfig
+from trainer.parallel import Layout
+
+MakeTrainer = Callable[..., Any]
+
+
+@pytest.fixture(scope="session")
+def layout() -> Iterator[Layout]:
+    yield parallel.initialize(TrainerConfig())
+    parallel.shutdown()
+
+
+@pytest.fixture(scope="session")
+def moe_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("models") / "moe")
+
+
+@pytest.fixture(scope="session")
+def dense_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("models") / "dense", moe=False, tie_word_embeddings=True)
+
+
+@pytest.fixture(scope="session")
+def make_trainer(layout: Layout) -> MakeTrainer:
+    def make(
+        path: Path, precision: str = "bf16", dtype: torch.dtype = torch.bfloat16, k_splits: int = 1, **config: Any
+    ) -> Any:
+        from trainer.trainer import Trainer
+
+        settings = {"lr": 1e-3, "warmup_steps": 0, "micro_batch_tokens": 256, **config}
+        numerics = NumericsConfig(spec=QuantSpec.preset("fp8_block_pow2"), trainer=precision, k_splits=k_splits)
+        return Trainer(
+            path,
+            TrainerConfig(**settings),
+            numerics,
+            layout,
+            seed=0,
+            total_steps=100,
+            max_sequence_length=LENGTH,
+            dtype=dtype,
+        )
+
+    return make

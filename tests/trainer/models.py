@@ -1,0 +1,60 @@
+"""Small random Hugging Face models whose blocks align on up to two tensor-parallel ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+VOCAB = 128
+LENGTH = 512
+
+
+def write_model(path: Path, *, moe: bool = True, dtype: torch.dtype = torch.bfloat16, **changes: Any) -> Path:
+    """Write a Qwen3-MoE (8 experts, top 2) or dense Qwen3 directory with weights large enough to matter."""
+    torch.manual_seed(0)
+    model = _build(moe, changes)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0, 0.08)
+            else:
+                parameter.copy_(1 + 0.2 * torch.randn_like(parameter))
+    model.to(dtype).save_pretrained(path)
+    return path
+
+
+def reference(path: Path) -> PreTrainedModel:
+    """The transformers model of a directory, in FP32."""
+    cls = Qwen3MoeForCausalLM if "qwen3_moe" in (path / "config.json").read_text() else Qwen3ForCausalLM
+    return cls.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
+
+
+def _build(moe: bool, changes: dict[str, Any]) -> PreTrainedModel:
+    common: dict[str, Any] = dict(
+        vocab_size=VOCAB,
+        hidden_size=256,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=128,
+        max_position_embeddings=LENGTH,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+        rms_norm_eps=1e-6,
+        tie_word_embeddings=False,
+        attention_bias=False,
+    )
+    if not moe:
+        return Qwen3ForCausalLM(Qwen3Config(**{**common, **changes}))
+    experts: dict[str, Any] = dict(
+        moe_intermediate_size=128,
+        num_experts=8,
+        num_experts_per_tok=2,
+        norm_topk_prob=True,
+        decoder_sparse_step=1,
+        mlp_only_layers=[],
+    )
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**{**common, **experts, **changes}))

@@ -1,0 +1,52 @@
+"""Run a function on several trainer ranks, each in a process of its own."""
+
+from __future__ import annotations
+
+import multiprocessing
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trainer import parallel
+from trainer.config import TrainerConfig
+from trainer.parallel import Layout
+
+TIMEOUT_S = 300
+
+
+def run_on_ranks(
+    config: TrainerConfig, folder: Path, function: Callable[[Layout, TrainerConfig], Any]
+) -> list[Any]:
+    """The results of `function(layout, config)` in rank order; they travel through files in `folder`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    context = multiprocessing.get_context("spawn")
+    store = parallel.open_store(parallel.LOOPBACK, config.world_size)
+    processes = [
+        context.Process(target=_rank, args=(rank, store.port, config, folder, function), daemon=True)
+        for rank in range(config.world_size)
+    ]
+    for process in processes:
+        process.start()
+    try:
+        for process in processes:
+            process.join(TIMEOUT_S)
+    finally:
+        for process in processes:
+            process.kill()
+    failures = "\n".join(file.read_text() for file in sorted(folder.glob("*.error")))
+    assert not failures, failures
+    return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(config.world_size)]
+
+
+def _rank(rank: int, port: int, config: TrainerConfig, folder: Path, function: Callable[..., Any]) -> None:
+    try:
+        store = parallel.join_store(parallel.LOOPBACK, port, config.world_size)
+        layout = parallel.initialize(config, rank, store)
+        torch.save(function(layout, config), folder / f"{rank}.pt")
+        parallel.shutdown()
+    except BaseException:
+        (folder / f"{rank}.error").write_text(traceback.format_exc())
+        raise

@@ -1,0 +1,100 @@
+"""The group of Ray actors, end to end on one machine."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+import torch
+from safetensors.torch import load_file
+
+from numerics.config import NumericsConfig
+from numerics.errors import UserError
+from numerics.spec import QuantSpec
+from tests.trainer.batches import Poisoned, cross_entropy, random_batch
+from tests.trainer.conftest import MakeTrainer
+from tests.trainer.models import LENGTH
+from trainer.actor import TrainerDiedError, TrainerGroup
+from trainer.config import TrainerConfig
+
+pytestmark = pytest.mark.slow
+SETTINGS = {"lr": 1e-3, "warmup_steps": 0, "micro_batch_tokens": 256}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cluster() -> Iterator[None]:
+    ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False, _node_ip_address="127.0.0.1")
+    yield
+    ray.shutdown()
+
+
+def start(path: Path, k_splits: int = 1, **config: Any) -> TrainerGroup:
+    numerics = NumericsConfig(spec=QuantSpec.preset("fp8_block_pow2"), k_splits=k_splits)
+    return TrainerGroup.start(
+        path, TrainerConfig(**SETTINGS, **config), numerics, seed=0, total_steps=100, max_sequence_length=LENGTH
+    )
+
+
+@pytest.fixture(scope="module")
+def two_ranks(moe_path: Path) -> Iterator[TrainerGroup]:
+    group = start(moe_path, dp=2)
+    yield group
+    group.shutdown()
+
+
+def test_two_ranks_answer_like_one(
+    two_ranks: TrainerGroup, moe_path: Path, tmp_path: Path, make_trainer: MakeTrainer
+) -> None:
+    batch = random_batch(rows=7)
+    rows, values = make_trainer(moe_path, "fp8").score(batch)
+    expected = torch.empty_like(values)
+    expected[rows] = values
+    assert torch.equal(two_ranks.score(batch), expected)
+    step = two_ranks.train_step(batch, cross_entropy(batch))
+    assert torch.equal(step.logprobs, expected)
+    assert step.loss == pytest.approx(-expected[batch.loss_mask].mean().item(), rel=1e-5)
+    assert (two_ranks.weight_version, step.lr) == (1, 1e-3)
+    assert two_ranks.apply(lambda trainer, add: trainer.layout.rank + add, 10) == [10, 11]
+
+    two_ranks.save(tmp_path / "step_1", {"note": "x"})
+    scored = two_ranks.score(batch)
+    two_ranks.train_step(batch, cross_entropy(batch))
+    assert two_ranks.load(tmp_path / "step_1") == {"note": "x"}
+    assert two_ranks.weight_version == 1
+    assert torch.equal(two_ranks.score(batch), scored)
+
+    two_ranks.export_hf(tmp_path / "hf")
+    rows, values = make_trainer(tmp_path / "hf", "fp8").score(batch)
+    assert torch.equal(values, scored[rows])
+    assert load_file(tmp_path / "hf" / "model.safetensors").keys() == load_file(moe_path / "model.safetensors").keys()
+
+
+def test_a_loss_that_is_not_finite_arrives_as_its_own_error(two_ranks: TrainerGroup) -> None:
+    from trainer.step import NonFiniteLossError
+
+    batch = random_batch()
+    version, before = two_ranks.weight_version, two_ranks.score(batch)
+    with pytest.raises(NonFiniteLossError, match="rows"):
+        two_ranks.train_step(batch, Poisoned(60))
+    assert two_ranks.weight_version == version
+    assert torch.equal(two_ranks.score(batch), before)
+
+
+def test_a_wrong_model_arrives_as_a_user_error(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"config\.json"):
+        start(tmp_path)
+
+
+def test_a_rank_that_dies_ends_the_call(moe_path: Path) -> None:
+    group = start(moe_path, dp=2)
+    pid = group.apply(lambda trainer: os.getpid())[1]
+    os.kill(pid, signal.SIGKILL)
+    batch = random_batch()
+    with pytest.raises(TrainerDiedError, match="trainer rank"):
+        group.train_step(batch, cross_entropy(batch))
+    group.shutdown()

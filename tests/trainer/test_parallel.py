@@ -1,0 +1,210 @@
+"""Two ranks against one: tensor, expert and data parallelism, bit for bit where the ops promise it."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from torch import Tensor
+
+from numerics.config import NumericsConfig
+from numerics.spec import QuantSpec
+from tests.trainer.batches import Poisoned, cross_entropy, random_batch
+from tests.trainer.conftest import MakeTrainer
+from tests.trainer.models import LENGTH
+from tests.trainer.ranks import run_on_ranks
+from trainer.config import TrainerConfig
+from trainer.parallel import Layout
+
+SETTINGS = {"lr": 1e-3, "warmup_steps": 0, "micro_batch_tokens": 512}
+LAYOUTS = {
+    "tp2": {"tp": 2},
+    "ep2": {"ep": 2, "dp": 2},
+    "dp2": {"dp": 2},
+    "pp2": {"pp": 2},
+    "tp2ep2": {"tp": 2, "ep": 2},
+}
+BATCH = dict(rows=9, longest=150, temperature=0.9)
+
+
+@dataclass(frozen=True)
+class Case:
+    """What the ranks of one layout do; a method runs on each rank."""
+
+    moe_path: Path
+    dense_path: Path
+    checkpoint: Path
+    saved: Path
+    k_splits: int
+
+    def __call__(self, layout: Layout, config: TrainerConfig) -> dict[str, Any]:
+        out: dict[str, Any] = {}
+        paths = {"moe": self.moe_path} if config.ep > 1 else {"moe": self.moe_path, "dense": self.dense_path}
+        for kind, path in paths.items():
+            for precision in ("bf16", "fp8"):
+                trainer = self._trainer(layout, config, path, precision)
+                out[f"{kind}/{precision}"] = reported(layout, trainer.score(random_batch(**BATCH)))
+        trainer = self._trainer(layout, config, self.moe_path, "fp8")
+        out["export"] = {name: tensor.clone() for name, tensor in trainer.export_weights()}
+        out["extra"] = trainer.load(self.checkpoint)
+        out["resumed"] = two_steps(trainer)
+        trainer.save(self.saved, {"layout": config.model_dump()})
+        out["non-finite"] = self._non_finite(trainer)
+        out["gradients"] = gradients(self._trainer(layout, config, self.moe_path, "bf16", torch.float32))
+        return out
+
+    def _trainer(
+        self, layout: Layout, config: TrainerConfig, path: Path, precision: str, dtype: torch.dtype = torch.bfloat16
+    ) -> Any:
+        from trainer.trainer import Trainer
+
+        numerics = NumericsConfig(
+            spec=QuantSpec.preset("fp8_block_pow2"), trainer=precision, k_splits=self.k_splits
+        )
+        return Trainer(
+            path, config, numerics, layout, seed=0, total_steps=100, max_sequence_length=LENGTH, dtype=dtype
+        )
+
+    def _non_finite(self, trainer: Any) -> str:
+        from trainer.step import NonFiniteLossError
+
+        with pytest.raises(NonFiniteLossError) as error:
+            trainer.train_step(random_batch(**BATCH), Poisoned(150))
+        return str(error.value)
+
+
+def reported(layout: Layout, scored: tuple[list[int], Tensor]) -> tuple[list[int], Tensor] | None:
+    return scored if layout.reports else None
+
+
+def two_steps(trainer: Any) -> list[tuple[float, float]]:
+    out = []
+    for seed in (5, 6):
+        batch = random_batch(**BATCH, seed=seed)
+        result = trainer.train_step(batch, cross_entropy(batch)).result
+        out.append((result.loss, result.grad_norm))
+    return out
+
+
+def gradients(trainer: Any) -> dict[str, Tensor]:
+    """The summed gradients by HF name, on rank 0."""
+    from trainer.step import run_pass
+
+    batch = random_batch(**BATCH)
+    wrapped = trainer.optimizer.model
+    run_pass(wrapped, batch, trainer.layout, trainer.config.micro_batch_tokens, cross_entropy(batch))
+    for buffer in (*wrapped.buffers, *wrapped.expert_parallel_buffers):
+        # The distributed optimizer leaves each rank the sums of its own part of the buffer.
+        group = buffer.data_parallel_group
+        parts = list(buffer.grad_data.chunk(group.size()))
+        dist.all_gather(parts, parts[group.rank()].clone(), group=group)
+    for parameter in trainer.model.parameters():
+        parameter.data.copy_(parameter.main_grad)
+    return {name: tensor.clone() for name, tensor in trainer.export_weights()}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    ranks: list[dict[str, Any]]
+    config: TrainerConfig
+    saved: Path
+
+    @property
+    def k_splits(self) -> int:
+        return self.config.tp
+
+    def scores(self, key: str) -> Tensor:
+        logprobs = torch.full((BATCH["rows"], BATCH["longest"]), float("nan"))
+        for rank in self.ranks:
+            if rank[key] is not None:
+                rows, values = rank[key]
+                logprobs[rows] = values
+        return logprobs
+
+
+@pytest.fixture(scope="module")
+def checkpoint(moe_path: Path, tmp_path_factory: pytest.TempPathFactory, make_trainer: MakeTrainer) -> Path:
+    trainer = make_trainer(moe_path, "fp8", **SETTINGS)
+    two_steps(trainer)
+    path = tmp_path_factory.mktemp("checkpoint") / "one"
+    trainer.save(path, {"from": "one rank"})
+    return path
+
+
+@pytest.fixture(scope="module", params=list(LAYOUTS))
+def outcome(
+    request: pytest.FixtureRequest,
+    moe_path: Path,
+    dense_path: Path,
+    checkpoint: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Outcome:
+    config = TrainerConfig(**SETTINGS, **LAYOUTS[request.param])
+    folder = tmp_path_factory.mktemp(request.param)
+    case = Case(moe_path, dense_path, checkpoint, folder / "saved", k_splits=config.tp)
+    return Outcome(run_on_ranks(config, folder / "ranks", case), config, case.saved)
+
+
+@pytest.fixture(scope="module")
+def one_rank(make_trainer: MakeTrainer) -> Any:
+    return functools.partial(make_trainer, **SETTINGS)
+
+
+@pytest.mark.slow
+def test_logprobs_are_bit_equal(outcome: Outcome, one_rank: Any, moe_path: Path, dense_path: Path) -> None:
+    keys = [key for key in outcome.ranks[0] if key.endswith(("/bf16", "/fp8"))]
+    assert keys
+    for key in keys:
+        kind, precision = key.split("/")
+        path = moe_path if kind == "moe" else dense_path
+        rows, values = one_rank(path, precision, k_splits=outcome.k_splits).score(random_batch(**BATCH))
+        expected = torch.empty_like(values)
+        expected[rows] = values
+        assert torch.equal(outcome.scores(key), expected), key
+
+
+@pytest.mark.slow
+def test_gradients_are_the_sums_of_one_rank(outcome: Outcome, one_rank: Any, moe_path: Path) -> None:
+    trainer = one_rank(moe_path, dtype=torch.float32, k_splits=outcome.k_splits)
+    expected = gradients(trainer)
+    found = outcome.ranks[0]["gradients"]
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-3, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.slow
+def test_weights_leave_as_they_came(outcome: Outcome, moe_path: Path) -> None:
+    stored = load_file(moe_path / "model.safetensors")
+    exported = outcome.ranks[0]["export"]
+    assert exported.keys() == stored.keys()
+    assert all(torch.equal(exported[name], stored[name]) for name in stored)
+    assert all(not rank["export"] for rank in outcome.ranks[1:])
+
+
+@pytest.mark.slow
+def test_a_checkpoint_moves_between_layouts(
+    outcome: Outcome, checkpoint: Path, one_rank: Any, moe_path: Path
+) -> None:
+    trainer = one_rank(moe_path, "fp8", k_splits=outcome.k_splits)
+    trainer.load(checkpoint)
+    expected = two_steps(trainer)
+    assert outcome.ranks[0]["extra"] == {"from": "one rank"}
+    for rank in outcome.ranks:
+        assert rank["resumed"] == outcome.ranks[0]["resumed"]
+        for found, wanted in zip(rank["resumed"], expected, strict=True):
+            assert found == pytest.approx(wanted, rel=2e-2)
+    assert trainer.load(outcome.saved)["layout"]["tp"] == outcome.config.tp
+    assert trainer.weight_version == 4
+
+
+@pytest.mark.slow
+def test_every_rank_learns_of_a_loss_that_is_not_finite(outcome: Outcome) -> None:
+    assert len({rank["non-finite"] for rank in outcome.ranks}) == 1
+    assert "rows [0" in outcome.ranks[0]["non-finite"]

@@ -1,0 +1,139 @@
+"""Training steps on one rank: learning, gradients, failures, and what is computed once per weight version."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import numerics.weight_cache
+from tests.trainer.batches import Poisoned, cross_entropy, random_batch
+from tests.trainer.conftest import MakeTrainer
+from tests.trainer.models import reference
+from trainer.config import TrainerConfig
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp8_forward", "fp8"])
+def test_a_tiny_batch_is_overfitted(precision: str, moe_path: Path, make_trainer: MakeTrainer) -> None:
+    trainer = make_trainer(moe_path, precision, lr=3e-3)
+    batch = random_batch(rows=4, longest=12)
+    losses = [trainer.train_step(batch, cross_entropy(batch)).result.loss for _ in range(30)]
+    assert losses[0] > 3
+    assert losses[-1] < 0.1
+
+
+def test_gradients_equal_transformers_in_fp32(moe_path: Path, make_trainer: MakeTrainer) -> None:
+    from trainer.step import run_pass
+
+    trainer = make_trainer(moe_path, dtype=torch.float32)
+    batch = random_batch()
+    done = run_pass(trainer.optimizer.model, batch, trainer.layout, 100, cross_entropy(batch))
+    model = reference(moe_path)
+    real = batch.real_tokens()
+    logps = model(batch.tokens, attention_mask=real.long()).logits.log_softmax(-1)
+    chosen = logps[:, :-1].gather(-1, batch.tokens[:, 1:, None]).squeeze(-1)
+    loss = -(chosen * batch.loss_mask[:, 1:]).sum() / batch.loss_mask.sum()
+    loss.backward()
+    assert done.loss == pytest.approx(loss.item(), rel=1e-5)
+    ours = {name: p.main_grad for name, p in trainer.model.named_parameters()}
+    theirs = {name: p.grad for name, p in model.named_parameters()}
+    pairs = {
+        "embedding.word_embeddings.weight": "model.embed_tokens.weight",
+        "output_layer.weight": "lm_head.weight",
+        "decoder.layers.0.mlp.router.weight": "model.layers.0.mlp.gate.weight",
+        "decoder.layers.1.self_attention.linear_proj.weight": "model.layers.1.self_attn.o_proj.weight",
+        "decoder.layers.0.self_attention.q_layernorm.weight": "model.layers.0.self_attn.q_norm.weight",
+        "decoder.layers.0.self_attention.linear_qkv.layer_norm_weight": "model.layers.0.input_layernorm.weight",
+    }
+    for megatron_name, hf_name in pairs.items():
+        torch.testing.assert_close(ours[megatron_name], theirs[hf_name], rtol=1e-3, atol=1e-6)
+    expert = theirs["model.layers.1.mlp.experts.down_proj"][3]
+    torch.testing.assert_close(ours["decoder.layers.1.mlp.experts.linear_fc2.weight3"], expert, rtol=1e-3, atol=1e-6)
+
+
+def test_a_frequent_tokens_embedding_gradient_is_not_lost_in_bf16(moe_path: Path, make_trainer: MakeTrainer) -> None:
+    trainer = make_trainer(moe_path)
+    embedding = trainer.model.embedding.word_embeddings
+    trainer.optimizer.zero_grad()
+    embedding(torch.zeros(1, 4096, dtype=torch.int64)).float().sum().backward()
+    assert embedding.weight.main_grad[0, 0] == 4096
+
+
+def test_logprobs_are_those_before_the_update_in_batch_order(moe_path: Path, make_trainer: MakeTrainer) -> None:
+    trainer = make_trainer(moe_path, "fp8")
+    batch = random_batch()
+    rows, before = trainer.score(batch)
+    step = trainer.train_step(batch, cross_entropy(batch))
+    assert step.rows == rows
+    assert torch.equal(step.result.logprobs, before)
+    assert not torch.equal(trainer.score(batch)[1], before)
+    masked = torch.zeros(batch.rows, batch.width)
+    masked[rows] = before
+    assert step.result.loss == pytest.approx(-masked[batch.loss_mask].mean().item(), rel=1e-5)
+    assert trainer.weight_version == 1
+
+
+def test_the_result_does_not_depend_on_micro_batches(moe_path: Path, make_trainer: MakeTrainer) -> None:
+    batch = random_batch()
+    whole, split = (make_trainer(moe_path, micro_batch_tokens=tokens) for tokens in (4096, 64))
+    first, second = (t.train_step(batch, cross_entropy(batch)) for t in (whole, split))
+    logprobs = [step.result.logprobs[torch.tensor(step.rows).argsort()] for step in (first, second)]
+    assert torch.equal(logprobs[0], logprobs[1])
+    assert first.result.loss == pytest.approx(second.result.loss, rel=1e-5)
+    assert first.result.grad_norm == pytest.approx(second.result.grad_norm, rel=2e-2)
+    assert first.result.metrics["entropy"] == pytest.approx(second.result.metrics["entropy"], rel=1e-5)
+
+
+@pytest.mark.parametrize("in_gradient", [False, True])
+def test_a_loss_that_is_not_finite_changes_nothing(
+    in_gradient: bool, moe_path: Path, make_trainer: MakeTrainer
+) -> None:
+    from trainer.step import NonFiniteLossError
+
+    trainer = make_trainer(moe_path)
+    batch = random_batch()
+    before = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+    named = "gradient norm" if in_gradient else r"rows \[0, "
+    with pytest.raises(NonFiniteLossError, match=named):
+        trainer.train_step(batch, Poisoned(60, in_gradient))
+    assert trainer.weight_version == 0
+    assert all(torch.equal(p, before[name]) for name, p in trainer.model.named_parameters())
+    fresh = make_trainer(moe_path).train_step(batch, cross_entropy(batch)).result
+    recovered = trainer.train_step(batch, cross_entropy(batch)).result
+    assert (recovered.loss, recovered.grad_norm, recovered.lr) == (fresh.loss, fresh.grad_norm, fresh.lr)
+
+
+def test_weights_are_quantized_once_per_version(
+    moe_path: Path, make_trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[torch.Tensor] = []
+    original = numerics.weight_cache.quantize
+    monkeypatch.setattr(numerics.weight_cache, "quantize", lambda w, spec: calls.append(w) or original(w, spec))
+    trainer = make_trainer(moe_path, "fp8", micro_batch_tokens=64)
+    batch = random_batch()
+    quantized = 2 * (2 + 2 * 8)  # per layer: qkv, proj, and two matrices of eight experts
+    trainer.score(batch)
+    trainer.train_step(batch, cross_entropy(batch))
+    assert len(calls) == quantized
+    trainer.score(batch)
+    assert len(calls) == 2 * quantized
+
+
+def test_learning_rate_schedules(moe_path: Path, make_trainer: MakeTrainer) -> None:
+    from trainer.optimizer import schedule
+
+    def rates(steps: int, **changes: Any) -> list[float]:
+        optimizer = make_trainer(moe_path, lr=1.0, **changes).optimizer.inner
+        timetable = schedule(optimizer, TrainerConfig(lr=1.0, **changes), steps)
+        out = []
+        for _ in range(steps):
+            timetable.step(1)
+            out.append(round(optimizer.param_groups[0]["lr"], 6))
+        return out
+
+    assert rates(4, warmup_steps=2) == [0.5, 1.0, 1.0, 1.0]
+    assert rates(4, warmup_steps=0, decay="linear") == [0.8, 0.6, 0.4, 0.2]
+    assert rates(5, warmup_steps=0, decay="linear", decay_steps=2) == [1.0, 1.0, 1.0, 1.0, 0.5]
+    assert rates(3, warmup_steps=0, decay="cosine", min_lr=0.5)[-1] == pytest.approx(0.573223)

@@ -1,0 +1,237 @@
+"""The trainer as Ray actors, one per rank, and the group of them that the loop talks to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import ray
+import torch
+from torch import Tensor
+
+from numerics.config import NumericsConfig
+from numerics.errors import user_error
+from trainer.batch import TokenBatch
+from trainer.config import TrainerConfig
+from trainer.objective import Objective
+from trainer.result import RankStep, StepResult
+
+# Actors share the machine with the engine and mostly wait for each other, so that they ask Ray for no CPU of their own.
+_CPUS_PER_RANK = 0
+T = TypeVar("T")
+
+
+class TrainerDiedError(RuntimeError):
+    """A trainer rank ended on its own; its group cannot go on."""
+
+
+class TrainerActor:
+    """One rank. It holds a `trainer.trainer.Trainer` from `start` on."""
+
+    def __init__(self, rank: int, config: TrainerConfig) -> None:
+        self.rank, self.config = rank, config
+        self._trainer: Any = None
+        self._store: Any = None
+
+    def address(self) -> str:
+        """The address at which other ranks reach this one."""
+        return ray.util.get_node_ip_address()
+
+    def open_rendezvous(self, host: str) -> int:
+        """On rank 0: serve the rendezvous at `host` and return its port."""
+        from trainer import parallel
+
+        self._store = parallel.open_store(host, self.config.world_size)
+        return self._store.port
+
+    def start(self, host: str, port: int, model_path: Path, numerics: NumericsConfig, **options: Any) -> None:
+        """Join the other ranks and build the trainer; `options` are the keywords of `Trainer`."""
+        from numerics.compiler import enable_compiler
+        from trainer import parallel
+        from trainer.trainer import Trainer
+
+        enable_compiler()
+        if self._store is None and self.config.world_size > 1:
+            self._store = parallel.join_store(host, port, self.config.world_size)
+        layout = parallel.initialize(self.config, self.rank, self._store, host)
+        self._trainer = Trainer(model_path, self.config, numerics, layout, **options)
+
+    def train_step(self, batch: TokenBatch, objective: Objective) -> RankStep | None:
+        """The rank's step; None on ranks that another one of the same data-parallel share speaks for."""
+        step = self._trainer.train_step(batch, objective)
+        return step if self._trainer.layout.reports else None
+
+    def score(self, batch: TokenBatch) -> tuple[list[int], Tensor] | None:
+        """The rank's rows and their log-probabilities, as in :meth:`train_step`."""
+        scored = self._trainer.score(batch)
+        return scored if self._trainer.layout.reports else None
+
+    def save(self, path: Path, extra: dict[str, Any]) -> None:
+        self._trainer.save(path, extra)
+
+    def load(self, path: Path) -> tuple[int, dict[str, Any]]:
+        extra = self._trainer.load(path)
+        return self._trainer.weight_version, extra
+
+    def export_hf(self, path: Path) -> None:
+        self._trainer.export_hf(path)
+
+    def apply(self, function: Callable[..., T], *args: Any) -> T:
+        return function(self._trainer, *args)
+
+    def stop(self) -> None:
+        from trainer import parallel
+
+        self._trainer = None
+        parallel.shutdown()
+
+
+class TrainerGroup:
+    """All ranks of one trainer. Calls block until every rank is done.
+
+    Attributes:
+        weight_version: optimizer steps taken.
+
+    Raises:
+        TrainerDiedError: from any method, when a rank's process has ended.
+    """
+
+    def __init__(self, actors: list[Any]) -> None:
+        self._actors = actors
+        self.weight_version = 0
+
+    @classmethod
+    def start(
+        cls,
+        model_path: Path,
+        trainer: TrainerConfig,
+        numerics: NumericsConfig,
+        *,
+        seed: int,
+        total_steps: int,
+        max_sequence_length: int,
+    ) -> TrainerGroup:
+        """Start the ranks on the running Ray cluster and load the model.
+
+        Raises:
+            UserError: the model, the layout and the sizes do not fit together.
+        """
+        gpus = _gpus_per_rank(trainer.world_size)
+        # One thread per rank: row-invariance is only established for one, and two were slower on two cores.
+        environment = {"env_vars": {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}}
+        remote = ray.remote(num_cpus=_CPUS_PER_RANK, num_gpus=gpus, runtime_env=environment)(TrainerActor)
+        group = cls([remote.remote(rank, trainer) for rank in range(trainer.world_size)])
+        try:
+            host = group._rendezvous_host()
+            port = group._one(0, "open_rendezvous", host) if trainer.world_size > 1 else 0
+            group._all(
+                "start",
+                host,
+                port,
+                Path(model_path).absolute(),
+                numerics,
+                seed=seed,
+                total_steps=total_steps,
+                max_sequence_length=max_sequence_length,
+            )
+        except BaseException:
+            group.shutdown()
+            raise
+        return group
+
+    def train_step(self, batch: TokenBatch, objective: Objective) -> StepResult:
+        """One optimizer step.
+
+        Raises:
+            NonFiniteLossError: a loss or the gradient norm is not finite; the weights are unchanged.
+        """
+        steps = [step for step in self._all("train_step", ray.put(batch), ray.put(objective)) if step is not None]
+        self.weight_version += 1
+        first = steps[0].result
+        return StepResult(
+            logprobs=_assemble([(step.rows, step.result.logprobs) for step in steps], batch),
+            metrics=first.metrics,
+            loss=first.loss,
+            grad_norm=first.grad_norm,
+            lr=first.lr,
+            seconds=max(step.result.seconds for step in steps),
+        )
+
+    def score(self, batch: TokenBatch) -> Tensor:
+        """Log-probabilities fp32 [B, S] of the batch, zero at index 0 and in the padding."""
+        return _assemble([part for part in self._all("score", ray.put(batch)) if part is not None], batch)
+
+    def save(self, path: Path, extra: dict[str, Any]) -> None:
+        """Write a checkpoint with `extra` (JSON values); the directory appears whole or not at all."""
+        self._all("save", Path(path).absolute(), extra)
+
+    def load(self, path: Path) -> dict[str, Any]:
+        """Restore a checkpoint, written on any layout, and return its `extra`."""
+        self.weight_version, extra = self._all("load", Path(path).absolute())[0]
+        return extra
+
+    def export_hf(self, path: Path) -> None:
+        """Write a Hugging Face directory: current weights, and the config and tokenizer files of the source."""
+        self._all("export_hf", Path(path).absolute())
+
+    def apply(self, function: Callable[..., T], *args: Any) -> list[T]:
+        """Run `function(trainer, *args)` on every rank; the results in rank order."""
+        return self._all("apply", function, *args)
+
+    def shutdown(self) -> None:
+        """End all ranks."""
+        for actor in self._actors:
+            ray.kill(actor)
+        self._actors = []
+
+    def _rendezvous_host(self) -> str:
+        hosts = self._all("address")
+        # Ranks of one machine stay on loopback.
+        return hosts[0] if len(set(hosts)) > 1 else "127.0.0.1"
+
+    def _one(self, rank: int, method: str, *args: Any) -> Any:
+        return _get([getattr(self._actors[rank], method).remote(*args)])[0]
+
+    def _all(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
+        return _get([getattr(actor, method).remote(*args, **kwargs) for actor in self._actors])
+
+
+def _get(calls: list[Any]) -> list[Any]:
+    """Results in order. The first rank to fail decides; the others may wait for it in a collective for minutes."""
+    waiting = list(calls)
+    while waiting:
+        done, waiting = ray.wait(waiting)
+        try:
+            ray.get(done)
+        except ray.exceptions.RayActorError as error:
+            rank = calls.index(done[0])
+            raise TrainerDiedError(
+                f"trainer rank {rank}: found its process ended, expected it to answer. Look for the cause in Ray's log "
+                f"of the actor (out of memory, or a signal), and restart from the last checkpoint. {error}"
+            ) from error
+        except ray.exceptions.RayTaskError as error:
+            # The rank's own exception, so that callers can tell a UserError from a bug.
+            raise error.as_instanceof_cause() from None
+    return ray.get(calls)
+
+
+def _assemble(parts: list[tuple[list[int], Tensor]], batch: TokenBatch) -> Tensor:
+    logprobs = torch.zeros(batch.rows, batch.width)
+    for rows, values in parts:
+        logprobs[rows] = values
+    return logprobs
+
+
+def _gpus_per_rank(world_size: int) -> float:
+    available = ray.cluster_resources().get("GPU", 0)
+    if not available:
+        return 0
+    if available < world_size:
+        raise user_error(
+            "trainer",
+            found=f"tp * pp * dp = {world_size} ranks",
+            expected=f"at most the cluster's {int(available)} GPUs",
+            remedy="Lower trainer.tp, trainer.pp or trainer.dp.",
+        )
+    return 1

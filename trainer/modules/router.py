@@ -1,0 +1,41 @@
+"""The top-k router."""
+
+from __future__ import annotations
+
+import torch
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.moe.router import TopKRouter
+from torch import Tensor
+
+from numerics import ops
+
+
+class Router(TopKRouter):
+    """Logits by `ops.linear`, top-k by `ops.route`, handed to the stock dispatcher as dense tensors."""
+
+    def __init__(
+        self,
+        *,
+        renormalize: bool,
+        config: TransformerConfig,
+        pg_collection: ProcessGroupCollection | None = None,
+    ) -> None:
+        super().__init__(config=config, pg_collection=pg_collection)
+        self.renormalize = renormalize
+
+    def gating(self, input: Tensor) -> Tensor:
+        """[S, B, H] -> logits [S, B, E]"""
+        return ops.linear(input, self.weight)
+
+    def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Logits [S, B, E] -> probabilities fp32 [S * B, E], zero off the chosen experts, and their bool map."""
+        flat = logits.reshape(-1, logits.shape[-1])
+        probs, chosen = ops.route(flat, self.topk, self.renormalize)
+        dense = torch.zeros(flat.shape, dtype=probs.dtype, device=probs.device).scatter(1, chosen, probs)
+        routing_map = torch.zeros(flat.shape, dtype=torch.bool, device=probs.device).scatter(1, chosen, True)
+        return dense, routing_map
+
+    def forward(self, input: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """[S, B, H] -> what :meth:`routing` returns."""
+        return self.routing(self.gating(input), padding_mask)

@@ -1,0 +1,140 @@
+"""Megatron's data-parallel wrapper, distributed optimizer and learning-rate schedule."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.models.gpt import GPTModel
+from megatron.core.optimizer import ChainedOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+from trainer import cpu_runtime
+from trainer.config import TrainerConfig
+
+
+@dataclass(frozen=True)
+class Update:
+    """What one optimizer step did: the gradient norm before clipping, and the learning rate it used."""
+
+    grad_norm: float
+    lr: float
+
+
+class Optimizer:
+    """AdamW on FP32 masters, sharded over the data-parallel ranks, for one wrapped model.
+
+    Gradients are summed over micro-batches and data-parallel ranks in FP32 and are never averaged: the objective
+    carries its own denominators.
+    """
+
+    def __init__(self, model: GPTModel, config: TrainerConfig, total_steps: int) -> None:
+        self.model = wrap(model)
+        self._config = config
+        optimizer_config = OptimizerConfig(
+            optimizer="adam",
+            lr=config.lr,
+            min_lr=config.min_lr,
+            weight_decay=config.weight_decay,
+            adam_beta1=config.adam_beta1,
+            adam_beta2=config.adam_beta2,
+            adam_eps=config.adam_eps,
+            clip_grad=config.clip_grad,
+            bf16=model.config.bf16,
+            params_dtype=model.config.params_dtype,
+            use_distributed_optimizer=True,
+        )
+        with cpu_runtime.cuda_type_names():
+            self.inner: ChainedOptimizer = get_megatron_optimizer(
+                optimizer_config, [self.model], use_gloo_process_groups=False
+            )
+        for optimizer in self.inner.chained_optimizers:
+            _create_moments(optimizer.optimizer)
+        self.schedule = schedule(self.inner, config, total_steps)
+
+    def zero_grad(self) -> None:
+        """Forget all gradients; call it before each forward and backward pass."""
+        self.model.zero_grad_buffer()
+        self.inner.zero_grad()
+
+    @torch.no_grad()
+    def step(self) -> Update | None:
+        """Clip and apply the gradients, or leave everything as it is and return None if their norm is not finite."""
+        self.inner.prepare_grads()
+        norm = float(self.inner.get_grad_norm())
+        if not math.isfinite(norm):
+            return None
+        with cpu_runtime.cuda_type_names():
+            for optimizer in self.inner.chained_optimizers:
+                if optimizer.get_parameters():
+                    clip_grad_by_total_norm_fp32(optimizer.get_parameters(), self._config.clip_grad, norm)
+        # The schedule counts the step about to be taken, so that the first one does not have a rate of zero.
+        self.schedule.step(1)
+        self.inner.step_with_ready_grads()
+        return Update(grad_norm=norm, lr=self.lr)
+
+    @property
+    def lr(self) -> float:
+        """Learning rate of the last step."""
+        return float(self.inner.param_groups[0]["lr"])
+
+    def reload_masters(self) -> None:
+        """Take the FP32 masters from the model's parameters, after those were written from outside."""
+        self.inner.reload_model_params()
+
+
+def wrap(model: GPTModel) -> DistributedDataParallel:
+    """Megatron's data-parallel wrapper with FP32 gradient buffers, sharded for the distributed optimizer."""
+    for name, parameter in model.named_parameters():
+        # Experts always have an optimizer of their own, so that checkpoints move between expert-parallel sizes.
+        if ".experts." in name:
+            parameter.allreduce = False
+    config = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True, use_distributed_optimizer=True, overlap_grad_reduce=False, average_in_collective=False
+    )
+    return DistributedDataParallel(model.config, config, model)
+
+
+def schedule(optimizer: ChainedOptimizer, config: TrainerConfig, total_steps: int) -> OptimizerParamScheduler:
+    """Linear warm-up, then constant, or a linear or cosine decay over the last `decay_steps` of `total_steps`.
+
+    The decay would reach `min_lr` on the step after the last, so that no step of the run is lost to a rate of zero.
+    """
+    end = total_steps + 1
+    warmup = min(config.warmup_steps, total_steps)
+    style = config.decay
+    if style != "constant" and config.decay_steps is not None:
+        style = "WSD"
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0,
+        max_lr=config.lr,
+        min_lr=min(config.min_lr, config.lr),
+        lr_warmup_steps=warmup,
+        lr_decay_steps=end,
+        lr_decay_style=style,
+        start_wd=config.weight_decay,
+        end_wd=config.weight_decay,
+        wd_incr_steps=total_steps,
+        wd_incr_style="constant",
+        use_checkpoint_opt_param_scheduler=False,
+        override_opt_param_scheduler=True,
+        wsd_decay_steps=min(config.decay_steps or 1, end - warmup),
+        lr_wsd_decay_style=config.decay if style == "WSD" else None,
+    )
+
+
+def _create_moments(optimizer: torch.optim.Optimizer) -> None:
+    """Give torch's AdamW its state before the first step, so that a checkpoint of step 0 can be written and read."""
+    if not isinstance(optimizer, torch.optim.AdamW):
+        return
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            optimizer.state[parameter] = {
+                "step": torch.tensor(0.0),
+                "exp_avg": torch.zeros_like(parameter),
+                "exp_avg_sq": torch.zeros_like(parameter),
+            }

@@ -1,0 +1,173 @@
+"""One pass over a batch: forward and backward through Megatron's schedule, on this rank's rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import Tensor
+
+from numerics import ops
+from trainer.batch import TokenBatch
+from trainer.microbatches import pad_to_multiple, plan
+from trainer.objective import Objective
+from trainer.parallel import Layout
+
+
+class NonFiniteLossError(FloatingPointError):
+    """A loss or a gradient norm was NaN or infinite; the weights were not changed."""
+
+
+@dataclass(frozen=True)
+class RankPass:
+    """What one rank computed in a pass.
+
+    Attributes:
+        rows: rows of the batch that this rank's data-parallel share holds.
+        logprobs: fp32 [len(rows), S], zero at index 0 and in the padding.
+        loss, metrics: of the whole batch, the same on every rank.
+    """
+
+    rows: list[int]
+    logprobs: Tensor
+    loss: float
+    metrics: dict[str, float]
+
+
+def run_pass(
+    model: DistributedDataParallel, batch: TokenBatch, layout: Layout, budget: int, objective: Objective | None
+) -> RankPass:
+    """Score the batch and, with an objective, accumulate its summed gradients in `model`.
+
+    All ranks call it with the same batch.
+
+    Args:
+        budget: padded tokens of a micro-batch.
+        objective: None for scoring only.
+
+    Raises:
+        NonFiniteLossError: on all ranks, naming the rows of the micro-batches whose loss is not finite.
+    """
+    groups = plan(batch.lengths.tolist(), layout.dp_size, budget, layout.tp_size)[layout.dp_rank]
+    config = model.module.config
+    config.finalize_model_grads_func = _finalize_sums
+    # The last stage alone sees logits; the shapes given here are replaced by those of each micro-batch.
+    outputs: list[_MicroOutput] = get_forward_backward_func()(
+        forward_step_func=partial(_forward, objective=objective),
+        data_iterator=_micro_batches(batch, groups, layout.tp_size),
+        model=[model],
+        num_microbatches=len(groups),
+        seq_length=batch.width,
+        micro_batch_size=1,
+        forward_only=objective is None,
+    )
+    loss, metrics = 0.0, {}
+    if objective is not None:
+        loss, metrics = _reduce(outputs)
+    rows, logprobs = _collect(outputs, batch)
+    return RankPass(rows=rows, logprobs=logprobs, loss=loss, metrics=metrics)
+
+
+@dataclass(frozen=True)
+class _MicroBatch:
+    rows: list[int]
+    batch: TokenBatch
+
+
+@dataclass(frozen=True)
+class _MicroOutput:
+    rows: list[int]
+    logprobs: Tensor
+    loss: Tensor
+    metrics: dict[str, Tensor]
+
+
+def _micro_batches(batch: TokenBatch, groups: list[list[int]], multiple: int) -> Iterator[_MicroBatch]:
+    for rows in groups:
+        # A rank without rows for this turn still takes part in the collectives, on one row that counts for nothing.
+        selected = pad_to_multiple(batch.select(rows or [int(batch.lengths.argmin())]), multiple)
+        yield _MicroBatch(rows, _to_device(selected))
+
+
+def _to_device(batch: TokenBatch) -> TokenBatch:
+    device = torch.device(torch.cuda.current_device())
+    if device.type == "cpu":
+        return batch
+    return TokenBatch(
+        tokens=batch.tokens.to(device),
+        lengths=batch.lengths.to(device),
+        loss_mask=batch.loss_mask.to(device),
+        temperature=batch.temperature,
+        fields={name: value.to(device) for name, value in batch.fields.items()},
+    )
+
+
+def _forward(micro_batches: Iterator[_MicroBatch], model: torch.nn.Module, objective: Objective | None) -> Any:
+    micro = next(micro_batches)
+    logits = model(micro.batch.tokens, position_ids=None, attention_mask=None)
+    return logits, partial(_loss, micro=micro, objective=objective)
+
+
+def _loss(logits: Tensor, micro: _MicroBatch, objective: Objective | None) -> tuple[Tensor, Tensor, _MicroOutput]:
+    """Megatron's loss function: (loss to differentiate, a token count that is not used, what to keep)."""
+    batch = micro.batch
+    # Logits at t speak of the token at t + 1.
+    logprobs, entropy = ops.token_logprobs(logits[:, :-1].float(), batch.tokens[:, 1:], batch.temperature)
+    real = torch.arange(1, batch.width, device=logprobs.device) < batch.lengths[:, None]
+    logprobs = F.pad(torch.where(real, logprobs, 0.0), (1, 0))
+    metrics: dict[str, Tensor] = {}
+    if objective is None or not micro.rows:
+        loss = logprobs.sum() * 0.0
+    else:
+        output = objective(logprobs, F.pad(torch.where(real, entropy, 0.0), (1, 0)), batch)
+        loss, metrics = output.loss, output.metrics
+    kept = _MicroOutput(micro.rows, logprobs.detach(), loss.detach().float(), metrics)
+    return loss, torch.zeros([], dtype=torch.int, device=loss.device), kept
+
+
+def _finalize_sums(model: list[Any], num_tokens: Tensor | None, **context: Any) -> None:
+    """Add gradients over ranks without dividing by a token count: the objective has its own denominators."""
+    finalize_model_grads(model, None, **context)
+
+
+def _reduce(outputs: list[_MicroOutput]) -> tuple[float, dict[str, float]]:
+    """Loss and metrics, summed over micro-batches and data-parallel ranks and known to every rank."""
+    bad = [row for output in outputs if not torch.isfinite(output.loss) for row in output.rows]
+    sums: dict[str, float] = {}
+    for output in outputs:
+        for name, value in {"": output.loss, **output.metrics}.items():
+            sums[name] = sums.get(name, 0.0) + float(value)
+    gathered: list[Any] = [(sums, bad)]
+    if dist.get_world_size() > 1:
+        counts = parallel_state.is_pipeline_last_stage() and parallel_state.get_tensor_model_parallel_rank() == 0
+        gathered = [None] * dist.get_world_size()
+        dist.all_gather_object(gathered, (sums, bad) if counts else ({}, []))
+    bad_rows = sorted(row for _, rows in gathered for row in rows)
+    if bad_rows:
+        raise NonFiniteLossError(
+            f"loss: found a value that is not finite in the micro-batches of rows {bad_rows}, expected finite losses. "
+            "The weights were not changed; look at these rows' log-probabilities and advantages."
+        )
+    names = dict.fromkeys(name for part, _ in gathered for name in part)
+    total = {name: sum(part.get(name, 0.0) for part, _ in gathered) for name in names}
+    return total.pop("", 0.0), total
+
+
+def _collect(outputs: list[_MicroOutput], batch: TokenBatch) -> tuple[list[int], Tensor]:
+    rows = [row for output in outputs for row in output.rows]
+    logprobs = torch.zeros(len(rows), batch.width)
+    at = 0
+    for output in outputs:
+        count, width = len(output.rows), min(output.logprobs.shape[1], batch.width)
+        if count:
+            logprobs[at : at + count, :width] = output.logprobs[:, :width].cpu()
+        at += count
+    return rows, logprobs

@@ -1,0 +1,152 @@
+"""One rank of the trainer: a model, its optimizer and the state that a checkpoint holds."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from numerics.config import NumericsConfig
+from numerics.errors import user_error
+from numerics.weight_cache import WeightCache
+from trainer import checkpoint
+from trainer.batch import TokenBatch
+from trainer.config import TrainerConfig
+from trainer.hf_config import check_layout, read_shape
+from trainer.model import HFWeights, build_model
+from trainer.modules.precision import Precision
+from trainer.objective import Objective
+from trainer.optimizer import Optimizer
+from trainer.parallel import Layout
+from trainer.result import RankStep, StepResult
+from trainer.step import NonFiniteLossError, run_pass
+
+
+class Trainer:
+    """Trains one model on this rank. Every public method needs all ranks, with equal arguments.
+
+    Attributes:
+        weight_version: optimizer steps taken.
+        cache: the quantized weights that the forward uses, under its own count of weight changes.
+    """
+
+    def __init__(
+        self,
+        model_path: Path,
+        config: TrainerConfig,
+        numerics: NumericsConfig,
+        layout: Layout,
+        *,
+        seed: int,
+        total_steps: int,
+        max_sequence_length: int,
+        dtype: torch.dtype = torch.bfloat16,
+    ) -> None:
+        """Build the model and load the weights of the Hugging Face directory `model_path`.
+
+        Raises:
+            UserError: the directory, the layout or the sizes do not fit together.
+        """
+        torch.manual_seed(seed)
+        self.config, self.numerics, self.layout = config, numerics, layout
+        self.shape = read_shape(model_path)
+        check_layout(self.shape, config, numerics.trainer_spec)
+        _check_sequence_length(max_sequence_length, self.shape.max_positions)
+        _check_k_splits(config, numerics)
+        self.max_sequence_length = max_sequence_length
+        self.cache = WeightCache()
+        self.weight_version = 0
+        self.model = build_model(
+            self.shape, config, Precision.of(numerics, self.cache), max_sequence_length, dtype
+        )
+        self.weights = HFWeights(model_path, self.shape, dtype)
+        self.weights.load(self.model)
+        self.optimizer = Optimizer(self.model, config, total_steps)
+
+    def train_step(self, batch: TokenBatch, objective: Objective) -> RankStep:
+        """One optimizer step on the whole batch.
+
+        Raises:
+            NonFiniteLossError: on all ranks; weights, optimizer and schedule are as before the call.
+        """
+        start = time.perf_counter()
+        self._check_width(batch)
+        self.optimizer.zero_grad()
+        done = run_pass(self.optimizer.model, batch, self.layout, self.config.micro_batch_tokens, objective)
+        update = self.optimizer.step()
+        if update is None:
+            raise NonFiniteLossError(
+                f"gradient norm: found a value that is not finite over rows 0 to {batch.rows - 1} although every loss "
+                "is finite, expected a finite norm. The weights were not changed."
+            )
+        self.weight_version += 1
+        self.weights_changed()
+        result = StepResult(
+            logprobs=done.logprobs,
+            metrics=done.metrics,
+            loss=done.loss,
+            grad_norm=update.grad_norm,
+            lr=update.lr,
+            seconds=time.perf_counter() - start,
+        )
+        return RankStep(done.rows, result)
+
+    def score(self, batch: TokenBatch) -> tuple[list[int], Tensor]:
+        """Log-probabilities fp32 [len(rows), S] of this rank's rows, and those rows."""
+        self._check_width(batch)
+        with torch.no_grad():
+            done = run_pass(self.optimizer.model, batch, self.layout, self.config.micro_batch_tokens, None)
+        return done.rows, done.logprobs
+
+    def export_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield (HF name, tensor) on rank 0; other ranks iterate over nothing."""
+        return self.weights.export(self.model)
+
+    def export_hf(self, path: Path) -> None:
+        """Write a Hugging Face directory with the current weights."""
+        self.weights.write(self.model, path)
+
+    def save(self, path: Path, extra: dict[str, Any]) -> None:
+        """Write a checkpoint; see :func:`trainer.checkpoint.save`."""
+        checkpoint.save(path, self.model, self.optimizer, self.weight_version, extra)
+
+    def load(self, path: Path) -> dict[str, Any]:
+        """Restore a checkpoint and return its `extra`."""
+        self.weight_version, extra = checkpoint.load(path, self.model, self.optimizer)
+        self.weights_changed()
+        return extra
+
+    def weights_changed(self) -> None:
+        """Retire all quantized weights. Whoever writes parameters calls it."""
+        self.cache.advance(self.cache.version + 1)
+
+    def _check_width(self, batch: TokenBatch) -> None:
+        if batch.width > self.max_sequence_length:
+            raise ValueError(
+                f"batch: found rows of {batch.width} tokens, expected at most max_sequence_length="
+                f"{self.max_sequence_length}; start the trainer with a larger one"
+            )
+
+
+def _check_sequence_length(wanted: int, limit: int) -> None:
+    if wanted > limit:
+        raise user_error(
+            "max_sequence_length",
+            found=wanted,
+            expected=f"at most the model's max_position_embeddings={limit}",
+            remedy="Lower rollout.context_length, or use a model with more positions.",
+        )
+
+
+def _check_k_splits(config: TrainerConfig, numerics: NumericsConfig) -> None:
+    if config.tp > 1 and numerics.k_splits != config.tp:
+        raise user_error(
+            "numerics.k_splits",
+            found=numerics.k_splits,
+            expected=f"trainer.tp={config.tp}",
+            remedy="Set both to the same number, so that the engine adds partial sums in the trainer's order.",
+        )
