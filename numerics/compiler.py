@@ -25,15 +25,17 @@ def enable_compiler() -> bool:
     global _enabled
     if torch.cuda.is_available() or shutil.which(os.environ.get("CXX", "g++")):
         import torch._inductor.config as inductor
+        import torch.fx.experimental._config as shapes
 
         inductor.compile_threads = 1  # no pool of compiler processes beside a trainer or an engine
+        shapes.use_duck_shape = False  # sizes that happen to be equal in one call are not the same in the next
         _enabled = True
     return _enabled
 
 
 def compilable(function: Callable[P, R]) -> Callable[P, R]:
     """Marks a function of tensors as one that `enable_compiler` may compile."""
-    compiled = torch.compile(function, dynamic=True, fullgraph=True)
+    compiled = torch.compile(function, dynamic=True)
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:

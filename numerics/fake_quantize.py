@@ -20,7 +20,7 @@ def fake_quantize_rows(x: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
     if not spec.quantized or x.numel() == 0:
         return x
     if _is_fast(x, spec) and x.shape[1] % spec.group == 0:
-        return _fast_rows(x, spec.group, spec.dtype)
+        return _fast_groups(x.reshape(-1, spec.group), spec.dtype).view(x.shape)
     return fake_quantize(x, spec)
 
 
@@ -31,7 +31,9 @@ def fake_quantize_columns(x: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
     if _is_fast(x, spec):
         tokens = x.shape[0]
         padded = F.pad(x, (0, 0, 0, -tokens % spec.group))
-        return _fast_columns(padded, _column_amax(padded, spec.group), spec.group, spec.dtype)[:tokens]
+        blocks = padded.unflatten(0, (-1, spec.group))
+        scale = scale_from_amax(_column_amax(blocks), spec.dtype, True)
+        return _fast_columns(blocks, scale, 1.0 / scale, spec.dtype).flatten(0, 1)[:tokens]
     return fake_quantize(x.t().contiguous(), spec).t()
 
 
@@ -40,22 +42,26 @@ def _is_fast(x: torch.Tensor, spec: TensorSpec) -> bool:
 
 
 @compilable
-def _fast_rows(x: torch.Tensor, group: int, dtype: torch.dtype) -> torch.Tensor:
-    groups = x.unflatten(1, (-1, group)).float()
-    amax = groups.abs().nan_to_num(nan=0.0, posinf=torch.inf).amax(-1, keepdim=True)
-    scale = scale_from_amax(amax, dtype, True)
-    return (round_to_grid(groups * scale, dtype) * (1.0 / scale)).flatten(1).to(x.dtype)
+def _fast_groups(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Each row of BF16 [groups, group] with a scale of its own."""
+    wide = x.float()
+    scale = scale_from_amax(_magnitude(wide).amax(-1, keepdim=True), dtype, True)
+    return (round_to_grid(wide * scale, dtype) * (1.0 / scale)).to(x.dtype)
 
 
 @compilable
-def _fast_columns(x: torch.Tensor, amax: torch.Tensor, group: int, dtype: torch.dtype) -> torch.Tensor:
-    groups = x.unflatten(0, (-1, group)).float()
-    scale = scale_from_amax(amax, dtype, True)
-    return (round_to_grid(groups * scale, dtype) * (1.0 / scale)).flatten(0, 1).to(x.dtype)
+def _column_amax(blocks: torch.Tensor) -> torch.Tensor:
+    """Largest magnitude of each column of each block: [blocks, group, K] -> FP32 [blocks, 1, K]."""
+    return _magnitude(blocks.float()).amax(1, keepdim=True)
 
 
-def _column_amax(x: torch.Tensor, group: int) -> torch.Tensor:
-    """[T, K] -> FP32 [T / group, 1, K]. Magnitudes of BF16 order like their bits, and torch reduces int16 fast."""
-    bits = (x.view(torch.int16) & 0x7FFF).unflatten(0, (-1, group))
-    bits = torch.where(bits > 0x7F80, 0, bits)  # NaN is left out
-    return bits.amax(1, keepdim=True).view(torch.bfloat16).float()
+@compilable
+def _fast_columns(
+    blocks: torch.Tensor, scale: torch.Tensor, scale_inv: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
+    """BF16 [blocks, group, K] rounded under the scales FP32 [blocks, 1, K] of its columns."""
+    return (round_to_grid(blocks.float() * scale, dtype) * scale_inv).to(blocks.dtype)
+
+
+def _magnitude(x: torch.Tensor) -> torch.Tensor:
+    return torch.where(x.isnan(), 0.0, x.abs())

@@ -7,6 +7,7 @@ import dataclasses
 import torch
 import torch.nn.functional as F
 
+from numerics.compiler import compilable
 from numerics.errors import UserError
 from numerics.rounding import fp8_max, scale_from_amax
 from numerics.spec import TensorSpec
@@ -59,10 +60,10 @@ def dequantize(
 ) -> torch.Tensor:
     """data * scale_inv in FP32, rounded once to `dtype` (default: the narrowest that is exact for the spec)."""
     matrix = _as_matrices(data, spec)
-    blocks = _to_blocks(matrix.float(), spec)
+    blocks = _to_blocks(matrix, spec)
     scale = scale_inv.reshape(*blocks.shape[:-4], blocks.shape[-4], 1, blocks.shape[-2], 1)
-    values = _from_blocks(blocks * scale, matrix.shape).reshape(data.shape)
-    return values.to(dtype or spec.dequantized_dtype)
+    values = _scaled(blocks, scale, dtype or spec.dequantized_dtype)
+    return _from_blocks(values, matrix.shape).reshape(data.shape)
 
 
 def fake_quantize(x: torch.Tensor, spec: TensorSpec, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -71,6 +72,11 @@ def fake_quantize(x: torch.Tensor, spec: TensorSpec, dtype: torch.dtype | None =
     A bf16 spec returns x unchanged. `dtype` defaults to the narrowest that is exact for the spec.
     """
     return quantize(x, spec).dequantize(dtype) if spec.quantized else x
+
+
+@compilable
+def _scaled(blocks: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return (blocks.float() * scale).to(dtype)
 
 
 def _as_matrices(x: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
@@ -85,8 +91,8 @@ def _to_blocks(x: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
     rows, columns = x.shape[-2:]
     r, c = spec.block_shape(rows, columns)
     if rows % r or columns % c:
-        # float8 tensors cannot be padded, but only FP32 ones come here.
-        x = F.pad(x, (0, -columns % c, 0, -rows % r))
+        # float8 tensors cannot be padded
+        x = F.pad(x.float(), (0, -columns % c, 0, -rows % r))
     return x.unflatten(-1, (-1, c)).unflatten(-3, (-1, r))
 
 

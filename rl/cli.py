@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import signal
+import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
 from typing import Annotated
 
 import typer
 from rich.console import Console
 
 from numerics.errors import UserError
+from rl.interrupts import interruptible
 
 app = typer.Typer(
     help="FP8 reinforcement learning for Mixture-of-Experts models: one quantization spec for training and rollout.",
@@ -47,7 +47,7 @@ def demo(overrides: Overrides = None) -> None:
     """Train the tiny MoE of the examples in exact FP8 on this machine, and say what came of it."""
     with _user_errors():
         if not DEMO_SPEC.is_file():
-            raise UserError(f"demo: found no {DEMO_SPEC} here, expected to stand in the repository's root. Change there.")
+            raise UserError(f"demo: found no {DEMO_SPEC} here, expected the repository's root. Change there.")
         _train(DEMO_SPEC, ["run.name=demo", *(overrides or [])], overwrite=True)
 
 
@@ -80,6 +80,8 @@ def convert(
 
 
 def _train(path: Path, overrides: list[str], *, resume: bool = False, overwrite: bool = False) -> None:
+    # The imports below take seconds.
+    print(f"fp8rl: checking {path}", flush=True)
     from rl.preconditions import check
     from rl.run_dir import create_run_dir, write_spec
     from rl.spec import load_spec
@@ -87,17 +89,25 @@ def _train(path: Path, overrides: list[str], *, resume: bool = False, overwrite:
     spec = load_spec(path, overrides)
     check(spec)
     run = create_run_dir(spec.run.dir, spec.run.name, resume=resume, overwrite=overwrite)
-    write_spec(run, spec.to_dict())
-    console = Console(highlight=False)
-    console.print(f"run {run.path}\nspec {spec.numerics_config().spec.digest()}, seed {spec.run.seed}", soft_wrap=True)
 
+    from rl.checkpoints import check_resumable
     from rl.ending import finish
     from rl.loop import train as run_loop
     from rl.stack import Stack
 
-    with _terminated_like_interrupted(), Stack.open(spec, run) as stack:
-        run_loop(stack)
-        finish(stack)
+    with interruptible():
+        try:
+            if resume:
+                check_resumable(run, spec)
+            write_spec(run, spec.to_dict())
+            stack = Stack.open(spec, run)
+        except UserError:
+            if not resume:
+                shutil.rmtree(run.path)
+            raise
+        with stack:
+            run_loop(stack)
+            finish(stack)
 
 
 @contextmanager
@@ -111,17 +121,3 @@ def _user_errors() -> Iterator[None]:
     except KeyboardInterrupt:
         print("interrupted; every process of the run was stopped", file=sys.stderr)
         raise typer.Exit(130) from None
-
-
-@contextmanager
-def _terminated_like_interrupted() -> Iterator[None]:
-    """SIGTERM, which `ray job stop` sends, unwinds the run in the same order as Ctrl-C."""
-
-    def interrupt(signum: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    previous = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, previous)

@@ -8,9 +8,13 @@ from contextlib import contextmanager
 
 
 class StepClock:
-    """Times the phases of one step, from its making to `metrics`."""
+    """Times steps and their phases. A step lasts from one `lap` to the next, so that nothing goes uncounted."""
 
     def __init__(self) -> None:
+        self.restart()
+
+    def restart(self) -> None:
+        """Begin a step now."""
         self._start = time.perf_counter()
         self._phases: dict[str, float] = {}
 
@@ -23,11 +27,14 @@ class StepClock:
         finally:
             self._phases[name] = self._phases.get(name, 0.0) + time.perf_counter() - start
 
-    def metrics(self) -> dict[str, float]:
-        """`perf/<phase>_seconds`, `perf/step_seconds`, and as `perf/overhead_seconds` what no phase accounts for.
+    def lap(self) -> dict[str, float]:
+        """End the step and begin the next one.
 
+        Gives `perf/<phase>_seconds`, `perf/step_seconds`, and as `perf/overhead_seconds` what no phase accounts for.
         The phase `sync` counts towards the step, and is reported by the sync itself.
         """
         step = time.perf_counter() - self._start
-        named = {f"perf/{name}_seconds": seconds for name, seconds in self._phases.items() if name != "sync"}
-        return named | {"perf/step_seconds": step, "perf/overhead_seconds": step - sum(self._phases.values())}
+        phases = self._phases
+        self.restart()
+        named = {f"perf/{name}_seconds": seconds for name, seconds in phases.items() if name != "sync"}
+        return named | {"perf/step_seconds": step, "perf/overhead_seconds": step - sum(phases.values())}

@@ -11,6 +11,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.text import Text
 
+from rl.run_log import CONSOLE
+
 
 class StepConsole:
     """Prints steps as they complete. Without a terminal, as in the logs of a Ray job, it prints plain lines only.
@@ -49,6 +51,7 @@ class StepConsole:
     def _print(self, text: Text) -> None:
         self._console.print(text, soft_wrap=True)
         self._console.file.flush()
+        CONSOLE.info(text.plain)
 
     def __enter__(self) -> Self:
         self._progress.start()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,10 @@ from rollout.handshake import Handshake
 from rollout.plugin.hooks import HOOKS
 from rollout.types import Endpoint, Prompt, SamplingParams, Trajectory
 
-_STOP_SECONDS = 12.0
+_STOP_SECONDS = 6.0
+
+_DYING_SECONDS = 2.0
+"""A connection breaks a moment before its process is gone."""
 
 
 class EnginePool:
@@ -62,11 +66,16 @@ class EnginePool:
             actor.generate.remote(part, group_size, sampling, expected_version)
             for actor, part in zip(self._actors, parts)
         ]
-        return [
-            _in_whole(trajectory, index * share)
-            for index, part in enumerate(_get(calls))
-            for trajectory in part
-        ]
+        return [_in_whole(trajectory, index * share) for index, part in enumerate(_get(calls)) for trajectory in part]
+
+    def lost(self) -> int:
+        """How many engines have no living server. Looks for a while before it says none."""
+        deadline = time.monotonic() + _DYING_SECONDS
+        while True:
+            lost = sum(not health.alive for health in _get([actor.health.remote() for actor in self._actors]))
+            if lost or time.monotonic() > deadline:
+                return lost
+            time.sleep(0.1)
 
     def recover(self, checkpoint: Path, version: int) -> int:
         """Replace every engine whose process died by a new one from `checkpoint`; how many."""
@@ -101,4 +110,4 @@ def _get(calls: list[Any]) -> list[Any]:
     try:
         return ray.get(calls)
     except ray.exceptions.RayTaskError as error:
-        raise error.as_instanceof_cause() from None
+        raise error.cause from error

@@ -8,6 +8,7 @@ import torch
 
 from rl.batching import batch_from_trajectories
 from rl.mismatch import agreement
+from rl.sampling import sample
 from rl.stack import Stack
 from rollout.tasks import verify
 from rollout.types import Prompt
@@ -21,7 +22,7 @@ def evaluate(stack: Stack, prompts: Sequence[Prompt], *, compare: bool = False) 
     """
     if stack.pool is None or not prompts:
         return {}
-    answers = stack.pool.sample(list(prompts), 1, stack.sampling(0.0), stack.trainer.weight_version)
+    answers = sample(stack, list(prompts), 1, stack.sampling(0.0))
     rewards = [
         verify(prompt.problem, stack.text(answer), answer.finished, stack.spec.data.reward)
         for prompt, answer in zip(prompts, answers, strict=True)

@@ -8,7 +8,7 @@ import torch
 
 from rl.advantages import group_advantages
 from rl.batching import SftExample, batch_from_examples, batch_from_trajectories
-from rl.checkpoints import save_checkpoint
+from rl.checkpoints import is_due, publish_checkpoint, write_checkpoint
 from rl.clock import StepClock
 from rl.evaluation import evaluate
 from rl.gates import Gates
@@ -17,6 +17,7 @@ from rl.objectives.grpo import GrpoObjective
 from rl.objectives.sft import SftObjective
 from rl.problems import of_step
 from rl.records import rollout_metrics, samples_to_show, throughput, train_metrics
+from rl.recovery import recovering
 from rl.sampling import sample
 from rl.spec.sections import GrpoAlgorithm, SftAlgorithm
 from rl.stack import Stack, load_data
@@ -24,6 +25,7 @@ from rl.tracking import RolloutSample
 from rollout.tasks import verify
 from rollout.types import Prompt
 from trainer.batch import TokenBatch
+from weight_sync.bridge import SyncReport
 
 
 def train(stack: Stack) -> None:
@@ -36,20 +38,19 @@ def train(stack: Stack) -> None:
 
 
 def _train_grpo(stack: Stack, algorithm: GrpoAlgorithm) -> None:
-    spec, trainer, bridge = stack.spec, stack.trainer, stack.bridge
-    assert bridge is not None
+    spec, trainer = stack.spec, stack.trainer
     problems, held_out = load_data(spec)
     eval_prompts = stack.prompts(held_out)
     gates = Gates(spec.gates)
     tis_cap = algorithm.tis_cap or 2.0
+    sampling = stack.sampling(spec.rollout.temperature)
     _begin(stack, eval_prompts)
 
+    clock = StepClock()
     for step in range(stack.first_step, spec.run.steps + 1):
-        clock = StepClock()
         prompts = stack.prompts(of_step(problems, step, spec.rollout.prompts_per_step, spec.run.seed))
         with clock.phase("rollout"):
-            trajectories = sample(stack, prompts)
-        metrics = {}
+            trajectories = sample(stack, prompts, spec.rollout.group_size, sampling)
 
         texts = [stack.text(trajectory) for trajectory in trajectories]
         rewards = torch.tensor(
@@ -59,7 +60,7 @@ def _train_grpo(stack: Stack, algorithm: GrpoAlgorithm) -> None:
             ]
         )
         groups = torch.tensor([t.group for t in trajectories])
-        metrics |= rollout_metrics(trajectories, rewards, groups, trainer.weight_version)
+        metrics = rollout_metrics(trajectories, rewards, groups, trainer.weight_version)
         advantages = group_advantages(rewards, groups, normalize_std=algorithm.group_norm_std)
         batch = batch_from_trajectories(trajectories, advantages, spec.rollout.temperature)
 
@@ -73,15 +74,15 @@ def _train_grpo(stack: Stack, algorithm: GrpoAlgorithm) -> None:
             stack.warn(str(firing))
 
         with clock.phase("sync"):
-            metrics |= bridge.sync(stack.endpoints(), stack.run.manifest(step)).metrics()
+            metrics |= _sync(stack, step).metrics()
 
         last = step == spec.run.steps
         if last or (spec.eval.every and step % spec.eval.every == 0):
             with clock.phase("eval"):
                 metrics |= evaluate(stack, eval_prompts)
-        if last or step % spec.checkpoint.every == 0:
+        if is_due(spec, step):
             with clock.phase("checkpoint"):
-                save_checkpoint(stack, step)
+                write_checkpoint(stack, step)
         samples = samples_to_show(prompts, trajectories, texts, rewards, result.logprobs, batch)
         _record(stack, step, metrics, clock, batch, samples)
 
@@ -91,25 +92,30 @@ def _train_sft(stack: Stack, algorithm: SftAlgorithm) -> None:
     examples = [
         SftExample(prompt.token_ids, stack.answer_ids(prompt.problem)) for prompt in stack.prompts(load_data(spec)[0])
     ]
+    clock = StepClock()
     for step in range(stack.first_step, spec.run.steps + 1):
-        clock = StepClock()
         batch = batch_from_examples(of_step(examples, step, algorithm.batch_size, spec.run.seed))
         with clock.phase("train"):
             result = trainer.train_step(batch, SftObjective.for_batch(batch))
-        if step == spec.run.steps or step % spec.checkpoint.every == 0:
+        if is_due(spec, step):
             with clock.phase("checkpoint"):
-                save_checkpoint(stack, step)
+                write_checkpoint(stack, step)
         _record(stack, step, train_metrics(result, batch), clock, batch)
 
 
 def _begin(stack: Stack, eval_prompts: list[Prompt]) -> None:
     """The verified first sync, and on a new run the row of step 0: accuracy and agreement before training."""
-    assert stack.bridge is not None
-    first = stack.bridge.sync(stack.endpoints(), stack.run.manifest(stack.first_step - 1))
+    first = _sync(stack, stack.first_step - 1)
     stack.console.note(f"first sync verified: {first.verified_tensors} tensors, {first.bytes / 1e6:.1f} MB")
     if stack.first_step == 1:
         metrics = first.metrics() | evaluate(stack, eval_prompts, compare=True)
         stack.console.step(0, stack.tracker.log(0, metrics))
+
+
+def _sync(stack: Stack, step: int) -> SyncReport:
+    bridge = stack.bridge
+    assert bridge is not None
+    return recovering(stack, lambda: bridge.sync(stack.endpoints(), stack.run.manifest(step)))
 
 
 def _record(
@@ -120,6 +126,9 @@ def _record(
     batch: TokenBatch,
     samples: Sequence[RolloutSample] = (),
 ) -> None:
-    metrics |= clock.metrics()
+    metrics |= clock.lap()
     metrics |= throughput(metrics, batch)
     stack.console.step(step, stack.tracker.log(step, metrics, samples))
+    if is_due(stack.spec, step):
+        publish_checkpoint(stack, step)
+        clock.restart()

@@ -1,4 +1,4 @@
-"""Which items a step sees: a fresh shuffle per epoch, fixed by the seed and the step alone, so that a resumed run goes on."""
+"""Which items a step sees: shuffled anew each epoch, fixed by seed and step alone, so that a resumed run goes on."""
 
 from __future__ import annotations
 

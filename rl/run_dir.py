@@ -54,6 +54,10 @@ class RunDir:
     def checkpoint(self, step: int) -> Path:
         return self.checkpoints / f"step_{step}"
 
+    def pending_checkpoint(self, step: int) -> Path:
+        """A checkpoint whose step has no row in `metrics` yet."""
+        return self.checkpoints / f".step_{step}.pending"
+
     def checkpoint_steps(self) -> list[int]:
         """Steps with a checkpoint, ascending. Unfinished ones have another name and do not count."""
         return _steps(self.checkpoints, r"step_(\d+)")
@@ -123,10 +127,10 @@ def write_atomic(path: Path, content: str | bytes) -> None:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-    _sync_directory(path.parent)
+    sync_directory(path.parent)
 
 
-def _sync_directory(path: Path) -> None:
+def sync_directory(path: Path) -> None:
     """Make a rename in `path` survive a power cut."""
     handle = os.open(path, os.O_RDONLY)
     try:

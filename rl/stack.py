@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import logging
-import os
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-import ray
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from rl.cluster import ray_cluster
 from rl.console import StepConsole
 from rl.engines import EnginePool
+from rl.interrupts import Closing
 from rl.run_dir import RunDir
+from rl.run_log import run_log
 from rl.spec import ExperimentSpec
 from rl.tracking import Tracker
 from rollout.tasks import Problem, load_problems, prompt_ids
@@ -38,17 +37,22 @@ class Stack:
     tracker: Tracker
     console: StepConsole
     first_step: int
-    _closing: ExitStack
+    _closing: Closing
 
     @classmethod
     def open(cls, spec: ExperimentSpec, run: RunDir) -> Stack:
         """Start all parts, and on any failure end those that were started. A run with checkpoints goes on from its last."""
-        with ExitStack() as closing:
-            _join_ray(closing)
+        with Closing() as closing:
+            closing.enter_context(run_log(run.log))
             resume_step = max(run.checkpoint_steps(), default=None)
             console = closing.enter_context(StepConsole(spec.run.steps, done=resume_step or 0))
+            console.note(f"run {run.path}")
+            console.note(f"spec {spec.numerics_config().spec.digest()}, seed {spec.run.seed}")
+            closing.enter_context(ray_cluster(run.path / "ray_logs"))
             pool = _start_engines(spec, run, closing)  # they come up while the trainer does
-            console.note(f"starting the trainer ({spec.trainer.world_size} ranks)" + (" and the engine" if pool else ""))
+            console.note(
+                f"starting the trainer ({spec.trainer.world_size} ranks)" + (" and the engine" if pool else "")
+            )
             trainer = TrainerGroup.start(
                 Path(spec.model.path),
                 spec.trainer,
@@ -106,7 +110,6 @@ class Stack:
         text: str = self.tokenizer.decode(ids)
         return text
 
-
     def answer_ids(self, problem: Problem) -> list[int]:
         """The tokens of a reference answer, with the EOS that ends it."""
         ids: list[int] = self.tokenizer(problem.answer, add_special_tokens=False).input_ids
@@ -130,7 +133,7 @@ def load_data(spec: ExperimentSpec) -> tuple[list[Problem], list[Problem]]:
     return train, load_problems(spec.data.eval, "data.eval")[: spec.eval.problems]
 
 
-def _start_engines(spec: ExperimentSpec, run: RunDir, closing: ExitStack) -> EnginePool | None:
+def _start_engines(spec: ExperimentSpec, run: RunDir, closing: Closing) -> EnginePool | None:
     if spec.algorithm.name == "sft" and spec.eval.problems == 0:
         return None
     checkpoint = run.path / "served" / "start"
@@ -138,12 +141,3 @@ def _start_engines(spec: ExperimentSpec, run: RunDir, closing: ExitStack) -> Eng
     pool = EnginePool.start(spec, run, checkpoint)
     closing.callback(pool.stop)
     return pool
-
-
-def _join_ray(closing: ExitStack) -> None:
-    """The cluster that RAY_ADDRESS or a running head names, else one of our own on loopback, which ends with the run."""
-    if ray.is_initialized():
-        return
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    ray.init(include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
-    closing.callback(ray.shutdown)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
@@ -50,7 +50,7 @@ class EngineClient:
 
     async def complete_each(
         self, input_ids: list[list[int]], sampling: SamplingParams
-    ) -> AsyncIterator[tuple[int, Completion]]:
+    ) -> AsyncGenerator[tuple[int, Completion], None]:
         """Like `complete`, but yields (row, answer) as each one ends. About a tenth slower in all."""
         if not input_ids:
             return

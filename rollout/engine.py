@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from contextlib import aclosing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -69,8 +71,9 @@ class Engine:
         if self._server is not None:
             raise EngineError("the engine is running already. Stop it first, or call recover().")
         began = time.monotonic()
-        starting = asyncio.ensure_future(
-            asyncio.to_thread(
+        cancelled = threading.Event()
+        try:
+            self._server = await asyncio.to_thread(
                 SGLangServer.start,
                 model_path,
                 self._config,
@@ -78,12 +81,15 @@ class Engine:
                 plugin=self._plugin,
                 seed=self._seed,
                 weight_version=weight_version,
+                cancelled=cancelled,
             )
-        )
-        try:
-            self._server = await asyncio.shield(starting)
         except asyncio.CancelledError:
-            starting.add_done_callback(_stop_unwanted)
+            cancelled.set()  # the thread goes on: let it end what it started
+            raise
+        except EngineDiedError as died:
+            # Stock ops may not even load these weights; the plugin's own error is what helps then.
+            if self._expected is not None and (refusal := handshake.failed_plugin(self._log())):
+                raise refusal from died
             raise
         self._client = EngineClient(self._server.endpoint)
         try:
@@ -102,15 +108,17 @@ class Engine:
 
     async def generate_as_completed(
         self, prompts: list[Prompt], group_size: int, sampling: SamplingParams, expected_version: int
-    ) -> AsyncIterator[list[Trajectory]]:
+    ) -> AsyncGenerator[list[Trajectory], None]:
         """See `sampler.sample_groups_as_completed`."""
+        client = self._running()[1]
         try:
-            async for group in sample_groups_as_completed(
-                self._running()[1], prompts, group_size, sampling, expected_version
-            ):
-                yield group
+            async with aclosing(
+                sample_groups_as_completed(client, prompts, group_size, sampling, expected_version)
+            ) as groups:
+                async for group in groups:
+                    yield group
         except httpx.TransportError as error:
-            raise self._cause(error) from error
+            raise await self._cause(error) from error
 
     async def pause(self, mode: PauseMode = "abort") -> None:
         await self._call(lambda c: c.pause(mode))
@@ -169,33 +177,32 @@ class Engine:
             return
         states = await self._call(lambda c: c.internal_states())
         expected = Handshake(**{**asdict(self._expected), "weight_version": weight_version})
-        handshake.check(expected, states, log=self._log_path.read_text(errors="replace"))
+        handshake.check(expected, states, log=self._log())
+
+    def _log(self) -> str:
+        return self._log_path.read_text(errors="replace")
 
     async def _call(self, use: Callable[[EngineClient], Awaitable[Result]]) -> Result:
         try:
             return await use(self._running()[1])
         except httpx.TransportError as error:
-            raise self._cause(error) from error
+            raise await self._cause(error) from error
 
     def _running(self) -> tuple[SGLangServer, EngineClient]:
         if self._server is None or self._client is None:
             raise EngineError("the engine is not running. Call start() first.")
         return self._server, self._client
 
-    def _cause(self, error: httpx.TransportError) -> EngineError:
+    async def _cause(self, error: httpx.TransportError) -> EngineError:
         """Why a connection broke: the process is gone, or something else."""
         server = self._running()[0]
-        try:
-            server.check()
-        except EngineDiedError as died:
-            return died
+        for _ in range(20):  # a connection breaks a moment before its process is gone
+            try:
+                server.check()
+            except EngineDiedError as died:
+                return died
+            await asyncio.sleep(0.1)
         return EngineError(f"the engine at {server.endpoint.url} broke the connection: {error!r}")
-
-
-def _stop_unwanted(starting: asyncio.Future[SGLangServer]) -> None:
-    """A start that was cancelled still ends in a server: stop it."""
-    if starting.exception() is None:
-        starting.result().stop(grace_s=0.0)
 
 
 EngineActor = ray.remote(num_cpus=0, max_concurrency=64, max_restarts=0)(Engine)

@@ -53,6 +53,13 @@ def check(expected: Handshake, states: list[dict[str, Any]], log: str = "") -> N
         raise HandshakeError("the engine does not run what the experiment says:\n- " + "\n- ".join(problems))
 
 
+def failed_plugin(log: str) -> HandshakeError | None:
+    """The refusal of a server that did not come up, if its log says that SGLang skipped a plugin that failed."""
+    if "Failed to load plugin" in log or "Failed to execute general plugin" in log:
+        return HandshakeError(_missing_report("", log))
+    return None
+
+
 def differences(expected: Handshake, reported: Mapping[str, Any]) -> list[str]:
     """Every item of the report that is not as expected, as one sentence each."""
     problems = [

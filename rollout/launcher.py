@@ -22,6 +22,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+_SHARED_MEMORY = "shared_memory"
+"""Name of a note in the scratch directory: the path of SGLang's shared memory."""
+
 
 def main() -> None:
     """Serve until SIGTERM, or until standard input ends."""
@@ -54,7 +57,15 @@ def main() -> None:
         launch_server(arguments, execute_warmup_func=_wait_until_listening)
     finally:
         kill_process_tree(os.getpid(), include_parent=False)
-        _remove_traces()
+        remove_traces(Path(os.environ["TMPDIR"]))
+
+
+def remove_traces(scratch: Path) -> None:
+    """Remove a server's scratch directory and the shared memory noted there."""
+    note = scratch / _SHARED_MEMORY
+    if note.exists():
+        Path(note.read_text()).unlink(missing_ok=True)
+    shutil.rmtree(scratch, ignore_errors=True)
 
 
 def _read_line(descriptor: int) -> bytes:
@@ -71,24 +82,15 @@ def _read_line(descriptor: int) -> bytes:
 def _die_with_owner() -> None:
     while os.read(0, 1):
         pass
-    _remove_traces()
+    remove_traces(Path(os.environ["TMPDIR"]))
     os.killpg(0, signal.SIGKILL)
 
 
-_traces: list[Path] = []
-"""Files outside the scratch directory that SGLang never removes."""
-
-
 def _remember_shared_memory(ports: Any, *_: Any, **__: Any) -> None:
+    """Note the one file that SGLang makes outside its scratch directory, and never removes."""
     from sglang.srt.managers.load_snapshot import shm_path_for
 
-    _traces.append(Path(shm_path_for(ports.instance_id)))
-
-
-def _remove_traces() -> None:
-    for path in _traces:
-        path.unlink(missing_ok=True)
-    shutil.rmtree(os.environ["TMPDIR"], ignore_errors=True)
+    Path(os.environ["TMPDIR"], _SHARED_MEMORY).write_text(shm_path_for(ports.instance_id))
 
 
 def _import_one_model_only(architectures: list[str]) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncGenerator, Iterable
+from contextlib import aclosing
 
 from rollout.client import EngineClient
 from rollout.errors import StaleWeightsError
@@ -35,16 +36,17 @@ async def sample_groups_as_completed(
     group_size: int,
     sampling: SamplingParams,
     expected_version: int,
-) -> AsyncIterator[list[Trajectory]]:
-    """The groups of `sample_groups`, each as soon as its last answer ends. Leaving the loop ends the rest early."""
+) -> AsyncGenerator[list[Trajectory], None]:
+    """The groups of `sample_groups`, each as soon as its last answer ends. Closing it ends the rest early."""
     groups: dict[int, dict[int, Trajectory]] = {}
-    async for row, completion in client.complete_each(_rows(prompts, group_size), sampling):
-        check_versions([completion], expected_version)
-        index = row // group_size
-        group = groups.setdefault(index, {})
-        group[row] = _trajectory(prompts[index], completion, index)
-        if len(group) == group_size:
-            yield [group[row] for row in sorted(group)]
+    async with aclosing(client.complete_each(_rows(prompts, group_size), sampling)) as stream:
+        async for row, completion in stream:
+            check_versions([completion], expected_version)
+            index = row // group_size
+            group = groups.setdefault(index, {})
+            group[row] = _trajectory(prompts[index], completion, index)
+            if len(group) == group_size:
+                yield [group[row] for row in sorted(group)]
 
 
 def check_versions(completions: Iterable[Completion], expected: int) -> None:

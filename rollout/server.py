@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import os
 import secrets
-import shutil
 import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -22,6 +22,7 @@ from numerics.errors import user_error
 from rollout.arguments import has_cuda, server_arguments, server_environment
 from rollout.config import RolloutConfig
 from rollout.errors import EngineDiedError, EngineError
+from rollout.launcher import remove_traces
 from rollout.types import Endpoint
 
 _GRACE_S = 4.0
@@ -48,12 +49,14 @@ class SGLangServer:
         plugin: Mapping[str, Any] | None = None,
         seed: int = 0,
         weight_version: int = 0,
+        cancelled: threading.Event | None = None,
     ) -> SGLangServer:
         """Start a server on the loopback interface and wait until it answers.
 
         plugin: configuration for our SGLang plugin, as JSON-ready data; None runs stock SGLang.
         seed: of the sampler; the same calls in the same order then draw the same tokens.
         log_path: the server's output is appended to it.
+        cancelled: set by another thread, gives up the start.
 
         Raises:
             UserError: the configured port is taken, or the model directory has no config.json.
@@ -87,7 +90,7 @@ class SGLangServer:
                 api_key=endpoint.api_key,
                 admin_api_key=endpoint.admin_key,
             )
-            server._wait_until_ready(config.start_timeout_s)
+            server._wait_until_ready(config.start_timeout_s, cancelled or threading.Event())
         except BaseException:
             server.stop(grace_s=0.0)
             raise
@@ -128,7 +131,7 @@ class SGLangServer:
             except psutil.NoSuchProcess:
                 pass
         survivors = self._wait_until_gone(5.0)
-        shutil.rmtree(self._scratch, ignore_errors=True)
+        remove_traces(self._scratch)
         if survivors:
             raise EngineError(f"engine processes {[p.pid for p in survivors]} survived SIGKILL. End them by hand.")
         self._process.wait(5.0)
@@ -151,7 +154,7 @@ class SGLangServer:
             self._process.wait(5.0)
             self.check()
 
-    def _wait_until_ready(self, timeout_s: float) -> None:
+    def _wait_until_ready(self, timeout_s: float, cancelled: threading.Event) -> None:
         deadline = time.monotonic() + timeout_s
         headers = {"Authorization": f"Bearer {self.endpoint.api_key}"}
         with httpx.Client(base_url=self.endpoint.url, headers=headers, timeout=5.0, trust_env=False) as client:
@@ -162,7 +165,8 @@ class SGLangServer:
                         return
                 except httpx.TransportError:
                     pass
-                time.sleep(0.1)
+                if cancelled.wait(0.1):
+                    raise EngineError("the start of the engine was cancelled")
         raise EngineError(
             f"the engine at {self.endpoint.url} did not answer within {timeout_s:g} s (rollout.start_timeout_s). "
             f"The end of {self.log_path}:\n{log_tail(self.log_path)}"

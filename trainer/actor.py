@@ -107,7 +107,6 @@ class TrainerGroup:
         model_path: Path,
         trainer: TrainerConfig,
         numerics: NumericsConfig,
-        *,
         seed: int,
         total_steps: int,
         max_sequence_length: int,
@@ -211,8 +210,8 @@ def _get(calls: list[Any]) -> list[Any]:
                 f"of the actor (out of memory, or a signal), and restart from the last checkpoint. {error}"
             ) from error
         except ray.exceptions.RayTaskError as error:
-            # The rank's own exception, so that callers can tell a UserError from a bug.
-            raise error.as_instanceof_cause() from None
+            # The rank's own exception, so that callers can tell a UserError from a bug; Ray's shows where it rose.
+            raise error.cause from error
     return ray.get(calls)
 
 

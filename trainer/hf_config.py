@@ -143,22 +143,23 @@ def check_layout(shape: ModelShape, config: TrainerConfig, spec: QuantSpec) -> N
         _expect_multiple("head_dim", shape.head_dim, block, f"the {block}-row quantization blocks")
         ffn_parts = 1 if shape.moe else tp
         name = "moe_intermediate_size" if shape.moe else "intermediate_size"
-        _expect_multiple(name, shape.ffn_size, block * ffn_parts, f"the {block}-row quantization blocks on {ffn_parts} ranks")
+        why = f"the {block}-row quantization blocks on {ffn_parts} ranks"
+        _expect_multiple(name, shape.ffn_size, block * ffn_parts, why)
 
 
 def transformer_config(shape: ModelShape, config: TrainerConfig, dtype: torch.dtype) -> TransformerConfig:
     """Megatron's config. Fusions that need CUDA kernels are off and gradients are sums over all ranks."""
     moe: dict[str, Any] = {}
     if shape.moe:
-        moe = dict(
-            num_moe_experts=shape.experts,
-            moe_router_topk=shape.top_k,
-            moe_ffn_hidden_size=shape.ffn_size,
-            moe_grouped_gemm=True,
-            moe_router_load_balancing_type="none",
-            moe_aux_loss_coeff=0.0,
-            moe_router_score_function="softmax",
-        )
+        moe = {
+            "num_moe_experts": shape.experts,
+            "moe_router_topk": shape.top_k,
+            "moe_ffn_hidden_size": shape.ffn_size,
+            "moe_grouped_gemm": True,
+            "moe_router_load_balancing_type": "none",
+            "moe_aux_loss_coeff": 0.0,
+            "moe_router_score_function": "softmax",
+        }
     return TransformerConfig(
         num_layers=shape.layers,
         hidden_size=shape.hidden_size,
@@ -200,7 +201,7 @@ def transformer_config(shape: ModelShape, config: TrainerConfig, dtype: torch.dt
 def _refuse_variants(path: Path, config: dict[str, Any]) -> None:
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     layers = config.get("num_hidden_layers", 0)
-    required = (
+    required: tuple[tuple[str, Any, Any], ...] = (
         ("hidden_act", config.get("hidden_act", "silu"), "silu"),
         ("attention_bias", config.get("attention_bias", False), False),
         ("use_sliding_window", config.get("use_sliding_window", False), False),

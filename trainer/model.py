@@ -118,9 +118,9 @@ def _bridge(path: Path, shape: ModelShape, dtype: torch.dtype) -> Bridge:
 
 @contextlib.contextmanager
 def _experts_as_whole(model: GPTModel) -> Iterator[None]:
-    """Hide the tensor-parallel tag of the experts from mbridge, which would gather them over ranks that do not split them.
+    """Hide the tensor-parallel tag of the experts, by which mbridge would gather what no rank has split.
 
-    The tag makes every rank count its experts in the gradient norm.
+    The tag is there because it makes every rank count its experts in the gradient norm.
     """
     experts = [p for p in model.parameters() if getattr(p, "whole_expert", False)]
     for parameter in experts:

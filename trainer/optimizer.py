@@ -8,7 +8,12 @@ from dataclasses import dataclass
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.gpt import GPTModel
-from megatron.core.optimizer import ChainedOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer import (
+    ChainedOptimizer,
+    OptimizerConfig,
+    get_megatron_optimizer,
+    get_standard_config_overrides,
+)
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
@@ -25,7 +30,7 @@ class Update:
 
 
 class Optimizer:
-    """AdamW on FP32 masters, sharded over the data-parallel ranks, for one wrapped model.
+    """AdamW on FP32 masters, sharded over the data-parallel ranks, for one wrapped model. Norms have no weight decay.
 
     Gradients are summed over micro-batches and data-parallel ranks in FP32 and are never averaged: the objective
     carries its own denominators.
@@ -49,7 +54,10 @@ class Optimizer:
         )
         with cpu_runtime.cuda_type_names():
             self.inner: ChainedOptimizer = get_megatron_optimizer(
-                optimizer_config, [self.model], use_gloo_process_groups=False
+                optimizer_config,
+                [self.model],
+                config_overrides=get_standard_config_overrides(optimizer_config),
+                use_gloo_process_groups=False,
             )
         for optimizer in self.inner.chained_optimizers:
             _create_moments(optimizer.optimizer)
@@ -81,10 +89,6 @@ class Optimizer:
         """Learning rate of the last step."""
         return float(self.inner.param_groups[0]["lr"])
 
-    def reload_masters(self) -> None:
-        """Take the FP32 masters from the model's parameters, after those were written from outside."""
-        self.inner.reload_model_params()
-
 
 def wrap(model: GPTModel) -> DistributedDataParallel:
     """Megatron's data-parallel wrapper with FP32 gradient buffers, sharded for the distributed optimizer."""
@@ -105,7 +109,7 @@ def schedule(optimizer: ChainedOptimizer, config: TrainerConfig, total_steps: in
     """
     end = total_steps + 1
     warmup = min(config.warmup_steps, total_steps)
-    style = config.decay
+    style: str = config.decay
     if style != "constant" and config.decay_steps is not None:
         style = "WSD"
     return OptimizerParamScheduler(

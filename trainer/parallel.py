@@ -88,7 +88,13 @@ def open_store(host: str, world_size: int) -> dist.TCPStore:
     listener.listen()
     port = listener.getsockname()[1]
     return dist.TCPStore(
-        host, port, world_size, is_master=True, timeout=TIMEOUT, wait_for_workers=False, master_listen_fd=listener.detach()
+        host,
+        port,
+        world_size,
+        is_master=True,
+        timeout=TIMEOUT,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
     )
 
 

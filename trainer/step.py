@@ -69,7 +69,8 @@ def run_pass(
         micro_batch_size=1,
         forward_only=objective is None,
     )
-    loss, metrics = 0.0, {}
+    loss = 0.0
+    metrics: dict[str, float] = {}
     if objective is not None:
         loss, metrics = _reduce(outputs)
     rows, logprobs = _collect(outputs, batch)

@@ -60,9 +60,7 @@ class Trainer:
         self.max_sequence_length = max_sequence_length
         self.cache = WeightCache()
         self.weight_version = 0
-        self.model = build_model(
-            self.shape, config, Precision.of(numerics, self.cache), max_sequence_length, dtype
-        )
+        self.model = build_model(self.shape, config, Precision.of(numerics, self.cache), max_sequence_length, dtype)
         self.weights = HFWeights(model_path, self.shape, dtype)
         self.weights.load(self.model)
         self.optimizer = Optimizer(self.model, config, total_steps)

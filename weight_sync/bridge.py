@@ -12,18 +12,21 @@ import dataclasses
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from numerics.spec import QuantSpec
 from rollout.client import EngineClient
 from rollout.plugin.lifecycle import COMMIT
 from rollout.types import Endpoint
 from trainer.actor import TrainerGroup
-from trainer.trainer import Trainer
 from weight_sync.config import SyncConfig
 from weight_sync.hf_checkpoint import write_served_checkpoint
 from weight_sync.manifest import Manifest, Recorder, SyncError
 from weight_sync.quantized import served_tensors
 from weight_sync.transports import Transport, make_transport
+
+if TYPE_CHECKING:
+    from trainer.trainer import Trainer  # megatron is for the ranks, not for the driver
 
 
 @dataclasses.dataclass(frozen=True)

@@ -19,7 +19,7 @@ from rollout.handshake import Handshake
 from rollout.types import SamplingParams, Trajectory
 from tests.rollout.conftest import EOS, small_config
 from tests.rollout.test_sampler import prompts
-from tests.rollout.test_server import group_members, wait_until
+from tests.rollout.test_server import group_members, shared_memory, wait_until
 
 SAMPLING = SamplingParams(max_new_tokens=24, stop_token_ids=(EOS,))
 EXPECTED = Handshake(spec_digest="0", numerics={}, hooks=(), versions={}, weight_version=0)
@@ -135,8 +135,11 @@ def test_the_actor_samples_and_its_server_dies_with_it(tiny_model: Path, tmp_pat
         assert [len(answers) for answers in ray.get(asked, timeout=60)] == [8, 8, 8]
         with pytest.raises(StaleWeightsError):
             ray.get(actor.generate.remote(prompts(1), 1, SAMPLING, 7), timeout=60)
-        assert len(group_members(pid)) >= 3
+        members = group_members(pid)
+        traces = shared_memory(members) | {Path(members[0].environ()["TMPDIR"])}
+        assert len(members) >= 3 and len(traces) == 2
         ray.kill(actor)
-        assert wait_until(lambda: not group_members(pid), 10)
+        assert wait_until(lambda: not group_members(pid), 20)
+        assert not any(path.exists() for path in traces)
     finally:
         ray.shutdown()

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 
 import pytest
 
-from rollout.errors import StaleWeightsError
+from rollout.client import EngineClient
+from rollout.errors import EngineError, StaleWeightsError
 from rollout.sampler import check_versions, sample_groups, sample_groups_as_completed
 from rollout.server import SGLangServer
 from rollout.tasks import Problem
@@ -24,6 +25,7 @@ class ScriptedClient:
     def __init__(self, order: Sequence[int] = (), version: int = 1) -> None:
         self.order = order
         self.version = version
+        self.closed = False
         self.calls: list[list[list[int]]] = []
 
     async def complete(self, input_ids: list[list[int]], sampling: SamplingParams) -> list[Completion]:
@@ -32,9 +34,12 @@ class ScriptedClient:
 
     async def complete_each(
         self, input_ids: list[list[int]], sampling: SamplingParams
-    ) -> AsyncIterator[tuple[int, Completion]]:
-        for row in self.order:
-            yield row, self.answer(row)
+    ) -> AsyncGenerator[tuple[int, Completion], None]:
+        try:
+            for row in self.order:
+                yield row, self.answer(row)
+        finally:
+            self.closed = True
 
     def answer(self, row: int) -> Completion:
         return Completion([100 + row], [-0.5], [self.version], True)
@@ -63,6 +68,17 @@ def test_a_group_is_yielded_when_its_last_answer_ends() -> None:
     assert [[t.token_ids[0] for t in group] for group in groups] == [[104, 105], [100, 101], [102, 103]]
 
 
+def test_leaving_early_closes_the_stream() -> None:
+    async def run() -> bool:
+        client = ScriptedClient(order=[0, 1, 2, 3])
+        groups = sample_groups_as_completed(client, prompts(2), 2, SAMPLING, expected_version=1)
+        await anext(groups)
+        await groups.aclose()
+        return client.closed
+
+    assert asyncio.run(run())
+
+
 def test_stale_tokens_are_counted_by_version() -> None:
     completions = [Completion([1, 2, 3], [-1.0] * 3, [4, 5, 5], False), Completion([1], [-1.0], [4], True)]
     with pytest.raises(StaleWeightsError, match=r"2 of 4 tokens .* 2 at version 4, 2 at version 5, expected .* 5"):
@@ -89,7 +105,7 @@ def test_stale_answers_are_refused(streaming: bool) -> None:
 def test_groups_from_a_real_server(server: SGLangServer, streaming: bool) -> None:
     asked = prompts(5)
 
-    async def run(client: object) -> list[Trajectory]:
+    async def run(client: EngineClient) -> list[Trajectory]:
         if streaming:
             groups = [g async for g in sample_groups_as_completed(client, asked, 4, SAMPLING, 3)]
             return [t for group in sorted(groups, key=lambda g: g[0].group) for t in group]
@@ -103,15 +119,17 @@ def test_groups_from_a_real_server(server: SGLangServer, streaming: bool) -> Non
 
 @pytest.mark.e2e
 def test_leaving_early_ends_the_rest(server: SGLangServer) -> None:
-    """After the first group the caller goes on: the server is idle again, so its cache can be flushed."""
+    """After the first group the caller goes on: the server becomes idle, so its cache can be flushed."""
 
-    async def run(client: object) -> None:
-        sampling = SamplingParams(max_new_tokens=400)
-        groups = sample_groups_as_completed(client, prompts(16), 4, sampling, 3)
-        async for _ in groups:
-            break
+    async def run(client: EngineClient) -> None:
+        groups = sample_groups_as_completed(client, prompts(16), 4, SamplingParams(max_new_tokens=400), 3)
+        await anext(groups)
         await groups.aclose()
-        await asyncio.sleep(1.0)
-        await client.flush()
+        async with asyncio.timeout(60):
+            while True:
+                try:
+                    return await client.flush()
+                except EngineError:
+                    await asyncio.sleep(0.2)
 
     use(server, run)

@@ -17,9 +17,7 @@ from trainer.parallel import Layout
 TIMEOUT_S = 300
 
 
-def run_on_ranks(
-    config: TrainerConfig, folder: Path, function: Callable[[Layout, TrainerConfig], Any]
-) -> list[Any]:
+def run_on_ranks(config: TrainerConfig, folder: Path, function: Callable[[Layout, TrainerConfig], Any]) -> list[Any]:
     """The results of `function(layout, config)` in rank order; they travel through files in `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     context = multiprocessing.get_context("spawn")

@@ -86,7 +86,7 @@ def test_a_loss_that_is_not_finite_arrives_as_its_own_error(two_ranks: TrainerGr
 
 
 def test_a_wrong_model_arrives_as_a_user_error(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"config\.json"):
+    with pytest.raises(UserError, match=r"^model\.path: .*config\.json"):
         start(tmp_path)
 
 

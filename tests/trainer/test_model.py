@@ -29,7 +29,9 @@ def test_fp32_logits_equal_transformers(kind: str, tmp_path: Path, make_trainer:
 
 
 @pytest.mark.parametrize("moe", [True, False])
-def test_hf_to_megatron_to_hf_is_bit_equal(moe: bool, moe_path: Path, dense_path: Path, make_trainer: MakeTrainer) -> None:
+def test_hf_to_megatron_to_hf_is_bit_equal(
+    moe: bool, moe_path: Path, dense_path: Path, make_trainer: MakeTrainer
+) -> None:
     path = moe_path if moe else dense_path
     exported = dict(make_trainer(path).export_weights())
     stored = load_file(path / "model.safetensors")
@@ -70,6 +72,19 @@ def test_fp8_differs_from_bf16(moe_path: Path, make_trainer: MakeTrainer) -> Non
     batch = random_batch()
     scores = [_ordered(make_trainer(moe_path, precision).score(batch))[1] for precision in ("bf16", "fp8")]
     assert (scores[0] - scores[1]).abs().mean() > 1e-3
+
+
+def test_the_number_of_k_slices_is_part_of_the_result(dense_path: Path, make_trainer: MakeTrainer) -> None:
+    # In BF16: sums of FP8 products are so short that FP32 mostly adds them exactly, in any order.
+    batch = random_batch()
+    scores = [make_trainer(dense_path, "bf16", k_splits=splits).score(batch)[1] for splits in (1, 2)]
+    assert not torch.equal(scores[0], scores[1])
+    torch.testing.assert_close(scores[0], scores[1], rtol=0, atol=0.5)
+
+
+def test_tensor_parallelism_with_other_k_splits_is_refused(moe_path: Path, make_trainer: MakeTrainer) -> None:
+    with pytest.raises(UserError, match=r"numerics\.k_splits: found 1, expected trainer\.tp=2"):
+        make_trainer(moe_path, tp=2)
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ LAYOUTS = {
     "pp2": {"pp": 2},
     "tp2ep2": {"tp": 2, "ep": 2},
 }
-BATCH = dict(rows=9, longest=150, temperature=0.9)
+BATCH: dict[str, Any] = {"rows": 9, "longest": 150, "temperature": 0.9}
 
 
 @dataclass(frozen=True)
@@ -64,12 +64,8 @@ class Case:
     ) -> Any:
         from trainer.trainer import Trainer
 
-        numerics = NumericsConfig(
-            spec=QuantSpec.preset("fp8_block_pow2"), trainer=precision, k_splits=self.k_splits
-        )
-        return Trainer(
-            path, config, numerics, layout, seed=0, total_steps=100, max_sequence_length=LENGTH, dtype=dtype
-        )
+        numerics = NumericsConfig(spec=QuantSpec.preset("fp8_block_pow2"), trainer=precision, k_splits=self.k_splits)
+        return Trainer(path, config, numerics, layout, seed=0, total_steps=100, max_sequence_length=LENGTH, dtype=dtype)
 
     def _non_finite(self, trainer: Any) -> str:
         from trainer.step import NonFiniteLossError
@@ -189,9 +185,7 @@ def test_weights_leave_as_they_came(outcome: Outcome, moe_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_checkpoint_moves_between_layouts(
-    outcome: Outcome, checkpoint: Path, one_rank: Any, moe_path: Path
-) -> None:
+def test_a_checkpoint_moves_between_layouts(outcome: Outcome, checkpoint: Path, one_rank: Any, moe_path: Path) -> None:
     trainer = one_rank(moe_path, "fp8", k_splits=outcome.k_splits)
     trainer.load(checkpoint)
     expected = two_steps(trainer)

@@ -137,3 +137,14 @@ def test_learning_rate_schedules(moe_path: Path, make_trainer: MakeTrainer) -> N
     assert rates(4, warmup_steps=0, decay="linear") == [0.8, 0.6, 0.4, 0.2]
     assert rates(5, warmup_steps=0, decay="linear", decay_steps=2) == [1.0, 1.0, 1.0, 1.0, 0.5]
     assert rates(3, warmup_steps=0, decay="cosine", min_lr=0.5)[-1] == pytest.approx(0.573223)
+
+
+def test_norms_have_no_weight_decay(moe_path: Path, make_trainer: MakeTrainer) -> None:
+    optimizer = make_trainer(moe_path, weight_decay=0.1).optimizer
+    optimizer.schedule.step(1)
+    decay = {p.dim(): set() for p in optimizer.model.parameters()}
+    for group in optimizer.inner.param_groups:
+        for parameter in optimizer.model.parameters():
+            if any(getattr(parameter, "main_param", None) is master for master in group["params"]):
+                decay[parameter.dim()].add(group["weight_decay"])
+    assert decay == {1: {0.0}, 2: {0.1}}

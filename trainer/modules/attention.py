@@ -23,7 +23,9 @@ class CoreAttention(nn.Module):
         self.rope_theta = rope_theta
         self.scale = config.kv_channels**-0.5
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **unused: Any) -> Tensor:
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **unused: Any
+    ) -> Tensor:
         """Query [S, B, H, D], key and value [S, B, Hkv, D] -> [S, B, H * D]"""
         query, key, value = (t.transpose(0, 1) for t in (query, key, value))
         positions = torch.arange(query.shape[1], device=query.device).expand(query.shape[0], -1)

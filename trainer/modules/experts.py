@@ -46,7 +46,7 @@ class GroupedWeights(nn.Module):
             # Megatron leaves untagged parameters of tensor-parallel ranks above 0 out of the gradient norm, but each
             # rank's optimizer holds another part of the experts.
             tag_split(weight, 0)
-            weight.whole_expert = True
+            setattr(weight, "whole_expert", True)  # noqa: B010
             setattr(self, f"weight{index}", weight)
 
     def weights(self) -> list[nn.Parameter]:

@@ -31,5 +31,5 @@ class RMSNorm(nn.Module):
 def norm_weight(config: TransformerConfig, size: int) -> nn.Parameter:
     """A weight of ones with the `sequence_parallel` tag."""
     weight = nn.Parameter(torch.ones(size, dtype=config.params_dtype, device=torch.cuda.current_device()))
-    weight.sequence_parallel = config.sequence_parallel
+    setattr(weight, "sequence_parallel", config.sequence_parallel)  # noqa: B010
     return weight

@@ -1,0 +1,44 @@
+"""Timing sides against each other, and the form of a result."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import time
+from collections.abc import Callable, Mapping
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """One line of the table.
+
+    value: what is compared with the bar, a ratio or fraction. bar: its limit; at_least: whether it is a lower one.
+    parts: the measurements behind it, by name with unit.
+    """
+
+    name: str
+    value: float
+    bar: float
+    at_least: bool
+    parts: Mapping[str, float]
+
+    @property
+    def passed(self) -> bool:
+        return self.value >= self.bar if self.at_least else self.value <= self.bar
+
+
+def interleaved(sides: Mapping[str, Callable[[], object]], rounds: int, warmup: int = 1) -> dict[str, list[float]]:
+    """Wall seconds of every side in every round. Sides take turns, so that a slow spell of the machine hits all."""
+    times: dict[str, list[float]] = {name: [] for name in sides}
+    for index in range(warmup + rounds):
+        for name, run in sides.items():
+            start = time.perf_counter()
+            run()
+            if index >= warmup:
+                times[name].append(time.perf_counter() - start)
+    return times
+
+
+def median_ratio(numerator: list[float], denominator: list[float]) -> float:
+    """Median over the rounds of the ratio within a round."""
+    return statistics.median(a / b for a, b in zip(numerator, denominator, strict=True))

@@ -1,0 +1,91 @@
+"""Rollout throughput at the demo's shape: FP8 with the shared ops, BF16 with the shared ops, and stock SGLang in BF16."""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+from transformers import AutoTokenizer
+
+from bench.measure import Result, median_ratio
+from numerics.config import NumericsConfig, RolloutPrecision
+from numerics.spec import QuantSpec
+from rl.engines import expected_report
+from rollout.config import RolloutConfig
+from rollout.engine import Engine
+from rollout.tasks import load_problems, prompt_ids
+from rollout.types import Prompt, SamplingParams
+from weight_sync.hf_checkpoint import convert_checkpoint
+
+MODEL = Path("examples/models/tiny_qwen3_moe")
+PROBLEMS = Path("examples/data/arithmetic_train.jsonl")
+PROMPTS, GROUP, NEW_TOKENS, ROUNDS, WARMUP = 32, 8, 20, 8, 2
+STOCK, BF16, FP8 = "stock SGLang BF16", "exact BF16", "exact FP8"
+
+
+def run() -> list[Result]:
+    rates = asyncio.run(_measure())
+    parts = {f"{name} (tokens/s)": statistics.median(values) for name, values in rates.items()}
+    shape = f"{PROMPTS} x {GROUP} answers"
+    return [
+        Result(
+            name=f"rollout tokens/s, exact FP8 / stock SGLang BF16 ({shape})",
+            value=median_ratio(rates[FP8], rates[STOCK]),
+            bar=0.6,
+            at_least=True,
+            parts=parts,
+        ),
+        Result(
+            name=f"rollout tokens/s, exact FP8 / exact BF16 ({shape})",
+            value=median_ratio(rates[FP8], rates[BF16]),
+            bar=0.8,
+            at_least=True,
+            parts=parts,
+        ),
+    ]
+
+
+async def _measure() -> dict[str, list[float]]:
+    tokenizer = AutoTokenizer.from_pretrained(MODEL)
+    prompts = [Prompt(p, prompt_ids(tokenizer, p.question)) for p in load_problems(PROBLEMS)]
+    sampling = SamplingParams(max_new_tokens=NEW_TOKENS, stop_token_ids=(tokenizer.eos_token_id,))
+    rates: dict[str, list[float]] = {STOCK: [], BF16: [], FP8: []}
+    with tempfile.TemporaryDirectory() as folder:
+        engines = {
+            STOCK: await _engine(Path(folder), STOCK, None),
+            BF16: await _engine(Path(folder), BF16, "bf16"),
+            FP8: await _engine(Path(folder), FP8, "fp8"),
+        }
+        try:
+            for index in range(WARMUP + ROUNDS):
+                chosen = prompts[index * PROMPTS : (index + 1) * PROMPTS]
+                for name, engine in engines.items():
+                    await engine.flush()
+                    start = time.perf_counter()
+                    answers = await engine.generate(chosen, GROUP, sampling, 0)
+                    seconds = time.perf_counter() - start
+                    if index >= WARMUP:
+                        rates[name].append(sum(len(answer.token_ids) for answer in answers) / seconds)
+        finally:
+            for engine in engines.values():
+                await engine.stop()
+    return rates
+
+
+async def _engine(folder: Path, name: str, precision: RolloutPrecision | None) -> Engine:
+    """An engine on the demo's model; `precision` None is SGLang without our plugin."""
+    numerics = NumericsConfig(spec=QuantSpec.preset("fp8_block_pow2"), trainer="bf16", rollout=precision or "bf16")
+    checkpoint = folder / name.replace(" ", "_")
+    convert_checkpoint(MODEL, checkpoint, numerics.rollout_spec)
+    ours = precision is not None
+    engine = Engine(
+        RolloutConfig(),
+        folder / f"{checkpoint.name}.log",
+        {"numerics": numerics.to_dict()} if ours else None,
+        expected_report(numerics) if ours else None,
+    )
+    await engine.start(checkpoint)
+    return engine

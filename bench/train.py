@@ -1,0 +1,64 @@
+"""Train step time: FP8 forward and backward against BF16, hidden 512, one process, warm."""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+from pathlib import Path
+
+import torch
+
+from bench.measure import Result, interleaved, median_ratio
+from numerics.compiler import enable_compiler
+from numerics.config import NumericsConfig, TrainerPrecision
+from numerics.spec import QuantSpec
+from rl.objectives.sft import SftObjective
+from rl.tiny_model import TinyModel, write_tiny_model
+from trainer import parallel
+from trainer.batch import TokenBatch
+from trainer.config import TrainerConfig
+
+MODEL = TinyModel(layers=4, hidden=512, heads=4, kv_heads=2, intermediate=512, experts=8, top_k=2, vocab=1024)
+ROWS, WIDTH, ROUNDS = 64, 128, 5
+
+
+def run() -> list[Result]:
+    enable_compiler()
+    config = TrainerConfig(micro_batch_tokens=4096)
+    layout = parallel.initialize(config)
+    from trainer.trainer import Trainer
+
+    tokens = torch.randint(6, MODEL.vocab, (ROWS, WIDTH), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones(ROWS, WIDTH, dtype=torch.bool)
+    mask[:, 0] = False
+    batch = TokenBatch(tokens, torch.full((ROWS,), WIDTH), mask)
+    objective = SftObjective.for_batch(batch)
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "model"
+        write_tiny_model(path, MODEL)
+
+        def trainer(precision: TrainerPrecision) -> Trainer:
+            numerics = NumericsConfig(spec=QuantSpec.preset("fp8_block_pow2"), trainer=precision)
+            return Trainer(path, config, numerics, layout, seed=0, total_steps=100, max_sequence_length=WIDTH)
+
+        bf16, fp8 = trainer("bf16"), trainer("fp8")
+        times = interleaved(
+            {
+                "bf16": lambda: bf16.train_step(batch, objective),
+                "fp8": lambda: fp8.train_step(batch, objective),
+            },
+            ROUNDS,
+            warmup=2,
+        )
+    parallel.shutdown()
+    seconds = {name: statistics.median(values) for name, values in times.items()}
+    return [
+        Result(
+            name="train step time, FP8 / BF16 (hidden 512, 4 layers, 8,192 tokens)",
+            value=median_ratio(times["fp8"], times["bf16"]),
+            bar=1.3,
+            at_least=False,
+            parts={"BF16 step (s)": seconds["bf16"], "FP8 step (s)": seconds["fp8"]},
+        )
+    ]

@@ -1,0 +1,73 @@
+"""The Ray cluster of a run: the one that RAY_ADDRESS names, or a private one that ends with the run."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import shutil
+import signal
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import ray
+
+_TOKEN = "RAY_AUTH_TOKEN"
+
+
+@contextmanager
+def ray_cluster(failure_logs: Path) -> Iterator[None]:
+    """Join the cluster of RAY_ADDRESS (`ray job submit` sets it), else start one that nobody else uses.
+
+    A cluster that merely happens to run on this machine is never joined, so that two runs stay apart. A private one has
+    its own folder and its own token, as Ray listens on every interface. Its logs are kept in `failure_logs` only if the
+    block fails.
+    """
+    # Ray would otherwise hide the GPUs from an actor that asks for none, and warn about it for each.
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    address = os.environ.get("RAY_ADDRESS")
+    if ray.is_initialized():
+        yield
+    elif address:
+        try:
+            _init(address=address)
+            yield
+        finally:
+            ray.shutdown()
+    else:
+        with _private_cluster(failure_logs):
+            yield
+
+
+@contextmanager
+def _private_cluster(failure_logs: Path) -> Iterator[None]:
+    folder = Path(tempfile.mkdtemp(prefix="fp8rl-ray-"))
+    former = os.environ.get(_TOKEN)
+    os.environ[_TOKEN] = secrets.token_hex(32)
+    try:
+        _init(address="local", include_dashboard=False, _temp_dir=str(folder))
+        yield
+    except Exception:
+        ray.shutdown(wait_for_processes=True)
+        shutil.copytree(folder / "session_latest" / "logs", failure_logs, dirs_exist_ok=True)
+        raise
+    finally:
+        ray.shutdown(wait_for_processes=True)
+        shutil.rmtree(folder, ignore_errors=True)
+        del os.environ[_TOKEN]
+        if former is not None:
+            os.environ[_TOKEN] = former
+
+
+def _init(**options: Any) -> None:
+    """`ray.init`, which puts a handler of SIGTERM that exits in place of ours: undo that."""
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        ray.init(log_to_driver=False, logging_level=logging.ERROR, **options)
+    except SystemExit:
+        raise KeyboardInterrupt from None
+    finally:
+        signal.signal(signal.SIGTERM, handler)

@@ -1,0 +1,29 @@
+"""Going on when an engine dies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+from rl.stack import Stack
+
+Result = TypeVar("Result")
+
+
+def recovering(stack: Stack, use: Callable[[], Result]) -> Result:
+    """`use()`, which talks to the engines. If it fails and an engine proves to be dead, it is done anew, once.
+
+    Before that, every dead engine is replaced by one that starts from a checkpoint of the trainer's current weights,
+    and a verified sync brings all engines to one state. What is no engine's death is raised as it came.
+    """
+    assert stack.pool is not None and stack.bridge is not None
+    try:
+        return use()
+    except Exception as error:
+        lost = stack.pool.lost()
+        if lost == 0:
+            raise
+        stack.warn(f"engine died: replacing {lost} of {stack.spec.rollout.engines} ({str(error).splitlines()[0]})")
+        stack.pool.recover(stack.bridge.write_checkpoint(), stack.trainer.weight_version)
+        stack.bridge.sync(stack.endpoints())
+        return use()

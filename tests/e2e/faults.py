@@ -1,0 +1,51 @@
+"""Transports that lose or damage tensors on the way, after the trainer has taken its digests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rollout.client import EngineClient
+from weight_sync.transports import Transport
+
+Named = tuple[str, Tensor]
+
+MATRIX = "model.layers.0.self_attn.k_proj.weight"
+EXPERT = "model.layers.1.mlp.experts.5."
+
+
+@dataclass(frozen=True)
+class Tampered:
+    """`transport`, with `fault` between the trainer's stream of tensors and it."""
+
+    transport: Transport
+    fault: Callable[[Iterable[Named]], Iterator[Named]]
+
+    async def send(self, tensors: Iterable[Named], engines: Sequence[EngineClient], version: int) -> None:
+        await self.transport.send(self.fault(tensors), engines, version)
+
+
+def flipped_bit(tensors: Iterable[Named]) -> Iterator[Named]:
+    """The lowest bit of one FP8 code of MATRIX."""
+    for name, tensor in tensors:
+        if name == MATRIX:
+            tensor = tensor.clone()
+            tensor.view(torch.uint8)[17, 33] ^= 1
+        yield name, tensor
+
+
+def swapped_scales(tensors: Iterable[Named]) -> Iterator[Named]:
+    """The scales of two blocks of MATRIX change places."""
+    for name, tensor in tensors:
+        if name == MATRIX + "_scale_inv":
+            assert not torch.equal(tensor[0], tensor[1])
+            tensor = tensor.flip(0)
+        yield name, tensor
+
+
+def missed_expert(tensors: Iterable[Named]) -> Iterator[Named]:
+    """Nothing of EXPERT is sent: the engine keeps what it had."""
+    return ((name, tensor) for name, tensor in tensors if not name.startswith(EXPERT))

@@ -1,0 +1,159 @@
+"""The three agreements, on the real engine and the real trainer: same spec, same bytes, same log-probabilities."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+
+from rollout.errors import StaleWeightsError
+from rollout.types import SamplingParams
+from tests.e2e import faults
+from tests.e2e.rig import MODELS, SHARED_PREFIX, Pipeline, Rig, Setup, differences, prompts
+from trainer.batch import TokenBatch
+from weight_sync import bridge
+from weight_sync.manifest import SyncError
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+
+# Tests and cases are in an order in which neighbours share an engine, and where possible a trainer.
+EXACT = {
+    "moe": Setup("moe"),
+    "moe-ep2": Setup("moe", layout=(("ep", 2), ("dp", 2))),
+    "moe-tp2": Setup("moe", k_splits=2, layout=(("tp", 2),)),
+    "dense-tp2": Setup("dense", k_splits=2, layout=(("tp", 2),)),
+    "dense": Setup("dense", k_splits=2),
+    "moe-fp32-scales": Setup("moe", preset="fp8_block_fp32"),
+    "moe-bf16": Setup("moe", trainer="bf16", rollout="bf16"),
+}
+ROUNDS = ((1.0, "tensor"), (0.7, "disk"))
+"""Temperature of a round's samples, and the transport of the sync after its optimizer step."""
+
+
+
+def test_a_bf16_trainer_beside_an_fp8_engine_disagrees(rig: Rig) -> None:
+    """The contrast: the equality below is none of instruments that see nothing."""
+    pipeline = rig.open(Setup("moe", trainer="bf16"))
+    batch = pipeline.sample(1.0)
+    d = differences(pipeline.trainer.score(batch), batch)
+    print("CONTRAST", d.abs().mean(), (d == 0).float().mean())
+    assert d.abs().mean() > 3e-3
+    assert (d == 0).float().mean() < 0.1
+
+
+def test_prefixes_are_cached_within_a_weight_version_only(rig: Rig) -> None:
+    pipeline = rig.open(Setup("moe"))
+    shared = prompts(0)[-1].token_ids
+    assert cached_tokens(pipeline, shared) == 0
+    assert cached_tokens(pipeline, shared[:SHARED_PREFIX] + [9, 9, 9]) >= SHARED_PREFIX
+    pipeline.sync()
+    assert cached_tokens(pipeline, shared) == 0
+
+
+WEIGHTS = {f"{faults.EXPERT}{kind}_proj.weight" for kind in ("gate", "up", "down")}
+SCALES = {f"{name}_scale_inv" for name in WEIGHTS}
+
+
+@pytest.mark.parametrize(
+    ("fault", "certain", "possible"),
+    [
+        (faults.flipped_bit, {faults.MATRIX}, set()),
+        (faults.swapped_scales, {faults.MATRIX + "_scale_inv"}, set()),
+        (faults.missed_expert, WEIGHTS, SCALES),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_a_tensor_damaged_on_the_way_stops_the_engine_until_a_good_sync(
+    rig: Rig,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    fault: Callable[..., Any],
+    certain: set[str],
+    possible: set[str],
+) -> None:
+    pipeline = rig.open(Setup("moe"))
+    pipeline.train_step(pipeline.sample(1.0))
+    make = bridge.make_transport
+    with monkeypatch.context() as patch:
+        patch.setattr(bridge, "make_transport", lambda *args: faults.Tampered(make(*args), fault))
+        with pytest.raises(SyncError) as error:
+            pipeline.sync(manifest=tmp_path / "manifest.json")
+    named = set(re.findall(r": (model\.\S+): found", str(error.value)))
+    assert certain <= named <= certain | possible
+    assert f"{len(named)} of {served_tensors_of(pipeline.setup)} tensors" in str(error.value)
+    with pytest.raises(TimeoutError):
+        rig.run(asyncio.wait_for(one_token(pipeline), 3.0))
+
+    assert pipeline.sync().mismatched_tensors == 0
+    batch = pipeline.sample(1.0)
+    assert_equal(pipeline.trainer.score(batch), batch)
+
+
+def test_tokens_of_a_stale_weight_version_are_refused(rig: Rig) -> None:
+    pipeline = rig.open(Setup("moe"))
+    pipeline.train_step(pipeline.sample(1.0))
+    version = pipeline.trainer.weight_version
+    with pytest.raises(StaleWeightsError, match=f"at version {version - 1}, expected all at version {version}"):
+        rig.run(one_token(pipeline))
+    pipeline.sync()
+    assert rig.run(one_token(pipeline))[0].weight_versions == [version]
+
+
+@pytest.mark.parametrize("setup", EXACT.values(), ids=EXACT.keys())
+def test_every_sampled_token_agrees_before_and_after_updates(rig: Rig, setup: Setup) -> None:
+    pipeline = rig.open(setup)
+    for seed, (temperature, transport) in enumerate(ROUNDS):
+        batch = pipeline.sample(temperature, seed)
+        assert batch.lengths.min() < 30 < 300 < batch.lengths.max()
+        step = pipeline.train_step(batch)  # its forward is the scoring at the weights that sampled
+        assert_equal(step.logprobs, batch)
+        report = pipeline.sync(transport)
+        assert report.mismatched_tensors == 0
+        assert (report.version, report.verified_tensors) == (pipeline.trainer.weight_version, served_tensors_of(setup))
+    # The updates were real: the same tokens have other logprobs now.
+    moved = differences(pipeline.trainer.score(batch), batch)
+    assert (moved != 0).float().mean() > 0.9
+    # Prompts whose prefixes were cached before the update.
+    again = pipeline.sample(0.7, seed=len(ROUNDS) - 1)
+    assert_equal(pipeline.trainer.score(again), again)
+
+
+def assert_equal(logprobs: torch.Tensor, batch: TokenBatch) -> None:
+    """d == 0 for every sampled token, bit for bit, and the tokens say something."""
+    d = differences(logprobs, batch)
+    assert len(d) > 400
+    assert (d == 0).all(), f"{(d != 0).sum()} of {len(d)} tokens differ, by up to {d.abs().max()}"
+    assert batch.fields["rollout_logprobs"][batch.loss_mask].std() > 0.5
+
+
+def served_tensors_of(setup: Setup) -> int:
+    """Tensors of the checkpoint, counted by hand: FP8 matrices come with scales."""
+    shape = MODELS[setup.model]
+    matrices = 4 + 3 * max(shape.experts, 1)
+    router, norms = int(shape.experts > 0), 4
+    per_layer = matrices * (2 if setup.rollout == "fp8" else 1) + router + norms
+    return shape.layers * per_layer + 3
+
+
+def one_token(pipeline: Pipeline) -> Any:
+    sampling = SamplingParams(max_new_tokens=1)
+    return pipeline.engine.generate(prompts(0)[:1], 1, sampling, pipeline.trainer.weight_version)
+
+
+def cached_tokens(pipeline: Pipeline, input_ids: list[int]) -> int:
+    """Prompt tokens that the engine took from its prefix cache."""
+    response = httpx.post(
+        f"{pipeline.endpoint.url}/generate",
+        json={"input_ids": input_ids, "sampling_params": {"max_new_tokens": 1}},
+        headers={"Authorization": f"Bearer {pipeline.endpoint.api_key}"},
+        timeout=120.0,
+        trust_env=False,
+    )
+    return response.json()["meta_info"]["cached_tokens"]
+

@@ -1,0 +1,69 @@
+"""An engine whose plugin did not load, or not wholly, is refused before its first token."""
+
+from __future__ import annotations
+
+import asyncio
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from numerics.config import NumericsConfig
+from numerics.spec import QuantSpec
+from rollout.errors import HandshakeError
+from tests.e2e.rig import make_engine
+from weight_sync.hf_checkpoint import convert_checkpoint
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+NUMERICS = NumericsConfig(spec=QuantSpec.preset("fp8_block_pow2"))
+
+# Runs in the engine's process before anything else: a newer SGLang in which a hooked method was renamed.
+RENAMED_TARGET = """
+    import dataclasses
+    from rollout.plugin import hooks
+
+    first, *others = hooks.HOOKS
+    hooks.HOOKS = (dataclasses.replace(first, target=first.target + "_renamed"), *others)
+"""
+
+
+def refusal(models: dict[str, Path], folder: Path, **changes: Any) -> str:
+    """What the engine's owner is told. The engine is gone then."""
+
+    async def start() -> None:
+        engine = make_engine(folder / "engine.log", NUMERICS, **changes)
+        try:
+            await engine.start(folder / "served")
+        finally:
+            await engine.stop()
+
+    convert_checkpoint(models["moe"], folder / "served", NUMERICS.spec)
+    with pytest.raises(HandshakeError) as error:
+        asyncio.run(start())
+    return str(error.value)
+
+
+def test_a_plugin_with_a_malformed_configuration(models: dict[str, Path], tmp_path: Path) -> None:
+    damaged = {"numerics": NUMERICS.to_dict() | {"rollout": "fp7"}}
+    message = refusal(models, tmp_path, plugin=damaged)
+    assert "the plugin did not load" in message
+    assert "numerics.rollout: found 'fp7', expected one of bf16, fp8" in message
+
+
+def test_a_hook_whose_target_is_not_there(
+    models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text(textwrap.dedent(RENAMED_TARGET))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    message = refusal(models, tmp_path)
+    assert "the plugin did not load" in message
+    assert "sglang.srt.layers.layernorm.RMSNorm.forward_native_renamed: not found" in message
+
+
+def test_an_engine_with_another_spec(models: dict[str, Path], tmp_path: Path) -> None:
+    """A plugin that works, with a spec that is not the trainer's."""
+    other = NumericsConfig(spec=QuantSpec.preset("fp8_block_fp32"))
+    message = refusal(models, tmp_path, plugin={"numerics": other.to_dict()})
+    assert f"spec_digest: found '{other.spec.digest()}', expected '{NUMERICS.spec.digest()}'" in message
+    assert "numerics.spec.weight.scale: found 'fp32', expected 'pow2'" in message
