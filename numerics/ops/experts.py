@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 import torch
 
-from numerics.ops.linear import Backward, fp8_linear, linear
+from numerics.ops.grouped import grouped_linear
+from numerics.ops.linear import Backward
 from numerics.ops.swiglu import swiglu
 from numerics.spec import QuantSpec
 
@@ -31,19 +32,19 @@ def experts(
     """Each expert's MLP on its own tokens: x [T, H] sorted by expert, `counts` tokens each, -> [T, H].
 
     w13[e] is [2F, H], gate rows first; w2[e] is [H, F]. Rounded to x's dtype after each of the two products and after
-    SwiGLU. The router's probability is applied by the caller, after this. Experts without tokens are skipped.
+    SwiGLU. The router's probability is applied by the caller, after this. An expert may have no tokens.
     """
-    outputs = []
-    for tokens, up, down in zip(x.split(list(counts)), w13, w2, strict=True):
-        if tokens.shape[0]:
-            outputs.append(_linear(swiglu(_linear(tokens, up, spec, backward)), down, spec, backward))
-    return torch.cat(outputs) if outputs else x
+    return _grouped(swiglu(_grouped(x, counts, w13, spec, backward)), counts, w2, spec, backward)
 
 
-def _linear(x: torch.Tensor, weight: ExpertWeight, spec: QuantSpec | None, backward: Backward) -> torch.Tensor:
-    if spec is None or weight.dequantized is None:
-        return linear(x, weight.weight)
-    return fp8_linear(x, weight.weight, weight.dequantized, spec, backward)
+def _grouped(
+    x: torch.Tensor, counts: Sequence[int], experts: Sequence[ExpertWeight], spec: QuantSpec | None, backward: Backward
+) -> torch.Tensor:
+    weights = [expert.weight for expert in experts]
+    dequantized = [expert.dequantized for expert in experts if expert.dequantized is not None]
+    if spec is None or not dequantized:
+        return grouped_linear(x, counts, weights)
+    return grouped_linear(x, counts, weights, dequantized, spec, backward)
 
 
 def group_by_expert(experts: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, list[int]]:

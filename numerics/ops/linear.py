@@ -20,7 +20,7 @@ from numerics.spec import QuantSpec
 Backward = Literal["fp8", "bf16"]
 
 # Matrix libraries use other kernels, with another order of addition, below a few rows. Smaller products are padded.
-_FEWEST_ROWS = 8
+FEWEST_ROWS = 8
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, k_splits: int = 1) -> torch.Tensor:
@@ -77,8 +77,8 @@ def product(x: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype) -> torch.
     rows = x.shape[0]
     if torch.float32 in (dtype, x.dtype, weight.dtype):
         x, weight = x.float(), weight.float()
-    if 0 < rows < _FEWEST_ROWS:
-        x = F.pad(x, (0, 0, 0, _FEWEST_ROWS - rows))
+    if 0 < rows < FEWEST_ROWS:
+        x = F.pad(x, (0, 0, 0, FEWEST_ROWS - rows))
     return torch.mm(x, weight.t())[:rows].to(dtype)
 
 
@@ -108,15 +108,15 @@ class _Product(torch.autograd.Function):
         dx = dw = None
         if ctx.needs_input_grad[0]:
             dy_rows = dy if gradient is None else fake_quantize_rows(dy, gradient)
-            dx = _mm(dy_rows, weight_dq).reshape(ctx.shape).to(ctx.weight_dtype)
+            dx = wide_mm(dy_rows, weight_dq).reshape(ctx.shape).to(ctx.weight_dtype)
         if ctx.needs_input_grad[1]:
             if gradient is not None:
                 dy, rows = fake_quantize_columns(dy, gradient), fake_quantize_columns(rows, ctx.spec.activation)
-            dw = _mm(dy.t(), rows).to(ctx.weight_dtype)
+            dw = wide_mm(dy.t(), rows).to(ctx.weight_dtype)
         return dx, dw, None, None, None, None
 
 
-def _mm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+def wide_mm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """a @ b in the wider of the two dtypes; gradients need no fixed order."""
     if a.dtype != b.dtype:
         a, b = a.float(), b.float()

@@ -52,7 +52,7 @@ def linear(self: Any, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = N
 
 def fp8_linear(self: Any, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     current = state()
-    dequantized = current.weights.dequantized(layer.weight)
+    (dequantized,) = current.weights.dequantized(layer.weight)
     spec = current.numerics.rollout_spec
     return _with_bias(ops.fp8_linear(x, layer.weight, dequantized, spec, "bf16", _k_splits(layer)), bias)
 

@@ -21,9 +21,12 @@ _SCALE = "_scale_inv"
 
 @dataclasses.dataclass(frozen=True)
 class Dequantized:
-    """What one FP8 parameter dequantizes to ([N, K], or [experts, N, K]), and the weight version it was made from."""
+    """What one FP8 parameter dequantizes to, and the weight version it was made from.
 
-    values: torch.Tensor
+    matrices: one [N, K], or one per expert.
+    """
+
+    matrices: tuple[torch.Tensor, ...]
     version: str
 
 
@@ -50,15 +53,18 @@ class ServedWeights:
         """The parameters are being written: nothing may be computed with them until `commit`."""
         self.version = None
 
-    def dequantized(self, parameter: nn.Parameter) -> torch.Tensor:
-        """What an FP8 parameter dequantizes to at the current version. Raises `RuntimeError` if it has none."""
+    def dequantized(self, parameter: nn.Parameter) -> tuple[torch.Tensor, ...]:
+        """What an FP8 parameter dequantizes to at the current version: one matrix [N, K], or one per expert.
+
+        Raises `RuntimeError` if there is none of that version.
+        """
         entry = self._dequantized[parameter]
         if self.version is None or entry.version != self.version:
             raise RuntimeError(
                 f"fp8rl plugin: a forward asked for weights of version {self.version}, and this parameter's dequantized "
                 f"values are of version {entry.version}. An update was not committed; replace this engine"
             )
-        return entry.values
+        return entry.matrices
 
     def commit(self, version: str) -> dict[str, str]:
         """Refresh everything derived from the parameters, set the version, and return the manifest.
@@ -70,7 +76,8 @@ class ServedWeights:
             for name, parameter in _quantized_parameters(module):
                 scale = getattr(module, name + _SCALE)
                 values = dequantize(parameter.detach(), scale.detach(), self._spec)
-                self._dequantized[parameter] = Dequantized(values, version)
+                matrices = values.unbind(0) if values.dim() == 3 else (values,)
+                self._dequantized[parameter] = Dequantized(matrices, version)
         self.version = version
         return self.manifest()
 

@@ -1,0 +1,103 @@
+"""Grouped products: rows sorted by group, each group with a weight of its own, as in the experts of an MoE layer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any
+
+import torch
+
+from numerics.fake_quantize import fake_quantize_columns, fake_quantize_rows
+from numerics.ops.linear import FEWEST_ROWS, Backward, product, wide_mm
+from numerics.spec import QuantSpec, TensorSpec
+
+
+def grouped_linear(
+    x: torch.Tensor,
+    counts: Sequence[int],
+    weights: Sequence[torch.Tensor],
+    dequantized: Sequence[torch.Tensor] | None = None,
+    spec: QuantSpec | None = None,
+    backward: Backward = "fp8",
+) -> torch.Tensor:
+    """Row by row the same as `linear`, or with `dequantized` weights and a spec as `fp8_linear`, of the row's group.
+
+    x [T, K], the first counts[0] rows in group 0, and so on; weights [N, K] each. Returns [T, N] in x's dtype. Rows are
+    quantized in one go; for wgrad, blocks along the tokens begin anew in each group. A group may be empty.
+    """
+    if spec is None or dequantized is None:
+        return _GroupedProduct.apply(x, counts, None, "bf16", tuple(weights), *weights)
+    return _GroupedProduct.apply(x, counts, spec, backward, tuple(dequantized), *weights)
+
+
+class _GroupedProduct(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        counts: Sequence[int],
+        spec: QuantSpec | None,
+        backward: Backward,
+        operands: tuple[torch.Tensor, ...],
+        *weights: torch.Tensor,
+    ) -> torch.Tensor:
+        rows = x if spec is None else fake_quantize_rows(x, spec.activation)
+        ctx.save_for_backward(x if spec is not None and backward == "fp8" else rows)
+        ctx.spec = spec if backward == "fp8" else None
+        ctx.counts, ctx.operands, ctx.weight_dtype = counts, operands, weights[0].dtype
+        out = x.new_empty(x.shape[0], weights[0].shape[0])
+        for (start, stop), weight in zip(_spans(counts), operands, strict=True):
+            if start < stop:
+                out[start:stop] = _span_product(rows, start, stop, weight, x.dtype)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+        (rows,) = ctx.saved_tensors
+        dy = grads[0].to(rows.dtype)
+        spec, counts = ctx.spec, ctx.counts
+        dx = None
+        if ctx.needs_input_grad[0]:
+            dy_rows = dy if spec is None else fake_quantize_rows(dy, spec.gradient)
+            parts = [
+                wide_mm(part, weight)
+                for part, weight in zip(dy_rows.split(list(counts)), ctx.operands, strict=True)
+            ]
+            dx = torch.cat(parts).to(ctx.weight_dtype)
+        if spec is not None:
+            rows, _ = _quantize_groups(rows, counts, spec.activation)
+            dy, counts = _quantize_groups(dy, counts, spec.gradient)
+        dws = [
+            wide_mm(d.t(), r).to(ctx.weight_dtype) if d.shape[0] else None
+            for d, r in zip(dy.split(list(counts)), rows.split(list(counts)), strict=True)
+        ]
+        return dx, None, None, None, None, *dws
+
+
+def _spans(counts: Sequence[int]) -> list[tuple[int, int]]:
+    stops = list(accumulate(counts))
+    return list(zip([0, *stops[:-1]], stops, strict=True))
+
+
+def _span_product(
+    rows: torch.Tensor, start: int, stop: int, weight: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
+    """Rows start to stop. A short span borrows neighbouring rows, which are dropped, instead of being padded."""
+    first = max(0, min(start, rows.shape[0] - FEWEST_ROWS))
+    last = max(stop, min(first + FEWEST_ROWS, rows.shape[0]))
+    return product(rows[first:last], weight, dtype)[start - first : stop - first]
+
+
+def _quantize_groups(
+    x: torch.Tensor, counts: Sequence[int], spec: TensorSpec
+) -> tuple[torch.Tensor, Sequence[int]]:
+    """x quantized along the tokens of each group, and the rows per group, with zeros where blocks had to be filled."""
+    if spec.granularity != "token_group":
+        return torch.cat([fake_quantize_columns(part, spec) for part in x.split(list(counts))]), counts
+    padded = [-(-count // spec.group) * spec.group for count in counts]
+    shifts = torch.tensor([0, *accumulate(p - c for p, c in zip(padded, counts, strict=True))][:-1])
+    shift = torch.repeat_interleave(shifts, torch.tensor(list(counts))).to(x.device)
+    spread = x.new_zeros(sum(padded), x.shape[1])
+    spread[torch.arange(x.shape[0], device=x.device) + shift] = x
+    return fake_quantize_columns(spread, spec), padded

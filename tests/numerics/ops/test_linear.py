@@ -1,0 +1,121 @@
+"""Products: values and gradients against explicit quantize-dequantize computations, and slices against the whole."""
+
+import pytest
+import torch
+
+from numerics import ops
+from numerics.fake_quantize import fake_quantize_rows
+from numerics.ops.grouped import grouped_linear
+from numerics.quantize import fake_quantize, quantize
+from numerics.spec import QuantSpec
+
+POW2, FP32 = QuantSpec.preset("fp8_block_pow2"), QuantSpec.preset("fp8_block_fp32")
+E5M2_GRADIENTS = POW2.override({"gradient": {"format": "e5m2"}})
+
+
+def operands(tokens=200, k=256, n=384, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(tokens, k, generator=generator).bfloat16()
+    weight = (torch.randn(n, k, generator=generator) / k**0.5).bfloat16()
+    dy = torch.randn(tokens, n, generator=generator).bfloat16()
+    return x.requires_grad_(), weight.requires_grad_(), dy
+
+
+def along_tokens(x, spec):
+    """Quantized in groups of 128 tokens, by the plain quantizer on the transpose."""
+    return quantize(x.detach().t().contiguous(), spec).dequantize(torch.float64).t()
+
+
+def close(found, expected):
+    """BF16 results of sums in another order: equal to within two BF16 roundings of the largest element."""
+    assert (found.double() - expected).abs().max() <= 2**-7 * expected.abs().max()
+
+
+@pytest.mark.parametrize("spec", (POW2, FP32, E5M2_GRADIENTS), ids=("pow2", "fp32", "e5m2 gradients"))
+@pytest.mark.parametrize("tokens", (5, 128, 200))
+def test_fp8_gradients_are_those_of_the_quantized_operands(spec, tokens):
+    x, weight, dy = operands(tokens)
+    y = ops.fp8_linear(x, weight, fake_quantize(weight.detach(), spec.weight), spec)
+    y.backward(dy)
+    xq = quantize(x.detach(), spec.activation).dequantize(torch.float64)
+    wq = quantize(weight.detach(), spec.weight).dequantize(torch.float64)
+    close(y, xq @ wq.t())
+    close(x.grad, quantize(dy, spec.gradient).dequantize(torch.float64) @ wq)
+    close(weight.grad, along_tokens(dy, spec.gradient).t() @ along_tokens(x, spec.activation))
+
+
+def test_bf16_backward_is_straight_through():
+    x, weight, dy = operands()
+    wq = fake_quantize(weight.detach(), POW2.weight)
+    ops.fp8_linear(x, weight, wq, POW2, backward="bf16").backward(dy)
+    xq = quantize(x.detach(), POW2.activation).dequantize(torch.float64)
+    close(x.grad, dy.double() @ wq.double())
+    close(weight.grad, dy.double().t() @ xq)
+
+
+def test_plain_linear_is_torchs_own_with_its_gradients():
+    x, weight, dy = operands()
+    ops.linear(x, weight).backward(dy)
+    close(x.grad, dy.double() @ weight.detach().double())
+    close(weight.grad, dy.double().t() @ x.detach().double())
+
+
+def test_power_of_two_product_rounds_the_exact_one_once():
+    x, weight, _ = operands()
+    wq = fake_quantize(weight.detach(), POW2.weight)
+    y = ops.fp8_linear(x.detach(), weight, wq, POW2).double()
+    exact = fake_quantize_rows(x.detach(), POW2.activation).double() @ wq.double().t()
+    assert ((y - exact).abs() <= 2**-8 * exact.abs() + 2**-20 * exact.abs().max()).all()
+
+
+@pytest.mark.parametrize("quantized", (False, True))
+def test_slices_merged_in_order_equal_k_splits(quantized):
+    """What two tensor-parallel ranks compute, each with its half of K, is what one process computes with k_splits=2."""
+    x, weight, _ = operands(k=512)
+    x, weight = x.detach(), weight.detach()
+    wq = fake_quantize(weight, POW2.weight)
+    parts = []
+    for half in (slice(0, 256), slice(256, 512)):
+        if quantized:
+            parts.append(ops.fp8_linear_partial(x[:, half], weight[:, half], wq[:, half], POW2))
+        else:
+            parts.append(ops.linear_partial(x[:, half].contiguous(), weight[:, half].contiguous()))
+    merged = ops.merge_partials(parts, torch.bfloat16)
+    whole = ops.fp8_linear(x, weight, wq, POW2, k_splits=2) if quantized else ops.linear(x, weight, k_splits=2)
+    assert all(part.dtype == torch.float32 for part in parts)
+    assert torch.equal(merged, whole)
+
+
+def test_k_splits_really_is_another_order():
+    x, weight, _ = operands(tokens=512, k=512)
+    assert not torch.equal(ops.linear(x, weight, k_splits=1), ops.linear(x, weight, k_splits=2))
+
+
+@pytest.mark.parametrize("spec", (None, POW2, FP32), ids=("bf16", "pow2", "fp32"))
+@pytest.mark.parametrize("counts", ([7, 0, 130, 1], [0, 0, 0, 64], [3, 1, 0, 2]))
+def test_grouped_product_is_each_group_on_its_own(spec, counts):
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(sum(counts), 256, generator=generator).bfloat16()
+    weights = [(torch.randn(128, 256, generator=generator) / 16).bfloat16().requires_grad_() for _ in counts]
+    dequantized = None if spec is None else [fake_quantize(w.detach(), spec.weight) for w in weights]
+    dy = torch.randn(sum(counts), 128, generator=generator).bfloat16()
+
+    together = x.clone().requires_grad_()
+    out = grouped_linear(together, counts, weights, dequantized, spec)
+    out.backward(dy)
+    grads = [w.grad for w in weights]
+
+    for group, (part, d) in enumerate(zip(x.split(counts), dy.split(counts))):
+        if not len(part):
+            assert grads[group] is None
+            continue
+        alone, weight = part.clone().requires_grad_(), weights[group].detach().clone().requires_grad_()
+        if spec is None:
+            expected = ops.linear(alone, weight)
+        else:
+            expected = ops.fp8_linear(alone, weight, dequantized[group], spec)
+        expected.backward(d)
+        at = slice(sum(counts[:group]), sum(counts[: group + 1]))
+        assert torch.equal(out[at], expected)
+        assert torch.allclose(together.grad[at], alone.grad, rtol=2**-7, atol=2**-7)
+        assert torch.allclose(grads[group], weight.grad, rtol=2**-7, atol=2**-6)

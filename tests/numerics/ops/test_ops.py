@@ -1,0 +1,193 @@
+"""Each shared op against an independent float64 computation, its gradient, and itself in other batches."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from numerics import ops
+from numerics.ops import ExpertWeight
+from numerics.probe import row_variant_ops
+from numerics.quantize import fake_quantize
+from numerics.spec import QuantSpec
+
+SPEC = QuantSpec.preset("fp8_block_pow2")
+
+
+def random(*shape, seed=0, scale=1.0, dtype=torch.bfloat16):
+    return (torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * scale).to(dtype)
+
+
+def one_rounding(found, exact):
+    """BF16 nearest to within the FP32 arithmetic before it."""
+    assert ((found.double() - exact).abs() <= 2**-8 * exact.abs() + 1e-5).all()
+
+
+def gradients(op, oracle, *inputs):
+    """Gradients of `op` in FP32 against those of `oracle` in float64."""
+    ours = [x.float().requires_grad_() for x in inputs]
+    theirs = [x.double().requires_grad_() for x in inputs]
+    out, expected = op(*ours), oracle(*theirs)
+    dy = random(*out.shape, seed=9, dtype=torch.float32)
+    out.backward(dy)
+    expected.backward(dy.double())
+    assert torch.allclose(out.double(), expected, rtol=1e-5, atol=1e-5)
+    for a, b in zip(ours, theirs):
+        assert torch.allclose(a.grad.double(), b.grad, rtol=1e-4, atol=1e-5 * max(b.grad.abs().max().item(), 1.0))
+
+
+def rms_norm64(x, weight, eps=1e-6):
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight
+
+
+def test_rms_norm():
+    x, weight = random(40, 256), random(256, seed=1) + 1
+    one_rounding(ops.rms_norm(x, weight, 1e-6), rms_norm64(x.double(), weight.double()))
+    gradients(lambda a, w: ops.rms_norm(a, w, 1e-6), rms_norm64, x, weight)
+
+
+def test_add_rms_norm_rounds_the_sum_before_it_normalises():
+    x, residual, weight = random(40, 256), random(40, 256, seed=2, scale=30), random(256, seed=1)
+    normed, total = ops.add_rms_norm(x, residual, weight, 1e-6)
+    assert torch.equal(total, (x.double() + residual.double()).bfloat16())
+    assert torch.equal(normed, ops.rms_norm(total, weight, 1e-6))
+
+
+def rope64(x, positions, theta=1e4):
+    half = x.shape[-1] // 2
+    frequency = theta ** (-torch.arange(half, dtype=torch.float64) / half)
+    angle = positions[..., None, None].double() * frequency
+    first, second = x[..., :half], x[..., half:]
+    rotated = (first * angle.cos() - second * angle.sin(), second * angle.cos() + first * angle.sin())
+    return torch.cat(rotated, -1)
+
+
+def test_rope():
+    x = random(2, 5, 3, 128)
+    positions = torch.tensor([[0, 1, 2, 3, 4], [7, 500, 1023, 1024, 9000]])
+    one_rounding(ops.rope(x, positions, 1e4), rope64(x.double(), positions))
+    gradients(lambda a: ops.rope(a, positions, 1e4), lambda a: rope64(a, positions), x)
+
+
+def test_swiglu():
+    x = random(30, 512, scale=3)
+
+    def oracle(a):
+        gate, up = a.chunk(2, -1)
+        return F.silu(gate) * up
+
+    one_rounding(ops.swiglu(x), oracle(x.double()))
+    gradients(ops.swiglu, oracle, x)
+
+
+def attention64(q, k, v, scale=0.1):
+    repeats = q.shape[2] // k.shape[2]
+    q, k, v = (t.transpose(1, 2) for t in (q, k.repeat_interleave(repeats, 2), v.repeat_interleave(repeats, 2)))
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale).transpose(1, 2)
+
+
+@pytest.mark.parametrize("length", (1, 9, 128, 129, 300))
+def test_attention(length):
+    q, k, v = random(2, length, 4, 64), random(2, length, 2, 64, seed=1), random(2, length, 2, 64, seed=2)
+    positions = torch.arange(length).expand(2, -1)
+
+    def op(a, b, c):
+        return ops.attention(a, b, c, positions, 0.1)
+
+    one_rounding(op(q, k, v), attention64(q.double(), k.double(), v.double()))
+    gradients(op, attention64, q, k, v)
+
+
+def test_attention_does_not_depend_on_chunks_padding_or_batch():
+    """Every query of a sequence of 400: whole prefill, chunks of 96 over a cache, single decode steps, padded batch."""
+    length = 400
+    q, k, v = random(3, length, 4, 128), random(3, length, 2, 128, seed=1), random(3, length, 2, 128, seed=2)
+    positions = torch.arange(length).expand(3, -1)
+    whole = ops.attention(q, k, v, positions, 0.1)
+    for start in range(0, length, 96):
+        stop = min(start + 96, length)
+        chunk = ops.attention(q[:1, start:stop], k[:1, :stop], v[:1, :stop], positions[:1, start:stop], 0.1)
+        assert torch.equal(chunk, whole[:1, start:stop])
+    for t in (0, 1, 31, 32, 33, 127, 128, 129, 255, 256, 300, 399):
+        step = ops.attention(q[1:2, t : t + 1], k[1:2, : t + 1], v[1:2, : t + 1], positions[1:2, t : t + 1], 0.1)
+        assert torch.equal(step, whole[1:2, t : t + 1])
+        # one decode step of several sequences of other lengths, padded to the longest with what happens to be there
+        mixed = ops.attention(
+            torch.stack((q[1, t], q[2, 77]))[:, None], k[1:], v[1:], torch.tensor([[t], [77]]), 0.1
+        )
+        assert torch.equal(mixed[0], whole[1, t : t + 1]) and torch.equal(mixed[1], whole[2, 77:78])
+
+
+def test_route_takes_the_largest_and_breaks_ties_downwards():
+    logits = torch.tensor([[1.0, 3.0, 2.0, 3.0], [0.0, 0.0, 0.0, 0.0]])
+    probs, experts = ops.route(logits, 2, renormalize=True)
+    assert experts.tolist() == [[1, 3], [0, 1]]
+    assert probs.tolist() == [[0.5, 0.5], [0.5, 0.5]]
+    plain, _ = ops.route(logits, 2, renormalize=False)
+    assert torch.allclose(plain[1], torch.tensor([0.25, 0.25]))
+    many = random(64, 32, dtype=torch.float32)
+    probs, experts = ops.route(many, 4, renormalize=True)
+    expected = many.double().softmax(-1).topk(4)
+    assert torch.equal(experts, expected.indices.sort(-1).values)
+    assert torch.allclose(probs.sum(-1), torch.ones(64))
+
+
+def test_token_logprobs():
+    logits, tokens = random(50, 300, scale=4), torch.arange(50)
+    logprobs, entropy = ops.token_logprobs(logits, tokens, 0.7)
+    exact = (logits.double() / 0.7).log_softmax(-1)
+    assert torch.allclose(logprobs.double(), exact[torch.arange(50), tokens], atol=2e-6)
+    assert torch.allclose(entropy.double(), -(exact.exp() * exact).sum(-1), atol=1e-5)
+
+
+def moe(x, router, w13, w2, top_k, spec=None):
+    """An MoE layer put together from the shared ops, as the engine does it."""
+    probs, chosen = ops.route(ops.linear(x, router), top_k, True)
+    order, counts = ops.group_by_expert(chosen, len(w13))
+    outputs = ops.experts(x[order // top_k], counts, w13, w2, spec)
+    return ops.combine(outputs, probs, order, x.dtype), chosen, probs
+
+
+def weights(experts=8, hidden=256, width=128):
+    w13 = [random(2 * width, hidden, seed=10 + e, scale=0.06) for e in range(experts)]
+    w2 = [random(hidden, width, seed=50 + e, scale=0.08) for e in range(experts)]
+    return random(experts, hidden, seed=3, scale=0.1), w13, w2
+
+
+@pytest.mark.parametrize("top_k", (1, 2, 5))
+def test_experts_and_combine(top_k):
+    router, w13, w2 = weights()
+    x = random(33, 256)
+    out, chosen, probs = moe(x, router, [ExpertWeight(w) for w in w13], [ExpertWeight(w) for w in w2], top_k)
+    for token in range(33):
+        exact = torch.zeros(256, dtype=torch.float64)
+        for expert, prob in zip(chosen[token].tolist(), probs[token].double()):
+            gate, up = (w13[expert].double() @ x[token].double()).bfloat16().double().chunk(2)
+            inner = (F.silu(gate) * up).bfloat16().double()
+            exact += prob * (w2[expert].double() @ inner).bfloat16().double()
+        assert torch.allclose(out[token].double(), exact, rtol=2**-6, atol=2**-8)
+
+
+@pytest.mark.parametrize("spec", (None, SPEC), ids=("bf16", "fp8"))
+def test_an_moe_layer_is_row_invariant(spec):
+    router, w13, w2 = weights()
+
+    def prepared(matrices):
+        return [ExpertWeight(w, fake_quantize(w, SPEC.weight) if spec else None) for w in matrices]
+
+    x = random(64, 256)
+    whole, _, _ = moe(x, router, prepared(w13), prepared(w2), 4, spec)
+    for rows in ([5], [63, 1], list(range(0, 64, 3))):
+        part, _, _ = moe(x[rows], router, prepared(w13), prepared(w2), 4, spec)
+        assert torch.equal(part, whole[rows])
+
+
+def test_this_machine_is_row_invariant():
+    assert row_variant_ops() == []
+
+
+def test_the_probe_sees_an_op_that_is_not(monkeypatch):
+    def normalised_over_the_batch(x, weight, eps):
+        return (x.float() / x.float().std()).to(x.dtype)
+
+    monkeypatch.setattr(ops, "rms_norm", normalised_over_the_batch)
+    assert row_variant_ops() == ["rms_norm"]
