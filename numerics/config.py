@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from numerics.errors import UserError
-from numerics.spec import QuantSpec
+from numerics.spec import MODULE_KINDS, QuantSpec
 
 TrainerPrecision = Literal["bf16", "fp8_forward", "fp8"]
 RolloutPrecision = Literal["bf16", "fp8"]
@@ -41,6 +41,17 @@ class NumericsConfig:
             raise UserError(
                 f"activation.granularity: found {shared!r}, expected token_group or channel in exact mode; a scale that "
                 "tokens share would make a token's logprob depend on its batch"
+            )
+        weight = self.rollout_spec.weight
+        if self.rollout_spec.quantized and (weight.format, weight.granularity) != ("e4m3", "block"):
+            raise UserError(
+                f"weight: found {weight.format} in {weight.granularity} granularity, expected e4m3 in block "
+                "granularity: that is how the engine holds FP8 weights. Change weight, or set numerics.rollout to bf16"
+            )
+        if self.rollout_spec.quantized and self.spec.scope != frozenset(MODULE_KINDS):
+            raise UserError(
+                f"scope: found {sorted(self.spec.scope)}, expected all of {list(MODULE_KINDS)}; the engine quantizes "
+                "all of them or none. Change scope, or set numerics.rollout to bf16"
             )
         if self.k_splits < 1:
             raise UserError(f"numerics.k_splits: found {self.k_splits}, expected the trainer's tp, at least 1")

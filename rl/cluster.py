@@ -44,7 +44,7 @@ def ray_cluster(failure_logs: Path) -> Iterator[None]:
 
 @contextmanager
 def _private_cluster(failure_logs: Path) -> Iterator[None]:
-    folder = Path(tempfile.mkdtemp(prefix="fp8rl-ray-"))
+    folder = Path(tempfile.mkdtemp(prefix="fp8rl-ray-", dir="/tmp"))  # paths of sockets must stay short
     former = os.environ.get(_TOKEN)
     os.environ[_TOKEN] = secrets.token_hex(32)
     try:

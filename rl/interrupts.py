@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from types import FrameType, TracebackType
 
@@ -14,10 +14,15 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _DEAF_SECONDS = 1.0
 """How long further signals are ignored, for the first one to unwind to where the closing begins."""
 
+Handler = Callable[[int, FrameType | None], None] | int | None
+
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """Let SIGTERM, which `ray job stop` sends, raise KeyboardInterrupt as Ctrl-C does; a burst of both raises once."""
+    """Let SIGTERM, which `ray job stop` sends, raise KeyboardInterrupt as Ctrl-C does; a burst of both raises once.
+
+    After an interrupt both signals stay ignored, since the process is about to end.
+    """
     last = float("-inf")
 
     def interrupt(signum: int, frame: FrameType | None) -> None:
@@ -26,8 +31,17 @@ def interruptible() -> Iterator[None]:
             last = time.monotonic()
             raise KeyboardInterrupt
 
-    with _handling(interrupt):
+    former = _handle(dict.fromkeys(SIGNALS, interrupt))
+    try:
         yield
+    except KeyboardInterrupt:
+        _handle(dict.fromkeys(SIGNALS, signal.SIG_IGN))
+        raise
+    except BaseException:
+        _handle(former)
+        raise
+    else:
+        _handle(former)
 
 
 class Closing(ExitStack):
@@ -36,17 +50,15 @@ class Closing(ExitStack):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        with _handling(signal.SIG_IGN):
+        former = _handle(dict.fromkeys(SIGNALS, signal.SIG_IGN))
+        try:
             if kind is KeyboardInterrupt:
                 print("interrupted: ending every process of the run", file=sys.stderr, flush=True)
             super().__exit__(kind, error, trace)
+        finally:
+            _handle(former)
 
 
-@contextmanager
-def _handling(handler: object) -> Iterator[None]:
-    previous = {signum: signal.signal(signum, handler) for signum in SIGNALS}  # type: ignore[arg-type]
-    try:
-        yield
-    finally:
-        for signum, former in previous.items():
-            signal.signal(signum, former)
+def _handle(handlers: dict[signal.Signals, Handler]) -> dict[signal.Signals, Handler]:
+    """Install them; the former ones."""
+    return {signum: signal.signal(signum, handler) for signum, handler in handlers.items()}

@@ -41,7 +41,7 @@ class Stack:
 
     @classmethod
     def open(cls, spec: ExperimentSpec, run: RunDir) -> Stack:
-        """Start all parts, and on any failure end those that were started. A run with checkpoints goes on from its last."""
+        """Start all parts; on any failure end those that were started. A run with checkpoints goes on from its last."""
         with Closing() as closing:
             closing.enter_context(run_log(run.log))
             resume_step = max(run.checkpoint_steps(), default=None)
@@ -50,9 +50,7 @@ class Stack:
             console.note(f"spec {spec.numerics_config().spec.digest()}, seed {spec.run.seed}")
             closing.enter_context(ray_cluster(run.path / "ray_logs"))
             pool = _start_engines(spec, run, closing)  # they come up while the trainer does
-            console.note(
-                f"starting the trainer ({spec.trainer.world_size} ranks)" + (" and the engine" if pool else "")
-            )
+            console.note(f"starting {'the engine and ' if pool else ''}the trainer")
             trainer = TrainerGroup.start(
                 Path(spec.model.path),
                 spec.trainer,

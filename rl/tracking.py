@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -28,6 +29,11 @@ SUMMARIES = {
     "eval/accuracy": "last",
 }
 """Metrics whose worst or last value, not the last row's, stands for the run in wandb's summary."""
+
+TABLE_EVERY = 10
+"""Steps between sample tables in wandb, which are slow to write; the files have the samples of every step."""
+
+_DATA_DIR = "WANDB_DATA_DIR"
 
 
 @dataclass(frozen=True)
@@ -55,6 +61,10 @@ class Tracker:
     ) -> None:
         self._run_dir = run
         self._metrics = MetricsLog(run.metrics, resume_step=resume_step)
+        self._last_step = spec["run"].get("steps")
+        self._sets_data_dir = _DATA_DIR not in os.environ
+        if self._sets_data_dir:  # wandb would stage its tables in the user's home
+            os.environ[_DATA_DIR] = str(run.path / "wandb" / "data")
         self._wandb = _start_wandb(run, spec, settings, resumed=resume_step is not None)
         self._finished = False
 
@@ -68,7 +78,8 @@ class Tracker:
         row: dict[str, Any] = {"step": step, **written}
         if samples:
             _write_samples(self._run_dir.rollouts(step), samples)
-            row["rollout/samples"] = _table(samples)
+            if step % TABLE_EVERY == 0 or step == self._last_step:
+                row["rollout/samples"] = _table(samples)
         self._wandb.log(row)
         return written
 
@@ -84,6 +95,8 @@ class Tracker:
         self._metrics.close()
         self._wandb.summary.update(dict(summary or {}))
         self._wandb.finish(exit_code=exit_code)
+        if self._sets_data_dir:
+            del os.environ[_DATA_DIR]
 
     def __enter__(self) -> Self:
         return self

@@ -13,7 +13,6 @@ import importlib.util
 import json
 import multiprocessing
 import os
-import shutil
 import signal
 import socket
 import sys
@@ -22,8 +21,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-_SHARED_MEMORY = "shared_memory"
-"""Name of a note in the scratch directory: the path of SGLang's shared memory."""
+from rollout.scratch import note_shared_memory, remove_scratch
 
 
 def main() -> None:
@@ -57,15 +55,7 @@ def main() -> None:
         launch_server(arguments, execute_warmup_func=_wait_until_listening)
     finally:
         kill_process_tree(os.getpid(), include_parent=False)
-        remove_traces(Path(os.environ["TMPDIR"]))
-
-
-def remove_traces(scratch: Path) -> None:
-    """Remove a server's scratch directory and the shared memory noted there."""
-    note = scratch / _SHARED_MEMORY
-    if note.exists():
-        Path(note.read_text()).unlink(missing_ok=True)
-    shutil.rmtree(scratch, ignore_errors=True)
+        remove_scratch(Path(os.environ["TMPDIR"]))
 
 
 def _read_line(descriptor: int) -> bytes:
@@ -82,7 +72,7 @@ def _read_line(descriptor: int) -> bytes:
 def _die_with_owner() -> None:
     while os.read(0, 1):
         pass
-    remove_traces(Path(os.environ["TMPDIR"]))
+    remove_scratch(Path(os.environ["TMPDIR"]))
     os.killpg(0, signal.SIGKILL)
 
 
@@ -90,7 +80,7 @@ def _remember_shared_memory(ports: Any, *_: Any, **__: Any) -> None:
     """Note the one file that SGLang makes outside its scratch directory, and never removes."""
     from sglang.srt.managers.load_snapshot import shm_path_for
 
-    Path(os.environ["TMPDIR"], _SHARED_MEMORY).write_text(shm_path_for(ports.instance_id))
+    note_shared_memory(Path(os.environ["TMPDIR"]), shm_path_for(ports.instance_id))
 
 
 def _import_one_model_only(architectures: list[str]) -> None:

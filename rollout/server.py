@@ -8,7 +8,6 @@ import secrets
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Mapping
@@ -22,7 +21,7 @@ from numerics.errors import user_error
 from rollout.arguments import has_cuda, server_arguments, server_environment
 from rollout.config import RolloutConfig
 from rollout.errors import EngineDiedError, EngineError
-from rollout.launcher import remove_traces
+from rollout.scratch import make_scratch, remove_scratch, sweep
 from rollout.types import Endpoint
 
 _GRACE_S = 4.0
@@ -69,7 +68,8 @@ class SGLangServer:
         arguments = server_arguments(
             Path(model_path), config, port=port, seed=seed, weight_version=weight_version, cuda=cuda
         )
-        scratch = Path(tempfile.mkdtemp(prefix="fp8rl-engine-"))
+        sweep()
+        scratch, lock = make_scratch()
         log_path = Path(log_path)
         log_path.parent.mkdir(parents=True, exist_ok=True)
         with log_path.open("ab") as log:
@@ -80,7 +80,9 @@ class SGLangServer:
                 stderr=subprocess.STDOUT,
                 env=server_environment(plugin, scratch, cuda=cuda),
                 start_new_session=True,
+                pass_fds=(lock,),
             )
+        os.close(lock)
         server = cls(process, endpoint, log_path, scratch)
         try:
             server._hand_over(
@@ -131,7 +133,7 @@ class SGLangServer:
             except psutil.NoSuchProcess:
                 pass
         survivors = self._wait_until_gone(5.0)
-        remove_traces(self._scratch)
+        remove_scratch(self._scratch)
         if survivors:
             raise EngineError(f"engine processes {[p.pid for p in survivors]} survived SIGKILL. End them by hand.")
         self._process.wait(5.0)

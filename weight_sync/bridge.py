@@ -1,8 +1,8 @@
 """The bridge: the trainer's weights into the engines, and the proof that they arrived.
 
-A sync pauses generation, streams the quantized tensors, has each engine commit them (refresh what it computes with, take
-digests of its own parameters), compares the digests with the trainer's, and resumes. If anything differs, or anything
-fails on the way, generation stays paused and `SyncError` says what: a mixture is never sampled from.
+A sync pauses generation, streams the quantized tensors, has each engine commit them (refresh what it computes with,
+take digests of its own parameters), compares the digests with the trainer's, and resumes. If anything differs, or
+anything fails on the way, generation stays paused and `SyncError` says what: a mixture is never sampled from.
 """
 
 from __future__ import annotations
@@ -10,12 +10,16 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import httpx
+from torch import Tensor
+
 from numerics.spec import QuantSpec
 from rollout.client import EngineClient
+from rollout.errors import EngineError
 from rollout.plugin.lifecycle import COMMIT
 from rollout.types import Endpoint
 from trainer.actor import TrainerGroup
@@ -31,7 +35,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class SyncReport:
-    """One sync. bytes: payload to each engine. seconds: pause to resume, of which verify_seconds for commits and comparison.
+    """One sync. bytes: payload to each engine. seconds: pause to resume, of which verify_seconds for the proof.
 
     verified_tensors: tensors whose digests were equal in every engine; mismatched_tensors: the others.
     """
@@ -72,7 +76,8 @@ class Bridge:
     def sync(self, endpoints: Sequence[Endpoint], manifest_path: Path | None = None) -> SyncReport:
         """Bring all engines to the trainer's weight version, verified.
 
-        The manifest is saved to `manifest_path`. Raises `SyncError` with the tensors that differ, engine by engine.
+        The manifest is saved to `manifest_path`. Raises `SyncError` with the tensors that differ, engine by engine, or
+        with what failed on the way.
         """
         transport = make_transport(self.config, self.model_path, self.scratch / "sync_checkpoint", self.spec)
         version = self.trainer.weight_version
@@ -82,9 +87,9 @@ class Bridge:
             manifest.save(manifest_path)
         if problems:
             raise SyncError(
-                f"sync to weight version {version}: {report.mismatched_tensors} of {len(manifest.entries)} tensors are not "
-                "what the trainer sent; generation stays paused. Restart the run from its last checkpoint, and if it "
-                "happens again, compare the versions of sglang on both sides:\n" + "\n".join(problems[:20])
+                f"sync to weight version {version}: {report.mismatched_tensors} of {len(manifest.entries)} tensors are "
+                "not what the trainer sent; generation stays paused. Restart the run from its last checkpoint, and if "
+                "it happens again, compare the versions of sglang on both sides:\n" + "\n".join(problems[:20])
             )
         return report
 
@@ -97,22 +102,29 @@ def push(
 ) -> Pushed | None:
     """The sync as each trainer rank runs it: all take part in the export, rank 0 sends and verifies."""
     weights = trainer.export_weights()
-    if not trainer.layout.rank == 0:
-        for _ in weights:
-            pass
-        return None
-    recorder = Recorder(str(version), spec.digest())
-    return asyncio.run(_push(transport, recorder, served_tensors(weights, spec), endpoints, version))
+    try:
+        if trainer.layout.rank != 0:
+            return None
+        return asyncio.run(send_and_verify(transport, weights, spec, endpoints, version))
+    finally:
+        _exhaust(weights)
 
 
-async def _push(
-    transport: Transport, recorder: Recorder, tensors: object, endpoints: list[Endpoint], version: int
+async def send_and_verify(
+    transport: Transport,
+    weights: Iterable[tuple[str, Tensor]],
+    spec: QuantSpec,
+    endpoints: list[Endpoint],
+    version: int,
 ) -> Pushed:
+    """Rank 0's part, on the BF16 `weights` by HF name: send, commit, compare; generation resumes if nothing differs."""
+    recorder = Recorder(str(version), spec.digest())
+    tensors = served_tensors(weights, spec)
     start = time.perf_counter()
     engines = [EngineClient(endpoint) for endpoint in endpoints]
     try:
         await asyncio.gather(*(engine.pause() for engine in engines))
-        await transport.send(recorder.watch(tensors), engines, version)  # type: ignore[arg-type]
+        await transport.send(recorder.watch(tensors), engines, version)
         sent = time.perf_counter()
         manifest = recorder.manifest()
         held = await asyncio.gather(*(_commit(engine, version) for engine in engines))
@@ -121,6 +133,11 @@ async def _push(
         if not problems:
             await asyncio.gather(*(engine.resume() for engine in engines))
         end = time.perf_counter()
+    except (EngineError, httpx.HTTPError, OSError) as error:
+        raise SyncError(
+            f"sync to weight version {version}: found {error!r} on the way, expected every engine to load and verify "
+            "the weights; generation stays paused. Sync again, and replace an engine that died"
+        ) from error
     finally:
         await asyncio.gather(*(engine.close() for engine in engines))
     report = SyncReport(
@@ -155,8 +172,14 @@ def _differences(manifest: Manifest, endpoints: list[Endpoint], held: list[dict[
 
 def _write(trainer: Trainer, spec: QuantSpec, model_path: Path, path: Path) -> None:
     weights = trainer.export_weights()
-    if trainer.layout.rank == 0:
-        write_served_checkpoint(served_tensors(weights, spec), model_path, path, spec)
-    else:
-        for _ in weights:
-            pass
+    try:
+        if trainer.layout.rank == 0:
+            write_served_checkpoint(served_tensors(weights, spec), model_path, path, spec)
+    finally:
+        _exhaust(weights)
+
+
+def _exhaust(weights: Iterator[object]) -> None:
+    """Take the rest of an export: it is collective, and a rank that leaves early keeps the others waiting in it."""
+    for _ in weights:
+        pass

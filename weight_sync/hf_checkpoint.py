@@ -22,9 +22,7 @@ _COPIED = ("*.json", "*.jinja", "*.txt", "*.model")
 _WEIGHT_INDEX = "model.safetensors.index.json"
 
 
-def write_served_checkpoint(
-    tensors: Iterable[tuple[str, Tensor]], source: Path, path: Path, spec: QuantSpec
-) -> None:
+def write_served_checkpoint(tensors: Iterable[tuple[str, Tensor]], source: Path, path: Path, spec: QuantSpec) -> None:
     """Write `tensors` (from `served_tensors`) with the configuration and tokenizer files of `source`.
 
     `path` appears whole or not at all, in place of what stood there. config.json gets the `quantization_config` that
@@ -33,22 +31,13 @@ def write_served_checkpoint(
     partial = path.with_name(f".{path.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    for pattern in _COPIED:
-        for file in source.glob(pattern):
-            if file.name != _WEIGHT_INDEX:
-                shutil.copy(file, partial)
-    where: dict[str, str] = {}
-    for index, bucket in enumerate(buckets(tensors, _SHARD_BYTES)):
-        shard = f"model-{index:05d}.safetensors"
-        save_file({name: tensor.cpu().contiguous() for name, tensor in bucket}, partial / shard, {"format": "pt"})
-        where |= dict.fromkeys((name for name, _ in bucket), shard)
-    (partial / _WEIGHT_INDEX).write_text(json.dumps({"metadata": {}, "weight_map": where}))
-    config = json.loads((partial / "config.json").read_text())
-    config.pop("quantization_config", None)
-    if spec.quantized:
-        config["quantization_config"] = quantization_config(spec)
-    (partial / "config.json").write_text(json.dumps(config, indent=1))
-    publish_directory(partial, path)
+    try:
+        _copy_description(source, partial, spec)
+        _write_tensors(tensors, partial)
+        publish_directory(partial, path)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
 
 
 def quantization_config(spec: QuantSpec) -> dict[str, Any]:
@@ -67,8 +56,29 @@ def convert_checkpoint(source: Path, path: Path, spec: QuantSpec) -> None:
     write_served_checkpoint(served_tensors(_stored_tensors(source), spec), source, path, spec)
 
 
+def _copy_description(source: Path, partial: Path, spec: QuantSpec) -> None:
+    for pattern in _COPIED:
+        for file in source.glob(pattern):
+            if file.name != _WEIGHT_INDEX:
+                shutil.copy(file, partial)
+    config = json.loads((partial / "config.json").read_text())
+    config.pop("quantization_config", None)
+    if spec.quantized:
+        config["quantization_config"] = quantization_config(spec)
+    (partial / "config.json").write_text(json.dumps(config, indent=1))
+
+
+def _write_tensors(tensors: Iterable[tuple[str, Tensor]], partial: Path) -> None:
+    where: dict[str, str] = {}
+    for index, bucket in enumerate(buckets(tensors, _SHARD_BYTES)):
+        shard = f"model-{index:05d}.safetensors"
+        save_file({name: tensor.cpu().contiguous() for name, tensor in bucket}, partial / shard, {"format": "pt"})
+        where |= dict.fromkeys((name for name, _ in bucket), shard)
+    (partial / _WEIGHT_INDEX).write_text(json.dumps({"metadata": {}, "weight_map": where}))
+
+
 def _stored_tensors(source: Path) -> Iterator[tuple[str, Tensor]]:
     for file in sorted(source.glob("*.safetensors")):
         with safe_open(file, framework="pt") as stored:
-            for name in stored.keys():  # noqa: SIM118 (it is not a dict)
+            for name in stored.keys():
                 yield name, stored.get_tensor(name)

@@ -23,8 +23,8 @@ class Manifest:
     """What an engine must hold.
 
     version: the weight version, as text. spec_digest: of the spec that the tensors are quantized by.
-    entries: HF name -> digest; for a tensor that is computed with in dequantized form, `digest@version`, where version is
-        that of the dequantized values.
+    entries: HF name -> digest; for a tensor that is computed with in dequantized form, `digest@version`, where version
+        is that of the dequantized values.
     """
 
     version: str

@@ -16,8 +16,8 @@ SCALE_SUFFIX = "_scale_inv"
 def served_tensors(weights: Iterable[tuple[str, Tensor]], spec: QuantSpec) -> Iterator[tuple[str, Tensor]]:
     """(HF name, tensor) of what is served under `spec`: FP8 codes and their scales, or the tensor as it is.
 
-    weights: (HF name, BF16 tensor). A quantized `x.weight` [N, K] becomes `x.weight` (FP8) and `x.weight_scale_inv` (FP32,
-    one per block). The tensors may share memory with the parameters.
+    weights: (HF name, BF16 tensor). A quantized `x.weight` [N, K] becomes `x.weight` (FP8) and `x.weight_scale_inv`
+    (FP32, one per block). The tensors may share memory with the parameters.
     """
     for name, tensor in weights:
         kind = module_kind(name)

@@ -2,8 +2,8 @@
 
 SGLang calls `register` in each of its processes (entry point group `sglang.srt.plugins`). Without the environment
 variable FP8RL_PLUGIN, which `rollout.server` sets, it does nothing: an SGLang that merely shares the environment stays
-stock. SGLang logs and swallows whatever a plugin raises and serves on stock ops, which is why the engine's owner asks for
-the report (`rollout.handshake`) before it uses the engine.
+stock. SGLang logs and swallows whatever a plugin raises and serves on stock ops, which is why the engine's owner asks
+for the report (`rollout.handshake`) before it uses the engine.
 """
 
 from __future__ import annotations

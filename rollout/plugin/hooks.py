@@ -1,6 +1,7 @@
 """Every place where the plugin reaches into SGLang, with the signature that it expects to find there.
 
-SGLang moves fast. A target whose parameters are not the ones listed here is refused, by name, before anything is hooked.
+SGLang moves fast. A target whose parameters are not the ones listed here is refused, by name, before anything is
+hooked.
 """
 
 from __future__ import annotations
@@ -50,9 +51,7 @@ HOOKS: tuple[Hook, ...] = (
     Hook("layers.rotary_embedding.base.RotaryEmbedding.forward_native", "replace", ops.rotary_embedding, _ROPE),
     Hook("layers.activation.SiluAndMul.forward_native", "replace", ops.silu_and_mul, "x"),
     Hook("layers.quantization.unquant.UnquantizedLinearMethod.apply", "replace", ops.linear, "layer x bias"),
-    Hook(
-        "layers.quantization.unquant.UnquantizedFusedMoEMethod.apply", "replace", ops.moe, "layer dispatch_output"
-    ),
+    Hook("layers.quantization.unquant.UnquantizedFusedMoEMethod.apply", "replace", ops.moe, "layer dispatch_output"),
     Hook(_FP8 + "Fp8LinearMethod.apply", "replace", ops.fp8_linear, "layer x bias"),
     Hook(_FP8 + "Fp8MoEMethod.apply", "replace", ops.fp8_moe, "layer dispatch_output"),
     Hook("layers.moe.topk.fused_topk_native", "replace", ops.fused_topk, _TOPK),
@@ -71,7 +70,9 @@ HOOKS: tuple[Hook, ...] = (
     ),
     Hook("layers.sampler.Sampler.__init__", "after", lifecycle.after_sampler_init, ""),
     # weights
-    Hook(_FP8 + "Fp8LinearMethod.process_weights_after_loading_block_quant", "replace", lifecycle.no_repacking, "layer"),
+    Hook(
+        _FP8 + "Fp8LinearMethod.process_weights_after_loading_block_quant", "replace", lifecycle.no_repacking, "layer"
+    ),
     Hook(_FP8 + "Fp8MoEMethod.process_weights_after_loading_block_quant", "replace", lifecycle.no_repacking, "layer"),
     Hook("model_executor.model_runner.ModelRunner.load_model", "after", lifecycle.after_load_model, ""),
     Hook(
@@ -94,9 +95,7 @@ HOOKS: tuple[Hook, ...] = (
         "action allow_quant_error",
     ),
     # report
-    Hook(
-        "managers.scheduler.Scheduler.get_internal_state", "after", lifecycle.after_get_internal_state, "recv_req"
-    ),
+    Hook("managers.scheduler.Scheduler.get_internal_state", "after", lifecycle.after_get_internal_state, "recv_req"),
 )
 
 

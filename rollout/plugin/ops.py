@@ -81,9 +81,7 @@ def moe(self: Any, layer: Any, dispatch_output: Any) -> Any:
 def fp8_moe(self: Any, layer: Any, dispatch_output: Any) -> Any:
     """Routed experts, FP8."""
     dequantized = state().weights.dequantized
-    return _moe(
-        layer, dispatch_output, lambda parameter: [ExpertWeight(w, w) for w in dequantized(parameter)]
-    )
+    return _moe(layer, dispatch_output, lambda parameter: [ExpertWeight(w, w) for w in dequantized(parameter)])
 
 
 def _moe(layer: Any, dispatch_output: Any, weights_of: Callable[[Any], list[ExpertWeight]]) -> Any:
@@ -110,7 +108,7 @@ def attention_extend(
     extend_prefix_lens: torch.Tensor,
     extend_seq_lens: torch.Tensor,
     encoder_lens: torch.Tensor | None = None,
-    scaling: float | None = None,
+    scaling: Any = None,
     enable_gqa: bool = False,
     causal: bool = False,
     is_cross_attn: bool = False,
@@ -140,7 +138,7 @@ def attention_decode(
     req_pool_indices: torch.Tensor,
     seq_lens: torch.Tensor,
     encoder_lens: torch.Tensor | None = None,
-    scaling: float | None = None,
+    scaling: Any = None,
     enable_gqa: bool = False,
     causal: bool = False,
     is_cross_attn: bool = False,
@@ -162,7 +160,11 @@ def _of_similar_length(new: torch.Tensor, total: torch.Tensor) -> Iterator[torch
 
 
 def _cached(
-    k_cache: torch.Tensor, v_cache: torch.Tensor, req_to_token: torch.Tensor, requests: torch.Tensor, lengths: torch.Tensor
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    req_to_token: torch.Tensor,
+    requests: torch.Tensor,
+    lengths: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys and values [sequences, longest, kv heads, D] out of the paged cache."""
     positions = torch.arange(int(lengths.max()), device=k_cache.device)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import nn
@@ -61,16 +62,16 @@ class ServedWeights:
         entry = self._dequantized[parameter]
         if self.version is None or entry.version != self.version:
             raise RuntimeError(
-                f"fp8rl plugin: a forward asked for weights of version {self.version}, and this parameter's dequantized "
-                f"values are of version {entry.version}. An update was not committed; replace this engine"
+                f"fp8rl plugin: a forward asked for weights of version {self.version}, and this parameter's "
+                f"dequantized values are of version {entry.version}. An update was not committed; replace this engine"
             )
         return entry.matrices
 
     def commit(self, version: str) -> dict[str, str]:
         """Refresh everything derived from the parameters, set the version, and return the manifest.
 
-        The manifest gives, for each tensor by its HF name, `digest` for what is served as it is, and `digest@version` for
-        what is computed with in dequantized form, where `version` is that of the dequantized values in use.
+        The manifest gives, for each tensor by its HF name, `digest` for what is served as it is, and `digest@version`
+        for what is computed with in dequantized form, where `version` is that of the dequantized values in use.
         """
         for module in self._loaded().modules():
             for name, parameter in _quantized_parameters(module):
@@ -115,7 +116,7 @@ def hf_tensors(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, torch.Tens
                 yield hf_name, parameter, view
 
 
-def _split(path: str, module: nn.Module, name: str, data: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+def _split(path: str, module: Any, name: str, data: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
     parent, _, leaf = path.rpartition(".")
     if leaf == "qkv_proj":
         sizes = [module.num_heads * module.head_size] + 2 * [module.num_kv_heads * module.head_size]

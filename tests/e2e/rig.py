@@ -202,5 +202,3 @@ def prompts(seed: int) -> list[Prompt]:
 def differences(logprobs: torch.Tensor, batch: TokenBatch) -> torch.Tensor:
     """d = trainer - rollout for every sampled token, [tokens]."""
     return (logprobs - batch.fields["rollout_logprobs"])[batch.loss_mask]
-
-

@@ -36,7 +36,6 @@ ROUNDS = ((1.0, "tensor"), (0.7, "disk"))
 """Temperature of a round's samples, and the transport of the sync after its optimizer step."""
 
 
-
 def test_a_bf16_trainer_beside_an_fp8_engine_disagrees(rig: Rig) -> None:
     """The contrast: the equality below is none of instruments that see nothing."""
     pipeline = rig.open(Setup("moe", trainer="bf16"))
@@ -51,7 +50,7 @@ def test_prefixes_are_cached_within_a_weight_version_only(rig: Rig) -> None:
     pipeline = rig.open(Setup("moe"))
     shared = prompts(0)[-1].token_ids
     assert cached_tokens(pipeline, shared) == 0
-    assert cached_tokens(pipeline, shared[:SHARED_PREFIX] + [9, 9, 9]) >= SHARED_PREFIX
+    assert cached_tokens(pipeline, [*shared[:SHARED_PREFIX], 9, 9, 9]) >= SHARED_PREFIX
     pipeline.sync()
     assert cached_tokens(pipeline, shared) == 0
 
@@ -156,4 +155,3 @@ def cached_tokens(pipeline: Pipeline, input_ids: list[int]) -> int:
         trust_env=False,
     )
     return response.json()["meta_info"]["cached_tokens"]
-

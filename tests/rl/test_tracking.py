@@ -1,4 +1,5 @@
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,13 +12,13 @@ from rl.run_dir import RunDir, create_run_dir
 from rl.spec.sections import WandbSection
 from rl.tracking import METRIC_GROUPS, RolloutSample, Tracker, read_samples
 
-SPEC = {"run": {"name": "demo"}, "trainer": {"lr": 1e-4}}
+SPEC = {"run": {"name": "demo", "steps": 2}, "trainer": {"lr": 1e-4}}
 SAMPLES = [RolloutSample("1+1=?", "2\n#### 2", 1.0, 0.0), RolloutSample("1+2=?", "é", 0.0, None)]
 
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
-    monkeypatch.setenv("WANDB_DATA_DIR", str(tmp_path / "wandb_data"))
+    monkeypatch.delenv("WANDB_DATA_DIR", raising=False)
     return create_run_dir(tmp_path, "demo")
 
 
@@ -53,7 +54,19 @@ def test_wandb_gets_the_same_rows_over_the_step_axis(run: RunDir) -> None:
     assert table["columns"] == ["prompt", "text", "reward", "mean abs d"]
     assert table["data"] == [["1+1=?", "2\n#### 2", 1.0, 0.0], ["1+2=?", "é", 0.0, None]]
     assert {"accuracy_after": 0.9} in [record["update"] for record in of_type(records, "summary")]
-    assert of_type(records, "exit") == [{"exit_code": 0}]
+    assert [record["exit_code"] for record in of_type(records, "exit")] == [0]
+
+
+def test_tables_are_rare_and_staged_in_the_run_directory(run: RunDir) -> None:
+    spec = {"run": {"steps": 12}}
+    with Tracker(run, spec, WandbSection()) as tracker:
+        assert os.environ["WANDB_DATA_DIR"].startswith(str(run.path))
+        for step in range(1, 13):
+            tracker.log(step, {}, SAMPLES)
+    assert "WANDB_DATA_DIR" not in os.environ
+    assert run.rollout_steps() == list(range(1, 13))
+    rows = [record["item"] for record in of_type(wandb_records(run), "history")]
+    assert [row["step"] for row in rows if "rollout/samples" in str(row)] == [10, 12]
 
 
 def test_disabled_wandb_leaves_the_files_of_the_run(run: RunDir) -> None:
@@ -69,7 +82,7 @@ def test_a_failing_run_is_marked_and_its_error_is_kept(run: RunDir) -> None:
     with pytest.raises(RuntimeError, match="engine died"), Tracker(run, SPEC, WandbSection()) as tracker:
         tracker.log(1, {"train/loss": 0.5})
         raise RuntimeError("engine died")
-    assert of_type(wandb_records(run), "exit") == [{"exit_code": 1}]
+    assert [record["exit_code"] for record in of_type(wandb_records(run), "exit")] == [1]
     assert [row["step"] for row in read_metrics(run.metrics)] == [1]
 
 

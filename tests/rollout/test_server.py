@@ -18,6 +18,7 @@ from numerics.errors import UserError
 from rollout.arguments import PLUGIN_ENVIRONMENT, server_arguments, server_environment
 from rollout.config import RolloutConfig
 from rollout.errors import EngineDiedError, EngineError
+from rollout.scratch import make_scratch, note_shared_memory, sweep
 from rollout.server import SGLangServer, log_tail
 from tests.rollout.conftest import small_config
 
@@ -25,6 +26,7 @@ from tests.rollout.conftest import small_config
 OWNER = """
 import sys, threading, time
 from rollout.config import RolloutConfig
+from rollout.scratch import make_scratch, note_shared_memory, sweep
 from rollout.server import SGLangServer
 config = RolloutConfig(context_length=512, max_total_tokens=8192)
 servers = []
@@ -128,6 +130,23 @@ def test_log_tail_gives_the_last_lines(tmp_path: Path) -> None:
     log = tmp_path / "log"
     log.write_bytes(b"".join(b"line %d \xff\n" % i for i in range(20000)))
     assert [line.split()[1] for line in log_tail(log, 3).splitlines()] == ["19997", "19998", "19999"]
+
+
+def test_only_the_scratch_of_the_dead_is_swept(tmp_path: Path) -> None:
+    shared = tmp_path / "shared"
+    shared.touch()
+    scratch, lock = make_scratch()
+    note_shared_memory(scratch, str(shared))
+    holder = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, pass_fds=(lock,))
+    os.close(lock)
+    try:
+        sweep()
+        assert scratch.is_dir() and shared.exists()
+    finally:
+        holder.kill()
+        holder.wait()
+    sweep()
+    assert not scratch.exists() and not shared.exists()
 
 
 @pytest.mark.e2e

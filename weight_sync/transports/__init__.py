@@ -21,16 +21,14 @@ from weight_sync.transports.tensor import TensorTransport
 class Transport(Protocol):
     """Runs in the process of the trainer's rank 0."""
 
-    async def send(
-        self, tensors: Iterable[tuple[str, Tensor]], engines: Sequence[EngineClient], version: int
-    ) -> None:
+    async def send(self, tensors: Iterable[tuple[str, Tensor]], engines: Sequence[EngineClient], version: int) -> None:
         """Load all `tensors` (HF names) into every engine, under a weight version."""
 
 
 def make_transport(config: SyncConfig, model_path: Path, scratch: Path, spec: QuantSpec) -> Transport:
     """The transport that the spec names.
 
-    model_path: where configuration and tokenizer files come from; scratch: directory for the disk transport's checkpoint.
+    model_path: source of configuration and tokenizer files; scratch: directory for the disk transport's checkpoint.
     """
     if config.transport == "disk":
         return DiskTransport(model_path, scratch, spec)

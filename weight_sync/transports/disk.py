@@ -22,8 +22,6 @@ class DiskTransport:
     directory: Path
     spec: QuantSpec
 
-    async def send(
-        self, tensors: Iterable[tuple[str, Tensor]], engines: Sequence[EngineClient], version: int
-    ) -> None:
+    async def send(self, tensors: Iterable[tuple[str, Tensor]], engines: Sequence[EngineClient], version: int) -> None:
         write_served_checkpoint(tensors, self.model_path, self.directory, self.spec)
         await asyncio.gather(*(engine.update_weights_from_disk(self.directory, version) for engine in engines))

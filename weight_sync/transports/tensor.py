@@ -20,7 +20,7 @@ class TensorTransport:
     bucket_bytes: int
 
     async def send(self, tensors: Iterable[Named], engines: Sequence[EngineClient], version: int) -> None:
-        # Handles by name outlive the passing of file descriptors between unrelated processes, which torch's default needs.
+        # Handles by name: torch's default passes file descriptors, which unrelated processes cannot.
         torch.multiprocessing.set_sharing_strategy("file_system")
         for bucket, last in _with_last(buckets(tensors, self.bucket_bytes)):
             payload, shared = _serialize(bucket)

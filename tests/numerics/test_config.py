@@ -1,0 +1,51 @@
+"""Which specs the two sides can run exactly, and that the configuration survives the way to the engine."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from numerics.config import NumericsConfig
+from numerics.errors import UserError
+from numerics.spec import PRESETS, QuantSpec
+
+POW2 = QuantSpec.preset("fp8_block_pow2")
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_it_survives_json(preset: str) -> None:
+    numerics = NumericsConfig(spec=QuantSpec.preset(preset), trainer="fp8_forward", k_splits=2)
+    assert NumericsConfig.from_dict(json.loads(json.dumps(numerics.to_dict()))) == numerics
+
+
+def test_each_side_runs_the_spec_or_bf16() -> None:
+    bf16 = QuantSpec.preset("bf16")
+    mixed = NumericsConfig(spec=POW2, trainer="bf16", rollout="fp8")
+    assert (mixed.trainer_spec, mixed.rollout_spec) == (bf16, POW2)
+    mixed = NumericsConfig(spec=POW2, trainer="fp8_forward", rollout="bf16")
+    assert (mixed.trainer_spec, mixed.rollout_spec) == (POW2, bf16)
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"trainer": "fp16"}, "numerics.trainer: found 'fp16', expected one of bf16, fp8_forward, fp8"),
+        ({"rollout": "fp8_forward"}, "numerics.rollout: found 'fp8_forward', expected one of bf16, fp8"),
+        ({"mode": "native"}, "numerics.mode: found 'native', expected one of exact"),
+        ({"k_splits": 0}, "numerics.k_splits: found 0"),
+        ({"spec": POW2.override({"activation": {"granularity": "tensor"}})}, "activation.granularity: found 'tensor'"),
+        ({"spec": POW2.override({"weight": {"granularity": "channel"}})}, "found e4m3 in channel granularity"),
+        ({"spec": POW2.override({"weight": {"format": "e5m2"}})}, "found e5m2 in block granularity"),
+        ({"spec": POW2.override({"scope": ["o_proj"]})}, r"scope: found \['o_proj'\]"),
+    ],
+)
+def test_what_cannot_be_exact_is_refused(fields: dict[str, Any], said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        NumericsConfig(**{"spec": POW2, **fields})
+
+
+@pytest.mark.parametrize("changes", [{"weight": {"granularity": "channel"}}, {"scope": ["o_proj"]}])
+def test_a_bf16_engine_takes_any_weights_of_the_trainer(changes: dict[str, Any]) -> None:
+    NumericsConfig(spec=POW2.override(changes), rollout="bf16")

@@ -1,0 +1,102 @@
+"""A module tree with FP8 parameters where SGLang keeps them, and the HF tensors that are in it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from numerics.spec import QuantSpec
+from weight_sync.quantized import served_tensors
+
+SPEC = QuantSpec.preset("fp8_block_pow2")
+HEADS, KEY_HEADS, HEAD_DIM, HIDDEN, WIDTH, EXPERTS = 4, 2, 128, 256, 128, 3
+VOCABULARY, PADDED_VOCABULARY = 60, 64
+ATTENTION, MOE, DENSE = "model.layers.0.self_attn.", "model.layers.0.mlp.", "model.layers.1.mlp."
+SHAPES = {
+    "model.embed_tokens.weight": (VOCABULARY, HIDDEN),
+    ATTENTION + "q_proj.weight": (HEADS * HEAD_DIM, HIDDEN),
+    ATTENTION + "k_proj.weight": (KEY_HEADS * HEAD_DIM, HIDDEN),
+    ATTENTION + "v_proj.weight": (KEY_HEADS * HEAD_DIM, HIDDEN),
+    ATTENTION + "o_proj.weight": (HIDDEN, HEADS * HEAD_DIM),
+    ATTENTION + "q_norm.weight": (HEAD_DIM,),
+    "model.layers.0.input_layernorm.weight": (HIDDEN,),
+    MOE + "gate.weight": (EXPERTS, HIDDEN),
+    **{
+        f"{MOE}experts.{expert}.{kind}_proj.weight": shape
+        for expert in range(EXPERTS)
+        for kind, shape in (("gate", (WIDTH, HIDDEN)), ("up", (WIDTH, HIDDEN)), ("down", (HIDDEN, WIDTH)))
+    },
+    DENSE + "gate_proj.weight": (2 * WIDTH, HIDDEN),
+    DENSE + "up_proj.weight": (2 * WIDTH, HIDDEN),
+    DENSE + "down_proj.weight": (HIDDEN, 2 * WIDTH),
+    "lm_head.weight": (VOCABULARY, HIDDEN),
+}
+
+
+def hf_tensors_served(seed: int) -> dict[str, Tensor]:
+    """HF name -> what is served for it: FP8 codes and scales, or BF16. Blocks have different scales."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def random(shape: tuple[int, ...]) -> Tensor:
+        spread = torch.exp2(torch.randint(-4, 5, (-(-shape[0] // 128),), generator=generator))
+        rows = spread.repeat_interleave(128)[: shape[0]]
+        return (torch.randn(shape, generator=generator) * (rows[:, None] if len(shape) > 1 else rows)).bfloat16()
+
+    return dict(served_tensors(((name, random(shape)) for name, shape in SHAPES.items()), SPEC))
+
+
+def build(served: dict[str, Tensor]) -> nn.Module:
+    """The module tree, filled with `served`."""
+    root = nn.Module()
+    embedding = _module(root, "model.embed_tokens", org_vocab_size=VOCABULARY)
+    _add(embedding, "weight", _padded(served["model.embed_tokens.weight"]))
+    _add(_module(root, "lm_head", org_vocab_size=VOCABULARY), "weight", _padded(served["lm_head.weight"]))
+    for name in ("model.layers.0.input_layernorm", ATTENTION + "q_norm", MOE + "gate"):
+        _add(_module(root, name), "weight", served[name + ".weight"])
+
+    qkv = _module(root, ATTENTION + "qkv_proj", num_heads=HEADS, num_kv_heads=KEY_HEADS, head_size=HEAD_DIM)
+    experts = _module(root, MOE + "experts")
+    for suffix in ("weight", "weight_scale_inv"):
+        _add(qkv, suffix, torch.cat([_bytes(served[f"{ATTENTION}{k}_proj.{suffix}"]) for k in "qkv"]), suffix)
+        _add(_module(root, ATTENTION + "o_proj"), suffix, served[f"{ATTENTION}o_proj.{suffix}"])
+        gate_up = [_bytes(served[f"{DENSE}{kind}_proj.{suffix}"]) for kind in ("gate", "up")]
+        _add(_module(root, DENSE + "gate_up_proj"), suffix, torch.cat(gate_up), suffix)
+        _add(_module(root, DENSE + "down_proj"), suffix, served[f"{DENSE}down_proj.{suffix}"])
+        for name, kinds in (("w13", ("gate", "up")), ("w2", ("down",))):
+            matrices = [
+                torch.cat([_bytes(served[f"{MOE}experts.{e}.{kind}_proj.{suffix}"]) for kind in kinds])
+                for e in range(EXPERTS)
+            ]
+            _add(experts, f"{name}_{suffix}", torch.stack(matrices), suffix)
+    return root
+
+
+def load(model: nn.Module, served: dict[str, Tensor]) -> None:
+    """Write `served` into the parameters in place, as an update does."""
+    for parameter, source in zip(model.parameters(), build(served).parameters(), strict=True):
+        _bytes(parameter.data).copy_(_bytes(source.data))
+
+
+def _module(root: nn.Module, path: str, **attributes: int) -> nn.Module:
+    for part in path.split("."):
+        if part not in root._modules:
+            root.add_module(part, nn.Module())
+        root = root.get_submodule(part)
+    for name, value in attributes.items():
+        setattr(root, name, value)
+    return root
+
+
+def _add(module: nn.Module, name: str, value: Tensor, suffix: str = "") -> None:
+    if suffix == "weight":
+        value = value.view(SPEC.weight.dtype)
+    module.register_parameter(name, nn.Parameter(value.clone(), requires_grad=False))
+
+
+def _padded(rows: Tensor) -> Tensor:
+    return torch.cat([rows, rows.new_full((PADDED_VOCABULARY - VOCABULARY, HIDDEN), 7.0)])
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """FP8 codes as bytes, which torch can concatenate and compare; anything else as it is."""
+    return tensor.view(torch.uint8) if tensor.dtype == SPEC.weight.dtype else tensor

@@ -1,0 +1,64 @@
+"""What the engine answers to a commit and to a question, through SGLang's own /weights_checker."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from numerics.config import NumericsConfig
+from rollout.plugin import engine, lifecycle
+from tests.rollout.plugin.served_model import SPEC, build, hf_tensors_served
+from weight_sync.manifest import Recorder
+
+TENSORS = hf_tensors_served(0)
+
+
+@pytest.fixture(autouse=True)
+def loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A scheduler process in which SGLang has just loaded the model."""
+    monkeypatch.setattr(engine, "_state", None)
+    engine.configure(NumericsConfig(spec=SPEC))
+    runner = SimpleNamespace(model=build(TENSORS), server_args=SimpleNamespace(weight_version="3"))
+    lifecycle.after_load_model(None, runner)
+
+
+def check(action: str) -> Any:
+    return lifecycle.check_weights(lambda *args, **kwargs: ("stock", kwargs), object(), action=action)
+
+
+def manifest(version: str) -> dict[str, str]:
+    recorder = Recorder(version, SPEC.digest())
+    list(recorder.watch(TENSORS.items()))
+    return recorder.manifest().entries
+
+
+def test_a_loaded_model_is_committed_under_the_servers_version() -> None:
+    assert check(lifecycle.MANIFEST)["checksums"] == manifest("3")
+    assert engine.state().weights.version == "3"
+
+
+def test_an_update_takes_the_version_away_and_a_commit_gives_the_next() -> None:
+    lifecycle.before_update(object(), "any", "arguments")
+    assert engine.state().weights.version is None
+    assert check(lifecycle.COMMIT + "4")["checksums"] == manifest("4")
+    assert engine.state().weights.version == "4"
+
+
+def test_sglangs_own_actions_stay_its_own() -> None:
+    assert check("compare") == ("stock", {"action": "compare", "allow_quant_error": False})
+
+
+def test_the_report_says_what_runs() -> None:
+    torch.set_num_threads(1)
+    result = SimpleNamespace(internal_state={"load": 1})
+    assert lifecycle.after_get_internal_state(result, object(), "request") is result
+    report = result.internal_state["fp8rl"]
+    assert result.internal_state["load"] == 1
+    assert (report["spec_digest"], report["weight_version"], report["threads"]) == (SPEC.digest(), "3", 1)
+    assert report["numerics"] == NumericsConfig(spec=SPEC).to_dict()
+    assert (report["row_invariant"], report["row_variant_ops"]) == (True, [])
+    lifecycle.before_update()
+    assert engine.report()["weight_version"] is None

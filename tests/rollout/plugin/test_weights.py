@@ -1,0 +1,185 @@
+"""The engine's account of its own weights: names, refresh under a version, and every fault seen in the manifest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from rollout.plugin import weights as plugin_weights
+from rollout.plugin.weights import ServedWeights, hf_tensors
+from tests.rollout.plugin.served_model import ATTENTION, DENSE, MOE, SPEC, build, hf_tensors_served, load
+from weight_sync.manifest import Manifest, Recorder
+
+OLD, NEW = hf_tensors_served(0), hf_tensors_served(1)
+W13 = "model.layers.0.mlp.experts.w13_weight"
+
+
+@pytest.fixture
+def model() -> nn.Module:
+    return build(OLD)
+
+
+@pytest.fixture
+def served(model: nn.Module) -> ServedWeights:
+    weights = ServedWeights(SPEC.weight)
+    weights.attach(model, "0")
+    return weights
+
+
+def sent(tensors: dict[str, Tensor], version: str) -> Manifest:
+    """The trainer's side of a sync."""
+    recorder = Recorder(version, SPEC.digest())
+    list(recorder.watch(tensors.items()))
+    return recorder.manifest()
+
+
+def update(served: ServedWeights, model: nn.Module, tensors: dict[str, Tensor], version: str) -> dict[str, str]:
+    served.invalidate()
+    load(model, tensors)
+    return served.commit(version)
+
+
+def parameter(model: nn.Module, name: str) -> nn.Parameter:
+    return model.get_parameter(name)
+
+
+def test_every_hf_tensor_is_found_under_its_name(model: nn.Module) -> None:
+    found = {name: view for name, _, view in hf_tensors(model)}
+    assert found.keys() == OLD.keys()
+    for name, tensor in OLD.items():
+        assert (found[name].dtype, found[name].shape) == (tensor.dtype, tensor.shape), name
+        assert torch.equal(found[name].contiguous().view(torch.uint8), tensor.view(torch.uint8)), name
+
+
+def test_the_tensors_are_views_of_the_engines_own_parameters(model: nn.Module) -> None:
+    for name, owner, view in hf_tensors(model):
+        assert view.untyped_storage().data_ptr() == owner.untyped_storage().data_ptr(), name
+
+
+def test_tied_embeddings_are_one_tensor(model: nn.Module) -> None:
+    model.lm_head.weight = model.model.embed_tokens.weight
+    assert [name for name, _, _ in hf_tensors(model)].count("model.embed_tokens.weight") == 1
+    assert "lm_head.weight" not in {name for name, _, _ in hf_tensors(model)}
+
+
+def test_the_loaded_model_holds_what_was_sent(served: ServedWeights) -> None:
+    assert sent(OLD, "0").differences(served.manifest()) == []
+    assert (served.version, served.device) == ("0", torch.device("cpu"))
+
+
+def test_a_commit_refreshes_and_a_forward_waits_for_it(served: ServedWeights, model: nn.Module) -> None:
+    w13 = parameter(model, W13)
+    assert torch.equal(torch.stack(served.dequantized(w13)), dequantized_w13(OLD))
+    served.invalidate()
+    load(model, NEW)
+    with pytest.raises(RuntimeError, match=r"version None.*version 0.*not committed"):
+        served.dequantized(w13)
+    assert sent(NEW, "1").differences(served.commit("1")) == []
+    assert torch.equal(torch.stack(served.dequantized(w13)), dequantized_w13(NEW))
+    assert not torch.equal(dequantized_w13(OLD), dequantized_w13(NEW))
+
+
+def test_the_manifest_is_taken_from_the_parameters_anew(served: ServedWeights, model: nn.Module) -> None:
+    assert update(served, model, NEW, "1") == served.manifest()
+    parameter(model, "model.layers.0.input_layernorm.weight").data[3] += 1
+    (difference,) = sent(NEW, "1").differences(served.manifest())
+    assert difference.startswith("model.layers.0.input_layernorm.weight: ")
+
+
+@pytest.mark.parametrize(
+    ("stale", "names"),
+    [
+        (W13, [f"{MOE}experts.{e}.{kind}_proj.weight" for e in range(3) for kind in ("gate", "up")]),
+        (ATTENTION + "qkv_proj.weight", [f"{ATTENTION}{kind}_proj.weight" for kind in "kqv"]),
+        (DENSE + "down_proj.weight", [DENSE + "down_proj.weight"]),
+    ],
+)
+def test_a_stale_cache_is_caught(
+    served: ServedWeights, model: nn.Module, monkeypatch: pytest.MonkeyPatch, stale: str, names: list[str]
+) -> None:
+    """One parameter's dequantized values stay those of the old version, while its codes are the new ones."""
+    original = plugin_weights._quantized_parameters
+    left_out = parameter(model, stale)
+
+    def forgetful(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+        return ((name, p) for name, p in original(module) if p is not left_out)
+
+    monkeypatch.setattr(plugin_weights, "_quantized_parameters", forgetful)
+    found = update(served, model, NEW, "1")
+    expected = sent(NEW, "1")
+    assert expected.differences(found) == [
+        f"{name}: found {expected.entries[name].removesuffix('@1')}@0, expected {expected.entries[name]}"
+        for name in names
+    ]
+    with pytest.raises(RuntimeError, match=r"weights of version 1, and .* of version 0"):
+        served.dequantized(left_out)
+
+
+def flipped_bit(model: nn.Module) -> None:
+    parameter(model, ATTENTION + "qkv_proj.weight").data.view(torch.uint8)[600, 3] ^= 0x80
+
+
+def swapped_scales(model: nn.Module) -> None:
+    scales = parameter(model, DENSE + "gate_up_proj.weight_scale_inv").data
+    assert scales[0, 0] != scales[1, 0]
+    scales[:2, 0] = scales[:2, 0].flip(0)
+
+
+def missed_expert(model: nn.Module) -> None:
+    old = build(OLD)
+    for name in ("w2_weight", "w2_weight_scale_inv"):
+        path = f"{MOE}experts.{name}"
+        parameter(model, path).data[1] = parameter(old, path).data[1]
+
+
+def rounded_norm(model: nn.Module) -> None:
+    parameter(model, ATTENTION + "q_norm.weight").data.view(torch.int16)[5] ^= 1
+
+
+@pytest.mark.parametrize(
+    ("fault", "names"),
+    [
+        (flipped_bit, {ATTENTION + "k_proj.weight"}),  # row 600 is behind the 512 rows of q
+        (swapped_scales, {DENSE + "gate_proj.weight_scale_inv"}),
+        (missed_expert, {f"{MOE}experts.1.down_proj.weight", f"{MOE}experts.1.down_proj.weight_scale_inv"}),
+        (rounded_norm, {ATTENTION + "q_norm.weight"}),
+    ],
+)
+def test_a_fault_is_named(
+    served: ServedWeights, model: nn.Module, fault: Callable[[nn.Module], None], names: set[str]
+) -> None:
+    served.invalidate()
+    load(model, NEW)
+    fault(model)
+    differences = sent(NEW, "1").differences(served.commit("1"))
+    assert {line.split(": ")[0] for line in differences} == names
+
+
+def test_an_earlier_version_is_not_the_same_version(served: ServedWeights, model: nn.Module) -> None:
+    found = update(served, model, OLD, "1")
+    assert sent(OLD, "1").differences(found) == []
+    quantized = {name for name in OLD if name + "_scale_inv" in OLD}
+    assert len(sent(OLD, "2").differences(found)) == len(quantized)
+
+
+def test_without_a_model_there_is_nothing_to_report() -> None:
+    weights = ServedWeights(SPEC.weight)
+    for use in (weights.manifest, lambda: weights.commit("0"), lambda: weights.device):
+        with pytest.raises(RuntimeError, match="no model is loaded"):
+            use()
+
+
+def dequantized_w13(tensors: dict[str, Tensor]) -> Tensor:
+    """[experts, 2F, H]: each block of 128 x 128 codes times its scale, spelt out."""
+    matrices = []
+    for expert in range(3):
+        halves = []
+        for kind in ("gate", "up"):
+            name = f"{MOE}experts.{expert}.{kind}_proj.weight"
+            scales = tensors[name + "_scale_inv"].repeat_interleave(128, 0).repeat_interleave(128, 1)
+            halves.append(tensors[name].float() * scales)
+        matrices.append(torch.cat(halves))
+    return torch.stack(matrices).bfloat16()

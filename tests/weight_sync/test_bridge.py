@@ -1,0 +1,158 @@
+"""The order of a sync and its verdict, against engines that are simulated down to their HTTP client."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+
+from numerics.digest import tensor_digest
+from numerics.spec import QuantSpec
+from rollout.errors import EngineError
+from rollout.types import Endpoint
+from weight_sync import bridge
+from weight_sync.manifest import SyncError
+from weight_sync.quantized import served_tensors
+
+SPEC = QuantSpec.preset("fp8_block_pow2")
+WEIGHTS = {
+    "model.layers.0.self_attn.q_proj.weight": torch.randn(128, 128).bfloat16(),
+    "model.norm.weight": torch.randn(128).bfloat16(),
+}
+ENDPOINTS = [Endpoint(f"http://127.0.0.1:{port}", "", "") for port in (1001, 1002)]
+
+
+@dataclass
+class SimulatedEngine:
+    """An engine that takes tensors, commits and answers with its manifest. calls: what was asked of it, in order."""
+
+    endpoint: Endpoint
+    calls: list[str] = field(default_factory=list)
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    async def pause(self) -> None:
+        self.calls.append("pause")
+
+    async def resume(self) -> None:
+        self.calls.append("resume")
+
+    async def close(self) -> None:
+        self.calls.append("close")
+
+    async def admin(self, path: str, action: str) -> dict[str, Any]:
+        self.calls.append(f"{path} {action}")
+        version = action.rpartition(":")[2]
+        manifest = {
+            name: tensor_digest(tensor) + (f"@{version}" if name + "_scale_inv" in self.tensors else "")
+            for name, tensor in self.tensors.items()
+        }
+        return {"ranks": [{"checksums": manifest}]}
+
+
+@dataclass
+class SimulatedTransport:
+    """Loads the tensors into every engine; `losses` says which engine does not get which."""
+
+    losses: dict[int, str] = field(default_factory=dict)
+    breaks_after: int | None = None
+
+    async def send(
+        self, tensors: Iterable[tuple[str, torch.Tensor]], engines: Sequence[SimulatedEngine], version: int
+    ) -> None:
+        for sent, (name, tensor) in enumerate(tensors):
+            if sent == self.breaks_after:
+                raise EngineError("/update_weights_from_tensor answered 500: out of memory")
+            for index, engine in enumerate(engines):
+                if self.losses.get(index) != name:
+                    engine.tensors[name] = tensor
+        for engine in engines:
+            engine.calls.append(f"send {version}")
+
+
+@dataclass
+class SimulatedTrainer:
+    """What `push` asks of one rank of the trainer."""
+
+    rank: int = 0
+    exported: int = 0
+
+    @property
+    def layout(self) -> SimulatedTrainer:
+        return self
+
+    def export_weights(self) -> Iterable[tuple[str, torch.Tensor]]:
+        for item in WEIGHTS.items():
+            self.exported += 1
+            yield item
+
+
+@pytest.fixture
+def engines(monkeypatch: pytest.MonkeyPatch) -> list[SimulatedEngine]:
+    made: list[SimulatedEngine] = []
+
+    def make(endpoint: Endpoint) -> SimulatedEngine:
+        made.append(SimulatedEngine(endpoint))
+        return made[-1]
+
+    monkeypatch.setattr(bridge, "EngineClient", make)
+    return made
+
+
+def push(transport: SimulatedTransport, trainer: SimulatedTrainer | None = None) -> Any:
+    return bridge.push(trainer or SimulatedTrainer(), transport, SPEC, ENDPOINTS, 5)  # type: ignore[arg-type]
+
+
+def test_pause_send_commit_compare_resume(engines: list[SimulatedEngine]) -> None:
+    manifest, report, problems = push(SimulatedTransport())
+    assert problems == []
+    served = dict(served_tensors(WEIGHTS.items(), SPEC))
+    assert manifest.entries.keys() == served.keys()
+    assert (report.version, report.verified_tensors, report.mismatched_tensors) == (5, 3, 0)
+    assert report.bytes == 128 * 128 + 4 + 2 * 128
+    assert report.seconds == pytest.approx(report.send_seconds + report.verify_seconds)
+    assert report.metrics()["sync/verified_tensors"] == 3.0
+    for engine in engines:
+        assert engine.calls == ["pause", "send 5", "/weights_checker fp8rl.commit:5", "resume", "close"]
+
+
+def test_one_engine_that_differs_keeps_all_of_them_paused(engines: list[SimulatedEngine]) -> None:
+    _, report, problems = push(SimulatedTransport(losses={1: "model.norm.weight"}))
+    assert (report.verified_tensors, report.mismatched_tensors) == (2, 1)
+    (problem,) = problems
+    assert problem.startswith("engine http://127.0.0.1:1002: model.norm.weight: found no such tensor, expected ")
+    assert not any("resume" in engine.calls for engine in engines)
+    assert all(engine.calls[-1] == "close" for engine in engines)
+
+
+def test_the_same_tensor_in_two_engines_is_counted_once(engines: list[SimulatedEngine]) -> None:
+    _, report, problems = push(SimulatedTransport(losses=dict.fromkeys((0, 1), "model.norm.weight")))
+    assert (len(problems), report.verified_tensors, report.mismatched_tensors) == (2, 2, 1)
+
+
+def test_a_transport_that_fails_midway_leaves_generation_paused(engines: list[SimulatedEngine]) -> None:
+    trainer = SimulatedTrainer()
+    with pytest.raises(SyncError, match=r"weight version 5: .*out of memory.*stays paused"):
+        push(SimulatedTransport(breaks_after=1), trainer)
+    for engine in engines:
+        assert engine.calls == ["pause", "close"]
+    assert trainer.exported == len(WEIGHTS)  # else the other ranks would wait in the export's collectives
+
+
+def test_an_engine_of_several_ranks_is_refused(engines: list[SimulatedEngine], monkeypatch: pytest.MonkeyPatch) -> None:
+    async def two_ranks(self: SimulatedEngine, path: str, action: str) -> dict[str, Any]:
+        return {"ranks": [{"checksums": {}}, {"checksums": {}}]}
+
+    monkeypatch.setattr(SimulatedEngine, "admin", two_ranks)
+    with pytest.raises(SyncError, match="2 engine ranks, expected 1"):
+        push(SimulatedTransport())
+    assert not any("resume" in engine.calls for engine in engines)
+
+
+def test_other_ranks_take_part_in_the_export_and_send_nothing(engines: list[SimulatedEngine]) -> None:
+    trainer = SimulatedTrainer(rank=1)
+    assert bridge.push(trainer, SimulatedTransport(), SPEC, ENDPOINTS, 5) is None  # type: ignore[arg-type]
+    assert trainer.exported == len(WEIGHTS)
+    assert engines == []

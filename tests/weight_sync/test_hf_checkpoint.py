@@ -1,0 +1,113 @@
+"""The directory that an engine starts from: loadable, described by its config, whole or not there."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoTokenizer
+
+from numerics.spec import QuantSpec
+from rl.tiny_model import TinyModel, write_tiny_model
+from weight_sync import hf_checkpoint
+from weight_sync.hf_checkpoint import convert_checkpoint, write_served_checkpoint
+from weight_sync.quantized import served_tensors
+
+POW2 = QuantSpec.preset("fp8_block_pow2")
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("source") / "model"
+    write_tiny_model(path, TinyModel(layers=1, experts=4))
+    return path
+
+
+def contents(path: Path) -> dict[str, torch.Tensor]:
+    """Every tensor of a directory, found by its index as loaders do."""
+    where = json.loads((path / "model.safetensors.index.json").read_text())["weight_map"]
+    shards = {shard: load_file(path / shard) for shard in sorted(set(where.values()))}
+    assert {name for shard in shards.values() for name in shard} == set(where)
+    return {name: shards[shard][name] for name, shard in where.items()}
+
+
+def assert_holds(path: Path, source: Path, spec: QuantSpec) -> None:
+    expected = dict(served_tensors(load_file(source / "model.safetensors").items(), spec))
+    found = contents(path)
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert found[name].dtype == tensor.dtype
+        assert torch.equal(found[name].view(torch.uint8), tensor.view(torch.uint8)), name
+
+
+@pytest.mark.parametrize("preset", ["fp8_block_pow2", "fp8_block_fp32", "bf16"])
+def test_a_converted_model_is_complete(source: Path, tmp_path: Path, preset: str) -> None:
+    spec = QuantSpec.preset(preset)
+    convert_checkpoint(source, tmp_path / "served", spec)
+    assert_holds(tmp_path / "served", source, spec)
+    config = json.loads((tmp_path / "served" / "config.json").read_text())
+    quantization = config.pop("quantization_config", None)
+    assert config == json.loads((source / "config.json").read_text())
+    block = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+    by_preset = {"fp8_block_pow2": block | {"scale_fmt": "ue8m0"}, "fp8_block_fp32": block, "bf16": None}
+    assert quantization == by_preset[preset]
+    asked = "12+3="
+    assert AutoTokenizer.from_pretrained(tmp_path / "served")(asked) == AutoTokenizer.from_pretrained(source)(asked)
+
+
+def test_several_shards(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hf_checkpoint, "_SHARD_BYTES", 64 << 10)
+    convert_checkpoint(source, tmp_path / "served", POW2)
+    assert len(list((tmp_path / "served").glob("*.safetensors"))) > 3
+    assert_holds(tmp_path / "served", source, POW2)
+
+
+def test_a_quantized_source_directory_loses_its_old_description(source: Path, tmp_path: Path) -> None:
+    """Shards, index and quantization_config of the source do not leak into the new directory."""
+    quantized = tmp_path / "quantized"
+    convert_checkpoint(source, quantized, POW2)
+    for file in source.glob("*.safetensors"):
+        (quantized / "model-99999.safetensors").write_bytes(file.read_bytes())
+    write_served_checkpoint([("norm", torch.ones(2))], quantized, tmp_path / "served", QuantSpec.preset("bf16"))
+    assert contents(tmp_path / "served").keys() == {"norm"}
+    assert "quantization_config" not in json.loads((tmp_path / "served" / "config.json").read_text())
+
+
+def test_tensors_that_share_memory_are_written_each_for_itself(source: Path, tmp_path: Path) -> None:
+    """The trainer's unquantized q, k and v are views of one parameter."""
+    fused = torch.randn(6, 4).bfloat16()
+    parts = dict(zip("qkv", fused.split([3, 2, 1]), strict=True))
+    write_served_checkpoint(parts.items(), source, tmp_path / "served", QuantSpec.preset("bf16"))
+    found = contents(tmp_path / "served")
+    assert all(torch.equal(found[name], part) for name, part in parts.items())
+
+
+@pytest.mark.parametrize("earlier", [False, True])
+def test_a_failure_midway_leaves_what_was_there(source: Path, tmp_path: Path, earlier: bool) -> None:
+    path = tmp_path / "served"
+    if earlier:
+        convert_checkpoint(source, path, POW2)
+
+    def failing() -> Iterator[tuple[str, torch.Tensor]]:
+        yield "a", torch.ones(4)
+        raise OSError("no space left on device")
+
+    with pytest.raises(OSError, match="no space left"):
+        write_served_checkpoint(failing(), source, path, POW2)
+    assert [entry.name for entry in tmp_path.iterdir()] == (["served"] if earlier else [])
+    if earlier:
+        assert_holds(path, source, POW2)
+
+
+def test_a_new_checkpoint_takes_the_place_of_the_old_one(source: Path, tmp_path: Path) -> None:
+    path = tmp_path / "served"
+    convert_checkpoint(source, path, POW2)
+    (path / "model-00077.safetensors").write_bytes(b"left over")
+    convert_checkpoint(source, path, POW2)
+    assert_holds(path, source, POW2)
+    assert not (path / "model-00077.safetensors").exists()
+    assert [entry.name for entry in tmp_path.iterdir()] == ["served"]
