@@ -24,10 +24,12 @@ def enable_compiler() -> bool:
     """Compile decorated functions from now on, if this machine can. Returns whether it can (a C++ compiler is there)."""
     global _enabled
     if torch.cuda.is_available() or shutil.which(os.environ.get("CXX", "g++")):
+        import torch._dynamo.config as dynamo
         import torch._inductor.config as inductor
         import torch.fx.experimental._config as shapes
 
         inductor.compile_threads = 1  # no pool of compiler processes beside a trainer or an engine
+        dynamo.recompile_limit = 64  # a size of 1 is compiled apart, for each dimension
         shapes.use_duck_shape = False  # sizes that happen to be equal in one call are not the same in the next
         _enabled = True
     return _enabled

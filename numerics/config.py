@@ -39,8 +39,8 @@ class NumericsConfig:
         shared = self.spec.activation.granularity
         if self.spec.quantized and shared not in ("token_group", "channel"):
             raise UserError(
-                f"activation.granularity: found {shared!r}, expected token_group or channel in exact mode; a scale that "
-                "tokens share would make a token's logprob depend on its batch"
+                f"activation.granularity: found {shared!r}, expected token_group or channel in exact mode; a scale "
+                "that tokens share would make a token's logprob depend on its batch"
             )
         weight = self.rollout_spec.weight
         if self.rollout_spec.quantized and (weight.format, weight.granularity) != ("e4m3", "block"):

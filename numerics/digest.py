@@ -16,7 +16,7 @@ import torch
 
 from numerics.compiler import compilable
 
-_CHUNK = 1 << 16  # words that one table of weights covers: 256 KiB of data
+_CHUNK = 1 << 18  # words that one table of weights covers: 1 MiB of data
 
 
 def tensor_digest(tensor: torch.Tensor) -> str:

@@ -35,7 +35,7 @@ class QuantizedTensor:
 def quantize(x: torch.Tensor, spec: TensorSpec) -> QuantizedTensor:
     """Quantize a BF16 or FP32 tensor [..., rows, columns], rounding to nearest even and saturating.
 
-    A block of zeros has scale_inv 1. NaN is left out of a block's amax and stays NaN; an infinite value makes the scale
+    A block of zeros has scale_inv 1. NaN is left out of a block's amax and stays NaN (of either sign); an infinite value makes the scale
     1 and saturates. Blocks at ragged edges are smaller; nothing is padded in the result.
     Raises `UserError` for a spec that does not quantize, a dtype or shape that cannot be quantized.
     """
@@ -44,12 +44,9 @@ def quantize(x: torch.Tensor, spec: TensorSpec) -> QuantizedTensor:
     if x.dtype not in (torch.bfloat16, torch.float32):
         raise UserError(f"quantize: found a {x.dtype} tensor, expected bfloat16 or float32")
     matrix = _as_matrices(x, spec)
-    blocks = _to_blocks(matrix.float(), spec)
-    amax = blocks.abs().nan_to_num(nan=0.0, posinf=torch.inf).amax((-3, -1), keepdim=True)
-    scale = scale_from_amax(amax, spec.dtype, spec.scale == "pow2")
-    limit = fp8_max(spec.dtype)
-    # The cast to e5m2 overflows to infinity instead of saturating, hence the clamp.
-    data = (blocks * scale).clamp(-limit, limit).to(spec.dtype)
+    blocks = _to_blocks(matrix, spec)
+    scale = scale_from_amax(_block_amax(blocks), spec.dtype, spec.scale == "pow2")
+    data = _encode(blocks, scale, spec.dtype)
     return QuantizedTensor(
         _from_blocks(data, matrix.shape).reshape(x.shape), _scale_shape(1.0 / scale, x, spec), spec
     )
@@ -75,6 +72,19 @@ def fake_quantize(x: torch.Tensor, spec: TensorSpec, dtype: torch.dtype | None =
 
 
 @compilable
+def _block_amax(blocks: torch.Tensor) -> torch.Tensor:
+    wide = blocks.float()
+    return torch.where(wide.isnan(), 0.0, wide.abs()).amax((-3, -1), keepdim=True)
+
+
+@compilable
+def _encode(blocks: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    limit = fp8_max(dtype)
+    # The cast to e5m2 overflows to infinity instead of saturating, hence the clamp.
+    return (blocks.float() * scale).clamp(-limit, limit).to(dtype)
+
+
+@compilable
 def _scaled(blocks: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return (blocks.float() * scale).to(dtype)
 
@@ -91,8 +101,7 @@ def _to_blocks(x: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
     rows, columns = x.shape[-2:]
     r, c = spec.block_shape(rows, columns)
     if rows % r or columns % c:
-        # float8 tensors cannot be padded
-        x = F.pad(x.float(), (0, -columns % c, 0, -rows % r))
+        x = F.pad(x.float(), (0, -columns % c, 0, -rows % r))  # float8 tensors cannot be padded
     return x.unflatten(-1, (-1, c)).unflatten(-3, (-1, r))
 
 

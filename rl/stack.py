@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -135,6 +136,7 @@ def _start_engines(spec: ExperimentSpec, run: RunDir, closing: Closing) -> Engin
     if spec.algorithm.name == "sft" and spec.eval.problems == 0:
         return None
     checkpoint = run.path / "served" / "start"
+    closing.callback(shutil.rmtree, checkpoint.parent, ignore_errors=True)
     convert_checkpoint(Path(spec.model.path), checkpoint, spec.numerics_config().rollout_spec)
     pool = EnginePool.start(spec, run, checkpoint)
     closing.callback(pool.stop)

@@ -17,7 +17,6 @@ import psutil
 
 ROOT = Path(__file__).parents[2]
 FP8RL = Path(sys.executable).with_name("fp8rl")
-MODEL = ROOT / "examples/models/tiny_qwen3_moe"
 
 SMALL = ["rollout.prompts_per_step=8", "rollout.group_size=4", "eval.problems=16", "checkpoint.every=2"]
 """Steps of less than a second."""
@@ -29,9 +28,9 @@ _MARK = "FP8RL_TEST_FAMILY"
 
 
 class LiveRun:
-    """One `fp8rl train` of the arithmetic example into `folder`/`name`, in a session of its own like a terminal's."""
+    """One `fp8rl train` of an example into `folder`/`name`, in a session of its own like a terminal's."""
 
-    def __init__(self, folder: Path, *arguments: str, name: str = "run", environment: dict[str, str] | None = None):
+    def __init__(self, folder: Path, *arguments: str, name: str = "run", example: str = "arithmetic") -> None:
         self.path = folder / name
         self._mark = uuid.uuid4().hex
         self._console = folder / f"console-{self._mark}.txt"
@@ -39,12 +38,12 @@ class LiveRun:
         self.started = time.monotonic()
         with self._console.open("wb") as output:
             self.process = subprocess.Popen(
-                [FP8RL, "train", "examples/arithmetic.yaml", f"run.dir={folder}", f"run.name={name}", *arguments],
+                [FP8RL, "train", f"examples/{example}.yaml", f"run.dir={folder}", f"run.name={name}", *arguments],
                 cwd=ROOT,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env={**clean, _MARK: self._mark, "OMP_NUM_THREADS": "1", **(environment or {})},
+                env={**clean, _MARK: self._mark, "OMP_NUM_THREADS": "1"},
                 start_new_session=True,
             )
 
@@ -78,7 +77,7 @@ class LiveRun:
 
     def engine(self) -> psutil.Process:
         """The main process of the SGLang server."""
-        (main,) = [p for p in self.family() if "rollout.launcher" in p.cmdline() and "launcher" not in p.parent().cmdline()]
+        (main,) = [p for p in self.family() if "rollout.launcher" in p.cmdline()]
         return main
 
     def signal_all(self, signum: int) -> None:

@@ -49,3 +49,11 @@ def swapped_scales(tensors: Iterable[Named]) -> Iterator[Named]:
 def missed_expert(tensors: Iterable[Named]) -> Iterator[Named]:
     """Nothing of EXPERT is sent: the engine keeps what it had."""
     return ((name, tensor) for name, tensor in tensors if not name.startswith(EXPERT))
+
+
+def broken_transport(tensors: Iterable[Named]) -> Iterator[Named]:
+    """Half of the tensors, several buckets, and then an error."""
+    for index, item in enumerate(tensors):
+        if index == 100:
+            raise OSError("the cable was pulled")
+        yield item

@@ -148,10 +148,10 @@ class Pipeline:
     def generate(self, prompts: list[Prompt], sampling: SamplingParams, group_size: int = 1) -> list[Trajectory]:
         return self.rig.run(self.engine.generate(prompts, group_size, sampling, self.trainer.weight_version))
 
-    def sample(self, temperature: float, seed: int = 0) -> TokenBatch:
-        """Two answers to each of many prompts, as the loop would batch them."""
+    def sample(self, temperature: float, seed: int = 0, count: int | None = None) -> TokenBatch:
+        """Two answers to each of the first `count` prompts, as the loop would batch them."""
         sampling = SamplingParams(max_new_tokens=NEW_TOKENS, temperature=temperature)
-        trajectories = self.generate(prompts(seed), sampling, group_size=2)
+        trajectories = self.generate(prompts(seed)[:count], sampling, group_size=2)
         advantages = torch.randn(len(trajectories), generator=torch.Generator().manual_seed(seed))
         return batch_from_trajectories(trajectories, advantages, temperature)
 

@@ -42,15 +42,16 @@ def test_flips_that_could_cancel_are_seen():
 
 
 def test_moved_bytes_are_seen_across_chunks():
-    x = random_bytes(3 * (1 << 19) + 5)
-    words = x[: 3 << 19].view(torch.int64)
-    for a, b in ((0, 1), (0, 1 << 15), (5, (2 << 15) + 5)):
+    chunk = 1 << 20  # bytes that share one table of weights
+    x = random_bytes(3 * chunk + 5)
+    words = x[: 3 * chunk].view(torch.int64)
+    for a, b in ((0, 1), (0, chunk // 8), (5, 2 * chunk // 8 + 5)):
         moved = x.clone()
-        view = moved[: 3 << 19].view(torch.int64)
+        view = moved[: 3 * chunk].view(torch.int64)
         view[a], view[b] = words[b].clone(), words[a].clone()
         assert tensor_digest(moved) != tensor_digest(x)
-    rolled = torch.cat((x[1 << 18 : 2 << 18], x[: 1 << 18], x[2 << 18 :]))
-    assert tensor_digest(rolled) != tensor_digest(x)
+    swapped = torch.cat((x[chunk : 2 * chunk], x[:chunk], x[2 * chunk :]))
+    assert tensor_digest(swapped) != tensor_digest(x)
 
 
 def test_shape_dtype_and_trailing_zeros_count():

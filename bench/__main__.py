@@ -1,0 +1,74 @@
+"""`make bench`: all benchmarks, side by side, into bench/results.json and a table."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import multiprocessing
+import os
+import platform
+import sys
+from dataclasses import asdict
+from datetime import UTC, datetime
+from importlib import import_module
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from bench.measure import Result
+
+BENCHMARKS = ("rollout", "train", "sync", "loop")
+RESULTS = Path("bench/results.json")
+
+
+def main() -> int:
+    names = sys.argv[1:] or list(BENCHMARKS)
+    results: list[Result] = []
+    for name in names:
+        Console(stderr=True).print(f"measuring {name} ...")
+        results += _in_own_process(name)
+    machine = {
+        "processor": _processor(),
+        "cores": os.cpu_count(),
+        "python": platform.python_version(),
+        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+        **{p: importlib.metadata.version(p) for p in ("torch", "sglang", "megatron-core")},
+    }
+    if names == list(BENCHMARKS):
+        data = {"machine": machine, "results": [{**asdict(r), "passed": r.passed} for r in results]}
+        RESULTS.write_text(json.dumps(data, indent=1) + "\n")
+    Console().print(_table(results))
+    return 0 if all(result.passed for result in results) else 1
+
+
+def _in_own_process(name: str) -> list[Result]:
+    """Megatron's process groups and torch's settings are global, so each benchmark gets a process."""
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        return pool.apply(_run, (name,))
+
+
+def _run(name: str) -> list[Result]:
+    import torch
+
+    torch.set_num_threads(1)
+    results: list[Result] = import_module(f"bench.{name}").run()
+    return results
+
+
+def _table(results: list[Result]) -> Table:
+    table = Table("what", "found", "bar", "measurements")
+    for result in results:
+        bar = f"{'>=' if result.at_least else '<='} {result.bar:g}"
+        parts = ", ".join(f"{name} {value:,.3g}" for name, value in result.parts.items())
+        table.add_row(result.name, f"{result.value:.3g}{'' if result.passed else ' !'}", bar, parts)
+    return table
+
+
+def _processor() -> str:
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.processor())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,150 @@
+"""Runs that are interrupted, killed and robbed of their engine: nothing is left behind, and nothing is lost."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.cli_runs import SMALL, LiveRun, wait_until_gone
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+
+GONE_WITHIN_S = 15.0
+Start = Callable[..., LiveRun]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """Start runs in `tmp_path`; what a failed test leaves of them is killed."""
+    runs: list[LiveRun] = []
+
+    def begin(*arguments: str, **options: Any) -> LiveRun:
+        runs.append(LiveRun(tmp_path, *arguments, **options))
+        return runs[-1]
+
+    yield begin
+    for run in runs:
+        run.destroy()
+
+
+def interrupt(run: LiveRun, signum: int, times: int = 1) -> None:
+    """Signal the whole foreground group, as a terminal does; every process must be gone in time, with exit code 130."""
+    family = run.family()
+    assert run.process.pid in [process.pid for process in family]
+    began = time.monotonic()
+    for _ in range(times):
+        run.signal_all(signum)
+        time.sleep(0.3)
+    assert run.ends(GONE_WITHIN_S) == 130, run.console()
+    assert wait_until_gone(family, GONE_WITHIN_S - (time.monotonic() - began)) == []
+    assert run.family() == []
+    assert "every process of the run was stopped" in run.console()
+    assert "Traceback" not in run.console()
+
+
+def steps(run: LiveRun) -> list[int]:
+    return [row["step"] for row in run.rows()]
+
+
+@pytest.mark.parametrize(
+    ("seen", "later_s", "signum"),
+    [("\nspec ", 1.0, signal.SIGINT), ("starting the engine", 3.0, signal.SIGTERM)],
+    ids=["while Ray starts", "while engine and trainer start"],
+)
+def test_a_start_can_be_interrupted(start: Start, seen: str, later_s: float, signum: int) -> None:
+    run = start(*SMALL)
+    run.wait_for(seen)
+    time.sleep(later_s)
+    interrupt(run, signum, times=2)
+    assert not (run.path / "metrics.jsonl").exists()
+
+
+def test_a_run_outlives_interrupts_kills_and_the_death_of_its_engine(start: Start) -> None:
+    settings = [*SMALL, "run.steps=12", "eval.every=1", "eval.problems=128"]
+
+    # An impatient user in the middle of a step.
+    run = start(*settings)
+    run.wait_for("step  3/12")
+    interrupt(run, signal.SIGINT, times=4)
+    done = steps(run)
+    assert done == list(range(done[-1] + 1)) and done[-1] >= 3
+    first_rows = run.rows()
+
+    # The driver is killed while a checkpoint is written: only what Ray cleans up by itself may take longer.
+    run = start(*settings, "--resume")
+    run.wait_for("first sync verified")
+    resumed_at = newest_checkpoint(run)
+    assert steps(run) == list(range(resumed_at + 1)), "rows after the checkpoint are cut when the run goes on"
+    assert run.rows() == first_rows[: resumed_at + 1]
+    run.wait_until(lambda: list(run.path.glob("checkpoints/.step_*")), "unfinished checkpoint")
+    family = run.family()
+    ours = [process for process in family if not is_rays_own(process.cmdline())]
+    run.process.send_signal(signal.SIGKILL)
+    assert wait_until_gone(ours, GONE_WITHIN_S) == []
+    assert wait_until_gone(family, 60.0) == []
+
+    # Its engine dies in the middle of a step.
+    run = start(*settings, "--resume")
+    run.wait_for("first sync verified")
+    run.wait_for(f"step {newest_checkpoint(run) + 1:2d}/12")
+    engine = run.engine()
+    workers = engine.children(recursive=True)
+    engine.kill()
+    run.wait_for("engine died: replacing 1 of 1")
+    assert wait_until_gone([engine, *workers], GONE_WITHIN_S) == []
+
+    # SIGTERM during an evaluation, which is most of a step here.
+    before = len(run.rows())
+    run.wait_until(lambda: len(run.rows()) > before, "the step after the recovery")
+    interrupt(run, signal.SIGTERM)
+
+    run = start(*settings, "--resume")
+    assert run.ends() == 0, run.console()
+    assert run.family() == []
+    rows = run.rows()
+    assert [row["step"] for row in rows] == list(range(13))
+    assert {row["mismatch/train_rollout_logprob_abs_diff_max"] for row in rows} == {0.0}
+    assert {row["mismatch/exact_frac"] for row in rows} == {1.0}
+    assert {row["sync/mismatched_tensors"] for row in rows} == {0.0}
+    warm_up = [2e-5, 4e-5, 6e-5, 8e-5]
+    assert [row["train/lr"] for row in rows[1:]] == pytest.approx([*warm_up, *[1e-4] * 8])
+    assert sorted(path.name for path in (run.path / "checkpoints").iterdir()) == ["step_10", "step_12"]
+
+
+def test_a_resumed_training_ends_in_the_same_weights_bit_for_bit(start: Start) -> None:
+    settings = ["run.steps=6", "checkpoint.every=2"]
+    whole = start(*settings, name="whole", example="arithmetic_sft")
+    assert whole.ends() == 0, whole.console()
+
+    parts = start(*settings, name="parts", example="arithmetic_sft")
+    parts.wait_for("step 3/6")
+    family = parts.family()
+    parts.process.send_signal(signal.SIGKILL)
+    assert wait_until_gone(family, 60.0) == []
+    parts = start(*settings, "--resume", name="parts", example="arithmetic_sft")
+    assert parts.ends() == 0, parts.console()
+    assert "step 1/6" not in parts.console() and "step 6/6" in parts.console()
+
+    assert weights(parts) == weights(whole)
+    assert [timeless(row) for row in parts.rows()] == [timeless(row) for row in whole.rows()]
+
+
+def newest_checkpoint(run: LiveRun) -> int:
+    return max(int(path.name.removeprefix("step_")) for path in (run.path / "checkpoints").glob("step_*"))
+
+
+def is_rays_own(command: list[str]) -> bool:
+    return any("ray/" in part or part.startswith("ray::") for part in command) and "ray::Engine" not in command
+
+
+def weights(run: LiveRun) -> bytes:
+    return (run.path / "model/model.safetensors").read_bytes()
+
+
+def timeless(row: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in row.items() if not key.startswith("perf/")}

@@ -1,0 +1,116 @@
+"""A small run from the command line, and what it leaves in its directory."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+import pytest
+import yaml
+
+from rl.metrics import METRICS
+from tests.e2e.cli_runs import SMALL, LiveRun
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+
+STEPS = 3
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveRun]:
+    """A finished run of the arithmetic example."""
+    run = LiveRun(tmp_path_factory.mktemp("run"), *SMALL, f"run.steps={STEPS}", "rollout.prompts_per_step=32")
+    try:
+        run.wait_for("fp8rl: checking")
+        run.first_line_s = time.monotonic() - run.started
+        assert run.ends() == 0, run.console()
+        yield run
+    finally:
+        run.destroy()
+
+
+def test_it_ends_with_the_demo_s_lines_and_no_process(run: LiveRun) -> None:
+    said = run.console().splitlines()
+    assert said[0] == "fp8rl: checking examples/arithmetic.yaml"
+    assert f"run {run.path}" in said
+    assert [line.split()[1] for line in said if line.startswith("step ")] == [f"{n}/{STEPS}" for n in range(STEPS + 1)]
+    assert any("Trainer and engine agree bit for bit: d = 0 on all" in line for line in said)
+    assert any(line.startswith("report   ") for line in said)
+    assert run.family() == []
+
+
+def test_the_console_is_quiet_and_prompt(run: LiveRun) -> None:
+    for noise in ("Warning", "warning", "megatron", "Apex", "Transformer Engine", "wandb:", "INFO"):
+        assert noise not in run.console()
+    assert run.first_line_s < 10, "about half a second where nothing else runs"
+
+
+def test_every_row_is_complete_and_finite(run: LiveRun) -> None:
+    rows = run.rows()
+    assert [row["step"] for row in rows] == list(range(STEPS + 1))
+    assert {"eval/accuracy", "sync/verified_tensors", "mismatch/exact_frac"} <= rows[0].keys()
+    sometimes = {"perf/eval_seconds", "perf/checkpoint_seconds", "eval/accuracy", "eval/problems"}
+    for row in rows[1:]:
+        assert METRICS.keys() - sometimes <= row.keys()
+        assert all(math.isfinite(value) for value in row.values())
+        assert row["tracking/nonfinite_dropped"] == 0
+    assert sometimes <= rows[-1].keys()
+
+
+def test_trainer_and_engine_agree_on_every_token(run: LiveRun) -> None:
+    rows = run.rows()
+    assert {row["mismatch/train_rollout_logprob_abs_diff_max"] for row in rows} == {0.0}
+    assert {row["mismatch/exact_frac"] for row in rows} == {1.0}
+    assert all(row["mismatch/tokens"] == row["rollout/tokens"] == row["train/tokens"] for row in rows[1:])
+    assert {row["sync/mismatched_tensors"] for row in rows} == {0.0}
+    assert all(row["train/grad_norm"] > 0 for row in rows[1:]), "the weights moved between the syncs"
+    digests = [(run.path / f"manifests/step_{step}.json").read_text() for step in range(STEPS + 1)]
+    assert len(set(digests)) == STEPS + 1
+
+
+def test_the_loop_itself_costs_little(run: LiveRun) -> None:
+    row = run.rows()[1]
+    assert "perf/checkpoint_seconds" not in row and "perf/eval_seconds" not in row
+    rest = row["perf/step_seconds"] - row["perf/rollout_seconds"] - row["perf/train_seconds"] - row["sync/seconds"]
+    assert 0 <= row["perf/overhead_seconds"] <= rest <= 0.05 * row["perf/step_seconds"]
+
+
+def test_the_run_directory_is_whole(run: LiveRun) -> None:
+    assert sorted(entry.name for entry in run.path.iterdir()) == [
+        *("checkpoints", "engine_0.log", "log.txt", "manifests", "metrics.jsonl", "model", "report.html"),
+        *("rollouts", "spec.yaml", "wandb"),
+    ]
+    assert sorted(entry.name for entry in (run.path / "checkpoints").iterdir()) == ["step_2", "step_3"]
+    assert yaml.safe_load((run.path / "spec.yaml").read_text())["rollout"]["prompts_per_step"] == 32
+    assert (run.path / "model/model.safetensors").is_file()
+    assert "<html" in (run.path / "report.html").read_text()
+    for step in range(1, STEPS + 1):
+        samples = [json.loads(line) for line in (run.path / f"rollouts/step_{step}.jsonl").read_text().splitlines()]
+        assert len(samples) == 8 and {sample["abs_diff_mean"] for sample in samples} == {0.0}
+        assert len({sample["prompt"] for sample in samples}) > 1
+
+
+def test_the_log_has_what_the_console_said(run: LiveRun) -> None:
+    log = (run.path / "log.txt").read_text()
+    for line in run.console().splitlines()[1:]:
+        assert line.rstrip() in log
+
+
+def test_wandb_reads_the_offline_run(run: LiveRun) -> None:
+    command = [sys.executable, "-m", "wandb", "leet", "inspect", "--summary", str(run.path / "wandb/latest-run")]
+    summary = subprocess.run(command, check=True, capture_output=True, text=True, timeout=120).stdout
+    for name in ("eval/accuracy", "mismatch/exact_frac", "summary/largest_abs_diff", "rollout/samples"):
+        assert name in summary
+    assert list(run.path.glob("wandb/data/artifacts/staging/*")), "wandb staged its tables inside the run"
+
+
+def test_a_finished_run_is_not_overwritten_by_accident(run: LiveRun) -> None:
+    before = run.rows()
+    again = LiveRun(run.path.parent, *SMALL)
+    assert again.ends() == 2
+    assert "--resume" in again.console() and "--overwrite" in again.console()
+    assert run.rows() == before
