@@ -20,7 +20,8 @@ def fake_quantize_rows(x: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
     if not spec.quantized or x.numel() == 0:
         return x
     if _is_fast(x, spec) and x.shape[1] % spec.group == 0:
-        return _fast_groups(x.reshape(-1, spec.group), spec.dtype).view(x.shape)
+        groups = x.reshape(-1, spec.group)
+        return _round(groups, *_scales(groups, 1, spec.dtype), spec.dtype).view(x.shape)
     return fake_quantize(x, spec)
 
 
@@ -32,8 +33,7 @@ def fake_quantize_columns(x: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
         tokens = x.shape[0]
         padded = F.pad(x, (0, 0, 0, -tokens % spec.group))
         blocks = padded.unflatten(0, (-1, spec.group))
-        scale = scale_from_amax(_column_amax(blocks), spec.dtype, True)
-        return _fast_columns(blocks, scale, 1.0 / scale, spec.dtype).flatten(0, 1)[:tokens]
+        return _round(blocks, *_scales(blocks, 1, spec.dtype), spec.dtype).flatten(0, 1)[:tokens]
     return fake_quantize(x.t().contiguous(), spec).t()
 
 
@@ -42,26 +42,16 @@ def _is_fast(x: torch.Tensor, spec: TensorSpec) -> bool:
 
 
 @compilable
-def _fast_groups(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Each row of BF16 [groups, group] with a scale of its own."""
+def _scales(x: torch.Tensor, dim: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scale and its inverse, FP32, of each group of x along `dim`, which stays as 1. Apart from `_round`, where a compiler
+    would compute the scale again for every element."""
     wide = x.float()
-    scale = scale_from_amax(_magnitude(wide).amax(-1, keepdim=True), dtype, True)
-    return (round_to_grid(wide * scale, dtype) * (1.0 / scale)).to(x.dtype)
+    amax = torch.where(wide.isnan(), 0.0, wide.abs()).amax(dim, keepdim=True)
+    scale = scale_from_amax(amax, dtype, True)
+    return scale, 1.0 / scale
 
 
 @compilable
-def _column_amax(blocks: torch.Tensor) -> torch.Tensor:
-    """Largest magnitude of each column of each block: [blocks, group, K] -> FP32 [blocks, 1, K]."""
-    return _magnitude(blocks.float()).amax(1, keepdim=True)
-
-
-@compilable
-def _fast_columns(
-    blocks: torch.Tensor, scale: torch.Tensor, scale_inv: torch.Tensor, dtype: torch.dtype
-) -> torch.Tensor:
-    """BF16 [blocks, group, K] rounded under the scales FP32 [blocks, 1, K] of its columns."""
-    return (round_to_grid(blocks.float() * scale, dtype) * scale_inv).to(blocks.dtype)
-
-
-def _magnitude(x: torch.Tensor) -> torch.Tensor:
-    return torch.where(x.isnan(), 0.0, x.abs())
+def _round(x: torch.Tensor, scale: torch.Tensor, scale_inv: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """BF16 x rounded to the FP8 grid under its scales, BF16."""
+    return (round_to_grid(x.float() * scale, dtype) * scale_inv).to(x.dtype)

@@ -53,17 +53,19 @@ class ServedWeights:
     def invalidate(self) -> None:
         """The parameters are being written: nothing may be computed with them until `commit`."""
         self.version = None
+        self._dequantized.clear()
 
     def dequantized(self, parameter: nn.Parameter) -> tuple[torch.Tensor, ...]:
         """What an FP8 parameter dequantizes to at the current version: one matrix [N, K], or one per expert.
 
         Raises `RuntimeError` if there is none of that version.
         """
-        entry = self._dequantized[parameter]
-        if self.version is None or entry.version != self.version:
+        entry = self._dequantized.get(parameter)
+        if entry is None or entry.version != self.version:
+            found = entry.version if entry is not None else None
             raise RuntimeError(
-                f"fp8rl plugin: a forward asked for weights of version {self.version}, and this parameter's "
-                f"dequantized values are of version {entry.version}. An update was not committed; replace this engine"
+                f"fp8rl plugin: a forward asked for weights of version {self.version}, and this parameter's dequantized "
+                f"values are of version {found}. An update was not committed; replace this engine"
             )
         return entry.matrices
 
