@@ -10,13 +10,12 @@ import platform
 import sys
 from dataclasses import asdict
 from datetime import UTC, datetime
-from importlib import import_module
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
-from bench.measure import Result
+from bench.measure import Result, run_benchmark
 
 BENCHMARKS = ("rollout", "train", "sync", "loop")
 RESULTS = Path("bench/results.json")
@@ -45,15 +44,7 @@ def main() -> int:
 def _in_own_process(name: str) -> list[Result]:
     """Megatron's process groups and torch's settings are global, so each benchmark gets a process."""
     with multiprocessing.get_context("spawn").Pool(1) as pool:
-        return pool.apply(_run, (name,))
-
-
-def _run(name: str) -> list[Result]:
-    import torch
-
-    torch.set_num_threads(1)
-    results: list[Result] = import_module(f"bench.{name}").run()
-    return results
+        return pool.apply(run_benchmark, (name,))
 
 
 def _table(results: list[Result]) -> Table:

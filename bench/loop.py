@@ -20,9 +20,13 @@ def run() -> list[Result]:
         overrides = [f"run.dir={folder}", "run.name=overhead", f"run.steps={STEPS}", "eval.every=0", "eval.problems=8"]
         subprocess.run([*command, *overrides], check=True, stdout=subprocess.DEVNULL)
         rows = read_metrics(Path(folder) / "overhead" / "metrics.jsonl")
-    plain = [r for r in rows if r["step"] > WARMUP and "perf/eval_seconds" not in r and "perf/checkpoint_seconds" not in r]
+    plain = [
+        r for r in rows if r["step"] > WARMUP and "perf/eval_seconds" not in r and "perf/checkpoint_seconds" not in r
+    ]
     names = ("step_seconds", "rollout_seconds", "train_seconds", "overhead_seconds")
-    parts = {f"{name.removesuffix('_seconds')} (s)": statistics.median(r[f"perf/{name}"] for r in plain) for name in names}
+    parts = {
+        f"{name.removesuffix('_seconds')} (s)": statistics.median(r[f"perf/{name}"] for r in plain) for name in names
+    }
     return [
         Result(
             name="loop overhead / step (demo, steps without evaluation or checkpoint)",

@@ -6,6 +6,9 @@ import dataclasses
 import statistics
 import time
 from collections.abc import Callable, Mapping
+from importlib import import_module
+
+import torch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,3 +45,10 @@ def interleaved(sides: Mapping[str, Callable[[], object]], rounds: int, warmup: 
 def median_ratio(numerator: list[float], denominator: list[float]) -> float:
     """Median over the rounds of the ratio within a round."""
     return statistics.median(a / b for a, b in zip(numerator, denominator, strict=True))
+
+
+def run_benchmark(name: str) -> list[Result]:
+    """The results of `bench/<name>.py`, on one thread."""
+    torch.set_num_threads(1)
+    results: list[Result] = import_module(f"bench.{name}").run()
+    return results

@@ -1,4 +1,4 @@
-"""Rollout throughput at the demo's shape: FP8 with the shared ops, BF16 with the shared ops, and stock SGLang in BF16."""
+"""Rollout throughput at the demo's shape: FP8 and BF16 with the shared ops, and stock SGLang in BF16."""
 
 from __future__ import annotations
 

@@ -102,7 +102,9 @@ async def _measure(
     return verified, unverified, report
 
 
-async def _send_only(trainer: Trainer, transport: TensorTransport, numerics: NumericsConfig, endpoint: Endpoint) -> None:
+async def _send_only(
+    trainer: Trainer, transport: TensorTransport, numerics: NumericsConfig, endpoint: Endpoint
+) -> None:
     """Quantize and load, as a pipeline without proof does it: no digests, no commit."""
     async with EngineClient(endpoint) as engine:
         await engine.pause()

@@ -21,7 +21,7 @@ _enabled = False
 
 
 def enable_compiler() -> bool:
-    """Compile decorated functions from now on, if this machine can. Returns whether it can (a C++ compiler is there)."""
+    """Compile decorated functions from now on, if there is a C++ compiler or a GPU. Returns whether it will."""
     global _enabled
     if torch.cuda.is_available() or shutil.which(os.environ.get("CXX", "g++")):
         import torch._dynamo.config as dynamo

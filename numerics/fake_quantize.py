@@ -1,7 +1,7 @@
 """Fake quantization of activations and gradients on the way into a GEMM: the values after storing them in FP8.
 
-Same values as `quantize(x, spec).dequantize()`, without FP8 casts, which are slow on a CPU, for the case that every step
-runs: BF16 rows in power-of-two token groups. Everything else takes the general quantizer.
+Same values as `quantize(x, spec).dequantize()`, without FP8 casts, which are slow on a CPU, for the case that every
+step runs: BF16 rows in power-of-two token groups. Everything else takes the general quantizer.
 """
 
 from __future__ import annotations
@@ -43,8 +43,10 @@ def _is_fast(x: torch.Tensor, spec: TensorSpec) -> bool:
 
 @compilable
 def _scales(x: torch.Tensor, dim: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scale and its inverse, FP32, of each group of x along `dim`, which stays as 1. Apart from `_round`, where a compiler
-    would compute the scale again for every element."""
+    """Scale and its inverse, FP32, of each group of x along `dim`, which stays as 1.
+
+    Apart from `_round`, because a compiler that fuses the two computes the scale anew for every element.
+    """
     wide = x.float()
     amax = torch.where(wide.isnan(), 0.0, wide.abs()).amax(dim, keepdim=True)
     scale = scale_from_amax(amax, dtype, True)

@@ -1,8 +1,8 @@
 """The start-up probe: is this machine's arithmetic row-invariant?
 
-The ops are row-invariant if the matrix library is: if a row of a product does not depend on how many rows there are, and
-if leading keys of a sum do not depend on the zeros behind them. Libraries do not promise it, so each process checks it on
-the machine at hand before the first rollout.
+The ops are row-invariant if the matrix library is: if a row of a product does not depend on how many rows there are,
+and if leading keys of a sum do not depend on the zeros behind them. Libraries do not promise it, so each process
+checks it on the machine at hand before the first rollout.
 """
 
 from __future__ import annotations

@@ -35,8 +35,8 @@ class QuantizedTensor:
 def quantize(x: torch.Tensor, spec: TensorSpec) -> QuantizedTensor:
     """Quantize a BF16 or FP32 tensor [..., rows, columns], rounding to nearest even and saturating.
 
-    A block of zeros has scale_inv 1. NaN is left out of a block's amax and stays NaN (of either sign); an infinite value makes the scale
-    1 and saturates. Blocks at ragged edges are smaller; nothing is padded in the result.
+    A block of zeros has scale_inv 1. NaN is left out of a block's amax and stays NaN (of either sign); an infinite
+    value makes the scale 1 and saturates. Blocks at ragged edges are smaller; nothing is padded in the result.
     Raises `UserError` for a spec that does not quantize, a dtype or shape that cannot be quantized.
     """
     if not spec.quantized:
@@ -47,9 +47,7 @@ def quantize(x: torch.Tensor, spec: TensorSpec) -> QuantizedTensor:
     blocks = _to_blocks(matrix, spec)
     scale = scale_from_amax(_block_amax(blocks), spec.dtype, spec.scale == "pow2")
     data = _encode(blocks, scale, spec.dtype)
-    return QuantizedTensor(
-        _from_blocks(data, matrix.shape).reshape(x.shape), _scale_shape(1.0 / scale, x, spec), spec
-    )
+    return QuantizedTensor(_from_blocks(data, matrix.shape).reshape(x.shape), _scale_shape(1.0 / scale, x, spec), spec)
 
 
 def dequantize(

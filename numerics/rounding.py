@@ -34,10 +34,11 @@ def scale_from_amax(amax: torch.Tensor, dtype: torch.dtype, power_of_two: bool) 
 def round_to_grid(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Values rounded to the nearest value of an FP8 dtype: ties to even, saturating, NaN kept. FP32 in and out.
 
-    x holds BF16 numbers times powers of two, so at most 8 significant bits. Then with k = 23 - mantissa bits, x * 2^k is
-    an even multiple of the grid's step at x, and FP32's own rounding in (x * 2^k + x) - x * 2^k rounds x to the grid.
-    Below the smallest normal number the step is fixed, and adding 1.5 * 2^k times that number's power does the same.
-    No casts and no bit operations: a compiler makes this an eighth of the cost of rounding through an FP8 dtype.
+    x holds BF16 numbers times powers of two, so at most 8 significant bits. Then with k = 23 - mantissa bits, x * 2^k
+    is an even multiple of the grid's step at x, and FP32's own rounding in (x * 2^k + x) - x * 2^k rounds x to the
+    grid. Below the smallest normal number the step is fixed, and adding 1.5 * 2^k times that number's power does the
+    same.
+    No casts and no bit operations, so that a compiler vectorizes all of it.
     """
     largest, mantissa_bits, smallest_exponent = _GRIDS[dtype]
     shift = 23 - mantissa_bits

@@ -1,7 +1,8 @@
 """The quantization spec: which tensor is in which format, with which scales.
 
-One `QuantSpec` is read by the trainer, the rollout engine, the weight sync and the converters. Everything that a library
-needs to know about FP8 is derived from it, and its digest is what two sides compare before they work together.
+One `QuantSpec` is read by the trainer, the rollout engine, the weight sync and the converters. Everything that a
+library needs to know about FP8 is derived from it, and its digest is what two sides compare before they work
+together.
 """
 
 from __future__ import annotations
@@ -50,7 +51,8 @@ class TensorSpec:
     granularity: what shares a scale: the whole `tensor`, a `channel` (one row), a `token_group` (1 x n elements of a
         row), or a `block` (n x n).
     group: n of `token_group` and `block`, in elements.
-    scale: `pow2` rounds the scale down to a power of two, so that dequantized values are exact in BF16; `fp32` does not.
+    scale: `pow2` rounds the scale down to a power of two, so that dequantized values are exact in BF16; `fp32` does
+        not.
     """
 
     format: Format = "e4m3"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.models.gpt import GPTModel
 
 from numerics.errors import user_error
+from numerics.files import publish_directory
 from trainer import checkpoint_writer
 from trainer.optimizer import Optimizer
 
@@ -38,7 +38,7 @@ def save(path: Path, model: GPTModel, optimizer: Optimizer, step: int, extra: di
     dist_checkpointing.save(_state(model, optimizer, step, loading=False), str(partial / _STATE))
     dist.barrier()
     if dist.get_rank() == 0:
-        publish(partial, path)
+        publish_directory(partial, path)
     dist.barrier()
 
 
@@ -82,20 +82,6 @@ def read_about(path: Path) -> dict[str, Any]:
     return about
 
 
-def publish(partial: Path, path: Path) -> None:
-    """Flush the finished directory `partial` to disk and give it the name `path`."""
-    for file in sorted(partial.rglob("*")):
-        _fsync(file)
-    _fsync(partial)
-    old = path.with_name(f".{path.name}.old")
-    shutil.rmtree(old, ignore_errors=True)
-    if path.exists():
-        os.rename(path, old)
-    os.rename(partial, path)
-    _fsync(path.parent)
-    shutil.rmtree(old, ignore_errors=True)
-
-
 def _state(model: GPTModel, optimizer: Optimizer, step: int, loading: bool) -> dict[str, Any]:
     metadata = {
         "distrib_optim_sharding_type": "fully_reshardable",
@@ -111,11 +97,3 @@ def _state(model: GPTModel, optimizer: Optimizer, step: int, loading: bool) -> d
         "schedule": optimizer.schedule.state_dict(),
         "step": step,
     }
-
-
-def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

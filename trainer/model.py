@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from numerics.errors import user_error
-from trainer.checkpoint import publish
+from numerics.files import publish_directory
 from trainer.config import TrainerConfig
 from trainer.hf_config import ModelShape, transformer_config
 from trainer.modules.precision import Precision
@@ -99,7 +99,7 @@ class HFWeights:
             shutil.rmtree(partial, ignore_errors=True)
             shutil.copytree(self._path, partial, ignore=shutil.ignore_patterns(*_WEIGHT_FILES, ".*"))
             _write_shards(tensors, partial)
-            publish(partial, path)
+            publish_directory(partial, path)
         else:
             for _ in tensors:
                 pass

@@ -18,9 +18,7 @@ KEY_PADDING = 32
 _FEWEST_ROWS = 8
 
 
-def attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, positions: torch.Tensor, scale: float
-) -> torch.Tensor:
+def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, positions: torch.Tensor, scale: float) -> torch.Tensor:
     """softmax(q k^T * scale) v over the keys t <= positions[b, i].
 
     q [B, Q, heads, D]; k, v [B, T, kv heads, D], key t at position t; positions int64 [B, Q]. Scores, softmax and sums
@@ -88,8 +86,11 @@ def _sum_keys(weights: torch.Tensor) -> torch.Tensor:
 def _fold_queries(x: torch.Tensor, groups: int) -> torch.Tensor:
     """[B, Q, heads, D] -> FP32 [B * groups, heads/groups * Q, D]: the query heads that share a key head are rows."""
     batch, length, heads, dim = x.shape
-    return x.reshape(batch, length, groups, heads // groups, dim).permute(0, 2, 3, 1, 4).float().reshape(
-        batch * groups, heads // groups * length, dim
+    return (
+        x.reshape(batch, length, groups, heads // groups, dim)
+        .permute(0, 2, 3, 1, 4)
+        .float()
+        .reshape(batch * groups, heads // groups * length, dim)
     )
 
 

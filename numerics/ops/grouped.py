@@ -61,8 +61,7 @@ class _GroupedProduct(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             dy_rows = dy if spec is None else fake_quantize_rows(dy, spec.gradient)
             parts = [
-                wide_mm(part, weight)
-                for part, weight in zip(dy_rows.split(list(counts)), ctx.operands, strict=True)
+                wide_mm(part, weight) for part, weight in zip(dy_rows.split(list(counts)), ctx.operands, strict=True)
             ]
             dx = torch.cat(parts).to(ctx.weight_dtype)
         if spec is not None:
@@ -80,18 +79,14 @@ def _spans(counts: Sequence[int]) -> list[tuple[int, int]]:
     return list(zip([0, *stops[:-1]], stops, strict=True))
 
 
-def _span_product(
-    rows: torch.Tensor, start: int, stop: int, weight: torch.Tensor, dtype: torch.dtype
-) -> torch.Tensor:
+def _span_product(rows: torch.Tensor, start: int, stop: int, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Rows start to stop. A short span borrows neighbouring rows, which are dropped, instead of being padded."""
     first = max(0, min(start, rows.shape[0] - FEWEST_ROWS))
     last = max(stop, min(first + FEWEST_ROWS, rows.shape[0]))
     return product(rows[first:last], weight, dtype)[start - first : stop - first]
 
 
-def _quantize_groups(
-    x: torch.Tensor, counts: Sequence[int], spec: TensorSpec
-) -> tuple[torch.Tensor, Sequence[int]]:
+def _quantize_groups(x: torch.Tensor, counts: Sequence[int], spec: TensorSpec) -> tuple[torch.Tensor, Sequence[int]]:
     """x quantized along the tokens of each group, and the rows per group, with zeros where blocks had to be filled."""
     if spec.granularity != "token_group":
         return torch.cat([fake_quantize_columns(part, spec) for part in x.split(list(counts))]), counts

@@ -1,9 +1,9 @@
 """Matrix products: plain and FP8, whole and in slices of K.
 
 A product is computed from operands that are exact in its compute dtype (BF16, or FP32 where scales are not powers of
-two), by one call of the matrix library per K slice, and rounded once. With `k_splits` > 1, each slice of K gives an FP32
-partial and the partials are added in order: the arithmetic of a row-parallel layer on that many ranks, so that a trainer
-with tensor parallelism and an engine without it agree.
+two), by one call of the matrix library per K slice, and rounded once. With `k_splits` > 1, each slice of K gives an
+FP32 partial and the partials are added in order: the arithmetic of a row-parallel layer on that many ranks, so that a
+trainer with tensor parallelism and an engine without it agree.
 """
 
 from __future__ import annotations
@@ -101,7 +101,9 @@ class _Product(torch.autograd.Function):
         return product(operand, weight_dq, dtype).reshape(*x.shape[:-1], weight.shape[0])
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None, None, None, None]:
+    def backward(
+        ctx: Any, *grads: torch.Tensor
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None, None, None, None, None]:
         rows, weight_dq = ctx.saved_tensors
         dy = grads[0].reshape(-1, grads[0].shape[-1]).to(rows.dtype if rows.dtype != torch.float32 else torch.float32)
         gradient = ctx.spec.gradient if ctx.spec is not None and ctx.backward_precision == "fp8" else None

@@ -5,9 +5,7 @@ from __future__ import annotations
 import torch
 
 
-def token_logprobs(
-    logits: torch.Tensor, tokens: torch.Tensor, temperature: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+def token_logprobs(logits: torch.Tensor, tokens: torch.Tensor, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
     """log_softmax(logits / temperature) at `tokens`, and the entropy of that distribution in nats.
 
     logits [..., V] of any float dtype, tokens int64 [...]. Everything in FP32: one division, then log_softmax over the

@@ -64,8 +64,8 @@ class ServedWeights:
         if entry is None or entry.version != self.version:
             found = entry.version if entry is not None else None
             raise RuntimeError(
-                f"fp8rl plugin: a forward asked for weights of version {self.version}, and this parameter's dequantized "
-                f"values are of version {found}. An update was not committed; replace this engine"
+                f"fp8rl plugin: a forward asked for weights of version {self.version}, and this parameter's "
+                f"dequantized values are of version {found}. An update was not committed; replace this engine"
             )
         return entry.matrices
 

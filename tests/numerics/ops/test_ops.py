@@ -111,9 +111,7 @@ def test_attention_does_not_depend_on_chunks_padding_or_batch():
         step = ops.attention(q[1:2, t : t + 1], k[1:2, : t + 1], v[1:2, : t + 1], positions[1:2, t : t + 1], 0.1)
         assert torch.equal(step, whole[1:2, t : t + 1])
         # one decode step of several sequences of other lengths, padded to the longest with what happens to be there
-        mixed = ops.attention(
-            torch.stack((q[1, t], q[2, 77]))[:, None], k[1:], v[1:], torch.tensor([[t], [77]]), 0.1
-        )
+        mixed = ops.attention(torch.stack((q[1, t], q[2, 77]))[:, None], k[1:], v[1:], torch.tensor([[t], [77]]), 0.1)
         assert torch.equal(mixed[0], whole[1, t : t + 1]) and torch.equal(mixed[1], whole[2, 77:78])
 
 
