@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import platform
 import sys
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
@@ -43,17 +44,21 @@ def main() -> int:
 
 def _in_own_process(name: str) -> list[Result]:
     """Megatron's process groups and torch's settings are global, so each benchmark gets a process."""
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
-        return pool.apply(run_benchmark, (name,))
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(run_benchmark, name).result()
 
 
 def _table(results: list[Result]) -> Table:
     table = Table("what", "found", "bar", "measurements")
     for result in results:
         bar = f"{'>=' if result.at_least else '<='} {result.bar:g}"
-        parts = ", ".join(f"{name} {value:,.3g}" for name, value in result.parts.items())
+        parts = ", ".join(f"{name} {_number(value)}" for name, value in result.parts.items())
         table.add_row(result.name, f"{result.value:.3g}{'' if result.passed else ' !'}", bar, parts)
     return table
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def _processor() -> str:

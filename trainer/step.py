@@ -95,20 +95,7 @@ def _micro_batches(batch: TokenBatch, groups: list[list[int]], multiple: int) ->
     for rows in groups:
         # A rank without rows for this turn still takes part in the collectives, on one row that counts for nothing.
         selected = pad_to_multiple(batch.select(rows or [int(batch.lengths.argmin())]), multiple)
-        yield _MicroBatch(rows, _to_device(selected))
-
-
-def _to_device(batch: TokenBatch) -> TokenBatch:
-    device = torch.device(torch.cuda.current_device())
-    if device.type == "cpu":
-        return batch
-    return TokenBatch(
-        tokens=batch.tokens.to(device),
-        lengths=batch.lengths.to(device),
-        loss_mask=batch.loss_mask.to(device),
-        temperature=batch.temperature,
-        fields={name: value.to(device) for name, value in batch.fields.items()},
-    )
+        yield _MicroBatch(rows, selected.to(torch.device(torch.cuda.current_device())))
 
 
 def _forward(micro_batches: Iterator[_MicroBatch], model: torch.nn.Module, objective: Objective | None) -> Any:

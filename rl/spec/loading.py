@@ -81,9 +81,11 @@ def _read_yaml(path: Path) -> DictConfig:
     try:
         config = OmegaConf.load(path)
     except (yaml.YAMLError, UnicodeDecodeError, OmegaConfBaseException) as error:
-        detail = " ".join(str(error).split())
         raise user_error(
-            f"spec {path}", found=detail, expected="valid YAML of plain values", remedy="Correct the file."
+            f"spec {path}",
+            found=_yaml_problem(error),
+            expected="valid YAML of plain values",
+            remedy="Correct the file.",
         ) from error
     if not isinstance(config, DictConfig) or not all(isinstance(key, str) for key in config):
         raise user_error(
@@ -93,6 +95,13 @@ def _read_yaml(path: Path) -> DictConfig:
             remedy="Start from examples/arithmetic.yaml.",
         )
     return config
+
+
+def _yaml_problem(error: Exception) -> str:
+    mark = getattr(error, "problem_mark", None)
+    if not isinstance(error, yaml.MarkedYAMLError) or mark is None:
+        return " ".join(str(error).split())
+    return f"{error.problem or error.context} in line {mark.line + 1}, column {mark.column + 1}"
 
 
 def _parse_override(override: str) -> DictConfig:

@@ -24,7 +24,7 @@ SMALL = ["rollout.prompts_per_step=8", "rollout.group_size=4", "eval.problems=16
 PATIENCE_S = 300.0
 """For what takes seconds on a quiet machine."""
 
-_MARK = "FP8RL_TEST_FAMILY"
+MARK = "FP8RL_TEST_FAMILY"
 
 
 class LiveRun:
@@ -43,7 +43,7 @@ class LiveRun:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env={**clean, _MARK: self._mark, "OMP_NUM_THREADS": "1"},
+                env={**clean, MARK: self._mark, "OMP_NUM_THREADS": "1"},
                 start_new_session=True,
             )
 
@@ -67,13 +67,7 @@ class LiveRun:
 
     def family(self) -> list[psutil.Process]:
         """Every living process that stems from the run, by parentage or by inherited environment."""
-        kin = {process for process in psutil.process_iter() if _has(process, self._mark)}
-        for process in list(kin):
-            try:
-                kin.update(process.children(recursive=True))
-            except psutil.NoSuchProcess:
-                pass
-        return [process for process in kin if _lives(process)]
+        return family_of(self._mark)
 
     def engine(self) -> psutil.Process:
         """The main process of the SGLang server."""
@@ -91,12 +85,23 @@ class LiveRun:
         return [json.loads(line) for line in text.splitlines()]
 
     def destroy(self) -> None:
-        """After a failed test."""
+        """Kill what is left of it."""
         for process in self.family():
             try:
                 process.send_signal(signal.SIGKILL)
             except psutil.NoSuchProcess:
                 pass
+
+
+def family_of(mark: str) -> list[psutil.Process]:
+    """Every living process with this mark in its environment, and the children of such."""
+    kin = {process for process in psutil.process_iter() if _has(process, mark)}
+    for process in list(kin):
+        try:
+            kin.update(process.children(recursive=True))
+        except psutil.NoSuchProcess:
+            pass
+    return [process for process in kin if _lives(process)]
 
 
 def wait_until_gone(processes: list[psutil.Process], timeout_s: float) -> list[psutil.Process]:
@@ -109,7 +114,7 @@ def wait_until_gone(processes: list[psutil.Process], timeout_s: float) -> list[p
 
 def _has(process: psutil.Process, mark: str) -> bool:
     try:
-        return process.environ().get(_MARK) == mark
+        return process.environ().get(MARK) == mark
     except psutil.Error:
         return False
 

@@ -75,7 +75,7 @@ def test_a_run_outlives_interrupts_kills_and_the_death_of_its_engine(start: Star
     assert done == list(range(done[-1] + 1)) and done[-1] >= 3
     first_rows = run.rows()
 
-    # The driver is killed while a checkpoint is written: only what Ray cleans up by itself may take longer.
+    # The driver is killed while a checkpoint is written. Two agents of Ray's look for its server for another minute.
     run = start(*settings, "--resume")
     run.wait_for("first sync verified")
     resumed_at = newest_checkpoint(run)
@@ -83,10 +83,10 @@ def test_a_run_outlives_interrupts_kills_and_the_death_of_its_engine(start: Star
     assert run.rows() == first_rows[: resumed_at + 1]
     run.wait_until(lambda: list(run.path.glob("checkpoints/.step_*")), "unfinished checkpoint")
     family = run.family()
-    ours = [process for process in family if not is_rays_own(process.cmdline())]
     run.process.send_signal(signal.SIGKILL)
-    assert wait_until_gone(ours, GONE_WITHIN_S) == []
-    assert wait_until_gone(family, 60.0) == []
+    left = wait_until_gone(family, GONE_WITHIN_S)
+    assert {process.name() for process in left} <= {"ray::DashboardAgent", "ray::RuntimeEnvAgent"}
+    run.destroy()
 
     # Its engine dies in the middle of a step.
     run = start(*settings, "--resume")
@@ -123,9 +123,7 @@ def test_a_resumed_training_ends_in_the_same_weights_bit_for_bit(start: Start) -
 
     parts = start(*settings, name="parts", example="arithmetic_sft")
     parts.wait_for("step 3/6")
-    family = parts.family()
-    parts.process.send_signal(signal.SIGKILL)
-    assert wait_until_gone(family, 60.0) == []
+    interrupt(parts, signal.SIGTERM)
     parts = start(*settings, "--resume", name="parts", example="arithmetic_sft")
     assert parts.ends() == 0, parts.console()
     assert "step 1/6" not in parts.console() and "step 6/6" in parts.console()
@@ -136,10 +134,6 @@ def test_a_resumed_training_ends_in_the_same_weights_bit_for_bit(start: Start) -
 
 def newest_checkpoint(run: LiveRun) -> int:
     return max(int(path.name.removeprefix("step_")) for path in (run.path / "checkpoints").glob("step_*"))
-
-
-def is_rays_own(command: list[str]) -> bool:
-    return any("ray/" in part or part.startswith("ray::") for part in command) and "ray::Engine" not in command
 
 
 def weights(run: LiveRun) -> bytes:

@@ -116,6 +116,21 @@ def test_power_of_two_values_are_exact_in_bf16_and_survive_requantization(spec, 
     assert torch.equal(fake_quantize(once.dequantize(), spec), once.dequantize())
 
 
+@pytest.mark.parametrize("scale", ("pow2", "fp32"))
+@pytest.mark.parametrize("format", ("e4m3", "e5m2"))
+def test_scales_equal_transformer_engines_for_every_bf16_amax(format, scale):
+    """Subnormal to largest; the blocks' codes are those of the oracle as well."""
+    spec = TensorSpec(format=format, scale=scale, granularity="channel")
+    amax = torch.arange(0x7F80, dtype=torch.int16).view(torch.bfloat16)
+    x = torch.stack((amax, -amax / 3, amax / 300), 1)
+    result = quantize(x, spec)
+    largest = grid_of(spec.dtype)[-1]
+    scales = np.array([te_scale(a, largest, scale == "pow2") for a in amax.float().numpy()])
+    assert np.array_equal(result.scale_inv[:, 0].numpy(), np.float32(1.0) / scales)
+    codes = nearest_even(x.float().numpy() * scales[:, None], spec.dtype)
+    assert np.array_equal(result.data.double().numpy(), codes)
+
+
 def test_scales_equal_sglang_ue8m0_for_every_bf16_amax_from_1e_10():
     """SGLang: 2^ceil(log2(max(amax, 1e-10) / 448)), in FP32 with the reciprocal of 448."""
     amax = torch.arange(0x7F80, dtype=torch.int16).view(torch.bfloat16).float()

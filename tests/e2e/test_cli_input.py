@@ -1,0 +1,168 @@
+"""Wrong input to `fp8rl train`: one message, exit code 2, nothing started, nothing written."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import socket
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+import rl.preconditions.resources as resources
+from rl.cli import app
+from rl.tiny_model import TinyModel, write_tiny_model
+from tests.e2e.cli_runs import FP8RL, ROOT
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model") / "moe"
+    write_tiny_model(path, TinyModel(heads=4, kv_heads=2))
+    return path
+
+
+@pytest.fixture
+def spec(tmp_path: Path, model: Path) -> Path:
+    """A spec file that would run."""
+    problems = [json.dumps({"question": f"{n}+4=?", "answer": f"#### {n + 4}"}) + "\n" for n in range(4)]
+    for name in ("train", "eval"):
+        (tmp_path / f"{name}.jsonl").write_text("".join(problems))
+    path = tmp_path / "spec.yaml"
+    sections = {
+        "run": {"name": "it", "dir": str(tmp_path / "runs"), "steps": 1},
+        "model": {"path": str(model)},
+        "data": {"train": "train.jsonl", "eval": "eval.jsonl"},
+        "eval": {"problems": 4},
+    }
+    path.write_text(yaml.safe_dump(sections))
+    return path
+
+
+@pytest.fixture
+def refused(spec: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., str]]:
+    """Run `fp8rl train SPEC ...`, and return the message that it must refuse to run with."""
+
+    def must_not_start(*_: object, **__: object) -> None:
+        raise AssertionError("a process was about to be started")
+
+    monkeypatch.setattr("rl.stack.Stack.open", must_not_start)
+    before = psutil.Process().children(recursive=True)
+
+    def train(*arguments: str, path: Path = spec) -> str:
+        result = CliRunner().invoke(app, ["train", str(path), *arguments])
+        assert result.exit_code == 2, result.output
+        (first, *_) = result.stderr.splitlines()
+        assert first.startswith("error: ") and "Traceback" not in result.stderr
+        assert result.stderr.count("error: ") == 1
+        return result.stderr.removeprefix("error: ")
+
+    yield train
+    assert not (spec.parent / "runs").exists()
+    assert psutil.Process().children(recursive=True) == before
+
+
+@pytest.mark.parametrize(
+    ("override", "parts"),
+    [
+        ("rollout.temperatur=1.0", ["rollout.temperatur", "1.0", "Did you mean rollout.temperature?"]),
+        ("trainer.lr=-1", ["trainer.lr: found -1", "greater than", "trainer.lr=VALUE"]),
+        ("run.steps=many", ["run.steps: found 'many'", "integer"]),
+        ("rollout.top_p=0.9", ["rollout.top_p: found 0.9", "1.0", "exact mode", "Remove"]),
+        ("rollout.max_total_tokens=100000000000", ["rollout.max_total_tokens: found 100000000000", "GiB", "Set"]),
+        ("model.path=/nowhere", ["model.path", "/nowhere", "expected"]),
+        ("data.train=/nowhere.jsonl", ["data.train", "/nowhere.jsonl", "expected"]),
+        ("steps", ["override: found 'steps'", "key.sub=value"]),
+    ],
+)
+def test_a_wrong_value_is_named_with_what_was_expected(
+    refused: Callable[..., str], override: str, parts: list[str]
+) -> None:
+    message = refused(override)
+    for part in parts:
+        assert part in message
+
+
+def test_models_that_cannot_be_trained(refused: Callable[..., str], model: Path, tmp_path: Path) -> None:
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    assert "config.json" in refused(f"model.path={bare}")
+
+    other = Path(shutil.copytree(model, tmp_path / "other"))
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps({**config, "architectures": ["LlamaForCausalLM"]}))
+    message = refused(f"model.path={other}")
+    assert "LlamaForCausalLM" in message and "Qwen3MoeForCausalLM" in message
+
+    (other / "config.json").write_text(json.dumps({**config, "moe_intermediate_size": 96}))
+    message = refused(f"model.path={other}")
+    assert "96" in message and "128" in message and "moe_intermediate_size" in message
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [("", "at least one problem"), ('{"question": "1", "answer": "#### 1"}\nnot JSON\n', "line 2")],
+)
+def test_data_files_that_cannot_be_used(refused: Callable[..., str], spec: Path, content: str, expected: str) -> None:
+    (spec.parent / "train.jsonl").write_text(content)
+    message = refused()
+    assert message.startswith("data.train") and expected in message
+
+
+def test_spec_files_that_cannot_be_read(refused: Callable[..., str], tmp_path: Path) -> None:
+    assert "absent.yaml" in refused(path=tmp_path / "absent.yaml")
+    broken = tmp_path / "broken.yaml"
+    broken.write_text("run: {name: it\n")
+    message = refused(path=broken)
+    assert str(broken) in message and "line 2" in message and "valid YAML" in message
+
+
+def test_ports_that_are_taken(refused: Callable[..., str]) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        assert f"rollout.port: found {port}" in refused(f"rollout.port={port}")
+    message = refused(f"rollout.port={port}", "rollout.engines=2")
+    assert "two engines cannot share one" in message
+
+
+def test_memory_is_checked_for_all_engines(refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
+    class Memory:
+        available = 150 * 2**20  # one cache of 32,768 tokens of this model is 128 MiB
+
+    monkeypatch.setattr(resources.psutil, "virtual_memory", Memory)
+    assert "2 engine(s)" in refused("rollout.engines=2")
+
+
+def test_an_earlier_run_is_neither_continued_nor_deleted_unasked(
+    spec: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rl.stack.Stack.open", None)
+    run = tmp_path / "runs" / "it"
+    run.mkdir(parents=True)
+    (run / "spec.yaml").write_text("kept")
+    for options, expected in (
+        ([], "existing run"),
+        (["--resume"], "no checkpoint"),
+        (["--resume", "--overwrite"], "both"),
+    ):
+        result = CliRunner().invoke(app, ["train", str(spec), *options])
+        assert result.exit_code == 2 and expected in result.stderr
+        assert [entry.name for entry in run.iterdir()] == ["spec.yaml"]
+        assert (run / "spec.yaml").read_text() == "kept"
+
+
+def test_the_process_itself_ends_with_code_2(spec: Path) -> None:
+    done = subprocess.run(
+        [FP8RL, "train", spec, "trainer.lrr=1"], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 2
+    assert done.stdout == f"fp8rl: checking {spec}\n"
+    assert done.stderr.count("\n") == 1 and "Did you mean trainer.lr?" in done.stderr
+    assert not (spec.parent / "runs").exists()

@@ -1,0 +1,133 @@
+"""`fp8rl train` on a Ray cluster that somebody else runs, as a submitted job."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.e2e.cli_runs import MARK, PATIENCE_S, ROOT, SMALL, LiveRun, family_of, wait_until_gone
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+
+BIN = Path(sys.executable).parent
+
+
+@dataclass
+class Head:
+    """A head node of our own, and the command line to it."""
+
+    address: str
+    dashboard: str
+    environment: dict[str, str]
+
+    def jobs(self, *arguments: str) -> str:
+        """`ray job ...`; what it printed."""
+        command = [BIN / "ray", "job", arguments[0], "--address", self.dashboard, *arguments[1:]]
+        done = subprocess.run(
+            command, cwd=ROOT, env=self.environment, capture_output=True, text=True, timeout=PATIENCE_S
+        )
+        return done.stdout + done.stderr
+
+    def submit(self, name: str, folder: Path, *arguments: str, wait: bool) -> str:
+        train = [BIN / "fp8rl", "train", "examples/arithmetic.yaml", f"run.dir={folder}", f"run.name={name}"]
+        how = ["--submission-id", name, *([] if wait else ["--no-wait"])]
+        return self.jobs("submit", *how, "--", *map(str, train), *SMALL, *arguments)
+
+
+@pytest.fixture(scope="module")
+def head() -> Iterator[Head]:
+    mark = f"test-{os.getpid()}"
+    folder = tempfile.mkdtemp(prefix="fp8rl-ray-", dir="/tmp")
+    port, dashboard = free_port(), free_port()
+    environment = {key: value for key, value in os.environ.items() if not key.startswith(("RAY_", "WANDB_"))}
+    environment |= {MARK: mark, "OMP_NUM_THREADS": "1", "RAY_AUTH_MODE": "disabled"}
+    options = [f"--port={port}", f"--dashboard-port={dashboard}", f"--temp-dir={folder}", "--dashboard-host=127.0.0.1"]
+    started = subprocess.run(
+        [BIN / "ray", "start", "--head", "--disable-usage-stats", "--include-dashboard=true", "--num-cpus=2", *options],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+    )
+    try:
+        assert started.returncode == 0, started.stdout + started.stderr
+        (address,) = set(re.findall(rf"[\d.]+:{port}\b", started.stdout))
+        yield Head(address, f"http://127.0.0.1:{dashboard}", environment)
+    finally:
+        # `ray stop` would end every Ray of the machine.
+        for process in family_of(mark):
+            process.kill()
+        assert wait_until_gone(family_of(mark), 30.0) == []
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def test_a_submitted_job_shows_its_steps_and_succeeds(head: Head, tmp_path: Path) -> None:
+    printed = head.submit("two", tmp_path, "run.steps=2", wait=True)
+    assert "Job 'two' succeeded" in printed, printed
+    assert "step 2/2  reward" in printed
+    assert "SUCCEEDED" in head.jobs("status", "two")
+    rows = [json.loads(line) for line in (tmp_path / "two/metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [0, 1, 2]
+    assert {row["mismatch/train_rollout_logprob_abs_diff_max"] for row in rows} == {0.0}
+    assert of_run(head, tmp_path) == []
+
+
+def test_a_stopped_job_leaves_no_process_and_whole_rows(head: Head, tmp_path: Path) -> None:
+    head.submit("long", tmp_path, "run.steps=1000", wait=False)
+    metrics = tmp_path / "long/metrics.jsonl"
+    deadline = time.monotonic() + PATIENCE_S
+    while not metrics.is_file() or metrics.read_text().count("\n") < 3:
+        assert time.monotonic() < deadline, head.jobs("logs", "long")
+        time.sleep(0.2)
+    busy = of_run(head, tmp_path)
+    assert any("rollout.launcher" in command for command in busy)
+    head.jobs("stop", "long")
+    deadline = time.monotonic() + 30
+    while of_run(head, tmp_path) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert of_run(head, tmp_path) == []
+    assert "STOPPED" in head.jobs("status", "long")
+    assert "every process of the run was stopped" in head.jobs("logs", "long")
+    rows = [json.loads(line) for line in metrics.read_text().splitlines()]
+    assert [row["step"] for row in rows] == list(range(len(rows)))
+
+
+def test_a_run_beside_a_cluster_does_not_join_it(head: Head, tmp_path: Path) -> None:
+    run = LiveRun(tmp_path, *SMALL)
+    try:
+        run.wait_for("starting the engine")
+        assert "gcs_server" in {process.name() for process in run.family()}
+    finally:
+        run.destroy()
+
+
+def of_run(head: Head, folder: Path) -> list[str]:
+    """The command lines of processes that belong to a run, and not to the cluster itself."""
+    commands = []
+    for process in family_of(head.environment[MARK]):
+        try:
+            command = " ".join(process.cmdline())
+        except psutil.Error:
+            continue
+        if re.search(r"rollout\.launcher|sglang::|ray::(TrainerActor|Engine)|fp8rl train|wandb-core", command):
+            commands.append(command)
+    return commands
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
