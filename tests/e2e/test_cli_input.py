@@ -132,9 +132,14 @@ def test_ports_that_are_taken(refused: Callable[..., str]) -> None:
     assert "two engines cannot share one" in message
 
 
-def test_memory_is_checked_for_all_engines(refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_is_checked_for_all_engines(
+    refused: Callable[..., str], model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = json.loads((model / "config.json").read_text())
+    per_token = 2 * config["num_hidden_layers"] * config["num_key_value_heads"] * config["head_dim"] * 2
+
     class Memory:
-        available = 150 * 2**20  # one cache of 32,768 tokens of this model is 128 MiB
+        available = 32768 * per_token + 1
 
     monkeypatch.setattr(resources.psutil, "virtual_memory", Memory)
     assert "2 engine(s)" in refused("rollout.engines=2")

@@ -78,7 +78,7 @@ def test_a_submitted_job_shows_its_steps_and_succeeds(head: Head, tmp_path: Path
     printed = head.submit("two", tmp_path, "run.steps=2", wait=True)
     assert "Job 'two' succeeded" in printed, printed
     assert "step 2/2  reward" in printed
-    assert "SUCCEEDED" in head.jobs("status", "two")
+    assert "Job 'two' succeeded" in head.jobs("status", "two")
     rows = [json.loads(line) for line in (tmp_path / "two/metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [0, 1, 2]
     assert {row["mismatch/train_rollout_logprob_abs_diff_max"] for row in rows} == {0.0}
@@ -99,7 +99,7 @@ def test_a_stopped_job_leaves_no_process_and_whole_rows(head: Head, tmp_path: Pa
     while of_run(head, tmp_path) and time.monotonic() < deadline:
         time.sleep(0.2)
     assert of_run(head, tmp_path) == []
-    assert "STOPPED" in head.jobs("status", "long")
+    assert "Job 'long' was stopped" in head.jobs("status", "long")
     assert "every process of the run was stopped" in head.jobs("logs", "long")
     rows = [json.loads(line) for line in metrics.read_text().splitlines()]
     assert [row["step"] for row in rows] == list(range(len(rows)))
