@@ -7,33 +7,40 @@ import shutil
 from pathlib import Path
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Write a text file under a temporary name, flush it to disk, and rename it into place."""
-    partial = path.with_name(f".{path.name}.partial")
+def write_atomically(path: Path, content: str | bytes) -> None:
+    """Write a file: temporary name, flush to disk, rename. Parent directories are made; a failure leaves no trace."""
+    data = content.encode() if isinstance(content, str) else content
     path.parent.mkdir(parents=True, exist_ok=True)
-    with partial.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(partial, path)
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        with partial.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+    flush_to_disk(path.parent)
 
 
 def publish_directory(partial: Path, path: Path) -> None:
     """Flush a finished directory and rename it to `path`, in place of what stood there."""
     for file in partial.rglob("*"):
         if file.is_file():
-            _fsync(file)
-    _fsync(partial)
+            flush_to_disk(file)
+    flush_to_disk(partial)
     retired = path.with_name(f".{path.name}.retired")
     shutil.rmtree(retired, ignore_errors=True)
     if path.exists():
         os.replace(path, retired)
     os.replace(partial, path)
-    _fsync(path.parent)
+    flush_to_disk(path.parent)
     shutil.rmtree(retired, ignore_errors=True)
 
 
-def _fsync(path: Path) -> None:
+def flush_to_disk(path: Path) -> None:
+    """fsync a file, or a directory, whose renames then survive a power cut."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
