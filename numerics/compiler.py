@@ -7,8 +7,7 @@ so both choices give the same bits, and two processes need not choose alike.
 from __future__ import annotations
 
 import functools
-import os
-import shutil
+import logging
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
@@ -17,22 +16,37 @@ import torch
 P = ParamSpec("P")
 R = TypeVar("R")
 
+logger = logging.getLogger(__name__)
+
 _enabled = False
 
 
 def enable_compiler() -> bool:
-    """Compile decorated functions from now on, if there is a C++ compiler or a GPU. Returns whether it will."""
+    """Compile decorated functions from now on, if a small one compiles here. Returns whether they will be."""
     global _enabled
-    if torch.cuda.is_available() or shutil.which(os.environ.get("CXX", "g++")):
-        import torch._dynamo.config as dynamo
-        import torch._inductor.config as inductor
-        import torch.fx.experimental._config as shapes
+    import torch._dynamo.config as dynamo
+    import torch._inductor.config as inductor
+    import torch.fx.experimental._config as shapes
 
-        inductor.compile_threads = 1  # no pool of compiler processes beside a trainer or an engine
-        dynamo.recompile_limit = 64  # a size of 1 is compiled apart, for each dimension
-        shapes.use_duck_shape = False  # sizes that happen to be equal in one call are not the same in the next
-        _enabled = True
+    inductor.compile_threads = 1  # no pool of compiler processes beside a trainer or an engine
+    dynamo.recompile_limit = 64  # a size of 1 is compiled apart, for each dimension
+    shapes.use_duck_shape = False  # sizes that happen to be equal in one call are not the same in the next
+    _enabled = _enabled or _compiles()
     return _enabled
+
+
+def _compiles() -> bool:
+    """A missing or broken C++ compiler, or a cache that cannot be written, costs speed and nothing else."""
+    x = torch.arange(64.0)
+    try:
+        return torch.equal(torch.compile(_twice)(x), _twice(x))
+    except Exception as error:
+        logger.warning("torch.compile does not work here, so quantizers run uncompiled (slower, same bits): %s", error)
+        return False
+
+
+def _twice(x: torch.Tensor) -> torch.Tensor:
+    return x + x
 
 
 def compilable(function: Callable[P, R]) -> Callable[P, R]:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import re
 
+SCALE_SUFFIX = "_scale_inv"
+"""What the name of a quantized weight is followed by in the name of its scales, as in HF checkpoints."""
+
 _LAYER = r"model\.layers\.\d+\."
 _PATTERNS = (
     (re.compile(_LAYER + r"self_attn\.([qkvo]_proj)\.weight"), ""),

@@ -16,6 +16,7 @@ from numerics.spec import QuantSpec
 
 _MANY = 192
 _FEW = (1, 2, 7, 8, 9, 31, 64, 65, 129)
+_MICRO_BATCH = 4096
 
 
 def row_variant_ops(device: torch.device | str = "cpu") -> list[str]:
@@ -42,6 +43,9 @@ def row_variant_ops(device: torch.device | str = "cpu") -> list[str]:
     }
     with torch.no_grad():
         variant = [name for name, op in rowwise.items() if any(not torch.equal(op(n), op(_MANY)[:n]) for n in _FEW)]
+        large = x.repeat(-(-_MICRO_BATCH // _MANY), 1)
+        if not torch.equal(product(large, w, torch.bfloat16)[:_MANY], product(x, w, torch.bfloat16)):
+            variant.append("bf16 product of a micro-batch")
         if not _attention_is_invariant(random(2, 2 * _MANY, 4, 128), random(2, 2 * _MANY, 2, 128)):
             variant.append("attention")
     return variant

@@ -49,6 +49,8 @@ METRICS: dict[str, Metric] = {
     "mismatch/tokens": Metric("tokens", "Sampled tokens with finite d: the denominator of the mismatch metrics."),
     "sync/bytes": Metric("bytes", "Bytes of weights sent to one engine."),
     "sync/seconds": Metric("s", "Time of the weight sync, digests and verification included."),
+    "sync/send_seconds": Metric("s", "Of which export, quantization, digests and loading."),
+    "sync/verify_seconds": Metric("s", "Of which the engines' refresh and digests, and the comparison."),
     "sync/verified_tensors": Metric("tensors", "Engine tensors whose digest equals the trainer's."),
     "sync/mismatched_tensors": Metric("tensors", "Engine tensors whose digest differs; the run does not go on."),
     "perf/step_seconds": Metric("s", "Wall time of the whole step."),

@@ -53,6 +53,10 @@ class TinyModel:
     top_k: int = 2
     vocab: int = 128
     max_positions: int = 2048
+    tied: bool = False
+    """The output projection is the embedding."""
+    renormalize: bool = True
+    """The chosen experts' probabilities are divided by their sum."""
 
 
 def write_tiny_model(out: Path, shape: TinyModel = TinyModel(), seed: int = 0) -> None:
@@ -94,7 +98,7 @@ def build_model(shape: TinyModel, seed: int) -> PreTrainedModel:
         "max_position_embeddings": shape.max_positions,
         "rope_parameters": {"rope_type": "default", "rope_theta": ROPE_THETA},
         "rms_norm_eps": 1e-6,
-        "tie_word_embeddings": False,
+        "tie_word_embeddings": shape.tied,
         "attention_bias": False,
         "bos_token_id": None,
         "eos_token_id": EOS,
@@ -111,7 +115,7 @@ def build_model(shape: TinyModel, seed: int) -> PreTrainedModel:
                     moe_intermediate_size=shape.intermediate,
                     num_experts=shape.experts,
                     num_experts_per_tok=shape.top_k,
-                    norm_topk_prob=True,
+                    norm_topk_prob=shape.renormalize,
                     decoder_sparse_step=1,
                     mlp_only_layers=[],
                     **common,

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import getpass
 import json
 import os
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,12 +13,10 @@ from typing import Any
 import torch
 
 from rollout.config import RolloutConfig
+from rollout.plugin import CONFIG_VARIABLE
 
 PLUGIN = "fp8rl"
 """Name of our `sglang.srt.plugins` entry point."""
-
-PLUGIN_ENVIRONMENT = "FP8RL_PLUGIN"
-"""Environment variable that carries the plugin's configuration as JSON."""
 
 _CPU_ARGUMENTS = [
     *("--device", "cpu"),
@@ -66,9 +66,12 @@ def server_environment(plugin: Mapping[str, Any] | None, scratch: Path, *, cuda:
         "NO_PROXY": "127.0.0.1",
         "no_proxy": "127.0.0.1",
     }
-    environment.pop(PLUGIN_ENVIRONMENT, None)
+    environment.pop(CONFIG_VARIABLE, None)
     if plugin is not None:
-        environment[PLUGIN_ENVIRONMENT] = json.dumps(plugin)
+        environment[CONFIG_VARIABLE] = json.dumps(plugin)
     if not cuda:
         environment |= {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1"}
+        # What torch.compile made outlives the server, whose scratch directory does not.
+        cache = Path(tempfile.gettempdir()) / f"torchinductor_{getpass.getuser()}"
+        environment.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache))
     return environment

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import AsyncGenerator
 from pathlib import Path
 from types import TracebackType
@@ -172,7 +173,8 @@ def parse_completion(answer: dict[str, Any]) -> Completion:
         )
     return Completion(
         token_ids=token_ids,
-        logprobs=[logprob for logprob, _, _ in reported],
+        # JSON has no NaN and no infinity: the server writes null for both.
+        logprobs=[math.nan if logprob is None else logprob for logprob, _, _ in reported],
         weight_versions=expand_versions(meta.get("weight_versions", []), len(token_ids)),
         finished=reason["type"] == "stop",
     )

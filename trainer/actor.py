@@ -49,9 +49,10 @@ class TrainerActor:
         """Join the other ranks and build the trainer; `options` are the keywords of `Trainer`."""
         from numerics.compiler import enable_compiler
         from trainer import parallel
-        from trainer.trainer import Trainer
+        from trainer.trainer import Trainer, check_row_invariance
 
         enable_compiler()
+        check_row_invariance()
         if self._store is None and self.config.world_size > 1:
             self._store = parallel.join_store(host, port, self.config.world_size)
         layout = parallel.initialize(self.config, self.rank, self._store, host)

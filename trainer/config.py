@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 
 class TrainerConfig(BaseModel):
@@ -15,7 +15,7 @@ class TrainerConfig(BaseModel):
     tp: int = Field(default=1, ge=1)
     """Tensor-parallel ranks."""
     pp: int = Field(default=1, ge=1)
-    """Pipeline-parallel ranks."""
+    """Pipeline-parallel ranks; only 1 in this release."""
     ep: int = Field(default=1, ge=1)
     """Expert-parallel ranks; they are taken from the tp * dp ranks, so ep divides that product."""
     dp: int = Field(default=1, ge=1)
@@ -23,9 +23,9 @@ class TrainerConfig(BaseModel):
     lr: float = Field(default=1e-4, gt=0.0)
     """Peak learning rate."""
     min_lr: float = Field(default=0.0, ge=0.0)
-    """Learning rate at the end of the decay."""
+    """Learning rate at the end of the decay; at most `lr`."""
     warmup_steps: int = Field(default=5, ge=0)
-    """Steps of linear warm-up from zero."""
+    """Steps of linear warm-up from zero; a run with fewer steps ends before it reaches `lr`."""
     decay: Literal["constant", "linear", "cosine"] = "constant"
     decay_steps: int | None = Field(default=None, ge=1)
     """The decay covers the last `decay_steps` steps; null means everything after the warm-up."""
@@ -37,6 +37,12 @@ class TrainerConfig(BaseModel):
     """Largest global gradient norm."""
     micro_batch_tokens: int = Field(default=4096, ge=1)
     """Padded tokens of one micro-batch; a longer row gets a micro-batch of its own."""
+
+    @model_validator(mode="after")
+    def _decays_downward(self) -> TrainerConfig:
+        if self.min_lr > self.lr:
+            raise ValueError(f"found min_lr={self.min_lr}, expected at most lr={self.lr}. Lower min_lr")
+        return self
 
     @property
     def world_size(self) -> int:

@@ -1,31 +1,40 @@
-"""From a Hugging Face Qwen3 or Qwen3-MoE `config.json` to Megatron's TransformerConfig."""
+"""A Hugging Face Qwen3 or Qwen3-MoE `config.json`: its shape, whether it can be trained, and Megatron's config for it.
+
+The driver checks a model with the same functions before it starts a process, and does so without Megatron.
+"""
 
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
-from megatron.core.transformer import TransformerConfig
 
-from numerics.errors import user_error
+from numerics.errors import UserError, user_error
 from numerics.spec import QuantSpec
 from trainer.config import TrainerConfig
 
-MODEL_TYPES = ("qwen3", "qwen3_moe")
+if TYPE_CHECKING:
+    from megatron.core.transformer import TransformerConfig
+
+MODEL_TYPES = {"Qwen3MoeForCausalLM": "qwen3_moe", "Qwen3ForCausalLM": "qwen3"}
+"""Architecture to model_type."""
+_UNSET: Any = object()
+_ROPE_KEYS = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """The numbers of a Qwen3 architecture that the trainer needs.
+    """The numbers of a Qwen3 architecture that trainer and engine need.
 
     Attributes:
-        moe: a Qwen3-MoE model, every layer with routed experts; otherwise every layer has a dense MLP.
         ffn_size: width of the dense MLP, or of one expert.
-        experts, top_k: 0 for a dense model.
+        experts, top_k: 0 for a dense model; otherwise every layer has routed experts.
         renormalize: the top-k router probabilities are scaled to sum to one.
         tied: the embedding is also the output projection.
     """
@@ -51,104 +60,89 @@ class ModelShape:
         return self.experts > 0
 
 
-def read_shape(model_path: Path) -> ModelShape:
-    """Read `config.json` in `model_path`.
+def read_shape(model_path: Path, key: str = "model.path") -> ModelShape:
+    """Read `config.json` in `model_path`; messages speak of it as `key`.
+
+    Absent keys have the defaults of transformers' Qwen3Config and Qwen3MoeConfig.
 
     Raises:
         UserError: no readable config, another architecture, or a variant of it that the shared ops do not define.
     """
-    path = Path(model_path) / "config.json"
-    if not path.is_file():
-        raise user_error(
-            "model.path",
-            found=str(model_path),
-            expected="a Hugging Face model directory with config.json",
-            remedy="Point it at a Qwen3 or Qwen3-MoE model directory.",
-        )
-    try:
-        config = json.loads(path.read_text())
-    except json.JSONDecodeError as error:
-        raise user_error(
-            str(path), found=str(error), expected="a JSON object", remedy="Download the model's config.json again."
-        ) from error
-    model_type = config.get("model_type")
-    if model_type not in MODEL_TYPES:
-        raise user_error(
-            f"{path}: model_type",
-            found=model_type,
-            expected=" or ".join(MODEL_TYPES),
-            remedy="Use a model of a supported architecture.",
-        )
-    _refuse_variants(path, config)
-    rope = config.get("rope_parameters") or {}
-    moe = model_type == "qwen3_moe"
-    return ModelShape(
-        model_type=model_type,
-        layers=config["num_hidden_layers"],
-        hidden_size=config["hidden_size"],
-        heads=config["num_attention_heads"],
-        kv_heads=config["num_key_value_heads"],
-        head_dim=config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"],
-        ffn_size=config["moe_intermediate_size" if moe else "intermediate_size"],
-        vocab_size=config["vocab_size"],
-        norm_eps=config["rms_norm_eps"],
-        rope_theta=float(rope.get("rope_theta", config.get("rope_theta", 10000.0))),
-        max_positions=config["max_position_embeddings"],
-        tied=bool(config.get("tie_word_embeddings", False)),
-        # transformers 5 writes the second name.
-        experts=config.get("num_experts") or config["num_local_experts"] if moe else 0,
-        top_k=config["num_experts_per_tok"] if moe else 0,
-        renormalize=bool(config.get("norm_topk_prob", False)) if moe else True,
+    config = _Config.read(Path(model_path), key)
+    moe = config.model_type() == "qwen3_moe"
+    config.refuse_quantized()
+    config.refuse_variants()
+    heads, hidden = config.size("num_attention_heads"), config.size("hidden_size")
+    experts = config.experts() if moe else 0
+    shape = ModelShape(
+        model_type=config.model_type(),
+        layers=config.size("num_hidden_layers"),
+        hidden_size=hidden,
+        heads=heads,
+        kv_heads=config.size("num_key_value_heads", default=4 if moe else 32, if_null=_UNSET if moe else heads),
+        head_dim=config.size("head_dim", default=max(1, hidden // heads) if moe else 128),
+        ffn_size=config.size("moe_intermediate_size" if moe else "intermediate_size"),
+        vocab_size=config.size("vocab_size"),
+        norm_eps=config.number("rms_norm_eps", default=1e-6),
+        rope_theta=config.rope_theta(),
+        max_positions=config.size("max_position_embeddings"),
+        tied=config.flag("tie_word_embeddings", default=False),
+        experts=experts,
+        top_k=config.size("num_experts_per_tok") if moe else 0,
+        renormalize=config.flag("norm_topk_prob", default=False) if moe else True,
     )
+    if shape.heads % shape.kv_heads:
+        raise config.refusal("num_key_value_heads", shape.kv_heads, f"a divisor of num_attention_heads = {shape.heads}")
+    if shape.head_dim % 2:
+        raise config.refusal("head_dim", shape.head_dim, "an even number: rotary embeddings turn pairs")
+    if shape.top_k > shape.experts:
+        raise config.refusal("num_experts_per_tok", shape.top_k, f"at most num_experts = {shape.experts}")
+    return shape
 
 
 def check_layout(shape: ModelShape, config: TrainerConfig, spec: QuantSpec) -> None:
-    """Check that the model divides over the ranks and its fused weights over the quantization blocks.
+    """Check that the model divides over the ranks and its weights over the quantization blocks.
 
     A fused weight (q|k|v per head group, gate|up) is quantized as a whole here and as separate tensors in a Hugging
-    Face checkpoint. Both give the same blocks only if each piece is a whole number of blocks on every rank.
+    Face checkpoint and in the engine. All give the same blocks only if each piece is a whole number of blocks on every
+    rank. Experts are never split by tp.
 
     Args:
-        spec: what the trainer quantizes.
+        spec: what is quantized.
 
     Raises:
         UserError: a size does not divide.
     """
     tp = config.tp
-    for name, size in (
-        ("num_attention_heads", shape.heads),
-        ("num_key_value_heads", shape.kv_heads),
-        ("vocab_size", shape.vocab_size),
-    ):
-        _expect_multiple(name, size, tp, f"trainer.tp={tp}")
+    split = {"num_attention_heads": shape.heads, "num_key_value_heads": shape.kv_heads, "vocab_size": shape.vocab_size}
     if not shape.moe:
-        _expect_multiple("intermediate_size", shape.ffn_size, tp, f"trainer.tp={tp}")
-    if config.ep > 1:
-        _expect_multiple("num_experts", shape.experts, config.ep, f"trainer.ep={config.ep}")
-        if not shape.moe:
-            raise user_error(
-                "trainer.ep", found=config.ep, expected="1 for a dense model", remedy="Set trainer.ep to 1."
-            )
-    if (config.tp * config.dp) % config.ep:
+        split["intermediate_size"] = shape.ffn_size
+    for name, size in split.items():
+        _require_divisor("trainer.tp", tp, name, size)
+    if config.ep > 1 and not shape.moe:
         raise user_error(
             "trainer.ep",
             found=config.ep,
-            expected=f"a divisor of tp * dp = {config.tp * config.dp}, whose ranks it shares",
-            remedy="Raise trainer.dp or lower trainer.ep.",
+            expected="1 for a dense model",
+            remedy="Set trainer.ep=1, or choose a mixture of experts.",
         )
-    if config.pp > 1:
-        _expect_multiple("num_hidden_layers", shape.layers, config.pp, f"trainer.pp={config.pp}")
-    block = _block_rows(spec)
-    if block > 1:
-        _expect_multiple("head_dim", shape.head_dim, block, f"the {block}-row quantization blocks")
-        ffn_parts = 1 if shape.moe else tp
-        name = "moe_intermediate_size" if shape.moe else "intermediate_size"
-        why = f"the {block}-row quantization blocks on {ffn_parts} ranks"
-        _expect_multiple(name, shape.ffn_size, block * ffn_parts, why)
+    if shape.moe:
+        _require_divisor("trainer.ep", config.ep, "num_experts", shape.experts)
+    if (tp * config.dp) % config.ep:
+        raise user_error(
+            "trainer.ep",
+            found=config.ep,
+            expected=f"a divisor of tp * dp = {tp} * {config.dp}, whose ranks the experts are spread over",
+            remedy=f"Set trainer.dp={config.ep} or another multiple, or lower trainer.ep.",
+        )
+    _require_divisor("trainer.pp", config.pp, "num_hidden_layers", shape.layers)
+    _check_blocks(shape, tp, spec)
 
 
 def transformer_config(shape: ModelShape, config: TrainerConfig, dtype: torch.dtype) -> TransformerConfig:
     """Megatron's config. Fusions that need CUDA kernels are off and gradients are sums over all ranks."""
+    from megatron.core.transformer import TransformerConfig  # the driver reads shapes and never needs Megatron
+
     moe: dict[str, Any] = {}
     if shape.moe:
         moe = {
@@ -198,50 +192,179 @@ def transformer_config(shape: ModelShape, config: TrainerConfig, dtype: torch.dt
     )
 
 
-def _refuse_variants(path: Path, config: dict[str, Any]) -> None:
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    layers = config.get("num_hidden_layers", 0)
-    required: tuple[tuple[str, Any, Any], ...] = (
-        ("hidden_act", config.get("hidden_act", "silu"), "silu"),
-        ("attention_bias", config.get("attention_bias", False), False),
-        ("use_sliding_window", config.get("use_sliding_window", False), False),
-        ("rope_type", rope.get("rope_type", rope.get("type", "default")), "default"),
-        ("decoder_sparse_step", config.get("decoder_sparse_step", 1), 1),
-        ("mlp_only_layers", list(config.get("mlp_only_layers") or []), []),
-    )
-    for key, found, expected in required:
-        if found != expected:
+class _Config:
+    """One config.json; every reading names the key, the value found and the value expected when it refuses."""
+
+    def __init__(self, values: Mapping[str, Any], path: Path, key: str) -> None:
+        self._values, self._path, self._key = values, path, key
+
+    @classmethod
+    def read(cls, directory: Path, key: str) -> _Config:
+        path = directory / "config.json"
+        if not path.is_file():
             raise user_error(
-                f"{path}: {key}",
-                found=found,
-                expected=repr(expected),
-                remedy="Use a model without this variant; the shared ops do not define it.",
+                key,
+                found=f"{directory} without config.json",
+                expected="a Hugging Face model directory with config.json",
+                remedy="Give the directory of a Qwen3 or Qwen3-MoE model, with config.json and safetensors weights.",
             )
-    if layers < 1:
-        raise user_error(
-            f"{path}: num_hidden_layers", found=layers, expected="at least 1", remedy="Check the model's config.json."
-        )
+        try:
+            values = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise user_error(
+                f"{key}: {path}", found=str(error), expected="valid JSON", remedy="Restore the file."
+            ) from error
+        if not isinstance(values, dict):
+            raise user_error(f"{key}: {path}", found=values, expected="a JSON object", remedy="Restore the file.")
+        return cls(values, path, key)
+
+    def refusal(self, name: str, found: object, expected: str, remedy: str = "Restore the file.") -> UserError:
+        return user_error(f"{self._key}: {name} in {self._path}", found=found, expected=expected, remedy=remedy)
+
+    def model_type(self) -> str:
+        found = self._values.get("architectures")
+        architecture = found[0] if isinstance(found, list) and found else found
+        if not isinstance(architecture, str) or architecture not in MODEL_TYPES:
+            remedy = "Choose a Qwen3 or Qwen3-MoE model."
+            raise self.refusal("architectures", architecture, " or ".join(MODEL_TYPES), remedy)
+        expected = MODEL_TYPES[architecture]
+        if self._values.get("model_type") != expected:
+            raise self.refusal("model_type", self._values.get("model_type"), f"{expected!r}, as for {architecture}")
+        return expected
+
+    def refuse_quantized(self) -> None:
+        for name in ("quantization_config", "compression_config"):
+            if self._values.get(name) is not None:
+                raise self.refusal(
+                    name, self._values[name], "none: the weights are BF16", "Use the BF16 checkpoint of this model."
+                )
+
+    def refuse_variants(self) -> None:
+        """Refuse what the shared ops do not define."""
+        required: dict[str, Any] = {
+            "hidden_act": "silu",
+            "attention_bias": False,
+            "use_sliding_window": False,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+            "partial_rotary_factor": 1,
+        }
+        for name, expected in required.items():
+            found = self._values.get(name)
+            if found is not None and found != expected:
+                raise self._variant(name, found, repr(expected))
+        layers = self._values.get("layer_types")
+        if layers is not None and not (isinstance(layers, list) and all(kind == "full_attention" for kind in layers)):
+            raise self._variant("layer_types", layers, "'full_attention' in every layer")
+        # transformers writes the first and lets the second, of older files, win over it.
+        for name in ("rope_parameters", "rope_scaling"):
+            self._refuse_scaled_rope(name)
+
+    def _refuse_scaled_rope(self, name: str) -> None:
+        rope = self._values.get(name)
+        if rope is None:
+            return
+        if not isinstance(rope, dict):
+            raise self._variant(name, rope, "a JSON object or null")
+        for key, expected in (("rope_type", "default"), ("type", "default"), ("partial_rotary_factor", 1)):
+            if rope.get(key) is not None and rope[key] != expected:
+                raise self._variant(f"{name}.{key}", rope[key], repr(expected))
+        for key in rope.keys() - _ROPE_KEYS:
+            if rope[key] is not None:
+                raise self._variant(f"{name}.{key}", rope[key], "no such key: plain rotary embeddings")
+
+    def rope_theta(self) -> float:
+        """The one base that every place of the config gives, or transformers' default."""
+        found: dict[str, float] = {}
+        for name in ("rope_scaling", "rope_parameters"):
+            rope = self._values.get(name) or {}
+            if rope.get("rope_theta") is not None:
+                found[f"{name}.rope_theta"] = self._positive(f"{name}.rope_theta", rope["rope_theta"])
+        if self._values.get("rope_theta") is not None:
+            found["rope_theta"] = self.number("rope_theta", default=0.0)
+        if len(set(found.values())) > 1:
+            raise self.refusal("rope_theta", found, "one value in all places", "Make them equal.")
+        return next(iter(found.values()), 10000.0)
+
+    def experts(self) -> int:
+        """transformers 5 writes `num_local_experts`, older ones `num_experts`."""
+        names = [name for name in ("num_experts", "num_local_experts") if self._values.get(name) is not None]
+        sizes = {name: self.size(name) for name in names or ["num_experts"]}
+        if len(set(sizes.values())) > 1:
+            raise self.refusal("num_experts", sizes, "one value in both spellings", "Make them equal.")
+        return next(iter(sizes.values()))
+
+    def size(self, name: str, default: int | None = None, if_null: Any = _UNSET) -> int:
+        if name not in self._values and default is not None:
+            return default
+        value = self._values.get(name)
+        if value is None and if_null is not _UNSET:
+            return int(if_null)
+        if name not in self._values:
+            raise user_error(
+                f"{self._key}: {self._path}", found=f"no {name}", expected="its value", remedy="Restore the file."
+            )
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise self.refusal(name, value, "a positive integer")
+        return value
+
+    def number(self, name: str, default: float) -> float:
+        return self._positive(name, self._values.get(name, default))
+
+    def flag(self, name: str, default: bool) -> bool:
+        value = self._values.get(name, default)
+        if not isinstance(value, bool):
+            raise self.refusal(name, value, "true or false")
+        return value
+
+    def _positive(self, name: str, value: object) -> float:
+        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
+            raise self.refusal(name, value, "a positive number")
+        return float(value)
+
+    def _variant(self, name: str, found: object, expected: str) -> UserError:
+        remedy = "Use a model without this variant; the shared ops do not define it."
+        return self.refusal(name, found, expected, remedy)
 
 
-def _block_rows(spec: QuantSpec) -> int:
-    """Rows of a weight that share a scale; 1 if each row has its own."""
-    if not spec.quantized or spec.weight.granularity in ("channel", "token_group"):
-        return 1
+def _check_blocks(shape: ModelShape, tp: int, spec: QuantSpec) -> None:
+    if not spec.quantized:
+        return
     if spec.weight.granularity == "tensor":
         raise user_error(
-            "numerics: weight.granularity",
+            "numerics.weight.granularity",
             found="tensor",
             expected="block, token_group or channel",
-            remedy="A fused weight has one scale here and several in the engine; choose a finer granularity.",
+            remedy="A fused weight has one scale here and several in a checkpoint; choose a finer granularity.",
         )
-    return spec.weight.group
+    block = _block(spec)
+    parts = 1 if shape.moe else tp
+    ffn = "moe_intermediate_size" if shape.moe else "intermediate_size"
+    if parts > 1:
+        ffn += f" / trainer.tp = {shape.ffn_size} / {parts}"
+    pieces = {"hidden_size": shape.hidden_size, "head_dim": shape.head_dim, ffn: shape.ffn_size // parts}
+    for name, size in pieces.items():
+        if size % block:
+            raise user_error(
+                f"model.path: {name}",
+                found=size,
+                expected=f"a multiple of {block}, the quantization block",
+                remedy="Choose a model with aligned dimensions, lower trainer.tp, or run both sides in BF16 "
+                "(numerics.preset=bf16 numerics.trainer=bf16 numerics.rollout=bf16).",
+            )
 
 
-def _expect_multiple(name: str, size: int, divisor: int, why: str) -> None:
-    if size % divisor:
+def _block(spec: QuantSpec) -> int:
+    """The smallest number of elements that holds whole blocks of every role."""
+    roles = (spec.weight, spec.activation, spec.gradient)
+    return math.lcm(*(role.group for role in roles if role.quantized and role.granularity in ("block", "token_group")))
+
+
+def _require_divisor(key: str, parts: int, name: str, size: int) -> None:
+    if size % parts:
         raise user_error(
-            f"model config: {name}",
-            found=size,
-            expected=f"a multiple of {divisor} ({why})",
-            remedy="Choose another parallel layout, quantization preset or model.",
+            key,
+            found=parts,
+            expected=f"a divisor of the model's {name} = {size}",
+            remedy=f"Set {key} to a divisor of {size}.",
         )

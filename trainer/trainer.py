@@ -12,6 +12,7 @@ from torch import Tensor
 
 from numerics.config import NumericsConfig
 from numerics.errors import user_error
+from numerics.probe import row_variant_ops
 from numerics.weight_cache import WeightCache
 from trainer import checkpoint
 from trainer.batch import TokenBatch
@@ -128,6 +129,19 @@ class Trainer:
                 f"batch: found rows of {batch.width} tokens, expected at most max_sequence_length="
                 f"{self.max_sequence_length}; start the trainer with a larger one"
             )
+
+
+def check_row_invariance() -> None:
+    """Raise `UserError` if a token's result depends on its batch on this machine, where no d could be 0."""
+    device = torch.device(torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    variant = row_variant_ops(device)
+    if variant:
+        raise user_error(
+            "numerics.mode",
+            found=f"exact on a machine where these depend on the batch: {', '.join(variant)}",
+            expected="row-invariant ops",
+            remedy="Run one thread per process (OMP_NUM_THREADS=1), or on a CPU with AVX512-BF16.",
+        )
 
 
 def _check_sequence_length(wanted: int, limit: int) -> None:

@@ -129,7 +129,7 @@ async def send_and_verify(
         manifest = recorder.manifest()
         held = await asyncio.gather(*(_commit(engine, version) for engine in engines))
         problems = _differences(manifest, endpoints, held)
-        bad = {line.split(": ")[1] for line in problems}
+        bad = set().union(*(manifest.mismatched(entries) for entries in held))
         if not problems:
             await asyncio.gather(*(engine.resume() for engine in engines))
         end = time.perf_counter()

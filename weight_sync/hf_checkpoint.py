@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -52,8 +53,12 @@ def quantization_config(spec: QuantSpec) -> dict[str, Any]:
 
 
 def convert_checkpoint(source: Path, path: Path, spec: QuantSpec) -> None:
-    """The weights of an HF directory, quantized by the spec, as a directory that an engine loads."""
-    write_served_checkpoint(served_tensors(_stored_tensors(source), spec), source, path, spec)
+    """The weights of an HF directory, quantized by the spec, as a directory that an engine loads.
+
+    Weights of another float format are rounded to BF16 first, as the trainer does when it loads them.
+    """
+    weights = ((name, tensor.to(torch.bfloat16)) for name, tensor in _stored_tensors(source))
+    write_served_checkpoint(served_tensors(weights, spec), source, path, spec)
 
 
 def _copy_description(source: Path, partial: Path, spec: QuantSpec) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from numerics.digest import tensor_digest
 from numerics.files import write_atomically
-from weight_sync.quantized import SCALE_SUFFIX
+from numerics.names import SCALE_SUFFIX
 
 
 class SyncError(RuntimeError):
@@ -34,11 +34,14 @@ class Manifest:
     def differences(self, found: Mapping[str, str]) -> list[str]:
         """One line per tensor that `found` (an engine's entries) lacks, has in excess, or holds otherwise."""
         lines = []
-        for name in sorted(self.entries.keys() | found.keys()):
+        for name in sorted(self.mismatched(found)):
             want, have = self.entries.get(name, "no such tensor"), found.get(name, "no such tensor")
-            if want != have:
-                lines.append(f"{name}: found {have}, expected {want}")
+            lines.append(f"{name}: found {have}, expected {want}")
         return lines
+
+    def mismatched(self, found: Mapping[str, str]) -> set[str]:
+        """The names that `differences` lists."""
+        return {name for name in self.entries.keys() | found.keys() if self.entries.get(name) != found.get(name)}
 
     def save(self, path: Path) -> None:
         """Write as JSON, whole or not at all."""

@@ -6,11 +6,10 @@ from collections.abc import Iterable, Iterator
 
 from torch import Tensor
 
-from numerics.names import module_kind
+from numerics.errors import UserError
+from numerics.names import SCALE_SUFFIX, module_kind
 from numerics.quantize import quantize
 from numerics.spec import QuantSpec
-
-SCALE_SUFFIX = "_scale_inv"
 
 
 def served_tensors(weights: Iterable[tuple[str, Tensor]], spec: QuantSpec) -> Iterator[tuple[str, Tensor]]:
@@ -24,6 +23,9 @@ def served_tensors(weights: Iterable[tuple[str, Tensor]], spec: QuantSpec) -> It
         if kind is None or not spec.quantizes(kind):
             yield name, tensor
             continue
-        quantized = quantize(tensor, spec.weight)
+        try:
+            quantized = quantize(tensor, spec.weight)
+        except UserError as error:
+            raise UserError(f"{name}: {error}") from error
         yield name, quantized.data
         yield name + SCALE_SUFFIX, quantized.scale_inv

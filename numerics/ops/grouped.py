@@ -45,7 +45,7 @@ class _GroupedProduct(torch.autograd.Function):
         rows = x if spec is None else fake_quantize_rows(x, spec.activation)
         ctx.save_for_backward(x if spec is not None and backward == "fp8" else rows)
         ctx.spec = spec if backward == "fp8" else None
-        ctx.counts, ctx.operands, ctx.weight_dtype = counts, operands, weights[0].dtype
+        ctx.counts, ctx.operands, ctx.dtype, ctx.weight_dtype = counts, operands, x.dtype, weights[0].dtype
         out = x.new_empty(x.shape[0], weights[0].shape[0])
         for (start, stop), weight in zip(_spans(counts), operands, strict=True):
             if start < stop:
@@ -63,7 +63,7 @@ class _GroupedProduct(torch.autograd.Function):
             parts = [
                 wide_mm(part, weight) for part, weight in zip(dy_rows.split(list(counts)), ctx.operands, strict=True)
             ]
-            dx = torch.cat(parts).to(ctx.weight_dtype)
+            dx = torch.cat(parts).to(ctx.dtype)
         if spec is not None:
             rows, _ = _quantize_groups(rows, counts, spec.activation)
             dy, counts = _quantize_groups(dy, counts, spec.gradient)

@@ -19,11 +19,16 @@ def register() -> None:
     text = os.environ.get(CONFIG_VARIABLE)
     if text is None:
         return
-    from numerics.compiler import enable_compiler
+    import torch
+
     from numerics.config import NumericsConfig
     from rollout.plugin import engine, hooks
 
+    if torch.cuda.is_available():
+        raise RuntimeError(
+            "fp8rl plugin: found a CUDA device, expected a CPU; the hooks replace SGLang's CPU methods, which its CUDA "
+            "engine does not call. Run exact mode on the CPU"
+        )
     numerics = NumericsConfig.from_dict(json.loads(text)["numerics"])
-    enable_compiler()
     engine.configure(numerics)
     hooks.install(hooks.HOOKS)

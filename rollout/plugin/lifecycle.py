@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 from typing import Any
 
+from numerics.compiler import enable_compiler
+from rollout.handshake import REPORT_KEY
 from rollout.plugin.engine import report, state
 
 # SGLang passes the action of /weights_checker through as text; these two are ours.
@@ -14,6 +16,7 @@ MANIFEST = "fp8rl.manifest"
 
 def after_load_model(result: Any, self: Any, *args: Any, **kwargs: Any) -> None:
     """`ModelRunner.load_model`: take charge of the weights that it loaded."""
+    enable_compiler()
     state().weights.attach(self.model, self.server_args.weight_version)
 
 
@@ -39,7 +42,7 @@ def check_weights(original: Any, self: Any, action: str, allow_quant_error: bool
 
 def after_get_internal_state(result: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     """`Scheduler.get_internal_state`: the report goes out with the engine's own."""
-    result.internal_state["fp8rl"] = report()
+    result.internal_state[REPORT_KEY] = report()
     return result
 
 

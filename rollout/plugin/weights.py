@@ -14,10 +14,9 @@ import torch
 from torch import nn
 
 from numerics.digest import tensor_digest
+from numerics.names import SCALE_SUFFIX
 from numerics.quantize import dequantize
 from numerics.spec import TensorSpec
-
-_SCALE = "_scale_inv"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,7 +76,7 @@ class ServedWeights:
         """
         for module in self._loaded().modules():
             for name, parameter in _quantized_parameters(module):
-                scale = getattr(module, name + _SCALE)
+                scale = getattr(module, name + SCALE_SUFFIX)
                 values = dequantize(parameter.detach(), scale.detach(), self._spec)
                 matrices = values.unbind(0) if values.dim() == 3 else (values,)
                 self._dequantized[parameter] = Dequantized(matrices, version)
@@ -100,7 +99,7 @@ class ServedWeights:
 
 def _quantized_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     own = dict(module.named_parameters(recurse=False))
-    return ((name, p) for name, p in own.items() if name + _SCALE in own)
+    return ((name, p) for name, p in own.items() if name + SCALE_SUFFIX in own)
 
 
 def hf_tensors(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, torch.Tensor]]:

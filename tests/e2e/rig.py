@@ -30,8 +30,10 @@ from weight_sync.config import SyncConfig
 from weight_sync.hf_checkpoint import convert_checkpoint
 
 MODELS = {
-    "moe": TinyModel(layers=3, hidden=256, heads=4, kv_heads=2, intermediate=128, experts=8, top_k=4),
-    "dense": TinyModel(layers=2, hidden=256, heads=4, kv_heads=2, intermediate=512, experts=0),
+    "moe": TinyModel(
+        layers=3, hidden=256, heads=4, kv_heads=2, intermediate=128, experts=8, top_k=4, renormalize=False
+    ),
+    "dense": TinyModel(layers=2, hidden=256, heads=4, kv_heads=2, intermediate=512, experts=0, vocab=250, tied=True),
 }
 BLOCK = 128
 CHUNK = 96

@@ -157,7 +157,8 @@ def served_tensors_of(setup: Setup) -> int:
     matrices = 4 + 3 * max(shape.experts, 1)
     router, norms = int(shape.experts > 0), 4
     per_layer = matrices * (2 if setup.rollout == "fp8" else 1) + router + norms
-    return shape.layers * per_layer + 3
+    ends = 2 if shape.tied else 3  # embedding, final norm, and an output projection of its own
+    return shape.layers * per_layer + ends
 
 
 def one_token(pipeline: Pipeline) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
@@ -99,6 +100,12 @@ def test_an_aborted_answer_is_an_error() -> None:
 def test_logprobs_of_other_tokens_are_an_error(logprobs: list[Any]) -> None:
     with pytest.raises(EngineError, match="logprobs"):
         parse_completion(answer(output_token_logprobs=logprobs))
+
+
+def test_a_logprob_that_json_cannot_carry_is_nan() -> None:
+    """orjson writes NaN and infinity as null; the loop drops and counts such tokens."""
+    completion = parse_completion(answer(output_token_logprobs=[[None, 5, None], [-1.5, 7, None]]))
+    assert math.isnan(completion.logprobs[0]) and completion.logprobs[1] == -1.5
 
 
 def test_every_answer_has_its_own_seed_and_repeats_it() -> None:

@@ -15,9 +15,10 @@ import psutil
 import pytest
 
 from numerics.errors import UserError
-from rollout.arguments import PLUGIN_ENVIRONMENT, server_arguments, server_environment
+from rollout.arguments import server_arguments, server_environment
 from rollout.config import RolloutConfig
 from rollout.errors import EngineDiedError, EngineError
+from rollout.plugin import CONFIG_VARIABLE
 from rollout.scratch import make_scratch, note_shared_memory, sweep
 from rollout.server import SGLangServer, log_tail
 from tests.rollout.conftest import small_config
@@ -26,6 +27,7 @@ from tests.rollout.conftest import small_config
 OWNER = """
 import sys, threading, time
 from rollout.config import RolloutConfig
+from rollout.plugin import CONFIG_VARIABLE
 from rollout.scratch import make_scratch, note_shared_memory, sweep
 from rollout.server import SGLangServer
 config = RolloutConfig(context_length=512, max_total_tokens=8192)
@@ -101,12 +103,12 @@ def test_arguments_follow_the_config() -> None:
 
 
 def test_environment_restricts_the_plugins(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv(PLUGIN_ENVIRONMENT, "of another run")
+    monkeypatch.setenv(CONFIG_VARIABLE, "of another run")
     monkeypatch.setenv("SGLANG_PLUGINS", "another")
     stock = server_environment(None, tmp_path, cuda=False)
-    assert stock["SGLANG_PLUGINS"] not in ("", "fp8rl", "another") and PLUGIN_ENVIRONMENT not in stock
+    assert stock["SGLANG_PLUGINS"] not in ("", "fp8rl", "another") and CONFIG_VARIABLE not in stock
     ours = server_environment({"spec": "é"}, tmp_path, cuda=False)
-    assert ours["SGLANG_PLUGINS"] == "fp8rl" and "spec" in ours[PLUGIN_ENVIRONMENT]
+    assert ours["SGLANG_PLUGINS"] == "fp8rl" and "spec" in ours[CONFIG_VARIABLE]
     assert ours["OMP_NUM_THREADS"] == "1" and ours["TMPDIR"] == str(tmp_path)
 
 
