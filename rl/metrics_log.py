@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rl.run_dir import write_atomic
+from numerics.files import write_atomically
 
 DROPPED = "tracking/nonfinite_dropped"
 
@@ -29,7 +29,7 @@ class MetricsLog:
         if rows and resume_step is None:
             raise ValueError(f"{path}: found {len(rows)} rows, expected none for a new run; resume it or remove them")
         kept = [row for row in rows if resume_step is not None and row["step"] <= resume_step]
-        write_atomic(path, "".join(_line(row) for row in kept))
+        write_atomically(path, "".join(_line(row) for row in kept))
         self._last_step: int | None = kept[-1]["step"] if kept else None
         self._file = path.open("ab", buffering=0)
 

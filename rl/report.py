@@ -13,11 +13,12 @@ import jinja2
 import plotly.offline
 
 from numerics.errors import UserError
+from numerics.files import write_atomically
 from rl.console import format_difference, format_percent
 from rl.metrics import metric
 from rl.metrics_log import read_metrics
 from rl.report_charts import sections
-from rl.run_dir import RunDir, write_atomic
+from rl.run_dir import RunDir
 from rl.summary import Row, RunSummary, summarize, verdict
 from rl.tracking import read_samples
 
@@ -54,7 +55,7 @@ def write_report(run_dir: str | Path) -> Path:
         script=_read("report.js"),
         plotly=plotly.offline.get_plotlyjs(),
     )
-    write_atomic(run.report, page)
+    write_atomically(run.report, page)
     return run.report
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from typing import Any
 import yaml
 
 from numerics.errors import UserError
+from numerics.files import write_atomically
 
 
 @dataclass(frozen=True)
@@ -110,33 +110,7 @@ def create_run_dir(base: str | Path, name: str, *, resume: bool = False, overwri
 
 def write_spec(run: RunDir, spec: dict[str, Any]) -> None:
     """Save the resolved spec (plain values only) as YAML, keys in the order given."""
-    write_atomic(run.spec, yaml.safe_dump(spec, sort_keys=False, allow_unicode=True))
-
-
-def write_atomic(path: Path, content: str | bytes) -> None:
-    """Write a file that is either whole or absent: temporary name, fsync, rename. Parent directories are made."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    data = content.encode() if isinstance(content, str) else content
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with temporary.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    sync_directory(path.parent)
-
-
-def sync_directory(path: Path) -> None:
-    """Make a rename in `path` survive a power cut."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+    write_atomically(run.spec, yaml.safe_dump(spec, sort_keys=False, allow_unicode=True))
 
 
 def _steps(directory: Path, pattern: str) -> list[int]:

@@ -7,10 +7,11 @@ import plotly.offline
 import pytest
 
 from numerics.errors import UserError
+from numerics.files import write_atomically
 from rl.metrics_log import MetricsLog
 from rl.report import write_report
 from rl.report_charts import sections
-from rl.run_dir import RunDir, create_run_dir, write_atomic, write_spec
+from rl.run_dir import RunDir, create_run_dir, write_spec
 
 PREFIX = "mismatch/train_rollout_logprob_abs_diff"
 SPEC = {"run": {"name": "demo"}, "data": {"train": "<b>data</b>.jsonl"}}
@@ -48,7 +49,7 @@ def make_run(
         log.append(step, metrics)
     log.close()
     for step, values in (samples or {}).items():
-        write_atomic(run.rollouts(step), "".join(json.dumps(value) + "\n" for value in values))
+        write_atomically(run.rollouts(step), "".join(json.dumps(value) + "\n" for value in values))
     return run
 
 

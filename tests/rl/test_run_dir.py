@@ -4,7 +4,8 @@ import pytest
 import yaml
 
 from numerics.errors import UserError
-from rl.run_dir import create_run_dir, write_atomic, write_spec
+from numerics.files import write_atomically
+from rl.run_dir import create_run_dir, write_spec
 
 
 def files(path: Path) -> list[str]:
@@ -34,7 +35,7 @@ def test_an_existing_run_is_not_touched_without_a_flag(tmp_path: Path) -> None:
 def test_resume_keeps_and_overwrite_deletes(tmp_path: Path) -> None:
     run = create_run_dir(tmp_path, "demo")
     write_spec(run, {})
-    write_atomic(run.manifest(3), "{}")
+    write_atomically(run.manifest(3), "{}")
     assert create_run_dir(tmp_path, "demo", resume=True) == run
     assert run.manifest(3).is_file()
     assert create_run_dir(tmp_path, "demo", overwrite=True) == run
@@ -72,7 +73,7 @@ def test_steps_are_listed_without_unfinished_ones(tmp_path: Path) -> None:
     assert run.checkpoint_steps() == run.rollout_steps() == []
     for step in (20, 100, 3):
         run.checkpoint(step).mkdir(parents=True)
-        write_atomic(run.rollouts(step), "")
+        write_atomically(run.rollouts(step), "")
     (run.checkpoints / ".step_120.tmp").mkdir()
     (run.checkpoints / "step_7.old").mkdir()
     assert run.checkpoint_steps() == run.rollout_steps() == [3, 20, 100]
@@ -80,13 +81,13 @@ def test_steps_are_listed_without_unfinished_ones(tmp_path: Path) -> None:
 
 def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "sub" / "file.txt"
-    write_atomic(path, "old")
+    write_atomically(path, "old")
 
     def fail(*_: object) -> None:
         raise OSError("disk full")
 
-    monkeypatch.setattr("rl.run_dir.os.fsync", fail)
+    monkeypatch.setattr("numerics.files.os.fsync", fail)
     with pytest.raises(OSError, match="disk full"):
-        write_atomic(path, b"new")
+        write_atomically(path, b"new")
     assert path.read_text() == "old"
     assert files(tmp_path / "sub") == ["file.txt"]
