@@ -69,11 +69,13 @@ def convert(
     """Quantize a checkpoint with the project's one quantizer."""
     with _user_errors():
         from numerics.spec import QuantSpec
+        from rl.preconditions import read_model
+        from trainer.config import TrainerConfig
+        from trainer.hf_config import check_layout
         from weight_sync.hf_checkpoint import convert_checkpoint
 
         quant_spec = QuantSpec.preset(preset)
-        if not (model / "config.json").is_file():
-            raise UserError(f"MODEL: found no config.json in {model}, expected a Hugging Face directory.")
+        check_layout(read_model(model, "MODEL"), TrainerConfig(), quant_spec)
         if out.exists():
             raise UserError(f"OUT: found {out}, expected a directory that does not exist yet. Choose another one.")
         convert_checkpoint(model, out, quant_spec)

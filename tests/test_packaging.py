@@ -63,9 +63,10 @@ def required_by(distribution: str, extras: frozenset[str] = frozenset()) -> list
 
 @cpu_install
 def test_lock_is_what_is_installed() -> None:
-    installed = {
-        canonicalize_name(d.metadata["Name"]): d.version.partition("+")[0] for d in importlib.metadata.distributions()
-    }
+    # In a process of its own: setuptools, once a test has imported it, puts copies of other distributions on the path.
+    script = "from importlib.metadata import distributions as d; print([(x.metadata['Name'], x.version) for x in d()])"
+    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
+    installed = {canonicalize_name(name): version.partition("+")[0] for name, version in ast.literal_eval(found)}
     wrong = {name: (version, installed.get(name)) for name, version in lock().items() if installed.get(name) != version}
     assert not wrong, f"(locked, installed): {wrong}. Run `make install`"
 

@@ -346,7 +346,7 @@ def _check_blocks(shape: ModelShape, tp: int, spec: QuantSpec) -> None:
     for name, size in pieces.items():
         if size % block:
             raise user_error(
-                f"model.path: {name}",
+                f"model config: {name}",
                 found=size,
                 expected=f"a multiple of {block}, the quantization block",
                 remedy="Choose a model with aligned dimensions, lower trainer.tp, or run both sides in BF16 "

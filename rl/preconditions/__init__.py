@@ -7,9 +7,11 @@ from __future__ import annotations
 
 from numerics.errors import user_error
 from rl.preconditions.data import check_data
-from rl.preconditions.model import ModelShape, check_layout, check_quantization_blocks, read_model
+from rl.preconditions.model import check_model_layout, read_model
 from rl.preconditions.resources import check_kv_cache_memory, check_port
+from rl.preconditions.tokenizer import read_tokenizer
 from rl.spec import ExperimentSpec
+from trainer.hf_config import ModelShape
 
 __all__ = ["ModelShape", "check", "read_model"]
 
@@ -22,10 +24,9 @@ def check(spec: ExperimentSpec) -> ModelShape:
     """
     _check_sampling(spec)
     model = read_model(spec.model.path)
-    check_layout(model, spec.trainer)
-    check_quantization_blocks(model, spec)
+    check_model_layout(model, spec)
     _check_context(model, spec)
-    check_data(spec)
+    check_data(spec, read_tokenizer(spec.model.path, model))
     if _needs_engine(spec):
         check_kv_cache_memory(model, spec.rollout)
         check_port(spec.rollout)

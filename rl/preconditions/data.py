@@ -16,7 +16,7 @@ TOKENS_PER_BYTE = 4
 """No tokenizer in use yields more tokens for a byte of text; texts safely short by this bound need no tokenizing."""
 
 
-def check_data(spec: ExperimentSpec) -> None:
+def check_data(spec: ExperimentSpec, tokenizer: PreTrainedTokenizerBase) -> None:
     """Read both files and check each problem.
 
     Raises:
@@ -24,7 +24,7 @@ def check_data(spec: ExperimentSpec) -> None:
     """
     supervised = spec.algorithm.name == "sft"
     train = load_problems(spec.data.train, "data.train")
-    _check_lengths(train, "data.train", spec, supervised)
+    _check_lengths(train, "data.train", spec, tokenizer, supervised)
     if not supervised:
         _check_answers(train, "data.train", spec)
     if spec.eval.problems == 0:
@@ -44,35 +44,33 @@ def check_data(spec: ExperimentSpec) -> None:
             expected=f"at most the {len(held_out)} problems of data.eval",
             remedy=f"Set eval.problems={len(held_out)} or add problems.",
         )
-    _check_lengths(held_out, "data.eval", spec, supervised=False)
+    _check_lengths(held_out, "data.eval", spec, tokenizer, supervised=False)
     _check_answers(held_out, "data.eval", spec)
 
 
 def _check_answers(problems: list[Problem], key: str, spec: ExperimentSpec) -> None:
-    if spec.data.reward != "integer":
-        return
     for number, problem in enumerate(problems, start=1):
-        if final_integer(problem.answer) is None:
+        if spec.data.reward == "integer" and final_integer(problem.answer) is None:
             raise user_error(
                 f"{key}: line {number}: answer",
                 found=problem.answer,
                 expected="text that ends in '#### ' and an integer, as data.reward is integer",
                 remedy=f"Correct line {number}, or set data.reward=math.",
             )
+        # Of nearly anything but blanks math-verify makes an expression or a text to compare.
+        if spec.data.reward == "math" and not problem.answer.rpartition("####")[2].strip("$ \t\r\n"):
+            raise user_error(
+                f"{key}: line {number}: answer",
+                found=problem.answer,
+                expected="a result after '####' that math-verify can read, as data.reward is math",
+                remedy=f"Correct line {number}.",
+            )
 
 
-def _check_lengths(problems: list[Problem], key: str, spec: ExperimentSpec, supervised: bool) -> None:
+def _check_lengths(
+    problems: list[Problem], key: str, spec: ExperimentSpec, tokenizer: PreTrainedTokenizerBase, supervised: bool
+) -> None:
     """Prompt plus answer (given when supervised, else up to max_new_tokens) must fit rollout.context_length."""
-    from transformers import AutoTokenizer
-
-    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(spec.model.path)
-    if not tokenizer.chat_template:
-        raise user_error(
-            "model.path",
-            found=f"{spec.model.path} without a chat template",
-            expected="a tokenizer with a chat template, which renders the prompts",
-            remedy="Add chat_template to tokenizer_config.json.",
-        )
     limit = spec.rollout.context_length
     template = len(prompt_ids(tokenizer, ""))
     for number, problem in enumerate(problems, start=1):

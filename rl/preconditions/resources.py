@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import errno
 import socket
+from pathlib import Path
 
 import psutil
 import torch
 
 from numerics.errors import user_error
-from rl.preconditions.model import ModelShape
 from rollout.config import RolloutConfig
+from trainer.hf_config import ModelShape
 
 BF16_BYTES = 2
+CGROUPS = Path("/sys/fs/cgroup")
+OWN_CGROUP = Path("/proc/self/cgroup")
 
 
 def kv_cache_bytes(model: ModelShape, rollout: RolloutConfig) -> int:
@@ -33,7 +36,7 @@ def check_kv_cache_memory(model: ModelShape, rollout: RolloutConfig) -> None:
     """
     if torch.cuda.is_available():
         return
-    needed, available = kv_cache_bytes(model, rollout), psutil.virtual_memory().available
+    needed, available = kv_cache_bytes(model, rollout), available_memory()
     if needed > available:
         most = available // (rollout.engines * bytes_per_token(model))
         raise user_error(
@@ -43,6 +46,34 @@ def check_kv_cache_memory(model: ModelShape, rollout: RolloutConfig) -> None:
             f"{needed / 2**30:.1f} GiB, {available / 2**30:.1f} GiB are available",
             remedy=f"Set rollout.max_total_tokens well below {most}, or free memory.",
         )
+
+
+def available_memory() -> int:
+    """Bytes that this process may still take: the machine's, or less where a control group (v2) limits it."""
+    return min([psutil.virtual_memory().available, *(_left_in(group) for group in _own_cgroups())])
+
+
+def _own_cgroups() -> list[Path]:
+    """The limited groups that hold this process, from its own up to the root; in a container only the root shows."""
+    try:
+        lines = OWN_CGROUP.read_text().splitlines()
+    except OSError:
+        lines = []
+    own = next((line.removeprefix("0::/") for line in lines if line.startswith("0::/")), "")
+    path = CGROUPS / own
+    return [group for group in (path, *path.parents) if group.is_relative_to(CGROUPS) and _is_limited(group)]
+
+
+def _is_limited(group: Path) -> bool:
+    limit = group / "memory.max"
+    return limit.is_file() and limit.read_text().strip() != "max"
+
+
+def _left_in(group: Path) -> int:
+    """The limit less what is in use, of which the kernel gives up file pages that were not read lately."""
+    limit, used = (int((group / name).read_text()) for name in ("memory.max", "memory.current"))
+    usage = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+    return max(0, limit - used + int(usage.get("inactive_file", 0)))
 
 
 def check_port(rollout: RolloutConfig) -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import difflib
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from numerics.config import NumericsConfig, RolloutPrecision, TrainerPrecision
-from numerics.errors import UserError
+from numerics.errors import UserError, shown
 from numerics.spec import ROLES, Format, Granularity, QuantSpec, Scale
+from rl.metrics import METRICS
 
 
 class Section(BaseModel):
@@ -49,6 +51,10 @@ class NumericsSection(Section):
     weight: TensorOverride = TensorOverride()
     activation: TensorOverride = TensorOverride()
     gradient: TensorOverride = TensorOverride()
+    # Strictness would refuse the list that YAML gives.
+    scope: tuple[str, ...] | None = Field(default=None, strict=False)
+    """Module kinds whose products are quantized, by exact name (`q_proj`, ..., `experts.down_proj`); null leaves the
+    preset's. An FP8 engine quantizes all kinds, so a smaller scope needs `rollout: bf16`."""
     trainer: TrainerPrecision = "fp8"
     rollout: RolloutPrecision = "fp8"
 
@@ -57,10 +63,11 @@ class NumericsSection(Section):
         """Whether any side computes in FP8."""
         return self.trainer != "bf16" or self.rollout != "bf16"
 
-    def overrides(self) -> dict[str, dict[str, Any]]:
-        """The fields given per role, e.g. `{"weight": {"scale": "fp32"}}`."""
+    def overrides(self) -> dict[str, Any]:
+        """The fields given per role and the scope, e.g. `{"weight": {"scale": "fp32"}}`."""
         roles = {role: getattr(self, role).model_dump(exclude_none=True) for role in ROLES}
-        return {role: fields for role, fields in roles.items() if fields}
+        changes: dict[str, Any] = {role: fields for role, fields in roles.items() if fields}
+        return changes if self.scope is None else changes | {"scope": list(self.scope)}
 
     def quant_spec(self) -> QuantSpec:
         """The preset with the overrides applied."""
@@ -75,7 +82,7 @@ class NumericsSection(Section):
     @model_validator(mode="after")
     def _spec_serves_both_sides(self) -> NumericsSection:
         try:
-            quantized = self.quant_spec().quantized
+            quantized = self.config(tp=1).spec.quantized
         except UserError as error:
             raise ValueError(f"found {self.overrides()} over preset {self.preset}: {error}") from error
         if self.quantizes and not quantized:
@@ -120,11 +127,20 @@ Algorithm = Annotated[GrpoAlgorithm | SftAlgorithm, Field(discriminator="name")]
 class GateSection(Section):
     """Fires when `metric` stays beyond its bound for `for_steps` steps in a row."""
 
-    metric: str = Field(pattern=r"^[a-z_]+/[a-z0-9_]+$")
+    metric: str
+    """A name of `rl.metrics.METRICS`."""
     above: float | None = None
     below: float | None = None
     for_steps: int = Field(default=1, ge=1)
     action: Literal["warn"] = "warn"
+
+    @field_validator("metric")
+    @classmethod
+    def _is_a_metric(cls, name: str) -> str:
+        if name not in METRICS:
+            (nearest,) = difflib.get_close_matches(name, METRICS, n=1, cutoff=0.0)
+            raise ValueError(f"found {shown(name)}, expected a metric of the run. Did you mean {nearest}?")
+        return name
 
     @model_validator(mode="after")
     def _one_bound(self) -> GateSection:

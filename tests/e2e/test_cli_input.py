@@ -11,7 +11,9 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 import yaml
+from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 import rl.preconditions.resources as resources
@@ -77,6 +79,9 @@ def refused(spec: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..
         ("rollout.max_total_tokens=100000000000", ["rollout.max_total_tokens: found 100000000000", "GiB", "Set"]),
         ("model.path=/nowhere", ["model.path", "/nowhere", "expected"]),
         ("data.train=/nowhere.jsonl", ["data.train", "/nowhere.jsonl", "expected"]),
+        ("trainer.min_lr=1", ["trainer: found min_lr=1", "at most lr=", "Lower min_lr"]),
+        ("numerics.activation.granularity=tensor", ["numerics: found", "'tensor'", "token_group or channel"]),
+        ("gates=[{metric: train/los, above: 1}]", ["gates.0.metric: found 'train/los'", "Did you mean train/loss?"]),
         ("steps", ["override: found 'steps'", "key.sub=value"]),
     ],
 )
@@ -102,6 +107,54 @@ def test_models_that_cannot_be_trained(refused: Callable[..., str], model: Path,
     (other / "config.json").write_text(json.dumps({**config, "moe_intermediate_size": 96}))
     message = refused(f"model.path={other}")
     assert "96" in message and "128" in message and "moe_intermediate_size" in message
+
+
+def test_an_fp8_checkpoint_is_not_trained(refused: Callable[..., str], model: Path, tmp_path: Path) -> None:
+    quantized = tmp_path / "fp8"
+    assert CliRunner().invoke(app, ["convert", str(model), str(quantized)]).exit_code == 0
+    message = refused(f"model.path={quantized}")
+    assert "quantization_config" in message and "BF16 checkpoint" in message
+
+
+def test_models_that_cannot_be_converted(model: Path, tmp_path: Path) -> None:
+    source, out = tmp_path / "source", tmp_path / "out"
+
+    def refusal() -> str:
+        result = CliRunner().invoke(app, ["convert", str(source), str(out)])
+        assert result.exit_code == 2 and result.stderr.startswith("error: MODEL"), result.output
+        assert not out.exists()
+        return result.stderr
+
+    assert "existing" in refusal()
+    shutil.copytree(model, source)
+    config = json.loads((source / "config.json").read_text())
+    for key, value in {"architectures": ["LlamaForCausalLM"], "quantization_config": {"quant_method": "fp8"}}.items():
+        (source / "config.json").write_text(json.dumps({**config, key: value}))
+        assert key in refusal()
+    (source / "config.json").write_text(json.dumps(config))
+    (source / "model.safetensors").unlink()
+    assert "without *.safetensors" in refusal()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_other_floats_are_rounded_to_bf16_before_they_are_quantized(
+    model: Path, tmp_path: Path, dtype: torch.dtype
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    stored = {
+        name: torch.randn(tensor.shape, generator=generator).to(dtype)
+        for name, tensor in load_file(model / "model.safetensors").items()
+    }
+    variants = {"wide": stored, "rounded": {name: tensor.to(torch.bfloat16) for name, tensor in stored.items()}}
+    for name, tensors in variants.items():
+        source = Path(shutil.copytree(model, tmp_path / name))
+        save_file(tensors, source / "model.safetensors", {"format": "pt"})
+        assert CliRunner().invoke(app, ["convert", str(source), str(tmp_path / f"{name}_out")]).exit_code == 0
+    wide, rounded = (load_file(tmp_path / f"{name}_out" / "model-00000.safetensors") for name in variants)
+    assert wide.keys() == rounded.keys()
+    for name, tensor in wide.items():
+        assert tensor.dtype == rounded[name].dtype
+        assert torch.equal(tensor.view(torch.uint8), rounded[name].view(torch.uint8)), name
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from collections import namedtuple
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from numerics.errors import UserError
 from rl.preconditions import check, resources
@@ -66,12 +66,13 @@ def edit_config(model, **changes) -> None:
 
 def test_a_good_spec_passes_and_its_model_is_read(values):
     shape = check(parse_spec(values))
-    assert (shape.layers, shape.hidden, shape.heads, shape.kv_heads, shape.head_dim) == (2, 128, 4, 2, 128)
-    assert (shape.experts, shape.experts_per_token, shape.moe_intermediate, shape.intermediate) == (8, 2, 128, 0)
+    assert (shape.layers, shape.hidden_size, shape.heads, shape.kv_heads, shape.head_dim) == (2, 128, 4, 2, 128)
+    assert (shape.experts, shape.top_k, shape.ffn_size) == (8, 2, 128)
 
 
 def test_a_dense_model_passes(values, models):
-    assert check(parse_spec(merged(values, model={"path": str(models / "dense")}))).intermediate == 384
+    shape = check(parse_spec(merged(values, model={"path": str(models / "dense")})))
+    assert not shape.moe and shape.ffn_size == 384
 
 
 def test_either_spelling_of_the_expert_count_is_read(values, model):
@@ -190,6 +191,67 @@ def test_bad_data_files_are_refused(values, tmp_path, key, content, expected):
     assert text.startswith(f"data.{key}") and expected in text
 
 
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("quantization_config", {"quant_method": "fp8", "weight_block_size": [128, 128]}),
+        ("attention_bias", True),
+        ("use_sliding_window", True),
+        ("layer_types", ["full_attention", "sliding_attention"]),
+        ("mlp_only_layers", [0]),
+        ("decoder_sparse_step", 2),
+        ("hidden_act", "gelu"),
+        ("rms_norm_eps", 0.0),
+        ("rope_scaling", {"rope_type": "yarn", "factor": 4.0}),
+    ],
+)
+def test_what_the_trainer_would_refuse_is_refused_before(values, model, key, value):
+    edit_config(model, **{key: value})
+    text = refusal(values)
+    assert text.startswith(f"model.path: {key}") and "found " in text
+
+
+def test_quantized_weights_are_refused_even_if_the_config_hides_them(values, model):
+    weights = load_file(model / "model.safetensors")
+    name = "model.layers.0.self_attn.q_proj.weight"
+    save_file(weights | {name: weights[name].to(torch.float8_e4m3fn)}, model / "model.safetensors")
+    text = refusal(values)
+    assert name in text and "F8_E4M3" in text and "BF16 checkpoint" in text
+    save_file({name: tensor.float() for name, tensor in weights.items()}, model / "model.safetensors")
+    check(parse_spec(values))
+
+
+@pytest.mark.parametrize("index", ["[]", "{}", '{"weight_map": 1}', "{"])
+def test_a_broken_weight_index_is_refused(values, model, index):
+    (model / "model.safetensors.index.json").write_text(index)
+    assert "model.safetensors.index.json" in refusal(values)
+
+
+@pytest.mark.parametrize(("key", "named"), [("eos_token", "without eos_token"), ("chat_template", "chat template")])
+def test_a_tokenizer_that_cannot_render_or_end_is_refused(values, model, key, named):
+    path = model / "tokenizer_config.json"
+    config = json.loads(path.read_text())
+    del config[key]
+    path.write_text(json.dumps(config))
+    (model / "chat_template.jinja").unlink(missing_ok=True)
+    text = refusal(values)
+    assert text.startswith("model.path: tokenizer") and named in text
+
+
+def test_a_broken_tokenizer_and_one_of_another_model_are_refused(values, model):
+    edit_config(model, vocab_size=100)
+    text = refusal(values)
+    assert "tokenizer of 128 tokens" in text and "vocab_size = 100" in text
+    (model / "tokenizer.json").write_text("{}")
+    assert "cannot be read" in refusal(values)
+
+
+def test_a_reference_that_math_verify_cannot_read_is_named_by_its_line(values, tmp_path):
+    write_lines(tmp_path / "train.jsonl", [("q", "#### 3"), ("q", r"#### \frac{1}{2}"), ("q", "so #### $$ ")])
+    text = refusal(values, data={"reward": "math"})
+    assert text.startswith("data.train: line 3: answer") and "math-verify" in text
+
+
 def test_answers_need_not_be_integers_for_the_math_reward_or_for_sft(values, tmp_path):
     write_lines(tmp_path / "train.jsonl", [("half of one?", r"$\frac{1}{2}$")])
     check(parse_spec(merged(values, data={"reward": "math"})))
@@ -236,6 +298,27 @@ def test_a_kv_cache_beyond_the_free_memory_is_refused(values, monkeypatch):
         check(spec)
     assert "2047" in str(error.value), "the message says how many tokens would fit"
     check(parse_spec(merged(values, algorithm={"name": "sft"}, eval={"problems": 0})))  # starts no engine
+
+
+def test_the_limit_of_a_control_group_counts(values, tmp_path, monkeypatch):
+    """The innermost of the limited groups decides; file pages not read lately are as good as free."""
+    outer, inner = tmp_path / "group", tmp_path / "group" / "job"
+    inner.mkdir(parents=True)
+    for group, limit, used, files in ((outer, 1 << 30, 1 << 20, 0), (inner, 5000, 4500, 300)):
+        (group / "memory.max").write_text(f"{limit}\n")
+        (group / "memory.current").write_text(f"{used}\n")
+        (group / "memory.stat").write_text(f"anon 7\ninactive_file {files}\n")
+    own = tmp_path / "own"
+    monkeypatch.setattr(resources, "CGROUPS", tmp_path)
+    monkeypatch.setattr(resources, "OWN_CGROUP", own)
+    own.write_text("4:memory:/x\n0::/group/job\n")
+    assert resources.available_memory() == 800
+    assert "rollout.max_total_tokens" in refusal(values)
+    (inner / "memory.max").write_text("max\n")
+    assert resources.available_memory() <= (1 << 30) - (1 << 20)
+    own.write_text("0::/\n")
+    assert resources.available_memory() > 0
+    check(parse_spec(values))
 
 
 def test_a_taken_port_and_a_shared_port_are_refused(values):

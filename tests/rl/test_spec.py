@@ -249,8 +249,39 @@ def test_numerics_follow_the_spec():
     [
         ({"weight": {"scale": "decimal"}}, "numerics.weight.scale: found 'decimal', expected 'fp32' or 'pow2'"),
         ({"weight": {"format": "bf16"}}, "quantize both or neither"),
+        ({"weight": {"format": "e5m2"}}, "e4m3 in block"),
+        ({"weight": {"granularity": "channel"}}, "e4m3 in block"),
+        ({"activation": {"granularity": "tensor"}}, "token_group or channel"),
+        ({"scope": ["q_proj", "k_proj", "v_proj"]}, "the engine quantizes"),
+        ({"scope": ["q_proj"], "rollout": "bf16"}, "name all of them or none"),
+        ({"scope": ["router"], "rollout": "bf16"}, "'router'"),
+        ({"scope": [], "rollout": "bf16"}, "quantizes nothing"),
+        ({"scope": "q_proj"}, "a list"),
     ],
 )
 def test_an_impossible_numerics_override_is_refused(values, expected):
     text = message({"numerics": values})
     assert text.startswith("numerics") and expected in text
+
+
+def test_a_scope_reaches_the_trainer_and_round_trips(write):
+    path = write("s.yaml", BASE)
+    spec = load_spec(path, ["numerics.scope=[experts.gate_proj,experts.up_proj]", "numerics.rollout=bf16"])
+    quant = spec.numerics_config().trainer_spec
+    assert quant.quantizes("experts.up_proj") and not quant.quantizes("experts.down_proj")
+    assert parse_spec(yaml.safe_load(spec.to_yaml())) == spec
+
+
+@pytest.mark.parametrize(
+    ("name", "nearest"),
+    [("mismatch/tis_clipfraq", "mismatch/tis_clipfrac"), ("eval/acc", "eval/accuracy"), ("loss", "train/loss")],
+)
+def test_a_gate_on_an_unknown_metric_is_refused_with_the_nearest_one(name, nearest):
+    text = message({"gates": [{"metric": "train/loss", "above": 1.0}, {"metric": name, "above": 1.0}]})
+    assert text.startswith(f"gates.1.metric: found '{name}'") and f"Did you mean {nearest}?" in text
+
+
+def test_a_learning_rate_that_decays_upward_is_refused():
+    text = message({"trainer": {"lr": 1e-5, "min_lr": 1e-4}})
+    assert text.startswith("trainer: found min_lr=0.0001, expected at most lr=1e-05")
+    assert parse_spec({**MINIMAL, "trainer": {"lr": 1e-4, "min_lr": 1e-4}}).trainer.min_lr == 1e-4

@@ -1,0 +1,168 @@
+"""What is read of a config.json, with transformers as the oracle of defaults, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoConfig
+
+from numerics.errors import UserError
+from numerics.spec import QuantSpec
+from trainer.config import TrainerConfig
+from trainer.hf_config import check_layout, read_shape
+
+COMMON = {
+    "vocab_size": 128,
+    "hidden_size": 256,
+    "intermediate_size": 384,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 64,
+    "max_position_embeddings": 512,
+}
+DENSE = {**COMMON, "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
+MOE = {
+    **COMMON,
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "moe_intermediate_size": 128,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+}
+YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4}
+PLAIN = {"rope_type": "default", "rope_theta": 1e4}
+
+
+def write(path: Path, config: dict[str, Any]) -> Path:
+    (path / "config.json").write_text(json.dumps(config))
+    return path
+
+
+def refusal(path: Path, config: dict[str, Any]) -> str:
+    with pytest.raises(UserError) as error:
+        read_shape(write(path, config))
+    text = str(error.value)
+    assert text.startswith("model.path") and "found " in text and "expected " in text and text.endswith(".")
+    return text
+
+
+@pytest.mark.parametrize("base", [DENSE, MOE])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"num_key_value_heads": 8, "head_dim": 64, "rms_norm_eps": 1e-5, "tie_word_embeddings": True},
+        {"rope_theta": 5e5},
+        {"rope_theta": 5e5, "rope_scaling": None},
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}},
+        {"rope_scaling": {"type": "default", "rope_theta": 5e5}},
+    ],
+)
+def test_values_and_defaults_are_those_of_transformers(
+    base: dict[str, Any], changes: dict[str, Any], tmp_path: Path
+) -> None:
+    shape = read_shape(write(tmp_path, base | changes))
+    theirs = AutoConfig.from_pretrained(tmp_path)
+    assert shape.kv_heads == theirs.num_key_value_heads
+    assert shape.head_dim == getattr(theirs, "head_dim", theirs.hidden_size // theirs.num_attention_heads)
+    assert shape.norm_eps == theirs.rms_norm_eps
+    assert shape.rope_theta == theirs.rope_parameters["rope_theta"]
+    assert shape.tied == theirs.tie_word_embeddings
+    if base is MOE:
+        assert (shape.experts, shape.top_k) == (theirs.num_experts, theirs.num_experts_per_tok)
+        assert shape.ffn_size == theirs.moe_intermediate_size and shape.renormalize == theirs.norm_topk_prob
+    else:
+        assert shape.ffn_size == theirs.intermediate_size and not shape.moe
+
+
+@pytest.mark.parametrize("base", [DENSE, MOE])
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"quantization_config": {"quant_method": "fp8"}}, "BF16 checkpoint"),
+        ({"compression_config": {"format": "int-quantized"}}, "BF16 checkpoint"),
+        ({"rope_parameters": YARN}, "rope_parameters.rope_type"),
+        ({"rope_scaling": YARN}, "rope_scaling.rope_type"),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling.type"),
+        ({"rope_parameters": PLAIN, "rope_scaling": YARN}, "rope_scaling.rope_type"),
+        ({"rope_parameters": YARN, "rope_scaling": PLAIN}, "rope_parameters.rope_type"),
+        ({"rope_parameters": PLAIN | {"partial_rotary_factor": 0.5}}, "rope_parameters.partial_rotary_factor"),
+        ({"rope_parameters": PLAIN | {"mrope_section": [16, 24, 24]}}, "rope_parameters.mrope_section"),
+        ({"rope_parameters": {"full_attention": PLAIN}}, "rope_parameters.full_attention"),
+        ({"rope_parameters": PLAIN, "rope_theta": 1e6}, "rope_theta"),
+        ({"rope_theta": 0}, "rope_theta"),
+        ({"partial_rotary_factor": 0.25}, "partial_rotary_factor"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
+        ({"use_sliding_window": True}, "use_sliding_window"),
+        ({"attention_bias": True}, "attention_bias"),
+        ({"hidden_act": "gelu"}, "hidden_act"),
+        ({"rms_norm_eps": 0}, "rms_norm_eps"),
+        ({"rms_norm_eps": "1e-6"}, "rms_norm_eps"),
+        ({"rms_norm_eps": None}, "rms_norm_eps"),
+        ({"tie_word_embeddings": "no"}, "tie_word_embeddings"),
+        ({"num_key_value_heads": 3}, "num_key_value_heads"),
+        ({"head_dim": 63}, "head_dim"),
+        ({"model_type": "llama"}, "model_type"),
+        ({"architectures": ["LlamaForCausalLM"]}, "Qwen3MoeForCausalLM"),
+        ({"architectures": []}, "architectures"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers"),
+        ({"vocab_size": True}, "vocab_size"),
+    ],
+)
+def test_what_the_shared_ops_do_not_define_is_refused(
+    base: dict[str, Any], changes: dict[str, Any], named: str, tmp_path: Path
+) -> None:
+    assert named in refusal(tmp_path, base | changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"decoder_sparse_step": 2}, "decoder_sparse_step"),
+        ({"mlp_only_layers": [1]}, "mlp_only_layers"),
+        ({"num_local_experts": 4}, "num_experts"),
+        ({"num_experts_per_tok": 9}, "num_experts_per_tok"),
+        ({"norm_topk_prob": 1}, "norm_topk_prob"),
+    ],
+)
+def test_experts_that_the_shared_ops_do_not_define_are_refused(
+    changes: dict[str, Any], named: str, tmp_path: Path
+) -> None:
+    assert named in refusal(tmp_path, MOE | changes)
+
+
+def test_values_that_change_nothing_are_accepted(tmp_path: Path) -> None:
+    neutral = {
+        "layer_types": ["full_attention"] * 2,
+        "use_sliding_window": False,
+        "sliding_window": 4096,
+        "rope_scaling": None,
+        "rope_parameters": PLAIN | {"partial_rotary_factor": 1.0, "factor": None},
+        "mlp_only_layers": [],
+        "quantization_config": None,
+    }
+    assert read_shape(write(tmp_path, MOE | neutral)) == read_shape(write(tmp_path, MOE))
+
+
+def test_a_directory_without_a_readable_config_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="MODEL: found .* without config.json"):
+        read_shape(tmp_path, "MODEL")
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(UserError, match="JSON object"):
+        read_shape(tmp_path)
+
+
+def test_one_scale_for_a_whole_weight_is_refused(tmp_path: Path) -> None:
+    shape = read_shape(write(tmp_path, MOE))
+    spec = QuantSpec.preset("fp8_block_pow2").override({"weight": {"granularity": "tensor"}})
+    with pytest.raises(UserError, match=r"numerics\.weight\.granularity: found 'tensor'"):
+        check_layout(shape, TrainerConfig(), spec)
+
+
+def test_the_checks_of_the_driver_do_not_import_megatron() -> None:
+    source = "import sys, rl.preconditions, rl.spec; sys.exit(any(name.startswith('megatron') for name in sys.modules))"
+    assert subprocess.run([sys.executable, "-c", source], timeout=120).returncode == 0
