@@ -7,7 +7,8 @@ import os
 import shutil
 
 from numerics.errors import user_error
-from rl.run_dir import RunDir, sync_directory
+from numerics.files import flush_to_disk
+from rl.run_dir import RunDir
 from rl.spec import ExperimentSpec
 from rl.stack import Stack
 
@@ -30,9 +31,9 @@ def publish_checkpoint(stack: Stack, step: int) -> None:
     """
     run = stack.run
     os.replace(run.pending_checkpoint(step), run.checkpoint(step))
-    sync_directory(run.checkpoints)
+    flush_to_disk(run.checkpoints)
     outdated = [run.checkpoint(old) for old in run.checkpoint_steps()[: -stack.spec.checkpoint.keep]]
-    for directory in [*outdated, *run.checkpoints.glob(".*")]:
+    for directory in [*outdated, *run.checkpoints.glob(".*step_*")]:
         shutil.rmtree(directory)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import secrets
 import shutil
 import signal
 import tempfile
@@ -15,16 +14,14 @@ from typing import Any
 
 import ray
 
-_TOKEN = "RAY_AUTH_TOKEN"
-
 
 @contextmanager
 def ray_cluster(failure_logs: Path) -> Iterator[None]:
     """Join the cluster of RAY_ADDRESS (`ray job submit` sets it), else start one that nobody else uses.
 
     A cluster that merely happens to run on this machine is never joined, so that two runs stay apart. A private one has
-    its own folder and its own token, as Ray listens on every interface. Its logs are kept in `failure_logs` only if the
-    block fails.
+    its own folder; its logs are kept in `failure_logs` only if the block fails. Ray listens on every interface and lets
+    in whoever has its token, which is in the user's home.
     """
     # Ray would otherwise hide the GPUs from an actor that asks for none, and warn about it for each.
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
@@ -45,21 +42,18 @@ def ray_cluster(failure_logs: Path) -> Iterator[None]:
 @contextmanager
 def _private_cluster(failure_logs: Path) -> Iterator[None]:
     folder = Path(tempfile.mkdtemp(prefix="fp8rl-ray-", dir="/tmp"))  # paths of sockets must stay short
-    former = os.environ.get(_TOKEN)
-    os.environ[_TOKEN] = secrets.token_hex(32)
     try:
         _init(address="local", include_dashboard=False, _temp_dir=str(folder))
         yield
     except Exception:
         ray.shutdown(wait_for_processes=True)
-        shutil.copytree(folder / "session_latest" / "logs", failure_logs, dirs_exist_ok=True)
+        logs = folder / "session_latest" / "logs"
+        if logs.is_dir():
+            shutil.copytree(logs, failure_logs, dirs_exist_ok=True)
         raise
     finally:
         ray.shutdown(wait_for_processes=True)
         shutil.rmtree(folder, ignore_errors=True)
-        del os.environ[_TOKEN]
-        if former is not None:
-            os.environ[_TOKEN] = former
 
 
 def _init(**options: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import uuid
 from collections.abc import Mapping, Sequence
@@ -13,8 +14,10 @@ from typing import TYPE_CHECKING, Any, Self
 
 import wandb
 
+from numerics.files import write_atomically
+from rl.interrupts import spared
 from rl.metrics_log import MetricsLog
-from rl.run_dir import RunDir, write_atomic
+from rl.run_dir import RunDir
 
 if TYPE_CHECKING:
     from rl.spec.sections import WandbSection
@@ -65,7 +68,8 @@ class Tracker:
         self._sets_data_dir = _DATA_DIR not in os.environ
         if self._sets_data_dir:  # wandb would stage its tables in the user's home
             os.environ[_DATA_DIR] = str(run.path / "wandb" / "data")
-        self._wandb = _start_wandb(run, spec, settings, resumed=resume_step is not None)
+        with spared():  # else a signal to the whole run ends wandb's process before it has written everything
+            self._wandb = _start_wandb(run, spec, settings, resumed=resume_step is not None)
         self._finished = False
 
     def log(self, step: int, metrics: Mapping[str, float], samples: Sequence[RolloutSample] = ()) -> dict[str, float]:
@@ -94,7 +98,10 @@ class Tracker:
         self._finished = True
         self._metrics.close()
         self._wandb.summary.update(dict(summary or {}))
-        self._wandb.finish(exit_code=exit_code)
+        try:
+            self._wandb.finish(exit_code=exit_code)
+        finally:
+            wandb.teardown(exit_code)  # ends wandb's process now, where a failure can be handled
         if self._sets_data_dir:
             del os.environ[_DATA_DIR]
 
@@ -104,7 +111,13 @@ class Tracker:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.finish(exit_code=0 if kind is None else 1)
+        try:
+            self.finish(exit_code=0 if kind is None else 1)
+        except Exception:
+            if kind is None:
+                raise
+            # What ended the run is what counts.
+            logging.getLogger(__name__).warning("wandb could not be closed", exc_info=True)
 
 
 def read_samples(path: Path) -> list[RolloutSample]:
@@ -136,13 +149,13 @@ def _start_wandb(run: RunDir, spec: Mapping[str, Any], settings: WandbSection, *
 def _wandb_id(path: Path) -> str:
     """One wandb id per run directory, so that a resumed run continues the same curves."""
     if not path.is_file():
-        write_atomic(path, uuid.uuid4().hex[:8])
+        write_atomically(path, uuid.uuid4().hex[:8])
     return path.read_text().strip()
 
 
 def _write_samples(path: Path, samples: Sequence[RolloutSample]) -> None:
     lines = [json.dumps(asdict(sample), ensure_ascii=False, allow_nan=False) + "\n" for sample in samples]
-    write_atomic(path, "".join(lines))
+    write_atomically(path, "".join(lines))
 
 
 def _table(samples: Sequence[RolloutSample]) -> wandb.Table:

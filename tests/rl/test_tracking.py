@@ -86,6 +86,21 @@ def test_a_failing_run_is_marked_and_its_error_is_kept(run: RunDir) -> None:
     assert [row["step"] for row in read_metrics(run.metrics)] == [1]
 
 
+def test_a_wandb_that_went_first_does_not_hide_why_the_run_ended(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(**_: object) -> None:
+        raise ConnectionResetError("wandb-core is gone")
+
+    for reason in (KeyboardInterrupt, None):
+        tracker = Tracker(run, SPEC, WandbSection(mode="disabled"))
+        monkeypatch.setattr(tracker._wandb, "finish", fail)
+        with pytest.raises(reason or ConnectionResetError), tracker:
+            if reason is not None:
+                raise reason
+    assert "wandb could not be closed" in caplog.text
+
+
 def test_a_resumed_run_continues_file_and_wandb_id(run: RunDir) -> None:
     with Tracker(run, SPEC, WandbSection(mode="disabled")) as tracker:
         for step in (1, 2, 3):

@@ -1,0 +1,62 @@
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from numerics.errors import UserError
+from rl.checkpoints import check_resumable, is_due, publish_checkpoint, write_checkpoint
+from rl.run_dir import RunDir
+from rl.spec import ExperimentSpec, parse_spec
+
+
+def spec_of(**sections: dict[str, Any]) -> ExperimentSpec:
+    return parse_spec({"model": {"path": "m"}, "data": {"train": "t"}, **sections})
+
+
+def stack_of(run: RunDir, spec: ExperimentSpec) -> Any:
+    """A stack whose trainer writes the description of a checkpoint and nothing else."""
+
+    def save(path: Path, extra: dict[str, Any]) -> None:
+        path.mkdir(parents=True)
+        (path / "about.json").write_text(json.dumps({"extra": extra}))
+
+    return SimpleNamespace(run=run, spec=spec, trainer=SimpleNamespace(save=save))
+
+
+def names(run: RunDir) -> list[str]:
+    return sorted(path.name for path in run.checkpoints.iterdir())
+
+
+def test_checkpoints_are_due_at_intervals_and_at_the_end() -> None:
+    spec = spec_of(run={"steps": 7}, checkpoint={"every": 3})
+    assert [step for step in range(1, 8) if is_due(spec, step)] == [3, 6, 7]
+
+
+def test_a_checkpoint_counts_once_published_and_the_newest_stay(tmp_path: Path) -> None:
+    run, spec = RunDir(tmp_path), spec_of(checkpoint={"every": 2, "keep": 2})
+    stack = stack_of(run, spec)
+    for step in (2, 4):
+        write_checkpoint(stack, step)
+        publish_checkpoint(stack, step)
+    (run.checkpoints / "..step_5.pending.partial").mkdir()
+    write_checkpoint(stack, 6)
+    assert run.checkpoint_steps() == [2, 4], "the step has no row yet"
+    publish_checkpoint(stack, 6)
+    assert names(run) == ["step_4", "step_6"]
+
+
+def test_a_run_resumes_only_what_it_can(tmp_path: Path) -> None:
+    run, spec = RunDir(tmp_path), spec_of(run={"steps": 6})
+    with pytest.raises(UserError, match="--resume: found 'no checkpoint.*--overwrite"):
+        check_resumable(run, spec)
+    write_checkpoint(stack_of(run, spec), 6)
+    with pytest.raises(UserError, match="no checkpoint"):
+        check_resumable(run, spec)
+    publish_checkpoint(stack_of(run, spec), 6)
+    check_resumable(run, spec)
+    with pytest.raises(UserError, match=r"run\.steps: found 5, expected at least 6"):
+        check_resumable(run, spec_of(run={"steps": 5}))
+    with pytest.raises(UserError, match="numerics: found 'spec digest .*as in the checkpoint of step 6"):
+        check_resumable(run, spec_of(run={"steps": 6}, numerics={"preset": "fp8_block_fp32"}))

@@ -1,0 +1,50 @@
+"""A private Ray cluster, in a process of its own since Ray is one per process."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+
+SCRIPT = """
+import sys
+from pathlib import Path
+import psutil, ray
+from rl.cluster import ray_cluster
+
+logs = Path(sys.argv[1])
+for failing in (False, True):
+    try:
+        with ray_cluster(logs):
+            family = psutil.Process().children(recursive=True)
+            names = {process.name() for process in family}
+            assert {"gcs_server", "raylet"} <= names, names
+            folder = Path(ray._private.worker._global_node.get_temp_dir_path())
+            assert folder.is_dir()
+            assert ray.get(ray.remote(num_cpus=0)(lambda: 3).remote()) == 3
+            if failing:
+                raise RuntimeError("on purpose")
+    except RuntimeError as error:
+        assert str(error) == "on purpose"
+    gone, alive = psutil.wait_procs(family, timeout=10)
+    assert not alive, alive
+    assert not ray.is_initialized() and not folder.exists()
+    assert logs.is_dir() == failing
+assert (logs / "raylet.out").is_file()
+"""
+
+
+def test_it_ends_with_the_block_and_keeps_its_logs_only_after_a_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, str(tmp_path / "logs")],
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
