@@ -44,16 +44,6 @@ def interruptible() -> Iterator[None]:
         _handle(former)
 
 
-@contextmanager
-def spared() -> Iterator[None]:
-    """Hold both signals back inside; processes that are started there never see them."""
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-
-
 class Closing(ExitStack):
     """An ExitStack that closes what it holds with both signals ignored."""
 

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, Self
 import wandb
 
 from numerics.files import write_atomically
-from rl.interrupts import spared
 from rl.metrics_log import MetricsLog
 from rl.run_dir import RunDir
 
@@ -68,8 +67,7 @@ class Tracker:
         self._sets_data_dir = _DATA_DIR not in os.environ
         if self._sets_data_dir:  # wandb would stage its tables in the user's home
             os.environ[_DATA_DIR] = str(run.path / "wandb" / "data")
-        with spared():  # else a signal to the whole run ends wandb's process before it has written everything
-            self._wandb = _start_wandb(run, spec, settings, resumed=resume_step is not None)
+        self._wandb = _start_wandb(run, spec, settings, resumed=resume_step is not None)
         self._finished = False
 
     def log(self, step: int, metrics: Mapping[str, float], samples: Sequence[RolloutSample] = ()) -> dict[str, float]:
@@ -97,13 +95,13 @@ class Tracker:
             return
         self._finished = True
         self._metrics.close()
-        self._wandb.summary.update(dict(summary or {}))
         try:
+            self._wandb.summary.update(dict(summary or {}))
             self._wandb.finish(exit_code=exit_code)
         finally:
+            if self._sets_data_dir:
+                del os.environ[_DATA_DIR]
             wandb.teardown(exit_code)  # ends wandb's process now, where a failure can be handled
-        if self._sets_data_dir:
-            del os.environ[_DATA_DIR]
 
     def __enter__(self) -> Self:
         return self
@@ -116,7 +114,7 @@ class Tracker:
         except Exception:
             if kind is None:
                 raise
-            # What ended the run is what counts.
+            # `ray job stop` ends wandb's process along with ours; what ended the run is what counts.
             logging.getLogger(__name__).warning("wandb could not be closed", exc_info=True)
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-import signal
+import re
+import shutil
 import subprocess
 import sys
 import time
@@ -33,6 +34,7 @@ class LiveRun:
     def __init__(self, folder: Path, *arguments: str, name: str = "run", example: str = "arithmetic") -> None:
         self.path = folder / name
         self._mark = uuid.uuid4().hex
+        self._folders: set[str] = set()
         self._console = folder / f"console-{self._mark}.txt"
         clean = {key: value for key, value in os.environ.items() if not key.startswith(("RAY_", "WANDB_"))}
         self.started = time.monotonic()
@@ -67,7 +69,13 @@ class LiveRun:
 
     def family(self) -> list[psutil.Process]:
         """Every living process that stems from the run, by parentage or by inherited environment."""
-        return family_of(self._mark)
+        family = family_of(self._mark)
+        for process in family:
+            try:
+                self._folders |= set(re.findall(r"/tmp/fp8rl-ray-\w+", " ".join(process.cmdline())))
+            except psutil.NoSuchProcess:
+                pass
+        return family
 
     def engine(self) -> psutil.Process:
         """The main process of the SGLang server."""
@@ -85,12 +93,16 @@ class LiveRun:
         return [json.loads(line) for line in text.splitlines()]
 
     def destroy(self) -> None:
-        """Kill what is left of it."""
-        for process in self.family():
+        """Kill what is left of it, and remove the folder of its Ray cluster."""
+        family = self.family()
+        for process in family:
             try:
-                process.send_signal(signal.SIGKILL)
+                process.kill()
             except psutil.NoSuchProcess:
                 pass
+        wait_until_gone(family, 10.0)
+        for folder in self._folders:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def family_of(mark: str) -> list[psutil.Process]:

@@ -62,6 +62,8 @@ def head() -> Iterator[Head]:
     environment = {key: value for key, value in os.environ.items() if not key.startswith(("RAY_", "WANDB_"))}
     environment |= {MARK: mark, "OMP_NUM_THREADS": "1", "RAY_AUTH_MODE": "disabled"}
     options = [f"--port={port}", f"--dashboard-port={dashboard}", f"--temp-dir={folder}", "--dashboard-host=127.0.0.1"]
+    # Its default port is one per machine, and without it the head takes no jobs.
+    options.append(f"--dashboard-agent-listen-port={free_port()}")
     started = subprocess.run(
         [BIN / "ray", "start", "--head", "--disable-usage-stats", "--include-dashboard=true", "--num-cpus=2", *options],
         env=environment,

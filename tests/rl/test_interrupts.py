@@ -1,13 +1,12 @@
 import os
 import signal
-import subprocess
 import time
 from collections.abc import Iterator
 
 import pytest
 
 from rl import interrupts
-from rl.interrupts import SIGNALS, Closing, interruptible, spared
+from rl.interrupts import SIGNALS, Closing, interruptible
 
 
 @pytest.fixture(autouse=True)
@@ -67,22 +66,6 @@ def test_nothing_cuts_the_closing_short(capsys: pytest.CaptureFixture[str]) -> N
         os.kill(os.getpid(), signal.SIGTERM)
     assert closed == ["second", "first"]
     assert capsys.readouterr().err == "interrupted: ending every process of the run\n"
-
-
-def test_processes_started_spared_outlive_a_signal_and_ours_is_only_held_back() -> None:
-    with pytest.raises(KeyboardInterrupt), interruptible():
-        with spared():
-            child = subprocess.Popen(["sleep", "60"])
-            os.kill(os.getpid(), signal.SIGTERM)
-            reached = True
-        pytest.fail("not interrupted")
-    assert reached
-    for signum in SIGNALS:
-        child.send_signal(signum)
-    time.sleep(0.2)
-    assert child.poll() is None
-    child.kill()
-    assert child.wait() == -signal.SIGKILL
 
 
 def test_a_moved_closing_is_as_deaf() -> None:
