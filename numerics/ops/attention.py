@@ -12,10 +12,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from numerics.ops.linear import FEWEST_ROWS
+
 KEY_SPLIT = 128
 # The last split may be shorter, in whole multiples of this: the keys left out would have added exact zeros.
 KEY_PADDING = 32
-_FEWEST_ROWS = 8
 
 
 def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, positions: torch.Tensor, scale: float) -> torch.Tensor:
@@ -34,7 +35,7 @@ class _Attention(torch.autograd.Function):
     ) -> torch.Tensor:
         groups = k.shape[2]
         queries, rows = _fold_queries(q, groups), q.shape[1] * q.shape[2] // groups
-        padding = max(0, _FEWEST_ROWS - rows)
+        padding = max(0, FEWEST_ROWS - rows)
         queries = F.pad(queries, (0, 0, 0, padding))
         limits = F.pad(_row_positions(positions, q.shape[2] // groups, groups), (0, 0, 0, padding))
         keys, values = _fold_keys(k), _fold_keys(v)

@@ -97,7 +97,7 @@ class _Product(torch.autograd.Function):
         operand = rows if spec is None else fake_quantize_rows(rows, spec.activation)
         # An FP8 wgrad quantizes x anew, along the tokens; any other takes the operand of the forward.
         ctx.save_for_backward(rows if spec is not None and backward == "fp8" else operand, weight_dq)
-        ctx.spec, ctx.backward_precision, ctx.shape = spec, backward, x.shape
+        ctx.spec, ctx.shape = (spec if backward == "fp8" else None), x.shape
         ctx.dtype, ctx.weight_dtype = x.dtype, weight.dtype
         return product(operand, weight_dq, dtype).reshape(*x.shape[:-1], weight.shape[0])
 
@@ -107,14 +107,14 @@ class _Product(torch.autograd.Function):
     ) -> tuple[torch.Tensor | None, torch.Tensor | None, None, None, None, None]:
         rows, weight_dq = ctx.saved_tensors
         dy = grads[0].reshape(-1, grads[0].shape[-1]).to(rows.dtype)
-        gradient = ctx.spec.gradient if ctx.spec is not None and ctx.backward_precision == "fp8" else None
+        spec: QuantSpec | None = ctx.spec
         dx = dw = None
         if ctx.needs_input_grad[0]:
-            dy_rows = dy if gradient is None else fake_quantize_rows(dy, gradient)
+            dy_rows = dy if spec is None else fake_quantize_rows(dy, spec.gradient)
             dx = wide_mm(dy_rows, weight_dq).reshape(ctx.shape).to(ctx.dtype)
         if ctx.needs_input_grad[1]:
-            if gradient is not None:
-                dy, rows = fake_quantize_columns(dy, gradient), fake_quantize_columns(rows, ctx.spec.activation)
+            if spec is not None:
+                dy, rows = fake_quantize_columns(dy, spec.gradient), fake_quantize_columns(rows, spec.activation)
             dw = wide_mm(dy.t(), rows).to(ctx.weight_dtype)
         return dx, dw, None, None, None, None
 
