@@ -65,8 +65,8 @@ def _train_grpo(stack: Stack, algorithm: GrpoAlgorithm) -> None:
         batch = batch_from_trajectories(trajectories, advantages, spec.rollout.temperature)
 
         with clock.phase("train"):
-            result = trainer.train_step(batch, GrpoObjective.for_batch(batch, algorithm))
-        metrics |= train_metrics(result, batch)
+            result = trainer.forward_backward(batch, GrpoObjective.for_batch(batch, algorithm))
+            metrics |= train_metrics(result, batch) | {"train/lr": trainer.update()}
 
         # One update per batch: the training forward is the scoring at the weights that sampled the tokens.
         metrics |= agreement(result.logprobs, batch.fields["rollout_logprobs"], batch.loss_mask, tis_cap=tis_cap)
@@ -96,11 +96,12 @@ def _train_sft(stack: Stack, algorithm: SftAlgorithm) -> None:
     for step in range(stack.first_step, spec.run.steps + 1):
         batch = batch_from_examples(of_step(examples, step, algorithm.batch_size, spec.run.seed))
         with clock.phase("train"):
-            result = trainer.train_step(batch, SftObjective.for_batch(batch))
+            result = trainer.forward_backward(batch, SftObjective.for_batch(batch))
+            metrics = train_metrics(result, batch) | {"train/lr": trainer.update()}
         if is_due(spec, step):
             with clock.phase("checkpoint"):
                 write_checkpoint(stack, step)
-        _record(stack, step, train_metrics(result, batch), clock, batch)
+        _record(stack, step, metrics, clock, batch)
 
 
 def _begin(stack: Stack, eval_prompts: list[Prompt]) -> None:

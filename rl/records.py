@@ -10,7 +10,7 @@ from rl.mismatch import row_abs_diff_means
 from rl.tracking import RolloutSample
 from rollout.types import Prompt, Trajectory
 from trainer.batch import TokenBatch
-from trainer.result import StepResult
+from trainer.result import PassResult
 
 _SAMPLES = 8
 
@@ -35,12 +35,11 @@ def rollout_metrics(
     }
 
 
-def train_metrics(result: StepResult, batch: TokenBatch) -> dict[str, float]:
-    """`train/...` of a step."""
+def train_metrics(result: PassResult, batch: TokenBatch) -> dict[str, float]:
+    """`train/...` of a pass."""
     return {
         "train/loss": result.loss,
         "train/grad_norm": result.grad_norm,
-        "train/lr": result.lr,
         "train/tokens": float(batch.loss_mask.sum()),
         **result.metrics,
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -15,7 +16,7 @@ from numerics.errors import user_error
 from trainer.batch import TokenBatch
 from trainer.config import TrainerConfig
 from trainer.objective import Objective
-from trainer.result import RankStep, StepResult
+from trainer.result import PassResult, RankPassResult
 
 # Actors share the machine with the engine and mostly wait for each other, so that they ask Ray for no CPU of their own.
 _CPUS_PER_RANK = 0
@@ -58,13 +59,17 @@ class TrainerActor:
         layout = parallel.initialize(self.config, self.rank, self._store, host)
         self._trainer = Trainer(model_path, self.config, numerics, layout, **options)
 
-    def train_step(self, batch: TokenBatch, objective: Objective) -> RankStep | None:
-        """The rank's step; None on ranks that another one of the same data-parallel share speaks for."""
-        step = self._trainer.train_step(batch, objective)
-        return step if self._trainer.layout.reports else None
+    def forward_backward(self, batch: TokenBatch, objective: Objective) -> RankPassResult | None:
+        """The rank's pass; None on ranks that another one of the same data-parallel share speaks for."""
+        done = self._trainer.forward_backward(batch, objective)
+        return done if self._trainer.layout.reports else None
+
+    def update(self) -> float:
+        lr: float = self._trainer.update()
+        return lr
 
     def score(self, batch: TokenBatch) -> tuple[list[int], Tensor] | None:
-        """The rank's rows and their log-probabilities, as in :meth:`train_step`."""
+        """The rank's rows and their log-probabilities, as in :meth:`forward_backward`."""
         scored = self._trainer.score(batch)
         return scored if self._trainer.layout.reports else None
 
@@ -140,23 +145,31 @@ class TrainerGroup:
             raise
         return group
 
-    def train_step(self, batch: TokenBatch, objective: Objective) -> StepResult:
-        """One optimizer step.
+    def forward_backward(self, batch: TokenBatch, objective: Objective) -> PassResult:
+        """The gradients of a batch, which `update` applies and another pass forgets.
 
         Raises:
-            NonFiniteLossError: a loss or the gradient norm is not finite; the weights are unchanged.
+            NonFiniteLossError: a loss or the gradient norm is not finite; there is nothing to apply.
         """
-        steps = [step for step in self._all("train_step", ray.put(batch), ray.put(objective)) if step is not None]
-        self.weight_version += 1
-        first = steps[0].result
-        return StepResult(
-            logprobs=_assemble([(step.rows, step.result.logprobs) for step in steps], batch),
-            metrics=first.metrics,
-            loss=first.loss,
-            grad_norm=first.grad_norm,
-            lr=first.lr,
-            seconds=max(step.result.seconds for step in steps),
+        parts = self._all("forward_backward", ray.put(batch), ray.put(objective))
+        parts = [part for part in parts if part is not None]
+        return replace(
+            parts[0].result,
+            logprobs=_assemble([(part.rows, part.result.logprobs) for part in parts], batch),
+            seconds=max(part.result.seconds for part in parts),
         )
+
+    def update(self) -> float:
+        """One optimizer step with the gradients of the last `forward_backward`; the learning rate used."""
+        lr: float = self._all("update")[0]
+        self.weight_version += 1
+        return lr
+
+    def train_step(self, batch: TokenBatch, objective: Objective) -> PassResult:
+        """`forward_backward` and `update` in one."""
+        result = self.forward_backward(batch, objective)
+        self.update()
+        return result
 
     def score(self, batch: TokenBatch) -> Tensor:
         """Log-probabilities fp32 [B, S] of the batch, zero at index 0 and in the padding."""

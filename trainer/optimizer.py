@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
-
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.gpt import GPTModel
@@ -19,14 +16,6 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from trainer import cpu_runtime
 from trainer.config import TrainerConfig
-
-
-@dataclass(frozen=True)
-class Update:
-    """What one optimizer step did: the gradient norm before clipping, and the learning rate it used."""
-
-    grad_norm: float
-    lr: float
 
 
 class Optimizer:
@@ -69,12 +58,14 @@ class Optimizer:
         self.inner.zero_grad()
 
     @torch.no_grad()
-    def step(self) -> Update | None:
-        """Clip and apply the gradients, or leave everything as it is and return None if their norm is not finite."""
+    def grad_norm(self) -> float:
+        """The norm of all gradients, which this makes ready for `step`."""
         self.inner.prepare_grads()
-        norm = float(self.inner.get_grad_norm())
-        if not math.isfinite(norm):
-            return None
+        return float(self.inner.get_grad_norm())
+
+    @torch.no_grad()
+    def step(self, norm: float) -> float:
+        """Clip by `norm`, the finite result of `grad_norm`, and apply the gradients; the learning rate used."""
         with cpu_runtime.cuda_type_names():
             for optimizer in self.inner.chained_optimizers:
                 if optimizer.get_parameters():
@@ -82,7 +73,7 @@ class Optimizer:
         # The schedule counts the step about to be taken, so that the first one does not have a rate of zero.
         self.schedule.step(1)
         self.inner.step_with_ready_grads()
-        return Update(grad_norm=norm, lr=self.lr)
+        return self.lr
 
     @property
     def lr(self) -> float:

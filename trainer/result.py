@@ -1,4 +1,4 @@
-"""What a training step returns."""
+"""What a pass over a batch returns."""
 
 from __future__ import annotations
 
@@ -8,29 +8,27 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class StepResult:
-    """One training step.
+class PassResult:
+    """One forward and backward pass, before its gradients are applied or dropped.
 
     Attributes:
-        logprobs: fp32 [B, S] on the CPU, of the training forward, so of the weights before the update; zero at index 0
-            and in the padding.
+        logprobs: fp32 [B, S] on the CPU, at the weights that the pass ran with; zero at index 0 and in the padding.
         metrics: the objective's metrics, summed.
-        grad_norm: before clipping.
-        lr: the learning rate that the step used.
-        seconds: from the batch's arrival on the ranks to the end of the update.
+        loss: over the whole batch, finite.
+        grad_norm: before clipping, finite.
+        seconds: from the batch's arrival on the ranks to the gradient norm.
     """
 
     logprobs: Tensor
     metrics: dict[str, float]
     loss: float
     grad_norm: float
-    lr: float
     seconds: float
 
 
 @dataclass(frozen=True)
-class RankStep:
-    """A StepResult in which `logprobs` holds only the batch's `rows`, in that order."""
+class RankPassResult:
+    """A PassResult in which `logprobs` holds only the batch's `rows`, in that order."""
 
     rows: list[int]
-    result: StepResult
+    result: PassResult

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,7 +24,7 @@ from trainer.modules.precision import Precision
 from trainer.objective import Objective
 from trainer.optimizer import Optimizer
 from trainer.parallel import Layout
-from trainer.result import RankStep, StepResult
+from trainer.result import PassResult, RankPassResult
 from trainer.step import NonFiniteLossError, run_pass
 
 
@@ -65,34 +66,54 @@ class Trainer:
         self.weights = HFWeights(model_path, self.shape, dtype)
         self.weights.load(self.model)
         self.optimizer = Optimizer(self.model, config, total_steps)
+        self._ready_norm: float | None = None
 
-    def train_step(self, batch: TokenBatch, objective: Objective) -> RankStep:
-        """One optimizer step on the whole batch.
+    def forward_backward(self, batch: TokenBatch, objective: Objective) -> RankPassResult:
+        """The gradients of the whole batch. `update` applies them; another pass forgets them.
 
         Raises:
-            NonFiniteLossError: on all ranks; weights, optimizer and schedule are as before the call.
+            NonFiniteLossError: on all ranks; there is nothing to apply then.
         """
         start = time.perf_counter()
         self._check_width(batch)
+        self._ready_norm = None
         self.optimizer.zero_grad()
         done = run_pass(self.optimizer.model, batch, self.layout, self.config.micro_batch_tokens, objective)
-        update = self.optimizer.step()
-        if update is None:
+        norm = self.optimizer.grad_norm()
+        if not math.isfinite(norm):
             raise NonFiniteLossError(
                 f"gradient norm: found a value that is not finite over rows 0 to {batch.rows - 1} although every loss "
                 "is finite, expected a finite norm. The weights were not changed."
             )
-        self.weight_version += 1
-        self.weights_changed()
-        result = StepResult(
+        self._ready_norm = norm
+        result = PassResult(
             logprobs=done.logprobs,
             metrics=done.metrics,
             loss=done.loss,
-            grad_norm=update.grad_norm,
-            lr=update.lr,
+            grad_norm=norm,
             seconds=time.perf_counter() - start,
         )
-        return RankStep(done.rows, result)
+        return RankPassResult(done.rows, result)
+
+    def update(self) -> float:
+        """One optimizer step with the gradients of the last `forward_backward`; the learning rate used.
+
+        Raises:
+            RuntimeError: there are none, or they were applied already.
+        """
+        if self._ready_norm is None:
+            raise RuntimeError("update: found no gradients, expected those of a forward_backward that succeeded")
+        norm, self._ready_norm = self._ready_norm, None
+        lr = self.optimizer.step(norm)
+        self.weight_version += 1
+        self.weights_changed()
+        return lr
+
+    def train_step(self, batch: TokenBatch, objective: Objective) -> RankPassResult:
+        """`forward_backward` and `update` in one."""
+        done = self.forward_backward(batch, objective)
+        self.update()
+        return done
 
     def score(self, batch: TokenBatch) -> tuple[list[int], Tensor]:
         """Log-probabilities fp32 [len(rows), S] of this rank's rows, and those rows."""

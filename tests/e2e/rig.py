@@ -24,7 +24,7 @@ from rollout.types import Endpoint, Prompt, SamplingParams, Trajectory
 from trainer.actor import TrainerGroup
 from trainer.batch import TokenBatch
 from trainer.config import TrainerConfig
-from trainer.result import StepResult
+from trainer.result import PassResult
 from weight_sync.bridge import Bridge, SyncReport
 from weight_sync.config import SyncConfig
 from weight_sync.hf_checkpoint import convert_checkpoint
@@ -157,7 +157,7 @@ class Pipeline:
         advantages = torch.randn(len(trajectories), generator=torch.Generator().manual_seed(seed))
         return batch_from_trajectories(trajectories, advantages, temperature)
 
-    def train_step(self, batch: TokenBatch) -> StepResult:
+    def train_step(self, batch: TokenBatch) -> PassResult:
         return self.trainer.train_step(batch, SftObjective.for_batch(batch))
 
 

@@ -7,7 +7,7 @@ from rl.records import rollout_metrics, samples_to_show, throughput, train_metri
 from rollout.tasks import Problem
 from rollout.types import Prompt, Trajectory
 from trainer.batch import TokenBatch
-from trainer.result import StepResult
+from trainer.result import PassResult
 
 
 def trajectory(group: int, tokens: int, *, finished: bool = True, version: int = 4) -> Trajectory:
@@ -33,8 +33,8 @@ def batch(trajectories: list[Trajectory]) -> TokenBatch:
     return batch_from_trajectories(trajectories, torch.zeros(6), 1.0)
 
 
-def result(logprobs: Tensor) -> StepResult:
-    return StepResult(logprobs=logprobs, metrics={"train/entropy": 0.5}, loss=0.25, grad_norm=2.0, lr=1e-4, seconds=1.0)
+def result(logprobs: Tensor) -> PassResult:
+    return PassResult(logprobs=logprobs, metrics={"train/entropy": 0.5}, loss=0.25, grad_norm=2.0, seconds=1.0)
 
 
 def test_rollout_metrics_against_hand_counts(trajectories: list[Trajectory]) -> None:
@@ -57,7 +57,6 @@ def test_train_metrics_count_the_target_tokens(batch: TokenBatch) -> None:
     assert train_metrics(result(torch.zeros(6, 8)), batch) == {
         "train/loss": 0.25,
         "train/grad_norm": 2.0,
-        "train/lr": 1e-4,
         "train/tokens": 24.0,
         "train/entropy": 0.5,
     }

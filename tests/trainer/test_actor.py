@@ -58,7 +58,7 @@ def test_two_ranks_answer_like_one(
     step = two_ranks.train_step(batch, cross_entropy(batch))
     assert torch.equal(step.logprobs, expected)
     assert step.loss == pytest.approx(-expected[batch.loss_mask].mean().item(), rel=1e-5)
-    assert (two_ranks.weight_version, step.lr) == (1, 1e-3)
+    assert two_ranks.weight_version == 1
     assert two_ranks.apply(lambda trainer, add: trainer.layout.rank + add, 10) == [10, 11]
 
     two_ranks.save(tmp_path / "step_1", {"note": "x"})

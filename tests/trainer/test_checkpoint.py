@@ -19,7 +19,7 @@ def _train(trainer: Any, first: int, last: int) -> list[tuple[float, float, floa
     for step in range(first, last):
         batch = random_batch(seed=step)
         result = trainer.train_step(batch, cross_entropy(batch)).result
-        out.append((result.loss, result.grad_norm, result.lr))
+        out.append((result.loss, result.grad_norm, trainer.optimizer.lr))
     return out
 
 

@@ -100,9 +100,26 @@ def test_a_loss_that_is_not_finite_changes_nothing(
         trainer.train_step(batch, Poisoned(60, in_gradient))
     assert trainer.weight_version == 0
     assert all(torch.equal(p, before[name]) for name, p in trainer.model.named_parameters())
-    fresh = make_trainer(moe_path).train_step(batch, cross_entropy(batch)).result
-    recovered = trainer.train_step(batch, cross_entropy(batch)).result
-    assert (recovered.loss, recovered.grad_norm, recovered.lr) == (fresh.loss, fresh.grad_norm, fresh.lr)
+    with pytest.raises(RuntimeError, match="no gradients"):
+        trainer.update()
+    fresh = make_trainer(moe_path)
+    passes = [t.forward_backward(batch, cross_entropy(batch)).result for t in (trainer, fresh)]
+    assert passes[0].loss == passes[1].loss
+    assert passes[0].grad_norm == passes[1].grad_norm
+    assert trainer.update() == fresh.update() == 1e-3
+
+
+def test_gradients_that_are_not_applied_are_forgotten(moe_path: Path, make_trainer: MakeTrainer) -> None:
+    trainer, fresh = make_trainer(moe_path), make_trainer(moe_path)
+    dropped, batch = random_batch(seed=1), random_batch(seed=2)
+    before = trainer.score(batch)[1]
+    trainer.forward_backward(dropped, cross_entropy(dropped))
+    assert torch.equal(trainer.score(batch)[1], before)
+    results = [t.train_step(batch, cross_entropy(batch)).result for t in (trainer, fresh)]
+    assert results[0].grad_norm == results[1].grad_norm
+    assert torch.equal(trainer.score(batch)[1], fresh.score(batch)[1])
+    with pytest.raises(RuntimeError, match="no gradients"):
+        trainer.update()
 
 
 def test_weights_are_quantized_once_per_version(
