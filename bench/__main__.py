@@ -18,7 +18,7 @@ from rich.table import Table
 
 from bench.measure import Result, run_benchmark
 
-BENCHMARKS = ("rollout", "train", "sync", "loop")
+BENCHMARKS = ("rollout", "train", "sync", "loop", "agreement")
 RESULTS = Path("bench/results.json")
 
 

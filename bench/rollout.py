@@ -1,4 +1,4 @@
-"""Rollout throughput at the demo's shape: FP8 and BF16 with the shared ops, and stock SGLang in BF16."""
+"""Rollout throughput at the demo's shape: the shared ops in FP8 and BF16, SGLang's own in FP8, and stock SGLang."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from transformers import AutoTokenizer
 
 from bench.measure import Result, median_ratio
-from numerics.config import NumericsConfig, RolloutPrecision
+from numerics.config import Mode, NumericsConfig, RolloutPrecision
 from numerics.spec import QuantSpec
 from rl.engines import expected_report
 from rollout.config import RolloutConfig
@@ -23,7 +23,7 @@ from weight_sync.hf_checkpoint import convert_checkpoint
 MODEL = Path("examples/models/tiny_qwen3_moe")
 PROBLEMS = Path("examples/data/arithmetic_train.jsonl")
 PROMPTS, GROUP, NEW_TOKENS, ROUNDS, WARMUP = 32, 8, 20, 8, 2
-STOCK, BF16, FP8 = "stock SGLang BF16", "exact BF16", "exact FP8"
+STOCK, BF16, FP8, NATIVE = "stock SGLang BF16", "exact BF16", "exact FP8", "native FP8"
 
 
 def run() -> list[Result]:
@@ -45,6 +45,13 @@ def run() -> list[Result]:
             at_least=True,
             parts=parts,
         ),
+        Result(
+            name=f"rollout tokens/s, exact FP8 / native FP8 ({shape})",
+            value=median_ratio(rates[FP8], rates[NATIVE]),
+            bar=0.8,
+            at_least=True,
+            parts=parts,
+        ),
     ]
 
 
@@ -52,12 +59,13 @@ async def _measure() -> dict[str, list[float]]:
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
     prompts = [Prompt(p, prompt_ids(tokenizer, p.question)) for p in load_problems(PROBLEMS)]
     sampling = SamplingParams(max_new_tokens=NEW_TOKENS, stop_token_ids=(tokenizer.eos_token_id,))
-    rates: dict[str, list[float]] = {STOCK: [], BF16: [], FP8: []}
+    rates: dict[str, list[float]] = {STOCK: [], BF16: [], FP8: [], NATIVE: []}
     with tempfile.TemporaryDirectory() as folder:
         engines = {
             STOCK: await _engine(Path(folder), STOCK, None),
             BF16: await _engine(Path(folder), BF16, "bf16"),
             FP8: await _engine(Path(folder), FP8, "fp8"),
+            NATIVE: await _engine(Path(folder), NATIVE, "fp8", "native"),
         }
         try:
             for index in range(WARMUP + ROUNDS):
@@ -75,9 +83,10 @@ async def _measure() -> dict[str, list[float]]:
     return rates
 
 
-async def _engine(folder: Path, name: str, precision: RolloutPrecision | None) -> Engine:
+async def _engine(folder: Path, name: str, precision: RolloutPrecision | None, mode: Mode = "exact") -> Engine:
     """An engine on the demo's model; `precision` None is SGLang without our plugin."""
-    numerics = NumericsConfig(spec=QuantSpec.preset("fp8_block_pow2"), trainer="bf16", rollout=precision or "bf16")
+    spec = QuantSpec.preset("fp8_block_pow2")
+    numerics = NumericsConfig(mode=mode, spec=spec, trainer="bf16", rollout=precision or "bf16")
     checkpoint = folder / name.replace(" ", "_")
     convert_checkpoint(MODEL, checkpoint, numerics.rollout_spec)
     ours = precision is not None

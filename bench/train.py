@@ -1,4 +1,4 @@
-"""Train step time: FP8 forward and backward against BF16, hidden 512, one process, warm."""
+"""Train step time: FP8 forward and backward against BF16 and against native FP8, hidden 512, one process, warm."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 from bench.measure import Result, interleaved, median_ratio
 from numerics.compiler import enable_compiler
-from numerics.config import NumericsConfig, TrainerPrecision
+from numerics.config import Mode, NumericsConfig, TrainerPrecision
 from numerics.spec import QuantSpec
 from rl.objectives.sft import SftObjective
 from rl.tiny_model import TinyModel, write_tiny_model
@@ -38,15 +38,16 @@ def run() -> list[Result]:
         path = Path(folder) / "model"
         write_tiny_model(path, MODEL)
 
-        def trainer(precision: TrainerPrecision) -> Trainer:
-            numerics = NumericsConfig(spec=QuantSpec.preset("fp8_block_pow2"), trainer=precision)
+        def trainer(precision: TrainerPrecision, mode: Mode = "exact") -> Trainer:
+            numerics = NumericsConfig(mode=mode, spec=QuantSpec.preset("fp8_block_pow2"), trainer=precision)
             return Trainer(path, config, numerics, layout, seed=0, total_steps=100, max_sequence_length=WIDTH)
 
-        bf16, fp8 = trainer("bf16"), trainer("fp8")
+        bf16, fp8, native = trainer("bf16"), trainer("fp8"), trainer("fp8", "native")
         times = interleaved(
             {
                 "bf16": lambda: bf16.train_step(batch, objective),
                 "fp8": lambda: fp8.train_step(batch, objective),
+                "native": lambda: native.train_step(batch, objective),
             },
             ROUNDS,
             warmup=2,
@@ -60,5 +61,12 @@ def run() -> list[Result]:
             bar=1.3,
             at_least=False,
             parts={"BF16 step (s)": seconds["bf16"], "FP8 step (s)": seconds["fp8"]},
-        )
+        ),
+        Result(
+            name="train tokens/s, exact FP8 / native FP8 (hidden 512, 4 layers, 8,192 tokens)",
+            value=median_ratio(times["native"], times["fp8"]),
+            bar=0.8,
+            at_least=True,
+            parts={"exact step (s)": seconds["fp8"], "native step (s)": seconds["native"]},
+        ),
     ]

@@ -4,43 +4,58 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from numerics.errors import UserError
 from numerics.spec import MODULE_KINDS, QuantSpec
 
+Mode = Literal["exact", "native"]
+RouterReplay = Literal["off", "record", "replay"]
 TrainerPrecision = Literal["bf16", "fp8_forward", "fp8"]
 RolloutPrecision = Literal["bf16", "fp8"]
+
+_CHOICES = {
+    "mode": Mode,
+    "trainer": TrainerPrecision,
+    "rollout": RolloutPrecision,
+    "router_replay": RouterReplay,
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NumericsConfig:
     """The numerics of one run, handed unchanged to the trainer and to the engine's plugin.
 
-    mode: `exact`: both sides call the ops of `numerics.ops`.
+    mode: `exact`: both sides call the ops of `numerics.ops`, so that their logprobs are equal. `native`: each side
+        calls its library's own ops, and on a CPU, for which neither library has FP8 products, those alone are ours.
     spec: the quantization spec.
     trainer: `bf16`, `fp8_forward` (quantized forward, BF16 gradients) or `fp8` (quantized forward and backward).
     rollout: `bf16` or `fp8`.
     k_splits: into how many slices of K a row-parallel product is cut before its FP32 partials are added in order. It is
-        the trainer's tensor-parallel size, on both sides, so that the engine adds in the trainer's order.
+        the trainer's tensor-parallel size, on both sides, so that the engine adds in the trainer's order. Exact mode
+        only.
+    router_replay: `record`: the engine reports the experts of each token, and the trainer its own choice beside them.
+        `replay`: the trainer takes the engine's (R3).
     """
 
-    mode: Literal["exact"] = "exact"
+    mode: Mode = "exact"
     spec: QuantSpec
     trainer: TrainerPrecision = "fp8"
     rollout: RolloutPrecision = "fp8"
     k_splits: int = 1
+    router_replay: RouterReplay = "off"
 
     def __post_init__(self) -> None:
-        choices = {"mode": ("exact",), "trainer": ("bf16", "fp8_forward", "fp8"), "rollout": ("bf16", "fp8")}
-        for key, allowed in choices.items():
+        for key, kind in _CHOICES.items():
+            allowed = get_args(kind)
             if getattr(self, key) not in allowed:
                 raise UserError(f"numerics.{key}: found {getattr(self, key)!r}, expected one of {', '.join(allowed)}")
         shared = self.spec.activation.granularity
-        if self.spec.quantized and shared not in ("token_group", "channel"):
+        if self.mode == "exact" and self.spec.quantized and shared not in ("token_group", "channel"):
             raise UserError(
                 f"activation.granularity: found {shared!r}, expected token_group or channel in exact mode; a scale "
-                "that tokens share would make a token's logprob depend on its batch"
+                "that tokens share would make a token's logprob depend on its batch. Change activation, or set "
+                "numerics.mode to native"
             )
         weight = self.rollout_spec.weight
         if self.rollout_spec.quantized and (weight.format, weight.granularity) != ("e4m3", "block"):
@@ -52,6 +67,11 @@ class NumericsConfig:
             raise UserError(
                 f"scope: found {sorted(self.spec.scope)}, expected all of {list(MODULE_KINDS)}; the engine quantizes "
                 "all of them or none. Change scope, or set numerics.rollout to bf16"
+            )
+        if self.mode == "native" and self.k_splits != 1:
+            raise UserError(
+                f"numerics.k_splits: found {self.k_splits}, expected 1 in native mode, where each side adds in its "
+                "library's own order. Set it to 1, or numerics.mode to exact"
             )
         if self.k_splits < 1:
             raise UserError(f"numerics.k_splits: found {self.k_splits}, expected the trainer's tp, at least 1")

@@ -24,6 +24,10 @@ class WeightCache:
         self._entries.clear()
         self.version = version
 
+    def weights(self) -> list[torch.Tensor]:
+        """The weights that a forward has asked for at this version."""
+        return [weight for weight, _ in self._entries]
+
     def quantized(self, weight: torch.Tensor, spec: TensorSpec) -> QuantizedTensor:
         """`quantize(weight, spec)` of this version."""
         return self._entry(weight, spec)[0]

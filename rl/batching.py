@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from trainer.batch import TokenBatch
+from trainer.batch import UNKNOWN, TokenBatch
 
 if TYPE_CHECKING:
     from rollout.types import Trajectory
@@ -26,8 +26,11 @@ class SftExample:
     target_ids: list[int]
 
 
-def batch_from_trajectories(trajectories: Sequence[Trajectory], advantages: Tensor, temperature: float) -> TokenBatch:
-    """One row per trajectory: prompt then generation, the generated tokens as targets.
+def batch_from_trajectories(
+    trajectories: Sequence[Trajectory], advantages: Tensor, temperature: float, *, replay: bool = False
+) -> TokenBatch:
+    """One row per trajectory: prompt then generation, the generated tokens as targets, the engine's routes if it
+    reported them.
 
     Fields: `rollout_logprobs`, the engine's logprob of each generated token as received (NaN and inf included), and
     `advantages`, the trajectory's advantage on each of its generated tokens. Both are 0 elsewhere.
@@ -36,9 +39,10 @@ def batch_from_trajectories(trajectories: Sequence[Trajectory], advantages: Tens
         trajectories: in the order of `advantages`. One without generated tokens gives a row without targets.
         advantages: float [N].
         temperature: that the tokens were sampled with.
+        replay: the trainer is to take the engine's routes.
 
     Raises:
-        ValueError: numbers of trajectories, advantages or logprobs do not fit, or a prompt is empty.
+        ValueError: numbers of trajectories, advantages, logprobs or routes do not fit, or a prompt is empty.
     """
     if tuple(advantages.shape) != (len(trajectories),):
         raise ValueError(f"advantages: found shape {list(advantages.shape)}, expected [{len(trajectories)}]")
@@ -53,7 +57,8 @@ def batch_from_trajectories(trajectories: Sequence[Trajectory], advantages: Tens
     # Row-major, so the mask lists each row's generated tokens in order, row after row.
     rollout_logprobs[batch.loss_mask] = torch.tensor([x for t in trajectories for x in t.logprobs], dtype=torch.float32)
     spread = torch.where(batch.loss_mask, advantages.float()[:, None], 0.0)
-    return replace(batch, fields={"rollout_logprobs": rollout_logprobs, "advantages": spread})
+    fields = {"rollout_logprobs": rollout_logprobs, "advantages": spread}
+    return replace(batch, fields=fields, routes=_routes(trajectories, batch), replay=replay)
 
 
 def batch_from_examples(examples: Sequence[SftExample]) -> TokenBatch:
@@ -66,6 +71,21 @@ def batch_from_examples(examples: Sequence[SftExample]) -> TokenBatch:
         if not example.target_ids:
             raise ValueError(f"example {row}: found no target token, expected at least one (the EOS)")
     return _pad([e.prompt_ids for e in examples], [e.target_ids for e in examples], temperature=1.0)
+
+
+def _routes(trajectories: Sequence[Trajectory], batch: TokenBatch) -> Tensor | None:
+    """int16 [B, S, L, K], -1 for last tokens and padding; None if no trajectory has routes."""
+    reported = [t.routed_experts for t in trajectories if t.routed_experts is not None]
+    if not reported:
+        return None
+    routes = torch.full((*batch.tokens.shape, *reported[0].shape[1:]), UNKNOWN, dtype=torch.int16)
+    for row, (trajectory, length) in enumerate(zip(trajectories, batch.lengths.tolist())):
+        experts = trajectory.routed_experts
+        if experts is None or len(experts) != length - 1:
+            found = "none" if experts is None else f"those of {len(experts)} tokens"
+            raise ValueError(f"trajectory {row}: found {found} for its routes, expected those of {length - 1} tokens")
+        routes[row, : length - 1] = experts
+    return routes
 
 
 def _pad(prompts: Sequence[list[int]], targets: Sequence[list[int]], temperature: float) -> TokenBatch:

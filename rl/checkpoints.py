@@ -21,7 +21,8 @@ def is_due(spec: ExperimentSpec, step: int) -> bool:
 def write_checkpoint(stack: Stack, step: int) -> None:
     """Write the checkpoint of `step` under a name that does not count yet."""
     digest = stack.spec.numerics_config().spec.digest()
-    stack.trainer.save(stack.run.pending_checkpoint(step), {"step": step, "spec_digest": digest})
+    extra = {"step": step, "spec_digest": digest, "standing": stack.standing.to_dict()}
+    stack.trainer.save(stack.run.pending_checkpoint(step), extra)
 
 
 def publish_checkpoint(stack: Stack, step: int) -> None:

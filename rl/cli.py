@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Annotated
 
@@ -52,6 +53,55 @@ def demo(overrides: Overrides = None) -> None:
 
 
 @app.command()
+def preflight(
+    spec: SpecPath,
+    overrides: Overrides = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON, and nothing else.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Leave out BF16/BF16, which needs another engine.")] = False,
+) -> None:
+    """Start both sides once and say whether they agree: same spec, same bytes, same logprobs. Exit code 0 or 1."""
+    with _user_errors(), redirect_stdout(sys.stderr):
+        from rl.preflight import preflight as examine
+        from rl.preflight import rendered
+        from rl.spec import load_spec
+
+        progress = Console(stderr=True, highlight=False)
+        with interruptible():
+            found = examine(load_spec(spec, overrides or []), quick=quick, say=progress.print)
+    if as_json:
+        print(found.to_json())
+    else:
+        Console(highlight=False).print(rendered(found))
+    if not found.ok:
+        raise typer.Exit(1)
+
+
+@app.command()
+def attribute(
+    subject: Annotated[Path, typer.Argument(metavar="RUN|CAPSULE", help="E.g. runs/demo, runs/demo/capsules/step_7.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON, and nothing else.")] = False,
+    out: Annotated[Path | None, typer.Option(help="Page to write; its numbers go beside it as .json.")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Leave out causes that need other engines.")] = False,
+) -> None:
+    """Start both sides and say where their mismatch comes from: by op, by cause, by expert and by position."""
+    with _user_errors(), redirect_stdout(sys.stderr):
+        from rl.attribution.offline import attribute_offline, read_subject
+        from rl.attribution.page import write_page
+        from rl.attribution.tables import rendered
+
+        progress = Console(stderr=True, highlight=False)
+        named = read_subject(subject)
+        with interruptible():
+            found = attribute_offline(named, quick=quick, say=progress.print)
+        page = out or named.page
+        write_page(found, named.name, page)
+    if as_json:
+        print(json.dumps(found.to_dict(), indent=1))
+    else:
+        Console(highlight=False).print(rendered(found), f"\nreport   {page}", soft_wrap=True)
+
+
+@app.command()
 def report(run: Annotated[Path, typer.Argument(metavar="RUN", help="Directory of a run, e.g. runs/demo.")]) -> None:
     """Write the run's report.html: a self-contained page with curves, verdict, sample rollouts and the spec."""
     with _user_errors():
@@ -81,6 +131,26 @@ def convert(
         convert_checkpoint(model, out, quant_spec)
 
 
+@app.command()
+def replay(
+    capsule: Annotated[Path, typer.Argument(metavar="CAPSULE", help="Directory, e.g. runs/demo/capsules/step_7.")],
+    model: Annotated[Path | None, typer.Option(help="Weights in place of the capsule's own, in BF16.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Score a capsule's sequences again, without Ray and engine. Exit code 0: reproduced, 1: not, 2: bad input."""
+    with _user_errors():
+        from rl.replay import print_replay
+        from rl.replay import replay as rescan
+
+        result = rescan(capsule, model)
+        if as_json:
+            print(json.dumps(result.to_dict(), indent=1))
+        else:
+            print_replay(result, Console(highlight=False))
+    if not result.reproduced:
+        raise typer.Exit(1)
+
+
 def _train(path: Path, overrides: list[str], *, resume: bool = False, overwrite: bool = False) -> None:
     # The imports below take seconds.
     print(f"fp8rl: checking {path}", flush=True)
@@ -93,7 +163,7 @@ def _train(path: Path, overrides: list[str], *, resume: bool = False, overwrite:
     run = create_run_dir(spec.run.dir, spec.run.name, resume=resume, overwrite=overwrite)
 
     from rl.checkpoints import check_resumable
-    from rl.ending import finish
+    from rl.ending import STOPPED, finish
     from rl.loop import train as run_loop
     from rl.stack import Stack
 
@@ -108,8 +178,10 @@ def _train(path: Path, overrides: list[str], *, resume: bool = False, overwrite:
                 shutil.rmtree(run.path)
             raise
         with stack:
-            run_loop(stack)
-            finish(stack)
+            stopped = run_loop(stack)
+            finish(stack, stopped)
+    if stopped:
+        raise typer.Exit(STOPPED)
 
 
 @contextmanager

@@ -74,6 +74,8 @@ def step_line(step: int, steps: int, metrics: Mapping[str, float]) -> Text:
         line.append(format_value(value), style=style_of(value))
     if metrics.get("mismatch/nonfinite_count"):
         line.append(f"  non-finite {metrics['mismatch/nonfinite_count']:.0f}", style="bold red")
+    if metrics.get("gates/withheld"):
+        line.append("  not trained on", style="bold yellow")
     if metrics.get("sync/mismatched_tensors"):
         line.append(f"  mismatched tensors {metrics['sync/mismatched_tensors']:.0f}", style="bold red")
     return line

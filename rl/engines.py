@@ -15,7 +15,7 @@ from rl.run_dir import RunDir
 from rl.spec import ExperimentSpec
 from rollout.engine import EngineActor
 from rollout.handshake import Handshake
-from rollout.plugin.hooks import HOOKS
+from rollout.plugin.hooks import hooks_for
 from rollout.types import Endpoint, Prompt, SamplingParams, Trajectory
 
 _STOP_SECONDS = 6.0
@@ -31,9 +31,10 @@ class EnginePool:
         self._actors, self._starting = actors, starting
 
     @classmethod
-    def start(cls, spec: ExperimentSpec, run: RunDir, checkpoint: Path) -> EnginePool:
-        """Begin to start all engines from an HF directory in the served format; `wait` until they are up."""
-        numerics = spec.numerics_config()
+    def start(
+        cls, spec: ExperimentSpec, run: RunDir, numerics: NumericsConfig, checkpoint: Path, version: int = 0
+    ) -> EnginePool:
+        """Begin to start all engines, on `numerics`, from an HF directory in the served format; `wait` for them."""
         actors = [
             EngineActor.remote(
                 spec.rollout,
@@ -44,7 +45,7 @@ class EnginePool:
             )
             for index in range(spec.rollout.engines)
         ]
-        return cls(actors, [actor.start.remote(checkpoint, 0) for actor in actors])
+        return cls(actors, [actor.start.remote(checkpoint, version) for actor in actors])
 
     def wait(self) -> None:
         """Until every engine answers and has passed the handshake. Raises what went wrong."""
@@ -82,7 +83,9 @@ class EnginePool:
         return sum(_get([actor.recover.remote(checkpoint, version) for actor in self._actors]))
 
     def stop(self) -> None:
-        """End all servers and their actors."""
+        """End all servers and their actors; a second call does nothing."""
+        if not self._actors:
+            return
         calls = [actor.stop.remote() for actor in self._actors]
         ray.wait(calls, num_returns=len(calls), timeout=_STOP_SECONDS)
         for actor in self._actors:
@@ -95,9 +98,10 @@ def expected_report(numerics: NumericsConfig) -> Handshake:
     return Handshake(
         spec_digest=numerics.spec.digest(),
         numerics=numerics.to_dict(),
-        hooks=tuple(hook.target for hook in HOOKS),
+        hooks=tuple(hook.target for hook in hooks_for(numerics)),
         versions={name: importlib.metadata.version(name) for name in ("sglang", "torch", "fp8rl")},
         weight_version=0,
+        row_invariant=True if numerics.mode == "exact" else None,
     )
 
 

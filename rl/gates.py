@@ -1,11 +1,23 @@
-"""Gates: rules over the metrics of a step that fire once, and arm again after the metric has recovered."""
+"""Gates: rules over the metrics of a step that fire once, and again only after the metric has recovered."""
 
 from __future__ import annotations
 
 import dataclasses
+import json
+import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
-from rl.spec.sections import GateSection
+from rl.events import Event
+from rl.spec.gates import SEVERITY, WITHHOLDING, GateSection
+
+LATE = ("train/lr", "gates/", "sync/", "perf/", "eval/", "tracking/")
+"""How the names of metrics begin that are known only after a step's decision."""
+
+
+def late_metrics(row: Mapping[str, float]) -> dict[str, float]:
+    """Of a step's row what was measured too late to decide about it. It is judged in the step that follows."""
+    return {name: value for name, value in row.items() if name.startswith(LATE)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -15,31 +27,78 @@ class Firing:
     rule: GateSection
     value: float
 
-    def __str__(self) -> str:
-        bound = f"above {self.rule.above}" if self.rule.above is not None else f"below {self.rule.below}"
-        steps = f" for {self.rule.for_steps} steps" if self.rule.for_steps > 1 else ""
-        return f"{self.rule.action}: {self.rule.metric} = {self.value:.3g} is {bound}{steps}"
+    def event(self, step: int) -> Event:
+        """For the record of the run."""
+        rule = self.rule
+        steps = f" for {rule.for_steps} steps" if rule.for_steps > 1 else ""
+        text = f"{rule.action}: {rule.metric} = {self.value:.3g} is {rule.bound}{steps}"
+        return Event(step, rule.metric, self.value, rule.bound, rule.action, None, text)
+
+
+@dataclasses.dataclass
+class RuleState:
+    """Where one rule stands.
+
+    beyond: steps in a row beyond the bound. tripped: it was `for_steps`, and the metric has not recovered since.
+    fired: this was announced. quiet_until: the last step of the cooldown.
+    """
+
+    beyond: int = 0
+    tripped: bool = False
+    fired: bool = False
+    quiet_until: int = 0
 
 
 class Gates:
-    """The rules of a run and how many steps in a row each has been beyond its bound."""
+    """The rules of a run and where each of them stands.
 
-    def __init__(self, rules: Sequence[GateSection]) -> None:
-        self._rules = rules
-        self._beyond = [0] * len(rules)
+    Args:
+        rules: as the spec has them.
+        state: what `state` of an earlier part of the run returned; rules that it does not know start anew.
+    """
 
-    def check(self, metrics: Mapping[str, float]) -> list[Firing]:
-        """The gates that fire on this step's metrics. A step without the metric leaves its gate as it was."""
+    def __init__(self, rules: Sequence[GateSection], state: Mapping[str, Any] | None = None) -> None:
+        saved = state or {}
+        self._rules = [(rule, RuleState(**saved.get(_name(rule), {}))) for rule in rules]
+
+    def check(self, step: int, metrics: Mapping[str, float]) -> list[Firing]:
+        """The gates that fire on this step's metrics, the mildest action first.
+
+        A metric that is missing or not finite leaves its rules as they were.
+        """
         fired = []
-        for index, rule in enumerate(self._rules):
-            if rule.metric not in metrics:
+        for rule, state in self._rules:
+            value = metrics.get(rule.metric, math.nan)
+            if not math.isfinite(value):
                 continue
-            value = metrics[rule.metric]
-            self._beyond[index] = self._beyond[index] + 1 if _is_beyond(rule, value) else 0
-            if self._beyond[index] == rule.for_steps:
+            _advance(rule, state, value)
+            if state.tripped and not state.fired and step > state.quiet_until:
+                state.fired, state.quiet_until = True, step + rule.cooldown_steps
                 fired.append(Firing(rule, value))
-        return fired
+                if rule.action == "checkpoint_and_stop":
+                    state.beyond, state.tripped, state.fired = 0, False, False  # a run that is resumed is judged anew
+        return sorted(fired, key=lambda firing: SEVERITY.index(firing.rule.action))
+
+    def withholding(self) -> list[GateSection]:
+        """The rules whose metric has not recovered and which let nothing be trained on until then."""
+        return [rule for rule, state in self._rules if state.tripped and rule.action in WITHHOLDING]
+
+    def state(self) -> dict[str, Any]:
+        """As JSON values, for a checkpoint."""
+        return {_name(rule): dataclasses.asdict(state) for rule, state in self._rules}
 
 
-def _is_beyond(rule: GateSection, value: float) -> bool:
-    return value > rule.above if rule.above is not None else value < (rule.below or 0.0)
+def _advance(rule: GateSection, state: RuleState, value: float) -> None:
+    upper = rule.above is not None
+    bound = rule.above if rule.above is not None else rule.below
+    assert bound is not None
+    state.beyond = state.beyond + 1 if (value > bound if upper else value < bound) else 0
+    if state.beyond >= rule.for_steps:
+        state.tripped = True
+    recover = bound if rule.recover is None else rule.recover
+    if value <= recover if upper else value >= recover:
+        state.tripped = state.fired = False
+
+
+def _name(rule: GateSection) -> str:
+    return json.dumps(rule.model_dump(mode="json"), sort_keys=True)

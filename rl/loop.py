@@ -11,9 +11,9 @@ from rl.batching import SftExample, batch_from_examples, batch_from_trajectories
 from rl.checkpoints import is_due, publish_checkpoint, write_checkpoint
 from rl.clock import StepClock
 from rl.evaluation import evaluate
-from rl.gates import Gates
-from rl.mismatch import agreement
-from rl.objectives.grpo import GrpoObjective
+from rl.gates import Gates, late_metrics
+from rl.guard import Guard, announce
+from rl.mismatch import token_versions
 from rl.objectives.sft import SftObjective
 from rl.problems import of_step
 from rl.records import rollout_metrics, samples_to_show, throughput, train_metrics
@@ -28,21 +28,26 @@ from trainer.batch import TokenBatch
 from weight_sync.bridge import SyncReport
 
 
-def train(stack: Stack) -> None:
-    """Run the spec's algorithm to its last step and export the trained model to `<run>/model`."""
+def train(stack: Stack) -> str:
+    """Run the spec's algorithm to its last step and export the trained model to `<run>/model`.
+
+    Returns why the run stopped before its last step, after a checkpoint; empty if it did not.
+    """
     if isinstance(stack.spec.algorithm, SftAlgorithm):
-        _train_sft(stack, stack.spec.algorithm)
+        stopped = _train_sft(stack, stack.spec.algorithm)
     else:
-        _train_grpo(stack, stack.spec.algorithm)
-    stack.trainer.export_hf(stack.run.model)
+        stopped = _train_grpo(stack, stack.spec.algorithm)
+    if not stopped:
+        stack.trainer.export_hf(stack.run.model)
+    return stopped
 
 
-def _train_grpo(stack: Stack, algorithm: GrpoAlgorithm) -> None:
+def _train_grpo(stack: Stack, algorithm: GrpoAlgorithm) -> str:
     spec, trainer = stack.spec, stack.trainer
     problems, held_out = load_data(spec)
     eval_prompts = stack.prompts(held_out)
-    gates = Gates(spec.gates)
-    tis_cap = algorithm.tis_cap or 2.0
+    guard = Guard(stack, algorithm)
+    row: dict[str, float] = {}
     sampling = stack.sampling(spec.rollout.temperature)
     _begin(stack, eval_prompts)
 
@@ -63,32 +68,47 @@ def _train_grpo(stack: Stack, algorithm: GrpoAlgorithm) -> None:
         metrics = rollout_metrics(trajectories, rewards, groups, trainer.weight_version)
         advantages = group_advantages(rewards, groups, normalize_std=algorithm.group_norm_std)
         batch = batch_from_trajectories(trajectories, advantages, spec.rollout.temperature)
+        versions = token_versions(trajectories, batch.loss_mask)
 
         with clock.phase("train"):
-            result = trainer.forward_backward(batch, GrpoObjective.for_batch(batch, algorithm))
-            metrics |= train_metrics(result, batch) | {"train/lr": trainer.update()}
-
+            attempt = guard.attempt(batch, versions)
         # One update per batch: the training forward is the scoring at the weights that sampled the tokens.
-        metrics |= agreement(result.logprobs, batch.fields["rollout_logprobs"], batch.loss_mask, tis_cap=tis_cap)
-        for firing in gates.check(metrics):
-            stack.warn(str(firing))
+        metrics |= train_metrics(attempt.result, batch) | attempt.evidence.metrics(guard.measured_cap)
+        verdict = guard.judge(step, late_metrics(row) | metrics, attempt)
 
+        with clock.phase("train"):
+            if verdict.repeat:
+                repeated = guard.attempt(batch, versions)
+                metrics |= train_metrics(repeated.result, batch)
+                verdict = guard.recheck(step, verdict, repeated)
+            if not verdict.withheld:
+                metrics["train/lr"] = trainer.update()
         with clock.phase("sync"):
-            metrics |= _sync(stack, step).metrics()
+            if verdict.fall_back:
+                stack.fall_back_to_bf16()
+            if verdict.resync or not verdict.withheld:
+                metrics |= _sync(stack, step).metrics()
+        metrics |= guard.metrics(verdict)
 
         last = step == spec.run.steps
         if last or (spec.eval.every and step % spec.eval.every == 0):
             with clock.phase("eval"):
                 metrics |= evaluate(stack, eval_prompts)
-        if is_due(spec, step):
+        due = is_due(spec, step) or bool(verdict.stop)
+        if due:
             with clock.phase("checkpoint"):
                 write_checkpoint(stack, step)
-        samples = samples_to_show(prompts, trajectories, texts, rewards, result.logprobs, batch)
-        _record(stack, step, metrics, clock, batch, samples)
+        samples = samples_to_show(prompts, trajectories, texts, rewards, attempt.evidence.logprobs, batch)
+        row = _record(stack, step, metrics, clock, batch, due, samples)
+        if verdict.stop:
+            return verdict.stop
+    return ""
 
 
-def _train_sft(stack: Stack, algorithm: SftAlgorithm) -> None:
+def _train_sft(stack: Stack, algorithm: SftAlgorithm) -> str:
     spec, trainer = stack.spec, stack.trainer
+    gates = Gates(spec.gates, stack.standing.rules)
+    row: dict[str, float] = {}
     examples = [
         SftExample(prompt.token_ids, stack.answer_ids(prompt.problem)) for prompt in stack.prompts(load_data(spec)[0])
     ]
@@ -98,10 +118,13 @@ def _train_sft(stack: Stack, algorithm: SftAlgorithm) -> None:
         with clock.phase("train"):
             result = trainer.forward_backward(batch, SftObjective.for_batch(batch))
             metrics = train_metrics(result, batch) | {"train/lr": trainer.update()}
+        announce(stack, [firing.event(step) for firing in gates.check(step, late_metrics(row) | metrics)])
+        stack.standing.rules = gates.state()
         if is_due(spec, step):
             with clock.phase("checkpoint"):
                 write_checkpoint(stack, step)
-        _record(stack, step, metrics, clock, batch)
+        row = _record(stack, step, metrics, clock, batch, is_due(spec, step))
+    return ""
 
 
 def _begin(stack: Stack, eval_prompts: list[Prompt]) -> None:
@@ -116,7 +139,8 @@ def _begin(stack: Stack, eval_prompts: list[Prompt]) -> None:
 def _sync(stack: Stack, step: int) -> SyncReport:
     bridge = stack.bridge
     assert bridge is not None
-    return recovering(stack, lambda: bridge.sync(stack.endpoints(), stack.run.manifest(step)))
+    stack.manifest = stack.run.manifest(step)
+    return recovering(stack, lambda: bridge.sync(stack.endpoints(), stack.manifest))
 
 
 def _record(
@@ -125,11 +149,15 @@ def _record(
     metrics: dict[str, float],
     clock: StepClock,
     batch: TokenBatch,
+    due: bool,
     samples: Sequence[RolloutSample] = (),
-) -> None:
+) -> dict[str, float]:
+    """Log the step, then publish its checkpoint if one was due; the metrics as written."""
     metrics |= clock.lap()
     metrics |= throughput(metrics, batch)
-    stack.console.step(step, stack.tracker.log(step, metrics, samples))
-    if is_due(stack.spec, step):
+    written = stack.tracker.log(step, metrics, samples)
+    stack.console.step(step, written)
+    if due:
         publish_checkpoint(stack, step)
         clock.restart()
+    return written

@@ -1,4 +1,4 @@
-"""Going on when an engine dies."""
+"""Going on when an engine dies, or answers at other weights than the trainer's."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from rl.stack import Stack
+from rollout.errors import StaleWeightsError
 
 Result = TypeVar("Result")
 
@@ -26,4 +27,20 @@ def recovering(stack: Stack, use: Callable[[], Result]) -> Result:
         stack.warn(f"engine died: replacing {lost} of {stack.spec.rollout.engines} ({str(error).splitlines()[0]})")
         stack.pool.recover(stack.bridge.write_checkpoint(), stack.trainer.weight_version)
         stack.bridge.sync(stack.endpoints())
+        return use()
+
+
+def resyncing(stack: Stack, use: Callable[[], Result]) -> Result:
+    """`use()`, which samples. If tokens come from stale weights, it is done anew, once, after a verified sync.
+
+    Nothing of the first answer is kept. A second time is raised as it came.
+    """
+    try:
+        return use()
+    except StaleWeightsError as error:
+        bridge = stack.bridge
+        assert bridge is not None
+        stack.warn(f"stale weights: syncing and sampling again ({error})")
+        stack.standing.stale_resyncs += 1
+        recovering(stack, lambda: bridge.sync(stack.endpoints()))
         return use()

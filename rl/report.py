@@ -15,6 +15,7 @@ import plotly.offline
 from numerics.errors import UserError
 from numerics.files import write_atomically
 from rl.console import format_difference, format_percent
+from rl.events import read_events
 from rl.metrics import metric
 from rl.metrics_log import read_metrics
 from rl.report_charts import sections
@@ -37,7 +38,8 @@ def write_report(run_dir: str | Path) -> Path:
     rows = read_metrics(run.metrics)
     if not rows:
         raise UserError(f"report: found no row in {run.metrics}, expected at least one. Let the run complete a step.")
-    summary = summarize(rows)
+    events = read_events(run.events)
+    summary = summarize(rows, events)
     charts = sections(rows)
     # JSON inside a script element must not contain "</script" or "<!--".
     data = json.dumps([chart for _, group in charts for chart in group], allow_nan=False).replace("<", "\\u003c")
@@ -47,6 +49,8 @@ def write_report(run_dir: str | Path) -> Path:
         verdict=verdict(summary),
         tiles=_tiles(summary),
         sections=charts,
+        events=events,
+        run=run.path,
         samples=[(step, read_samples(run.rollouts(step))[:SAMPLES_PER_STEP]) for step in _shown_steps(run)],
         metrics=_metric_table(rows),
         spec=run.spec.read_text(encoding="utf-8"),

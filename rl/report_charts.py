@@ -55,6 +55,18 @@ def _agreement(rows: Sequence[Row]) -> list[Chart]:
     ]
     divergence = [_trace(rows, "mismatch/k1_kl", "k1"), _trace(rows, "mismatch/k3_kl", "k3", dash="dot")]
     exact = [_trace(rows, "mismatch/exact_frac", "d = 0")]
+    sample_size = [
+        _trace(rows, "mismatch/ess", "tokens"),
+        _trace(rows, "mismatch/ess_sequence", "sequences", dash="dot"),
+    ]
+    routing = [
+        _trace(rows, "mismatch/router_agreement", "experts that both chose"),
+        _trace(rows, "mismatch/router_token_differ_frac", "tokens that differ in any layer", dash="dot"),
+    ]
+    rejected = [
+        _trace(rows, "train/rejected_tokens", "tokens"),
+        _trace(rows, "train/rejected_sequences", "sequences", dash="dot"),
+    ]
     return [
         _differences(rows),
         _chart("Exact tokens", "Share of sampled tokens with d = 0.", exact, "fraction of tokens", range=[0, 1.02]),
@@ -71,6 +83,23 @@ def _agreement(rows: Sequence[Row]) -> list[Chart]:
             divergence,
             "nats per token",
             **_room_above_zero(divergence),
+        ),
+        _chart(
+            "Effective sample size",
+            "Of the importance-weighted batch, over its size; 1 where nothing differs.",
+            sample_size,
+            "fraction",
+            range=[0, 1.02],
+        ),
+        _chart(
+            "Routing", "Experts of the sampled tokens, trainer against engine.", routing, "fraction", range=[0, 1.02]
+        ),
+        _chart(
+            "Rejected",
+            "Not trained on for their mismatch.",
+            rejected,
+            "fraction of the batch",
+            **_room_above_zero(rejected),
         ),
     ]
 

@@ -66,6 +66,23 @@ class RunDir:
         """Tensor digests of the weight sync after `step`; 0 is the one before training."""
         return self.path / "manifests" / f"step_{step}.json"
 
+    @property
+    def events(self) -> Path:
+        """What gates did, one JSON object per line; absent while none has fired."""
+        return self.path / "events.jsonl"
+
+    @property
+    def capsules(self) -> Path:
+        return self.path / "capsules"
+
+    def capsule(self, step: int) -> Path:
+        """The sequences of `step` for which a gate fired, or whose loss was not finite."""
+        return self.capsules / f"step_{step}"
+
+    def capsule_steps(self) -> list[int]:
+        """Steps with a capsule, ascending."""
+        return _steps(self.capsules, r"step_(\d+)")
+
     def rollouts(self, step: int) -> Path:
         """Sample rollouts of `step`, one JSON object per line."""
         return self.path / "rollouts" / f"step_{step}.jsonl"

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from operator import methodcaller
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from numerics.config import NumericsConfig
 from rl.cluster import ray_cluster
 from rl.console import StepConsole
 from rl.engines import EnginePool
+from rl.events import cut_events
 from rl.interrupts import Closing
 from rl.run_dir import RunDir
 from rl.run_log import run_log
 from rl.spec import ExperimentSpec
+from rl.standing import Standing
 from rl.tracking import Tracker
 from rollout.tasks import Problem, load_problems, prompt_ids
 from rollout.types import Endpoint, Prompt, SamplingParams, Trajectory
@@ -25,13 +29,21 @@ from weight_sync.bridge import Bridge
 from weight_sync.hf_checkpoint import convert_checkpoint
 
 
-@dataclass(frozen=True)
+@dataclass
 class Stack:
-    """The open parts of one run. `pool` and `bridge` are None in a run without engines."""
+    """The open parts of one run. `pool` and `bridge` are None in a run without engines.
+
+    Attributes:
+        numerics: what both sides run now.
+        standing: what gates have changed.
+        manifest: digests of the weights that the engines hold, as the last sync verified them.
+    """
 
     spec: ExperimentSpec
     run: RunDir
     tokenizer: PreTrainedTokenizerBase
+    numerics: NumericsConfig
+    standing: Standing
     trainer: TrainerGroup
     pool: EnginePool | None
     bridge: Bridge | None
@@ -39,6 +51,7 @@ class Stack:
     console: StepConsole
     first_step: int
     _closing: Closing
+    manifest: Path | None = None
 
     @classmethod
     def open(cls, spec: ExperimentSpec, run: RunDir) -> Stack:
@@ -50,30 +63,34 @@ class Stack:
             console.note(f"run {run.path}")
             console.note(f"spec {spec.numerics_config().spec.digest()}, seed {spec.run.seed}")
             closing.enter_context(ray_cluster(run.path / "ray_logs"))
-            pool = _start_engines(spec, run, closing)  # they come up while the trainer does
+            standing = Standing.of_checkpoint(run, resume_step)
+            numerics = standing.numerics(spec.numerics_config())
+            pool = _start_engines(spec, run, numerics, closing)  # they come up while the trainer does
             console.note(f"starting {'the engine and ' if pool else ''}the trainer")
             trainer = TrainerGroup.start(
                 Path(spec.model.path),
                 spec.trainer,
-                spec.numerics_config(),
+                numerics,
                 seed=spec.run.seed,
                 total_steps=spec.run.steps,
                 max_sequence_length=spec.rollout.context_length,
             )
             closing.callback(trainer.shutdown)
             if resume_step is not None:
+                cut_events(run.events, resume_step)
                 trainer.load(run.checkpoint(resume_step))
             bridge = None
             if pool is not None:
                 pool.wait()
                 console.note("the engine is up; its report matches the spec")
-                served = spec.numerics_config().rollout_spec
-                bridge = Bridge(trainer, served, spec.sync, Path(spec.model.path), run.path / "served")
+                bridge = Bridge(trainer, numerics.rollout_spec, spec.sync, Path(spec.model.path), run.path / "served")
             tracker = Tracker(run, spec.to_dict(), spec.tracking.wandb, resume_step=resume_step)
             return cls(
                 spec=spec,
                 run=run,
                 tokenizer=AutoTokenizer.from_pretrained(spec.model.path),
+                numerics=numerics,
+                standing=standing,
                 trainer=trainer,
                 pool=pool,
                 bridge=bridge,
@@ -118,6 +135,22 @@ class Stack:
         """Where the engines listen now."""
         return self.pool.endpoints() if self.pool is not None else []
 
+    def fall_back_to_bf16(self) -> None:
+        """Both sides compute in BF16 from now on: the trainer switches, and new engines take the place of the old.
+
+        Their handshake says what they run. They start from the trainer's weights, and a sync has to verify that.
+        """
+        assert self.pool is not None and self.bridge is not None
+        self.standing.bf16 = True
+        self.numerics = self.standing.numerics(self.numerics)
+        self.trainer.apply(methodcaller("set_numerics", self.numerics))
+        self.bridge = replace(self.bridge, spec=self.numerics.rollout_spec)
+        self.pool.stop()
+        checkpoint, version = self.bridge.write_checkpoint(), self.trainer.weight_version
+        self.pool = EnginePool.start(self.spec, self.run, self.numerics, checkpoint, version)
+        self._closing.callback(self.pool.stop)
+        self.pool.wait()
+
     def warn(self, text: str) -> None:
         """Say it on the console and raise an alert in wandb."""
         self.console.note(text, style="bold yellow")
@@ -132,12 +165,12 @@ def load_data(spec: ExperimentSpec) -> tuple[list[Problem], list[Problem]]:
     return train, load_problems(spec.data.eval, "data.eval")[: spec.eval.problems]
 
 
-def _start_engines(spec: ExperimentSpec, run: RunDir, closing: Closing) -> EnginePool | None:
+def _start_engines(spec: ExperimentSpec, run: RunDir, numerics: NumericsConfig, closing: Closing) -> EnginePool | None:
     if spec.algorithm.name == "sft" and spec.eval.problems == 0:
         return None
     checkpoint = run.path / "served" / "start"
     closing.callback(shutil.rmtree, checkpoint.parent, ignore_errors=True)
-    convert_checkpoint(Path(spec.model.path), checkpoint, spec.numerics_config().rollout_spec)
-    pool = EnginePool.start(spec, run, checkpoint)
+    convert_checkpoint(Path(spec.model.path), checkpoint, numerics.rollout_spec)
+    pool = EnginePool.start(spec, run, numerics, checkpoint)
     closing.callback(pool.stop)
     return pool

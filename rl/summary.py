@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from rl.events import Event
+
 Row = dict[str, Any]
 Standing = Literal["good", "bad", "neutral"]
 
@@ -19,7 +21,7 @@ class RunSummary:
     """What a run came to. A value that the run did not measure is None.
 
     Attributes:
-        steps: completed optimizer steps.
+        steps: completed steps.
         accuracy_before, accuracy_after: first and last held-out accuracy, None unless there are two evaluations.
         accuracy_after_step: the step of the last one.
         reward_first, reward_last: mean reward of the first and the last step.
@@ -32,6 +34,9 @@ class RunSummary:
         syncs, verified_syncs: weight syncs, and those in which every tensor was verified.
         mismatched_tensors: tensors that differed, over all syncs.
         step_seconds: median wall time of a step.
+        withheld_steps: steps whose batch was not trained on.
+        interventions: firings of gates, losses that were not finite, and samplings at stale weights.
+        first_intervention: the first of them, in words, with its step.
     """
 
     steps: int
@@ -51,6 +56,9 @@ class RunSummary:
     verified_syncs: int
     mismatched_tensors: int
     step_seconds: float | None
+    withheld_steps: int = 0
+    interventions: int = 0
+    first_intervention: str | None = None
 
     @property
     def bitwise_equal(self) -> bool:
@@ -73,8 +81,8 @@ class RunSummary:
         return "good" if self.verified_syncs == self.syncs else "bad"
 
 
-def summarize(rows: Sequence[Row]) -> RunSummary:
-    """Summarize metric rows in step order. A row of step 0 holds what was measured before training."""
+def summarize(rows: Sequence[Row], events: Sequence[Event] = ()) -> RunSummary:
+    """Summarize metric rows in step order, and the run's events. Row 0 holds what was measured before training."""
     steps = [row for row in rows if row["step"] > 0]
     evaluations = [row for row in rows if "eval/accuracy" in row]
     rewards = [row["rollout/reward_mean"] for row in steps if "rollout/reward_mean" in row]
@@ -101,12 +109,16 @@ def summarize(rows: Sequence[Row]) -> RunSummary:
         verified_syncs=sum(_is_verified(row) for row in syncs),
         mismatched_tensors=sum(int(row.get("sync/mismatched_tensors", 0)) for row in syncs),
         step_seconds=statistics.median(seconds) if seconds else None,
+        withheld_steps=sum(row.get("gates/withheld") == 1.0 for row in steps),
+        interventions=len(events),
+        first_intervention=f"step {events[0].step}: {events[0].text}" if events else None,
     )
 
 
 def verdict(summary: RunSummary) -> list[str]:
-    """The run in words: learning, agreement, weight syncs; one sentence or two each."""
-    return [_learning(summary), _agreement(summary), _syncs(summary)]
+    """The run in words: learning, agreement, weight syncs, and interventions if any; one sentence or two each."""
+    sentences = [_learning(summary), _agreement(summary), _syncs(summary)]
+    return sentences if summary.first_intervention is None else [*sentences, _interventions(summary)]
 
 
 def _is_verified(row: Row) -> bool:
@@ -169,6 +181,12 @@ def _syncs(summary: RunSummary) -> str:
         f"{summary.syncs - summary.verified_syncs} of {_count(summary.syncs, 'weight sync')} did not verify; "
         f"{_count(summary.mismatched_tensors, 'tensor')} differed."
     )
+
+
+def _interventions(summary: RunSummary) -> str:
+    times = _count(summary.interventions, "intervention")
+    withheld = _count(summary.withheld_steps, "step")
+    return f"{times}, {withheld} not trained on. The first, {summary.first_intervention}."
 
 
 def _count(number: int, noun: str) -> str:

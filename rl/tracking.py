@@ -21,7 +21,7 @@ from rl.run_dir import RunDir
 if TYPE_CHECKING:
     from rl.spec.sections import WandbSection
 
-METRIC_GROUPS = ("rollout", "train", "mismatch", "sync", "perf", "eval", "tracking")
+METRIC_GROUPS = ("rollout", "train", "mismatch", "gates", "sync", "perf", "eval", "tracking")
 
 SUMMARIES = {
     "mismatch/train_rollout_logprob_abs_diff_max": "max",

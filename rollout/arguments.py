@@ -32,9 +32,19 @@ def has_cuda() -> bool:
 
 
 def server_arguments(
-    model_path: Path, config: RolloutConfig, *, port: int, seed: int, weight_version: int, cuda: bool
+    model_path: Path,
+    config: RolloutConfig,
+    *,
+    port: int,
+    seed: int,
+    weight_version: int,
+    cuda: bool,
+    routes: bool = False,
 ) -> list[str]:
-    """Arguments of `sglang.launch_server`, without the keys: token ids in and out, loopback only."""
+    """Arguments of `sglang.launch_server`, without the keys: token ids in and out, loopback only.
+
+    routes: record each token's experts, for requests that ask for them.
+    """
     arguments = [
         *("--model-path", str(model_path), "--dtype", "bfloat16", "--skip-tokenizer-init"),
         *("--host", "127.0.0.1", "--port", str(port), "--log-level", "warning"),
@@ -46,6 +56,8 @@ def server_arguments(
         arguments += ["--chunked-prefill-size", str(config.chunked_prefill_size)]
     if not config.prefix_cache:
         arguments.append("--disable-radix-cache")
+    if routes:
+        arguments.append("--enable-return-routed-experts")
     return arguments if cuda else arguments + _CPU_ARGUMENTS
 
 

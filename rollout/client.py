@@ -12,6 +12,7 @@ from typing import Any, Literal
 import httpx
 
 from rollout.errors import EngineError
+from rollout.routes import RouteShape, parse_routes
 from rollout.types import Completion, Endpoint, SamplingParams
 
 PauseMode = Literal["abort", "retract", "in_place"]
@@ -20,12 +21,14 @@ PauseMode = Literal["abort", "retract", "in_place"]
 class EngineClient:
     """Generation with the one key, administration with the other. Belongs to the event loop that first uses it."""
 
-    def __init__(self, endpoint: Endpoint, timeout_s: float = 3600.0) -> None:
+    def __init__(self, endpoint: Endpoint, timeout_s: float = 3600.0, routes: RouteShape | None = None) -> None:
+        """routes: ask for the experts of every token, which the server must have been started to report."""
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=16)
         self._client = httpx.AsyncClient(
             base_url=endpoint.url, timeout=httpx.Timeout(timeout_s, connect=5.0), limits=limits, trust_env=False
         )
         self._endpoint = endpoint
+        self._routes = routes
 
     async def __aenter__(self) -> EngineClient:
         return self
@@ -46,8 +49,8 @@ class EngineClient:
         """
         if not input_ids:
             return []
-        answers = (await self._generation_post(input_ids, sampling)).json()
-        return [parse_completion(answer) for answer in answers]
+        answers = (await self._generation_post(input_ids, sampling, **self._extras())).json()
+        return [parse_completion(answer, self._routes) for answer in answers]
 
     async def complete_each(
         self, input_ids: list[list[int]], sampling: SamplingParams
@@ -55,7 +58,7 @@ class EngineClient:
         """Like `complete`, but yields (row, answer) as each one ends. About a tenth slower in all."""
         if not input_ids:
             return
-        body = _generation_body(input_ids, sampling) | {"stream": True}
+        body = _generation_body(input_ids, sampling) | self._extras() | {"stream": True}
         async with self._client.stream("POST", "/generate", json=body, headers=self._generation_key()) as response:
             if response.status_code != 200:
                 await response.aread()
@@ -67,7 +70,20 @@ class EngineClient:
                 if "error" in answer:
                     raise EngineError(f"/generate failed: {answer['error'].get('message', answer['error'])}")
                 if answer["meta_info"]["finish_reason"]:
-                    yield answer["index"], parse_completion(answer)
+                    yield answer["index"], parse_completion(answer, self._routes)
+
+    async def score(self, sequences: list[list[int]]) -> list[list[float]]:
+        """Log-probabilities of the tokens of each sequence from index 1 on, at the loaded weights and temperature 1.
+
+        By prefill, in chunks as the server is set, without reuse of cached prefixes. SGLang 0.5.19 applies no
+        temperature to the log-probabilities of a prompt, and takes prompts up to 6 tokens short of its context length.
+        A value that is not finite is NaN, as in `complete`.
+        """
+        if not sequences:
+            return []
+        one_token = SamplingParams(max_new_tokens=1, temperature=0.0)
+        answers = (await self._generation_post(sequences, one_token, logprob_start_len=0)).json()
+        return [parse_prompt_logprobs(answer, len(ids)) for answer, ids in zip(answers, sequences, strict=True)]
 
     async def pause(self, mode: PauseMode = "abort") -> None:
         """Stop generating; new requests wait. Running ones end as they are (`abort`: whoever waits for them gets an
@@ -143,11 +159,17 @@ class EngineClient:
             raise EngineError(f"{path} failed: {answer.get('message', answer)}")
         return answer
 
-    async def _generation_post(self, input_ids: list[list[int]], sampling: SamplingParams) -> httpx.Response:
-        body = _generation_body(input_ids, sampling)
+    async def _generation_post(
+        self, input_ids: list[list[int]], sampling: SamplingParams, **options: Any
+    ) -> httpx.Response:
+        body = _generation_body(input_ids, sampling) | options
         response = await self._client.post("/generate", json=body, headers=self._generation_key())
         _raise_for_status(response)
         return response
+
+    def _extras(self) -> dict[str, Any]:
+        """What is asked for beside the tokens."""
+        return {} if self._routes is None else {"return_routed_experts": True}
 
     def _generation_key(self) -> dict[str, str]:
         return {"Authorization": f"Bearer {self._endpoint.api_key}"}
@@ -156,15 +178,12 @@ class EngineClient:
         return {"Authorization": f"Bearer {self._endpoint.admin_key}"}
 
 
-def parse_completion(answer: dict[str, Any]) -> Completion:
-    """One answer of /generate, asked with `return_logprob`.
+def parse_completion(answer: dict[str, Any], routes: RouteShape | None = None) -> Completion:
+    """One answer of /generate, asked with `return_logprob`, and with `return_routed_experts` if `routes` is given.
 
-    Raises EngineError if it was aborted, or its tokens, logprobs and version spans do not fit each other.
+    Raises EngineError if it was aborted, or its tokens, logprobs, version spans and routes do not fit each other.
     """
-    meta = answer["meta_info"]
-    reason = meta["finish_reason"]
-    if reason["type"] == "abort":
-        raise EngineError(f"a request was aborted: {reason.get('message', 'no reason given')}")
+    meta = _meta_of(answer)
     token_ids, reported = answer["output_ids"], meta["output_token_logprobs"]
     if token_ids != [token for _, token, _ in reported]:
         raise EngineError(
@@ -173,11 +192,26 @@ def parse_completion(answer: dict[str, Any]) -> Completion:
         )
     return Completion(
         token_ids=token_ids,
-        # JSON has no NaN and no infinity: the server writes null for both.
-        logprobs=[math.nan if logprob is None else logprob for logprob, _, _ in reported],
+        logprobs=_logprobs(reported),
         weight_versions=expand_versions(meta.get("weight_versions", []), len(token_ids)),
-        finished=reason["type"] == "stop",
+        finished=meta["finish_reason"]["type"] == "stop",
+        routed_experts=None if routes is None else parse_routes(meta, meta["prompt_tokens"] + len(token_ids), routes),
     )
+
+
+def parse_prompt_logprobs(answer: dict[str, Any], length: int) -> list[float]:
+    """Log-probabilities of a prompt's `length` tokens but the first, of one answer asked with `logprob_start_len` 0.
+
+    Raises EngineError if the request was aborted, or there is not one log-probability for each token.
+    """
+    meta = _meta_of(answer)
+    reported = meta["input_token_logprobs"]
+    if len(reported) != length:  # the ids say nothing: SGLang 0.5.19 replaces the vocabulary's last one by 0
+        raise EngineError(
+            f"request {meta['id']}: found logprobs for {len(reported)} prompt tokens, expected one for each of the "
+            f"{length} tokens"
+        )
+    return _logprobs(reported[1:])
 
 
 def expand_versions(spans: list[dict[str, Any]], length: int) -> list[int]:
@@ -195,6 +229,19 @@ def expand_versions(spans: list[dict[str, Any]], length: int) -> list[int]:
     if len(versions) != length:
         raise EngineError(f"found weight version spans {spans}, expected them to cover the {length} generated tokens")
     return versions
+
+
+def _meta_of(answer: dict[str, Any]) -> dict[str, Any]:
+    meta: dict[str, Any] = answer["meta_info"]
+    reason = meta["finish_reason"]
+    if reason["type"] == "abort":
+        raise EngineError(f"a request was aborted: {reason.get('message', 'no reason given')}")
+    return meta
+
+
+def _logprobs(reported: list[tuple[float | None, int, str | None]]) -> list[float]:
+    # JSON has no NaN and no infinity: the server writes null for both.
+    return [math.nan if logprob is None else logprob for logprob, _, _ in reported]
 
 
 def _generation_body(input_ids: list[list[int]], sampling: SamplingParams) -> dict[str, Any]:

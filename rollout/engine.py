@@ -19,8 +19,9 @@ from rollout.client import EngineClient, PauseMode
 from rollout.config import RolloutConfig
 from rollout.errors import EngineDiedError, EngineError
 from rollout.handshake import Handshake
+from rollout.routes import route_shape
 from rollout.sampler import sample_groups, sample_groups_as_completed
-from rollout.server import SGLangServer
+from rollout.server import SGLangServer, read_model_config
 from rollout.types import Endpoint, Prompt, SamplingParams, Trajectory
 
 Result = TypeVar("Result")
@@ -56,6 +57,7 @@ class Engine:
         self._log_path = Path(log_path)
         self._plugin = plugin
         self._expected = expected
+        self._routes = plugin is not None and plugin["numerics"]["router_replay"] != "off"
         self._seed = seed
         self._server: SGLangServer | None = None
         self._client: EngineClient | None = None
@@ -71,6 +73,7 @@ class Engine:
         if self._server is not None:
             raise EngineError("the engine is running already. Stop it first, or call recover().")
         began = time.monotonic()
+        routes = route_shape(read_model_config(Path(model_path))) if self._routes else None
         cancelled = threading.Event()
         try:
             self._server = await asyncio.to_thread(
@@ -81,6 +84,7 @@ class Engine:
                 plugin=self._plugin,
                 seed=self._seed,
                 weight_version=weight_version,
+                routes=self._routes,
                 cancelled=cancelled,
             )
         except asyncio.CancelledError:
@@ -91,7 +95,7 @@ class Engine:
             if self._expected is not None and (refusal := handshake.failed_plugin(self._log())):
                 raise refusal from died
             raise
-        self._client = EngineClient(self._server.endpoint)
+        self._client = EngineClient(self._server.endpoint, routes=routes)
         try:
             await self._check_handshake(weight_version)
         except BaseException:
@@ -119,6 +123,10 @@ class Engine:
                     yield group
         except httpx.TransportError as error:
             raise await self._cause(error) from error
+
+    async def score(self, sequences: list[list[int]]) -> list[list[float]]:
+        """See `EngineClient.score`."""
+        return await self._call(lambda c: c.score(sequences))
 
     async def pause(self, mode: PauseMode = "abort") -> None:
         await self._call(lambda c: c.pause(mode))

@@ -22,7 +22,8 @@ class Handshake:
 
     spec_digest: of the QuantSpec that the trainer quantizes with. numerics: NumericsConfig.to_dict().
     hooks: names of the hooks that must be installed, no more and no less. versions: of libraries, by name.
-    weight_version: of the loaded weights. row_invariant: outcome of the plugin's probe. threads: of the scheduler.
+    weight_version: of the loaded weights. row_invariant: outcome of the plugin's probe, which only exact mode needs and
+    runs (None otherwise). threads: of the scheduler.
     """
 
     spec_digest: str
@@ -30,7 +31,7 @@ class Handshake:
     hooks: tuple[str, ...]
     versions: Mapping[str, str]
     weight_version: int
-    row_invariant: bool = True
+    row_invariant: bool | None = True
     threads: int = 1
 
 

@@ -73,4 +73,5 @@ def _trajectory(prompt: Prompt, completion: Completion, group: int) -> Trajector
         finished=completion.finished,
         weight_versions=completion.weight_versions,
         group=group,
+        routed_experts=completion.routed_experts,
     )

@@ -48,6 +48,7 @@ class SGLangServer:
         plugin: Mapping[str, Any] | None = None,
         seed: int = 0,
         weight_version: int = 0,
+        routes: bool = False,
         cancelled: threading.Event | None = None,
     ) -> SGLangServer:
         """Start a server on the loopback interface and wait until it answers.
@@ -55,18 +56,19 @@ class SGLangServer:
         plugin: configuration for our SGLang plugin, as JSON-ready data; None runs stock SGLang.
         seed: of the sampler; the same calls in the same order then draw the same tokens.
         log_path: the server's output is appended to it.
+        routes: record each token's experts; on a CPU that needs our plugin.
         cancelled: set by another thread, gives up the start.
 
         Raises:
             UserError: the configured port is taken, or the model directory has no config.json.
             EngineDiedError: the process ended; EngineError: it did not answer within `config.start_timeout_s`.
         """
-        architectures = _architectures(Path(model_path))
+        architectures = read_model_config(Path(model_path)).get("architectures") or []
         cuda = has_cuda()
         port = _claim_port(config.port)
         endpoint = Endpoint(f"http://127.0.0.1:{port}", secrets.token_urlsafe(24), secrets.token_urlsafe(24))
         arguments = server_arguments(
-            Path(model_path), config, port=port, seed=seed, weight_version=weight_version, cuda=cuda
+            Path(model_path), config, port=port, seed=seed, weight_version=weight_version, cuda=cuda, routes=routes
         )
         sweep()
         scratch, lock = make_scratch()
@@ -193,7 +195,8 @@ def _group(process: psutil.Process) -> int:
         return -1
 
 
-def _architectures(model_path: Path) -> list[str]:
+def read_model_config(model_path: Path) -> dict[str, Any]:
+    """The config.json of a Hugging Face model directory. Raises UserError if there is none."""
     config = model_path / "config.json"
     if not config.is_file():
         raise user_error(
@@ -202,7 +205,8 @@ def _architectures(model_path: Path) -> list[str]:
             expected="a Hugging Face model directory with a config.json",
             remedy="Correct the path.",
         )
-    return json.loads(config.read_text()).get("architectures") or []
+    values: dict[str, Any] = json.loads(config.read_text())
+    return values
 
 
 def _claim_port(port: int | None) -> int:

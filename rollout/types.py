@@ -6,6 +6,8 @@ import random
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch import Tensor
+
 from rollout.tasks import Problem
 
 
@@ -58,12 +60,15 @@ class Completion:
     log-probability under the sampling temperature and the weight version that produced it.
 
     token_ids, logprobs, weight_versions: [T]; finished: a stop token ended it, not the length.
+    routed_experts: int16 [P + T - 1, L, K], the experts of every token but the last, prompt included, in the MoE layers
+        in order; None if they were not asked for.
     """
 
     token_ids: list[int]
     logprobs: list[float]
     weight_versions: list[int]
     finished: bool
+    routed_experts: Tensor | None = field(default=None, repr=False)
 
 
 @dataclass(frozen=True)
@@ -73,6 +78,7 @@ class Trajectory:
     prompt_ids: [P]; token_ids (generated, with the stop token if one came), logprobs, weight_versions: [T].
     finished: a stop token ended the answer, not the length. group: index of its prompt in the call that sampled it.
     text: the decoded answer; empty until the caller, who holds the tokenizer, fills it in.
+    routed_experts: as in a Completion, int16 [P + T - 1, L, K].
     """
 
     prompt_ids: list[int]
@@ -82,6 +88,7 @@ class Trajectory:
     weight_versions: list[int]
     group: int
     text: str = ""
+    routed_experts: Tensor | None = field(default=None, repr=False)
 
 
 @dataclass(frozen=True)

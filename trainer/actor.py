@@ -13,10 +13,10 @@ from torch import Tensor
 
 from numerics.config import NumericsConfig
 from numerics.errors import user_error
-from trainer.batch import TokenBatch
+from trainer.batch import UNKNOWN, TokenBatch
 from trainer.config import TrainerConfig
 from trainer.objective import Objective
-from trainer.result import PassResult, RankPassResult
+from trainer.result import PassResult, RankPassResult, Scored
 
 # Actors share the machine with the engine and mostly wait for each other, so that they ask Ray for no CPU of their own.
 _CPUS_PER_RANK = 0
@@ -53,7 +53,8 @@ class TrainerActor:
         from trainer.trainer import Trainer, check_row_invariance
 
         enable_compiler()
-        check_row_invariance()
+        if numerics.mode == "exact":
+            check_row_invariance()
         if self._store is None and self.config.world_size > 1:
             self._store = parallel.join_store(host, port, self.config.world_size)
         layout = parallel.initialize(self.config, self.rank, self._store, host)
@@ -68,9 +69,9 @@ class TrainerActor:
         lr: float = self._trainer.update()
         return lr
 
-    def score(self, batch: TokenBatch) -> tuple[list[int], Tensor] | None:
-        """The rank's rows and their log-probabilities, as in :meth:`forward_backward`."""
-        scored = self._trainer.score(batch)
+    def score_routed(self, batch: TokenBatch) -> tuple[list[int], Scored] | None:
+        """The rank's rows and their scores, as in :meth:`forward_backward`."""
+        scored = self._trainer.score_routed(batch)
         return scored if self._trainer.layout.reports else None
 
     def save(self, path: Path, extra: dict[str, Any]) -> None:
@@ -155,7 +156,8 @@ class TrainerGroup:
         parts = [part for part in parts if part is not None]
         return replace(
             parts[0].result,
-            logprobs=_assemble([(part.rows, part.result.logprobs) for part in parts], batch),
+            logprobs=_logprobs([(part.rows, part.result.logprobs) for part in parts], batch),
+            routes=_routes([(part.rows, part.result.routes) for part in parts], batch),
             seconds=max(part.result.seconds for part in parts),
         )
 
@@ -173,7 +175,15 @@ class TrainerGroup:
 
     def score(self, batch: TokenBatch) -> Tensor:
         """Log-probabilities fp32 [B, S] of the batch, zero at index 0 and in the padding."""
-        return _assemble([part for part in self._all("score", ray.put(batch)) if part is not None], batch)
+        return self.score_routed(batch).logprobs
+
+    def score_routed(self, batch: TokenBatch) -> Scored:
+        """Log-probabilities, and the router's own choice for a batch with routes."""
+        parts = [part for part in self._all("score_routed", ray.put(batch)) if part is not None]
+        return Scored(
+            logprobs=_logprobs([(rows, scored.logprobs) for rows, scored in parts], batch),
+            routes=_routes([(rows, scored.routes) for rows, scored in parts], batch),
+        )
 
     def save(self, path: Path, extra: dict[str, Any]) -> None:
         """Write a checkpoint with `extra` (JSON values); the directory appears whole or not at all."""
@@ -229,11 +239,22 @@ def _get(calls: list[Any]) -> list[Any]:
     return ray.get(calls)
 
 
-def _assemble(parts: list[tuple[list[int], Tensor]], batch: TokenBatch) -> Tensor:
-    logprobs = torch.zeros(batch.rows, batch.width)
+def _logprobs(parts: list[tuple[list[int], Tensor]], batch: TokenBatch) -> Tensor:
+    return _assemble(parts, torch.zeros(batch.rows, batch.width))
+
+
+def _routes(parts: list[tuple[list[int], Tensor | None]], batch: TokenBatch) -> Tensor | None:
+    if batch.routes is None:
+        return None
+    known = [(rows, routes) for rows, routes in parts if routes is not None]
+    return _assemble(known, torch.full_like(batch.routes, UNKNOWN))
+
+
+def _assemble(parts: list[tuple[list[int], Tensor]], whole: Tensor) -> Tensor:
+    """`whole` [B, ...] with the rows of each rank in their places."""
     for rows, values in parts:
-        logprobs[rows] = values
-    return logprobs
+        whole[rows] = values
+    return whole
 
 
 def _gpus_per_rank(world_size: int) -> float:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+
+UNKNOWN = -1
+"""Stands in place of an expert where no route is known."""
 
 
 @dataclass(frozen=True)
@@ -22,6 +26,9 @@ class TokenBatch:
         loss_mask: bool [B, S], True where the token is a target of the loss.
         temperature: logits are divided by it before the softmax, as in sampling.
         fields: further float32 [B, S] tensors for the objective, such as `rollout_logprobs` and `advantages`.
+        routes: int16 [B, S, L, K], the K experts to which the engine sent the token at t in each of the L MoE layers;
+            -1 where it reported none, as for a row's last token and the padding. None if there are no such reports.
+        replay: the trainer sends tokens where `routes` says instead of choosing itself (R3, arXiv 2510.11370).
 
     Raises:
         ValueError: a shape, a dtype, a length, the temperature or the mask breaks the rules above.
@@ -32,6 +39,8 @@ class TokenBatch:
     loss_mask: Tensor
     temperature: float = 1.0
     fields: dict[str, Tensor] = field(default_factory=dict)
+    routes: Tensor | None = None
+    replay: bool = False
 
     def __post_init__(self) -> None:
         if self.tokens.dim() != 2 or 0 in self.tokens.shape:
@@ -42,6 +51,10 @@ class TokenBatch:
         _expect("loss_mask", self.loss_mask, shape, torch.bool)
         for name, value in self.fields.items():
             _expect(f"fields[{name!r}]", value, shape, torch.float32)
+        if self.routes is not None:
+            _expect("routes", self.routes, (*shape, *self.routes.shape[-2:]), torch.int16)
+        elif self.replay:
+            raise ValueError("replay: found True without routes, expected routes to replay")
         shortest, longest = int(self.lengths.min()), int(self.lengths.max())
         if shortest < 1 or longest > shape[1]:
             raise ValueError(f"lengths: found {shortest} to {longest}, expected 1 to {shape[1]}, the width of tokens")
@@ -77,22 +90,31 @@ class TokenBatch:
         def trim(value: Tensor) -> Tensor:
             return value[index, :width].contiguous()
 
-        return TokenBatch(
-            tokens=trim(self.tokens),
-            lengths=lengths,
-            loss_mask=trim(self.loss_mask),
-            temperature=self.temperature,
-            fields={name: trim(value) for name, value in self.fields.items()},
-        )
+        return self._changed(trim, lengths)
+
+    def padded(self, width: int) -> TokenBatch:
+        """The same rows padded to `width` tokens, at least the present width."""
+        extra = width - self.width
+
+        def pad(value: Tensor) -> Tensor:
+            return F.pad(value, (0, extra)) if value.dim() == 2 else F.pad(value, (0, 0, 0, 0, 0, extra), value=UNKNOWN)
+
+        return self._changed(pad, self.lengths) if extra else self
 
     def to(self, device: torch.device | str) -> TokenBatch:
         """The same batch with its tensors on `device`."""
+        return self._changed(lambda value: value.to(device), self.lengths.to(device))
+
+    def _changed(self, change: Callable[[Tensor], Tensor], lengths: Tensor) -> TokenBatch:
+        """The batch with `change` made to every [B, S, ...] tensor."""
         return TokenBatch(
-            tokens=self.tokens.to(device),
-            lengths=self.lengths.to(device),
-            loss_mask=self.loss_mask.to(device),
+            tokens=change(self.tokens),
+            lengths=lengths,
+            loss_mask=change(self.loss_mask),
             temperature=self.temperature,
-            fields={name: value.to(device) for name, value in self.fields.items()},
+            fields={name: change(value) for name, value in self.fields.items()},
+            routes=None if self.routes is None else change(self.routes),
+            replay=self.replay,
         )
 
 

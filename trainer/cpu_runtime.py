@@ -129,13 +129,15 @@ def _patch_random() -> None:
 
 
 def _patch_tensors() -> None:
-    # Literal device="cuda": schedules.py:596, optimizer.py:473, clip_grads.py:103, utils.py:1207.
+    # Literal device="cuda": schedules.py:596, optimizer.py:473, clip_grads.py:103, utils.py:1207 and
+    # transformer/utils.py:35.
     from megatron.core import utils
     from megatron.core.distributed import param_and_grad_buffer
     from megatron.core.optimizer import clip_grads, optimizer
     from megatron.core.pipeline_parallel import schedules
+    from megatron.core.transformer import utils as transformer_utils
 
-    for module in (schedules, optimizer, clip_grads, param_and_grad_buffer, utils):
+    for module in (schedules, optimizer, clip_grads, param_and_grad_buffer, utils, transformer_utils):
         module.torch = _TorchOnCpu()
     # language_module.py:244 moves a tied embedding of the last pipeline stage.
     torch.Tensor.cuda = lambda self, *args, **kwargs: self

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 
+from numerics.config import Mode
 from numerics.errors import UserError, user_error
 from numerics.spec import QuantSpec
 from trainer.config import TrainerConfig
@@ -139,7 +140,24 @@ def check_layout(shape: ModelShape, config: TrainerConfig, spec: QuantSpec) -> N
     _check_blocks(shape, tp, spec)
 
 
-def transformer_config(shape: ModelShape, config: TrainerConfig, dtype: torch.dtype) -> TransformerConfig:
+def check_mode(shape: ModelShape, mode: Mode) -> None:
+    """Check that the numerics mode defines this architecture.
+
+    Raises:
+        UserError: it does not.
+    """
+    if mode == "native" and shape.top_k == 1 and shape.renormalize:
+        raise user_error(
+            "numerics.mode",
+            found="native for a model with num_experts_per_tok = 1 and norm_topk_prob = true",
+            expected="exact: Megatron's router has no probability of 1 for a single expert",
+            remedy="Set numerics.mode=exact, or choose a model with more experts per token.",
+        )
+
+
+def transformer_config(
+    shape: ModelShape, config: TrainerConfig, dtype: torch.dtype, mode: Mode = "exact"
+) -> TransformerConfig:
     """Megatron's config. Fusions that need CUDA kernels are off and gradients are sums over all ranks."""
     from megatron.core.transformer import TransformerConfig  # the driver reads shapes and never needs Megatron
 
@@ -153,6 +171,9 @@ def transformer_config(shape: ModelShape, config: TrainerConfig, dtype: torch.dt
             "moe_router_load_balancing_type": "none",
             "moe_aux_loss_coeff": 0.0,
             "moe_router_score_function": "softmax",
+            "moe_enable_routing_replay": True,
+            # Probabilities that sum to one are a softmax over the chosen logits; exact mode's router has its own.
+            "moe_router_pre_softmax": not shape.renormalize or shape.top_k == 1,
         }
     return TransformerConfig(
         num_layers=shape.layers,
@@ -166,7 +187,7 @@ def transformer_config(shape: ModelShape, config: TrainerConfig, dtype: torch.dt
         qk_layernorm=True,
         gated_linear_unit=True,
         activation_func=F.silu,
-        use_te_activation_func=True,
+        use_te_activation_func=mode == "exact",
         add_bias_linear=False,
         hidden_dropout=0.0,
         attention_dropout=0.0,

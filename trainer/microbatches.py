@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import torch.nn.functional as F
-
 from trainer.batch import TokenBatch
 
 
@@ -29,16 +27,7 @@ def plan(lengths: list[int], dp_size: int, budget: int, multiple: int = 1) -> li
 
 def pad_to_multiple(batch: TokenBatch, multiple: int) -> TokenBatch:
     """The batch with its width padded to a multiple, as sequence parallelism needs."""
-    extra = -batch.width % multiple
-    if not extra:
-        return batch
-    return TokenBatch(
-        tokens=F.pad(batch.tokens, (0, extra)),
-        lengths=batch.lengths,
-        loss_mask=F.pad(batch.loss_mask, (0, extra)),
-        temperature=batch.temperature,
-        fields={name: F.pad(value, (0, extra)) for name, value in batch.fields.items()},
-    )
+    return batch.padded(-(-batch.width // multiple) * multiple)
 
 
 def _pack(rows: list[int], lengths: list[int], budget: int, multiple: int) -> list[list[int]]:

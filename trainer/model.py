@@ -23,8 +23,11 @@ from numerics.errors import user_error
 from numerics.files import publish_directory
 from trainer.config import TrainerConfig
 from trainer.hf_config import ModelShape, transformer_config
+from trainer.modules import exact, native
+from trainer.modules.embedding import Embedding
+from trainer.modules.layer import block_spec
 from trainer.modules.precision import Precision
-from trainer.modules.provider import block_spec, use_shared_ends
+from trainer.modules.weights import tag_split
 
 _WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json", "*.pt", "*.pth", "*.gguf")
 _SHARD_BYTES = 4 << 30
@@ -38,19 +41,24 @@ def build_model(
     dtype: torch.dtype = torch.bfloat16,
 ) -> GPTModel:
     """This rank's part of the model, with uninitialised weights."""
-    megatron_config = transformer_config(shape, config, dtype)
+    mode = precision.numerics.mode
+    modules = exact.layer_modules(shape, precision) if mode == "exact" else native.layer_modules(precision)
+    megatron_config = transformer_config(shape, config, dtype, mode)
     model = GPTModel(
         megatron_config,
-        block_spec(megatron_config, shape, precision),
+        block_spec(megatron_config, shape, precision, modules),
         vocab_size=shape.vocab_size,
         max_sequence_length=max_sequence_length,
         pre_process=parallel_state.is_pipeline_first_stage(),
         post_process=parallel_state.is_pipeline_last_stage(),
         parallel_output=False,
         share_embeddings_and_output_weights=shape.tied,
-        position_embedding_type="none",
+        position_embedding_type="none" if mode == "exact" else "rope",
+        rotary_base=shape.rope_theta,
     )
-    use_shared_ends(model)
+    _finish_ends(model)
+    if mode == "exact":
+        exact.use_shared_output(model)
     return model
 
 
@@ -90,6 +98,12 @@ class HFWeights:
                     seen.add(name)
                     yield name, tensor.detach()
 
+    def names(self, model: GPTModel) -> dict[str, list[str]]:
+        """The tensors of the checkpoint that each parameter of this rank holds, whole or in part, by its name."""
+        bridge = self._bridge
+        whole = bridge._weight_name_mapping_mcore_local_to_global(model)
+        return {name: bridge._weight_name_mapping_mcore_to_hf(whole[name]) for name, _ in model.named_parameters()}
+
     def write(self, model: GPTModel, path: Path) -> None:
         """Write a Hugging Face directory: the weights, and every other file of the source directory."""
         path = Path(path).absolute()
@@ -104,6 +118,15 @@ class HFWeights:
             for _ in tensors:
                 pass
         dist.barrier()
+
+
+def _finish_ends(model: GPTModel) -> None:
+    """GPTModel names the classes of its embedding and output projection itself: correct the finished instances."""
+    if model.pre_process:
+        model.embedding.word_embeddings.__class__ = Embedding
+        tag_split(model.embedding.word_embeddings.weight, 0)
+    if model.post_process and model.output_layer.weight is not None:
+        tag_split(model.output_layer.weight, 0)
 
 
 def _bridge(path: Path, shape: ModelShape, dtype: torch.dtype) -> Bridge:

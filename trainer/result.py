@@ -17,6 +17,8 @@ class PassResult:
         loss: over the whole batch, finite.
         grad_norm: before clipping, finite.
         seconds: from the batch's arrival on the ranks to the gradient norm.
+        routes: int16 [B, S, L, K] on the CPU, where the trainer's own router would send each token, experts ascending
+            and -1 in the padding; given for a batch with routes, whether or not they are replayed.
     """
 
     logprobs: Tensor
@@ -24,11 +26,20 @@ class PassResult:
     loss: float
     grad_norm: float
     seconds: float
+    routes: Tensor | None = None
 
 
 @dataclass(frozen=True)
 class RankPassResult:
-    """A PassResult in which `logprobs` holds only the batch's `rows`, in that order."""
+    """A PassResult in which `logprobs` and `routes` hold only the batch's `rows`, in that order."""
 
     rows: list[int]
     result: PassResult
+
+
+@dataclass(frozen=True)
+class Scored:
+    """A forward pass alone: `logprobs` and `routes` as in a PassResult."""
+
+    logprobs: Tensor
+    routes: Tensor | None

@@ -16,14 +16,12 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from numerics import ops
-from trainer.batch import TokenBatch
+from trainer.batch import UNKNOWN, TokenBatch
+from trainer.errors import NonFiniteLossError
 from trainer.microbatches import pad_to_multiple, plan
 from trainer.objective import Objective
 from trainer.parallel import Layout
-
-
-class NonFiniteLossError(FloatingPointError):
-    """A loss or a gradient norm was NaN or infinite; the weights were not changed."""
+from trainer.routing import Routing, routing_of
 
 
 @dataclass(frozen=True)
@@ -34,12 +32,14 @@ class RankPass:
         rows: rows of the batch that this rank's data-parallel share holds.
         logprobs: fp32 [len(rows), S], zero at index 0 and in the padding.
         loss, metrics: of the whole batch, the same on every rank.
+        routes: int16 [len(rows), S, L, K], the router's own choice for a batch with routes; -1 in the padding.
     """
 
     rows: list[int]
     logprobs: Tensor
     loss: float
     metrics: dict[str, float]
+    routes: Tensor | None
 
 
 def run_pass(
@@ -55,26 +55,33 @@ def run_pass(
 
     Raises:
         NonFiniteLossError: on all ranks, naming the rows of the micro-batches whose loss is not finite.
+        UserError, ValueError: the batch has routes that this model cannot take; see :func:`trainer.routing.routing_of`.
     """
     groups = plan(batch.lengths.tolist(), layout.dp_size, budget, layout.tp_size)[layout.dp_rank]
     config = model.module.config
     config.finalize_model_grads_func = _finalize_sums
-    # The last stage alone sees logits; the shapes given here are replaced by those of each micro-batch.
-    outputs: list[_MicroOutput] = get_forward_backward_func()(
-        forward_step_func=partial(_forward, objective=objective),
-        data_iterator=_micro_batches(batch, groups, layout.tp_size),
-        model=[model],
-        num_microbatches=len(groups),
-        seq_length=batch.width,
-        micro_batch_size=1,
-        forward_only=objective is None,
-    )
+    with routing_of(model.module, batch) as routing:
+        # The last stage alone sees logits; the shapes given here are replaced by those of each micro-batch.
+        outputs: list[_MicroOutput] = get_forward_backward_func()(
+            forward_step_func=partial(_forward, objective=objective, routing=routing),
+            data_iterator=_micro_batches(batch, groups, layout.tp_size),
+            model=[model],
+            num_microbatches=len(groups),
+            seq_length=batch.width,
+            micro_batch_size=1,
+            forward_only=objective is None,
+        )
     loss = 0.0
     metrics: dict[str, float] = {}
     if objective is not None:
         loss, metrics = _reduce(outputs)
-    rows, logprobs = _collect(outputs, batch)
-    return RankPass(rows=rows, logprobs=logprobs, loss=loss, metrics=metrics)
+    rows = [row for output in outputs for row in output.rows]
+    logprobs = _collect([output.logprobs for output in outputs], outputs, torch.zeros(len(rows), batch.width))
+    routes = None
+    if batch.routes is not None:
+        unknown = torch.full((len(rows), *batch.routes.shape[1:]), UNKNOWN, dtype=torch.int16)
+        routes = _collect([output.routes for output in outputs], outputs, unknown)
+    return RankPass(rows=rows, logprobs=logprobs, loss=loss, metrics=metrics, routes=routes)
 
 
 @dataclass(frozen=True)
@@ -89,6 +96,7 @@ class _MicroOutput:
     logprobs: Tensor
     loss: Tensor
     metrics: dict[str, Tensor]
+    routes: Tensor | None
 
 
 def _micro_batches(batch: TokenBatch, groups: list[list[int]], multiple: int) -> Iterator[_MicroBatch]:
@@ -98,13 +106,18 @@ def _micro_batches(batch: TokenBatch, groups: list[list[int]], multiple: int) ->
         yield _MicroBatch(rows, selected.to(torch.device(torch.cuda.current_device())))
 
 
-def _forward(micro_batches: Iterator[_MicroBatch], model: torch.nn.Module, objective: Objective | None) -> Any:
+def _forward(
+    micro_batches: Iterator[_MicroBatch], model: torch.nn.Module, objective: Objective | None, routing: Routing
+) -> Any:
     micro = next(micro_batches)
+    routing.begin(micro.batch)
     logits = model(micro.batch.tokens, position_ids=None, attention_mask=None)
-    return logits, partial(_loss, micro=micro, objective=objective)
+    return logits, partial(_loss, micro=micro, objective=objective, routes=routing.own_choice(micro.batch))
 
 
-def _loss(logits: Tensor, micro: _MicroBatch, objective: Objective | None) -> tuple[Tensor, Tensor, _MicroOutput]:
+def _loss(
+    logits: Tensor, micro: _MicroBatch, objective: Objective | None, routes: Tensor | None
+) -> tuple[Tensor, Tensor, _MicroOutput]:
     """Megatron's loss function: (loss to differentiate, a token count that is not used, what to keep)."""
     batch = micro.batch
     # Logits at t speak of the token at t + 1.
@@ -117,7 +130,7 @@ def _loss(logits: Tensor, micro: _MicroBatch, objective: Objective | None) -> tu
     else:
         output = objective(logprobs, F.pad(torch.where(real, entropy, 0.0), (1, 0)), batch)
         loss, metrics = output.loss, output.metrics
-    kept = _MicroOutput(micro.rows, logprobs.detach(), loss.detach().float(), metrics)
+    kept = _MicroOutput(micro.rows, logprobs.detach(), loss.detach().float(), metrics, routes)
     return loss, torch.zeros([], dtype=torch.int, device=loss.device), kept
 
 
@@ -142,20 +155,19 @@ def _reduce(outputs: list[_MicroOutput]) -> tuple[float, dict[str, float]]:
     if bad_rows:
         raise NonFiniteLossError(
             f"loss: found a value that is not finite in the micro-batches of rows {bad_rows}, expected finite losses. "
-            "The weights were not changed; look at these rows' log-probabilities and advantages."
+            "The weights were not changed; look at these rows' log-probabilities and advantages.",
+            bad_rows,
         )
     names = dict.fromkeys(name for part, _ in gathered for name in part)
     total = {name: sum(part.get(name, 0.0) for part, _ in gathered) for name in names}
     return total.pop("", 0.0), total
 
 
-def _collect(outputs: list[_MicroOutput], batch: TokenBatch) -> tuple[list[int], Tensor]:
-    rows = [row for output in outputs for row in output.rows]
-    logprobs = torch.zeros(len(rows), batch.width)
+def _collect(values: list[Any], outputs: list[_MicroOutput], whole: Tensor) -> Tensor:
+    """`whole` [B, S, ...] on the CPU with the [b, s, ...] of each micro-batch written into it, one after the other."""
     at = 0
-    for output in outputs:
-        count, width = len(output.rows), min(output.logprobs.shape[1], batch.width)
-        if count:
-            logprobs[at : at + count, :width] = output.logprobs[:, :width].cpu()
+    for value, output in zip(values, outputs):
+        count, width = len(output.rows), min(value.shape[1], whole.shape[1])
+        whole[at : at + count, :width] = value[:count, :width].cpu()
         at += count
-    return rows, logprobs
+    return whole

@@ -18,14 +18,15 @@ from numerics.weight_cache import WeightCache
 from trainer import checkpoint
 from trainer.batch import TokenBatch
 from trainer.config import TrainerConfig
-from trainer.hf_config import check_layout, read_shape
+from trainer.errors import NonFiniteLossError
+from trainer.hf_config import check_layout, check_mode, read_shape
 from trainer.model import HFWeights, build_model
 from trainer.modules.precision import Precision
 from trainer.objective import Objective
 from trainer.optimizer import Optimizer
 from trainer.parallel import Layout
-from trainer.result import PassResult, RankPassResult
-from trainer.step import NonFiniteLossError, run_pass
+from trainer.result import PassResult, RankPassResult, Scored
+from trainer.step import run_pass
 
 
 class Trainer:
@@ -56,13 +57,15 @@ class Trainer:
         torch.manual_seed(seed)
         self.config, self.numerics, self.layout = config, numerics, layout
         self.shape = read_shape(model_path)
+        check_mode(self.shape, numerics.mode)
         check_layout(self.shape, config, numerics.trainer_spec)
         _check_sequence_length(max_sequence_length, self.shape.max_positions)
         _check_k_splits(config, numerics)
         self.max_sequence_length = max_sequence_length
         self.cache = WeightCache()
         self.weight_version = 0
-        self.model = build_model(self.shape, config, Precision.of(numerics, self.cache), max_sequence_length, dtype)
+        self._precision = Precision(numerics, self.cache)
+        self.model = build_model(self.shape, config, self._precision, max_sequence_length, dtype)
         self.weights = HFWeights(model_path, self.shape, dtype)
         self.weights.load(self.model)
         self.optimizer = Optimizer(self.model, config, total_steps)
@@ -83,7 +86,8 @@ class Trainer:
         if not math.isfinite(norm):
             raise NonFiniteLossError(
                 f"gradient norm: found a value that is not finite over rows 0 to {batch.rows - 1} although every loss "
-                "is finite, expected a finite norm. The weights were not changed."
+                "is finite, expected a finite norm. The weights were not changed.",
+                range(batch.rows),
             )
         self._ready_norm = norm
         result = PassResult(
@@ -92,6 +96,7 @@ class Trainer:
             loss=done.loss,
             grad_norm=norm,
             seconds=time.perf_counter() - start,
+            routes=done.routes,
         )
         return RankPassResult(done.rows, result)
 
@@ -116,11 +121,16 @@ class Trainer:
         return done
 
     def score(self, batch: TokenBatch) -> tuple[list[int], Tensor]:
-        """Log-probabilities fp32 [len(rows), S] of this rank's rows, and those rows."""
+        """This rank's rows and their log-probabilities fp32 [len(rows), S]."""
+        rows, scored = self.score_routed(batch)
+        return rows, scored.logprobs
+
+    def score_routed(self, batch: TokenBatch) -> tuple[list[int], Scored]:
+        """Like `score`, with the router's own choice for a batch with routes."""
         self._check_width(batch)
         with torch.no_grad():
             done = run_pass(self.optimizer.model, batch, self.layout, self.config.micro_batch_tokens, None)
-        return done.rows, done.logprobs
+        return done.rows, Scored(done.logprobs, done.routes)
 
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (HF name, tensor) on rank 0; other ranks iterate over nothing."""
@@ -143,6 +153,24 @@ class Trainer:
     def weights_changed(self) -> None:
         """Retire all quantized weights. Whoever writes parameters calls it."""
         self.cache.advance(self.cache.version + 1)
+
+    def set_numerics(self, numerics: NumericsConfig) -> None:
+        """Compute in another precision or spec from now on, with the same weights.
+
+        Raises:
+            UserError: another mode, or the model's sizes do not fit the spec; nothing has changed then.
+        """
+        if numerics.mode != self.numerics.mode:
+            raise user_error(
+                "numerics.mode",
+                found=numerics.mode,
+                expected=f"{self.numerics.mode}, which the model was built for",
+                remedy="Keep the mode; only the spec and the precision of a live trainer can change.",
+            )
+        check_layout(self.shape, self.config, numerics.trainer_spec)
+        _check_k_splits(self.config, numerics)
+        self.numerics = self._precision.numerics = numerics
+        self.weights_changed()
 
     def _check_width(self, batch: TokenBatch) -> None:
         if batch.width > self.max_sequence_length:
@@ -176,7 +204,7 @@ def _check_sequence_length(wanted: int, limit: int) -> None:
 
 
 def _check_k_splits(config: TrainerConfig, numerics: NumericsConfig) -> None:
-    if config.tp > 1 and numerics.k_splits != config.tp:
+    if numerics.mode == "exact" and config.tp > 1 and numerics.k_splits != config.tp:
         raise user_error(
             "numerics.k_splits",
             found=numerics.k_splits,

@@ -17,7 +17,7 @@ from numerics.ops.linear import (
 from numerics.ops.logprobs import token_logprobs
 from numerics.ops.norm import add_rms_norm, rms_norm
 from numerics.ops.rope import rope
-from numerics.ops.router import route
+from numerics.ops.router import route, top_experts
 from numerics.ops.swiglu import swiglu
 
 __all__ = [
@@ -37,4 +37,5 @@ __all__ = [
     "route",
     "swiglu",
     "token_logprobs",
+    "top_experts",
 ]

@@ -25,7 +25,8 @@ class _SwiGlu(torch.autograd.Function):
         (gate_up,) = ctx.saved_tensors
         gate, up = gate_up.float().chunk(2, -1)
         dy = grads[0].float()
-        sigmoid = gate.sigmoid()
-        silu = gate * sigmoid
-        dgate = dy * up * (sigmoid + silu * (1 - sigmoid))
-        return (torch.cat((dgate, dy * silu), -1).to(gate_up.dtype),)
+        dgate_up = torch.empty_like(gate_up)
+        dgate, dup = dgate_up.chunk(2, -1)
+        dgate.copy_(torch.ops.aten.silu_backward(dy * up, gate))
+        dup.copy_(F.silu(gate).mul_(dy))
+        return (dgate_up,)

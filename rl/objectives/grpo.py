@@ -1,4 +1,4 @@
-"""GRPO with asymmetric clipping and a truncated importance weight for the trainer-rollout mismatch."""
+"""GRPO with asymmetric clipping and a correction for the trainer-rollout mismatch."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor
 
+from rl.objectives.corrections import Correction
 from trainer.batch import TokenBatch
 from trainer.objective import ObjectiveOutput
 
@@ -20,18 +21,18 @@ MAX_LOG_RATIO = 20.0
 
 @dataclass(frozen=True)
 class GrpoObjective:
-    """Per token: max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)) · min(rho, tis_cap).
+    """Per token: max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)) · w, 0 if rejected.
 
     r = exp(logprob - old) is the policy ratio (PPO; clip-higher from DAPO), old being `fields["old_logprobs"]` where
-    present and else the logprob itself, detached: a single on-policy update has r = 1. rho = exp(old - rollout) is the
-    ratio of trainer to engine at the weights that sampled (truncated importance sampling); old has no gradient, so
-    neither has it.
+    present and else the logprob itself, detached: a single on-policy update has r = 1. The weight w and the rejection
+    come from old and rollout logprobs, see `rl.objectives.corrections`, without gradient. The denominators, of metrics
+    too, count rejected tokens.
     A token whose rollout logprob is not finite leaves the loss, the denominators and the metrics, and is counted.
 
     Attributes:
         clip_low: lower clip distance.
         clip_high: upper clip distance.
-        tis_cap: cap of the importance weight; None leaves the weight out.
+        correction: weights and rejection.
         aggregation: `token_mean`, or `seq_mean`: the mean over sequences of each sequence's token mean.
         tokens: used tokens of the whole batch.
         sequences: rows of the whole batch with at least one used token.
@@ -39,19 +40,21 @@ class GrpoObjective:
 
     clip_low: float
     clip_high: float
-    tis_cap: float | None
+    correction: Correction
     aggregation: Literal["token_mean", "seq_mean"]
     tokens: int
     sequences: int
 
     @classmethod
     def for_batch(cls, batch: TokenBatch, algorithm: GrpoAlgorithm) -> GrpoObjective:
-        """The objective of a step on `batch`, which needs `advantages`, and `rollout_logprobs` for `tis_cap`.
+        """The objective of a step on `batch`, which needs `advantages`, and `rollout_logprobs` unless the
+        spec turns the correction off.
 
         Raises:
             ValueError: a field is missing, an advantage of a used token is not finite, or no token is usable.
         """
-        needed = ["advantages"] + (["rollout_logprobs"] if algorithm.tis_cap is not None else [])
+        correction = Correction.of(algorithm)
+        needed = ["advantages"] + (["rollout_logprobs"] if correction.corrects else [])
         missing = [name for name in needed if name not in batch.fields]
         if missing:
             raise ValueError(f"fields: found {sorted(batch.fields)}, expected also {missing}; add them to the batch")
@@ -67,7 +70,7 @@ class GrpoObjective:
         return cls(
             clip_low=algorithm.clip_low,
             clip_high=algorithm.clip_high,
-            tis_cap=algorithm.tis_cap,
+            correction=correction,
             aggregation=algorithm.loss_aggregation,
             tokens=tokens,
             sequences=int(used.any(dim=1).sum()),
@@ -80,8 +83,9 @@ class GrpoObjective:
         advantages = torch.where(used, batch.fields["advantages"], 0.0)
         unclipped = -advantages * ratio
         clipped = -advantages * ratio.clamp(1.0 - self.clip_low, 1.0 + self.clip_high)
-        weight = self._tis_weight(old, batch, used)
-        loss = self._aggregate(torch.maximum(unclipped, clipped) * weight, used)
+        # Without rollout logprobs nothing is corrected: every ratio is 1.
+        weight, kept = self.correction(old, batch.fields.get("rollout_logprobs", old), used)
+        loss = self._aggregate(torch.where(kept, torch.maximum(unclipped, clipped) * weight, 0.0), used)
 
         def token_mean(values: Tensor) -> Tensor:
             return torch.where(used, values, 0.0).sum().detach() / self.tokens
@@ -92,17 +96,14 @@ class GrpoObjective:
             "train/entropy": token_mean(entropy),
             "train/dropped_tokens": (batch.loss_mask & ~used).sum().float(),
         }
-        if self.tis_cap is not None:
-            metrics["train/tis_weight_mean"] = token_mean(weight)
+        if self.correction.weighs:
+            metrics["train/tis_weight_mean"] = token_mean(weight * kept)
+        if self.correction.rejection is not None:
+            metrics["train/rejected_tokens"] = token_mean((~kept).float())
+            metrics["train/rejected_sequences"] = (used.any(dim=1) & ~kept.any(dim=1)).sum() / self.sequences
         return ObjectiveOutput(loss, metrics)
 
-    def _tis_weight(self, old: Tensor, batch: TokenBatch, used: Tensor) -> Tensor:
-        if self.tis_cap is None:
-            return torch.ones_like(old)
-        return _ratio(old, batch.fields["rollout_logprobs"], used).clamp(max=self.tis_cap)
-
     def _aggregate(self, losses: Tensor, used: Tensor) -> Tensor:
-        losses = torch.where(used, losses, 0.0)
         if self.aggregation == "token_mean":
             return losses.sum() / self.tokens
         tokens_of_row = used.sum(dim=1).clamp(min=1)

@@ -9,6 +9,7 @@ from numerics.errors import user_error
 from rl.preconditions.data import check_data
 from rl.preconditions.model import check_model_layout, read_model
 from rl.preconditions.resources import check_kv_cache_memory, check_port
+from rl.preconditions.tensors import check_tensors
 from rl.preconditions.tokenizer import read_tokenizer
 from rl.spec import ExperimentSpec
 from trainer.hf_config import ModelShape
@@ -22,11 +23,13 @@ def check(spec: ExperimentSpec) -> ModelShape:
     Raises:
         UserError: the first thing that stands in the way.
     """
-    _check_sampling(spec)
+    if spec.numerics.mode == "exact":
+        _check_sampling(spec)
     model = read_model(spec.model.path)
     check_model_layout(model, spec)
     _check_context(model, spec)
     check_data(spec, read_tokenizer(spec.model.path, model))
+    check_tensors(spec.model.path, model)
     if _needs_engine(spec):
         check_kv_cache_memory(model, spec.rollout)
         check_port(spec.rollout)

@@ -11,7 +11,7 @@ from safetensors import SafetensorError, safe_open
 from numerics.errors import user_error
 from numerics.spec import QuantSpec
 from rl.spec import ExperimentSpec
-from trainer.hf_config import ModelShape, check_layout, read_shape
+from trainer.hf_config import ModelShape, check_layout, check_mode, read_shape
 
 WEIGHT_DTYPES = ("BF16", "F16", "F32")
 """safetensors' names of what is read; anything but BF16 is rounded to it."""
@@ -39,10 +39,10 @@ def read_model(path: str | Path, key: str = "model.path") -> ModelShape:
 
 
 def check_model_layout(model: ModelShape, spec: ExperimentSpec) -> None:
-    """Whether the model splits into tp, pp, ep and dp parts, and each part into whole quantization blocks.
+    """Whether the mode defines the model, and it splits into tp, pp, ep and dp parts of whole quantization blocks.
 
     Raises:
-        UserError: it does not.
+        UserError: no.
     """
     if spec.trainer.pp > 1:
         raise user_error(
@@ -51,13 +51,21 @@ def check_model_layout(model: ModelShape, spec: ExperimentSpec) -> None:
             expected="1: pipeline parallelism is not in this release",
             remedy="Set trainer.pp=1 and use trainer.tp, trainer.ep or trainer.dp.",
         )
+    if spec.numerics.router_replay != "off" and not model.moe:
+        raise user_error(
+            "numerics.router_replay",
+            found=spec.numerics.router_replay,
+            expected="off for a dense model, which has no experts",
+            remedy="Set numerics.router_replay=off, or choose a mixture of experts.",
+        )
     # A spec that one side quantizes by binds the other too: blocks are the same bytes on both.
     quant = spec.numerics.quant_spec() if spec.numerics.quantizes else QuantSpec.preset("bf16")
+    check_mode(model, spec.numerics.mode)
     check_layout(model, spec.trainer, quant)
 
 
 def _check_weights(path: Path, key: str) -> None:
-    files = _weight_files(path, key)
+    files = weight_files(path, key)
     if not files:
         raise user_error(
             key,
@@ -83,7 +91,7 @@ def _check_weights(path: Path, key: str) -> None:
                 )
 
 
-def _weight_files(path: Path, key: str) -> list[Path]:
+def weight_files(path: Path, key: str) -> list[Path]:
     """The files that the index names, or all where there is none."""
     index = path / "model.safetensors.index.json"
     if not index.is_file():

@@ -9,12 +9,12 @@ import yaml
 from pydantic import Field
 
 from numerics.config import NumericsConfig
+from rl.spec.gates import GateSection, GuardSection
 from rl.spec.sections import (
     Algorithm,
     CheckpointSection,
     DataSection,
     EvalSection,
-    GateSection,
     GrpoAlgorithm,
     ModelSection,
     NumericsSection,
@@ -40,6 +40,7 @@ class ExperimentSpec(Section):
     sync: SyncConfig = SyncConfig()
     # Strictness would refuse the list that YAML gives; the gates inside stay strict.
     gates: tuple[GateSection, ...] = Field(default=(), strict=False)
+    guard: GuardSection = GuardSection()
     checkpoint: CheckpointSection = CheckpointSection()
     eval: EvalSection = EvalSection()
     tracking: TrackingSection = TrackingSection()

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from numerics.config import NumericsConfig, RolloutPrecision, TrainerPrecision
-from numerics.errors import UserError, shown
+from numerics.config import Mode, NumericsConfig, RolloutPrecision, RouterReplay, TrainerPrecision
+from numerics.errors import UserError
 from numerics.spec import ROLES, Format, Granularity, QuantSpec, Scale
-from rl.metrics import METRICS
 
 
 class Section(BaseModel):
@@ -45,8 +43,9 @@ class TensorOverride(Section):
 class NumericsSection(Section):
     """One quantization spec for both sides, and the precision that each side runs."""
 
-    mode: Literal["exact"] = "exact"
-    """Both sides run the shared ops, so that their logprobs are equal."""
+    mode: Mode = "exact"
+    """`exact`: both sides run the shared ops, so that their logprobs are equal. `native`: each runs its library's own
+    ops, and only the FP8 products are shared."""
     preset: Literal["bf16", "fp8_block_pow2", "fp8_block_fp32"] = "fp8_block_pow2"
     weight: TensorOverride = TensorOverride()
     activation: TensorOverride = TensorOverride()
@@ -57,6 +56,9 @@ class NumericsSection(Section):
     preset's. An FP8 engine quantizes all kinds, so a smaller scope needs `rollout: bf16`."""
     trainer: TrainerPrecision = "fp8"
     rollout: RolloutPrecision = "fp8"
+    router_replay: RouterReplay = "off"
+    """`record`: the engine reports each token's experts, and their agreement with the trainer's is measured. `replay`:
+    the trainer takes the engine's experts (R3)."""
 
     @property
     def quantizes(self) -> bool:
@@ -76,7 +78,12 @@ class NumericsSection(Section):
     def config(self, tp: int) -> NumericsConfig:
         """What trainer and engine are started with; `tp` fixes the reduction order of row-parallel products."""
         return NumericsConfig(
-            mode=self.mode, spec=self.quant_spec(), trainer=self.trainer, rollout=self.rollout, k_splits=tp
+            mode=self.mode,
+            spec=self.quant_spec(),
+            trainer=self.trainer,
+            rollout=self.rollout,
+            k_splits=tp if self.mode == "exact" else 1,
+            router_replay=self.router_replay,
         )
 
     @model_validator(mode="after")
@@ -103,6 +110,44 @@ class DataSection(Section):
     """`integer`: exact integer after the last `####`; `math`: math-verify."""
 
 
+class RejectionSection(Section):
+    """What lies outside [low, high] gives no loss; the denominators of the loss stay those of the whole batch."""
+
+    name: Literal["icepop", "geometric", "mis"]
+    """`icepop`: tokens by their ratio trainer / rollout, which is also their weight. `geometric`: sequences by the
+    geometric mean of their tokens' ratios. `mis`: sequences by the product of their tokens' ratios, which is also their
+    weight."""
+    low: float | None = Field(default=None, ge=0.0)
+    """Null means 0.5 for icepop, 0.99 for geometric; mis has no lower bound."""
+    high: float | None = None
+    """Null means 5.0 for icepop, 1.01 for geometric, 2.0 for mis."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_in(cls, values: Any) -> Any:
+        bounds = _REJECTION_BOUNDS.get(str(values.get("name"))) if isinstance(values, dict) else None
+        return values if bounds is None else bounds | {key: x for key, x in values.items() if x is not None}
+
+    @model_validator(mode="after")
+    def _around_one(self) -> RejectionSection:
+        if self.name == "mis" and self.low is not None:
+            raise ValueError(f"found low={self.low} with mis, expected none, as it has no lower bound. Remove low")
+        if not (self.low or 0.0) < 1.0 < (self.high or 0.0):
+            raise ValueError(
+                f"found low={self.low} and high={self.high}, expected low < 1 < high, as 1 is the ratio of equal "
+                "probabilities. Correct the bounds"
+            )
+        return self
+
+
+_REJECTION_BOUNDS = {
+    "icepop": {"low": 0.5, "high": 5.0},
+    "geometric": {"low": 0.99, "high": 1.01},
+    "mis": {"high": 2.0},
+}
+"""Of icepop as in the INTELLECT-3 report; of geometric and mis as is usual in published recipes."""
+
+
 class GrpoAlgorithm(Section):
     name: Literal["grpo"] = "grpo"
     group_norm_std: bool = True
@@ -111,8 +156,22 @@ class GrpoAlgorithm(Section):
     """The probability ratio is clipped to [1 - clip_low, 1 + clip_high]."""
     clip_high: float = Field(default=0.28, gt=0.0)
     tis_cap: float | None = Field(default=2.0, ge=1.0)
-    """Cap of the truncated importance weight trainer / rollout; null leaves the weight out."""
+    """Cap of the importance weight trainer / rollout. Null leaves the weight out, or that of `icepop` and `mis` as it
+    is."""
+    tis_level: Literal["token", "sequence"] = "token"
+    """Whether the weight is a token's own ratio or the product of its sequence's."""
+    rejection: RejectionSection | None = None
+    """Tokens or sequences that are not trained on because trainer and engine disagree too much."""
     loss_aggregation: Literal["token_mean", "seq_mean"] = "token_mean"
+
+    @model_validator(mode="after")
+    def _icepop_weighs_tokens(self) -> GrpoAlgorithm:
+        if self.rejection is not None and self.rejection.name == "icepop" and self.tis_level == "sequence":
+            raise ValueError(
+                "found tis_level=sequence with rejection icepop, expected token, as icepop weighs each token by its "
+                "own ratio. Set algorithm.tis_level=token, or another rejection"
+            )
+        return self
 
 
 class SftAlgorithm(Section):
@@ -122,34 +181,6 @@ class SftAlgorithm(Section):
 
 
 Algorithm = Annotated[GrpoAlgorithm | SftAlgorithm, Field(discriminator="name")]
-
-
-class GateSection(Section):
-    """Fires when `metric` stays beyond its bound for `for_steps` steps in a row."""
-
-    metric: str
-    """A name of `rl.metrics.METRICS`."""
-    above: float | None = None
-    below: float | None = None
-    for_steps: int = Field(default=1, ge=1)
-    action: Literal["warn"] = "warn"
-
-    @field_validator("metric")
-    @classmethod
-    def _is_a_metric(cls, name: str) -> str:
-        if name not in METRICS:
-            (nearest,) = difflib.get_close_matches(name, METRICS, n=1, cutoff=0.0)
-            raise ValueError(f"found {shown(name)}, expected a metric of the run. Did you mean {nearest}?")
-        return name
-
-    @model_validator(mode="after")
-    def _one_bound(self) -> GateSection:
-        if (self.above is None) == (self.below is None):
-            raise ValueError(
-                f"found above={self.above} and below={self.below} for {self.metric}, expected exactly one of above and "
-                "below. Give one bound"
-            )
-        return self
 
 
 class CheckpointSection(Section):

@@ -13,6 +13,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from numerics.errors import UserError, shown
+from rl.spec.contradictions import check_gates
 from rl.spec.experiment import ExperimentSpec
 
 
@@ -23,10 +24,12 @@ def parse_spec(values: dict[str, Any]) -> ExperimentSpec:
         UserError: one line per wrong key, with the value found, the value expected and what to do.
     """
     try:
-        return ExperimentSpec.model_validate(values)
+        spec = ExperimentSpec.model_validate(values)
     except ValidationError as error:
         lines = [_explain(detail, values) for detail in error.errors()]
-    raise UserError("\n".join(dict.fromkeys(lines)))
+        raise UserError("\n".join(dict.fromkeys(lines))) from None
+    check_gates(spec)
+    return spec
 
 
 def valid_keys(algorithm: str | None = None) -> list[str]:

@@ -1,4 +1,4 @@
-"""The SGLang plugin: installs the shared ops in the engine, holds its quantized weights, and reports what it did.
+"""The SGLang plugin: puts the run's ops into the engine, holds its quantized weights, and reports what it did.
 
 SGLang calls `register` in each of its processes (entry point group `sglang.srt.plugins`). Without the environment
 variable FP8RL_PLUGIN, which `rollout.server` sets, it does nothing: an SGLang that merely shares the environment stays
@@ -27,8 +27,8 @@ def register() -> None:
     if torch.cuda.is_available():
         raise RuntimeError(
             "fp8rl plugin: found a CUDA device, expected a CPU; the hooks replace SGLang's CPU methods, which its CUDA "
-            "engine does not call. Run exact mode on the CPU"
+            "engine does not call. Run on the CPU"
         )
     numerics = NumericsConfig.from_dict(json.loads(text)["numerics"])
     engine.configure(numerics)
-    hooks.install(hooks.HOOKS)
+    hooks.install(hooks.hooks_for(numerics))

@@ -42,7 +42,8 @@ def state() -> EngineState:
 def report() -> dict[str, Any]:
     """What this engine runs, as plain data: the answer to the handshake."""
     current = state()
-    if current.row_variant is None:
+    exact = current.numerics.mode == "exact"
+    if exact and current.row_variant is None:
         current.row_variant = tuple(row_variant_ops(current.weights.device))
     return {
         "spec_digest": current.numerics.spec.digest(),
@@ -50,7 +51,7 @@ def report() -> dict[str, Any]:
         "hooks": sorted(current.hooks),
         "versions": {name: importlib.metadata.version(name) for name in ("sglang", "torch", "fp8rl")},
         "weight_version": current.weights.version,
-        "row_invariant": not current.row_variant,
-        "row_variant_ops": list(current.row_variant),
+        "row_invariant": not current.row_variant if exact else None,
+        "row_variant_ops": list(current.row_variant or ()),
         "threads": torch.get_num_threads(),
     }

@@ -13,7 +13,8 @@ import pkgutil
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from rollout.plugin import lifecycle, ops
+from numerics.config import NumericsConfig
+from rollout.plugin import lifecycle, native, ops
 from rollout.plugin.engine import state
 
 SGLANG_VERSION = "0.5.19"
@@ -45,8 +46,15 @@ _CACHE = "query output k_cache v_cache req_to_token req_pool_indices seq_lens"
 _MASK = "encoder_lens scaling enable_gqa causal is_cross_attn sliding_window_size"
 _UPDATER = "model_executor.model_runner_components.weight_updater.WeightUpdater."
 
-HOOKS: tuple[Hook, ...] = (
-    # ops
+# A checkpoint's FP8 weights, as they are.
+_FP8_LAYOUT: tuple[Hook, ...] = (
+    Hook(
+        _FP8 + "Fp8LinearMethod.process_weights_after_loading_block_quant", "replace", lifecycle.no_repacking, "layer"
+    ),
+    Hook(_FP8 + "Fp8MoEMethod.process_weights_after_loading_block_quant", "replace", lifecycle.no_repacking, "layer"),
+)
+
+_EXACT_OPS: tuple[Hook, ...] = (
     Hook("layers.layernorm.RMSNorm.forward_native", "replace", ops.rms_norm, _NORM),
     Hook("layers.rotary_embedding.base.RotaryEmbedding.forward_native", "replace", ops.rotary_embedding, _ROPE),
     Hook("layers.activation.SiluAndMul.forward_native", "replace", ops.silu_and_mul, "x"),
@@ -69,11 +77,17 @@ HOOKS: tuple[Hook, ...] = (
         "hidden_states lm_head embedding_bias",
     ),
     Hook("layers.sampler.Sampler.__init__", "after", lifecycle.after_sampler_init, ""),
+    Hook("layers.logprob_processor.InputLogprobProcessor.__init__", "after", lifecycle.after_prompt_scorer_init, ""),
+)
+
+# SGLang has FP8 products for CPUs with AMX only, so these two are ours; everything else is its own.
+_NATIVE_FP8: tuple[Hook, ...] = (
+    Hook(_FP8 + "Fp8LinearMethod.apply", "replace", ops.fp8_linear, "layer x bias"),
+    Hook(_FP8 + "Fp8MoEMethod.apply", "replace", native.fp8_moe, "layer dispatch_output"),
+)
+
+_EVERY_MODE: tuple[Hook, ...] = (
     # weights
-    Hook(
-        _FP8 + "Fp8LinearMethod.process_weights_after_loading_block_quant", "replace", lifecycle.no_repacking, "layer"
-    ),
-    Hook(_FP8 + "Fp8MoEMethod.process_weights_after_loading_block_quant", "replace", lifecycle.no_repacking, "layer"),
     Hook("model_executor.model_runner.ModelRunner.load_model", "after", lifecycle.after_load_model, ""),
     Hook(
         _UPDATER + "update_weights_from_disk",
@@ -94,9 +108,28 @@ HOOKS: tuple[Hook, ...] = (
         lifecycle.check_weights,
         "action allow_quant_error",
     ),
+    # routes
+    Hook(
+        "state_capturer.base.BaseHostCache.__init__",
+        "replace",
+        lifecycle.make_host_cache,
+        "num_tokens num_layers topk_size name",
+    ),
     # report
     Hook("managers.scheduler.Scheduler.get_internal_state", "after", lifecycle.after_get_internal_state, "recv_req"),
 )
+
+
+def hooks_for(numerics: NumericsConfig) -> tuple[Hook, ...]:
+    """What is hooked in an engine of these numerics, no more and no less.
+
+    Exact mode replaces every op. Native mode replaces the FP8 products alone, and nothing in a BF16 engine.
+    """
+    if numerics.mode == "exact":
+        return (*_EXACT_OPS, *_FP8_LAYOUT, *_EVERY_MODE)
+    if numerics.rollout_spec.quantized:
+        return (*_NATIVE_FP8, *_FP8_LAYOUT, *_EVERY_MODE)
+    return _EVERY_MODE
 
 
 def install(hooks: Sequence[Hook]) -> None:

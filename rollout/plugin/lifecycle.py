@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import hashlib
+from pathlib import Path
 from typing import Any
+
+import torch
 
 from numerics.compiler import enable_compiler
 from rollout.handshake import REPORT_KEY
+from rollout.plugin import op_probe
 from rollout.plugin.engine import report, state
 
-# SGLang passes the action of /weights_checker through as text; these two are ours.
+# SGLang passes the action of /weights_checker through as text; these two are ours, and `op_probe.OPS`.
 COMMIT = "fp8rl.commit:"
 MANIFEST = "fp8rl.manifest"
 
@@ -26,11 +30,17 @@ def before_update(*args: Any, **kwargs: Any) -> None:
 
 
 def check_weights(original: Any, self: Any, action: str, allow_quant_error: bool = False) -> Any:
-    """`ModelRunner.check_weights`: commit an update, or read the manifest, in SGLang's form of an answer."""
+    """`ModelRunner.check_weights`: commit an update, read the manifest or probe the ops, in SGLang's form of an answer.
+
+    The checksums are the manifest, or the digest of the file that answers the probe.
+    """
     if action.startswith(COMMIT):
         manifest = state().weights.commit(action.removeprefix(COMMIT))
     elif action == MANIFEST:
         manifest = state().weights.manifest()
+    elif action.startswith(op_probe.OPS):
+        recording = Path(action.removeprefix(op_probe.OPS))
+        manifest = {op_probe.ANSWER: op_probe.answer(self, recording)}
     else:
         return original(self, action=action, allow_quant_error=allow_quant_error)
     whole = hashlib.sha256(repr(sorted(manifest.items())).encode()).hexdigest()
@@ -52,6 +62,24 @@ def after_sampler_init(result: Any, self: Any, *args: Any, **kwargs: Any) -> Non
     The stock path takes log(softmax(.)), which differs by an ulp. The flag changes nothing else in the sampler.
     """
     self.enable_deterministic = True
+
+
+def after_prompt_scorer_init(result: Any, self: Any, *args: Any, **kwargs: Any) -> None:
+    """`InputLogprobProcessor.__init__`: logprobs of given tokens are log_softmax(logits) too.
+
+    The stock path subtracts a separate log-sum-exp, which differs by an ulp.
+    """
+    self.enable_fast_input_logprobs = False
+
+
+def make_host_cache(self: Any, num_tokens: int, num_layers: int, topk_size: int, name: str) -> None:
+    """`BaseHostCache.__init__`: routed experts, kept by KV slot.
+
+    Without pinned memory, which needs CUDA, and with -1, which is no expert, where nothing was recorded.
+    """
+    self.buffer = torch.full((num_tokens, num_layers, topk_size), -1, dtype=torch.int32)
+    self.num_tokens, self.num_layers, self.topk_size, self.name = num_tokens, num_layers, topk_size, name
+    self._log_allocation()
 
 
 def no_repacking(self: Any, layer: Any) -> None:

@@ -1,4 +1,4 @@
-"""The shared ops in the shape of the SGLang methods that they replace. Each function is one row of `hooks.HOOKS`."""
+"""The shared ops in the shape of the SGLang methods that they replace in exact mode. Each is a row of `hooks`."""
 
 from __future__ import annotations
 

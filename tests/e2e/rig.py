@@ -54,17 +54,24 @@ class Setup:
     rollout: str = "fp8"
     k_splits: int = 1
     layout: tuple[tuple[str, int], ...] = ()
+    mode: str = "exact"
+    router_replay: str = "off"
 
     @property
     def numerics(self) -> NumericsConfig:
         return NumericsConfig(
-            spec=QuantSpec.preset(self.preset), trainer=self.trainer, rollout=self.rollout, k_splits=self.k_splits
+            mode=self.mode,
+            spec=QuantSpec.preset(self.preset),
+            trainer=self.trainer,
+            rollout=self.rollout,
+            k_splits=self.k_splits,
+            router_replay=self.router_replay,
         )
 
     @property
-    def served(self) -> tuple[str, QuantSpec, int]:
+    def served(self) -> tuple[Any, ...]:
         """What the engine depends on."""
-        return self.model, self.numerics.rollout_spec, self.k_splits
+        return self.model, self.numerics.rollout_spec, self.k_splits, self.mode, self.router_replay
 
 
 class Rig:

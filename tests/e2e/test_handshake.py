@@ -24,8 +24,13 @@ RENAMED_TARGET = """
     import dataclasses
     from rollout.plugin import hooks
 
-    first, *others = hooks.HOOKS
-    hooks.HOOKS = (dataclasses.replace(first, target=first.target + "_renamed"), *others)
+    stock = hooks.hooks_for
+
+    def renamed(numerics):
+        first, *others = stock(numerics)
+        return dataclasses.replace(first, target=first.target + "_renamed"), *others
+
+    hooks.hooks_for = renamed
 """
 
 

@@ -33,17 +33,26 @@ def test_each_side_runs_the_spec_or_bf16() -> None:
     [
         ({"trainer": "fp16"}, "numerics.trainer: found 'fp16', expected one of bf16, fp8_forward, fp8"),
         ({"rollout": "fp8_forward"}, "numerics.rollout: found 'fp8_forward', expected one of bf16, fp8"),
-        ({"mode": "native"}, "numerics.mode: found 'native', expected one of exact"),
+        ({"mode": "fast"}, "numerics.mode: found 'fast', expected one of exact, native"),
+        ({"router_replay": "on"}, "numerics.router_replay: found 'on', expected one of off, record, replay"),
         ({"k_splits": 0}, "numerics.k_splits: found 0"),
+        ({"mode": "native", "k_splits": 2}, "numerics.k_splits: found 2, expected 1 in native mode"),
         ({"spec": POW2.override({"activation": {"granularity": "tensor"}})}, "activation.granularity: found 'tensor'"),
         ({"spec": POW2.override({"weight": {"granularity": "channel"}})}, "found e4m3 in channel granularity"),
         ({"spec": POW2.override({"weight": {"format": "e5m2"}})}, "found e5m2 in block granularity"),
         ({"spec": POW2.override({"scope": ["o_proj"]})}, r"scope: found \['o_proj'\]"),
     ],
 )
-def test_what_cannot_be_exact_is_refused(fields: dict[str, Any], said: str) -> None:
+def test_what_cannot_run_is_refused(fields: dict[str, Any], said: str) -> None:
     with pytest.raises(UserError, match=said):
         NumericsConfig(**{"spec": POW2, **fields})
+
+
+def test_a_scale_that_tokens_share_is_refused_in_exact_mode_only() -> None:
+    shared = POW2.override({"activation": {"granularity": "tensor"}})
+    NumericsConfig(mode="native", spec=shared)
+    with pytest.raises(UserError, match="set numerics.mode to native"):
+        NumericsConfig(mode="exact", spec=shared)
 
 
 @pytest.mark.parametrize("changes", [{"weight": {"granularity": "channel"}}, {"scope": ["o_proj"]}])

@@ -1,4 +1,5 @@
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -68,3 +69,30 @@ def test_input_that_does_not_fit_is_refused() -> None:
         batch_from_trajectories([], torch.zeros(0), 1.0)
     with pytest.raises(ValueError, match="example 0: found no target"):
         batch_from_examples([SftExample([1], [])])
+
+
+def test_routes_end_before_the_last_token() -> None:
+    """One layer, two experts: tokens 11, 12, 13 of the first row, token 21 of the second."""
+    long = replace(
+        trajectory([11, 12], [13, 14], [-0.5, -0.25]),
+        routed_experts=torch.tensor([[[0, 1]], [[2, 3]], [[4, 5]]], dtype=torch.int16),
+    )
+    short = replace(trajectory([21], [22], [-1.0]), routed_experts=torch.tensor([[[6, 7]]], dtype=torch.int16))
+    batch = batch_from_trajectories([long, short], torch.zeros(2), 1.0)
+    none = [[-1, -1]]
+    assert batch.routes.tolist() == [[[[0, 1]], [[2, 3]], [[4, 5]], none], [[[6, 7]], none, none, none]]
+    assert not batch.replay
+    assert batch_from_trajectories([long, short], torch.zeros(2), 1.0, replay=True).replay
+
+
+def test_routes_of_other_tokens_are_refused() -> None:
+    plain = trajectory([11, 12], [13, 14], [-0.5, -0.25])
+    routed = replace(plain, routed_experts=torch.zeros(3, 1, 2, dtype=torch.int16))
+    assert batch_from_trajectories([plain], torch.zeros(1), 1.0).routes is None
+    with pytest.raises(ValueError, match="trajectory 1: found none for its routes, expected those of 3 tokens"):
+        batch_from_trajectories([routed, plain], torch.zeros(2), 1.0)
+    cut = replace(plain, routed_experts=torch.zeros(2, 1, 2, dtype=torch.int16))
+    with pytest.raises(ValueError, match="trajectory 0: found those of 2 tokens for its routes"):
+        batch_from_trajectories([cut], torch.zeros(1), 1.0)
+    with pytest.raises(ValueError, match="replay: found True without routes"):
+        batch_from_trajectories([plain], torch.zeros(1), 1.0, replay=True)

@@ -9,6 +9,7 @@ from numerics.errors import UserError
 from rl.checkpoints import check_resumable, is_due, publish_checkpoint, write_checkpoint
 from rl.run_dir import RunDir
 from rl.spec import ExperimentSpec, parse_spec
+from rl.standing import Standing
 
 
 def spec_of(**sections: dict[str, Any]) -> ExperimentSpec:
@@ -22,7 +23,7 @@ def stack_of(run: RunDir, spec: ExperimentSpec) -> Any:
         path.mkdir(parents=True)
         (path / "about.json").write_text(json.dumps({"extra": extra}))
 
-    return SimpleNamespace(run=run, spec=spec, trainer=SimpleNamespace(save=save))
+    return SimpleNamespace(run=run, spec=spec, standing=Standing(), trainer=SimpleNamespace(save=save))
 
 
 def names(run: RunDir) -> list[str]:
@@ -45,6 +46,20 @@ def test_a_checkpoint_counts_once_published_and_the_newest_stay(tmp_path: Path) 
     assert run.checkpoint_steps() == [2, 4], "the step has no row yet"
     publish_checkpoint(stack, 6)
     assert names(run) == ["step_4", "step_6"]
+
+
+def test_what_gates_have_changed_comes_back_with_the_checkpoint(tmp_path: Path) -> None:
+    run, spec = RunDir(tmp_path), spec_of()
+    stack = stack_of(run, spec)
+    stack.standing = Standing(tis_cap=1.5, router_replay=True, bf16=True, stale_resyncs=2, rules={"a": {"beyond": 3}})
+    write_checkpoint(stack, 4)
+    publish_checkpoint(stack, 4)
+    back = Standing.of_checkpoint(run, 4)
+    assert back == stack.standing and Standing.of_checkpoint(run, None) == Standing()
+    configured = spec.numerics_config()
+    fallen = back.numerics(configured)
+    assert (fallen.trainer, fallen.rollout, fallen.spec) == ("bf16", "bf16", configured.spec)
+    assert Standing().numerics(configured) == configured
 
 
 def test_a_run_resumes_only_what_it_can(tmp_path: Path) -> None:

@@ -10,7 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from numerics.errors import UserError
-from rl.preconditions import check, resources
+from rl.preconditions import check, read_model, resources
+from rl.preconditions.model import check_model_layout
 from rl.preconditions.resources import kv_cache_bytes
 from rl.spec import parse_spec
 from rl.tiny_model import TinyModel, write_tiny_model
@@ -79,7 +80,7 @@ def test_either_spelling_of_the_expert_count_is_read(values, model):
     edit_config(model, num_experts=None)
     assert check(parse_spec(values)).experts == 8
     edit_config(model, num_experts=4, num_local_experts=None)
-    assert check(parse_spec(values)).experts == 4
+    assert read_model(model).experts == 4
 
 
 @pytest.mark.parametrize(
@@ -133,7 +134,16 @@ def test_dimensions_that_straddle_blocks_are_refused_in_fp8_only(values, model, 
     assert key in text and str(value) in text and "multiple of 128" in text
     for one_side in ({"trainer": "bf16"}, {"rollout": "bf16"}):
         assert key in refusal(values, numerics=one_side)
-    check(parse_spec(merged(values, numerics={"preset": "bf16", "trainer": "bf16", "rollout": "bf16"})))
+    bf16 = parse_spec(merged(values, numerics={"preset": "bf16", "trainer": "bf16", "rollout": "bf16"}))
+    check_model_layout(read_model(model), bf16)
+
+
+@pytest.mark.parametrize("choice", ["record", "replay"])
+def test_routing_replay_of_a_dense_model_is_refused(values, models, choice):
+    numerics = {"router_replay": choice}
+    check(parse_spec(merged(values, numerics=numerics)))
+    text = refusal(values, model={"path": str(models / "dense")}, numerics=numerics)
+    assert text.startswith("numerics.router_replay") and choice in text and "expected off" in text
 
 
 def test_tensor_parallel_slices_must_hold_whole_blocks(values, models):
@@ -172,6 +182,7 @@ def test_experts_of_a_dense_model_are_refused(values, models):
 def test_truncated_sampling_is_refused_in_exact_mode(values, key, value):
     text = refusal(values, rollout={key: value})
     assert text.startswith(f"rollout.{key}: found {value}") and "exact mode" in text
+    check(parse_spec(merged(values, rollout={key: value}, numerics={"mode": "native"})))
 
 
 @pytest.mark.parametrize("key", ["train", "eval"])

@@ -5,7 +5,9 @@ from typing import Any
 
 import pytest
 
-from rl.recovery import recovering
+from rl.recovery import recovering, resyncing
+from rl.standing import Standing
+from rollout.errors import StaleWeightsError
 
 
 class Notes:
@@ -20,6 +22,7 @@ class Notes:
         )
         self.trainer = SimpleNamespace(weight_version=7)
         self.spec = SimpleNamespace(rollout=SimpleNamespace(engines=2))
+        self.standing = Standing()
 
     def endpoints(self) -> list[str]:
         return ["new"]
@@ -28,14 +31,17 @@ class Notes:
         self.said.append(text)
 
 
-def failing(times: int) -> Any:
+BROKEN = ConnectionError("broken\nwith details")
+
+
+def failing(times: int, error: Exception = BROKEN) -> Any:
     """Raises that often, and then gives the number of its calls."""
     calls = []
 
     def use() -> int:
         calls.append(1)
         if len(calls) <= times:
-            raise ConnectionError("broken\nwith details")
+            raise error
         return len(calls)
 
     return use
@@ -68,3 +74,12 @@ def test_nothing_happens_where_nothing_fails() -> None:
     stack = Notes(lost=1)
     assert recovering(stack, failing(0)) == 1  # type: ignore[arg-type]
     assert stack.said == []
+
+
+def test_stale_weights_are_synced_and_sampled_again_once() -> None:
+    stack = Notes(lost=0)
+    assert resyncing(stack, failing(1, StaleWeightsError("4 of 9 tokens"))) == 2  # type: ignore[arg-type]
+    assert stack.said == ["stale weights: syncing and sampling again (4 of 9 tokens)", ("sync", ["new"])]
+    assert stack.standing.stale_resyncs == 1
+    with pytest.raises(StaleWeightsError):
+        resyncing(stack, failing(2, StaleWeightsError("again")))  # type: ignore[arg-type]

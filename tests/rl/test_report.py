@@ -8,6 +8,7 @@ import pytest
 
 from numerics.errors import UserError
 from numerics.files import write_atomically
+from rl.events import Event, append_event
 from rl.metrics_log import MetricsLog
 from rl.report import write_report
 from rl.report_charts import sections
@@ -170,3 +171,12 @@ def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="found no row"):
         write_report(run.path)
     assert not run.report.exists()
+
+
+def test_interventions_are_listed_with_their_capsules(tmp_path: Path) -> None:
+    run = make_run(tmp_path, {1: step_metrics(1)})
+    assert "Interventions" not in page_of(run)
+    append_event(run.events, Event(1, "train/loss", None, "not finite", "skip_step", "capsules/step_1", "because <b>"))
+    page = page_of(run)
+    assert "1 intervention, 0 steps not trained on. The first, step 1: because &lt;b&gt;." in page
+    assert f"fp8rl replay {run.path}/capsules/step_1" in page

@@ -1,5 +1,6 @@
 from typing import Any
 
+from rl.events import Event
 from rl.summary import RunSummary, summarize, verdict
 
 PREFIX = "mismatch/train_rollout_logprob_abs_diff"
@@ -112,3 +113,15 @@ def test_accuracy_that_falls_or_stays_is_said_to() -> None:
     assert "stayed from" not in verdict(summarize([start(0.5), row(1, eval__accuracy=0.5)]))[0]
     assert verdict(summarize([row(1, eval__accuracy=0.5)]))[0] == "Held-out accuracy is 0.500 at step 1."
     assert verdict(summarize([row(1), row(2)]))[0] == "Mean reward went from 0.510 to 0.520 in 2 steps."
+
+
+def test_interventions_are_counted_and_the_first_is_told() -> None:
+    because = "resync: mismatch/exact_frac = 0.5 is below 1.0"
+    events = [
+        Event(2, "mismatch/exact_frac", 0.5, "below 1.0", "resync", None, because),
+        Event(3, "train/loss", None, "not finite", "skip_step", None, "skip_step: the loss is not finite"),
+    ]
+    rows = [row(1, gates__withheld=0.0), row(2, gates__withheld=1.0), row(3, gates__withheld=1.0)]
+    summary = summarize(rows, events)
+    assert (summary.interventions, summary.withheld_steps) == (2, 2)
+    assert verdict(summary)[3:] == [f"2 interventions, 2 steps not trained on. The first, step 2: {because}."]

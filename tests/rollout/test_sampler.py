@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Sequence
 
 import pytest
+import torch
 
 from rollout.client import EngineClient
 from rollout.errors import EngineError, StaleWeightsError
@@ -42,7 +43,8 @@ class ScriptedClient:
             self.closed = True
 
     def answer(self, row: int) -> Completion:
-        return Completion([100 + row], [-0.5], [self.version], True)
+        routes = torch.full((2, 1, 1), row, dtype=torch.int16)
+        return Completion([100 + row], [-0.5], [self.version], True, routes)
 
 
 def prompts(count: int) -> list[Prompt]:
@@ -55,6 +57,7 @@ def test_groups_come_in_the_order_of_their_prompts() -> None:
     assert [t.group for t in trajectories] == [0, 0, 1, 1, 2, 2]
     assert [t.prompt_ids for t in trajectories] == [[10, 20]] * 2 + [[11, 21]] * 2 + [[12, 22]] * 2
     assert [t.token_ids for t in trajectories] == [[100 + row] for row in range(6)]
+    assert [t.routed_experts.flatten().tolist() for t in trajectories] == [[row, row] for row in range(6)]
     assert len(client.calls) == 1
 
 

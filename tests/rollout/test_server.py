@@ -76,8 +76,13 @@ def shared_memory(processes: list[psutil.Process]) -> set[Path]:
     return {path for path in paths if path.name.startswith("sglang_") and path.exists()}
 
 
-def arguments_for(config: RolloutConfig, *, cuda: bool = False) -> list[str]:
-    return server_arguments(Path("m"), config, port=4000, seed=5, weight_version=2, cuda=cuda)
+def arguments_for(config: RolloutConfig, *, cuda: bool = False, routes: bool = False) -> list[str]:
+    return server_arguments(Path("m"), config, port=4000, seed=5, weight_version=2, cuda=cuda, routes=routes)
+
+
+def test_routes_are_recorded_on_demand() -> None:
+    flag = "--enable-return-routed-experts"
+    assert flag in arguments_for(RolloutConfig(), routes=True) and flag not in arguments_for(RolloutConfig())
 
 
 def test_arguments_follow_the_config() -> None:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tests.trainer.models import VOCAB
-from trainer.batch import TokenBatch
+from tests.trainer.models import EXPERTS, LAYERS, TOP_K, VOCAB
+from trainer.batch import UNKNOWN, TokenBatch
 from trainer.objective import ObjectiveOutput
 
 
@@ -47,6 +47,15 @@ def random_batch(rows: int = 12, longest: int = 60, seed: int = 0, temperature: 
     mask = torch.arange(longest) < lengths[:, None]
     mask[:, 0] = False
     return TokenBatch(tokens, lengths, mask, temperature)
+
+
+def random_routes(batch: TokenBatch) -> Tensor:
+    """Different experts for every token, drawn at random; none for a row's last token, as an engine reports them."""
+    generator = torch.Generator().manual_seed(3)
+    scores = torch.rand(batch.rows, batch.width, LAYERS, EXPERTS, generator=generator)
+    routes = scores.topk(TOP_K).indices.sort(-1).values.to(torch.int16)
+    routed = torch.arange(batch.width) < batch.lengths[:, None] - 1
+    return torch.where(routed[..., None, None], routes, UNKNOWN)
 
 
 def cross_entropy(batch: TokenBatch) -> CrossEntropy:

@@ -38,12 +38,18 @@ def dense_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def make_trainer(layout: Layout) -> MakeTrainer:
     def make(
-        path: Path, precision: str = "bf16", dtype: torch.dtype = torch.bfloat16, k_splits: int = 1, **config: Any
+        path: Path,
+        precision: str = "bf16",
+        dtype: torch.dtype = torch.bfloat16,
+        k_splits: int = 1,
+        mode: str = "exact",
+        **config: Any,
     ) -> Any:
         from trainer.trainer import Trainer
 
         settings = {"lr": 1e-3, "warmup_steps": 0, "micro_batch_tokens": 256, **config}
-        numerics = NumericsConfig(spec=QuantSpec.preset("fp8_block_pow2"), trainer=precision, k_splits=k_splits)
+        spec = QuantSpec.preset("fp8_block_pow2")
+        numerics = NumericsConfig(mode=mode, spec=spec, trainer=precision, k_splits=k_splits)
         return Trainer(
             path,
             TrainerConfig(**settings),

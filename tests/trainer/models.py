@@ -10,6 +10,9 @@ from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM, Qwen3Mo
 
 VOCAB = 128
 LENGTH = 512
+LAYERS = 2
+EXPERTS = 8
+TOP_K = 2
 
 
 def write_model(path: Path, *, moe: bool = True, dtype: torch.dtype = torch.bfloat16, **changes: Any) -> Path:
@@ -37,7 +40,7 @@ def _build(moe: bool, changes: dict[str, Any]) -> PreTrainedModel:
         "vocab_size": VOCAB,
         "hidden_size": 256,
         "intermediate_size": 256,
-        "num_hidden_layers": 2,
+        "num_hidden_layers": LAYERS,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "head_dim": 128,
@@ -51,8 +54,8 @@ def _build(moe: bool, changes: dict[str, Any]) -> PreTrainedModel:
         return Qwen3ForCausalLM(Qwen3Config(**{**common, **changes}))
     experts: dict[str, Any] = {
         "moe_intermediate_size": 128,
-        "num_experts": 8,
-        "num_experts_per_tok": 2,
+        "num_experts": EXPERTS,
+        "num_experts_per_tok": TOP_K,
         "norm_topk_prob": True,
         "decoder_sparse_step": 1,
         "mlp_only_layers": [],

@@ -75,12 +75,13 @@ def test_two_ranks_answer_like_one(
 
 
 def test_a_loss_that_is_not_finite_arrives_as_its_own_error(two_ranks: TrainerGroup) -> None:
-    from trainer.step import NonFiniteLossError
+    from trainer.errors import NonFiniteLossError
 
     batch = random_batch()
     version, before = two_ranks.weight_version, two_ranks.score(batch)
-    with pytest.raises(NonFiniteLossError, match="rows"):
+    with pytest.raises(NonFiniteLossError, match="rows") as error:
         two_ranks.train_step(batch, Poisoned(60))
+    assert error.value.rows and str(error.value.rows) in str(error.value)
     assert two_ranks.weight_version == version
     assert torch.equal(two_ranks.score(batch), before)
 

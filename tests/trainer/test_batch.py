@@ -57,6 +57,13 @@ def test_real_tokens_are_those_before_the_length() -> None:
         ({"loss_mask": torch.zeros(3, 5)}, "loss_mask: found torch.float32"),
         ({"fields": {"advantages": torch.zeros(3, 4)}}, r"fields\['advantages'\]: found"),
         ({"fields": {"advantages": torch.zeros(3, 5, dtype=torch.float64)}}, "expected torch.float32"),
+        (
+            {"routes": torch.zeros(3, 4, 2, 2, dtype=torch.int16)},
+            r"routes: found .*, expected torch.int16 \[3, 5, 2, 2\]",
+        ),
+        ({"routes": torch.zeros(3, 5, dtype=torch.int16)}, "routes: found"),
+        ({"routes": torch.zeros(3, 5, 2, 2, dtype=torch.int64)}, "routes: found torch.int64"),
+        ({"replay": True}, "replay: found True without routes"),
         ({"temperature": 0.0}, "temperature"),
         ({"temperature": float("nan")}, "temperature"),
     ],
@@ -101,3 +108,17 @@ def test_a_batch_on_the_gpu_is_selected_there() -> None:
     tensors = [chosen.tokens, chosen.lengths, chosen.loss_mask, *chosen.fields.values()]
     assert all(tensor.is_cuda for tensor in tensors)
     assert chosen.tokens.tolist() == [[9, 10, 0], [6, 7, 8]]
+
+
+def test_routes_go_with_their_rows_and_the_padding_has_none() -> None:
+    routes = torch.arange(3 * 5 * 2 * 2, dtype=torch.int16).reshape(3, 5, 2, 2)
+    batch = make_batch(routes=routes, replay=True)
+    chosen = batch.select([2, 1])
+    assert chosen.replay and torch.equal(chosen.routes, routes[[2, 1], :3])
+    assert torch.equal(batch.to("cpu").routes, routes) and batch.to("cpu").replay
+    padded = chosen.padded(4)
+    assert (padded.width, padded.replay) == (4, True)
+    assert torch.equal(padded.routes[:, :3], chosen.routes) and (padded.routes[:, 3] == -1).all()
+    assert padded.tokens.tolist() == [[9, 10, 0, 0], [6, 7, 8, 0]]
+    assert padded.loss_mask.tolist() == [[False, True, False, False], [False, True, True, False]]
+    assert padded.fields["advantages"][:, 3].tolist() == [0, 0]

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -14,11 +14,13 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from numerics.config import NumericsConfig
+from numerics.errors import UserError
 from numerics.spec import QuantSpec
-from tests.trainer.batches import Poisoned, cross_entropy, random_batch
+from tests.trainer.batches import Poisoned, cross_entropy, random_batch, random_routes
 from tests.trainer.conftest import MakeTrainer
 from tests.trainer.models import LENGTH
 from tests.trainer.ranks import run_on_ranks
+from trainer.batch import TokenBatch
 from trainer.config import TrainerConfig
 from trainer.parallel import Layout
 
@@ -31,6 +33,8 @@ LAYOUTS = {
     "tp2ep2": {"tp": 2, "ep": 2},
 }
 BATCH: dict[str, Any] = {"rows": 9, "longest": 150, "temperature": 0.9}
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -52,6 +56,7 @@ class Case:
                 out[f"{kind}/{precision}"] = reported(layout, trainer.score(random_batch(**BATCH)))
         trainer = self._trainer(layout, config, self.moe_path, "fp8")
         out["export"] = {name: tensor.clone() for name, tensor in trainer.export_weights()}
+        out["routed"] = self._routed(layout, trainer)
         out["extra"] = trainer.load(self.checkpoint)
         out["resumed"] = two_steps(trainer)
         trainer.save(self.saved, {"layout": config.model_dump()})
@@ -67,16 +72,29 @@ class Case:
         numerics = NumericsConfig(spec=QuantSpec.preset("fp8_block_pow2"), trainer=precision, k_splits=self.k_splits)
         return Trainer(path, config, numerics, layout, seed=0, total_steps=100, max_sequence_length=LENGTH, dtype=dtype)
 
+    def _routed(self, layout: Layout, trainer: Any) -> Any:
+        if trainer.config.pp == 1:
+            return reported(layout, trainer.score_routed(routed_batch()))
+        with pytest.raises(UserError, match="trainer.pp: found 2, expected 1 with numerics.router_replay"):
+            trainer.score_routed(routed_batch())
+        return None
+
     def _non_finite(self, trainer: Any) -> str:
-        from trainer.step import NonFiniteLossError
+        from trainer.errors import NonFiniteLossError
 
         with pytest.raises(NonFiniteLossError) as error:
             trainer.train_step(random_batch(**BATCH), Poisoned(150))
         return str(error.value)
 
 
-def reported(layout: Layout, scored: tuple[list[int], Tensor]) -> tuple[list[int], Tensor] | None:
+def reported(layout: Layout, scored: T) -> T | None:
     return scored if layout.reports else None
+
+
+def routed_batch() -> TokenBatch:
+    """Rows whose tokens go to experts that are given."""
+    batch = random_batch(**BATCH)
+    return replace(batch, routes=random_routes(batch), replay=True)
 
 
 def two_steps(trainer: Any) -> list[tuple[float, float]]:
@@ -163,6 +181,18 @@ def test_logprobs_are_bit_equal(outcome: Outcome, one_rank: Any, moe_path: Path,
         expected = torch.empty_like(values)
         expected[rows] = values
         assert torch.equal(outcome.scores(key), expected), key
+
+
+@pytest.mark.slow
+def test_replayed_routes_are_bit_equal(outcome: Outcome, one_rank: Any, moe_path: Path) -> None:
+    rows, expected = one_rank(moe_path, "fp8", k_splits=outcome.k_splits).score_routed(routed_batch())
+    place = torch.tensor(rows).argsort()
+    parts = [rank["routed"] for rank in outcome.ranks if rank["routed"] is not None]
+    for own_rows, scored in parts:
+        assert torch.equal(scored.logprobs, expected.logprobs[place[own_rows]])
+        assert torch.equal(scored.routes, expected.routes[place[own_rows]])
+    everyone = sorted(row for own_rows, _ in parts for row in own_rows)
+    assert everyone == (list(range(BATCH["rows"])) if outcome.config.pp == 1 else [])
 
 
 @pytest.mark.slow

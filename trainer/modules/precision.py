@@ -3,35 +3,52 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
+from torch import Tensor
+
+from numerics import ops
 from numerics.config import NumericsConfig
+from numerics.ops.linear import Backward
 from numerics.spec import QuantSpec
 from numerics.weight_cache import WeightCache
 
 
-@dataclass(frozen=True)
+@dataclass
 class Precision:
-    """The trainer's side of a NumericsConfig, handed to every module that multiplies.
+    """The trainer's side of a NumericsConfig, shared by every module that multiplies.
+
+    Modules ask it in each forward, so that a live model changes its precision with `numerics`.
 
     Attributes:
-        spec: what the forward quantizes.
-        backward: precision of the gradient GEMMs of a quantized module.
-        k_splits: slices of K in a row-parallel product on one rank.
         cache: the dequantized weights of the current weight version.
     """
 
-    spec: QuantSpec
-    backward: Literal["fp8", "bf16"]
-    k_splits: int
+    numerics: NumericsConfig
     cache: WeightCache
 
-    @classmethod
-    def of(cls, numerics: NumericsConfig, cache: WeightCache) -> Precision:
-        quantized_gradients = numerics.trainer == "fp8" and numerics.spec.gradient.quantized
-        return cls(
-            spec=numerics.trainer_spec,
-            backward="fp8" if quantized_gradients else "bf16",
-            k_splits=numerics.k_splits,
-            cache=cache,
-        )
+    @property
+    def spec(self) -> QuantSpec:
+        """What the forward quantizes."""
+        return self.numerics.trainer_spec
+
+    @property
+    def backward(self) -> Backward:
+        """Precision of the gradient GEMMs of a quantized module."""
+        return "fp8" if self.numerics.trainer == "fp8" and self.numerics.spec.gradient.quantized else "bf16"
+
+    @property
+    def k_splits(self) -> int:
+        """Slices of K in a row-parallel product on one rank."""
+        return self.numerics.k_splits
+
+    def quantizes(self, kind: str) -> bool:
+        """Whether the GEMMs of this module kind run in FP8 now."""
+        return self.spec.quantizes(kind)
+
+    def dequantized(self, weight: Tensor) -> Tensor:
+        """What a quantized weight [N, K] multiplies as."""
+        return self.cache.dequantized(weight, self.spec.weight)
+
+    def fp8_linear(self, x: Tensor, weight: Tensor, k_splits: int = 1) -> Tensor:
+        """`ops.fp8_linear` of x [..., K] and weight [N, K]."""
+        return ops.fp8_linear(x, weight, self.dequantized(weight), self.spec, self.backward, k_splits)

@@ -11,9 +11,11 @@ from numerics.errors import UserError
 from numerics.spec import QuantSpec
 from rollout import plugin
 from rollout.plugin import engine, hooks
-from rollout.plugin.hooks import HOOKS, Hook, install
+from rollout.plugin.hooks import Hook, hooks_for, install
 
 registry = pytest.importorskip("sglang.srt.plugins.hook_registry")
+
+FP8 = QuantSpec.preset("fp8_block_pow2")
 
 # Targets that are cheap to import; what is hooked into them is never applied here.
 GOOD = Hook("plugins.hook_registry.HookRegistry.apply_hooks", "after", print, "")
@@ -26,7 +28,7 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     calls: list[tuple[Any, ...]] = []
     monkeypatch.setattr(registry.HookRegistry, "register", lambda *call: calls.append(call))
     monkeypatch.setattr(engine, "_state", None)
-    engine.configure(NumericsConfig(spec=QuantSpec.preset("fp8_block_pow2")))
+    engine.configure(NumericsConfig(spec=FP8))
     return calls
 
 
@@ -66,9 +68,25 @@ def test_all_that_do_not_fit_are_named(registered: list[tuple[Any, ...]]) -> Non
         install(bad)
 
 
-def test_targets_are_hooked_once() -> None:
-    targets = [hook.target for hook in HOOKS]
+@pytest.mark.parametrize("rollout", ["bf16", "fp8"])
+@pytest.mark.parametrize("mode", ["exact", "native"])
+def test_targets_are_hooked_once(mode: str, rollout: str) -> None:
+    targets = [hook.target for hook in hooks_for(NumericsConfig(mode=mode, spec=FP8, rollout=rollout))]
     assert len(set(targets)) == len(targets)
+
+
+def test_native_mode_hooks_no_op_but_the_fp8_products() -> None:
+    def ops_hooked(**numerics: str) -> set[str]:
+        targets = {hook.target for hook in hooks_for(NumericsConfig(spec=FP8, **numerics))}
+        return {target.removeprefix("layers.") for target in targets if target.startswith("layers.")}
+
+    products = {f"quantization.fp8.Fp8{kind}Method.apply" for kind in ("Linear", "MoE")}
+    layouts = {
+        f"quantization.fp8.Fp8{kind}Method.process_weights_after_loading_block_quant" for kind in ("Linear", "MoE")
+    }
+    assert ops_hooked(mode="native", rollout="fp8") == products | layouts
+    assert ops_hooked(mode="native", rollout="bf16") == set()
+    assert ops_hooked(mode="exact", rollout="bf16") > products | layouts
 
 
 def test_without_a_configuration_the_plugin_does_nothing(

@@ -31,11 +31,19 @@ class Router(TopKRouter):
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Logits [S, B, E] -> probabilities fp32 [S * B, E], zero off the chosen experts, and their bool map."""
         flat = logits.reshape(-1, logits.shape[-1])
-        probs, chosen = ops.route(flat, self.topk, self.renormalize)
+        probs, chosen = ops.route(flat, self.topk, self.renormalize, self._choose)
         dense = torch.zeros(flat.shape, dtype=probs.dtype, device=probs.device).scatter(1, chosen, probs)
         routing_map = torch.zeros(flat.shape, dtype=torch.bool, device=probs.device).scatter(1, chosen, True)
         return dense, routing_map
 
+    def _choose(self, probs: Tensor, top_k: int) -> Tensor:
+        return self.router_replay.get_replay_topk(probs, top_k, default_compute_topk=_top)[1]
+
     def forward(self, input: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """[S, B, H] -> what :meth:`routing` returns."""
         return self.routing(self.gating(input), padding_mask)
+
+
+def _top(probs: Tensor, top_k: int, *groups: None) -> tuple[Tensor, Tensor]:
+    experts = ops.top_experts(probs, top_k)
+    return probs.gather(1, experts), experts

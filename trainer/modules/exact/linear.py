@@ -6,18 +6,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.tensor_parallel.layers import (
-    ColumnParallelLinear,
-    RowParallelLinear,
-    VocabParallelEmbedding,
-    set_tensor_model_parallel_attributes,
-)
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from torch import Tensor
 
 from numerics import ops
-from trainer.modules.norm import norm_weight
 from trainer.modules.precision import Precision
+from trainer.modules.weights import norm_weight, tag_split
 
 
 class ColumnLinear(ColumnParallelLinear):
@@ -25,16 +20,14 @@ class ColumnLinear(ColumnParallelLinear):
 
     def __init__(self, *args: Any, precision: Precision, kind: str, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.precision = precision
-        self.quantized = precision.spec.quantizes(kind)
+        self.precision, self.kind = precision, kind
         tag_split(self.weight, 0)
 
     def _forward_impl(self, input: Tensor, weight: Tensor, *unused: Any, **context: Any) -> Tensor:
         input = _whole_sequence(input, context)
-        if not self.quantized:
-            return ops.linear(input, weight)
-        p = self.precision
-        return ops.fp8_linear(input, weight, p.cache.dequantized(weight, p.spec.weight), p.spec, p.backward)
+        if self.precision.quantizes(self.kind):
+            return self.precision.fp8_linear(input, weight)
+        return ops.linear(input, weight)
 
 
 class NormColumnLinear(ColumnLinear):
@@ -59,22 +52,21 @@ class RowLinear(RowParallelLinear):
 
     def __init__(self, *args: Any, precision: Precision, kind: str, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.precision = precision
-        self.quantized = precision.spec.quantizes(kind)
+        self.precision, self.kind = precision, kind
         tag_split(self.weight, 1)
 
     def forward(self, input_: Tensor) -> tuple[Tensor, None]:
         """[S, B, K] -> ([S, B, N], no bias), the sequence split over the ranks if there are several."""
         p, weight = self.precision, self.weight
-        dequantized = p.cache.dequantized(weight, p.spec.weight) if self.quantized else None
+        quantized = p.quantizes(self.kind)
         if self.tp_group.size() == 1:
-            if dequantized is None:
-                return ops.linear(input_, weight, p.k_splits), None
-            return ops.fp8_linear(input_, weight, dequantized, p.spec, p.backward, p.k_splits), None
-        if dequantized is None:
-            partial = ops.linear_partial(input_, weight)
+            if quantized:
+                return p.fp8_linear(input_, weight, p.k_splits), None
+            return ops.linear(input_, weight, p.k_splits), None
+        if quantized:
+            partial = ops.fp8_linear_partial(input_, weight, p.dequantized(weight), p.spec, p.backward)
         else:
-            partial = ops.fp8_linear_partial(input_, weight, dequantized, p.spec, p.backward)
+            partial = ops.linear_partial(input_, weight)
         return _MergeOverRanks.apply(partial, input_.dtype, self.tp_group), None
 
 
@@ -83,53 +75,6 @@ class OutputLinear(ColumnParallelLinear):
 
     def _forward_impl(self, input: Tensor, weight: Tensor, *unused: Any, **context: Any) -> Tensor:
         return ops.linear(_whole_sequence(input, context), weight)
-
-
-class Embedding(VocabParallelEmbedding):
-    """The token embedding, with its gradient summed in FP32.
-
-    torch's CPU kernel sums a token's BF16 gradients in BF16, which loses most of a frequent token's gradient.
-    """
-
-    def forward(self, input_: Tensor) -> Tensor:
-        """[B, S] -> [B, S, H], or [S / tp, B, H] with sequence parallelism"""
-        with torch.no_grad():
-            looked_up = super().forward(input_)
-        return _EmbeddingGradient.apply(looked_up, self.weight, input_, self)
-
-
-def tag_split(weight: Tensor, axis: int) -> None:
-    """Tag a weight as split over the tensor-parallel ranks along `axis`.
-
-    Megatron does it while it initialises a weight, which the trainer skips; the gradient norm and mbridge go by it.
-    """
-    set_tensor_model_parallel_attributes(weight, True, axis, 1)
-
-
-class _EmbeddingGradient(torch.autograd.Function):
-    """Passes the embeddings through and gives their gradient to the weight."""
-
-    @staticmethod
-    def forward(ctx: Any, looked_up: Tensor, weight: Tensor, tokens: Tensor, layer: Embedding) -> Tensor:
-        ctx.save_for_backward(tokens)
-        ctx.layer = layer
-        ctx.weight = weight
-        return looked_up.view_as(looked_up)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor, None, None]:
-        (tokens,) = ctx.saved_tensors
-        layer, weight = ctx.layer, ctx.weight
-        if layer.reduce_scatter_embeddings:
-            grad = gather_from_sequence_parallel_region(grad, tensor_parallel_output_grad=False, group=layer.tp_group)
-            tokens = tokens.t()
-        tokens, grad = tokens.reshape(-1), grad.reshape(-1, grad.shape[-1])
-        if layer.tp_group.size() > 1:
-            mine = (tokens >= layer.vocab_start_index) & (tokens < layer.vocab_end_index)
-            tokens, grad = tokens[mine] - layer.vocab_start_index, grad[mine]
-        total = torch.zeros(weight.shape, dtype=torch.float32, device=grad.device)
-        total.index_add_(0, tokens, grad.float())
-        return None, total.to(weight.dtype), None, None
 
 
 class _MergeOverRanks(torch.autograd.Function):

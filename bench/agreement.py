@@ -1,0 +1,96 @@
+"""Exact mode over whole runs of a deeper model: is d zero at every step, however the engines are asked?
+
+The demo's trained model is grown to four layers: each of its layers is followed by a fainter copy of itself, so that
+the model still answers often enough to learn from, and every layer takes part in every logprob.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from bench.measure import Result
+from rl.metrics_log import read_metrics
+
+STEPS = 60
+CHUNK = 96
+FAINTER = 0.25
+MODEL = Path("examples/models/tiny_qwen3_moe")
+
+
+def run() -> list[Result]:
+    with tempfile.TemporaryDirectory() as folder:
+        model = Path(folder) / "four_layers"
+        deepen(MODEL, model)
+        return [
+            exactness(Path(folder), model, temperature, engines)
+            for temperature, engines in itertools.product((1.0, 0.7), (1, 2))
+        ]
+
+
+def exactness(folder: Path, model: Path, temperature: float, engines: int) -> Result:
+    """The fraction of steps in which every sampled token had d == 0."""
+    name = f"t{temperature}-e{engines}"
+    overrides = {
+        "run.dir": folder,
+        "run.name": name,
+        "run.steps": STEPS,
+        "model.path": model,
+        "rollout.temperature": temperature,
+        "rollout.engines": engines,
+        "rollout.prompts_per_step": 16,
+        "rollout.chunked_prefill_size": CHUNK,
+        "rollout.prefix_cache": "true",
+        "eval.problems": 64,
+        "checkpoint.every": STEPS,
+    }
+    subprocess.run(
+        [
+            *(Path(sys.executable).with_name("fp8rl"), "train", "examples/arithmetic.yaml"),
+            *(f"{key}={value}" for key, value in overrides.items()),
+        ],
+        check=True,
+        stdout=subprocess.DEVNULL,
+    )
+    rows = [row for row in read_metrics(folder / name / "metrics.jsonl") if row["step"] > 0]
+    exact = sum(row["mismatch/exact_frac"] == 1.0 and row["mismatch/nonfinite_count"] == 0 for row in rows)
+    return Result(
+        name=f"steps with d == 0: 4 layers, 8 experts, temperature {temperature}, {engines} engine(s)",
+        value=exact / STEPS,
+        bar=1.0,
+        at_least=True,
+        parts={
+            "tokens": sum(row["mismatch/tokens"] for row in rows),
+            "largest |d|": max(row["mismatch/train_rollout_logprob_abs_diff_max"] for row in rows),
+            "reward first": rows[0]["rollout/reward_mean"],
+            "reward last": rows[-1]["rollout/reward_mean"],
+        },
+    )
+
+
+def deepen(source: Path, out: Path) -> None:
+    """The model of `source` with every layer followed by a copy whose contribution to the residual is scaled down."""
+    shutil.copytree(source, out)
+    config = json.loads((source / "config.json").read_text())
+    config["num_hidden_layers"] *= 2
+    config.pop("layer_types", None)
+    (out / "config.json").write_text(json.dumps(config, indent=2))
+    deeper: dict[str, Tensor] = {}
+    for name, tensor in load_file(source / "model.safetensors").items():
+        prefix, _, rest = name.partition("layers.")
+        if not rest:
+            deeper[name] = tensor
+            continue
+        layer, _, leaf = rest.partition(".")
+        faint = FAINTER if "o_proj" in leaf or "down_proj" in leaf else 1.0
+        deeper[f"{prefix}layers.{2 * int(layer)}.{leaf}"] = tensor
+        deeper[f"{prefix}layers.{2 * int(layer) + 1}.{leaf}"] = (tensor * faint).clone()
+    save_file(deeper, out / "model.safetensors", {"format": "pt"})

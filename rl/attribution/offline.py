@@ -1,0 +1,170 @@
+"""Attribution of a run that is over, or of a capsule: a trainer of one rank and an engine are started for it."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from transformers import AutoTokenizer
+
+from numerics.config import NumericsConfig
+from numerics.errors import user_error
+from rl.attribution.attribute import Pair, attribute
+from rl.attribution.result import Attribution
+from rl.capsule import read_capsule
+from rl.cluster import ray_cluster
+from rl.engines import EnginePool
+from rl.interrupts import Closing
+from rl.preflight.calibration import ANSWERS, calibration_prompts
+from rl.preflight.sides import Sides
+from rl.run_dir import RunDir
+from rl.spec import ExperimentSpec, read_resolved_spec
+from trainer.actor import TrainerGroup
+from trainer.batch import TokenBatch
+from trainer.config import TrainerConfig
+from weight_sync.hf_checkpoint import convert_checkpoint
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is attributed.
+
+    name: of the run or capsule. page: where its result is written. spec: with the model directory to start from.
+    numerics: that were in force. checkpoint: whose weights are loaded over those of the directory, if any.
+    batch: None if it is still to be sampled.
+    """
+
+    name: str
+    page: Path
+    spec: ExperimentSpec
+    numerics: NumericsConfig
+    checkpoint: Path | None = None
+    batch: TokenBatch | None = None
+
+
+def read_subject(path: Path) -> Subject:
+    """A run directory or a capsule.
+
+    Raises:
+        UserError: it is neither, it has no weights, or it is damaged.
+    """
+    path = Path(path).absolute()
+    if (path / "capsule.json").is_file():
+        return _capsule(path)
+    run = RunDir(path)
+    if not run.spec.is_file():
+        raise user_error(
+            "attribute",
+            found=str(path),
+            expected="the directory of a run or of a capsule",
+            remedy="Give for example runs/demo, or runs/demo/capsules/step_7.",
+        )
+    return _run(run)
+
+
+def attribute_offline(subject: Subject, *, quick: bool, say: Callable[[str], object]) -> Attribution:
+    """Start both sides and attribute; everything started ends with the call.
+
+    A run's batch is sampled anew: problems of its data, at its temperature, from its last weights. quick: leave out the
+    causes that take another trainer and engine to switch, in native mode.
+
+    Raises:
+        UserError: what both sides refuse at their start.
+    """
+    say(f"attribute {subject.name}: starting the engine and the trainer")
+    with _sides(subject, subject.numerics) as sides:
+        batch = subject.batch
+        if batch is None:
+            say("sampling a calibration batch")
+            batch = sides.sample(calibration_prompts(sides), ANSWERS, sides.spec.rollout.temperature)
+        say("comparing op by op, then one cause at a time")
+        (endpoint,) = sides.pool.endpoints()
+        return attribute(
+            sides.trainer,
+            endpoint,
+            batch,
+            subject.numerics,
+            resync=sides.sync,
+            other_pair=None if quick else partial(_pair, subject),
+        )
+
+
+def _run(run: RunDir) -> Subject:
+    spec = read_resolved_spec(run.spec)
+    checkpoint = None
+    if run.model.is_dir():
+        spec = _with_model(spec, run.model)
+    elif steps := run.checkpoint_steps():
+        checkpoint = run.checkpoint(steps[-1])
+    else:
+        raise user_error(
+            "attribute",
+            found=f"{run.path} with neither model/ nor a checkpoint",
+            expected="weights to compare",
+            remedy="Let the run reach its first checkpoint, or attribute one of its capsules.",
+        )
+    return Subject(run.name, run.path / "attribution.html", spec, spec.numerics_config(), checkpoint=checkpoint)
+
+
+def _capsule(path: Path) -> Subject:
+    capsule = read_capsule(path)
+    if capsule.weights is None:
+        raise user_error(
+            "attribute",
+            found=f"{path} without weights",
+            expected="a capsule with its weights",
+            remedy="Set guard.capsule_weights=true in runs to come, or attribute the run.",
+        )
+    spec = _with_model(capsule.spec, capsule.weights)
+    # Beside the capsule, whose files are sealed.
+    page = path.with_name(f"{path.name}.attribution.html")
+    return Subject(f"{spec.run.name} {path.name}", page, spec, capsule.numerics, batch=capsule.evidence.batch)
+
+
+def _with_model(spec: ExperimentSpec, path: Path) -> ExperimentSpec:
+    return spec.model_copy(update={"model": spec.model.model_copy(update={"path": str(path)})})
+
+
+@contextmanager
+def _pair(subject: Subject, numerics: NumericsConfig) -> Iterator[Pair]:
+    with _sides(subject, numerics) as sides:
+        (endpoint,) = sides.pool.endpoints()
+        yield sides.trainer, endpoint
+
+
+@contextmanager
+def _sides(subject: Subject, numerics: NumericsConfig) -> Iterator[Sides]:
+    """One engine and a trainer of one rank with the subject's weights.
+
+    `numerics.k_splits` stays that of the run, so that one rank adds in the order of the run's layout.
+    """
+    one_engine = subject.spec.rollout.model_copy(update={"engines": 1, "port": None})
+    spec = subject.spec.model_copy(
+        update={
+            "rollout": one_engine,
+            "trainer": TrainerConfig(micro_batch_tokens=subject.spec.trainer.micro_batch_tokens),
+        }
+    )
+    model = Path(spec.model.path)
+    with Closing() as closing:
+        folder = Path(closing.enter_context(tempfile.TemporaryDirectory(prefix="fp8rl-attribute-")))
+        closing.enter_context(ray_cluster(folder / "ray_logs"))
+        served = folder / "served"
+        convert_checkpoint(model, served, numerics.rollout_spec)
+        pool = EnginePool.start(spec, RunDir(folder), numerics, served)
+        closing.callback(pool.stop)
+        trainer = TrainerGroup.start(
+            model, spec.trainer, numerics, seed=0, total_steps=1, max_sequence_length=spec.rollout.context_length
+        )
+        closing.callback(trainer.shutdown)
+        pool.wait()
+        tokenizer = AutoTokenizer.from_pretrained(model)
+        sides = Sides(spec, numerics, tokenizer, trainer, pool, folder, served)
+        if subject.checkpoint is not None:
+            trainer.load(subject.checkpoint)
+            sides.sync()
+        yield sides

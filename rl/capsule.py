@@ -1,0 +1,216 @@
+"""Capsules: the worst sequences of a step, with all that it takes to score them again in another process.
+
+A capsule is a directory: `capsule.json` (why, and in which numerics), `tensors.safetensors` (tokens and what both
+sides made of them), `spec.yaml` (of the run), `manifest.json` (digests of the served weights), `weights/` (those of the
+trainer, in Hugging Face format) unless the spec leaves them out, and `SHA256SUMS` over all other files.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from numerics.config import NumericsConfig
+from numerics.errors import user_error
+from numerics.files import publish_directory
+from rl.evidence import Evidence
+from rl.run_dir import RunDir
+from rl.spec import ExperimentSpec, read_resolved_spec
+from rl.stack import Stack
+from trainer.batch import TokenBatch
+from weight_sync.manifest import Manifest
+
+FORMAT = 1
+_ABOUT = "capsule.json"
+_TENSORS = "tensors.safetensors"
+_SPEC = "spec.yaml"
+_MANIFEST = "manifest.json"
+_WEIGHTS = "weights"
+_SUMS = "SHA256SUMS"
+
+
+@dataclasses.dataclass(frozen=True)
+class Capsule:
+    """A capsule that was read and found whole.
+
+    step: of the run. why: what made it. rows: of the step's batch, the worst first. evidence: of these rows.
+    tis_cap, metrics: C, and the `mismatch/...` metrics over these rows as they were recorded.
+    """
+
+    path: Path
+    step: int
+    why: list[str]
+    numerics: NumericsConfig
+    spec: ExperimentSpec
+    manifest: Manifest
+    rows: list[int]
+    evidence: Evidence
+    tis_cap: float
+    metrics: dict[str, float]
+
+    @property
+    def weights(self) -> Path | None:
+        """The weights that scored the sequences, if they were kept."""
+        path = self.path / _WEIGHTS
+        return path if path.is_dir() else None
+
+
+def write_capsule(
+    stack: Stack, step: int, why: Sequence[str], evidence: Evidence, rows: Sequence[int], tis_cap: float
+) -> Path:
+    """Keep these rows as the capsule of `step`; it appears whole or not at all. Then remove superfluous older ones.
+
+    The trainer must still have the weights that it scored with, and the engines be synced to them.
+    """
+    assert stack.manifest is not None
+    chosen = evidence.select(rows)
+    about = {
+        "format": FORMAT,
+        "step": step,
+        "why": list(why),
+        "spec_digest": stack.numerics.spec.digest(),
+        "numerics": stack.numerics.to_dict(),
+        "weight_version": evidence.version,
+        "temperature": chosen.batch.temperature,
+        "replay": chosen.batch.replay,
+        "rows": list(rows),
+        "tis_cap": tis_cap,
+        "metrics": chosen.metrics(tis_cap),
+    }
+    path = stack.run.capsule(step)
+    partial = path.with_name(f".{path.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    try:
+        (partial / _ABOUT).write_text(json.dumps(about, indent=1, allow_nan=False) + "\n")
+        save_file(_tensors(chosen), partial / _TENSORS)
+        shutil.copy(stack.manifest, partial / _MANIFEST)
+        shutil.copy(stack.run.spec, partial / _SPEC)
+        if stack.spec.guard.capsule_weights:
+            stack.trainer.export_hf(partial / _WEIGHTS)
+        files = sorted(file for file in partial.rglob("*") if file.is_file())
+        sums = [f"{_sha256(file)}  {file.relative_to(partial)}\n" for file in files]
+        (partial / _SUMS).write_text("".join(sums))
+        publish_directory(partial, path)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    _remove_superfluous(stack.run, stack.spec.guard.capsules)
+    return path
+
+
+def read_capsule(path: Path) -> Capsule:
+    """Read a capsule and check it.
+
+    Raises:
+        UserError: it is no capsule, of another format, a file is missing or damaged, or its parts are of different
+            quantization specs.
+    """
+    path = Path(path)
+    if not (path / _SUMS).is_file():
+        raise user_error(
+            "capsule",
+            found=str(path),
+            expected=f"a capsule, a directory with {_SUMS}",
+            remedy="Name one of a run's capsules/step_N directories.",
+        )
+    _check_files(path)
+    about = json.loads((path / _ABOUT).read_text())
+    if about["format"] != FORMAT:
+        raise user_error(
+            f"{path / _ABOUT}: format",
+            found=about["format"],
+            expected=str(FORMAT),
+            remedy="Replay it with the version of fp8rl that wrote it.",
+        )
+    numerics = NumericsConfig.from_dict(about["numerics"])
+    spec = read_resolved_spec(path / _SPEC)
+    manifest = Manifest(**json.loads((path / _MANIFEST).read_text()))
+    _check_digest(path / _ABOUT, about["spec_digest"], spec.numerics_config().spec.digest(), _SPEC)
+    _check_digest(path / _MANIFEST, manifest.spec_digest, numerics.rollout_spec.digest(), _ABOUT)
+    return Capsule(
+        path=path,
+        step=about["step"],
+        why=about["why"],
+        numerics=numerics,
+        spec=spec,
+        manifest=manifest,
+        rows=about["rows"],
+        evidence=_evidence(load_file(path / _TENSORS), about),
+        tis_cap=about["tis_cap"],
+        metrics=about["metrics"],
+    )
+
+
+def _tensors(evidence: Evidence) -> dict[str, torch.Tensor]:
+    batch = evidence.batch
+    tensors = {
+        "tokens": batch.tokens,
+        "lengths": batch.lengths,
+        "loss_mask": batch.loss_mask,
+        "weight_versions": evidence.versions,
+        "train_logprobs": evidence.logprobs,
+        **{f"fields.{name}": value for name, value in batch.fields.items()},
+    }
+    if batch.routes is not None:
+        tensors["rollout_routes"] = batch.routes
+    if evidence.routes is not None:
+        tensors["train_routes"] = evidence.routes
+    return tensors
+
+
+def _evidence(tensors: dict[str, torch.Tensor], about: dict[str, Any]) -> Evidence:
+    batch = TokenBatch(
+        tokens=tensors["tokens"],
+        lengths=tensors["lengths"],
+        loss_mask=tensors["loss_mask"],
+        temperature=about["temperature"],
+        fields={name.removeprefix("fields."): value for name, value in tensors.items() if name.startswith("fields.")},
+        routes=tensors.get("rollout_routes"),
+        replay=about["replay"],
+    )
+    versions, logprobs = tensors["weight_versions"], tensors["train_logprobs"]
+    return Evidence(batch, versions, about["weight_version"], logprobs, tensors.get("train_routes"))
+
+
+def _check_files(path: Path) -> None:
+    for line in (path / _SUMS).read_text().splitlines():
+        expected, _, name = line.partition("  ")
+        file = path / name
+        found = _sha256(file) if file.is_file() else "no such file"
+        if found != expected:
+            raise user_error(
+                f"capsule file {file}",
+                found=found,
+                expected=f"SHA-256 {expected}, as {_SUMS} says",
+                remedy="The capsule is damaged: copy it again from where the run wrote it.",
+            )
+
+
+def _check_digest(file: Path, found: str, expected: str, source: str) -> None:
+    if found != expected:
+        raise user_error(
+            f"{file}: spec_digest",
+            found=found,
+            expected=f"{expected}, the quantization spec of its {source}",
+            remedy="These files are of two runs: copy the whole capsule again from where the run wrote it.",
+        )
+
+
+def _sha256(file: Path) -> str:
+    with file.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()
+
+
+def _remove_superfluous(run: RunDir, keep: int) -> None:
+    """All but the first capsule of the run and the newest; the first is most often the cause of the others."""
+    for step in run.capsule_steps()[1 : 1 - keep]:
+        shutil.rmtree(run.capsule(step))

@@ -1,0 +1,7 @@
+"""How far trainer and engine disagree on the tokens that the engine sampled, and on the experts that they went to."""
+
+from rl.mismatch.breakdown import token_versions
+from rl.mismatch.logprobs import agreement, row_abs_diff_means
+from rl.mismatch.routing import router_agreement
+
+__all__ = ["agreement", "router_agreement", "row_abs_diff_means", "token_versions"]

@@ -1,0 +1,77 @@
+"""Where in a batch the disagreement sits: by the age of the weights that sampled a token, and by its place."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from rollout.types import Trajectory
+
+POSITION_STARTS = (0, 16, 64, 256, 1024, 4096, 16384)
+"""First position of each bucket of generated tokens; the last bucket is open. An answer's first token is at 0."""
+OLDEST = 8
+"""Staleness from which on tokens share one metric, so that an asynchronous run has a bounded number of names."""
+
+
+def position_metrics(d: Tensor, mask: Tensor, used: Tensor) -> dict[str, float]:
+    """`mismatch/..._pos_N`, N from `POSITION_STARTS`, for each bucket with tokens.
+
+    Args:
+        d: float64 [N], the differences of the used tokens in row-major order.
+        mask: bool [B, S], the sampled tokens; a token's position counts the sampled ones before it in its row.
+        used: bool [B, S], of which these with finite d.
+    """
+    positions = (mask.cumsum(dim=1) - 1)[used]
+    starts = torch.tensor(POSITION_STARTS, device=d.device)
+    metrics: dict[str, float] = {}
+    for start, abs_d in _split(torch.bucketize(positions, starts, right=True) - 1, d.abs()):
+        name = POSITION_STARTS[start]
+        metrics[f"mismatch/abs_diff_mean_pos_{name}"] = abs_d.mean().item()
+        metrics[f"mismatch/abs_diff_max_pos_{name}"] = abs_d.max().item()
+        metrics[f"mismatch/tokens_pos_{name}"] = float(abs_d.numel())
+    return metrics
+
+
+def version_metrics(d: Tensor, versions: Tensor, version: int | None) -> dict[str, float]:
+    """`mismatch/..._stale_N`, N = version - the token's version, for each N with tokens; `OLDEST` and more are one.
+
+    Args:
+        d: float64 [N].
+        versions: int64 [N], that sampled each token.
+        version: the trainer's; the newest of `versions` by default.
+
+    Raises:
+        ValueError: a token is newer than `version`.
+    """
+    newest = int(versions.max())
+    version = newest if version is None else version
+    if newest > version:
+        raise ValueError(
+            f"versions: found a token sampled by version {newest}, expected at most {version}, the trainer's"
+        )
+    metrics: dict[str, float] = {}
+    for stale, abs_d in _split((version - versions).clamp(max=OLDEST), d.abs()):
+        metrics[f"mismatch/abs_diff_mean_stale_{stale}"] = abs_d.mean().item()
+        metrics[f"mismatch/exact_frac_stale_{stale}"] = float((abs_d == 0).sum()) / abs_d.numel()
+        metrics[f"mismatch/tokens_stale_{stale}"] = float(abs_d.numel())
+    return metrics
+
+
+def token_versions(trajectories: Sequence[Trajectory], mask: Tensor) -> Tensor:
+    """int64 [B, S], the weight version that sampled each token, 0 elsewhere; mask: bool [B, S], the sampled tokens.
+
+    Row b is trajectory b, as `batch_from_trajectories` lays them out.
+    """
+    versions = torch.zeros(mask.shape, dtype=torch.int64)
+    versions[mask] = torch.tensor([v for t in trajectories for v in t.weight_versions], dtype=torch.int64)
+    return versions
+
+
+def _split(groups: Tensor, values: Tensor) -> list[tuple[int, Tensor]]:
+    """The values of each group that has any; groups: int64 [N] from 0, values: [N]."""
+    present = groups.bincount().nonzero().flatten().tolist()
+    return [(group, values[groups == group]) for group in present]

@@ -1,0 +1,105 @@
+"""Corrections for tokens that trainer and engine give different probabilities: importance weights and rejections.
+
+rho = e^d is a token's ratio of trainer to rollout probability at the weights that sampled it, d = old - rollout
+logprob. A sequence's ratio is the product of its tokens' rho, its geometric ratio their geometric mean.
+
+    truncated importance sampling (TIS)   min(ratio, cap), the ratio being the token's (Yao et al. 2025, "Your Efficient
+                                          RL Framework Secretly Brings You Off-Policy RL Training") or the sequence's
+                                          (Liu, Li et al. 2025, "When Speed Kills Stability")
+    icepop      rho of a token within [low, high]; others are rejected (Ring-1T report, "Every Step Evolves", 2025)
+    mis         the ratio of a sequence up to high; others are rejected (masked importance sampling, "When Speed Kills
+                Stability")
+    geometric   the TIS weight in a sequence whose geometric ratio is within [low, high]; others are rejected (verl's
+                rollout correction)
+
+`cap` bounds the weights of icepop and mis as well. A rejected token gives no loss and no gradient. The denominators of
+the loss stay those of the whole batch (verl divides by what is left): a rejected token counts as a zero, so rejection
+never makes the others count more.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from torch import Tensor
+
+from rl.mismatch.statistics import bounded
+
+if TYPE_CHECKING:
+    from rl.spec.sections import GrpoAlgorithm
+
+
+@dataclass(frozen=True)
+class Correction:
+    """One choice of weight and rejection.
+
+    Attributes:
+        cap: largest weight, at least 1. None caps nothing; without a rejection that brings its own weight (icepop, mis)
+            all weights are then 1.
+        level: of the TIS weight.
+        rejection: None keeps every token.
+        low: least accepted ratio; None: no lower bound.
+        high: largest accepted ratio; None: no upper bound.
+    """
+
+    cap: float | None = None
+    level: Literal["token", "sequence"] = "token"
+    rejection: Literal["icepop", "geometric", "mis"] | None = None
+    low: float | None = None
+    high: float | None = None
+
+    @classmethod
+    def of(cls, algorithm: GrpoAlgorithm) -> Correction:
+        """The correction that a spec asks for."""
+        rejection = algorithm.rejection
+        if rejection is None:
+            return cls(algorithm.tis_cap, algorithm.tis_level)
+        return cls(algorithm.tis_cap, algorithm.tis_level, rejection.name, rejection.low, rejection.high)
+
+    @property
+    def weighs(self) -> bool:
+        """Whether weights can differ from 1."""
+        return self.cap is not None or self.rejection in ("icepop", "mis")
+
+    @property
+    def corrects(self) -> bool:
+        """Whether it weighs or rejects; only then the rollout logprobs matter."""
+        return self.weighs or self.rejection is not None
+
+    def __call__(self, old: Tensor, rollout: Tensor, used: Tensor) -> tuple[Tensor, Tensor]:
+        """Weights [B, S] in old's dtype without gradient, 1 on unused tokens; and bool [B, S], used and not rejected.
+
+        A token that the trainer gave no finite logprob gets the weight NaN and is not rejected, nor is its sequence: it
+        must make the loss NaN, where it is noticed, and not pass unseen.
+
+        Args:
+            old: [B, S], the trainer's logprobs at the weights that sampled. Rows are whole sequences.
+            rollout: [B, S], the engine's.
+            used: bool [B, S], the tokens that the objective uses.
+        """
+        d = torch.where(used, old.detach().double() - rollout.double(), 0.0)
+        d = torch.where(d.isfinite(), d, torch.nan)
+        total = d.sum(dim=1, keepdim=True)
+        token, sequence = bounded(d).exp(), bounded(total).exp().expand_as(d)
+        if self.rejection == "icepop":
+            weight, judged = token, token
+        elif self.rejection == "mis":
+            weight, judged = sequence, sequence
+        else:
+            weight = token if self.level == "token" else sequence
+            judged = bounded(total / used.sum(dim=1, keepdim=True).clamp(min=1)).exp().expand_as(d)
+        if not self.weighs:
+            weight = torch.ones_like(d)
+        if self.cap is not None:
+            weight = weight.clamp(max=self.cap)
+        return torch.where(used, weight, 1.0).to(old.dtype), used & ~self._is_outside(judged)
+
+    def _is_outside(self, ratio: Tensor) -> Tensor:
+        outside = torch.zeros_like(ratio, dtype=torch.bool)
+        if self.low is not None:
+            outside |= ratio < self.low
+        if self.high is not None:
+            outside |= ratio > self.high
+        return outside

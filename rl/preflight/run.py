@@ -1,0 +1,155 @@
+"""The preflight from top to bottom: what needs no process, then same spec, same bytes, same logprobs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from numerics.errors import user_error
+from rl.preconditions import check, read_model
+from rl.preconditions.tensors import check_tensors
+from rl.preflight import floor, same_bytes, same_logprobs, same_spec
+from rl.preflight.calibration import ANSWERS, calibration_prompts
+from rl.preflight.check import Check
+from rl.preflight.floor import Difference
+from rl.preflight.observed import Observed, observe
+from rl.preflight.report import Report
+from rl.preflight.sides import Sides, open_sides
+from rl.preflight.static import block_alignment, same_precision
+from rl.spec import ExperimentSpec
+from rollout.client import EngineClient
+from rollout.errors import HandshakeError
+from rollout.handshake import REPORT_KEY
+from rollout.plugin.lifecycle import MANIFEST
+from trainer.batch import TokenBatch
+from weight_sync.manifest import SyncError
+
+BF16 = "BF16 on both sides"
+
+
+@dataclass
+class Findings:
+    """What has been found so far; see Report."""
+
+    checks: list[Check] = field(default_factory=list)
+    quantized: dict[str, list[str]] = field(default_factory=lambda: {"trainer": [], "engine": []})
+    differences: dict[str, Difference] = field(default_factory=dict)
+
+
+def preflight(spec: ExperimentSpec, *, quick: bool = False, say: Callable[[str], None] = print) -> Report:
+    """Check the three agreements of a spec.
+
+    Args:
+        quick: leave out BF16/BF16, which needs another engine.
+        say: told what is going on.
+
+    Raises:
+        UserError: the spec's model, data or sizes are such that no run could start.
+    """
+    began = time.monotonic()
+    findings = Findings()
+    model = read_model(spec.model.path)
+    check_tensors(spec.model.path, model)
+    findings.checks += [block_alignment(model, spec), same_precision(spec)]
+    if findings.checks[0].ok:
+        check(spec)
+        _check_engine(spec)
+        say("starting the engine and the trainer")
+        try:
+            with open_sides(spec) as sides:
+                _examine(sides, findings, quick, say)
+        except HandshakeError as error:
+            findings.checks.append(same_spec.refused_handshake(error))
+    numerics = spec.numerics_config()
+    return Report(
+        spec_digest=numerics.spec.digest(),
+        mode=numerics.mode,
+        trainer=numerics.trainer,
+        rollout=numerics.rollout,
+        checks=findings.checks,
+        quantized=findings.quantized,
+        differences=findings.differences,
+        seconds=time.monotonic() - began,
+    )
+
+
+def _examine(sides: Sides, findings: Findings, quick: bool, say: Callable[[str], None]) -> None:
+    say("syncing the weights")
+    try:
+        findings.checks.append(same_bytes.manifest_of(sides.sync()))
+    except SyncError as error:
+        findings.checks.append(same_bytes.refused_sync(error))
+        return  # generation stays paused
+    say("sampling and scoring the calibration batch")
+    prompts = calibration_prompts(sides)
+    batch = sides.sample(prompts, ANSWERS, sides.spec.rollout.temperature)
+    _examine_spec(sides, batch, findings)
+    _examine_logprobs(sides, batch, findings, quick, say)
+
+
+def _examine_spec(sides: Sides, batch: TokenBatch, findings: Findings) -> None:
+    numerics = sides.numerics
+    state, manifest = sides.ask(_engine_state), sides.ask(_manifest)
+    observed: list[Observed] = sides.trainer.apply(observe, batch)
+    findings.quantized = {
+        "trainer": sorted({name for rank in observed for name in rank.quantized}),
+        "engine": same_spec.quantized_names(manifest),
+    }
+    findings.checks += [
+        same_spec.handshake(numerics, state[REPORT_KEY]),
+        same_spec.quantized_modules(**findings.quantized),
+        same_spec.kv_cache_dtype(state),
+    ]
+    if numerics.rollout_spec.quantized:
+        scales = same_spec.served_scales(sides.checkpoint, manifest)
+        names = same_spec.scale_names(manifest)
+        findings.checks.append(same_spec.scale_formats(scales, names, numerics.rollout_spec.weight.scale))
+    routers = [pair for rank in observed for pair in rank.routers]
+    if routers:
+        findings.checks.append(same_spec.router_precision(numerics.mode, routers, state[REPORT_KEY]["hooks"]))
+
+
+def _examine_logprobs(
+    sides: Sides, batch: TokenBatch, findings: Findings, quick: bool, say: Callable[[str], None]
+) -> None:
+    numerics, differences = sides.numerics, findings.differences
+    measured = differences["trainer against engine"] = floor.against_trainer(sides, batch)
+    temperature = same_logprobs.sampler_temperature(sides, batch, measured)
+
+    prompts = calibration_prompts(sides)
+    plain = batch if batch.temperature == 1.0 else sides.sample(prompts, ANSWERS, 1.0)
+    floors = {
+        "prefill against decode": floor.prefill_against_decode(sides, plain),
+        "alone against together": floor.alone_against_together(sides, plain),
+    }
+    if not quick and (numerics.trainer, numerics.rollout) != ("bf16", "bf16"):
+        say("starting a BF16 engine for the noise floor")
+        floors[BF16] = floor.bf16_on_both_sides(sides, prompts, ANSWERS)
+    differences |= floors
+    findings.checks += [
+        same_logprobs.trainer_against_engine(numerics, measured, floors.get(BF16)),
+        temperature,
+        *same_logprobs.noise_floor(numerics.mode, floors),
+    ]
+
+
+async def _engine_state(client: EngineClient) -> dict:
+    return (await client.internal_states())[0]
+
+
+async def _manifest(client: EngineClient) -> dict[str, str]:
+    """HF name to digest of everything that the engine holds now."""
+    answer = await client.admin("/weights_checker", action=MANIFEST)
+    checksums: dict[str, str] = answer["ranks"][0]["checksums"]
+    return checksums
+
+
+def _check_engine(spec: ExperimentSpec) -> None:
+    if spec.algorithm.name == "sft" and spec.eval.problems == 0:
+        raise user_error(
+            "algorithm.name",
+            found="sft with eval.problems = 0",
+            expected="a run with an engine: there is nothing for its trainer to agree with",
+            remedy="Train it as it is, or set eval.problems.",
+        )

@@ -1,0 +1,93 @@
+"""Gates that cannot mean what they say: against each other, or against the rest of the spec."""
+
+from __future__ import annotations
+
+from itertools import combinations
+from typing import TYPE_CHECKING
+
+from numerics.errors import UserError, user_error
+from rl.spec.gates import GateSection
+
+if TYPE_CHECKING:
+    from rl.spec.experiment import ExperimentSpec
+
+DEFAULT_TIGHT_CAP = 1.0
+
+
+def check_gates(spec: ExperimentSpec) -> None:
+    """Raise `UserError` for the first gate that contradicts another one or another section."""
+    for index, rule in enumerate(spec.gates):
+        problem = _against_the_spec(f"gates.{index}", rule, spec)
+        if problem is not None:
+            raise problem
+    for (first, one), (second, other) in combinations(enumerate(spec.gates), 2):
+        problem = _against_each_other(first, one, second, other)
+        if problem is not None:
+            raise problem
+
+
+def _against_the_spec(key: str, rule: GateSection, spec: ExperimentSpec) -> UserError | None:
+    numerics, algorithm = spec.numerics, spec.algorithm
+    action = rule.action
+    if rule.metric.startswith("mismatch/router_") and numerics.router_replay == "off":
+        return user_error(
+            f"{key}.metric",
+            found=f"{rule.metric} with numerics.router_replay=off",
+            expected="record or replay, without which the engine reports no routes",
+            remedy="Set numerics.router_replay=record, or choose another metric.",
+        )
+    if algorithm.name == "sft":
+        if action != "warn":
+            return user_error(
+                f"{key}.action",
+                found=action,
+                expected="warn, as the sft algorithm samples nothing that another action could mend",
+                remedy="Set it to warn, or remove the gate.",
+            )
+        return None
+    if action == "tighten_tis":
+        cap = DEFAULT_TIGHT_CAP if rule.tis_cap is None else rule.tis_cap
+        if algorithm.tis_cap is None or cap >= algorithm.tis_cap:
+            return user_error(
+                f"{key}.tis_cap",
+                found=cap,
+                expected=f"less than algorithm.tis_cap={algorithm.tis_cap}, the cap that it tightens",
+                remedy="Give a lower cap, or set algorithm.tis_cap above it.",
+            )
+    if action == "enable_r3" and numerics.router_replay != "record":
+        return user_error(
+            f"{key}.action",
+            found=f"enable_r3 with numerics.router_replay={numerics.router_replay}",
+            expected="numerics.router_replay=record, so that there are routes to replay from some step on",
+            remedy="Set numerics.router_replay=record, or choose another action.",
+        )
+    if action == "bf16_both" and not numerics.quantizes:
+        return user_error(
+            f"{key}.action",
+            found="bf16_both with both sides in BF16",
+            expected="a side in FP8 to fall back from",
+            remedy="Choose another action, or set numerics.trainer or numerics.rollout to fp8.",
+        )
+    return None
+
+
+def _against_each_other(first: int, one: GateSection, second: int, other: GateSection) -> UserError | None:
+    if one.metric != other.metric:
+        return None
+    if (one.above, one.below, one.action) == (other.above, other.below, other.action):
+        return user_error(
+            f"gates.{second}",
+            found=f"{other.action} on {other.metric} {other.bound}",
+            expected=f"another condition or action than gates.{first}",
+            remedy="Remove one of the two.",
+        )
+    above = one.above if one.above is not None else other.above
+    below = one.below if one.below is not None else other.below
+    if above is not None and below is not None and below > above:
+        return user_error(
+            f"gates.{second}",
+            found=f"{other.metric} {other.bound}, while gates.{first} has {one.bound}",
+            expected="a value between the two bounds that satisfies both",
+            remedy=f"Set below to at most {above}, or above to at least {below}.",
+        )
+    return None

@@ -1,0 +1,42 @@
+"""What gates have changed for the rest of a run, and where each of them stands. Checkpoints carry it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from numerics.config import NumericsConfig
+from rl.run_dir import RunDir
+
+
+@dataclasses.dataclass
+class Standing:
+    """tis_cap: the cap of the importance weight that a gate tightened; None: as the spec has it.
+
+    router_replay: a gate turned the replay of the engine's experts on. bf16: both sides fell back to BF16.
+    stale_resyncs: how often engines sampled at other weights than the trainer's. rules: see `rl.gates.Gates.state`.
+    """
+
+    tis_cap: float | None = None
+    router_replay: bool = False
+    bf16: bool = False
+    stale_resyncs: int = 0
+    rules: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    @classmethod
+    def of_checkpoint(cls, run: RunDir, step: int | None) -> Standing:
+        """As the checkpoint of `step` has it; that of a new run if there is none."""
+        if step is None:
+            return cls()
+        extra = json.loads((run.checkpoint(step) / "about.json").read_text())["extra"]
+        return cls(**extra.get("standing", {}))
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON values."""
+        return dataclasses.asdict(self)
+
+    def numerics(self, configured: NumericsConfig) -> NumericsConfig:
+        """What both sides run: the spec's, or BF16 on both. Neither side ever falls back alone."""
+        return dataclasses.replace(configured, trainer="bf16", rollout="bf16") if self.bf16 else configured

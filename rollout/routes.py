@@ -1,0 +1,61 @@
+"""The experts that an engine sent each token to, as it reports them with an answer."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from numerics.errors import UserError
+from rollout.errors import EngineError
+
+_BYTES = 4
+"""SGLang reports int32."""
+
+
+@dataclass(frozen=True)
+class RouteShape:
+    """MoE layers of a model, and experts of a token in each."""
+
+    layers: int
+    top_k: int
+
+
+def route_shape(config: Mapping[str, Any]) -> RouteShape:
+    """The shape of a model from its Hugging Face config.json; every layer has routed experts, as in Qwen3-MoE.
+
+    Raises:
+        UserError: it is a dense model.
+    """
+    if not config.get("num_experts_per_tok"):
+        raise UserError(
+            "numerics.router_replay: found it on for a dense model, expected off: it has no experts. Set "
+            "numerics.router_replay=off, or choose a mixture of experts."
+        )
+    return RouteShape(config["num_hidden_layers"], config["num_experts_per_tok"])
+
+
+def parse_routes(meta: dict[str, Any], tokens: int, shape: RouteShape) -> Tensor:
+    """An answer's `meta_info` -> int16 [tokens - 1, layers, top_k]; `tokens` are those of prompt and answer.
+
+    The last token was sampled but never computed with, so it has no route.
+
+    Raises:
+        EngineError: the answer reports none, or not as many as the tokens need.
+    """
+    text = meta.get("routed_experts")
+    if text is None:
+        raise EngineError(f"request {meta['id']}: found no routed experts, expected those of {tokens - 1} tokens")
+    data = bytearray(base64.b64decode(text))
+    expected = (tokens - 1) * shape.layers * shape.top_k
+    if len(data) != expected * _BYTES:
+        raise EngineError(
+            f"request {meta['id']}: found {len(data) / _BYTES:g} routed experts, expected {expected}, for {tokens - 1} "
+            f"tokens in {shape.layers} layers with {shape.top_k} each"
+        )
+    routes = torch.frombuffer(data, dtype=torch.int32) if data else torch.empty(0, dtype=torch.int32)
+    return routes.to(torch.int16).view(tokens - 1, shape.layers, shape.top_k)

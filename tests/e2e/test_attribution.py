@@ -1,0 +1,198 @@
+"""Known answers: a cause is planted on a live trainer and engine, and the first finding names it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from operator import methodcaller
+from typing import Any
+
+import pytest
+import torch
+
+from numerics import ops
+from rl.attribution import Attribution, attribute
+from rollout.client import EngineClient
+from rollout.plugin.lifecycle import COMMIT
+from tests.e2e import faults
+from tests.e2e.rig import Pipeline, Rig, Setup
+from trainer.batch import TokenBatch
+from weight_sync import bridge
+from weight_sync.manifest import SyncError
+from weight_sync.quantized import served_tensors
+from weight_sync.transports.tensor import TensorTransport
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+
+SCALES = "model.layers.1.self_attn.v_proj.weight_scale_inv"
+
+
+def test_nothing_is_found_where_nothing_is_planted(rig: Rig) -> None:
+    pipeline = rig.open(Setup("moe"))
+    result = attributed(pipeline, pipeline.sample(0.7))
+    assert result.findings == ()
+    assert result.abs_diff_mean == result.live_abs_diff_mean == 0
+    assert {difference.differing for difference in result.ops} == {0.0}
+    assert set(result.stream) == {0.0}
+    assert {expert.relative_rms for expert in result.experts} == {0.0}
+    layers = 3
+    assert len(result.ops) == 1 + layers * 11 + 3
+    assert len(result.experts) == layers * 8 and sum(e.tokens for e in result.experts if e.layer == 0) > 4000
+    assert result.tokens == sum(bucket.tokens for bucket in result.positions) > 400
+
+
+def test_a_doubled_scale_in_the_engine(rig: Rig) -> None:
+    pipeline = rig.open(Setup("moe"))
+    batch = pipeline.sample(1.0, count=4)
+    put_in_engine(pipeline, SCALES, lambda scales: 2 * scales)
+    result = attributed(pipeline, batch, resync=pipeline.sync)
+    first = result.findings[0]
+    assert (first.cause, first.op, first.layers, first.tensors) == ("weights", "qkv", (1,), (SCALES,))
+    assert "layer 1 qkv differs" in first.text and "v_proj scales are not those of version" in first.text
+    assert [(d.layer, d.op) for d in result.ops if d.differing] == [(1, "qkv")]
+    assert result.stream[:2] == (0.0, 0.0) and result.stream[2] > 0.01
+    (synced,) = [cause for cause in result.causes if cause.name == "weights"]
+    assert synced.before > 0.05 and synced.after == 0
+    assert attributed(pipeline, pipeline.sample(1.0, count=4)).findings == ()
+
+
+def test_an_update_that_was_left_open(rig: Rig) -> None:
+    """Nothing can be computed in the engine then, and that is the answer."""
+    pipeline = rig.open(Setup("moe"))
+    batch = pipeline.sample(1.0, count=2)
+    put_in_engine(pipeline, SCALES, lambda scales: scales, commit=False)
+    result = attributed(pipeline, batch)
+    pipeline.sync()
+    (finding,) = result.findings
+    assert finding.cause == "weights" and "last weight update was not committed" in finding.text
+    assert result.abs_diff_mean == 0 and result.ops == ()
+
+
+def test_a_stale_expert(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    pipeline = rig.open(Setup("moe"))
+    pipeline.train_step(pipeline.sample(1.0, count=4))
+    make = bridge.make_transport
+    with monkeypatch.context() as patch:
+        patch.setattr(bridge, "make_transport", lambda *args: faults.Tampered(make(*args), faults.missed_expert))
+        with pytest.raises(SyncError):
+            pipeline.sync()
+    pipeline.rig.run(resume(pipeline))  # nobody looked
+    result = attributed(pipeline, pipeline.sample(1.0))
+    pipeline.sync()
+    first = result.findings[0]
+    assert (first.cause, first.op, first.layers, first.experts) == ("weights", "experts", (1,), (5,))
+    assert {"down_proj", "gate_proj", "up_proj"} <= {name.split(".")[-2] for name in first.tensors}
+    assert "layer 1 experts: expert 5 differs" in first.text
+    differing = {(e.layer, e.expert): e for e in result.experts if e.relative_rms > 0}
+    assert differing.keys() == {(1, 5)}
+    assert differing[1, 5].abs_diff_mean > differing[1, 5].abs_diff_rest
+
+
+@pytest.mark.parametrize(
+    ("plant", "op", "layers", "says"),
+    [
+        ("rope_base", "rope", (0, 1, 2), "rope_theta is 20000 in the trainer and 10000 in the engine"),
+        ("fp32_router", "router", (0, 1, 2), "router differs in every layer on equal inputs"),
+    ],
+)
+def test_another_definition_of_an_op(rig: Rig, plant: str, op: str, layers: tuple[int, ...], says: str) -> None:
+    pipeline = rig.open(Setup("moe"))
+    batch = pipeline.sample(1.0, count=6)
+    pipeline.trainer.apply(PLANTS[plant])
+    try:
+        result = attributed(pipeline, batch)
+    finally:
+        pipeline.trainer.apply(restore)
+    first = result.findings[0]
+    assert (first.cause, first.op, first.layers) == ("op", op, layers)
+    assert says in first.text
+    assert {d.op for d in result.ops if d.differing} == {op}
+
+
+def test_another_temperature(rig: Rig) -> None:
+    pipeline = rig.open(Setup("moe"))
+    batch = replace(pipeline.sample(0.7, count=6), temperature=1.0)
+    result = attributed(pipeline, batch)
+    (finding,) = result.findings
+    assert finding.cause == "sampler"
+    assert "those of temperature 0.7, and the batch says 1 " in finding.text
+    (switched,) = [cause for cause in result.causes if cause.name == "sampler"]
+    assert switched.before > 0.1 and switched.after == 0
+
+
+def test_one_side_in_bf16(rig: Rig) -> None:
+    pipeline = rig.open(Setup("moe"))
+    batch = pipeline.sample(1.0, count=4)
+    numerics = replace(pipeline.setup.numerics, trainer="bf16")
+    pipeline.trainer.apply(methodcaller("set_numerics", numerics))
+    try:
+        result = attribute(pipeline.trainer, pipeline.endpoint, batch, numerics)
+    finally:
+        pipeline.trainer.apply(methodcaller("set_numerics", pipeline.setup.numerics))
+    (finding,) = result.findings
+    assert finding.cause == "quantization" and finding.layers == (0, 1, 2)
+    assert {d.op for d in result.ops if d.differing} == {"qkv", "o_proj", "experts"}
+
+
+def test_native_mode_s_own_ops_are_told_apart(rig: Rig) -> None:
+    """Megatron multiplies the router's probability in before an expert's second product is quantized, SGLang after."""
+    pipeline = rig.open(Setup("moe", mode="native"))
+    result = attributed(pipeline, pipeline.sample(1.0, count=6))
+    assert (result.findings[0].cause, result.findings[0].op) == ("op", "experts")
+    largest = {op: max(d.relative_rms for d in result.ops if d.op == op) for op in {d.op for d in result.ops}}
+    assert {op for op, size in largest.items() if size == 0} >= {"embed", "qkv", "o_proj", "rope", "router", "lm_head"}
+    assert 0 < largest["attention"] < 0.01 < largest["experts"]
+    assert result.live_abs_diff_mean > 0.01
+    off = attributed(pipeline, replace(pipeline.sample(0.7, count=6), temperature=1.0))
+    assert off.findings[0].cause == "sampler" and "temperature 0.7" in off.findings[0].text
+
+
+def attributed(pipeline: Pipeline, batch: TokenBatch, **options: Any) -> Attribution:
+    return attribute(pipeline.trainer, pipeline.endpoint, batch, pipeline.setup.numerics, **options)
+
+
+def put_in_engine(
+    pipeline: Pipeline, name: str, change: Callable[[torch.Tensor], torch.Tensor], commit: bool = True
+) -> None:
+    """Replace one tensor in the engine and commit it as if nothing had happened."""
+    (tensor,) = pipeline.trainer.apply(served, pipeline.setup.numerics.rollout_spec, name)
+    version = pipeline.trainer.weight_version
+
+    async def put() -> None:
+        async with EngineClient(await pipeline.engine.endpoint()) as engine:
+            await TensorTransport(1 << 20).send([(name, change(tensor))], [engine], version)
+            if commit:
+                await engine.admin("/weights_checker", action=f"{COMMIT}{version}")
+
+    pipeline.rig.run(put())
+
+
+def served(trainer: Any, spec: Any, name: str) -> torch.Tensor:
+    return dict(served_tensors(trainer.export_weights(), spec))[name].clone()
+
+
+async def resume(pipeline: Pipeline) -> None:
+    async with EngineClient(await pipeline.engine.endpoint()) as engine:
+        await engine.resume()
+
+
+def rope_base(trainer: Any) -> None:
+    for layer in trainer.model.decoder.layers:
+        layer.self_attention.core_attention.rope_theta *= 2
+
+
+def fp32_router(trainer: Any) -> None:
+    def gating(router: Any, x: torch.Tensor) -> torch.Tensor:
+        return ops.linear(x.float(), router.weight.float())
+
+    for layer in trainer.model.decoder.layers:
+        layer.mlp.router.gating = gating.__get__(layer.mlp.router)
+
+
+def restore(trainer: Any) -> None:
+    for layer in trainer.model.decoder.layers:
+        layer.self_attention.core_attention.rope_theta = trainer.shape.rope_theta
+        vars(layer.mlp.router).pop("gating", None)
+
+
+PLANTS = {"rope_base": rope_base, "fp32_router": fp32_router}

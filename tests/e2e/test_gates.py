@@ -1,0 +1,330 @@
+"""Faults injected into a live run: each is caught in the step it happens in, and none of it is trained on.
+
+One run of the arithmetic example meets them one after the other, is stopped by the last, and resumes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import math
+import shutil
+import subprocess
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import rl.loop
+from rl.ending import finish
+from rl.events import Event, read_events
+from rl.loop import train
+from rl.metrics_log import read_metrics
+from rl.run_dir import RunDir, create_run_dir, write_spec
+from rl.spec import load_spec
+from rl.stack import Stack
+from rollout.client import EngineClient
+from rollout.handshake import REPORT_KEY
+from rollout.plugin.lifecycle import COMMIT
+from rollout.types import Trajectory
+from tests.e2e.cli_runs import FP8RL, ROOT, SMALL
+from tests.e2e.faults import MATRIX, Named, Tampered
+from weight_sync.bridge import push
+from weight_sync.transports.tensor import TensorTransport
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+
+REPLAYED, CORRUPTED, STALE, OLD, NAN, OVERFLOW, MANY_NAN, DIVERGING, STOPPED = 2, 3, 5, 6, 7, 8, 9, 10, 11
+"""The step of each fault; 4 has none."""
+TIGHTENED, LAST = 12, 13
+"""Of the run that resumes."""
+
+WITHHELD = {CORRUPTED, OLD, NAN, OVERFLOW, MANY_NAN, STOPPED}
+GATES = [
+    {"metric": "mismatch/exact_frac", "below": 1.0, "action": "resync"},
+    {"metric": "mismatch/nonfinite_count", "above": 0.0, "action": "skip_step"},
+    {"metric": "mismatch/nonfinite_sequences", "above": 4.0, "action": "bf16_both"},
+    {"metric": "rollout/finished_fraction", "below": 0.5, "action": "checkpoint_and_stop"},
+    {"metric": "mismatch/router_agreement", "below": 0.5, "action": "enable_r3"},
+]
+LATER_GATES = [{"metric": "mismatch/tis_clipfrac", "above": 0.5, "action": "tighten_tis"}]
+
+Before = Callable[[Stack], None]
+After = Callable[[list[Trajectory]], list[Trajectory]]
+
+
+def corrupt_a_weight(stack: Stack) -> None:
+    """In the engine, after the verified sync: a tampered tensor, committed at the same version."""
+    transport = Tampered(TensorTransport(1 << 20), flipped_bits)
+    version = stack.trainer.weight_version
+    stack.trainer.apply(push, transport, stack.numerics.rollout_spec, stack.endpoints(), version)
+    at_each_engine(stack, EngineClient.resume)  # a sync that does not verify leaves it paused
+
+
+def flipped_bits(tensors: Iterable[Named]) -> Iterator[Named]:
+    """The lowest bit of every FP8 code of MATRIX."""
+    for name, tensor in tensors:
+        if name == MATRIX:
+            tensor = tensor.clone()
+            tensor.view(torch.uint8).bitwise_xor_(1)
+        yield name, tensor
+
+
+def at_each_engine(stack: Stack, use: Callable[[EngineClient], Any]) -> list[Any]:
+    async def run() -> list[Any]:
+        answers = []
+        for endpoint in stack.endpoints():
+            async with EngineClient(endpoint) as engine:
+                answers.append(await use(engine))
+        return answers
+
+    return asyncio.run(run())
+
+
+@dataclasses.dataclass
+class OldWeights:
+    """Those of the step in which `keep` is called, loaded into the engine in a later one."""
+
+    folder: Path
+
+    def keep(self, stack: Stack) -> None:
+        shutil.copytree(stack.bridge.write_checkpoint(), self.folder)
+
+    def load(self, age: int) -> Before:
+        """Under the trainer's version less `age`."""
+
+        async def send(engine: EngineClient, version: int) -> None:
+            await engine.update_weights_from_disk(self.folder, version)
+            await engine.admin("/weights_checker", action=f"{COMMIT}{version}")
+
+        return lambda stack: at_each_engine(stack, lambda engine: send(engine, stack.trainer.weight_version - age))
+
+
+def nan_logprobs(rows: int) -> After:
+    """The engine answers NaN for every token of the first `rows` answers."""
+
+    def spoil(answers: list[Trajectory]) -> list[Trajectory]:
+        return [dataclasses.replace(a, logprobs=[math.nan] * len(a.logprobs)) for a in answers[:rows]] + answers[rows:]
+
+    return spoil
+
+
+def too_sure(answers: list[Trajectory]) -> list[Trajectory]:
+    """The engine reports every token as e times less probable than it was: rho = e."""
+    return [dataclasses.replace(a, logprobs=[x - 1.0 for x in a.logprobs]) for a in answers]
+
+
+def other_experts(answers: list[Trajectory]) -> list[Trajectory]:
+    """The engine reports each token's experts as those that follow them."""
+    return [dataclasses.replace(a, routed_experts=(a.routed_experts + 1) % 8) for a in answers]
+
+
+def diverge(stack: Stack) -> None:
+    """The learning rate, from now on."""
+    stack.trainer.apply(set_learning_rate, 3.0)
+
+
+def set_learning_rate(trainer: Any, lr: float) -> None:
+    for group in trainer.optimizer.inner.param_groups:
+        group["max_lr"] = lr
+
+
+class Faults:
+    """Stands around the loop's sampling: what happens right before it in a step, and to what it returns."""
+
+    def __init__(
+        self, patch: pytest.MonkeyPatch, before: dict[int, Before], after: dict[int, After], first: int
+    ) -> None:
+        self.step = first - 1
+        self.passes: dict[int, list[tuple[bool, float | None]]] = {}
+        self._before, self._after, self._patch = before, after, patch
+        self._sample, self._advantages = rl.loop.sample, rl.loop.group_advantages
+        patch.setattr(rl.loop, "sample", self.sample)
+        patch.setattr(rl.loop, "group_advantages", self.advantages)
+
+    def sample(self, stack: Stack, *arguments: Any) -> list[Trajectory]:
+        if not self.passes:
+            self._note_passes(stack)
+        self.step += 1
+        self.passes[self.step] = []
+        self._before.get(self.step, lambda _: None)(stack)
+        return self._after.get(self.step, lambda answers: answers)(self._sample(stack, *arguments))
+
+    def _note_passes(self, stack: Stack) -> None:
+        """Of each step, whether the routes were replayed and under which cap."""
+        forward_backward = stack.trainer.forward_backward
+
+        def noted(batch: Any, objective: Any) -> Any:
+            self.passes[self.step].append((batch.replay, objective.correction.cap))
+            return forward_backward(batch, objective)
+
+        self._patch.setattr(stack.trainer, "forward_backward", noted)
+
+    def advantages(self, *arguments: Any, **options: Any) -> torch.Tensor:
+        """So large in step OVERFLOW that their sum is not finite."""
+        return self._advantages(*arguments, **options) + (3e38 if self.step == OVERFLOW else 0.0)
+
+
+@pytest.fixture(scope="module")
+def run(faulty: tuple[RunDir, Faults]) -> RunDir:
+    """The run up to where it is stopped."""
+    return faulty[0]
+
+
+@pytest.fixture(scope="module")
+def faulty(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunDir, Faults]:
+    folder = tmp_path_factory.mktemp("gates")
+    spec = load_spec(
+        ROOT / "examples/arithmetic.yaml",
+        [
+            *SMALL,
+            *(f"run.dir={folder}", "run.name=run", f"run.steps={LAST}", "eval.problems=0"),
+            *("numerics.router_replay=record", "rollout.start_timeout_s=400.0"),
+            *(f"gates={json.dumps(GATES)}", "guard.nonfinite_loss=skip", "guard.capsules=9"),
+        ],
+    )
+    run = create_run_dir(folder, "run")
+    write_spec(run, spec.to_dict())
+    old = OldWeights(folder / "old")
+    before = {
+        1: old.keep,
+        CORRUPTED: corrupt_a_weight,
+        STALE: old.load(age=1),
+        OLD: old.load(age=0),
+        DIVERGING: diverge,
+    }
+    after = {REPLAYED: other_experts, NAN: nan_logprobs(1), MANY_NAN: nan_logprobs(8)}
+    with pytest.MonkeyPatch.context() as patch, Stack.open(spec, run) as stack:
+        faults = Faults(patch, before, after, first=1)
+        stopped = train(stack)
+        finish(stack, stopped)
+    assert stopped.startswith("checkpoint_and_stop: rollout/finished_fraction")
+    return run, faults
+
+
+def row(run: RunDir, step: int) -> dict[str, Any]:
+    (found,) = [row for row in read_metrics(run.metrics) if row["step"] == step]
+    return found
+
+
+def events(run: RunDir, step: int) -> list[Event]:
+    return [event for event in read_events(run.events) if event.step == step]
+
+
+def actions(run: RunDir, step: int) -> list[str]:
+    return [event.action for event in events(run, step)]
+
+
+def replay(capsule: Path, *options: str) -> tuple[int, str, str]:
+    """In a fresh process: exit code, output, errors."""
+    done = subprocess.run([FP8RL, "replay", capsule, *options], capture_output=True, text=True, timeout=400)
+    return done.returncode, done.stdout, done.stderr
+
+
+def test_what_is_out_of_bounds_is_not_trained_on_and_everything_else_is(run: RunDir) -> None:
+    rows = {step: row(run, step) for step in range(1, STOPPED + 1)}
+    assert {step for step, found in rows.items() if found["gates/withheld"] == 1.0} == WITHHELD
+    assert {step for step, found in rows.items() if "train/lr" not in found} == WITHHELD
+    assert {event.step for event in read_events(run.events)} == WITHHELD | {STALE, REPLAYED}
+    for step in rows.keys() - WITHHELD - {1}:
+        assert rows[step]["mismatch/exact_frac"] == 1.0, f"step {step} is as good as before the faults"
+        assert rows[step]["mismatch/nonfinite_count"] == 0
+
+
+def test_a_corrupted_weight_is_synced_away(run: RunDir) -> None:
+    (event,) = events(run, CORRUPTED)
+    assert (event.action, event.metric, event.bound) == ("resync", "mismatch/exact_frac", "below 1.0")
+    assert event.value == row(run, CORRUPTED)["mismatch/exact_frac"] < 1.0
+    assert row(run, CORRUPTED)["sync/verified_tensors"] > 100
+    manifests = [json.loads(run.manifest(step).read_text()) for step in (CORRUPTED - 1, CORRUPTED)]
+    assert manifests[0] == manifests[1], "the same weights, at the same version"
+
+
+def test_old_weights_are_found_whatever_version_they_claim(run: RunDir) -> None:
+    assert actions(run, STALE) == ["resync"] and row(run, STALE)["gates/stale_resyncs"] == 1.0
+    assert row(run, STALE)["rollout/staleness_max"] == 0.0
+    assert actions(run, OLD) == ["resync"] and row(run, OLD)["mismatch/exact_frac"] < 1.0
+
+
+def test_logprobs_that_are_not_finite_cost_the_step(run: RunDir) -> None:
+    assert actions(run, NAN) == ["skip_step"]
+    assert 0 < row(run, NAN)["mismatch/nonfinite_count"] < row(run, NAN)["rollout/tokens"]
+    assert "sync/seconds" not in row(run, NAN), "there is nothing new to send"
+
+
+def test_a_loss_that_is_not_finite_costs_the_step_and_is_pinned(run: RunDir) -> None:
+    (event,) = events(run, OVERFLOW)
+    assert (event.action, event.metric, event.value) == ("skip_step", "train/loss", None)
+    assert "train/loss" not in row(run, OVERFLOW) and row(run, OVERFLOW)["tracking/nonfinite_dropped"] == 2
+    about = json.loads((run.capsule(OVERFLOW) / "capsule.json").read_text())
+    assert sorted(about["rows"]) == list(range(32)), "every row of the micro-batch"
+
+
+def test_both_sides_fall_back_to_bf16_and_still_agree(run: RunDir) -> None:
+    assert actions(run, MANY_NAN) == ["skip_step", "bf16_both"], "the milder action first"
+    assert [row(run, step)["gates/bf16"] for step in (NAN, MANY_NAN, DIVERGING)] == [0.0, 1.0, 1.0]
+    served = [json.loads(run.manifest(step).read_text()) for step in (OLD, MANY_NAN)]
+    assert served[0]["spec_digest"] != served[1]["spec_digest"]
+    assert not any(name.endswith("_scale_inv") for name in served[1]["entries"])
+    assert row(run, MANY_NAN)["sync/verified_tensors"] == len(served[1]["entries"]) < len(served[0]["entries"])
+
+
+def test_a_diverging_run_is_stopped_in_order(run: RunDir) -> None:
+    assert actions(run, STOPPED) == ["checkpoint_and_stop"]
+    assert row(run, STOPPED)["rollout/finished_fraction"] < 0.5
+    assert max(run.checkpoint_steps()) == STOPPED and not run.model.exists()
+    page = run.report.read_text()
+    for event in read_events(run.events):
+        assert event.text in page.replace("&#39;", "'")
+    log = run.log.read_text()
+    assert "not trained on" in log and f"stopped: {events(run, STOPPED)[0].text} (capsules/step_{STOPPED})" in log
+
+
+@pytest.mark.parametrize("step", [CORRUPTED, STOPPED], ids=["fp8", "bf16"])
+def test_a_capsule_replays_bit_for_bit_in_a_fresh_process(run: RunDir, step: int) -> None:
+    code, printed, said = replay(run.capsule(step), "--json")
+    assert (code, said) == (0, "")
+    facts = json.loads(printed)
+    assert facts["reproduced"] and facts["mode"] == "exact" and facts["sequences"] == 8
+    assert facts["equal_tokens"] == facts["tokens"] > 50 and facts["largest_change"] == 0
+    assert all(values["recorded"] == values["rescanned"] for values in facts["metrics"].values())
+    recorded = {name: values["recorded"] for name, values in facts["metrics"].items()}
+    assert "mismatch/router_agreement" in recorded
+    assert (recorded["mismatch/exact_frac"] == 1.0) == (step == STOPPED)
+
+
+def test_weights_of_another_version_are_refused(run: RunDir) -> None:
+    code, _, said = replay(run.capsule(CORRUPTED), "--model", str(run.capsule(OLD) / "weights"))
+    assert code == 2 and said.startswith("error: weights: found ") and "--model" in said
+
+
+def test_routes_are_replayed_from_the_step_on_in_which_they_differ(faulty: tuple[RunDir, Faults]) -> None:
+    run, faults = faulty
+    assert actions(run, REPLAYED) == ["enable_r3"]
+    assert row(run, REPLAYED)["mismatch/router_agreement"] < 0.5, "of the first pass"
+    assert faults.passes[REPLAYED - 1] == [(False, 2.0)]
+    assert faults.passes[REPLAYED] == [(False, 2.0), (True, 2.0)]
+    assert faults.passes[REPLAYED + 1] == faults.passes[STOPPED] == [(True, 2.0)]
+    assert [row(run, step)["gates/router_replay"] for step in (1, REPLAYED, STOPPED)] == [0.0, 1.0, 1.0]
+
+
+def test_the_stopped_run_resumes_with_what_gates_have_changed(run: RunDir) -> None:
+    spec = load_spec(run.spec, [f"gates={json.dumps(LATER_GATES)}"])
+    with pytest.MonkeyPatch.context() as patch, Stack.open(spec, run) as stack:
+        faults = Faults(patch, {}, {TIGHTENED: too_sure}, first=STOPPED + 1)
+        assert train(stack) == ""
+        reports = at_each_engine(stack, EngineClient.internal_states)
+        assert reports[0][0][REPORT_KEY]["numerics"]["rollout"] == "bf16"
+    assert [event.action for event in read_events(run.events) if event.step > STOPPED] == ["tighten_tis"]
+    assert faults.passes == {TIGHTENED: [(True, 2.0), (True, 1.0)], LAST: [(True, 1.0)]}
+    later = [row(run, step) for step in (TIGHTENED, LAST)]
+    assert later[0]["train/tis_weight_mean"] == pytest.approx(1.0), "not 2"
+    assert later[0]["mismatch/tis_clipfrac"] > 0.5, "measured with the cap of the spec"
+    assert later[1]["mismatch/exact_frac"] == 1.0
+    for found in later:
+        assert (found["gates/tis_cap"], found["gates/router_replay"], found["gates/bf16"]) == (1.0, 1.0, 1.0)
+        assert found["gates/withheld"] == 0.0 and "train/lr" in found
+    assert run.model.is_dir()

@@ -1,0 +1,139 @@
+"""Native mode on the real engine and the real trainer: how far the two libraries are apart, in which precisions."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Iterator
+from operator import methodcaller
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from numerics.config import NumericsConfig
+from rl.batching import batch_from_trajectories
+from rl.tiny_model import TinyModel, write_tiny_model
+from rollout.engine import Engine
+from rollout.tasks import Problem
+from rollout.types import Prompt, SamplingParams
+from tests.e2e.rig import Pipeline, Rig, Setup, differences, make_engine
+from trainer.actor import TrainerGroup
+from trainer.batch import TokenBatch
+from trainer.config import TrainerConfig
+from weight_sync.hf_checkpoint import convert_checkpoint
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+
+MODEL = TinyModel(layers=4, hidden=256, heads=4, kv_heads=2, experts=8, top_k=2, vocab=512)
+SPREAD = 2.5
+"""Factor on the random matrices: a standard deviation of 0.05."""
+SEQUENCES, PROMPT_TOKENS, NEW_TOKENS = 32, 32, 48
+FP8 = Setup("native", mode="native", router_replay="record")
+PRODUCTS = "layers.quantization.fp8."
+
+
+@dataclasses.dataclass(frozen=True)
+class Sides:
+    """Two engines of the same weights, in BF16 and in FP8, a trainer, and what each engine sampled."""
+
+    engines: dict[str, Engine]
+    trainer: TrainerGroup
+    batches: dict[str, TokenBatch]
+
+    def mean_difference(self, trainer: str, rollout: str, replay: bool) -> float:
+        """Mean |d| over the tokens of one engine, scored in one precision of the trainer, on its routes or replayed."""
+        set_precision(self.trainer, trainer)
+        batch = dataclasses.replace(self.batches[rollout], replay=replay)
+        return float(differences(self.trainer.score(batch), batch).abs().mean())
+
+
+@pytest.fixture(scope="module")
+def sides(rig: Rig, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sides]:
+    folder = tmp_path_factory.mktemp("native")
+    model = rig.models[FP8.model] = write_model(folder / "model")
+    setups = {rollout: dataclasses.replace(FP8, rollout=rollout) for rollout in ("bf16", "fp8")}
+    engines = {name: make_engine(folder / f"{name}.log", setup.numerics) for name, setup in setups.items()}
+    for name, setup in setups.items():
+        convert_checkpoint(model, folder / name, setup.numerics.rollout_spec)
+    config = TrainerConfig(lr=1e-3, warmup_steps=0)
+    trainer = TrainerGroup.start(model, config, FP8.numerics, seed=0, total_steps=10, max_sequence_length=512)
+
+    async def start() -> None:
+        await asyncio.gather(*(engine.start(folder / name) for name, engine in engines.items()))
+
+    async def stop() -> None:
+        await asyncio.gather(*(engine.stop() for engine in engines.values()))
+
+    try:
+        rig.run(start())
+        yield Sides(engines, trainer, {name: sample(rig, engine, 0) for name, engine in engines.items()})
+    finally:
+        trainer.shutdown()
+        rig.run(stop())
+
+
+def test_only_the_fp8_products_are_hooked(rig: Rig, sides: Sides) -> None:
+    hooks = {name: ops_hooked(rig.run(engine.report())) for name, engine in sides.engines.items()}
+    assert hooks["bf16"] == []
+    assert hooks["fp8"] == [
+        f"{PRODUCTS}Fp8{kind}Method.{method}"
+        for kind in ("Linear", "MoE")
+        for method in ("apply", "process_weights_after_loading_block_quant")
+    ]
+
+
+@pytest.mark.parametrize(("replay", "bar"), [(False, 0.55), (True, 0.5)])
+def test_fp8_on_both_sides_is_closer_than_beside_a_bf16_trainer(sides: Sides, replay: bool, bar: float) -> None:
+    floor = sides.mean_difference("bf16", "bf16", replay)
+    both = sides.mean_difference("fp8", "fp8", replay)
+    one = sides.mean_difference("bf16", "fp8", replay)
+    assert 0 < floor < both < one
+    assert floor < 0.25 * one
+    assert both <= bar * one
+
+
+def test_updates_arrive_and_the_sides_stay_as_close(rig: Rig, sides: Sides) -> None:
+    set_precision(sides.trainer, "fp8")
+    pipeline = Pipeline(rig, FP8, sides.engines["fp8"], sides.trainer)
+    batch = sides.batches["fp8"]
+    before = differences(pipeline.train_step(batch).logprobs, batch).abs().mean()
+    report = pipeline.sync()
+    assert (report.version, report.mismatched_tensors) == (1, 0)
+    assert report.verified_tensors > 200
+    stale = differences(sides.trainer.score(batch), batch).abs().mean()
+    fresh = sample(rig, sides.engines["fp8"], 1)
+    after = differences(sides.trainer.score(fresh), fresh).abs().mean()
+    assert after < 1.5 * before < stale
+
+
+def write_model(path: Path) -> Path:
+    write_tiny_model(path, MODEL)
+    tensors = load_file(path / "model.safetensors")
+    for tensor in tensors.values():
+        if tensor.dim() > 1:
+            tensor *= SPREAD
+    save_file(tensors, path / "model.safetensors", {"format": "pt"})
+    return path
+
+
+def sample(rig: Rig, engine: Engine, version: int) -> TokenBatch:
+    """One answer to each of the same random prompts."""
+    draw = torch.Generator().manual_seed(0)
+    prompts = [
+        Prompt(Problem("", ""), torch.randint(6, MODEL.vocab, (PROMPT_TOKENS,), generator=draw).tolist())
+        for _ in range(SEQUENCES)
+    ]
+    trajectories = rig.run(engine.generate(prompts, 1, SamplingParams(max_new_tokens=NEW_TOKENS), version))
+    return batch_from_trajectories(trajectories, torch.ones(SEQUENCES), 1.0)
+
+
+def set_precision(trainer: TrainerGroup, precision: str) -> None:
+    numerics: NumericsConfig = dataclasses.replace(FP8.numerics, trainer=precision)
+    trainer.apply(methodcaller("set_numerics", numerics))
+
+
+def ops_hooked(report: dict[str, Any]) -> list[str]:
+    return [target for target in report["hooks"] if target.startswith("layers.")]

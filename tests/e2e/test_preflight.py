@@ -1,0 +1,108 @@
+"""`fp8rl preflight` on the example, both sides started once for all tests. They stand in an order that allows it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from operator import methodcaller
+from pathlib import Path
+
+import pytest
+from click.testing import Result
+from typer.testing import CliRunner
+
+from rl.cli import app
+from rl.preflight import Report, run
+from rl.preflight.sides import Sides, open_sides
+from rl.spec import load_spec
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+
+SPEC = "examples/arithmetic.yaml"
+
+
+@pytest.fixture(scope="module")
+def sides() -> Iterator[Sides]:
+    with open_sides(load_spec(Path(SPEC), ["rollout.start_timeout_s=400.0"])) as both:
+        yield both
+        folder = both.folder
+    assert not folder.exists()
+
+
+@pytest.fixture
+def preflight(sides: Sides, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Result, Report]]:
+    """Run the command on the sides that are up already."""
+
+    @contextmanager
+    def opened(spec: object) -> Iterator[Sides]:
+        yield sides
+
+    def invoke(*arguments: str) -> tuple[Result, Report]:
+        result = CliRunner().invoke(app, ["preflight", SPEC, *arguments, "--json"])
+        assert result.exit_code in (0, 1), (result.output, result.exception)
+        return result, Report.from_json(result.stdout)
+
+    monkeypatch.setattr(run, "open_sides", opened)
+    return invoke
+
+
+def test_a_bf16_trainer_beside_an_fp8_engine_fails(
+    sides: Sides, preflight: Callable[..., tuple[Result, Report]]
+) -> None:
+    exact = sides.numerics
+    sides.numerics = replace(exact, trainer="bf16")
+    sides.trainer.apply(methodcaller("set_numerics", sides.numerics))
+    result, report = preflight("numerics.trainer=bf16", "--quick")
+    sides.numerics = exact
+    sides.trainer.apply(methodcaller("set_numerics", exact))
+
+    assert result.exit_code == 1
+    assert report.verdicts["bytes"] is True and report.verdicts["logprobs"] is False
+    failed = {check.name: check for check in report.checks if not check.ok}
+    assert {"precision of both sides", "quantized modules", "trainer against engine"} <= failed.keys()
+    assert "numerics.trainer=fp8 numerics.rollout=fp8" in failed["trainer against engine"].remedy
+    assert "only in the engine: model.layers.0." in failed["quantized modules"].found
+    assert report.quantized["trainer"] == []
+    measured = report.differences["trainer against engine"]
+    assert measured.mean is not None and measured.mean > 1e-3
+    # The engine agrees with itself all the same.
+    assert report.differences["prefill against decode"].zero and report.differences["alone against together"].zero
+
+
+def test_the_example_passes_with_equal_logprobs_and_no_noise(
+    sides: Sides, preflight: Callable[..., tuple[Result, Report]]
+) -> None:
+    """Its BF16/BF16 floor replaces the engine, so this stands last."""
+    result, report = preflight()
+    assert [check for check in report.checks if not check.ok] == []
+    assert result.exit_code == 0 and json.loads(result.stdout)["ok"] is True
+    assert report.verdicts == {"spec": True, "bytes": True, "logprobs": True}
+    assert {check.name for check in report.checks} >= {
+        "block alignment",
+        "handshake",
+        "quantized modules",
+        "scale formats",
+        "router precision",
+        "KV cache",
+        "manifest",
+        "sampler temperature",
+    }
+
+    config = json.loads((Path(sides.spec.model.path) / "config.json").read_text())
+    attention = [f"self_attn.{kind}_proj.weight" for kind in "qkvo"]
+    experts = [
+        f"mlp.experts.{i}.{kind}_proj.weight" for i in range(config["num_experts"]) for kind in ("gate", "up", "down")
+    ]
+    names = sorted(f"model.layers.{n}.{w}" for n in range(config["num_hidden_layers"]) for w in attention + experts)
+    assert report.quantized == {"trainer": names, "engine": names}
+
+    assert report.differences.keys() == {
+        "trainer against engine",
+        "prefill against decode",
+        "alone against together",
+        "BF16 on both sides",
+    }
+    for found in report.differences.values():
+        assert found.zero and found.tokens > 400

@@ -1,0 +1,62 @@
+"""Routed experts: their grouped products, and the combination of a token's experts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.transformer.moe.experts import TEGroupedMLP
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from torch import Tensor
+
+from numerics import ops
+from numerics.ops import ExpertWeight
+from trainer.modules.precision import Precision
+from trainer.modules.weights import GroupedWeights
+
+
+class Experts(TEGroupedMLP):
+    """`ops.experts` on this rank's experts, with the structure and checkpoints of Megatron's grouped MLP."""
+
+    def __init__(self, *args: Any, precision: Precision, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.precision = precision
+
+    def forward(
+        self, permuted_local_hidden_states: Tensor, tokens_per_expert: Tensor, permuted_probs: Tensor
+    ) -> tuple[Tensor, None]:
+        """[T, H] sorted by expert -> ([T, H], no bias). The probabilities are applied where tokens are combined."""
+        out = ops.experts(
+            permuted_local_hidden_states,
+            tokens_per_expert.tolist(),
+            self._weights(self.linear_fc1, "experts.gate_proj"),
+            self._weights(self.linear_fc2, "experts.down_proj"),
+            self.precision.spec,
+            self.precision.backward,
+        )
+        return out, None
+
+    def _weights(self, linear: GroupedWeights, kind: str) -> list[ExpertWeight]:
+        if not self.precision.quantizes(kind):
+            return [ExpertWeight(weight) for weight in linear.weights()]
+        return [ExpertWeight(weight, self.precision.dequantized(weight)) for weight in linear.weights()]
+
+
+class MoE(MoELayer):
+    """Megatron's MoE layer, ending in `ops.combine`.
+
+    Expert outputs travel back unweighted in the model's dtype. The rank that owns the tokens multiplies by the router's
+    probabilities and adds in FP32, in ascending expert order, and rounds once.
+    """
+
+    def postprocess(self, output: Tensor, shared_expert_output: Tensor | None) -> Tensor:
+        """Expert outputs [T * k, H], sorted by expert and then token -> [S, B, H]"""
+        dispatcher = self.token_dispatcher
+        token_of_row = dispatcher.reversed_local_input_permutation_mapping
+        # Rows stand in ascending expert order, so a stable sort by token lists each token's experts in that order.
+        by_token = token_of_row.argsort(stable=True)
+        order = torch.empty_like(by_token)
+        order[by_token] = torch.arange(by_token.numel(), device=by_token.device)
+        top_k = self.config.moe_router_topk
+        probs = dispatcher.probs.masked_select(dispatcher.routing_map).view(-1, top_k)
+        return ops.combine(output, probs, order, output.dtype).view(dispatcher.hidden_shape)

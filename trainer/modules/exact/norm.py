@@ -1,0 +1,24 @@
+"""RMSNorm as Megatron's layer_norm module."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron.core.transformer import TransformerConfig
+from torch import Tensor, nn
+
+from numerics import ops
+from trainer.modules.weights import norm_weight
+
+
+class RMSNorm(nn.Module):
+    """`ops.rms_norm` over the last axis."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **unused: Any) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = norm_weight(config, hidden_size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., H] -> [..., H]"""
+        return ops.rms_norm(x, self.weight, self.eps)

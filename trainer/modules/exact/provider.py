@@ -1,0 +1,58 @@
+"""Which module stands where in a layer when every op is the shared one."""
+
+from __future__ import annotations
+
+from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer import ModuleSpec, TransformerConfig
+from megatron.core.transformer.mlp import MLPSubmodules
+from megatron.core.transformer.moe.moe_layer import MoESubmodules
+from torch import Tensor, nn
+
+from numerics import ops
+from trainer.hf_config import ModelShape
+from trainer.modules.exact.attention import CoreAttention
+from trainer.modules.exact.experts import Experts, MoE
+from trainer.modules.exact.linear import NormColumnLinear, OutputLinear, RowLinear
+from trainer.modules.exact.norm import RMSNorm
+from trainer.modules.exact.router import Router
+from trainer.modules.layer import LayerModules
+from trainer.modules.precision import Precision
+from trainer.modules.weights import GroupedWeights
+
+
+def layer_modules(shape: ModelShape, precision: Precision) -> LayerModules:
+    """The modules of a layer; the model is built without position embeddings, as CoreAttention rotates."""
+    experts = ModuleSpec(
+        module=Experts,
+        params={"precision": precision},
+        submodules=MLPSubmodules(linear_fc1=GroupedWeights, linear_fc2=GroupedWeights),
+    )
+    router = ModuleSpec(module=Router, params={"renormalize": shape.renormalize})
+    return LayerModules(
+        norm=RMSNorm,
+        norm_column_linear=NormColumnLinear,
+        row_linear=RowLinear,
+        core_attention=ModuleSpec(module=CoreAttention, params={"rope_theta": shape.rope_theta}),
+        activation=SwiGLU,
+        moe=ModuleSpec(module=MoE, submodules=MoESubmodules(router=router, experts=experts)),
+    )
+
+
+def use_shared_output(model: GPTModel) -> None:
+    """Put the shared product at the end of the model.
+
+    GPTModel names the class of its output projection itself, so the finished instance changes class.
+    """
+    if model.post_process:
+        model.output_layer.__class__ = OutputLinear
+
+
+class SwiGLU(nn.Module):
+    """`ops.swiglu` as a module."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+
+    def forward(self, gate_up: Tensor) -> Tensor:
+        """[..., 2F] -> [..., F]"""
+        return ops.swiglu(gate_up)

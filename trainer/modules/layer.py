@@ -1,0 +1,80 @@
+"""The layer of a Megatron GPTModel, put together from the modules of one numerics mode."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.transformer import ModuleSpec, TransformerConfig
+from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+from torch import nn
+
+from trainer.hf_config import ModelShape
+from trainer.modules.precision import Precision
+
+
+@dataclass(frozen=True)
+class LayerModules:
+    """What differs between the modes.
+
+    Attributes:
+        norm_column_linear, row_linear: take `precision` and the module `kind` as keywords.
+        activation: of a dense MLP; None for the SwiGLU inside Megatron's MLP.
+    """
+
+    norm: type[nn.Module]
+    norm_column_linear: type[nn.Module]
+    row_linear: type[nn.Module]
+    core_attention: ModuleSpec | type[nn.Module]
+    activation: type[nn.Module] | None
+    moe: ModuleSpec
+
+
+def block_spec(
+    config: TransformerConfig, shape: ModelShape, precision: Precision, modules: LayerModules
+) -> TransformerBlockSubmodules:
+    """The decoder block of this pipeline stage, with TransformerEngine's parameter names."""
+    layer = _layer_spec(shape, precision, modules)
+    return TransformerBlockSubmodules(layer_specs=[layer] * get_num_layers_to_build(config), layer_norm=modules.norm)
+
+
+def _layer_spec(shape: ModelShape, precision: Precision, modules: LayerModules) -> ModuleSpec:
+    def linear(module: type[nn.Module], kind: str) -> ModuleSpec:
+        return ModuleSpec(module=module, params={"precision": precision, "kind": kind})
+
+    attention = ModuleSpec(
+        module=SelfAttention,
+        params={"attn_mask_type": AttnMaskType.causal},
+        submodules=SelfAttentionSubmodules(
+            linear_qkv=linear(modules.norm_column_linear, "q_proj"),
+            core_attention=modules.core_attention,
+            linear_proj=linear(modules.row_linear, "o_proj"),
+            q_layernorm=modules.norm,
+            k_layernorm=modules.norm,
+        ),
+    )
+    dense = ModuleSpec(
+        module=MLP,
+        params={"ffn_hidden_size": shape.ffn_size},
+        submodules=MLPSubmodules(
+            linear_fc1=linear(modules.norm_column_linear, "gate_proj"),
+            linear_fc2=linear(modules.row_linear, "down_proj"),
+            activation_func=modules.activation,
+        ),
+    )
+    return ModuleSpec(
+        module=TransformerLayer,
+        submodules=TransformerLayerSubmodules(
+            self_attention=attention,
+            self_attn_bda=get_bias_dropout_add,
+            # A dense MLP carries its norm inside linear_fc1, as TransformerEngine does.
+            pre_mlp_layernorm=modules.norm if shape.moe else IdentityOp,
+            mlp=modules.moe if shape.moe else dense,
+            mlp_bda=get_bias_dropout_add,
+        ),
+    )
