@@ -139,8 +139,8 @@ def replay(
 ) -> None:
     """Score a capsule's sequences again, without Ray and engine. Exit code 0: reproduced, 1: not, 2: bad input."""
     with _user_errors():
-        from rl.replay import print_replay
-        from rl.replay import replay as rescan
+        from rl.guard.replay import print_replay
+        from rl.guard.replay import replay as rescan
 
         result = rescan(capsule, model)
         if as_json:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from rl.events import read_events
+from rl.guard.events import read_events
 from rl.metrics_log import read_metrics
 from rl.report import write_report
 from rl.spec.sections import SftAlgorithm

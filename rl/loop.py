@@ -11,8 +11,8 @@ from rl.batching import SftExample, batch_from_examples, batch_from_trajectories
 from rl.checkpoints import is_due, publish_checkpoint, write_checkpoint
 from rl.clock import StepClock
 from rl.evaluation import evaluate
-from rl.gates import Gates, late_metrics
-from rl.guard import Guard, announce
+from rl.guard.gates import Gates, late_metrics
+from rl.guard.judge import Guard, announce
 from rl.mismatch import token_versions
 from rl.objectives.sft import SftObjective
 from rl.problems import of_step

@@ -15,7 +15,7 @@ import plotly.offline
 from numerics.errors import UserError
 from numerics.files import write_atomically
 from rl.console import format_difference, format_percent
-from rl.events import read_events
+from rl.guard.events import read_events
 from rl.metrics import metric
 from rl.metrics_log import read_metrics
 from rl.report_charts import sections

@@ -15,12 +15,12 @@ from numerics.config import NumericsConfig
 from rl.cluster import ray_cluster
 from rl.console import StepConsole
 from rl.engines import EnginePool
-from rl.events import cut_events
+from rl.guard.events import cut_events
+from rl.guard.standing import Standing
 from rl.interrupts import Closing
 from rl.run_dir import RunDir
 from rl.run_log import run_log
 from rl.spec import ExperimentSpec
-from rl.standing import Standing
 from rl.tracking import Tracker
 from rollout.tasks import Problem, load_problems, prompt_ids
 from rollout.types import Endpoint, Prompt, SamplingParams, Trajectory

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from rl.events import Event
+from rl.guard.events import Event
 
 Row = dict[str, Any]
 Standing = Literal["good", "bad", "neutral"]

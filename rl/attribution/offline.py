@@ -15,9 +15,9 @@ from numerics.config import NumericsConfig
 from numerics.errors import user_error
 from rl.attribution.attribute import Pair, attribute
 from rl.attribution.result import Attribution
-from rl.capsule import read_capsule
 from rl.cluster import ray_cluster
 from rl.engines import EnginePool
+from rl.guard.capsule import read_capsule
 from rl.interrupts import Closing
 from rl.preflight.calibration import ANSWERS, calibration_prompts
 from rl.preflight.sides import Sides

@@ -20,7 +20,7 @@ import torch
 
 import rl.loop
 from rl.ending import finish
-from rl.events import Event, read_events
+from rl.guard.events import Event, read_events
 from rl.loop import train
 from rl.metrics_log import read_metrics
 from rl.run_dir import RunDir, create_run_dir, write_spec

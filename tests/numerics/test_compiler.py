@@ -3,6 +3,7 @@ import subprocess
 import sys
 
 SCRIPT = """
+import pytest
 import torch
 from numerics.compiler import enable_compiler
 from numerics.fake_quantize import fake_quantize_rows
@@ -14,6 +15,7 @@ assert torch.equal(fake_quantize_rows(x, TensorSpec()), fake_quantize(x, TensorS
 """
 
 
+@pytest.mark.slow
 def test_without_a_working_compiler_everything_runs_as_written(tmp_path):
     broken = tmp_path / "g++"
     broken.write_text("#!/bin/sh\nexit 1\n")

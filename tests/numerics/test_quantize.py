@@ -185,6 +185,7 @@ def test_fast_paths_equal_the_quantizer(shape, format):
     assert torch.equal(fake_quantize_columns(x, spec).nan_to_num(-1), columns.nan_to_num(-1))
 
 
+@pytest.mark.slow
 def test_compiled_kernels_give_the_same_bits():
     """Every compiled function against the same function uncompiled, in a process of its own (the choice is global)."""
     script = """

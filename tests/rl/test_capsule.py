@@ -13,8 +13,8 @@ import torch
 
 from numerics.config import NumericsConfig
 from numerics.errors import UserError
-from rl.capsule import read_capsule, write_capsule
-from rl.evidence import Evidence
+from rl.guard.capsule import read_capsule, write_capsule
+from rl.guard.evidence import Evidence
 from rl.run_dir import RunDir, create_run_dir, write_spec
 from rl.spec import parse_spec
 from trainer.batch import TokenBatch

@@ -7,9 +7,9 @@ import pytest
 
 from numerics.errors import UserError
 from rl.checkpoints import check_resumable, is_due, publish_checkpoint, write_checkpoint
+from rl.guard.standing import Standing
 from rl.run_dir import RunDir
 from rl.spec import ExperimentSpec, parse_spec
-from rl.standing import Standing
 
 
 def spec_of(**sections: dict[str, Any]) -> ExperimentSpec:

@@ -8,7 +8,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rl.gates import Gates, late_metrics
+from rl.guard.gates import Gates, late_metrics
 from rl.spec.gates import SEVERITY, GateSection
 
 METRIC = "mismatch/tis_clipfrac"

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from rl.capsule import read_capsule
-from rl.events import read_events
-from rl.evidence import Evidence
-from rl.guard import Attempt, Guard, Verdict
+from rl.guard.capsule import read_capsule
+from rl.guard.events import read_events
+from rl.guard.evidence import Evidence
+from rl.guard.judge import Attempt, Guard, Verdict
+from rl.guard.standing import Standing
 from rl.spec import parse_spec
-from rl.standing import Standing
 from tests.rl.test_capsule import VALUES, a_stack, evidence
 from trainer.errors import NonFiniteLossError
 from trainer.result import PassResult

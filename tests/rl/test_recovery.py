@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
+from rl.guard.standing import Standing
 from rl.recovery import recovering, resyncing
-from rl.standing import Standing
 from rollout.errors import StaleWeightsError
 
 

@@ -19,9 +19,9 @@ import rl.ending
 import rl.loop
 import rl.preconditions
 import rl.stack
-from rl.capsule import Capsule, read_capsule, write_capsule
 from rl.cli import app
-from rl.replay import Replay, print_replay
+from rl.guard.capsule import Capsule, read_capsule, write_capsule
+from rl.guard.replay import Replay, print_replay
 from tests.rl.test_capsule import a_stack, evidence
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "arithmetic.yaml"

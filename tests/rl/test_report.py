@@ -8,7 +8,7 @@ import pytest
 
 from numerics.errors import UserError
 from numerics.files import write_atomically
-from rl.events import Event, append_event
+from rl.guard.events import Event, append_event
 from rl.metrics_log import MetricsLog
 from rl.report import write_report
 from rl.report_charts import sections

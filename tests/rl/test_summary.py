@@ -1,6 +1,6 @@
 from typing import Any
 
-from rl.events import Event
+from rl.guard.events import Event
 from rl.summary import RunSummary, summarize, verdict
 
 PREFIX = "mismatch/train_rollout_logprob_abs_diff"

@@ -13,6 +13,8 @@ from numerics.errors import UserError
 from tests.trainer.batches import cross_entropy, random_batch
 from tests.trainer.conftest import MakeTrainer
 
+pytestmark = pytest.mark.slow
+
 
 def _train(trainer: Any, first: int, last: int) -> list[tuple[float, float, float]]:
     out = []

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from numerics.compiler import enable_compiler
 from numerics.errors import user_error
-from rl.capsule import Capsule, read_capsule
 from rl.console import format_difference
-from rl.evidence import Evidence
+from rl.guard.capsule import Capsule, read_capsule
+from rl.guard.evidence import Evidence
 from trainer.config import TrainerConfig
 from weight_sync.manifest import Recorder
 from weight_sync.quantized import served_tensors

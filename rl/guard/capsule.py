@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from numerics.config import NumericsConfig
 from numerics.errors import user_error
 from numerics.files import publish_directory
-from rl.evidence import Evidence
+from rl.guard.evidence import Evidence
 from rl.run_dir import RunDir
 from rl.spec import ExperimentSpec, read_resolved_spec
 from rl.stack import Stack

@@ -8,10 +8,10 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
-from rl.capsule import write_capsule
-from rl.events import Event, append_event
-from rl.evidence import Evidence
-from rl.gates import Firing, Gates
+from rl.guard.capsule import write_capsule
+from rl.guard.events import Event, append_event
+from rl.guard.evidence import Evidence
+from rl.guard.gates import Firing, Gates
 from rl.objectives.grpo import GrpoObjective, used_tokens
 from rl.spec.contradictions import DEFAULT_TIGHT_CAP
 from rl.spec.sections import GrpoAlgorithm

@@ -8,7 +8,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rl.events import Event
+from rl.guard.events import Event
 from rl.spec.gates import SEVERITY, WITHHOLDING, GateSection
 
 LATE = ("train/lr", "gates/", "sync/", "perf/", "eval/", "tracking/")
