@@ -2,31 +2,23 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from transformers import AutoTokenizer
-
 from numerics.config import NumericsConfig
 from numerics.errors import user_error
 from rl.attribution.attribute import Pair, attribute
 from rl.attribution.result import Attribution
-from rl.cluster import ray_cluster
-from rl.engines import EnginePool
 from rl.guard.capsule import read_capsule
-from rl.interrupts import Closing
 from rl.preflight.calibration import ANSWERS, calibration_prompts
-from rl.preflight.sides import Sides
 from rl.run_dir import RunDir
+from rl.sides import Sides, open_sides
 from rl.spec import ExperimentSpec, read_resolved_spec
-from trainer.actor import TrainerGroup
 from trainer.batch import TokenBatch
 from trainer.config import TrainerConfig
-from weight_sync.hf_checkpoint import convert_checkpoint
 
 
 @dataclass(frozen=True)
@@ -142,29 +134,10 @@ def _sides(subject: Subject, numerics: NumericsConfig) -> Iterator[Sides]:
 
     `numerics.k_splits` stays that of the run, so that one rank adds in the order of the run's layout.
     """
-    one_engine = subject.spec.rollout.model_copy(update={"engines": 1, "port": None})
-    spec = subject.spec.model_copy(
-        update={
-            "rollout": one_engine,
-            "trainer": TrainerConfig(micro_batch_tokens=subject.spec.trainer.micro_batch_tokens),
-        }
-    )
-    model = Path(spec.model.path)
-    with Closing() as closing:
-        folder = Path(closing.enter_context(tempfile.TemporaryDirectory(prefix="fp8rl-attribute-")))
-        closing.enter_context(ray_cluster(folder / "ray_logs"))
-        served = folder / "served"
-        convert_checkpoint(model, served, numerics.rollout_spec)
-        pool = EnginePool.start(spec, RunDir(folder), numerics, served)
-        closing.callback(pool.stop)
-        trainer = TrainerGroup.start(
-            model, spec.trainer, numerics, seed=0, total_steps=1, max_sequence_length=spec.rollout.context_length
-        )
-        closing.callback(trainer.shutdown)
-        pool.wait()
-        tokenizer = AutoTokenizer.from_pretrained(model)
-        sides = Sides(spec, numerics, tokenizer, trainer, pool, folder, served)
+    one_rank = TrainerConfig(micro_batch_tokens=subject.spec.trainer.micro_batch_tokens)
+    spec = subject.spec.model_copy(update={"trainer": one_rank})
+    with open_sides(spec, numerics) as sides:
         if subject.checkpoint is not None:
-            trainer.load(subject.checkpoint)
+            sides.trainer.load(subject.checkpoint)
             sides.sync()
         yield sides

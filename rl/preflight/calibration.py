@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from rl.preflight.sides import Sides
 from rl.problems import of_step
+from rl.sides import Sides
 from rollout.tasks import load_problems, prompt_ids
 from rollout.types import Prompt
 

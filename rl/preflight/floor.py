@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from rl.mismatch import agreement
-from rl.preflight.sides import Sides
+from rl.sides import Sides
 from rollout.client import EngineClient
 from rollout.types import Prompt
 from trainer.batch import TokenBatch

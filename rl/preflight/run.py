@@ -15,8 +15,8 @@ from rl.preflight.check import Check
 from rl.preflight.floor import Difference
 from rl.preflight.observed import Observed, observe
 from rl.preflight.report import Report
-from rl.preflight.sides import Sides, open_sides
 from rl.preflight.static import block_alignment, same_precision
+from rl.sides import Sides, open_sides
 from rl.spec import ExperimentSpec
 from rollout.client import EngineClient
 from rollout.errors import HandshakeError

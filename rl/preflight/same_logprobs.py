@@ -8,8 +8,8 @@ from dataclasses import replace
 from numerics.config import Mode, NumericsConfig
 from rl.preflight.check import Check, judged
 from rl.preflight.floor import Difference, against_trainer
-from rl.preflight.sides import Sides
 from rl.preflight.static import SAME_PRECISION
+from rl.sides import Sides
 from trainer.batch import TokenBatch
 
 NATIVE_LIMIT = 6.0

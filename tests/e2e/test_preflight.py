@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from rl.cli import app
 from rl.preflight import Report, run
-from rl.preflight.sides import Sides, open_sides
+from rl.sides import Sides, open_sides
 from rl.spec import load_spec
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]

@@ -2,8 +2,9 @@ import os
 import subprocess
 import sys
 
-SCRIPT = """
 import pytest
+
+SCRIPT = """
 import torch
 from numerics.compiler import enable_compiler
 from numerics.fake_quantize import fake_quantize_rows

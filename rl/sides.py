@@ -87,15 +87,17 @@ class Sides:
 
 
 @contextmanager
-def open_sides(spec: ExperimentSpec) -> Iterator[Sides]:
+def open_sides(spec: ExperimentSpec, numerics: NumericsConfig | None = None) -> Iterator[Sides]:
     """Both sides, up and with the handshake passed; all of it ends with the block.
+
+    numerics: if they are not those that the spec gives its layout.
 
     Raises HandshakeError, and what the start of either side raises.
     """
-    spec = spec.model_copy(update={"rollout": spec.rollout.model_copy(update={"engines": 1})})
-    numerics = spec.numerics_config()
+    spec = spec.model_copy(update={"rollout": spec.rollout.model_copy(update={"engines": 1, "port": None})})
+    numerics = numerics or spec.numerics_config()
     with Closing() as closing:
-        folder = Path(closing.enter_context(tempfile.TemporaryDirectory(prefix="fp8rl-preflight-")))
+        folder = Path(closing.enter_context(tempfile.TemporaryDirectory(prefix="fp8rl-sides-")))
         closing.enter_context(ray_cluster(folder / "ray_logs"))
         checkpoint, pool = _start_engine(spec, numerics, folder)  # it comes up while the trainer does
         closing.callback(pool.stop)
