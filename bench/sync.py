@@ -35,20 +35,10 @@ ROUNDS = 5
 
 
 def run() -> list[Result]:
-    enable_compiler()
-    config = TrainerConfig()
-    numerics = NumericsConfig(spec=QuantSpec.preset("fp8_block_pow2"))
-    layout = parallel.initialize(config)
-    from trainer.trainer import Trainer
-
     with tempfile.TemporaryDirectory() as folder:
-        model, served = Path(folder) / "model", Path(folder) / "served"
+        model = Path(folder) / "model"
         write_tiny_model(model, MODEL)
-        trainer = Trainer(model, config, numerics, layout, seed=0, total_steps=1, max_sequence_length=64)
-        convert_checkpoint(model, served, numerics.rollout_spec)
-        verified, unverified, report = asyncio.run(_measure(trainer, numerics, served, Path(folder)))
-        bf16_bytes = sum(tensor.nbytes for _, tensor in trainer.export_weights())
-    parallel.shutdown()
+        verified, unverified, report, bf16_bytes = measure(model)
     return [
         Result(
             name="weight sync time, verified / unverified (400 MB in BF16)",
@@ -70,6 +60,24 @@ def run() -> list[Result]:
             parts={"FP8 (MB)": report.bytes / 1e6, "BF16 (MB)": bf16_bytes / 1e6},
         ),
     ]
+
+
+def measure(model: Path) -> tuple[list[float], list[float], SyncReport, int]:
+    """Seconds of verified and of unverified syncs of a model, round by round; one report; bytes of the BF16 weights."""
+    enable_compiler()
+    config = TrainerConfig()
+    numerics = NumericsConfig(spec=QuantSpec.preset("fp8_block_pow2"))
+    layout = parallel.initialize(config)
+    from trainer.trainer import Trainer
+
+    with tempfile.TemporaryDirectory() as folder:
+        served = Path(folder) / "served"
+        trainer = Trainer(model, config, numerics, layout, seed=0, total_steps=1, max_sequence_length=64)
+        convert_checkpoint(model, served, numerics.rollout_spec)
+        verified, unverified, report = asyncio.run(_measure(trainer, numerics, served, Path(folder)))
+        bf16_bytes = sum(tensor.nbytes for _, tensor in trainer.export_weights())
+    parallel.shutdown()
+    return verified, unverified, report, bf16_bytes
 
 
 async def _measure(

@@ -73,8 +73,9 @@ def _train_grpo(stack: Stack, algorithm: GrpoAlgorithm) -> str:
         with clock.phase("train"):
             attempt = guard.attempt(batch, versions)
         # One update per batch: the training forward is the scoring at the weights that sampled the tokens.
-        metrics |= train_metrics(attempt.result, batch) | attempt.evidence.metrics(guard.measured_cap)
-        verdict = guard.judge(step, late_metrics(row) | metrics, attempt)
+        with clock.phase("monitor"):
+            metrics |= train_metrics(attempt.result, batch) | attempt.evidence.metrics(guard.measured_cap)
+            verdict = guard.judge(step, late_metrics(row) | metrics, attempt)
 
         with clock.phase("train"):
             if verdict.repeat:
