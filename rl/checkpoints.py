@@ -8,6 +8,7 @@ import shutil
 
 from numerics.errors import user_error
 from numerics.files import flush_to_disk
+from rl.guard.standing import Standing
 from rl.run_dir import RunDir
 from rl.spec import ExperimentSpec
 from rl.stack import Stack
@@ -58,6 +59,13 @@ def check_resumable(run: RunDir, spec: ExperimentSpec) -> None:
             found=spec.run.steps,
             expected=f"at least {step}, the step of the newest checkpoint",
             remedy=f"Set run.steps to {step} or more.",
+        )
+    if Standing.of_checkpoint(run, step).router_replay and spec.numerics.router_replay == "off":
+        raise user_error(
+            "numerics.router_replay",
+            found="off",
+            expected="record, as a gate of this run has turned on the replay of the recorded routes",
+            remedy="Set numerics.router_replay=record.",
         )
     digest = spec.numerics_config().spec.digest()
     trained = json.loads((run.checkpoint(step) / "about.json").read_text())["extra"]["spec_digest"]

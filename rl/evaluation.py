@@ -7,18 +7,19 @@ from collections.abc import Sequence
 import torch
 
 from rl.batching import batch_from_trajectories
-from rl.mismatch import agreement
+from rl.guard.evidence import Evidence
+from rl.mismatch import token_versions
 from rl.sampling import sample
 from rl.stack import Stack
 from rollout.tasks import verify
 from rollout.types import Prompt
 
 
-def evaluate(stack: Stack, prompts: Sequence[Prompt], *, compare: bool = False) -> dict[str, float]:
+def evaluate(stack: Stack, prompts: Sequence[Prompt], *, tis_cap: float | None = None) -> dict[str, float]:
     """Accuracy with greedy decoding at the current weights, as `eval/...` metrics.
 
-    compare: also score the answers with the trainer and add the `mismatch/...` metrics over them. The engine reports
-    the logprobs of greedy answers at temperature 1.
+    tis_cap: also score the answers with the trainer and add the `mismatch/...` metrics over them, with this C of the
+        clip fractions. The engine reports the logprobs of greedy answers at temperature 1.
     """
     if stack.pool is None or not prompts:
         return {}
@@ -28,7 +29,11 @@ def evaluate(stack: Stack, prompts: Sequence[Prompt], *, compare: bool = False) 
         for prompt, answer in zip(prompts, answers, strict=True)
     ]
     metrics = {"eval/accuracy": sum(rewards) / len(rewards), "eval/problems": float(len(rewards))}
-    if compare:
-        batch = batch_from_trajectories(answers, torch.zeros(len(answers)), 1.0)
-        metrics |= agreement(stack.trainer.score(batch), batch.fields["rollout_logprobs"], batch.loss_mask)
+    if tis_cap is not None:
+        batch = batch_from_trajectories(
+            answers, torch.zeros(len(answers)), 1.0, replay=stack.standing.replays(stack.numerics)
+        )
+        scored, versions = stack.trainer.score_routed(batch), token_versions(answers, batch.loss_mask)
+        evidence = Evidence(batch, versions, stack.trainer.weight_version, scored.logprobs, scored.routes)
+        metrics |= evidence.metrics(tis_cap)
     return metrics

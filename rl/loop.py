@@ -13,6 +13,7 @@ from rl.clock import StepClock
 from rl.evaluation import evaluate
 from rl.guard.gates import Gates, late_metrics
 from rl.guard.judge import Guard, announce
+from rl.metrics_log import read_metrics
 from rl.mismatch import token_versions
 from rl.objectives.sft import SftObjective
 from rl.problems import of_step
@@ -47,9 +48,9 @@ def _train_grpo(stack: Stack, algorithm: GrpoAlgorithm) -> str:
     problems, held_out = load_data(spec)
     eval_prompts = stack.prompts(held_out)
     guard = Guard(stack, algorithm)
-    row: dict[str, float] = {}
     sampling = stack.sampling(spec.rollout.temperature)
-    _begin(stack, eval_prompts)
+    _begin(stack, eval_prompts, guard.measured_cap)
+    row = _last_row(stack)
 
     clock = StepClock()
     for step in range(stack.first_step, spec.run.steps + 1):
@@ -109,7 +110,7 @@ def _train_grpo(stack: Stack, algorithm: GrpoAlgorithm) -> str:
 def _train_sft(stack: Stack, algorithm: SftAlgorithm) -> str:
     spec, trainer = stack.spec, stack.trainer
     gates = Gates(spec.gates, stack.standing.rules)
-    row: dict[str, float] = {}
+    row = _last_row(stack)
     examples = [
         SftExample(prompt.token_ids, stack.answer_ids(prompt.problem)) for prompt in stack.prompts(load_data(spec)[0])
     ]
@@ -128,13 +129,19 @@ def _train_sft(stack: Stack, algorithm: SftAlgorithm) -> str:
     return ""
 
 
-def _begin(stack: Stack, eval_prompts: list[Prompt]) -> None:
+def _begin(stack: Stack, eval_prompts: list[Prompt], tis_cap: float) -> None:
     """The verified first sync, and on a new run the row of step 0: accuracy and agreement before training."""
     first = _sync(stack, stack.first_step - 1)
     stack.console.note(f"first sync verified: {first.verified_tensors} tensors, {first.bytes / 1e6:.1f} MB")
     if stack.first_step == 1:
-        metrics = first.metrics() | evaluate(stack, eval_prompts, compare=True)
+        metrics = first.metrics() | evaluate(stack, eval_prompts, tis_cap=tis_cap)
         stack.console.step(0, stack.tracker.log(0, metrics))
+
+
+def _last_row(stack: Stack) -> dict[str, float]:
+    """What the step before the first one left, also in a run that is resumed."""
+    rows = read_metrics(stack.run.metrics)
+    return rows[-1] if rows else {}
 
 
 def _sync(stack: Stack, step: int) -> SyncReport:

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from rl.guard.events import Event
 
 Row = dict[str, Any]
-Standing = Literal["good", "bad", "neutral"]
+Tone = Literal["good", "bad", "neutral"]
 
 ABS_DIFF_MAX = "mismatch/train_rollout_logprob_abs_diff_max"
 ABS_DIFF_MEAN = "mismatch/train_rollout_logprob_abs_diff_mean"
@@ -67,7 +67,7 @@ class RunSummary:
         return complete and self.largest_abs_diff == 0.0 and self.exact_fraction == 1.0
 
     @property
-    def agreement_standing(self) -> Standing:
+    def agreement_standing(self) -> Tone:
         if self.compared_steps == 0 and self.nonfinite_tokens == 0:
             return "neutral"
         if self.bitwise_equal:
@@ -75,7 +75,7 @@ class RunSummary:
         return "bad" if self.nonfinite_tokens or self.compared_steps < self.steps else "neutral"
 
     @property
-    def sync_standing(self) -> Standing:
+    def sync_standing(self) -> Tone:
         if self.syncs == 0:
             return "neutral"
         return "good" if self.verified_syncs == self.syncs else "bad"

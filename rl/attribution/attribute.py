@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from numerics.config import NumericsConfig
+from numerics.errors import UserError
 from rl.attribution.compare import expert_differences, op_differences, position_differences, stream_differences
-from rl.attribution.findings import Evidence, explains, one_side_quantizes, rank
+from rl.attribution.findings import Clues, explains, one_side_quantizes, rank
 from rl.attribution.probe import EngineAnswer, ask_engine, held_manifest
 from rl.attribution.result import Attribution, Cause, CauseName
 from rl.attribution.temperature import TemperatureFit, fit_temperature
@@ -83,7 +84,7 @@ def attribute(
         causes += _other_numerics(numerics, traced, views, other_pair)
     ops = op_differences(trace.tensors, answer.tensors)
     experts = expert_differences(trace.tensors, answer.tensors, views.live.abs(), views.scored)
-    evidence = Evidence(
+    clues = Clues(
         numerics=numerics,
         expected=expected,
         held=held,
@@ -98,7 +99,7 @@ def attribute(
         causes=causes,
     )
     return Attribution(
-        findings=rank(evidence),
+        findings=rank(clues),
         abs_diff_mean=_mean_abs(d[batch.loss_mask]),
         tokens=int(batch.loss_mask.sum()),
         live_abs_diff_mean=views.live_mean,
@@ -175,9 +176,9 @@ def _without_engine(
     numerics: NumericsConfig, expected: Manifest, held: dict[str, str], d: Tensor, batch: TokenBatch
 ) -> Attribution:
     """All that can be said of an engine that computes nothing."""
-    evidence = Evidence(numerics=numerics, expected=expected, held=held, temperature=batch.temperature)
+    clues = Clues(numerics=numerics, expected=expected, held=held, temperature=batch.temperature)
     return Attribution(
-        findings=rank(evidence),
+        findings=rank(clues),
         abs_diff_mean=_mean_abs(d[batch.loss_mask]),
         tokens=int(batch.loss_mask.sum()),
         positions=tuple(position_differences(d, batch.loss_mask)),
@@ -215,14 +216,25 @@ def _other_numerics(
     switches: list[tuple[CauseName, NumericsConfig, str]] = []
     if one_side_quantizes(numerics) or (native and numerics.rollout != "bf16"):
         switches.append(("quantization", replace(numerics, trainer="bf16", rollout="bf16"), "both sides in BF16"))
-    if native:
-        switches.append(("op definitions", replace(numerics, mode="exact"), "the shared ops on both sides"))
+    exact = _exact(numerics)
+    if exact is not None:
+        switches.append(("op definitions", exact, "the shared ops on both sides"))
     for name, changed, note in switches:
         with other_pair(changed) as (trainer, endpoint):
             trace = trainer.apply(trace_ops, traced)[0]
             _, answer = asyncio.run(_ask(endpoint, _expected(trainer, changed), trace, traced.temperature))
         assert answer is not None
         yield Cause(name, views.live_mean, _Views.of(traced, trace, answer).live_mean, note)
+
+
+def _exact(numerics: NumericsConfig) -> NumericsConfig | None:
+    """Native numerics on the shared ops; None if they are exact already, or exact mode refuses the spec."""
+    if numerics.mode == "exact":
+        return None
+    try:
+        return replace(numerics, mode="exact")
+    except UserError:
+        return None
 
 
 def _fit(views: _Views) -> TemperatureFit | None:

@@ -1,4 +1,4 @@
-"""From the evidence to a ranked answer.
+"""From the clues to a ranked answer.
 
 Proof comes first: a weight whose digest differs, then a temperature that explains the record, then a record that this
 engine does not reproduce, then ops that differ on equal inputs, the largest difference first, and last the causes that
@@ -43,7 +43,7 @@ T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True)
-class Evidence:
+class Clues:
     """What the ranking looks at.
 
     expected, held: the weights that the engine must hold, and those that it holds.
@@ -67,16 +67,16 @@ class Evidence:
     causes: Sequence[Cause] = ()
 
 
-def rank(evidence: Evidence) -> tuple[Finding, ...]:
+def rank(clues: Clues) -> tuple[Finding, ...]:
     """The findings, the answer first; none if nothing differs by more than the mode's floor."""
-    by_owner = _differing_weights(evidence)
-    sampler = _sampler(evidence)
+    by_owner = _differing_weights(clues)
+    sampler = _sampler(clues)
     return (
-        *_weights(evidence, by_owner),
+        *_weights(clues, by_owner),
         *sampler,
-        *([] if sampler else _state(evidence)),
-        *_ops(evidence, explained=by_owner.keys()),
-        *_switched(evidence.causes),
+        *([] if sampler else _state(clues)),
+        *_ops(clues, explained=by_owner.keys()),
+        *_switched(clues.causes),
     )
 
 
@@ -85,24 +85,24 @@ def one_side_quantizes(numerics: NumericsConfig) -> bool:
     return _precision(numerics.trainer) != _precision(numerics.rollout)
 
 
-def _differing_weights(evidence: Evidence) -> dict[Owner, list[str]]:
+def _differing_weights(clues: Clues) -> dict[Owner, list[str]]:
     owners: dict[Owner, list[str]] = defaultdict(list)
-    for name in sorted(evidence.expected.mismatched(evidence.held)):
+    for name in sorted(clues.expected.mismatched(clues.held)):
         owners[owner(name)].append(name)
     return owners
 
 
-def _weights(evidence: Evidence, by_owner: dict[Owner, list[str]]) -> list[Finding]:
-    version, total = evidence.expected.version, len(evidence.expected.entries)
+def _weights(clues: Clues, by_owner: dict[Owner, list[str]]) -> list[Finding]:
+    version, total = clues.expected.version, len(clues.expected.entries)
     names = tuple(name for group in by_owner.values() for name in group)
-    if uncommitted(evidence.expected, evidence.held):
+    if uncommitted(clues.expected, clues.held):
         text = "the engine's last weight update was not committed: it computes with no weights until a sync succeeds"
         return [Finding("weights", text, tensors=names)]
     if len(by_owner) > NAMED_OWNERS:
         layers = tuple(sorted({layer for layer, _, _ in by_owner if layer is not None}))
         text = f"{len(names)} of {total} weights in the engine are not those of version {version}"
         return [Finding("weights", text, layers=layers, tensors=names)]
-    sizes = {where: _size(evidence, where) for where in by_owner}
+    sizes = {where: _size(clues, where) for where in by_owner}
     return [_weight_finding(where, by_owner[where], sizes[where], version) for where in _descending(sizes)]
 
 
@@ -128,55 +128,55 @@ def explains(fit: TemperatureFit | None, temperature: float, abs_diff_mean: floa
     return fit.abs_diff_mean <= min(CLOSER * abs_diff_mean, SELF_FLOOR[mode])
 
 
-def _sampler(evidence: Evidence) -> list[Finding]:
-    fit, said = evidence.fit, evidence.temperature
-    if fit is None or not explains(fit, said, evidence.reproduced, evidence.numerics.mode):
+def _sampler(clues: Clues) -> list[Finding]:
+    fit, said = clues.fit, clues.temperature
+    if fit is None or not explains(fit, said, clues.reproduced, clues.numerics.mode):
         return []
     text = (
         f"sampler: the rollout's log-probabilities are those of temperature {fit.temperature:.4g}, and the batch says "
-        f"{said:.4g} (mean |d| between engine and record {evidence.reproduced:.3g}, and {fit.abs_diff_mean:.3g} at "
+        f"{said:.4g} (mean |d| between engine and record {clues.reproduced:.3g}, and {fit.abs_diff_mean:.3g} at "
         f"{fit.temperature:.4g})"
     )
     return [Finding("sampler", text, op="logprobs")]
 
 
-def _state(evidence: Evidence) -> list[Finding]:
+def _state(clues: Clues) -> list[Finding]:
     """The engine of now does not give what was recorded, and agrees with the trainer better than the record does."""
-    if evidence.nonfinite:
-        said = f"{evidence.nonfinite} recorded log-probabilities are not finite"
-    elif evidence.reproduced > max(evidence.live / CLOSER, SELF_FLOOR[evidence.numerics.mode]):
-        said = f"the engine does not give the recorded log-probabilities again (mean |d| {evidence.reproduced:.3g})"
+    if clues.nonfinite:
+        said = f"{clues.nonfinite} recorded log-probabilities are not finite"
+    elif clues.reproduced > max(clues.live / CLOSER, SELF_FLOOR[clues.numerics.mode]):
+        said = f"the engine does not give the recorded log-probabilities again (mean |d| {clues.reproduced:.3g})"
     else:
         return []
     text = (
-        f"state: {said}, and trainer and engine agree to {evidence.live:.3g} now: what sampled these tokens had other "
+        f"state: {said}, and trainer and engine agree to {clues.live:.3g} now: what sampled these tokens had other "
         "weights, or another sampler"
     )
     return [Finding("state", text)]
 
 
-def _ops(evidence: Evidence, explained: Iterable[Owner]) -> list[Finding]:
+def _ops(clues: Clues, explained: Iterable[Owner]) -> list[Finding]:
     """One finding for each op that differs where no weight explains it, with all layers in which it does.
 
     Products of which one side alone quantizes are one finding together. In native mode an op that stays below the floor
     is a finding only if all do, and it is the largest of them.
     """
     known = {(layer, op) for layer, op, _ in explained}
-    unexplained = [d for d in evidence.ops if d.relative_rms > 0 and (d.layer, d.op) not in known]
-    groups = _by_op(d for d in unexplained if d.relative_rms > _floor(evidence))
+    unexplained = [d for d in clues.ops if d.relative_rms > 0 and (d.layer, d.op) not in known]
+    groups = _by_op(d for d in unexplained if d.relative_rms > _floor(clues))
     if unexplained and not groups:
         worst = _worst(unexplained)
-        return [_op_finding(evidence, _by_op(unexplained)[worst.op], "; no op differs by more than roundings do")]
+        return [_op_finding(clues, _by_op(unexplained)[worst.op], "; no op differs by more than roundings do")]
     quantized: list[Finding] = []
-    if one_side_quantizes(evidence.numerics):
+    if one_side_quantizes(clues.numerics):
         products = [op for op in groups if op in PRODUCTS]
-        quantized = [_quantization(evidence, {op: groups.pop(op) for op in products})] if products else []
+        quantized = [_quantization(clues, {op: groups.pop(op) for op in products})] if products else []
     sizes = {op: _worst(group).relative_rms for op, group in groups.items()}
-    return quantized + [_op_finding(evidence, groups[op]) for op in _descending(sizes)]
+    return quantized + [_op_finding(clues, groups[op]) for op in _descending(sizes)]
 
 
-def _floor(evidence: Evidence) -> float:
-    return NATIVE_FLOOR if evidence.numerics.mode == "native" else 0.0
+def _floor(clues: Clues) -> float:
+    return NATIVE_FLOOR if clues.numerics.mode == "native" else 0.0
 
 
 def _by_op(differences: Iterable[OpDifference]) -> dict[str, list[OpDifference]]:
@@ -186,28 +186,28 @@ def _by_op(differences: Iterable[OpDifference]) -> dict[str, list[OpDifference]]
     return groups
 
 
-def _quantization(evidence: Evidence, groups: dict[str, list[OpDifference]]) -> Finding:
+def _quantization(clues: Clues, groups: dict[str, list[OpDifference]]) -> Finding:
     named = ", ".join(f"{op} by {_worst(group).relative_rms:.2g}" for op, group in groups.items())
     layers = tuple(sorted({d.layer for group in groups.values() for d in group if d.layer is not None}))
     text = (
-        f"quantization: the trainer multiplies in {_precision(evidence.numerics.trainer)} and the engine in "
-        f"{_precision(evidence.numerics.rollout)} (relative RMS of {named})"
+        f"quantization: the trainer multiplies in {_precision(clues.numerics.trainer)} and the engine in "
+        f"{_precision(clues.numerics.rollout)} (relative RMS of {named})"
     )
     return Finding("quantization", text, layers=layers)
 
 
-def _op_finding(evidence: Evidence, group: list[OpDifference], remark: str = "") -> Finding:
+def _op_finding(clues: Clues, group: list[OpDifference], remark: str = "") -> Finding:
     worst = _worst(group)
     op, layers = worst.op, tuple(d.layer for d in group if d.layer is not None)
-    experts = _experts_that_differ(evidence, layers) if op == "experts" else ()
+    experts = _experts_that_differ(clues, layers) if op == "experts" else ()
     subject = f"expert{'s' * (len(experts) > 1)} {', '.join(map(str, experts))}" if experts else op
     verb = "differ" if subject.startswith(("experts", "logprobs")) else "differs"
     text = (
-        f"{subject} {verb}{_where(evidence, op, layers)} on equal inputs (relative RMS {worst.relative_rms:.2g}, "
+        f"{subject} {verb}{_where(clues, op, layers)} on equal inputs (relative RMS {worst.relative_rms:.2g}, "
         f"{worst.differing:.0%} of the elements)"
     )
-    if op in evidence.settings:
-        name, ours, theirs = evidence.settings[op]
+    if op in clues.settings:
+        name, ours, theirs = clues.settings[op]
         text += f": {name} is {ours:g} in the trainer and {theirs:g} in the engine"
     return Finding("op", text + remark, op=op, layers=layers, experts=experts)
 
@@ -220,16 +220,16 @@ def _worst(group: Sequence[OpDifference]) -> OpDifference:
     return max(group, key=lambda difference: difference.relative_rms)
 
 
-def _where(evidence: Evidence, op: str, layers: Sequence[int]) -> str:
-    if len(layers) > 1 and len(layers) == sum(d.op == op for d in evidence.ops):
+def _where(clues: Clues, op: str, layers: Sequence[int]) -> str:
+    if len(layers) > 1 and len(layers) == sum(d.op == op for d in clues.ops):
         return " in every layer"
     return f" in layer{'s' * (len(layers) > 1)} {', '.join(map(str, layers))}" if layers else ""
 
 
-def _experts_that_differ(evidence: Evidence, layers: Sequence[int]) -> tuple[int, ...]:
+def _experts_that_differ(clues: Clues, layers: Sequence[int]) -> tuple[int, ...]:
     """The experts behind a difference that spares most; none where many experts differ."""
-    floor = _floor(evidence)
-    seen = [expert for expert in evidence.experts if expert.layer in layers and expert.tokens]
+    floor = _floor(clues)
+    seen = [expert for expert in clues.experts if expert.layer in layers and expert.tokens]
     differing = {expert.expert for expert in seen if expert.relative_rms > floor}
     return tuple(sorted(differing)) if 2 * len(differing) <= len({expert.expert for expert in seen}) else ()
 
@@ -240,13 +240,13 @@ def _switched(causes: Sequence[Cause]) -> list[Finding]:
     return [Finding(c.name, f"{c.name}: {c.note} takes mean |d| from {c.before:.3g} to {c.after:.3g}") for c in telling]
 
 
-def _size(evidence: Evidence, where: Owner) -> float:
+def _size(clues: Clues, where: Owner) -> float:
     """Relative RMS of what an op or expert puts out."""
     layer, op, expert = where
     if expert is not None:
-        found = [e.relative_rms for e in evidence.experts if (e.layer, e.expert) == (layer, expert)]
+        found = [e.relative_rms for e in clues.experts if (e.layer, e.expert) == (layer, expert)]
     else:
-        found = [d.relative_rms for d in evidence.ops if (d.layer, d.op) == (layer, op)]
+        found = [d.relative_rms for d in clues.ops if (d.layer, d.op) == (layer, op)]
     return found[0] if found else 0.0
 
 

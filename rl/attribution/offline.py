@@ -13,6 +13,7 @@ from numerics.errors import user_error
 from rl.attribution.attribute import Pair, attribute
 from rl.attribution.result import Attribution
 from rl.guard.capsule import read_capsule
+from rl.guard.standing import Standing
 from rl.preflight.calibration import ANSWERS, calibration_prompts
 from rl.run_dir import RunDir
 from rl.sides import Sides, open_sides
@@ -87,19 +88,19 @@ def attribute_offline(subject: Subject, *, quick: bool, say: Callable[[str], obj
 
 def _run(run: RunDir) -> Subject:
     spec = read_resolved_spec(run.spec)
-    checkpoint = None
-    if run.model.is_dir():
+    step = max(run.checkpoint_steps(), default=None)
+    if step is None and run.model.is_dir():
         spec = _with_model(spec, run.model)
-    elif steps := run.checkpoint_steps():
-        checkpoint = run.checkpoint(steps[-1])
-    else:
+    elif step is None:
         raise user_error(
             "attribute",
             found=f"{run.path} with neither model/ nor a checkpoint",
             expected="weights to compare",
             remedy="Let the run reach its first checkpoint, or attribute one of its capsules.",
         )
-    return Subject(run.name, run.path / "attribution.html", spec, spec.numerics_config(), checkpoint=checkpoint)
+    numerics = Standing.of_checkpoint(run, step).numerics(spec.numerics_config())
+    checkpoint = None if step is None else run.checkpoint(step)
+    return Subject(run.name, run.path / "attribution.html", spec, numerics, checkpoint)
 
 
 def _capsule(path: Path) -> Subject:

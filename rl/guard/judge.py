@@ -63,8 +63,14 @@ class Guard:
     @property
     def algorithm(self) -> GrpoAlgorithm:
         """The algorithm with the cap in force."""
-        cap = self._stack.standing.tis_cap
-        return self._configured if cap is None else self._configured.model_copy(update={"tis_cap": cap})
+        cap, tightened = self._configured.tis_cap, self._stack.standing.tis_cap
+        if cap is None or tightened is None:
+            return self._configured
+        return self._configured.model_copy(update={"tis_cap": min(cap, tightened)})
+
+    @property
+    def _replays(self) -> bool:
+        return self._stack.standing.replays(self._stack.numerics)
 
     def attempt(self, batch: TokenBatch, versions: Tensor) -> Attempt:
         """The gradients of a batch, with the cap and the routes that are in force; `update` may apply them.
@@ -125,10 +131,6 @@ class Guard:
         }
         cap = self.algorithm.tis_cap
         return values if cap is None else values | {"gates/tis_cap": cap}
-
-    @property
-    def _replays(self) -> bool:
-        return self._stack.numerics.router_replay == "replay" or self._stack.standing.router_replay
 
     def _apply(self, firing: Firing) -> bool:
         """Take the actions that last; whether the objective or the routes are others now."""

@@ -40,3 +40,7 @@ class Standing:
     def numerics(self, configured: NumericsConfig) -> NumericsConfig:
         """What both sides run: the spec's, or BF16 on both. Neither side ever falls back alone."""
         return dataclasses.replace(configured, trainer="bf16", rollout="bf16") if self.bf16 else configured
+
+    def replays(self, configured: NumericsConfig) -> bool:
+        """Whether the trainer takes the engine's experts: the spec says so, or a gate did."""
+        return configured.router_replay == "replay" or self.router_replay

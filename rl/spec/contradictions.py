@@ -16,6 +16,13 @@ DEFAULT_TIGHT_CAP = 1.0
 
 def check_gates(spec: ExperimentSpec) -> None:
     """Raise `UserError` for the first gate that contradicts another one or another section."""
+    if spec.algorithm.name == "sft" and spec.guard.nonfinite_loss == "skip":
+        raise user_error(
+            "guard.nonfinite_loss",
+            found="skip",
+            expected="stop: a supervised run keeps no capsule of what it would skip",
+            remedy="Remove guard.nonfinite_loss, and look at the examples that the error names.",
+        )
     for index, rule in enumerate(spec.gates):
         problem = _against_the_spec(f"gates.{index}", rule, spec)
         if problem is not None:

@@ -16,13 +16,14 @@ from numerics.errors import UserError
 from numerics.spec import QuantSpec
 from numerics.traced_ops import inputs_of, places, places_in
 from rl.attribution.compare import expert_differences, op_differences, position_differences, relative_rms
-from rl.attribution.findings import Evidence, rank
+from rl.attribution.findings import Clues, rank
 from rl.attribution.offline import read_subject
 from rl.attribution.page import write_page
 from rl.attribution.result import Attribution, Cause, ExpertDifference, Finding, OpDifference
 from rl.attribution.temperature import TemperatureFit, fit_temperature
 from rl.attribution.weights import owner
 from rl.cli import app
+from rl.guard.standing import Standing
 from rl.spec import load_spec
 from weight_sync.manifest import Manifest
 
@@ -35,10 +36,10 @@ NORM = "model.norm.weight"
 ENTRIES = {DOWN: "a@7", GATE: "b@7", QUERY: "c@7", NORM: "d"}
 
 
-def evidence(**changes: object) -> Evidence:
+def clues(**changes: object) -> Clues:
     """Both sides agree on everything but `changes`."""
     ops = [OpDifference(layer, op, 0.0, 0.0, 0.0) for layer, op in places(2, moe=True)]
-    same = Evidence(EXACT, Manifest("7", "digest", ENTRIES), dict(ENTRIES), 1.0, TemperatureFit(1.0, 0.0), ops=ops)
+    same = Clues(EXACT, Manifest("7", "digest", ENTRIES), dict(ENTRIES), 1.0, TemperatureFit(1.0, 0.0), ops=ops)
     return replace(same, **changes)
 
 
@@ -141,13 +142,13 @@ def test_weights_belong_to_ops() -> None:
 
 
 def test_agreement_has_no_finding() -> None:
-    assert rank(evidence()) == ()
+    assert rank(clues()) == ()
 
 
 def test_weights_come_first_and_explain_their_ops() -> None:
     held = ENTRIES | {DOWN: "x@7", QUERY: "y@7"}
     ops = differing((0, "qkv", 0.1), (1, "experts", 0.2), (0, "rope", 0.9))
-    found = rank(evidence(held=held, ops=ops, experts=[expert(1, 4, 0.0), expert(1, 5, 0.31)]))
+    found = rank(clues(held=held, ops=ops, experts=[expert(1, 4, 0.0), expert(1, 5, 0.31)]))
     assert [(f.cause, f.op) for f in found] == [("weights", "experts"), ("weights", "qkv"), ("op", "rope")]
     assert found[0].text == (
         "layer 1 experts: expert 5 differs (relative RMS 0.31): in the engine, down_proj are not those of version 7"
@@ -158,30 +159,28 @@ def test_weights_come_first_and_explain_their_ops() -> None:
 def test_an_engine_of_another_version_is_one_finding() -> None:
     named = {f"model.layers.{layer}.self_attn.q_proj.weight": f"{layer}@7" for layer in range(9)}
     expected = Manifest("7", "digest", named)
-    (finding,) = rank(evidence(expected=expected, held={name: d.replace("@7", "@6") for name, d in named.items()}))
+    (finding,) = rank(clues(expected=expected, held={name: d.replace("@7", "@6") for name, d in named.items()}))
     assert finding.text == "9 of 9 weights in the engine are not those of version 7"
     assert finding.layers == tuple(range(9))
 
 
 def test_an_uncommitted_update_is_said_so() -> None:
     held = {name: digest.partition("@")[0] for name, digest in ENTRIES.items()}
-    (finding,) = rank(evidence(held=held))
+    (finding,) = rank(clues(held=held))
     assert finding.cause == "weights" and "not committed" in finding.text
 
 
 def test_a_temperature_must_explain_all() -> None:
-    sampler = rank(evidence(fit=TemperatureFit(0.7, 1e-7), reproduced=0.4))
+    sampler = rank(clues(fit=TemperatureFit(0.7, 1e-7), reproduced=0.4))
     assert [f.cause for f in sampler] == ["sampler"]
     assert "temperature 0.7, and the batch says 1 " in sampler[0].text
-    broken = rank(evidence(fit=TemperatureFit(5.8, 3.8), reproduced=12.8))
+    broken = rank(clues(fit=TemperatureFit(5.8, 3.8), reproduced=12.8))
     assert [f.cause for f in broken] == ["state"]
-    assert rank(evidence(fit=TemperatureFit(1.001, 0.0), reproduced=1e-6)) == ()
+    assert rank(clues(fit=TemperatureFit(1.001, 0.0), reproduced=1e-6)) == ()
 
 
 def test_ops_are_ranked_by_size_and_grouped_over_layers() -> None:
-    found = rank(
-        evidence(ops=differing((0, "router", 0.002), (0, "rope", 0.3), (1, "rope", 0.6), (None, "embed", 0.1)))
-    )
+    found = rank(clues(ops=differing((0, "router", 0.002), (0, "rope", 0.3), (1, "rope", 0.6), (None, "embed", 0.1))))
     assert [(f.op, f.layers) for f in found] == [("rope", (0, 1)), ("embed", ()), ("router", (0,))]
     assert found[0].text.startswith("rope differs in every layer on equal inputs (relative RMS 0.6, 100%")
     assert found[2].text.startswith("router differs in layer 0 on equal inputs")
@@ -189,28 +188,28 @@ def test_ops_are_ranked_by_size_and_grouped_over_layers() -> None:
 
 def test_experts_are_named_where_few_differ() -> None:
     ops, others = differing((1, "experts", 0.2)), [expert(1, index, 0.0) for index in range(3)]
-    (finding,) = rank(evidence(ops=ops, experts=[*others, expert(1, 3, 0.3)]))
+    (finding,) = rank(clues(ops=ops, experts=[*others, expert(1, 3, 0.3)]))
     assert finding.experts == (3,) and finding.text.startswith("expert 3 differs in layer 1 on equal inputs")
-    (finding,) = rank(evidence(ops=ops, experts=[expert(1, index, 0.3) for index in range(3)]))
+    (finding,) = rank(clues(ops=ops, experts=[expert(1, index, 0.3) for index in range(3)]))
     assert finding.experts == () and finding.text.startswith("experts differ in layer 1 on equal inputs")
 
 
 def test_constants_that_differ_are_named() -> None:
-    (finding,) = rank(evidence(ops=differing((1, "rope", 0.3)), settings={"rope": ("rope_theta", 2e4, 1e4)}))
+    (finding,) = rank(clues(ops=differing((1, "rope", 0.3)), settings={"rope": ("rope_theta", 2e4, 1e4)}))
     assert finding.text.endswith("rope_theta is 20000 in the trainer and 10000 in the engine")
 
 
 def test_native_mode_has_a_floor() -> None:
     ops = differing((0, "post_norm", 0.003), (1, "experts", 0.02))
-    assert [f.op for f in rank(evidence(numerics=NATIVE, ops=ops))] == ["experts"]
-    assert [f.op for f in rank(evidence(ops=ops))] == ["experts", "post_norm"]
-    (largest,) = rank(evidence(numerics=NATIVE, ops=differing((0, "attention", 0.003), (1, "post_norm", 0.001))))
+    assert [f.op for f in rank(clues(numerics=NATIVE, ops=ops))] == ["experts"]
+    assert [f.op for f in rank(clues(ops=ops))] == ["experts", "post_norm"]
+    (largest,) = rank(clues(numerics=NATIVE, ops=differing((0, "attention", 0.003), (1, "post_norm", 0.001))))
     assert largest.op == "attention" and largest.text.endswith("no op differs by more than roundings do")
 
 
 def test_products_in_two_precisions_are_one_finding() -> None:
     ops = differing((0, "qkv", 0.03), (0, "o_proj", 0.02), (1, "qkv", 0.04), (0, "router", 0.01))
-    first, second = rank(evidence(numerics=replace(EXACT, trainer="bf16"), ops=ops))
+    first, second = rank(clues(numerics=replace(EXACT, trainer="bf16"), ops=ops))
     assert first.cause == "quantization" and first.layers == (0, 1)
     assert "the trainer multiplies in BF16 and the engine in FP8 (relative RMS of qkv by 0.04" in first.text
     assert second.op == "router"
@@ -222,7 +221,7 @@ def test_switched_causes_come_last_the_best_first() -> None:
         Cause("quantization", 0.04, 0.01, "both sides in BF16"),
         Cause("op definitions", 0.04, 0.0, "the shared ops"),
     ]
-    found = rank(evidence(numerics=NATIVE, ops=differing((0, "experts", 0.03)), causes=causes))
+    found = rank(clues(numerics=NATIVE, ops=differing((0, "experts", 0.03)), causes=causes))
     assert [f.cause for f in found] == ["op", "op definitions", "quantization"]
 
 
@@ -246,21 +245,25 @@ def test_the_page_is_self_contained_and_its_numbers_stand_beside_it(tmp_path: Pa
     assert values["ops"][-4]["relative_rms"] is None and values["findings"][0]["cause"] == "op"
 
 
-def test_a_run_s_weights_are_its_model_or_its_newest_checkpoint(tmp_path: Path) -> None:
+def test_a_run_s_weights_are_its_newest_checkpoint_or_its_model(tmp_path: Path) -> None:
     run = tmp_path / "demo"
     run.mkdir()
     spec = load_spec("examples/arithmetic.yaml", ["trainer.tp=2"])
     (run / "spec.yaml").write_text(spec.to_yaml())
     with pytest.raises(UserError, match="neither model/ nor a checkpoint"):
         read_subject(run)
-    for step in (20, 100):
-        (run / f"checkpoints/step_{step}").mkdir(parents=True)
-    subject = read_subject(run)
-    assert (subject.spec.model.path, subject.checkpoint) == (spec.model.path, run / "checkpoints/step_100")
-    assert subject.numerics.k_splits == 2 and subject.batch is None
     (run / "model").mkdir()
     subject = read_subject(run)
     assert (subject.spec.model.path, subject.checkpoint) == (str(run / "model"), None)
+    assert subject.numerics.k_splits == 2 and subject.batch is None
+    for step, bf16 in ((20, False), (100, True)):
+        checkpoint = run / f"checkpoints/step_{step}"
+        checkpoint.mkdir(parents=True)
+        about = {"extra": {"standing": Standing(bf16=bf16).to_dict()}}
+        (checkpoint / "about.json").write_text(json.dumps(about))
+    subject = read_subject(run)
+    assert (subject.spec.model.path, subject.checkpoint) == (spec.model.path, run / "checkpoints/step_100")
+    assert (subject.numerics.trainer, subject.numerics.rollout) == ("bf16", "bf16")
     assert (subject.name, subject.page) == ("demo", run / "attribution.html")
 
 

@@ -53,6 +53,11 @@ def gate(action: str = "warn", **fields: Any) -> dict[str, Any]:
             ["gates.0.action", "bf16_both with both sides in BF16"],
         ),
         ([gate("skip_step")], {"algorithm": {"name": "sft"}}, ["gates.0.action", "'skip_step'", "warn"]),
+        (
+            [],
+            {"algorithm": {"name": "sft"}, "guard": {"nonfinite_loss": "skip"}},
+            ["guard.nonfinite_loss", "'skip'", "expected stop"],
+        ),
         ([gate(above=0.2), gate(below=0.3)], {}, ["gates.1", "below 0.3", "gates.0 has above 0.2", "at most 0.2"]),
         ([gate(below=0.3), gate(above=0.2)], {}, ["gates.1", "above 0.2", "gates.0 has below 0.3"]),
         ([gate(), gate(for_steps=3)], {}, ["gates.1", "warn on mismatch/tis_clipfrac above 0.05", "Remove one"]),
