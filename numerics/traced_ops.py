@@ -29,6 +29,7 @@ Besides: `lengths` int64 [sequences], and `targets` int64 [T], each token's next
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 
@@ -39,6 +40,17 @@ LAST_OPS = ("final_norm", "lm_head", "logprobs")
 
 Place = tuple[int | None, str]
 """Layer (None outside the layers) and op."""
+
+
+@dataclass(frozen=True)
+class OpTrace:
+    """A recording of the trainer's ops.
+
+    tensors: as described above. settings: constants of the ops, such as `rope_theta`.
+    """
+
+    tensors: dict[str, torch.Tensor]
+    settings: dict[str, float]
 
 
 def places(layers: int, moe: bool) -> list[Place]:

@@ -81,8 +81,9 @@ def _train_grpo(stack: Stack, algorithm: GrpoAlgorithm) -> str:
         with clock.phase("train"):
             if verdict.repeat:
                 repeated = guard.attempt(batch, versions)
-                metrics |= train_metrics(repeated.result, batch)
-                verdict = guard.recheck(step, verdict, repeated)
+                again = train_metrics(repeated.result, batch)
+                metrics |= again
+                verdict = guard.recheck(step, verdict, again, repeated)
             if not verdict.withheld:
                 metrics["train/lr"] = trainer.update()
         with clock.phase("sync"):

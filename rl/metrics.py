@@ -63,7 +63,10 @@ METRICS: dict[str, Metric] = {
     ),
     **_distribution("mismatch/rho", "", "rho, the importance ratio; its mean estimates 1"),
     **_distribution("mismatch/tis_weight", "", "min(rho, C), the truncated importance weight before any rejection"),
-    "mismatch/tis_clipfrac": Metric("", "Fraction of tokens with rho > C, the TIS cap (2 where TIS is off)."),
+    "mismatch/tis_clipfrac": Metric(
+        "",
+        "Fraction of tokens with rho > C, the TIS cap as configured (2 where TIS is off), not as a gate tightened it.",
+    ),
     "mismatch/tis_clipfrac_two_sided": Metric("", "Fraction of tokens with rho > C or rho < 1/C."),
     "mismatch/extreme_frac_2": Metric(
         "", "Fraction of tokens with abs(d) > ln 2: one probability is over twice the other."
@@ -98,7 +101,7 @@ METRICS: dict[str, Metric] = {
     "gates/tis_cap": Metric("", "Cap of the importance weight in force; absent where TIS is off."),
     "gates/router_replay": Metric("", "1 while the trainer takes the engine's experts, else 0."),
     "gates/bf16": Metric("", "1 once a gate has made both sides fall back to BF16, else 0."),
-    "gates/stale_resyncs": Metric("", "Samplings so far in the run that were repeated for stale weights."),
+    "gates/stale_resyncs": Metric("", "Samplings of the step that were repeated for stale weights."),
     "sync/bytes": Metric("bytes", "Bytes of weights sent to one engine."),
     "sync/seconds": Metric("s", "Time of the weight sync, digests and verification included."),
     "sync/send_seconds": Metric("s", "Of which export, quantization, digests and loading."),

@@ -15,6 +15,7 @@ from numerics.config import NumericsConfig
 from rl.cluster import ray_cluster
 from rl.console import StepConsole
 from rl.engines import EnginePool
+from rl.guard.capsule import cut_capsules
 from rl.guard.events import cut_events
 from rl.guard.standing import Standing
 from rl.interrupts import Closing
@@ -78,6 +79,7 @@ class Stack:
             closing.callback(trainer.shutdown)
             if resume_step is not None:
                 cut_events(run.events, resume_step)
+                cut_capsules(run, resume_step)
                 trainer.load(run.checkpoint(resume_step))
             bridge = None
             if pool is not None:

@@ -142,6 +142,17 @@ class EngineClient:
         secret = {"api_key", "admin_api_key"}
         return [{k: v for k, v in state.items() if k not in secret} for state in response.json()["internal_states"]]
 
+    async def checksums(self, action: str) -> dict[str, str]:
+        """What our plugin answers to one of its actions (`rollout.plugin.lifecycle`), such as a manifest by HF name.
+
+        Raises EngineError if the engine has several ranks, each of which would hold a part.
+        """
+        ranks = (await self.admin("/weights_checker", action=action))["ranks"]
+        if len(ranks) != 1:
+            raise EngineError(f"found {len(ranks)} ranks of one engine, expected 1: run engines without tp")
+        checksums: dict[str, str] = ranks[0]["checksums"]
+        return checksums
+
     async def admin(self, path: str, **body: Any) -> dict[str, Any]:
         """POST to an administration endpoint; its answer, {} if that is no JSON object.
 

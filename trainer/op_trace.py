@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 
 from numerics import ops
 from numerics.errors import user_error
-from numerics.traced_ops import Place, key
+from numerics.traced_ops import OpTrace, Place, key
 from trainer.batch import TokenBatch
 from trainer.modules.exact.attention import CoreAttention
 from trainer.modules.exact.experts import MoE
@@ -26,17 +25,6 @@ if TYPE_CHECKING:
 
 Seen = dict[Place, Tensor]
 """Tensors of one sequence by layer and by where in the layer they were seen, the tokens first."""
-
-
-@dataclass(frozen=True)
-class OpTrace:
-    """A recording of the trainer's ops.
-
-    tensors: see `numerics.traced_ops`. settings: constants of the ops, such as `rope_theta`.
-    """
-
-    tensors: dict[str, Tensor]
-    settings: dict[str, float]
 
 
 def trace_ops(trainer: Trainer, batch: TokenBatch) -> OpTrace:

@@ -127,7 +127,7 @@ async def send_and_verify(
         await transport.send(recorder.watch(tensors), engines, version)
         sent = time.perf_counter()
         manifest = recorder.manifest()
-        held = await asyncio.gather(*(_commit(engine, version) for engine in engines))
+        held = await asyncio.gather(*(engine.checksums(f"{COMMIT}{version}") for engine in engines))
         problems = _differences(manifest, endpoints, held)
         bad = set().union(*(manifest.mismatched(entries) for entries in held))
         if not problems:
@@ -150,16 +150,6 @@ async def send_and_verify(
         mismatched_tensors=len(bad),
     )
     return manifest, report, problems
-
-
-async def _commit(engine: EngineClient, version: int) -> dict[str, str]:
-    """Refresh, digest and announce, in the engine; its manifest."""
-    answer = await engine.admin("/weights_checker", action=f"{COMMIT}{version}")
-    ranks = answer["ranks"]
-    if len(ranks) != 1:
-        raise SyncError(f"found manifests of {len(ranks)} engine ranks, expected 1: an engine with tensor parallelism")
-    checksums: dict[str, str] = ranks[0]["checksums"]
-    return checksums
 
 
 def _differences(manifest: Manifest, endpoints: list[Endpoint], held: list[dict[str, str]]) -> list[str]:

@@ -10,6 +10,7 @@ from numerics.errors import UserError
 from numerics.names import SCALE_SUFFIX, module_kind
 from numerics.quantize import quantize
 from numerics.spec import QuantSpec
+from weight_sync.manifest import Manifest, Recorder
 
 
 def served_tensors(weights: Iterable[tuple[str, Tensor]], spec: QuantSpec) -> Iterator[tuple[str, Tensor]]:
@@ -29,3 +30,11 @@ def served_tensors(weights: Iterable[tuple[str, Tensor]], spec: QuantSpec) -> It
             raise UserError(f"{name}: {error}") from error
         yield name, quantized.data
         yield name + SCALE_SUFFIX, quantized.scale_inv
+
+
+def manifest_of(weights: Iterable[tuple[str, Tensor]], spec: QuantSpec, version: str) -> Manifest:
+    """What an engine that serves `spec` must hold of these weights, (HF name, BF16 tensor), without sending them."""
+    recorder = Recorder(version, spec.digest())
+    for _ in recorder.watch(served_tensors(weights, spec)):
+        pass
+    return recorder.manifest()

@@ -6,24 +6,29 @@ import asyncio
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from numerics.config import NumericsConfig
 from numerics.errors import UserError
+from numerics.traced_ops import OpTrace
 from rl.attribution.compare import expert_differences, op_differences, position_differences, stream_differences
 from rl.attribution.findings import Clues, explains, one_side_quantizes, rank
-from rl.attribution.probe import EngineAnswer, ask_engine, held_manifest
+from rl.attribution.probe import EngineAnswer, ask_engine
 from rl.attribution.result import Attribution, Cause, CauseName
 from rl.attribution.temperature import TemperatureFit, fit_temperature
 from rl.attribution.weights import expected_manifest, uncommitted
 from rollout.client import EngineClient
+from rollout.plugin.lifecycle import MANIFEST
 from rollout.types import Endpoint
 from trainer.actor import TrainerGroup
 from trainer.batch import UNKNOWN, TokenBatch
-from trainer.op_trace import OpTrace, trace_ops
 from weight_sync.manifest import Manifest
+
+if TYPE_CHECKING:
+    from trainer.trainer import Trainer
 
 TRACED_TOKENS = 2048
 """Tokens whose ops are compared: as many whole sequences as fit, those that disagree most first."""
@@ -64,7 +69,7 @@ def attribute(
     recorded = batch.fields["rollout_logprobs"]
     d = trainer.score(batch) - recorded
     traced = batch.select(_most_different(d, batch, traced_tokens))
-    trace = trainer.apply(trace_ops, traced)[0]
+    trace = trainer.apply(_trace_ops, traced)[0]
     expected = _expected(trainer, numerics)
     held, answer = asyncio.run(_ask(endpoint, expected, trace, traced.temperature))
     if answer is None:
@@ -83,7 +88,7 @@ def attribute(
     if other_pair is not None:
         causes += _other_numerics(numerics, traced, views, other_pair)
     ops = op_differences(trace.tensors, answer.tensors)
-    experts = expert_differences(trace.tensors, answer.tensors, views.live.abs(), views.scored)
+    experts = expert_differences(trace.tensors, answer.tensors, views.live.abs(), views.sampled)
     clues = Clues(
         numerics=numerics,
         expected=expected,
@@ -159,12 +164,18 @@ class _Views:
         return _mean_abs((self.engine - self.recorded)[self.sampled])
 
 
+def _trace_ops(trainer: Trainer, batch: TokenBatch) -> OpTrace:
+    from trainer.op_trace import trace_ops  # on the rank: the driver does without megatron
+
+    return trace_ops(trainer, batch)
+
+
 async def _ask(
     endpoint: Endpoint, expected: Manifest, trace: OpTrace, temperature: float
 ) -> tuple[dict[str, str], EngineAnswer | None]:
     """What the engine holds, and its answer; None from an engine that was left within an update."""
     async with EngineClient(endpoint) as client:
-        held = await held_manifest(client)
+        held = await client.checksums(MANIFEST)
         return held, None if uncommitted(expected, held) else await ask_engine(client, trace, temperature)
 
 
@@ -221,7 +232,7 @@ def _other_numerics(
         switches.append(("op definitions", exact, "the shared ops on both sides"))
     for name, changed, note in switches:
         with other_pair(changed) as (trainer, endpoint):
-            trace = trainer.apply(trace_ops, traced)[0]
+            trace = trainer.apply(_trace_ops, traced)[0]
             _, answer = asyncio.run(_ask(endpoint, _expected(trainer, changed), trace, traced.temperature))
         assert answer is not None
         yield Cause(name, views.live_mean, _Views.of(traced, trace, answer).live_mean, note)

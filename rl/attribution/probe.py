@@ -12,11 +12,10 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from numerics.traced_ops import OpTrace
 from rollout.client import EngineClient
 from rollout.errors import EngineError
-from rollout.plugin.lifecycle import MANIFEST
 from rollout.plugin.op_probe import ANSWER, OPS
-from trainer.op_trace import OpTrace
 
 
 @dataclass(frozen=True)
@@ -36,23 +35,10 @@ async def ask_engine(client: EngineClient, trace: OpTrace, temperature: float) -
     with tempfile.TemporaryDirectory(prefix="fp8rl-ops-") as folder:
         recording = Path(folder) / "trainer.safetensors"
         save_file(trace.tensors, recording, {"temperature": repr(temperature)})
-        (digest,) = (await _checksums(client, f"{OPS}{recording}")).values()
+        (digest,) = (await client.checksums(f"{OPS}{recording}")).values()
         path = recording.with_name(ANSWER)
         if hashlib.sha256(path.read_bytes()).hexdigest() != digest:
             raise EngineError(f"{path}: found other bytes than the engine wrote. Look for a full disk, and try again.")
         with safe_open(path, framework="pt") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}
             return EngineAnswer(tensors, json.loads(file.metadata()["settings"]))
-
-
-async def held_manifest(client: EngineClient) -> dict[str, str]:
-    """The digests of the weights that the engine holds now, by HF name."""
-    return await _checksums(client, MANIFEST)
-
-
-async def _checksums(client: EngineClient, action: str) -> dict[str, str]:
-    ranks = (await client.admin("/weights_checker", action=action))["ranks"]
-    if len(ranks) != 1:
-        raise EngineError(f"found {len(ranks)} engine ranks, expected 1: attribution needs an engine without tp")
-    checksums: dict[str, str] = ranks[0]["checksums"]
-    return checksums

@@ -24,9 +24,9 @@ def headline(attribution: Attribution) -> str:
     """What was compared, in one sentence."""
     a = attribution
     return (
-        f"Mean |d| {format_difference(a.abs_diff_mean)} on {a.tokens:,} sampled tokens as recorded, "
-        f"{format_difference(a.live_abs_diff_mean)} on {a.traced_tokens:,} of them between trainer and engine as "
-        "they are now."
+        f"Mean |d| {format_difference(a.abs_diff_mean)} on {a.tokens:,} sampled tokens; "
+        f"{format_difference(a.live_abs_diff_mean)} on {a.traced_tokens:,} of them, in the sequences that differ most, "
+        "computed again by trainer and engine."
     )
 
 

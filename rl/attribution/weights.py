@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from numerics.names import SCALE_SUFFIX
 from numerics.spec import QuantSpec
-from weight_sync.manifest import Manifest, Recorder
-from weight_sync.quantized import served_tensors
+from weight_sync.manifest import Manifest
+from weight_sync.quantized import manifest_of
 
 if TYPE_CHECKING:
     from trainer.trainer import Trainer  # megatron is for the ranks, not for the driver
@@ -37,10 +37,8 @@ Owner = tuple[int | None, str, int | None]
 
 def expected_manifest(trainer: Trainer, spec: QuantSpec) -> Manifest | None:
     """What an engine that serves `spec` must hold at the trainer's version; on rank 0, and every rank must call it."""
-    recorder = Recorder(str(trainer.weight_version), spec.digest())
-    for _ in recorder.watch(served_tensors(trainer.export_weights(), spec)):
-        pass
-    return recorder.manifest() if trainer.layout.rank == 0 else None
+    manifest = manifest_of(trainer.export_weights(), spec, str(trainer.weight_version))
+    return manifest if trainer.layout.rank == 0 else None
 
 
 def owner(name: str) -> Owner:

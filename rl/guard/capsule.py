@@ -13,7 +13,7 @@ import json
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -24,9 +24,11 @@ from numerics.files import publish_directory
 from rl.guard.evidence import Evidence
 from rl.run_dir import RunDir
 from rl.spec import ExperimentSpec, read_resolved_spec
-from rl.stack import Stack
 from trainer.batch import TokenBatch
 from weight_sync.manifest import Manifest
+
+if TYPE_CHECKING:
+    from rl.stack import Stack
 
 FORMAT = 1
 _ABOUT = "capsule.json"
@@ -41,8 +43,9 @@ _SUMS = "SHA256SUMS"
 class Capsule:
     """A capsule that was read and found whole.
 
-    step: of the run. why: what made it. rows: of the step's batch, the worst first. evidence: of these rows.
-    tis_cap, metrics: C, and the `mismatch/...` metrics over these rows as they were recorded.
+    step: of the run. why: what made it. rows: of the step's batch; those that a fault came from, then the worst.
+    evidence: of these rows, in the step's last pass. tis_cap, metrics: C, and the `mismatch/...` metrics over these
+    rows as they were recorded.
     """
 
     path: Path
@@ -150,6 +153,13 @@ def read_capsule(path: Path) -> Capsule:
     )
 
 
+def cut_capsules(run: RunDir, step: int) -> None:
+    """Remove capsules after `step`, of steps that a resumed run repeats."""
+    for later in run.capsule_steps():
+        if later > step:
+            shutil.rmtree(run.capsule(later))
+
+
 def _tensors(evidence: Evidence) -> dict[str, torch.Tensor]:
     batch = evidence.batch
     tensors = {
@@ -182,8 +192,11 @@ def _evidence(tensors: dict[str, torch.Tensor], about: dict[str, Any]) -> Eviden
 
 
 def _check_files(path: Path) -> None:
-    for line in (path / _SUMS).read_text().splitlines():
-        expected, _, name = line.partition("  ")
+    sums = {name: digest for digest, _, name in (s.partition("  ") for s in (path / _SUMS).read_text().splitlines())}
+    for file in path.rglob("*"):
+        if file.is_file() and file.name != _SUMS:
+            sums.setdefault(str(file.relative_to(path)), "of no file, as it lists none of this name")
+    for name, expected in sums.items():
         file = path / name
         found = _sha256(file) if file.is_file() else "no such file"
         if found != expected:

@@ -9,10 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rl.guard.events import Event
-from rl.spec.gates import SEVERITY, WITHHOLDING, GateSection
-
-LATE = ("train/lr", "gates/", "sync/", "perf/", "eval/", "tracking/")
-"""How the names of metrics begin that are known only after a step's decision."""
+from rl.spec.gates import LATE, SEVERITY, WITHHOLDING, GateSection
 
 
 def late_metrics(row: Mapping[str, float]) -> dict[str, float]:
@@ -60,24 +57,27 @@ class Gates:
     def __init__(self, rules: Sequence[GateSection], state: Mapping[str, Any] | None = None) -> None:
         saved = state or {}
         self._rules = [(rule, RuleState(**saved.get(_name(rule), {}))) for rule in rules]
+        self._before: list[RuleState] = []
 
     def check(self, step: int, metrics: Mapping[str, float]) -> list[Firing]:
         """The gates that fire on this step's metrics, the mildest action first.
 
         A metric that is missing or not finite leaves its rules as they were.
         """
-        fired = []
-        for rule, state in self._rules:
-            value = metrics.get(rule.metric, math.nan)
-            if not math.isfinite(value):
-                continue
-            _advance(rule, state, value)
-            if state.tripped and not state.fired and step > state.quiet_until:
-                state.fired, state.quiet_until = True, step + rule.cooldown_steps
-                fired.append(Firing(rule, value))
-                if rule.action == "checkpoint_and_stop":
-                    state.beyond, state.tripped, state.fired = 0, False, False  # a run that is resumed is judged anew
-        return sorted(fired, key=lambda firing: SEVERITY.index(firing.rule.action))
+        self._before = [dataclasses.replace(state) for _, state in self._rules]
+        return _fire(step, self._rules, metrics)
+
+    def recheck(self, step: int, metrics: Mapping[str, float]) -> list[Firing]:
+        """The withholding gates that fire when these metrics take the place of those of the step's `check`.
+
+        That one must not have withheld the step. The other gates, and those of other metrics, stay as it left them.
+        """
+        again = []
+        for index, ((rule, _), before) in enumerate(zip(self._rules, self._before, strict=True)):
+            if rule.action in WITHHOLDING and math.isfinite(metrics.get(rule.metric, math.nan)):
+                self._rules[index] = rule, before
+                again.append(self._rules[index])
+        return _fire(step, again, metrics)
 
     def withholding(self) -> list[GateSection]:
         """The rules whose metric has not recovered and which let nothing be trained on until then."""
@@ -86,6 +86,21 @@ class Gates:
     def state(self) -> dict[str, Any]:
         """As JSON values, for a checkpoint."""
         return {_name(rule): dataclasses.asdict(state) for rule, state in self._rules}
+
+
+def _fire(step: int, rules: Sequence[tuple[GateSection, RuleState]], metrics: Mapping[str, float]) -> list[Firing]:
+    fired = []
+    for rule, state in rules:
+        value = metrics.get(rule.metric, math.nan)
+        if not math.isfinite(value):
+            continue
+        _advance(rule, state, value)
+        if state.tripped and not state.fired and step > state.quiet_until:
+            state.fired, state.quiet_until = True, step + rule.cooldown_steps
+            fired.append(Firing(rule, value))
+            if rule.action == "checkpoint_and_stop":
+                state.beyond, state.tripped, state.fired = 0, False, False  # a run that is resumed is judged anew
+    return sorted(fired, key=lambda firing: SEVERITY.index(firing.rule.action))
 
 
 def _advance(rule: GateSection, state: RuleState, value: float) -> None:

@@ -37,12 +37,14 @@ class Attempt:
 class Verdict:
     """What becomes of a step.
 
-    fired: gates that fired. withheld: the batch is not trained on. repeat: a gate changed the objective or the routes,
-    so that the pass is done again before the update. resync: the engines are synced although the weights stay.
-    fall_back: both sides go to BF16 before that. stop: why the run ends with this step, empty if it goes on.
+    fired: gates that fired. why: what gates and faults have said. withheld: the batch is not trained on. repeat: a
+    gate changed the objective or the routes, so that the pass is done again before the update. resync: the engines are
+    synced although the weights stay. fall_back: both sides go to BF16 before that. stop: why the run ends with this
+    step, empty if it goes on.
     """
 
     fired: int
+    why: tuple[str, ...]
     withheld: bool
     repeat: bool
     resync: bool
@@ -56,7 +58,7 @@ class Guard:
     def __init__(self, stack: Stack, algorithm: GrpoAlgorithm) -> None:
         self._stack, self._configured = stack, algorithm
         self._gates = Gates(stack.spec.gates, stack.standing.rules)
-        self._stale_resyncs = stack.standing.stale_resyncs
+        self._stale_resyncs = 0  # in the step that was judged last
         self.measured_cap = algorithm.tis_cap or WITHOUT_TIS
         """C of the clip fractions. A gate that tightens the cap leaves it alone, lest it fire for its own doing."""
 
@@ -81,7 +83,7 @@ class Guard:
         fault = None
         try:
             if not bool(used_tokens(batch).any()):
-                raise NonFiniteLossError("loss: found no token with a finite rollout logprob", range(batch.rows))
+                raise NonFiniteLossError("found no finite rollout logprob, so check the engine", range(batch.rows))
             result = trainer.forward_backward(batch, GrpoObjective.for_batch(batch, self.algorithm))
         except NonFiniteLossError as error:
             fault, scored = error, trainer.score_routed(batch)
@@ -94,30 +96,16 @@ class Guard:
 
         If a gate fires, or the attempt has a fault, the step's worst sequences become a capsule.
         """
-        stack = self._stack
-        firings = self._gates.check(step, metrics)
         self._note_stale_resyncs(step)
-        events = self._record(step, [firing.event(step) for firing in firings], attempt)
-        changed = [self._apply(firing) for firing in firings]
-        stack.standing.rules = self._gates.state()
+        return self._decide(step, self._gates.check(step, metrics), attempt)
 
-        actions = {event.action for event in events}
-        stops, faulty = "checkpoint_and_stop" in actions, attempt.fault is not None
-        withheld = stops or faulty or bool(self._gates.withholding())
-        return Verdict(
-            fired=len(firings),
-            withheld=withheld,
-            repeat=any(changed) and not withheld,
-            resync=bool(actions & {"resync", "bf16_both"}),
-            fall_back="bf16_both" in actions and not stack.standing.bf16,
-            stop=_stop(events),
-        )
+    def recheck(self, step: int, verdict: Verdict, metrics: Mapping[str, float], repeated: Attempt) -> Verdict:
+        """The verdict after the pass that it asked for, which may break a bound too, or come to nothing.
 
-    def recheck(self, step: int, verdict: Verdict, repeated: Attempt) -> Verdict:
-        """The verdict after the pass that it asked for, which may have come to nothing."""
-        if repeated.fault is None:
-            return verdict
-        return dataclasses.replace(verdict, withheld=True, stop=_stop(self._record(step, [], repeated)))
+        metrics: `train/...` of that pass.
+        """
+        again = self._decide(step, self._gates.recheck(step, metrics), repeated, verdict.why)
+        return dataclasses.replace(again, fired=verdict.fired + again.fired)
 
     def metrics(self, verdict: Verdict) -> dict[str, float]:
         """`gates/...` of a step."""
@@ -127,10 +115,30 @@ class Guard:
             "gates/withheld": float(verdict.withheld),
             "gates/router_replay": float(self._replays),
             "gates/bf16": float(standing.bf16),
-            "gates/stale_resyncs": float(standing.stale_resyncs),
+            "gates/stale_resyncs": float(self._stale_resyncs),
         }
         cap = self.algorithm.tis_cap
         return values if cap is None else values | {"gates/tis_cap": cap}
+
+    def _decide(self, step: int, firings: Sequence[Firing], attempt: Attempt, why: tuple[str, ...] = ()) -> Verdict:
+        """Take the actions that last, and keep the case. `why`: what the step's earlier pass has said."""
+        stack = self._stack
+        events = self._record(step, [firing.event(step) for firing in firings], attempt, why)
+        changed = [self._apply(firing) for firing in firings]
+        stack.standing.rules = self._gates.state()
+
+        actions = {event.action for event in events}
+        stops, faulty = "checkpoint_and_stop" in actions, attempt.fault is not None
+        withheld = stops or faulty or bool(self._gates.withholding())
+        return Verdict(
+            fired=len(firings),
+            why=(*why, *(event.text for event in events)),
+            withheld=withheld,
+            repeat=any(changed) and not withheld,
+            resync=bool(actions & {"resync", "bf16_both"}),
+            fall_back="bf16_both" in actions and not stack.standing.bf16,
+            stop=_stop(events),
+        )
 
     def _apply(self, firing: Firing) -> bool:
         """Take the actions that last; whether the objective or the routes are others now."""
@@ -142,35 +150,40 @@ class Guard:
             standing.router_replay = True
         return before != (self.algorithm.tis_cap, self._replays)
 
-    def _record(self, step: int, events: list[Event], attempt: Attempt) -> list[Event]:
+    def _record(self, step: int, events: list[Event], attempt: Attempt, why: tuple[str, ...]) -> list[Event]:
         """Announce the events, and that of a fault, with a capsule for all of them."""
-        fault = attempt.fault
-        if fault is not None:
-            action = "skip_step" if self._stack.spec.guard.nonfinite_loss == "skip" else "checkpoint_and_stop"
-            what = str(fault).partition(":")[0]  # loss, or gradient norm
-            text = f"{action}: the {what} over {len(fault.rows)} rows is not finite"
-            events = [*events, Event(step, "train/loss", None, "not finite", action, None, text)]
+        if attempt.fault is not None:
+            events = [*events, self._fault(step, attempt.fault, attempt.evidence.batch)]
         if events:
-            capsule = self._keep(step, events, attempt)
+            capsule = self._keep(step, [*why, *(event.text for event in events)], attempt)
             events = [dataclasses.replace(event, capsule=capsule) for event in events]
             announce(self._stack, events)
         return events
 
-    def _keep(self, step: int, events: Sequence[Event], attempt: Attempt) -> str:
+    def _fault(self, step: int, fault: NonFiniteLossError, batch: TokenBatch) -> Event:
+        action = "skip_step" if self._stack.spec.guard.nonfinite_loss == "skip" else "checkpoint_and_stop"
+        if not bool(used_tokens(batch).any()):
+            tokens = float(batch.loss_mask.sum())
+            return Event(step, "mismatch/nonfinite_count", tokens, "every token", action, None, f"{action}: {fault}")
+        what = str(fault).partition(":")[0]  # loss, or gradient norm
+        text = f"{action}: the {what} over {len(fault.rows)} rows is not finite"
+        return Event(step, "train/loss", None, "not finite", action, None, text)
+
+    def _keep(self, step: int, why: Sequence[str], attempt: Attempt) -> str:
         """Write the capsule: the rows that a fault names and the worst of the others. Its path below the run's."""
         named = attempt.fault.rows if attempt.fault is not None else []
         worst = attempt.evidence.worst_rows(self._stack.spec.guard.capsule_sequences)
-        rows, why = list(dict.fromkeys([*named, *worst])), [event.text for event in events]
+        rows = list(dict.fromkeys([*named, *worst]))
         path = write_capsule(self._stack, step, why, attempt.evidence, rows, self.measured_cap)
         return str(path.relative_to(self._stack.run.path))
 
     def _note_stale_resyncs(self, step: int) -> None:
         """Record, where there is a step to name, that engines were synced while it was sampled."""
-        count = self._stack.standing.stale_resyncs - self._stale_resyncs
-        self._stale_resyncs += count
-        if count:
+        standing = self._stack.standing
+        self._stale_resyncs, standing.stale_resyncs = standing.stale_resyncs, 0
+        if self._stale_resyncs:
             text = "resync: tokens were sampled at stale weights, and again after a sync"
-            event = Event(step, "gates/stale_resyncs", float(count), "above 0", "resync", None, text)
+            event = Event(step, "gates/stale_resyncs", float(self._stale_resyncs), "above 0", "resync", None, text)
             append_event(self._stack.run.events, event)
 
 

@@ -19,8 +19,7 @@ from rl.console import format_difference
 from rl.guard.capsule import Capsule, read_capsule
 from rl.guard.evidence import Evidence
 from trainer.config import TrainerConfig
-from weight_sync.manifest import Recorder
-from weight_sync.quantized import served_tensors
+from weight_sync.quantized import manifest_of
 
 NATIVE_TOLERANCE = 0.01
 """Mean difference in nats up to which a native rescan counts as the same: the libraries' own ops round differently in
@@ -150,10 +149,8 @@ def _trainer(capsule: Capsule, weights: Path) -> Iterator[Any]:
 def _check_weights(capsule: Capsule, trainer: Any, weights: Path) -> None:
     """The weights, quantized as they were for the engine, must have the digests of the manifest."""
     manifest = capsule.manifest
-    recorder = Recorder(manifest.version, manifest.spec_digest)
-    for _ in recorder.watch(served_tensors(trainer.export_weights(), capsule.numerics.rollout_spec)):
-        pass
-    differing = sorted(manifest.mismatched(recorder.manifest().entries))
+    found = manifest_of(trainer.export_weights(), capsule.numerics.rollout_spec, manifest.version)
+    differing = sorted(manifest.mismatched(found.entries))
     if differing:
         raise user_error(
             "weights",

@@ -16,7 +16,7 @@ class Standing:
     """tis_cap: the cap of the importance weight that a gate tightened; None: as the spec has it.
 
     router_replay: a gate turned the replay of the engine's experts on. bf16: both sides fell back to BF16.
-    stale_resyncs: how often engines sampled at other weights than the trainer's. rules: see `Gates.state`.
+    stale_resyncs: samplings repeated for stale weights that no step has on record yet. rules: see `Gates.state`.
     """
 
     tis_cap: float | None = None

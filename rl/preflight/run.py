@@ -48,6 +48,13 @@ def preflight(spec: ExperimentSpec, *, quick: bool = False, say: Callable[[str],
         UserError: the spec's model, data or sizes are such that no run could start.
     """
     began = time.monotonic()
+    if quick and spec.numerics.mode == "native":
+        raise user_error(
+            "--quick",
+            found="numerics.mode=native",
+            expected="exact: native mode is judged beside BF16/BF16, which --quick leaves out",
+            remedy="Leave --quick out.",
+        )
     findings = Findings()
     model = read_model(spec.model.path)
     check_tensors(spec.model.path, model)
@@ -90,7 +97,7 @@ def _examine(sides: Sides, findings: Findings, quick: bool, say: Callable[[str],
 
 def _examine_spec(sides: Sides, batch: TokenBatch, findings: Findings) -> None:
     numerics = sides.numerics
-    state, manifest = sides.ask(_engine_state), sides.ask(_manifest)
+    state, manifest = sides.ask(_engine_state), sides.ask(lambda client: client.checksums(MANIFEST))
     observed: list[Observed] = sides.trainer.apply(observe, batch)
     findings.quantized = {
         "trainer": sorted({name for rank in observed for name in rank.quantized}),
@@ -136,13 +143,6 @@ def _examine_logprobs(
 
 async def _engine_state(client: EngineClient) -> dict:
     return (await client.internal_states())[0]
-
-
-async def _manifest(client: EngineClient) -> dict[str, str]:
-    """HF name to digest of everything that the engine holds now."""
-    answer = await client.admin("/weights_checker", action=MANIFEST)
-    checksums: dict[str, str] = answer["ranks"][0]["checksums"]
-    return checksums
 
 
 def _check_engine(spec: ExperimentSpec) -> None:

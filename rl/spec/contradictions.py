@@ -6,7 +6,7 @@ from itertools import combinations
 from typing import TYPE_CHECKING
 
 from numerics.errors import UserError, user_error
-from rl.spec.gates import GateSection
+from rl.spec.gates import LATE, WITHHOLDING, GateSection
 
 if TYPE_CHECKING:
     from rl.spec.experiment import ExperimentSpec
@@ -52,6 +52,13 @@ def _against_the_spec(key: str, rule: GateSection, spec: ExperimentSpec) -> User
                 remedy="Set it to warn, or remove the gate.",
             )
         return None
+    if rule.metric.startswith(LATE) and action in WITHHOLDING - {"checkpoint_and_stop"}:
+        return user_error(
+            f"{key}.action",
+            found=f"{action} on {rule.metric}, which is measured after a step's decision",
+            expected="warn, tighten_tis, enable_r3 or checkpoint_and_stop, as it may never recover without updates",
+            remedy="Choose one of these actions, or a metric that is measured before the update.",
+        )
     if action == "tighten_tis":
         cap = DEFAULT_TIGHT_CAP if rule.tis_cap is None else rule.tis_cap
         if algorithm.tis_cap is None or cap >= algorithm.tis_cap:

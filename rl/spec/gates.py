@@ -18,13 +18,16 @@ SEVERITY: tuple[Action, ...] = get_args(Action)
 WITHHOLDING: frozenset[Action] = frozenset({"skip_step", "resync", "bf16_both", "checkpoint_and_stop"})
 """Actions under which the batch that fired the gate is not trained on."""
 
+LATE = ("train/lr", "gates/", "sync/", "perf/", "eval/", "tracking/")
+"""How the names of metrics begin that are known only after a step's decision."""
+
 
 class GateSection(Section):
     """Fires when `metric` stays beyond its bound for `for_steps` steps in a row, and again only after it recovered."""
 
     metric: str
-    """A name that `rl.metrics` describes. `train/lr` and those of `gates/`, `sync/`, `perf/` and `eval/`, which a step
-    measures after its decision, are judged in the step that follows."""
+    """A name that `rl.metrics` describes. Those of `LATE`, which a step measures after its decision, are judged in the
+    step that follows, and cannot withhold an update: without one they would be missing, or never change."""
     above: float | None = None
     below: float | None = None
     recover: float | None = None
@@ -49,7 +52,7 @@ class GateSection(Section):
     def _is_a_metric(cls, name: str) -> str:
         if describe(name) is None:
             nearest = nearest_metric(name)
-            raise ValueError(f"found {shown(name)}, expected a metric of the run. Did you mean {nearest}?")
+            raise ValueError(f"found {shown(name)}, expected a metric of the run, perhaps {nearest}")
         return name
 
     @model_validator(mode="after")
@@ -88,7 +91,8 @@ class GuardSection(Section):
     nonfinite_loss: Literal["stop", "skip"] = "stop"
     """`stop` writes a checkpoint and ends the run, `skip` goes on with the next batch. Neither trains on this one."""
     capsule_sequences: int = Field(default=8, ge=1)
-    """Sequences in a capsule, the worst first."""
+    """The worst sequences that a capsule keeps. All those that a value which is not finite came from precede them: of a
+    loss the rows of its micro-batch, of a gradient norm the whole batch."""
     capsules: int = Field(default=5, ge=2)
     """Capsules that stay on disk: the first of the run and the newest."""
     capsule_weights: bool = True

@@ -13,7 +13,7 @@ import torch
 
 from numerics.config import NumericsConfig
 from numerics.errors import UserError
-from rl.guard.capsule import read_capsule, write_capsule
+from rl.guard.capsule import cut_capsules, read_capsule, write_capsule
 from rl.guard.evidence import Evidence
 from rl.run_dir import RunDir, create_run_dir, write_spec
 from rl.spec import parse_spec
@@ -115,6 +115,16 @@ def test_the_first_capsule_and_the_newest_stay(tmp_path: Path) -> None:
     assert kept == [[2], [2, 4], [2, 4, 5], [2, 5, 7]]
 
 
+def test_a_resumed_run_forgets_capsules_of_steps_that_it_repeats(tmp_path: Path) -> None:
+    stack = a_stack(tmp_path, capsules=3)
+    for step in (10, 20, 31):
+        write_capsule(stack, step, [], evidence([0.0]), [0], 2.0)
+    cut_capsules(stack.run, 20)
+    assert stack.run.capsule_steps() == [10, 20]
+    write_capsule(stack, 22, [], evidence([0.0]), [0], 2.0)
+    assert stack.run.capsule_steps() == [10, 20, 22], "the newest is not the one to go"
+
+
 def test_a_second_capsule_of_a_step_replaces_the_first(tmp_path: Path) -> None:
     stack = a_stack(tmp_path)
     for why in ("first", "again"):
@@ -143,6 +153,13 @@ def test_a_damaged_or_missing_file_is_named(capsule: Path, name: str) -> None:
         read_capsule(capsule)
     (capsule / name).unlink()
     with pytest.raises(UserError, match=f"{name}: found 'no such file'"):
+        read_capsule(capsule)
+
+
+def test_a_file_without_a_checksum_is_refused(capsule: Path) -> None:
+    sums = capsule / "SHA256SUMS"
+    sums.write_text("".join(line for line in sums.read_text().splitlines(True) if "tensors" not in line))
+    with pytest.raises(UserError, match="capsule file .*tensors.safetensors: .* it lists none of this name"):
         read_capsule(capsule)
 
 

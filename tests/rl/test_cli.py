@@ -36,7 +36,7 @@ def test_the_command_line_starts_without_the_heavy_libraries() -> None:
 
 def test_the_driver_never_imports_megatron_or_sglang() -> None:
     code = (
-        "import rl.preconditions, rl.stack, rl.loop, rl.ending, sys; "
+        "import rl.preconditions, rl.stack, rl.loop, rl.ending, rl.preflight, rl.attribution.offline, sys; "
         "print(sorted({m.split('.')[0] for m in sys.modules} & {'megatron', 'mbridge', 'sglang', 'apex'}))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+import yaml
 
 from numerics.errors import UserError
 from rl.spec import parse_spec
@@ -28,7 +29,7 @@ def gate(action: str = "warn", **fields: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("gates", "sections", "named"),
     [
-        ([gate(metric="mismatch/tis_clipfrac_")], {}, ["gates.0.metric", "Did you mean mismatch/tis_clipfrac"]),
+        ([gate(metric="mismatch/tis_clipfrac_")], {}, ["gates.0.metric", "perhaps mismatch/tis_clipfrac"]),
         ([gate("restart")], {}, ["gates.0.action", "'restart'", "checkpoint_and_stop"]),
         ([gate(recover=0.06)], {}, ["gates.0", "recover=0.06", "at most above"]),
         ([gate(below=0.5, recover=0.4)], {}, ["gates.0", "recover=0.4", "at least below"]),
@@ -57,6 +58,21 @@ def gate(action: str = "warn", **fields: Any) -> dict[str, Any]:
             [],
             {"algorithm": {"name": "sft"}, "guard": {"nonfinite_loss": "skip"}},
             ["guard.nonfinite_loss", "'skip'", "expected stop"],
+        ),
+        *(
+            (
+                [gate(action, metric=metric)],
+                {},
+                ["gates.0.action", f"{action} on {metric}", "warn, tighten_tis, enable_r3 or checkpoint_and_stop"],
+            )
+            for action, metric in [
+                ("skip_step", "train/lr"),
+                ("resync", "gates/stale_resyncs"),
+                ("bf16_both", "eval/accuracy"),
+                ("skip_step", "sync/seconds"),
+                ("skip_step", "perf/step_seconds"),
+                ("skip_step", "tracking/nonfinite_dropped"),
+            ]
         ),
         ([gate(above=0.2), gate(below=0.3)], {}, ["gates.1", "below 0.3", "gates.0 has above 0.2", "at most 0.2"]),
         ([gate(below=0.3), gate(above=0.2)], {}, ["gates.1", "above 0.2", "gates.0 has below 0.3"]),
@@ -87,6 +103,7 @@ def test_gates_that_can_be_satisfied_are_accepted() -> None:
                 gate("enable_r3"),
                 gate("bf16_both"),
                 gate("resync", metric=EXACT, below=1.0),
+                gate("checkpoint_and_stop", metric="eval/accuracy", below=0.1),
                 gate("checkpoint_and_stop", metric="mismatch/router_agreement_layer_3", below=0.5),
             ],
             "guard": {"nonfinite_loss": "skip", "capsules": 2},
@@ -94,3 +111,8 @@ def test_gates_that_can_be_satisfied_are_accepted() -> None:
     )
     assert [rule.bound for rule in spec.gates[:2]] == ["above 0.3", "below 0.3"]
     assert spec.guard.nonfinite_loss == "skip" and spec.guard.capsule_weights
+
+
+def test_off_without_quotes_is_what_yaml_makes_of_it() -> None:
+    spec = parse_spec({**MINIMAL, "numerics": yaml.safe_load("{router_replay: off}")})
+    assert spec.numerics.router_replay == "off"

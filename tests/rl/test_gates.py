@@ -89,6 +89,27 @@ def test_a_stop_is_judged_anew_by_the_run_that_resumes() -> None:
     assert fired(Gates([gate(action="checkpoint_and_stop", for_steps=2)], gates.state()), [1.0, 1.0], 3) == [4]
 
 
+def test_a_repeated_pass_takes_the_place_of_the_first_and_counts_once() -> None:
+    gates = Gates([gate(for_steps=2, action="skip_step"), gate(for_steps=2)])
+    seen = []
+    for step, (first, second) in enumerate([(0.06, 0.06), (0.0, 0.06)], start=1):
+        fires = [gates.check(step, {METRIC: first}), gates.recheck(step, {METRIC: second})]
+        seen.append([[firing.rule.action for firing in firings] for firings in fires])
+    # The second pass of step 2 is the second beyond the bound in a row; warnings go by first passes.
+    assert seen == [[[], []], [[], ["skip_step"]]] and gates.withholding()
+
+
+def test_a_repeated_pass_without_the_metric_leaves_its_gate_alone() -> None:
+    gates = Gates([gate(for_steps=2, action="skip_step")])
+    assert gates.check(1, {METRIC: 0.06}) == gates.recheck(1, {EXACT: 0.0, METRIC: math.nan}) == []
+    assert gates.check(2, {METRIC: 0.06})
+
+
+def test_a_repeated_pass_within_the_bound_clears_the_first() -> None:
+    gates = Gates([gate(for_steps=2, action="skip_step")])
+    assert gates.check(1, {METRIC: 0.06}) == gates.recheck(1, {METRIC: 0.0}) == gates.check(2, {METRIC: 0.06}) == []
+
+
 def test_firings_come_in_the_order_of_severity() -> None:
     rules = [gate(action=action) for action in reversed(SEVERITY)]
     assert [f.rule.action for f in Gates(rules).check(1, {METRIC: 1.0})] == list(SEVERITY)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -59,7 +60,9 @@ def run(tmp_path: Path) -> Run:
 
 
 def test_a_good_step_is_trained_on_and_leaves_nothing(run: Run) -> None:
-    assert run.judge(1) == Verdict(fired=0, withheld=False, repeat=False, resync=False, fall_back=False, stop="")
+    assert run.judge(1) == Verdict(
+        fired=0, why=(), withheld=False, repeat=False, resync=False, fall_back=False, stop=""
+    )
     assert run.said == [] and not run.stack.run.events.exists() and not run.stack.run.capsules.exists()
 
 
@@ -122,10 +125,33 @@ def test_a_loss_that_is_not_finite_is_never_trained_on(policy: str, tmp_path: Pa
 def test_a_repeated_pass_may_meet_a_fault_too(run: Run) -> None:
     verdict = run.judge(1, tis=0.2)
     seen = evidence([0.1], [0.2])
-    assert verdict.repeat and run.guard.recheck(1, verdict, attempt(seen)) is verdict
-    again = run.guard.recheck(1, verdict, attempt(seen, NonFiniteLossError("loss: ...", [1])))
+    fine = run.guard.recheck(1, verdict, {NORM: 2.0}, attempt(seen))
+    assert verdict.repeat and (fine.fired, fine.withheld, fine.stop) == (1, False, "")
+    again = run.guard.recheck(1, verdict, {NORM: math.nan}, attempt(seen, NonFiniteLossError("loss: ...", [1])))
     assert again.withheld and again.stop == "checkpoint_and_stop: the loss over 1 rows is not finite (capsules/step_1)"
+    events = read_events(run.stack.run.events)
+    assert [event.action for event in events] == ["tighten_tis", "checkpoint_and_stop"]
+    assert read_capsule(run.stack.run.capsule(1)).why == [event.text for event in events], "of both passes"
+
+
+def test_a_repeated_pass_that_breaks_a_bound_is_not_trained_on(run: Run) -> None:
+    verdict = run.judge(1, tis=0.2)
+    again = run.guard.recheck(1, verdict, {NORM: 10.0}, attempt(evidence([0.1], [0.2])))
+    assert (again.fired, again.withheld, again.repeat) == (2, True, False)
+    assert again.stop == "checkpoint_and_stop: train/grad_norm = 10 is above 9.0 (capsules/step_1)"
     assert [event.action for event in read_events(run.stack.run.events)] == ["tighten_tis", "checkpoint_and_stop"]
+
+
+def test_an_engine_without_a_finite_logprob_is_named_as_the_cause(tmp_path: Path) -> None:
+    run = Run(tmp_path, nonfinite_loss="skip")
+    seen = evidence([0.1], [0.2, 0.3])
+    seen.batch.fields["rollout_logprobs"][:] = math.nan
+    run.stack.trainer.weight_version = 3
+    run.stack.trainer.score_routed = lambda batch: SimpleNamespace(logprobs=seen.logprobs, routes=seen.routes)
+    verdict = run.guard.judge(2, {}, run.guard.attempt(seen.batch, seen.versions))
+    (event,) = read_events(run.stack.run.events)
+    assert verdict.withheld and (event.metric, event.value) == ("mismatch/nonfinite_count", 3.0)
+    assert event.text == "skip_step: found no finite rollout logprob, so check the engine"
 
 
 def test_sampling_at_stale_weights_is_recorded_with_its_step(run: Run) -> None:
@@ -135,7 +161,7 @@ def test_sampling_at_stale_weights_is_recorded_with_its_step(run: Run) -> None:
     (event,) = read_events(run.stack.run.events)
     assert (event.step, event.action, event.value) == (2, "resync", 1.0)
     assert not verdict.withheld and run.guard.metrics(verdict)["gates/stale_resyncs"] == 1.0
-    run.judge(3)
+    assert run.guard.metrics(run.judge(3))["gates/stale_resyncs"] == 0.0, "of the step, not of the run"
     assert len(read_events(run.stack.run.events)) == 1
 
 

@@ -11,6 +11,7 @@ import torch
 
 from numerics.digest import tensor_digest
 from numerics.spec import QuantSpec
+from rollout.client import EngineClient
 from rollout.errors import EngineError
 from rollout.types import Endpoint
 from weight_sync import bridge
@@ -41,6 +42,8 @@ class SimulatedEngine:
 
     async def close(self) -> None:
         self.calls.append("close")
+
+    checksums = EngineClient.checksums
 
     async def admin(self, path: str, action: str) -> dict[str, Any]:
         self.calls.append(f"{path} {action}")
@@ -146,7 +149,7 @@ def test_an_engine_of_several_ranks_is_refused(engines: list[SimulatedEngine], m
         return {"ranks": [{"checksums": {}}, {"checksums": {}}]}
 
     monkeypatch.setattr(SimulatedEngine, "admin", two_ranks)
-    with pytest.raises(SyncError, match="2 engine ranks, expected 1"):
+    with pytest.raises(SyncError, match="2 ranks of one engine, expected 1"):
         push(SimulatedTransport())
     assert not any("resume" in engine.calls for engine in engines)
 
