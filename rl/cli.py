@@ -99,6 +99,8 @@ def attribute(
         print(json.dumps(found.to_dict(), indent=1))
     else:
         Console(highlight=False).print(rendered(found), f"\nreport   {page}", soft_wrap=True)
+        if quick and named.numerics.mode == "native":
+            Console(highlight=False).print("left out  quantization and op definitions (--quick)")
 
 
 @app.command()

@@ -87,23 +87,23 @@ def scale_formats(scales: Iterable[tuple[str, Tensor]], served: Iterable[str], s
 
 
 def router_precision(mode: str, trainer: Iterable[tuple[str, str]], hooks: Iterable[str]) -> Check:
-    """The dtypes of the router's logits and probabilities.
+    """The dtypes of the trainer's router logits and probabilities, and whose router the engine runs.
 
     trainer: as `Observed.routers`. hooks: that the engine reports; with ours its router is `numerics.ops.route`, which
-    takes the softmax of BF16 logits in FP32 and keeps it; SGLang's own does the same.
+    takes the softmax of BF16 logits in FP32 and keeps it. Megatron's own rounds the probabilities to BF16.
     """
     seen = sorted(set(trainer))
     shared = "layers.moe.topk.fused_topk_native" in set(hooks)
-    engine = f"engine: {'the shared op' if shared else 'SGLang'}, bfloat16 logits, float32 probabilities"
     sides = [f"trainer: {logits} logits, {probs} probabilities" for logits, probs in seen]
+    exact = mode == "exact"
     return judged(
         "spec",
         "router precision",
-        mode == "native" or (shared and seen == [("bfloat16", "float32")]),
-        found="; ".join([*sides, engine]),
-        expected="the shared router op on both sides"
-        if mode == "exact"
-        else "each library's own router (Megatron rounds probabilities to BF16, SGLang keeps them in FP32)",
+        shared == exact and seen == [("bfloat16", "float32" if exact else "bfloat16")],
+        found="; ".join([*sides, f"engine: {'the shared op' if shared else 'its own router'}"]),
+        expected="the shared router op on both sides: BF16 logits, FP32 probabilities"
+        if exact
+        else "each library's own router; Megatron's rounds probabilities to BF16, SGLang's keeps them in FP32",
         remedy="Reinstall this distribution on both sides: a router of another precision is in place.",
     )
 

@@ -16,15 +16,16 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from numerics.config import NumericsConfig
+from numerics.errors import UserError
 from numerics.quantize import quantize
 from numerics.spec import QuantSpec
 from rl.cli import app
 from rl.engines import expected_report
-from rl.preflight import Report, rendered, run, same_spec, static
+from rl.preflight import Report, preflight, rendered, run, same_spec, static
 from rl.preflight.check import Check
 from rl.preflight.floor import Difference, difference
 from rl.preflight.same_logprobs import NATIVE_LIMIT, described, noise_floor, trainer_against_engine
-from rl.spec import ExperimentSpec, parse_spec
+from rl.spec import ExperimentSpec, load_spec, parse_spec
 from rl.tiny_model import TinyModel, write_tiny_model
 from trainer.hf_config import ModelShape
 
@@ -198,7 +199,9 @@ def test_router_precision_is_the_shared_ops_in_exact_mode() -> None:
     assert not same_spec.router_precision("exact", [("bfloat16", "bfloat16")], hook).ok
     assert not same_spec.router_precision("exact", [("bfloat16", "float32")], []).ok
     native = same_spec.router_precision("native", [("bfloat16", "bfloat16")], [])
-    assert native.ok and "bfloat16 probabilities" in native.found and "float32 probabilities" in native.found
+    assert native.ok and "bfloat16 probabilities" in native.found and "its own router" in native.found
+    assert not same_spec.router_precision("native", [("bfloat16", "float32")], []).ok
+    assert not same_spec.router_precision("native", [("bfloat16", "bfloat16")], hook).ok
 
 
 @pytest.mark.parametrize(("kind", "ok"), [("auto", True), ("bfloat16", True), ("fp8_e4m3", False), (None, False)])
@@ -288,3 +291,8 @@ def test_a_failed_check_shows_what_was_expected_and_the_remedy(tmp_path: Path) -
 def test_zero_is_written_as_zero_and_nothing_else_is() -> None:
     assert described(made(0.0)) == "|d| mean 0, p99 0, max 0, exact 1 on 100 tokens"
     assert "mean 1.00e-09" in described(made(1e-9))
+
+
+def test_native_mode_is_not_judged_without_its_floor() -> None:
+    with pytest.raises(UserError, match="--quick: found 'numerics.mode=native', expected exact"):
+        preflight(load_spec("examples/arithmetic_native.yaml"), quick=True)
