@@ -52,7 +52,7 @@ class GateSection(Section):
     def _is_a_metric(cls, name: str) -> str:
         if describe(name) is None:
             nearest = nearest_metric(name)
-            raise ValueError(f"found {shown(name)}, expected a metric of the run, perhaps {nearest}")
+            raise ValueError(f"found {shown(name)}, expected a metric of the run. Did you mean {nearest}?")
         return name
 
     @model_validator(mode="after")

@@ -67,7 +67,8 @@ def _explain(detail: ErrorDetails, values: dict[str, Any]) -> str:
     if kind == "missing":
         return f"{key}: found nothing, expected a value. {_remedy('Add it to', key)}"
     if kind == "value_error":
-        return f"{key}: {detail['ctx']['error']}."
+        text = str(detail["ctx"]["error"])
+        return f"{key}: {text}" if text.endswith("?") else f"{key}: {text}."
     if kind in ("union_tag_not_found", "union_tag_invalid"):
         name = found.get("name") if isinstance(found, dict) else None
         return f"{key}.name: found {shown(name)}, expected 'grpo' or 'sft'. {_remedy('Set it in', key + '.name')}"

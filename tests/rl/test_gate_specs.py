@@ -29,7 +29,7 @@ def gate(action: str = "warn", **fields: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("gates", "sections", "named"),
     [
-        ([gate(metric="mismatch/tis_clipfrac_")], {}, ["gates.0.metric", "perhaps mismatch/tis_clipfrac"]),
+        ([gate(metric="mismatch/tis_clipfrac_")], {}, ["gates.0.metric", "Did you mean mismatch/tis_clipfrac?"]),
         ([gate("restart")], {}, ["gates.0.action", "'restart'", "checkpoint_and_stop"]),
         ([gate(recover=0.06)], {}, ["gates.0", "recover=0.06", "at most above"]),
         ([gate(below=0.5, recover=0.4)], {}, ["gates.0", "recover=0.4", "at least below"]),
