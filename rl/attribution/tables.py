@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -59,6 +61,6 @@ def _experts(attribution: Attribution) -> Table | None:
     table = Table("layer", "expert", "tokens", "relative RMS", "mean |d|", "of the rest", title="experts")
     for e in worst:
         if e.relative_rms:
-            means = (format_difference(e.abs_diff_mean), format_difference(e.abs_diff_rest))
+            means = ("" if math.isnan(x) else format_difference(x) for x in (e.abs_diff_mean, e.abs_diff_rest))
             table.add_row(str(e.layer), str(e.expert), str(e.tokens), f"{e.relative_rms:.2e}", *means)
     return table if table.row_count else None
