@@ -32,7 +32,6 @@ EXACT = {
     "dense-tp2": Setup("dense", k_splits=2, layout=(("tp", 2),)),
     "dense": Setup("dense", k_splits=2),
     "moe-fp32-scales": Setup("moe", preset="fp8_block_fp32"),
-    "moe-bf16": Setup("moe", trainer="bf16", rollout="bf16"),
 }
 ROUNDS = ((1.0, "tensor"), (0.7, "disk"))
 """Temperature of a round's samples, and the transport of the sync after its optimizer step."""

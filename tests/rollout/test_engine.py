@@ -141,7 +141,11 @@ def test_the_actor_samples_and_its_server_dies_with_it(tiny_model: Path, tmp_pat
         assert len(members) >= 3 and len(traces) == 2
         ray.kill(actor)
         assert wait_until(lambda: not group_members(pid), 20)
-        sweep()  # Ray kills the server's processes too, perhaps before they can clean up
-        assert not any(path.exists() for path in traces)
+
+        def swept() -> bool:
+            sweep()  # Ray kills the server's processes too, perhaps before they can clean up
+            return not any(path.exists() for path in traces)
+
+        assert wait_until(swept, 20), [path for path in traces if path.exists()]
     finally:
         ray.shutdown()
