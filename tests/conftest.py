@@ -1,4 +1,5 @@
-"""Settings of every test: one thread, property tests that repeat exactly, and no GPU tests without a GPU."""
+"""Settings of every test: one thread, property tests that repeat exactly; without a GPU no GPU tests, and Triton's
+kernels in its interpreter."""
 
 import os
 
@@ -9,6 +10,8 @@ import pytest
 import torch
 
 torch.set_num_threads(1)
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # read when a kernel is defined
 
 # No deadline: a busy two-core machine is slow, not wrong. Derandomized: a failure shows again on the next run.
 hypothesis.settings.register_profile("fp8rl", deadline=None, derandomize=True)

@@ -1,0 +1,6 @@
+"""The shared ops as Triton kernels for Hopper GPUs, one file per op. `numerics.ops` defines them and is their oracle.
+
+Tiles have one size whatever the number of rows, and sums run in one order, so that every kernel is row-invariant. Where
+Triton's interpreter runs them (TRITON_INTERPRET=1 on a CPU) and where a GPU does, the quantizers give the same bits;
+products and reductions differ by their order of addition.
+"""

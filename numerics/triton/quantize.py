@@ -1,0 +1,205 @@
+"""Quantization to FP8 in groups and blocks of 128: `numerics.quantize`, bit for bit.
+
+A tensor that a later product sums along its rows (the tokens, for weight gradients) is quantized along them as well,
+from the same load, and stored transposed: Hopper's FP8 products read both operands along the axis of the sum.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import triton
+import triton.language as tl
+
+from numerics.quantize import QuantizedTensor
+from numerics.spec import TensorSpec
+from numerics.triton.rounding import GROUP, absolute, encode, inverse, scale_from_amax
+
+if TYPE_CHECKING:
+    from numerics.triton.tiles import Tiles
+
+# A row program holds 8 rows of 8 groups: its 8 scales of a row fill one 32-byte sector.
+_ROWS, _GROUPS = 8, 8
+_GROUP = GROUP.value
+
+
+def supports(spec: TensorSpec) -> bool:
+    """Whether these kernels quantize by `spec`."""
+    return spec.quantized and spec.granularity in ("token_group", "block") and spec.group == _GROUP
+
+
+def quantize_rows(x: torch.Tensor, spec: TensorSpec, out: QuantizedTensor | None = None) -> QuantizedTensor:
+    """x [..., K] in groups of 128 along K -> codes [..., K], scales [..., ceil(K / 128)].
+
+    out: contiguous tensors of these shapes, written to where given.
+    """
+    rows = x.reshape(-1, x.shape[-1])
+    total, k = rows.shape
+    out = out or _empty(x, x.shape, (*x.shape[:-1], triton.cdiv(k, _GROUP)), spec)
+    if x.numel():
+        _rows_kernel[triton.cdiv(total, _ROWS), triton.cdiv(k, _GROUPS * _GROUP)](
+            *(rows, out.data, out.scale_inv, total, k, rows.stride(0)),
+            **_format(spec),
+            ROWS=_ROWS,
+            GROUPS=_GROUPS,
+            num_warps=4,
+        )
+    return out
+
+
+def quantize_columns(x: torch.Tensor, spec: TensorSpec, tiles: Tiles | None = None) -> QuantizedTensor:
+    """x [T, K] in groups of 128 along T, transposed -> codes [K, T'], scales [K, T' / 128].
+
+    T' is T in whole groups, filled up with zeros. tiles: of grouped rows, where groups begin anew in each expert: group
+    i holds the rows of tile i.
+    """
+    columns = _empty_columns(x, spec, tiles)
+    _quantize_two_ways(x, None, columns, tiles)
+    return columns
+
+
+def quantize_rows_and_columns(
+    x: torch.Tensor, row_spec: TensorSpec, column_spec: TensorSpec, tiles: Tiles | None = None
+) -> tuple[QuantizedTensor, QuantizedTensor]:
+    """`quantize_rows` and `quantize_columns` of x [T, K] from one load."""
+    rows = _empty(x, x.shape, (x.shape[0], triton.cdiv(x.shape[1], _GROUP)), row_spec)
+    columns = _empty_columns(x, column_spec, tiles)
+    _quantize_two_ways(x, rows, columns, tiles)
+    return rows, columns
+
+
+def quantize_blocks(
+    weight: torch.Tensor,
+    spec: TensorSpec,
+    out: QuantizedTensor | None = None,
+    transposed: QuantizedTensor | None = None,
+) -> QuantizedTensor:
+    """weight [..., N, K] in blocks of 128 x 128 -> codes [..., N, K], scales [..., ceil(N / 128), ceil(K / 128)].
+
+    out: as in `quantize_rows`. transposed: gets the same codes and scales as [..., K, N] and [..., K / 128, N / 128],
+    where given.
+    """
+    *batch, n, k = weight.shape
+    down, across = triton.cdiv(n, _GROUP), triton.cdiv(k, _GROUP)
+    out = out or _empty(weight, weight.shape, (*batch, down, across), spec)
+    matrices, other = weight.reshape(-1, n, k), transposed or out
+    if weight.numel():
+        _blocks_kernel[across, down, len(matrices)](
+            *(matrices, out.data, out.scale_inv, other.data, other.scale_inv),
+            *(n, k, matrices.stride(0), matrices.stride(1)),
+            **_format(spec),
+            TRANSPOSED=transposed is not None,
+            num_warps=8,
+        )
+    return out
+
+
+def empty_transposed(weight: torch.Tensor, spec: TensorSpec) -> QuantizedTensor:
+    """What `quantize_blocks` fills as `transposed`, for weight [..., N, K]."""
+    *batch, n, k = weight.shape
+    return _empty(weight, (*batch, k, n), (*batch, triton.cdiv(k, _GROUP), triton.cdiv(n, _GROUP)), spec)
+
+
+def _quantize_two_ways(
+    x: torch.Tensor, rows: QuantizedTensor | None, columns: QuantizedTensor, tiles: Tiles | None
+) -> None:
+    tokens, k = x.shape
+    count = columns.scale_inv.shape[1]
+    spans = (columns.scale_inv,) * 2 if tiles is None else (tiles.first, tiles.rows)
+    other = rows or columns
+    if x.numel() or count:
+        _two_way_kernel[triton.cdiv(k, _GROUP), count](
+            *(x, other.data, other.scale_inv, columns.data, columns.scale_inv, *spans),
+            *(tokens, k, x.stride(0), count),
+            **_format(columns.spec),
+            ROWS=rows is not None,
+            ROW_E5M2=other.spec.format == "e5m2",
+            ROW_POW2=other.spec.scale == "pow2",
+            TILES=tiles is not None,
+            num_warps=8,
+        )
+
+
+def _empty_columns(x: torch.Tensor, spec: TensorSpec, tiles: Tiles | None) -> QuantizedTensor:
+    groups = triton.cdiv(x.shape[0], _GROUP) if tiles is None else tiles.expert.numel()
+    return _empty(x, (x.shape[1], groups * _GROUP), (x.shape[1], groups), spec)
+
+
+def _empty(like: torch.Tensor, shape: Any, scale_shape: Any, spec: TensorSpec) -> QuantizedTensor:
+    data = torch.empty(shape, dtype=spec.dtype, device=like.device)
+    return QuantizedTensor(data, torch.empty(scale_shape, dtype=torch.float32, device=like.device), spec)
+
+
+def _format(spec: TensorSpec) -> dict[str, bool]:
+    return {"E5M2": spec.format == "e5m2", "POW2": spec.scale == "pow2"}
+
+
+@triton.jit
+def _rows_kernel(
+    x_ptr, codes_ptr, scale_ptr, rows, k, stride,
+    ROWS: tl.constexpr, GROUPS: tl.constexpr, E5M2: tl.constexpr, POW2: tl.constexpr,
+):  # fmt: skip
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
+    group = (tl.program_id(1) * GROUPS + tl.arange(0, GROUPS))[None, :]
+    column = group[:, :, None] * GROUP + tl.arange(0, GROUP)[None, None, :]
+    inside = (row < rows)[:, :, None] & (column < k)
+    x = tl.load(x_ptr + row[:, :, None] * stride + column, mask=inside, other=0.0).to(tl.float32)
+    scale = scale_from_amax(tl.max(absolute(x), 2), E5M2, POW2)
+    codes = encode(x * scale[:, :, None], E5M2)
+    tl.store(codes_ptr + row[:, :, None] * k + column, codes, mask=inside)
+    groups = tl.cdiv(k, GROUP)
+    tl.store(scale_ptr + row * groups + group, inverse(scale), mask=(row < rows) & (group < groups))
+
+
+@triton.jit
+def _two_way_kernel(
+    x_ptr, codes_ptr, scale_ptr, codes_t_ptr, scale_t_ptr, first_ptr, filled_ptr, tokens, k, stride, count,
+    ROWS: tl.constexpr, TILES: tl.constexpr, ROW_E5M2: tl.constexpr, ROW_POW2: tl.constexpr,
+    E5M2: tl.constexpr, POW2: tl.constexpr,
+):  # fmt: skip
+    tile = tl.program_id(1)
+    if TILES:
+        first, filled = tl.load(first_ptr + tile), tl.load(filled_ptr + tile)
+    else:
+        first = tile * GROUP
+        filled = tokens - first
+    lane = tl.arange(0, GROUP)
+    token = (first + lane).to(tl.int64)[:, None]
+    column = (tl.program_id(0) * GROUP + lane)[None, :]
+    inside = (lane < filled)[:, None] & (column < k)
+    x = tl.load(x_ptr + token * stride + column, mask=inside, other=0.0).to(tl.float32)
+    sizes = absolute(x)
+    if ROWS:
+        scale = scale_from_amax(tl.max(sizes, 1), ROW_E5M2, ROW_POW2)
+        tl.store(codes_ptr + token * k + column, encode(x * scale[:, None], ROW_E5M2), mask=inside)
+        where = scale_ptr + (first + lane).to(tl.int64) * tl.cdiv(k, GROUP) + tl.program_id(0)
+        tl.store(where, inverse(scale), mask=lane < filled)
+    scale_t = scale_from_amax(tl.max(sizes, 0), E5M2, POW2)
+    feature = (tl.program_id(0) * GROUP + lane).to(tl.int64)
+    where = feature[:, None] * (count * GROUP) + tile * GROUP + lane[None, :]
+    tl.store(codes_t_ptr + where, tl.trans(encode(x * scale_t[None, :], E5M2)), mask=(feature < k)[:, None])
+    tl.store(scale_t_ptr + feature * count + tile, inverse(scale_t), mask=feature < k)
+
+
+@triton.jit
+def _blocks_kernel(
+    w_ptr, codes_ptr, scale_ptr, codes_t_ptr, scale_t_ptr, n, k, matrix_stride, row_stride,
+    TRANSPOSED: tl.constexpr, E5M2: tl.constexpr, POW2: tl.constexpr,
+):  # fmt: skip
+    matrix = tl.program_id(2).to(tl.int64)
+    row = (tl.program_id(1) * GROUP + tl.arange(0, GROUP)).to(tl.int64)[:, None]
+    column = (tl.program_id(0) * GROUP + tl.arange(0, GROUP)).to(tl.int64)[None, :]
+    inside = (row < n) & (column < k)
+    w = tl.load(w_ptr + matrix * matrix_stride + row * row_stride + column, mask=inside, other=0.0).to(tl.float32)
+    scale = scale_from_amax(tl.max(tl.max(absolute(w), 1), 0), E5M2, POW2)
+    codes = encode(w * scale, E5M2)
+    start = matrix * n * k
+    tl.store(codes_ptr + start + row * k + column, codes, mask=inside)
+    down, across = tl.cdiv(n, GROUP), tl.cdiv(k, GROUP)
+    block, blocks = matrix * down * across, inverse(scale)
+    tl.store(scale_ptr + block + tl.program_id(1) * across + tl.program_id(0), blocks)
+    if TRANSPOSED:
+        where = start + tl.trans(column) * n + tl.trans(row)
+        tl.store(codes_t_ptr + where, tl.trans(codes), mask=(tl.trans(column) < k) & (tl.trans(row) < n))
+        tl.store(scale_t_ptr + block + tl.program_id(0) * down + tl.program_id(1), blocks)

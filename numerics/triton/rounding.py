@@ -1,0 +1,63 @@
+"""Scales and rounding inside kernels: `numerics.rounding`, formula by formula."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+GROUP = tl.constexpr(128)
+"""Elements that share a scale along the quantized axis; the edge of a weight's block."""
+
+_LARGEST_BF16 = tl.constexpr(torch.finfo(torch.bfloat16).max)
+# The interpreter casts to FP8 with ties away from zero, loses carries and NaN; the GPU's instruction is what we want.
+_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+
+
+@triton.jit
+def absolute(x):
+    """|x| with NaN as 0, which leaves NaN out of an amax."""
+    return tl.where(x == x, tl.abs(x), 0.0)
+
+
+@triton.jit
+def scale_from_amax(amax, E5M2: tl.constexpr, POW2: tl.constexpr):
+    """fp8_max / amax by IEEE division; a power of two by clearing the mantissa; 1 where amax is 0 or infinite."""
+    LARGEST: tl.constexpr = 57344.0 if E5M2 else 448.0
+    usual = (amax != 0.0) & (amax != float("inf"))
+    scale = tl.div_rn(LARGEST, tl.where(usual, amax, LARGEST))
+    scale = tl.where(scale == float("inf"), _LARGEST_BF16, scale)
+    if POW2:
+        scale = (scale.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+    return tl.where(usual, scale, 1.0)
+
+
+@triton.jit
+def inverse(scale):
+    """1 / scale by IEEE division."""
+    return tl.div_rn(1.0, scale)
+
+
+@triton.jit
+def encode(y, E5M2: tl.constexpr):
+    """FP32 y in FP8: to nearest even, saturating, NaN kept."""
+    if _INTERPRETED:
+        return _encode_in_integers(y, E5M2)
+    else:
+        return y.to(tl.float8e5 if E5M2 else tl.float8e4nv)  # cvt.rn.satfinite
+
+
+@triton.jit
+def _encode_in_integers(y, E5M2: tl.constexpr):
+    LARGEST: tl.constexpr = 57344.0 if E5M2 else 448.0
+    SMALLEST: tl.constexpr = -14 if E5M2 else -6
+    BITS: tl.constexpr = 2 if E5M2 else 3
+    magnitude = tl.where(y == y, tl.where(tl.abs(y) > LARGEST, LARGEST, tl.abs(y)), 0.0)
+    exponent = tl.maximum((magnitude.to(tl.int32, bitcast=True) >> 23) - 127, SMALLEST)
+    # In units of the grid's step at y; FP32 rounds a sum with 2^23 to whole ones, ties to even.
+    units = magnitude * ((BITS + 127 - exponent) << 23).to(tl.float32, bitcast=True)
+    units = ((units + 8388608.0) - 8388608.0).to(tl.int32)
+    # A carry out of the mantissa runs into the exponent, and a number without leading bit has exponent field 0.
+    code = units + ((exponent - SMALLEST) << BITS)
+    code = tl.where(y == y, code, 127) | ((y.to(tl.int32, bitcast=True) >> 24) & 128)
+    return code.to(tl.uint8).to(tl.float8e5 if E5M2 else tl.float8e4nv, bitcast=True)
