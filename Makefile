@@ -5,18 +5,26 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.fp8rl-installed
 INSTALLING := $(VENV)/.fp8rl-installing
-STUBS := $(shell find cpu_stubs/pyproject.toml cpu_stubs/src -name '*.py' -o -name '*.toml')
+GPU_VENV := .venv-gpu
+GPU_BIN := $(GPU_VENV)/bin
+GPU_LIBRARIES := $(GPU_VENV)/.libraries-installed
+STUBS := $(shell find cpu_stubs/pyproject.toml cpu_stubs/src -name '*.py' -o -name '*.toml' 2> /dev/null)
 
 # One thread per process: a second one is slower at these sizes, and several processes share the cores.
 export OMP_NUM_THREADS := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-fast bench lint clean
+.PHONY: help install install-gpu gpu-libraries demo test test-fast bench lint clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 install: $(INSTALLED) ## create or update .venv (PYTHON= chooses the Python 3.11 it is made from)
+
+install-gpu: $(GPU_LIBRARIES) ## create .venv-gpu, the CUDA install (PYTHON= 3.11 or 3.12; compiles TransformerEngine)
+	$(GPU_BIN)/python -m pip install --quiet --no-deps --no-build-isolation -e .
+
+gpu-libraries: $(GPU_LIBRARIES)
 
 demo: $(INSTALLED) ## train the tiny MoE model with GRPO in exact FP8, end to end
 	$(BIN)/fp8rl demo
@@ -35,10 +43,10 @@ lint: $(INSTALLED) ## ruff check, ruff format --check and mypy
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-clean: ## remove caches and build products; .venv and runs/ stay
+clean: ## remove caches and build products; environments and runs/ stay
 	rm -rf build dist cpu_stubs/build .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	rm -rf *.egg-info cpu_stubs/src/*.egg-info
-	find . -path ./$(VENV) -prune -o -type d -name __pycache__ -exec rm -rf {} +
+	find . -path './.venv*' -prune -o -type d -name __pycache__ -exec rm -rf {} +
 
 # An install that was cut short leaves its marker, and the next one starts from an empty .venv.
 $(INSTALLED): requirements/cpu.txt pyproject.toml $(STUBS)
@@ -57,6 +65,15 @@ $(INSTALLED): requirements/cpu.txt pyproject.toml $(STUBS)
 	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation ./cpu_stubs
 	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation -e .
 	@rm -rf build cpu_stubs/build $(INSTALLING)
+	@touch $@
+
+# TransformerEngine's kernels come compiled; what binds them to torch is C++, built against the CUDA headers that came with
+# torch. Left to itself, its build would try a download first.
+$(GPU_LIBRARIES): requirements/gpu.txt requirements/gpu_source.txt
+	$(PYTHON) -m venv --clear $(GPU_VENV)
+	$(GPU_BIN)/python -m pip install --quiet --no-deps --only-binary :all: -r requirements/gpu.txt
+	NVTE_PYTORCH_FORCE_BUILD=TRUE NVTE_BUILD_USE_NVIDIA_WHEELS=1 \
+	    $(GPU_BIN)/python -m pip install --quiet --no-deps --no-build-isolation -r requirements/gpu_source.txt
 	@touch $@
 
 # PyPI's Linux torch needs CUDA libraries that this install leaves out.

@@ -6,8 +6,11 @@ import asyncio
 import statistics
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from torch import Tensor
 
 from bench.measure import Result, median_ratio
 from numerics.compiler import enable_compiler
@@ -97,9 +100,8 @@ async def _measure(
             start = time.perf_counter()
             await _send_only(trainer, transport, numerics, endpoint)
             middle = time.perf_counter()
-            _, report, problems = await send_and_verify(
-                transport, trainer.export_weights(), numerics.rollout_spec, [endpoint], 0
-            )
+            tensors = _served(trainer, transport, numerics)
+            _, report, problems = await send_and_verify(transport, tensors, numerics.rollout_spec, [endpoint], 0)
             end = time.perf_counter()
             assert not problems, problems
             if index:  # the first round compiles
@@ -116,5 +118,9 @@ async def _send_only(
     """Quantize and load, as a pipeline without proof does it: no digests, no commit."""
     async with EngineClient(endpoint) as engine:
         await engine.pause()
-        await transport.send(served_tensors(trainer.export_weights(), numerics.rollout_spec), [engine], 0)
+        await transport.send(_served(trainer, transport, numerics), [engine], 0)
         await engine.resume()
+
+
+def _served(trainer: Trainer, transport: TensorTransport, numerics: NumericsConfig) -> Iterator[tuple[str, Tensor]]:
+    return served_tensors(trainer.export_weights(), numerics.rollout_spec, trainer.shape.layers, transport.allocate)

@@ -11,28 +11,63 @@ from __future__ import annotations
 
 import functools
 import hashlib
+from collections.abc import Sequence
 
 import torch
 
 from numerics.compiler import compilable
+from numerics.dispatch import op
 
-_CHUNK = 1 << 18  # words that one table of weights covers: 1 MiB of data
+CHUNK = 1 << 14
+"""Words that share one table of weights: 64 KiB of data, and a table that fits into a cache."""
+_OF_CHUNKS = 1 << 40  # where the counter of the chunks' weights starts, far from that of the words'
+_AT_ONCE = 64  # chunks in one step of the torch version, whose products take 8 bytes a word where not compiled
 
 
 def tensor_digest(tensor: torch.Tensor) -> str:
     """32 hex digits over dtype, shape and bytes of a tensor of any dtype on any device."""
-    words = _as_words(tensor)
-    weights = _odd_weights(_CHUNK, words.device)
-    chunks = [_weighted_sums(chunk, weights[:, : chunk.numel()]) for chunk in words.split(_CHUNK)]
-    # Each chunk has a weight of its own, so that two chunks which changed places are seen.
-    totals = (torch.stack(chunks, 1) * _odd_weights(len(chunks), words.device)).sum(1)
-    text = f"{tensor.dtype}|{tuple(tensor.shape)}|{totals.tolist()}"
-    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+    return tensor_digests([tensor])[0]
+
+
+def tensor_digests(tensors: Sequence[torch.Tensor]) -> list[str]:
+    """`tensor_digest` of each, where they are: one pass over all, and one wait for the device."""
+    if not tensors:
+        return []
+    words = [_as_words(tensor) for tensor in tensors]
+    sums = chunk_sums(words).cpu()
+    digests, start = [], 0
+    for tensor, its_words in zip(tensors, words, strict=True):
+        chunks = -(-its_words.numel() // CHUNK)
+        # Each chunk has a weight of its own, so that two chunks which changed places are seen.
+        totals = (sums[:, start : start + chunks] * odd_weights(chunks, sums.device, start=_OF_CHUNKS)).sum(1)
+        start += chunks
+        text = f"{tensor.dtype}|{tuple(tensor.shape)}|{totals.tolist()}"
+        digests.append(hashlib.blake2b(text.encode(), digest_size=16).hexdigest())
+    return digests
+
+
+@op
+def chunk_sums(words: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Sum of word * weight over every chunk of every tensor, int64 [2, chunks of all tensors].
+
+    words: int32 [n] each; its chunks are CHUNK words, the last one what is left. Both sets of weights begin anew in
+    each chunk.
+    """
+    sums = [words[0].new_zeros(2, 0, dtype=torch.int64)]
+    for tensor in words:
+        weights = odd_weights(CHUNK, tensor.device)
+        whole = tensor[: tensor.numel() // CHUNK * CHUNK].view(-1, CHUNK)
+        sums += [_weighted_sums(part, weights) for part in whole.split(_AT_ONCE) if len(part)]
+        rest = tensor[whole.numel() :]
+        if rest.numel():
+            sums.append(_weighted_sums(rest[None], weights[:, : rest.numel()]))
+    return torch.cat(sums, 1)
 
 
 @compilable
 def _weighted_sums(words: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    return (words.long() * weights).sum(1)
+    wide = words.long()
+    return torch.stack(((wide * weights[0]).sum(-1), (wide * weights[1]).sum(-1)))
 
 
 def _as_words(tensor: torch.Tensor) -> torch.Tensor:
@@ -45,10 +80,10 @@ def _as_words(tensor: torch.Tensor) -> torch.Tensor:
     return data.view(torch.int32)
 
 
-@functools.lru_cache(maxsize=64)
-def _odd_weights(count: int, device: torch.device) -> torch.Tensor:
+@functools.lru_cache(maxsize=256)
+def odd_weights(count: int, device: torch.device, start: int = 1) -> torch.Tensor:
     """Odd int64 weights [2, count], the same on every machine: splitmix64 of a counter (Steele, Lea and Flood)."""
-    x = torch.arange(1, 2 * count + 1, dtype=torch.int64)
+    x = torch.arange(start, start + 2 * count, dtype=torch.int64)
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         x = (x ^ _logical_shift(x, shift)) * (factor - 2**64)
     return (x ^ _logical_shift(x, 31) | 1).reshape(2, count).to(device)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
 
 from numerics.compiler import compilable
+from numerics.dispatch import op
 from numerics.errors import UserError
 from numerics.rounding import fp8_max, scale_from_amax
 from numerics.spec import TensorSpec
@@ -32,11 +34,13 @@ class QuantizedTensor:
         return dequantize(self.data, self.scale_inv, self.spec, dtype)
 
 
-def quantize(x: torch.Tensor, spec: TensorSpec) -> QuantizedTensor:
+@op
+def quantize(x: torch.Tensor, spec: TensorSpec, out: QuantizedTensor | None = None) -> QuantizedTensor:
     """Quantize a BF16 or FP32 tensor [..., rows, columns], rounding to nearest even and saturating.
 
     A block of zeros has scale_inv 1. NaN is left out of a block's amax and stays NaN (of either sign); an infinite
     value makes the scale 1 and saturates. Blocks at ragged edges are smaller; nothing is padded in the result.
+    out: contiguous tensors of the result's shapes and dtypes to write into; it is returned.
     Raises `UserError` for a spec that does not quantize, a dtype or shape that cannot be quantized.
     """
     if not spec.quantized:
@@ -46,8 +50,23 @@ def quantize(x: torch.Tensor, spec: TensorSpec) -> QuantizedTensor:
     matrix = _as_matrices(x, spec)
     blocks = _to_blocks(matrix, spec)
     scale = scale_from_amax(_block_amax(blocks), spec.dtype, spec.scale == "pow2")
-    data = _encode(blocks, scale, spec.dtype)
-    return QuantizedTensor(_from_blocks(data, matrix.shape).reshape(x.shape), _scale_shape(1.0 / scale, x, spec), spec)
+    data = _from_blocks(_encode(blocks, scale, spec.dtype), matrix.shape).reshape(x.shape)
+    scale_inv = (1.0 / scale).reshape(scale_shape(x.shape, spec))
+    if out is None:
+        return QuantizedTensor(data, scale_inv, spec)
+    out.data.copy_(data)
+    out.scale_inv.copy_(scale_inv)
+    return out
+
+
+def scale_shape(shape: Sequence[int], spec: TensorSpec) -> tuple[int, ...]:
+    """Shape of the `scale_inv` of a tensor of this shape."""
+    if spec.granularity == "tensor":
+        return (1, 1)
+    blocks = -(-shape[-1] // spec.block_shape(1, shape[-1])[1])
+    if spec.granularity == "block":
+        return (*shape[:-2], -(-shape[-2] // spec.group), blocks)
+    return (*shape[:-1], blocks)
 
 
 def dequantize(
@@ -106,10 +125,3 @@ def _to_blocks(x: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
 def _from_blocks(blocks: torch.Tensor, shape: torch.Size) -> torch.Tensor:
     whole = blocks.flatten(-2, -1).flatten(-3, -2)
     return whole[..., : shape[-2], : shape[-1]].contiguous()
-
-
-def _scale_shape(scale_inv: torch.Tensor, x: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
-    grid = scale_inv.squeeze(-1).squeeze(-2)
-    if spec.granularity == "tensor":
-        return grid.reshape(1, 1)
-    return grid if spec.granularity == "block" else grid.reshape(*x.shape[:-1], grid.shape[-1])

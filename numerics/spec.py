@@ -30,6 +30,7 @@ FORMATS: dict[str, torch.dtype] = {
 GRANULARITIES = ("tensor", "channel", "token_group", "block")
 SCALES = ("fp32", "pow2")
 ROLES = ("weight", "activation", "gradient")
+LAYER_EXCEPTIONS = ("first_layers_bf16", "last_layers_bf16")
 
 # Exact module kinds, as their HF names end. Tensors that one GEMM reads fused stand together: all of them or none.
 FUSED_KINDS: tuple[tuple[str, ...], ...] = (
@@ -96,15 +97,22 @@ class QuantSpec:
     weight, activation, gradient: the format of each operand role of a quantized GEMM.
     scope: the module kinds whose GEMMs are quantized, by exact name (see `MODULE_KINDS`). Everything that is not in
         it (embeddings, lm_head, norms, router) stays in BF16.
+    first_layers_bf16, last_layers_bf16: decoder layers at the start and at the end that stay in BF16 whole.
     """
 
     weight: TensorSpec
     activation: TensorSpec
     gradient: TensorSpec
     scope: frozenset[str] = frozenset(MODULE_KINDS)
+    first_layers_bf16: int = 0
+    last_layers_bf16: int = 0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "scope", frozenset(self.scope))
+        for key in LAYER_EXCEPTIONS:
+            count = getattr(self, key)
+            if not isinstance(count, int) or isinstance(count, bool) or count < 0:
+                raise UserError(f"{key}: found {count!r}, expected a number of layers, 0 or more")
         unknown = sorted(self.scope - set(MODULE_KINDS))
         if unknown:
             raise UserError(f"scope: found {unknown}, expected names out of {list(MODULE_KINDS)}")
@@ -133,9 +141,18 @@ class QuantSpec:
         return self.weight.quantized and bool(self.scope)
 
     def quantizes(self, kind: str) -> bool:
-        """Whether the GEMM of this module kind runs in FP8."""
+        """Whether the GEMM of this module kind runs in FP8, in a layer that is no exception; see `of_layer`."""
         _check_choice("module kind", kind, MODULE_KINDS)
         return self.quantized and kind in self.scope
+
+    def of_layer(self, layer: int, layers: int) -> QuantSpec:
+        """What layer 0 to `layers` - 1 runs: this spec, or plain BF16 for the first and the last ones."""
+        exception = layer < self.first_layers_bf16 or layer >= layers - self.last_layers_bf16
+        return PRESETS["bf16"] if exception else self
+
+    def bf16_layers(self, layers: int) -> list[int]:
+        """The exceptions in a model of `layers` layers, ascending."""
+        return [layer for layer in range(layers) if self.of_layer(layer, layers) is not self]
 
     def override(self, changes: Mapping[str, Any]) -> QuantSpec:
         """A copy with changes such as `{"weight": {"scale": "fp32"}, "scope": [...]}` applied.
@@ -144,9 +161,9 @@ class QuantSpec:
         """
         fields: dict[str, Any] = {}
         for key, value in changes.items():
-            _check_choice("key", key, (*ROLES, "scope"))
-            if key == "scope":
-                fields[key] = frozenset(value)
+            _check_choice("key", key, (*ROLES, "scope", *LAYER_EXCEPTIONS))
+            if key not in ROLES:
+                fields[key] = value
                 continue
             names = [f.name for f in dataclasses.fields(TensorSpec)]
             for sub in value:
@@ -156,14 +173,15 @@ class QuantSpec:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for YAML and JSON; `from_dict` restores an equal spec."""
-        return {role: dataclasses.asdict(getattr(self, role)) for role in ROLES} | {"scope": sorted(self.scope)}
+        roles = {role: dataclasses.asdict(getattr(self, role)) for role in ROLES}
+        return roles | {"scope": sorted(self.scope)} | {key: getattr(self, key) for key in LAYER_EXCEPTIONS}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> QuantSpec:
-        expected = {*ROLES, "scope"}
+        expected = {*ROLES, "scope", *LAYER_EXCEPTIONS}
         if set(data) != expected:
             raise UserError(f"quantization spec: found the keys {sorted(data)}, expected {sorted(expected)}")
-        return cls(**{role: TensorSpec(**data[role]) for role in ROLES}, scope=frozenset(data["scope"]))
+        return cls(**{**data, **{role: TensorSpec(**data[role]) for role in ROLES}})
 
     def digest(self) -> str:
         """16 hex digits of the SHA-256 over the canonical JSON; equal specs have equal digests."""

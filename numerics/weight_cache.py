@@ -1,4 +1,4 @@
-"""Quantized weights and what they dequantize to, computed once per weight version.
+"""Quantized weights in the form that products take, made once per weight version.
 
 Optimizers and checkpoint loaders write weights in place without bumping torch's own version counter, so the version is
 explicit: whoever changes the weights calls `advance`, and nothing of an older version is ever served.
@@ -6,39 +6,42 @@ explicit: whoever changes the weights calls `advance`, and nothing of an older v
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 
-from numerics.quantize import QuantizedTensor, quantize
+from numerics import ops
+from numerics.quantize import quantize
 from numerics.spec import TensorSpec
 
 
 class WeightCache:
-    """The quantized weights of one model on one process."""
+    """The operands of one model on one process."""
 
     def __init__(self, version: int = 0) -> None:
         self.version = version
-        self._entries: dict[tuple[torch.Tensor, TensorSpec], tuple[QuantizedTensor, torch.Tensor]] = {}
+        self._operands: dict[tuple[tuple[torch.Tensor, ...], TensorSpec], Any] = {}
 
     def advance(self, version: int) -> None:
         """Announce that the weights are now those of `version`; everything cached is dropped."""
-        self._entries.clear()
+        self._operands.clear()
         self.version = version
 
     def weights(self) -> list[torch.Tensor]:
         """The weights that a forward has asked for at this version."""
-        return [weight for weight, _ in self._entries]
+        return [weight for weights, _ in self._operands for weight in weights]
 
-    def quantized(self, weight: torch.Tensor, spec: TensorSpec) -> QuantizedTensor:
-        """`quantize(weight, spec)` of this version."""
-        return self._entry(weight, spec)[0]
+    def operand(self, weight: torch.Tensor, spec: TensorSpec) -> Any:
+        """`ops.weight_operand` of weight [N, K], quantized by `spec`."""
+        key = ((weight,), spec)
+        if key not in self._operands:
+            self._operands[key] = ops.weight_operand(quantize(weight.detach(), spec))
+        return self._operands[key]
 
-    def dequantized(self, weight: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
-        """weight [N, K] as the forward multiplies with it, in `spec.dequantized_dtype`."""
-        return self._entry(weight, spec)[1]
-
-    def _entry(self, weight: torch.Tensor, spec: TensorSpec) -> tuple[QuantizedTensor, torch.Tensor]:
-        key = (weight, spec)
-        if key not in self._entries:
-            quantized = quantize(weight.detach(), spec)
-            self._entries[key] = (quantized, quantized.dequantize())
-        return self._entries[key]
+    def group_operand(self, weights: Sequence[torch.Tensor], spec: TensorSpec) -> Any:
+        """`ops.group_operand` of the experts' weights [N, K], each quantized by `spec`."""
+        key = (tuple(weights), spec)
+        if key not in self._operands:
+            self._operands[key] = ops.group_operand([quantize(weight.detach(), spec) for weight in weights])
+        return self._operands[key]

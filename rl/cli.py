@@ -77,6 +77,30 @@ def preflight(
 
 
 @app.command()
+def doctor(
+    spec: Annotated[
+        Path | None, typer.Argument(metavar="[SPEC]", help="YAML experiment spec; without one, the default numerics.")
+    ] = None,
+    overrides: Overrides = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the diagnosis as JSON, and nothing else.")] = False,
+) -> None:
+    """Say what is installed, what the GPUs can do, and on what the spec would run. Exit code 0, or 1 if it cannot."""
+    with _user_errors():
+        from rl.doctor import gather, judge, rendered, to_json
+        from rl.spec import load_spec
+        from rl.spec.sections import NumericsSection
+
+        numerics = load_spec(spec, overrides or []).numerics_config() if spec else NumericsSection().config(tp=1)
+        diagnosis = judge(gather(numerics.spec), numerics)
+    if as_json:
+        print(to_json(diagnosis))
+    else:
+        Console(highlight=False).print(rendered(diagnosis))
+    if not diagnosis.ok:
+        raise typer.Exit(1)
+
+
+@app.command()
 def attribute(
     subject: Annotated[Path, typer.Argument(metavar="RUN|CAPSULE", help="E.g. runs/demo, runs/demo/capsules/step_7.")],
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON, and nothing else.")] = False,

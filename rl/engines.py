@@ -13,8 +13,10 @@ import ray
 from numerics.config import NumericsConfig
 from rl.run_dir import RunDir
 from rl.spec import ExperimentSpec
+from rollout.arguments import has_cuda
 from rollout.engine import EngineActor
 from rollout.handshake import Handshake
+from rollout.placement import placement
 from rollout.plugin.hooks import hooks_for
 from rollout.types import Endpoint, Prompt, SamplingParams, Trajectory
 
@@ -35,13 +37,17 @@ class EnginePool:
         cls, spec: ExperimentSpec, run: RunDir, numerics: NumericsConfig, checkpoint: Path, version: int = 0
     ) -> EnginePool:
         """Begin to start all engines, on `numerics`, from an HF directory in the served format; `wait` for them."""
+        gpus = int(ray.cluster_resources().get("GPU", 0))
+        own = spec.sync.transport == "distributed"
+        where = placement(spec.rollout.engines, gpus, spec.trainer.world_size, own)
         actors = [
-            EngineActor.remote(
+            EngineActor.options(num_gpus=where.reserved).remote(
                 spec.rollout,
                 run.path / f"engine_{index}.log",
                 {"numerics": numerics.to_dict()},
                 expected_report(numerics),
                 spec.run.seed + index,
+                where.gpus[index],
             )
             for index in range(spec.rollout.engines)
         ]
@@ -98,7 +104,7 @@ def expected_report(numerics: NumericsConfig) -> Handshake:
     return Handshake(
         spec_digest=numerics.spec.digest(),
         numerics=numerics.to_dict(),
-        hooks=tuple(hook.target for hook in hooks_for(numerics)),
+        hooks=tuple(hook.target for hook in hooks_for(numerics, has_cuda())),
         versions={name: importlib.metadata.version(name) for name in ("sglang", "torch", "fp8rl")},
         weight_version=0,
         row_invariant=True if numerics.mode == "exact" else None,

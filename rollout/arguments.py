@@ -12,18 +12,48 @@ from typing import Any
 
 import torch
 
+from numerics.config import Mode
 from rollout.config import RolloutConfig
 from rollout.plugin import CONFIG_VARIABLE
 
 PLUGIN = "fp8rl"
 """Name of our `sglang.srt.plugins` entry point."""
 
-_CPU_ARGUMENTS = [
+_CPU_ARGUMENTS = (
     *("--device", "cpu"),
     *("--attention-backend", "torch_native"),
+    *("--sampling-backend", "pytorch"),
     "--sleep-on-idle",  # without it the idle scheduler burns a core
     "--disable-overlap-schedule",  # there is no device to overlap with; 6% faster without
-]
+)
+
+_CUDA_ARGUMENTS: dict[Mode, tuple[str, ...]] = {
+    # The backends whose methods the plugin replaces. Decoding runs in CUDA graphs; those of prefill pad and cut it in
+    # pieces around attention.
+    "exact": (
+        *("--attention-backend", "triton"),
+        *("--sampling-backend", "pytorch"),
+        *("--moe-runner-backend", "triton"),
+        *("--fp8-gemm-backend", "triton"),
+        *("--bf16-gemm-backend", "torch"),
+        "--disable-prefill-cuda-graph",
+    ),
+    # SGLang's choice, but for the experts: the runner that takes their activations as the plugin quantizes them.
+    "native": ("--moe-runner-backend", "triton"),
+}
+
+_CPU_ENVIRONMENT = {
+    "SGLANG_USE_CPU_ENGINE": "1",
+    # gloo would take an interface by the host's name, and the trainer reaches this server on loopback.
+    "GLOO_SOCKET_IFNAME": "lo",
+}
+
+_CUDA_ENVIRONMENT: dict[Mode, dict[str, str]] = {
+    # DeepGEMM would compile its kernels at the start, and no product runs on it.
+    "exact": {"SGLANG_ENABLE_JIT_DEEPGEMM": "0", "SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED": "0"},
+    # Interleaved, the rows of an expert's gate and up are not the checkpoint's.
+    "native": {"SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED": "0"},
+}
 
 
 def has_cuda() -> bool:
@@ -39,16 +69,18 @@ def server_arguments(
     seed: int,
     weight_version: int,
     cuda: bool,
+    mode: Mode = "native",
     routes: bool = False,
+    gpu: int = 0,
 ) -> list[str]:
     """Arguments of `sglang.launch_server`, without the keys: token ids in and out, loopback only.
 
-    routes: record each token's experts, for requests that ask for them.
+    routes: record each token's experts, for requests that ask for them. gpu: index among the visible ones.
     """
     arguments = [
         *("--model-path", str(model_path), "--dtype", "bfloat16", "--skip-tokenizer-init"),
         *("--host", "127.0.0.1", "--port", str(port), "--log-level", "warning"),
-        *("--sampling-backend", "pytorch", "--grammar-backend", "none"),
+        *("--grammar-backend", "none"),
         *("--context-length", str(config.context_length), "--max-total-tokens", str(config.max_total_tokens)),
         *("--random-seed", str(seed), "--weight-version", str(weight_version)),
     ]
@@ -58,10 +90,14 @@ def server_arguments(
         arguments.append("--disable-radix-cache")
     if routes:
         arguments.append("--enable-return-routed-experts")
-    return arguments if cuda else arguments + _CPU_ARGUMENTS
+    if not cuda:
+        return [*arguments, *_CPU_ARGUMENTS]
+    return [*arguments, "--base-gpu-id", str(gpu), *_CUDA_ARGUMENTS[mode]]
 
 
-def server_environment(plugin: Mapping[str, Any] | None, scratch: Path, *, cuda: bool) -> dict[str, str]:
+def server_environment(
+    plugin: Mapping[str, Any] | None, scratch: Path, *, cuda: bool, mode: Mode = "native"
+) -> dict[str, str]:
     """Environment of the server: ours, with our plugin and no other (`plugin` None: no plugin at all).
 
     scratch: directory for the server's sockets and temporary files.
@@ -81,9 +117,8 @@ def server_environment(plugin: Mapping[str, Any] | None, scratch: Path, *, cuda:
     environment.pop(CONFIG_VARIABLE, None)
     if plugin is not None:
         environment[CONFIG_VARIABLE] = json.dumps(plugin)
-    if not cuda:
-        environment |= {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1"}
-        # What torch.compile made outlives the server, whose scratch directory does not.
-        cache = Path(tempfile.gettempdir()) / f"torchinductor_{getpass.getuser()}"
-        environment.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache))
+    environment |= {"OMP_NUM_THREADS": "1"} | (_CUDA_ENVIRONMENT[mode] if cuda else _CPU_ENVIRONMENT)
+    # What torch.compile made outlives the server, whose scratch directory does not.
+    cache = Path(tempfile.gettempdir()) / f"torchinductor_{getpass.getuser()}"
+    environment.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache))
     return environment

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
@@ -124,6 +124,48 @@ class EngineClient:
             flush_cache=flush_cache,
             weight_version=str(weight_version),
         )
+
+    async def join_weights_group(
+        self, name: str, address: str, port: int, rank: int, world_size: int, backend: str
+    ) -> None:
+        """Make the server a rank of a process group; answers when all ranks have met at `address`:`port`."""
+        await self.admin(
+            "/init_weights_update_group",
+            group_name=name,
+            master_address=address,
+            master_port=port,
+            rank_offset=rank,
+            world_size=world_size,
+            backend=backend,
+        )
+
+    async def update_weights_from_distributed(
+        self,
+        name: str,
+        tensors: Sequence[tuple[str, str, Sequence[int]]],
+        weight_version: int,
+        *,
+        flush_cache: bool = True,
+    ) -> None:
+        """Take part in a broadcast of rank 0 of the group `name`, and load what it brings.
+
+        tensors: (HF name, dtype as torch names it, shape), which lie end to end in one uint8 tensor.
+        """
+        names, dtypes, shapes = zip(*tensors)
+        await self.admin(
+            "/update_weights_from_distributed",
+            group_name=name,
+            names=names,
+            dtypes=dtypes,
+            shapes=shapes,
+            load_format="flattened_bucket",
+            flush_cache=flush_cache,
+            weight_version=str(weight_version),
+        )
+
+    async def leave_weights_group(self, name: str) -> None:
+        """Undo `join_weights_group`."""
+        await self.admin("/destroy_weights_update_group", group_name=name)
 
     async def set_weight_version(self, weight_version: int) -> None:
         """Name the weights that are loaded."""

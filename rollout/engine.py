@@ -50,15 +50,16 @@ class Engine:
         plugin: Mapping[str, Any] | None = None,
         expected: Handshake | None = None,
         seed: int = 0,
+        gpu: int = 0,
     ) -> None:
         """plugin: configuration of our SGLang plugin, None for stock SGLang. expected: what the plugin must report
-        after each start; its weight version is replaced by that of the start."""
+        after each start; its weight version is replaced by that of the start. gpu: index among the visible ones."""
         self._config = config
         self._log_path = Path(log_path)
         self._plugin = plugin
         self._expected = expected
         self._routes = plugin is not None and plugin["numerics"]["router_replay"] != "off"
-        self._seed = seed
+        self._seed, self._gpu = seed, gpu
         self._server: SGLangServer | None = None
         self._client: EngineClient | None = None
         self._restarts = 0
@@ -85,6 +86,7 @@ class Engine:
                 seed=self._seed,
                 weight_version=weight_version,
                 routes=self._routes,
+                gpu=self._gpu,
                 cancelled=cancelled,
             )
         except asyncio.CancelledError:

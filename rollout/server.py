@@ -17,6 +17,7 @@ from typing import Any
 import httpx
 import psutil
 
+from numerics.config import Mode
 from numerics.errors import user_error
 from rollout.arguments import has_cuda, server_arguments, server_environment
 from rollout.config import RolloutConfig
@@ -49,6 +50,7 @@ class SGLangServer:
         seed: int = 0,
         weight_version: int = 0,
         routes: bool = False,
+        gpu: int = 0,
         cancelled: threading.Event | None = None,
     ) -> SGLangServer:
         """Start a server on the loopback interface and wait until it answers.
@@ -57,6 +59,7 @@ class SGLangServer:
         seed: of the sampler; the same calls in the same order then draw the same tokens.
         log_path: the server's output is appended to it.
         routes: record each token's experts; on a CPU that needs our plugin.
+        gpu: which of the visible ones it runs on, where there are any.
         cancelled: set by another thread, gives up the start.
 
         Raises:
@@ -65,10 +68,19 @@ class SGLangServer:
         """
         architectures = read_model_config(Path(model_path)).get("architectures") or []
         cuda = has_cuda()
+        mode: Mode = plugin["numerics"]["mode"] if plugin is not None else "native"
         port = _claim_port(config.port)
         endpoint = Endpoint(f"http://127.0.0.1:{port}", secrets.token_urlsafe(24), secrets.token_urlsafe(24))
         arguments = server_arguments(
-            Path(model_path), config, port=port, seed=seed, weight_version=weight_version, cuda=cuda, routes=routes
+            Path(model_path),
+            config,
+            port=port,
+            seed=seed,
+            weight_version=weight_version,
+            cuda=cuda,
+            mode=mode,
+            routes=routes,
+            gpu=gpu,
         )
         sweep()
         scratch, lock = make_scratch()
@@ -80,7 +92,7 @@ class SGLangServer:
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env=server_environment(plugin, scratch, cuda=cuda),
+                env=server_environment(plugin, scratch, cuda=cuda, mode=mode),
                 start_new_session=True,
                 pass_fds=(lock,),
             )

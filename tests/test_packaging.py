@@ -1,4 +1,4 @@
-"""The lock, the declared dependencies, the CPU stubs and the entry points, against what is installed here."""
+"""The locks, the declared dependencies, the image, the stubs and the entry points, against what is installed here."""
 
 import ast
 import importlib.metadata
@@ -15,7 +15,10 @@ import torch
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from rollout.plugin.hooks import SGLANG_VERSION
+
 ROOT = Path(__file__).resolve().parents[1]
+DOCKERFILE = (ROOT / "Dockerfile").read_text()
 PACKAGES = ["numerics", "rollout", "trainer", "weight_sync", "rl"]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 PROJECT = PYPROJECT["project"]
@@ -29,9 +32,13 @@ DECLARED = {
     for requirement in [Requirement(line)]
 }
 # SGLang asks for CUDA kernels and for tools of other models, which the CPU install leaves out on purpose.
-# TransformerEngine builds with CUDA only.
+# TransformerEngine builds with CUDA only; its extras name distributions of their own.
 NOT_CLOSED = {"sglang"}
 CUDA_ONLY = {"transformer-engine"}
+TE_PARTS = {"transformer-engine", "transformer-engine-cu13", "transformer-engine-torch"}
+# Where the two locks differ, and SGLang's pin that the index no longer has; requirements/gpu.txt says why.
+OTHER_WITH_CUDA = {"numpy", "protobuf"}
+GONE = {"cuda-tile"}
 # torch and pydantic each bring these along at the one version that fits.
 PINNED_BY_ANOTHER = {"triton", "pydantic-core"}
 
@@ -40,18 +47,23 @@ cpu_install = pytest.mark.skipif(
 )
 
 
-def lock() -> dict[str, str]:
-    """Pinned version of each distribution in requirements/cpu.txt, by canonical name."""
+def lock(*files: str) -> dict[str, str]:
+    """Pinned version of each distribution in the files of requirements/ (cpu.txt), by canonical name."""
     versions: dict[str, str] = {}
-    for line in (ROOT / "requirements/cpu.txt").read_text().splitlines():
-        if not line or line.startswith("#"):
-            continue
-        match = re.fullmatch(r"([A-Za-z0-9._-]+)==([A-Za-z0-9.!]+)", line)
-        assert match, f"requirements/cpu.txt: {line!r} is not NAME==VERSION"
-        name = canonicalize_name(match[1])
-        assert name not in versions, f"requirements/cpu.txt: {name} stands twice"
-        versions[name] = match[2]
+    for file in files or ("cpu.txt",):
+        for line in (ROOT / "requirements" / file).read_text().splitlines():
+            if not line or line.startswith("#"):
+                continue
+            match = re.fullmatch(r"([A-Za-z0-9._-]+)==([A-Za-z0-9.!]+)", line)
+            assert match, f"requirements/{file}: {line!r} is not NAME==VERSION"
+            name = canonicalize_name(match[1])
+            assert name not in versions, f"requirements/{file}: {name} stands twice"
+            versions[name] = match[2]
     return versions
+
+
+def gpu_lock() -> dict[str, str]:
+    return lock("gpu.txt", "gpu_source.txt")
 
 
 def required_by(distribution: str, extras: frozenset[str] = frozenset()) -> list[Requirement]:
@@ -100,6 +112,71 @@ def test_lock_satisfies_the_declared_dependencies() -> None:
         if name not in CUDA_ONLY:
             assert name in locked, f"{requirement} is declared in pyproject.toml and not in requirements/cpu.txt"
             assert requirement.specifier.contains(locked[name]), f"{requirement} is declared, {locked[name]} is locked"
+
+
+def test_gpu_lock_satisfies_the_declared_dependencies() -> None:
+    locked = gpu_lock()
+    for name, requirement in DECLARED.items():
+        assert requirement.specifier.contains(locked[name]), f"{requirement} is declared, {locked[name]} is locked"
+
+
+def test_gpu_lock_has_all_of_transformer_engine_at_one_version() -> None:
+    extras = DECLARED["transformer-engine"].extras
+    assert extras == {"core_cu13", "pytorch"}  # `core` alone is built for CUDA 12
+    assert {gpu_lock()[part] for part in TE_PARTS} == {gpu_lock()["transformer-engine"]}
+
+
+@cpu_install
+def test_gpu_lock_satisfies_sglang() -> None:
+    """All of it, unlike the CPU lock; what sglang requires in turn was resolved when the lock was made."""
+    locked = gpu_lock()
+    wrong = {
+        name
+        for requirement in required_by("sglang")
+        for name in [canonicalize_name(requirement.name)]
+        if not requirement.specifier.contains(locked.get(name, "0"), prereleases=True)
+    }
+    assert wrong == GONE
+
+
+def test_locks_agree_where_they_meet() -> None:
+    cpu, gpu = lock(), gpu_lock()
+    assert {name for name in cpu.keys() & gpu.keys() if cpu[name] != gpu[name]} == OTHER_WITH_CUDA
+
+
+def test_hooks_are_written_for_the_locked_sglang() -> None:
+    assert lock()["sglang"] == gpu_lock()["sglang"] == SGLANG_VERSION
+
+
+def test_image_has_the_cuda_release_of_its_torch() -> None:
+    (image,) = re.findall(r"^FROM nvidia/cuda:(\d+\.\d+)\.\d+-devel-ubuntu24\.04$", DOCKERFILE, re.MULTILINE)
+    assert gpu_lock()["cuda-toolkit"].startswith(f"{image}.")
+    assert f"nvidia-cudnn-cu{image.partition('.')[0]}" in gpu_lock()
+
+
+def test_image_installs_the_gpu_lock_and_nothing_else() -> None:
+    pip_installs = re.findall(r"pip install (.+)", DOCKERFILE)
+    assert pip_installs == ["--no-deps --no-build-isolation -e ."]
+    assert "make gpu-libraries PYTHON=python3.12" in DOCKERFILE
+    steps = subprocess.run(
+        ["make", "--always-make", "--dry-run", "gpu-libraries"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
+    installed = re.findall(r"pip install .*-r (\S+)", steps)
+    assert installed == ["requirements/gpu.txt", "requirements/gpu_source.txt"]
+    assert steps.count("pip install") == steps.count("--no-deps") == 2
+
+
+def test_image_runs_doctor_without_root() -> None:
+    last_user = re.findall(r"^USER (\S+)$", DOCKERFILE, re.MULTILINE)[-1]
+    assert last_user == "fp8rl"
+    assert re.findall(r"^CMD (.+)$", DOCKERFILE, re.MULTILINE) == ['["fp8rl", "doctor"]']
+
+
+def test_image_gets_no_environment_and_no_run() -> None:
+    ignored = set((ROOT / ".dockerignore").read_text().splitlines())
+    left_out = {line.strip("/") for line in (ROOT / ".gitignore").read_text().splitlines() if line and line[0] != "#"}
+    folders = {name for name in left_out if "*" not in name and "_cache" not in name and not name.startswith("__")}
+    assert folders - {".hypothesis"} <= ignored
 
 
 def test_every_import_is_a_declared_dependency() -> None:

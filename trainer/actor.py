@@ -48,11 +48,11 @@ class TrainerActor:
 
     def start(self, host: str, port: int, model_path: Path, numerics: NumericsConfig, **options: Any) -> None:
         """Join the other ranks and build the trainer; `options` are the keywords of `Trainer`."""
-        from numerics.compiler import enable_compiler
-        from trainer import parallel
+        from trainer import device, parallel
+
+        device.start(self.rank, numerics)
         from trainer.trainer import Trainer, check_row_invariance
 
-        enable_compiler()
         if numerics.mode == "exact":
             check_row_invariance()
         if self._store is None and self.config.world_size > 1:

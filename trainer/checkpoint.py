@@ -19,6 +19,8 @@ from trainer.optimizer import Optimizer
 FORMAT = 1
 _STATE = "state"
 _ABOUT = "about.json"
+_EXTRA = "_extra_state"
+"""In the names of what TransformerEngine's modules keep for other recipes than block scaling, which has no history."""
 
 
 def save(path: Path, model: GPTModel, optimizer: Optimizer, step: int, extra: dict[str, Any]) -> None:
@@ -54,8 +56,9 @@ def load(path: Path, model: GPTModel, optimizer: Optimizer) -> tuple[int, dict[s
     path = Path(path).absolute()
     about = read_about(path)
     state = dist_checkpointing.load(_state(model, optimizer, about["step"], loading=True), str(path / _STATE))
-    model.load_state_dict(state["model"])
+    _load_weights(model, state["model"])
     optimizer.inner.load_state_dict(state["optimizer"])
+    optimizer.write_weights()
     optimizer.schedule.num_steps = 0
     optimizer.schedule.load_state_dict(state["schedule"])
     return about["step"], about["extra"]
@@ -82,6 +85,12 @@ def read_about(path: Path) -> dict[str, Any]:
     return about
 
 
+def _load_weights(model: GPTModel, weights: dict[str, Any]) -> None:
+    result = model.load_state_dict(weights, strict=False)
+    wrong = [name for name in (*result.missing_keys, *result.unexpected_keys) if _EXTRA not in name]
+    assert not wrong, f"the checkpoint's weights are not the model's: {wrong}"
+
+
 def _state(model: GPTModel, optimizer: Optimizer, step: int, loading: bool) -> dict[str, Any]:
     metadata = {
         "distrib_optim_sharding_type": "fully_reshardable",
@@ -92,7 +101,7 @@ def _state(model: GPTModel, optimizer: Optimizer, step: int, loading: bool) -> d
     }
     weights = model.sharded_state_dict(metadata=metadata)
     return {
-        "model": weights,
+        "model": {name: value for name, value in weights.items() if _EXTRA not in name},
         "optimizer": optimizer.inner.sharded_state_dict(weights, is_loading=loading, metadata=metadata),
         "schedule": optimizer.schedule.state_dict(),
         "step": step,

@@ -19,6 +19,7 @@ from numerics.config import Mode
 from numerics.errors import UserError, user_error
 from numerics.spec import QuantSpec
 from trainer.config import TrainerConfig
+from trainer.lowering import Lowering
 
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
@@ -102,7 +103,7 @@ def read_shape(model_path: Path, key: str = "model.path") -> ModelShape:
 
 
 def check_layout(shape: ModelShape, config: TrainerConfig, spec: QuantSpec) -> None:
-    """Check that the model divides over the ranks and its weights over the quantization blocks.
+    """Check that the model divides over the ranks, its weights over the quantization blocks, and some are quantized.
 
     A fused weight (q|k|v per head group, gate|up) is quantized as a whole here and as separate tensors in a Hugging
     Face checkpoint and in the engine. All give the same blocks only if each piece is a whole number of blocks on every
@@ -137,7 +138,7 @@ def check_layout(shape: ModelShape, config: TrainerConfig, spec: QuantSpec) -> N
             remedy=f"Set trainer.dp={config.ep} or another multiple, or lower trainer.ep.",
         )
     _require_divisor("trainer.pp", config.pp, "num_hidden_layers", shape.layers)
-    _check_blocks(shape, tp, spec)
+    _check_quantization(shape, tp, spec)
 
 
 def check_mode(shape: ModelShape, mode: Mode) -> None:
@@ -156,9 +157,13 @@ def check_mode(shape: ModelShape, mode: Mode) -> None:
 
 
 def transformer_config(
-    shape: ModelShape, config: TrainerConfig, dtype: torch.dtype, mode: Mode = "exact"
+    shape: ModelShape,
+    config: TrainerConfig,
+    dtype: torch.dtype,
+    mode: Mode = "exact",
+    lowering: Lowering = Lowering(),  # noqa: B008 (frozen)
 ) -> TransformerConfig:
-    """Megatron's config. Fusions that need CUDA kernels are off and gradients are sums over all ranks."""
+    """Megatron's config. Gradients are sums over all ranks; only the lowering turns fused CUDA kernels on."""
     from megatron.core.transformer import TransformerConfig  # the driver reads shapes and never needs Megatron
 
     moe: dict[str, Any] = {}
@@ -198,8 +203,6 @@ def transformer_config(
         gradient_accumulation_fusion=False,
         masked_softmax_fusion=False,
         bias_dropout_fusion=False,
-        bias_activation_fusion=False,
-        apply_rope_fusion=False,
         persist_layer_norm=False,
         tensor_model_parallel_size=config.tp,
         pipeline_model_parallel_size=config.pp,
@@ -210,6 +213,7 @@ def transformer_config(
         moe_token_dispatcher_type="alltoall",
         calculate_per_token_loss=True,
         **moe,
+        **lowering.config,
     )
 
 
@@ -348,9 +352,18 @@ class _Config:
         return self.refusal(name, found, expected, remedy)
 
 
-def _check_blocks(shape: ModelShape, tp: int, spec: QuantSpec) -> None:
+def _check_quantization(shape: ModelShape, tp: int, spec: QuantSpec) -> None:
     if not spec.quantized:
         return
+    exceptions = spec.first_layers_bf16 + spec.last_layers_bf16
+    if exceptions >= shape.layers:
+        raise user_error(
+            "numerics.first_layers_bf16 + numerics.last_layers_bf16",
+            found=exceptions,
+            expected=f"less than the model's num_hidden_layers = {shape.layers}, so that some layer is quantized",
+            remedy="Lower them, or run both sides in BF16 "
+            "(numerics.preset=bf16 numerics.trainer=bf16 numerics.rollout=bf16).",
+        )
     if spec.weight.granularity == "tensor":
         raise user_error(
             "numerics.weight.granularity",

@@ -26,7 +26,7 @@ def plan(lengths: list[int], dp_size: int, budget: int, multiple: int = 1) -> li
 
 
 def pad_to_multiple(batch: TokenBatch, multiple: int) -> TokenBatch:
-    """The batch with its width padded to a multiple, as sequence parallelism needs."""
+    """The batch with its width padded to a multiple, as sequence parallelism and FP8 products need."""
     return batch.padded(-(-batch.width // multiple) * multiple)
 
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from numerics import ops
 from numerics.errors import user_error
 from numerics.traced_ops import OpTrace, Place, key
+from trainer import device
 from trainer.batch import TokenBatch
 from trainer.modules.exact.attention import CoreAttention
 from trainer.modules.exact.experts import MoE
@@ -31,7 +32,7 @@ def trace_ops(trainer: Trainer, batch: TokenBatch) -> OpTrace:
     """Run the sequences of `batch` forward, each by itself, and record every op.
 
     Raises:
-        UserError: the trainer has several ranks, each of which sees a part of an op.
+        UserError: the trainer has several ranks, each of which sees a part of an op, or TransformerEngine's layers.
     """
     if trainer.config.world_size > 1:
         raise user_error(
@@ -41,9 +42,15 @@ def trace_ops(trainer: Trainer, batch: TokenBatch) -> OpTrace:
             remedy="Attribute with a trainer of one rank and numerics.k_splits set to the run's trainer.tp.",
         )
     parts: dict[str, list[Tensor]] = defaultdict(list)
-    device = torch.device(torch.cuda.current_device())
+    if trainer.lowering.transformer_engine:
+        raise user_error(
+            "numerics.mode",
+            found="native, on TransformerEngine",
+            expected="layers of which every op can be seen: TransformerEngine's fuse some",
+            remedy="Attribute with numerics.mode=exact, or on a machine without a GPU.",
+        )
     for row in range(batch.rows):
-        tokens = batch.tokens[row : row + 1, : int(batch.lengths[row])].to(device)
+        tokens = batch.tokens[row : row + 1, : int(batch.lengths[row])].to(device.current())
         for name, tensor in _trace(trainer.model, tokens, batch.temperature).items():
             parts[name].append(tensor.cpu())
     tensors = {name: torch.cat(rows).contiguous() for name, rows in parts.items()}
@@ -143,6 +150,14 @@ def _taps(model: GPTModel) -> Iterator[Seen]:
 
             taps.callback(module.register_forward_hook(hook, with_kwargs=True).remove)
 
+        def watch_norm(linear: nn.Module, layer: int, name: str) -> None:
+            """The norm inside a linear module, taken again, as the module need not let it out of one kernel."""
+
+            def hook(module: Any, args: tuple[Any, ...], output: Any) -> None:
+                seen[layer, name] = _rows(module.normalized(args[0]))
+
+            taps.callback(linear.register_forward_hook(hook).remove)
+
         def watch_call(owner: nn.Module, method: str, keep: Callable[[Any, Any], None]) -> None:
             taps.enter_context(_wrapped(owner, method, keep))
 
@@ -152,7 +167,7 @@ def _taps(model: GPTModel) -> Iterator[Seen]:
         for i, layer in enumerate(model.decoder.layers):
             attention, mlp = layer.self_attention, layer.mlp
             watch(attention.linear_qkv, i, ("stream",))
-            watch_call(attention.linear_qkv, "_forward_impl", _keep_input(seen, (i, "normed")))
+            watch_norm(attention.linear_qkv, i, "normed")
             watch(attention.q_layernorm, i, ("q_raw",), "q_normed")
             watch(attention.k_layernorm, i, ("k_raw",), "k_normed")
             watch(attention.core_attention, i, ("q", "k", "v"), "attended")
@@ -165,17 +180,10 @@ def _taps(model: GPTModel) -> Iterator[Seen]:
                 watch(mlp.experts, i, returned="expert_rows")
             else:
                 watch(mlp, i, returned="mlp_out")
-                watch_call(mlp.linear_fc1, "_forward_impl", _keep_input(seen, (i, "mlp_in")))
+                watch_norm(mlp.linear_fc1, i, "mlp_in")
                 watch(mlp.linear_fc1, i, returned="gate_up")
                 watch(mlp.linear_fc2, i, ("gated",))
         yield seen
-
-
-def _keep_input(seen: Seen, place: Place) -> Callable[[Any, Any], None]:
-    def keep(kwargs: dict[str, Any], output: Any) -> None:
-        seen[place] = _rows(kwargs["input"])
-
-    return keep
 
 
 def _keep_logits(seen: Seen, i: int) -> Callable[[Any, Any], None]:

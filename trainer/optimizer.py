@@ -12,10 +12,13 @@ from megatron.core.optimizer import (
     get_standard_config_overrides,
 )
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from trainer import cpu_runtime
 from trainer.config import TrainerConfig
+from trainer.lowering import Lowering
+from trainer.modules.weights import tag_split
 
 
 class Optimizer:
@@ -25,8 +28,8 @@ class Optimizer:
     carries its own denominators.
     """
 
-    def __init__(self, model: GPTModel, config: TrainerConfig, total_steps: int) -> None:
-        self.model = wrap(model)
+    def __init__(self, model: GPTModel, config: TrainerConfig, lowering: Lowering, total_steps: int) -> None:
+        self.model = wrap(model, lowering)
         self._config = config
         optimizer_config = OptimizerConfig(
             optimizer="adam",
@@ -40,6 +43,7 @@ class Optimizer:
             bf16=model.config.bf16,
             params_dtype=model.config.params_dtype,
             use_distributed_optimizer=True,
+            **lowering.optimizer,
         )
         with cpu_runtime.cuda_type_names():
             self.inner: ChainedOptimizer = get_megatron_optimizer(
@@ -49,7 +53,7 @@ class Optimizer:
                 use_gloo_process_groups=False,
             )
         for optimizer in self.inner.chained_optimizers:
-            _create_moments(optimizer.optimizer)
+            _create_moments(optimizer)
         self.schedule = schedule(self.inner, config, total_steps)
 
     def zero_grad(self) -> None:
@@ -75,20 +79,38 @@ class Optimizer:
         self.inner.step_with_ready_grads()
         return self.lr
 
+    @torch.no_grad()
+    def write_weights(self) -> None:
+        """Make the model's weights from the FP32 masters, as a step does.
+
+        A checkpoint has weights that are FP8 in BF16, from which other codes and scales may come than from the masters.
+        """
+        for optimizer in self.inner.chained_optimizers:
+            optimizer._copy_main_params_to_model_params()
+        self.model.start_param_sync(force_sync=True)
+
     @property
     def lr(self) -> float:
         """Learning rate of the last step."""
         return float(self.inner.param_groups[0]["lr"])
 
 
-def wrap(model: GPTModel) -> DistributedDataParallel:
+def wrap(model: GPTModel, lowering: Lowering) -> DistributedDataParallel:
     """Megatron's data-parallel wrapper with FP32 gradient buffers, sharded for the distributed optimizer."""
     for name, parameter in model.named_parameters():
-        # Experts always have an optimizer of their own, so that checkpoints move between expert-parallel sizes.
         if ".experts." in name:
+            # Experts always have an optimizer of their own, so that checkpoints move between expert-parallel sizes.
             parameter.allreduce = False
+            # Megatron leaves untagged parameters of tensor-parallel ranks above 0 out of the gradient norm, but each
+            # rank's optimizer holds another part of the experts.
+            if not hasattr(parameter, "tensor_model_parallel"):
+                tag_split(parameter, 0)
     config = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=True, use_distributed_optimizer=True, overlap_grad_reduce=False, average_in_collective=False
+        grad_reduce_in_fp32=True,
+        use_distributed_optimizer=True,
+        overlap_grad_reduce=False,
+        average_in_collective=False,
+        **lowering.ddp,
     )
     return DistributedDataParallel(model.config, config, model)
 
@@ -122,9 +144,13 @@ def schedule(optimizer: ChainedOptimizer, config: TrainerConfig, total_steps: in
     )
 
 
-def _create_moments(optimizer: torch.optim.Optimizer) -> None:
-    """Give torch's AdamW its state before the first step, so that a checkpoint of step 0 can be written and read."""
-    if not isinstance(optimizer, torch.optim.AdamW):
+def _create_moments(megatron_optimizer: DistributedOptimizer) -> None:
+    """Give Adam its state before the first step, so that a checkpoint of step 0 can be written and read."""
+    if megatron_optimizer.is_stub_optimizer:  # of a rank without such parameters
+        return
+    optimizer = megatron_optimizer.optimizer
+    if not isinstance(optimizer, torch.optim.AdamW):  # TransformerEngine's, of which Megatron knows how
+        megatron_optimizer.init_state_fn(optimizer, megatron_optimizer.config)
         return
     for group in optimizer.param_groups:
         for parameter in group["params"]:

@@ -10,7 +10,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from trainer import cpu_runtime
+from trainer import cpu_runtime, device
 from trainer.config import TrainerConfig
 
 LOOPBACK = "127.0.0.1"
@@ -44,13 +44,16 @@ def initialize(config: TrainerConfig, rank: int = 0, store: dist.Store | None = 
     from megatron.core import parallel_state, tensor_parallel
 
     torch.set_num_threads(1)
-    backend = "nccl" if torch.cuda.is_available() else "gloo"
-    if backend == "nccl":
-        torch.cuda.set_device(rank % torch.cuda.device_count())
-    elif host.startswith("127."):
+    here = device.claim(rank)
+    if host.startswith("127."):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     dist.init_process_group(
-        backend, store=store or dist.HashStore(), rank=rank, world_size=config.world_size, timeout=TIMEOUT
+        device.collectives(here),
+        store=store or dist.HashStore(),
+        rank=rank,
+        world_size=config.world_size,
+        timeout=TIMEOUT,
+        device_id=here if here.type == "cuda" else None,
     )
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=config.tp,

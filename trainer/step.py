@@ -16,6 +16,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from numerics import ops
+from trainer import device
 from trainer.batch import UNKNOWN, TokenBatch
 from trainer.errors import NonFiniteLossError
 from trainer.microbatches import pad_to_multiple, plan
@@ -43,7 +44,12 @@ class RankPass:
 
 
 def run_pass(
-    model: DistributedDataParallel, batch: TokenBatch, layout: Layout, budget: int, objective: Objective | None
+    model: DistributedDataParallel,
+    batch: TokenBatch,
+    layout: Layout,
+    budget: int,
+    multiple: int,
+    objective: Objective | None,
 ) -> RankPass:
     """Score the batch and, with an objective, accumulate its summed gradients in `model`.
 
@@ -51,20 +57,21 @@ def run_pass(
 
     Args:
         budget: padded tokens of a micro-batch.
+        multiple: rows are padded to a multiple of this.
         objective: None for scoring only.
 
     Raises:
         NonFiniteLossError: on all ranks, naming the rows of the micro-batches whose loss is not finite.
         UserError, ValueError: the batch has routes that this model cannot take; see :func:`trainer.routing.routing_of`.
     """
-    groups = plan(batch.lengths.tolist(), layout.dp_size, budget, layout.tp_size)[layout.dp_rank]
+    groups = plan(batch.lengths.tolist(), layout.dp_size, budget, multiple)[layout.dp_rank]
     config = model.module.config
     config.finalize_model_grads_func = _finalize_sums
     with routing_of(model.module, batch) as routing:
         # The last stage alone sees logits; the shapes given here are replaced by those of each micro-batch.
         outputs: list[_MicroOutput] = get_forward_backward_func()(
             forward_step_func=partial(_forward, objective=objective, routing=routing),
-            data_iterator=_micro_batches(batch, groups, layout.tp_size),
+            data_iterator=_micro_batches(batch, groups, multiple),
             model=[model],
             num_microbatches=len(groups),
             seq_length=batch.width,
@@ -103,7 +110,7 @@ def _micro_batches(batch: TokenBatch, groups: list[list[int]], multiple: int) ->
     for rows in groups:
         # A rank without rows for this turn still takes part in the collectives, on one row that counts for nothing.
         selected = pad_to_multiple(batch.select(rows or [int(batch.lengths.argmin())]), multiple)
-        yield _MicroBatch(rows, selected.to(torch.device(torch.cuda.current_device())))
+        yield _MicroBatch(rows, selected.to(device.current()))
 
 
 def _forward(

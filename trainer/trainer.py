@@ -14,19 +14,22 @@ from torch import Tensor
 from numerics.config import NumericsConfig
 from numerics.errors import user_error
 from numerics.probe import row_variant_ops
+from numerics.quantize import QuantizedTensor
 from numerics.weight_cache import WeightCache
-from trainer import checkpoint
+from trainer import checkpoint, device, te_runtime, te_weights
 from trainer.batch import TokenBatch
 from trainer.config import TrainerConfig
 from trainer.errors import NonFiniteLossError
 from trainer.hf_config import check_layout, check_mode, read_shape
-from trainer.model import HFWeights, build_model
+from trainer.hf_weights import HFWeights
+from trainer.lowering import lower
+from trainer.model import build_model
 from trainer.modules.precision import Precision
 from trainer.objective import Objective
 from trainer.optimizer import Optimizer
 from trainer.parallel import Layout
 from trainer.result import PassResult, RankPassResult, Scored
-from trainer.step import run_pass
+from trainer.step import RankPass, run_pass
 
 
 class Trainer:
@@ -64,11 +67,12 @@ class Trainer:
         self.max_sequence_length = max_sequence_length
         self.cache = WeightCache()
         self.weight_version = 0
-        self._precision = Precision(numerics, self.cache)
-        self.model = build_model(self.shape, config, self._precision, max_sequence_length, dtype)
-        self.weights = HFWeights(model_path, self.shape, dtype)
+        self.lowering = lower(numerics, device.has_transformer_engine())
+        self._precision = Precision(numerics, self.cache, self.shape.layers)
+        self.model = build_model(self.shape, config, self._precision, self.lowering, max_sequence_length, dtype)
+        self.weights = HFWeights(model_path, self.shape, numerics.spec.weight, dtype)
         self.weights.load(self.model)
-        self.optimizer = Optimizer(self.model, config, total_steps)
+        self.optimizer = Optimizer(self.model, config, self.lowering, total_steps)
         self._ready_norm: float | None = None
 
     def forward_backward(self, batch: TokenBatch, objective: Objective) -> RankPassResult:
@@ -81,7 +85,7 @@ class Trainer:
         self._check_width(batch)
         self._ready_norm = None
         self.optimizer.zero_grad()
-        done = run_pass(self.optimizer.model, batch, self.layout, self.config.micro_batch_tokens, objective)
+        done = self._pass(batch, objective)
         norm = self.optimizer.grad_norm()
         if not math.isfinite(norm):
             raise NonFiniteLossError(
@@ -129,11 +133,11 @@ class Trainer:
         """Like `score`, with the router's own choice for a batch with routes."""
         self._check_width(batch)
         with torch.no_grad():
-            done = run_pass(self.optimizer.model, batch, self.layout, self.config.micro_batch_tokens, None)
+            done = self._pass(batch, None)
         return done.rows, Scored(done.logprobs, done.routes)
 
-    def export_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield (HF name, tensor) on rank 0; other ranks iterate over nothing."""
+    def export_weights(self) -> Iterator[tuple[str, Tensor | QuantizedTensor]]:
+        """Yield (HF name, tensor) on rank 0; other ranks iterate over nothing. See :meth:`HFWeights.export`."""
         return self.weights.export(self.model)
 
     def export_hf(self, path: Path) -> None:
@@ -169,8 +173,21 @@ class Trainer:
             )
         check_layout(self.shape, self.config, numerics.trainer_spec)
         _check_k_splits(self.config, numerics)
+        te_runtime.switch(self.lowering, lower(numerics, self.lowering.transformer_engine), self.model.config)
         self.numerics = self._precision.numerics = numerics
         self.weights_changed()
+
+    def quantized_parameters(self) -> list[str]:
+        """The parameters that the last forward multiplied with in FP8, by Megatron's name."""
+        if self.lowering.transformer_engine:
+            in_fp8 = self.model.config.fp8 is not None
+            return [name for name, p in self.model.named_parameters() if in_fp8 and te_weights.is_quantized(p)]
+        used = {id(weight) for weight in self.cache.weights()}
+        return [name for name, p in self.model.named_parameters() if id(p) in used]
+
+    def _pass(self, batch: TokenBatch, objective: Objective | None) -> RankPass:
+        budget, multiple = self.config.micro_batch_tokens, self.layout.tp_size * self.lowering.row_multiple
+        return run_pass(self.optimizer.model, batch, self.layout, budget, multiple, objective)
 
     def _check_width(self, batch: TokenBatch) -> None:
         if batch.width > self.max_sequence_length:
@@ -182,8 +199,7 @@ class Trainer:
 
 def check_row_invariance() -> None:
     """Raise `UserError` if a token's result depends on its batch on this machine, where no d could be 0."""
-    device = torch.device(torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-    variant = row_variant_ops(device)
+    variant = row_variant_ops(device.current())
     if variant:
         raise user_error(
             "numerics.mode",

@@ -105,26 +105,27 @@ def push(
     try:
         if trainer.layout.rank != 0:
             return None
-        return asyncio.run(send_and_verify(transport, weights, spec, endpoints, version))
+        tensors = served_tensors(weights, spec, trainer.shape.layers, transport.allocate)
+        return asyncio.run(send_and_verify(transport, tensors, spec, endpoints, version))
     finally:
         _exhaust(weights)
 
 
 async def send_and_verify(
     transport: Transport,
-    weights: Iterable[tuple[str, Tensor]],
+    tensors: Iterable[tuple[str, Tensor]],
     spec: QuantSpec,
     endpoints: list[Endpoint],
     version: int,
 ) -> Pushed:
-    """Rank 0's part, on the BF16 `weights` by HF name: send, commit, compare; generation resumes if nothing differs."""
+    """Rank 0's part, on what is served under `spec`: send, commit, compare; generation resumes if nothing differs."""
     recorder = Recorder(str(version), spec.digest())
-    tensors = served_tensors(weights, spec)
     start = time.perf_counter()
     engines = [EngineClient(endpoint) for endpoint in endpoints]
     try:
         await asyncio.gather(*(engine.pause() for engine in engines))
         await transport.send(recorder.watch(tensors), engines, version)
+        await asyncio.gather(*(engine.flush() for engine in engines))
         sent = time.perf_counter()
         manifest = recorder.manifest()
         held = await asyncio.gather(*(engine.checksums(f"{COMMIT}{version}") for engine in engines))
@@ -164,7 +165,8 @@ def _write(trainer: Trainer, spec: QuantSpec, model_path: Path, path: Path) -> N
     weights = trainer.export_weights()
     try:
         if trainer.layout.rank == 0:
-            write_served_checkpoint(served_tensors(weights, spec), model_path, path, spec)
+            tensors = served_tensors(weights, spec, trainer.shape.layers)
+            write_served_checkpoint(tensors, model_path, path, spec)
     finally:
         _exhaust(weights)
 

@@ -1,23 +1,115 @@
-"""Tensors packed end to end into flat buckets, so that a model of many tensors travels in few messages."""
+"""Flat send buffers. The quantizer writes straight into one, and a full one travels as a single message."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import dataclasses
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
+import torch
 from torch import Tensor
 
+ALIGNMENT = 16
+"""Bytes that kernels store at a time; a multiple of every dtype's size."""
+SMALLEST_BYTES = 16 << 20
+"""The first bucket's size. Each further one is twice as large, up to the limit: a small model takes little memory."""
+
 Named = tuple[str, Tensor]
+Allocate = Callable[[Sequence[int], torch.dtype, torch.device], Tensor]
+"""Makes an uninitialised, contiguous tensor."""
 
 
-def buckets(tensors: Iterable[Named], limit: int) -> Iterator[list[Named]]:
-    """Consecutive tensors, as many as stay within `limit` bytes; a larger tensor is a bucket of its own."""
-    bucket: list[Named] = []
-    size = 0
-    for name, tensor in tensors:
-        if bucket and size + tensor.nbytes > limit:
+@dataclasses.dataclass(frozen=True)
+class Slot:
+    """One tensor in a bucket. start, size: bytes."""
+
+    name: str
+    shape: torch.Size
+    dtype: torch.dtype
+    start: int
+    size: int
+
+
+@dataclasses.dataclass
+class Bucket:
+    """flat: uint8, of which the first `used` bytes are taken. slots: what is sent; there may be gaps between them.
+    pending: tensors that were allocated and not added yet.
+    """
+
+    flat: Tensor
+    used: int = 0
+    pending: int = 0
+    slots: list[Slot] = dataclasses.field(default_factory=list)
+
+    def allocate(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor | None:
+        """A part of `flat`, or None if too little is left."""
+        size = math.prod(shape) * dtype.itemsize
+        start = -(-self.used // ALIGNMENT) * ALIGNMENT
+        if start + size > len(self.flat):
+            return None
+        self.used = start + size
+        self.pending += 1
+        return self.flat[start : self.used].view(dtype).view(tuple(shape))
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether it was made by `allocate`, and not shuffled since."""
+        return tensor.is_contiguous() and tensor.untyped_storage().data_ptr() == self.flat.untyped_storage().data_ptr()
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """Send `tensor`, which the bucket holds, under this name."""
+        self.pending -= 1
+        start = int(tensor.storage_offset()) * tensor.element_size()
+        self.slots.append(Slot(name, tensor.shape, tensor.dtype, start, int(tensor.nbytes)))
+
+
+class Packer:
+    """Fills buckets of at most `limit` bytes; a larger tensor gets one of its own.
+
+    new_flat: makes the uint8 memory of so many bytes on a device. A few are alive at a time, and used again.
+    """
+
+    def __init__(self, limit: int, new_flat: Callable[[int, torch.device], Tensor]) -> None:
+        self._limit, self._new_flat = limit, new_flat
+        self._next_size = min(limit, SMALLEST_BYTES)
+        self._open: list[Bucket] = []
+        self._spare: list[Tensor] = []
+
+    def allocate(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """An uninitialised tensor in the bucket that is being filled, or in a new one if that is full."""
+        view = self._open[-1].allocate(shape, dtype) if self._open else None
+        if view is None:
+            self._open.append(Bucket(self._flat(math.prod(shape) * dtype.itemsize, device)))
+            view = self._open[-1].allocate(shape, dtype)
+            assert view is not None
+        return view
+
+    def pack(self, tensors: Iterable[Named]) -> Iterator[Bucket]:
+        """Buckets with all `tensors`: those that `allocate` made, in their order, from where they are, others copied.
+
+        A bucket's memory is written again as soon as the next one is asked for.
+        """
+        for name, tensor in tensors:
+            bucket = next((bucket for bucket in self._open if bucket.holds(tensor)), None)
+            if bucket is None:
+                copy = self.allocate(tensor.shape, tensor.dtype, tensor.device).copy_(tensor)
+                self._open[-1].add(name, copy)
+            else:
+                bucket.add(name, tensor)
+                while self._open[0] is not bucket:  # what is still pending there was lost on the way
+                    yield from self._close()
+            while len(self._open) > 1 and not self._open[0].pending:
+                yield from self._close()
+        while self._open:
+            yield from self._close()
+
+    def _close(self) -> Iterator[Bucket]:
+        bucket = self._open.pop(0)
+        if bucket.slots:
             yield bucket
-            bucket, size = [], 0
-        bucket.append((name, tensor))
-        size += tensor.nbytes
-    if bucket:
-        yield bucket
+        self._spare.append(bucket.flat)
+
+    def _flat(self, size: int, device: torch.device) -> Tensor:
+        wanted, self._next_size = max(size, self._next_size), min(self._limit, 2 * self._next_size)
+        fitting = [flat for flat in self._spare if len(flat) == wanted and flat.device == device]
+        self._spare.clear()
+        return fitting[0] if fitting else self._new_flat(wanted, device)

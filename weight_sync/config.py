@@ -12,7 +12,8 @@ class SyncConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
-    transport: Literal["tensor", "disk"] = "tensor"
-    """`tensor`: shared memory on one host; `disk`: safetensors files."""
+    transport: Literal["tensor", "distributed", "disk"] = "tensor"
+    """`tensor`: memory that the engines map, where they compute on the trainer's CPU or GPU; `distributed`: a broadcast
+    (NCCL, or gloo on a CPU), where they have GPUs of their own; `disk`: safetensors files."""
     bucket_mib: int = Field(default=256, ge=1)
-    """Size of one flattened bucket in MiB; a larger tensor gets a bucket of its own."""
+    """Largest send buffer in MiB, of which a few are held; a larger tensor gets one of its own."""

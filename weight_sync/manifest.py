@@ -9,9 +9,12 @@ from pathlib import Path
 
 from torch import Tensor
 
-from numerics.digest import tensor_digest
+from numerics.digest import tensor_digests
 from numerics.files import write_atomically
 from numerics.names import SCALE_SUFFIX
+from weight_sync.shards import shards
+
+_BATCH_BYTES = 64 << 20
 
 
 class SyncError(RuntimeError):
@@ -23,8 +26,8 @@ class Manifest:
     """What an engine must hold.
 
     version: the weight version, as text. spec_digest: of the spec that the tensors are quantized by.
-    entries: HF name -> digest; for a tensor that is computed with in dequantized form, `digest@version`, where version
-        is that of the dequantized values.
+    entries: HF name -> digest; for a quantized tensor `digest@version`, where version is that of the operand which is
+        made of it for the products.
     """
 
     version: str
@@ -57,11 +60,12 @@ class Recorder:
         self.bytes = 0
 
     def watch(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """The same stream; each tensor is digested before it is handed on."""
-        for name, tensor in tensors:
-            self._digests[name] = tensor_digest(tensor)
-            self.bytes += tensor.nbytes
-            yield name, tensor
+        """The same stream; each tensor is digested before it is handed on, many of them at once."""
+        for batch in shards(tensors, _BATCH_BYTES):
+            names, held = zip(*batch)
+            self._digests.update(zip(names, tensor_digests(held)))
+            self.bytes += sum(tensor.nbytes for tensor in held)
+            yield from batch
 
     def manifest(self) -> Manifest:
         """What has been seen so far. Quantized tensors are those that came with scales."""

@@ -5,14 +5,17 @@ it. Each names its rounding points and its order of reduction. What a CPU's matr
 checked at start by `numerics.probe`.
 """
 
-from numerics.ops.attention import attention
-from numerics.ops.experts import ExpertWeight, combine, experts, group_by_expert
+from numerics.ops.attention import attention, paged_attention
+from numerics.ops.experts import ExpertWeights, combine, experts, group_by_expert
 from numerics.ops.linear import (
     fp8_linear,
     fp8_linear_partial,
+    group_operand,
     linear,
     linear_partial,
     merge_partials,
+    norm_fp8_linear,
+    weight_operand,
 )
 from numerics.ops.logprobs import token_logprobs
 from numerics.ops.norm import add_rms_norm, rms_norm
@@ -21,7 +24,7 @@ from numerics.ops.router import route, top_experts
 from numerics.ops.swiglu import swiglu
 
 __all__ = [
-    "ExpertWeight",
+    "ExpertWeights",
     "add_rms_norm",
     "attention",
     "combine",
@@ -29,13 +32,17 @@ __all__ = [
     "fp8_linear",
     "fp8_linear_partial",
     "group_by_expert",
+    "group_operand",
     "linear",
     "linear_partial",
     "merge_partials",
+    "norm_fp8_linear",
+    "paged_attention",
     "rms_norm",
     "rope",
     "route",
     "swiglu",
     "token_logprobs",
     "top_experts",
+    "weight_operand",
 ]

@@ -7,11 +7,13 @@ length nor the batch, nor prefill, chunk or decode around a query changes its re
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
+from numerics.dispatch import op
 from numerics.ops.linear import FEWEST_ROWS
 
 KEY_SPLIT = 128
@@ -19,6 +21,7 @@ KEY_SPLIT = 128
 KEY_PADDING = 32
 
 
+@op
 def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, positions: torch.Tensor, scale: float) -> torch.Tensor:
     """softmax(q k^T * scale) v over the keys t <= positions[b, i].
 
@@ -26,6 +29,38 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, positions: torc
     in FP32, rounded once to q's dtype. Returns [B, Q, heads, D].
     """
     return _Attention.apply(q, k, v, positions, scale)
+
+
+@op
+def paged_attention(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    table: torch.Tensor,
+    requests: torch.Tensor,
+    new: torch.Tensor,
+    lengths: torch.Tensor,
+    scale: float,
+) -> torch.Tensor:
+    """`attention` of the newest tokens of some sequences over keys that lie in the slots of a cache, bit for bit.
+
+    q [tokens, heads, D] holds the new tokens of every sequence, end to end; k_cache, v_cache [slots, kv heads, D] hold
+    their keys and values too. Key t of sequence b is in slot table[requests[b], t]; table int [rows, max], requests int
+    [B]. new int [B] counts new tokens, 0 or more, lengths int [B] all of them: new token i of sequence b stands at
+    position lengths[b] - new[b] + i. Returns [tokens, heads, D], zeros for tokens of no sequence or without keys.
+    """
+    out = torch.zeros_like(q)
+    starts = new.cumsum(0) - new
+    for rows in _of_similar_length(new, lengths):
+        fresh, total = new[rows].long()[:, None], lengths[rows].long()[:, None]
+        steps = torch.arange(int(fresh.max()), device=q.device)
+        real = steps < fresh
+        steps = torch.minimum(steps, fresh - 1)  # a padding query repeats the last real one
+        tokens = starts[rows].long()[:, None] + steps
+        slots = _slots(table, requests[rows], total)
+        result = attention(q[tokens], k_cache[slots], v_cache[slots], total - fresh + steps, scale)
+        out[tokens[real]] = result[real]
+    return out
 
 
 class _Attention(torch.autograd.Function):
@@ -117,3 +152,20 @@ def _unfold_keys(x: torch.Tensor, like: torch.Tensor, length: int) -> torch.Tens
 def _row_positions(positions: torch.Tensor, repeats: int, groups: int) -> torch.Tensor:
     """int64 [B, Q] -> [B * groups, repeats * Q, 1], the position of each folded row."""
     return positions.repeat(1, repeats).repeat_interleave(groups, 0).unsqueeze(-1)
+
+
+def _of_similar_length(new: torch.Tensor, total: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Indices of sequences that are padded to one shape: new and total lengths alike to within a factor of two. Those
+    without new tokens or without keys are left out."""
+    pairs = enumerate(zip(new.tolist(), total.tolist(), strict=True))
+    keys = {i: (n.bit_length(), max(t, 64).bit_length()) for i, (n, t) in pairs if n and t}
+    for key in sorted(set(keys.values())):
+        yield torch.tensor([i for i, k in keys.items() if k == key], device=total.device)
+
+
+def _slots(table: torch.Tensor, requests: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    """int64 [sequences, longest], for lengths [sequences, 1]."""
+    positions = torch.arange(int(lengths.max()), device=table.device)
+    slots = table[requests, : len(positions)].long()
+    # Behind a sequence's end the table is stale: repeat a slot of its own, which is finite, and which nobody sees.
+    return torch.where(positions < lengths, slots, slots[:, :1])

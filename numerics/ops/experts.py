@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
+from numerics.dispatch import op
 from numerics.ops.grouped import grouped_linear
 from numerics.ops.linear import Backward
 from numerics.ops.swiglu import swiglu
@@ -14,45 +16,39 @@ from numerics.spec import QuantSpec
 
 
 @dataclasses.dataclass(frozen=True)
-class ExpertWeight:
-    """One expert's matrix: the parameter [N, K], and what its quantized form dequantizes to (None: not quantized)."""
+class ExpertWeights:
+    """One matrix of every expert: the parameters [N, K] (or one, stacked), and their operand (None: not quantized)."""
 
-    weight: torch.Tensor
-    dequantized: torch.Tensor | None = None
+    weights: Sequence[torch.Tensor] | torch.Tensor
+    operand: Any = None
 
 
+@op
 def experts(
     x: torch.Tensor,
-    counts: Sequence[int],
-    w13: Sequence[ExpertWeight],
-    w2: Sequence[ExpertWeight],
+    counts: torch.Tensor,
+    w13: ExpertWeights,
+    w2: ExpertWeights,
     spec: QuantSpec | None = None,
     backward: Backward = "fp8",
 ) -> torch.Tensor:
-    """Each expert's MLP on its own tokens: x [T, H] sorted by expert, `counts` tokens each, -> [T, H].
+    """Each expert's MLP on its own tokens: x [T, H] sorted by expert, counts int64 [experts], -> [T, H].
 
-    w13[e] is [2F, H], gate rows first; w2[e] is [H, F]. Rounded to x's dtype after each of the two products and after
-    SwiGLU. The router's probability is applied by the caller, after this. An expert may have no tokens.
+    An expert's w13 is [2F, H], gate rows first; its w2 is [H, F]. Rounded to x's dtype after each of the two products
+    and after SwiGLU. The router's probability is applied by the caller, after this. An expert may have no tokens.
     """
-    return _grouped(swiglu(_grouped(x, counts, w13, spec, backward)), counts, w2, spec, backward)
+    hidden = swiglu(grouped_linear(x, counts, w13.weights, w13.operand, spec, backward))
+    return grouped_linear(hidden, counts, w2.weights, w2.operand, spec, backward)
 
 
-def _grouped(
-    x: torch.Tensor, counts: Sequence[int], experts: Sequence[ExpertWeight], spec: QuantSpec | None, backward: Backward
-) -> torch.Tensor:
-    weights = [expert.weight for expert in experts]
-    dequantized = [expert.dequantized for expert in experts if expert.dequantized is not None]
-    if spec is None or not dequantized:
-        return grouped_linear(x, counts, weights)
-    return grouped_linear(x, counts, weights, dequantized, spec, backward)
-
-
-def group_by_expert(experts: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, list[int]]:
+def group_by_expert(experts: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor]:
     """experts int64 [T, k] -> the order [T * k] that sorts (token, choice) pairs by expert, and tokens per expert."""
     flat = experts.reshape(-1)
-    return flat.argsort(stable=True), torch.bincount(flat, minlength=num_experts).tolist()
+    counts = flat.new_zeros(num_experts).scatter_add(0, flat, torch.ones_like(flat))
+    return flat.argsort(stable=True), counts
 
 
+@op
 def combine(outputs: torch.Tensor, probs: torch.Tensor, order: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """The weighted sum over each token's experts, in ascending expert id, in FP32, rounded once to `dtype`.
 

@@ -8,27 +8,31 @@ from typing import Any
 
 import torch
 
+from numerics.dispatch import op
 from numerics.fake_quantize import fake_quantize_columns, fake_quantize_rows
 from numerics.ops.linear import FEWEST_ROWS, Backward, product, wide_mm
 from numerics.spec import QuantSpec, TensorSpec
 
 
+@op
 def grouped_linear(
     x: torch.Tensor,
-    counts: Sequence[int],
-    weights: Sequence[torch.Tensor],
-    dequantized: Sequence[torch.Tensor] | None = None,
+    counts: torch.Tensor,
+    weights: Sequence[torch.Tensor] | torch.Tensor,
+    operand: Any = None,
     spec: QuantSpec | None = None,
     backward: Backward = "fp8",
 ) -> torch.Tensor:
-    """Row by row the same as `linear`, or with `dequantized` weights and a spec as `fp8_linear`, of the row's group.
+    """Row by row the same as `linear`, or with an operand and a spec as `fp8_linear`, of the row's group.
 
-    x [T, K], the first counts[0] rows in group 0, and so on; weights [N, K] each. Returns [T, N] in x's dtype. Rows are
-    quantized in one go; for wgrad, blocks along the tokens begin anew in each group. A group may be empty.
+    x [T, K], the first counts[0] rows in group 0, and so on; counts int64 [groups]. weights [N, K] each, or [groups, N,
+    K], receive the gradients; operand is their `group_operand`, or the `weight_operand` of their stack. Returns [T, N]
+    in x's dtype. Rows are quantized in one go; for wgrad, blocks along the tokens begin anew in each group. A group may
+    be empty.
     """
-    if spec is None or dequantized is None:
-        return _GroupedProduct.apply(x, counts, None, "bf16", tuple(weights), *weights)
-    return _GroupedProduct.apply(x, counts, spec, backward, tuple(dequantized), *weights)
+    if spec is None or operand is None:
+        return _GroupedProduct.apply(x, counts.tolist(), None, "bf16", tuple(weights), *weights)
+    return _GroupedProduct.apply(x, counts.tolist(), spec, backward, tuple(operand), *weights)
 
 
 class _GroupedProduct(torch.autograd.Function):

@@ -1,28 +1,51 @@
 """Matrix products: plain and FP8, whole and in slices of K.
 
 A product is computed from operands that are exact in its compute dtype (BF16, or FP32 where scales are not powers of
-two), by one call of the matrix library per K slice, and rounded once. With `k_splits` > 1, each slice of K gives an
-FP32 partial and the partials are added in order: the arithmetic of a row-parallel layer on that many ranks, so that a
-trainer with tensor parallelism and an engine without it agree.
+two), by one call of the matrix library per K slice (and per block of rows, where it would not be row-invariant), and
+rounded once. With `k_splits` > 1, each slice of K gives an FP32 partial and the partials are added in order: the
+arithmetic of a row-parallel layer on that many ranks, so that a trainer with tensor parallelism and an engine without
+it agree.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 
+from numerics.dispatch import op
 from numerics.fake_quantize import fake_quantize_columns, fake_quantize_rows
+from numerics.ops.norm import rms_norm
+from numerics.quantize import QuantizedTensor
 from numerics.spec import QuantSpec
 
 Backward = Literal["fp8", "bf16"]
 
 # Matrix libraries use other kernels, with another order of addition, below a few rows. Smaller products are padded.
-FEWEST_ROWS = 8
+FEWEST_ROWS = 16
+# Some choose by the number of rows whatever it is (oneDNN with AMX): there, every call gets this many.
+ROW_BLOCK = 64
 
 
+@op
+def weight_operand(quantized: QuantizedTensor) -> Any:
+    """A quantized weight [..., N, K] in the form that products take: here, what it dequantizes to.
+
+    It is made once per weight version. Experts' matrices may be stacked: [experts, N, K].
+    """
+    return quantized.dequantize()
+
+
+@op
+def group_operand(quantized: Sequence[QuantizedTensor]) -> Any:
+    """The experts' matrices [N, K], each quantized on its own, in the form that grouped products take."""
+    return [matrix.dequantize() for matrix in quantized]
+
+
+@op
 def linear(x: torch.Tensor, weight: torch.Tensor, k_splits: int = 1) -> torch.Tensor:
     """x [..., K] @ weight [N, K]^T in x's dtype, unquantized."""
     if k_splits == 1:
@@ -31,37 +54,54 @@ def linear(x: torch.Tensor, weight: torch.Tensor, k_splits: int = 1) -> torch.Te
     return merge_partials([linear_partial(a, w) for a, w in slices], x.dtype)
 
 
+@op
 def linear_partial(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """One K slice of `linear`: x [..., K/n], weight [N, K/n] -> FP32 [..., N]."""
     return _Product.apply(x, weight, weight, None, "bf16", torch.float32)
 
 
+@op
 def fp8_linear(
     x: torch.Tensor,
     weight: torch.Tensor,
-    weight_dq: torch.Tensor,
+    operand: Any,
     spec: QuantSpec,
     backward: Backward = "fp8",
     k_splits: int = 1,
 ) -> torch.Tensor:
     """The FP8 product of x [..., K] and a quantized weight, in x's dtype.
 
-    weight [N, K] is the parameter, which receives the gradient; weight_dq [N, K] is what it dequantizes to
-    (`WeightCache.dequantized`). x is quantized by `spec.activation` along K.
+    weight [N, K] is the parameter, which receives the gradient; operand is the `weight_operand` of its quantized form
+    (`WeightCache.operand`). x is quantized by `spec.activation` along K.
     backward: `fp8` quantizes dy along N for dgrad, and dy and x along the tokens for wgrad (TransformerEngine's
     Float8BlockScaling); `bf16` takes the gradient of the quantized forward with dy as it is (straight through).
     """
     if k_splits == 1:
-        return _Product.apply(x, weight, weight_dq, spec, backward, x.dtype)
-    slices = zip(x.chunk(k_splits, -1), weight.chunk(k_splits, -1), weight_dq.chunk(k_splits, -1), strict=True)
+        return _Product.apply(x, weight, operand, spec, backward, x.dtype)
+    slices = zip(x.chunk(k_splits, -1), weight.chunk(k_splits, -1), operand.chunk(k_splits, -1), strict=True)
     return merge_partials([fp8_linear_partial(a, w, q, spec, backward) for a, w, q in slices], x.dtype)
 
 
+@op
 def fp8_linear_partial(
-    x: torch.Tensor, weight: torch.Tensor, weight_dq: torch.Tensor, spec: QuantSpec, backward: Backward = "fp8"
+    x: torch.Tensor, weight: torch.Tensor, operand: Any, spec: QuantSpec, backward: Backward = "fp8"
 ) -> torch.Tensor:
     """One K slice of `fp8_linear`: FP32 [..., N]. A slice must hold whole quantization groups of K."""
-    return _Product.apply(x, weight, weight_dq, spec, backward, torch.float32)
+    return _Product.apply(x, weight, operand, spec, backward, torch.float32)
+
+
+@op
+def norm_fp8_linear(
+    x: torch.Tensor,
+    norm_weight: torch.Tensor,
+    eps: float,
+    weight: torch.Tensor,
+    operand: Any,
+    spec: QuantSpec,
+    backward: Backward = "fp8",
+) -> torch.Tensor:
+    """`fp8_linear(rms_norm(x, norm_weight, eps), ...)`, in one op because a kernel need not store what is between."""
+    return fp8_linear(rms_norm(x, norm_weight, eps), weight, operand, spec, backward)
 
 
 def merge_partials(partials: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
@@ -77,9 +117,25 @@ def product(x: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype) -> torch.
     rows = x.shape[0]
     if torch.float32 in (dtype, x.dtype, weight.dtype):
         x, weight = x.float(), weight.float()
+    if chooses_by_rows(x.device, x.dtype):
+        x = F.pad(x, (0, 0, 0, -rows % ROW_BLOCK))
+        return torch.cat([torch.mm(block, weight.t()) for block in x.split(ROW_BLOCK)])[:rows].to(dtype)
     if 0 < rows < FEWEST_ROWS:
         x = F.pad(x, (0, 0, 0, FEWEST_ROWS - rows))
     return torch.mm(x, weight.t())[:rows].to(dtype)
+
+
+@functools.cache
+def chooses_by_rows(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether this machine's matrix library gives a row other bits in a larger product, tried once per process."""
+    generator = torch.Generator().manual_seed(0)
+
+    def varies(k: int, n: int) -> bool:
+        x, w = (torch.randn(rows, k, generator=generator).to(device, dtype) for rows in (1024, n))
+        whole = torch.mm(x, w.t())
+        return any(not torch.equal(torch.mm(x[:rows], w.t()), whole[:rows]) for rows in (16, 31, 64, 200))
+
+    return any(varies(k, n) for k, n in ((512, 384), (2048, 512), (128, 256)))
 
 
 class _Product(torch.autograd.Function):

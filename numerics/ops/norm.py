@@ -6,7 +6,10 @@ from typing import Any
 
 import torch
 
+from numerics.dispatch import op
 
+
+@op
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """x / rms(x) * weight over the last dimension (Zhang and Sennrich 2019).
 
@@ -15,6 +18,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     return _RmsNorm.apply(x, weight, eps)
 
 
+@op
 def add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:

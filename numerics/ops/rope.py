@@ -7,7 +7,10 @@ from typing import Any
 
 import torch
 
+from numerics.dispatch import op
 
+
+@op
 def rope(x: torch.Tensor, positions: torch.Tensor, theta: float) -> torch.Tensor:
     """Rotate x [B, S, heads, D] by its positions int64 [B, S]. FP32 inside, rounded once to x's dtype."""
     return _Rope.apply(x, positions, theta)

@@ -6,12 +6,16 @@ from collections.abc import Callable
 
 import torch
 
+from numerics.dispatch import op
 
+
+@op
 def top_experts(probs: torch.Tensor, top_k: int) -> torch.Tensor:
     """probs [T, E] -> the k most probable experts int64 [T, k]; of equally probable ones those with the lower id."""
     return torch.sort(probs, dim=-1, descending=True, stable=True).indices[:, :top_k]
 
 
+@op
 def route(
     logits: torch.Tensor,
     top_k: int,

@@ -7,7 +7,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from numerics.dispatch import op
 
+
+@op
 def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
     """silu(gate) * up (Shazeer 2020), [..., 2F] -> [..., F], gate first. FP32 inside, rounded once."""
     return _SwiGlu.apply(gate_up)

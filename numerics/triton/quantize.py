@@ -1,25 +1,30 @@
 """Quantization to FP8 in groups and blocks of 128: `numerics.quantize`, bit for bit.
 
 A tensor that a later product sums along its rows (the tokens, for weight gradients) is quantized along them as well,
-from the same load, and stored transposed: Hopper's FP8 products read both operands along the axis of the sum.
+from the same load, and stored transposed: Hopper's FP8 products read both operands along the axis of the sum. Scales of
+neighbouring rows lie side by side (`scale_inv.stride(-2) == 1`), as those products load them.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 import triton
 import triton.language as tl
 
-from numerics.quantize import QuantizedTensor
+from numerics import quantize as definitions
+from numerics.dispatch import definition_of
+from numerics.quantize import QuantizedTensor, scale_shape
 from numerics.spec import TensorSpec
 from numerics.triton.rounding import GROUP, absolute, encode, inverse, scale_from_amax
 
 if TYPE_CHECKING:
     from numerics.triton.tiles import Tiles
 
-# A row program holds 8 rows of 8 groups: its 8 scales of a row fill one 32-byte sector.
+# A program holds 8 rows of 8 groups: 8 scales side by side fill one 32-byte sector of memory.
 _ROWS, _GROUPS = 8, 8
 _GROUP = GROUP.value
 
@@ -29,17 +34,25 @@ def supports(spec: TensorSpec) -> bool:
     return spec.quantized and spec.granularity in ("token_group", "block") and spec.group == _GROUP
 
 
+def quantize(x: torch.Tensor, spec: TensorSpec, out: QuantizedTensor | None = None) -> QuantizedTensor:
+    """`numerics.quantize.quantize`; what these kernels have no form for goes there."""
+    if not supports(spec) or x.dtype not in (torch.bfloat16, torch.float32):
+        return definition_of(definitions.quantize)(x, spec, out)
+    return quantize_blocks(x, spec, out) if spec.granularity == "block" else quantize_rows(x, spec, out)
+
+
 def quantize_rows(x: torch.Tensor, spec: TensorSpec, out: QuantizedTensor | None = None) -> QuantizedTensor:
     """x [..., K] in groups of 128 along K -> codes [..., K], scales [..., ceil(K / 128)].
 
     out: contiguous tensors of these shapes, written to where given.
     """
-    rows = x.reshape(-1, x.shape[-1])
+    rows = (x if x.stride(-1) == 1 else x.contiguous()).reshape(-1, x.shape[-1])
     total, k = rows.shape
-    out = out or _empty(x, x.shape, (*x.shape[:-1], triton.cdiv(k, _GROUP)), spec)
+    out = out or empty_rows(x.shape, spec, x.device)
     if x.numel():
+        scales = out.scale_inv.reshape(total, -1)  # a view
         _rows_kernel[triton.cdiv(total, _ROWS), triton.cdiv(k, _GROUPS * _GROUP)](
-            *(rows, out.data, out.scale_inv, total, k, rows.stride(0)),
+            *(rows, out.data, scales, total, k, rows.stride(0), *scales.stride()),
             **_format(spec),
             ROWS=_ROWS,
             GROUPS=_GROUPS,
@@ -63,7 +76,7 @@ def quantize_rows_and_columns(
     x: torch.Tensor, row_spec: TensorSpec, column_spec: TensorSpec, tiles: Tiles | None = None
 ) -> tuple[QuantizedTensor, QuantizedTensor]:
     """`quantize_rows` and `quantize_columns` of x [T, K] from one load."""
-    rows = _empty(x, x.shape, (x.shape[0], triton.cdiv(x.shape[1], _GROUP)), row_spec)
+    rows = empty_rows(x.shape, row_spec, x.device)
     columns = _empty_columns(x, column_spec, tiles)
     _quantize_two_ways(x, rows, columns, tiles)
     return rows, columns
@@ -80,9 +93,10 @@ def quantize_blocks(
     out: as in `quantize_rows`. transposed: gets the same codes and scales as [..., K, N] and [..., K / 128, N / 128],
     where given.
     """
-    *batch, n, k = weight.shape
+    n, k = weight.shape[-2:]
     down, across = triton.cdiv(n, _GROUP), triton.cdiv(k, _GROUP)
-    out = out or _empty(weight, weight.shape, (*batch, down, across), spec)
+    out = out or empty_blocks(weight.shape, spec, weight.device)
+    weight = weight if weight.stride(-1) == 1 else weight.contiguous()
     matrices, other = weight.reshape(-1, n, k), transposed or out
     if weight.numel():
         _blocks_kernel[across, down, len(matrices)](
@@ -95,23 +109,32 @@ def quantize_blocks(
     return out
 
 
-def empty_transposed(weight: torch.Tensor, spec: TensorSpec) -> QuantizedTensor:
-    """What `quantize_blocks` fills as `transposed`, for weight [..., N, K]."""
-    *batch, n, k = weight.shape
-    return _empty(weight, (*batch, k, n), (*batch, triton.cdiv(k, _GROUP), triton.cdiv(n, _GROUP)), spec)
+def empty_rows(shape: Sequence[int], spec: TensorSpec, device: torch.device) -> QuantizedTensor:
+    """Room for a tensor of this shape in groups along its last axis."""
+    *lead, groups = scale_shape(shape, spec)
+    scale_inv = torch.empty(groups, math.prod(lead), dtype=torch.float32, device=device).t()
+    data = torch.empty(shape, dtype=spec.dtype, device=device)
+    return QuantizedTensor(data, scale_inv.unflatten(0, lead) if math.prod(lead) else scale_inv.view(*lead, -1), spec)
+
+
+def empty_blocks(shape: Sequence[int], spec: TensorSpec, device: torch.device) -> QuantizedTensor:
+    """Room for matrices [..., N, K] in blocks."""
+    scale_inv = torch.empty(scale_shape(shape, spec), dtype=torch.float32, device=device)
+    return QuantizedTensor(torch.empty(shape, dtype=spec.dtype, device=device), scale_inv, spec)
 
 
 def _quantize_two_ways(
     x: torch.Tensor, rows: QuantizedTensor | None, columns: QuantizedTensor, tiles: Tiles | None
 ) -> None:
     tokens, k = x.shape
+    x = x if x.stride(1) == 1 else x.contiguous()
     count = columns.scale_inv.shape[1]
     spans = (columns.scale_inv,) * 2 if tiles is None else (tiles.first, tiles.rows)
     other = rows or columns
     if x.numel() or count:
         _two_way_kernel[triton.cdiv(k, _GROUP), count](
             *(x, other.data, other.scale_inv, columns.data, columns.scale_inv, *spans),
-            *(tokens, k, x.stride(0), count),
+            *(tokens, k, x.stride(0), count, *other.scale_inv.stride(), *columns.scale_inv.stride()),
             **_format(columns.spec),
             ROWS=rows is not None,
             ROW_E5M2=other.spec.format == "e5m2",
@@ -123,12 +146,7 @@ def _quantize_two_ways(
 
 def _empty_columns(x: torch.Tensor, spec: TensorSpec, tiles: Tiles | None) -> QuantizedTensor:
     groups = triton.cdiv(x.shape[0], _GROUP) if tiles is None else tiles.expert.numel()
-    return _empty(x, (x.shape[1], groups * _GROUP), (x.shape[1], groups), spec)
-
-
-def _empty(like: torch.Tensor, shape: Any, scale_shape: Any, spec: TensorSpec) -> QuantizedTensor:
-    data = torch.empty(shape, dtype=spec.dtype, device=like.device)
-    return QuantizedTensor(data, torch.empty(scale_shape, dtype=torch.float32, device=like.device), spec)
+    return empty_rows((x.shape[1], groups * _GROUP), spec, x.device)
 
 
 def _format(spec: TensorSpec) -> dict[str, bool]:
@@ -137,7 +155,7 @@ def _format(spec: TensorSpec) -> dict[str, bool]:
 
 @triton.jit
 def _rows_kernel(
-    x_ptr, codes_ptr, scale_ptr, rows, k, stride,
+    x_ptr, codes_ptr, scale_ptr, rows, k, stride, scale_row, scale_group,
     ROWS: tl.constexpr, GROUPS: tl.constexpr, E5M2: tl.constexpr, POW2: tl.constexpr,
 ):  # fmt: skip
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
@@ -148,13 +166,14 @@ def _rows_kernel(
     scale = scale_from_amax(tl.max(absolute(x), 2), E5M2, POW2)
     codes = encode(x * scale[:, :, None], E5M2)
     tl.store(codes_ptr + row[:, :, None] * k + column, codes, mask=inside)
-    groups = tl.cdiv(k, GROUP)
-    tl.store(scale_ptr + row * groups + group, inverse(scale), mask=(row < rows) & (group < groups))
+    where = scale_ptr + row * scale_row + group * scale_group
+    tl.store(where, inverse(scale), mask=(row < rows) & (group < tl.cdiv(k, GROUP)))
 
 
 @triton.jit
 def _two_way_kernel(
     x_ptr, codes_ptr, scale_ptr, codes_t_ptr, scale_t_ptr, first_ptr, filled_ptr, tokens, k, stride, count,
+    scale_row, scale_group, scale_t_row, scale_t_group,
     ROWS: tl.constexpr, TILES: tl.constexpr, ROW_E5M2: tl.constexpr, ROW_POW2: tl.constexpr,
     E5M2: tl.constexpr, POW2: tl.constexpr,
 ):  # fmt: skip
@@ -173,13 +192,13 @@ def _two_way_kernel(
     if ROWS:
         scale = scale_from_amax(tl.max(sizes, 1), ROW_E5M2, ROW_POW2)
         tl.store(codes_ptr + token * k + column, encode(x * scale[:, None], ROW_E5M2), mask=inside)
-        where = scale_ptr + (first + lane).to(tl.int64) * tl.cdiv(k, GROUP) + tl.program_id(0)
+        where = scale_ptr + (first + lane).to(tl.int64) * scale_row + tl.program_id(0) * scale_group
         tl.store(where, inverse(scale), mask=lane < filled)
     scale_t = scale_from_amax(tl.max(sizes, 0), E5M2, POW2)
     feature = (tl.program_id(0) * GROUP + lane).to(tl.int64)
     where = feature[:, None] * (count * GROUP) + tile * GROUP + lane[None, :]
     tl.store(codes_t_ptr + where, tl.trans(encode(x * scale_t[None, :], E5M2)), mask=(feature < k)[:, None])
-    tl.store(scale_t_ptr + feature * count + tile, inverse(scale_t), mask=feature < k)
+    tl.store(scale_t_ptr + feature * scale_t_row + tile * scale_t_group, inverse(scale_t), mask=feature < k)
 
 
 @triton.jit

@@ -37,7 +37,7 @@ Owner = tuple[int | None, str, int | None]
 
 def expected_manifest(trainer: Trainer, spec: QuantSpec) -> Manifest | None:
     """What an engine that serves `spec` must hold at the trainer's version; on rank 0, and every rank must call it."""
-    manifest = manifest_of(trainer.export_weights(), spec, str(trainer.weight_version))
+    manifest = manifest_of(trainer.export_weights(), spec, trainer.shape.layers, str(trainer.weight_version))
     return manifest if trainer.layout.rank == 0 else None
 
 

@@ -13,7 +13,6 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from numerics.compiler import enable_compiler
 from numerics.errors import user_error
 from rl.console import format_difference
 from rl.guard.capsule import Capsule, read_capsule
@@ -130,10 +129,10 @@ def print_replay(result: Replay, console: Console) -> None:
 @contextmanager
 def _trainer(capsule: Capsule, weights: Path) -> Iterator[Any]:
     """One rank in this process, on the capsule's numerics; they carry the reduction order of the run's layout."""
-    from trainer import parallel
+    from trainer import device, parallel
 
     config = TrainerConfig(micro_batch_tokens=capsule.spec.trainer.micro_batch_tokens)
-    enable_compiler()
+    device.start(0, capsule.numerics)
     layout = parallel.initialize(config)
     try:
         from trainer.trainer import Trainer, check_row_invariance  # Megatron is quiet from here on
@@ -149,7 +148,8 @@ def _trainer(capsule: Capsule, weights: Path) -> Iterator[Any]:
 def _check_weights(capsule: Capsule, trainer: Any, weights: Path) -> None:
     """The weights, quantized as they were for the engine, must have the digests of the manifest."""
     manifest = capsule.manifest
-    found = manifest_of(trainer.export_weights(), capsule.numerics.rollout_spec, manifest.version)
+    spec, layers = capsule.numerics.rollout_spec, trainer.shape.layers
+    found = manifest_of(trainer.export_weights(), spec, layers, manifest.version)
     differing = sorted(manifest.mismatched(found.entries))
     if differing:
         raise user_error(

@@ -32,9 +32,8 @@ def observe(trainer: Trainer, batch: TokenBatch) -> Observed:
     trainer.weights_changed()  # so that the cache holds what this pass asks for, and no more
     with _watched_routers(trainer.model) as routers:
         trainer.score(batch)
-    used = {id(weight) for weight in trainer.cache.weights()}
     names = trainer.weights.names(trainer.model)
-    quantized = [hf for name, p in trainer.model.named_parameters() if id(p) in used for hf in names[name]]
+    quantized = [hf for name in trainer.quantized_parameters() for hf in names[name]]
     return Observed(sorted(quantized), sorted(routers))
 
 

@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 from numerics.config import Mode, NumericsConfig, RolloutPrecision, RouterReplay, TrainerPrecision
 from numerics.errors import UserError
-from numerics.spec import ROLES, Format, Granularity, QuantSpec, Scale
+from numerics.spec import LAYER_EXCEPTIONS, ROLES, Format, Granularity, QuantSpec, Scale
 
 
 class Section(BaseModel):
@@ -54,6 +54,10 @@ class NumericsSection(Section):
     scope: tuple[str, ...] | None = Field(default=None, strict=False)
     """Module kinds whose products are quantized, by exact name (`q_proj`, ..., `experts.down_proj`); null leaves the
     preset's. An FP8 engine quantizes all kinds, so a smaller scope needs `rollout: bf16`."""
+    first_layers_bf16: int = Field(default=0, ge=0)
+    """Decoder layers at the start whose products stay in BF16, on both sides."""
+    last_layers_bf16: int = Field(default=0, ge=0)
+    """The same at the end."""
     trainer: TrainerPrecision = "fp8"
     rollout: RolloutPrecision = "fp8"
     router_replay: RouterReplay = "off"
@@ -71,9 +75,10 @@ class NumericsSection(Section):
         return self.trainer != "bf16" or self.rollout != "bf16"
 
     def overrides(self) -> dict[str, Any]:
-        """The fields given per role and the scope, e.g. `{"weight": {"scale": "fp32"}}`."""
+        """What differs from the preset, e.g. `{"weight": {"scale": "fp32"}}`; no preset excepts layers."""
         roles = {role: getattr(self, role).model_dump(exclude_none=True) for role in ROLES}
         changes: dict[str, Any] = {role: fields for role, fields in roles.items() if fields}
+        changes |= {key: getattr(self, key) for key in LAYER_EXCEPTIONS if getattr(self, key)}
         return changes if self.scope is None else changes | {"scope": list(self.scope)}
 
     def quant_spec(self) -> QuantSpec:

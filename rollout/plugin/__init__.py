@@ -19,16 +19,10 @@ def register() -> None:
     text = os.environ.get(CONFIG_VARIABLE)
     if text is None:
         return
-    import torch
-
     from numerics.config import NumericsConfig
+    from rollout.arguments import has_cuda
     from rollout.plugin import engine, hooks
 
-    if torch.cuda.is_available():
-        raise RuntimeError(
-            "fp8rl plugin: found a CUDA device, expected a CPU; the hooks replace SGLang's CPU methods, which its CUDA "
-            "engine does not call. Run on the CPU"
-        )
     numerics = NumericsConfig.from_dict(json.loads(text)["numerics"])
     engine.configure(numerics)
-    hooks.install(hooks.hooks_for(numerics))
+    hooks.install(hooks.hooks_for(numerics, has_cuda()))

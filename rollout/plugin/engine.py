@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from numerics.config import NumericsConfig
+from numerics.dispatch import Implementation
 from numerics.probe import row_variant_ops
 from rollout.plugin.weights import ServedWeights
 
@@ -20,6 +21,7 @@ class EngineState:
     numerics: NumericsConfig
     weights: ServedWeights
     hooks: tuple[str, ...] = ()
+    implementation: Implementation = "torch"
     row_variant: tuple[str, ...] | None = None
 
 
@@ -49,6 +51,7 @@ def report() -> dict[str, Any]:
         "spec_digest": current.numerics.spec.digest(),
         "numerics": current.numerics.to_dict(),
         "hooks": sorted(current.hooks),
+        "implementation": current.implementation,
         "versions": {name: importlib.metadata.version(name) for name in ("sglang", "torch", "fp8rl")},
         "weight_version": current.weights.version,
         "row_invariant": not current.row_variant if exact else None,

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from numerics.config import NumericsConfig
-from rollout.plugin import lifecycle, native, ops
+from rollout.plugin import lifecycle, logprobs, native, ops
 from rollout.plugin.engine import state
 
 SGLANG_VERSION = "0.5.19"
@@ -22,7 +22,8 @@ SGLANG_VERSION = "0.5.19"
 
 @dataclasses.dataclass(frozen=True)
 class Hook:
-    """target: dotted name under `sglang.srt`. kind: SGLang's `HookType` (replace, around, before, after).
+    """target: dotted name under `sglang.srt`, or `kernels...` under `sglang`. kind: SGLang's `HookType` (replace,
+    around, before, after).
 
     parameters: the names of the target's parameters, in order, without `self`.
     """
@@ -34,16 +35,20 @@ class Hook:
 
     @property
     def path(self) -> str:
-        return f"sglang.srt.{self.target}"
+        return f"sglang.{self.target}" if self.target.startswith("kernels.") else f"sglang.srt.{self.target}"
 
 
-_ATTENTION = "layers.attention.torch_native_backend.TorchNativeAttnBackend."
+_TORCH_ATTENTION = "layers.attention.torch_native_backend.TorchNativeAttnBackend."
+_TRITON_ATTENTION = "layers.attention.triton_backend.TritonAttnBackend."
 _FP8 = "layers.quantization.fp8."
+_FP8_KERNEL = "kernels.ops.quantization.fp8_kernel."
 _NORM = "x residual post_residual_addition quant_linear"
 _ROPE = "positions query key offsets fused_set_kv_buffer_arg"
 _TOPK = "hidden_states gating_output topk renormalize correction_bias scoring_func"
+_FUSED = "routed_scaling_factor apply_routed_scaling_factor_on_output num_fused_shared_experts packed_out"
 _CACHE = "query output k_cache v_cache req_to_token req_pool_indices seq_lens"
 _MASK = "encoder_lens scaling enable_gqa causal is_cross_attn sliding_window_size"
+_LAYER = "q k v layer forward_batch save_kv_cache sinks score_mod aux_tensors"
 _UPDATER = "model_executor.model_runner_components.weight_updater.WeightUpdater."
 
 # A checkpoint's FP8 weights, as they are.
@@ -55,40 +60,83 @@ _FP8_LAYOUT: tuple[Hook, ...] = (
 )
 
 _EXACT_OPS: tuple[Hook, ...] = (
-    Hook("layers.layernorm.RMSNorm.forward_native", "replace", ops.rms_norm, _NORM),
-    Hook("layers.rotary_embedding.base.RotaryEmbedding.forward_native", "replace", ops.rotary_embedding, _ROPE),
-    Hook("layers.activation.SiluAndMul.forward_native", "replace", ops.silu_and_mul, "x"),
     Hook("layers.quantization.unquant.UnquantizedLinearMethod.apply", "replace", ops.linear, "layer x bias"),
     Hook("layers.quantization.unquant.UnquantizedFusedMoEMethod.apply", "replace", ops.moe, "layer dispatch_output"),
     Hook(_FP8 + "Fp8LinearMethod.apply", "replace", ops.fp8_linear, "layer x bias"),
     Hook(_FP8 + "Fp8MoEMethod.apply", "replace", ops.fp8_moe, "layer dispatch_output"),
-    Hook("layers.moe.topk.fused_topk_native", "replace", ops.fused_topk, _TOPK),
-    Hook(
-        _ATTENTION + "_run_sdpa_forward_extend",
-        "replace",
-        ops.attention_extend,
-        f"{_CACHE} extend_prefix_lens extend_seq_lens {_MASK}",
-    ),
-    Hook(_ATTENTION + "_run_sdpa_forward_decode", "replace", ops.attention_decode, f"{_CACHE} {_MASK}"),
     Hook(
         "layers.logits_processor.LogitsProcessor._compute_lm_head",
         "replace",
         ops.lm_head,
         "hidden_states lm_head embedding_bias",
     ),
-    Hook("layers.sampler.Sampler.__init__", "after", lifecycle.after_sampler_init, ""),
-    Hook("layers.logprob_processor.InputLogprobProcessor.__init__", "after", lifecycle.after_prompt_scorer_init, ""),
+    Hook(
+        "layers.sampler.Sampler.forward",
+        "around",
+        logprobs.of_samples,
+        "logits_output sampling_info return_logprob top_logprobs_nums token_ids_logprobs positions",
+    ),
+    Hook(
+        "layers.logprob_processor.InputLogprobProcessor.forward",
+        "around",
+        logprobs.of_prompts,
+        "pruned_states sample_indices input_logprob_indices token_to_seq_idx lm_head get_logits_fn logits_metadata "
+        "skip_chunking_for_dp_attn",
+    ),
+)
+
+_EXACT_OPS_CPU: tuple[Hook, ...] = (
+    Hook("layers.layernorm.RMSNorm.forward_native", "replace", ops.rms_norm, _NORM),
+    Hook("layers.rotary_embedding.base.RotaryEmbedding.forward_native", "replace", ops.rotary_embedding, _ROPE),
+    Hook("layers.activation.SiluAndMul.forward_native", "replace", ops.silu_and_mul, "x"),
+    Hook("layers.moe.topk.fused_topk_native", "replace", ops.fused_topk, _TOPK),
+    Hook(
+        _TORCH_ATTENTION + "_run_sdpa_forward_extend",
+        "replace",
+        ops.attention_extend,
+        f"{_CACHE} extend_prefix_lens extend_seq_lens {_MASK}",
+    ),
+    Hook(_TORCH_ATTENTION + "_run_sdpa_forward_decode", "replace", ops.attention_decode, f"{_CACHE} {_MASK}"),
+)
+
+_EXACT_OPS_CUDA: tuple[Hook, ...] = (
+    Hook("layers.layernorm.RMSNorm.forward_cuda", "replace", ops.rms_norm, _NORM),
+    Hook("layers.rotary_embedding.base.RotaryEmbedding.forward_cuda", "replace", ops.rotary_embedding, _ROPE),
+    Hook("layers.activation.SiluAndMul.forward_cuda", "replace", ops.silu_and_mul, "x"),
+    Hook("layers.moe.topk.fused_topk", "replace", ops.fused_topk, f"{_TOPK} {_FUSED} num_token_non_padded"),
+    Hook(_TRITON_ATTENTION + "forward_extend", "replace", ops.attention_backend_extend, _LAYER),
+    Hook(_TRITON_ATTENTION + "forward_decode", "replace", ops.attention_backend_decode, _LAYER),
+    # Kernels that fuse ops which are hooked one by one.
+    Hook("models.utils.can_use_fused_inplace_qknorm", "replace", lifecycle.never, "head_dim dtype"),
+    Hook("models.utils.enable_fused_set_kv_buffer", "replace", lifecycle.never, "forward_batch"),
 )
 
 # SGLang has FP8 products for CPUs with AMX only, so these two are ours; everything else is its own.
-_NATIVE_FP8: tuple[Hook, ...] = (
+_NATIVE_FP8_CPU: tuple[Hook, ...] = (
     Hook(_FP8 + "Fp8LinearMethod.apply", "replace", ops.fp8_linear, "layer x bias"),
     Hook(_FP8 + "Fp8MoEMethod.apply", "replace", native.fp8_moe, "layer dispatch_output"),
+)
+
+# SGLang's scales are FP32 below Blackwell, whatever the checkpoint's scale_fmt says.
+_NATIVE_POW2_CUDA: tuple[Hook, ...] = (
+    Hook(
+        _FP8_KERNEL + "_run_per_token_group_quant_8bit_kernel",
+        "replace",
+        native.quantize_groups,
+        "x x_q x_s group_size eps fp8_min fp8_max scale_ue8m0 fuse_silu_and_mul masked_m",
+    ),
+    Hook(_FP8_KERNEL + "sglang_per_token_quant_fp8", "replace", native.quantize_only_group, "x dtype"),
 )
 
 _EVERY_MODE: tuple[Hook, ...] = (
     # weights
     Hook("model_executor.model_runner.ModelRunner.load_model", "after", lifecycle.after_load_model, ""),
+    Hook(
+        "model_executor.model_runner.ModelRunner.forward",
+        "before",
+        lifecycle.before_forward,
+        "forward_batch skip_attn_backend_init pp_proxy_tensors reinit_attn_backend split_forward_count",
+    ),
     Hook(
         _UPDATER + "update_weights_from_disk",
         "before",
@@ -120,16 +168,18 @@ _EVERY_MODE: tuple[Hook, ...] = (
 )
 
 
-def hooks_for(numerics: NumericsConfig) -> tuple[Hook, ...]:
-    """What is hooked in an engine of these numerics, no more and no less.
+def hooks_for(numerics: NumericsConfig, cuda: bool) -> tuple[Hook, ...]:
+    """What is hooked in an engine of these numerics on a GPU or a CPU, no more and no less.
 
-    Exact mode replaces every op. Native mode replaces the FP8 products alone, and nothing in a BF16 engine.
+    Exact mode replaces every op. Native mode replaces the FP8 products on a CPU, and on a GPU the quantizer of
+    activations where scales are powers of two; in a BF16 engine nothing.
     """
     if numerics.mode == "exact":
-        return (*_EXACT_OPS, *_FP8_LAYOUT, *_EVERY_MODE)
-    if numerics.rollout_spec.quantized:
-        return (*_NATIVE_FP8, *_FP8_LAYOUT, *_EVERY_MODE)
-    return _EVERY_MODE
+        return (*_EXACT_OPS, *(_EXACT_OPS_CUDA if cuda else _EXACT_OPS_CPU), *_FP8_LAYOUT, *_EVERY_MODE)
+    if not numerics.rollout_spec.quantized:
+        return _EVERY_MODE
+    pow2 = _NATIVE_POW2_CUDA if numerics.rollout_spec.activation.scale == "pow2" else ()
+    return (*(pow2 if cuda else _NATIVE_FP8_CPU), *_FP8_LAYOUT, *_EVERY_MODE)
 
 
 def install(hooks: Sequence[Hook]) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from numerics.compiler import enable_compiler
+from numerics.dispatch import choose
 from rollout.handshake import REPORT_KEY
 from rollout.plugin import op_probe
 from rollout.plugin.engine import report, state
@@ -19,9 +20,29 @@ MANIFEST = "fp8rl.manifest"
 
 
 def after_load_model(result: Any, self: Any, *args: Any, **kwargs: Any) -> None:
-    """`ModelRunner.load_model`: take charge of the weights that it loaded."""
-    enable_compiler()
-    state().weights.attach(self.model, self.server_args.weight_version)
+    """`ModelRunner.load_model`: choose how the ops run, and take charge of the weights that it loaded."""
+    current = state()
+    device = next(self.model.parameters()).device
+    current.implementation = choose(device, current.numerics.spec)
+    if current.implementation == "torch":
+        if device.type != "cpu" and current.numerics.mode == "exact":
+            raise RuntimeError(
+                f"fp8rl plugin: found {torch.cuda.get_device_name(device)} and the spec {current.numerics.spec}, "
+                "expected a GPU that converts to FP8 and groups of 128: the exact ops have no kernels for it, and "
+                "their torch form cannot run in a CUDA graph. Set numerics.mode to native"
+            )
+        enable_compiler()
+    current.weights.attach(self.model, self.server_args.weight_version)
+
+
+def before_forward(*args: Any, **kwargs: Any) -> None:
+    """`ModelRunner.forward`: a captured CUDA graph would run on weights that nobody committed, and not notice."""
+    state().weights.check()
+
+
+def never(*args: Any, **kwargs: Any) -> bool:
+    """Whether SGLang may take a fused kernel."""
+    return False
 
 
 def before_update(*args: Any, **kwargs: Any) -> None:
@@ -56,28 +77,13 @@ def after_get_internal_state(result: Any, self: Any, *args: Any, **kwargs: Any) 
     return result
 
 
-def after_sampler_init(result: Any, self: Any, *args: Any, **kwargs: Any) -> None:
-    """`Sampler.__init__`: logprobs are log_softmax(logits / temperature), as `ops.token_logprobs` defines them.
-
-    The stock path takes log(softmax(.)), which differs by an ulp. The flag changes nothing else in the sampler.
-    """
-    self.enable_deterministic = True
-
-
-def after_prompt_scorer_init(result: Any, self: Any, *args: Any, **kwargs: Any) -> None:
-    """`InputLogprobProcessor.__init__`: logprobs of given tokens are log_softmax(logits) too.
-
-    The stock path subtracts a separate log-sum-exp, which differs by an ulp.
-    """
-    self.enable_fast_input_logprobs = False
-
-
 def make_host_cache(self: Any, num_tokens: int, num_layers: int, topk_size: int, name: str) -> None:
     """`BaseHostCache.__init__`: routed experts, kept by KV slot.
 
-    Without pinned memory, which needs CUDA, and with -1, which is no expert, where nothing was recorded.
+    Pinned only where there is a GPU to copy from, and with -1, which is no expert, where nothing was recorded.
     """
-    self.buffer = torch.full((num_tokens, num_layers, topk_size), -1, dtype=torch.int32)
+    shape, pinned = (num_tokens, num_layers, topk_size), torch.cuda.is_available()
+    self.buffer = torch.full(shape, -1, dtype=torch.int32, pin_memory=pinned)
     self.num_tokens, self.num_layers, self.topk_size, self.name = num_tokens, num_layers, topk_size, name
     self._log_allocation()
 

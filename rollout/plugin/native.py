@@ -1,4 +1,4 @@
-"""The FP8 experts in native mode: SGLang's own order of operations around the shared FP8 products."""
+"""Native mode: SGLang's own FP8 on a GPU with the run's scales, and on a CPU, where it has none, with our products."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import torch
 
 from numerics import ops
 from numerics.ops.grouped import grouped_linear
+from numerics.quantize import QuantizedTensor, quantize
 from rollout.plugin.engine import state
 
 
@@ -32,8 +33,46 @@ def fp8_moe(self: Any, layer: Any, dispatch_output: Any) -> Any:
     return StandardCombineInput(hidden_states=combined)
 
 
-def _product(parameter: torch.nn.Parameter, x: torch.Tensor, counts: list[int]) -> torch.Tensor:
+def _product(parameter: torch.nn.Parameter, x: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
     current = state()
-    matrices = list(parameter.unbind(0))
-    dequantized = current.weights.dequantized(parameter)
-    return grouped_linear(x, counts, matrices, dequantized, current.numerics.rollout_spec, "bf16")
+    operand = current.weights.operand(parameter)
+    return grouped_linear(x, counts, parameter.unbind(0), operand, current.numerics.rollout_spec, "bf16")
+
+
+def quantize_groups(
+    x: torch.Tensor,
+    x_q: torch.Tensor,
+    x_s: torch.Tensor,
+    group_size: int,
+    eps: float,
+    fp8_min: float,
+    fp8_max: float,
+    *,
+    scale_ue8m0: bool,
+    fuse_silu_and_mul: bool,
+    masked_m: torch.Tensor | None,
+) -> None:
+    """`_run_per_token_group_quant_8bit_kernel`: the activations x [T, K] of every FP8 product, dense or routed.
+
+    x_q FP8 [T, K] and x_s FP32 [T, K / 128], of any strides, are written with the run's codes and scales. SGLang's
+    kernel has FP32 scales, and a group of zeros has 1e-10 / 448 where ours has 1; its codes are 0 in both.
+    """
+    spec = state().numerics.rollout_spec.activation
+    if scale_ue8m0 or fuse_silu_and_mul or masked_m is not None or group_size != spec.group:
+        raise NotImplementedError(
+            f"fp8rl plugin: found an FP8 product that wants its activations packed, fused, masked or in groups of "
+            f"{group_size}, expected rows in groups of {spec.group}; use --moe-runner-backend triton on a Hopper GPU"
+        )
+    scales = x_s if x_s.is_contiguous() else torch.empty_like(x_s, memory_format=torch.contiguous_format)
+    quantize(x, spec, QuantizedTensor(x_q, scales, spec))
+    if scales is not x_s:
+        x_s.copy_(scales)
+
+
+def quantize_only_group(x: torch.Tensor, dtype: torch.dtype = torch.float8_e4m3fn) -> tuple[torch.Tensor, torch.Tensor]:
+    """`sglang_per_token_quant_fp8`, which SGLang takes where K is one group: x [T, 128] -> codes, scales [T, 1]."""
+    spec = state().numerics.rollout_spec.activation
+    if x.shape[-1] != spec.group:
+        raise NotImplementedError(f"fp8rl plugin: found one scale for {x.shape[-1]} channels, expected {spec.group}")
+    quantized = quantize(x, spec)
+    return quantized.data, quantized.scale_inv

@@ -17,7 +17,9 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from numerics import ops
 from numerics.traced_ops import Place, inputs_of, key, places_in
+from rollout.plugin.engine import state
 
 OPS = "fp8rl.ops:"
 """The action, followed by the path of the recording."""
@@ -46,7 +48,9 @@ def answer(runner: Any, recording: Path) -> str:
     outputs |= {f"free.{name}": tensor for name, tensor in engine.forward(record["embed:tokens"]).items()}
     path = recording.with_name(ANSWER)
     save_file(
-        {name: t.contiguous().clone() for name, t in outputs.items()}, path, {"settings": json.dumps(engine.settings())}
+        {name: t.cpu().contiguous().clone() for name, t in outputs.items()},
+        path,
+        {"settings": json.dumps(engine.settings())},
     )
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
@@ -59,24 +63,25 @@ class EngineOps:
 
     def __init__(self, runner: Any, lengths: Tensor, targets: Tensor, temperature: float) -> None:
         self._runner, self._model = runner, runner.model.model
-        self._lengths, self._targets, self._temperature = lengths, targets, temperature
-        self._positions = torch.cat([torch.arange(n) for n in lengths.tolist()])
+        self._device = next(runner.model.parameters()).device
+        self._lengths, self._targets, self._temperature = lengths.to(self._device), targets, temperature
+        self._positions = torch.cat([torch.arange(n, device=self._device) for n in lengths.tolist()])
 
     def run(self, place: Place, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
         """One op, as in the table of `numerics.traced_ops`: its output as `out`, and of `experts` also `each`."""
         layer, op = place
         where = [] if layer is None else [self._model.layers[layer]]
+        here = {name: tensor.to(self._device) for name, tensor in inputs.items()}
         # SGLang writes some results into its inputs.
-        fresh = {name: tensor.clone() for name, tensor in inputs.items()}
-        outputs = {"out": getattr(self, op)(*where, **fresh)}
+        outputs = {"out": getattr(self, op)(*where, **{name: tensor.clone() for name, tensor in here.items()})}
         if op == "experts":
-            outputs["each"] = self._each_expert(*where, **inputs)
+            outputs["each"] = self._each_expert(*where, **here)
         return outputs
 
     def forward(self, tokens: Tensor) -> dict[str, Tensor]:
         """The whole forward, op after op."""
         streams, chosen = [], []
-        x, residual = self.embed(tokens), None
+        x, residual = self.embed(tokens.to(self._device)), None
         for layer in self._model.layers:
             x, residual = self.input_norm(layer, x, residual).unbind(1)
             streams.append(residual)
@@ -118,26 +123,35 @@ class EngineOps:
         return torch.cat([new.view(old.shape) for new, old in zip(rotated, (q, k), strict=True)], 1)
 
     def attention(self, layer: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Prefill of whole sequences through the attention backend; token t lies in slot t of the cache."""
-        attn, dtype = layer.self_attn.attn, self._runner.kv_cache_dtype
-        lengths = self._lengths
+        """Prefill of whole sequences; token t lies in slot t of a cache."""
+        attn, dtype, lengths = layer.self_attn.attn, self._runner.kv_cache_dtype, self._lengths
         starts = lengths.cumsum(0) - lengths
-        slots = starts[:, None] + torch.arange(int(lengths.max()))
-        out = torch.empty_like(q)
-        self._runner.attn_backend._run_sdpa_forward_extend(
-            q,
-            out,
-            k.to(dtype),
-            v.to(dtype),
-            slots.clamp(max=len(q) - 1),
-            torch.arange(len(lengths)),
-            lengths,
-            torch.zeros_like(lengths),
-            lengths,
-            scaling=attn.scaling,
-            enable_gqa=attn.tp_q_head_num != attn.tp_k_head_num,
-            causal=True,
-        )
+        slots = starts[:, None] + torch.arange(int(lengths.max()), device=self._device)
+        slots = slots.clamp(max=len(q) - 1)
+        requests = torch.arange(len(lengths), device=self._device)
+        k, v, out = k.to(dtype), v.to(dtype), torch.empty_like(q)
+        if self._device.type == "cpu":
+            self._runner.attn_backend._run_sdpa_forward_extend(
+                q,
+                out,
+                k,
+                v,
+                slots,
+                requests,
+                lengths,
+                torch.zeros_like(lengths),
+                lengths,
+                scaling=attn.scaling,
+                enable_gqa=attn.tp_q_head_num != attn.tp_k_head_num,
+                causal=True,
+            )
+        elif state().numerics.mode == "exact":
+            out = ops.paged_attention(q, k, v, slots.int(), requests, lengths, lengths, attn.scaling)
+        else:
+            raise NotImplementedError(
+                "the attention of SGLang's GPU backends runs on the batches of its scheduler only: found native mode "
+                "on a GPU, expected exact mode or a CPU. Ask without the comparison op by op"
+            )
         return out.flatten(1)
 
     def o_proj(self, layer: Any, x: Tensor) -> Tensor:
@@ -151,7 +165,7 @@ class EngineOps:
 
     def topk(self, layer: Any, logits: Tensor) -> Tensor:
         probs, ids = self._top_k(layer, logits)
-        return torch.zeros(logits.shape, dtype=torch.float32).scatter(1, ids, probs.float())
+        return torch.zeros_like(logits, dtype=torch.float32).scatter(1, ids, probs.float())
 
     def experts(self, layer: Any, x: Tensor, probs: Tensor, chosen: Tensor) -> Tensor:
         return self._routed(layer, x, probs.gather(1, chosen), chosen)
@@ -178,9 +192,9 @@ class EngineOps:
         from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 
         count = len(logits)
-        one = torch.ones(count)
+        one = torch.ones(count, device=self._device)
         info = SamplingBatchInfo(
-            temperatures=torch.full((count, 1), self._temperature),
+            temperatures=torch.full((count, 1), self._temperature, device=self._device),
             top_ps=one,
             top_ks=one,
             min_ps=one,
@@ -190,18 +204,19 @@ class EngineOps:
             need_top_k_sampling=False,
             need_min_p_sampling=False,
             vocab_size=logits.shape[1],
-            device="cpu",
+            device=str(self._device),
         )
         output = LogitsProcessorOutput(next_token_logits=logits.float().clone())
         targets = [[token] for token in self._targets.tolist()]
-        with torch.random.fork_rng(devices=[]):  # it draws a token, which must not shift the engine's next draws
+        devices = [] if self._device.type == "cpu" else [self._device]
+        with torch.random.fork_rng(devices):  # it draws a token, which must not shift the engine's next draws
             self._runner.sampler(output, info, True, [0] * count, targets, self._positions)
         return torch.stack([torch.as_tensor(row)[0] for row in output.next_token_token_ids_logprobs_val]).float()
 
     def _each_expert(self, layer: Any, x: Tensor, probs: Tensor, chosen: Tensor) -> Tensor:
         """[T, k, H]: what each of a token's experts adds to the output, all others having a weight of zero."""
         weights = probs.gather(1, chosen)
-        alone = torch.eye(chosen.shape[1])
+        alone = torch.eye(chosen.shape[1], device=self._device)
         return torch.stack([self._routed(layer, x.clone(), weights * only, chosen) for only in alone], 1)
 
     def _top_k(self, layer: Any, logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -216,7 +231,7 @@ class EngineOps:
     def _routed(self, layer: Any, x: Tensor, probs: Tensor, ids: Tensor) -> Tensor:
         from sglang.srt.layers.moe.topk import StandardTopKOutput
 
-        logits = torch.zeros(len(x), layer.mlp.experts.num_experts)
+        logits = torch.zeros(len(x), layer.mlp.experts.num_experts, device=self._device)
         return layer.mlp.experts(x, StandardTopKOutput(probs.float(), ids.int(), logits))
 
     def _split_heads(self, layer: Any, qkv: Tensor) -> tuple[Tensor, ...]:

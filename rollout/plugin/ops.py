@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from numerics import ops
-from numerics.ops import ExpertWeight
+from numerics.ops import ExpertWeights
 from rollout.plugin.engine import state
 
 
@@ -52,9 +52,9 @@ def linear(self: Any, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = N
 
 def fp8_linear(self: Any, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     current = state()
-    (dequantized,) = current.weights.dequantized(layer.weight)
+    operand = current.weights.operand(layer.weight)
     spec = current.numerics.rollout_spec
-    return _with_bias(ops.fp8_linear(x, layer.weight, dequantized, spec, "bf16", _k_splits(layer)), bias)
+    return _with_bias(ops.fp8_linear(x, layer.weight, operand, spec, "bf16", _k_splits(layer)), bias)
 
 
 def lm_head(self: Any, hidden_states: torch.Tensor, lm_head: Any, embedding_bias: Any = None) -> torch.Tensor:
@@ -68,30 +68,34 @@ def fused_topk(
     renormalize: bool,
     correction_bias: torch.Tensor | None = None,
     scoring_func: str = "softmax",
+    **others: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    """others: of SGLang's routers on a GPU; none of them is for a softmax router without shared experts."""
+    if correction_bias is not None or scoring_func != "softmax" or any(others.values()):
+        raise NotImplementedError("exact mode: found a router with more than a softmax; use another model")
     probs, experts = ops.route(gating_output, topk, renormalize)
     return probs, experts.int()
 
 
 def moe(self: Any, layer: Any, dispatch_output: Any) -> Any:
     """Routed experts, BF16: every expert's matrices as they are."""
-    return _moe(layer, dispatch_output, lambda parameter: [ExpertWeight(w) for w in parameter])
+    return _moe(layer, dispatch_output, lambda parameter: ExpertWeights(parameter))
 
 
 def fp8_moe(self: Any, layer: Any, dispatch_output: Any) -> Any:
     """Routed experts, FP8."""
-    dequantized = state().weights.dequantized
-    return _moe(layer, dispatch_output, lambda parameter: [ExpertWeight(w, w) for w in dequantized(parameter)])
+    operand = state().weights.operand
+    return _moe(layer, dispatch_output, lambda parameter: ExpertWeights(parameter, operand(parameter)))
 
 
-def _moe(layer: Any, dispatch_output: Any, weights_of: Callable[[Any], list[ExpertWeight]]) -> Any:
+def _moe(layer: Any, dispatch_output: Any, weights_of: Callable[[Any], ExpertWeights]) -> Any:
     from sglang.srt.layers.moe.token_dispatcher import StandardCombineInput
 
     x = dispatch_output.hidden_states
     probs, experts, _ = dispatch_output.topk_output
     w13, w2 = weights_of(layer.w13_weight), weights_of(layer.w2_weight)
     spec = state().numerics.rollout_spec
-    order, counts = ops.group_by_expert(experts.long(), len(w13))
+    order, counts = ops.group_by_expert(experts.long(), layer.num_experts)
     outputs = ops.experts(x[order // experts.shape[1]], counts, w13, w2, spec if spec.quantized else None, "bf16")
     return StandardCombineInput(hidden_states=ops.combine(outputs, probs, order, x.dtype))
 
@@ -115,17 +119,10 @@ def attention_extend(
     sliding_window_size: int | None = None,
 ) -> torch.Tensor:
     """Prefill, whole or in chunks: query [tokens, heads, D] holds the new tokens of every sequence, end to end."""
-    starts = extend_seq_lens.cumsum(0) - extend_seq_lens
-    for rows in _of_similar_length(extend_seq_lens, seq_lens):
-        lengths, prefixes = extend_seq_lens[rows].long(), extend_prefix_lens[rows].long()
-        steps = torch.arange(int(lengths.max()), device=query.device)
-        real = steps < lengths[:, None]
-        steps = torch.minimum(steps, lengths[:, None] - 1)  # a padding query repeats the last real one
-        tokens = starts[rows].long()[:, None] + steps
-        keys, values = _cached(k_cache, v_cache, req_to_token, req_pool_indices[rows], seq_lens[rows])
-        result = ops.attention(query[tokens], keys, values, prefixes[:, None] + steps, scaling)
-        output[tokens[real]] = result[real]
-    return output
+    new, keys = extend_seq_lens, seq_lens
+    return output.copy_(
+        ops.paged_attention(query, k_cache, v_cache, req_to_token, req_pool_indices, new, keys, scaling)
+    )
 
 
 def attention_decode(
@@ -145,33 +142,82 @@ def attention_decode(
     sliding_window_size: int | None = None,
 ) -> torch.Tensor:
     """One new token of every sequence: query [sequences, heads, D]."""
-    for rows in _of_similar_length(torch.ones_like(seq_lens), seq_lens):
-        lengths = seq_lens[rows].long()
-        keys, values = _cached(k_cache, v_cache, req_to_token, req_pool_indices[rows], lengths)
-        output[rows] = ops.attention(query[rows].unsqueeze(1), keys, values, lengths[:, None] - 1, scaling).squeeze(1)
-    return output
+    new, keys = torch.ones_like(seq_lens), seq_lens
+    return output.copy_(
+        ops.paged_attention(query, k_cache, v_cache, req_to_token, req_pool_indices, new, keys, scaling)
+    )
 
 
-def _of_similar_length(new: torch.Tensor, total: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Indices of sequences that are padded to one shape: new and cached lengths alike to within a factor of two."""
-    keys = [(n.bit_length(), max(t, 64).bit_length()) for n, t in zip(new.tolist(), total.tolist(), strict=True)]
-    for key in sorted(set(keys)):
-        yield torch.tensor([i for i, k in enumerate(keys) if k == key], device=total.device)
+def attention_backend_extend(
+    self: Any,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    layer: Any,
+    forward_batch: Any,
+    save_kv_cache: bool = True,
+    sinks: torch.Tensor | None = None,
+    score_mod: Any = None,
+    aux_tensors: Any = None,
+) -> torch.Tensor:
+    """Prefill on a GPU: q [tokens, heads * D] of the new tokens of every sequence, end to end."""
+    new = forward_batch.extend_seq_lens
+    return _attend(self, q, k, v, layer, forward_batch, save_kv_cache, new, (sinks, score_mod, aux_tensors))
 
 
-def _cached(
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    req_to_token: torch.Tensor,
-    requests: torch.Tensor,
-    lengths: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values [sequences, longest, kv heads, D] out of the paged cache."""
-    positions = torch.arange(int(lengths.max()), device=k_cache.device)
-    slots = req_to_token[requests, : len(positions)].long()
-    # Behind a sequence's end the table is stale: repeat a slot of its own, which is finite, and which nobody sees.
-    slots = torch.where(positions < lengths[:, None], slots, slots[:, :1])
-    return k_cache[slots], v_cache[slots]
+def attention_backend_decode(
+    self: Any,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    layer: Any,
+    forward_batch: Any,
+    save_kv_cache: bool = True,
+    sinks: torch.Tensor | None = None,
+    score_mod: Any = None,
+    aux_tensors: Any = None,
+) -> torch.Tensor:
+    """One new token of every sequence on a GPU: q [sequences, heads * D].
+
+    In a captured CUDA graph, the batch's lengths and the table of slots are the buffers that each replay fills.
+    """
+    new = torch.ones_like(forward_batch.seq_lens)
+    return _attend(self, q, k, v, layer, forward_batch, save_kv_cache, new, (sinks, score_mod, aux_tensors))
+
+
+def _attend(
+    backend: Any,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    layer: Any,
+    forward_batch: Any,
+    save_kv_cache: bool,
+    new: torch.Tensor,
+    extras: tuple[Any, ...],
+) -> torch.Tensor:
+    """The new keys and values into their slots, then attention over the slots."""
+    from sglang.srt.mem_cache.memory_pool import KVWriteLoc
+
+    if layer.sliding_window_size not in (None, -1) or layer.logit_cap or any(extra is not None for extra in extras):
+        raise NotImplementedError("exact mode: found attention with more than a causal mask; use another model")
+    pool = backend.token_to_kv_pool
+    if save_kv_cache:
+        metadata = backend.forward_metadata
+        slots = KVWriteLoc(
+            forward_batch.out_cache_loc, metadata.swa_out_cache_loc, full_loc=metadata.out_cache_loc_full_physical
+        )
+        pool.set_kv_buffer(layer, slots, k, v)
+    return ops.paged_attention(
+        q.view(-1, layer.tp_q_head_num, layer.qk_head_dim),
+        pool.get_key_buffer(layer.layer_id),
+        pool.get_value_buffer(layer.layer_id),
+        backend.req_to_token_pool.req_to_token,
+        forward_batch.req_pool_indices,
+        new,
+        forward_batch.seq_lens,
+        layer.scaling,
+    ).view(q.shape)
 
 
 def _k_splits(layer: Any) -> int:

@@ -1,7 +1,7 @@
-"""The engine's own weights: what each parameter is called in the HF checkpoint, what it dequantizes to, its digest.
+"""The engine's own weights: what each parameter is called in the HF checkpoint, what it multiplies as, its digest.
 
-`commit` is the one place where dequantized weights are refreshed, digests taken and the version set. Between an update
-and its commit the weights have no version and no forward runs on them.
+`commit` is the one place where the operands of the products are made anew, digests taken and the version set. Between
+an update and its commit the weights have no version and no forward runs on them.
 """
 
 from __future__ import annotations
@@ -13,20 +13,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from numerics.digest import tensor_digest
+from numerics import ops
+from numerics.digest import tensor_digests
 from numerics.names import SCALE_SUFFIX
-from numerics.quantize import dequantize
+from numerics.quantize import QuantizedTensor
 from numerics.spec import TensorSpec
 
 
 @dataclasses.dataclass(frozen=True)
-class Dequantized:
-    """What one FP8 parameter dequantizes to, and the weight version it was made from.
+class Operand:
+    """What one FP8 parameter multiplies as (`ops.weight_operand`), and the weight version it was made from."""
 
-    matrices: one [N, K], or one per expert.
-    """
-
-    matrices: tuple[torch.Tensor, ...]
+    value: Any
     version: str
 
 
@@ -37,7 +35,7 @@ class ServedWeights:
         self.version: str | None = None
         self._spec = spec
         self._model: nn.Module | None = None
-        self._dequantized: dict[nn.Parameter, Dequantized] = {}
+        self._operands: dict[nn.Parameter, Operand] = {}
 
     @property
     def device(self) -> torch.device:
@@ -46,49 +44,57 @@ class ServedWeights:
     def attach(self, model: nn.Module, version: str) -> None:
         """Take charge of a model that has just been loaded."""
         self._model = model
-        self._dequantized.clear()
+        self._operands.clear()
         self.commit(version)
 
     def invalidate(self) -> None:
         """The parameters are being written: nothing may be computed with them until `commit`."""
         self.version = None
-        self._dequantized.clear()
+        self._operands.clear()
 
-    def dequantized(self, parameter: nn.Parameter) -> tuple[torch.Tensor, ...]:
-        """What an FP8 parameter dequantizes to at the current version: one matrix [N, K], or one per expert.
+    def check(self) -> None:
+        """Raises `RuntimeError` between an update and its commit."""
+        if self.version is None:
+            raise RuntimeError(
+                "fp8rl plugin: found weights without a version before a forward, expected an update to be committed "
+                "first; replace this engine"
+            )
+
+    def operand(self, parameter: nn.Parameter) -> Any:
+        """What an FP8 parameter [N, K], or [experts, N, K], multiplies as at the current version.
 
         Raises `RuntimeError` if there is none of that version.
         """
-        entry = self._dequantized.get(parameter)
+        entry = self._operands.get(parameter)
         if entry is None or entry.version != self.version:
             found = entry.version if entry is not None else None
             raise RuntimeError(
                 f"fp8rl plugin: a forward asked for weights of version {self.version}, and this parameter's "
-                f"dequantized values are of version {found}. An update was not committed; replace this engine"
+                f"operand is of version {found}. An update was not committed; replace this engine"
             )
-        return entry.matrices
+        return entry.value
 
     def commit(self, version: str) -> dict[str, str]:
         """Refresh everything derived from the parameters, set the version, and return the manifest.
 
         The manifest gives, for each tensor by its HF name, `digest` for what is served as it is, and `digest@version`
-        for what is computed with in dequantized form, where `version` is that of the dequantized values in use.
+        for what is quantized, where `version` is that of the operand in use.
         """
         for module in self._loaded().modules():
             for name, parameter in _quantized_parameters(module):
-                scale = getattr(module, name + SCALE_SUFFIX)
-                values = dequantize(parameter.detach(), scale.detach(), self._spec)
-                matrices = values.unbind(0) if values.dim() == 3 else (values,)
-                self._dequantized[parameter] = Dequantized(matrices, version)
+                scale_inv = getattr(module, name + SCALE_SUFFIX).detach()
+                quantized = QuantizedTensor(parameter.detach(), scale_inv, self._spec)
+                self._operands[parameter] = Operand(ops.weight_operand(quantized), version)
         self.version = version
         return self.manifest()
 
     def manifest(self) -> dict[str, str]:
         """`commit`'s manifest, taken anew from the parameters as they are now."""
-        entries = {}
-        for name, parameter, view in hf_tensors(self._loaded()):
-            derived = self._dequantized.get(parameter)
-            entries[name] = tensor_digest(view) + (f"@{derived.version}" if derived else "")
+        names, parameters, views = zip(*hf_tensors(self._loaded()), strict=True)
+        entries = dict(zip(names, tensor_digests(views), strict=True))
+        for name, parameter in zip(names, parameters, strict=True):
+            if operand := self._operands.get(parameter):
+                entries[name] += f"@{operand.version}"
         return entries
 
     def _loaded(self) -> nn.Module:

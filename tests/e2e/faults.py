@@ -24,6 +24,9 @@ class Tampered:
     transport: Transport
     fault: Callable[[Iterable[Named]], Iterator[Named]]
 
+    def allocate(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+        return self.transport.allocate(shape, dtype, device)
+
     async def send(self, tensors: Iterable[Named], engines: Sequence[EngineClient], version: int) -> None:
         await self.transport.send(self.fault(tensors), engines, version)
 

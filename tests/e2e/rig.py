@@ -54,6 +54,8 @@ class Setup:
     rollout: str = "fp8"
     k_splits: int = 1
     layout: tuple[tuple[str, int], ...] = ()
+    bf16_ends: int = 0
+    """Layers that stay in BF16, at the start and at the end."""
     mode: str = "exact"
     router_replay: str = "off"
 
@@ -61,7 +63,9 @@ class Setup:
     def numerics(self) -> NumericsConfig:
         return NumericsConfig(
             mode=self.mode,
-            spec=QuantSpec.preset(self.preset),
+            spec=QuantSpec.preset(self.preset).override(
+                {"first_layers_bf16": self.bf16_ends, "last_layers_bf16": self.bf16_ends}
+            ),
             trainer=self.trainer,
             rollout=self.rollout,
             k_splits=self.k_splits,

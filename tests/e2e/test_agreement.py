@@ -31,7 +31,7 @@ EXACT = {
     "moe-ep2": Setup("moe", layout=(("ep", 2), ("dp", 2))),
     "dense-tp2": Setup("dense", k_splits=2, layout=(("tp", 2),)),
     "dense": Setup("dense", k_splits=2),
-    "moe-fp32-scales": Setup("moe", preset="fp8_block_fp32"),
+    "moe-fp32-scales-bf16-ends": Setup("moe", preset="fp8_block_fp32", bf16_ends=1),
 }
 ROUNDS = ((1.0, "tensor"), (0.7, "disk"))
 """Temperature of a round's samples, and the transport of the sync after its optimizer step."""
@@ -93,6 +93,17 @@ def test_a_transport_that_breaks_midway_stops_the_engine(rig: Rig, monkeypatch: 
     assert_paused_until_a_good_sync(pipeline)
 
 
+def test_weights_that_were_broadcast_agree(rig: Rig) -> None:
+    """Twice, because the process group lives for one sync."""
+    pipeline = rig.open(TWO_RANKS)
+    for seed in (0, 1):
+        pipeline.train_step(pipeline.sample(1.0, seed, count=4))
+        report = pipeline.sync("distributed")
+        assert (report.mismatched_tensors, report.verified_tensors) == (0, served_tensors_of(pipeline.setup))
+        batch = pipeline.sample(0.7, seed, count=4)
+        assert_equal(pipeline.trainer.score(batch), batch)
+
+
 def test_tokens_of_a_stale_weight_version_are_refused(rig: Rig) -> None:
     pipeline = rig.open(TWO_RANKS)
     pipeline.train_step(pipeline.sample(1.0, count=4))
@@ -151,13 +162,13 @@ def assert_equal(logprobs: torch.Tensor, batch: TokenBatch) -> None:
 
 
 def served_tensors_of(setup: Setup) -> int:
-    """Tensors of the checkpoint, counted by hand: FP8 matrices come with scales."""
+    """Tensors of the checkpoint, counted by hand: the matrices of FP8 layers come with scales."""
     shape = MODELS[setup.model]
     matrices = 4 + 3 * max(shape.experts, 1)
     router, norms = int(shape.experts > 0), 4
-    per_layer = matrices * (2 if setup.rollout == "fp8" else 1) + router + norms
+    fp8_layers = shape.layers - 2 * setup.bf16_ends if setup.rollout == "fp8" else 0
     ends = 2 if shape.tied else 3  # embedding, final norm, and an output projection of its own
-    return shape.layers * per_layer + ends
+    return shape.layers * (matrices + router + norms) + fp8_layers * matrices + ends
 
 
 def one_token(pipeline: Pipeline) -> Any:

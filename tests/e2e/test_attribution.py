@@ -168,7 +168,7 @@ def put_in_engine(
 
 
 def served(trainer: Any, spec: Any, name: str) -> torch.Tensor:
-    return dict(served_tensors(trainer.export_weights(), spec))[name].clone()
+    return dict(served_tensors(trainer.export_weights(), spec, trainer.shape.layers))[name].clone()
 
 
 async def resume(pipeline: Pipeline) -> None:

@@ -26,8 +26,8 @@ RENAMED_TARGET = """
 
     stock = hooks.hooks_for
 
-    def renamed(numerics):
-        first, *others = stock(numerics)
+    def renamed(*args):
+        first, *others = stock(*args)
         return dataclasses.replace(first, target=first.target + "_renamed"), *others
 
     hooks.hooks_for = renamed

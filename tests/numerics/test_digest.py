@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from numerics.digest import tensor_digest
+from numerics.digest import CHUNK, tensor_digest, tensor_digests
 
 DTYPES = (torch.float8_e4m3fn, torch.bfloat16, torch.float32, torch.int64, torch.uint8)
 
@@ -42,10 +42,11 @@ def test_flips_that_could_cancel_are_seen():
 
 
 def test_moved_bytes_are_seen_across_chunks():
-    chunk = 1 << 20  # bytes that share one table of weights
+    chunk = 4 * CHUNK  # bytes that share one table of weights
     x = random_bytes(3 * chunk + 5)
     words = x[: 3 * chunk].view(torch.int64)
-    for a, b in ((0, 1), (0, chunk // 8), (5, 2 * chunk // 8 + 5)):
+    # Among them the pair whose word and chunk numbers are each other's.
+    for a, b in ((0, 1), (0, chunk // 8), (5, 2 * chunk // 8 + 5), (1, 2 * chunk // 8)):
         moved = x.clone()
         view = moved[: 3 * chunk].view(torch.int64)
         view[a], view[b] = words[b].clone(), words[a].clone()
@@ -58,3 +59,9 @@ def test_shape_dtype_and_trailing_zeros_count():
     x = torch.zeros(16, dtype=torch.uint8)
     others = (x[:8], x.reshape(4, 4), x.view(torch.int64), x.view(torch.bfloat16), torch.zeros(0))
     assert len({tensor_digest(t) for t in (x, *others)}) == 6
+
+
+def test_many_at_once_are_each_alone():
+    tensors = [random_bytes(size, seed=size) for size in (3, 4 * CHUNK, 12 * CHUNK + 8)]
+    assert tensor_digests(tensors) == [tensor_digest(tensor) for tensor in tensors]
+    assert tensor_digests([]) == []

@@ -1,17 +1,17 @@
 import pytest
 
-from numerics.names import module_kind
+from numerics.names import place_of
 from numerics.spec import MODULE_KINDS
 
 
-def test_every_kind_is_found_by_its_exact_name():
+def test_every_layer_and_kind_is_found_by_its_exact_name():
     layer = "model.layers.11."
     names = {
         **{f"{layer}self_attn.{p}_proj.weight": f"{p}_proj" for p in "qkvo"},
         **{f"{layer}mlp.{p}_proj.weight": f"{p}_proj" for p in ("gate", "up", "down")},
         **{f"{layer}mlp.experts.63.{p}_proj.weight": f"experts.{p}_proj" for p in ("gate", "up", "down")},
     }
-    assert {name: module_kind(name) for name in names} == names
+    assert {name: place_of(name) for name in names} == {name: (11, kind) for name, kind in names.items()}
     assert set(names.values()) == set(MODULE_KINDS)
 
 
@@ -31,4 +31,4 @@ def test_every_kind_is_found_by_its_exact_name():
     ),
 )
 def test_everything_else_is_no_kind(name):
-    assert module_kind(name) is None
+    assert place_of(name) is None

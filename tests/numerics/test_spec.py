@@ -21,7 +21,7 @@ def test_digest_tells_specs_apart_and_nothing_else():
     spec = QuantSpec.preset("fp8_block_pow2")
     assert spec.override({"weight": {"scale": "fp32"}}).digest() != spec.digest()
     assert spec.override({"scope": sorted(spec.scope, reverse=True)}).digest() == spec.digest()
-    assert spec.digest() == "0084944d139c8358", "the digest is stored in checkpoints: it must not change by accident"
+    assert spec.digest() == "3a8681a8b79b83d4", "the digest is stored in checkpoints: it must not change by accident"
 
 
 def test_default_preset_quantizes_every_gemm_of_the_layers():
@@ -40,6 +40,23 @@ def test_scope_names_are_exact():
         spec.override({"scope": ["q_proj"]})
     with pytest.raises(UserError, match="expected one of"):
         spec.quantizes("lm_head")
+
+
+def test_the_first_and_last_layers_may_stay_in_bf16():
+    spec = QuantSpec.preset("fp8_block_pow2").override({"first_layers_bf16": 2, "last_layers_bf16": 1})
+    in_fp8 = [spec.of_layer(layer, 6).quantizes("o_proj") for layer in range(6)]
+    assert in_fp8 == [False, False, True, True, True, False]
+    assert spec.bf16_layers(6) == [0, 1, 5] and spec.bf16_layers(2) == [0, 1]
+    plain = QuantSpec.preset("fp8_block_pow2")
+    assert plain.bf16_layers(6) == [] and plain.of_layer(0, 6) is plain
+    assert len({s.digest() for s in (plain, spec, plain.override({"last_layers_bf16": 1}))}) == 3
+    assert QuantSpec.from_dict(json.loads(json.dumps(spec.to_dict()))) == spec
+
+
+@pytest.mark.parametrize("count", [-1, 1.0, True, "1"])
+def test_a_number_of_layers_is_a_number(count):
+    with pytest.raises(UserError, match="last_layers_bf16: found .* expected a number of layers"):
+        QuantSpec.preset("fp8_block_pow2").override({"last_layers_bf16": count})
 
 
 def test_wrong_values_are_refused_with_the_choices():

@@ -1,6 +1,6 @@
 import torch
 
-from numerics.quantize import fake_quantize, quantize
+from numerics.quantize import fake_quantize
 from numerics.spec import QuantSpec
 from numerics.weight_cache import WeightCache
 
@@ -10,17 +10,25 @@ SPEC = QuantSpec.preset("fp8_block_pow2").weight
 def test_computed_once_per_version_and_never_stale():
     weight = torch.nn.Parameter(torch.randn(128, 256).bfloat16())
     cache = WeightCache()
-    first = cache.dequantized(weight, SPEC)
-    assert cache.dequantized(weight, SPEC) is first
+    first = cache.operand(weight, SPEC)
+    assert cache.operand(weight, SPEC) is first
     weight.data.mul_(3)  # as optimizers write: torch's version counter does not move
     cache.advance(1)
-    assert torch.equal(cache.dequantized(weight, SPEC), fake_quantize(weight.detach(), SPEC))
-    assert not torch.equal(cache.dequantized(weight, SPEC), first)
-    assert torch.equal(cache.quantized(weight, SPEC).scale_inv, quantize(weight.detach(), SPEC).scale_inv)
+    assert torch.equal(cache.operand(weight, SPEC), fake_quantize(weight.detach(), SPEC))
+    assert not torch.equal(cache.operand(weight, SPEC), first)
+
+
+def test_experts_are_cached_together():
+    experts = [torch.randn(128, 128).bfloat16() for _ in range(3)]
+    cache = WeightCache()
+    group = cache.group_operand(experts, SPEC)
+    assert cache.group_operand(list(experts), SPEC) is group
+    assert all(torch.equal(found, fake_quantize(weight, SPEC)) for found, weight in zip(group, experts, strict=True))
+    assert cache.weights() == experts
 
 
 def test_weights_are_told_apart_by_identity():
     a = torch.ones(128, 128, dtype=torch.bfloat16)
     b = torch.zeros(128, 128, dtype=torch.bfloat16)
     cache = WeightCache()
-    assert cache.dequantized(a, SPEC).sum() == 128 * 128 and cache.dequantized(b, SPEC).sum() == 0
+    assert cache.operand(a, SPEC).sum() == 128 * 128 and cache.operand(b, SPEC).sum() == 0

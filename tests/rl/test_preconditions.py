@@ -169,6 +169,15 @@ def test_layouts_that_do_not_divide_the_model_are_refused(values, trainer, key, 
     assert text.startswith(key) and reason in text
 
 
+def test_some_layer_must_be_left_to_quantize(values):
+    """The model has two."""
+    check(parse_spec(merged(values, numerics={"last_layers_bf16": 1})))
+    text = refusal(values, numerics={"first_layers_bf16": 1, "last_layers_bf16": 1})
+    assert text.startswith("numerics.first_layers_bf16 + numerics.last_layers_bf16: found 2, expected less than")
+    off = {"preset": "bf16", "trainer": "bf16", "rollout": "bf16"}
+    check(parse_spec(merged(values, numerics={"first_layers_bf16": 2, **off})))
+
+
 @pytest.mark.parametrize("trainer", [{"ep": 2, "dp": 2}, {"ep": 2, "tp": 2}, {"ep": 4, "tp": 2, "dp": 2}, {"dp": 3}])
 def test_layouts_that_divide_the_model_pass(values, trainer):
     check(parse_spec(merged(values, trainer=trainer)))

@@ -273,6 +273,14 @@ def test_a_scope_reaches_the_trainer_and_round_trips(write):
     assert parse_spec(yaml.safe_load(spec.to_yaml())) == spec
 
 
+def test_bf16_layers_reach_both_sides_and_round_trip(write):
+    spec = load_spec(write("s.yaml", BASE), ["numerics.first_layers_bf16=1", "numerics.last_layers_bf16=2"])
+    numerics = spec.numerics_config()
+    assert numerics.trainer_spec == numerics.rollout_spec and numerics.spec.bf16_layers(8) == [0, 6, 7]
+    assert parse_spec(yaml.safe_load(spec.to_yaml())) == spec
+    assert "numerics.last_layers_bf16" in message({"numerics": {"last_layers_bf16": -1}})
+
+
 @pytest.mark.parametrize(
     ("name", "nearest"),
     [("mismatch/tis_clipfraq", "mismatch/tis_clipfrac"), ("eval/acc", "eval/accuracy"), ("loss", "train/loss")],

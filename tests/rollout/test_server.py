@@ -15,10 +15,7 @@ import psutil
 import pytest
 
 from numerics.errors import UserError
-from rollout.arguments import server_arguments, server_environment
-from rollout.config import RolloutConfig
 from rollout.errors import EngineDiedError, EngineError
-from rollout.plugin import CONFIG_VARIABLE
 from rollout.scratch import make_scratch, note_shared_memory, sweep
 from rollout.server import SGLangServer, log_tail
 from tests.rollout.conftest import small_config
@@ -74,47 +71,6 @@ def shared_memory(processes: list[psutil.Process]) -> set[Path]:
     """Files that SGLang shares between the processes and that nobody has removed yet."""
     paths = {Path(region.path) for process in processes for region in process.memory_maps()}
     return {path for path in paths if path.name.startswith("sglang_") and path.exists()}
-
-
-def arguments_for(config: RolloutConfig, *, cuda: bool = False, routes: bool = False) -> list[str]:
-    return server_arguments(Path("m"), config, port=4000, seed=5, weight_version=2, cuda=cuda, routes=routes)
-
-
-def test_routes_are_recorded_on_demand() -> None:
-    flag = "--enable-return-routed-experts"
-    assert flag in arguments_for(RolloutConfig(), routes=True) and flag not in arguments_for(RolloutConfig())
-
-
-def test_arguments_follow_the_config() -> None:
-    config = RolloutConfig(context_length=300, max_total_tokens=4096, chunked_prefill_size=96, prefix_cache=False)
-    line = " ".join(arguments_for(config))
-    for part in (
-        "--model-path m",
-        "--host 127.0.0.1",
-        "--port 4000",
-        "--context-length 300",
-        "--max-total-tokens 4096",
-        "--chunked-prefill-size 96",
-        "--disable-radix-cache",
-        "--random-seed 5",
-        "--weight-version 2",
-        "--skip-tokenizer-init",
-        "--device cpu",
-    ):
-        assert part in line
-    plain = " ".join(arguments_for(RolloutConfig()))
-    assert "--chunked-prefill-size" not in plain and "--disable-radix-cache" not in plain
-    assert "cpu" not in " ".join(arguments_for(config, cuda=True))
-
-
-def test_environment_restricts_the_plugins(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv(CONFIG_VARIABLE, "of another run")
-    monkeypatch.setenv("SGLANG_PLUGINS", "another")
-    stock = server_environment(None, tmp_path, cuda=False)
-    assert stock["SGLANG_PLUGINS"] not in ("", "fp8rl", "another") and CONFIG_VARIABLE not in stock
-    ours = server_environment({"spec": "é"}, tmp_path, cuda=False)
-    assert ours["SGLANG_PLUGINS"] == "fp8rl" and "spec" in ours[CONFIG_VARIABLE]
-    assert ours["OMP_NUM_THREADS"] == "1" and ours["TMPDIR"] == str(tmp_path)
 
 
 def test_a_taken_port_is_refused_before_anything_starts(tiny_model: Path, tmp_path: Path) -> None:

@@ -53,7 +53,7 @@ def test_every_op_but_the_fp8_products_is_megatrons(
 ) -> None:
     trainers = [make(path, precision) for path in (moe_path, dense_path)]
     for name in ops.__all__:
-        if name not in ("fp8_linear", "token_logprobs"):
+        if name not in ("fp8_linear", "token_logprobs", "weight_operand", "group_operand"):
             monkeypatch.setattr(ops, name, None)
     for trainer in trainers:
         assert trainer.score(random_batch())[1].abs().mean() > 1
@@ -68,6 +68,21 @@ def test_it_computes_what_exact_mode_does_but_for_rounding(
     bf16, fp8 = (make(path, precision).score(random_batch())[1] for precision in PRECISIONS)
     exact = make_trainer(path, "fp8").score(random_batch())[1]
     assert 0 < (fp8 - exact).abs().mean() < 0.6 * (fp8 - bf16).abs().mean()
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_probabilities_multiply_the_experts_output(precision: str, moe_path: Path, make: MakeTrainer) -> None:
+    """And not their hidden state, which is quantized."""
+    experts = make(moe_path, precision).model.decoder.layers[0].mlp.experts
+    counts = torch.tensor([3, 0, 1, 9, 2, 0, 5, 4])
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(int(counts.sum()), 256, generator=generator).bfloat16()
+    probs = torch.rand(len(x), generator=generator).bfloat16()
+    with torch.no_grad():
+        whole, _ = experts(x, counts, torch.ones_like(probs))
+        weighted, _ = experts(x, counts, probs)
+    assert whole.abs().mean() > 0.1
+    assert torch.equal(weighted, whole * probs[:, None])
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp8_forward", "fp8"])

@@ -11,6 +11,7 @@ import torch
 from numerics.errors import UserError
 from tests.trainer.batches import cross_entropy, random_batch
 from tests.trainer.conftest import MakeTrainer
+from tests.trainer.models import EXPERTS
 
 
 @pytest.mark.parametrize("mode", ["exact", "native"])
@@ -28,6 +29,23 @@ def test_a_live_trainer_changes_its_precision_and_changes_it_back(
     assert torch.equal(in_bf16, make_trainer(path, "bf16", mode=mode).score(batch)[1])
     trainer.set_numerics(fp8)
     assert torch.equal(trainer.score(batch)[1], first)
+
+
+@pytest.mark.parametrize("mode", ["exact", "native"])
+@pytest.mark.parametrize(("first", "last", "in_fp8"), [(1, 0, {"1"}), (0, 1, {"0"}), (0, 0, {"0", "1"})])
+def test_layers_at_the_ends_may_stay_in_bf16(
+    mode: str, first: int, last: int, in_fp8: set[str], moe_path: Path, make_trainer: MakeTrainer
+) -> None:
+    """A live trainer: the quantized weights that its forward asks for."""
+    trainer = make_trainer(moe_path, "fp8", mode=mode)
+    spec = trainer.numerics.spec.override({"first_layers_bf16": first, "last_layers_bf16": last})
+    trainer.set_numerics(replace(trainer.numerics, spec=spec))
+    trainer.train_step(random_batch(), cross_entropy(random_batch()))
+    trainer.score(random_batch())
+    names = {id(parameter): name for name, parameter in trainer.model.named_parameters()}
+    used = [names[id(weight)].split(".") for weight in trainer.cache.weights()]
+    assert {parts[parts.index("layers") + 1] for parts in used} == in_fp8
+    assert len(used) == (2 + 2 * EXPERTS) * len(in_fp8)  # qkv, o_proj, and gate_up and down of each expert
 
 
 def test_gradients_follow_the_change(moe_path: Path, make_trainer: MakeTrainer) -> None:

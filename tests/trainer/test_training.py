@@ -29,7 +29,7 @@ def test_gradients_equal_transformers_in_fp32(moe_path: Path, make_trainer: Make
 
     trainer = make_trainer(moe_path, dtype=torch.float32)
     batch = random_batch()
-    done = run_pass(trainer.optimizer.model, batch, trainer.layout, 100, cross_entropy(batch))
+    done = run_pass(trainer.optimizer.model, batch, trainer.layout, 100, 1, cross_entropy(batch))
     model = reference(moe_path)
     real = batch.real_tokens()
     logps = model(batch.tokens, attention_mask=real.long()).logits.log_softmax(-1)

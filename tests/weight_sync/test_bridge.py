@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ WEIGHTS = {
     "model.layers.0.self_attn.q_proj.weight": torch.randn(128, 128).bfloat16(),
     "model.norm.weight": torch.randn(128).bfloat16(),
 }
+LAYERS = 1
 ENDPOINTS = [Endpoint(f"http://127.0.0.1:{port}", "", "") for port in (1001, 1002)]
 
 
@@ -39,6 +41,9 @@ class SimulatedEngine:
 
     async def resume(self) -> None:
         self.calls.append("resume")
+
+    async def flush(self) -> None:
+        self.calls.append("flush")
 
     async def close(self) -> None:
         self.calls.append("close")
@@ -61,6 +66,9 @@ class SimulatedTransport:
 
     losses: dict[int, str] = field(default_factory=dict)
     breaks_after: int | None = None
+
+    def allocate(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.empty(tuple(shape), dtype=dtype, device=device)
 
     async def send(
         self, tensors: Iterable[tuple[str, torch.Tensor]], engines: Sequence[SimulatedEngine], version: int
@@ -85,6 +93,10 @@ class SimulatedTrainer:
     @property
     def layout(self) -> SimulatedTrainer:
         return self
+
+    @property
+    def shape(self) -> SimpleNamespace:
+        return SimpleNamespace(layers=LAYERS)
 
     def export_weights(self) -> Iterable[tuple[str, torch.Tensor]]:
         for item in WEIGHTS.items():
@@ -111,14 +123,14 @@ def push(transport: SimulatedTransport, trainer: SimulatedTrainer | None = None)
 def test_pause_send_commit_compare_resume(engines: list[SimulatedEngine]) -> None:
     manifest, report, problems = push(SimulatedTransport())
     assert problems == []
-    served = dict(served_tensors(WEIGHTS.items(), SPEC))
+    served = dict(served_tensors(WEIGHTS.items(), SPEC, LAYERS))
     assert manifest.entries.keys() == served.keys()
     assert (report.version, report.verified_tensors, report.mismatched_tensors) == (5, 3, 0)
     assert report.bytes == 128 * 128 + 4 + 2 * 128
     assert report.seconds == pytest.approx(report.send_seconds + report.verify_seconds)
     assert report.metrics()["sync/verified_tensors"] == 3.0
     for engine in engines:
-        assert engine.calls == ["pause", "send 5", "/weights_checker fp8rl.commit:5", "resume", "close"]
+        assert engine.calls == ["pause", "send 5", "flush", "/weights_checker fp8rl.commit:5", "resume", "close"]
 
 
 def test_one_engine_that_differs_keeps_all_of_them_paused(engines: list[SimulatedEngine]) -> None:

@@ -1,57 +1,154 @@
-"""Buckets: order kept, filled up to the limit, and a larger tensor alone."""
+"""Send buffers: aligned, filled up to the limit, written in place, and never written while they are sent."""
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weight_sync.buckets import buckets
+from weight_sync import buckets
+from weight_sync.buckets import ALIGNMENT, Bucket, Packer
 
-LIMIT = 100
-
-
-def named(sizes: list[int]) -> list[tuple[str, torch.Tensor]]:
-    return [(str(index), torch.zeros(size, dtype=torch.uint8)) for index, size in enumerate(sizes)]
+CPU = torch.device("cpu")
 
 
-def sizes_of(sizes: list[int]) -> list[list[int]]:
-    return [[tensor.nbytes for _, tensor in bucket] for bucket in buckets(named(sizes), LIMIT)]
+def packer(limit: int) -> Packer:
+    return Packer(limit, lambda size, device: torch.empty(size, dtype=torch.uint8, device=device))
+
+
+def contents(bucket: Bucket) -> list[tuple[str, torch.Tensor]]:
+    """What a reader of the slots finds: a copy of each tensor."""
+    return [
+        (slot.name, bucket.flat[slot.start : slot.start + slot.size].view(slot.dtype).view(slot.shape).clone())
+        for slot in bucket.slots
+    ]
+
+
+def tensor(size: int, value: int = 0) -> torch.Tensor:
+    return torch.full((size,), value, dtype=torch.uint8)
+
+
+def packed_sizes(sizes: list[int], limit: int = 100) -> list[list[int]]:
+    stream = ((str(index), tensor(size)) for index, size in enumerate(sizes))
+    return [[slot.size for slot in bucket.slots] for bucket in packer(limit).pack(stream)]
 
 
 def test_by_hand() -> None:
-    assert sizes_of([]) == []
-    assert sizes_of([60, 40, 1, 99, 1]) == [[60, 40], [1, 99], [1]]
-    assert sizes_of([10, 250, 10, 20]) == [[10], [250], [10, 20]]
-    assert sizes_of([250]) == [[250]]
-    assert sizes_of([0, 100, 0]) == [[0, 100, 0]]
+    assert packed_sizes([]) == []
+    assert packed_sizes([48, 52, 1]) == [[48, 52], [1]]
+    assert packed_sizes([49, 37, 36]) == [[49], [37, 36]]  # 49 bytes take 64, and 64 + 37 are too many
+    assert packed_sizes([10, 250, 10, 20]) == [[10], [250], [10, 20]]
+    assert packed_sizes([250]) == [[250]]
 
 
-def test_bytes_count_and_not_elements() -> None:
-    tensors = [("a", torch.zeros(20)), ("b", torch.zeros(10, dtype=torch.bfloat16)), ("c", torch.zeros(1))]
-    assert [[name for name, _ in bucket] for bucket in buckets(tensors, LIMIT)] == [["a", "b"], ["c"]]
+def test_layout_by_hand() -> None:
+    """Starts on multiples of 16, and sizes in bytes whatever the dtype."""
+    tensors = {"a": torch.zeros(5, dtype=torch.bfloat16), "b": torch.ones(2, 3), "c": tensor(16), "d": tensor(1)}
+    (bucket,) = packer(1000).pack(tensors.items())
+    assert [(s.name, s.start, s.size) for s in bucket.slots] == [
+        ("a", 0, 10),
+        ("b", 16, 24),
+        ("c", 48, 16),
+        ("d", 64, 1),
+    ]
+    assert (bucket.slots[1].shape, bucket.slots[1].dtype) == ((2, 3), torch.float32)
+    assert bucket.used == 65
 
 
-@given(st.lists(st.integers(0, 130)))
-def test_every_tensor_once_in_order_and_no_bucket_that_could_have_taken_the_next(sizes: list[int]) -> None:
-    packed = list(buckets(named(sizes), LIMIT))
-    assert [name for bucket in packed for name, _ in bucket] == [str(index) for index in range(len(sizes))]
-    totals = sizes_of(sizes)
-    assert all(sum(bucket) <= LIMIT or len(bucket) == 1 for bucket in totals)
-    assert all(sum(bucket) + after[0] > LIMIT for bucket, after in itertools.pairwise(totals))
+def test_what_was_allocated_is_sent_from_where_it_stands() -> None:
+    held = packer(1000)
+    views = [held.allocate((4, 4), torch.float8_e4m3fn, CPU), held.allocate((2,), torch.float32, CPU)]
+    assert all(view.data_ptr() % ALIGNMENT == 0 for view in views)
+    views[0].copy_(torch.arange(16.0).view(4, 4))
+    views[1].copy_(torch.tensor([3.0, -3.0]))
+    (bucket,) = held.pack(zip("ab", views, strict=True))
+    assert {view.untyped_storage().data_ptr() for view in views} == {bucket.flat.untyped_storage().data_ptr()}
+    (_, codes), (_, scales) = contents(bucket)
+    assert torch.equal(codes.float(), torch.arange(16.0).view(4, 4))
+    assert scales.tolist() == [3.0, -3.0]
+
+
+def test_what_is_replaced_or_left_out_on_the_way_leaves_a_gap() -> None:
+    held = packer(1000)
+    views = [held.allocate((16,), torch.uint8, CPU).fill_(value) for value in range(4)]
+    replaced = [("0", views[0]), ("1", views[1].flip(0) + 10), ("3", views[3])]
+    (bucket,) = held.pack(replaced)
+    assert [(slot.name, slot.start) for slot in bucket.slots] == [("0", 0), ("1", 64), ("3", 48)]
+    assert [int(found[0]) for _, found in contents(bucket)] == [0, 11, 3]
+
+
+def test_a_transposed_view_is_copied_in_its_own_order() -> None:
+    held = packer(1000)
+    view = held.allocate((2, 3), torch.float32, CPU).copy_(torch.arange(6.0).view(2, 3))
+    (bucket,) = held.pack([("t", view.t())])
+    assert torch.equal(contents(bucket)[0][1], torch.arange(6.0).view(2, 3).t())
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 130), st.sampled_from(["allocated", "plain", "replaced", "lost"]))),
+    st.integers(1, 9),
+)
+def test_every_tensor_once_and_unharmed_wherever_it_was_made(plan: list[tuple[int, str]], ahead: int) -> None:
+    """Tensors are written while others before them are still on their way, up to `ahead` of them."""
+    held = packer(100)
+
+    def made() -> Iterator[tuple[str, torch.Tensor]]:
+        for index, (size, kind) in enumerate(plan):
+            where = tensor(size) if kind == "plain" else held.allocate((size,), torch.uint8, CPU)
+            yield str(index), where.fill_(index % 251)
+
+    def stream() -> Iterator[tuple[str, torch.Tensor]]:
+        source = made()
+        while batch := list(itertools.islice(source, ahead)):
+            for name, made_tensor in batch:
+                kind = plan[int(name)][1]
+                if kind != "lost":
+                    yield name, made_tensor.clone() if kind == "replaced" else made_tensor
+
+    found: list[tuple[str, torch.Tensor]] = []
+    for bucket in held.pack(stream()):
+        slots = sorted(bucket.slots, key=lambda slot: slot.start)
+        assert all(a.start + a.size <= b.start for a, b in itertools.pairwise(slots))
+        assert bucket.used <= 100 or len(slots) == 1
+        found += contents(bucket)
+    assert sorted((int(name), len(copy), set(copy.tolist())) for name, copy in found) == [
+        (index, size, {index % 251}) for index, (size, kind) in enumerate(plan) if kind != "lost"
+    ]
+
+
+def test_two_buffers_take_turns() -> None:
+    made: list[int] = []
+
+    def new_flat(size: int, device: torch.device) -> torch.Tensor:
+        made.append(size)
+        return torch.empty(size, dtype=torch.uint8, device=device)
+
+    held = Packer(100, new_flat)
+    stream = ((str(i), held.allocate((60,), torch.uint8, CPU).fill_(i)) for i in range(7))
+    assert [int(contents(bucket)[0][1][0]) for bucket in held.pack(stream)] == list(range(7))
+    assert made == [100, 100]
+
+
+def test_buffers_grow_up_to_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(buckets, "SMALLEST_BYTES", 16)
+    sizes = [len(bucket.flat) for bucket in packer(100).pack((str(i), tensor(16)) for i in range(30))]
+    assert sizes[:5] == [16, 32, 64, 100, 100]
+    assert packed_sizes([16] * 4, limit=100) == [[16], [16, 16], [16]]
 
 
 def test_tensors_are_taken_one_bucket_at_a_time() -> None:
     """A model larger than memory streams: nothing is read before the bucket that it belongs to is asked for."""
     taken: list[str] = []
 
-    def stream():  # type: ignore[no-untyped-def]
-        for name, tensor in named([60, 60, 60]):
-            taken.append(name)
-            yield name, tensor
+    def stream() -> Iterator[tuple[str, torch.Tensor]]:
+        for index in range(3):
+            taken.append(str(index))
+            yield str(index), tensor(60)
 
-    packed = buckets(stream(), LIMIT)
+    packed = packer(100).pack(stream())
     next(packed)
     assert taken == ["0", "1"]

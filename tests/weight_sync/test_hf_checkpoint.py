@@ -14,16 +14,17 @@ from transformers import AutoTokenizer
 from numerics.spec import QuantSpec
 from rl.tiny_model import TinyModel, write_tiny_model
 from weight_sync import hf_checkpoint
-from weight_sync.hf_checkpoint import convert_checkpoint, write_served_checkpoint
+from weight_sync.hf_checkpoint import convert_checkpoint, quantization_config, write_served_checkpoint
 from weight_sync.quantized import served_tensors
 
 POW2 = QuantSpec.preset("fp8_block_pow2")
+LAYERS = 1
 
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("source") / "model"
-    write_tiny_model(path, TinyModel(layers=1, experts=4))
+    write_tiny_model(path, TinyModel(layers=LAYERS, experts=4))
     return path
 
 
@@ -36,7 +37,7 @@ def contents(path: Path) -> dict[str, torch.Tensor]:
 
 
 def assert_holds(path: Path, source: Path, spec: QuantSpec) -> None:
-    expected = dict(served_tensors(load_file(source / "model.safetensors").items(), spec))
+    expected = dict(served_tensors(load_file(source / "model.safetensors").items(), spec, LAYERS))
     found = contents(path)
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
@@ -57,6 +58,11 @@ def test_a_converted_model_is_complete(source: Path, tmp_path: Path, preset: str
     assert quantization == by_preset[preset]
     asked = "12+3="
     assert AutoTokenizer.from_pretrained(tmp_path / "served")(asked) == AutoTokenizer.from_pretrained(source)(asked)
+
+
+def test_layers_that_stay_in_bf16_are_named_by_their_prefix() -> None:
+    spec = POW2.override({"first_layers_bf16": 1, "last_layers_bf16": 2})
+    assert quantization_config(spec, 12)["modules_to_not_convert"] == [f"model.layers.{layer}" for layer in (0, 10, 11)]
 
 
 def test_several_shards(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from numerics.config import NumericsConfig
-from numerics.quantize import QuantizedTensor
+from numerics.quantize import dequantize
 from numerics.spec import QuantSpec
 from tests.trainer.batches import cross_entropy, random_batch
-from tests.trainer.models import LENGTH, write_model
+from tests.trainer.models import LAYERS, LENGTH, write_model
 from tests.trainer.ranks import run_on_ranks
 from trainer.config import TrainerConfig
 from trainer.parallel import Layout
@@ -43,8 +43,14 @@ class Case:
                 trainer.train_step(batch, cross_entropy(batch))
                 trainer.score(batch)
                 names = {id(parameter): name for name, parameter in trainer.model.named_parameters()}
-                cached = {names[id(key[0])]: entry[0] for key, entry in trainer.cache._entries.items()}
-                served = {name: t.clone() for name, t in served_tensors(trainer.export_weights(), numerics.spec)}
+                cached = {
+                    names[id(weight)]: operand
+                    for (weights, _), made in trainer.cache._operands.items()
+                    for weight, operand in zip(weights, made if isinstance(made, list) else [made], strict=True)
+                }
+                served = {
+                    name: t.clone() for name, t in served_tensors(trainer.export_weights(), numerics.spec, LAYERS)
+                }
                 found[f"{kind}/{preset}"] = {"cached": cached, "served": served}
         return found
 
@@ -60,41 +66,32 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 @pytest.mark.parametrize("kind", ["moe", "dense"])
 def test_the_forward_computes_with_what_is_served(found: dict[str, Any], kind: str, preset: str) -> None:
     cached, served = found[f"{kind}/{preset}"]["cached"], found[f"{kind}/{preset}"]["served"]
-    computed: dict[str, Tensor] = {}
-    for name, quantized in cached.items():
-        for hf_name, codes, scales in hf_parts(name, quantized):
-            computed |= {hf_name: codes, hf_name + "_scale_inv": scales}
+    computed = {hf_name: part for name, operand in cached.items() for hf_name, part in hf_parts(name, operand)}
     quantized_names = {name for name in served if name + "_scale_inv" in served}
     assert len(quantized_names) == 2 * (4 + 3 * (8 if kind == "moe" else 1))
-    assert computed.keys() == quantized_names | {name + "_scale_inv" for name in quantized_names}
-    for name, tensor in computed.items():
-        assert tensor.dtype == served[name].dtype
-        assert torch.equal(as_bytes(tensor), as_bytes(served[name])), name
+    assert computed.keys() == quantized_names
+    for name, values in computed.items():
+        held = dequantize(served[name], served[name + "_scale_inv"], QuantSpec.preset(preset).weight)
+        assert torch.equal(values, held), name
 
 
-def hf_parts(name: str, quantized: QuantizedTensor) -> list[tuple[str, Tensor, Tensor]]:
-    """(HF name, codes, scales) of the matrices in one parameter of Megatron's, cut at whole blocks."""
+def hf_parts(name: str, operand: Tensor) -> list[tuple[str, Tensor]]:
+    """(HF name, values) of the matrices in one parameter of Megatron's, cut at whole blocks."""
     _, _, layer, module, linear, leaf = name.removeprefix("module.").replace("mlp.experts.", "mlp.").split(".")
     prefix = f"model.layers.{layer}." + {"self_attention": "self_attn.", "mlp": "mlp."}[module]
     if leaf != "weight":
         prefix += f"experts.{leaf.removeprefix('weight')}."
-    codes, scales = quantized.data, quantized.scale_inv
     match linear:
         case "linear_qkv":
             # Each key head's group is its query heads, its key head and its value head; a head is one block high.
             kinds = (*["q"] * (HEADS // KEY_HEADS), "k", "v") * KEY_HEADS
             rows = {kind: [i for i, other in enumerate(kinds) if other == kind] for kind in "qkv"}
-            heads = codes.unflatten(0, (len(kinds), HEAD_DIM))
-            return [(f"{prefix}{k}_proj.weight", heads[rows[k]].flatten(0, 1), scales[rows[k]]) for k in "qkv"]
+            heads = operand.unflatten(0, (len(kinds), HEAD_DIM))
+            return [(f"{prefix}{k}_proj.weight", heads[rows[k]].flatten(0, 1)) for k in "qkv"]
         case "linear_fc1":
-            halves = zip(("gate", "up"), codes.chunk(2), scales.chunk(2), strict=True)
-            return [(f"{prefix}{kind}_proj.weight", code, scale) for kind, code, scale in halves]
+            return [(f"{prefix}{kind}_proj.weight", half) for kind, half in zip(("gate", "up"), operand.chunk(2))]
         case "linear_fc2":
-            return [(f"{prefix}down_proj.weight", codes, scales)]
+            return [(f"{prefix}down_proj.weight", operand)]
         case "linear_proj":
-            return [(f"{prefix}o_proj.weight", codes, scales)]
+            return [(f"{prefix}o_proj.weight", operand)]
     raise AssertionError(f"unknown parameter {name}")
-
-
-def as_bytes(tensor: Tensor) -> Tensor:
-    return tensor.contiguous().view(torch.uint8)

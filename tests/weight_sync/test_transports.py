@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import inspect
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ from safetensors.torch import load_file
 
 from numerics.spec import QuantSpec
 from weight_sync.config import SyncConfig
-from weight_sync.transports import DiskTransport, TensorTransport, make_transport
+from weight_sync.quantized import served_tensors
+from weight_sync.transports import DiskTransport, DistributedTransport, TensorTransport, make_transport
 from weight_sync.transports import tensor as tensor_transport
 
 SPEC = QuantSpec.preset("bf16")
@@ -21,61 +23,91 @@ TENSORS = {str(index): torch.full((300,), index, dtype=torch.uint8) for index in
 
 
 class RecordingEngine:
-    """Keeps each update that it is asked for."""
+    """Keeps each update that it is asked for, and loads what a message about a bucket points to, as SGLang does."""
 
     def __init__(self) -> None:
         self.updates: list[tuple[Any, ...]] = []
+        self.tensors: dict[str, torch.Tensor] = {}
 
     async def update_weights_from_tensor(self, payloads: list[str], version: int, **options: Any) -> None:
-        self.updates.append((*payloads, version, options))
+        from sglang.srt.utils import MultiprocessingSerializer
+        from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
 
-    async def update_weights_from_disk(self, path: Path, version: int) -> None:
-        self.updates.append((load_file(path / "model-00000.safetensors").keys(), version))
+        (message,) = (MultiprocessingSerializer.deserialize(payload) for payload in payloads)
+        loaded = {name: t.clone() for name, t in FlattenedTensorBucket(**message).reconstruct_tensors()}
+        self.updates.append(("+".join(loaded), version, options))
+        self.tensors |= loaded
 
-
-@pytest.fixture
-def sent(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[tuple[Any, ...]]]:
-    """What two engines are asked by a transport; a bucket is told by the names in it."""
-    monkeypatch.setattr(
-        tensor_transport, "_serialize", lambda bucket: ("+".join(name for name, _ in bucket), torch.empty(0))
-    )
-
-    def send(transport: Any, tensors: dict[str, torch.Tensor]) -> list[tuple[Any, ...]]:
-        engines = [RecordingEngine(), RecordingEngine()]
-        asyncio.run(transport.send(iter(tensors.items()), engines, 7))
-        assert engines[0].updates == engines[1].updates
-        return engines[0].updates
-
-    return send
+    async def update_weights_from_disk(self, path: Path, version: int, **options: Any) -> None:
+        self.updates.append((load_file(path / "model-00000.safetensors").keys(), version, options))
 
 
-def test_the_cache_is_flushed_with_the_last_bucket_only(sent: Callable[..., list[tuple[Any, ...]]]) -> None:
-    flattened = {"load_format": "flattened_bucket"}
-    assert sent(TensorTransport(700), TENSORS) == [
-        ("0+1", 7, {**flattened, "flush_cache": False}),
-        ("2+3", 7, {**flattened, "flush_cache": False}),
-        ("4", 7, {**flattened, "flush_cache": True}),
-    ]
+def send(transport: Any, tensors: Iterable[tuple[str, torch.Tensor]]) -> list[RecordingEngine]:
+    """Two engines after a transport has sent them the tensors, as version 7."""
+    engines = [RecordingEngine(), RecordingEngine()]
+    asyncio.run(transport.send(iter(tensors), engines, 7))
+    assert engines[0].updates == engines[1].updates
+    return engines
 
 
-def test_one_bucket_is_the_last_and_none_is_nothing(sent: Callable[..., list[tuple[Any, ...]]]) -> None:
-    ((names, _, options),) = sent(TensorTransport(1 << 20), TENSORS)
-    assert (names, options["flush_cache"]) == ("0+1+2+3+4", True)
-    assert sent(TensorTransport(1 << 20), {}) == []
+def test_the_tensor_transport_sends_bucket_by_bucket_and_flushes_nothing() -> None:
+    options = {"load_format": "flattened_bucket", "flush_cache": False}
+    engines = send(TensorTransport(700), TENSORS.items())
+    assert engines[0].updates == [("0+1", 7, options), ("2+3", 7, options), ("4", 7, options)]
+    for engine in engines:
+        assert engine.tensors.keys() == TENSORS.keys()
+        assert all(torch.equal(engine.tensors[name], tensor) for name, tensor in TENSORS.items())
+    assert send(TensorTransport(700), [])[0].updates == []
 
 
-def test_the_disk_transport_announces_a_directory_that_is_complete(
-    sent: Callable[..., list[tuple[Any, ...]]], tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("preset", ["fp8_block_pow2", "fp8_block_fp32"])
+def test_what_is_quantized_into_the_buckets_arrives(preset: str) -> None:
+    """The same bytes as quantized on their own, from ragged shapes, over several buckets, without a copy."""
+    spec = QuantSpec.preset(preset)
+    generator = torch.Generator().manual_seed(0)
+    projections = [(f"model.layers.{i}.mlp.up_proj.weight", (200 + i, 130)) for i in range(6)]
+    shapes = dict([("model.norm.weight", (129,)), *projections, ("lm_head.weight", (7, 130))])
+    weights = {name: torch.randn(shape, generator=generator).bfloat16() for name, shape in shapes.items()}
+    expected = dict(served_tensors(weights.items(), spec, layers=6))
+    transport = TensorTransport(100_000)
+    served = served_tensors(weights.items(), spec, 6, transport.allocate)
+    for engine in send(transport, served):
+        assert len(engine.updates) > 1
+        assert engine.tensors.keys() == expected.keys()
+        for name, tensor in expected.items():
+            assert engine.tensors[name].dtype == tensor.dtype
+            assert torch.equal(engine.tensors[name].view(torch.uint8), tensor.view(torch.uint8)), name
+
+
+def test_the_device_is_where_torch_and_sglang_put_it() -> None:
+    from sglang.srt.utils.patch_torch import _REDUCE_TENSOR_ARG_DEVICE_INDEX
+    from torch.multiprocessing import reductions
+
+    index = tensor_transport._DEVICE
+    assert list(inspect.signature(reductions.rebuild_cuda_tensor).parameters)[index] == "storage_device"
+    assert index == _REDUCE_TENSOR_ARG_DEVICE_INDEX
+
+
+@pytest.mark.gpu
+def test_a_gpu_is_sent_by_its_uuid() -> None:
+    transport = TensorTransport(1 << 20)
+    flat = transport.allocate((16,), torch.uint8, torch.device("cuda"))
+    (bucket,) = transport._packer.pack([("x", flat)])
+    _, arguments = tensor_transport._Mapped(bucket.flat).__reduce__()
+    assert arguments[tensor_transport._DEVICE] == str(torch.cuda.get_device_properties(0).uuid)
+
+
+def test_the_disk_transport_announces_a_directory_that_is_complete(tmp_path: Path) -> None:
     source = tmp_path / "source"
     source.mkdir()
     (source / "config.json").write_text("{}")
     for _ in range(2):  # each sync replaces the directory of the one before
-        assert sent(DiskTransport(source, tmp_path / "scratch" / "sync", SPEC), TENSORS) == [(TENSORS.keys(), 7)]
+        engines = send(DiskTransport(source, tmp_path / "scratch" / "sync", SPEC), TENSORS.items())
+        assert engines[0].updates == [(TENSORS.keys(), 7, {"flush_cache": False})]
     assert [entry.name for entry in (tmp_path / "scratch").iterdir()] == ["sync"]
 
 
 def test_the_configuration_names_the_transport(tmp_path: Path) -> None:
-    chosen = [make_transport(SyncConfig(transport=name), tmp_path, tmp_path, SPEC) for name in ("tensor", "disk")]
-    assert [type(transport) for transport in chosen] == [TensorTransport, DiskTransport]
-    assert make_transport(SyncConfig(bucket_mib=3), tmp_path, tmp_path, SPEC) == TensorTransport(3 << 20)
+    kinds = {"tensor": TensorTransport, "distributed": DistributedTransport, "disk": DiskTransport}
+    for name, kind in kinds.items():
+        assert type(make_transport(SyncConfig(transport=name), tmp_path, tmp_path, SPEC)) is kind

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
@@ -11,11 +12,15 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
-from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+from megatron.core.transformer.transformer_layer import (
+    TransformerLayer,
+    TransformerLayerSubmodules,
+    get_transformer_layer_offset,
+)
 from torch import nn
 
 from trainer.hf_config import ModelShape
-from trainer.modules.precision import Precision
+from trainer.modules.precision import LayerPrecision, Precision
 
 
 @dataclass(frozen=True)
@@ -23,37 +28,44 @@ class LayerModules:
     """What differs between the modes.
 
     Attributes:
-        norm_column_linear, row_linear: take `precision` and the module `kind` as keywords.
+        norm_column_linear, row_linear: for a module kind; see `asking`.
         activation: of a dense MLP; None for the SwiGLU inside Megatron's MLP.
     """
 
     norm: type[nn.Module]
-    norm_column_linear: type[nn.Module]
-    row_linear: type[nn.Module]
+    norm_column_linear: Callable[[str], ModuleSpec]
+    row_linear: Callable[[str], ModuleSpec]
     core_attention: ModuleSpec | type[nn.Module]
     activation: type[nn.Module] | None
     moe: ModuleSpec
 
 
+def asking(precision: LayerPrecision, module: type[nn.Module]) -> Callable[[str], ModuleSpec]:
+    """`module` for any module kind, which takes `precision` and its `kind` as keywords and asks whether to quantize."""
+    return lambda kind: ModuleSpec(module=module, params={"precision": precision, "kind": kind})
+
+
 def block_spec(
-    config: TransformerConfig, shape: ModelShape, precision: Precision, modules: LayerModules
+    config: TransformerConfig,
+    shape: ModelShape,
+    precision: Precision,
+    modules_of: Callable[[LayerPrecision], LayerModules],
 ) -> TransformerBlockSubmodules:
     """The decoder block of this pipeline stage, with TransformerEngine's parameter names."""
-    layer = _layer_spec(shape, precision, modules)
-    return TransformerBlockSubmodules(layer_specs=[layer] * get_num_layers_to_build(config), layer_norm=modules.norm)
+    first = get_transformer_layer_offset(config)
+    modules = [modules_of(precision.of_layer(first + index)) for index in range(get_num_layers_to_build(config))]
+    specs = [_layer_spec(shape, each) for each in modules]
+    return TransformerBlockSubmodules(layer_specs=specs, layer_norm=modules[-1].norm)
 
 
-def _layer_spec(shape: ModelShape, precision: Precision, modules: LayerModules) -> ModuleSpec:
-    def linear(module: type[nn.Module], kind: str) -> ModuleSpec:
-        return ModuleSpec(module=module, params={"precision": precision, "kind": kind})
-
+def _layer_spec(shape: ModelShape, modules: LayerModules) -> ModuleSpec:
     attention = ModuleSpec(
         module=SelfAttention,
         params={"attn_mask_type": AttnMaskType.causal},
         submodules=SelfAttentionSubmodules(
-            linear_qkv=linear(modules.norm_column_linear, "q_proj"),
+            linear_qkv=modules.norm_column_linear("q_proj"),
             core_attention=modules.core_attention,
-            linear_proj=linear(modules.row_linear, "o_proj"),
+            linear_proj=modules.row_linear("o_proj"),
             q_layernorm=modules.norm,
             k_layernorm=modules.norm,
         ),
@@ -62,8 +74,8 @@ def _layer_spec(shape: ModelShape, precision: Precision, modules: LayerModules) 
         module=MLP,
         params={"ffn_hidden_size": shape.ffn_size},
         submodules=MLPSubmodules(
-            linear_fc1=linear(modules.norm_column_linear, "gate_proj"),
-            linear_fc2=linear(modules.row_linear, "down_proj"),
+            linear_fc1=modules.norm_column_linear("gate_proj"),
+            linear_fc2=modules.row_linear("down_proj"),
             activation_func=modules.activation,
         ),
     )

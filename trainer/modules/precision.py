@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
@@ -15,40 +17,57 @@ from numerics.weight_cache import WeightCache
 
 @dataclass
 class Precision:
-    """The trainer's side of a NumericsConfig, shared by every module that multiplies.
-
-    Modules ask it in each forward, so that a live model changes its precision with `numerics`.
+    """The trainer's side of a NumericsConfig. A live model changes its precision with `numerics`.
 
     Attributes:
-        cache: the dequantized weights of the current weight version.
+        cache: the operands of the current weight version's products.
+        layers: of the whole model.
     """
 
     numerics: NumericsConfig
     cache: WeightCache
+    layers: int
+
+    def of_layer(self, layer: int) -> LayerPrecision:
+        """What the modules of layer 0 to `layers` - 1 share."""
+        return LayerPrecision(self, layer)
+
+
+@dataclass(frozen=True)
+class LayerPrecision:
+    """A model's precision as one layer sees it. Modules ask it in each forward, and so follow a change."""
+
+    model: Precision
+    layer: int
 
     @property
     def spec(self) -> QuantSpec:
-        """What the forward quantizes."""
-        return self.numerics.trainer_spec
+        """What the layer's forward quantizes."""
+        return self.model.numerics.trainer_spec.of_layer(self.layer, self.model.layers)
 
     @property
     def backward(self) -> Backward:
         """Precision of the gradient GEMMs of a quantized module."""
-        return "fp8" if self.numerics.trainer == "fp8" and self.numerics.spec.gradient.quantized else "bf16"
+        numerics = self.model.numerics
+        return "fp8" if numerics.trainer == "fp8" and numerics.spec.gradient.quantized else "bf16"
 
     @property
     def k_splits(self) -> int:
         """Slices of K in a row-parallel product on one rank."""
-        return self.numerics.k_splits
+        return self.model.numerics.k_splits
 
     def quantizes(self, kind: str) -> bool:
         """Whether the GEMMs of this module kind run in FP8 now."""
         return self.spec.quantizes(kind)
 
-    def dequantized(self, weight: Tensor) -> Tensor:
+    def operand(self, weight: Tensor) -> Any:
         """What a quantized weight [N, K] multiplies as."""
-        return self.cache.dequantized(weight, self.spec.weight)
+        return self.model.cache.operand(weight, self.spec.weight)
+
+    def group_operand(self, weights: Sequence[Tensor]) -> Any:
+        """What the quantized weights of a layer's experts multiply as."""
+        return self.model.cache.group_operand(weights, self.spec.weight)
 
     def fp8_linear(self, x: Tensor, weight: Tensor, k_splits: int = 1) -> Tensor:
         """`ops.fp8_linear` of x [..., K] and weight [N, K]."""
-        return ops.fp8_linear(x, weight, self.dequantized(weight), self.spec, self.backward, k_splits)
+        return ops.fp8_linear(x, weight, self.operand(weight), self.spec, self.backward, k_splits)

@@ -55,10 +55,6 @@ class GroupedWeights(nn.Module):
             weight = nn.Parameter(
                 torch.empty(output_size, input_size, dtype=config.params_dtype, device=torch.cuda.current_device())
             )
-            # Megatron leaves untagged parameters of tensor-parallel ranks above 0 out of the gradient norm, but each
-            # rank's optimizer holds another part of the experts.
-            tag_split(weight, 0)
-            setattr(weight, "whole_expert", True)  # noqa: B010
             setattr(self, f"weight{index}", weight)
 
     def weights(self) -> list[nn.Parameter]:

@@ -1,6 +1,7 @@
 """How tensors get from rank 0 of the trainer into the engines. All transports have one interface.
 
-The engine has them loaded when `send` returns, and has not yet committed them: `bridge` does that, and verifies.
+The engine has them loaded when `send` returns. It has not forgotten what it cached, and not yet committed them:
+`bridge` sees to that, and verifies.
 """
 
 from __future__ import annotations
@@ -9,17 +10,22 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from numerics.spec import QuantSpec
 from rollout.client import EngineClient
 from weight_sync.config import SyncConfig
 from weight_sync.transports.disk import DiskTransport
+from weight_sync.transports.distributed import DistributedTransport
 from weight_sync.transports.tensor import TensorTransport
 
 
 class Transport(Protocol):
     """Runs in the process of the trainer's rank 0."""
+
+    def allocate(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Uninitialised memory from which `send` takes a tensor without another copy."""
 
     async def send(self, tensors: Iterable[tuple[str, Tensor]], engines: Sequence[EngineClient], version: int) -> None:
         """Load all `tensors` (HF names) into every engine, under a weight version."""
@@ -32,4 +38,6 @@ def make_transport(config: SyncConfig, model_path: Path, scratch: Path, spec: Qu
     """
     if config.transport == "disk":
         return DiskTransport(model_path, scratch, spec)
+    if config.transport == "distributed":
+        return DistributedTransport(config.bucket_mib << 20)
     return TensorTransport(config.bucket_mib << 20)

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from numerics.spec import QuantSpec
@@ -22,6 +23,11 @@ class DiskTransport:
     directory: Path
     spec: QuantSpec
 
+    def allocate(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(tuple(shape), dtype=dtype, device=device)
+
     async def send(self, tensors: Iterable[tuple[str, Tensor]], engines: Sequence[EngineClient], version: int) -> None:
         write_served_checkpoint(tensors, self.model_path, self.directory, self.spec)
-        await asyncio.gather(*(engine.update_weights_from_disk(self.directory, version) for engine in engines))
+        await asyncio.gather(
+            *(engine.update_weights_from_disk(self.directory, version, flush_cache=False) for engine in engines)
+        )

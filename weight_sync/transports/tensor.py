@@ -1,56 +1,78 @@
-"""On one host: flat buckets through shared memory (CUDA IPC for tensors on a GPU)."""
+"""On one host, and on one GPU: flat buckets in memory that the engines map (shared memory, or CUDA IPC)."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.multiprocessing import reductions
 
 from rollout.client import EngineClient
-from weight_sync.buckets import Named, buckets
+from weight_sync.buckets import Bucket, Named, Packer
+
+_DEVICE = 6
+"""Index of the device among the arguments of `rebuild_cuda_tensor`."""
 
 
-@dataclass(frozen=True)
 class TensorTransport:
-    """bucket_bytes: size of one bucket; two are alive at a time at most."""
+    """bucket_bytes: size of one bucket."""
 
-    bucket_bytes: int
+    def __init__(self, bucket_bytes: int) -> None:
+        self._packer = Packer(bucket_bytes, _shared_memory)
+
+    def allocate(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+        return self._packer.allocate(shape, dtype, device)
 
     async def send(self, tensors: Iterable[Named], engines: Sequence[EngineClient], version: int) -> None:
-        # Handles by name: torch's default passes file descriptors, which unrelated processes cannot.
-        torch.multiprocessing.set_sharing_strategy("file_system")
-        for bucket, last in _with_last(buckets(tensors, self.bucket_bytes)):
-            payload, shared = _serialize(bucket)
+        for bucket in self._packer.pack(tensors):
+            payload = _serialize(bucket)
+            # An engine answers when it has copied the bucket: dropping its mapping waits for the copy on the GPU.
             await asyncio.gather(
                 *(
                     engine.update_weights_from_tensor(
-                        [payload], version, load_format="flattened_bucket", flush_cache=last
+                        [payload], version, load_format="flattened_bucket", flush_cache=False
                     )
                     for engine in engines
                 )
             )
-            del shared  # not before every engine has copied it
 
 
-def _serialize(bucket: list[Named]) -> tuple[str, Tensor]:
-    """SGLang's message for one bucket, and the flat tensor that it points to."""
+def _shared_memory(size: int, device: torch.device) -> Tensor:
+    # Handles by name: torch's default passes file descriptors, which unrelated processes cannot.
+    torch.multiprocessing.set_sharing_strategy("file_system")
+    storage = torch.UntypedStorage._new_shared(size, device=device)
+    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
+
+
+def _serialize(bucket: Bucket) -> str:
+    """SGLang's message for one bucket; it points to the bucket's memory."""
     from sglang.srt.utils import MultiprocessingSerializer
-    from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
+    from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorMetadata
 
-    packed = FlattenedTensorBucket(named_tensors=bucket)
-    flat = packed.get_flattened_tensor()
-    message = {"flattened_tensor": flat, "metadata": packed.get_metadata()}
-    return MultiprocessingSerializer.serialize(message, output_str=True), flat
+    metadata = [
+        FlattenedTensorMetadata(slot.name, slot.shape, slot.dtype, slot.start, slot.start + slot.size, slot.size)
+        for slot in bucket.slots
+    ]
+    message = {"flattened_tensor": _Mapped(bucket.flat), "metadata": metadata}
+    return MultiprocessingSerializer.serialize(message, output_str=True)
 
 
-def _with_last(items: Iterable[list[Named]]) -> Iterator[tuple[list[Named], bool]]:
-    held: list[Named] | None = None
-    for item in items:
-        if held is not None:
-            yield held, False
-        held = item
-    if held is not None:
-        yield held, True
+class _Mapped:
+    """Unpickled, the tensor itself. A GPU goes by its UUID, as processes may number the same GPUs differently.
+
+    SGLang reads UUIDs (`monkey_patch_torch_reductions`). Its sending half patches torch for the whole process, which
+    then fails to send tensors on the CPU.
+    """
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor
+
+    def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
+        rebuild, arguments = reductions.reduce_tensor(self._tensor)
+        if self._tensor.is_cuda:
+            uuid = str(torch.cuda.get_device_properties(arguments[_DEVICE]).uuid)
+            arguments = (*arguments[:_DEVICE], uuid, *arguments[_DEVICE + 1 :])
+        return rebuild, arguments

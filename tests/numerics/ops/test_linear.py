@@ -101,7 +101,7 @@ def test_grouped_product_is_each_group_on_its_own(spec, counts):
     dy = torch.randn(sum(counts), 128, generator=generator).bfloat16()
 
     together = x.clone().requires_grad_()
-    out = grouped_linear(together, counts, weights, dequantized, spec)
+    out = grouped_linear(together, torch.tensor(counts), weights, dequantized, spec)
     out.backward(dy)
     grads = [w.grad for w in weights]
 

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from numerics import ops
-from numerics.ops import ExpertWeight
+from numerics.ops import ExpertWeights
 from numerics.probe import row_variant_ops
 from numerics.quantize import fake_quantize
 from numerics.spec import QuantSpec
@@ -140,7 +140,7 @@ def test_token_logprobs():
 def moe(x, router, w13, w2, top_k, spec=None):
     """An MoE layer put together from the shared ops, as the engine does it."""
     probs, chosen = ops.route(ops.linear(x, router), top_k, True)
-    order, counts = ops.group_by_expert(chosen, len(w13))
+    order, counts = ops.group_by_expert(chosen, len(w13.weights))
     outputs = ops.experts(x[order // top_k], counts, w13, w2, spec)
     return ops.combine(outputs, probs, order, x.dtype), chosen, probs
 
@@ -155,7 +155,7 @@ def weights(experts=8, hidden=256, width=128):
 def test_experts_and_combine(top_k):
     router, w13, w2 = weights()
     x = random(33, 256)
-    out, chosen, probs = moe(x, router, [ExpertWeight(w) for w in w13], [ExpertWeight(w) for w in w2], top_k)
+    out, chosen, probs = moe(x, router, ExpertWeights(w13), ExpertWeights(w2), top_k)
     for token in range(33):
         exact = torch.zeros(256, dtype=torch.float64)
         for expert, prob in zip(chosen[token].tolist(), probs[token].double()):
@@ -170,7 +170,7 @@ def test_an_moe_layer_is_row_invariant(spec):
     router, w13, w2 = weights()
 
     def prepared(matrices):
-        return [ExpertWeight(w, fake_quantize(w, SPEC.weight) if spec else None) for w in matrices]
+        return ExpertWeights(matrices, [fake_quantize(w, SPEC.weight) for w in matrices] if spec else None)
 
     x = random(64, 256)
     whole, _, _ = moe(x, router, prepared(w13), prepared(w2), 4, spec)

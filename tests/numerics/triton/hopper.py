@@ -21,13 +21,15 @@ from triton.runtime.jit import JITFunction
 
 @dataclasses.dataclass(frozen=True)
 class Compiled:
-    """One kernel as it would run. shared: bytes. instructions: the matrix and cast instructions of its PTX."""
+    """One kernel as it would run. shared: bytes. instructions: the matrix and cast instructions of its PTX. sums: the
+    layouts in which its FP32 matrices are reduced, which decide the order of addition."""
 
     name: str
     shared: int
     registers: int
     spilled: int
     instructions: tuple[str, ...]
+    sums: tuple[str, ...]
 
 
 class _NoDevice:
@@ -67,8 +69,18 @@ def _described(name: str, kernel: Any) -> Compiled:
     ptx = kernel.asm["ptx"]
     wanted = r"cvt\.rn\.satfinite[.\w]+|wgmma\.mma_async[.\w]+|mma\.sync[.\w]+|fma\.rn\.f32"
     return Compiled(
-        name, kernel.metadata.shared, *_resources(kernel.asm["cubin"]), tuple(sorted(set(re.findall(wanted, ptx))))
+        name,
+        kernel.metadata.shared,
+        *_resources(kernel.asm["cubin"]),
+        tuple(sorted(set(re.findall(wanted, ptx)))),
+        _sums(kernel.asm["ttgir"]),
     )
+
+
+def _sums(ttgir: str) -> tuple[str, ...]:
+    layouts = dict(re.findall(r"^(#\w+) = (.*)$", ttgir, re.MULTILINE))
+    reduced = re.findall(r"\}\) : \(tensor<\d+x\d+xf32, (#\w+)>\)", ttgir)
+    return tuple(sorted({layouts[name] for name in reduced}))
 
 
 def _resources(cubin: bytes) -> tuple[int, int]:

@@ -8,7 +8,7 @@ import torch
 from numerics.quantize import quantize
 from numerics.spec import TensorSpec
 from numerics.triton.quantize import (
-    empty_transposed,
+    empty_blocks,
     quantize_blocks,
     quantize_columns,
     quantize_rows,
@@ -75,7 +75,7 @@ def test_rows_and_columns_in_one_pass_each_in_its_own_format():
 @pytest.mark.parametrize("shape", [(256, 384), (3, 128, 256), (200, 140)])
 def test_blocks_and_their_transpose(shape, scale):
     spec, w = TensorSpec(granularity="block", scale=scale), numbers(*shape)
-    transposed = empty_transposed(w.to(DEVICE), spec)
+    transposed = empty_blocks((*shape[:-2], shape[-1], shape[-2]), spec, torch.device(DEVICE))
     found, expected = quantize_blocks(w.to(DEVICE), spec, transposed=transposed), quantize(w, spec)
     same(found, expected)
     assert torch.equal(transposed.data.view(torch.uint8), found.data.view(torch.uint8).transpose(-1, -2))
@@ -84,7 +84,7 @@ def test_blocks_and_their_transpose(shape, scale):
 
 def test_results_go_where_they_are_asked_to_go():
     spec, w = TensorSpec(granularity="block"), numbers(128, 256).to(DEVICE)
-    out = empty_transposed(w.t(), spec)
+    out = empty_blocks(w.shape, spec, w.device)
     assert quantize_blocks(w, spec, out) is out
     same(out, quantize(w.cpu(), spec))
 

@@ -42,7 +42,7 @@ def hf_tensors_served(seed: int) -> dict[str, Tensor]:
         rows = spread.repeat_interleave(128)[: shape[0]]
         return (torch.randn(shape, generator=generator) * (rows[:, None] if len(shape) > 1 else rows)).bfloat16()
 
-    return dict(served_tensors(((name, random(shape)) for name, shape in SHAPES.items()), SPEC))
+    return dict(served_tensors(((name, random(shape)) for name, shape in SHAPES.items()), SPEC, layers=2))
 
 
 def build(served: dict[str, Tensor]) -> nn.Module:

@@ -68,25 +68,84 @@ def test_all_that_do_not_fit_are_named(registered: list[tuple[Any, ...]]) -> Non
         install(bad)
 
 
-@pytest.mark.parametrize("rollout", ["bf16", "fp8"])
-@pytest.mark.parametrize("mode", ["exact", "native"])
-def test_targets_are_hooked_once(mode: str, rollout: str) -> None:
-    targets = [hook.target for hook in hooks_for(NumericsConfig(mode=mode, spec=FP8, rollout=rollout))]
+NUMERICS = [
+    NumericsConfig(mode=mode, spec=QuantSpec.preset(preset), rollout=rollout)
+    for mode in ("exact", "native")
+    for preset in ("fp8_block_pow2", "fp8_block_fp32")
+    for rollout in ("fp8", "bf16")
+]
+FP8_LAYER = "layers.quantization.fp8.Fp8{}Method."
+PRODUCTS = {FP8_LAYER.format(kind) + "apply" for kind in ("Linear", "MoE")}
+LAYOUTS = {FP8_LAYER.format(kind) + "process_weights_after_loading_block_quant" for kind in ("Linear", "MoE")}
+QUANTIZERS = {
+    f"kernels.ops.quantization.fp8_kernel.{name}"
+    for name in ("_run_per_token_group_quant_8bit_kernel", "sglang_per_token_quant_fp8")
+}
+
+
+@pytest.mark.parametrize("cuda", [False, True])
+def test_every_target_is_in_the_installed_sglang_with_its_parameters(cuda: bool) -> None:
+    problems = {hooks._problem(hook) for numerics in NUMERICS for hook in hooks_for(numerics, cuda)}
+    assert problems == {None}
+
+
+@pytest.mark.parametrize("cuda", [False, True])
+@pytest.mark.parametrize("numerics", NUMERICS)
+def test_targets_are_hooked_once(numerics: NumericsConfig, cuda: bool) -> None:
+    targets = [hook.target for hook in hooks_for(numerics, cuda)]
     assert len(set(targets)) == len(targets)
 
 
-def test_native_mode_hooks_no_op_but_the_fp8_products() -> None:
-    def ops_hooked(**numerics: str) -> set[str]:
-        targets = {hook.target for hook in hooks_for(NumericsConfig(spec=FP8, **numerics))}
-        return {target.removeprefix("layers.") for target in targets if target.startswith("layers.")}
+def ops_hooked(cuda: bool, **numerics: Any) -> set[str]:
+    targets = {hook.target for hook in hooks_for(NumericsConfig(**{"spec": FP8, **numerics}), cuda)}
+    return {target for target in targets if target.startswith(("layers.", "kernels.", "models."))}
 
-    products = {f"quantization.fp8.Fp8{kind}Method.apply" for kind in ("Linear", "MoE")}
-    layouts = {
-        f"quantization.fp8.Fp8{kind}Method.process_weights_after_loading_block_quant" for kind in ("Linear", "MoE")
+
+def test_native_mode_on_a_cpu_hooks_no_op_but_the_fp8_products() -> None:
+    assert ops_hooked(False, mode="native") == PRODUCTS | LAYOUTS
+    assert ops_hooked(False, mode="native", rollout="bf16") == set()
+    assert ops_hooked(False, mode="exact", rollout="bf16") > PRODUCTS | LAYOUTS
+
+
+def test_native_mode_on_a_gpu_hooks_the_quantizer_of_powers_of_two_alone() -> None:
+    assert ops_hooked(True, mode="native") == QUANTIZERS | LAYOUTS
+    assert ops_hooked(True, mode="native", spec=QuantSpec.preset("fp8_block_fp32")) == LAYOUTS
+    assert ops_hooked(True, mode="native", rollout="bf16") == set()
+    assert ops_hooked(True, mode="exact") > PRODUCTS | LAYOUTS
+
+
+def test_exact_mode_replaces_the_same_ops_on_both_devices() -> None:
+    """On a GPU under their other names, and with it what would fuse two of them."""
+    cpu, gpu = ops_hooked(False, mode="exact"), ops_hooked(True, mode="exact")
+    renamed = {target.replace("forward_native", "forward_cuda") for target in cpu - gpu}
+    attention = {target for target in cpu | gpu if "attention" in target}
+    fusions = {"models.utils.can_use_fused_inplace_qknorm", "models.utils.enable_fused_set_kv_buffer"}
+    assert len(attention) == 4
+    assert renamed - attention - {"layers.moe.topk.fused_topk_native"} == gpu - cpu - attention - fusions - {
+        "layers.moe.topk.fused_topk"
     }
-    assert ops_hooked(mode="native", rollout="fp8") == products | layouts
-    assert ops_hooked(mode="native", rollout="bf16") == set()
-    assert ops_hooked(mode="exact", rollout="bf16") > products | layouts
+
+
+def test_sglang_quantizes_every_activation_on_hopper_where_it_is_hooked() -> None:
+    """Dense products through DeepGEMM or Triton and the experts' Triton runner: all come by the two functions."""
+    import inspect
+
+    from sglang.kernels.ops.moe import fused_moe_triton_kernels as experts
+    from sglang.kernels.ops.quantization import fp8_kernel
+    from sglang.srt.layers.quantization import fp8_utils
+
+    assert "_run_per_token_group_quant_8bit_kernel(" in inspect.getsource(fp8_kernel.sglang_per_token_group_quant_fp8)
+    assert "return sglang_per_token_quant_fp8(x)" in inspect.getsource(fp8_kernel.sglang_per_token_group_quant_fp8)
+    assert "if _is_cuda:\n    per_token_group_quant_fp8 = sglang_per_token_group_quant_fp8" in inspect.getsource(
+        fp8_kernel
+    )
+    callers = (
+        fp8_utils.deepgemm_w8a8_block_fp8_linear_with_fallback,
+        fp8_utils.triton_w8a8_block_fp8_linear,
+        experts.invoke_fused_moe_kernel,
+    )
+    for caller in callers:
+        assert "per_token_group_quant_fp8(" in inspect.getsource(caller)
 
 
 def test_without_a_configuration_the_plugin_does_nothing(

@@ -47,6 +47,15 @@ def test_an_update_takes_the_version_away_and_a_commit_gives_the_next() -> None:
     assert engine.state().weights.version == "4"
 
 
+def test_no_forward_between_an_update_and_its_commit() -> None:
+    lifecycle.before_forward(object(), "batch")
+    lifecycle.before_update()
+    with pytest.raises(RuntimeError, match="without a version before a forward"):
+        lifecycle.before_forward(object(), "batch")
+    check(lifecycle.COMMIT + "4")
+    lifecycle.before_forward(object(), "batch")
+
+
 def test_sglangs_own_actions_stay_its_own() -> None:
     assert check("compare") == ("stock", {"action": "compare", "allow_quant_error": False})
 
@@ -58,6 +67,7 @@ def test_the_report_says_what_runs() -> None:
     report = result.internal_state["fp8rl"]
     assert result.internal_state["load"] == 1
     assert (report["spec_digest"], report["weight_version"], report["threads"]) == (SPEC.digest(), "3", 1)
+    assert report["implementation"] == "torch"
     assert report["numerics"] == NumericsConfig(spec=SPEC).to_dict()
     assert (report["row_invariant"], report["row_variant_ops"]) == (True, [])
     lifecycle.before_update()

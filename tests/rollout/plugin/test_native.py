@@ -1,8 +1,9 @@
-"""The FP8 experts of native mode against each token's own sum over its experts in float64."""
+"""Native mode: the experts against each token's own sum in float64, and SGLang's quantizer with the run's scales."""
 
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -12,8 +13,7 @@ from torch import Tensor, nn
 from numerics.config import NumericsConfig
 from numerics.quantize import fake_quantize, quantize
 from numerics.spec import QuantSpec
-from rollout.plugin import engine
-from rollout.plugin.native import fp8_moe
+from rollout.plugin import engine, native
 
 pytest.importorskip("sglang.srt.layers.activation")
 
@@ -39,7 +39,7 @@ def test_fp8_experts_follow_sglangs_order_of_operations(monkeypatch: pytest.Monk
     engine.state().weights.attach(layer, "0")
 
     dispatched = SimpleNamespace(hidden_states=x, topk_output=(weights, experts.int(), None))
-    found = fp8_moe(None, layer, dispatched).hidden_states
+    found = native.fp8_moe(None, layer, dispatched).hidden_states
     expected = torch.stack(
         [
             sum(
@@ -59,3 +59,59 @@ def expert_output(x: Tensor, w13: Tensor, w2: Tensor) -> Tensor:
 
 def product(x: Tensor, weight: Tensor) -> Tensor:
     return (weight.double() @ fake_quantize(x[None], SPEC.activation)[0].double()).bfloat16()
+
+
+@pytest.fixture
+def fp8_kernel(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """SGLang's module of quantizers as the plugin leaves it on a GPU."""
+    module = pytest.importorskip("sglang.kernels.ops.quantization.fp8_kernel")
+    monkeypatch.setattr(engine, "_state", None)
+    engine.configure(NumericsConfig(mode="native", spec=SPEC))
+    monkeypatch.setattr(module, "_run_per_token_group_quant_8bit_kernel", native.quantize_groups)
+    monkeypatch.setattr(module, "sglang_per_token_quant_fp8", native.quantize_only_group)
+    return module
+
+
+def activations(channels: int) -> Tensor:
+    """Rows of magnitudes from 2^-18 to 2^17, one of them zero in its first group and one wholly zero."""
+    magnitudes = torch.exp2(torch.arange(-18.0, 18.0, 3.0))
+    x = torch.randn(len(magnitudes), channels, generator=torch.Generator().manual_seed(0)) * magnitudes[:, None]
+    x[3, :128] = 0
+    x[5] = 0
+    return x.bfloat16()
+
+
+@pytest.mark.parametrize("channels", [128, 384])
+@pytest.mark.parametrize(
+    "layout", [{}, {"column_major_scales": True}, {"column_major_scales": True, "scale_tma_aligned": True}]
+)
+def test_sglang_quantizes_activations_with_powers_of_two(
+    fp8_kernel: Any, layout: dict[str, bool], channels: int
+) -> None:
+    """In the layouts that the Triton experts and dense products, CUTLASS and DeepGEMM ask for."""
+    x = activations(channels)
+    codes, scales = fp8_kernel.sglang_per_token_group_quant_fp8(x, 128, **layout)
+    expected = quantize(x, SPEC.activation)
+    assert (codes.dtype, codes.shape, scales.dtype, scales.shape) == (
+        torch.float8_e4m3fn,
+        x.shape,
+        torch.float32,
+        (len(x), channels // 128),
+    )
+    assert torch.equal(codes.view(torch.uint8), expected.data.view(torch.uint8))
+    assert torch.equal(scales, expected.scale_inv)
+    assert channels == 128 or (scales.stride(0) == 1) == bool(layout)
+    mantissas, _ = torch.frexp(scales)
+    assert (mantissas == 0.5).all()
+    assert (scales[5] == 1).all() and scales[3, 0] == 1
+
+
+@pytest.mark.parametrize("options", [{"fuse_silu_and_mul": True}, {"masked_m": torch.tensor([2])}])
+def test_a_product_that_wants_more_than_codes_and_scales_is_refused(fp8_kernel: Any, options: dict[str, Any]) -> None:
+    with pytest.raises(NotImplementedError, match="moe-runner-backend triton"):
+        fp8_kernel.sglang_per_token_group_quant_fp8(activations(256), 128, **options)
+
+
+def test_one_scale_for_a_longer_row_is_refused(fp8_kernel: Any) -> None:
+    with pytest.raises(NotImplementedError, match="one scale for 256 channels, expected 128"):
+        fp8_kernel.sglang_per_token_quant_fp8(activations(256))

@@ -1,15 +1,23 @@
-"""Attention over SGLang's paged cache against the shared op on the whole sequence: bit for bit."""
+"""The shared ops in the shape of SGLang's methods. Attention over its paged cache equals the whole sequence's."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from numerics import ops
-from rollout.plugin.ops import attention_decode, attention_extend
+from rollout.plugin.ops import (
+    attention_backend_decode,
+    attention_backend_extend,
+    attention_decode,
+    attention_extend,
+    fused_topk,
+)
 
 HEADS, KEY_HEADS, DIM = 4, 2, 32
 LENGTHS = (1, 7, 64, 129, 300, 301)
@@ -100,3 +108,102 @@ def test_a_decoded_token_equals_the_last_of_the_whole(cache: Cache) -> None:
         scaling=SCALE,
     )
     assert torch.equal(output, cache.expected[rows])
+
+
+class Pool:
+    """SGLang's pool of one layer: keys and values by slot."""
+
+    def __init__(self, cache: Cache) -> None:
+        self.k, self.v = torch.full_like(cache.k_cache, torch.nan), torch.full_like(cache.v_cache, torch.nan)
+
+    def set_kv_buffer(self, layer: Any, slots: Any, k: Tensor, v: Tensor) -> None:
+        self.k[slots.loc], self.v[slots.loc] = k, v
+
+    def get_key_buffer(self, layer_id: int) -> Tensor:
+        return self.k
+
+    def get_value_buffer(self, layer_id: int) -> Tensor:
+        return self.v
+
+
+def backend_and_layer(cache: Cache) -> tuple[Any, Any]:
+    """What the methods of SGLang's Triton backend find on a GPU."""
+    backend = SimpleNamespace(
+        token_to_kv_pool=Pool(cache),
+        req_to_token_pool=SimpleNamespace(req_to_token=cache.req_to_token),
+        forward_metadata=SimpleNamespace(swa_out_cache_loc=None, out_cache_loc_full_physical=None),
+    )
+    layer = SimpleNamespace(
+        layer_id=0,
+        tp_q_head_num=HEADS,
+        qk_head_dim=DIM,
+        scaling=SCALE,
+        sliding_window_size=-1,
+        logit_cap=0.0,
+    )
+    return backend, layer
+
+
+def batch(cache: Cache, starts: list[int], stops: list[int], active: list[int]) -> tuple[Any, Tensor, Tensor]:
+    """A batch of SGLang's that extends the active sequences, and the new keys and values, whose slots it names."""
+    slots = torch.cat([cache.req_to_token[cache.requests[i], starts[i] : stops[i]] for i in active]).long()
+    lengths = torch.tensor([stops[i] for i in active], dtype=torch.int32)
+    new = torch.tensor([stops[i] - starts[i] for i in active], dtype=torch.int32)
+    described = SimpleNamespace(
+        out_cache_loc=slots, req_pool_indices=cache.requests[active], seq_lens=lengths, extend_seq_lens=new
+    )
+    return described, cache.k_cache[slots], cache.v_cache[slots]
+
+
+@pytest.mark.parametrize("chunk", [17, 96, 1000])
+def test_the_gpu_backend_stores_keys_and_attends_in_chunks(cache: Cache, chunk: int) -> None:
+    backend, layer = backend_and_layer(cache)
+    done = [0] * len(LENGTHS)
+    while done != list(LENGTHS):
+        stops = [min(length, start + chunk + 3 * i) for i, (start, length) in enumerate(zip(done, LENGTHS))]
+        active = [i for i in range(len(LENGTHS)) if stops[i] > done[i]]
+        rows = cache.rows(done, stops)
+        described, k, v = batch(cache, done, stops, active)
+        found = attention_backend_extend(backend, cache.q[rows].flatten(1), k, v, layer, described)
+        assert torch.equal(found, cache.expected[rows].flatten(1))
+        done = stops
+
+
+def test_the_gpu_backend_decodes_one_token_each(cache: Cache) -> None:
+    backend, layer = backend_and_layer(cache)
+    backend.token_to_kv_pool.k[:], backend.token_to_kv_pool.v[:] = cache.k_cache, cache.v_cache
+    starts, stops = [length - 1 for length in LENGTHS], list(LENGTHS)
+    rows = cache.rows(starts, stops)
+    described, k, v = batch(cache, starts, stops, list(range(len(LENGTHS))))
+    backend.token_to_kv_pool.k[described.out_cache_loc] = torch.nan  # written by the call
+    found = attention_backend_decode(backend, cache.q[rows].flatten(1), k, v, layer, described)
+    assert torch.equal(found, cache.expected[rows].flatten(1))
+    again = attention_backend_decode(backend, cache.q[rows].flatten(1), k + 1, v, layer, described, save_kv_cache=False)
+    assert torch.equal(again, found)
+
+
+@pytest.mark.parametrize(("name", "value"), [("sliding_window_size", 64), ("logit_cap", 30.0)])
+def test_other_attention_is_refused(cache: Cache, name: str, value: float) -> None:
+    backend, layer = backend_and_layer(cache)
+    setattr(layer, name, value)
+    described, k, v = batch(cache, [0], [1], [0])
+    with pytest.raises(NotImplementedError, match="more than a causal mask"):
+        attention_backend_extend(backend, cache.q[:1].flatten(1), k, v, layer, described)
+
+
+def test_the_gpu_router_is_the_op_and_takes_nothing_more() -> None:
+    logits = torch.randn(7, 16, generator=torch.Generator().manual_seed(0)).bfloat16()
+    neutral = {
+        "routed_scaling_factor": None,
+        "apply_routed_scaling_factor_on_output": False,
+        "num_fused_shared_experts": 0,
+    }
+    weights, ids = fused_topk(torch.zeros(7, 4), logits, topk=4, renormalize=True, **neutral)
+    probs = logits.double().softmax(-1)
+    best = probs.topk(4).indices.sort(-1).values
+    assert ids.dtype == torch.int32 and torch.equal(ids.long(), best)
+    chosen = probs.gather(1, best)
+    torch.testing.assert_close(weights.double(), chosen / chosen.sum(-1, keepdim=True), rtol=1e-6, atol=1e-7)
+    for change in ({"num_fused_shared_experts": 1}, {"scoring_func": "sigmoid"}, {"routed_scaling_factor": 2.5}):
+        with pytest.raises(NotImplementedError, match="more than a softmax"):
+            fused_topk(torch.zeros(7, 4), logits, 4, True, **{**neutral, **change})

@@ -72,13 +72,13 @@ def test_the_loaded_model_holds_what_was_sent(served: ServedWeights) -> None:
 
 def test_a_commit_refreshes_and_a_forward_waits_for_it(served: ServedWeights, model: nn.Module) -> None:
     w13 = parameter(model, W13)
-    assert torch.equal(torch.stack(served.dequantized(w13)), dequantized_w13(OLD))
+    assert torch.equal(served.operand(w13), dequantized_w13(OLD))
     served.invalidate()
     load(model, NEW)
     with pytest.raises(RuntimeError, match=r"version None.*version None.*not committed"):
-        served.dequantized(w13)
+        served.operand(w13)
     assert sent(NEW, "1").differences(served.commit("1")) == []
-    assert torch.equal(torch.stack(served.dequantized(w13)), dequantized_w13(NEW))
+    assert torch.equal(served.operand(w13), dequantized_w13(NEW))
     assert not torch.equal(dequantized_w13(OLD), dequantized_w13(NEW))
 
 
@@ -115,7 +115,7 @@ def test_a_stale_cache_is_caught(
         for name in names
     ]
     with pytest.raises(RuntimeError, match=r"weights of version 1, and .* of version None"):
-        served.dequantized(left_out)
+        served.operand(left_out)
 
 
 def flipped_bit(model: nn.Module) -> None:

@@ -10,15 +10,15 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from torch import Tensor
 
 from numerics import ops
-from numerics.ops import ExpertWeight
-from trainer.modules.precision import Precision
+from numerics.ops import ExpertWeights
+from trainer.modules.precision import LayerPrecision
 from trainer.modules.weights import GroupedWeights
 
 
 class Experts(TEGroupedMLP):
     """`ops.experts` on this rank's experts, with the structure and checkpoints of Megatron's grouped MLP."""
 
-    def __init__(self, *args: Any, precision: Precision, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, precision: LayerPrecision, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.precision = precision
 
@@ -28,7 +28,7 @@ class Experts(TEGroupedMLP):
         """[T, H] sorted by expert -> ([T, H], no bias). The probabilities are applied where tokens are combined."""
         out = ops.experts(
             permuted_local_hidden_states,
-            tokens_per_expert.tolist(),
+            tokens_per_expert,
             self._weights(self.linear_fc1, "experts.gate_proj"),
             self._weights(self.linear_fc2, "experts.down_proj"),
             self.precision.spec,
@@ -36,10 +36,9 @@ class Experts(TEGroupedMLP):
         )
         return out, None
 
-    def _weights(self, linear: GroupedWeights, kind: str) -> list[ExpertWeight]:
-        if not self.precision.quantizes(kind):
-            return [ExpertWeight(weight) for weight in linear.weights()]
-        return [ExpertWeight(weight, self.precision.dequantized(weight)) for weight in linear.weights()]
+    def _weights(self, linear: GroupedWeights, kind: str) -> ExpertWeights:
+        weights, precision = linear.weights(), self.precision
+        return ExpertWeights(weights, precision.group_operand(weights) if precision.quantizes(kind) else None)
 
 
 class MoE(MoELayer):

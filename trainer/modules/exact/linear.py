@@ -11,14 +11,14 @@ from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel
 from torch import Tensor
 
 from numerics import ops
-from trainer.modules.precision import Precision
+from trainer.modules.precision import LayerPrecision
 from trainer.modules.weights import norm_weight, tag_split
 
 
 class ColumnLinear(ColumnParallelLinear):
     """Output features split over the tensor-parallel ranks."""
 
-    def __init__(self, *args: Any, precision: Precision, kind: str, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, precision: LayerPrecision, kind: str, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.precision, self.kind = precision, kind
         tag_split(self.weight, 0)
@@ -39,8 +39,16 @@ class NormColumnLinear(ColumnLinear):
 
     def forward(self, input_: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
         """[S, B, H] -> ([S, B, N], no bias)"""
-        normed = ops.rms_norm(input_, self.layer_norm_weight, self.config.layernorm_epsilon)
-        return super().forward(normed, *args, **kwargs)
+        p, eps = self.precision, self.config.layernorm_epsilon
+        if p.quantizes(self.kind) and self.tp_group.size() == 1:
+            operand = p.operand(self.weight)
+            out = ops.norm_fp8_linear(input_, self.layer_norm_weight, eps, self.weight, operand, p.spec, p.backward)
+            return out, None
+        return super().forward(self.normalized(input_), *args, **kwargs)
+
+    def normalized(self, x: Tensor) -> Tensor:
+        """[..., H] -> [..., H], what the product takes."""
+        return ops.rms_norm(x, self.layer_norm_weight, self.config.layernorm_epsilon)
 
 
 class RowLinear(RowParallelLinear):
@@ -50,7 +58,7 @@ class RowLinear(RowParallelLinear):
     `precision.k_splits` slices of its K, so both layouts give the same bits.
     """
 
-    def __init__(self, *args: Any, precision: Precision, kind: str, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, precision: LayerPrecision, kind: str, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.precision, self.kind = precision, kind
         tag_split(self.weight, 1)
@@ -64,7 +72,7 @@ class RowLinear(RowParallelLinear):
                 return p.fp8_linear(input_, weight, p.k_splits), None
             return ops.linear(input_, weight, p.k_splits), None
         if quantized:
-            partial = ops.fp8_linear_partial(input_, weight, p.dequantized(weight), p.spec, p.backward)
+            partial = ops.fp8_linear_partial(input_, weight, p.operand(weight), p.spec, p.backward)
         else:
             partial = ops.linear_partial(input_, weight)
         return _MergeOverRanks.apply(partial, input_.dtype, self.tp_group), None

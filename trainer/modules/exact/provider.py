@@ -15,12 +15,12 @@ from trainer.modules.exact.experts import Experts, MoE
 from trainer.modules.exact.linear import NormColumnLinear, OutputLinear, RowLinear
 from trainer.modules.exact.norm import RMSNorm
 from trainer.modules.exact.router import Router
-from trainer.modules.layer import LayerModules
-from trainer.modules.precision import Precision
+from trainer.modules.layer import LayerModules, asking
+from trainer.modules.precision import LayerPrecision
 from trainer.modules.weights import GroupedWeights
 
 
-def layer_modules(shape: ModelShape, precision: Precision) -> LayerModules:
+def layer_modules(shape: ModelShape, precision: LayerPrecision) -> LayerModules:
     """The modules of a layer; the model is built without position embeddings, as CoreAttention rotates."""
     experts = ModuleSpec(
         module=Experts,
@@ -30,8 +30,8 @@ def layer_modules(shape: ModelShape, precision: Precision) -> LayerModules:
     router = ModuleSpec(module=Router, params={"renormalize": shape.renormalize})
     return LayerModules(
         norm=RMSNorm,
-        norm_column_linear=NormColumnLinear,
-        row_linear=RowLinear,
+        norm_column_linear=asking(precision, NormColumnLinear),
+        row_linear=asking(precision, RowLinear),
         core_attention=ModuleSpec(module=CoreAttention, params={"rope_theta": shape.rope_theta}),
         activation=SwiGLU,
         moe=ModuleSpec(module=MoE, submodules=MoESubmodules(router=router, experts=experts)),

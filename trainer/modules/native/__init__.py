@@ -1,9 +1,26 @@
-"""Megatron's own modules, with FP8 products where the spec wants them.
+"""Megatron's own modules: with TransformerEngine's products where it runs, and without it with emulated FP8 products.
 
-Megatron leaves FP8 to TransformerEngine, which has no CPU kernels, so that here the FP8 product is `numerics.ops`'
-emulation with the spec's scales. Nothing else is aligned with the engine.
+TransformerEngine has no CPU kernels. There the FP8 product is that of `numerics.ops` with the spec's scales, and
+everything else is Megatron's. Nothing but the place of the router's probabilities is aligned with the engine.
 """
 
-from trainer.modules.native.provider import layer_modules
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from trainer.lowering import Lowering
+from trainer.modules.layer import LayerModules
+from trainer.modules.native import provider
+from trainer.modules.precision import LayerPrecision
+
+
+def layer_modules(lowering: Lowering) -> Callable[[LayerPrecision], LayerModules]:
+    """The modules of a layer, by its precision."""
+    if not lowering.transformer_engine:
+        return provider.layer_modules
+    from trainer.modules.native import te_provider  # needs TransformerEngine
+
+    return te_provider.layer_modules
+
 
 __all__ = ["layer_modules"]

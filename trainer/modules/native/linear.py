@@ -9,14 +9,14 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from torch import Tensor
 
-from trainer.modules.precision import Precision
+from trainer.modules.precision import LayerPrecision
 from trainer.modules.weights import norm_weight, tag_split
 
 
 class ColumnLinear(ColumnParallelLinear):
     """Output features split over the tensor-parallel ranks."""
 
-    def __init__(self, *args: Any, precision: Precision, kind: str, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, precision: LayerPrecision, kind: str, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.precision, self.kind = precision, kind
         tag_split(self.weight, 0)
@@ -40,15 +40,18 @@ class NormColumnLinear(ColumnLinear):
 
     def forward(self, input_: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
         """[S, B, H] -> ([S, B, N], no bias)"""
+        return super().forward(self.normalized(input_), *args, **kwargs)
+
+    def normalized(self, x: Tensor) -> Tensor:
+        """[..., H] -> [..., H], what the product takes."""
         weight = self.layer_norm_weight
-        normed = F.rms_norm(input_, weight.shape, weight, self.config.layernorm_epsilon)
-        return super().forward(normed, *args, **kwargs)
+        return F.rms_norm(x, weight.shape, weight, self.config.layernorm_epsilon)
 
 
 class RowLinear(RowParallelLinear):
     """Input features split over the tensor-parallel ranks, whose products Megatron adds in the model's dtype."""
 
-    def __init__(self, *args: Any, precision: Precision, kind: str, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, precision: LayerPrecision, kind: str, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.precision, self.kind = precision, kind
         tag_split(self.weight, 1)

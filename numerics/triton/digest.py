@@ -1,0 +1,57 @@
+"""The sums behind a tensor digest: `numerics.digest.chunk_sums`, all tensors in one launch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+
+from numerics.digest import CHUNK, odd_weights
+
+# A program takes several chunks side by side, so that one load of the weights, which are four times as long as the
+# words, serves all of them.
+_CHUNKS, _WORDS = 8, 512
+
+
+def chunk_sums(words: Sequence[torch.Tensor]) -> torch.Tensor:
+    """`numerics.digest.chunk_sums` of int32 tensors on one device."""
+    device = words[0].device
+    lengths = torch.tensor([tensor.numel() for tensor in words])
+    chunks = (lengths + CHUNK - 1) // CHUNK
+    total = int(chunks.sum())
+    sums = torch.empty(2, total, dtype=torch.int64, device=device)
+    if not total:
+        return sums
+    first = torch.repeat_interleave(chunks.cumsum(0) - chunks, chunks)
+    within = (torch.arange(total) - first) * CHUNK
+    addresses = torch.repeat_interleave(torch.tensor([tensor.data_ptr() for tensor in words]), chunks) + 4 * within
+    left = (torch.repeat_interleave(lengths, chunks) - within).clamp(max=CHUNK)
+    table = torch.stack((addresses, left)).to(device)
+    _kernel[(triton.cdiv(total, _CHUNKS),)](
+        *(table, odd_weights(CHUNK, device), sums, total),
+        LENGTH=CHUNK,
+        CHUNKS=_CHUNKS,
+        WORDS=_WORDS,
+        num_warps=8,
+    )
+    return sums
+
+
+@triton.jit
+def _kernel(
+    table_ptr, weights_ptr, sums_ptr, total, LENGTH: tl.constexpr, CHUNKS: tl.constexpr, WORDS: tl.constexpr
+):  # fmt: skip
+    chunk = tl.program_id(0) * CHUNKS + tl.arange(0, CHUNKS)
+    address = tl.load(table_ptr + chunk, mask=chunk < total, other=0).to(tl.pointer_type(tl.int32))
+    left = tl.load(table_ptr + total + chunk, mask=chunk < total, other=0)
+    first = tl.zeros((CHUNKS, WORDS), tl.int64)
+    second = tl.zeros((CHUNKS, WORDS), tl.int64)
+    for start in range(0, LENGTH, WORDS):
+        word = start + tl.arange(0, WORDS)
+        values = tl.load(address[:, None] + word[None, :], mask=word[None, :] < left[:, None], other=0).to(tl.int64)
+        first += values * tl.load(weights_ptr + word)[None, :]
+        second += values * tl.load(weights_ptr + LENGTH + word)[None, :]
+    tl.store(sums_ptr + chunk, tl.sum(first, 1), mask=chunk < total)
+    tl.store(sums_ptr + total + chunk, tl.sum(second, 1), mask=chunk < total)

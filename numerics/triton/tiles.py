@@ -1,0 +1,82 @@
+"""Which rows a program of a grouped product takes, where rows are sorted by expert: made on the device, without a sync.
+
+An expert's rows are cut into tiles of 128 from its first row on, so a row's tile depends on its own expert alone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+import triton
+import triton.language as tl
+
+from numerics.errors import user_error
+
+ROWS = 128
+_TILES = 64  # that one program describes
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiles:
+    """The tiles of all experts, in the order of their rows; those past starts[experts] are unused, with 0 rows.
+
+    expert, first, rows: int32 [tiles], a tile's expert, its first row, and its number of rows, 1 to 128.
+    starts: int32 [experts + 1], the first tile of each expert, and the number of tiles in use.
+    """
+
+    expert: torch.Tensor
+    first: torch.Tensor
+    rows: torch.Tensor
+    starts: torch.Tensor
+
+
+def make_tiles(counts: torch.Tensor, rows: int) -> Tiles:
+    """The tiles of `rows` rows, of which counts[e], an int tensor [experts], belong to expert e. A count may be 0.
+
+    How many tiles there are room for follows from the shapes alone, so that a CUDA graph can hold them: the most that
+    `rows` rows may fill. The counts must sum to `rows` or less.
+    """
+    if counts.dim() != 1 or counts.is_floating_point():
+        raise user_error(
+            "counts",
+            found=f"{counts.dtype} {list(counts.shape)}",
+            expected="an integer tensor [experts]",
+            remedy="Pass the number of rows of each expert.",
+        )
+    experts = counts.numel()
+    nonempty = min(experts, rows)
+    most = (rows - nonempty) // ROWS + nonempty
+    expert, first, filled = torch.empty(3, most, dtype=torch.int32, device=counts.device)
+    starts = torch.empty(experts + 1, dtype=torch.int32, device=counts.device)
+    _tiles_kernel[max(1, triton.cdiv(most, _TILES)),](
+        *(counts, expert, first, filled, starts, experts, most),
+        EXPERTS=triton.next_power_of_2(max(experts, 1)),
+        SIZE=ROWS,
+        TILES=_TILES,
+        num_warps=4,
+    )
+    return Tiles(expert, first, filled, starts)
+
+
+@triton.jit
+def _tiles_kernel(
+    counts_ptr, expert_ptr, first_ptr, rows_ptr, starts_ptr, experts, most,
+    EXPERTS: tl.constexpr, SIZE: tl.constexpr, TILES: tl.constexpr,
+):  # fmt: skip
+    each = tl.arange(0, EXPERTS)
+    counts = tl.load(counts_ptr + each, mask=each < experts, other=0).to(tl.int32)
+    tiles = (counts + SIZE - 1) // SIZE
+    last_tile, last_row = tl.cumsum(tiles, 0), tl.cumsum(counts, 0)  # one past the last
+    if tl.program_id(0) == 0:
+        tl.store(starts_ptr + 1 + each, last_tile, mask=each < experts)
+        tl.store(starts_ptr + each, last_tile - tiles, mask=each == 0)
+    tile = tl.program_id(0) * TILES + tl.arange(0, TILES)
+    mine = ((last_tile - tiles)[None, :] <= tile[:, None]) & (tile[:, None] < last_tile[None, :])
+    expert = tl.sum(tl.where(mine, each[None, :], 0), 1)
+    into = (tile[:, None] - (last_tile - tiles)[None, :]) * SIZE
+    first = tl.sum(tl.where(mine, (last_row - counts)[None, :] + into, 0), 1)
+    rows = tl.sum(tl.where(mine, tl.minimum(counts[None, :] - into, SIZE), 0), 1)
+    tl.store(expert_ptr + tile, expert, mask=tile < most)
+    tl.store(first_ptr + tile, first, mask=tile < most)
+    tl.store(rows_ptr + tile, rows, mask=tile < most)

@@ -1,0 +1,103 @@
+"""Log-probabilities around SGLang's sampler and its scorer of prompts, against log_softmax in float64."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from numerics import ops
+from rollout.plugin import logprobs
+
+VOCABULARY = 37
+TEMPERATURES = (1.0, 0.7, 2.5)
+
+
+def expected(logits: Tensor, temperature: float = 1.0) -> Tensor:
+    return (logits.double() / temperature).log_softmax(-1)
+
+
+def stock_sampler(self: Any, output: Any, info: Any, return_logprob: bool, *others: Any) -> Tensor:
+    """What SGLang's does to the logits: they are divided and normalised in place. It draws the last but one."""
+    output.next_token_logits.div_(info.temperatures)
+    output.next_token_logits[:] = output.next_token_logits.softmax(-1)
+    if return_logprob:
+        output.next_token_logprobs, output.next_token_top_logprobs_val = "stock", "stock"
+    return torch.tensor([VOCABULARY - 2] * 3, dtype=torch.int32)
+
+
+def sample(return_logprob: bool, top: list[int], ids: list[list[int] | None]) -> tuple[Tensor, Any, Tensor]:
+    logits = torch.randn(3, VOCABULARY, generator=torch.Generator().manual_seed(0)) * 5
+    output = SimpleNamespace(next_token_logits=logits.clone())
+    info = SimpleNamespace(temperatures=torch.tensor(TEMPERATURES)[:, None])
+    tokens = logprobs.of_samples(stock_sampler, None, output, info, return_logprob, top, ids, torch.arange(3))
+    return logits, output, tokens
+
+
+def test_sampled_tokens_are_reported_by_the_op_from_the_logits_before_they_are_overwritten() -> None:
+    logits, output, tokens = sample(True, [0, 0, 0], [None, None, None])
+    assert tokens.tolist() == [VOCABULARY - 2] * 3
+    for row, temperature in enumerate(TEMPERATURES):
+        reference = expected(logits[row], temperature)[VOCABULARY - 2]
+        assert output.next_token_logprobs[row] == pytest.approx(float(reference), rel=1e-6)
+        alone, _ = ops.token_logprobs(logits[row : row + 1], tokens[row : row + 1].long(), temperature)
+        assert torch.equal(output.next_token_logprobs[row], alone[0])  # what the trainer computes, bit for bit
+    assert not hasattr(output, "next_token_top_logprobs_val")
+    assert not hasattr(output, "next_token_token_ids_logprobs_val")
+
+
+def test_given_tokens_are_reported_for_the_rows_that_ask() -> None:
+    logits, output, _ = sample(True, [0, 0, 0], [[3, 1], None, [36]])
+    values = output.next_token_token_ids_logprobs_val
+    assert [len(row) for row in values] == [2, 0, 1]
+    assert output.next_token_token_ids_logprobs_idx == [[3, 1], [], [36]]
+    torch.testing.assert_close(values[0].double(), expected(logits[0], 1.0)[[3, 1]], rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(values[2].double(), expected(logits[2], 2.5)[[36]], rtol=1e-6, atol=1e-6)
+
+
+def test_sglangs_most_probable_tokens_stay_its_own() -> None:
+    _, output, _ = sample(True, [0, 2, 0], [None, None, None])
+    assert output.next_token_top_logprobs_val == "stock"
+    assert output.next_token_logprobs.shape == (3,)
+
+
+def test_nothing_is_computed_that_nobody_asked_for() -> None:
+    _, output, _ = sample(False, [0, 0, 0], [None, None, None])
+    assert vars(output).keys() == {"next_token_logits"}
+
+
+@pytest.mark.parametrize("chunk", [4, 7, 100])
+def test_prompts_are_scored_in_chunks_by_sglangs_own_walk(chunk: int) -> None:
+    """Two sequences of 9 and 6 rows; the first row of the second predicts no token that is asked for."""
+    processor = pytest.importorskip("sglang.srt.layers.logprob_processor").InputLogprobProcessor()
+    processor.enable_logprobs_chunk, processor.logprobs_chunk_size = True, chunk
+    generator = torch.Generator().manual_seed(1)
+    # Whole numbers, so that the products are exact in any order of addition.
+    states, head = (torch.randint(-3, 4, (n, 8), generator=generator).float() for n in (15, VOCABULARY))
+    rows = torch.tensor([*range(9), *range(10, 15)])
+    tokens = torch.randint(0, VOCABULARY, (len(rows),), generator=generator)
+    metadata = SimpleNamespace(
+        extend_return_top_logprob=False,
+        extend_token_ids_logprob=False,
+        extend_input_logprob_token_ids_gpu=tokens,
+    )
+    result, sampled = logprobs.of_prompts(
+        type(processor).forward,
+        processor,
+        pruned_states=states,
+        sample_indices=torch.tensor([8, 14]),
+        input_logprob_indices=rows,
+        token_to_seq_idx=[0] * 9 + [1] * 6,
+        lm_head=head,
+        get_logits_fn=lambda states, head, metadata, use_logits_buffer: states @ head.t(),
+        logits_metadata=metadata,
+        skip_chunking_for_dp_attn=False,
+    )
+    logits = states @ head.t()
+    assert torch.equal(sampled, logits[[8, 14]])
+    reference = expected(logits)[rows, tokens]
+    torch.testing.assert_close(result.token_logprobs.double(), reference, rtol=1e-6, atol=1e-6)
+    assert torch.equal(result.token_logprobs, ops.token_logprobs(logits[rows], tokens, 1.0)[0])

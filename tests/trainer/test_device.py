@@ -1,0 +1,46 @@
+"""Which device a rank takes, and what depends on it."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType
+
+import pytest
+import torch
+
+from trainer import device
+
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Four GPUs, as torch.cuda would show them; the list receives what was made the current one."""
+    chosen: list[int] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: chosen[-1] if chosen else 0)
+    return chosen
+
+
+@pytest.mark.parametrize(("rank", "index"), [(0, 0), (3, 3), (4, 0), (6, 2)])
+def test_ranks_of_a_node_take_a_gpu_each(gpus: list[int], rank: int, index: int) -> None:
+    assert device.claim(rank) == torch.device("cuda", index) == device.current()
+    assert gpus == [index]
+    assert device.collectives(device.current()) == "nccl"
+
+
+def test_without_gpus_it_is_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert device.claim(3) == torch.device("cpu") == device.current()
+    assert device.collectives(device.current()) == "gloo"
+
+
+def test_transformer_engine_takes_a_gpu(gpus: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "transformer_engine" not in sys.modules
+    assert not device.has_transformer_engine()
+    found = ModuleType("transformer_engine")
+    found.__spec__ = object()  # type: ignore[assignment]
+    monkeypatch.setitem(sys.modules, "transformer_engine", found)
+    assert device.has_transformer_engine()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert not device.has_transformer_engine()

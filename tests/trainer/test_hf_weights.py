@@ -1,0 +1,126 @@
+"""Weights that TransformerEngine holds in FP8, to and from Hugging Face tensors, with its class stood in for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from numerics.config import NumericsConfig
+from numerics.names import place_of
+from numerics.quantize import QuantizedTensor, quantize
+from numerics.spec import QuantSpec
+from tests.trainer.blockwise import BlockwiseWeight
+from tests.trainer.models import LAYERS, LENGTH
+from tests.trainer.ranks import run_on_ranks
+from trainer import te_weights
+from trainer.config import TrainerConfig
+from trainer.hf_weights import HFWeights
+from trainer.parallel import Layout
+
+PRESETS = ("fp8_block_pow2", "fp8_block_fp32")
+SETTINGS = {"lr": 1e-3, "warmup_steps": 0}
+LAYOUTS = {"tp2ep2": {"tp": 2, "ep": 2}, "ep2": {"ep": 2, "dp": 2}}
+
+
+def native_trainer(path: Path, layout: Layout, config: TrainerConfig) -> Any:
+    from trainer.trainer import Trainer
+
+    numerics = NumericsConfig(mode="native", spec=QuantSpec.preset("fp8_block_pow2"))
+    return Trainer(path, config, numerics, layout, seed=0, total_steps=1, max_sequence_length=LENGTH)
+
+
+def hold_in_fp8(model: torch.nn.Module, preset: str, layers: range) -> None:
+    """Put stand-ins in place of the matrices of these layers, as TransformerEngine's modules would have made them."""
+    for prefix, module in list(model.named_modules()):
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            inside = any(f"decoder.layers.{layer}." in prefix for layer in layers)
+            if inside and parameter.dim() == 2 and "router" not in prefix:
+                weight = BlockwiseWeight(parameter.detach(), preset)
+                for tag in ("tensor_model_parallel", "partition_dim", "partition_stride"):
+                    setattr(weight, tag, getattr(parameter, tag))
+                module._parameters[name] = weight
+
+
+def assert_served_as_held(exported: dict[str, Any], stored: dict[str, Tensor], preset: str, layers: range) -> None:
+    """The bytes of our quantizer on the HF tensors in these layers, and the HF tensors themselves elsewhere."""
+    spec = QuantSpec.preset(preset).weight
+    assert exported.keys() == stored.keys()
+    for name, tensor in stored.items():
+        place, found = place_of(name), exported[name]
+        if place is None or place[0] not in layers:
+            assert torch.equal(found, tensor), name
+            continue
+        expected = quantize(tensor, spec)
+        assert isinstance(found, QuantizedTensor) and found.spec == spec
+        assert found.data.dtype == expected.data.dtype
+        assert torch.equal(found.data.view(torch.uint8), expected.data.view(torch.uint8)), name
+        assert torch.equal(found.scale_inv, expected.scale_inv), name
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize(("kind", "layers"), [("moe", range(LAYERS)), ("moe", range(1, LAYERS)), ("dense", range(1))])
+def test_codes_and_scales_are_exported_as_they_are(
+    preset: str, kind: str, layers: range, moe_path: Path, dense_path: Path, layout: Layout
+) -> None:
+    path = moe_path if kind == "moe" else dense_path
+    trainer = native_trainer(path, layout, TrainerConfig(**SETTINGS))
+    stored = load_file(path / "model.safetensors")
+    hold_in_fp8(trainer.model, preset, layers)
+    weights = HFWeights(path, trainer.shape, QuantSpec.preset(preset).weight)
+    assert_served_as_held(dict(weights.export(trainer.model)), stored, preset, layers)
+
+
+@dataclass(frozen=True)
+class Export:
+    """What the ranks of one layout do."""
+
+    path: Path
+
+    def __call__(self, layout: Layout, config: TrainerConfig) -> dict[str, Any]:
+        trainer = native_trainer(self.path, layout, config)
+        hold_in_fp8(trainer.model, "fp8_block_pow2", range(LAYERS))
+        return dict(trainer.export_weights())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_codes_and_scales_are_gathered_from_all_ranks(name: str, moe_path: Path, tmp_path: Path) -> None:
+    ranks = run_on_ranks(TrainerConfig(**SETTINGS, **LAYOUTS[name]), tmp_path, Export(moe_path))
+    assert ranks[1] == {}
+    assert_served_as_held(ranks[0], load_file(moe_path / "model.safetensors"), "fp8_block_pow2", range(LAYERS))
+
+
+def test_loading_quantizes_and_leaves_the_masters_their_precision(moe_path: Path, layout: Layout) -> None:
+    trainer = native_trainer(moe_path, layout, TrainerConfig(**SETTINGS))
+    bf16 = {name: parameter.detach().clone() for name, parameter in trainer.model.named_parameters()}
+    hold_in_fp8(trainer.model, "fp8_block_pow2", range(LAYERS))
+    held = {name: p for name, p in trainer.model.named_parameters() if te_weights.is_quantized(p)}
+    assert len(held) == LAYERS * (2 + 2 * 8)
+    for parameter in trainer.model.parameters():
+        if te_weights.is_quantized(parameter):
+            parameter.quantize_(torch.ones_like(parameter))
+        else:
+            parameter.data.zero_()
+    trainer.weights.load(trainer.model)
+    stored = load_file(moe_path / "model.safetensors")
+    assert_served_as_held(dict(trainer.export_weights()), stored, "fp8_block_pow2", range(LAYERS))
+    for name, parameter in held.items():
+        assert torch.equal(parameter.get_high_precision_init_val(), bf16[name])
+
+
+def test_a_written_directory_is_dequantized(moe_path: Path, tmp_path: Path, layout: Layout) -> None:
+    trainer = native_trainer(moe_path, layout, TrainerConfig(**SETTINGS))
+    hold_in_fp8(trainer.model, "fp8_block_pow2", range(LAYERS))
+    trainer.export_hf(tmp_path / "out")
+    stored, written = load_file(moe_path / "model.safetensors"), load_file(tmp_path / "out" / "model.safetensors")
+    assert {name: t.dtype for name, t in written.items()} == {name: t.dtype for name, t in stored.items()}
+    spec = QuantSpec.preset("fp8_block_pow2").weight
+    for name, tensor in stored.items():
+        expected = quantize(tensor, spec).dequantize() if place_of(name) else tensor
+        assert torch.equal(written[name], expected)

@@ -1,0 +1,122 @@
+"""The broadcast of buckets, over gloo to engines that are threads and rebuild a message as SGLang does."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from numerics.spec import QuantSpec
+from rollout.errors import EngineError
+from weight_sync.buckets import Packer
+from weight_sync.quantized import served_tensors
+from weight_sync.transports import DistributedTransport
+from weight_sync.transports.distributed import contents
+
+CPU = torch.device("cpu")
+SPEC = QuantSpec.preset("fp8_block_pow2")
+
+
+class Receiver:
+    """A rank. calls: what was asked of it; tensors: what arrived; refuses: it takes part in no broadcast."""
+
+    def __init__(self, refuses: bool = False) -> None:
+        self.refuses = refuses
+        self.calls: list[str] = []
+        self.tensors: dict[str, torch.Tensor] = {}
+        self.group: Any = None
+
+    async def join_weights_group(self, name: str, address: str, port: int, rank: int, size: int, backend: str) -> None:
+        self.calls.append(f"join {rank}/{size} {backend}")
+        self.group = await asyncio.to_thread(self._join, name, address, port, rank, size)
+
+    @staticmethod
+    def _join(name: str, address: str, port: int, rank: int, size: int) -> Any:
+        """Under torch's registry of groups, in which a name stands once for each process, and here all are one."""
+        store: dist.Store = dist.TCPStore(address, port, size, is_master=False, wait_for_workers=False)
+        for prefix in (name, f"{name}/", "cpu/"):
+            store = dist.PrefixStore(prefix, store)
+        return dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=30))
+
+    async def update_weights_from_distributed(
+        self, name: str, tensors: list[tuple[str, str, list[int]]], version: int, flush_cache: bool
+    ) -> None:
+        self.calls.append(f"update {version} {flush_cache}")
+        if self.refuses:
+            raise EngineError("/update_weights_from_distributed answered 400: no")
+        self.tensors |= await asyncio.to_thread(self._receive, tensors)
+
+    def _receive(self, tensors: list[tuple[str, str, list[int]]]) -> dict[str, torch.Tensor]:
+        """`WeightUpdater._update_bucketed_weights_from_distributed`."""
+        from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
+
+        empty = [(name, torch.empty(shape, dtype=getattr(torch, dtype))) for name, dtype, shape in tensors]
+        bucket = FlattenedTensorBucket(named_tensors=empty)
+        self.group.broadcast(bucket.get_flattened_tensor(), 0).wait()
+        return {name: tensor for name, tensor in bucket.reconstruct_tensors() if not name.endswith(".bias")}
+
+    async def leave_weights_group(self, name: str) -> None:
+        self.calls.append("leave")
+        self.group = None
+
+
+def send(receivers: list[Receiver], tensors: Iterable[Any], transport: DistributedTransport | None = None) -> None:
+    transport = transport or DistributedTransport(1 << 20)
+    asyncio.run(transport.send(iter(tensors), receivers, 7))  # type: ignore[arg-type]
+
+
+def test_contents_name_the_gaps() -> None:
+    packer = Packer(1000, lambda size, device: torch.empty(size, dtype=torch.uint8))
+    views = [packer.allocate((5,), dtype, CPU) for dtype in (torch.bfloat16, torch.float8_e4m3fn, torch.float32)]
+    (bucket,) = packer.pack([("a", views[0]), ("c", views[2])])
+    gap = ("gap.bias", "uint8", [22])  # from byte 10 to 32: what was there was left out
+    assert contents(bucket) == [("a", "bfloat16", [5]), gap, ("c", "float32", [5])]
+    (bucket,) = packer.pack([("a", packer.allocate((2, 3), torch.bfloat16, CPU))])
+    packer.allocate((1,), torch.float32, CPU)
+    assert contents(bucket) == [("a", "bfloat16", [2, 3])]
+
+
+def test_every_engine_gets_every_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = torch.Generator().manual_seed(0)
+    shapes = {f"model.layers.{i}.mlp.up_proj.weight": (201 + i, 131) for i in range(5)} | {"model.norm.weight": (129,)}
+    weights = {name: torch.randn(shape, generator=generator).bfloat16() for name, shape in shapes.items()}
+    expected = dict(served_tensors(weights.items(), SPEC, layers=5))
+    transport = DistributedTransport(100_000)
+    receivers = [Receiver(), Receiver()]
+    send(receivers, served_tensors(weights.items(), SPEC, 5, transport.allocate), transport)
+    for rank, receiver in enumerate(receivers, start=1):
+        assert receiver.calls == [f"join {rank}/3 gloo", "update 7 False", "update 7 False", "leave"]
+        assert receiver.tensors.keys() == expected.keys()
+        for name, tensor in expected.items():
+            assert receiver.tensors[name].dtype == tensor.dtype
+            assert torch.equal(receiver.tensors[name].view(torch.uint8), tensor.view(torch.uint8)), name
+
+
+def test_an_engine_that_refuses_frees_the_others_and_leaves_no_group() -> None:
+    receivers = [Receiver(), Receiver(refuses=True)]
+    began = time.monotonic()
+    with pytest.raises(EngineError, match="answered 400"):
+        send(receivers, [("a", torch.ones(1 << 16))])
+    assert time.monotonic() - began < 30
+    assert all(receiver.calls[-1] == "leave" for receiver in receivers)
+    fresh = Receiver()
+    send([fresh], [("a", torch.ones(3))])
+    assert torch.equal(fresh.tensors["a"], torch.ones(3))
+
+
+def test_tensors_that_break_off_midway_leave_no_group() -> None:
+    def breaking() -> Iterable[Any]:
+        yield "a", torch.ones(1 << 18)
+        yield "b", torch.ones(1 << 18)
+        raise OSError("the cable was pulled")
+
+    receiver = Receiver()
+    with pytest.raises(OSError, match="cable"):
+        send([receiver], breaking())
+    assert receiver.calls == ["join 1/2 gloo", "update 7 False", "leave"]

@@ -1,0 +1,52 @@
+"""The device of this process: a GPU of its own for each trainer rank where there are GPUs, else the CPU.
+
+It is chosen once, and with it what depends on it. After that everything asks `current`, or
+`torch.cuda.current_device()` as Megatron does (`cpu_runtime` answers it without CUDA).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+
+import torch
+
+from numerics import dispatch
+from numerics.compiler import enable_compiler
+from numerics.config import NumericsConfig
+from trainer import te_runtime
+from trainer.lowering import lower
+
+CPU = torch.device("cpu")
+
+
+def start(rank: int, numerics: NumericsConfig) -> None:
+    """Before a process imports Megatron: its device, the ops' implementation, and TransformerEngine's environment.
+
+    Raises:
+        UserError: TransformerEngine is here and cannot run this spec.
+    """
+    te_runtime.prepare(lower(numerics, has_transformer_engine()))
+    enable_compiler()
+    dispatch.choose(claim(rank), numerics.spec)
+
+
+def claim(rank: int) -> torch.device:
+    """Make this rank's GPU the current one: the only one that it sees, or one of those that a node's ranks share."""
+    if torch.cuda.is_available():
+        torch.cuda.set_device(rank % torch.cuda.device_count())
+    return current()
+
+
+def current() -> torch.device:
+    """Where parameters and batches are."""
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else CPU
+
+
+def collectives(device: torch.device) -> str:
+    """The backend of torch.distributed that moves tensors of this device."""
+    return "nccl" if device.type == "cuda" else "gloo"
+
+
+def has_transformer_engine() -> bool:
+    """Whether native mode's layers are TransformerEngine's: it is installed, and there is a GPU. Does not import it."""
+    return torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") is not None

@@ -1,0 +1,128 @@
+"""A run's numerics in the words of TransformerEngine and Megatron: what native mode on a GPU is configured with.
+
+Pure data. TransformerEngine 2.20's recipe `Float8BlockScaling` is what the spec says for `fp8_block_*`: activations and
+gradients in 1x128 groups, weights in 128x128 blocks, split accumulators. Its scales are FP32 or powers of two by an
+environment variable that it reads when it is imported, and Megatron 0.16.1 hands it nothing but the format.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from numerics.config import NumericsConfig
+from numerics.errors import UserError, user_error
+from numerics.spec import MODULE_KINDS, QuantSpec, TensorSpec
+
+FP32_SCALES = "NVTE_FP8_BLOCK_SCALING_FP32_SCALES"
+BACKWARD = "NVTE_BACKWARD_OVERRIDE"
+
+_BLOCK = 128
+_ROWS = 16
+"""FP8 products want a multiple of it in every dimension, tokens included."""
+
+
+@dataclass(frozen=True)
+class Lowering:
+    """What native mode tells the libraries; all empty where they compute no FP8 of their own.
+
+    Attributes:
+        transformer_engine: the layers are TransformerEngine's.
+        config, ddp, optimizer: keywords of Megatron's TransformerConfig, DistributedDataParallelConfig and
+            OptimizerConfig.
+        environment: variables that TransformerEngine reads when it is imported; None for one that must not be set.
+        recipe: fields of the Float8BlockScaling that Megatron then makes, by dotted name; None without FP8.
+        row_multiple: what the number of tokens in a micro-batch must be a multiple of, on each tensor-parallel rank.
+    """
+
+    transformer_engine: bool = False
+    config: Mapping[str, Any] = field(default_factory=dict)
+    ddp: Mapping[str, Any] = field(default_factory=dict)
+    optimizer: Mapping[str, Any] = field(default_factory=dict)
+    environment: Mapping[str, str | None] = field(default_factory=dict)
+    recipe: Mapping[str, Any] | None = None
+    row_multiple: int = 1
+
+
+def lower(numerics: NumericsConfig, transformer_engine: bool) -> Lowering:
+    """The lowering of one run on a machine with or without TransformerEngine (and a GPU for it).
+
+    Raises:
+        UserError: TransformerEngine cannot run this spec.
+    """
+    if numerics.mode == "exact" or not transformer_engine:
+        return Lowering()
+    # Fused kernels of Megatron and TransformerEngine for SwiGLU and the rotary embedding.
+    fused = {"bias_activation_fusion": True, "apply_rope_fusion": True}
+    spec = numerics.trainer_spec
+    if not spec.quantized:
+        return Lowering(transformer_engine=True, config=fused)
+    _check(spec)
+    backward = numerics.trainer == "fp8" and spec.gradient.quantized
+    hybrid = backward and spec.gradient.format == "e5m2"
+    pow2 = spec.weight.scale == "pow2"
+    # Operands of the forward, dequantized: the gradient of the quantized forward with BF16 products.
+    override = None if backward else "dequantized"
+    return Lowering(
+        transformer_engine=True,
+        config={
+            **fused,
+            "fp8": "hybrid" if hybrid else "e4m3",
+            "fp8_recipe": "blockwise",
+            "fp8_param": True,
+            "first_last_layers_bf16": bool(spec.first_layers_bf16 or spec.last_layers_bf16),
+            "num_layers_at_start_in_bf16": spec.first_layers_bf16,
+            "num_layers_at_end_in_bf16": spec.last_layers_bf16,
+        },
+        ddp={"fp8_param_gather": True},
+        optimizer={"fp8_recipe": "blockwise"},
+        environment={FP32_SCALES: None if pow2 else "1", BACKWARD: override},
+        recipe={
+            "fp8_format.name": "HYBRID" if hybrid else "E4M3",
+            "fp8_quant_fwd_inp.power_2_scale": pow2,
+            "fp8_quant_fwd_inp.amax_epsilon": 0.0,
+            "fp8_quant_fwd_weight.power_2_scale": pow2,
+            "fp8_quant_fwd_weight.amax_epsilon": 0.0,
+            "fp8_quant_bwd_grad.power_2_scale": pow2,
+            "fp8_quant_bwd_grad.amax_epsilon": 0.0,
+            "x_block_scaling_dim": 1,
+            "w_block_scaling_dim": 2,
+            "grad_block_scaling_dim": 1,
+            "fp8_gemm_fprop.use_split_accumulator": True,
+            "fp8_gemm_dgrad.use_split_accumulator": True,
+            "fp8_gemm_wgrad.use_split_accumulator": True,
+            "fp8_dpa": False,
+            "fp8_mha": False,
+            "backward_override": override,
+        },
+        row_multiple=_ROWS,
+    )
+
+
+def _check(spec: QuantSpec) -> None:
+    """Raise `UserError` for what Float8BlockScaling does not offer."""
+    offered: dict[str, dict[str, tuple[object, ...]]] = {
+        "weight": {"format": ("e4m3",), "granularity": ("block",)},
+        "activation": {"format": ("e4m3",), "granularity": ("token_group",)},
+        "gradient": {"format": ("e4m3", "e5m2"), "granularity": ("token_group",)},
+    }
+    for role, fields in offered.items():
+        tensor: TensorSpec = getattr(spec, role)
+        if not tensor.quantized:  # a gradient
+            continue
+        for name, choices in {**fields, "group": (_BLOCK,), "scale": (spec.weight.scale,)}.items():
+            if getattr(tensor, name) not in choices:
+                raise _refusal(f"numerics.{role}.{name}", getattr(tensor, name), " or ".join(map(str, choices)))
+    if spec.scope != frozenset(MODULE_KINDS):
+        raise _refusal("numerics.scope", sorted(spec.scope), f"all of {list(MODULE_KINDS)}")
+
+
+def _refusal(key: str, found: object, expected: str) -> UserError:
+    return user_error(
+        key,
+        found=found,
+        expected=f"{expected}, as TransformerEngine computes native mode's FP8 here (Float8BlockScaling, one type of "
+        "scales for all roles)",
+        remedy="Change it, or set numerics.mode=exact.",
+    )

@@ -1,0 +1,21 @@
+"""A stream of tensors in groups of limited size: files of a checkpoint, batches for a kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from torch import Tensor
+
+
+def shards(tensors: Iterable[tuple[str, Tensor]], limit: int) -> Iterator[list[tuple[str, Tensor]]]:
+    """Consecutive tensors, as many as stay within `limit` bytes; a larger tensor is a shard of its own."""
+    shard: list[tuple[str, Tensor]] = []
+    size = 0
+    for name, tensor in tensors:
+        if shard and size + tensor.nbytes > limit:
+            yield shard
+            shard, size = [], 0
+        shard.append((name, tensor))
+        size += tensor.nbytes
+    if shard:
+        yield shard

@@ -1,0 +1,112 @@
+"""To engines with GPUs of their own: each bucket is broadcast to them, in a process group that lives for one sync."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import AsyncIterator, Iterable, Sequence
+from contextlib import asynccontextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rollout.client import EngineClient
+from rollout.errors import EngineError
+from trainer.parallel import LOOPBACK, open_store
+from weight_sync.buckets import Bucket, Named, Packer
+
+TIMEOUT = timedelta(minutes=2)
+GAP = "gap.bias"
+"""SGLang lays the tensors of a message end to end, so that a gap must be one. It skips a bias that the model lacks."""
+
+
+class DistributedTransport:
+    """bucket_bytes: size of one bucket."""
+
+    def __init__(self, bucket_bytes: int) -> None:
+        self._packer = Packer(bucket_bytes, _plain_memory)
+
+    def allocate(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+        return self._packer.allocate(shape, dtype, device)
+
+    async def send(self, tensors: Iterable[Named], engines: Sequence[EngineClient], version: int) -> None:
+        async with _process_group(engines) as (name, group):
+            for bucket in self._packer.pack(tensors):
+                await asyncio.gather(
+                    asyncio.to_thread(_broadcast, bucket.flat[: bucket.used], group),
+                    *(
+                        engine.update_weights_from_distributed(name, contents(bucket), version, flush_cache=False)
+                        for engine in engines
+                    ),
+                )
+
+
+def contents(bucket: Bucket) -> list[tuple[str, str, list[int]]]:
+    """(name, dtype, shape) of what lies in the used part of a bucket, end to end."""
+    listed: list[tuple[str, str, list[int]]] = []
+    position = 0
+    for slot in sorted(bucket.slots, key=lambda slot: slot.start):
+        if slot.start > position:
+            listed.append((GAP, "uint8", [slot.start - position]))
+        listed.append((slot.name, str(slot.dtype).removeprefix("torch."), list(slot.shape)))
+        position = slot.start + slot.size
+    if bucket.used > position:
+        listed.append((GAP, "uint8", [bucket.used - position]))
+    return listed
+
+
+@asynccontextmanager
+async def _process_group(engines: Sequence[EngineClient]) -> AsyncIterator[tuple[str, Any]]:
+    """The name of a group of this process, rank 0, and the engines; and the group."""
+    name = f"weights-{secrets.token_hex(4)}"
+    backend = "nccl" if torch.cuda.is_available() else "gloo"
+    size = 1 + len(engines)
+    store = open_store(LOOPBACK, size)
+    group, *_ = await asyncio.gather(
+        asyncio.to_thread(_join, name, store, size, backend),
+        *(
+            engine.join_weights_group(name, LOOPBACK, store.port, rank, size, backend)
+            for rank, engine in enumerate(engines, start=1)
+        ),
+    )
+    failed = True
+    try:
+        yield name, group
+        failed = False
+    finally:
+        # All at once: whoever still waits in a broadcast is freed by the other side's leaving.
+        await asyncio.gather(
+            asyncio.to_thread(dist.destroy_process_group, group),
+            *(engine.leave_weights_group(name) for engine in engines),
+            return_exceptions=failed,
+        )
+
+
+def _join(name: str, store: dist.Store, size: int, backend: str) -> Any:
+    from sglang.srt.utils import init_custom_process_group
+
+    try:
+        return init_custom_process_group(
+            backend=backend,
+            store=dist.PrefixStore(name, store),
+            world_size=size,
+            rank=0,
+            group_name=name,
+            timeout=TIMEOUT,
+        )
+    except RuntimeError as error:
+        raise EngineError(f"the engines did not join the process group of the sync: {error}") from error
+
+
+def _broadcast(flat: Tensor, group: Any) -> None:
+    try:
+        dist.broadcast(flat, src=0, group=group)
+    except RuntimeError as error:
+        raise EngineError(f"the broadcast of weights failed: {error}") from error
+
+
+def _plain_memory(size: int, device: torch.device) -> Tensor:
+    return torch.empty(size, dtype=torch.uint8, device=device)
