@@ -5,6 +5,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.fp8rl-installed
 INSTALLING := $(VENV)/.fp8rl-installing
+# The tests of a file share what they have started, so each file stays with one worker.
+WORKERS ?= 2
+PYTEST := $(BIN)/python -m pytest -q --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 GPU_VENV := .venv-gpu
 GPU_BIN := $(GPU_VENV)/bin
 GPU_LIBRARIES := $(GPU_VENV)/.libraries-installed
@@ -29,11 +32,11 @@ gpu-libraries: $(GPU_LIBRARIES)
 demo: $(INSTALLED) ## train the tiny MoE model with GRPO in exact FP8, end to end
 	$(BIN)/fp8rl demo
 
-test: lint ## lint, then the whole test suite
-	$(BIN)/python -m pytest -q
+test: lint ## lint, then the whole test suite (WORKERS= test processes, 2)
+	$(PYTEST)
 
 test-fast: $(INSTALLED) ## the tests that start no engine and take seconds
-	$(BIN)/python -m pytest -q -m "not slow and not e2e"
+	$(PYTEST) -m "not slow and not e2e"
 
 bench: $(INSTALLED) ## measure speed side by side, into bench/results.json and a table
 	$(BIN)/python -m bench

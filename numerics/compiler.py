@@ -29,6 +29,7 @@ def enable_compiler() -> bool:
     import torch.fx.experimental._config as shapes
 
     inductor.compile_threads = 1  # no pool of compiler processes beside a trainer or an engine
+    inductor.cpp.vec_isa_ok = True  # trust the CPU's flags: trying each instruction set takes a process
     dynamo.recompile_limit = 64  # a size of 1 is compiled apart, for each dimension
     shapes.use_duck_shape = False  # sizes that happen to be equal in one call are not the same in the next
     _enabled = _enabled or _compiles()

@@ -59,6 +59,16 @@ def quantize(x: torch.Tensor, spec: TensorSpec, out: QuantizedTensor | None = No
     return out
 
 
+@op
+def quantize_many(
+    weights: Sequence[torch.Tensor], spec: TensorSpec, outs: Sequence[QuantizedTensor] | None = None
+) -> list[QuantizedTensor]:
+    """`quantize` of each. A kernel takes all in one launch: the matrices of experts are many and small."""
+    if outs is None:
+        return [quantize(weight, spec) for weight in weights]
+    return [quantize(weight, spec, out) for weight, out in zip(weights, outs, strict=True)]
+
+
 def scale_shape(shape: Sequence[int], spec: TensorSpec) -> tuple[int, ...]:
     """Shape of the `scale_inv` of a tensor of this shape."""
     if spec.granularity == "tensor":

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from numerics import ops
-from numerics.quantize import quantize
+from numerics.quantize import quantize, quantize_many
 from numerics.spec import TensorSpec
 
 
@@ -43,5 +43,5 @@ class WeightCache:
         """`ops.group_operand` of the experts' weights [N, K], each quantized by `spec`."""
         key = (tuple(weights), spec)
         if key not in self._operands:
-            self._operands[key] = ops.group_operand([quantize(weight.detach(), spec) for weight in weights])
+            self._operands[key] = ops.group_operand(quantize_many([weight.detach() for weight in weights], spec))
         return self._operands[key]

@@ -18,7 +18,9 @@ hypothesis.settings.register_profile("fp8rl", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("fp8rl")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if hasattr(config, "workerinput"):  # of several workers, none should begin the longest files at the end
+        items.sort(key=lambda item: (not item.get_closest_marker("e2e"), not item.get_closest_marker("slow")))
     if torch.cuda.is_available():
         return
     for item in items:

@@ -26,8 +26,10 @@ def start(rank: int, numerics: NumericsConfig) -> None:
         UserError: TransformerEngine is here and cannot run this spec.
     """
     te_runtime.prepare(lower(numerics, has_transformer_engine()))
-    enable_compiler()
-    dispatch.choose(claim(rank), numerics.spec)
+    device = claim(rank)
+    if device == CPU:
+        enable_compiler()  # on a GPU the compiled code would divide approximately, and kernels do its work
+    dispatch.choose(device, numerics.spec)
 
 
 def claim(rank: int) -> torch.device:

@@ -128,7 +128,7 @@ def _loss(
     """Megatron's loss function: (loss to differentiate, a token count that is not used, what to keep)."""
     batch = micro.batch
     # Logits at t speak of the token at t + 1.
-    logprobs, entropy = ops.token_logprobs(logits[:, :-1].float(), batch.tokens[:, 1:], batch.temperature)
+    logprobs, entropy = ops.token_logprobs(logits[:, :-1], batch.tokens[:, 1:], batch.temperature)
     real = torch.arange(1, batch.width, device=logprobs.device) < batch.lengths[:, None]
     logprobs = F.pad(torch.where(real, logprobs, 0.0), (1, 0))
     metrics: dict[str, Tensor] = {}

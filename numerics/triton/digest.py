@@ -28,9 +28,11 @@ def chunk_sums(words: Sequence[torch.Tensor]) -> torch.Tensor:
     within = (torch.arange(total) - first) * CHUNK
     addresses = torch.repeat_interleave(torch.tensor([tensor.data_ptr() for tensor in words]), chunks) + 4 * within
     left = (torch.repeat_interleave(lengths, chunks) - within).clamp(max=CHUNK)
-    table = torch.stack((addresses, left)).to(device)
+    aligned = not ((addresses % 16).any() or (left % 4).any())
+    table = torch.stack((addresses, left)).to(device, non_blocking=True)
     _kernel[(triton.cdiv(total, _CHUNKS),)](
         *(table, odd_weights(CHUNK, device), sums, total),
+        ALIGNED=aligned,
         LENGTH=CHUNK,
         CHUNKS=_CHUNKS,
         WORDS=_WORDS,
@@ -41,11 +43,14 @@ def chunk_sums(words: Sequence[torch.Tensor]) -> torch.Tensor:
 
 @triton.jit
 def _kernel(
-    table_ptr, weights_ptr, sums_ptr, total, LENGTH: tl.constexpr, CHUNKS: tl.constexpr, WORDS: tl.constexpr
+    table_ptr, weights_ptr, sums_ptr, total,
+    ALIGNED: tl.constexpr, LENGTH: tl.constexpr, CHUNKS: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
     chunk = tl.program_id(0) * CHUNKS + tl.arange(0, CHUNKS)
     address = tl.load(table_ptr + chunk, mask=chunk < total, other=0).to(tl.pointer_type(tl.int32))
     left = tl.load(table_ptr + total + chunk, mask=chunk < total, other=0)
+    if ALIGNED:
+        address, left = tl.multiple_of(address, 16), tl.multiple_of(left, 4)
     first = tl.zeros((CHUNKS, WORDS), tl.int64)
     second = tl.zeros((CHUNKS, WORDS), tl.int64)
     for start in range(0, LENGTH, WORDS):

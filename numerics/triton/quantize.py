@@ -93,20 +93,21 @@ def quantize_blocks(
     out: as in `quantize_rows`. transposed: gets the same codes and scales as [..., K, N] and [..., K / 128, N / 128],
     where given.
     """
-    n, k = weight.shape[-2:]
-    down, across = triton.cdiv(n, _GROUP), triton.cdiv(k, _GROUP)
     out = out or empty_blocks(weight.shape, spec, weight.device)
-    weight = weight if weight.stride(-1) == 1 else weight.contiguous()
-    matrices, other = weight.reshape(-1, n, k), transposed or out
-    if weight.numel():
-        _blocks_kernel[across, down, len(matrices)](
-            *(matrices, out.data, out.scale_inv, other.data, other.scale_inv),
-            *(n, k, matrices.stride(0), matrices.stride(1)),
-            **_format(spec),
-            TRANSPOSED=transposed is not None,
-            num_warps=8,
-        )
+    _quantize_matrices(_matrices(weight), _parts(out), None if transposed is None else _parts(transposed))
     return out
+
+
+def quantize_many(
+    weights: Sequence[torch.Tensor], spec: TensorSpec, outs: Sequence[QuantizedTensor] | None = None
+) -> list[QuantizedTensor]:
+    """`numerics.quantize.quantize_many`: in blocks, one launch for all matrices of a dtype."""
+    if not supports(spec) or spec.granularity != "block" or len({w.dtype for w in weights}) != 1:
+        return definition_of(definitions.quantize_many)(weights, spec, outs)
+    made = list(outs) if outs is not None else [empty_blocks(w.shape, spec, w.device) for w in weights]
+    matrices = [matrix for weight in weights for matrix in _matrices(weight)]
+    _quantize_matrices(matrices, [part for out in made for part in _parts(out)], None)
+    return made
 
 
 def empty_rows(shape: Sequence[int], spec: TensorSpec, device: torch.device) -> QuantizedTensor:
@@ -147,6 +148,42 @@ def _quantize_two_ways(
 def _empty_columns(x: torch.Tensor, spec: TensorSpec, tiles: Tiles | None) -> QuantizedTensor:
     groups = triton.cdiv(x.shape[0], _GROUP) if tiles is None else tiles.expert.numel()
     return empty_rows((x.shape[1], groups * _GROUP), spec, x.device)
+
+
+def _matrices(x: torch.Tensor) -> Sequence[torch.Tensor]:
+    """[..., R, C] -> its matrices [R, C], rows of which are contiguous."""
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    return (x,) if x.dim() == 2 else x.reshape(-1, *x.shape[-2:]).unbind(0)
+
+
+def _parts(x: QuantizedTensor) -> list[QuantizedTensor]:
+    pairs = zip(_matrices(x.data), _matrices(x.scale_inv), strict=True)
+    return [QuantizedTensor(data, scale_inv, x.spec) for data, scale_inv in pairs]
+
+
+def _quantize_matrices(
+    matrices: Sequence[torch.Tensor], outs: Sequence[QuantizedTensor], transposed: Sequence[QuantizedTensor] | None
+) -> None:
+    others = outs if transposed is None else transposed
+    rows = [
+        (*(x.data_ptr() for x in (w, o.data, o.scale_inv, t.data, t.scale_inv)), *w.shape, w.stride(0))
+        for w, o, t in zip(matrices, outs, others, strict=True)
+        if w.numel()
+    ]
+    if not rows:
+        return
+    table = torch.tensor(rows)
+    blocks = ((table[:, 5] + _GROUP - 1) // _GROUP) * ((table[:, 6] + _GROUP - 1) // _GROUP)
+    whole = not ((table[:, 5:7] % _GROUP).any() or (table[:, (0, 1, 3)] % 16).any() or (table[:, 7] % 8).any())
+    wide = matrices[0].dtype == torch.float32
+    _blocks_kernel[len(rows), int(blocks.max())](
+        table.to(matrices[0].device, non_blocking=True),
+        **_format(outs[0].spec),
+        WIDE=wide,
+        WHOLE=whole,
+        TRANSPOSED=transposed is not None,
+        num_warps=8,
+    )
 
 
 def _format(spec: TensorSpec) -> dict[str, bool]:
@@ -203,22 +240,37 @@ def _two_way_kernel(
 
 @triton.jit
 def _blocks_kernel(
-    w_ptr, codes_ptr, scale_ptr, codes_t_ptr, scale_t_ptr, n, k, matrix_stride, row_stride,
-    TRANSPOSED: tl.constexpr, E5M2: tl.constexpr, POW2: tl.constexpr,
-):  # fmt: skip
-    matrix = tl.program_id(2).to(tl.int64)
-    row = (tl.program_id(1) * GROUP + tl.arange(0, GROUP)).to(tl.int64)[:, None]
-    column = (tl.program_id(0) * GROUP + tl.arange(0, GROUP)).to(tl.int64)[None, :]
-    inside = (row < n) & (column < k)
-    w = tl.load(w_ptr + matrix * matrix_stride + row * row_stride + column, mask=inside, other=0.0).to(tl.float32)
-    scale = scale_from_amax(tl.max(tl.max(absolute(w), 1), 0), E5M2, POW2)
-    codes = encode(w * scale, E5M2)
-    start = matrix * n * k
-    tl.store(codes_ptr + start + row * k + column, codes, mask=inside)
+    table_ptr, E5M2: tl.constexpr, POW2: tl.constexpr, WIDE: tl.constexpr, WHOLE: tl.constexpr, TRANSPOSED: tl.constexpr
+):
+    """One block of one matrix. table: a row of 8 numbers for each, addresses, N, K and the stride of its rows.
+
+    WHOLE: all matrices consist of whole blocks and their rows begin at 16 bytes.
+    """
+    FP8: tl.constexpr = tl.float8e5 if E5M2 else tl.float8e4nv
+    row_of_table = table_ptr + tl.program_id(0) * 8
+    n, k, stride = tl.load(row_of_table + 5), tl.load(row_of_table + 6), tl.load(row_of_table + 7)
     down, across = tl.cdiv(n, GROUP), tl.cdiv(k, GROUP)
-    block, blocks = matrix * down * across, inverse(scale)
-    tl.store(scale_ptr + block + tl.program_id(1) * across + tl.program_id(0), blocks)
-    if TRANSPOSED:
-        where = start + tl.trans(column) * n + tl.trans(row)
-        tl.store(codes_t_ptr + where, tl.trans(codes), mask=(tl.trans(column) < k) & (tl.trans(row) < n))
-        tl.store(scale_t_ptr + block + tl.program_id(0) * down + tl.program_id(1), blocks)
+    place = tl.program_id(1)
+    if place < down * across:
+        w_ptr = tl.load(row_of_table).to(tl.pointer_type(tl.float32 if WIDE else tl.bfloat16))
+        codes_ptr = tl.load(row_of_table + 1).to(tl.pointer_type(FP8))
+        codes_t_ptr = tl.load(row_of_table + 3).to(tl.pointer_type(FP8))
+        if WHOLE:
+            n, k = tl.multiple_of(n, GROUP), tl.multiple_of(k, GROUP)
+            stride = tl.multiple_of(stride, 8)
+            w_ptr, codes_ptr = tl.multiple_of(w_ptr, 16), tl.multiple_of(codes_ptr, 16)
+            codes_t_ptr = tl.multiple_of(codes_t_ptr, 16)
+        first_row, first_column = place // across * GROUP, place % across * GROUP
+        row = (first_row + tl.arange(0, GROUP))[:, None]
+        column = (first_column + tl.arange(0, GROUP))[None, :]
+        inside = (row < n) & (column < k)
+        w = tl.load(w_ptr + row * stride + column, mask=inside, other=0.0).to(tl.float32)
+        scale = scale_from_amax(tl.max(tl.max(absolute(w), 1), 0), E5M2, POW2)
+        codes = encode(w * scale, E5M2)
+        tl.store(codes_ptr + row * k + column, codes, mask=inside)
+        scale_inv = inverse(scale)
+        tl.store(tl.load(row_of_table + 2).to(tl.pointer_type(tl.float32)) + place, scale_inv)
+        if TRANSPOSED:
+            to, across_t = codes_t_ptr + tl.trans(column) * n + tl.trans(row), place % across * down + place // across
+            tl.store(to, tl.trans(codes), mask=(tl.trans(column) < k) & (tl.trans(row) < n))
+            tl.store(tl.load(row_of_table + 4).to(tl.pointer_type(tl.float32)) + across_t, scale_inv)

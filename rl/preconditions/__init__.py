@@ -12,7 +12,9 @@ from rl.preconditions.resources import check_kv_cache_memory, check_port
 from rl.preconditions.tensors import check_tensors
 from rl.preconditions.tokenizer import read_tokenizer
 from rl.spec import ExperimentSpec
+from trainer.device import has_transformer_engine
 from trainer.hf_config import ModelShape
+from trainer.lowering import lower
 
 __all__ = ["ModelShape", "check", "read_model"]
 
@@ -27,6 +29,7 @@ def check(spec: ExperimentSpec) -> ModelShape:
         _check_sampling(spec)
     model = read_model(spec.model.path)
     check_model_layout(model, spec)
+    lower(spec.numerics_config(), has_transformer_engine())
     _check_context(model, spec)
     check_data(spec, read_tokenizer(spec.model.path, model))
     check_tensors(spec.model.path, model)

@@ -12,6 +12,14 @@ import ray
 from tests.e2e.rig import Rig, write_models
 
 
+@pytest.fixture(scope="module")
+def uncompiled() -> Iterator[None]:
+    """Processes that start meanwhile compile no kernels, which is half of their start, and compute the same bits."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCHDYNAMO_DISABLE", "1")
+        yield
+
+
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return write_models(tmp_path_factory.mktemp("models"))
@@ -24,6 +32,7 @@ def rig(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> It
         include_dashboard=False,
         log_to_driver=False,
         logging_level=logging.ERROR,
+        address="local",
         _node_ip_address="127.0.0.1",
     )
     rig = Rig(tmp_path_factory.mktemp("rig"), models)

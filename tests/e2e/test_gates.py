@@ -35,7 +35,7 @@ from tests.e2e.faults import MATRIX, Named, Tampered
 from weight_sync.bridge import push
 from weight_sync.transports.tensor import TensorTransport
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.usefixtures("uncompiled")]
 
 REPLAYED, CORRUPTED, STALE, OLD, NAN, OVERFLOW, MANY_NAN, DIVERGING, STOPPED = 2, 3, 5, 6, 7, 8, 9, 10, 11
 """The step of each fault; 4 has none."""

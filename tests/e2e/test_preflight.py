@@ -18,7 +18,7 @@ from rl.preflight import Report, run
 from rl.sides import Sides, open_sides
 from rl.spec import load_spec
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.usefixtures("uncompiled")]
 
 SPEC = "examples/arithmetic.yaml"
 

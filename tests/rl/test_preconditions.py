@@ -183,6 +183,14 @@ def test_layouts_that_divide_the_model_pass(values, trainer):
     check(parse_spec(merged(values, trainer=trainer)))
 
 
+def test_a_spec_that_transformer_engine_does_not_compute_is_refused_where_it_would(values, monkeypatch):
+    native = {"mode": "native", "activation": {"granularity": "tensor"}}
+    check(parse_spec(merged(values, numerics=native)))
+    monkeypatch.setattr("rl.preconditions.has_transformer_engine", lambda: True)
+    assert refusal(values, numerics=native).startswith("numerics.activation.granularity: found 'tensor'")
+    check(parse_spec(merged(values, numerics={"mode": "native"})))
+
+
 def test_experts_of_a_dense_model_are_refused(values, models):
     assert "dense" in refusal(values, model={"path": str(models / "dense")}, trainer={"ep": 2, "dp": 2})
 

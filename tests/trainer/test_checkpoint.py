@@ -90,3 +90,13 @@ def test_what_is_not_a_checkpoint_is_refused(moe_path: Path, tmp_path: Path, mak
     (tmp_path / "about.json").write_text(json.dumps({"format": 99}))
     with pytest.raises(UserError, match="format"):
         trainer.load(tmp_path)
+
+
+def test_weights_are_made_from_the_masters(moe_path: Path, make_trainer: MakeTrainer) -> None:
+    trainer = make_trainer(moe_path, "fp8")
+    trainer.train_step(random_batch(), cross_entropy(random_batch()))
+    trained = {name: parameter.detach().clone() for name, parameter in trainer.model.named_parameters()}
+    for parameter in trainer.model.parameters():
+        parameter.data.zero_()
+    trainer.optimizer.write_weights()
+    assert all(torch.equal(parameter, trained[name]) for name, parameter in trainer.model.named_parameters())

@@ -13,6 +13,7 @@ from tests.trainer.batches import Poisoned, cross_entropy, random_batch
 from tests.trainer.conftest import MakeTrainer
 from tests.trainer.models import reference
 from trainer.config import TrainerConfig
+from trainer.lowering import Lowering
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp8_forward", "fp8"])
@@ -165,3 +166,13 @@ def test_norms_have_no_weight_decay(moe_path: Path, make_trainer: MakeTrainer) -
             if any(getattr(parameter, "main_param", None) is master for master in group["params"]):
                 decay[parameter.dim()].add(group["weight_decay"])
     assert decay == {1: {0.0}, 2: {0.1}}
+
+
+def test_rows_are_padded_as_fp8_products_want(moe_path: Path, make_trainer: MakeTrainer) -> None:
+    trainer, batch, widths = make_trainer(moe_path, "fp8"), random_batch(), set()
+    expected = trainer.score(batch)
+    trainer.lowering = Lowering(row_multiple=16)
+    trainer.model.register_forward_pre_hook(lambda _, inputs: widths.add(inputs[0].shape[1]))
+    found = trainer.score(batch)
+    assert {width % 16 for width in widths} == {0} and int(batch.lengths.max()) % 16
+    assert torch.equal(found[1][torch.tensor(found[0]).argsort()], expected[1][torch.tensor(expected[0]).argsort()])

@@ -11,6 +11,7 @@ from numerics.triton.quantize import (
     empty_blocks,
     quantize_blocks,
     quantize_columns,
+    quantize_many,
     quantize_rows,
     quantize_rows_and_columns,
 )
@@ -80,6 +81,18 @@ def test_blocks_and_their_transpose(shape, scale):
     same(found, expected)
     assert torch.equal(transposed.data.view(torch.uint8), found.data.view(torch.uint8).transpose(-1, -2))
     assert torch.equal(transposed.scale_inv, found.scale_inv.transpose(-1, -2))
+
+
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32))
+def test_many_matrices_of_any_shape_in_one_launch(dtype):
+    spec = TensorSpec(granularity="block")
+    shapes = [(128, 256), (256, 128), (3, 128, 128), (130, 70), (0, 128)]
+    weights = [numbers(*shape, dtype=dtype) if shape[0] else torch.empty(shape, dtype=dtype) for shape in shapes]
+    weights.append(weights[0][:, 128:])  # a part of a larger matrix
+    for some in (weights, weights[:3]):
+        found = quantize_many([w.to(DEVICE) for w in some], spec)
+        for one, w in zip(found, some, strict=True):
+            same(one, quantize(w, spec))
 
 
 def test_results_go_where_they_are_asked_to_go():

@@ -28,7 +28,7 @@ class Experts(TEGroupedMLP):
         """[T, H] sorted by expert -> ([T, H], no bias). The probabilities are applied where tokens are combined."""
         out = ops.experts(
             permuted_local_hidden_states,
-            tokens_per_expert,
+            tokens_per_expert.to(permuted_local_hidden_states.device),  # Megatron moved them to the host
             self._weights(self.linear_fc1, "experts.gate_proj"),
             self._weights(self.linear_fc2, "experts.down_proj"),
             self.precision.spec,
