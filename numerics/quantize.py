@@ -29,6 +29,10 @@ class QuantizedTensor:
     scale_inv: torch.Tensor
     spec: TensorSpec
 
+    @property
+    def nbytes(self) -> int:
+        return self.data.nbytes + self.scale_inv.nbytes
+
     def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
         """data * scale_inv, computed in FP32; `dtype` defaults to the narrowest that is exact for the spec."""
         return dequantize(self.data, self.scale_inv, self.spec, dtype)
@@ -40,13 +44,10 @@ def quantize(x: torch.Tensor, spec: TensorSpec, out: QuantizedTensor | None = No
 
     A block of zeros has scale_inv 1. NaN is left out of a block's amax and stays NaN (of either sign); an infinite
     value makes the scale 1 and saturates. Blocks at ragged edges are smaller; nothing is padded in the result.
-    out: contiguous tensors of the result's shapes and dtypes to write into; it is returned.
+    out: tensors of the result's shapes and dtypes to write into, contiguous but for the scales; it is returned.
     Raises `UserError` for a spec that does not quantize, a dtype or shape that cannot be quantized.
     """
-    if not spec.quantized:
-        raise UserError("quantize: found a bf16 tensor spec, expected an FP8 one; do not quantize this tensor")
-    if x.dtype not in (torch.bfloat16, torch.float32):
-        raise UserError(f"quantize: found a {x.dtype} tensor, expected bfloat16 or float32")
+    check_quantizable(x, spec)
     matrix = _as_matrices(x, spec)
     blocks = _to_blocks(matrix, spec)
     scale = scale_from_amax(_block_amax(blocks), spec.dtype, spec.scale == "pow2")
@@ -67,6 +68,16 @@ def quantize_many(
     if outs is None:
         return [quantize(weight, spec) for weight in weights]
     return [quantize(weight, spec, out) for weight, out in zip(weights, outs, strict=True)]
+
+
+def check_quantizable(x: torch.Tensor, spec: TensorSpec) -> None:
+    """Raise `UserError` for a spec that does not quantize, a dtype or shape that cannot be quantized."""
+    if not spec.quantized:
+        raise UserError("quantize: found a bf16 tensor spec, expected an FP8 one; do not quantize this tensor")
+    if x.dtype not in (torch.bfloat16, torch.float32):
+        raise UserError(f"quantize: found a {x.dtype} tensor, expected bfloat16 or float32")
+    if x.dim() < 1 or (spec.granularity == "block" and x.dim() < 2):
+        raise UserError(f"quantize: found the shape {tuple(x.shape)}, expected a matrix for {spec.granularity} scales")
 
 
 def scale_shape(shape: Sequence[int], spec: TensorSpec) -> tuple[int, ...]:
@@ -118,8 +129,6 @@ def _scaled(blocks: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> to
 
 def _as_matrices(x: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
     """Blocks span rows only in `block` granularity; otherwise leading dimensions are just more rows."""
-    if x.dim() < 1 or (spec.granularity == "block" and x.dim() < 2):
-        raise UserError(f"quantize: found the shape {tuple(x.shape)}, expected a matrix for {spec.granularity} scales")
     return x if spec.granularity == "block" else x.reshape(-1, x.shape[-1])
 
 

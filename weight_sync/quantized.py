@@ -9,10 +9,13 @@ from torch import Tensor
 
 from numerics.errors import UserError
 from numerics.names import SCALE_SUFFIX, place_of
-from numerics.quantize import QuantizedTensor, quantize, scale_shape
+from numerics.quantize import QuantizedTensor, check_quantizable, quantize_many, scale_shape
 from numerics.spec import QuantSpec, TensorSpec
 from weight_sync.buckets import Allocate
 from weight_sync.manifest import Manifest, Recorder
+from weight_sync.shards import shards
+
+_BATCH_BYTES = 64 << 20  # quantized at a time: experts are many and small, and each launch has its price
 
 
 def served_tensors(
@@ -28,14 +31,16 @@ def served_tensors(
     exceptions. A quantized `x.weight` [N, K] becomes `x.weight` (FP8) and `x.weight_scale_inv` (FP32, one per block).
     The tensors may share memory with the parameters. allocate: where to quantize to.
     """
-    for name, weight in weights:
-        place = place_of(name)
-        if place is None or not spec.of_layer(place[0], layers).quantizes(place[1]):
-            yield name, weight.dequantize(torch.bfloat16) if isinstance(weight, QuantizedTensor) else weight
-            continue
-        quantized = _quantized(name, weight, spec.weight, allocate)
-        yield name, quantized.data
-        yield name + SCALE_SUFFIX, quantized.scale_inv
+    for batch in shards(weights, _BATCH_BYTES):
+        quantized = _quantized(
+            {name: weight for name, weight in batch if _quantizes(spec, name, layers)}, spec, allocate
+        )
+        for name, weight in batch:
+            if name in quantized:
+                yield name, quantized[name].data
+                yield name + SCALE_SUFFIX, quantized[name].scale_inv
+            else:
+                yield name, weight.dequantize(torch.bfloat16) if isinstance(weight, QuantizedTensor) else weight
 
 
 def manifest_of(
@@ -48,17 +53,27 @@ def manifest_of(
     return recorder.manifest()
 
 
+def _quantizes(spec: QuantSpec, name: str, layers: int) -> bool:
+    place = place_of(name)
+    return place is not None and spec.of_layer(place[0], layers).quantizes(place[1])
+
+
 def _quantized(
-    name: str, weight: Tensor | QuantizedTensor, spec: TensorSpec, allocate: Allocate | None
-) -> QuantizedTensor:
-    if isinstance(weight, QuantizedTensor):
-        if weight.spec != spec:
-            raise UserError(f"{name}: found it quantized as {weight.spec}, expected {spec}; one spec for both")
-        return weight
-    try:
-        return quantize(weight, spec, _destination(weight, spec, allocate) if allocate else None)
-    except UserError as error:
-        raise UserError(f"{name}: {error}") from error
+    weights: dict[str, Tensor | QuantizedTensor], spec: QuantSpec, allocate: Allocate | None
+) -> dict[str, QuantizedTensor]:
+    """Those that are not quantized yet in one go, in their order."""
+    done = {name: weight for name, weight in weights.items() if isinstance(weight, QuantizedTensor)}
+    for name, weight in done.items():
+        if weight.spec != spec.weight:
+            raise UserError(f"{name}: found it quantized as {weight.spec}, expected {spec.weight}; one spec for both")
+    plain = {name: weight for name, weight in weights.items() if not isinstance(weight, QuantizedTensor)}
+    for name, tensor in plain.items():
+        try:
+            check_quantizable(tensor, spec.weight)
+        except UserError as error:
+            raise UserError(f"{name}: {error}") from error
+    outs = [_destination(tensor, spec.weight, allocate) for tensor in plain.values()] if allocate else None
+    return done | dict(zip(plain, quantize_many(list(plain.values()), spec.weight, outs), strict=True))
 
 
 def _destination(weight: Tensor, spec: TensorSpec, allocate: Allocate) -> QuantizedTensor:

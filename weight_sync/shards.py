@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from typing import Protocol, TypeVar
 
-from torch import Tensor
+
+class Sized(Protocol):
+    """A tensor of any kind."""
+
+    @property
+    def nbytes(self) -> int: ...
 
 
-def shards(tensors: Iterable[tuple[str, Tensor]], limit: int) -> Iterator[list[tuple[str, Tensor]]]:
+T = TypeVar("T", bound=Sized)
+
+
+def shards(tensors: Iterable[tuple[str, T]], limit: int) -> Iterator[list[tuple[str, T]]]:
     """Consecutive tensors, as many as stay within `limit` bytes; a larger tensor is a shard of its own."""
-    shard: list[tuple[str, Tensor]] = []
+    shard: list[tuple[str, T]] = []
     size = 0
     for name, tensor in tensors:
         if shard and size + tensor.nbytes > limit:

@@ -36,7 +36,8 @@ def supports(spec: TensorSpec) -> bool:
 
 def quantize(x: torch.Tensor, spec: TensorSpec, out: QuantizedTensor | None = None) -> QuantizedTensor:
     """`numerics.quantize.quantize`; what these kernels have no form for goes there."""
-    if not supports(spec) or x.dtype not in (torch.bfloat16, torch.float32):
+    definitions.check_quantizable(x, spec)
+    if not supports(spec):
         return definition_of(definitions.quantize)(x, spec, out)
     return quantize_blocks(x, spec, out) if spec.granularity == "block" else quantize_rows(x, spec, out)
 
@@ -102,7 +103,9 @@ def quantize_many(
     weights: Sequence[torch.Tensor], spec: TensorSpec, outs: Sequence[QuantizedTensor] | None = None
 ) -> list[QuantizedTensor]:
     """`numerics.quantize.quantize_many`: in blocks, one launch for all matrices of a dtype."""
-    if not supports(spec) or spec.granularity != "block" or len({w.dtype for w in weights}) != 1:
+    for weight in weights:
+        definitions.check_quantizable(weight, spec)
+    if not supports(spec) or spec.granularity != "block" or len({weight.dtype for weight in weights}) != 1:
         return definition_of(definitions.quantize_many)(weights, spec, outs)
     made = list(outs) if outs is not None else [empty_blocks(w.shape, spec, w.device) for w in weights]
     matrices = [matrix for weight in weights for matrix in _matrices(weight)]
