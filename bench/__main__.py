@@ -14,9 +14,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from rich.console import Console
-from rich.table import Table
 
-from bench.measure import Result, run_benchmark
+from bench.measure import Result, run_benchmark, table_of
 
 BENCHMARKS = ("rollout", "train", "sync", "loop", "agreement")
 RESULTS = Path("bench/results.json")
@@ -38,7 +37,7 @@ def main() -> int:
     if names == list(BENCHMARKS):
         data = {"machine": machine, "results": [{**asdict(r), "passed": r.passed} for r in results]}
         RESULTS.write_text(json.dumps(data, indent=1) + "\n")
-    Console().print(_table(results))
+    Console().print(table_of(results))
     return 0 if all(result.passed for result in results) else 1
 
 
@@ -46,19 +45,6 @@ def _in_own_process(name: str) -> list[Result]:
     """Megatron's process groups and torch's settings are global, so each benchmark gets a process."""
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         return pool.submit(run_benchmark, name).result()
-
-
-def _table(results: list[Result]) -> Table:
-    table = Table("what", "found", "bar", "measurements")
-    for result in results:
-        bar = f"{'>=' if result.at_least else '<='} {result.bar:g}"
-        parts = ", ".join(f"{name} {_number(value)}" for name, value in result.parts.items())
-        table.add_row(result.name, f"{result.value:.3g}{'' if result.passed else ' !'}", bar, parts)
-    return table
-
-
-def _number(value: float) -> str:
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def _processor() -> str:

@@ -7,8 +7,12 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 from importlib import import_module
+from typing import TYPE_CHECKING
 
 import torch
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,3 +56,19 @@ def run_benchmark(name: str) -> list[Result]:
     torch.set_num_threads(1)
     results: list[Result] = import_module(f"bench.{name}").run()
     return results
+
+
+def table_of(results: list[Result]) -> Table:
+    """One line a result; what misses its bar has an exclamation mark."""
+    from rich.table import Table
+
+    table = Table("what", "found", "bar", "measurements")
+    for result in results:
+        bar = f"{'>=' if result.at_least else '<='} {result.bar:g}"
+        parts = ", ".join(f"{name} {_number(value)}" for name, value in result.parts.items())
+        table.add_row(result.name, f"{result.value:.3g}{'' if result.passed else ' !'}", bar, parts)
+    return table
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"

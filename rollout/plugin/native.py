@@ -63,10 +63,7 @@ def quantize_groups(
             f"fp8rl plugin: found an FP8 product that wants its activations packed, fused, masked or in groups of "
             f"{group_size}, expected rows in groups of {spec.group}; use --moe-runner-backend triton on a Hopper GPU"
         )
-    scales = x_s if x_s.is_contiguous() else torch.empty_like(x_s, memory_format=torch.contiguous_format)
-    quantize(x, spec, QuantizedTensor(x_q, scales, spec))
-    if scales is not x_s:
-        x_s.copy_(scales)
+    quantize(x, spec, QuantizedTensor(x_q, x_s, spec))
 
 
 def quantize_only_group(x: torch.Tensor, dtype: torch.dtype = torch.float8_e4m3fn) -> tuple[torch.Tensor, torch.Tensor]:

@@ -15,7 +15,7 @@ from tests.e2e.cli_runs import SMALL, LiveRun, wait_until_gone
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.usefixtures("uncompiled")]
 
-GONE_WITHIN_S = 15.0
+GONE_WITHIN_S = 30.0
 RAY_AGENTS = {"ray::DashboardAgent", "ray::RuntimeEnvAgent"}
 Start = Callable[..., LiveRun]
 

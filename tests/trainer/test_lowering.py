@@ -58,7 +58,9 @@ DEFAULT = Lowering(
 FP32_SCALES = {f"fp8_quant_{role}.power_2_scale": False for role in ("fwd_inp", "fwd_weight", "bwd_grad")}
 
 
-def native(trainer: str = "fp8", rollout: str = "fp8", preset: str = "fp8_block_pow2", **changes: Any) -> NumericsConfig:
+def native(
+    trainer: str = "fp8", rollout: str = "fp8", preset: str = "fp8_block_pow2", **changes: Any
+) -> NumericsConfig:
     spec = QuantSpec.preset(preset).override(changes)
     return NumericsConfig(mode="native", spec=spec, trainer=trainer, rollout=rollout)
 

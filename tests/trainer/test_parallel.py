@@ -112,7 +112,9 @@ def gradients(trainer: Any) -> dict[str, Tensor]:
 
     batch = random_batch(**BATCH)
     wrapped = trainer.optimizer.model
-    run_pass(wrapped, batch, trainer.layout, trainer.config.micro_batch_tokens, trainer.layout.tp_size, cross_entropy(batch))
+    run_pass(
+        wrapped, batch, trainer.layout, trainer.config.micro_batch_tokens, trainer.layout.tp_size, cross_entropy(batch)
+    )
     for buffer in (*wrapped.buffers, *wrapped.expert_parallel_buffers):
         # The distributed optimizer leaves each rank the sums of its own part of the buffer.
         group = buffer.data_parallel_group

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from numerics.config import NumericsConfig
+from numerics.dispatch import Implementation, using
 from numerics.quantize import fake_quantize, quantize
 from numerics.spec import QuantSpec
 from rollout.plugin import engine, native
@@ -81,16 +82,18 @@ def activations(channels: int) -> Tensor:
     return x.bfloat16()
 
 
+@pytest.mark.parametrize("implementation", ["torch", "triton"])
 @pytest.mark.parametrize("channels", [128, 384])
 @pytest.mark.parametrize(
     "layout", [{}, {"column_major_scales": True}, {"column_major_scales": True, "scale_tma_aligned": True}]
 )
 def test_sglang_quantizes_activations_with_powers_of_two(
-    fp8_kernel: Any, layout: dict[str, bool], channels: int
+    fp8_kernel: Any, layout: dict[str, bool], channels: int, implementation: Implementation
 ) -> None:
     """In the layouts that the Triton experts and dense products, CUTLASS and DeepGEMM ask for."""
     x = activations(channels)
-    codes, scales = fp8_kernel.sglang_per_token_group_quant_fp8(x, 128, **layout)
+    with using(implementation):
+        codes, scales = fp8_kernel.sglang_per_token_group_quant_fp8(x, 128, **layout)
     expected = quantize(x, SPEC.activation)
     assert (codes.dtype, codes.shape, scales.dtype, scales.shape) == (
         torch.float8_e4m3fn,

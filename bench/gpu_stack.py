@@ -1,0 +1,258 @@
+"""A stack of MoE layers: whether trainer and engine ops agree on this device, and how fast the trainer is.
+
+`exactness` needs torch and Triton alone. It runs the ops in the trainer's forms (whole sequences, contiguous keys, norm
+and product in one) and in the engine's (prefill, chunks and decode, paged keys, norm with residual), on one set of
+weights, and compares the log-probability of every token. `train` runs the real trainer.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib.util
+import statistics
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bench.gpu_measure import Layers, Measured, Sizes, Stopwatch, random
+from bench.measure import Result
+from numerics import ops
+from numerics.config import NumericsConfig
+from numerics.ops import ExpertWeights
+from numerics.probe import row_variant_ops
+from numerics.quantize import quantize
+from numerics.spec import QuantSpec
+
+SPEC = QuantSpec.preset("fp8_block_pow2")
+EPS, THETA, HEAD = 1e-6, 1e6, 128
+ROUNDS = 7
+
+
+def exactness(sizes: Sizes, watch: Stopwatch) -> Measured:
+    device, shape = watch.device, sizes.exact
+    layers = [_layer(shape, device) for _ in range(shape.layers)]
+    table, final = random(shape.vocab, shape.hidden, device=device), _norm(shape.hidden, device)
+    head = random(shape.vocab, shape.hidden, device=device, scale=0.05)
+    scale = sizes.length / 16
+    lengths = torch.tensor([int(scale * part) for part in (16, 5, 11)], device=device)
+    tokens = torch.randint(shape.vocab, (3, int(lengths.max())), device=device)
+    trained = _logprobs(_as_trainer(tokens, layers, table, shape), final, head, tokens)
+    served, steps = _as_engine(tokens, lengths, layers, table, final, head, shape)
+    real = torch.arange(tokens.shape[1] - 1, device=device) < lengths[:, None] - 1
+    difference = (trained - served)[real].abs()
+    name = f"d == 0: trainer against engine ops, {shape.layers} layers, prefill, chunks and decode"
+    parts = {"tokens": float(real.sum()), "engine steps": float(steps), "mean logprob": trained[real].mean().item()}
+    done = Measured([Result(name, difference.max().item(), 0.0, False, parts)])
+    variant = row_variant_ops(device) if device.type == "cuda" else []
+    done.results.append(Result("d == 0: ops that are not row-invariant here", float(len(variant)), 0.0, False, {}))
+    done.rows += [{"not row-invariant": op} for op in variant]
+    return done
+
+
+def train(sizes: Sizes, watch: Stopwatch) -> Measured:
+    """Tokens per second of forward and backward: BF16 and FP8 of the libraries, and exact FP8."""
+    done = Measured()
+    missing = [name for name in ("megatron.core", "mbridge", "transformers") if importlib.util.find_spec(name) is None]
+    if missing:
+        done.left_out["training the stack"] = f"not installed: {', '.join(missing)}"
+        return done
+    from trainer import device, parallel
+    from trainer.config import TrainerConfig
+
+    sides = {
+        "BF16 native": NumericsConfig(mode="native", spec=SPEC, trainer="bf16"),
+        "FP8 native": NumericsConfig(mode="native", spec=SPEC),
+        "FP8 exact": NumericsConfig(mode="exact", spec=SPEC),
+    }
+    if watch.device.type == "cuda":
+        device.start(0, sides["FP8 native"])
+        if not device.has_transformer_engine():
+            done.left_out["native FP8 training"] = "not installed: transformer_engine"
+            del sides["FP8 native"]
+    config = TrainerConfig(micro_batch_tokens=sizes.batch * sizes.length)
+    layout = parallel.initialize(config)
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        path = _write_model(sizes.stack, Path(folder) / "model")
+        rates = {}
+        for name, numerics in sides.items():  # one after the other: three optimizers do not fit
+            seconds = _step_seconds(path, config, numerics, layout, sizes, watch)
+            gc.collect()
+            torch.cuda.empty_cache()
+            rates[name] = sizes.batch * sizes.length / seconds["forward and backward"]
+            done.rows.append({"side": name, "tokens/s": rates[name], **seconds})
+    parallel.shutdown()
+    tokens = f"{sizes.batch * sizes.length:,} tokens"
+    for name, over, under, bar in (
+        ("train, FP8 native / BF16", "FP8 native", "BF16 native", 1.3),
+        ("train, FP8 exact / BF16", "FP8 exact", "BF16 native", 1.1),
+        ("train, FP8 exact / FP8 native", "FP8 exact", "FP8 native", 0.75),
+    ):
+        if over in rates and under in rates:
+            parts = {f"{side} (tokens/s)": rates[side] for side in (over, under)}
+            done.results.append(Result(f"{name} ({tokens})", rates[over] / rates[under], bar, True, parts))
+    return done
+
+
+@torch.enable_grad()
+def _step_seconds(
+    path: Path, config: Any, numerics: NumericsConfig, layout: Any, sizes: Sizes, watch: Stopwatch
+) -> dict[str, float]:
+    from rl.objectives.sft import SftObjective
+    from trainer.batch import TokenBatch
+    from trainer.trainer import Trainer
+
+    trainer = Trainer(path, config, numerics, layout, seed=0, total_steps=100, max_sequence_length=sizes.length)
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(6, sizes.stack.vocab, (sizes.batch, sizes.length), generator=generator)
+    mask = torch.ones_like(tokens, dtype=torch.bool)
+    mask[:, 0] = False
+    batch = TokenBatch(tokens, torch.full((sizes.batch,), sizes.length), mask)
+    objective = SftObjective.for_batch(batch)
+    step = watch.seconds(lambda: trainer.train_step(batch, objective), repeats=ROUNDS)
+    rounds = ROUNDS if watch.device.type == "cuda" else 1
+    passes = [trainer.forward_backward(batch, objective).result.seconds for _ in range(rounds)]
+    return {"forward and backward": statistics.median(passes), "step": step}
+
+
+def _write_model(shape: Layers, path: Path) -> Path:
+    from rl.tiny_model import TinyModel, write_tiny_model
+
+    model = TinyModel(
+        layers=shape.layers,
+        hidden=shape.hidden,
+        heads=shape.heads,
+        kv_heads=shape.kv_heads,
+        intermediate=shape.moe_intermediate,
+        experts=shape.experts,
+        top_k=shape.top_k,
+        vocab=max(shape.vocab, 128),
+    )
+    write_tiny_model(path, model)
+    return path
+
+
+@dataclass(frozen=True)
+class Layer:
+    """The weights of one layer; `*_operand` as products take them."""
+
+    norm: Tensor
+    qkv: Tensor
+    qkv_operand: Any
+    q_norm: Tensor
+    k_norm: Tensor
+    out: Tensor
+    out_operand: Any
+    post_norm: Tensor
+    router: Tensor
+    w13: ExpertWeights
+    w2: ExpertWeights
+
+
+def _layer(shape: Layers, device: torch.device) -> Layer:
+    qkv = random((shape.heads + 2 * shape.kv_heads) * HEAD, shape.hidden, device=device, scale=0.05)
+    out = random(shape.hidden, shape.heads * HEAD, device=device, scale=0.05)
+    w13 = random(shape.experts, 2 * shape.moe_intermediate, shape.hidden, device=device, scale=0.05)
+    w2 = random(shape.experts, shape.hidden, shape.moe_intermediate, device=device, scale=0.05)
+    return Layer(
+        norm=_norm(shape.hidden, device),
+        qkv=qkv,
+        qkv_operand=_operand(qkv),
+        q_norm=_norm(HEAD, device),
+        k_norm=_norm(HEAD, device),
+        out=out,
+        out_operand=_operand(out),
+        post_norm=_norm(shape.hidden, device),
+        router=random(shape.experts, shape.hidden, device=device, scale=0.1),
+        w13=ExpertWeights(w13, _operand(w13)),
+        w2=ExpertWeights(w2, _operand(w2)),
+    )
+
+
+def _norm(size: int, device: torch.device) -> Tensor:
+    return 1 + random(size, device=device, scale=0.2)
+
+
+def _operand(weight: Tensor) -> Any:
+    return ops.weight_operand(quantize(weight, SPEC.weight))
+
+
+def _as_trainer(tokens: Tensor, layers: list[Layer], table: Tensor, shape: Layers) -> Tensor:
+    """tokens [B, S] -> [B, S, H], as the trainer's modules call the ops."""
+    x, (batch, length) = table[tokens], tokens.shape
+    positions = torch.arange(length, device=tokens.device).expand(batch, -1)
+    for w in layers:
+        qkv = ops.norm_fp8_linear(x, w.norm, EPS, w.qkv, w.qkv_operand, SPEC)
+        q, k, v = _heads(qkv, w, shape)
+        q, k = ops.rope(q, positions, THETA), ops.rope(k, positions, THETA)
+        attended = ops.attention(q, k, v, positions, HEAD**-0.5).flatten(2)
+        x = x + ops.fp8_linear(attended, w.out, w.out_operand, SPEC)
+        normed = ops.rms_norm(x, w.post_norm, EPS)
+        x = x + _moe(normed.flatten(0, 1), w, shape, "fp8").view(x.shape)
+    return x
+
+
+def _as_engine(
+    tokens: Tensor, lengths: Tensor, layers: list[Layer], table: Tensor, final: Tensor, head: Tensor, shape: Layers
+) -> tuple[Tensor, int]:
+    """The log-probabilities [B, S - 1], a step at a time, and how many steps: as an engine calls the ops.
+
+    The first sequence is prefilled whole, the others in chunks, and the last tokens of all are decoded one by one.
+    """
+    sequences, longest = tokens.shape
+    device = tokens.device
+    slots = torch.randperm(sequences * longest, device=device).view(sequences, longest).int()
+    caches = [torch.full((2, slots.numel(), shape.kv_heads, HEAD), torch.nan, device=device).bfloat16() for _ in layers]
+    found = torch.zeros(sequences, longest - 1, device=device)
+    chunks, decoded = [longest, 96 if longest > 96 else 2, 33 if longest > 96 else 3], 4
+    ends, seen, steps = lengths.tolist(), [0] * sequences, 0
+    while any(done < end for done, end in zip(seen, ends, strict=True)):
+        left = [end - done for done, end in zip(seen, ends, strict=True)]
+        new = [min(chunk, n - decoded) if n > decoded else min(n, 1) for chunk, n in zip(chunks, left, strict=True)]
+        where = [(b, range(seen[b], seen[b] + n)) for b, n in enumerate(new)]
+        rows = torch.tensor([b for b, span in where for _ in span], device=device)
+        positions = torch.tensor([t for _, span in where for t in span], device=device)
+        seen = [done + n for done, n in zip(seen, new, strict=True)]
+        counts, totals = torch.tensor(new, device=device), torch.tensor(seen, device=device)
+        x, residual = table[tokens[rows, positions]], None
+        for w, (keys, values) in zip(layers, caches, strict=True):
+            x, residual = _normed(x, residual, w.norm)
+            q, k, v = _heads(ops.fp8_linear(x, w.qkv, w.qkv_operand, SPEC, "bf16"), w, shape)
+            q, k = (ops.rope(t[None], positions[None], THETA)[0] for t in (q, k))
+            keys[slots[rows, positions].long()], values[slots[rows, positions].long()] = k, v
+            everyone = torch.arange(sequences, device=device)
+            attended = ops.paged_attention(q, keys, values, slots, everyone, counts, totals, HEAD**-0.5)
+            x = ops.fp8_linear(attended.flatten(1), w.out, w.out_operand, SPEC, "bf16")
+            x, residual = _normed(x, residual, w.post_norm)
+            x = _moe(x, w, shape, "bf16")
+        x, _ = _normed(x, residual, final)
+        within = positions < longest - 1
+        rows, positions = rows[within], positions[within]
+        logits = ops.linear(x[within], head)
+        found[rows, positions] = ops.token_logprobs(logits, tokens[rows, positions + 1], 1.0)[0]
+        steps += 1
+    return found, steps
+
+
+def _logprobs(x: Tensor, final: Tensor, head: Tensor, tokens: Tensor) -> Tensor:
+    logits = ops.linear(ops.rms_norm(x, final, EPS), head)
+    return ops.token_logprobs(logits[:, :-1], tokens[:, 1:], 1.0)[0]
+
+
+def _normed(x: Tensor, residual: Tensor | None, weight: Tensor) -> tuple[Tensor, Tensor]:
+    return (ops.rms_norm(x, weight, EPS), x) if residual is None else ops.add_rms_norm(x, residual, weight, EPS)
+
+
+def _heads(qkv: Tensor, w: Layer, shape: Layers) -> tuple[Tensor, Tensor, Tensor]:
+    q, k, v = qkv.unflatten(-1, (-1, HEAD)).split([shape.heads, shape.kv_heads, shape.kv_heads], -2)
+    return ops.rms_norm(q, w.q_norm, EPS), ops.rms_norm(k, w.k_norm, EPS), v
+
+
+def _moe(x: Tensor, w: Layer, shape: Layers, backward: Any) -> Tensor:
+    probs, chosen = ops.route(ops.linear(x, w.router), shape.top_k, True)
+    order, counts = ops.group_by_expert(chosen, shape.experts)
+    outputs = ops.experts(x[order // shape.top_k], counts, w.w13, w.w2, SPEC, backward)
+    return ops.combine(outputs, probs, order, x.dtype)
