@@ -91,7 +91,7 @@ def doctor(
         from rl.spec.sections import NumericsSection
 
         numerics = load_spec(spec, overrides or []).numerics_config() if spec else NumericsSection().config(tp=1)
-        diagnosis = judge(gather(numerics.spec), numerics)
+        diagnosis = judge(gather(numerics), numerics)
     if as_json:
         print(to_json(diagnosis))
     else:

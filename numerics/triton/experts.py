@@ -26,7 +26,8 @@ def experts(
     backward: Backward = "fp8",
 ) -> torch.Tensor:
     """`numerics.ops.experts`; where all of it is FP8, SwiGLU is quantized where it is computed."""
-    if spec is None or backward != "fp8" or w13.operand is None or w2.operand is None:
+    fused = backward == "fp8" or not torch.is_grad_enabled()
+    if spec is None or not fused or w13.operand is None or w2.operand is None:
         hidden = swiglu(grouped_linear(x, counts, w13.weights, w13.operand, spec, backward))
         return grouped_linear(hidden, counts, w2.weights, w2.operand, spec, backward)
     return _Experts.apply(x, counts, spec, w13.operand, w2.operand, *w13.weights, *w2.weights)

@@ -130,7 +130,7 @@ def _trainer(machine: Machine, numerics: NumericsConfig) -> Side:
     spec, device = numerics.trainer_spec, _device(machine)
     if numerics.mode == "exact":
         return Side("trainer", numerics.trainer, device, _shared_ops(machine, spec))
-    ops = "TransformerEngine" if _has_te(machine, spec) else "Megatron-core" + ", emulated FP8" * spec.quantized
+    ops = "TransformerEngine" if _has_te(machine) else "Megatron-core" + ", emulated FP8" * spec.quantized
     return Side("trainer", numerics.trainer, device, ops)
 
 
@@ -171,15 +171,16 @@ def _of_the_install(machine: Machine, numerics: NumericsConfig) -> Iterator[Find
 
 
 def _of_transformer_engine(machine: Machine) -> Iterator[Finding]:
-    """Without it native mode's trainer runs, on Megatron-core's own ops, and emulates FP8."""
-    wanted = machine.wanted.get(_TE[0], "")
-    missing = [name for name in _TE if machine.libraries.get(name) is None]
-    version = machine.libraries.get(_TE[0])
-    if missing:
-        expected = f"transformer_engine {wanted}; FP8 is emulated without it, which is slow"
-        yield Finding(False, "transformer_engine", f"{' and '.join(missing)} not installed", expected, _INSTALL["cuda"])
-    elif version and not SpecifierSet(wanted).contains(version, prereleases=True):
-        yield Finding(False, "transformer_engine", version, wanted, _INSTALL["cuda"])
+    """Without it native mode's trainer runs on Megatron-core's own ops and emulates FP8."""
+    (name, extension), wanted = _TE, machine.wanted.get(_TE[0], "")
+    version = machine.libraries.get(name)
+    if version is None:
+        expected = f"{wanted}; FP8 is emulated without it, which is slow"
+        yield Finding(False, name, "not installed", expected, _INSTALL["cuda"])
+    elif machine.libraries.get(extension) is None:
+        yield Finding(True, extension, "not installed", f"{version}, as {name} is", _INSTALL["cuda"])
+    elif not SpecifierSet(wanted).contains(version, prereleases=True):
+        yield Finding(False, name, version, wanted, _INSTALL["cuda"])
 
 
 def _of_the_gpus(machine: Machine) -> Iterator[Finding]:
@@ -220,12 +221,9 @@ def _of_the_arithmetic(machine: Machine, numerics: NumericsConfig) -> Iterator[F
         yield Finding(True, "row invariance", found, expected, "Use another machine, or set numerics.mode=native.")
 
 
-def _has_te(machine: Machine, spec: QuantSpec) -> bool:
-    """Whether TransformerEngine is there, and multiplies as the spec says on these GPUs."""
-    gpu = _weakest(machine)
-    installed = all(machine.libraries.get(name) for name in _TE)
-    able = gpu is not None and features(gpu, machine.torch_cuda).blocks != "no"
-    return gpu is not None and installed and (able or not spec.quantized)
+def _has_te(machine: Machine) -> bool:
+    """As `trainer.device` asks: wherever it is installed, native mode's trainer is made of it."""
+    return machine.torch_sees and machine.libraries.get(_TE[0]) is not None
 
 
 def _of_native_mode(machine: Machine, numerics: NumericsConfig) -> Iterator[Finding]:
@@ -234,18 +232,18 @@ def _of_native_mode(machine: Machine, numerics: NumericsConfig) -> Iterator[Find
     if gpu is None or numerics.mode != "native":
         return
     can, place = features(gpu, machine.torch_cuda), f"fp8 on {gpu.name} with CUDA {machine.torch_cuda}"
-    trainer = numerics.trainer_spec
+    trainer, remedy = numerics.trainer_spec, "Set it to bf16, or numerics.mode=exact."
     if numerics.rollout_spec.quantized and not can.fp8:
-        expected = "compute capability 8.9 or higher, for SGLang's FP8 kernels"
-        yield Finding(True, "numerics.rollout", place, expected, "Set it to bf16, or numerics.mode=exact.")
-    if trainer.quantized and can.blocks == "no":
-        expected = "compute capability 9.0 and CUDA 12.9 or higher; TransformerEngine lacks it below, so it is emulated"
-        yield Finding(False, "numerics.trainer", place, expected, "Set it to bf16, or numerics.mode=exact.")
-    if trainer.quantized and can.blocks == "by MX" and trainer.weight.scale != "pow2":
-        expected = f"power-of-two scales, as {gpu.name} multiplies 128-blocks as MX"
-        yield Finding(True, "numerics.preset", "FP32 scales", expected, "Set numerics.preset=fp8_block_pow2.")
+        yield Finding(True, "numerics.rollout", place, "compute capability 8.9 or higher, for SGLang's kernels", remedy)
+    if trainer.quantized and _has_te(machine):
+        if can.blocks == "no":
+            expected = "compute capability 9.0 and CUDA 12.9 or higher, for TransformerEngine's 128-blocks"
+            yield Finding(True, "numerics.trainer", place, expected, remedy)
+        if can.blocks == "by MX" and trainer.weight.scale != "pow2":
+            expected = f"power-of-two scales, as {gpu.name} multiplies 128-blocks as MX"
+            yield Finding(True, "numerics.preset", "FP32 scales", expected, "Set numerics.preset=fp8_block_pow2.")
     try:
-        lower(numerics, _has_te(machine, trainer))
+        lower(numerics, _has_te(machine))
     except UserError as error:
         yield Finding(True, error.key, error.found, error.expected, error.remedy)
 

@@ -17,7 +17,7 @@ import torch
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from numerics.spec import QuantSpec
+from numerics.config import NumericsConfig
 
 LIBRARIES = (
     *("torch", "triton", "transformer_engine", "transformer_engine_torch", "megatron-core", "mbridge"),
@@ -26,14 +26,14 @@ LIBRARIES = (
 )
 """Distributions that decide where a run's parts run."""
 PROBE = """
-import json, sys, torch
+import json, sys
 from numerics.compiler import enable_compiler
-from numerics.dispatch import choose
+from numerics.config import NumericsConfig
 from numerics.probe import row_variant_ops
-from numerics.spec import QuantSpec
-device = "cuda" if torch.cuda.is_available() else "cpu"
-choose(device, QuantSpec.from_dict(json.loads(sys.argv[1])))
-print(json.dumps([enable_compiler(), row_variant_ops(device)]))
+from trainer import device
+device.start(0, NumericsConfig.from_dict(json.loads(sys.argv[1])))
+here = device.current()
+print(json.dumps([enable_compiler() if here == device.CPU else None, row_variant_ops(here)]))
 """
 PROBE_SECONDS = 120
 
@@ -83,11 +83,11 @@ class Machine:
     probe_error: str = ""
 
 
-def gather(spec: QuantSpec) -> Machine:
-    """This machine. Takes seconds: the ops that `spec` would run on are tried, in a process of their own."""
+def gather(numerics: NumericsConfig) -> Machine:
+    """This machine. Takes seconds: a process starts as a trainer's would, and tries the ops."""
     torch_sees = torch.cuda.is_available()
     driver, shown = _nvidia_smi()
-    compiles, row_variant, probe_error = _probe(spec)
+    compiles, row_variant, probe_error = _probe(numerics)
     return Machine(
         python=platform.python_version(),
         system=f"{platform.system()} {platform.machine()}",
@@ -182,12 +182,12 @@ def _nvcc() -> str | None:
     return shutil.which("nvcc") or shutil.which("nvcc", path=f"{home}/bin")
 
 
-def _probe(spec: QuantSpec) -> tuple[bool | None, tuple[str, ...] | None, str]:
+def _probe(numerics: NumericsConfig) -> tuple[bool | None, tuple[str, ...] | None, str]:
     """Whether torch.compile works, the ops that are not row-invariant, and the end of a probe that died.
 
     Under the conditions of a run's processes, one thread each, which must hold before torch is loaded.
     """
-    command = [sys.executable, "-c", PROBE, json.dumps(spec.to_dict())]
+    command = [sys.executable, "-c", PROBE, json.dumps(numerics.to_dict())]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
     try:
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PROBE_SECONDS)

@@ -129,13 +129,17 @@ def test_an_h200_runs_native_mode_on_the_libraries() -> None:
 
 
 def test_without_transformer_engine_an_h200_emulates_native_mode() -> None:
-    machine = without(H200, "transformer_engine_torch")
+    machine = without(H200, "transformer_engine", "transformer_engine_torch")
     assert judge(machine, numerics()).findings == ()
     found = judge(machine, numerics("native"))
     assert found.ok and keys(found) == [("transformer_engine", False)]
     assert found.sides[0].ops == "Megatron-core, emulated FP8" and found.sides[1].ops == "SGLang"
-    assert "transformer_engine_torch not installed" in found.findings[0].found
     assert "==2.20.2" in found.findings[0].expected and "install-gpu" in found.findings[0].remedy
+
+
+def test_transformer_engine_without_its_torch_extension_is_in_the_way() -> None:
+    machine = without(H200, "transformer_engine_torch")
+    assert keys(judge(machine, numerics("native"))) == [("transformer_engine_torch", True)]
 
 
 def test_another_transformer_engine_is_a_warning() -> None:
@@ -155,7 +159,7 @@ def test_cuda_12_8_has_no_128_blocks() -> None:
     assert judge(machine, numerics()).findings == ()
     found = judge(machine, numerics("native"))
     assert found.features[0].fp8 and found.features[0].blocks == "no"
-    assert keys(found) == [("numerics.trainer", False)] and found.sides[0].ops == "Megatron-core, emulated FP8"
+    assert keys(found) == [("numerics.trainer", True)]
     assert "12.8" in found.findings[0].found and "12.9" in found.findings[0].expected
     bf16 = judge(machine, numerics("native", trainer="bf16"))
     assert bf16.findings == () and bf16.sides[0].ops == "TransformerEngine"
@@ -167,7 +171,7 @@ def test_an_a100_has_no_fp8() -> None:
     assert exact.ok and exact.sides[0].ops == "shared ops, torch, emulated FP8"
     can = exact.features[0]
     assert (can.fp8, can.blocks, can.mx) == (False, "no", False)
-    assert keys(native) == [("numerics.rollout", True), ("numerics.trainer", False)]
+    assert keys(native) == [("numerics.rollout", True), ("numerics.trainer", True)]
     assert judge(machine, numerics("native", "bf16", trainer="bf16", rollout="bf16")).findings == ()
 
 
@@ -232,9 +236,9 @@ def test_the_page_says_it_all() -> None:
     console = Console(width=160, record=True, file=io.StringIO())
     console.print(rendered(judge(dataclasses.replace(H200, torch_cuda="12.8"), numerics("native"))))
     text = console.export_text()
-    for part in ("NVIDIA H200", "141 GiB", "9.0", "580.95.05", "CUDA up to 13.0", "Megatron-core", "warning"):
+    for part in ("NVIDIA H200", "141 GiB", "9.0", "580.95.05", "CUDA up to 13.0", "TransformerEngine", "obstacle"):
         assert part in text
-    assert "can run here" in text
+    assert "cannot run here yet" in text
 
 
 def test_nvidia_smi_is_read() -> None:
@@ -270,6 +274,6 @@ def test_a_spec_that_is_not_there_is_wrong_input(tmp_path: Path) -> None:
 
 
 def test_what_is_in_the_way_ends_with_exit_code_1(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rl.doctor, "gather", lambda spec: without(CPU, "ray"))
+    monkeypatch.setattr(rl.doctor, "gather", lambda numerics: without(CPU, "ray"))
     result = CliRunner().invoke(app, ["doctor"])
     assert result.exit_code == 1 and "obstacle  ray: found not installed" in result.output

@@ -133,3 +133,15 @@ def test_an_experts_row_is_the_row_of_its_matrix_alone(spec):
             operand = ops.weight_operand(quantize(stacked[2], spec.weight))
             alone = ops.fp8_linear(x[3:4], stacked[2], operand, spec)
     assert torch.equal(found[3:4], alone)
+
+
+def test_experts_of_an_engine_and_of_a_trainer_have_the_same_bits():
+    counts, x = torch.tensor([3, 0, 130], device=DEVICE), random(133, 256)
+    first, second = random(3, 256, 256, seed=1, scale=0.1), random(3, 256, 128, seed=2, scale=0.1)
+    with using("triton"):
+        weights = [ExpertWeights(w, ops.weight_operand(quantize(w, POW2.weight))) for w in (first, second)]
+        trained = ops.experts(x.requires_grad_(), counts, *weights, POW2)
+        apart = ops.experts(x, counts, *weights, POW2, "bf16")  # in steps, for a backward in BF16
+        with torch.no_grad():
+            served = ops.experts(x, counts, *weights, POW2, "bf16")
+    assert trained.requires_grad and torch.equal(trained, served) and torch.equal(apart, served)
