@@ -175,7 +175,7 @@ def hooks_for(numerics: NumericsConfig, cuda: bool) -> tuple[Hook, ...]:
     activations where scales are powers of two; in a BF16 engine nothing.
     """
     if numerics.mode == "exact":
-        return (*_EXACT_OPS, *(_EXACT_OPS_CUDA if cuda else _EXACT_OPS_CPU), *_FP8_LAYOUT, *_EVERY_MODE)
+        return (*(_EXACT_OPS_CUDA if cuda else _EXACT_OPS_CPU), *_EXACT_OPS, *_FP8_LAYOUT, *_EVERY_MODE)
     if not numerics.rollout_spec.quantized:
         return _EVERY_MODE
     pow2 = _NATIVE_POW2_CUDA if numerics.rollout_spec.activation.scale == "pow2" else ()

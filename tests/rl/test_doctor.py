@@ -118,6 +118,7 @@ def test_an_h200_runs_exact_mode_on_our_kernels() -> None:
     assert found.ok and found.findings == ()
     shared = "shared ops, Triton kernels"
     assert ops(found) == [("trainer", "cuda", shared), ("engine", "cuda", shared)]
+    assert found.sides[1].attention == "triton"
     can = found.features[0]
     assert len(found.features) == 8 and (can.fp8, can.blocks, can.mx) == (True, "native", False)
 
