@@ -45,11 +45,15 @@ def definition_of(op: Callable[P, R]) -> Callable[P, R]:
 
 def choose(device: torch.device | str, spec: QuantSpec) -> Implementation:
     """Choose for the rest of this process. Returns what was chosen."""
-    device = torch.device(device)
-    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
-    implementation = implementation_for(capability, spec)
+    implementation = implementation_for(capability_of(device), spec)
     _use(implementation)
     return implementation
+
+
+def capability_of(device: torch.device | str) -> tuple[int, int] | None:
+    """Compute capability of a GPU; None of a CPU."""
+    device = torch.device(device)
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
 
 
 def implementation_for(capability: tuple[int, int] | None, spec: QuantSpec) -> Implementation:

@@ -11,6 +11,7 @@ from typing import Any
 import ray
 
 from numerics.config import NumericsConfig
+from numerics.dispatch import capability_of, implementation_for
 from rl.run_dir import RunDir
 from rl.spec import ExperimentSpec
 from rollout.arguments import has_cuda
@@ -108,6 +109,7 @@ def expected_report(numerics: NumericsConfig) -> Handshake:
         versions={name: importlib.metadata.version(name) for name in ("sglang", "torch", "fp8rl")},
         weight_version=0,
         row_invariant=True if numerics.mode == "exact" else None,
+        implementation=implementation_for(capability_of("cuda" if has_cuda() else "cpu"), numerics.spec),
     )
 
 

@@ -23,7 +23,7 @@ class Handshake:
     spec_digest: of the QuantSpec that the trainer quantizes with. numerics: NumericsConfig.to_dict().
     hooks: names of the hooks that must be installed, no more and no less. versions: of libraries, by name.
     weight_version: of the loaded weights. row_invariant: outcome of the plugin's probe, which only exact mode needs and
-    runs (None otherwise). threads: of the scheduler.
+    runs (None otherwise). implementation: of the ops, as `numerics.dispatch` chooses it. threads: of the scheduler.
     """
 
     spec_digest: str
@@ -32,6 +32,7 @@ class Handshake:
     versions: Mapping[str, str]
     weight_version: int
     row_invariant: bool | None = True
+    implementation: str = "torch"
     threads: int = 1
 
 
@@ -91,6 +92,12 @@ def differences(expected: Handshake, reported: Mapping[str, Any]) -> list[str]:
             reported.get("row_invariant"),
             expected.row_invariant,
             "On this machine a row's result depends on its batch: exact mode cannot run here.",
+        ),
+        *_differ(
+            "implementation",
+            reported.get("implementation"),
+            expected.implementation,
+            "Trainer and engine must run on GPUs of one kind, or both on CPUs.",
         ),
         *_differ(
             "threads", reported.get("threads"), expected.threads, "Set OMP_NUM_THREADS in the engine's environment."

@@ -135,13 +135,14 @@ def test_one_side_in_bf16(rig: Rig) -> None:
 
 
 def test_native_mode_s_own_ops_are_told_apart(rig: Rig) -> None:
-    """Megatron multiplies the router's probability in before an expert's second product is quantized, SGLang after."""
+    """Megatron rounds the router's probabilities and the softmax of attention to BF16, SGLang keeps FP32; their norms,
+    their SwiGLU and their sums over experts round at other places. Products are the emulation on both sides."""
     pipeline = rig.open(Setup("moe", mode="native"))
     result = attributed(pipeline, pipeline.sample(1.0, count=6))
-    assert (result.findings[0].cause, result.findings[0].op) == ("op", "experts")
+    assert result.findings[0].cause == "op" and result.findings[0].op in ("topk", "attention", "experts")
     largest = {op: max(d.relative_rms for d in result.ops if d.op == op) for op in {d.op for d in result.ops}}
     assert {op for op, size in largest.items() if size == 0} >= {"embed", "qkv", "o_proj", "rope", "router", "lm_head"}
-    assert 0 < largest["attention"] < 0.01 < largest["experts"]
+    assert all(1e-3 < largest[op] < 0.05 for op in ("topk", "attention", "experts"))
     assert result.live_abs_diff_mean > 0.01
     off = attributed(pipeline, replace(pipeline.sample(0.7, count=6), temperature=1.0))
     assert off.findings[0].cause == "sampler" and "temperature 0.7" in off.findings[0].text

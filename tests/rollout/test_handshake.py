@@ -24,6 +24,7 @@ REPORT: dict[str, Any] = {
     "versions": {"sglang": "0.5.19", "torch": "2.13.0", "python": "3.11.7"},
     "weight_version": "4",
     "row_invariant": True,
+    "implementation": "torch",
     "threads": 1,
 }
 
@@ -56,6 +57,7 @@ def test_a_report_as_expected_passes() -> None:
         ({"versions": {"sglang": "0.5.19"}}, ["versions.torch", "nothing", "'2.13.0'"]),
         ({"weight_version": "3"}, ["weight_version", "found 3", "expected 4"]),
         ({"row_invariant": False}, ["row_invariant", "found False"]),
+        ({"implementation": "triton"}, ["implementation", "'triton'", "'torch'", "GPUs of one kind"]),
         ({"threads": 2}, ["threads", "found 2", "expected 1"]),
     ],
 )
