@@ -75,7 +75,7 @@ def train(sizes: Sizes, watch: Stopwatch) -> Measured:
             del sides["FP8 native"]
     config = TrainerConfig(micro_batch_tokens=sizes.batch * sizes.length)
     layout = parallel.initialize(config)
-    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+    with tempfile.TemporaryDirectory() as folder:  # gigabytes: a container's /dev/shm may be small
         path = _write_model(sizes.stack, Path(folder) / "model")
         rates = {}
         for name, numerics in sides.items():  # one after the other: three optimizers do not fit

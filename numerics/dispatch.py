@@ -13,7 +13,7 @@ from typing import Any, Literal, ParamSpec, TypeVar
 
 import torch
 
-from numerics.spec import ROLES, QuantSpec
+from numerics.spec import QuantSpec
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -22,6 +22,8 @@ Implementation = Literal["torch", "triton"]
 FEWEST_CAPABILITY = (8, 9)
 """Compute capability from which a GPU converts to FP8."""
 _GROUP = 128
+# Weights in blocks alone: the gradient of the input sums over their rows, where the scales of groups change at each.
+_GRANULARITY = {"weight": "block", "activation": "token_group", "gradient": "token_group"}
 
 _kernels: Mapping[str, Callable[..., Any]] = {}
 
@@ -60,9 +62,10 @@ def implementation_for(capability: tuple[int, int] | None, spec: QuantSpec) -> I
     """What `choose` takes on a device of this compute capability (None: a CPU): kernels where they know the spec."""
     if capability is None or capability < FEWEST_CAPABILITY:
         return "torch"
+    roles = {name: getattr(spec, name) for name in _GRANULARITY}
     known = all(
-        not role.quantized or (role.granularity in ("token_group", "block") and role.group == _GROUP)
-        for role in (getattr(spec, name) for name in ROLES)
+        not role.quantized or (role.granularity == _GRANULARITY[name] and role.group == _GROUP)
+        for name, role in roles.items()
     )
     return "triton" if known else "torch"
 

@@ -2,14 +2,20 @@
 
 The ops are row-invariant if what they run on is: if a row of a product does not depend on how many rows there are, nor
 on its place among them, and if leading keys of a sum do not depend on the zeros behind them. Neither matrix libraries
-nor tensor cores promise it, so each process checks it on the machine at hand before the first rollout.
+nor tensor cores promise it, so each process checks it on the machine at hand before the first rollout. So does it check
+that an op in one step gives the bits of the same in several, for the trainer and the engine choose differently.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
+from torch import Tensor
 
 from numerics import ops
+from numerics.ops import ExpertWeights
 from numerics.ops.attention import KEY_SPLIT
 from numerics.ops.grouped import grouped_linear
 from numerics.quantize import quantize
@@ -21,10 +27,13 @@ _MICRO_BATCH = 4096
 
 
 def row_variant_ops(device: torch.device | str = "cpu") -> list[str]:
-    """The ops that gave a row other bits in a small batch than in a large one. Empty where exact mode can work."""
+    """The ops that gave a row other bits in a small batch than in a large one, or in one step than in several.
+
+    Empty where exact mode can work.
+    """
     generator = torch.Generator().manual_seed(0)
 
-    def random(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    def random(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         return torch.randn(*shape, generator=generator).to(device=device, dtype=dtype)
 
     x, w, wide = random(_MANY, 512), random(384, 512) / 16, random(384, 512, dtype=torch.float32) / 16
@@ -36,7 +45,7 @@ def row_variant_ops(device: torch.device | str = "cpu") -> list[str]:
     tokens = torch.arange(_MANY, device=device)
     positions = tokens[:, None]
 
-    def of_experts(n: int) -> torch.Tensor:
+    def of_experts(n: int) -> Tensor:
         """The last rows of the second expert, behind n rows of the first."""
         counts = torch.tensor([n, _MANY, 0], device=device)
         return grouped_linear(torch.cat((x[:n], x)), counts, stacked, group, spec)[n:]
@@ -62,10 +71,47 @@ def row_variant_ops(device: torch.device | str = "cpu") -> list[str]:
             variant.append("fp8_linear of a micro-batch")
         if not _attention_is_invariant(random(2, 2 * _MANY, 4, 128), random(2, 2 * _MANY, 2, 128)):
             variant.append("attention")
+        variant += [name for name, (one, several) in _forms(random, spec).items() if not torch.equal(one, several)]
     return variant
 
 
-def _attention_is_invariant(q: torch.Tensor, kv: torch.Tensor) -> bool:
+def _forms(random: Callable[..., Tensor], spec: QuantSpec) -> dict[str, tuple[Tensor, Tensor]]:
+    """Each op in one step, and in several."""
+    x, residual, norm, w = random(_MANY, 512), random(_MANY, 512), random(512), random(384, 512) / 16
+    first, second = (random(3, *shape) / 16 for shape in ((384, 512), (512, 192)))
+    counts = torch.tensor([70, 0, _MANY - 70], device=x.device)
+
+    def operand(weight: Tensor) -> Any:
+        return ops.weight_operand(quantize(weight, spec.weight))
+
+    def product(x: Tensor, slices: int = 1) -> Tensor:
+        return ops.fp8_linear(x, w, operand(w), spec, k_splits=slices)
+
+    def of_experts(x: Tensor, weight: Tensor) -> Tensor:
+        return grouped_linear(x, counts, weight, operand(weight), spec)
+
+    halves = list(zip(x.chunk(2, 1), w.chunk(2, 1), strict=True))
+    bf16_partials = [ops.linear_partial(a, b) for a, b in halves]
+    fp8_partials = [ops.fp8_linear_partial(a, b, operand(b), spec) for a, b in halves]
+    w13, w2 = (ExpertWeights(weight, operand(weight)) for weight in (first, second))
+    experts = ops.experts(x, counts, w13, w2, spec)
+    forms = {
+        "add_rms_norm": (ops.add_rms_norm(x, residual, norm, 1e-6)[0], ops.rms_norm(x + residual, norm, 1e-6)),
+        "norm_fp8_linear": (
+            ops.norm_fp8_linear(x, norm, 1e-6, w, operand(w), spec),
+            product(ops.rms_norm(x, norm, 1e-6)),
+        ),
+        "experts": (experts, of_experts(ops.swiglu(of_experts(x, first)), second)),
+        "bf16 product in slices": (ops.linear(x, w, 2), ops.merge_partials(bf16_partials, x.dtype)),
+        "fp8_linear in slices": (product(x, 2), ops.merge_partials(fp8_partials, x.dtype)),
+    }
+    if x.is_cuda:  # where tiles are wider for wide weights, of which a tensor-parallel rank holds a part
+        wide = random(4096, 512)
+        forms["bf16 product of some columns"] = (ops.linear(x, wide)[:, :1024], ops.linear(x, wide[:1024]))
+    return forms
+
+
+def _attention_is_invariant(q: Tensor, kv: Tensor) -> bool:
     """A whole sequence against single queries over just the keys that they see, and against the paged op."""
     length = q.shape[1]
     positions = torch.arange(length, device=q.device).expand(q.shape[0], -1)
@@ -76,7 +122,7 @@ def _attention_is_invariant(q: torch.Tensor, kv: torch.Tensor) -> bool:
     cache[slots] = kv
     both = torch.arange(2, device=q.device)
 
-    def paged(first: int, stop: int) -> torch.Tensor:
+    def paged(first: int, stop: int) -> Tensor:
         """Queries first to stop of both sequences, when they are the newest."""
         new, lengths = (torch.full((2,), count, device=q.device) for count in (stop - first, stop))
         fresh = q[:, first:stop].flatten(0, 1)

@@ -22,6 +22,7 @@ import triton.language as tl
 from numerics.errors import user_error
 from numerics.triton.arithmetic import cast, dot, load
 from numerics.triton.attention_backward import LOG2_E, attention_backward
+from numerics.triton.memory import dense_rows
 
 _ROWS = 128
 """Rows of a program: query tokens times the query heads that share a key head."""
@@ -37,7 +38,7 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, positions: torc
         UserError: another dtype, or a head size that is no power of two from 16 to 256.
     """
     _check(q, k, v)
-    return _Attention.apply(*(_with_whole_heads(x) for x in (q, k, v)), positions, scale)
+    return _Attention.apply(*(dense_rows(x) for x in (q, k, v)), positions, scale)
 
 
 class _Attention(torch.autograd.Function):
@@ -62,7 +63,7 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, None, None]:
         q, k, v, positions, out, logsumexp = ctx.saved_tensors
-        dout = _with_whole_heads(grads[0])
+        dout = dense_rows(grads[0])
         return *attention_backward(dout, q, k, v, positions, out, logsumexp, ctx.scale), None, None
 
 
@@ -85,7 +86,7 @@ def paged_attention(
     tokens, heads, dim = q.shape
     sequences, group = len(requests), heads // k_cache.shape[1]
     requests, new, lengths = (x.contiguous() for x in (requests, new, lengths))
-    q, k_cache, v_cache = (_with_whole_heads(x) for x in (q, k_cache, v_cache))
+    q, k_cache, v_cache = (dense_rows(x) for x in (q, k_cache, v_cache))
     out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
     most_tiles = tokens * group // _ROWS + sequences
     _forward_kernel[most_tiles, k_cache.shape[1], 1](
@@ -116,11 +117,6 @@ def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         found = [list(x.shape) for x in (q, k, v)]
         expected = "k and v of one shape, D of q, and kv heads that divide its heads"
         raise user_error("attention", found=found, expected=expected, remedy="Check the model's head counts.")
-
-
-def _with_whole_heads(x: torch.Tensor) -> torch.Tensor:
-    """x itself where the numbers of a head lie side by side, as the kernels need, else a copy."""
-    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 @triton.jit

@@ -31,7 +31,11 @@ class _Combine(torch.autograd.Function):
         out = torch.empty(tokens, hidden, dtype=dtype, device=outputs.device)
         if out.numel():
             _forward_kernel[tokens, triton.cdiv(hidden, _BLOCK)](
-                outputs, probs, row_of, out, hidden, TOP_K=top_k, BLOCK=_BLOCK, num_warps=4
+                *(outputs, probs, row_of, out, hidden),
+                TOP_K=top_k,
+                BLOCK=_BLOCK,
+                num_warps=4,
+                enable_fp_fusion=False,
             )
         return out
 

@@ -30,6 +30,8 @@ def experts(
     if spec is None or not fused or w13.operand is None or w2.operand is None:
         hidden = swiglu(grouped_linear(x, counts, w13.weights, w13.operand, spec, backward))
         return grouped_linear(hidden, counts, w2.weights, w2.operand, spec, backward)
+    if not torch.is_grad_enabled():  # an engine's hundreds of matrices need not go through autograd one by one
+        return _forward(x, make_tiles(counts.to(x.device), len(x)), spec, w13.operand, w2.operand)[0]
     return _Experts.apply(x, counts, spec, w13.operand, w2.operand, *w13.weights, *w2.weights)
 
 
@@ -105,10 +107,10 @@ class _Experts(torch.autograd.Function):
         *weights: torch.Tensor,
     ) -> torch.Tensor:
         tiles = make_tiles(counts.to(x.device), len(x))
-        gate_up = grouped_gemm(quantize_rows(x, spec.activation), w13.codes, tiles, x.dtype)
+        out, gate_up = _forward(x, tiles, spec, w13, w2)
         ctx.save_for_backward(x, gate_up)
         ctx.tiles, ctx.spec, ctx.w13, ctx.w2, ctx.dtype = tiles, spec, w13, w2, weights[0].dtype
-        return grouped_gemm(swiglu_quantize(gate_up, spec.activation), w2.codes, tiles, x.dtype)
+        return out
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
@@ -120,6 +122,14 @@ class _Experts(torch.autograd.Function):
         inputs = quantize_columns(x, spec.activation, tiles)
         dx, dw13 = _gradients(dgate_up, inputs, ctx.w13, spec, tiles, x.dtype, ctx.dtype)
         return dx, None, None, None, None, *dw13.unbind(0), *dw2.unbind(0)
+
+
+def _forward(
+    x: torch.Tensor, tiles: Tiles, spec: QuantSpec, w13: Weight, w2: Weight
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The experts' outputs [T, H], and what SwiGLU was taken of [T, 2F]."""
+    gate_up = grouped_gemm(quantize_rows(x, spec.activation), w13.codes, tiles, x.dtype)
+    return grouped_gemm(swiglu_quantize(gate_up, spec.activation), w2.codes, tiles, x.dtype), gate_up
 
 
 def _gradients(

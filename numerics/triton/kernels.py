@@ -26,19 +26,8 @@ from numerics.triton.router import route, top_experts
 from numerics.triton.swiglu import swiglu
 
 _ALL = (
-    *(add_rms_norm, attention, chunk_sums, combine, experts, fp8_linear, fp8_linear_partial, group_operand),
-    *(
-        grouped_linear,
-        linear,
-        linear_partial,
-        norm_fp8_linear,
-        paged_attention,
-        quantize,
-        quantize_many,
-        rms_norm,
-        rope,
-        route,
-    ),
-    *(swiglu, token_logprobs, top_experts, weight_operand),
-)
+    add_rms_norm, attention, chunk_sums, combine, experts, fp8_linear, fp8_linear_partial, group_operand,
+    grouped_linear, linear, linear_partial, norm_fp8_linear, paged_attention, quantize, quantize_many,
+    rms_norm, rope, route, swiglu, token_logprobs, top_experts, weight_operand,
+)  # fmt: skip
 KERNELS: dict[str, Callable[..., Any]] = {kernel.__name__: kernel for kernel in _ALL}

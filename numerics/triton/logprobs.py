@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from numerics.triton.arithmetic import cast, pairwise_sum
+from numerics.triton.memory import dense_rows
 
 _BLOCK = 4096
 # exp of it is 0, and it has finite multiples where -inf has not; NaN and zero weights stay what they are.
@@ -44,7 +45,7 @@ class _TokenLogprobs(torch.autograd.Function):
     def forward(
         ctx: Any, logits: torch.Tensor, tokens: torch.Tensor, temperature: float | torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        logits = logits if logits.stride(2) == 1 else logits.contiguous()
+        logits = dense_rows(logits)
         logprobs, entropy, logsumexp = torch.empty(3, len(tokens), dtype=torch.float32, device=logits.device)
         each = isinstance(temperature, torch.Tensor)
         _forward_kernel[(len(tokens),)](

@@ -14,6 +14,7 @@ import triton.language as tl
 from numerics.quantize import QuantizedTensor
 from numerics.spec import TensorSpec
 from numerics.triton.arithmetic import cast, pairwise_sum
+from numerics.triton.memory import as_rows
 from numerics.triton.quantize import empty_rows
 from numerics.triton.rounding import GROUP, absolute, encode, inverse, scale_from_amax
 
@@ -75,7 +76,7 @@ def rms_norm_backward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The gradients of x [..., H] and of weight [H]. Deterministic: each program adds up its own rows, in order."""
     hidden = x.shape[-1]
-    flat, dy = x.reshape(-1, hidden), dy.reshape(-1, hidden)
+    flat, dy = as_rows(x), as_rows(dy)
     dx = torch.empty_like(flat, memory_format=torch.contiguous_format)
     block = _block(hidden)
     programs = min(_PROGRAMS, max(1, triton.cdiv(len(flat), block["ROWS"])))
@@ -95,7 +96,7 @@ def _launch(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(normed, x + residual, 1 / rms); what is not asked for is x."""
     hidden = x.shape[-1]
-    flat = x.reshape(-1, hidden)
+    flat = as_rows(x)
     other = flat if residual is None else residual.reshape(-1, hidden).contiguous()
     total = flat if residual is None else torch.empty_like(other)
     normed = flat if quantized else torch.empty(x.shape, dtype=x.dtype, device=x.device)

@@ -19,6 +19,7 @@ from numerics import quantize as definitions
 from numerics.dispatch import definition_of
 from numerics.quantize import QuantizedTensor, scale_shape
 from numerics.spec import TensorSpec
+from numerics.triton.memory import as_rows, dense_rows
 from numerics.triton.rounding import GROUP, absolute, encode, inverse, scale_from_amax
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ def quantize_rows(x: torch.Tensor, spec: TensorSpec, out: QuantizedTensor | None
 
     out: contiguous tensors of these shapes, written to where given.
     """
-    rows = (x if x.stride(-1) == 1 else x.contiguous()).reshape(-1, x.shape[-1])
+    rows = as_rows(x)
     total, k = rows.shape
     out = out or empty_rows(x.shape, spec, x.device)
     if x.numel():
@@ -83,19 +84,13 @@ def quantize_rows_and_columns(
     return rows, columns
 
 
-def quantize_blocks(
-    weight: torch.Tensor,
-    spec: TensorSpec,
-    out: QuantizedTensor | None = None,
-    transposed: QuantizedTensor | None = None,
-) -> QuantizedTensor:
+def quantize_blocks(weight: torch.Tensor, spec: TensorSpec, out: QuantizedTensor | None = None) -> QuantizedTensor:
     """weight [..., N, K] in blocks of 128 x 128 -> codes [..., N, K], scales [..., ceil(N / 128), ceil(K / 128)].
 
-    out: as in `quantize_rows`. transposed: gets the same codes and scales as [..., K, N] and [..., K / 128, N / 128],
-    where given.
+    out: as in `quantize_rows`.
     """
     out = out or empty_blocks(weight.shape, spec, weight.device)
-    _quantize_matrices(_matrices(weight), _parts(out), None if transposed is None else _parts(transposed))
+    _quantize_matrices(_matrices(weight), _parts(out))
     return out
 
 
@@ -109,7 +104,7 @@ def quantize_many(
         return definition_of(definitions.quantize_many)(weights, spec, outs)
     made = list(outs) if outs is not None else [empty_blocks(w.shape, spec, w.device) for w in weights]
     matrices = [matrix for weight in weights for matrix in _matrices(weight)]
-    _quantize_matrices(matrices, [part for out in made for part in _parts(out)], None)
+    _quantize_matrices(matrices, [part for out in made for part in _parts(out)])
     return made
 
 
@@ -118,7 +113,7 @@ def empty_rows(shape: Sequence[int], spec: TensorSpec, device: torch.device) -> 
     *lead, groups = scale_shape(shape, spec)
     scale_inv = torch.empty(groups, math.prod(lead), dtype=torch.float32, device=device).t()
     data = torch.empty(shape, dtype=spec.dtype, device=device)
-    return QuantizedTensor(data, scale_inv.unflatten(0, lead) if math.prod(lead) else scale_inv.view(*lead, -1), spec)
+    return QuantizedTensor(data, scale_inv.view(*lead, groups), spec)
 
 
 def empty_blocks(shape: Sequence[int], spec: TensorSpec, device: torch.device) -> QuantizedTensor:
@@ -131,7 +126,7 @@ def _quantize_two_ways(
     x: torch.Tensor, rows: QuantizedTensor | None, columns: QuantizedTensor, tiles: Tiles | None
 ) -> None:
     tokens, k = x.shape
-    x = x if x.stride(1) == 1 else x.contiguous()
+    x = dense_rows(x)
     count = columns.scale_inv.shape[1]
     spans = (columns.scale_inv,) * 2 if tiles is None else (tiles.first, tiles.rows)
     other = rows or columns
@@ -155,36 +150,35 @@ def _empty_columns(x: torch.Tensor, spec: TensorSpec, tiles: Tiles | None) -> Qu
 
 def _matrices(x: torch.Tensor) -> Sequence[torch.Tensor]:
     """[..., R, C] -> its matrices [R, C], rows of which are contiguous."""
-    x = x if x.stride(-1) == 1 else x.contiguous()
+    x = dense_rows(x)
     return (x,) if x.dim() == 2 else x.reshape(-1, *x.shape[-2:]).unbind(0)
 
 
 def _parts(x: QuantizedTensor) -> list[QuantizedTensor]:
+    assert x.data.is_contiguous() and x.scale_inv.is_contiguous(), "a copy would be written to"
     pairs = zip(_matrices(x.data), _matrices(x.scale_inv), strict=True)
     return [QuantizedTensor(data, scale_inv, x.spec) for data, scale_inv in pairs]
 
 
-def _quantize_matrices(
-    matrices: Sequence[torch.Tensor], outs: Sequence[QuantizedTensor], transposed: Sequence[QuantizedTensor] | None
-) -> None:
-    others = outs if transposed is None else transposed
+def _quantize_matrices(matrices: Sequence[torch.Tensor], outs: Sequence[QuantizedTensor]) -> None:
     rows = [
-        (*(x.data_ptr() for x in (w, o.data, o.scale_inv, t.data, t.scale_inv)), *w.shape, w.stride(0))
-        for w, o, t in zip(matrices, outs, others, strict=True)
+        (*(x.data_ptr() for x in (w, out.data, out.scale_inv)), *w.shape, w.stride(0))
+        for w, out in zip(matrices, outs, strict=True)
         if w.numel()
     ]
     if not rows:
         return
     table = torch.tensor(rows)
-    blocks = ((table[:, 5] + _GROUP - 1) // _GROUP) * ((table[:, 6] + _GROUP - 1) // _GROUP)
-    whole = not ((table[:, 5:7] % _GROUP).any() or (table[:, (0, 1, 3)] % 16).any() or (table[:, 7] % 8).any())
+    blocks = ((table[:, 3:5] + _GROUP - 1) // _GROUP).prod(1)
+    whole = not ((table[:, 3:5] % _GROUP).any() or (table[:, :2] % 16).any() or (table[:, 5] % 8).any())
     wide = matrices[0].dtype == torch.float32
-    _blocks_kernel[len(rows), int(blocks.max())](
+    _blocks_kernel[
+        int(blocks.max()), len(rows)
+    ](  # a grid's second axis ends at 65,535, and a large matrix has more blocks
         table.to(matrices[0].device, non_blocking=True),
         **_format(outs[0].spec),
         WIDE=wide,
         WHOLE=whole,
-        TRANSPOSED=transposed is not None,
         num_warps=8,
     )
 
@@ -242,27 +236,23 @@ def _two_way_kernel(
 
 
 @triton.jit
-def _blocks_kernel(
-    table_ptr, E5M2: tl.constexpr, POW2: tl.constexpr, WIDE: tl.constexpr, WHOLE: tl.constexpr, TRANSPOSED: tl.constexpr
-):
-    """One block of one matrix. table: a row of 8 numbers for each, addresses, N, K and the stride of its rows.
+def _blocks_kernel(table_ptr, E5M2: tl.constexpr, POW2: tl.constexpr, WIDE: tl.constexpr, WHOLE: tl.constexpr):
+    """One block of one matrix. table: a row of 6 numbers for each, 3 addresses, N, K and the stride of its rows.
 
     WHOLE: all matrices consist of whole blocks and their rows begin at 16 bytes.
     """
     FP8: tl.constexpr = tl.float8e5 if E5M2 else tl.float8e4nv
-    row_of_table = table_ptr + tl.program_id(0) * 8
-    n, k, stride = tl.load(row_of_table + 5), tl.load(row_of_table + 6), tl.load(row_of_table + 7)
+    row_of_table = table_ptr + tl.program_id(1) * 6
+    n, k, stride = tl.load(row_of_table + 3), tl.load(row_of_table + 4), tl.load(row_of_table + 5)
     down, across = tl.cdiv(n, GROUP), tl.cdiv(k, GROUP)
-    place = tl.program_id(1)
+    place = tl.program_id(0)
     if place < down * across:
         w_ptr = tl.load(row_of_table).to(tl.pointer_type(tl.float32 if WIDE else tl.bfloat16))
         codes_ptr = tl.load(row_of_table + 1).to(tl.pointer_type(FP8))
-        codes_t_ptr = tl.load(row_of_table + 3).to(tl.pointer_type(FP8))
         if WHOLE:
             n, k = tl.multiple_of(n, GROUP), tl.multiple_of(k, GROUP)
             stride = tl.multiple_of(stride, 8)
             w_ptr, codes_ptr = tl.multiple_of(w_ptr, 16), tl.multiple_of(codes_ptr, 16)
-            codes_t_ptr = tl.multiple_of(codes_t_ptr, 16)
         first_row, first_column = place // across * GROUP, place % across * GROUP
         row = (first_row + tl.arange(0, GROUP))[:, None]
         column = (first_column + tl.arange(0, GROUP))[None, :]
@@ -271,9 +261,4 @@ def _blocks_kernel(
         scale = scale_from_amax(tl.max(tl.max(absolute(w), 1), 0), E5M2, POW2)
         codes = encode(w * scale, E5M2)
         tl.store(codes_ptr + row * k + column, codes, mask=inside)
-        scale_inv = inverse(scale)
-        tl.store(tl.load(row_of_table + 2).to(tl.pointer_type(tl.float32)) + place, scale_inv)
-        if TRANSPOSED:
-            to, across_t = codes_t_ptr + tl.trans(column) * n + tl.trans(row), place % across * down + place // across
-            tl.store(to, tl.trans(codes), mask=(tl.trans(column) < k) & (tl.trans(row) < n))
-            tl.store(tl.load(row_of_table + 4).to(tl.pointer_type(tl.float32)) + across_t, scale_inv)
+        tl.store(tl.load(row_of_table + 2).to(tl.pointer_type(tl.float32)) + place, inverse(scale))

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from numerics.triton.arithmetic import cast
+from numerics.triton.memory import dense_rows
 
 _HEADS = 8  # of one program
 _TURN = tl.constexpr(2 * math.pi)
@@ -40,8 +41,7 @@ class _Rope(torch.autograd.Function):
 def _rotate(x: torch.Tensor, positions: torch.Tensor, theta: float, direction: float) -> torch.Tensor:
     batch, length, heads, dim = x.shape
     tokens = batch * length
-    flat = x.reshape(tokens, heads, dim)
-    flat = flat if flat.stride(2) == 1 else flat.contiguous()
+    flat = dense_rows(x).reshape(tokens, heads, dim)
     out = torch.empty(tokens, heads, dim, dtype=x.dtype, device=x.device)
     if out.numel():
         _kernel[tokens, triton.cdiv(heads, _HEADS)](
@@ -51,6 +51,7 @@ def _rotate(x: torch.Tensor, positions: torch.Tensor, theta: float, direction: f
             BLOCK=triton.next_power_of_2(dim // 2),
             HEADS=_HEADS,
             num_warps=4,
+            enable_fp_fusion=False,
         )
     return out.view(x.shape)
 

@@ -11,10 +11,11 @@ import triton.language as tl
 from numerics.quantize import QuantizedTensor
 from numerics.spec import TensorSpec
 from numerics.triton.arithmetic import cast
+from numerics.triton.memory import as_rows
 from numerics.triton.quantize import empty_rows
 from numerics.triton.rounding import GROUP, absolute, encode, inverse, scale_from_amax
 
-_BLOCK = {"ROWS": 8, "GROUPS": 4, "num_warps": 4}
+_BLOCK = {"ROWS": 8, "GROUPS": 4, "num_warps": 4, "enable_fp_fusion": False}
 
 
 def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
@@ -25,14 +26,14 @@ def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
 def swiglu_quantize(gate_up: torch.Tensor, spec: TensorSpec) -> QuantizedTensor:
     """`quantize(swiglu(gate_up), spec)` of gate_up [T, 2F] in groups of 128. No gradient."""
     out = empty_rows((gate_up.shape[0], gate_up.shape[1] // 2), spec, gate_up.device)
-    _forward(gate_up, out.data, out)
+    _forward(as_rows(gate_up), out.data, out)
     return out
 
 
 def swiglu_backward(gate_up: torch.Tensor, dy: torch.Tensor) -> torch.Tensor:
     """The gradient of gate_up [..., 2F] from that of the result, dy [..., F]."""
     features = dy.shape[-1]
-    flat, dy = gate_up.reshape(-1, 2 * features), dy.reshape(-1, features)
+    flat, dy = as_rows(gate_up), as_rows(dy)
     out = torch.empty_like(flat, memory_format=torch.contiguous_format)
     if out.numel():
         _backward_kernel[_grid(len(flat), features)](
@@ -45,7 +46,7 @@ class _SwiGlu(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate_up: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(gate_up)
-        flat = gate_up.reshape(-1, gate_up.shape[-1])
+        flat = as_rows(gate_up)
         out = torch.empty(len(flat), flat.shape[1] // 2, dtype=flat.dtype, device=flat.device)
         _forward(flat, out, None)
         return out.view(*gate_up.shape[:-1], out.shape[1])

@@ -21,6 +21,8 @@ POW2 = QuantSpec.preset("fp8_block_pow2")
         ((9, 0), {"gradient": {"format": "bf16"}}, "triton"),
         ((9, 0), {"activation": {"group": 64}}, "torch"),
         ((9, 0), {"activation": {"granularity": "channel"}}, "torch"),
+        ((9, 0), {"weight": {"granularity": "token_group"}}, "torch"),
+        ((9, 0), {"gradient": {"granularity": "block"}}, "torch"),
     ],
 )
 def test_kernels_run_where_they_know_the_device_and_the_spec(capability, changes, expected):

@@ -188,4 +188,13 @@ def test_the_probe_sees_an_op_that_is_not(monkeypatch):
         return (x.float() / x.float().std()).to(x.dtype)
 
     monkeypatch.setattr(ops, "rms_norm", normalised_over_the_batch)
-    assert row_variant_ops() == ["rms_norm"]
+    assert "rms_norm" in row_variant_ops()
+
+
+def test_the_probe_sees_two_steps_that_are_not_the_one(monkeypatch):
+    def not_rounded_between(x, residual, weight, eps):
+        total = x.float() + residual.float()
+        return ops.rms_norm(total, weight, eps).to(x.dtype), total.to(x.dtype)
+
+    monkeypatch.setattr(ops, "add_rms_norm", not_rounded_between)
+    assert row_variant_ops() == ["add_rms_norm"]

@@ -97,8 +97,28 @@ def test_combine(top_k):
     outputs = random(17 * top_k, 384, seed=3)
     found = gradients(lambda o, p: triton_combine.combine(o, p, order, torch.bfloat16), outputs, probs.detach())
     expected = gradients(lambda o, p: ops.combine(o, p, order, torch.bfloat16), outputs, probs.detach())
+    assert torch.equal(found[0], expected[0])  # the same products and sums, none of them fused
     for a, b in zip(found, expected, strict=True):
         close(a, b)
+
+
+@pytest.mark.parametrize(
+    "strided",
+    [lambda x: x[:1, :1].expand(x.shape), lambda x: x.t().contiguous().t()],
+    ids=("one number for all", "columns"),
+)
+def test_rows_and_gradients_of_any_stride(strided):
+    """The gradient of a sum is a view of one number."""
+    x, weight = random(6, 256), random(256, seed=1)
+    for op in (lambda x: norm.rms_norm(x, weight, 1e-6), swiglu.swiglu):
+        results = []
+        for copied in (False, True):
+            leaf = strided(x).clone(memory_format=torch.contiguous_format) if copied else strided(x).detach()
+            out = op(leaf.requires_grad_())
+            dy = strided(random(*out.shape, seed=2))
+            (gradient,) = torch.autograd.grad(out, leaf, dy.contiguous() if copied else dy)
+            results.append((out, gradient))
+        assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
 def test_rows_do_not_depend_on_their_number():

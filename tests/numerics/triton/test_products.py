@@ -89,6 +89,19 @@ def test_k_splits_are_the_partials_of_a_row_parallel_layer():
         assert torch.equal(ops.merge_partials(plain, torch.bfloat16), ops.linear(x, w, k_splits=2))
 
 
+@pytest.mark.parametrize("backward", ("fp8", "bf16"))
+def test_no_tokens(backward):
+    """As on an expert-parallel rank whose experts nobody chose."""
+    w13, w2 = random(2, 256, 256, seed=1).requires_grad_(), random(2, 256, 128, seed=2).requires_grad_()
+    x, counts = random(0, 256).requires_grad_(), torch.zeros(2, dtype=torch.int64, device=DEVICE)
+    with using("triton"):
+        first, second = (ExpertWeights(w, ops.weight_operand(quantize(w.detach(), POW2.weight))) for w in (w13, w2))
+        leaf = with_gradients(ops.experts(x, counts, first, second, POW2, backward), x, w13, w2)
+        out = ops.fp8_linear(x, w13[0], ops.weight_operand(quantize(w13[0].detach(), POW2.weight)), POW2, backward)
+    assert [tuple(t.shape) for t in leaf] == [(0, 256), (0, 256), (2, 256, 256), (2, 256, 128)]
+    assert not leaf[2].any() and not leaf[3].any() and out.shape == (0, 256)
+
+
 def test_linear():
     def run():
         x, w = random(2, 9, 256).requires_grad_(), random(100, 256, seed=1).requires_grad_()
