@@ -7,7 +7,7 @@ INSTALLED := $(VENV)/.fp8rl-installed
 INSTALLING := $(VENV)/.fp8rl-installing
 # The tests of a file share what they have started, so each file stays with one worker.
 WORKERS ?= 2
-PYTEST := $(BIN)/python -m pytest -q --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
+PYTEST := $(BIN)/python -m pytest -q --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 GPU_VENV := .venv-gpu
 GPU_BIN := $(GPU_VENV)/bin
 GPU_LIBRARIES := $(GPU_VENV)/.libraries-installed

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from numerics import ops
-from numerics.quantize import quantize, quantize_many
 from numerics.spec import TensorSpec
 
 
@@ -33,15 +32,15 @@ class WeightCache:
         return [weight for weights, _ in self._operands for weight in weights]
 
     def operand(self, weight: torch.Tensor, spec: TensorSpec) -> Any:
-        """`ops.weight_operand` of weight [N, K], quantized by `spec`."""
+        """`ops.trained_operand` of weight [N, K]."""
         key = ((weight,), spec)
         if key not in self._operands:
-            self._operands[key] = ops.weight_operand(quantize(weight.detach(), spec))
+            self._operands[key] = ops.trained_operand(weight.detach(), spec)
         return self._operands[key]
 
     def group_operand(self, weights: Sequence[torch.Tensor], spec: TensorSpec) -> Any:
-        """`ops.group_operand` of the experts' weights [N, K], each quantized by `spec`."""
+        """`ops.group_operand` of the experts' weights [N, K]."""
         key = (tuple(weights), spec)
         if key not in self._operands:
-            self._operands[key] = ops.group_operand(quantize_many([weight.detach() for weight in weights], spec))
+            self._operands[key] = ops.group_operand([weight.detach() for weight in weights], spec)
         return self._operands[key]

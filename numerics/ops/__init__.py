@@ -15,6 +15,7 @@ from numerics.ops.linear import (
     linear_partial,
     merge_partials,
     norm_fp8_linear,
+    trained_operand,
     weight_operand,
 )
 from numerics.ops.logprobs import token_logprobs
@@ -44,5 +45,6 @@ __all__ = [
     "swiglu",
     "token_logprobs",
     "top_experts",
+    "trained_operand",
     "weight_operand",
 ]

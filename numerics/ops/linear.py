@@ -19,8 +19,8 @@ import torch.nn.functional as F
 from numerics.dispatch import op
 from numerics.fake_quantize import fake_quantize_columns, fake_quantize_rows
 from numerics.ops.norm import rms_norm
-from numerics.quantize import QuantizedTensor
-from numerics.spec import QuantSpec
+from numerics.quantize import QuantizedTensor, quantize
+from numerics.spec import QuantSpec, TensorSpec
 
 Backward = Literal["fp8", "bf16"]
 
@@ -40,9 +40,15 @@ def weight_operand(quantized: QuantizedTensor) -> Any:
 
 
 @op
-def group_operand(quantized: Sequence[QuantizedTensor]) -> Any:
-    """The experts' matrices [N, K], each quantized on its own, in the form that grouped products take."""
-    return [matrix.dequantize() for matrix in quantized]
+def trained_operand(weight: torch.Tensor, spec: TensorSpec) -> Any:
+    """`weight_operand` of weight [N, K] quantized by `spec`. What its gradients need may be made in the same pass."""
+    return weight_operand(quantize(weight, spec))
+
+
+@op
+def group_operand(weights: Sequence[torch.Tensor], spec: TensorSpec) -> Any:
+    """The experts' weights [N, K], each quantized by `spec`, in the form that grouped products take."""
+    return [quantize(weight, spec).dequantize() for weight in weights]
 
 
 @op
@@ -71,8 +77,8 @@ def fp8_linear(
 ) -> torch.Tensor:
     """The FP8 product of x [..., K] and a quantized weight, in x's dtype.
 
-    weight [N, K] is the parameter, which receives the gradient; operand is the `weight_operand` of its quantized form
-    (`WeightCache.operand`). x is quantized by `spec.activation` along K.
+    weight [N, K] is the parameter, which receives the gradient; operand is its `trained_operand`
+    (`WeightCache.operand`), or the `weight_operand` of its quantized form. x is quantized by `spec.activation` along K.
     backward: `fp8` quantizes dy along N for dgrad, and dy and x along the tokens for wgrad (TransformerEngine's
     Float8BlockScaling); `bf16` takes the gradient of the quantized forward with dy as it is (straight through).
     """

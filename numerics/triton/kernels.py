@@ -16,6 +16,7 @@ from numerics.triton.linear import (
     linear,
     linear_partial,
     norm_fp8_linear,
+    trained_operand,
     weight_operand,
 )
 from numerics.triton.logprobs import token_logprobs
@@ -28,6 +29,6 @@ from numerics.triton.swiglu import swiglu
 _ALL = (
     add_rms_norm, attention, chunk_sums, combine, experts, fp8_linear, fp8_linear_partial, group_operand,
     grouped_linear, linear, linear_partial, norm_fp8_linear, paged_attention, quantize, quantize_many,
-    rms_norm, rope, route, swiglu, token_logprobs, top_experts, weight_operand,
+    rms_norm, rope, route, swiglu, token_logprobs, top_experts, trained_operand, weight_operand,
 )  # fmt: skip
 KERNELS: dict[str, Callable[..., Any]] = {kernel.__name__: kernel for kernel in _ALL}

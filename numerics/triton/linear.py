@@ -11,10 +11,10 @@ import torch
 
 from numerics.ops.linear import Backward, wide_mm
 from numerics.quantize import QuantizedTensor
-from numerics.spec import QuantSpec
+from numerics.spec import QuantSpec, TensorSpec
 from numerics.triton.gemm import gemm, matmul
 from numerics.triton.norm import rms_norm, rms_norm_backward, rms_norm_quantize
-from numerics.triton.quantize import quantize_columns, quantize_rows, quantize_rows_and_columns
+from numerics.triton.quantize import quantize_both_ways, quantize_columns, quantize_rows, quantize_rows_and_columns
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,13 +22,17 @@ class Weight:
     """A quantized weight, or the stacked ones of all experts, as FP8 products take it: the codes themselves.
 
     codes: data [..., N, K], scale_inv [..., N / 128, K / 128]. An engine's are its parameters, not a copy.
+    quantized_transpose: data [..., K, N], of a weight that was quantized to be trained.
     """
 
     codes: QuantizedTensor
+    quantized_transpose: QuantizedTensor | None = None
 
     @functools.cached_property
     def transposed(self) -> QuantizedTensor:
-        """[..., K, N], for the gradient of the input; made when a backward first asks."""
+        """[..., K, N], for the gradient of the input."""
+        if self.quantized_transpose is not None:
+            return self.quantized_transpose
         data = self.codes.data.view(torch.uint8).transpose(-1, -2).contiguous().view(self.codes.data.dtype)
         return QuantizedTensor(data, self.codes.scale_inv.transpose(-1, -2).contiguous(), self.codes.spec)
 
@@ -42,11 +46,17 @@ def weight_operand(quantized: QuantizedTensor) -> Weight:
     return Weight(quantized)
 
 
-def group_operand(quantized: Sequence[QuantizedTensor]) -> Weight:
-    """`numerics.ops.group_operand`: the matrices stacked."""
-    data = torch.stack([matrix.data.view(torch.uint8) for matrix in quantized]).view(quantized[0].data.dtype)
-    scale_inv = torch.stack([matrix.scale_inv for matrix in quantized])
-    return Weight(QuantizedTensor(data, scale_inv, quantized[0].spec))
+def trained_operand(weight: torch.Tensor, spec: TensorSpec) -> Weight:
+    """`numerics.ops.trained_operand`: codes and their transpose in one pass."""
+    codes, transposed = (
+        QuantizedTensor(both.data[0], both.scale_inv[0], spec) for both in quantize_both_ways([weight], spec)
+    )
+    return Weight(codes, transposed)
+
+
+def group_operand(weights: Sequence[torch.Tensor], spec: TensorSpec) -> Weight:
+    """`numerics.ops.group_operand`: all experts, codes and transposes, in one launch."""
+    return Weight(*quantize_both_ways(weights, spec))
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, k_splits: int = 1) -> torch.Tensor:

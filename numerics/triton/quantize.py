@@ -108,6 +108,17 @@ def quantize_many(
     return made
 
 
+def quantize_both_ways(weights: Sequence[torch.Tensor], spec: TensorSpec) -> tuple[QuantizedTensor, QuantizedTensor]:
+    """weights [N, K] of one shape, in blocks -> stacked codes [E, N, K] and, from the same load, those of their
+    transposes [E, K, N]; scales [E, N / 128, K / 128] and [E, K / 128, N / 128], in square blocks the same numbers.
+    """
+    n, k = weights[0].shape
+    codes = empty_blocks((len(weights), n, k), spec, weights[0].device)
+    transposed = empty_blocks((len(weights), k, n), spec, weights[0].device)
+    _quantize_matrices([dense_rows(weight) for weight in weights], _parts(codes), _parts(transposed))
+    return codes, transposed
+
+
 def empty_rows(shape: Sequence[int], spec: TensorSpec, device: torch.device) -> QuantizedTensor:
     """Room for a tensor of this shape in groups along its last axis."""
     *lead, groups = scale_shape(shape, spec)
@@ -160,25 +171,29 @@ def _parts(x: QuantizedTensor) -> list[QuantizedTensor]:
     return [QuantizedTensor(data, scale_inv, x.spec) for data, scale_inv in pairs]
 
 
-def _quantize_matrices(matrices: Sequence[torch.Tensor], outs: Sequence[QuantizedTensor]) -> None:
+def _quantize_matrices(
+    matrices: Sequence[torch.Tensor],
+    outs: Sequence[QuantizedTensor],
+    transposed: Sequence[QuantizedTensor] | None = None,
+) -> None:
+    others = outs if transposed is None else transposed
     rows = [
-        (*(x.data_ptr() for x in (w, out.data, out.scale_inv)), *w.shape, w.stride(0))
-        for w, out in zip(matrices, outs, strict=True)
+        (*(x.data_ptr() for x in (w, out.data, out.scale_inv, other.data, other.scale_inv)), *w.shape, w.stride(0))
+        for w, out, other in zip(matrices, outs, others, strict=True)
         if w.numel()
     ]
     if not rows:
         return
     table = torch.tensor(rows)
-    blocks = ((table[:, 3:5] + _GROUP - 1) // _GROUP).prod(1)
-    whole = not ((table[:, 3:5] % _GROUP).any() or (table[:, :2] % 16).any() or (table[:, 5] % 8).any())
-    wide = matrices[0].dtype == torch.float32
-    _blocks_kernel[
-        int(blocks.max()), len(rows)
-    ](  # a grid's second axis ends at 65,535, and a large matrix has more blocks
+    blocks = ((table[:, 5:7] + _GROUP - 1) // _GROUP).prod(1)
+    whole = not ((table[:, 5:7] % _GROUP).any() or (table[:, (0, 1, 3)] % 16).any() or (table[:, 7] % 8).any())
+    # Blocks on the first axis of the grid: the second ends at 65,535, and a large matrix has more.
+    _blocks_kernel[int(blocks.max()), len(rows)](
         table.to(matrices[0].device, non_blocking=True),
         **_format(outs[0].spec),
-        WIDE=wide,
+        WIDE=matrices[0].dtype == torch.float32,
         WHOLE=whole,
+        TRANSPOSED=transposed is not None,
         num_warps=8,
     )
 
@@ -236,23 +251,27 @@ def _two_way_kernel(
 
 
 @triton.jit
-def _blocks_kernel(table_ptr, E5M2: tl.constexpr, POW2: tl.constexpr, WIDE: tl.constexpr, WHOLE: tl.constexpr):
-    """One block of one matrix. table: a row of 6 numbers for each, 3 addresses, N, K and the stride of its rows.
+def _blocks_kernel(
+    table_ptr, E5M2: tl.constexpr, POW2: tl.constexpr, WIDE: tl.constexpr, WHOLE: tl.constexpr, TRANSPOSED: tl.constexpr
+):
+    """One block of one matrix. table: a row of 8 numbers for each, 5 addresses, N, K and the stride of its rows.
 
     WHOLE: all matrices consist of whole blocks and their rows begin at 16 bytes.
     """
     FP8: tl.constexpr = tl.float8e5 if E5M2 else tl.float8e4nv
-    row_of_table = table_ptr + tl.program_id(1) * 6
-    n, k, stride = tl.load(row_of_table + 3), tl.load(row_of_table + 4), tl.load(row_of_table + 5)
+    row_of_table = table_ptr + tl.program_id(1) * 8
+    n, k, stride = tl.load(row_of_table + 5), tl.load(row_of_table + 6), tl.load(row_of_table + 7)
     down, across = tl.cdiv(n, GROUP), tl.cdiv(k, GROUP)
     place = tl.program_id(0)
     if place < down * across:
         w_ptr = tl.load(row_of_table).to(tl.pointer_type(tl.float32 if WIDE else tl.bfloat16))
         codes_ptr = tl.load(row_of_table + 1).to(tl.pointer_type(FP8))
+        codes_t_ptr = tl.load(row_of_table + 3).to(tl.pointer_type(FP8))
         if WHOLE:
             n, k = tl.multiple_of(n, GROUP), tl.multiple_of(k, GROUP)
             stride = tl.multiple_of(stride, 8)
             w_ptr, codes_ptr = tl.multiple_of(w_ptr, 16), tl.multiple_of(codes_ptr, 16)
+            codes_t_ptr = tl.multiple_of(codes_t_ptr, 16)
         first_row, first_column = place // across * GROUP, place % across * GROUP
         row = (first_row + tl.arange(0, GROUP))[:, None]
         column = (first_column + tl.arange(0, GROUP))[None, :]
@@ -262,3 +281,8 @@ def _blocks_kernel(table_ptr, E5M2: tl.constexpr, POW2: tl.constexpr, WIDE: tl.c
         codes = encode(w * scale, E5M2)
         tl.store(codes_ptr + row * k + column, codes, mask=inside)
         tl.store(tl.load(row_of_table + 2).to(tl.pointer_type(tl.float32)) + place, inverse(scale))
+        if TRANSPOSED:
+            to = codes_t_ptr + tl.trans(column) * n + tl.trans(row)
+            tl.store(to, tl.trans(codes), mask=(tl.trans(column) < k) & (tl.trans(row) < n))
+            scale_t_ptr = tl.load(row_of_table + 4).to(tl.pointer_type(tl.float32))
+            tl.store(scale_t_ptr + place % across * down + place // across, inverse(scale))

@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
+import os
 import re
 import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from typing import Any
@@ -93,3 +96,16 @@ def _resources(cubin: bytes) -> tuple[int, int]:
     found = re.search(r"REG:(\d+) STACK:(\d+)", text)
     assert found is not None, text
     return int(found[1]), int(found[2])
+
+
+def compiled_elsewhere(script: str) -> list[dict[str, Any]]:
+    """The kernels that `script` launches inside `compiled_only() as found`, as `Compiled` in plain data.
+
+    In a process of its own: whether Triton interprets or compiles is settled when its kernels are defined.
+    """
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    script += "\nimport dataclasses, json\nprint(json.dumps([dataclasses.asdict(kernel) for kernel in found]))"
+    run = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    kernels: list[dict[str, Any]] = json.loads(run.stdout.splitlines()[-1])
+    return kernels

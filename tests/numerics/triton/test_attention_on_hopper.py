@@ -1,15 +1,11 @@
 """What the compiler makes of the attention kernels for an H200, which is known without one."""
 
-import json
-import os
-import subprocess
-import sys
-
 import pytest
 
-# In a process of its own: whether Triton interprets or compiles is settled when its kernels are defined.
+from tests.numerics.triton.hopper import compiled_elsewhere
+
 SCRIPT = """
-import dataclasses, json, torch
+import torch
 from numerics.triton.attention import attention, paged_attention
 from tests.numerics.triton.hopper import compiled_only
 
@@ -26,16 +22,12 @@ with compiled_only() as found:
         cache, table = tensor(4096, key_heads, 128), torch.zeros(32, 4096, dtype=torch.int32)
         count = torch.ones(sequences, dtype=torch.int64)
         paged_attention(tensor(tokens, heads, 128), cache, cache, table, count, count.int(), count, 0.1)
-print(json.dumps([dataclasses.asdict(kernel) for kernel in found]))
 """
 
 
 @pytest.fixture(scope="module")
 def kernels():
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    run = subprocess.run([sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True, check=False)
-    assert run.returncode == 0, run.stderr
-    return json.loads(run.stdout.splitlines()[-1])
+    return compiled_elsewhere(SCRIPT)
 
 
 def test_products_run_on_the_tensor_core_and_tiles_fit(kernels):

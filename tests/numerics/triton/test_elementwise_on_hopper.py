@@ -1,17 +1,13 @@
 """What the compiler makes of the kernels that are bound by memory for an H200, which is known without one."""
 
-import json
-import os
-import subprocess
-import sys
-
 import pytest
 
-pytestmark = pytest.mark.slow  # 21 kernels to compile
+from tests.numerics.triton.hopper import compiled_elsewhere
 
-# In a process of its own: whether Triton interprets or compiles is settled when its kernels are defined.
+pytestmark = pytest.mark.slow  # 22 kernels to compile
+
 SCRIPT = """
-import dataclasses, json, torch
+import torch
 from numerics.digest import CHUNK
 from numerics.spec import TensorSpec
 from numerics.triton import combine, digest, logprobs, norm, quantize, rope, router, swiglu
@@ -26,6 +22,7 @@ with compiled_only() as found:
     quantize.quantize_columns(x, spec)
     quantize.quantize_rows_and_columns(x, spec, TensorSpec(format="e5m2", scale="fp32"))
     quantize.quantize_blocks(x, block)
+    quantize.quantize_both_ways([x, x], block)
     norm.rms_norm(x, x[0], 1e-6).sum().backward()
     norm.add_rms_norm(x, x, x[0], 1e-6)
     norm.rms_norm(tensor(4096 * 32, 128), x[0, :128], 1e-6)
@@ -40,26 +37,22 @@ with compiled_only() as found:
     digest.chunk_sums([torch.zeros(8 * CHUNK, dtype=torch.int32)])
     logprobs.token_logprobs(tensor(64, 151936), torch.zeros(64, dtype=torch.int64), 1.0)[0].sum().backward()
     router.route(tensor(4096, 128), 8, True)
-print(json.dumps([dataclasses.asdict(kernel) for kernel in found]))
 """
 
 
 @pytest.fixture(scope="module")
 def kernels():
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    run = subprocess.run([sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True, check=False)
-    assert run.returncode == 0, run.stderr
-    return json.loads(run.stdout.splitlines()[-1])
+    return compiled_elsewhere(SCRIPT)
 
 
 def test_everything_stays_in_registers_and_shared_memory(kernels):
-    assert len(kernels) == 21
+    assert len(kernels) == 22
     for kernel in kernels:
         assert kernel["shared"] <= 64 * 1024 and kernel["spilled"] <= 64, kernel
 
 
 def test_codes_are_cast_by_the_instruction_that_saturates(kernels):
     casting = [kernel for kernel in kernels if any("satfinite" in name for name in kernel["instructions"])]
-    assert len(casting) == 6
+    assert len(casting) == 7
     formats = {name for kernel in casting for name in kernel["instructions"] if "satfinite" in name}
     assert formats == {"cvt.rn.satfinite.e4m3x2.f32", "cvt.rn.satfinite.e5m2x2.f32"}

@@ -1,17 +1,13 @@
 """What the compiler makes of the product kernels for an H200, which is known without one."""
 
-import json
-import os
-import subprocess
-import sys
-
 import pytest
+
+from tests.numerics.triton.hopper import compiled_elsewhere
 
 pytestmark = pytest.mark.slow  # 13 kernels to compile
 
-# In a process of its own: whether Triton interprets or compiles is settled when its kernels are defined.
 SCRIPT = """
-import dataclasses, json, torch
+import torch
 from numerics.quantize import QuantizedTensor, scale_shape
 from numerics.spec import TensorSpec
 from numerics.triton.gemm import gemm, matmul
@@ -39,16 +35,12 @@ with compiled_only() as found:
         matmul(x, x, out, splits)
     grouped_wgrad_matmul(x, x, tiles, full)
     matmul(x.float(), x[:128].float(), full)
-print(json.dumps([dataclasses.asdict(kernel) for kernel in found]))
 """
 
 
 @pytest.fixture(scope="module")
 def kernels():
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    run = subprocess.run([sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True, check=False)
-    assert run.returncode == 0, run.stderr
-    return json.loads(run.stdout.splitlines()[-1])
+    return compiled_elsewhere(SCRIPT)
 
 
 def test_everything_fits(kernels):

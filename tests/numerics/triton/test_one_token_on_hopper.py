@@ -1,14 +1,11 @@
 """A decode step of one sequence compiles: Triton makes constants of arguments that are 1, its interpreter does not."""
 
-import os
-import subprocess
-import sys
-
 import pytest
+
+from tests.numerics.triton.hopper import compiled_elsewhere
 
 pytestmark = pytest.mark.slow  # two dozen kernels to compile
 
-# In a process of its own: whether Triton interprets or compiles is settled when its kernels are defined.
 SCRIPT = """
 import torch
 from numerics import ops
@@ -46,16 +43,11 @@ with compiled_only() as found, using("triton"), torch.no_grad():
         outputs = ops.experts(x[order], counts, *matrices, spec, "bf16")
         ops.combine(outputs, probs, order, x.dtype)
         ops.token_logprobs(ops.linear(x, tensor(vocabulary, hidden)), one, torch.ones(1))
-print(*{kernel.name for kernel in found})
 """
 
 
 def test_a_decode_step_of_one_sequence_compiles():
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    run = subprocess.run([sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True, check=False)
-    assert run.returncode == 0, run.stderr
-    compiled = set(run.stdout.splitlines()[-1].split())
-    assert compiled == {
+    assert {kernel["name"] for kernel in compiled_elsewhere(SCRIPT)} == {
         "_forward_kernel",
         "_rows_kernel",
         "_product_kernel",

@@ -45,7 +45,7 @@ def with_gradients(result, *leaves):
 def test_fp8_linear(spec, backward):
     def run():
         x, w = random(2, 70, 256).requires_grad_(), random(384, 256, seed=1, scale=0.1).requires_grad_()
-        operand = ops.weight_operand(quantize(w.detach(), spec.weight))
+        operand = ops.trained_operand(w.detach(), spec.weight)
         return with_gradients(ops.fp8_linear(x, w, operand, spec, backward), x, w)
 
     for found, expected in both(run):
@@ -124,7 +124,7 @@ def test_experts(spec, backward):
         return with_gradients(ops.experts(x, counts, first, second, spec, backward), x, *w13, *w2)
 
     def operand(weights):
-        return None if spec is None else ops.group_operand([quantize(w.detach(), spec.weight) for w in weights])
+        return None if spec is None else ops.group_operand([w.detach() for w in weights], spec.weight)
 
     for found, expected in both(run):
         if expected is None:  # an expert without tokens

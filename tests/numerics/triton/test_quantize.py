@@ -10,6 +10,7 @@ from numerics.spec import TensorSpec
 from numerics.triton.quantize import (
     empty_blocks,
     quantize_blocks,
+    quantize_both_ways,
     quantize_columns,
     quantize_many,
     quantize_rows,
@@ -77,6 +78,15 @@ def test_rows_and_columns_in_one_pass_each_in_its_own_format():
 def test_blocks(shape, scale):
     spec, w = TensorSpec(granularity="block", scale=scale), numbers(*shape)
     same(quantize_blocks(w.to(DEVICE), spec), quantize(w, spec))
+
+
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("shape", [(256, 384), (200, 140)])
+def test_blocks_and_their_transpose_in_one_pass(shape, scale):
+    spec, weights = TensorSpec(granularity="block", scale=scale), [numbers(*shape, seed=seed) for seed in range(3)]
+    codes, transposed = quantize_both_ways([w.to(DEVICE) for w in weights], spec)
+    same(codes, quantize(torch.stack(weights), spec))
+    same(transposed, quantize(torch.stack(weights).transpose(1, 2).contiguous(), spec))
 
 
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32))
