@@ -21,6 +21,8 @@ Implementation = Literal["torch", "triton"]
 
 FEWEST_CAPABILITY = (8, 9)
 """Compute capability from which a GPU converts to FP8."""
+_SMALL_CAPABILITY = (12, 0)
+"""From which GPUs have less shared memory again (99 KiB) than a product's tile takes."""
 _GROUP = 128
 # Weights in blocks alone: the gradient of the input sums over their rows, where the scales of groups change at each.
 _GRANULARITY = {"weight": "block", "activation": "token_group", "gradient": "token_group"}
@@ -60,7 +62,7 @@ def capability_of(device: torch.device | str) -> tuple[int, int] | None:
 
 def implementation_for(capability: tuple[int, int] | None, spec: QuantSpec) -> Implementation:
     """What `choose` takes on a device of this compute capability (None: a CPU): kernels where they know the spec."""
-    if capability is None or capability < FEWEST_CAPABILITY:
+    if capability is None or not FEWEST_CAPABILITY <= capability < _SMALL_CAPABILITY:
         return "torch"
     roles = {name: getattr(spec, name) for name in _GRANULARITY}
     known = all(

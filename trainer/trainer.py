@@ -203,7 +203,7 @@ def check_row_invariance() -> None:
     if variant:
         raise user_error(
             "numerics.mode",
-            found=f"exact on a machine where these depend on the batch: {', '.join(variant)}",
+            found=f"exact on a machine where these depend on the batch, or on how they are fused: {', '.join(variant)}",
             expected="row-invariant ops",
             remedy="Run one thread per process (OMP_NUM_THREADS=1), or on a CPU with AVX512-BF16.",
         )

@@ -150,7 +150,7 @@ def _quantize_two_ways(
             ROW_E5M2=other.spec.format == "e5m2",
             ROW_POW2=other.spec.scale == "pow2",
             TILES=tiles is not None,
-            num_warps=8,
+            num_warps=16,
         )
 
 

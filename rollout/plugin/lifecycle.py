@@ -28,8 +28,9 @@ def after_load_model(result: Any, self: Any, *args: Any, **kwargs: Any) -> None:
         if device.type != "cpu" and current.numerics.mode == "exact":
             raise RuntimeError(
                 f"fp8rl plugin: found {torch.cuda.get_device_name(device)} and the spec {current.numerics.spec}, "
-                "expected a GPU that converts to FP8 and groups of 128: the exact ops have no kernels for it, and "
-                "their torch form cannot run in a CUDA graph. Set numerics.mode to native"
+                "expected a data-centre GPU that converts to FP8, weights in blocks of 128 and the others in token "
+                "groups of 128: the exact ops have no kernels for it, and their torch form cannot run in a CUDA graph. "
+                "Set numerics.mode to native"
             )
         enable_compiler()
     current.weights.attach(self.model, self.server_args.weight_version)

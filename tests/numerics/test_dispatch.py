@@ -17,6 +17,8 @@ POW2 = QuantSpec.preset("fp8_block_pow2")
         ((8, 0), {}, "torch"),
         ((8, 9), {}, "triton"),
         ((9, 0), {}, "triton"),
+        ((10, 0), {}, "triton"),
+        ((12, 0), {}, "torch"),
         ((9, 0), {"gradient": {"format": "e5m2"}}, "triton"),
         ((9, 0), {"gradient": {"format": "bf16"}}, "triton"),
         ((9, 0), {"activation": {"group": 64}}, "torch"),
