@@ -256,6 +256,7 @@ def test_json_holds_the_diagnosis() -> None:
     assert values["machine"]["gpus"][0]["capability"] == [9, 0] and values["features"][0]["blocks"] == "native"
 
 
+@pytest.mark.slow
 def test_this_machine_through_the_command() -> None:
     command = [sys.executable, "-c", "from rl.cli import app; app()", "doctor", "--json"]
     done = subprocess.run(command, capture_output=True, text=True)

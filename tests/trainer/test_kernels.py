@@ -12,6 +12,8 @@ from tests.trainer.batches import cross_entropy, random_batch
 from tests.trainer.conftest import MakeTrainer
 from tests.trainer.models import write_model
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def small_path(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-import numerics.weight_cache
+from numerics import ops
 from tests.trainer.batches import Poisoned, cross_entropy, random_batch
 from tests.trainer.conftest import MakeTrainer
 from tests.trainer.models import reference
@@ -127,9 +127,9 @@ def test_weights_are_quantized_once_per_version(
     moe_path: Path, make_trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[torch.Tensor] = []
-    one, many = numerics.weight_cache.quantize, numerics.weight_cache.quantize_many
-    monkeypatch.setattr(numerics.weight_cache, "quantize", lambda w, spec: calls.append(w) or one(w, spec))
-    monkeypatch.setattr(numerics.weight_cache, "quantize_many", lambda ws, spec: calls.extend(ws) or many(ws, spec))
+    one, many = ops.trained_operand, ops.group_operand
+    monkeypatch.setattr(ops, "trained_operand", lambda w, spec: calls.append(w) or one(w, spec))
+    monkeypatch.setattr(ops, "group_operand", lambda ws, spec: calls.extend(ws) or many(ws, spec))
     trainer = make_trainer(moe_path, "fp8", micro_batch_tokens=64)
     batch = random_batch()
     quantized = 2 * (2 + 2 * 8)  # per layer: qkv, proj, and two matrices of eight experts
