@@ -4,6 +4,8 @@ import pytest
 
 from tests.numerics.triton.hopper import compiled_elsewhere
 
+pytestmark = pytest.mark.slow  # 6 kernels to compile
+
 SCRIPT = """
 import torch
 from numerics.triton.attention import attention, paged_attention

@@ -52,6 +52,7 @@ def test_fp8_linear(spec, backward):
         assert_close(found, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backward", ("fp8", "bf16"))
 def test_norm_and_product_are_the_two_ops(backward):
     def leaves():
@@ -148,6 +149,7 @@ def test_an_experts_row_is_the_row_of_its_matrix_alone(spec):
     assert torch.equal(found[3:4], alone)
 
 
+@pytest.mark.slow
 def test_experts_of_an_engine_and_of_a_trainer_have_the_same_bits():
     counts, x = torch.tensor([3, 0, 130], device=DEVICE), random(133, 256)
     first, second = random(3, 256, 256, seed=1, scale=0.1), random(3, 256, 128, seed=2, scale=0.1)
