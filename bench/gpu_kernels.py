@@ -121,7 +121,7 @@ def _scaled_mm(a: QuantizedTensor, b: QuantizedTensor, done: Measured) -> Callab
 
 
 def _record(done: Measured, name: str, tokens: int, flops: float, seconds: dict[str, float]) -> None:
-    rates = {f"{side}": flops / value / 1e12 for side, value in seconds.items()}
+    rates = {side: flops / value / 1e12 for side, value in seconds.items()}
     done.rows.append({"product": name, "tokens": tokens, **rates})
 
 

@@ -15,7 +15,7 @@ from numerics.quantize import QuantizedTensor
 from numerics.spec import TensorSpec
 from numerics.triton.arithmetic import cast, pairwise_sum
 from numerics.triton.memory import as_rows
-from numerics.triton.quantize import empty_rows
+from numerics.triton.quantize import empty_rows, format_constants
 from numerics.triton.rounding import GROUP, absolute, encode, inverse, scale_from_amax
 
 _ELEMENTS = 4096  # of a program: several short rows (the heads), or one long one
@@ -109,8 +109,7 @@ def _launch(
             *(len(flat), hidden, flat.stride(0), eps, *(quantized.scale_inv.stride() if quantized else (0, 0))),
             ADD=residual is not None,
             QUANTIZE=quantized is not None,
-            E5M2=quantized is not None and quantized.spec.format == "e5m2",
-            POW2=quantized is not None and quantized.spec.scale == "pow2",
+            **format_constants(quantized.spec if quantized else None),
             **block,
         )
     return normed, total.view(x.shape), inverse_rms

@@ -55,7 +55,7 @@ def quantize_rows(x: torch.Tensor, spec: TensorSpec, out: QuantizedTensor | None
         scales = out.scale_inv.reshape(total, -1)  # a view
         _rows_kernel[triton.cdiv(total, _ROWS), triton.cdiv(k, _GROUPS * _GROUP)](
             *(rows, out.data, scales, total, k, rows.stride(0), *scales.stride()),
-            **_format(spec),
+            **format_constants(spec),
             ROWS=_ROWS,
             GROUPS=_GROUPS,
             num_warps=4,
@@ -145,7 +145,7 @@ def _quantize_two_ways(
         _two_way_kernel[triton.cdiv(k, _GROUP), count](
             *(x, other.data, other.scale_inv, columns.data, columns.scale_inv, *spans),
             *(tokens, k, x.stride(0), count, *other.scale_inv.stride(), *columns.scale_inv.stride()),
-            **_format(columns.spec),
+            **format_constants(columns.spec),
             ROWS=rows is not None,
             ROW_E5M2=other.spec.format == "e5m2",
             ROW_POW2=other.spec.scale == "pow2",
@@ -190,7 +190,7 @@ def _quantize_matrices(
     # Blocks on the first axis of the grid: the second ends at 65,535, and a large matrix has more.
     _blocks_kernel[int(blocks.max()), len(rows)](
         table.to(matrices[0].device, non_blocking=True),
-        **_format(outs[0].spec),
+        **format_constants(outs[0].spec),
         WIDE=matrices[0].dtype == torch.float32,
         WHOLE=whole,
         TRANSPOSED=transposed is not None,
@@ -198,8 +198,12 @@ def _quantize_matrices(
     )
 
 
-def _format(spec: TensorSpec) -> dict[str, bool]:
-    return {"E5M2": spec.format == "e5m2", "POW2": spec.scale == "pow2"}
+def format_constants(spec: TensorSpec | None) -> dict[str, bool]:
+    """A kernel's constants for the format that it quantizes to; of a kernel that does not, they mean nothing."""
+    return {
+        "E5M2": spec is not None and spec.format == "e5m2",
+        "POW2": spec is not None and spec.scale == "pow2",
+    }
 
 
 @triton.jit

@@ -12,7 +12,7 @@ from numerics.quantize import QuantizedTensor
 from numerics.spec import TensorSpec
 from numerics.triton.arithmetic import cast
 from numerics.triton.memory import as_rows
-from numerics.triton.quantize import empty_rows
+from numerics.triton.quantize import empty_rows, format_constants
 from numerics.triton.rounding import GROUP, absolute, encode, inverse, scale_from_amax
 
 _BLOCK = {"ROWS": 8, "GROUPS": 4, "num_warps": 4, "enable_fp_fusion": False}
@@ -63,8 +63,7 @@ def _forward(gate_up: torch.Tensor, out: torch.Tensor, quantized: QuantizedTenso
             *(gate_up, out, quantized.scale_inv if quantized else out, tokens, features, gate_up.stride(0)),
             *(quantized.scale_inv.stride() if quantized else (0, 0)),
             QUANTIZE=quantized is not None,
-            E5M2=quantized is not None and quantized.spec.format == "e5m2",
-            POW2=quantized is not None and quantized.spec.scale == "pow2",
+            **format_constants(quantized.spec if quantized else None),
             **_BLOCK,
         )
 
