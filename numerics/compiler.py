@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 from collections.abc import Callable
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
@@ -25,11 +26,13 @@ def enable_compiler() -> bool:
     """Compile decorated functions from now on, if a small one compiles here. Returns whether they will be."""
     global _enabled
     import torch._dynamo.config as dynamo
+    import torch._inductor.codecache as codecache
     import torch._inductor.config as inductor
     import torch.fx.experimental._config as shapes
 
     inductor.compile_threads = 1  # no pool of compiler processes beside a trainer or an engine
     inductor.cpp.vec_isa_ok = True  # trust the CPU's flags: trying each instruction set takes a process
+    codecache._HEADER_DIR = os.path.join(codecache.cache_dir(), "precompiled_headers")  # not into an engine's scratch
     dynamo.recompile_limit = 64  # a size of 1 is compiled apart, for each dimension
     shapes.use_duck_shape = False  # sizes that happen to be equal in one call are not the same in the next
     _enabled = _enabled or _compiles()
@@ -51,11 +54,14 @@ def _twice(x: torch.Tensor) -> torch.Tensor:
 
 
 def compilable(function: Callable[P, R]) -> Callable[P, R]:
-    """Marks a function of tensors as one that `enable_compiler` may compile."""
+    """Marks a function of tensors, not to be differentiated, as one that `enable_compiler` may compile."""
     compiled = torch.compile(function, dynamic=True)
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        return (compiled if _enabled else function)(*args, **kwargs)
+        # To the compiler, gradients, views and strides make variants, each of which costs seconds once.
+        plain: Any = [x.detach().contiguous() if isinstance(x, torch.Tensor) else x for x in args]
+        with torch.no_grad():
+            return (compiled if _enabled else function)(*plain, **kwargs)
 
     return call

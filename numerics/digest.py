@@ -60,14 +60,17 @@ def chunk_sums(words: Sequence[torch.Tensor]) -> torch.Tensor:
         sums += [_weighted_sums(part, weights) for part in whole.split(_AT_ONCE) if len(part)]
         rest = tensor[whole.numel() :]
         if rest.numel():
-            sums.append(_weighted_sums(rest[None], weights[:, : rest.numel()]))
+            sums.append(_weigh(rest[None], weights[:, : rest.numel()]))  # small, and of any length
     return torch.cat(sums, 1)
 
 
-@compilable
-def _weighted_sums(words: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+def _weigh(words: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Sums [2, chunks] over words [chunks, n] with weights [2, n]."""
     wide = words.long()
     return torch.stack(((wide * weights[0]).sum(-1), (wide * weights[1]).sum(-1)))
+
+
+_weighted_sums = compilable(_weigh)
 
 
 def _as_words(tensor: torch.Tensor) -> torch.Tensor:

@@ -96,7 +96,7 @@ def dequantize(
     """data * scale_inv in FP32, rounded once to `dtype` (default: the narrowest that is exact for the spec)."""
     matrix = _as_matrices(data, spec)
     blocks = _to_blocks(matrix, spec)
-    scale = scale_inv.reshape(*blocks.shape[:-4], blocks.shape[-4], 1, blocks.shape[-2], 1)
+    scale = scale_inv.reshape(blocks.shape[0], 1, blocks.shape[2], 1)
     values = _scaled(blocks, scale, dtype or spec.dequantized_dtype)
     return _from_blocks(values, matrix.shape).reshape(data.shape)
 
@@ -112,7 +112,7 @@ def fake_quantize(x: torch.Tensor, spec: TensorSpec, dtype: torch.dtype | None =
 @compilable
 def _block_amax(blocks: torch.Tensor) -> torch.Tensor:
     wide = blocks.float()
-    return torch.where(wide.isnan(), 0.0, wide.abs()).amax((-3, -1), keepdim=True)
+    return torch.where(wide.isnan(), 0.0, wide.abs()).amax((1, 3), keepdim=True)
 
 
 @compilable
@@ -133,14 +133,22 @@ def _as_matrices(x: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
 
 
 def _to_blocks(x: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
-    """[..., R, C] -> [..., R/r, r, C/c, c], padded with zeros, which change no amax."""
+    """[..., R, C] -> [rows of blocks, r, C/c, c], padded with zeros, which change no amax.
+
+    Of one rank, whatever the tensor's: fewer variants to compile.
+    """
     rows, columns = x.shape[-2:]
     r, c = spec.block_shape(rows, columns)
     if rows % r or columns % c:
-        x = F.pad(x.float(), (0, -columns % c, 0, -rows % r))  # float8 tensors cannot be padded
-    return x.unflatten(-1, (-1, c)).unflatten(-3, (-1, r))
+        edges = (0, -columns % c, 0, -rows % r)
+        # float8 tensors cannot be padded, their bytes can.
+        x = F.pad(x.view(torch.uint8), edges).view(x.dtype) if x.itemsize == 1 else F.pad(x, edges)
+    return x.reshape(x.shape[:-1].numel() // r, r, x.shape[-1] // c, c)
 
 
 def _from_blocks(blocks: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-    whole = blocks.flatten(-2, -1).flatten(-3, -2)
-    return whole[..., : shape[-2], : shape[-1]].contiguous()
+    """The inverse, without the padding; contiguous."""
+    rows, columns = shape[-2:]
+    _, r, across, c = blocks.shape
+    whole = blocks.reshape(*shape[:-2], -(-rows // r) * r, across * c)
+    return whole[..., :rows, :columns].contiguous()

@@ -25,6 +25,8 @@ def ray_cluster(failure_logs: Path) -> Iterator[None]:
     """
     # Ray would otherwise hide the GPUs from an actor that asks for none, and warn about it for each.
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    # Ray's own niceness, 15, would have the trainer wait for whatever else runs on the machine.
+    os.environ.setdefault("RAY_worker_niceness", "0")
     address = os.environ.get("RAY_ADDRESS")
     if ray.is_initialized():
         yield

@@ -33,7 +33,7 @@ class RolloutConfig(BaseModel):
     """Longest prefill chunk in tokens; null leaves SGLang's default."""
     prefix_cache: bool = True
     """Reuse the KV cache of common prefixes within one weight version."""
-    start_timeout_s: float = Field(default=180.0, gt=0.0)
-    """Seconds that a server may take to become healthy."""
+    start_timeout_s: float = Field(default=600.0, gt=0.0)
+    """Seconds that a server may take to load the model and become healthy; one that ends is noticed at once."""
     port: int | None = Field(default=None, ge=1024, le=65535)
     """Port of the server on the loopback interface; null takes a free one."""

@@ -25,6 +25,7 @@ def compare(text: str, gold: str) -> str:
 def main() -> None:
     logging.disable(logging.CRITICAL)
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_LIMIT, MEMORY_LIMIT))
+    compare("$\\frac{1}{2}$", "0.5")  # the first comparison imports for seconds, which are not the answer's
     print("ready", flush=True)
     for line in sys.stdin:
         try:

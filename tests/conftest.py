@@ -1,9 +1,16 @@
 """Settings of every test: one thread, property tests that repeat exactly; without a GPU no GPU tests, and Triton's
-kernels in its interpreter."""
+kernels in its interpreter.
+
+Processes that tests start compile nothing: it is half of a start, and the bits are the same. The fixture `compiled` is
+for tests in which they do.
+"""
 
 import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+
+from collections.abc import Iterator
 
 import hypothesis
 import pytest
@@ -26,3 +33,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+@pytest.fixture(scope="module")
+def compiled() -> Iterator[None]:
+    """Processes that start meanwhile compile their elementwise kernels, as they do for a user."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("TORCHDYNAMO_DISABLE", raising=False)
+        yield

@@ -12,14 +12,6 @@ import ray
 from tests.e2e.rig import Rig, write_models
 
 
-@pytest.fixture(scope="module")
-def uncompiled() -> Iterator[None]:
-    """Processes that start meanwhile compile no kernels, which is half of their start, and compute the same bits."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TORCHDYNAMO_DISABLE", "1")
-        yield
-
-
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return write_models(tmp_path_factory.mktemp("models"))

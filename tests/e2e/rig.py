@@ -41,7 +41,6 @@ CHUNK = 96
 SHARED_PREFIX = 150
 LONGEST_PROMPT = 330
 NEW_TOKENS = 24
-START_TIMEOUT_S = 400.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -174,9 +173,7 @@ class Pipeline:
 
 def make_engine(log: Path, numerics: NumericsConfig, **changes: Any) -> Engine:
     """An engine as a run starts it: prefix cache on, short prefill chunks, handshake expected."""
-    config = RolloutConfig(
-        context_length=512, max_total_tokens=16384, chunked_prefill_size=CHUNK, start_timeout_s=START_TIMEOUT_S
-    )
+    config = RolloutConfig(context_length=512, max_total_tokens=16384, chunked_prefill_size=CHUNK)
     options = {"plugin": {"numerics": numerics.to_dict()}, "expected": expected_report(numerics)}
     return Engine(config, log, **{**options, **changes})
 

@@ -22,7 +22,7 @@ from weight_sync.manifest import SyncError
 from weight_sync.quantized import served_tensors
 from weight_sync.transports.tensor import TensorTransport
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.usefixtures("uncompiled")]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 SCALES = "model.layers.1.self_attn.v_proj.weight_scale_inv"
 

@@ -13,7 +13,7 @@ import pytest
 
 from tests.e2e.cli_runs import SMALL, LiveRun, wait_until_gone
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.usefixtures("uncompiled")]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 GONE_WITHIN_S = 30.0
 RAY_AGENTS = {"ray::DashboardAgent", "ray::RuntimeEnvAgent"}

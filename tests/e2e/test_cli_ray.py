@@ -20,7 +20,7 @@ import pytest
 
 from tests.e2e.cli_runs import MARK, PATIENCE_S, ROOT, SMALL, LiveRun, family_of, wait_until_gone
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.usefixtures("uncompiled")]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 BIN = Path(sys.executable).parent
 

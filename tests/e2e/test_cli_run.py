@@ -21,7 +21,7 @@ STEPS = 3
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveRun]:
+def run(compiled: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveRun]:
     """A finished run of the arithmetic example."""
     run = LiveRun(tmp_path_factory.mktemp("run"), *SMALL, f"run.steps={STEPS}", "rollout.prompts_per_step=32")
     try:

@@ -35,7 +35,7 @@ from tests.e2e.faults import MATRIX, Named, Tampered
 from weight_sync.bridge import push
 from weight_sync.transports.tensor import TensorTransport
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.usefixtures("uncompiled")]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 REPLAYED, CORRUPTED, STALE, OLD, NAN, OVERFLOW, MANY_NAN, DIVERGING, STOPPED = 2, 3, 5, 6, 7, 8, 9, 10, 11
 """The step of each fault; 4 has none."""
@@ -182,7 +182,7 @@ def faulty(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunDir, Faults]:
         [
             *SMALL,
             *(f"run.dir={folder}", "run.name=run", f"run.steps={LAST}", "eval.problems=0"),
-            *("numerics.router_replay=record", "rollout.start_timeout_s=400.0"),
+            "numerics.router_replay=record",
             *(f"gates={json.dumps(GATES)}", "guard.nonfinite_loss=skip", "guard.capsules=9"),
         ],
     )

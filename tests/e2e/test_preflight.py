@@ -18,14 +18,14 @@ from rl.preflight import Report, run
 from rl.sides import Sides, open_sides
 from rl.spec import load_spec
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.usefixtures("uncompiled")]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 SPEC = "examples/arithmetic.yaml"
 
 
 @pytest.fixture(scope="module")
 def sides() -> Iterator[Sides]:
-    with open_sides(load_spec(Path(SPEC), ["rollout.start_timeout_s=400.0"])) as both:
+    with open_sides(load_spec(Path(SPEC))) as both:
         yield both
         folder = both.folder
     assert not folder.exists()

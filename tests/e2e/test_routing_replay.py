@@ -12,7 +12,7 @@ from tests.e2e.rig import NEW_TOKENS, Rig, Setup, differences
 from trainer.batch import UNKNOWN, TokenBatch
 from trainer.result import PassResult, Scored
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.usefixtures("uncompiled")]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 SETUP = Setup("moe", layout=(("ep", 2), ("dp", 2)), router_replay="record")
 

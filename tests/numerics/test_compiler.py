@@ -17,7 +17,7 @@ assert torch.equal(fake_quantize_rows(x, TensorSpec()), fake_quantize(x, TensorS
 
 
 @pytest.mark.slow
-def test_without_a_working_compiler_everything_runs_as_written(tmp_path):
+def test_without_a_working_compiler_everything_runs_as_written(compiled, tmp_path):
     broken = tmp_path / "g++"
     broken.write_text("#!/bin/sh\nexit 1\n")
     broken.chmod(0o755)

@@ -186,7 +186,7 @@ def test_fast_paths_equal_the_quantizer(shape, format):
 
 
 @pytest.mark.slow
-def test_compiled_kernels_give_the_same_bits():
+def test_compiled_kernels_give_the_same_bits(compiled):
     """Every compiled function against the same function uncompiled, in a process of its own (the choice is global)."""
     script = """
 import math
@@ -197,26 +197,26 @@ from numerics.fake_quantize import fake_quantize_columns, fake_quantize_rows
 from numerics.quantize import quantize
 from numerics.spec import TensorSpec
 def results():
-    for shape in ((1, 128), (37, 256), (260, 384), (130, 200)):
+    for shape in ((1, 128), (260, 384), (130, 200)):
         x = torch.randn(*shape, generator=torch.Generator().manual_seed(0)).mul(3).exp().bfloat16()
         x[-1, 3], x[-1, 4], x[0, :128] = math.inf, math.nan, 0
         yield fake_quantize_rows(x, TensorSpec())
         yield fake_quantize_columns(x, TensorSpec())
-        for format in ("e4m3", "e5m2"):
-            for scale in ("pow2", "fp32"):
-                for granularity in ("block", "token_group", "channel", "tensor"):
-                    q = quantize(x, TensorSpec(format=format, scale=scale, granularity=granularity))
-                    yield q.data.float()  # the sign of a NaN's code is not defined
-                    yield q.scale_inv
-                    yield q.dequantize()
-                    yield torch.tensor(list(tensor_digest(q.data.float().nan_to_num()).encode()))
+        for format, scale in (("e4m3", "pow2"), ("e5m2", "fp32")):
+            for granularity in ("block", "token_group", "tensor"):
+                q = quantize(x, TensorSpec(format=format, scale=scale, granularity=granularity))
+                yield q.data.float()  # the sign of a NaN's code is not defined
+                yield q.scale_inv
+                yield q.dequantize()
+                yield torch.tensor(list(tensor_digest(q.data.float().nan_to_num()).encode()))
 plain = list(results())
-compiled = enable_compiler()
+compiles = enable_compiler()
 for a, b in zip(plain, results(), strict=True):
     assert a.dtype == b.dtype and torch.equal(a.nan_to_num(-1.5), b.nan_to_num(-1.5))
-print("compiled" if compiled else "no compiler")
+graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+print("no compiler" if not compiles else "compiled" if graphs > 10 else f"compiled {graphs} graphs only")
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() in ("compiled", "no compiler")
 

@@ -36,7 +36,7 @@ def server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
 
 def small_config(**changes: object) -> RolloutConfig:
-    return RolloutConfig(**{"context_length": 512, "max_total_tokens": 8192, "start_timeout_s": 120.0, **changes})
+    return RolloutConfig(**{"context_length": 512, "max_total_tokens": 8192, **changes})
 
 
 def _make_model(folder: Path, seed: int) -> Path:

@@ -14,7 +14,7 @@ from trainer import parallel
 from trainer.config import TrainerConfig
 from trainer.parallel import Layout
 
-TIMEOUT_S = 300
+TIMEOUT_S = 900
 
 
 def run_on_ranks(config: TrainerConfig, folder: Path, function: Callable[[Layout, TrainerConfig], Any]) -> list[Any]:
