@@ -147,7 +147,7 @@ def convert(
         from numerics.spec import QuantSpec
         from rl.preconditions import read_model
         from trainer.config import TrainerConfig
-        from trainer.hf_config import check_layout
+        from trainer.model_checks import check_layout
         from weight_sync.hf_checkpoint import convert_checkpoint
 
         quant_spec = QuantSpec.preset(preset)

@@ -10,8 +10,9 @@ from megatron.core.models.gpt import GPTModel
 
 from trainer import te_runtime
 from trainer.config import TrainerConfig
-from trainer.hf_config import ModelShape, transformer_config
+from trainer.hf_config import ModelShape
 from trainer.lowering import Lowering
+from trainer.megatron_config import transformer_config
 from trainer.modules import exact, native
 from trainer.modules.embedding import Embedding
 from trainer.modules.layer import block_spec

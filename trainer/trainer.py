@@ -20,10 +20,11 @@ from trainer import checkpoint, device, te_runtime, te_weights
 from trainer.batch import TokenBatch
 from trainer.config import TrainerConfig
 from trainer.errors import NonFiniteLossError
-from trainer.hf_config import check_layout, check_mode, read_shape
+from trainer.hf_config import read_shape
 from trainer.hf_weights import HFWeights
 from trainer.lowering import lower
 from trainer.model import build_model
+from trainer.model_checks import check_layout, check_mode
 from trainer.modules.precision import Precision
 from trainer.objective import Objective
 from trainer.optimizer import Optimizer

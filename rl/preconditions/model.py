@@ -11,7 +11,8 @@ from safetensors import SafetensorError, safe_open
 from numerics.errors import user_error
 from numerics.spec import QuantSpec
 from rl.spec import ExperimentSpec
-from trainer.hf_config import ModelShape, check_layout, check_mode, read_shape
+from trainer.hf_config import ModelShape, read_shape
+from trainer.model_checks import check_layout, check_mode
 
 WEIGHT_DTYPES = ("BF16", "F16", "F32")
 """safetensors' names of what is read; anything but BF16 is rounded to it."""

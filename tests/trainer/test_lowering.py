@@ -146,7 +146,8 @@ rope.fused_apply_rotary_pos_emb = object()
 import torch
 from tests.trainer.test_lowering import native
 from trainer.config import TrainerConfig
-from trainer.hf_config import ModelShape, transformer_config
+from trainer.hf_config import ModelShape
+from trainer.megatron_config import transformer_config
 from trainer.lowering import lower
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig

@@ -1,0 +1,77 @@
+"""Layouts, quantizations and modes that a model does not fit are refused by the setting to change."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from numerics.errors import UserError
+from numerics.spec import QuantSpec
+from trainer.config import TrainerConfig
+from trainer.hf_config import ModelShape
+from trainer.model_checks import check_layout, check_mode
+
+SPEC = QuantSpec.preset("fp8_block_pow2")
+DENSE = ModelShape("qwen3", 6, 512, 8, 4, 128, 768, 4096, 1e-6, 1e4, 512, False)
+MOE = dataclasses.replace(DENSE, model_type="qwen3_moe", ffn_size=256, experts=8, top_k=2)
+
+
+@pytest.mark.parametrize(
+    ("shape", "layout"),
+    [
+        (DENSE, {}),
+        (DENSE, {"tp": 2, "pp": 3}),
+        (MOE, {"tp": 4, "ep": 4, "pp": 2}),
+        (MOE, {"dp": 8, "ep": 8}),
+    ],
+)
+def test_what_divides_is_accepted(shape: ModelShape, layout: dict[str, int]) -> None:
+    check_layout(shape, TrainerConfig(**layout), SPEC)
+
+
+@pytest.mark.parametrize(
+    ("shape", "layout", "said"),
+    [
+        (MOE, {"tp": 8}, r"trainer\.tp: found 8, expected a divisor of the model's num_key_value_heads = 4"),
+        (DENSE, {"pp": 4}, r"trainer\.pp: found 4, expected a divisor of the model's num_hidden_layers = 6"),
+        (DENSE, {"ep": 2, "dp": 2}, r"trainer\.ep: found 2, expected 1 for a dense model"),
+        (MOE, {"ep": 16, "dp": 16}, r"trainer\.ep: found 16, expected a divisor of the model's num_experts = 8"),
+        (MOE, {"ep": 4, "tp": 2}, r"trainer\.ep: found 4, expected a divisor of tp \* dp = 2 \* 1"),
+        # 768 / 4 = 192 columns on a rank, which is one block and a half; an expert's 256 are not split.
+        (DENSE, {"tp": 4}, r"intermediate_size / trainer\.tp = 768 / 4: found 192, expected a multiple of 128"),
+        (dataclasses.replace(MOE, ffn_size=192), {}, r"moe_intermediate_size: found 192, expected a multiple of 128"),
+        (dataclasses.replace(DENSE, head_dim=64), {}, r"head_dim: found 64, expected a multiple of 128"),
+    ],
+)
+def test_what_does_not_divide_is_refused(shape: ModelShape, layout: dict[str, int], said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        check_layout(shape, TrainerConfig(**layout), SPEC)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"weight": {"granularity": "tensor"}}, r"numerics\.weight\.granularity: found 'tensor'"),
+        ({"first_layers_bf16": 4, "last_layers_bf16": 2}, r"last_layers_bf16: found 6, expected less than .* = 6"),
+    ],
+)
+def test_what_cannot_be_quantized_so_is_refused(changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        check_layout(MOE, TrainerConfig(), SPEC.override(changes))
+
+
+def test_one_expert_per_token_is_refused_where_megatron_cannot_normalise_it() -> None:
+    one = dataclasses.replace(MOE, top_k=1, renormalize=True)
+    check_mode(one, "exact")
+    with pytest.raises(UserError, match=r"numerics\.mode: found 'native for a model with num_experts_per_tok = 1"):
+        check_mode(one, "native")
+    check_mode(dataclasses.replace(one, renormalize=False), "native")
+
+
+def test_the_checks_of_the_driver_do_not_import_megatron() -> None:
+    source = "import sys, rl.preconditions, rl.spec; sys.exit(any(name.startswith('megatron') for name in sys.modules))"
+    assert subprocess.run([sys.executable, "-c", source], timeout=120).returncode == 0
