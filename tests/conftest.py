@@ -1,4 +1,4 @@
-"""Settings of every test: one thread, property tests that repeat exactly; without a GPU no GPU tests, and Triton's
+"""Settings of every test: one thread, the same random numbers in every run; without a GPU no GPU tests, and Triton's
 kernels in its interpreter.
 
 Processes that tests start compile nothing: it is half of a start, and the bits are the same. The fixture `compiled` is
@@ -41,3 +41,8 @@ def compiled() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("TORCHDYNAMO_DISABLE", raising=False)
         yield
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(0)

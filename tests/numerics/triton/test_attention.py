@@ -6,13 +6,9 @@ import torch
 from numerics import ops
 from numerics.errors import UserError
 from numerics.triton.attention import attention, paged_attention
+from tests.numerics.triton.device import DEVICE, random
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SCALE = 0.1
-
-
-def random(*shape, seed):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).bfloat16().to(DEVICE)
 
 
 def inputs(batch, queries, keys, heads, key_heads, dim):

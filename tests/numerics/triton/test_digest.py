@@ -5,8 +5,7 @@ import torch
 from numerics.digest import CHUNK, chunk_sums, tensor_digest, tensor_digests
 from numerics.dispatch import using
 from numerics.triton import digest
-
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+from tests.numerics.triton.device import DEVICE
 
 
 def tensors():

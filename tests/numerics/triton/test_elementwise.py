@@ -10,12 +10,7 @@ from numerics.quantize import quantize
 from numerics.spec import TensorSpec
 from numerics.triton import combine as triton_combine
 from numerics.triton import norm, rope, swiglu
-
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def random(*shape, seed=0, dtype=torch.bfloat16, scale=1.0):
-    return (torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * scale).to(DEVICE, dtype)
+from tests.numerics.triton.device import DEVICE, random
 
 
 def close(found, expected, ulps=1):

@@ -10,11 +10,8 @@ from numerics.fake_quantize import fake_quantize_columns
 from numerics.quantize import QuantizedTensor, quantize
 from numerics.spec import TensorSpec
 from numerics.triton.gemm import gemm, matmul
+from tests.numerics.triton.device import BF16_BITS, DEVICE, FP8_BITS, GPU
 
-GPU = torch.cuda.is_available()
-DEVICE = "cuda" if GPU else "cpu"
-# Hopper's FP8 instruction aligns what it adds to the largest addend and keeps about 14 bits; BF16 keeps almost FP32's.
-FP8_BITS, BF16_BITS = (14, 22) if GPU else (24, 24)
 BLOCK = TensorSpec(granularity="block")
 
 

@@ -16,10 +16,8 @@ from numerics.spec import QuantSpec, TensorSpec
 from numerics.triton.gemm import gemm, matmul
 from numerics.triton.grouped import grouped_gemm, grouped_matmul, grouped_wgrad, grouped_wgrad_matmul
 from numerics.triton.tiles import make_tiles
+from tests.numerics.triton.device import BF16_BITS, DEVICE, FP8_BITS
 
-GPU = torch.cuda.is_available()
-DEVICE = "cuda" if GPU else "cpu"
-FP8_BITS, BF16_BITS = (14, 22) if GPU else (24, 24)  # as in test_gemm.py
 ROWS, BLOCK = TensorSpec(), TensorSpec(granularity="block")
 COUNTS = [0, 130, 3, 0, 67]
 

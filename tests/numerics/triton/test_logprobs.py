@@ -5,10 +5,10 @@ import torch
 
 from numerics import ops
 from numerics.triton.logprobs import token_logprobs
+from tests.numerics.triton.device import DEVICE
 
 # The interpreter's numpy warns of inf - inf and the like.
 pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # Less than a block, several blocks, a whole number of them.
 VOCABULARIES = (300, 9001, 8192)
 

@@ -9,16 +9,12 @@ from numerics.ops import ExpertWeights
 from numerics.ops.grouped import grouped_linear
 from numerics.quantize import quantize
 from numerics.spec import QuantSpec
+from tests.numerics.triton.device import DEVICE, random
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 POW2, FP32 = QuantSpec.preset("fp8_block_pow2"), QuantSpec.preset("fp8_block_fp32")
 E5M2 = POW2.override({"gradient": {"format": "e5m2"}})
 # A GPU's FP8 accumulator keeps about 14 bits of the largest product; one rounding of BF16 comes on top.
 TOLERANCE = 2**-6 if DEVICE == "cuda" else 2**-7
-
-
-def random(*shape, seed=0, scale=1.0):
-    return (torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * scale).bfloat16().to(DEVICE)
 
 
 def both(run):

@@ -16,15 +16,16 @@ from numerics.triton.quantize import (
     quantize_rows,
     quantize_rows_and_columns,
 )
+from tests.numerics.triton.device import DEVICE
 
 FORMATS, SCALES = ("e4m3", "e5m2"), ("pow2", "fp32")
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def numbers(*shape, seed=0, dtype=torch.bfloat16):
     """Every power of two that BF16 has, ties, zeros and values that do not count."""
-    x = torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).mul(3).exp()
-    x = (x * torch.where(torch.rand(*shape) < 0.5, -1, 1)).to(dtype)
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(*shape, generator=generator).mul(3).exp()
+    x = (x * torch.where(torch.rand(*shape, generator=generator) < 0.5, -1, 1)).to(dtype)
     flat = x.view(-1)
     flat[::97] = 0.0
     flat[5::331] = 2.0**-130

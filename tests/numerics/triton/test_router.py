@@ -8,10 +8,10 @@ import torch
 from numerics import ops
 from numerics.errors import UserError
 from numerics.triton.router import route, top_experts
+from tests.numerics.triton.device import DEVICE
 
 # The interpreter's numpy warns of inf - inf.
 pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # Tokens, experts, experts of a token.
 SHAPES = [(9, 8, 2), (5, 60, 8), (3, 512, 16), (6, 128, 8), (2, 1, 1), (4, 7, 7)]
 

@@ -1,0 +1,13 @@
+"""Where the kernels of these tests run, on the GPU at hand or in Triton's interpreter, and what they are given."""
+
+import torch
+
+GPU = torch.cuda.is_available()
+DEVICE = "cuda" if GPU else "cpu"
+# Hopper's FP8 instruction aligns what it adds to the largest addend and keeps about 14 bits; BF16 keeps almost FP32's.
+FP8_BITS, BF16_BITS = (14, 22) if GPU else (24, 24)
+
+
+def random(*shape, seed=0, scale=1.0, dtype=torch.bfloat16):
+    """Normal numbers, the same on every device."""
+    return (torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * scale).to(DEVICE, dtype)
