@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from numerics.compiler import compilable
 from numerics.quantize import fake_quantize
-from numerics.rounding import round_to_grid, scale_from_amax
+from numerics.rounding import group_amax, round_to_grid, scale_from_amax
 from numerics.spec import TensorSpec
 
 
@@ -47,9 +47,7 @@ def _scales(x: torch.Tensor, dim: int, dtype: torch.dtype) -> tuple[torch.Tensor
 
     Apart from `_round`, because a compiler that fuses the two computes the scale anew for every element.
     """
-    wide = x.float()
-    amax = torch.where(wide.isnan(), 0.0, wide.abs()).amax(dim, keepdim=True)
-    scale = scale_from_amax(amax, dtype, True)
+    scale = scale_from_amax(group_amax(x, (dim,)), dtype, True)
     return scale, 1.0 / scale
 
 

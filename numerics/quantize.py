@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from numerics.compiler import compilable
 from numerics.dispatch import op
 from numerics.errors import UserError
-from numerics.rounding import fp8_max, scale_from_amax
+from numerics.rounding import fp8_max, group_amax, scale_from_amax
 from numerics.spec import TensorSpec
 
 
@@ -111,8 +111,7 @@ def fake_quantize(x: torch.Tensor, spec: TensorSpec, dtype: torch.dtype | None =
 
 @compilable
 def _block_amax(blocks: torch.Tensor) -> torch.Tensor:
-    wide = blocks.float()
-    return torch.where(wide.isnan(), 0.0, wide.abs()).amax((1, 3), keepdim=True)
+    return group_amax(blocks, (1, 3))
 
 
 @compilable
