@@ -22,7 +22,7 @@ def fp8_max(dtype: torch.dtype) -> float:
 
 
 def group_amax(x: torch.Tensor, dims: tuple[int, ...]) -> torch.Tensor:
-    """Largest |x| along `dims`, which stay as 1, NaN left out (0 if nothing is left). BF16, FP32 or FP8 in, FP32 out."""
+    """Largest |x| along `dims`, which stay as 1; NaN is left out, nothing but NaN gives 0. FP32 out."""
     wide = x.float()
     # `x == x` and not isnan(), for which a compiler leaves the vector registers: 1.4 against 0.2 ns per element.
     return torch.where(wide == wide, wide.abs(), 0.0).amax(dims, keepdim=True)

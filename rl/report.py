@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from datetime import datetime
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
-import jinja2
-import plotly.offline
-
 from numerics.errors import UserError
-from numerics.files import write_atomically
-from rl.console import format_difference, format_percent
+from rl import page
+from rl.console import format_percent
 from rl.guard.events import read_events
 from rl.metrics import metric
 from rl.metrics_log import read_metrics
@@ -41,11 +35,12 @@ def write_report(run_dir: str | Path) -> Path:
     events = read_events(run.events)
     summary = summarize(rows, events)
     charts = sections(rows)
-    # JSON inside a script element must not contain "</script" or "<!--".
-    data = json.dumps([chart for _, group in charts for chart in group], allow_nan=False).replace("<", "\\u003c")
-    page = _template().render(
+    page.write_page(
+        run.report,
+        "report",
+        [chart for _, group in charts for chart in group],
+        kind="run report",
         name=run.name,
-        written=datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z"),
         verdict=verdict(summary),
         tiles=_tiles(summary),
         sections=charts,
@@ -54,12 +49,7 @@ def write_report(run_dir: str | Path) -> Path:
         samples=[(step, read_samples(run.rollouts(step))[:SAMPLES_PER_STEP]) for step in _shown_steps(run)],
         metrics=_metric_table(rows),
         spec=run.spec.read_text(encoding="utf-8"),
-        charts_json=data,
-        style=_read("report.css"),
-        script=_read("report.js"),
-        plotly=plotly.offline.get_plotlyjs(),
     )
-    write_atomically(run.report, page)
     return run.report
 
 
@@ -112,15 +102,3 @@ def _shown_steps(run: RunDir) -> list[int]:
     """The first, the middle and the last step with samples."""
     steps = run.rollout_steps()
     return sorted({steps[0], steps[len(steps) // 2], steps[-1]}) if steps else []
-
-
-def _template() -> jinja2.Template:
-    environment = jinja2.Environment(
-        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
-    environment.filters["difference"] = lambda value: "" if value is None else format_difference(value)
-    return environment.from_string(_read("report.html"))
-
-
-def _read(name: str) -> str:
-    return resources.files("rl").joinpath("templates", name).read_text(encoding="utf-8")

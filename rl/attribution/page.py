@@ -5,16 +5,12 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from datetime import datetime
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
-import jinja2
-import plotly.offline
-
 from numerics.files import write_atomically
 from numerics.traced_ops import ATTENTION_OPS, DENSE_OPS, LAST_OPS, MOE_OPS
+from rl import page
 from rl.attribution.result import Attribution
 from rl.attribution.tables import headline
 from rl.console import format_difference
@@ -30,21 +26,17 @@ def write_page(attribution: Attribution, name: str, path: Path) -> None:
     """Write the page of the run or capsule `name` to `path`, and the attribution as JSON beside it."""
     write_atomically(path.with_suffix(".json"), json.dumps(attribution.to_dict(), indent=1, allow_nan=False) + "\n")
     charts = [chart for chart in (_op_map(attribution), _expert_map(attribution), _positions(attribution)) if chart]
-    page = _template().render(
+    page.write_page(
+        path,
+        "attribution",
+        charts,
+        kind="attribution",
         name=name,
-        written=datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z"),
-        headline=headline(attribution),
+        verdict=[headline(attribution)],
         findings=attribution.findings,
         causes=attribution.causes,
         ops=[op for op in attribution.ops if op.relative_rms],
-        charts=charts,
-        # JSON inside a script element must not contain "</script" or "<!--".
-        charts_json=json.dumps(charts, allow_nan=False).replace("<", "\\u003c"),
-        style=_read("report.css"),
-        script=_read("attribution.js"),
-        plotly=plotly.offline.get_plotlyjs(),
     )
-    write_atomically(path, page)
 
 
 def _op_map(attribution: Attribution) -> Chart | None:
@@ -111,15 +103,3 @@ def _heat(x: list[str], y: list[str], values: Sequence[Sequence[float | None]]) 
 def _shade(value: float | None) -> float | None:
     """log10 within [LEAST, 1]; None for nothing and for zero."""
     return math.log10(min(max(value, LEAST), 1.0)) if value else None
-
-
-def _template() -> jinja2.Template:
-    environment = jinja2.Environment(
-        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
-    environment.filters["difference"] = format_difference
-    return environment.from_string(_read("attribution.html"))
-
-
-def _read(name: str) -> str:
-    return resources.files("rl").joinpath("templates", name).read_text(encoding="utf-8")

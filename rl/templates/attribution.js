@@ -1,8 +1,5 @@
-"use strict";
 (() => {
-  const charts = JSON.parse(document.getElementById("charts").textContent);
-  const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
-  const font = () => ({ family: getComputedStyle(document.body).fontFamily, size: 12, color: css("--soft") });
+  const { css } = page;
   const decades = [-6, -5, -4, -3, -2, -1, 0];
 
   const trace = (chart) => chart.kind === "bars"
@@ -15,24 +12,18 @@
     };
 
   const layout = (chart) => {
-    const axis = { gridcolor: css("--grid"), linecolor: css("--line"), zerolinecolor: css("--grid"), automargin: true };
     const heat = chart.kind === "heat";
     return {
-      font: font(), paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", bargap: 0.12,
-      margin: { l: 58, r: 14, t: 8, b: 42 }, height: heat ? Math.max(180, 110 + 22 * chart.y.length) : 262,
-      hoverlabel: { bgcolor: css("--card"), bordercolor: css("--line"), font: { ...font(), color: css("--ink") } },
-      xaxis: { ...axis, type: "category", showgrid: false },
+      ...page.layout(), height: heat ? Math.max(180, 110 + 22 * chart.y.length) : 262,
+      xaxis: { ...page.axis(), type: "category", showgrid: false },
       yaxis: heat
-        ? { ...axis, type: "category", autorange: "reversed", showgrid: false }
-        : { ...axis, title: { text: "mean |d| in nats", standoff: 8 }, rangemode: "tozero" },
+        ? { ...page.axis(), type: "category", autorange: "reversed", showgrid: false }
+        : { ...page.axis(), title: { text: "mean |d| in nats", standoff: 8 }, rangemode: "tozero" },
     };
   };
 
-  const draw = () => charts.forEach((chart, i) => {
-    const place = document.getElementById(`chart-${i}`);
+  page.draw((chart, place) => {
     place.style.height = "auto";
-    Plotly.react(place, [trace(chart)], layout(chart), { responsive: true, displaylogo: false, displayModeBar: false });
+    return { traces: [trace(chart)], layout: layout(chart) };
   });
-  draw();
-  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
 })();

@@ -1,8 +1,5 @@
-"use strict";
 (() => {
-  const charts = JSON.parse(document.getElementById("charts").textContent);
-  const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
-  const font = () => ({ family: getComputedStyle(document.body).fontFamily, size: 12, color: css("--soft") });
+  const { css, font } = page;
   const color = (trace, i) => css(trace.color ? `--${trace.color}` : `--c${i % 5}`);
 
   const toPlotly = (trace, i) => {
@@ -18,15 +15,10 @@
   };
 
   const layout = (chart) => {
-    const axis = {
-      gridcolor: css("--grid"), linecolor: css("--line"), zerolinecolor: css("--grid"), tickcolor: css("--line"),
-      automargin: true, fixedrange: false,
-    };
+    const axis = { ...page.axis(), tickcolor: css("--line"), fixedrange: false };
     const { title, ...y } = chart.y;
     const result = {
-      font: font(), paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
-      margin: { l: 58, r: 14, t: 8, b: 42 }, hovermode: "x unified", barmode: "stack", bargap: 0.12,
-      hoverlabel: { bgcolor: css("--card"), bordercolor: css("--line"), font: { ...font(), color: css("--ink") } },
+      ...page.layout(), hovermode: "x unified", barmode: "stack",
       showlegend: chart.traces.length > 1,
       legend: { orientation: "h", x: 0, y: 1.02, xanchor: "left", yanchor: "bottom", traceorder: "normal" },
       xaxis: { ...axis, title: { text: "optimizer step", standoff: 6 }, showgrid: false, ticks: "outside", ticklen: 4, rangemode: "tozero", tickformat: "d", hoverformat: "d" },
@@ -48,9 +40,5 @@
     return result;
   };
 
-  const draw = () => charts.forEach((chart, i) => Plotly.react(
-    `chart-${i}`, chart.traces.map(toPlotly), layout(chart), { responsive: true, displaylogo: false, displayModeBar: false },
-  ));
-  draw();
-  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
+  page.draw((chart) => ({ traces: chart.traces.map(toPlotly), layout: layout(chart) }));
 })();
