@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
-import multiprocessing
 import os
 import platform
 import sys
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 
 from rich.console import Console
 
-from bench.measure import Result, run_benchmark, table_of
+from bench.measure import Result, in_own_process, run_benchmark, table_of
 
 BENCHMARKS = ("rollout", "train", "sync", "loop", "agreement")
 RESULTS = Path("bench/results.json")
@@ -26,7 +24,8 @@ def main() -> int:
     results: list[Result] = []
     for name in names:
         Console(stderr=True).print(f"measuring {name} ...")
-        results += _in_own_process(name)
+        # Megatron's process groups and torch's settings are global.
+        results += in_own_process(run_benchmark, name)
     machine = {
         "processor": _processor(),
         "cores": os.cpu_count(),
@@ -39,12 +38,6 @@ def main() -> int:
         RESULTS.write_text(json.dumps(data, indent=1) + "\n")
     Console().print(table_of(results))
     return 0 if all(result.passed for result in results) else 1
-
-
-def _in_own_process(name: str) -> list[Result]:
-    """Megatron's process groups and torch's settings are global, so each benchmark gets a process."""
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-        return pool.submit(run_benchmark, name).result()
 
 
 def _processor() -> str:

@@ -14,12 +14,17 @@ import json
 import os
 import sys
 import time
-from dataclasses import asdict
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from bench.gpu_measure import Measured, Sizes, Stopwatch
+from bench.measure import Result, in_own_process, table_of
 
 BUDGET_S = 450
 PARTS = ("exactness", "quantizers", "gemms", "grouped", "sync", "stack")
@@ -37,47 +42,77 @@ def main() -> int:
         parser.error(f"found {sorted(unknown)}, expected names out of {list(PARTS)}")
     if not options.rehearse and not torch.cuda.is_available():
         parser.error("found no CUDA device, expected one. Try the script with --rehearse")
-    if options.rehearse:
-        os.environ["TRITON_INTERPRET"] = "1"  # before anything imports Triton
+    report, failed = measure_all(options.parts or PARTS, options.rehearse, options.out / "gpu.json")
+    _print(report)
+    return 0 if not failed and all(result.passed for result in report.results) else 1
 
+
+@dataclass
+class Report:
+    """What gpu.json says; `left_out` names what could not be measured, and why."""
+
+    machine: dict[str, Any]
+    seconds: int = 0
+    results: list[Result] = field(default_factory=list)
+    rows: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    left_out: dict[str, str] = field(default_factory=dict)
+
+    def write(self, path: Path) -> None:
+        results = [{**asdict(result), "passed": result.passed} for result in self.results]
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps({**vars(self), "results": results}, indent=1) + "\n")
+
+
+def measure_all(
+    parts: Sequence[str], rehearse: bool, path: Path, run: Callable[[str, bool], Measured] | None = None
+) -> tuple[Report, bool]:
+    """Measure part by part (`run`, by default `measure`) into the report at `path`; whether any of them failed.
+
+    Each part has a process of its own and is written when it ends: a kernel that breaks the CUDA context, or the end
+    of a lease, costs that part and no other.
+    """
+    start, report, failed = time.monotonic(), Report(_machine(rehearse)), False
+    for part in parts:
+        spent = time.monotonic() - start
+        if spent > BUDGET_S:
+            report.left_out[part] = f"{spent:.0f} s of {BUDGET_S} s were spent before it"
+            continue
+        print(f"{spent:4.0f} s  {part}", file=sys.stderr, flush=True)
+        try:
+            measured = in_own_process(run or measure, part, rehearse)
+        except Exception as error:
+            traceback.print_exception(error)
+            report.left_out[part], failed = f"it failed: {type(error).__name__}: {error}", True
+        else:
+            report.results += measured.results
+            report.rows[part] = measured.rows
+            report.left_out |= measured.left_out
+        report.seconds = round(time.monotonic() - start)
+        report.write(path)
+    return report, failed
+
+
+def measure(part: str, rehearse: bool) -> Measured:
+    """One of PARTS, in this process. A rehearsal keeps only what is not a time."""
+    if rehearse:
+        os.environ["TRITON_INTERPRET"] = "1"  # before anything imports Triton
     from bench import gpu_kernels, gpu_stack, gpu_sync
-    from bench.gpu_measure import Sizes, Stopwatch
     from numerics.dispatch import using
 
-    sizes = Sizes.tiny() if options.rehearse else Sizes.real()
-    watch = Stopwatch("cpu" if options.rehearse else "cuda")
-    runs = {
+    run = {
         "exactness": gpu_stack.exactness,
         "quantizers": gpu_kernels.quantizers,
         "gemms": gpu_kernels.gemms,
         "grouped": gpu_kernels.grouped,
         "sync": gpu_sync.run,
         "stack": gpu_stack.train,
-    }
-    start, results, rows, left_out = time.monotonic(), [], {}, {}
+    }[part]
     with using("triton"), torch.no_grad():
-        for part in options.parts or PARTS:
-            spent = time.monotonic() - start
-            if spent > BUDGET_S:
-                left_out[part] = f"{spent:.0f} s of {BUDGET_S} s were spent before it"
-                continue
-            print(f"{spent:4.0f} s  {part}", file=sys.stderr, flush=True)
-            measured = runs[part](sizes, watch)
-            results += measured.results
-            rows[part] = measured.rows
-            left_out |= measured.left_out
-    if options.rehearse:  # its times mean nothing
-        results, rows = [result for result in results if result.name.startswith("d == 0")], {}
-    report = {
-        "machine": _machine(options.rehearse),
-        "seconds": round(time.monotonic() - start),
-        "results": [{**asdict(result), "passed": result.passed} for result in results],
-        "rows": rows,
-        "left_out": left_out,
-    }
-    _write(options.out / "gpu.json", report)
-    _print(results, rows, left_out)
-    return 0 if all(result.passed for result in results) else 1
+        measured = run(Sizes.tiny() if rehearse else Sizes.real(), Stopwatch("cpu" if rehearse else "cuda"))
+    if rehearse:
+        measured.results = [result for result in measured.results if result.name.startswith("d == 0")]
+        measured.rows = []
+    return measured
 
 
 def _machine(rehearsal: bool) -> dict[str, Any]:
@@ -100,30 +135,23 @@ def _version(name: str) -> str | None:
         return None
 
 
-def _write(path: Path, report: dict[str, Any]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(report, indent=1) + "\n")
-
-
-def _print(results: list[Any], rows: dict[str, list[dict[str, Any]]], left_out: dict[str, str]) -> None:
-    from bench.measure import table_of
-
+def _print(report: Report) -> None:
     if importlib.util.find_spec("rich") is None:  # a bare machine with a GPU
-        for result in results:
+        for result in report.results:
             print(f"{result.name}: {result.value:.3g}{'' if result.passed else ' !'} (bar {result.bar:g})")
         return
     from rich.console import Console
     from rich.table import Table
 
     console = Console(width=160)
-    for part, lines in rows.items():
+    for part, lines in report.rows.items():
         if lines:
             table = Table(*lines[0], title=part)
             for line in lines:
                 table.add_row(*(f"{v:.4g}" if isinstance(v, float) else str(v) for v in line.values()))
             console.print(table)
-    console.print(table_of(results))
-    for what, why in left_out.items():
+    console.print(table_of(report.results))
+    for what, why in report.left_out.items():
         console.print(f"left out: {what}: {why}")
 
 

@@ -11,6 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from bench import gpu
+from bench.gpu_measure import Measured
+
 
 def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "bench.gpu", *arguments]
@@ -31,7 +34,24 @@ def test_a_rehearsal_runs_every_part_and_reports_no_times(tmp_path: Path) -> Non
     }
     agreement = by_name["d == 0: trainer against engine ops"]
     assert agreement["value"] == 0 and agreement["parts"]["tokens"] == 29 and agreement["parts"]["mean logprob"] < -1
-    assert report["rows"] == {} and "without a GPU" not in run.stderr
+    assert not any(report["rows"].values()) and "without a GPU" not in run.stderr
+    assert report["rows"].keys() == set(gpu.PARTS)
+
+
+def two_break(part: str, rehearse: bool) -> Measured:
+    if part == "gemms":
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+    if part == "sync":
+        os._exit(1)
+    return Measured(rows=[{"part": part}])
+
+
+def test_a_part_that_breaks_costs_no_other(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report, failed = gpu.measure_all(["quantizers", "gemms", "sync", "grouped"], True, tmp_path / "gpu.json", two_break)
+    assert failed and report.rows == {"quantizers": [{"part": "quantizers"}], "grouped": [{"part": "grouped"}]}
+    assert report.left_out.keys() == {"gemms", "sync"} and "illegal memory access" in report.left_out["gemms"]
+    assert "two_break" in capsys.readouterr().err, "where it broke"
+    assert json.loads((tmp_path / "gpu.json").read_text())["left_out"] == report.left_out
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
