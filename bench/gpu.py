@@ -57,39 +57,15 @@ class Report:
     rows: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
     left_out: dict[str, str] = field(default_factory=dict)
 
+    def add(self, part: str, measured: Measured) -> None:
+        self.results += measured.results
+        self.rows[part] = measured.rows
+        self.left_out |= measured.left_out
+
     def write(self, path: Path) -> None:
         results = [{**asdict(result), "passed": result.passed} for result in self.results]
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps({**vars(self), "results": results}, indent=1) + "\n")
-
-
-def measure_all(
-    parts: Sequence[str], rehearse: bool, path: Path, run: Callable[[str, bool], Measured] | None = None
-) -> tuple[Report, bool]:
-    """Measure part by part (`run`, by default `measure`) into the report at `path`; whether any of them failed.
-
-    Each part has a process of its own and is written when it ends: a kernel that breaks the CUDA context, or the end
-    of a lease, costs that part and no other.
-    """
-    start, report, failed = time.monotonic(), Report(_machine(rehearse)), False
-    for part in parts:
-        spent = time.monotonic() - start
-        if spent > BUDGET_S:
-            report.left_out[part] = f"{spent:.0f} s of {BUDGET_S} s were spent before it"
-            continue
-        print(f"{spent:4.0f} s  {part}", file=sys.stderr, flush=True)
-        try:
-            measured = in_own_process(run or measure, part, rehearse)
-        except Exception as error:
-            traceback.print_exception(error)
-            report.left_out[part], failed = f"it failed: {type(error).__name__}: {error}", True
-        else:
-            report.results += measured.results
-            report.rows[part] = measured.rows
-            report.left_out |= measured.left_out
-        report.seconds = round(time.monotonic() - start)
-        report.write(path)
-    return report, failed
 
 
 def measure(part: str, rehearse: bool) -> Measured:
@@ -113,6 +89,31 @@ def measure(part: str, rehearse: bool) -> Measured:
         measured.results = [result for result in measured.results if result.name.startswith("d == 0")]
         measured.rows = []
     return measured
+
+
+def measure_all(
+    parts: Sequence[str], rehearse: bool, path: Path, run: Callable[[str, bool], Measured] = measure
+) -> tuple[Report, bool]:
+    """`run` part by part into the report at `path`; whether any of them failed.
+
+    Each part has a process of its own and is written when it ends: a kernel that breaks the CUDA context, or the end
+    of a lease, costs that part and no other.
+    """
+    start, report, failed = time.monotonic(), Report(_machine(rehearse)), False
+    for part in parts:
+        spent = time.monotonic() - start
+        if spent > BUDGET_S:
+            report.left_out[part] = f"{spent:.0f} s of {BUDGET_S} s were spent before it"
+        else:
+            print(f"{spent:4.0f} s  {part}", file=sys.stderr, flush=True)
+            try:
+                report.add(part, in_own_process(run, part, rehearse))
+            except Exception as error:
+                traceback.print_exception(error)
+                report.left_out[part], failed = f"it failed: {type(error).__name__}: {error}", True
+        report.seconds = round(time.monotonic() - start)
+        report.write(path)
+    return report, failed
 
 
 def _machine(rehearsal: bool) -> dict[str, Any]:

@@ -59,9 +59,11 @@ def compilable(function: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        # To the compiler, gradients, views and strides make variants, each of which costs seconds once.
-        plain: Any = [x.detach().contiguous() if isinstance(x, torch.Tensor) else x for x in args]
         with torch.no_grad():
-            return (compiled if _enabled else function)(*plain, **kwargs)
+            if not _enabled:
+                return function(*args, **kwargs)
+            # To the compiler, gradients, views and strides make variants, each of which costs seconds once.
+            plain: Any = [x.detach().contiguous() if isinstance(x, torch.Tensor) else x for x in args]
+            return compiled(*plain, **kwargs)
 
     return call

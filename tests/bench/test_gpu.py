@@ -46,6 +46,14 @@ def two_break(part: str, rehearse: bool) -> Measured:
     return Measured(rows=[{"part": part}])
 
 
+def test_parts_for_which_no_time_is_left_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu, "BUDGET_S", -1)
+    report, failed = gpu.measure_all(gpu.PARTS, True, tmp_path / "gpu.json", two_break)
+    assert not failed and report.left_out.keys() == set(gpu.PARTS)
+    assert json.loads((tmp_path / "gpu.json").read_text())["left_out"] == report.left_out
+
+
+@pytest.mark.slow
 def test_a_part_that_breaks_costs_no_other(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     report, failed = gpu.measure_all(["quantizers", "gemms", "sync", "grouped"], True, tmp_path / "gpu.json", two_break)
     assert failed and report.rows == {"quantizers": [{"part": "quantizers"}], "grouped": [{"part": "grouped"}]}
