@@ -17,9 +17,14 @@ registry = pytest.importorskip("sglang.srt.plugins.hook_registry")
 
 FP8 = QuantSpec.preset("fp8_block_pow2")
 
-# Targets that are cheap to import; what is hooked into them is never applied here.
-GOOD = Hook("plugins.hook_registry.HookRegistry.apply_hooks", "after", print, "")
-ALSO_GOOD = Hook("plugins.load_plugins_by_group", "around", print, "group excluded_dists")
+
+def hooked(*_: Any) -> None:
+    raise AssertionError("never applied here")
+
+
+# Targets that are cheap to import.
+GOOD = Hook("plugins.hook_registry.HookRegistry.apply_hooks", "after", hooked, "")
+ALSO_GOOD = Hook("plugins.load_plugins_by_group", "around", hooked, "group excluded_dists")
 
 
 @pytest.fixture
@@ -35,8 +40,8 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
 def test_hooks_that_fit_are_registered_and_reported(registered: list[tuple[Any, ...]]) -> None:
     install([GOOD, ALSO_GOOD])
     assert registered == [
-        ("sglang.srt.plugins.hook_registry.HookRegistry.apply_hooks", print, registry.HookType.AFTER),
-        ("sglang.srt.plugins.load_plugins_by_group", print, registry.HookType.AROUND),
+        ("sglang.srt.plugins.hook_registry.HookRegistry.apply_hooks", hooked, registry.HookType.AFTER),
+        ("sglang.srt.plugins.load_plugins_by_group", hooked, registry.HookType.AROUND),
     ]
     assert engine.state().hooks == (GOOD.target, ALSO_GOOD.target)
 
@@ -44,10 +49,10 @@ def test_hooks_that_fit_are_registered_and_reported(registered: list[tuple[Any, 
 @pytest.mark.parametrize(
     ("bad", "said"),
     [
-        (Hook(ALSO_GOOD.target, "around", print, "group"), r"\['group', 'excluded_dists'\], expected \['group'\]"),
-        (Hook(ALSO_GOOD.target, "around", print, "excluded_dists group"), r"expected \['excluded_dists', 'group'\]"),
-        (Hook("plugins.load_plugins_by_name", "around", print, "group"), "load_plugins_by_name: not found"),
-        (Hook("plugins.nowhere.f", "around", print, ""), "nowhere.f: not found"),
+        (Hook(ALSO_GOOD.target, "around", hooked, "group"), r"\['group', 'excluded_dists'\], expected \['group'\]"),
+        (Hook(ALSO_GOOD.target, "around", hooked, "excluded_dists group"), r"expected \['excluded_dists', 'group'\]"),
+        (Hook("plugins.load_plugins_by_name", "around", hooked, "group"), "load_plugins_by_name: not found"),
+        (Hook("plugins.nowhere.f", "around", hooked, ""), "nowhere.f: not found"),
     ],
 )
 def test_one_hook_that_does_not_fit_and_nothing_is_hooked(
@@ -63,7 +68,7 @@ def test_one_hook_that_does_not_fit_and_nothing_is_hooked(
 
 
 def test_all_that_do_not_fit_are_named(registered: list[tuple[Any, ...]]) -> None:
-    bad = [Hook(f"plugins.missing_{index}", "after", print, "") for index in range(2)]
+    bad = [Hook(f"plugins.missing_{index}", "after", hooked, "") for index in range(2)]
     with pytest.raises(RuntimeError, match=r"missing_0: not found[^\n]*\n.*missing_1: not found"):
         install(bad)
 
