@@ -56,7 +56,7 @@ def exactness(sizes: Sizes, watch: Stopwatch) -> Measured:
 def train(sizes: Sizes, watch: Stopwatch) -> Measured:
     """Tokens per second of forward and backward: BF16 and FP8 of the libraries, and exact FP8."""
     done = Measured()
-    missing = [name for name in ("megatron.core", "mbridge", "transformers") if importlib.util.find_spec(name) is None]
+    missing = [name for name in ("megatron", "mbridge", "transformers") if importlib.util.find_spec(name) is None]
     if missing:
         done.left_out["training the stack"] = f"not installed: {', '.join(missing)}"
         return done

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench import gpu
-from bench.gpu_measure import Measured
+from bench import gpu, gpu_stack
+from bench.gpu_measure import Measured, Sizes, Stopwatch
 
 
 def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -36,6 +36,14 @@ def test_a_rehearsal_runs_every_part_and_reports_no_times(tmp_path: Path) -> Non
     assert agreement["value"] == 0 and agreement["parts"]["tokens"] == 29 and agreement["parts"]["mean logprob"] < -1
     assert not any(report["rows"].values()) and "without a GPU" not in run.stderr
     assert report["rows"].keys() == set(gpu.PARTS)
+
+
+def test_what_a_machine_lacks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    for package in ("megatron", "mbridge"):
+        monkeypatch.setitem(sys.modules, package, None)
+    measured = gpu_stack.train(Sizes.tiny(), Stopwatch("cpu"))
+    assert measured.left_out == {"training the stack": "not installed: megatron, mbridge"}
+    assert measured.results == []
 
 
 def two_break(part: str, rehearse: bool) -> Measured:
