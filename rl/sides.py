@@ -67,11 +67,7 @@ class Sides:
 
     def sample(self, prompts: list[Prompt], group_size: int, temperature: float) -> TokenBatch:
         """`group_size` answers to each prompt, as a step would batch them."""
-        sampling = SamplingParams(
-            max_new_tokens=self.spec.rollout.max_new_tokens,
-            temperature=temperature,
-            stop_token_ids=(self.tokenizer.eos_token_id,),
-        )
+        sampling = sampling_params(self.spec, self.tokenizer, temperature)
         answers = self.pool.sample(prompts, group_size, sampling, self.trainer.weight_version)
         replay = self.numerics.router_replay == "replay"
         return batch_from_trajectories(answers, torch.zeros(len(answers)), temperature, replay=replay)
@@ -101,20 +97,32 @@ def open_sides(spec: ExperimentSpec, numerics: NumericsConfig | None = None) -> 
         closing.enter_context(ray_cluster(folder / "ray_logs"))
         checkpoint, pool = _start_engine(spec, numerics, folder)  # it comes up while the trainer does
         closing.callback(pool.stop)
-        trainer = TrainerGroup.start(
-            Path(spec.model.path),
-            spec.trainer,
-            numerics,
-            seed=spec.run.seed,
-            total_steps=spec.run.steps,
-            max_sequence_length=spec.rollout.context_length,
-        )
+        trainer = start_trainer(spec, numerics)
         closing.callback(trainer.shutdown)
         pool.wait()
         tokenizer = AutoTokenizer.from_pretrained(spec.model.path)
         sides = Sides(spec, numerics, tokenizer, trainer, pool, folder, checkpoint)
         closing.callback(lambda: sides.pool.stop())
         yield sides
+
+
+def start_trainer(spec: ExperimentSpec, numerics: NumericsConfig) -> TrainerGroup:
+    """The trainer of the spec's layout, on the spec's model."""
+    return TrainerGroup.start(
+        Path(spec.model.path),
+        spec.trainer,
+        numerics,
+        seed=spec.run.seed,
+        total_steps=spec.run.steps,
+        max_sequence_length=spec.rollout.context_length,
+    )
+
+
+def sampling_params(spec: ExperimentSpec, tokenizer: PreTrainedTokenizerBase, temperature: float) -> SamplingParams:
+    """Sampling as the spec has it, at another temperature (0 is greedy)."""
+    return SamplingParams(
+        max_new_tokens=spec.rollout.max_new_tokens, temperature=temperature, stop_token_ids=(tokenizer.eos_token_id,)
+    )
 
 
 def _start_engine(spec: ExperimentSpec, numerics: NumericsConfig, folder: Path) -> tuple[Path, EnginePool]:

@@ -21,6 +21,7 @@ from rl.guard.standing import Standing
 from rl.interrupts import Closing
 from rl.run_dir import RunDir
 from rl.run_log import run_log
+from rl.sides import sampling_params, start_trainer
 from rl.spec import ExperimentSpec
 from rl.tracking import Tracker
 from rollout.tasks import Problem, load_problems, prompt_ids
@@ -68,14 +69,7 @@ class Stack:
             numerics = standing.numerics(spec.numerics_config())
             pool = _start_engines(spec, run, numerics, closing)  # they come up while the trainer does
             console.note(f"starting {'the engine and ' if pool else ''}the trainer")
-            trainer = TrainerGroup.start(
-                Path(spec.model.path),
-                spec.trainer,
-                numerics,
-                seed=spec.run.seed,
-                total_steps=spec.run.steps,
-                max_sequence_length=spec.rollout.context_length,
-            )
+            trainer = start_trainer(spec, numerics)
             closing.callback(trainer.shutdown)
             if resume_step is not None:
                 cut_events(run.events, resume_step)
@@ -116,11 +110,7 @@ class Stack:
 
     def sampling(self, temperature: float) -> SamplingParams:
         """Sampling as the spec has it, at another temperature (0 is greedy)."""
-        return SamplingParams(
-            max_new_tokens=self.spec.rollout.max_new_tokens,
-            temperature=temperature,
-            stop_token_ids=(self.tokenizer.eos_token_id,),
-        )
+        return sampling_params(self.spec, self.tokenizer, temperature)
 
     def text(self, trajectory: Trajectory) -> str:
         """The decoded answer, without its stop token."""
