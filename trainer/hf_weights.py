@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import copy
+import functools
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import mbridge.core.bridge
 import torch
 import torch.distributed as dist
 from mbridge import AutoBridge
 from mbridge.core import Bridge
+from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from safetensors.torch import save_file
 from torch import Tensor
@@ -137,6 +140,22 @@ class _StandIn:
 
     def state_dict(self) -> dict[str, Tensor]:
         return self._tensors
+
+
+def _between_stages(send: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """`send`, which brings something to all pipeline stages, where there is more than one."""
+
+    @functools.wraps(send)
+    def sent(value: Any) -> Any:
+        return value if parallel_state.get_pipeline_model_parallel_world_size() == 1 else send(value)
+
+    return sent
+
+
+# mbridge exchanges each parameter and, pickled, its name and shape, with stages that there may not be: four collectives
+# for each of thousands of experts.
+for _send in ("broadcast_str_from_megatron_pp", "broadcast_from_megatron_pp"):
+    setattr(mbridge.core.bridge, _send, _between_stages(getattr(mbridge.core.bridge, _send)))
 
 
 def _bridge(path: Path, shape: ModelShape, dtype: torch.dtype) -> Bridge:

@@ -37,18 +37,20 @@ def build_model(
     modules_of = partial(exact.layer_modules, shape) if mode == "exact" else native.layer_modules(lowering)
     megatron_config = transformer_config(shape, config, dtype, mode, lowering)
     te_runtime.check(lowering, megatron_config)
-    model = GPTModel(
-        megatron_config,
-        block_spec(megatron_config, shape, precision, modules_of),
-        vocab_size=shape.vocab_size,
-        max_sequence_length=max_sequence_length,
-        pre_process=parallel_state.is_pipeline_first_stage(),
-        post_process=parallel_state.is_pipeline_last_stage(),
-        parallel_output=False,
-        share_embeddings_and_output_weights=shape.tied,
-        position_embedding_type="none" if mode == "exact" else "rope",
-        rotary_base=shape.rope_theta,
-    )
+    # Megatron names the device of every weight but the routers' (moe/router.py:53).
+    with torch.device(torch.cuda.current_device()):
+        model = GPTModel(
+            megatron_config,
+            block_spec(megatron_config, shape, precision, modules_of),
+            vocab_size=shape.vocab_size,
+            max_sequence_length=max_sequence_length,
+            pre_process=parallel_state.is_pipeline_first_stage(),
+            post_process=parallel_state.is_pipeline_last_stage(),
+            parallel_output=False,
+            share_embeddings_and_output_weights=shape.tied,
+            position_embedding_type="none" if mode == "exact" else "rope",
+            rotary_base=shape.rope_theta,
+        )
     _finish_ends(model)
     if mode == "exact":
         exact.use_shared_output(model)

@@ -7,12 +7,21 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 
+from numerics.config import NumericsConfig
 from numerics.errors import UserError
+from numerics.spec import QuantSpec
+from numerics.weight_cache import WeightCache
 from tests.trainer.batches import random_batch
 from tests.trainer.conftest import MakeTrainer
-from tests.trainer.models import VOCAB, reference, write_model
+from tests.trainer.models import LENGTH, VOCAB, reference, write_model
+from trainer.config import TrainerConfig
+from trainer.hf_config import read_shape
+from trainer.lowering import Lowering
+from trainer.modules.precision import Precision
+from trainer.parallel import Layout
 
 
 @pytest.mark.parametrize("kind", ["moe", "moe_unnormalised", "dense", "dense_tied"])
@@ -37,6 +46,31 @@ def test_hf_to_megatron_to_hf_is_bit_equal(
     stored = load_file(path / "model.safetensors")
     assert exported.keys() == stored.keys()
     assert all(torch.equal(exported[name], stored[name]) and exported[name].dtype == torch.bfloat16 for name in stored)
+
+
+def test_nothing_is_exchanged_with_a_pipeline_stage_that_is_not_there(
+    moe_path: Path, make_trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer, calls, gather = make_trainer(moe_path), [], dist.all_gather_object
+    monkeypatch.setattr(dist, "all_gather_object", lambda *args, **names: (calls.append(args), gather(*args, **names)))
+    assert len(dict(trainer.export_weights())) > 50
+    assert 1 <= len(calls) <= 2, "for all tensors together"
+
+
+@pytest.mark.parametrize("mode", ["exact", "native"])
+def test_every_parameter_is_made_where_the_model_runs(
+    mode: str, moe_path: Path, layout: Layout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU, which is another device than the one that torch takes by default."""
+    from trainer.model import build_model
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: torch.device("meta"))
+    numerics, shape = NumericsConfig(mode=mode, spec=QuantSpec.preset("fp8_block_pow2")), read_shape(moe_path)
+    precision = Precision(numerics, WeightCache(), shape.layers)
+    model = build_model(shape, TrainerConfig(), precision, Lowering(), LENGTH)
+    parameters = dict(model.named_parameters())
+    assert {name for name, parameter in parameters.items() if parameter.device.type != "meta"} == set()
+    assert any("router" in name for name in parameters)
 
 
 def test_exported_directory_has_the_weights_and_the_other_files(
