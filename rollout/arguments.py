@@ -48,11 +48,25 @@ _CPU_ENVIRONMENT = {
     "GLOO_SOCKET_IFNAME": "lo",
 }
 
-_CUDA_ENVIRONMENT: dict[Mode, dict[str, str]] = {
-    # DeepGEMM would compile its kernels at the start, and no product runs on it.
-    "exact": {"SGLANG_ENABLE_JIT_DEEPGEMM": "0", "SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED": "0"},
+_CUDA_ENVIRONMENT = {
     # Interleaved, the rows of an expert's gate and up are not the checkpoint's.
-    "native": {"SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED": "0"},
+    "SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED": "0",
+    # As in the trainer: the two ends of a broadcast of weights must share memory in one way.
+    "NCCL_CUMEM_ENABLE": "0",
+    "NCCL_NVLS_ENABLE": "0",
+}
+
+_CUDA_ENVIRONMENT_OF: dict[Mode, dict[str, str]] = {
+    "exact": {
+        # DeepGEMM would compile its kernels at the start, and no product runs on it.
+        "SGLANG_ENABLE_JIT_DEEPGEMM": "0",
+        # Our attention reads the table of slots inside the CUDA graph. SGLang's copies it before, and takes that for
+        # the last read: the scheduler would write to the table while the graph runs.
+        "SGLANG_FORCE_COARSE_WAR_BARRIER": "1",
+    },
+    # DeepGEMM compiles a kernel when it is first called, and not for every number of tokens at the start (10 to 20
+    # minutes, by its own log).
+    "native": {"SGLANG_JIT_DEEPGEMM_PRECOMPILE": "0"},
 }
 
 
@@ -117,7 +131,8 @@ def server_environment(
     environment.pop(CONFIG_VARIABLE, None)
     if plugin is not None:
         environment[CONFIG_VARIABLE] = json.dumps(plugin)
-    environment |= {"OMP_NUM_THREADS": "1"} | (_CUDA_ENVIRONMENT[mode] if cuda else _CPU_ENVIRONMENT)
+    environment["OMP_NUM_THREADS"] = "1"
+    environment |= _CUDA_ENVIRONMENT | _CUDA_ENVIRONMENT_OF[mode] if cuda else _CPU_ENVIRONMENT
     # What torch.compile made outlives the server, whose scratch directory does not.
     cache = Path(tempfile.gettempdir()) / f"torchinductor_{getpass.getuser()}"
     environment.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache))

@@ -20,6 +20,14 @@ from trainer.result import PassResult, RankPassResult, Scored
 
 # Actors share the machine with the engine and mostly wait for each other, so that they ask Ray for no CPU of their own.
 _CPUS_PER_RANK = 0
+RANK_ENVIRONMENT = {
+    # One thread per rank: row-invariance is only established for one, and two were slower on two cores.
+    "OMP_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    # As in the engine: the two ends of a broadcast of weights must share memory in one way.
+    "NCCL_CUMEM_ENABLE": "0",
+    "NCCL_NVLS_ENABLE": "0",
+}
 T = TypeVar("T")
 
 
@@ -124,8 +132,7 @@ class TrainerGroup:
             UserError: the model, the layout and the sizes do not fit together.
         """
         gpus = _gpus_per_rank(trainer.world_size)
-        # One thread per rank: row-invariance is only established for one, and two were slower on two cores.
-        environment = {"env_vars": {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}}
+        environment = {"env_vars": RANK_ENVIRONMENT}
         remote = ray.remote(num_cpus=_CPUS_PER_RANK, num_gpus=gpus, runtime_env=environment)(TrainerActor)
         group = cls([remote.remote(rank, trainer) for rank in range(trainer.world_size)])
         try:

@@ -47,13 +47,14 @@ def initialize(config: TrainerConfig, rank: int = 0, store: dist.Store | None = 
     here = device.claim(rank)
     if host.startswith("127."):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    # Not bound to a device: a bound world is what torch splits later groups from, and SGLang's group with the engines
+    # would wait for ranks of this world that have no part in it.
     dist.init_process_group(
         device.collectives(here),
         store=store or dist.HashStore(),
         rank=rank,
         world_size=config.world_size,
         timeout=TIMEOUT,
-        device_id=here if here.type == "cuda" else None,
     )
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=config.tp,

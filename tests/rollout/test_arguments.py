@@ -73,6 +73,10 @@ def test_sglang_knows_every_argument(cuda: bool, mode: str, extra: str) -> None:
     )
 
 
+CUDA = {"SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED": "0", "NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
+OF_A_MODE = ("SGLANG_ENABLE_JIT_DEEPGEMM", "SGLANG_FORCE_COARSE_WAR_BARRIER", "SGLANG_JIT_DEEPGEMM_PRECOMPILE")
+
+
 def environment_for(scratch: Path, cuda: bool, mode: str) -> dict[str, str]:
     return server_environment({"numerics": {"mode": mode}}, scratch, cuda=cuda, mode=mode)
 
@@ -82,15 +86,14 @@ def environment_for(scratch: Path, cuda: bool, mode: str) -> dict[str, str]:
     [
         (False, "exact", {"SGLANG_USE_CPU_ENGINE": "1", "GLOO_SOCKET_IFNAME": "lo"}),
         (False, "native", {"SGLANG_USE_CPU_ENGINE": "1", "GLOO_SOCKET_IFNAME": "lo"}),
-        (True, "exact", {"SGLANG_ENABLE_JIT_DEEPGEMM": "0", "SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED": "0"}),
-        (True, "native", {"SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED": "0"}),
+        (True, "exact", CUDA | {"SGLANG_ENABLE_JIT_DEEPGEMM": "0", "SGLANG_FORCE_COARSE_WAR_BARRIER": "1"}),
+        (True, "native", CUDA | {"SGLANG_JIT_DEEPGEMM_PRECOMPILE": "0"}),
     ],
 )
 def test_environment_of_a_device_by_hand(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cuda: bool, mode: str, expected: dict[str, str]
 ) -> None:
-    every = {"SGLANG_USE_CPU_ENGINE", "GLOO_SOCKET_IFNAME", "SGLANG_ENABLE_JIT_DEEPGEMM"}
-    every |= {"SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED"}
+    every = {"SGLANG_USE_CPU_ENGINE", "GLOO_SOCKET_IFNAME", *CUDA, *OF_A_MODE}
     for name in every:
         monkeypatch.delenv(name, raising=False)
     environment = environment_for(tmp_path, cuda, mode)
@@ -98,7 +101,7 @@ def test_environment_of_a_device_by_hand(
     assert environment["OMP_NUM_THREADS"] == "1" and environment["TMPDIR"] == str(tmp_path)
 
 
-@pytest.mark.parametrize("name", ["SGLANG_ENABLE_JIT_DEEPGEMM", "SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED"])
+@pytest.mark.parametrize("name", ["SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED", *OF_A_MODE])
 def test_sglang_reads_the_variables(name: str) -> None:
     environ = pytest.importorskip("sglang.srt.environ")
     assert f"    {name} = EnvBool(" in inspect.getsource(environ)

@@ -8,7 +8,8 @@ from types import ModuleType
 import pytest
 import torch
 
-from trainer import device
+from trainer import device, parallel
+from trainer.config import TrainerConfig
 
 
 @pytest.fixture
@@ -27,6 +28,22 @@ def test_ranks_of_a_node_take_a_gpu_each(gpus: list[int], rank: int, index: int)
     assert device.claim(rank) == torch.device("cuda", index) == device.current()
     assert gpus == [index]
     assert device.collectives(device.current()) == "nccl"
+
+
+def test_the_world_is_not_bound_to_a_gpu(gpus: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch would split the group with the engines off it, and wait for the trainer's other ranks."""
+
+    class JoinedError(Exception): ...
+
+    def join(backend: str, **settings: object) -> None:
+        assert backend == "nccl" and settings["rank"] == 2
+        assert settings.get("device_id") is None
+        raise JoinedError
+
+    monkeypatch.setattr(torch.distributed, "init_process_group", join)
+    with pytest.raises(JoinedError):
+        parallel.initialize(TrainerConfig(dp=4), rank=2, host="10.0.0.1")
+    assert gpus == [2]
 
 
 def test_without_gpus_it_is_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Iterable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +14,9 @@ import torch
 import torch.distributed as dist
 
 from numerics.spec import QuantSpec
+from rollout.arguments import server_environment
 from rollout.errors import EngineError
+from trainer.actor import RANK_ENVIRONMENT
 from weight_sync.buckets import Packer
 from weight_sync.quantized import served_tensors
 from weight_sync.transports import DistributedTransport
@@ -21,6 +24,17 @@ from weight_sync.transports.distributed import contents
 
 CPU = torch.device("cpu")
 SPEC = QuantSpec.preset("fp8_block_pow2")
+
+
+def test_both_ends_say_the_same_to_nccl(tmp_path: Path) -> None:
+    """SGLang sets these for itself, where nobody has set them."""
+
+    def settings(environment: dict[str, str]) -> dict[str, str]:
+        return {name: value for name, value in environment.items() if name.startswith("NCCL_")}
+
+    engine = server_environment(None, tmp_path, cuda=True)
+    assert settings(engine) == settings(RANK_ENVIRONMENT)
+    assert settings(RANK_ENVIRONMENT).keys() == {"NCCL_CUMEM_ENABLE", "NCCL_NVLS_ENABLE"}
 
 
 class Receiver:
