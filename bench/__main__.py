@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.metadata
 import json
 import os
@@ -20,7 +21,12 @@ RESULTS = Path("bench/results.json")
 
 
 def main() -> int:
-    names = sys.argv[1:] or list(BENCHMARKS)
+    parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
+    parser.add_argument("names", nargs="*", help=f"of {', '.join(BENCHMARKS)}; all by default")
+    names = parser.parse_args().names or list(BENCHMARKS)
+    unknown = set(names) - set(BENCHMARKS)
+    if unknown:
+        parser.error(f"found {sorted(unknown)}, expected names out of {list(BENCHMARKS)}")
     results: list[Result] = []
     for name in names:
         Console(stderr=True).print(f"measuring {name} ...")

@@ -25,8 +25,14 @@ def write_atomically(path: Path, content: str | bytes) -> None:
 
 
 def publish_directory(partial: Path, path: Path) -> None:
-    """Flush a finished directory and rename it to `path`, in place of what stood there."""
+    """Flush a finished directory and rename it to `path`, in place of what stood there.
+
+    Its safetensors files, which that library lets nobody but their owner read, become as readable as the directory.
+    """
+    readable = partial.stat().st_mode & 0o666
     for file in partial.rglob("*"):
+        if file.suffix == ".safetensors":
+            file.chmod(readable)
         if file.is_file():
             flush_to_disk(file)
     flush_to_disk(partial)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from typing import Any
 
-from numerics.errors import user_error
+from numerics.errors import shown, user_error
 from numerics.files import flush_to_disk
 from rl.guard.standing import Standing
 from rl.run_dir import RunDir
-from rl.spec import ExperimentSpec
+from rl.spec import ExperimentSpec, read_resolved_spec
 from rl.stack import Stack
 
 
@@ -21,8 +22,7 @@ def is_due(spec: ExperimentSpec, step: int) -> bool:
 
 def write_checkpoint(stack: Stack, step: int) -> None:
     """Write the checkpoint of `step` under a name that does not count yet."""
-    digest = stack.spec.numerics_config().spec.digest()
-    extra = {"step": step, "spec_digest": digest, "standing": stack.standing.to_dict()}
+    extra = {"step": step, "kept": _kept(stack.spec), "standing": stack.standing.to_dict()}
     stack.trainer.save(stack.run.pending_checkpoint(step), extra)
 
 
@@ -43,7 +43,8 @@ def check_resumable(run: RunDir, spec: ExperimentSpec) -> None:
     """Whether `spec` can go on from the newest checkpoint of `run`.
 
     Raises:
-        UserError: there is none, it is beyond the last step, or it was trained under another quantization spec.
+        UserError: there is none, it is beyond the last step, or it was trained with other numerics, another seed or
+            another algorithm, or judged by other problems.
     """
     step = max(run.checkpoint_steps(), default=None)
     if step is None:
@@ -67,12 +68,40 @@ def check_resumable(run: RunDir, spec: ExperimentSpec) -> None:
             expected="record, as a gate of this run has turned on the replay of the recorded routes",
             remedy="Set numerics.router_replay=record.",
         )
-    digest = spec.numerics_config().spec.digest()
-    trained = json.loads((run.checkpoint(step) / "about.json").read_text())["extra"]["spec_digest"]
-    if digest != trained:
-        raise user_error(
-            "numerics",
-            found=f"spec digest {digest}",
-            expected=f"{trained}, as in the checkpoint of step {step}",
-            remedy=f"Resume with the numerics of {run.spec}, or start a new run.",
-        )
+    trained = json.loads((run.checkpoint(step) / "about.json").read_text())["extra"]["kept"]
+    for key, value in _kept(spec).items():
+        if value != trained[key]:
+            raise user_error(
+                key,
+                found=value,
+                expected=f"{shown(trained[key])}, as in the checkpoint of step {step}",
+                remedy=f"Resume with the settings of {run.spec}, or start a new run under another run.name.",
+            )
+
+
+def changes(run: RunDir, spec: ExperimentSpec) -> list[str]:
+    """The settings in which `spec` differs from the one that `run` was last started with, in words."""
+    before, after = (_flat(values.to_dict()) for values in (read_resolved_spec(run.spec), spec))
+    keys = sorted(before.keys() | after.keys())
+    return [f"{k}={after.get(k)} (was {before.get(k)})" for k in keys if after.get(k) != before.get(k)]
+
+
+def _kept(spec: ExperimentSpec) -> dict[str, Any]:
+    """What a run keeps from its first step to its last: its curves would be of two experiments otherwise."""
+    numerics = spec.numerics_config()
+    return {
+        "numerics": f"spec digest {numerics.spec.digest()}",
+        "numerics.mode": numerics.mode,
+        "numerics.trainer": numerics.trainer,
+        "numerics.rollout": numerics.rollout,
+        "algorithm.name": spec.algorithm.name,
+        "run.seed": spec.run.seed,
+        "eval.problems": spec.eval.problems,
+    }
+
+
+def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return flat

@@ -45,7 +45,10 @@ def train(
 
 @app.command()
 def demo(overrides: Overrides = None) -> None:
-    """Train the tiny MoE of the examples in exact FP8 on this machine, and say what came of it."""
+    """Train the tiny MoE of the examples in exact FP8 on this machine, and say what came of it.
+
+    It replaces an earlier runs/demo.
+    """
     with _user_errors():
         if not DEMO_SPEC.is_file():
             raise UserError(f"demo: found no {DEMO_SPEC} here, expected the repository's root. Change there.")
@@ -59,7 +62,10 @@ def preflight(
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON, and nothing else.")] = False,
     quick: Annotated[bool, typer.Option("--quick", help="Leave out BF16/BF16, which needs another engine.")] = False,
 ) -> None:
-    """Start both sides once and say whether they agree: same spec, same bytes, same logprobs. Exit code 0 or 1."""
+    """Start both sides once and say whether they agree: same spec, same bytes, same logprobs.
+
+    Exit code 0, 1 if they do not, 2 for bad input.
+    """
     with _user_errors(), redirect_stdout(sys.stderr):
         from rl.preflight import preflight as examine
         from rl.preflight import rendered
@@ -84,14 +90,20 @@ def doctor(
     overrides: Overrides = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the diagnosis as JSON, and nothing else.")] = False,
 ) -> None:
-    """Say what is installed, what the GPUs can do, and on what the spec would run. Exit code 0, or 1 if it cannot."""
+    """Say what is installed, what the GPUs can do, and on what the spec would run.
+
+    Exit code 0, 1 if it cannot run here, 2 for bad input.
+    """
     with _user_errors():
-        from rl.doctor import gather, judge, rendered, to_json
+        from rl.doctor import gather, judge, rendered, to_json, with_conditions
         from rl.spec import load_spec
         from rl.spec.sections import NumericsSection
 
-        numerics = load_spec(spec, overrides or []).numerics_config() if spec else NumericsSection().config(tp=1)
+        loaded = load_spec(spec, overrides or []) if spec else None
+        numerics = loaded.numerics_config() if loaded else NumericsSection().config(tp=1)
         diagnosis = judge(gather(numerics), numerics)
+        if loaded:
+            diagnosis = with_conditions(diagnosis, loaded)
     if as_json:
         print(to_json(diagnosis))
     else:
@@ -155,6 +167,7 @@ def convert(
         if out.exists():
             raise UserError(f"OUT: found {out}, expected a directory that does not exist yet. Choose another one.")
         convert_checkpoint(model, out, quant_spec)
+        Console(highlight=False).print(f"{out}: quantized as {preset}, spec {quant_spec.digest()}", soft_wrap=True)
 
 
 @app.command()
@@ -188,7 +201,7 @@ def _train(path: Path, overrides: list[str], *, resume: bool = False, overwrite:
     check(spec)
     run = create_run_dir(spec.run.dir, spec.run.name, resume=resume, overwrite=overwrite)
 
-    from rl.checkpoints import check_resumable
+    from rl.checkpoints import changes, check_resumable
     from rl.ending import STOPPED, finish
     from rl.loop import train as run_loop
     from rl.stack import Stack
@@ -197,6 +210,8 @@ def _train(path: Path, overrides: list[str], *, resume: bool = False, overwrite:
         try:
             if resume:
                 check_resumable(run, spec)
+                for change in changes(run, spec):
+                    print(f"resuming with {change}")
             write_spec(run, spec.to_dict())
             stack = Stack.open(spec, run)
         except UserError:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
 import shutil
 import signal
 import tempfile
@@ -21,7 +22,7 @@ def ray_cluster(failure_logs: Path) -> Iterator[None]:
 
     A cluster that merely happens to run on this machine is never joined, so that two runs stay apart. A private one has
     its own folder; its logs are kept in `failure_logs` only if the block fails. Ray listens on every interface and lets
-    in whoever has its token, which is in the user's home.
+    in whoever has its token, which this process and those that it starts have in their environment.
     """
     # Ray would otherwise hide the GPUs from an actor that asks for none, and warn about it for each.
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
@@ -43,6 +44,9 @@ def ray_cluster(failure_logs: Path) -> Iterator[None]:
 
 @contextmanager
 def _private_cluster(failure_logs: Path) -> Iterator[None]:
+    # Left to itself, Ray writes a token into the user's home, and any cluster started later asks for it. One for all
+    # private clusters of a process, since Ray reads it once.
+    os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
     folder = Path(tempfile.mkdtemp(prefix="fp8rl-ray-", dir="/tmp"))  # paths of sockets must stay short
     try:
         _init(address="local", include_dashboard=False, _temp_dir=str(folder))

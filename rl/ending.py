@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import shutil
+import sys
+from pathlib import Path
 
 from rl.guard.events import read_events
 from rl.metrics_log import read_metrics
@@ -38,5 +42,10 @@ def finish(stack: Stack, stopped: str = "") -> None:
         say(f"model    {stack.run.model}")
     offline = stack.run.path / "wandb" / "latest-run"
     if offline.exists():
-        say(f"wandb    wandb leet inspect --summary {offline}")
-        say(f"live     wandb leet {offline}    (in a second terminal, while a run goes on)")
+        say(f"wandb    {_wandb()} leet inspect --summary {offline}")
+        say(f"live     {_wandb()} leet {offline}    (in a second terminal, while a run goes on)")
+
+
+def _wandb() -> str:
+    """The command as this shell finds it: `make demo` runs in an environment that is not activated."""
+    return "wandb" if shutil.which("wandb") else os.path.relpath(Path(sys.executable).with_name("wandb"))

@@ -59,6 +59,15 @@ def _against_the_spec(key: str, rule: GateSection, spec: ExperimentSpec) -> User
             expected="warn, tighten_tis, enable_r3 or checkpoint_and_stop, as it may never recover without updates",
             remedy="Choose one of these actions, or a metric that is measured before the update.",
         )
+    alike = numerics.mode == "exact" and numerics.trainer == numerics.rollout
+    if _asks_for_equality(rule) and not alike and action in ("skip_step", "resync"):
+        numbers = f"numerics.mode={numerics.mode}, trainer={numerics.trainer}, rollout={numerics.rollout}"
+        return user_error(
+            key,
+            found=f"{action} on {rule.metric} {rule.bound} with {numbers}",
+            expected="a bound that allows for the difference of such a run, which otherwise trains on no batch",
+            remedy="Give one beyond what `fp8rl preflight` measures, or run exact mode with both sides alike.",
+        )
     if action == "tighten_tis":
         cap = DEFAULT_TIGHT_CAP if rule.tis_cap is None else rule.tis_cap
         if algorithm.tis_cap is None or cap >= algorithm.tis_cap:
@@ -83,6 +92,11 @@ def _against_the_spec(key: str, rule: GateSection, spec: ExperimentSpec) -> User
             remedy="Choose another action, or set numerics.trainer or numerics.rollout to fp8.",
         )
     return None
+
+
+def _asks_for_equality(rule: GateSection) -> bool:
+    differs = "abs_diff" in rule.metric and rule.above == 0.0
+    return differs or (rule.metric == "mismatch/exact_frac" and rule.below == 1.0)
 
 
 def _against_each_other(first: int, one: GateSection, second: int, other: GateSection) -> UserError | None:

@@ -69,6 +69,13 @@ def _read_layers(path: Path, ancestors: tuple[Path, ...]) -> DictConfig:
         )
     config = OmegaConf.create({})
     for name in names:
+        if not (path.parent / name).is_file():
+            raise user_error(
+                f"defaults of {path}",
+                found=name,
+                expected="an existing YAML file, relative to this one",
+                remedy=f"Correct the name; it was looked for in {resolved.parent}.",
+            )
         config = _merge(config, _read_layers(path.parent / name, (*ancestors, resolved)))
     return _merge(config, own)
 

@@ -1,4 +1,6 @@
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from numerics.files import publish_directory, write_atomically
 
@@ -18,6 +20,16 @@ def test_a_failed_write_leaves_the_old_file(tmp_path):
         write_atomically(path, "\ud800")
     assert path.read_text() == "old"
     assert [entry.name for entry in tmp_path.iterdir()] == ["file.txt"]
+
+
+def test_published_weights_are_as_readable_as_their_directory(tmp_path):
+    for mode in (0o750, 0o700):
+        partial = tmp_path / ".model.partial"
+        partial.mkdir()
+        save_file({"a": torch.ones(2)}, partial / "model.safetensors")
+        partial.chmod(mode)
+        publish_directory(partial, tmp_path / "model")
+        assert (tmp_path / "model" / "model.safetensors").stat().st_mode & 0o777 == mode & 0o666
 
 
 def test_a_directory_takes_the_place_of_the_old_one(tmp_path):

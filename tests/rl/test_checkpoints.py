@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 from numerics.errors import UserError
-from rl.checkpoints import check_resumable, is_due, publish_checkpoint, write_checkpoint
+from rl.checkpoints import changes, check_resumable, is_due, publish_checkpoint, write_checkpoint
 from rl.guard.standing import Standing
-from rl.run_dir import RunDir
+from rl.run_dir import RunDir, write_spec
 from rl.spec import ExperimentSpec, parse_spec
 
 
@@ -73,5 +73,34 @@ def test_a_run_resumes_only_what_it_can(tmp_path: Path) -> None:
     check_resumable(run, spec)
     with pytest.raises(UserError, match=r"run\.steps: found 5, expected at least 6"):
         check_resumable(run, spec_of(run={"steps": 5}))
-    with pytest.raises(UserError, match="numerics: found 'spec digest .*as in the checkpoint of step 6"):
-        check_resumable(run, spec_of(run={"steps": 6}, numerics={"preset": "fp8_block_fp32"}))
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "said"),
+    [
+        ("numerics.preset", "fp8_block_fp32", "numerics: found 'spec digest .*as in the checkpoint of step 6"),
+        ("numerics.mode", "native", "numerics.mode: found 'native', expected 'exact'"),
+        ("numerics.trainer", "bf16", "numerics.trainer: found 'bf16', expected 'fp8'"),
+        ("numerics.rollout", "bf16", "numerics.rollout: found 'bf16', expected 'fp8'"),
+        ("algorithm.name", "sft", "algorithm.name: found 'sft', expected 'grpo'"),
+        ("run.seed", 3, "run.seed: found 3, expected 0"),
+        ("eval.problems", 5, "eval.problems: found 5"),
+    ],
+)
+def test_a_run_keeps_what_makes_it_one_experiment(tmp_path: Path, key: str, value: Any, said: str) -> None:
+    run = RunDir(tmp_path)
+    write_checkpoint(stack_of(run, spec_of()), 6)
+    publish_checkpoint(stack_of(run, spec_of()), 6)
+    section, name = key.split(".")
+    with pytest.raises(UserError, match=said):
+        check_resumable(run, spec_of(**{section: {name: value}}))
+
+
+def test_other_settings_may_change_and_are_said(tmp_path: Path) -> None:
+    run, before = RunDir(tmp_path), spec_of(trainer={"lr": 1e-4})
+    write_spec(run, before.to_dict())
+    assert changes(run, before) == []
+    after = spec_of(run={"steps": 90}, trainer={"lr": 1e-3}, gates=[{"metric": "train/loss", "above": 1.0}])
+    said = changes(run, after)
+    assert [text.split("=")[0] for text in said] == ["gates", "run.steps", "trainer.lr"]
+    assert said[2] == "trainer.lr=0.001 (was 0.0001)"

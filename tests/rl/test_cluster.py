@@ -39,7 +39,9 @@ assert (logs / "raylet.out").is_file()
 def test_it_ends_with_the_block_and_keeps_its_logs_only_after_a_failure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    for name in ("RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, str(tmp_path / "logs")],
         cwd=Path(__file__).parents[2],
@@ -48,3 +50,4 @@ def test_it_ends_with_the_block_and_keeps_its_logs_only_after_a_failure(
         timeout=300,
     )
     assert done.returncode == 0, done.stderr
+    assert not (tmp_path / "home" / ".ray").exists(), "a token there would lock `ray job submit` out of other clusters"

@@ -275,6 +275,24 @@ def test_a_spec_that_is_not_there_is_wrong_input(tmp_path: Path) -> None:
     assert result.exit_code == 2 and "error: spec: found " in result.output
 
 
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("trainer.pp=2", "trainer.pp: found 2"),
+        ("model.path=/nowhere", "model.path: found '/nowhere'"),
+        ("data.train=/nowhere", "data.train: found '/nowhere'"),
+        ("numerics.first_layers_bf16=5", "first_layers_bf16"),
+        ("rollout.context_length=2000000", "rollout.context_length: found 2000000"),
+    ],
+)
+def test_what_a_run_would_refuse_is_in_the_way(monkeypatch: pytest.MonkeyPatch, override: str, said: str) -> None:
+    monkeypatch.setattr(rl.doctor, "gather", lambda numerics: CPU)
+    example = str(Path(__file__).parents[2] / "examples/arithmetic.yaml")
+    assert CliRunner().invoke(app, ["doctor", example]).exit_code == 0
+    result = CliRunner().invoke(app, ["doctor", example, override])
+    assert result.exit_code == 1 and said in result.output
+
+
 def test_what_is_in_the_way_ends_with_exit_code_1(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rl.doctor, "gather", lambda numerics: without(CPU, "ray"))
     result = CliRunner().invoke(app, ["doctor"])

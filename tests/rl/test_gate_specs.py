@@ -53,6 +53,15 @@ def gate(action: str = "warn", **fields: Any) -> dict[str, Any]:
             {"numerics": {"preset": "bf16", "trainer": "bf16", "rollout": "bf16"}},
             ["gates.0.action", "bf16_both with both sides in BF16"],
         ),
+        *(
+            ([gate(action, **bound)], {"numerics": numerics}, ["gates.0", f"{action} on", "trains on no batch"])
+            for action in ("skip_step", "resync")
+            for bound in (
+                {"metric": "mismatch/train_rollout_logprob_abs_diff_max", "above": 0.0},
+                {"metric": EXACT, "below": 1.0},
+            )
+            for numerics in ({"mode": "native"}, {"trainer": "bf16"})
+        ),
         ([gate("skip_step")], {"algorithm": {"name": "sft"}}, ["gates.0.action", "'skip_step'", "warn"]),
         (
             [],
@@ -103,6 +112,7 @@ def test_gates_that_can_be_satisfied_are_accepted() -> None:
                 gate("enable_r3"),
                 gate("bf16_both"),
                 gate("resync", metric=EXACT, below=1.0),
+                gate("resync", metric="mismatch/train_rollout_logprob_abs_diff_max", above=0.0),
                 gate("checkpoint_and_stop", metric="eval/accuracy", below=0.1),
                 gate("checkpoint_and_stop", metric="mismatch/router_agreement_layer_3", below=0.5),
             ],

@@ -86,7 +86,7 @@ def test_defaults_that_form_a_cycle_are_refused(write):
         ("- 1", "mapping"),
         ("1: {a: 2}", "mapping"),
         ("defaults: 3", "list of file names"),
-        ("defaults: absent.yaml", "absent.yaml"),
+        ("defaults: absent.yaml", "found 'absent.yaml', expected an existing YAML file, relative to this one"),
         ("run: {name: '${oc.env:HOME}'}", "interpolation of keys only"),
         ("run: {name: '${run.absent}'}", "interpolation"),
     ],
