@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
+from ray._raylet import AuthenticationTokenLoader
 
 
 @contextmanager
@@ -44,9 +45,9 @@ def ray_cluster(failure_logs: Path) -> Iterator[None]:
 
 @contextmanager
 def _private_cluster(failure_logs: Path) -> Iterator[None]:
-    # Left to itself, Ray writes a token into the user's home, and any cluster started later asks for it. One for all
-    # private clusters of a process, since Ray reads it once.
+    # Left to itself, Ray writes a token into the user's home, and any cluster started later asks for it.
     os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+    AuthenticationTokenLoader.instance().reset_cache()  # which holds another one if this process has used Ray before
     folder = Path(tempfile.mkdtemp(prefix="fp8rl-ray-", dir="/tmp"))  # paths of sockets must stay short
     try:
         _init(address="local", include_dashboard=False, _temp_dir=str(folder))

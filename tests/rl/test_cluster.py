@@ -36,6 +36,30 @@ assert (logs / "raylet.out").is_file()
 """
 
 
+AFTER_ANOTHER = """
+import sys
+from pathlib import Path
+import ray
+from rl.cluster import ray_cluster
+
+ray.init(address="local", include_dashboard=False)
+ray.shutdown()
+for _ in range(2):
+    with ray_cluster(Path(sys.argv[1])):
+        assert ray.get(ray.remote(num_cpus=0)(lambda: 3).remote()) == 3
+"""
+
+
+def test_it_starts_in_a_process_that_has_used_another_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    command = [sys.executable, "-c", AFTER_ANOTHER, str(tmp_path / "logs")]
+    done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "home" / ".ray" / "auth_token").is_file(), "Ray's own, of the first cluster"
+
+
 def test_it_ends_with_the_block_and_keeps_its_logs_only_after_a_failure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
