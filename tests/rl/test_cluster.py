@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -50,28 +51,28 @@ for _ in range(2):
 """
 
 
-def test_it_starts_in_a_process_that_has_used_another_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Runs a script in a new home, `tmp_path / "home"`, and in an environment without Ray's settings."""
     for name in ("RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    command = [sys.executable, "-c", AFTER_ANOTHER, str(tmp_path / "logs")]
-    done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
+
+    def to_the_end(script: str) -> None:
+        command = [sys.executable, "-c", script, str(tmp_path / "logs")]
+        done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr
+
+    return to_the_end
+
+
+def test_it_starts_in_a_process_that_has_used_another_token(tmp_path: Path, run: Callable[[str], None]) -> None:
+    run(AFTER_ANOTHER)
     assert (tmp_path / "home" / ".ray" / "auth_token").is_file(), "Ray's own, of the first cluster"
 
 
 def test_it_ends_with_the_block_and_keeps_its_logs_only_after_a_failure(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, run: Callable[[str], None]
 ) -> None:
-    for name in ("RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(tmp_path / "logs")],
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr
+    run(SCRIPT)
     assert not (tmp_path / "home" / ".ray").exists(), "a token there would lock `ray job submit` out of other clusters"

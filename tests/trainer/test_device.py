@@ -8,13 +8,14 @@ from types import ModuleType
 import pytest
 import torch
 
-from trainer import device, parallel
+from trainer import cpu_runtime, device, parallel
 from trainer.config import TrainerConfig
 
 
 @pytest.fixture
 def gpus(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Four GPUs, as torch.cuda would show them; the list receives what was made the current one."""
+    cpu_runtime.install()  # once in a process, so for the machine that is really here
     chosen: list[int] = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)

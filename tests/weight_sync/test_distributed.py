@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections.abc import Iterable
 from datetime import timedelta
@@ -26,8 +27,10 @@ CPU = torch.device("cpu")
 SPEC = QuantSpec.preset("fp8_block_pow2")
 
 
-def test_both_ends_say_the_same_to_nccl(tmp_path: Path) -> None:
+def test_both_ends_say_the_same_to_nccl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """SGLang sets these for itself, where nobody has set them."""
+    for name in [name for name in os.environ if name.startswith("NCCL_")]:
+        monkeypatch.delenv(name)
 
     def settings(environment: dict[str, str]) -> dict[str, str]:
         return {name: value for name, value in environment.items() if name.startswith("NCCL_")}
