@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from bench.measure import Result
-from rl.metrics_log import read_metrics
+from rl.record.metrics_log import read_metrics
 
 STEPS = 60
 CHUNK = 96

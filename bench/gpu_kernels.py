@@ -9,14 +9,14 @@ import torch
 
 from bench.gpu_measure import Measured, Sizes, Stopwatch, random
 from bench.measure import Result
+from numerics.kernels.gemm import gemm
+from numerics.kernels.grouped import grouped_gemm, grouped_wgrad
+from numerics.kernels.norm import rms_norm_quantize
+from numerics.kernels.quantize import quantize_blocks, quantize_columns, quantize_rows, quantize_rows_and_columns
+from numerics.kernels.swiglu import swiglu_quantize
+from numerics.kernels.tiles import make_tiles
 from numerics.quantize import QuantizedTensor, quantize
 from numerics.spec import TensorSpec
-from numerics.triton.gemm import gemm
-from numerics.triton.grouped import grouped_gemm, grouped_wgrad
-from numerics.triton.norm import rms_norm_quantize
-from numerics.triton.quantize import quantize_blocks, quantize_columns, quantize_rows, quantize_rows_and_columns
-from numerics.triton.swiglu import swiglu_quantize
-from numerics.triton.tiles import make_tiles
 
 ROWS, BLOCKS = TensorSpec(), TensorSpec(granularity="block")
 LARGE = 4096

@@ -101,7 +101,7 @@ def train(sizes: Sizes, watch: Stopwatch) -> Measured:
 def _step_seconds(
     path: Path, config: Any, numerics: NumericsConfig, layout: Any, sizes: Sizes, watch: Stopwatch
 ) -> dict[str, float]:
-    from rl.objectives.sft import SftObjective
+    from rl.algorithms.sft import SftObjective
     from trainer.batch import TokenBatch
     from trainer.trainer import Trainer
 
@@ -111,7 +111,7 @@ def _step_seconds(
     mask = torch.ones_like(tokens, dtype=torch.bool)
     mask[:, 0] = False
     batch = TokenBatch(tokens, torch.full((sizes.batch,), sizes.length), mask)
-    objective = SftObjective.for_batch(batch)
+    objective = SftObjective.of(batch)
     step = watch.seconds(lambda: trainer.train_step(batch, objective), repeats=ROUNDS)
     rounds = ROUNDS if watch.device.type == "cuda" else 1
     passes = [trainer.forward_backward(batch, objective).result.seconds for _ in range(rounds)]
@@ -119,7 +119,7 @@ def _step_seconds(
 
 
 def _write_model(shape: Layers, path: Path) -> Path:
-    from rl.tiny_model import TinyModel, write_tiny_model
+    from examples.tiny_model import TinyModel, write_tiny_model
 
     model = TinyModel(
         layers=shape.layers,

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from bench import sync
 from bench.measure import Result
-from rl.metrics_log import read_metrics
+from rl.record.metrics_log import read_metrics
 
 STEPS, WARMUP = 14, 4
 MODEL = Path("examples/models/tiny_qwen3_moe")

@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 from bench.measure import Result, median_ratio
 from numerics.config import Mode, NumericsConfig, RolloutPrecision
 from numerics.spec import QuantSpec
-from rl.engines import expected_report
+from rl.run.engines import expected_report
 from rollout.config import RolloutConfig
 from rollout.engine import Engine
 from rollout.tasks import load_problems, prompt_ids

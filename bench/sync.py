@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from bench.measure import Result, median_ratio
+from examples.tiny_model import TinyModel, write_tiny_model
 from numerics.compiler import enable_compiler
 from numerics.config import NumericsConfig
 from numerics.spec import QuantSpec
-from rl.engines import expected_report
-from rl.tiny_model import TinyModel, write_tiny_model
+from rl.run.engines import expected_report
 from rollout.client import EngineClient
 from rollout.config import RolloutConfig
 from rollout.engine import Engine

@@ -9,11 +9,11 @@ from pathlib import Path
 import torch
 
 from bench.measure import Result, interleaved, median_ratio
+from examples.tiny_model import TinyModel, write_tiny_model
 from numerics.compiler import enable_compiler
 from numerics.config import Mode, NumericsConfig, TrainerPrecision
 from numerics.spec import QuantSpec
-from rl.objectives.sft import SftObjective
-from rl.tiny_model import TinyModel, write_tiny_model
+from rl.algorithms.sft import SftObjective
 from trainer import parallel
 from trainer.batch import TokenBatch
 from trainer.config import TrainerConfig
@@ -32,7 +32,7 @@ def run() -> list[Result]:
     mask = torch.ones(ROWS, WIDTH, dtype=torch.bool)
     mask[:, 0] = False
     batch = TokenBatch(tokens, torch.full((ROWS,), WIDTH), mask)
-    objective = SftObjective.for_batch(batch)
+    objective = SftObjective.of(batch)
 
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "model"

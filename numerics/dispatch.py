@@ -89,6 +89,6 @@ def _use(implementation: Implementation) -> None:
     if implementation == "torch":
         _kernels = {}
         return
-    from numerics.triton.kernels import KERNELS  # Triton is imported where its kernels run, and nowhere else
+    from numerics.kernels.kernels import KERNELS  # Triton is imported where its kernels run, and nowhere else
 
     _kernels = KERNELS

@@ -1,1 +1,1 @@
-"""The experiment: spec, objectives, mismatch monitors, gates, loop, tracking and the command line."""
+"""In floors: mismatch, record, algorithms, experiment, guard, report, run, diagnose; then loop and cli."""

@@ -14,7 +14,7 @@ import typer
 from rich.console import Console
 
 from numerics.errors import UserError
-from rl.interrupts import interruptible
+from rl.run.interrupts import interruptible
 
 app = typer.Typer(
     help="FP8 reinforcement learning for Mixture-of-Experts models: one quantization spec for training and rollout.",
@@ -67,13 +67,13 @@ def preflight(
     Exit code 0, 1 if they do not, 2 for bad input.
     """
     with _user_errors(), redirect_stdout(sys.stderr):
-        from rl.preflight import preflight as examine
-        from rl.preflight import rendered
-        from rl.spec import load_spec
+        from rl.diagnose.preflight import preflight as examine
+        from rl.diagnose.preflight import rendered
+        from rl.experiment import load_experiment
 
         progress = Console(stderr=True, highlight=False)
         with interruptible():
-            found = examine(load_spec(spec, overrides or []), quick=quick, say=progress.print)
+            found = examine(load_experiment(spec, overrides or []), quick=quick, say=progress.print)
     if as_json:
         print(found.to_json())
     else:
@@ -95,11 +95,11 @@ def doctor(
     Exit code 0, 1 if it cannot run here, 2 for bad input.
     """
     with _user_errors():
-        from rl.doctor import gather, judge, rendered, to_json, with_conditions
-        from rl.spec import load_spec
-        from rl.spec.sections import NumericsSection
+        from rl.diagnose.doctor import gather, judge, rendered, to_json, with_conditions
+        from rl.experiment import load_experiment
+        from rl.experiment.sections import NumericsSection
 
-        loaded = load_spec(spec, overrides or []) if spec else None
+        loaded = load_experiment(spec, overrides or []) if spec else None
         numerics = loaded.numerics_config() if loaded else NumericsSection().config(tp=1)
         diagnosis = judge(gather(numerics), numerics)
         if loaded:
@@ -121,9 +121,9 @@ def attribute(
 ) -> None:
     """Start both sides and say where their mismatch comes from: by op, by cause, by expert and by position."""
     with _user_errors(), redirect_stdout(sys.stderr):
-        from rl.attribution.offline import attribute_offline, read_subject
-        from rl.attribution.page import write_page
-        from rl.attribution.tables import rendered
+        from rl.diagnose.attribution.offline import attribute_offline, read_subject
+        from rl.diagnose.attribution.page import write_page
+        from rl.diagnose.attribution.tables import rendered
 
         progress = Console(stderr=True, highlight=False)
         named = read_subject(subject)
@@ -143,7 +143,7 @@ def attribute(
 def report(run: Annotated[Path, typer.Argument(metavar="RUN", help="Directory of a run, e.g. runs/demo.")]) -> None:
     """Write the run's report.html: a self-contained page with curves, verdict, sample rollouts and the spec."""
     with _user_errors():
-        from rl.report import write_report
+        from rl.report.report import write_report
 
         Console(highlight=False).print(str(write_report(run)), soft_wrap=True)
 
@@ -157,7 +157,7 @@ def convert(
     """Quantize a checkpoint with the project's one quantizer."""
     with _user_errors():
         from numerics.spec import QuantSpec
-        from rl.preconditions import read_model
+        from rl.experiment.preconditions import read_model
         from trainer.config import TrainerConfig
         from trainer.model_checks import check_layout
         from weight_sync.hf_checkpoint import convert_checkpoint
@@ -171,21 +171,21 @@ def convert(
 
 
 @app.command()
-def replay(
+def rescore(
     capsule: Annotated[Path, typer.Argument(metavar="CAPSULE", help="Directory, e.g. runs/demo/capsules/step_7.")],
     model: Annotated[Path | None, typer.Option(help="Weights in place of the capsule's own, in BF16.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Score a capsule's sequences again, without Ray and engine. Exit code 0: reproduced, 1: not, 2: bad input."""
     with _user_errors():
-        from rl.guard.replay import print_replay
-        from rl.guard.replay import replay as rescan
+        from rl.diagnose.rescore import print_rescored
+        from rl.diagnose.rescore import rescore as score_again
 
-        result = rescan(capsule, model)
+        result = score_again(capsule, model)
         if as_json:
             print(json.dumps(result.to_dict(), indent=1))
         else:
-            print_replay(result, Console(highlight=False))
+            print_rescored(result, Console(highlight=False))
     if not result.reproduced:
         raise typer.Exit(1)
 
@@ -193,34 +193,35 @@ def replay(
 def _train(path: Path, overrides: list[str], *, resume: bool = False, overwrite: bool = False) -> None:
     # The imports below take seconds.
     print(f"fp8rl: checking {path}", flush=True)
-    from rl.preconditions import check
-    from rl.run_dir import create_run_dir, write_spec
-    from rl.spec import load_spec
+    from numerics.files import write_atomically
+    from rl.experiment import load_experiment
+    from rl.experiment.preconditions import check
+    from rl.record.run_dir import create_run_dir
 
-    spec = load_spec(path, overrides)
-    check(spec)
-    run = create_run_dir(spec.run.dir, spec.run.name, resume=resume, overwrite=overwrite)
+    experiment = load_experiment(path, overrides)
+    check(experiment)
+    files = create_run_dir(experiment.run.dir, experiment.run.name, resume=resume, overwrite=overwrite)
 
-    from rl.checkpoints import changes, check_resumable
-    from rl.ending import STOPPED, finish
     from rl.loop import train as run_loop
-    from rl.stack import Stack
+    from rl.run.checkpoints import changes, check_resumable
+    from rl.run.ending import STOPPED, finish
+    from rl.run.run import Run
 
     with interruptible():
         try:
             if resume:
-                check_resumable(run, spec)
-                for change in changes(run, spec):
+                check_resumable(files, experiment)
+                for change in changes(files, experiment):
                     print(f"resuming with {change}")
-            write_spec(run, spec.to_dict())
-            stack = Stack.open(spec, run)
+            write_atomically(files.experiment, experiment.to_yaml())
+            run = Run.open(experiment, files)
         except UserError:
             if not resume:
-                shutil.rmtree(run.path)
+                shutil.rmtree(files.path)
             raise
-        with stack:
-            stopped = run_loop(stack)
-            finish(stack, stopped)
+        with run:
+            stopped = run_loop(run)
+            finish(run, stopped)
     if stopped:
         raise typer.Exit(STOPPED)
 

@@ -1,172 +1,164 @@
-"""The training loops. A step reads top to bottom: sample, reward, train, compare, sync, record."""
+"""The training loop. A step reads top to bottom: take a batch, train, compare, judge, update, sync, record."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+import math
+from dataclasses import dataclass
 
-import torch
+from torch import Tensor
 
-from rl.advantages import group_advantages
-from rl.batching import SftExample, batch_from_examples, batch_from_trajectories
-from rl.checkpoints import is_due, publish_checkpoint, write_checkpoint
-from rl.clock import StepClock
-from rl.evaluation import evaluate
-from rl.guard.gates import Gates, late_metrics
-from rl.guard.judge import Guard, announce
-from rl.metrics_log import read_metrics
-from rl.mismatch import token_versions
-from rl.objectives.sft import SftObjective
-from rl.problems import of_step
-from rl.records import rollout_metrics, samples_to_show, throughput, train_metrics
-from rl.recovery import recovering
-from rl.sampling import sample
-from rl.spec.sections import GrpoAlgorithm, SftAlgorithm
-from rl.stack import Stack, load_data
-from rl.tracking import RolloutSample
-from rollout.tasks import verify
+from rl.algorithms.base import AlgorithmConfig, used_tokens
+from rl.guard.evidence import Evidence
+from rl.guard.gates import late_metrics
+from rl.guard.judge import Fault, Guard
+from rl.record.metrics_log import read_metrics
+from rl.run import checkpoints, evaluation
+from rl.run.clock import StepClock
+from rl.run.feed import Work, open_feed
+from rl.run.records import rollout_records, throughput, train_metrics
+from rl.run.run import Run
 from rollout.types import Prompt
-from trainer.batch import TokenBatch
-from weight_sync.bridge import SyncReport
+from trainer.actor import TrainerGroup
+from trainer.errors import NonFiniteLossError
+from trainer.result import PassResult
+
+Row = dict[str, float]
 
 
-def train(stack: Stack) -> str:
-    """Run the spec's algorithm to its last step and export the trained model to `<run>/model`.
+def train(run: Run) -> str:
+    """Run the experiment's algorithm to its last step and export the trained model to `<run>/model`.
 
     Returns why the run stopped before its last step, after a checkpoint; empty if it did not.
     """
-    if isinstance(stack.spec.algorithm, SftAlgorithm):
-        stopped = _train_sft(stack, stack.spec.algorithm)
-    else:
-        stopped = _train_grpo(stack, stack.spec.algorithm)
-    if not stopped:
-        stack.trainer.export_hf(stack.run.model)
-    return stopped
-
-
-def _train_grpo(stack: Stack, algorithm: GrpoAlgorithm) -> str:
-    spec, trainer = stack.spec, stack.trainer
-    problems, held_out = load_data(spec)
-    eval_prompts = stack.prompts(held_out)
-    guard = Guard(stack, algorithm)
-    sampling = stack.sampling(spec.rollout.temperature)
-    _begin(stack, eval_prompts, guard.measured_cap)
-    row = _last_row(stack)
+    experiment, stack, algorithm = run.experiment, run.stack, run.experiment.algorithm
+    trainer, cap = stack.trainer, algorithm.measured_cap
+    feed = open_feed(experiment, stack.tokenizer, run.sample)
+    guard = Guard(experiment.gates, experiment.guard, algorithm, run.standing, replays=stack.replays)
+    held_out = evaluation.held_out_prompts(experiment, stack.tokenizer)
+    if stack.engines:
+        _begin(run, held_out, guard.replays)
+    row = _last_row(run)
 
     clock = StepClock()
-    for step in range(stack.first_step, spec.run.steps + 1):
-        prompts = stack.prompts(of_step(problems, step, spec.rollout.prompts_per_step, spec.run.seed))
-        with clock.phase("rollout"):
-            trajectories = sample(stack, prompts, spec.rollout.group_size, sampling)
-
-        texts = [stack.text(trajectory) for trajectory in trajectories]
-        rewards = torch.tensor(
-            [
-                verify(prompts[t.group].problem, text, t.finished, spec.data.reward)
-                for t, text in zip(trajectories, texts, strict=True)
-            ]
-        )
-        groups = torch.tensor([t.group for t in trajectories])
-        metrics = rollout_metrics(trajectories, rewards, groups, trainer.weight_version)
-        advantages = group_advantages(rewards, groups, normalize_std=algorithm.group_norm_std)
-        batch = batch_from_trajectories(trajectories, advantages, spec.rollout.temperature)
-        versions = token_versions(trajectories, batch.loss_mask)
+    for step in range(run.step + 1, experiment.run.steps + 1):
+        run.step = step
+        work = feed.take(step, trainer.weight_version, clock)
 
         with clock.phase("train"):
-            attempt = guard.attempt(batch, versions)
+            attempt = _attempt(trainer, work, guard.algorithm, replay=guard.replays)
         # One update per batch: the training forward is the scoring at the weights that sampled the tokens.
         with clock.phase("monitor"):
-            metrics |= train_metrics(attempt.result, batch) | attempt.evidence.metrics(guard.measured_cap)
-            verdict = guard.judge(step, late_metrics(row) | metrics, attempt)
+            capsule = run.capsule if attempt.evidence is not None else None
+            metrics = work.metrics | train_metrics(attempt.result, work.batch) | attempt.agreement(cap)
+            verdict = guard.judge(step, late_metrics(row) | metrics, attempt.fault, capsule)
+            run.keep(verdict, attempt.evidence, cap, attempt.faulty_rows)
+        logprobs = attempt.result.logprobs
 
         with clock.phase("train"):
             if verdict.repeat:
-                repeated = guard.attempt(batch, versions)
-                again = train_metrics(repeated.result, batch)
+                attempt = _attempt(trainer, work, guard.algorithm, replay=guard.replays)
+                again = train_metrics(attempt.result, work.batch)
                 metrics |= again
-                verdict = guard.recheck(step, verdict, again, repeated)
+                verdict = guard.recheck(step, verdict, again, attempt.fault, capsule)
+                run.keep(verdict, attempt.evidence, cap, attempt.faulty_rows)
             if not verdict.withheld:
                 metrics["train/lr"] = trainer.update()
+        evaluates = evaluation.is_due(experiment, step)
         with clock.phase("sync"):
             if verdict.fall_back:
-                stack.fall_back_to_bf16()
-            if verdict.resync or not verdict.withheld:
-                metrics |= _sync(stack, step).metrics()
+                run.fall_back_to_bf16()
+            if verdict.resync or ((algorithm.samples or evaluates) and not verdict.withheld):
+                metrics |= run.sync().metrics()
         metrics |= guard.metrics(verdict)
 
-        last = step == spec.run.steps
-        if last or (spec.eval.every and step % spec.eval.every == 0):
+        if evaluates:
             with clock.phase("eval"):
-                metrics |= evaluate(stack, eval_prompts)
-        due = is_due(spec, step) or bool(verdict.stop)
-        if due:
+                answers = evaluation.answer_greedily(experiment, stack.tokenizer, run.sample, held_out)
+                metrics |= evaluation.accuracy(answers)
+        saves = checkpoints.is_due(experiment, step) or bool(verdict.stop)
+        if saves:
             with clock.phase("checkpoint"):
-                write_checkpoint(stack, step)
-        samples = samples_to_show(prompts, trajectories, texts, rewards, attempt.evidence.logprobs, batch)
-        row = _record(stack, step, metrics, clock, batch, due, samples)
+                checkpoints.write_checkpoint(trainer, run.files, experiment, run.standing, step)
+        row = _record(run, metrics, clock, work, logprobs, saves)
         if verdict.stop:
             return verdict.stop
+    trainer.export_hf(run.files.model)
     return ""
 
 
-def _train_sft(stack: Stack, algorithm: SftAlgorithm) -> str:
-    spec, trainer = stack.spec, stack.trainer
-    gates = Gates(spec.gates, stack.standing.rules)
-    row = _last_row(stack)
-    examples = [
-        SftExample(prompt.token_ids, stack.answer_ids(prompt.problem)) for prompt in stack.prompts(load_data(spec)[0])
-    ]
-    clock = StepClock()
-    for step in range(stack.first_step, spec.run.steps + 1):
-        batch = batch_from_examples(of_step(examples, step, algorithm.batch_size, spec.run.seed))
-        with clock.phase("train"):
-            result = trainer.forward_backward(batch, SftObjective.for_batch(batch))
-            metrics = train_metrics(result, batch) | {"train/lr": trainer.update()}
-        announce(stack, [firing.event(step) for firing in gates.check(step, late_metrics(row) | metrics)])
-        stack.standing.rules = gates.state()
-        if is_due(spec, step):
-            with clock.phase("checkpoint"):
-                write_checkpoint(stack, step)
-        row = _record(stack, step, metrics, clock, batch, is_due(spec, step))
-    return ""
+@dataclass(frozen=True)
+class Attempt:
+    """A pass over a batch. With a `fault` there are no gradients to apply, and loss and norm are NaN.
+
+    evidence: both sides' view of the batch; None where nothing was sampled.
+    """
+
+    result: PassResult
+    evidence: Evidence | None
+    fault: Fault | None
+
+    @property
+    def faulty_rows(self) -> tuple[int, ...]:
+        """Rows of the batch that a fault came from."""
+        return self.fault.rows if self.fault is not None else ()
+
+    def agreement(self, tis_cap: float) -> dict[str, float]:
+        """`mismatch/...` of the pass; `tis_cap` is C of the clip fractions."""
+        return self.evidence.metrics(tis_cap) if self.evidence is not None else {}
 
 
-def _begin(stack: Stack, eval_prompts: list[Prompt], tis_cap: float) -> None:
-    """The verified first sync, and on a new run the row of step 0: accuracy and agreement before training."""
-    first = _sync(stack, stack.first_step - 1)
-    stack.console.note(f"first sync verified: {first.verified_tensors} tensors, {first.bytes / 1e6:.1f} MB")
-    if stack.first_step == 1:
-        metrics = first.metrics() | evaluate(stack, eval_prompts, tis_cap=tis_cap)
-        stack.console.step(0, stack.tracker.log(0, metrics))
+def _attempt(trainer: TrainerGroup, work: Work, algorithm: AlgorithmConfig, *, replay: bool) -> Attempt:
+    """The gradients of a batch, which `update` may apply; replay: at the engine's choice of experts."""
+    batch, fault = dataclasses.replace(work.batch, replay=replay), None
+    try:
+        if not bool(used_tokens(batch).any()):
+            raise NonFiniteLossError("found no finite rollout logprob, so check the engine", range(batch.rows))
+        result = trainer.forward_backward(batch, algorithm.objective(batch))
+    except NonFiniteLossError as error:
+        fault, scored = _fault(error, work), trainer.score_routed(batch)
+        result = PassResult(scored.logprobs, {}, math.nan, math.nan, 0.0, scored.routes)
+    evidence = None
+    if work.versions is not None:
+        evidence = Evidence(batch, work.versions, trainer.weight_version, result.logprobs, result.routes)
+    return Attempt(result, evidence, fault)
 
 
-def _last_row(stack: Stack) -> dict[str, float]:
+def _fault(error: NonFiniteLossError, work: Work) -> Fault:
+    rows = tuple(error.rows)
+    if not bool(used_tokens(work.batch).any()):
+        tokens = float(work.batch.loss_mask.sum())
+        return Fault("mismatch/nonfinite_count", tokens, "every token", str(error), rows)
+    what = str(error).partition(":")[0]  # loss, or gradient norm
+    return Fault("train/loss", None, "not finite", f"the {what} over {len(rows)} rows is not finite", rows)
+
+
+def _begin(run: Run, held_out: list[Prompt], replay: bool) -> None:
+    """The verified first sync, and in a new run the row of step 0: accuracy and agreement before training."""
+    first = run.sync()
+    run.console.note(f"first sync verified: {first.verified_tensors} tensors, {first.bytes / 1e6:.1f} MB")
+    if run.step == 0:
+        experiment, stack = run.experiment, run.stack
+        answers = evaluation.answer_greedily(experiment, stack.tokenizer, run.sample, held_out)
+        metrics = first.metrics() | evaluation.accuracy(answers)
+        cap = experiment.algorithm.measured_cap
+        metrics |= evaluation.agreement_on(answers, stack.trainer, replay=replay, tis_cap=cap)
+        run.console.step(0, run.tracker.log(0, metrics))
+
+
+def _last_row(run: Run) -> Row:
     """What the step before the first one left, also in a run that is resumed."""
-    rows = read_metrics(stack.run.metrics)
+    rows = read_metrics(run.files.metrics)
     return rows[-1] if rows else {}
 
 
-def _sync(stack: Stack, step: int) -> SyncReport:
-    bridge = stack.bridge
-    assert bridge is not None
-    stack.manifest = stack.run.manifest(step)
-    return recovering(stack, lambda: bridge.sync(stack.endpoints(), stack.manifest))
-
-
-def _record(
-    stack: Stack,
-    step: int,
-    metrics: dict[str, float],
-    clock: StepClock,
-    batch: TokenBatch,
-    due: bool,
-    samples: Sequence[RolloutSample] = (),
-) -> dict[str, float]:
-    """Log the step, then publish its checkpoint if one was due; the metrics as written."""
-    metrics |= clock.lap()
-    metrics |= throughput(metrics, batch)
-    written = stack.tracker.log(step, metrics, samples)
-    stack.console.step(step, written)
-    if due:
-        publish_checkpoint(stack, step)
+def _record(run: Run, metrics: dict[str, float], clock: StepClock, work: Work, logprobs: Tensor, saved: bool) -> Row:
+    """Log the step, then publish its checkpoint if one was written; the metrics as logged."""
+    metrics |= run.mendings() | clock.lap()
+    metrics |= throughput(metrics, work.batch)
+    written = run.tracker.log(run.step, metrics, rollout_records(work, logprobs))
+    run.console.step(run.step, written)
+    if saved:
+        checkpoints.publish_checkpoint(run.files, run.step, run.experiment.checkpoint.keep)
         clock.restart()
     return written

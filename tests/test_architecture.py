@@ -1,4 +1,4 @@
-"""The import rule between the packages: an import never points up, nor sideways between rollout and trainer."""
+"""The import rule: between packages, and between the floors inside `rl`, an import never points up or sideways."""
 
 import ast
 import sys
@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[1]
+from tests.support.paths import ROOT
+
 MAY_IMPORT = {
     "numerics": set(),
     "rollout": {"numerics"},
@@ -15,6 +16,8 @@ MAY_IMPORT = {
     "rl": {"numerics", "rollout", "trainer", "weight_sync"},
 }
 NUMERICS_THIRD_PARTY = {"torch", "triton"}
+FLOORS = ("mismatch", "record", "algorithms", "experiment", "guard", "report", "run", "diagnose", "loop", "cli")
+"""Of `rl`, from the bottom up."""
 
 
 @pytest.mark.parametrize("package", MAY_IMPORT)
@@ -38,6 +41,26 @@ def test_numerics_imports_only_torch_and_the_standard_library() -> None:
         if module.split(".")[0] not in allowed
     ]
     assert not broken, broken
+
+
+@pytest.mark.parametrize("floor", FLOORS)
+def test_imports_inside_rl_never_point_up(floor: str) -> None:
+    above = {f"rl.{other}" for other in FLOORS[FLOORS.index(floor) + 1 :]}
+    files = [ROOT / f"rl/{floor}.py"] if floor in ("loop", "cli") else python_files(f"rl/{floor}")
+    broken = [
+        f"{path.relative_to(ROOT)}:{line} imports {module}"
+        for path in files
+        for line, module in imported_modules(path.read_text())
+        if ".".join(module.split(".")[:2]) in above
+    ]
+    assert not broken
+
+
+def test_every_floor_of_rl_is_under_the_rule() -> None:
+    """Nothing else lies at the top of `rl`, and the package itself imports nothing."""
+    entries = {path.name.removesuffix(".py") for path in (ROOT / "rl").iterdir() if path.name != "__pycache__"}
+    assert entries == {*FLOORS, "__init__"}
+    assert imported_modules((ROOT / "rl/__init__.py").read_text()) == []
 
 
 def test_every_package_is_under_the_rule() -> None:

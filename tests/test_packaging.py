@@ -16,8 +16,8 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from rollout.plugin.hooks import SGLANG_VERSION
+from tests.support.paths import ROOT
 
-ROOT = Path(__file__).resolve().parents[1]
 DOCKERFILE = (ROOT / "Dockerfile").read_text()
 PACKAGES = ["numerics", "rollout", "trainer", "weight_sync", "rl"]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -202,7 +202,12 @@ def test_every_folder_with_code_is_a_package() -> None:
 def test_every_data_file_is_declared() -> None:
     """Likewise a file that is not Python and that [tool.setuptools.package-data] does not name."""
     declared = PYPROJECT["tool"]["setuptools"]["package-data"]
-    shipped = {path for package in declared for pattern in declared[package] for path in (ROOT / package).glob(pattern)}
+    shipped = {
+        path
+        for package in declared
+        for pattern in declared[package]
+        for path in (ROOT / package.replace(".", "/")).glob(pattern)
+    }
     present = {
         path
         for package in PACKAGES

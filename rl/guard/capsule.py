@@ -1,8 +1,8 @@
 """Capsules: the worst sequences of a step, with all that it takes to score them again in another process.
 
 A capsule is a directory: `capsule.json` (why, and in which numerics), `tensors.safetensors` (tokens and what both
-sides made of them), `spec.yaml` (of the run), `manifest.json` (digests of the served weights), `weights/` (those of the
-trainer, in Hugging Face format) unless the spec leaves them out, and `SHA256SUMS` over all other files.
+sides made of them), `spec.yaml` (the resolved experiment), `manifest.json` (digests of the served weights), `weights/`
+(those of the trainer, in Hugging Face format) unless the experiment leaves them out, and `SHA256SUMS` over all others.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ import dataclasses
 import hashlib
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -21,19 +21,16 @@ from safetensors.torch import load_file, save_file
 from numerics.config import NumericsConfig
 from numerics.errors import user_error
 from numerics.files import publish_directory
+from rl.experiment import Experiment, read_resolved
 from rl.guard.evidence import Evidence
-from rl.run_dir import RunDir
-from rl.spec import ExperimentSpec, read_resolved_spec
+from rl.record.run_dir import RunDir
 from trainer.batch import TokenBatch
 from weight_sync.manifest import Manifest
-
-if TYPE_CHECKING:
-    from rl.stack import Stack
 
 FORMAT = 1
 _ABOUT = "capsule.json"
 _TENSORS = "tensors.safetensors"
-_SPEC = "spec.yaml"
+_EXPERIMENT = "spec.yaml"
 _MANIFEST = "manifest.json"
 _WEIGHTS = "weights"
 _SUMS = "SHA256SUMS"
@@ -52,7 +49,7 @@ class Capsule:
     step: int
     why: list[str]
     numerics: NumericsConfig
-    spec: ExperimentSpec
+    experiment: Experiment
     manifest: Manifest
     rows: list[int]
     evidence: Evidence
@@ -66,39 +63,53 @@ class Capsule:
         return path if path.is_dir() else None
 
 
-def write_capsule(
-    stack: Stack, step: int, why: Sequence[str], evidence: Evidence, rows: Sequence[int], tis_cap: float
-) -> Path:
-    """Keep these rows as the capsule of `step`; it appears whole or not at all. Then remove superfluous older ones.
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A step to keep: what is not in its evidence.
 
-    The trainer must still have the weights that it scored with, and the engines be synced to them.
+    why: what gates and faults have said. rows: of the batch; those that a fault came from, then the worst. tis_cap: C
+    of the clip fractions. experiment, manifest: files of the run, its resolved experiment and the digests of the served
+    weights.
     """
-    assert stack.manifest is not None
-    chosen = evidence.select(rows)
+
+    step: int
+    why: Sequence[str]
+    rows: Sequence[int]
+    tis_cap: float
+    numerics: NumericsConfig
+    experiment: Path
+    manifest: Path
+
+
+def write_capsule(path: Path, case: Case, evidence: Evidence, export: Callable[[Path], object] | None) -> None:
+    """Keep a case as the capsule `path`; it appears whole or not at all.
+
+    export: writes the weights that scored the evidence to a new directory; None leaves them out.
+    """
+    chosen = evidence.select(case.rows)
     about = {
         "format": FORMAT,
-        "step": step,
-        "why": list(why),
-        "spec_digest": stack.numerics.spec.digest(),
-        "numerics": stack.numerics.to_dict(),
+        "step": case.step,
+        "why": list(case.why),
+        "spec_digest": case.numerics.spec.digest(),
+        "numerics": case.numerics.to_dict(),
         "weight_version": evidence.version,
         "temperature": chosen.batch.temperature,
         "replay": chosen.batch.replay,
-        "rows": list(rows),
-        "tis_cap": tis_cap,
-        "metrics": chosen.metrics(tis_cap),
+        "rows": list(case.rows),
+        "tis_cap": case.tis_cap,
+        "metrics": chosen.metrics(case.tis_cap),
     }
-    path = stack.run.capsule(step)
     partial = path.with_name(f".{path.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     try:
         (partial / _ABOUT).write_text(json.dumps(about, indent=1, allow_nan=False) + "\n")
         save_file(_tensors(chosen), partial / _TENSORS)
-        shutil.copy(stack.manifest, partial / _MANIFEST)
-        shutil.copy(stack.run.spec, partial / _SPEC)
-        if stack.spec.guard.capsule_weights:
-            stack.trainer.export_hf(partial / _WEIGHTS)
+        shutil.copy(case.manifest, partial / _MANIFEST)
+        shutil.copy(case.experiment, partial / _EXPERIMENT)
+        if export is not None:
+            export(partial / _WEIGHTS)
         files = sorted(file for file in partial.rglob("*") if file.is_file())
         sums = [f"{_sha256(file)}  {file.relative_to(partial)}\n" for file in files]
         (partial / _SUMS).write_text("".join(sums))
@@ -106,8 +117,6 @@ def write_capsule(
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
-    _remove_superfluous(stack.run, stack.spec.guard.capsules)
-    return path
 
 
 def read_capsule(path: Path) -> Capsule:
@@ -132,19 +141,19 @@ def read_capsule(path: Path) -> Capsule:
             f"{path / _ABOUT}: format",
             found=about["format"],
             expected=str(FORMAT),
-            remedy="Replay it with the version of fp8rl that wrote it.",
+            remedy="Rescore it with the version of fp8rl that wrote it.",
         )
     numerics = NumericsConfig.from_dict(about["numerics"])
-    spec = read_resolved_spec(path / _SPEC)
+    experiment = read_resolved(path / _EXPERIMENT)
     manifest = Manifest(**json.loads((path / _MANIFEST).read_text()))
-    _check_digest(path / _ABOUT, about["spec_digest"], spec.numerics_config().spec.digest(), _SPEC)
+    _check_digest(path / _ABOUT, about["spec_digest"], experiment.numerics_config().spec.digest(), _EXPERIMENT)
     _check_digest(path / _MANIFEST, manifest.spec_digest, numerics.rollout_spec.digest(), _ABOUT)
     return Capsule(
         path=path,
         step=about["step"],
         why=about["why"],
         numerics=numerics,
-        spec=spec,
+        experiment=experiment,
         manifest=manifest,
         rows=about["rows"],
         evidence=_evidence(load_file(path / _TENSORS), about),
@@ -223,7 +232,7 @@ def _sha256(file: Path) -> str:
         return hashlib.file_digest(opened, "sha256").hexdigest()
 
 
-def _remove_superfluous(run: RunDir, keep: int) -> None:
-    """All but the first capsule of the run and the newest; the first is most often the cause of the others."""
+def remove_superfluous(run: RunDir, keep: int) -> None:
+    """Remove all but the first capsule of the run, most often the cause of the others, and the newest."""
     for step in run.capsule_steps()[1 : 1 - keep]:
         shutil.rmtree(run.capsule(step))

@@ -8,8 +8,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rl.guard.events import Event
-from rl.spec.gates import LATE, SEVERITY, WITHHOLDING, GateSection
+from rl.experiment.gates import LATE, SEVERITY, WITHHOLDING, GateSection
+from rl.record.events import Event
 
 
 def late_metrics(row: Mapping[str, float]) -> dict[str, float]:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from numerics.config import NumericsConfig
-from rl.run_dir import RunDir
+from rl.record.run_dir import RunDir
 
 
 @dataclasses.dataclass
@@ -16,13 +16,12 @@ class Standing:
     """tis_cap: the cap of the importance weight that a gate tightened; None: as the spec has it.
 
     router_replay: a gate turned the replay of the engine's experts on. bf16: both sides fell back to BF16.
-    stale_resyncs: samplings repeated for stale weights that no step has on record yet. rules: see `Gates.state`.
+    rules: see `Gates.state`.
     """
 
     tis_cap: float | None = None
     router_replay: bool = False
     bf16: bool = False
-    stale_resyncs: int = 0
     rules: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     @classmethod
@@ -40,7 +39,3 @@ class Standing:
     def numerics(self, configured: NumericsConfig) -> NumericsConfig:
         """What both sides run: the spec's, or BF16 on both. Neither side ever falls back alone."""
         return dataclasses.replace(configured, trainer="bf16", rollout="bf16") if self.bf16 else configured
-
-    def replays(self, configured: NumericsConfig) -> bool:
-        """Whether the trainer takes the engine's experts: the spec says so, or a gate did."""
-        return configured.router_replay == "replay" or self.router_replay

@@ -26,7 +26,7 @@ def agreement(
     versions: Tensor | None = None,
     version: int | None = None,
 ) -> dict[str, float]:
-    """The agreement metrics of one batch; their meanings and denominators stand in `rl.metrics`.
+    """The agreement metrics of one batch; their meanings and denominators stand in `rl.record.metrics`.
 
     Tokens whose d is not finite are dropped and counted in `mismatch/nonfinite_count`. What remains are the
     `mismatch/tokens`, and the rows with any of them the `mismatch/sequences`: the denominators of everything else. If

@@ -13,7 +13,7 @@ _CHUNK = 1 << 22
 
 
 def router_agreement(train_routes: Tensor, rollout_routes: Tensor, mask: Tensor) -> dict[str, float]:
-    """`mismatch/router_...` of one batch; meanings and denominators stand in `rl.metrics`.
+    """`mismatch/router_...` of one batch; meanings and denominators stand in `rl.record.metrics`.
 
     A (token, layer) pair counts where both sides know all of its K experts; the others are counted as unknown. Its
     agreement is |trainer's ∩ engine's| / K. If no pair is known only the counts are returned.

@@ -21,8 +21,8 @@ def register() -> None:
         return
     from numerics.config import NumericsConfig
     from rollout.arguments import has_cuda
-    from rollout.plugin import engine, hooks
+    from rollout.plugin import hooks, state
 
     numerics = NumericsConfig.from_dict(json.loads(text)["numerics"])
-    engine.configure(numerics)
+    state.configure(numerics)
     hooks.install(hooks.hooks_for(numerics, has_cuda()))

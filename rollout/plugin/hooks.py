@@ -15,7 +15,7 @@ from typing import Any
 
 from numerics.config import NumericsConfig
 from rollout.plugin import lifecycle, logprobs, native, ops
-from rollout.plugin.engine import state
+from rollout.plugin.state import state
 
 SGLANG_VERSION = "0.5.19"
 

@@ -12,7 +12,7 @@ from numerics.compiler import enable_compiler
 from numerics.dispatch import choose
 from rollout.handshake import REPORT_KEY
 from rollout.plugin import op_probe
-from rollout.plugin.engine import report, state
+from rollout.plugin.state import report, state
 
 # SGLang passes the action of /weights_checker through as text; these two are ours, and `op_probe.OPS`.
 COMMIT = "fp8rl.commit:"

@@ -9,7 +9,7 @@ import torch
 from numerics import ops
 from numerics.ops.grouped import grouped_linear
 from numerics.quantize import QuantizedTensor, quantize
-from rollout.plugin.engine import state
+from rollout.plugin.state import state
 
 
 def fp8_moe(self: Any, layer: Any, dispatch_output: Any) -> Any:

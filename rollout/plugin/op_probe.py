@@ -19,7 +19,7 @@ from torch import Tensor
 
 from numerics import ops
 from numerics.traced_ops import Place, inputs_of, key, places_in
-from rollout.plugin.engine import state
+from rollout.plugin.state import state
 
 OPS = "fp8rl.ops:"
 """The action, followed by the path of the recording."""

@@ -9,7 +9,7 @@ import torch
 
 from numerics import ops
 from numerics.ops import ExpertWeights
-from rollout.plugin.engine import state
+from rollout.plugin.state import state
 
 
 def rms_norm(

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import ray
 
-from tests.e2e.rig import Rig, write_models
+from tests.support.rig import Rig, write_models
 
 
 @pytest.fixture(scope="session")

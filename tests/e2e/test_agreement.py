@@ -15,8 +15,8 @@ import torch
 
 from rollout.errors import StaleWeightsError
 from rollout.types import SamplingParams
-from tests.e2e import faults
-from tests.e2e.rig import MODELS, SHARED_PREFIX, Pipeline, Rig, Setup, differences, prompts
+from tests.support import faults
+from tests.support.rig import MODELS, SHARED_PREFIX, Pipeline, Rig, Setup, differences, prompts
 from trainer.batch import TokenBatch
 from weight_sync import bridge
 from weight_sync.manifest import SyncError

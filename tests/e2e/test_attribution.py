@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from numerics import ops
-from rl.attribution import Attribution, attribute
+from rl.diagnose.attribution import Attribution, attribute
 from rollout.client import EngineClient
 from rollout.plugin.lifecycle import COMMIT
-from tests.e2e import faults
-from tests.e2e.rig import Pipeline, Rig, Setup
+from tests.support import faults
+from tests.support.rig import Pipeline, Rig, Setup
 from trainer.batch import TokenBatch
 from weight_sync import bridge
 from weight_sync.manifest import SyncError

@@ -16,10 +16,10 @@ import yaml
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
-import rl.preconditions.resources as resources
+import rl.experiment.preconditions.resources as resources
+from examples.tiny_model import TinyModel, write_tiny_model
 from rl.cli import app
-from rl.tiny_model import TinyModel, write_tiny_model
-from tests.e2e.cli_runs import FP8RL, ROOT
+from tests.support.cli_runs import FP8RL, ROOT
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +53,7 @@ def refused(spec: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..
     def must_not_start(*_: object, **__: object) -> None:
         raise AssertionError("a process was about to be started")
 
-    monkeypatch.setattr("rl.stack.Stack.open", must_not_start)
+    monkeypatch.setattr("rl.run.stack.Stack.open", must_not_start)
     before = psutil.Process().children(recursive=True)
 
     def train(*arguments: str, path: Path = spec) -> str:
@@ -201,7 +201,7 @@ def test_memory_is_checked_for_all_engines(
 def test_an_earlier_run_is_neither_continued_nor_deleted_unasked(
     spec: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rl.stack.Stack.open", None)
+    monkeypatch.setattr("rl.run.stack.Stack.open", None)
     run = tmp_path / "runs" / "it"
     run.mkdir(parents=True)
     (run / "spec.yaml").write_text("kept")

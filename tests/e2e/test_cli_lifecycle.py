@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.cli_runs import SMALL, LiveRun, wait_until_gone
+from tests.support.cli_runs import SMALL, LiveRun, wait_until_gone
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -105,6 +105,15 @@ def test_a_run_outlives_interrupts_kills_and_the_death_of_its_engine(start: Star
     assert {row["sync/mismatched_tensors"] for row in rows} == {0.0}
     assert [row["train/lr"] for row in rows[1:]] == pytest.approx([2e-5, 4e-5, 6e-5, 8e-5, *[1e-4] * 3])
     assert [version(run, step) for step in range(8)] == list(range(8))
+    assert [row["step"] for row in rows if "tracking/resumed" in row][-1] == newest + 1
+    assert [row["step"] for row in rows[1:] if row["rollout/engines_replaced"] == 1.0] == [newest + 2]
+    events = [json.loads(line) for line in (run.path / "events.jsonl").read_text().splitlines()]
+    assert [(event["step"], event["action"]) for event in events][-2:] == [
+        (newest, "resume"),
+        (newest + 2, "replace_engine"),
+    ]
+    page = (run.path / "report.html").read_text()
+    assert "engine died: replacing 1 of 1" in page and f"resumed after step {newest}" in page
     assert checkpoints(run) == [6, 7]
     assert len(list((run.path / "checkpoints").iterdir())) == 2, "what the kill left half-written is gone"
 
@@ -123,6 +132,7 @@ def test_a_resumed_training_ends_in_the_same_weights_bit_for_bit(start: Start) -
 
     assert weights(parts) == weights(whole)
     assert [timeless(row) for row in parts.rows()] == [timeless(row) for row in whole.rows()]
+    assert [row["step"] for row in parts.rows() if "tracking/resumed" in row] == [3]
 
 
 def checkpoints(run: LiveRun) -> list[int]:
@@ -139,4 +149,4 @@ def weights(run: LiveRun) -> bytes:
 
 
 def timeless(row: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in row.items() if not key.startswith("perf/")}
+    return {key: value for key, value in row.items() if not key.startswith(("perf/", "tracking/resumed"))}

@@ -18,7 +18,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.e2e.cli_runs import MARK, PATIENCE_S, ROOT, SMALL, LiveRun, family_of, wait_until_gone
+from tests.support.cli_runs import MARK, PATIENCE_S, ROOT, SMALL, LiveRun, family_of, wait_until_gone
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 

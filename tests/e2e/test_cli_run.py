@@ -8,12 +8,18 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
-from rl.metrics import METRICS
-from tests.e2e.cli_runs import SMALL, LiveRun
+from rl.record.metrics import METRICS
+from tests.support.cli_runs import SMALL, LiveRun
+from tests.support.ranks import run_on_ranks
+from tests.support.recompute import first_step
+from trainer.config import TrainerConfig
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -53,13 +59,13 @@ def test_every_row_is_complete_and_finite(run: LiveRun) -> None:
     rows = run.rows()
     assert [row["step"] for row in rows] == list(range(STEPS + 1))
     assert {"eval/accuracy", "sync/verified_tensors", "mismatch/exact_frac"} <= rows[0].keys()
-    sometimes = {"perf/eval_seconds", "perf/checkpoint_seconds", "eval/accuracy", "eval/problems"}
+    sometimes = {"tracking/resumed", "perf/eval_seconds", "perf/checkpoint_seconds", "eval/accuracy", "eval/problems"}
     of_options = {name for name in METRICS if name.startswith(("mismatch/router_", "train/rejected_"))}
     for row in rows[1:]:
         assert METRICS.keys() - sometimes - of_options <= row.keys()
         assert all(math.isfinite(value) for value in row.values())
         assert row["tracking/nonfinite_dropped"] == 0
-    assert sometimes <= rows[-1].keys()
+    assert sometimes - {"tracking/resumed"} <= rows[-1].keys()
 
 
 def test_trainer_and_engine_agree_on_every_token(run: LiveRun) -> None:
@@ -94,9 +100,26 @@ def test_the_run_directory_is_whole(run: LiveRun) -> None:
     assert (run.path / "model/model.safetensors").is_file()
     assert "<html" in (run.path / "report.html").read_text()
     for step in range(1, STEPS + 1):
-        samples = [json.loads(line) for line in (run.path / f"rollouts/step_{step}.jsonl").read_text().splitlines()]
-        assert len(samples) == 8 and {sample["abs_diff_mean"] for sample in samples} == {0.0}
-        assert len({sample["prompt"] for sample in samples}) > 1
+        answers = rollouts(run, step)
+        assert len(answers) == 32 * 4 and {answer["abs_diff_mean"] for answer in answers} == {0.0}
+        assert len({answer["prompt"] for answer in answers}) == 32
+        assert [answer["group"] for answer in answers] == [n // 4 for n in range(32 * 4)]
+
+
+def test_a_step_is_computed_again_from_what_the_run_left(run: LiveRun, tmp_path: Path) -> None:
+    ((metrics, logprobs),) = run_on_ranks(TrainerConfig(), tmp_path, partial(first_step, run.path))
+    row, answers = run.rows()[1], rollouts(run, 1)
+    assert metrics == {name: row[name] for name in metrics} and "train/grad_norm" in metrics
+    assert logprobs == [answer["train_logprobs"] for answer in answers]
+    assert logprobs == [answer["rollout_logprobs"] for answer in answers], "as d is 0"
+    assert row["rollout/reward_mean"] == sum(answer["reward"] for answer in answers) / len(answers)
+    assert row["rollout/tokens"] == sum(len(answer["token_ids"]) for answer in answers)
+    assert {version for answer in answers for version in answer["weight_versions"]} == {0}
+
+
+def rollouts(run: LiveRun, step: int) -> list[dict[str, Any]]:
+    """The trajectories that a step has left."""
+    return [json.loads(line) for line in (run.path / f"rollouts/step_{step}.jsonl").read_text().splitlines()]
 
 
 def test_the_log_has_what_the_console_said(run: LiveRun) -> None:

@@ -12,26 +12,28 @@ import math
 import shutil
 import subprocess
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-import rl.loop
-from rl.ending import finish
-from rl.guard.events import Event, read_events
+from rl.algorithms.grpo import Grpo
+from rl.experiment import load_experiment
 from rl.loop import train
-from rl.metrics_log import read_metrics
-from rl.run_dir import RunDir, create_run_dir, write_spec
-from rl.spec import load_spec
-from rl.stack import Stack
+from rl.record.events import Event, read_events
+from rl.record.metrics_log import read_metrics
+from rl.record.run_dir import RunDir, create_run_dir
+from rl.run.ending import finish
+from rl.run.run import Run
+from rl.run.stack import Stack
 from rollout.client import EngineClient
 from rollout.handshake import REPORT_KEY
 from rollout.plugin.lifecycle import COMMIT
 from rollout.types import Trajectory
-from tests.e2e.cli_runs import FP8RL, ROOT, SMALL
-from tests.e2e.faults import MATRIX, Named, Tampered
+from tests.support.cli_runs import FP8RL, ROOT, SMALL
+from tests.support.faults import MATRIX, Named, Tampered
 from weight_sync.bridge import push
 from weight_sync.transports.tensor import TensorTransport
 
@@ -60,7 +62,7 @@ def corrupt_a_weight(stack: Stack) -> None:
     """In the engine, after the verified sync: a tampered tensor, committed at the same version."""
     transport = Tampered(TensorTransport(1 << 20), flipped_bits)
     version = stack.trainer.weight_version
-    stack.trainer.apply(push, transport, stack.numerics.rollout_spec, stack.endpoints(), version)
+    stack.trainer.apply(push, transport, stack.numerics.rollout_spec, stack.engines.endpoints(), version)
     at_each_engine(stack, EngineClient.resume)  # a sync that does not verify leaves it paused
 
 
@@ -76,7 +78,7 @@ def flipped_bits(tensors: Iterable[Named]) -> Iterator[Named]:
 def at_each_engine(stack: Stack, use: Callable[[EngineClient], Any]) -> list[Any]:
     async def run() -> list[Any]:
         answers = []
-        for endpoint in stack.endpoints():
+        for endpoint in stack.engines.endpoints():
             async with EngineClient(endpoint) as engine:
                 answers.append(await use(engine))
         return answers
@@ -141,17 +143,17 @@ class Faults:
         self.step = first - 1
         self.passes: dict[int, list[tuple[bool, float | None]]] = {}
         self._before, self._after, self._patch = before, after, patch
-        self._sample, self._advantages = rl.loop.sample, rl.loop.group_advantages
-        patch.setattr(rl.loop, "sample", self.sample)
-        patch.setattr(rl.loop, "group_advantages", self.advantages)
+        sample, advantages = Run.sample, Grpo.advantages
+        patch.setattr(Run, "sample", lambda run, *arguments: self.sample(run.stack, partial(sample, run, *arguments)))
+        patch.setattr(Grpo, "advantages", lambda grpo, *arguments: advantages(grpo, *arguments) + self.overflow)
 
-    def sample(self, stack: Stack, *arguments: Any) -> list[Trajectory]:
+    def sample(self, stack: Stack, answers: Callable[[], list[Trajectory]]) -> list[Trajectory]:
         if not self.passes:
             self._note_passes(stack)
         self.step += 1
         self.passes[self.step] = []
         self._before.get(self.step, lambda _: None)(stack)
-        return self._after.get(self.step, lambda answers: answers)(self._sample(stack, *arguments))
+        return self._after.get(self.step, lambda answers: answers)(answers())
 
     def _note_passes(self, stack: Stack) -> None:
         """Of each step, whether the routes were replayed and under which cap."""
@@ -163,9 +165,10 @@ class Faults:
 
         self._patch.setattr(stack.trainer, "forward_backward", noted)
 
-    def advantages(self, *arguments: Any, **options: Any) -> torch.Tensor:
-        """So large in step OVERFLOW that their sum is not finite."""
-        return self._advantages(*arguments, **options) + (3e38 if self.step == OVERFLOW else 0.0)
+    @property
+    def overflow(self) -> float:
+        """Added to advantages: so large in step OVERFLOW that their sum is not finite."""
+        return 3e38 if self.step == OVERFLOW else 0.0
 
 
 @pytest.fixture(scope="module")
@@ -177,7 +180,7 @@ def run(faulty: tuple[RunDir, Faults]) -> RunDir:
 @pytest.fixture(scope="module")
 def faulty(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunDir, Faults]:
     folder = tmp_path_factory.mktemp("gates")
-    spec = load_spec(
+    settings = load_experiment(
         ROOT / "examples/arithmetic.yaml",
         [
             *SMALL,
@@ -187,7 +190,7 @@ def faulty(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunDir, Faults]:
         ],
     )
     run = create_run_dir(folder, "run")
-    write_spec(run, spec.to_dict())
+    run.experiment.write_text(settings.to_yaml())
     old = OldWeights(folder / "old")
     before = {
         1: old.keep,
@@ -197,10 +200,10 @@ def faulty(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunDir, Faults]:
         DIVERGING: diverge,
     }
     after = {REPLAYED: other_experts, NAN: nan_logprobs(1), MANY_NAN: nan_logprobs(8)}
-    with pytest.MonkeyPatch.context() as patch, Stack.open(spec, run) as stack:
+    with pytest.MonkeyPatch.context() as patch, Run.open(settings, run) as live:
         faults = Faults(patch, before, after, first=1)
-        stopped = train(stack)
-        finish(stack, stopped)
+        stopped = train(live)
+        finish(live, stopped)
     assert stopped.startswith("checkpoint_and_stop: rollout/finished_fraction")
     return run, faults
 
@@ -218,9 +221,9 @@ def actions(run: RunDir, step: int) -> list[str]:
     return [event.action for event in events(run, step)]
 
 
-def replay(capsule: Path, *options: str) -> tuple[int, str, str]:
+def rescore(capsule: Path, *options: str) -> tuple[int, str, str]:
     """In a fresh process: exit code, output, errors."""
-    done = subprocess.run([FP8RL, "replay", capsule, *options], capture_output=True, text=True, timeout=400)
+    done = subprocess.run([FP8RL, "rescore", capsule, *options], capture_output=True, text=True, timeout=400)
     return done.returncode, done.stdout, done.stderr
 
 
@@ -284,20 +287,20 @@ def test_a_diverging_run_is_stopped_in_order(run: RunDir) -> None:
 
 
 @pytest.mark.parametrize("step", [CORRUPTED, STOPPED], ids=["fp8", "bf16"])
-def test_a_capsule_replays_bit_for_bit_in_a_fresh_process(run: RunDir, step: int) -> None:
-    code, printed, said = replay(run.capsule(step), "--json")
+def test_a_capsule_is_rescored_bit_for_bit_in_a_fresh_process(run: RunDir, step: int) -> None:
+    code, printed, said = rescore(run.capsule(step), "--json")
     assert (code, said) == (0, "")
     facts = json.loads(printed)
     assert facts["reproduced"] and facts["mode"] == "exact" and facts["sequences"] == 8
     assert facts["equal_tokens"] == facts["tokens"] > 50 and facts["largest_change"] == 0
-    assert all(values["recorded"] == values["rescanned"] for values in facts["metrics"].values())
+    assert all(values["recorded"] == values["rescored"] for values in facts["metrics"].values())
     recorded = {name: values["recorded"] for name, values in facts["metrics"].items()}
     assert "mismatch/router_agreement" in recorded
     assert (recorded["mismatch/exact_frac"] == 1.0) == (step == STOPPED)
 
 
 def test_weights_of_another_version_are_refused(run: RunDir) -> None:
-    code, _, said = replay(run.capsule(CORRUPTED), "--model", str(run.capsule(OLD) / "weights"))
+    code, _, said = rescore(run.capsule(CORRUPTED), "--model", str(run.capsule(OLD) / "weights"))
     assert code == 2 and said.startswith("error: weights: found ") and "--model" in said
 
 
@@ -312,11 +315,11 @@ def test_routes_are_replayed_from_the_step_on_in_which_they_differ(faulty: tuple
 
 
 def test_the_stopped_run_resumes_with_what_gates_have_changed(run: RunDir) -> None:
-    spec = load_spec(run.spec, [f"gates={json.dumps(LATER_GATES)}"])
-    with pytest.MonkeyPatch.context() as patch, Stack.open(spec, run) as stack:
+    settings = load_experiment(run.experiment, [f"gates={json.dumps(LATER_GATES)}"])
+    with pytest.MonkeyPatch.context() as patch, Run.open(settings, run) as live:
         faults = Faults(patch, {}, {TIGHTENED: too_sure}, first=STOPPED + 1)
-        assert train(stack) == ""
-        reports = at_each_engine(stack, EngineClient.internal_states)
+        assert train(live) == ""
+        reports = at_each_engine(live.stack, EngineClient.internal_states)
         assert reports[0][0][REPORT_KEY]["numerics"]["rollout"] == "bf16"
     assert [event.action for event in read_events(run.events) if event.step > STOPPED] == ["tighten_tis"]
     assert faults.passes == {TIGHTENED: [(True, 2.0), (True, 1.0)], LAST: [(True, 1.0)]}

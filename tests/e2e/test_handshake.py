@@ -12,7 +12,7 @@ import pytest
 from numerics.config import NumericsConfig
 from numerics.spec import QuantSpec
 from rollout.errors import HandshakeError
-from tests.e2e.rig import make_engine
+from tests.support.rig import make_engine
 from weight_sync.hf_checkpoint import convert_checkpoint
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]

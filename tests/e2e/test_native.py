@@ -13,13 +13,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from examples.tiny_model import TinyModel, write_tiny_model
 from numerics.config import NumericsConfig
-from rl.batching import batch_from_trajectories
-from rl.tiny_model import TinyModel, write_tiny_model
+from rl.run.batching import batch_from_trajectories
 from rollout.engine import Engine
 from rollout.tasks import Problem
 from rollout.types import Prompt, SamplingParams
-from tests.e2e.rig import Pipeline, Rig, Setup, differences, make_engine
+from tests.support.rig import Pipeline, Rig, Setup, differences, make_engine
 from trainer.actor import TrainerGroup
 from trainer.batch import TokenBatch
 from trainer.config import TrainerConfig

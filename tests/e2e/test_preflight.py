@@ -14,9 +14,9 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from rl.cli import app
-from rl.preflight import Report, run
-from rl.sides import Sides, open_sides
-from rl.spec import load_spec
+from rl.diagnose.preflight import Report, run
+from rl.experiment import load_experiment
+from rl.run.stack import Stack, open_pair
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -24,39 +24,39 @@ SPEC = "examples/arithmetic.yaml"
 
 
 @pytest.fixture(scope="module")
-def sides() -> Iterator[Sides]:
-    with open_sides(load_spec(Path(SPEC))) as both:
+def stack() -> Iterator[Stack]:
+    with open_pair(load_experiment(Path(SPEC))) as both:
         yield both
         folder = both.folder
     assert not folder.exists()
 
 
 @pytest.fixture
-def preflight(sides: Sides, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Result, Report]]:
-    """Run the command on the sides that are up already."""
+def preflight(stack: Stack, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Result, Report]]:
+    """Run the command on the stack that is up already."""
 
     @contextmanager
-    def opened(spec: object) -> Iterator[Sides]:
-        yield sides
+    def opened(*_: object, **__: object) -> Iterator[Stack]:
+        yield stack
 
     def invoke(*arguments: str) -> tuple[Result, Report]:
         result = CliRunner().invoke(app, ["preflight", SPEC, *arguments, "--json"])
         assert result.exit_code in (0, 1), (result.output, result.exception)
         return result, Report.from_json(result.stdout)
 
-    monkeypatch.setattr(run, "open_sides", opened)
+    monkeypatch.setattr(run, "open_pair", opened)
     return invoke
 
 
 def test_a_bf16_trainer_beside_an_fp8_engine_fails(
-    sides: Sides, preflight: Callable[..., tuple[Result, Report]]
+    stack: Stack, preflight: Callable[..., tuple[Result, Report]]
 ) -> None:
-    exact = sides.numerics
-    sides.numerics = replace(exact, trainer="bf16")
-    sides.trainer.apply(methodcaller("set_numerics", sides.numerics))
+    exact = stack.numerics
+    stack.numerics = replace(exact, trainer="bf16")
+    stack.trainer.apply(methodcaller("set_numerics", stack.numerics))
     result, report = preflight("numerics.trainer=bf16", "--quick")
-    sides.numerics = exact
-    sides.trainer.apply(methodcaller("set_numerics", exact))
+    stack.numerics = exact
+    stack.trainer.apply(methodcaller("set_numerics", exact))
 
     assert result.exit_code == 1
     assert report.verdicts["bytes"] is True and report.verdicts["logprobs"] is False
@@ -72,7 +72,7 @@ def test_a_bf16_trainer_beside_an_fp8_engine_fails(
 
 
 def test_the_example_passes_with_equal_logprobs_and_no_noise(
-    sides: Sides, preflight: Callable[..., tuple[Result, Report]]
+    stack: Stack, preflight: Callable[..., tuple[Result, Report]]
 ) -> None:
     """Its BF16/BF16 floor replaces the engine, so this stands last."""
     result, report = preflight()
@@ -90,7 +90,7 @@ def test_the_example_passes_with_equal_logprobs_and_no_noise(
         "sampler temperature",
     }
 
-    config = json.loads((Path(sides.spec.model.path) / "config.json").read_text())
+    config = json.loads((Path(stack.experiment.model.path) / "config.json").read_text())
     attention = [f"self_attn.{kind}_proj.weight" for kind in "qkvo"]
     experts = [
         f"mlp.experts.{i}.{kind}_proj.weight" for i in range(config["num_experts"]) for kind in ("gate", "up", "down")

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.e2e.rig import NEW_TOKENS, Rig, Setup, differences
+from tests.support.rig import NEW_TOKENS, Rig, Setup, differences
 from trainer.batch import UNKNOWN, TokenBatch
 from trainer.result import PassResult, Scored
 

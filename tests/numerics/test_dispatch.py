@@ -39,8 +39,8 @@ def test_every_kernel_stands_in_for_an_op_and_has_its_parameters():
     import inspect
 
     from numerics import digest, quantize
+    from numerics.kernels.kernels import KERNELS
     from numerics.ops import grouped
-    from numerics.triton.kernels import KERNELS
 
     definitions = {**vars(quantize), **vars(digest), **vars(grouped), **vars(ops)}
     for name, kernel in KERNELS.items():
@@ -52,7 +52,7 @@ def test_a_choice_lasts_as_long_as_its_block():
     x, weight = torch.randn(3, 128).bfloat16(), torch.ones(128).bfloat16()
     plain = ops.rms_norm(x, weight, 1e-6)
     with using("triton"):
-        from numerics.triton import norm
+        from numerics.kernels import norm
 
         assert torch.equal(ops.rms_norm(x, weight, 1e-6), norm.rms_norm(x, weight, 1e-6))
         with using("torch"):

@@ -8,14 +8,15 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 from typer.testing import CliRunner
 
+from examples.tiny_model import TinyModel, write_tiny_model
 from numerics.errors import UserError
 from rl import cli
 from rl.cli import app
-from rl.run_dir import create_run_dir, write_spec
-from rl.tiny_model import TinyModel, write_tiny_model
-from tests.rl.test_interrupts import handlers  # noqa: F401
+from rl.record.run_dir import create_run_dir
+from tests.support.paths import ROOT
 
 
 def invoke(*arguments: str | Path) -> tuple[int, str]:
@@ -36,7 +37,8 @@ def test_the_command_line_starts_without_the_heavy_libraries() -> None:
 
 def test_the_driver_never_imports_megatron_or_sglang() -> None:
     code = (
-        "import rl.preconditions, rl.stack, rl.loop, rl.ending, rl.preflight, rl.attribution.offline, sys; "
+        "import rl.experiment.preconditions, rl.run.run, rl.loop, rl.run.ending, rl.diagnose.preflight; "
+        "import rl.diagnose.attribution.offline, sys; "
         "print(sorted({m.split('.')[0] for m in sys.modules} & {'megatron', 'mbridge', 'sglang', 'apex'}))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
@@ -49,7 +51,7 @@ def test_report_of_a_run_and_of_nothing(tmp_path: Path) -> None:
         2,
         f"error: report: found no spec.yaml in {run.path}, expected a run directory. Correct the path.\n",
     )
-    write_spec(run, {"run": {"name": "it"}})
+    run.experiment.write_text(yaml.safe_dump({"run": {"name": "it"}}))
     run.metrics.write_text(json.dumps({"step": 1, "train/loss": 0.5}) + "\n")
     assert invoke("report", run.path) == (0, f"{run.report}\n")
     assert run.report.is_file()
@@ -75,7 +77,7 @@ def test_the_demo_is_found_from_the_repository_only(tmp_path: Path, monkeypatch:
 def test_the_demo_runs_the_example_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
     monkeypatch.setattr(cli, "_train", lambda *arguments, **options: calls.append((arguments, options)))
-    monkeypatch.chdir(Path(__file__).parents[2])
+    monkeypatch.chdir(ROOT)
     assert invoke("demo", "run.steps=2")[0] == 0
     assert calls == [((Path("examples/arithmetic.yaml"), ["run.name=demo", "run.steps=2"]), {"overwrite": True})]
 

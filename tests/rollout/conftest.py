@@ -7,11 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from rollout.config import RolloutConfig
 from rollout.server import SGLangServer
-
-EOS = 7
-VOCABULARY = 64
+from tests.support.servers import EOS, VOCABULARY, small_config
 
 
 @pytest.fixture(scope="session")
@@ -33,10 +30,6 @@ def server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     )
     yield running
     running.stop()
-
-
-def small_config(**changes: object) -> RolloutConfig:
-    return RolloutConfig(**{"context_length": 512, "max_total_tokens": 8192, **changes})
 
 
 def _make_model(folder: Path, seed: int) -> Path:

@@ -10,6 +10,7 @@ import pytest
 from rollout.arguments import server_arguments, server_environment
 from rollout.config import RolloutConfig
 from rollout.plugin import CONFIG_VARIABLE
+from tests.support.paths import EXAMPLES
 
 COMMON = (
     "--model-path m --dtype bfloat16 --skip-tokenizer-init --host 127.0.0.1 --port 4000 --log-level warning "
@@ -52,7 +53,7 @@ def test_what_the_config_asks_for() -> None:
 @pytest.mark.parametrize(("cuda", "mode", "extra"), CASES)
 def test_sglang_knows_every_argument(cuda: bool, mode: str, extra: str) -> None:
     server_args = pytest.importorskip("sglang.srt.server_args")
-    model = Path(__file__).parents[2] / "examples/models/tiny_qwen3_moe"
+    model = EXAMPLES / "models/tiny_qwen3_moe"
     config = RolloutConfig(chunked_prefill_size=96, prefix_cache=False)
     parsed = server_args.prepare_server_args(arguments_for(config, cuda=cuda, mode=mode, routes=True, model=model))
     assert (parsed.random_seed, parsed.weight_version, parsed.max_total_tokens) == (5, "2", 32768)

@@ -17,7 +17,7 @@ from rollout.client import EngineClient, expand_versions, parse_completion
 from rollout.errors import EngineError
 from rollout.server import SGLangServer
 from rollout.types import Completion, Endpoint, SamplingParams
-from tests.rollout.conftest import EOS, VOCABULARY
+from tests.support.servers import EOS, VOCABULARY, use, use_endpoint
 
 Result = TypeVar("Result")
 
@@ -37,18 +37,6 @@ def answer(**meta: Any) -> dict[str, Any]:
             **meta,
         },
     }
-
-
-def use(server: SGLangServer, action: Callable[[EngineClient], Awaitable[Result]]) -> Result:
-    return use_endpoint(server.endpoint, action)
-
-
-def use_endpoint(endpoint: Endpoint, action: Callable[[EngineClient], Awaitable[Result]]) -> Result:
-    async def run() -> Result:
-        async with EngineClient(endpoint, timeout_s=60) as client:
-            return await action(client)
-
-    return asyncio.run(run())
 
 
 def test_versions_expand_to_one_per_token() -> None:

@@ -18,9 +18,7 @@ from rollout.errors import EngineDiedError, EngineError, HandshakeError, StaleWe
 from rollout.handshake import Handshake
 from rollout.scratch import sweep
 from rollout.types import SamplingParams, Trajectory
-from tests.rollout.conftest import EOS, small_config
-from tests.rollout.test_sampler import prompts
-from tests.rollout.test_server import group_members, shared_memory, wait_until
+from tests.support.servers import EOS, group_members, prompts, shared_memory, small_config, wait_until
 
 SAMPLING = SamplingParams(max_new_tokens=24, stop_token_ids=(EOS,))
 EXPECTED = Handshake(spec_digest="0", numerics={}, hooks=(), versions={}, weight_version=0)

@@ -12,10 +12,8 @@ from rollout.client import EngineClient
 from rollout.errors import EngineError, StaleWeightsError
 from rollout.sampler import check_versions, sample_groups, sample_groups_as_completed
 from rollout.server import SGLangServer
-from rollout.tasks import Problem
-from rollout.types import Completion, Prompt, SamplingParams, Trajectory
-from tests.rollout.conftest import EOS
-from tests.rollout.test_client import use
+from rollout.types import Completion, SamplingParams, Trajectory
+from tests.support.servers import EOS, prompts, use
 
 SAMPLING = SamplingParams(max_new_tokens=12, stop_token_ids=(EOS,))
 
@@ -45,10 +43,6 @@ class ScriptedClient:
     def answer(self, row: int) -> Completion:
         routes = torch.full((2, 1, 1), row, dtype=torch.int16)
         return Completion([100 + row], [-0.5], [self.version], True, routes)
-
-
-def prompts(count: int) -> list[Prompt]:
-    return [Prompt(Problem(f"q{i}", f"#### {i}"), [10 + i, 20 + i]) for i in range(count)]
 
 
 def test_groups_come_in_the_order_of_their_prompts() -> None:

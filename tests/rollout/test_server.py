@@ -8,7 +8,6 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -18,7 +17,7 @@ from numerics.errors import UserError
 from rollout.errors import EngineDiedError, EngineError
 from rollout.scratch import make_scratch, note_shared_memory, sweep
 from rollout.server import SGLangServer, log_tail
-from tests.rollout.conftest import small_config
+from tests.support.servers import group_members, shared_memory, small_config, wait_until
 
 # The owner: starts a server in a second thread that ends at once, as a Ray actor's may, prints the server's pid, waits.
 OWNER = """
@@ -40,37 +39,10 @@ time.sleep(600)
 """
 
 
-def wait_until(condition: Callable[[], bool], seconds: float) -> bool:
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        if condition():
-            return True
-        time.sleep(0.05)
-    return False
-
-
-def group_members(leader: int) -> list[psutil.Process]:
-    """Live processes of a process group, found without the code under test."""
-    members = []
-    for process in psutil.process_iter():
-        try:
-            if os.getpgid(process.pid) == leader and process.status() != psutil.STATUS_ZOMBIE:
-                members.append(process)
-        except (ProcessLookupError, psutil.NoSuchProcess):
-            continue
-    return members
-
-
 def launched_since(before: set[int]) -> list[psutil.Process]:
     """Live engine processes that were not among the process ids `before`, and are descendants of this one."""
     descendants = psutil.Process().children(recursive=True)
     return [p for p in descendants if p.pid not in before and p.status() != psutil.STATUS_ZOMBIE]
-
-
-def shared_memory(processes: list[psutil.Process]) -> set[Path]:
-    """Files that SGLang shares between the processes and that nobody has removed yet."""
-    paths = {Path(region.path) for process in processes for region in process.memory_maps()}
-    return {path for path in paths if path.name.startswith("sglang_") and path.exists()}
 
 
 def test_a_taken_port_is_refused_before_anything_starts(tiny_model: Path, tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +11,11 @@ import torch
 
 from numerics.config import NumericsConfig
 from numerics.spec import QuantSpec
-from tests.trainer.models import LENGTH, write_model
+from tests.support.models import LENGTH, write_model
+from tests.support.trainers import MakeTrainer
 from trainer import parallel
 from trainer.config import TrainerConfig
 from trainer.parallel import Layout
-
-MakeTrainer = Callable[..., Any]
 
 
 @pytest.fixture(scope="session")

@@ -16,9 +16,9 @@ from safetensors.torch import load_file
 from numerics.config import NumericsConfig
 from numerics.errors import UserError
 from numerics.spec import QuantSpec
-from tests.trainer.batches import Poisoned, cross_entropy, random_batch
-from tests.trainer.conftest import MakeTrainer
-from tests.trainer.models import LENGTH
+from tests.support.batches import Poisoned, cross_entropy, random_batch
+from tests.support.models import LENGTH
+from tests.support.trainers import MakeTrainer
 from trainer.actor import TrainerDiedError, TrainerGroup
 from trainer.config import TrainerConfig
 

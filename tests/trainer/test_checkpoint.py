@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from numerics.errors import UserError
-from tests.trainer.batches import cross_entropy, random_batch
-from tests.trainer.conftest import MakeTrainer
+from tests.support.batches import cross_entropy, random_batch
+from tests.support.trainers import MakeTrainer
 
 pytestmark = pytest.mark.slow
 

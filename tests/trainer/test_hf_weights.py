@@ -15,9 +15,9 @@ from numerics.config import NumericsConfig
 from numerics.names import place_of
 from numerics.quantize import QuantizedTensor, quantize
 from numerics.spec import QuantSpec
-from tests.trainer.blockwise import BlockwiseWeight
-from tests.trainer.models import LAYERS, LENGTH
-from tests.trainer.ranks import run_on_ranks
+from tests.support.blockwise import BlockwiseWeight
+from tests.support.models import LAYERS, LENGTH
+from tests.support.ranks import run_on_ranks
 from trainer import te_weights
 from trainer.config import TrainerConfig
 from trainer.hf_weights import HFWeights

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from numerics.dispatch import using
-from tests.trainer.batches import cross_entropy, random_batch
-from tests.trainer.conftest import MakeTrainer
-from tests.trainer.models import write_model
+from tests.support.batches import cross_entropy, random_batch
+from tests.support.models import write_model
+from tests.support.trainers import MakeTrainer
 
 pytestmark = pytest.mark.slow
 

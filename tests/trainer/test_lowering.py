@@ -13,56 +13,13 @@ import pytest
 from numerics.config import NumericsConfig
 from numerics.errors import UserError
 from numerics.spec import QuantSpec
+from tests.support.lowering import DEFAULT, FP8, FUSED, RECIPE, native
 from trainer.lowering import Lowering, lower
 
 POW2 = QuantSpec.preset("fp8_block_pow2")
-FUSED = {"bias_activation_fusion": True, "apply_rope_fusion": True}
 # Megatron 0.16.1: TransformerConfig.
-FP8 = {
-    **FUSED,
-    "fp8": "e4m3",
-    "fp8_recipe": "blockwise",
-    "fp8_param": True,
-    "first_last_layers_bf16": False,
-    "num_layers_at_start_in_bf16": 0,
-    "num_layers_at_end_in_bf16": 0,
-}
 # TransformerEngine 2.20.2: what `Float8BlockScaling()` has without any environment variable.
-RECIPE = {
-    "fp8_format.name": "E4M3",
-    "fp8_quant_fwd_inp.power_2_scale": True,
-    "fp8_quant_fwd_inp.amax_epsilon": 0.0,
-    "fp8_quant_fwd_weight.power_2_scale": True,
-    "fp8_quant_fwd_weight.amax_epsilon": 0.0,
-    "fp8_quant_bwd_grad.power_2_scale": True,
-    "fp8_quant_bwd_grad.amax_epsilon": 0.0,
-    "x_block_scaling_dim": 1,
-    "w_block_scaling_dim": 2,
-    "grad_block_scaling_dim": 1,
-    "fp8_gemm_fprop.use_split_accumulator": True,
-    "fp8_gemm_dgrad.use_split_accumulator": True,
-    "fp8_gemm_wgrad.use_split_accumulator": True,
-    "fp8_dpa": False,
-    "fp8_mha": False,
-    "backward_override": None,
-}
-DEFAULT = Lowering(
-    transformer_engine=True,
-    config=FP8,
-    ddp={"fp8_param_gather": True},
-    optimizer={"fp8_recipe": "blockwise"},
-    environment={"NVTE_FP8_BLOCK_SCALING_FP32_SCALES": None, "NVTE_BACKWARD_OVERRIDE": None},
-    recipe=RECIPE,
-    row_multiple=16,
-)
 FP32_SCALES = {f"fp8_quant_{role}.power_2_scale": False for role in ("fwd_inp", "fwd_weight", "bwd_grad")}
-
-
-def native(
-    trainer: str = "fp8", rollout: str = "fp8", preset: str = "fp8_block_pow2", **changes: Any
-) -> NumericsConfig:
-    spec = QuantSpec.preset(preset).override(changes)
-    return NumericsConfig(mode="native", spec=spec, trainer=trainer, rollout=rollout)
 
 
 def test_the_default_spec() -> None:
@@ -144,7 +101,7 @@ module.is_te_min_version = lambda *_, **__: True
 import megatron.core.models.common.embeddings.rope_utils as rope
 rope.fused_apply_rotary_pos_emb = object()
 import torch
-from tests.trainer.test_lowering import native
+from tests.support.lowering import native
 from trainer.config import TrainerConfig
 from trainer.hf_config import ModelShape
 from trainer.megatron_config import transformer_config

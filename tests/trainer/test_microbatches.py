@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from tests.trainer.batches import random_batch
+from tests.support.batches import random_batch
 from trainer.microbatches import pad_to_multiple, plan
 
 

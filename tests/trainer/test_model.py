@@ -14,9 +14,9 @@ from numerics.config import NumericsConfig
 from numerics.errors import UserError
 from numerics.spec import QuantSpec
 from numerics.weight_cache import WeightCache
-from tests.trainer.batches import random_batch
-from tests.trainer.conftest import MakeTrainer
-from tests.trainer.models import LENGTH, VOCAB, reference, write_model
+from tests.support.batches import random_batch
+from tests.support.models import LENGTH, VOCAB, reference, write_model
+from tests.support.trainers import MakeTrainer
 from trainer.config import TrainerConfig
 from trainer.hf_config import read_shape
 from trainer.lowering import Lowering

@@ -73,5 +73,7 @@ def test_one_expert_per_token_is_refused_where_megatron_cannot_normalise_it() ->
 
 
 def test_the_checks_of_the_driver_do_not_import_megatron() -> None:
-    source = "import sys, rl.preconditions, rl.spec; sys.exit(any(name.startswith('megatron') for name in sys.modules))"
+    source = (
+        "import sys, rl.experiment.preconditions; sys.exit(any(name.startswith('megatron') for name in sys.modules))"
+    )
     assert subprocess.run([sys.executable, "-c", source], timeout=120).returncode == 0

@@ -15,10 +15,10 @@ from torch import Tensor
 from numerics import ops
 from numerics.config import NumericsConfig
 from numerics.spec import QuantSpec
-from tests.trainer.batches import cross_entropy, random_batch
-from tests.trainer.conftest import MakeTrainer
-from tests.trainer.models import LENGTH, VOCAB, reference, write_model
-from tests.trainer.ranks import run_on_ranks
+from tests.support.batches import cross_entropy, random_batch
+from tests.support.models import LENGTH, VOCAB, reference, write_model
+from tests.support.ranks import run_on_ranks
+from tests.support.trainers import MakeTrainer
 from trainer.config import TrainerConfig
 from trainer.parallel import Layout
 from trainer.result import RankPassResult

@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM
 
 from numerics.errors import UserError
 from numerics.traced_ops import key, places, places_in
-from tests.trainer.batches import random_batch
-from tests.trainer.models import LAYERS
+from tests.support.batches import random_batch
+from tests.support.models import LAYERS
 from trainer.op_trace import trace_ops
 
 

@@ -16,10 +16,10 @@ from torch import Tensor
 from numerics.config import NumericsConfig
 from numerics.errors import UserError
 from numerics.spec import QuantSpec
-from tests.trainer.batches import Poisoned, cross_entropy, random_batch, random_routes
-from tests.trainer.conftest import MakeTrainer
-from tests.trainer.models import LENGTH
-from tests.trainer.ranks import run_on_ranks
+from tests.support.batches import Poisoned, cross_entropy, random_batch, random_routes
+from tests.support.models import LENGTH
+from tests.support.ranks import run_on_ranks
+from tests.support.trainers import MakeTrainer
 from trainer.batch import TokenBatch
 from trainer.config import TrainerConfig
 from trainer.parallel import Layout

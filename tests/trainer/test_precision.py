@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from numerics.errors import UserError
-from tests.trainer.batches import cross_entropy, random_batch
-from tests.trainer.conftest import MakeTrainer
-from tests.trainer.models import EXPERTS
+from tests.support.batches import cross_entropy, random_batch
+from tests.support.models import EXPERTS
+from tests.support.trainers import MakeTrainer
 
 
 @pytest.mark.parametrize("mode", ["exact", "native"])

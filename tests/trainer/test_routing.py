@@ -14,9 +14,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from numerics import ops
-from tests.trainer.batches import cross_entropy, random_batch, random_routes
-from tests.trainer.conftest import MakeTrainer
-from tests.trainer.models import EXPERTS, LAYERS, TOP_K, reference, write_model
+from tests.support.batches import cross_entropy, random_batch, random_routes
+from tests.support.models import EXPERTS, LAYERS, TOP_K, reference, write_model
+from tests.support.trainers import MakeTrainer
 from trainer.batch import UNKNOWN, TokenBatch
 
 BATCH: dict[str, Any] = {"rows": 9, "longest": 50, "temperature": 0.9}

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from numerics.errors import UserError
-from tests.trainer.test_lowering import DEFAULT, RECIPE, native
+from tests.support.lowering import DEFAULT, RECIPE, native
 from trainer import te_runtime
 from trainer.lowering import BACKWARD, FP32_SCALES, Lowering, lower
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from numerics import ops
-from tests.trainer.batches import Poisoned, cross_entropy, random_batch
-from tests.trainer.conftest import MakeTrainer
-from tests.trainer.models import reference
+from tests.support.batches import Poisoned, cross_entropy, random_batch
+from tests.support.models import reference
+from tests.support.trainers import MakeTrainer
 from trainer.config import TrainerConfig
 from trainer.lowering import Lowering
 

@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
+from examples.tiny_model import TinyModel, write_tiny_model
 from numerics.spec import QuantSpec
-from rl.tiny_model import TinyModel, write_tiny_model
 from weight_sync import hf_checkpoint
 from weight_sync.hf_checkpoint import convert_checkpoint, quantization_config, write_served_checkpoint
 from weight_sync.quantized import served_tensors

@@ -13,9 +13,9 @@ from torch import Tensor
 from numerics.config import NumericsConfig
 from numerics.quantize import dequantize
 from numerics.spec import QuantSpec
-from tests.trainer.batches import cross_entropy, random_batch
-from tests.trainer.models import LAYERS, LENGTH, write_model
-from tests.trainer.ranks import run_on_ranks
+from tests.support.batches import cross_entropy, random_batch
+from tests.support.models import LAYERS, LENGTH, write_model
+from tests.support.ranks import run_on_ranks
 from trainer.config import TrainerConfig
 from trainer.parallel import Layout
 

@@ -10,7 +10,7 @@ from numerics.config import NumericsConfig
 from numerics.errors import UserError
 from numerics.spec import QuantSpec
 from rollout import plugin
-from rollout.plugin import engine, hooks
+from rollout.plugin import hooks, state
 from rollout.plugin.hooks import Hook, hooks_for, install
 
 registry = pytest.importorskip("sglang.srt.plugins.hook_registry")
@@ -32,8 +32,8 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     """What is registered with SGLang, in a process that is configured."""
     calls: list[tuple[Any, ...]] = []
     monkeypatch.setattr(registry.HookRegistry, "register", lambda *call: calls.append(call))
-    monkeypatch.setattr(engine, "_state", None)
-    engine.configure(NumericsConfig(spec=FP8))
+    monkeypatch.setattr(state, "_state", None)
+    state.configure(NumericsConfig(spec=FP8))
     return calls
 
 
@@ -43,7 +43,7 @@ def test_hooks_that_fit_are_registered_and_reported(registered: list[tuple[Any, 
         ("sglang.srt.plugins.hook_registry.HookRegistry.apply_hooks", hooked, registry.HookType.AFTER),
         ("sglang.srt.plugins.load_plugins_by_group", hooked, registry.HookType.AROUND),
     ]
-    assert engine.state().hooks == (GOOD.target, ALSO_GOOD.target)
+    assert state.state().hooks == (GOOD.target, ALSO_GOOD.target)
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,7 @@ def test_one_hook_that_does_not_fit_and_nothing_is_hooked(
     with pytest.raises(RuntimeError, match="nothing was hooked") as error:
         install([GOOD, bad, ALSO_GOOD])
     assert registered == []
-    assert engine.state().hooks == ()
+    assert state.state().hooks == ()
     assert error.match(said)
     assert error.match(hooks.SGLANG_VERSION)
     assert GOOD.path not in str(error.value)
@@ -158,11 +158,11 @@ def test_without_a_configuration_the_plugin_does_nothing(
 ) -> None:
     """Stock SGLang in the same environment stays stock."""
     monkeypatch.delenv(plugin.CONFIG_VARIABLE, raising=False)
-    monkeypatch.setattr(engine, "_state", None)
+    monkeypatch.setattr(state, "_state", None)
     plugin.register()
     assert registered == []
     with pytest.raises(RuntimeError, match="not configured in this process"):
-        engine.state()
+        state.state()
 
 
 @pytest.mark.parametrize("text", ["not json", "{}", '{"numerics": {"mode": "exact"}}'])

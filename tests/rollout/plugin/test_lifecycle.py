@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from numerics.config import NumericsConfig
-from rollout.plugin import engine, lifecycle
-from tests.rollout.plugin.served_model import SPEC, build, hf_tensors_served
+from rollout.plugin import lifecycle, state
+from tests.support.served_model import SPEC, build, hf_tensors_served
 from weight_sync.manifest import Recorder
 
 TENSORS = hf_tensors_served(0)
@@ -19,8 +19,8 @@ TENSORS = hf_tensors_served(0)
 @pytest.fixture(autouse=True)
 def loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     """A scheduler process in which SGLang has just loaded the model."""
-    monkeypatch.setattr(engine, "_state", None)
-    engine.configure(NumericsConfig(spec=SPEC))
+    monkeypatch.setattr(state, "_state", None)
+    state.configure(NumericsConfig(spec=SPEC))
     runner = SimpleNamespace(model=build(TENSORS), server_args=SimpleNamespace(weight_version="3"))
     lifecycle.after_load_model(None, runner)
 
@@ -37,14 +37,14 @@ def manifest(version: str) -> dict[str, str]:
 
 def test_a_loaded_model_is_committed_under_the_servers_version() -> None:
     assert check(lifecycle.MANIFEST)["checksums"] == manifest("3")
-    assert engine.state().weights.version == "3"
+    assert state.state().weights.version == "3"
 
 
 def test_an_update_takes_the_version_away_and_a_commit_gives_the_next() -> None:
     lifecycle.before_update(object(), "any", "arguments")
-    assert engine.state().weights.version is None
+    assert state.state().weights.version is None
     assert check(lifecycle.COMMIT + "4")["checksums"] == manifest("4")
-    assert engine.state().weights.version == "4"
+    assert state.state().weights.version == "4"
 
 
 def test_no_forward_between_an_update_and_its_commit() -> None:
@@ -71,4 +71,4 @@ def test_the_report_says_what_runs() -> None:
     assert report["numerics"] == NumericsConfig(spec=SPEC).to_dict()
     assert (report["row_invariant"], report["row_variant_ops"]) == (True, [])
     lifecycle.before_update()
-    assert engine.report()["weight_version"] is None
+    assert state.report()["weight_version"] is None

@@ -14,7 +14,7 @@ from numerics.config import NumericsConfig
 from numerics.dispatch import Implementation, using
 from numerics.quantize import fake_quantize, quantize
 from numerics.spec import QuantSpec
-from rollout.plugin import engine, native
+from rollout.plugin import native, state
 
 pytest.importorskip("sglang.srt.layers.activation")
 
@@ -35,9 +35,9 @@ def test_fp8_experts_follow_sglangs_order_of_operations(monkeypatch: pytest.Monk
     for name, quantized in (("w13_weight", w13), ("w2_weight", w2)):
         layer.register_parameter(name, nn.Parameter(quantized.data, requires_grad=False))
         layer.register_parameter(f"{name}_scale_inv", nn.Parameter(quantized.scale_inv, requires_grad=False))
-    monkeypatch.setattr(engine, "_state", None)
-    engine.configure(NumericsConfig(mode="native", spec=SPEC))
-    engine.state().weights.attach(layer, "0")
+    monkeypatch.setattr(state, "_state", None)
+    state.configure(NumericsConfig(mode="native", spec=SPEC))
+    state.state().weights.attach(layer, "0")
 
     dispatched = SimpleNamespace(hidden_states=x, topk_output=(weights, experts.int(), None))
     found = native.fp8_moe(None, layer, dispatched).hidden_states
@@ -66,8 +66,8 @@ def product(x: Tensor, weight: Tensor) -> Tensor:
 def fp8_kernel(monkeypatch: pytest.MonkeyPatch) -> Any:
     """SGLang's module of quantizers as the plugin leaves it on a GPU."""
     module = pytest.importorskip("sglang.kernels.ops.quantization.fp8_kernel")
-    monkeypatch.setattr(engine, "_state", None)
-    engine.configure(NumericsConfig(mode="native", spec=SPEC))
+    monkeypatch.setattr(state, "_state", None)
+    state.configure(NumericsConfig(mode="native", spec=SPEC))
     monkeypatch.setattr(module, "_run_per_token_group_quant_8bit_kernel", native.quantize_groups)
     monkeypatch.setattr(module, "sglang_per_token_quant_fp8", native.quantize_only_group)
     return module

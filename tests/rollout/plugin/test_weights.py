@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from rollout.plugin import weights as plugin_weights
 from rollout.plugin.weights import ServedWeights, hf_tensors
-from tests.rollout.plugin.served_model import ATTENTION, DENSE, MOE, SPEC, build, hf_tensors_served, load
+from tests.support.served_model import ATTENTION, DENSE, MOE, SPEC, build, hf_tensors_served, load
 from weight_sync.manifest import Manifest, Recorder
 
 OLD, NEW = hf_tensors_served(0), hf_tensors_served(1)

@@ -1,0 +1,195 @@
+"""Write a small random Qwen3-MoE or dense Qwen3 as a Hugging Face directory: `python -m examples.tiny_model --out DIR`.
+
+Every quantized matrix is aligned to the 128 x 128 blocks. The tokenizer is character level: printable ASCII, newline
+and six special tokens in the first 102 ids, the rest of the vocabulary unused. A chat renders as
+`<|user|>Q<|assistant|>`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+
+from numerics.errors import UserError, user_error
+
+SPECIAL = ("<|pad|>", "<|endoftext|>", "<|im_end|>", "<|system|>", "<|user|>", "<|assistant|>")
+CHARACTERS = ("\n", *(chr(code) for code in range(32, 127)))
+PAD, EOS = SPECIAL.index("<|pad|>"), SPECIAL.index("<|im_end|>")
+CHAT_TEMPLATE = (
+    "{% for m in messages %}{{ '<|' + m['role'] + '|>' + m['content'] }}"
+    "{% if m['role'] == 'assistant' %}{{ '<|im_end|>' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+ROPE_THETA = 10000.0
+
+
+@dataclass(frozen=True)
+class TinyModel:
+    """Dimensions; `experts = 0` gives a dense model, `intermediate` is the width of each expert or of the dense MLP."""
+
+    layers: int = 2
+    hidden: int = 128
+    heads: int = 2
+    kv_heads: int = 1
+    head_dim: int = 128
+    intermediate: int = 128
+    experts: int = 8
+    top_k: int = 2
+    vocab: int = 128
+    max_positions: int = 2048
+    tied: bool = False
+    """The output projection is the embedding."""
+    renormalize: bool = True
+    """The chosen experts' probabilities are divided by their sum."""
+
+
+def write_tiny_model(out: Path, shape: TinyModel = TinyModel(), seed: int = 0) -> None:
+    """Write config, BF16 safetensors and tokenizer to the new directory `out`; appears whole or not at all.
+
+    Raises:
+        UserError: `out` exists, or the vocabulary is too small for the characters.
+    """
+    if out.exists():
+        raise user_error("--out", found=str(out), expected="a path that does not exist yet", remedy="Remove it first.")
+    smallest = len(SPECIAL) + len(CHARACTERS)
+    if shape.vocab <= smallest:
+        raise user_error(
+            "--vocab", found=shape.vocab, expected=f"more than {smallest}, the tokens in use", remedy="Raise --vocab."
+        )
+    out.parent.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
+    try:
+        model = build_model(shape, seed)
+        model.to(torch.bfloat16).save_pretrained(temporary)
+        _tokenizer(shape).save_pretrained(temporary)
+        _add_older_spellings(temporary, shape)
+        temporary.chmod(0o755)
+        temporary.rename(out)
+    except BaseException:
+        shutil.rmtree(temporary)
+        raise
+
+
+def build_model(shape: TinyModel, seed: int) -> PreTrainedModel:
+    """The model with random FP32 weights; the global generator is left as it was."""
+    common: dict[str, Any] = {
+        "vocab_size": shape.vocab,
+        "hidden_size": shape.hidden,
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads,
+        "head_dim": shape.head_dim,
+        "max_position_embeddings": shape.max_positions,
+        "rope_parameters": {"rope_type": "default", "rope_theta": ROPE_THETA},
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": shape.tied,
+        "attention_bias": False,
+        "bos_token_id": None,
+        "eos_token_id": EOS,
+        "pad_token_id": PAD,
+    }
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        if shape.experts == 0:
+            model: PreTrainedModel = Qwen3ForCausalLM(Qwen3Config(intermediate_size=shape.intermediate, **common))
+        else:
+            model = Qwen3MoeForCausalLM(
+                Qwen3MoeConfig(
+                    intermediate_size=shape.intermediate * shape.top_k,
+                    moe_intermediate_size=shape.intermediate,
+                    num_experts=shape.experts,
+                    num_experts_per_tok=shape.top_k,
+                    norm_topk_prob=shape.renormalize,
+                    decoder_sparse_step=1,
+                    mlp_only_layers=[],
+                    **common,
+                )
+            )
+    assert model.generation_config is not None
+    model.generation_config.eos_token_id = EOS
+    model.generation_config.pad_token_id = PAD
+    return model
+
+
+def _tokenizer(shape: TinyModel) -> PreTrainedTokenizerFast:
+    tokens = [*SPECIAL, *CHARACTERS]
+    tokens += [f"<|extra_{index}|>" for index in range(shape.vocab - len(tokens))]
+    tokenizer = Tokenizer(
+        models.WordLevel({token: index for index, token in enumerate(tokens)}, unk_token="<|extra_0|>")
+    )
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL])
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="<|pad|>",
+        eos_token="<|im_end|>",
+        unk_token="<|extra_0|>",
+        clean_up_tokenization_spaces=False,
+        model_max_length=shape.max_positions,
+    )
+    fast.chat_template = CHAT_TEMPLATE
+    return fast
+
+
+def _add_older_spellings(path: Path, shape: TinyModel) -> None:
+    """transformers 5 renames keys that transformers 4 and serving engines read: write both spellings."""
+    config = {"rope_theta": ROPE_THETA, "torch_dtype": "bfloat16"}
+    if shape.experts:
+        config["num_experts"] = config["num_local_experts"] = shape.experts
+    _update_json(path / "config.json", config)
+    _update_json(
+        path / "tokenizer_config.json",
+        {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": CHAT_TEMPLATE},
+    )
+
+
+def _update_json(path: Path, changes: dict[str, Any]) -> None:
+    values = json.loads(path.read_text(encoding="utf-8"))
+    values.pop("backend", None)
+    path.write_text(json.dumps(values | changes, indent=2) + "\n", encoding="utf-8")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m examples.tiny_model", description="Write a small random model.")
+    parser.add_argument("--out", type=Path, required=True, help="directory to create")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--layers", type=int, default=TinyModel.layers)
+    parser.add_argument("--hidden", type=int, default=TinyModel.hidden)
+    parser.add_argument("--heads", type=int, default=TinyModel.heads)
+    parser.add_argument("--kv-heads", type=int, default=TinyModel.kv_heads)
+    parser.add_argument("--head-dim", type=int, default=TinyModel.head_dim)
+    parser.add_argument("--intermediate", type=int, default=TinyModel.intermediate, help="width of an expert or MLP")
+    parser.add_argument("--experts", type=int, default=TinyModel.experts)
+    parser.add_argument("--top-k", type=int, default=TinyModel.top_k)
+    parser.add_argument("--vocab", type=int, default=TinyModel.vocab)
+    parser.add_argument("--max-positions", type=int, default=TinyModel.max_positions)
+    parser.add_argument("--dense", action="store_true", help="a dense Qwen3 instead of a mixture of experts")
+    values = vars(parser.parse_args())
+    out, seed = values.pop("out"), values.pop("seed")
+    if values.pop("dense"):
+        values["experts"] = 0
+    try:
+        write_tiny_model(out, TinyModel(**values), seed)
+    except UserError as error:
+        parser.exit(2, f"{error}\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,227 @@
+"""Causal attention on the tensor core: `numerics.ops.attention`, contiguous and paged.
+
+A program holds 128 rows: the queries of one sequence in order, and of each the heads that share a key head, so that a
+new token fills several rows. It takes the keys in splits of 128, in order, and merges them with the online softmax
+(Milakov and Gimelshein 2018) as FlashAttention 2 does (Dao 2023). Prefill, chunk and decode run the same tile; keys are
+never spread over programs; and a split that a row does not see multiplies its sums by 1 and adds 0. A query's bits
+therefore depend on nothing but the query and the keys that it sees.
+
+Rounding: scores and sums FP32; weights are rounded to BF16 for their product with the values (the definition keeps
+FP32), which are summed in FP32 and rounded once. Multiplications that are followed by an addition are written as
+`tl.fma` and the compiler may fuse no others: the loops with and without mask must agree in every bit.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from numerics.errors import user_error
+from numerics.kernels.arithmetic import cast, dot, load
+from numerics.kernels.attention_backward import LOG2_E, attention_backward
+from numerics.kernels.memory import dense_rows
+
+_ROWS = 128
+"""Rows of a program: query tokens times the query heads that share a key head."""
+
+
+def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, positions: torch.Tensor, scale: float) -> torch.Tensor:
+    """softmax(q k^T * scale) v over the keys t <= positions[b, i].
+
+    q BF16 [B, Q, heads, D]; k, v BF16 [B, T, kv heads, D], key t at position t; positions int64 [B, Q], not negative;
+    scale > 0. Returns BF16 [B, Q, heads, D].
+
+    Raises:
+        UserError: another dtype, or a head size that is no power of two from 16 to 256.
+    """
+    _check(q, k, v)
+    return _Attention.apply(*(dense_rows(x) for x in (q, k, v)), positions, scale)
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, positions: torch.Tensor, scale: float
+    ) -> torch.Tensor:
+        batch, length, heads, dim = q.shape
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        logsumexp = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+        group = heads // k.shape[2]
+        _forward_kernel[triton.cdiv(length * group, _ROWS), k.shape[2], batch](
+            *(q, k, v, out, logsumexp, positions, positions, positions, positions),
+            *(*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *positions.stride()),
+            *(batch, length, k.shape[1], heads, scale * LOG2_E),
+            **_constants(paged=False, sequences=1, group=group, dim=dim),
+        )
+        ctx.save_for_backward(q, k, v, positions, out, logsumexp)
+        ctx.scale = scale
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, None, None]:
+        q, k, v, positions, out, logsumexp = ctx.saved_tensors
+        dout = dense_rows(grads[0])
+        return *attention_backward(dout, q, k, v, positions, out, logsumexp, ctx.scale), None, None
+
+
+def paged_attention(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    table: torch.Tensor,
+    requests: torch.Tensor,
+    new: torch.Tensor,
+    lengths: torch.Tensor,
+    scale: float,
+) -> torch.Tensor:
+    """Causal attention of new tokens over a paged cache; see `numerics.ops.attention.paged_attention`.
+
+    Never waits for the device: the grid is the largest that this many tokens of this many sequences can need, and
+    programs beyond the last tile leave at once.
+    """
+    _check(q, k_cache, v_cache)
+    tokens, heads, dim = q.shape
+    sequences, group = len(requests), heads // k_cache.shape[1]
+    requests, new, lengths = (x.contiguous() for x in (requests, new, lengths))
+    q, k_cache, v_cache = (dense_rows(x) for x in (q, k_cache, v_cache))
+    out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
+    most_tiles = tokens * group // _ROWS + sequences
+    _forward_kernel[most_tiles, k_cache.shape[1], 1](
+        *(q, k_cache, v_cache, out, out, table, requests, new, lengths),
+        *(0, *q.stride()[:2], 0, *k_cache.stride()[:2], 0, *v_cache.stride()[:2], *table.stride()),
+        *(sequences, tokens, 0, heads, scale * LOG2_E),
+        **_constants(paged=True, sequences=triton.next_power_of_2(max(sequences, 1)), group=group, dim=dim),
+    )
+    return out
+
+
+def _constants(paged: bool, sequences: int, group: int, dim: int) -> dict[str, Any]:
+    keys = 128 if dim <= 128 else 64  # of larger heads, two stages of 128 keys do not fit into shared memory
+    shape = {"PAGED": paged, "SEQUENCES": sequences, "GROUP": group, "ROWS": _ROWS, "KEYS": keys, "D": dim}
+    return shape | {"num_warps": 8, "num_stages": 2, "enable_fp_fusion": False}
+
+
+def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    """Raises UserError unless the kernels know these dtypes and head sizes."""
+    dim = q.shape[-1]
+    if {q.dtype, k.dtype, v.dtype} != {torch.bfloat16}:
+        dtypes = [str(x.dtype) for x in (q, k, v)]
+        raise user_error("attention", found=dtypes, expected="BF16 q, k and v", remedy="Cast them.")
+    if not 16 <= dim <= 256 or dim & (dim - 1):
+        expected = "a power of two from 16 to 256"
+        raise user_error("attention head size", found=dim, expected=expected, remedy="Run the ops on torch.")
+    if k.shape != v.shape or k.shape[-1] != dim or q.shape[-2] % k.shape[-2]:
+        found = [list(x.shape) for x in (q, k, v)]
+        expected = "k and v of one shape, D of q, and kv heads that divide its heads"
+        raise user_error("attention", found=found, expected=expected, remedy="Check the model's head counts.")
+
+
+@triton.jit
+def _forward_kernel(
+    q_ptr, k_ptr, v_ptr, out_ptr, logsumexp_ptr, positions_ptr, requests_ptr, new_ptr, lengths_ptr,
+    q_batch, q_token, q_head, k_batch, k_token, k_head, v_batch, v_token, v_head, positions_row, positions_column,
+    sequences, queries, keys, heads, scale,
+    PAGED: tl.constexpr, SEQUENCES: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+    D: tl.constexpr,
+):  # fmt: skip
+    """positions_ptr: positions [B, Q] of contiguous queries, the table [rows, max] of a paged cache."""
+    key_head = tl.program_id(1)
+    if PAGED:
+        sequence, tile, first, queries = _find_sequence(new_ptr, sequences, SEQUENCES, GROUP, ROWS)
+        if sequence >= sequences:
+            return
+        keys = tl.load(lengths_ptr + sequence).to(tl.int32)
+        positions_ptr += tl.load(requests_ptr + sequence).to(tl.int64) * positions_row
+    else:
+        sequence, tile = tl.program_id(2), tl.num_programs(0) - 1 - tl.program_id(0)  # the longest first
+        first = sequence * queries
+        q_ptr += sequence.to(tl.int64) * q_batch
+        k_ptr += sequence.to(tl.int64) * k_batch
+        v_ptr += sequence.to(tl.int64) * v_batch
+        positions_ptr += sequence.to(tl.int64) * positions_row
+
+    row = tile * ROWS + tl.arange(0, ROWS)
+    query = tl.minimum(row // GROUP, queries - 1)  # rows beyond the last repeat it, and are not stored
+    head = key_head * GROUP + row % GROUP
+    token = (first + query).to(tl.int64)
+    column = tl.arange(0, D)
+    if PAGED:
+        position = keys - queries + query
+        q_row = token * q_token
+    else:
+        position = tl.load(positions_ptr + query.to(tl.int64) * positions_column).to(tl.int32)
+        q_row = query.to(tl.int64) * q_token
+    q = tl.load(q_ptr + (q_row + head * q_head)[:, None] + column[None, :])
+    k_ptr += key_head * k_head
+    v_ptr += key_head * v_head
+
+    peak = tl.full((ROWS,), float("-inf"), tl.float32)
+    total = tl.zeros((ROWS,), tl.float32)
+    out = tl.zeros((ROWS, D), tl.float32)
+    stop = tl.minimum(tl.max(position) + 1, keys)
+    whole = tl.minimum(tl.maximum(tl.min(position) + 1, 0), keys) // KEYS * KEYS  # every row sees all of these
+    slot = _slots(positions_ptr, 0, keys, positions_column, PAGED, KEYS)
+    for MASKED in tl.static_range(2):
+        for start in range(whole if MASKED else 0, stop if MASKED else whole, KEYS):
+            peak, total, out = _merge_split(
+                q, k_ptr, v_ptr, slot, start, keys, position, peak, total, out, k_token, v_token, scale, MASKED, KEYS, D
+            )
+            # The next split's, ahead of its keys, whose loads would wait for them.
+            slot = _slots(positions_ptr, start + KEYS, keys, positions_column, PAGED, KEYS)
+
+    total = tl.where(total == 0.0, 1.0, total)  # a sequence without keys, as in a padded CUDA graph, gives zeros
+    stored = row < queries * GROUP
+    where = token * heads + head
+    result = cast(out / total[:, None], tl.bfloat16)
+    tl.store(out_ptr + where[:, None] * D + column[None, :], result, mask=stored[:, None])
+    if not PAGED:
+        tl.store(logsumexp_ptr + where, tl.fma(peak, scale, tl.log2(total)), mask=stored)
+
+
+@triton.jit
+def _find_sequence(new_ptr, sequences, SEQUENCES: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr):
+    """The sequence of this program (`sequences` if it has none), its tile in it, its first token, its new tokens."""
+    index = tl.arange(0, SEQUENCES)
+    new = tl.load(new_ptr + index, mask=index < sequences, other=0).to(tl.int32)
+    tiles = tl.cdiv(new * GROUP, ROWS)
+    before = tl.cumsum(tiles, 0) <= tl.program_id(0)
+    sequence = tl.sum(before.to(tl.int32), 0)
+    own = index == sequence
+    tile = tl.program_id(0) - tl.sum(tl.where(before, tiles, 0), 0)
+    longest_first = tl.sum(tl.where(own, tiles, 0), 0) - 1 - tile
+    return sequence, longest_first, tl.sum(tl.where(before, new, 0), 0), tl.sum(tl.where(own, new, 0), 0)
+
+
+@triton.jit
+def _slots(table_ptr, start, keys, table_column, PAGED: tl.constexpr, KEYS: tl.constexpr):
+    """Where the keys from `start` on lie: in a paged cache where the table says."""
+    key = start + tl.arange(0, KEYS)
+    return tl.load(table_ptr + key * table_column, mask=key < keys, other=0) if PAGED else key
+
+
+@triton.jit
+def _merge_split(
+    q, k_ptr, v_ptr, slot, start, keys, position, peak, total, out, k_token, v_token, scale,
+    MASKED: tl.constexpr, KEYS: tl.constexpr, D: tl.constexpr,
+):  # fmt: skip
+    """Keys start to start + KEYS. Without MASKED all of them exist and every row sees them."""
+    key = start + tl.arange(0, KEYS)
+    exists = key < keys
+    column, slot = tl.arange(0, D), slot.to(tl.int64)
+    # Keys that do not exist are zeros, for 0 times what lies there might be NaN.
+    k = load(k_ptr + (slot * k_token)[None, :] + column[:, None], exists[None, :], MASKED)
+    scores = dot(q, k, tl.zeros((q.shape[0], KEYS), tl.float32))
+    if MASKED:
+        seen = (key[None, :] <= position[:, None]) & exists[None, :]
+        scores = tl.where(seen, scores, float("-inf"))
+    # Key 0 comes first and every row sees it: the peak is finite from here on.
+    new_peak = tl.maximum(peak, tl.max(scores, 1))
+    weights = tl.exp2(tl.fma(scores, scale, -(new_peak * scale)[:, None]))
+    rescale = tl.exp2((peak - new_peak) * scale)
+    total = tl.fma(total, rescale, tl.sum(weights, 1))
+    v = load(v_ptr + (slot * v_token)[:, None] + column[None, :], exists[:, None], MASKED)
+    out = dot(cast(weights, tl.bfloat16), v, out * rescale[:, None])
+    return new_peak, total, out

@@ -1,0 +1,158 @@
+"""The gradient of `numerics.kernels.attention`, in the two kernels of FlashAttention 2 (Dao 2023), without atomics.
+
+The weights are computed anew from the saved log-sum-exp. One kernel holds a tile of queries and adds over the keys
+(dq), the other holds a tile of keys and adds over the queries, and over the heads that share the key (dk and dv), each
+in order: the gradient is the same in every run. Sums FP32; weights and score gradients are rounded to BF16 for their
+products.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from numerics.kernels.arithmetic import cast, dot, load
+
+LOG2_E = math.log2(math.e)
+"""exp(x) = exp2(x * LOG2_E)"""
+
+
+def attention_backward(
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    positions: torch.Tensor,
+    out: torch.Tensor,
+    logsumexp: torch.Tensor,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """dq [B, Q, heads, D], dk and dv [B, T, kv heads, D] in BF16; their arguments' last strides are 1.
+
+    logsumexp: FP32 [B, Q, heads], log2 of the sum of exp2(score * scale * LOG2_E).
+    """
+    batch, length, heads, dim = q.shape
+    keys, key_heads = k.shape[1:3]
+    group = heads // key_heads
+    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+    delta = torch.empty_like(logsumexp)  # of each row, what the softmax's gradient subtracts
+    tensors = (q, k, v, dout, out, logsumexp, delta, positions)
+    strides = [*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *dout.stride()[:3], *positions.stride()]
+    sizes = (length, keys, heads, scale * LOG2_E, scale)
+    long, short = (128, 64) if dim <= 128 else (64, 64)
+    constants: dict[str, Any] = {"GROUP": group, "D": dim, "num_warps": 8, "num_stages": 2}
+    _dq_kernel[triton.cdiv(length * group, long), key_heads, batch](
+        *(*tensors, dq, *strides, *sizes), ROWS=long, KEYS=short, **constants
+    )
+    _dkv_kernel[triton.cdiv(keys, long), key_heads, batch](
+        *(*tensors, dk, dv, *strides, *sizes), ROWS=short, KEYS=long, **constants
+    )
+    return dq, dk, dv
+
+
+@triton.jit
+def _dq_kernel(
+    q_ptr, k_ptr, v_ptr, dout_ptr, out_ptr, logsumexp_ptr, delta_ptr, positions_ptr, dq_ptr,
+    q_batch, q_token, q_head, k_batch, k_token, k_head, v_batch, v_token, v_head,
+    dout_batch, dout_token, dout_head, positions_row, positions_column, queries, keys, heads, exp2_scale, scale,
+    GROUP: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)  # the longest first
+    key_head, sequence = tl.program_id(1), tl.program_id(2).to(tl.int64)
+    row = tile * ROWS + tl.arange(0, ROWS)
+    stored = row < queries * GROUP
+    query = tl.minimum(row // GROUP, queries - 1).to(tl.int64)
+    head = key_head * GROUP + row % GROUP
+    column = tl.arange(0, D)
+    position = tl.load(positions_ptr + sequence * positions_row + query * positions_column).to(tl.int32)
+    q = tl.load(q_ptr + (sequence * q_batch + query * q_token + head * q_head)[:, None] + column[None, :])
+    dout = tl.load(
+        dout_ptr + (sequence * dout_batch + query * dout_token + head * dout_head)[:, None] + column[None, :]
+    )
+    where = (sequence * queries + query) * heads + head
+    out = tl.load(out_ptr + where[:, None] * D + column[None, :])
+    delta = tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1)
+    tl.store(delta_ptr + where, delta, mask=stored)
+    logsumexp = tl.load(logsumexp_ptr + where)
+
+    dq = tl.zeros((ROWS, D), tl.float32)
+    k_ptr += sequence * k_batch + key_head * k_head
+    v_ptr += sequence * v_batch + key_head * v_head
+    stop = tl.minimum(tl.max(position) + 1, keys)
+    whole = tl.minimum(tl.maximum(tl.min(position) + 1, 0), keys) // KEYS * KEYS  # every row sees all of these
+    for MASKED in tl.static_range(2):
+        for start in range(whole if MASKED else 0, stop if MASKED else whole, KEYS):
+            key = start + tl.arange(0, KEYS)
+            exists = key < keys
+            far = key.to(tl.int64)[:, None]
+            k = load(k_ptr + far * k_token + column[None, :], exists[:, None], MASKED)
+            v = load(v_ptr + far * v_token + column[None, :], exists[:, None], MASKED)
+            scores = dot(q, tl.trans(k), tl.zeros((ROWS, KEYS), tl.float32))
+            weights = tl.exp2(tl.fma(scores, exp2_scale, -logsumexp[:, None]))
+            if MASKED:
+                weights = tl.where((key[None, :] <= position[:, None]) & exists[None, :], weights, 0.0)
+            dweights = dot(dout, tl.trans(v), tl.zeros((ROWS, KEYS), tl.float32))
+            dscores = weights * (dweights - delta[:, None])
+            dq = dot(cast(dscores, tl.bfloat16), k, dq)
+    tl.store(dq_ptr + where[:, None] * D + column[None, :], cast(dq * scale, tl.bfloat16), mask=stored[:, None])
+
+
+@triton.jit
+def _dkv_kernel(
+    q_ptr, k_ptr, v_ptr, dout_ptr, out_ptr, logsumexp_ptr, delta_ptr, positions_ptr, dk_ptr, dv_ptr,
+    q_batch, q_token, q_head, k_batch, k_token, k_head, v_batch, v_token, v_head,
+    dout_batch, dout_token, dout_head, positions_row, positions_column, queries, keys, heads, exp2_scale, scale,
+    GROUP: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
+    tile, key_head, sequence = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    key = tile * KEYS + tl.arange(0, KEYS)
+    exists = key < keys
+    column = tl.arange(0, D)
+    far = tl.minimum(key, keys - 1).to(tl.int64)[:, None]
+    k = tl.load(k_ptr + sequence * k_batch + key_head * k_head + far * k_token + column[None, :])
+    v = tl.load(v_ptr + sequence * v_batch + key_head * v_head + far * v_token + column[None, :])
+    positions_ptr += sequence * positions_row
+    q_ptr += sequence * q_batch + key_head * GROUP * q_head
+    dout_ptr += sequence * dout_batch + key_head * GROUP * dout_head
+
+    dk = tl.zeros((KEYS, D), tl.float32)
+    dv = tl.zeros((KEYS, D), tl.float32)
+    first = _first_query_at(tile * KEYS, positions_ptr, positions_column, queries) * GROUP // ROWS * ROWS
+    for start in range(first, queries * GROUP, ROWS):
+        row = start + tl.arange(0, ROWS)
+        real = row < queries * GROUP
+        query = (row // GROUP).to(tl.int64)
+        head = row % GROUP
+        position = tl.load(positions_ptr + query * positions_column, mask=real, other=-1).to(tl.int32)
+        where = (sequence * queries + query) * heads + key_head * GROUP + head
+        logsumexp = tl.load(logsumexp_ptr + where, mask=real, other=0.0)
+        delta = tl.load(delta_ptr + where, mask=real, other=0.0)
+        q_row, dout_row = query * q_token + head * q_head, query * dout_token + head * dout_head
+        q = tl.load(q_ptr + q_row[:, None] + column[None, :], mask=real[:, None], other=0.0)
+        dout = tl.load(dout_ptr + dout_row[:, None] + column[None, :], mask=real[:, None], other=0.0)
+        scores = dot(k, tl.trans(q), tl.zeros((KEYS, ROWS), tl.float32))
+        weights = tl.exp2(tl.fma(scores, exp2_scale, -logsumexp[None, :]))
+        weights = tl.where(key[:, None] <= position[None, :], weights, 0.0)
+        dv = dot(cast(weights, tl.bfloat16), dout, dv)
+        dweights = dot(v, tl.trans(dout), tl.zeros((KEYS, ROWS), tl.float32))
+        dscores = weights * (dweights - delta[None, :])
+        dk = dot(cast(dscores, tl.bfloat16), q, dk)
+    where = ((sequence * keys + far) * (heads // GROUP) + key_head) * D + column[None, :]
+    tl.store(dk_ptr + where, cast(dk * scale, tl.bfloat16), mask=exists[:, None])
+    tl.store(dv_ptr + where, cast(dv, tl.bfloat16), mask=exists[:, None])
+
+
+@triton.jit
+def _first_query_at(position, positions_ptr, positions_column, queries):
+    """The first query at this position or behind it, `queries` if there is none."""
+    BLOCK: tl.constexpr = 1024
+    first = queries
+    for start in range(0, queries, BLOCK):
+        query = start + tl.arange(0, BLOCK)
+        found = tl.load(positions_ptr + query.to(tl.int64) * positions_column, mask=query < queries, other=-1)
+        first = tl.minimum(first, tl.min(tl.where(found >= position, query, queries), 0))
+    return first

@@ -1,0 +1,147 @@
+"""The experts of an MoE layer: `numerics.ops.experts` and `numerics.ops.grouped`, without a wait for the host."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from numerics.kernels.grouped import grouped_gemm, grouped_matmul, grouped_wgrad, grouped_wgrad_matmul
+from numerics.kernels.linear import Weight
+from numerics.kernels.quantize import quantize_columns, quantize_rows, quantize_rows_and_columns
+from numerics.kernels.swiglu import swiglu, swiglu_backward, swiglu_quantize
+from numerics.kernels.tiles import Tiles, make_tiles
+from numerics.ops.experts import ExpertWeights
+from numerics.ops.linear import Backward
+from numerics.spec import QuantSpec
+
+
+def experts(
+    x: torch.Tensor,
+    counts: torch.Tensor,
+    w13: ExpertWeights,
+    w2: ExpertWeights,
+    spec: QuantSpec | None = None,
+    backward: Backward = "fp8",
+) -> torch.Tensor:
+    """`numerics.ops.experts`; where all of it is FP8, SwiGLU is quantized where it is computed."""
+    fused = backward == "fp8" or not torch.is_grad_enabled()
+    if spec is None or not fused or w13.operand is None or w2.operand is None:
+        hidden = swiglu(grouped_linear(x, counts, w13.weights, w13.operand, spec, backward))
+        return grouped_linear(hidden, counts, w2.weights, w2.operand, spec, backward)
+    if not torch.is_grad_enabled():  # an engine's hundreds of matrices need not go through autograd one by one
+        return _forward(x, make_tiles(counts.to(x.device), len(x)), spec, w13.operand, w2.operand)[0]
+    return _Experts.apply(x, counts, spec, w13.operand, w2.operand, *w13.weights, *w2.weights)
+
+
+def grouped_linear(
+    x: torch.Tensor,
+    counts: torch.Tensor,
+    weights: Sequence[torch.Tensor] | torch.Tensor,
+    operand: Weight | None = None,
+    spec: QuantSpec | None = None,
+    backward: Backward = "fp8",
+) -> torch.Tensor:
+    """`numerics.ops.grouped.grouped_linear`. Unquantized weights that are not stacked are copied together."""
+    if operand is None or spec is None:
+        stacked = weights if isinstance(weights, torch.Tensor) else torch.stack([w.detach() for w in weights])
+        return _Grouped.apply(x, counts, stacked, *weights)
+    return _Fp8Grouped.apply(x, counts, operand, spec, backward, *weights)
+
+
+class _Grouped(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, counts: torch.Tensor, stacked: torch.Tensor, *weights: torch.Tensor) -> Any:
+        ctx.tiles = make_tiles(counts.to(x.device), len(x))
+        ctx.save_for_backward(x, stacked)
+        return grouped_matmul(x, stacked, ctx.tiles, x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+        x, stacked = ctx.saved_tensors
+        dx = grouped_matmul(grads[0].contiguous(), stacked.transpose(1, 2).contiguous(), ctx.tiles, x.dtype)
+        dw = grouped_wgrad_matmul(grads[0], x, ctx.tiles, stacked.dtype)
+        return dx, None, None, *dw.unbind(0)
+
+
+class _Fp8Grouped(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        counts: torch.Tensor,
+        operand: Weight,
+        spec: QuantSpec,
+        backward: Backward,
+        *weights: torch.Tensor,
+    ) -> torch.Tensor:
+        tiles = make_tiles(counts.to(x.device), len(x))
+        ctx.save_for_backward(x)
+        ctx.tiles, ctx.operand, ctx.spec, ctx.backward, ctx.dtype = tiles, operand, spec, backward, weights[0].dtype
+        return grouped_gemm(quantize_rows(x, spec.activation), operand.codes, tiles, x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+        (x,) = ctx.saved_tensors
+        spec, tiles = ctx.spec, ctx.tiles
+        if ctx.backward == "fp8":
+            columns = quantize_columns(x, spec.activation, tiles)
+            dx, dw = _gradients(grads[0], columns, ctx.operand, spec, tiles, x.dtype, ctx.dtype)
+        else:
+            dy = grads[0].contiguous()
+            dx = grouped_matmul(dy, ctx.operand.dequantized().transpose(1, 2).contiguous().to(dy.dtype), tiles, x.dtype)
+            dw = grouped_wgrad_matmul(dy, quantize_rows(x, spec.activation).dequantize(dy.dtype), tiles, ctx.dtype)
+        return dx, None, None, None, None, *dw.unbind(0)
+
+
+class _Experts(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        counts: torch.Tensor,
+        spec: QuantSpec,
+        w13: Weight,
+        w2: Weight,
+        *weights: torch.Tensor,
+    ) -> torch.Tensor:
+        tiles = make_tiles(counts.to(x.device), len(x))
+        out, gate_up = _forward(x, tiles, spec, w13, w2)
+        ctx.save_for_backward(x, gate_up)
+        ctx.tiles, ctx.spec, ctx.w13, ctx.w2, ctx.dtype = tiles, spec, w13, w2, weights[0].dtype
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+        x, gate_up = ctx.saved_tensors
+        spec, tiles = ctx.spec, ctx.tiles
+        hidden = quantize_columns(swiglu(gate_up), spec.activation, tiles)
+        dhidden, dw2 = _gradients(grads[0], hidden, ctx.w2, spec, tiles, x.dtype, ctx.dtype)
+        dgate_up = swiglu_backward(gate_up, dhidden)
+        inputs = quantize_columns(x, spec.activation, tiles)
+        dx, dw13 = _gradients(dgate_up, inputs, ctx.w13, spec, tiles, x.dtype, ctx.dtype)
+        return dx, None, None, None, None, *dw13.unbind(0), *dw2.unbind(0)
+
+
+def _forward(
+    x: torch.Tensor, tiles: Tiles, spec: QuantSpec, w13: Weight, w2: Weight
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The experts' outputs [T, H], and what SwiGLU was taken of [T, 2F]."""
+    gate_up = grouped_gemm(quantize_rows(x, spec.activation), w13.codes, tiles, x.dtype)
+    return grouped_gemm(swiglu_quantize(gate_up, spec.activation), w2.codes, tiles, x.dtype), gate_up
+
+
+def _gradients(
+    dy: torch.Tensor,
+    columns: Any,
+    operand: Weight,
+    spec: QuantSpec,
+    tiles: Tiles,
+    dtype: torch.dtype,
+    weight_dtype: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """dx [T, K] and dw [E, N, K] of a grouped FP8 product, from dy [T, N] and the columns of its input."""
+    dy_rows, dy_columns = quantize_rows_and_columns(dy.contiguous(), spec.gradient, spec.gradient, tiles)
+    dx = grouped_gemm(dy_rows, operand.transposed, tiles, dtype)
+    return dx, grouped_wgrad(dy_columns, columns, tiles, weight_dtype)

@@ -1,0 +1,34 @@
+"""The kernels by the name of the op that they implement (`numerics.dispatch`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from numerics.kernels.attention import attention, paged_attention
+from numerics.kernels.combine import combine
+from numerics.kernels.digest import chunk_sums
+from numerics.kernels.experts import experts, grouped_linear
+from numerics.kernels.linear import (
+    fp8_linear,
+    fp8_linear_partial,
+    group_operand,
+    linear,
+    linear_partial,
+    norm_fp8_linear,
+    trained_operand,
+    weight_operand,
+)
+from numerics.kernels.logprobs import token_logprobs
+from numerics.kernels.norm import add_rms_norm, rms_norm
+from numerics.kernels.quantize import quantize, quantize_many
+from numerics.kernels.rope import rope
+from numerics.kernels.router import route, top_experts
+from numerics.kernels.swiglu import swiglu
+
+_ALL = (
+    add_rms_norm, attention, chunk_sums, combine, experts, fp8_linear, fp8_linear_partial, group_operand,
+    grouped_linear, linear, linear_partial, norm_fp8_linear, paged_attention, quantize, quantize_many,
+    rms_norm, rope, route, swiglu, token_logprobs, top_experts, trained_operand, weight_operand,
+)  # fmt: skip
+KERNELS: dict[str, Callable[..., Any]] = {kernel.__name__: kernel for kernel in _ALL}

@@ -1,0 +1,167 @@
+"""The products of `numerics.ops.linear`: FP8 codes on the tensor core, forward and backward."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from numerics.kernels.gemm import gemm, matmul
+from numerics.kernels.norm import rms_norm, rms_norm_backward, rms_norm_quantize
+from numerics.kernels.quantize import quantize_both_ways, quantize_columns, quantize_rows, quantize_rows_and_columns
+from numerics.ops.linear import Backward, wide_mm
+from numerics.quantize import QuantizedTensor
+from numerics.spec import QuantSpec, TensorSpec
+
+
+@dataclasses.dataclass(frozen=True)
+class Weight:
+    """A quantized weight, or the stacked ones of all experts, as FP8 products take it: the codes themselves.
+
+    codes: data [..., N, K], scale_inv [..., N / 128, K / 128]. An engine's are its parameters, not a copy.
+    quantized_transpose: data [..., K, N], of a weight that was quantized to be trained.
+    """
+
+    codes: QuantizedTensor
+    quantized_transpose: QuantizedTensor | None = None
+
+    @functools.cached_property
+    def transposed(self) -> QuantizedTensor:
+        """[..., K, N], for the gradient of the input."""
+        if self.quantized_transpose is not None:
+            return self.quantized_transpose
+        data = self.codes.data.view(torch.uint8).transpose(-1, -2).contiguous().view(self.codes.data.dtype)
+        return QuantizedTensor(data, self.codes.scale_inv.transpose(-1, -2).contiguous(), self.codes.spec)
+
+    def dequantized(self) -> torch.Tensor:
+        """[..., N, K], for gradients in BF16; not kept."""
+        return self.codes.dequantize()
+
+
+def weight_operand(quantized: QuantizedTensor) -> Weight:
+    """`numerics.ops.weight_operand`."""
+    return Weight(quantized)
+
+
+def trained_operand(weight: torch.Tensor, spec: TensorSpec) -> Weight:
+    """`numerics.ops.trained_operand`: codes and their transpose in one pass."""
+    codes, transposed = (
+        QuantizedTensor(both.data[0], both.scale_inv[0], spec) for both in quantize_both_ways([weight], spec)
+    )
+    return Weight(codes, transposed)
+
+
+def group_operand(weights: Sequence[torch.Tensor], spec: TensorSpec) -> Weight:
+    """`numerics.ops.group_operand`: all experts, codes and transposes, in one launch."""
+    return Weight(*quantize_both_ways(weights, spec))
+
+
+def linear(x: torch.Tensor, weight: torch.Tensor, k_splits: int = 1) -> torch.Tensor:
+    """`numerics.ops.linear`."""
+    return _Linear.apply(x, weight, x.dtype, k_splits)
+
+
+def linear_partial(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """`numerics.ops.linear_partial`."""
+    return _Linear.apply(x, weight, torch.float32, 1)
+
+
+def fp8_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    operand: Weight,
+    spec: QuantSpec,
+    backward: Backward = "fp8",
+    k_splits: int = 1,
+) -> torch.Tensor:
+    """`numerics.ops.fp8_linear`."""
+    return _Fp8Linear.apply(x, None, weight, operand, spec, backward, x.dtype, k_splits, 0.0)
+
+
+def fp8_linear_partial(
+    x: torch.Tensor, weight: torch.Tensor, operand: Weight, spec: QuantSpec, backward: Backward = "fp8"
+) -> torch.Tensor:
+    """`numerics.ops.fp8_linear_partial`."""
+    return _Fp8Linear.apply(x, None, weight, operand, spec, backward, torch.float32, 1, 0.0)
+
+
+def norm_fp8_linear(
+    x: torch.Tensor,
+    norm_weight: torch.Tensor,
+    eps: float,
+    weight: torch.Tensor,
+    operand: Weight,
+    spec: QuantSpec,
+    backward: Backward = "fp8",
+) -> torch.Tensor:
+    """`numerics.ops.norm_fp8_linear`: the norm is quantized where it is computed, and computed anew for backward."""
+    return _Fp8Linear.apply(x, norm_weight, weight, operand, spec, backward, x.dtype, 1, eps)
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype, k_splits: int) -> torch.Tensor:
+        rows = x.reshape(-1, x.shape[-1])
+        ctx.save_for_backward(rows, weight)
+        ctx.shape = x.shape
+        if rows.dtype != weight.dtype:
+            rows, weight = rows.float(), weight.float()
+        return matmul(rows, weight, dtype, k_splits).view(*x.shape[:-1], weight.shape[0])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None, None]:
+        rows, weight = ctx.saved_tensors
+        dy = grads[0].reshape(-1, weight.shape[0]).to(rows.dtype)
+        dx = wide_mm(dy, weight).to(rows.dtype).view(ctx.shape) if ctx.needs_input_grad[0] else None
+        dw = wide_mm(dy.t(), rows).to(weight.dtype) if ctx.needs_input_grad[1] else None
+        return dx, dw, None, None
+
+
+class _Fp8Linear(torch.autograd.Function):
+    """The product of x, or of its norm where there is a norm_weight."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        norm_weight: torch.Tensor | None,
+        weight: torch.Tensor,
+        operand: Weight,
+        spec: QuantSpec,
+        backward: Backward,
+        dtype: torch.dtype,
+        k_splits: int,
+        eps: float,
+    ) -> torch.Tensor:
+        rows = x.reshape(-1, x.shape[-1])
+        if norm_weight is None:
+            quantized, inverse_rms = quantize_rows(rows, spec.activation), None
+        else:
+            quantized, inverse_rms = rms_norm_quantize(rows, norm_weight, eps, spec.activation)
+        ctx.save_for_backward(rows, norm_weight, inverse_rms)
+        ctx.operand, ctx.spec, ctx.backward, ctx.eps = operand, spec, backward, eps
+        ctx.shape, ctx.weight_dtype = x.shape, weight.dtype
+        return gemm(quantized, operand.codes, dtype, k_splits).view(*x.shape[:-1], weight.shape[0])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+        rows, norm_weight, inverse_rms = ctx.saved_tensors
+        spec: QuantSpec = ctx.spec
+        dy = grads[0].reshape(-1, grads[0].shape[-1]).to(rows.dtype)
+        inputs = rows if norm_weight is None else rms_norm(rows, norm_weight, ctx.eps)
+        dw = dnorm = None
+        if ctx.backward == "fp8":
+            dy_rows, dy_columns = quantize_rows_and_columns(dy, spec.gradient, spec.gradient)
+            dx = gemm(dy_rows, ctx.operand.transposed, rows.dtype)
+            if ctx.needs_input_grad[2]:
+                dw = gemm(dy_columns, quantize_columns(inputs, spec.activation), ctx.weight_dtype)
+        else:
+            dx = wide_mm(dy, ctx.operand.dequantized()).to(rows.dtype)
+            if ctx.needs_input_grad[2]:
+                dw = wide_mm(dy.t(), quantize_rows(inputs, spec.activation).dequantize()).to(ctx.weight_dtype)
+        if norm_weight is not None:
+            dx, dnorm = rms_norm_backward(dx, rows, norm_weight, inverse_rms)
+        return dx.view(ctx.shape), dnorm, dw, *(None,) * 6

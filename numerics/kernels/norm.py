@@ -1,0 +1,187 @@
+"""RMSNorm: `numerics.ops.norm`, alone, after a residual add, and quantized on the way out.
+
+A row's sum of squares has one order in every variant, so that the fused ones give the bits of the plain one.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from numerics.kernels.arithmetic import cast, pairwise_sum
+from numerics.kernels.memory import as_rows
+from numerics.kernels.quantize import empty_rows, format_constants
+from numerics.kernels.rounding import GROUP, absolute, encode, inverse, scale_from_amax
+from numerics.quantize import QuantizedTensor
+from numerics.spec import TensorSpec
+
+_ELEMENTS = 4096  # of a program: several short rows (the heads), or one long one
+_PROGRAMS = 256  # that share the rows in the backward: two for each multiprocessor
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """`numerics.ops.rms_norm`."""
+    return _RmsNorm.apply(x, weight, eps)
+
+
+def add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`numerics.ops.add_rms_norm`, in one pass."""
+    return _AddRmsNorm.apply(x, residual, weight, eps)
+
+
+def rms_norm_quantize(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, spec: TensorSpec
+) -> tuple[QuantizedTensor, torch.Tensor]:
+    """`quantize(rms_norm(x), spec)` of x [T, H] in groups of 128, and 1 / rms(x), FP32 [T]. No gradient."""
+    out = empty_rows(x.shape, spec, x.device)
+    _, _, inverse_rms = _launch(x, weight, eps, quantized=out)
+    return out, inverse_rms
+
+
+class _RmsNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        normed, _, inverse_rms = _launch(x, weight, eps)
+        ctx.save_for_backward(x, weight, inverse_rms)
+        return normed
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+        return *rms_norm_backward(grads[0], *ctx.saved_tensors), None
+
+
+class _AddRmsNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        normed, total, inverse_rms = _launch(x, weight, eps, residual=residual)
+        ctx.save_for_backward(total, weight, inverse_rms)
+        return normed, total
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, None]:
+        dx, dweight = rms_norm_backward(grads[0], *ctx.saved_tensors)
+        dx = dx + grads[1]
+        return dx, dx, dweight, None
+
+
+def rms_norm_backward(
+    dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, inverse_rms: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The gradients of x [..., H] and of weight [H]. Deterministic: each program adds up its own rows, in order."""
+    hidden = x.shape[-1]
+    flat, dy = as_rows(x), as_rows(dy)
+    dx = torch.empty_like(flat, memory_format=torch.contiguous_format)
+    block = _block(hidden)
+    programs = min(_PROGRAMS, max(1, triton.cdiv(len(flat), block["ROWS"])))
+    partial = torch.zeros(programs, hidden, dtype=torch.float32, device=x.device)
+    _backward_kernel[(programs,)](
+        *(flat, dy, weight, inverse_rms, dx, partial), *(len(flat), hidden, flat.stride(0), dy.stride(0)), **block
+    )
+    return dx.view(x.shape), partial.sum(0).to(weight.dtype)
+
+
+def _launch(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    residual: torch.Tensor | None = None,
+    quantized: QuantizedTensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(normed, x + residual, 1 / rms); what is not asked for is x."""
+    hidden = x.shape[-1]
+    flat = as_rows(x)
+    other = flat if residual is None else residual.reshape(-1, hidden).contiguous()
+    total = flat if residual is None else torch.empty_like(other)
+    normed = flat if quantized else torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    inverse_rms = torch.empty(len(flat), dtype=torch.float32, device=x.device)
+    block = _block(hidden)
+    if x.numel():
+        _forward_kernel[(triton.cdiv(len(flat), block["ROWS"]),)](
+            *(flat, other, weight, normed, total, inverse_rms),
+            *((quantized.data, quantized.scale_inv) if quantized else (normed, inverse_rms)),
+            *(len(flat), hidden, flat.stride(0), eps, *(quantized.scale_inv.stride() if quantized else (0, 0))),
+            ADD=residual is not None,
+            QUANTIZE=quantized is not None,
+            **format_constants(quantized.spec if quantized else None),
+            **block,
+        )
+    return normed, total.view(x.shape), inverse_rms
+
+
+def _block(hidden: int) -> dict[str, Any]:
+    groups = triton.next_power_of_2(triton.cdiv(hidden, GROUP.value))
+    rows = max(1, _ELEMENTS // (groups * GROUP.value))
+    # A product fused into a sum is rounded once less, in one variant and perhaps not in another.
+    exact = {"enable_fp_fusion": False}
+    return {"ROWS": rows, "GROUPS": groups, "num_warps": 8 if groups * GROUP.value > _ELEMENTS else 4, **exact}
+
+
+@triton.jit
+def _sum(x, ROWS: tl.constexpr, COUNT: tl.constexpr):
+    """[rows, groups, 128] -> [rows]"""
+    return pairwise_sum(tl.reshape(x, (ROWS, COUNT)), COUNT)
+
+
+@triton.jit
+def _forward_kernel(
+    x_ptr, residual_ptr, weight_ptr, normed_ptr, total_ptr, inverse_ptr, codes_ptr, scale_ptr,
+    rows, hidden, stride, eps, scale_row, scale_group,
+    ADD: tl.constexpr, QUANTIZE: tl.constexpr, E5M2: tl.constexpr, POW2: tl.constexpr,
+    ROWS: tl.constexpr, GROUPS: tl.constexpr,
+):  # fmt: skip
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    group = tl.arange(0, GROUPS)
+    column = group[None, :, None] * GROUP + tl.arange(0, GROUP)[None, None, :]
+    inside = (row < rows)[:, None, None] & (column < hidden)
+    at = row[:, None, None] * hidden + column
+    x = tl.load(x_ptr + row[:, None, None] * stride + column, mask=inside, other=0.0)
+    if ADD:
+        residual = tl.load(residual_ptr + at, mask=inside, other=0.0)
+        x = cast(x.to(tl.float32) + residual.to(tl.float32), x.dtype)
+        tl.store(total_ptr + at, x, mask=inside)
+    wide = x.to(tl.float32)
+    inverse_rms = tl.rsqrt(_sum(wide * wide, ROWS, GROUPS * 128) / hidden + eps)
+    weight = tl.load(weight_ptr + column, mask=column < hidden, other=0.0).to(tl.float32)
+    normed = cast(wide * inverse_rms[:, None, None] * weight, x.dtype)
+    tl.store(inverse_ptr + row, inverse_rms, mask=row < rows)
+    if QUANTIZE:
+        rounded = normed.to(tl.float32)
+        scale = scale_from_amax(tl.max(absolute(rounded), 2), E5M2, POW2)
+        tl.store(codes_ptr + at, encode(rounded * scale[:, :, None], E5M2), mask=inside)
+        held = (row < rows)[:, None] & (group < tl.cdiv(hidden, GROUP))[None, :]
+        where = scale_ptr + row[:, None] * scale_row + group[None, :] * scale_group
+        tl.store(where, inverse(scale), mask=held)
+    else:
+        tl.store(normed_ptr + at, normed, mask=inside)
+
+
+@triton.jit
+def _backward_kernel(
+    x_ptr, dy_ptr, weight_ptr, inverse_ptr, dx_ptr, partial_ptr, rows, hidden, stride, dy_stride,
+    ROWS: tl.constexpr, GROUPS: tl.constexpr,
+):  # fmt: skip
+    column = tl.arange(0, GROUPS)[None, :, None] * GROUP + tl.arange(0, GROUP)[None, None, :]
+    weight = tl.load(weight_ptr + column, mask=column < hidden, other=0.0).to(tl.float32)
+    dweight = tl.zeros((ROWS, GROUPS, GROUP), tl.float32)
+    for start in range(tl.program_id(0) * ROWS, rows, tl.num_programs(0) * ROWS):
+        row = (start + tl.arange(0, ROWS)).to(tl.int64)
+        inside = (row < rows)[:, None, None] & (column < hidden)
+        x = tl.load(x_ptr + row[:, None, None] * stride + column, mask=inside, other=0.0).to(tl.float32)
+        dy = tl.load(dy_ptr + row[:, None, None] * dy_stride + column, mask=inside, other=0.0).to(tl.float32)
+        inverse_rms = tl.load(inverse_ptr + row, mask=row < rows, other=0.0)
+        normed = x * inverse_rms[:, None, None]
+        dweight += dy * normed
+        dnormed = dy * weight
+        along = _sum(dnormed * normed, ROWS, GROUPS * 128) / hidden
+        dx = inverse_rms[:, None, None] * (dnormed - normed * along[:, None, None])
+        tl.store(dx_ptr + row[:, None, None] * hidden + column, cast(dx, dx_ptr.dtype.element_ty), mask=inside)
+    whole = tl.sum(dweight, 0)
+    feature = tl.arange(0, GROUPS)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    tl.store(partial_ptr + tl.program_id(0) * hidden + feature, whole, mask=feature < hidden)

@@ -1,0 +1,292 @@
+"""Quantization to FP8 in groups and blocks of 128: `numerics.quantize`, bit for bit.
+
+A tensor that a later product sums along its rows (the tokens, for weight gradients) is quantized along them as well,
+from the same load, and stored transposed: Hopper's FP8 products read both operands along the axis of the sum. Scales of
+neighbouring rows lie side by side (`scale_inv.stride(-2) == 1`), as those products load them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+
+from numerics import quantize as definitions
+from numerics.dispatch import definition_of
+from numerics.kernels.memory import as_rows, dense_rows
+from numerics.kernels.rounding import GROUP, absolute, encode, inverse, scale_from_amax
+from numerics.quantize import QuantizedTensor, scale_shape
+from numerics.spec import TensorSpec
+
+if TYPE_CHECKING:
+    from numerics.kernels.tiles import Tiles
+
+# A program holds 8 rows of 8 groups: 8 scales side by side fill one 32-byte sector of memory.
+_ROWS, _GROUPS = 8, 8
+_GROUP = GROUP.value
+
+
+def supports(spec: TensorSpec) -> bool:
+    """Whether these kernels quantize by `spec`."""
+    return spec.quantized and spec.granularity in ("token_group", "block") and spec.group == _GROUP
+
+
+def quantize(x: torch.Tensor, spec: TensorSpec, out: QuantizedTensor | None = None) -> QuantizedTensor:
+    """`numerics.quantize.quantize`; what these kernels have no form for goes there."""
+    definitions.check_quantizable(x, spec)
+    if not supports(spec):
+        return definition_of(definitions.quantize)(x, spec, out)
+    return quantize_blocks(x, spec, out) if spec.granularity == "block" else quantize_rows(x, spec, out)
+
+
+def quantize_rows(x: torch.Tensor, spec: TensorSpec, out: QuantizedTensor | None = None) -> QuantizedTensor:
+    """x [..., K] in groups of 128 along K -> codes [..., K], scales [..., ceil(K / 128)].
+
+    out: contiguous tensors of these shapes, written to where given.
+    """
+    rows = as_rows(x)
+    total, k = rows.shape
+    out = out or empty_rows(x.shape, spec, x.device)
+    if x.numel():
+        scales = out.scale_inv.reshape(total, -1)  # a view
+        _rows_kernel[triton.cdiv(total, _ROWS), triton.cdiv(k, _GROUPS * _GROUP)](
+            *(rows, out.data, scales, total, k, rows.stride(0), *scales.stride()),
+            **format_constants(spec),
+            ROWS=_ROWS,
+            GROUPS=_GROUPS,
+            num_warps=4,
+        )
+    return out
+
+
+def quantize_columns(x: torch.Tensor, spec: TensorSpec, tiles: Tiles | None = None) -> QuantizedTensor:
+    """x [T, K] in groups of 128 along T, transposed -> codes [K, T'], scales [K, T' / 128].
+
+    T' is T in whole groups, filled up with zeros. tiles: of grouped rows, where groups begin anew in each expert: group
+    i holds the rows of tile i.
+    """
+    columns = _empty_columns(x, spec, tiles)
+    _quantize_two_ways(x, None, columns, tiles)
+    return columns
+
+
+def quantize_rows_and_columns(
+    x: torch.Tensor, row_spec: TensorSpec, column_spec: TensorSpec, tiles: Tiles | None = None
+) -> tuple[QuantizedTensor, QuantizedTensor]:
+    """`quantize_rows` and `quantize_columns` of x [T, K] from one load."""
+    rows = empty_rows(x.shape, row_spec, x.device)
+    columns = _empty_columns(x, column_spec, tiles)
+    _quantize_two_ways(x, rows, columns, tiles)
+    return rows, columns
+
+
+def quantize_blocks(weight: torch.Tensor, spec: TensorSpec, out: QuantizedTensor | None = None) -> QuantizedTensor:
+    """weight [..., N, K] in blocks of 128 x 128 -> codes [..., N, K], scales [..., ceil(N / 128), ceil(K / 128)].
+
+    out: as in `quantize_rows`.
+    """
+    out = out or empty_blocks(weight.shape, spec, weight.device)
+    _quantize_matrices(_matrices(weight), _parts(out))
+    return out
+
+
+def quantize_many(
+    weights: Sequence[torch.Tensor], spec: TensorSpec, outs: Sequence[QuantizedTensor] | None = None
+) -> list[QuantizedTensor]:
+    """`numerics.quantize.quantize_many`: in blocks, one launch for all matrices of a dtype."""
+    for weight in weights:
+        definitions.check_quantizable(weight, spec)
+    if not supports(spec) or spec.granularity != "block" or len({weight.dtype for weight in weights}) != 1:
+        return definition_of(definitions.quantize_many)(weights, spec, outs)
+    made = list(outs) if outs is not None else [empty_blocks(w.shape, spec, w.device) for w in weights]
+    matrices = [matrix for weight in weights for matrix in _matrices(weight)]
+    _quantize_matrices(matrices, [part for out in made for part in _parts(out)])
+    return made
+
+
+def quantize_both_ways(weights: Sequence[torch.Tensor], spec: TensorSpec) -> tuple[QuantizedTensor, QuantizedTensor]:
+    """weights [N, K] of one shape, in blocks -> stacked codes [E, N, K] and, from the same load, those of their
+    transposes [E, K, N]; scales [E, N / 128, K / 128] and [E, K / 128, N / 128], in square blocks the same numbers.
+    """
+    n, k = weights[0].shape
+    codes = empty_blocks((len(weights), n, k), spec, weights[0].device)
+    transposed = empty_blocks((len(weights), k, n), spec, weights[0].device)
+    _quantize_matrices([dense_rows(weight) for weight in weights], _parts(codes), _parts(transposed))
+    return codes, transposed
+
+
+def empty_rows(shape: Sequence[int], spec: TensorSpec, device: torch.device) -> QuantizedTensor:
+    """Room for a tensor of this shape in groups along its last axis."""
+    *lead, groups = scale_shape(shape, spec)
+    scale_inv = torch.empty(groups, math.prod(lead), dtype=torch.float32, device=device).t()
+    data = torch.empty(shape, dtype=spec.dtype, device=device)
+    return QuantizedTensor(data, scale_inv.view(*lead, groups), spec)
+
+
+def empty_blocks(shape: Sequence[int], spec: TensorSpec, device: torch.device) -> QuantizedTensor:
+    """Room for matrices [..., N, K] in blocks."""
+    scale_inv = torch.empty(scale_shape(shape, spec), dtype=torch.float32, device=device)
+    return QuantizedTensor(torch.empty(shape, dtype=spec.dtype, device=device), scale_inv, spec)
+
+
+def _quantize_two_ways(
+    x: torch.Tensor, rows: QuantizedTensor | None, columns: QuantizedTensor, tiles: Tiles | None
+) -> None:
+    tokens, k = x.shape
+    x = dense_rows(x)
+    count = columns.scale_inv.shape[1]
+    spans = (columns.scale_inv,) * 2 if tiles is None else (tiles.first, tiles.rows)
+    other = rows or columns
+    if x.numel() or count:
+        _two_way_kernel[triton.cdiv(k, _GROUP), count](
+            *(x, other.data, other.scale_inv, columns.data, columns.scale_inv, *spans),
+            *(tokens, k, x.stride(0), count, *other.scale_inv.stride(), *columns.scale_inv.stride()),
+            **format_constants(columns.spec),
+            ROWS=rows is not None,
+            ROW_E5M2=other.spec.format == "e5m2",
+            ROW_POW2=other.spec.scale == "pow2",
+            TILES=tiles is not None,
+            num_warps=16,
+        )
+
+
+def _empty_columns(x: torch.Tensor, spec: TensorSpec, tiles: Tiles | None) -> QuantizedTensor:
+    groups = triton.cdiv(x.shape[0], _GROUP) if tiles is None else tiles.expert.numel()
+    return empty_rows((x.shape[1], groups * _GROUP), spec, x.device)
+
+
+def _matrices(x: torch.Tensor) -> Sequence[torch.Tensor]:
+    """[..., R, C] -> its matrices [R, C], rows of which are contiguous."""
+    x = dense_rows(x)
+    return (x,) if x.dim() == 2 else x.reshape(-1, *x.shape[-2:]).unbind(0)
+
+
+def _parts(x: QuantizedTensor) -> list[QuantizedTensor]:
+    assert x.data.is_contiguous() and x.scale_inv.is_contiguous(), "a copy would be written to"
+    pairs = zip(_matrices(x.data), _matrices(x.scale_inv), strict=True)
+    return [QuantizedTensor(data, scale_inv, x.spec) for data, scale_inv in pairs]
+
+
+def _quantize_matrices(
+    matrices: Sequence[torch.Tensor],
+    outs: Sequence[QuantizedTensor],
+    transposed: Sequence[QuantizedTensor] | None = None,
+) -> None:
+    others = outs if transposed is None else transposed
+    rows = [
+        (*(x.data_ptr() for x in (w, out.data, out.scale_inv, other.data, other.scale_inv)), *w.shape, w.stride(0))
+        for w, out, other in zip(matrices, outs, others, strict=True)
+        if w.numel()
+    ]
+    if not rows:
+        return
+    table = torch.tensor(rows)
+    blocks = ((table[:, 5:7] + _GROUP - 1) // _GROUP).prod(1)
+    whole = not ((table[:, 5:7] % _GROUP).any() or (table[:, (0, 1, 3)] % 16).any() or (table[:, 7] % 8).any())
+    # Blocks on the first axis of the grid: the second ends at 65,535, and a large matrix has more.
+    _blocks_kernel[int(blocks.max()), len(rows)](
+        table.to(matrices[0].device, non_blocking=True),
+        **format_constants(outs[0].spec),
+        WIDE=matrices[0].dtype == torch.float32,
+        WHOLE=whole,
+        TRANSPOSED=transposed is not None,
+        num_warps=8,
+    )
+
+
+def format_constants(spec: TensorSpec | None) -> dict[str, bool]:
+    """A kernel's constants for the format that it quantizes to; of a kernel that does not, they mean nothing."""
+    return {
+        "E5M2": spec is not None and spec.format == "e5m2",
+        "POW2": spec is not None and spec.scale == "pow2",
+    }
+
+
+@triton.jit
+def _rows_kernel(
+    x_ptr, codes_ptr, scale_ptr, rows, k, stride, scale_row, scale_group,
+    ROWS: tl.constexpr, GROUPS: tl.constexpr, E5M2: tl.constexpr, POW2: tl.constexpr,
+):  # fmt: skip
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
+    group = (tl.program_id(1) * GROUPS + tl.arange(0, GROUPS))[None, :]
+    column = group[:, :, None] * GROUP + tl.arange(0, GROUP)[None, None, :]
+    inside = (row < rows)[:, :, None] & (column < k)
+    x = tl.load(x_ptr + row[:, :, None] * stride + column, mask=inside, other=0.0).to(tl.float32)
+    scale = scale_from_amax(tl.max(absolute(x), 2), E5M2, POW2)
+    codes = encode(x * scale[:, :, None], E5M2)
+    tl.store(codes_ptr + row[:, :, None] * k + column, codes, mask=inside)
+    where = scale_ptr + row * scale_row + group * scale_group
+    tl.store(where, inverse(scale), mask=(row < rows) & (group < tl.cdiv(k, GROUP)))
+
+
+@triton.jit
+def _two_way_kernel(
+    x_ptr, codes_ptr, scale_ptr, codes_t_ptr, scale_t_ptr, first_ptr, filled_ptr, tokens, k, stride, count,
+    scale_row, scale_group, scale_t_row, scale_t_group,
+    ROWS: tl.constexpr, TILES: tl.constexpr, ROW_E5M2: tl.constexpr, ROW_POW2: tl.constexpr,
+    E5M2: tl.constexpr, POW2: tl.constexpr,
+):  # fmt: skip
+    tile = tl.program_id(1)
+    if TILES:
+        first, filled = tl.load(first_ptr + tile), tl.load(filled_ptr + tile)
+    else:
+        first = tile * GROUP
+        filled = tokens - first
+    lane = tl.arange(0, GROUP)
+    token = (first + lane).to(tl.int64)[:, None]
+    column = (tl.program_id(0) * GROUP + lane)[None, :]
+    inside = (lane < filled)[:, None] & (column < k)
+    x = tl.load(x_ptr + token * stride + column, mask=inside, other=0.0).to(tl.float32)
+    sizes = absolute(x)
+    if ROWS:
+        scale = scale_from_amax(tl.max(sizes, 1), ROW_E5M2, ROW_POW2)
+        tl.store(codes_ptr + token * k + column, encode(x * scale[:, None], ROW_E5M2), mask=inside)
+        where = scale_ptr + (first + lane).to(tl.int64) * scale_row + tl.program_id(0) * scale_group
+        tl.store(where, inverse(scale), mask=lane < filled)
+    scale_t = scale_from_amax(tl.max(sizes, 0), E5M2, POW2)
+    feature = (tl.program_id(0) * GROUP + lane).to(tl.int64)
+    where = feature[:, None] * (count * GROUP) + tile * GROUP + lane[None, :]
+    tl.store(codes_t_ptr + where, tl.trans(encode(x * scale_t[None, :], E5M2)), mask=(feature < k)[:, None])
+    tl.store(scale_t_ptr + feature * scale_t_row + tile * scale_t_group, inverse(scale_t), mask=feature < k)
+
+
+@triton.jit
+def _blocks_kernel(
+    table_ptr, E5M2: tl.constexpr, POW2: tl.constexpr, WIDE: tl.constexpr, WHOLE: tl.constexpr, TRANSPOSED: tl.constexpr
+):
+    """One block of one matrix. table: a row of 8 numbers for each, 5 addresses, N, K and the stride of its rows.
+
+    WHOLE: all matrices consist of whole blocks and their rows begin at 16 bytes.
+    """
+    FP8: tl.constexpr = tl.float8e5 if E5M2 else tl.float8e4nv
+    row_of_table = table_ptr + tl.program_id(1) * 8
+    n, k, stride = tl.load(row_of_table + 5), tl.load(row_of_table + 6), tl.load(row_of_table + 7)
+    down, across = tl.cdiv(n, GROUP), tl.cdiv(k, GROUP)
+    place = tl.program_id(0)
+    if place < down * across:
+        w_ptr = tl.load(row_of_table).to(tl.pointer_type(tl.float32 if WIDE else tl.bfloat16))
+        codes_ptr = tl.load(row_of_table + 1).to(tl.pointer_type(FP8))
+        codes_t_ptr = tl.load(row_of_table + 3).to(tl.pointer_type(FP8))
+        if WHOLE:
+            n, k = tl.multiple_of(n, GROUP), tl.multiple_of(k, GROUP)
+            stride = tl.multiple_of(stride, 8)
+            w_ptr, codes_ptr = tl.multiple_of(w_ptr, 16), tl.multiple_of(codes_ptr, 16)
+            codes_t_ptr = tl.multiple_of(codes_t_ptr, 16)
+        first_row, first_column = place // across * GROUP, place % across * GROUP
+        row = (first_row + tl.arange(0, GROUP))[:, None]
+        column = (first_column + tl.arange(0, GROUP))[None, :]
+        inside = (row < n) & (column < k)
+        w = tl.load(w_ptr + row * stride + column, mask=inside, other=0.0).to(tl.float32)
+        scale = scale_from_amax(tl.max(tl.max(absolute(w), 1), 0), E5M2, POW2)
+        codes = encode(w * scale, E5M2)
+        tl.store(codes_ptr + row * k + column, codes, mask=inside)
+        tl.store(tl.load(row_of_table + 2).to(tl.pointer_type(tl.float32)) + place, inverse(scale))
+        if TRANSPOSED:
+            to = codes_t_ptr + tl.trans(column) * n + tl.trans(row)
+            tl.store(to, tl.trans(codes), mask=(tl.trans(column) < k) & (tl.trans(row) < n))
+            scale_t_ptr = tl.load(row_of_table + 4).to(tl.pointer_type(tl.float32))
+            tl.store(scale_t_ptr + place % across * down + place // across, inverse(scale))

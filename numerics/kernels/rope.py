@@ -1,0 +1,82 @@
+"""Rotary position embedding: `numerics.ops.rope`, for any position without a table.
+
+Angles are products in FP64, brought into one turn before their sine and cosine are taken in FP32, so that late
+positions lose nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from numerics.kernels.arithmetic import cast
+from numerics.kernels.memory import dense_rows
+
+_HEADS = 8  # of one program
+_TURN = tl.constexpr(2 * math.pi)
+
+
+def rope(x: torch.Tensor, positions: torch.Tensor, theta: float) -> torch.Tensor:
+    """`numerics.ops.rope`."""
+    return _Rope.apply(x, positions, theta)
+
+
+class _Rope(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, positions: torch.Tensor, theta: float) -> torch.Tensor:
+        ctx.save_for_backward(positions)
+        ctx.theta = theta
+        return _rotate(x, positions, theta, 1.0)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return _rotate(grads[0], ctx.saved_tensors[0], ctx.theta, -1.0), None, None
+
+
+def _rotate(x: torch.Tensor, positions: torch.Tensor, theta: float, direction: float) -> torch.Tensor:
+    batch, length, heads, dim = x.shape
+    tokens = batch * length
+    flat = dense_rows(x).reshape(tokens, heads, dim)
+    out = torch.empty(tokens, heads, dim, dtype=x.dtype, device=x.device)
+    if out.numel():
+        _kernel[tokens, triton.cdiv(heads, _HEADS)](
+            *(flat, positions.reshape(-1).contiguous(), _frequencies(theta, dim, x.device), out),
+            *(heads, flat.stride(0), flat.stride(1), direction),
+            HALF=dim // 2,
+            BLOCK=triton.next_power_of_2(dim // 2),
+            HEADS=_HEADS,
+            num_warps=4,
+            enable_fp_fusion=False,
+        )
+    return out.view(x.shape)
+
+
+@functools.lru_cache(maxsize=8)
+def _frequencies(theta: float, dim: int, device: torch.device) -> torch.Tensor:
+    """Radians per position, FP64 [dim / 2]."""
+    return (theta ** (-torch.arange(0, dim, 2, dtype=torch.float64) / dim)).to(device)
+
+
+@triton.jit
+def _kernel(
+    x_ptr, positions_ptr, frequencies_ptr, out_ptr, heads, token_stride, head_stride, direction,
+    HALF: tl.constexpr, BLOCK: tl.constexpr, HEADS: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    half = tl.arange(0, BLOCK)
+    angle = tl.load(positions_ptr + token).to(tl.float64) * tl.load(frequencies_ptr + half, mask=half < HALF, other=0.0)
+    angle = (angle - tl.floor(angle / _TURN) * _TURN).to(tl.float32)
+    cos, sin = tl.cos(angle)[None, :], (tl.sin(angle) * direction)[None, :]
+    head = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None]
+    inside = (head < heads) & (half < HALF)[None, :]
+    at = x_ptr + token * token_stride + head * head_stride + half[None, :]
+    first = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+    second = tl.load(at + HALF, mask=inside, other=0.0).to(tl.float32)
+    to = out_ptr + (token * heads + head) * (2 * HALF) + half[None, :]
+    tl.store(to, cast(first * cos - second * sin, out_ptr.dtype.element_ty), mask=inside)
+    tl.store(to + HALF, cast(second * cos + first * sin, out_ptr.dtype.element_ty), mask=inside)

@@ -1,0 +1,62 @@
+"""What every algorithm tells the loop, whatever it learns from."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Self
+
+import torch
+from pydantic import BaseModel, ConfigDict
+from torch import Tensor
+
+from rollout.config import RolloutConfig
+from trainer.batch import TokenBatch
+from trainer.objective import Objective
+
+CAP_WITHOUT_TIS = 2.0
+"""C of the clip fractions where no cap is configured."""
+
+
+class AlgorithmConfig(BaseModel):
+    """The `algorithm:` section of an experiment: its settings, and how they turn a batch into a loss.
+
+    A subclass stands in a file of its own below `rl/algorithms`, with `name: Literal["..."]`, by which an experiment
+    asks for it. It overrides `objective`, and `advantages` if it samples.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+    name: str
+    samples: ClassVar[bool] = True
+    """Whether it learns from answers that the engines sample, or from the answers of the data."""
+
+    def problems_per_step(self, rollout: RolloutConfig) -> int:
+        """How many problems of the data a step takes."""
+        return rollout.prompts_per_step
+
+    def advantages(self, rewards: Tensor, groups: Tensor) -> Tensor:
+        """The advantage of each trajectory, float32 [N]; rewards: float [N]; groups: int64 [N], equal within one."""
+        raise NotImplementedError(f"{self.name} samples nothing, so it has no advantages")
+
+    def objective(self, batch: TokenBatch) -> Objective:
+        """The loss of a step on `batch`, with the denominators of the whole batch."""
+        raise NotImplementedError
+
+    @property
+    def cap(self) -> float | None:
+        """The cap of the importance weight trainer / rollout; None where there is none to tighten."""
+        return None
+
+    def tightened(self, cap: float | None) -> Self:
+        """The same with a lower cap of the importance weight, if it has one; None leaves it as it is."""
+        return self
+
+    @property
+    def measured_cap(self) -> float:
+        """C of the clip fractions: the cap as configured. A gate that tightens it must not fire for its own doing."""
+        return self.cap or CAP_WITHOUT_TIS
+
+
+def used_tokens(batch: TokenBatch) -> Tensor:
+    """bool [B, S]: targets of the loss whose rollout logprob, where the batch has one, is finite."""
+    rollout = batch.fields.get("rollout_logprobs")
+    return batch.loss_mask if rollout is None else batch.loss_mask & torch.isfinite(rollout)

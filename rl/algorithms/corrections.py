@@ -1,0 +1,148 @@
+"""Corrections for tokens that trainer and engine give different probabilities: importance weights and rejections.
+
+rho = e^d is a token's ratio of trainer to rollout probability at the weights that sampled it, d = old - rollout
+logprob. A sequence's ratio is the product of its tokens' rho, its geometric ratio their geometric mean.
+
+    truncated importance sampling (TIS)   min(ratio, cap), the ratio being the token's (Yao et al. 2025, "Your Efficient
+                                          RL Framework Secretly Brings You Off-Policy RL Training") or the sequence's
+                                          (Liu, Li et al. 2025, "When Speed Kills Stability")
+    icepop      rho of a token within [low, high]; others are rejected (Ring-1T report, "Every Step Evolves", 2025)
+    mis         the ratio of a sequence up to high; others are rejected (masked importance sampling, "When Speed Kills
+                Stability")
+    geometric   the TIS weight in a sequence whose geometric ratio is within [low, high]; others are rejected. verl's
+                rollout correction does so with the bounds on the inverse ratio, rollout to trainer: its [low, high] is
+                [1/high, 1/low] here
+
+`cap` bounds the weights of icepop and mis as well. A rejected token gives no loss and no gradient. The denominators of
+the loss stay those of the whole batch (verl divides by what is left): a rejected token counts as a zero, so rejection
+never makes the others count more.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+from torch import Tensor
+
+from rl.mismatch.statistics import bounded
+
+
+class RejectionConfig(BaseModel):
+    """What lies outside [low, high] gives no loss; the denominators of the loss stay those of the whole batch."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+    name: Literal["icepop", "geometric", "mis"]
+    """`icepop`: tokens by their ratio trainer / rollout, which is also their weight. `geometric`: sequences by the
+    geometric mean of their tokens' ratios. `mis`: sequences by the product of their tokens' ratios, which is also their
+    weight."""
+    low: float | None = Field(default=None, ge=0.0)
+    """Null means 0.5 for icepop, 0.99 for geometric; mis has no lower bound."""
+    high: float | None = None
+    """Null means 5.0 for icepop, 1.01 for geometric, 2.0 for mis."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_in(cls, values: Any) -> Any:
+        bounds = _BOUNDS.get(str(values.get("name"))) if isinstance(values, dict) else None
+        return values if bounds is None else bounds | {key: x for key, x in values.items() if x is not None}
+
+    @model_validator(mode="after")
+    def _around_one(self) -> RejectionConfig:
+        if self.name == "mis" and self.low is not None:
+            raise ValueError(f"found low={self.low} with mis, expected none, as it has no lower bound. Remove low")
+        if not (self.low or 0.0) < 1.0 < (self.high or 0.0):
+            raise ValueError(
+                f"found low={self.low} and high={self.high}, expected low < 1 < high, as 1 is the ratio of equal "
+                "probabilities. Correct the bounds"
+            )
+        return self
+
+
+_BOUNDS = {
+    "icepop": {"low": 0.5, "high": 5.0},
+    "geometric": {"low": 0.99, "high": 1.01},
+    "mis": {"high": 2.0},
+}
+"""Of icepop as in the INTELLECT-3 report; of geometric and mis as is usual in published recipes."""
+
+OWN_WEIGHT = ("icepop", "mis")
+"""Rejections that weigh what they keep, so that no further cap belongs to them as they were published."""
+
+
+@dataclass(frozen=True)
+class Correction:
+    """One choice of weight and rejection.
+
+    Attributes:
+        cap: largest weight, at least 1. None caps nothing; without a rejection that brings its own weight (icepop, mis)
+            all weights are then 1.
+        level: of the TIS weight.
+        rejection: None keeps every token.
+        low: least accepted ratio; None: no lower bound.
+        high: largest accepted ratio; None: no upper bound.
+    """
+
+    cap: float | None = None
+    level: Literal["token", "sequence"] = "token"
+    rejection: Literal["icepop", "geometric", "mis"] | None = None
+    low: float | None = None
+    high: float | None = None
+
+    @classmethod
+    def of(
+        cls, cap: float | None, level: Literal["token", "sequence"], rejection: RejectionConfig | None
+    ) -> Correction:
+        """The correction that an experiment's settings ask for."""
+        if rejection is None:
+            return cls(cap, level)
+        return cls(cap, level, rejection.name, rejection.low, rejection.high)
+
+    @property
+    def weighs(self) -> bool:
+        """Whether weights can differ from 1."""
+        return self.cap is not None or self.rejection in OWN_WEIGHT
+
+    @property
+    def corrects(self) -> bool:
+        """Whether it weighs or rejects; only then the rollout logprobs matter."""
+        return self.weighs or self.rejection is not None
+
+    def __call__(self, old: Tensor, rollout: Tensor, used: Tensor) -> tuple[Tensor, Tensor]:
+        """Weights [B, S] in old's dtype without gradient, 1 on unused tokens; and bool [B, S], used and not rejected.
+
+        A token that the trainer gave no finite logprob gets the weight NaN and is not rejected, nor is its sequence: it
+        must make the loss NaN, where it is noticed, and not pass unseen.
+
+        Args:
+            old: [B, S], the trainer's logprobs at the weights that sampled. Rows are whole sequences.
+            rollout: [B, S], the engine's.
+            used: bool [B, S], the tokens that the objective uses.
+        """
+        d = torch.where(used, old.detach().double() - rollout.double(), 0.0)
+        d = torch.where(d.isfinite(), d, torch.nan)
+        total = d.sum(dim=1, keepdim=True)
+        token, sequence = bounded(d).exp(), bounded(total).exp().expand_as(d)
+        if self.rejection == "icepop":
+            weight, judged = token, token
+        elif self.rejection == "mis":
+            weight, judged = sequence, sequence
+        else:
+            weight = token if self.level == "token" else sequence
+            judged = bounded(total / used.sum(dim=1, keepdim=True).clamp(min=1)).exp().expand_as(d)
+        if not self.weighs:
+            weight = torch.ones_like(d)
+        if self.cap is not None:
+            weight = weight.clamp(max=self.cap)
+        return torch.where(used, weight, 1.0).to(old.dtype), used & ~self._is_outside(judged)
+
+    def _is_outside(self, ratio: Tensor) -> Tensor:
+        outside = torch.zeros_like(ratio, dtype=torch.bool)
+        if self.low is not None:
+            outside |= ratio < self.low
+        if self.high is not None:
+            outside |= ratio > self.high
+        return outside

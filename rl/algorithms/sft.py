@@ -1,0 +1,59 @@
+"""Supervised fine-tuning: the mean negative log-likelihood of the target tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from rl.algorithms.base import AlgorithmConfig
+from rollout.config import RolloutConfig
+from trainer.batch import TokenBatch
+from trainer.objective import ObjectiveOutput
+
+
+class Sft(AlgorithmConfig):
+    """Learn the answers of the data."""
+
+    name: Literal["sft"]
+    samples: ClassVar[bool] = False
+    batch_size: int = Field(default=64, ge=1)
+    """Question and answer pairs per step."""
+
+    def problems_per_step(self, rollout: RolloutConfig) -> int:
+        return self.batch_size
+
+    def objective(self, batch: TokenBatch) -> SftObjective:
+        return SftObjective.of(batch)
+
+
+@dataclass(frozen=True)
+class SftObjective:
+    """loss = -Σ m·logprob / Σ m with the sums over the whole batch.
+
+    Attributes:
+        tokens: Σ m, target tokens of the whole batch.
+    """
+
+    tokens: int
+
+    @classmethod
+    def of(cls, batch: TokenBatch) -> SftObjective:
+        """The objective of a step on `batch`.
+
+        Raises:
+            ValueError: the batch has no target token.
+        """
+        tokens = int(batch.loss_mask.sum())
+        if tokens == 0:
+            raise ValueError("loss_mask: found no target token, expected at least one; leave empty examples out")
+        return cls(tokens)
+
+    def __call__(self, logprobs: Tensor, entropy: Tensor, batch: TokenBatch) -> ObjectiveOutput:
+        mask = batch.loss_mask
+        loss = -torch.where(mask, logprobs, 0.0).sum() / self.tokens
+        mean_entropy = torch.where(mask, entropy, 0.0).sum() / self.tokens
+        return ObjectiveOutput(loss, {"train/entropy": mean_entropy.detach()})

@@ -1,0 +1,41 @@
+"""The batch on which both sides are compared: the experiment's own problems, and prompts long enough to strain."""
+
+from __future__ import annotations
+
+import torch
+
+from rl.run.batching import batch_from_trajectories
+from rl.run.feed import to_prompts
+from rl.run.problems import of_step
+from rl.run.stack import Stack
+from rollout.tasks import load_problems
+from rollout.types import Prompt
+from trainer.batch import TokenBatch
+
+PROBLEMS = 16
+ANSWERS = 2
+LONG_PROMPTS = 4
+LONG_TOKENS = 320
+"""Beyond two key splits of the attention, where an order of summation shows that short prompts never reach."""
+
+
+def calibration_prompts(stack: Stack) -> list[Prompt]:
+    """The problems of the run's first step, at most PROBLEMS, and LONG_PROMPTS made of several of them in a row."""
+    experiment = stack.experiment
+    drawn = of_step(load_problems(experiment.data.train, "data.train"), 1, PROBLEMS, experiment.run.seed)
+    prompts = to_prompts(stack.tokenizer, drawn)
+    room = experiment.rollout.context_length - experiment.rollout.max_new_tokens - 1
+    return prompts + [_long(prompts[index:] + prompts[:index], min(LONG_TOKENS, room)) for index in range(LONG_PROMPTS)]
+
+
+def sampled_batch(stack: Stack, prompts: list[Prompt], group_size: int, temperature: float) -> TokenBatch:
+    """`group_size` answers to each prompt, as a step would batch them, without advantages."""
+    answers = stack.sample(prompts, group_size, temperature)
+    return batch_from_trajectories(answers, torch.zeros(len(answers)), temperature, replay=stack.replays)
+
+
+def _long(prompts: list[Prompt], tokens: int) -> Prompt:
+    """Prompts in a row, over and over, cut to `tokens` at their beginning."""
+    row = [token for prompt in prompts for token in prompt.token_ids]
+    repeated = row * -(-tokens // len(row))
+    return Prompt(prompts[-1].problem, repeated[-tokens:])

@@ -1,0 +1,154 @@
+"""The preflight from top to bottom: what needs no process, then same spec, same bytes, same logprobs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from numerics.errors import user_error
+from rl.diagnose.calibration import ANSWERS, calibration_prompts, sampled_batch
+from rl.diagnose.preflight import floor, same_bytes, same_logprobs, same_spec
+from rl.diagnose.preflight.check import Check
+from rl.diagnose.preflight.floor import Difference
+from rl.diagnose.preflight.observed import Observed, observe
+from rl.diagnose.preflight.report import Report
+from rl.diagnose.preflight.static import block_alignment, same_precision
+from rl.experiment import Experiment
+from rl.experiment.preconditions import check, read_model
+from rl.experiment.preconditions.tensors import check_tensors
+from rl.run.stack import Stack, open_pair
+from rollout.client import EngineClient
+from rollout.errors import HandshakeError
+from rollout.handshake import REPORT_KEY
+from rollout.plugin.lifecycle import MANIFEST
+from trainer.batch import TokenBatch
+from weight_sync.manifest import SyncError
+
+BF16 = "BF16 on both sides"
+
+
+@dataclass
+class Findings:
+    """What has been found so far; see Report."""
+
+    checks: list[Check] = field(default_factory=list)
+    quantized: dict[str, list[str]] = field(default_factory=lambda: {"trainer": [], "engine": []})
+    differences: dict[str, Difference] = field(default_factory=dict)
+
+
+def preflight(experiment: Experiment, *, quick: bool = False, say: Callable[[str], None] = print) -> Report:
+    """Check the three agreements of a spec.
+
+    Args:
+        quick: leave out BF16/BF16, which needs another engine.
+        say: told what is going on.
+
+    Raises:
+        UserError: the spec's model, data or sizes are such that no run could start.
+    """
+    began = time.monotonic()
+    if quick and experiment.numerics.mode == "native":
+        raise user_error(
+            "--quick",
+            found="numerics.mode=native",
+            expected="exact: native mode is judged beside BF16/BF16, which --quick leaves out",
+            remedy="Leave --quick out.",
+        )
+    findings = Findings()
+    model = read_model(experiment.model.path)
+    check_tensors(experiment.model.path, model)
+    findings.checks += [block_alignment(model, experiment), same_precision(experiment)]
+    if findings.checks[0].ok:
+        check(experiment)
+        _check_engine(experiment)
+        try:
+            with open_pair(experiment, say=say) as stack:
+                _examine(stack, findings, quick, say)
+        except HandshakeError as error:
+            findings.checks.append(same_spec.refused_handshake(error))
+    numerics = experiment.numerics_config()
+    return Report(
+        spec_digest=numerics.spec.digest(),
+        mode=numerics.mode,
+        trainer=numerics.trainer,
+        rollout=numerics.rollout,
+        checks=findings.checks,
+        quantized=findings.quantized,
+        differences=findings.differences,
+        seconds=time.monotonic() - began,
+    )
+
+
+def _examine(stack: Stack, findings: Findings, quick: bool, say: Callable[[str], None]) -> None:
+    say("syncing the weights")
+    try:
+        findings.checks.append(same_bytes.manifest_of(stack.sync()))
+    except SyncError as error:
+        findings.checks.append(same_bytes.refused_sync(error))
+        return  # generation stays paused
+    say("sampling and scoring the calibration batch")
+    prompts = calibration_prompts(stack)
+    batch = sampled_batch(stack, prompts, ANSWERS, stack.experiment.rollout.temperature)
+    _examine_spec(stack, batch, findings)
+    _examine_logprobs(stack, batch, findings, quick, say)
+
+
+def _examine_spec(stack: Stack, batch: TokenBatch, findings: Findings) -> None:
+    numerics = stack.numerics
+    state, manifest = stack.ask(_engine_state), stack.ask(lambda client: client.checksums(MANIFEST))
+    observed: list[Observed] = stack.trainer.apply(observe, batch)
+    findings.quantized = {
+        "trainer": sorted({name for rank in observed for name in rank.quantized}),
+        "engine": same_spec.quantized_names(manifest),
+    }
+    findings.checks += [
+        same_spec.handshake(numerics, state[REPORT_KEY]),
+        same_spec.quantized_modules(**findings.quantized),
+        same_spec.kv_cache_dtype(state),
+    ]
+    if numerics.rollout_spec.quantized:
+        scales = same_spec.served_scales(stack.checkpoint, manifest)
+        names = same_spec.scale_names(manifest)
+        findings.checks.append(same_spec.scale_formats(scales, names, numerics.rollout_spec.weight.scale))
+    routers = [pair for rank in observed for pair in rank.routers]
+    if routers:
+        findings.checks.append(same_spec.router_precision(numerics.mode, routers, state[REPORT_KEY]["hooks"]))
+
+
+def _examine_logprobs(
+    stack: Stack, batch: TokenBatch, findings: Findings, quick: bool, say: Callable[[str], None]
+) -> None:
+    numerics, differences = stack.numerics, findings.differences
+    measured = differences["trainer against engine"] = floor.against_trainer(stack, batch)
+    temperature = same_logprobs.sampler_temperature(stack, batch, measured)
+
+    prompts = calibration_prompts(stack)
+    plain = batch if batch.temperature == 1.0 else sampled_batch(stack, prompts, ANSWERS, 1.0)
+    floors = {
+        "prefill against decode": floor.prefill_against_decode(stack, plain),
+        "alone against together": floor.alone_against_together(stack, plain),
+    }
+    if not quick and (numerics.trainer, numerics.rollout) != ("bf16", "bf16"):
+        say("starting a BF16 engine for the noise floor")
+        floors[BF16] = floor.bf16_on_both_sides(stack, prompts, ANSWERS)
+    differences |= floors
+    findings.checks += [
+        same_logprobs.trainer_against_engine(numerics, measured, floors.get(BF16)),
+        temperature,
+        *same_logprobs.noise_floor(numerics.mode, floors),
+    ]
+
+
+async def _engine_state(client: EngineClient) -> dict:
+    return (await client.internal_states())[0]
+
+
+def _check_engine(experiment: Experiment) -> None:
+    if not experiment.needs_engines:
+        raise user_error(
+            "algorithm.name",
+            found="sft with eval.problems = 0",
+            expected="a run with an engine: there is nothing for its trainer to agree with",
+            remedy="Train it as it is, or set eval.problems.",
+        )

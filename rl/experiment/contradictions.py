@@ -1,0 +1,139 @@
+"""Gates that cannot mean what they say: against each other, or against the rest of the spec."""
+
+from __future__ import annotations
+
+from itertools import combinations
+from typing import TYPE_CHECKING
+
+from numerics.errors import UserError, user_error
+from rl.experiment.gates import LATE, WITHHOLDING, GateSection
+
+if TYPE_CHECKING:
+    from rl.experiment.experiment import Experiment
+
+DEFAULT_TIGHT_CAP = 1.0
+
+_SUPERVISED = ("train/loss", "train/grad_norm", "train/lr", "train/entropy", "train/tokens")
+"""What a pass measures where nothing was sampled."""
+
+
+def check_gates(experiment: Experiment) -> None:
+    """Raise `UserError` for the first gate that contradicts another one or another section."""
+    if not experiment.algorithm.samples and experiment.guard.nonfinite_loss == "skip":
+        raise user_error(
+            "guard.nonfinite_loss",
+            found="skip",
+            expected="stop: a supervised run keeps no capsule of what it would skip",
+            remedy="Remove guard.nonfinite_loss, and look at the examples that the error names.",
+        )
+    for index, rule in enumerate(experiment.gates):
+        problem = _against_the_spec(f"gates.{index}", rule, experiment)
+        if problem is not None:
+            raise problem
+    for (first, one), (second, other) in combinations(enumerate(experiment.gates), 2):
+        problem = _against_each_other(first, one, second, other)
+        if problem is not None:
+            raise problem
+
+
+def _against_the_spec(key: str, rule: GateSection, experiment: Experiment) -> UserError | None:
+    numerics, algorithm = experiment.numerics, experiment.algorithm
+    action = rule.action
+    if rule.metric.startswith("mismatch/router_") and numerics.router_replay == "off":
+        return user_error(
+            f"{key}.metric",
+            found=f"{rule.metric} with numerics.router_replay=off",
+            expected="record or replay, without which the engine reports no routes",
+            remedy="Set numerics.router_replay=record, or choose another metric.",
+        )
+    if not algorithm.samples:
+        return _without_samples(key, rule, experiment)
+    if rule.metric.startswith(LATE) and action in WITHHOLDING - {"checkpoint_and_stop"}:
+        return user_error(
+            f"{key}.action",
+            found=f"{action} on {rule.metric}, which is measured after a step's decision",
+            expected="warn, tighten_tis, enable_r3 or checkpoint_and_stop, as it may never recover without updates",
+            remedy="Choose one of these actions, or a metric that is measured before the update.",
+        )
+    alike = numerics.mode == "exact" and numerics.trainer == numerics.rollout
+    if _asks_for_equality(rule) and not alike and action in ("skip_step", "resync"):
+        numbers = f"numerics.mode={numerics.mode}, trainer={numerics.trainer}, rollout={numerics.rollout}"
+        return user_error(
+            key,
+            found=f"{action} on {rule.metric} {rule.bound} with {numbers}",
+            expected="a bound that allows for the difference of such a run, which otherwise trains on no batch",
+            remedy="Give one beyond what `fp8rl preflight` measures, or run exact mode with both sides alike.",
+        )
+    if action == "tighten_tis":
+        cap = DEFAULT_TIGHT_CAP if rule.tis_cap is None else rule.tis_cap
+        if algorithm.cap is None or cap >= algorithm.cap:
+            return user_error(
+                f"{key}.tis_cap",
+                found=cap,
+                expected=f"less than algorithm.tis_cap={algorithm.cap}, the cap that it tightens",
+                remedy="Give a lower cap, or set algorithm.tis_cap above it.",
+            )
+    if action == "enable_r3" and numerics.router_replay != "record":
+        return user_error(
+            f"{key}.action",
+            found=f"enable_r3 with numerics.router_replay={numerics.router_replay}",
+            expected="numerics.router_replay=record, so that there are routes to replay from some step on",
+            remedy="Set numerics.router_replay=record, or choose another action.",
+        )
+    if action == "bf16_both" and not numerics.quantizes:
+        return user_error(
+            f"{key}.action",
+            found="bf16_both with both sides in BF16",
+            expected="a side in FP8 to fall back from",
+            remedy="Choose another action, or set numerics.trainer or numerics.rollout to fp8.",
+        )
+    return None
+
+
+def _without_samples(key: str, rule: GateSection, experiment: Experiment) -> UserError | None:
+    """A gate of a run that trains on the answers of its data."""
+    name = experiment.algorithm.name
+    if rule.action != "warn":
+        return user_error(
+            f"{key}.action",
+            found=rule.action,
+            expected=f"warn, as the {name} algorithm samples nothing that another action could mend",
+            remedy="Set it to warn, or remove the gate.",
+        )
+    measured = ("perf/", "tracking/", *_SUPERVISED, *(("eval/", "sync/") if experiment.needs_engines else ()))
+    if not rule.metric.startswith(measured) or rule.metric.startswith("perf/rollout"):
+        return user_error(
+            f"{key}.metric",
+            found=f"{rule.metric} with algorithm.name={name}",
+            expected=f"one that such a run measures: {', '.join(_SUPERVISED)}, those of perf/, and with eval.problems "
+            "those of eval/ and sync/",
+            remedy="Choose another metric, or remove the gate.",
+        )
+    return None
+
+
+def _asks_for_equality(rule: GateSection) -> bool:
+    differs = "abs_diff" in rule.metric and rule.above == 0.0
+    return differs or (rule.metric == "mismatch/exact_frac" and rule.below == 1.0)
+
+
+def _against_each_other(first: int, one: GateSection, second: int, other: GateSection) -> UserError | None:
+    if one.metric != other.metric:
+        return None
+    if (one.above, one.below, one.action) == (other.above, other.below, other.action):
+        return user_error(
+            f"gates.{second}",
+            found=f"{other.action} on {other.metric} {other.bound}",
+            expected=f"another condition or action than gates.{first}",
+            remedy="Remove one of the two.",
+        )
+    above = one.above if one.above is not None else other.above
+    below = one.below if one.below is not None else other.below
+    if above is not None and below is not None and below > above:
+        return user_error(
+            f"gates.{second}",
+            found=f"{other.metric} {other.bound}, while gates.{first} has {one.bound}",
+            expected="a value between the two bounds that satisfies both",
+            remedy=f"Set below to at most {above}, or above to at least {below}.",
+        )
+    return None

@@ -1,0 +1,62 @@
+"""An experiment: every choice of a run in one frozen, validated object."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import yaml
+from pydantic import Field
+
+from numerics.config import NumericsConfig
+from rl.algorithms import Algorithm
+from rl.algorithms.grpo import Grpo
+from rl.experiment.gates import GateSection, GuardSection
+from rl.experiment.sections import (
+    CheckpointSection,
+    DataSection,
+    EvalSection,
+    ModelSection,
+    NumericsSection,
+    RunSection,
+    Section,
+    TrackingSection,
+)
+from rollout.config import RolloutConfig
+from trainer.config import TrainerConfig
+from weight_sync.config import SyncConfig
+
+
+class Experiment(Section):
+    """What `fp8rl train` runs: a YAML file, resolved. `rl.experiment.load_experiment` reads one."""
+
+    run: RunSection = RunSection()
+    model: ModelSection
+    numerics: NumericsSection = NumericsSection()
+    data: DataSection
+    rollout: RolloutConfig = RolloutConfig()
+    trainer: TrainerConfig = TrainerConfig()
+    algorithm: Algorithm = Grpo()
+    sync: SyncConfig = SyncConfig()
+    # Strictness would refuse the list that YAML gives; the gates inside stay strict.
+    gates: tuple[GateSection, ...] = Field(default=(), strict=False)
+    guard: GuardSection = GuardSection()
+    checkpoint: CheckpointSection = CheckpointSection()
+    eval: EvalSection = EvalSection()
+    tracking: TrackingSection = TrackingSection()
+
+    @property
+    def needs_engines(self) -> bool:
+        """Whether anything is sampled: for training, or to evaluate."""
+        return self.algorithm.samples or self.eval.problems > 0
+
+    def numerics_config(self) -> NumericsConfig:
+        """The numerics of both sides, with the reduction order of this trainer layout."""
+        return self.numerics.config(self.trainer.tp)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain YAML types, every default written out."""
+        return self.model_dump(mode="json")
+
+    def to_yaml(self) -> str:
+        """Everything written out; `parse_experiment(yaml.safe_load(text))` gives an equal object."""
+        return yaml.safe_dump(self.to_dict(), sort_keys=False, allow_unicode=True)

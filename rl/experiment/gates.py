@@ -1,0 +1,99 @@
+"""The `gates:` and `guard:` sections of an experiment spec: when a run steps in, and what it keeps of the case."""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+from pydantic import Field, field_validator, model_validator
+
+from numerics.errors import shown
+from rl.experiment.sections import Section
+from rl.record.metrics import describe, nearest_metric
+
+Action = Literal["warn", "tighten_tis", "enable_r3", "skip_step", "resync", "bf16_both", "checkpoint_and_stop"]
+
+SEVERITY: tuple[Action, ...] = get_args(Action)
+"""The actions, the mildest first. It is the order in which those of one step are taken."""
+
+WITHHOLDING: frozenset[Action] = frozenset({"skip_step", "resync", "bf16_both", "checkpoint_and_stop"})
+"""Actions under which the batch that fired the gate is not trained on."""
+
+LATE = ("train/lr", "gates/", "sync/", "perf/", "eval/", "tracking/")
+"""How the names of metrics begin that are known only after a step's decision."""
+
+
+class GateSection(Section):
+    """Fires when `metric` stays beyond its bound for `for_steps` steps in a row, and again only after it recovered."""
+
+    metric: str
+    """A name that `rl.record.metrics` describes. Those of `LATE`, which a step measures after its decision, are judged
+    in the step that follows, and cannot withhold an update: without one they would be missing, or never change."""
+    above: float | None = None
+    below: float | None = None
+    recover: float | None = None
+    """The gate is armed again once the metric is back at this value or better; null means within the bound."""
+    for_steps: int = Field(default=1, ge=1)
+    cooldown_steps: int = Field(default=0, ge=0)
+    """Steps after a firing in which the gate does not fire again. What it withholds, it withholds all the same."""
+    action: Action = "warn"
+    """`warn` says it. `tighten_tis` lowers the cap of the importance weight, `enable_r3` replays the engine's experts,
+    both from this batch to the end of the run. `skip_step`, `resync` (and a verified sync) and `bf16_both` (and both
+    sides fall back to BF16) withhold the update until the metric has recovered. `checkpoint_and_stop` ends the run."""
+    tis_cap: float | None = Field(default=None, ge=1.0)
+    """With `tighten_tis`: the lower cap; null means 1."""
+
+    @property
+    def bound(self) -> str:
+        """In words, e.g. `above 0.05`."""
+        return f"above {self.above}" if self.above is not None else f"below {self.below}"
+
+    @field_validator("metric")
+    @classmethod
+    def _is_a_metric(cls, name: str) -> str:
+        if describe(name) is None:
+            nearest = nearest_metric(name)
+            raise ValueError(f"found {shown(name)}, expected a metric of the run. Did you mean {nearest}?")
+        return name
+
+    @model_validator(mode="after")
+    def _one_bound(self) -> GateSection:
+        if (self.above is None) == (self.below is None):
+            raise ValueError(
+                f"found above={self.above} and below={self.below} for {self.metric}, expected exactly one of above and "
+                "below. Give one bound"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _recovers_within_the_bound(self) -> GateSection:
+        beyond = self.recover is not None and (
+            self.recover > self.above if self.above is not None else self.recover < (self.below or 0.0)
+        )
+        if beyond:
+            side = "at most above" if self.above is not None else "at least below"
+            raise ValueError(
+                f"found recover={self.recover} with {self.bound} for {self.metric}, expected {side}. Correct recover"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _cap_belongs_to_tighten_tis(self) -> GateSection:
+        if self.tis_cap is not None and self.action != "tighten_tis":
+            raise ValueError(
+                f"found tis_cap={self.tis_cap} with action {self.action}, expected tighten_tis. Remove tis_cap"
+            )
+        return self
+
+
+class GuardSection(Section):
+    """What happens when a loss is not finite, and what is kept of that and of a gate's firing (a capsule)."""
+
+    nonfinite_loss: Literal["stop", "skip"] = "stop"
+    """`stop` writes a checkpoint and ends the run, `skip` goes on with the next batch. Neither trains on this one."""
+    capsule_sequences: int = Field(default=8, ge=1)
+    """The worst sequences that a capsule keeps. All those that a value which is not finite came from precede them: of a
+    loss the rows of its micro-batch, of a gradient norm the whole batch."""
+    capsules: int = Field(default=5, ge=2)
+    """Capsules that stay on disk: the first of the run and the newest."""
+    capsule_weights: bool = True
+    """Keep the weights that scored the sequences too; without them, `fp8rl rescore` needs `--model`."""

@@ -1,0 +1,175 @@
+"""From a YAML file, its `defaults:` and `key.sub=value` overrides to an :class:`Experiment`.
+
+OmegaConf reads YAML with a subclass of yaml's SafeLoader that also refuses duplicate keys and reads `1e-4` as a number.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from numerics.errors import UserError, user_error
+from rl.experiment.experiment import Experiment
+from rl.experiment.validation import parse_experiment
+
+INPUT_PATHS = (("model", "path"), ("data", "train"), ("data", "eval"))
+
+
+def load_experiment(path: str | Path, overrides: Sequence[str] = ()) -> Experiment:
+    """Read, inherit, override and validate the spec at `path`.
+
+    Later layers win: each file of `defaults:` in order, the file itself, then `overrides` such as `"run.steps=2"`.
+    Mappings are merged, lists are replaced, and a layer that names another `algorithm` replaces that whole section.
+    Relative input paths are looked up in the current directory, then in the directory of `path`, and made absolute;
+    `run.dir` is relative to the current directory.
+
+    Raises:
+        UserError: the file cannot be read, or a key or value is wrong.
+    """
+    path = Path(path)
+    config = _read_layers(path, ancestors=())
+    for override in overrides:
+        config = _merge(config, _parse_override(override))
+    values = _plain(config, path)
+    _resolve_paths(values, path.parent)
+    return parse_experiment(values)
+
+
+def read_resolved(path: str | Path) -> Experiment:
+    """Read the `spec.yaml` of a run directory: paths stay as they are, no defaults and no overrides.
+
+    Raises:
+        UserError: the file cannot be read, or a key or value is wrong.
+    """
+    return parse_experiment(_plain(_read_yaml(Path(path)), Path(path)))
+
+
+def _read_layers(path: Path, ancestors: tuple[Path, ...]) -> DictConfig:
+    """The file merged over the files that its `defaults:` names, relative to it."""
+    resolved = path.resolve()
+    if resolved in ancestors:
+        chain = " -> ".join(str(entry) for entry in (*ancestors, resolved))
+        raise user_error("defaults", found=str(path), expected="no cycle", remedy=f"Break the cycle {chain}.")
+    own = _read_yaml(path)
+    names = OmegaConf.to_container(own).pop("defaults", [])
+    own.pop("defaults", None)
+    names = [names] if isinstance(names, str) else names
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise user_error(
+            f"defaults of {path}",
+            found=names,
+            expected="a file name or a list of file names",
+            remedy="Write defaults: base.yaml, relative to this file.",
+        )
+    config = OmegaConf.create({})
+    for name in names:
+        if not (path.parent / name).is_file():
+            raise user_error(
+                f"defaults of {path}",
+                found=name,
+                expected="an existing YAML file, relative to this one",
+                remedy=f"Correct the name; it was looked for in {resolved.parent}.",
+            )
+        config = _merge(config, _read_layers(path.parent / name, (*ancestors, resolved)))
+    return _merge(config, own)
+
+
+def _read_yaml(path: Path) -> DictConfig:
+    if not path.is_file():
+        raise user_error(
+            "spec", found=str(path), expected="an existing YAML file", remedy="Give the path of a spec file."
+        )
+    try:
+        config = OmegaConf.load(path)
+    except (yaml.YAMLError, UnicodeDecodeError, OmegaConfBaseException) as error:
+        raise user_error(
+            f"spec {path}",
+            found=_yaml_problem(error),
+            expected="valid YAML of plain values",
+            remedy="Correct the file.",
+        ) from error
+    if not isinstance(config, DictConfig) or not all(isinstance(key, str) for key in config):
+        raise user_error(
+            f"spec {path}",
+            found=type(config).__name__,
+            expected="a mapping of section names",
+            remedy="Start from examples/arithmetic.yaml.",
+        )
+    return config
+
+
+def _yaml_problem(error: Exception) -> str:
+    mark = getattr(error, "problem_mark", None)
+    if not isinstance(error, yaml.MarkedYAMLError) or mark is None:
+        return " ".join(str(error).split())
+    return f"{error.problem or error.context} in line {mark.line + 1}, column {mark.column + 1}"
+
+
+def _parse_override(override: str) -> DictConfig:
+    key, separator, _ = override.partition("=")
+    if not separator or not re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*", key):
+        raise user_error(
+            "override",
+            found=override,
+            expected="key.sub=value",
+            remedy="Write for example run.steps=2; replace a whole list with gates=[].",
+        )
+    try:
+        return OmegaConf.from_dotlist([override])
+    except (yaml.YAMLError, OmegaConfBaseException) as error:
+        raise user_error(
+            "override", found=override, expected="a YAML value after =", remedy="Quote the value for YAML."
+        ) from error
+
+
+def _merge(base: DictConfig, layer: DictConfig) -> DictConfig:
+    """`layer` over `base`; OmegaConf merges mappings and replaces lists."""
+    replaced = _algorithm_name(layer) not in (None, _algorithm_name(base))
+    if replaced:
+        base = base.copy()
+        base.pop("algorithm", None)
+    for key in layer:
+        # A scalar or list over a mapping (or the reverse) is for the validation to refuse, not for the merge.
+        if key in base and OmegaConf.is_dict(base._get_node(key)) != OmegaConf.is_dict(layer._get_node(key)):
+            base = base.copy()
+            base.pop(key)
+    return OmegaConf.merge(base, layer)
+
+
+def _algorithm_name(config: DictConfig) -> str | None:
+    algorithm = OmegaConf.to_container(config).get("algorithm")
+    return algorithm.get("name") if isinstance(algorithm, dict) else None
+
+
+def _plain(config: DictConfig, path: Path) -> dict[str, Any]:
+    """Plain dicts and lists with `${section.key}` interpolated; resolvers such as `${oc.env:...}` are refused."""
+    resolver = re.search(r"\$\{[^}]*:", str(OmegaConf.to_container(config)))
+    if resolver:
+        raise user_error(
+            f"spec {path}",
+            found=resolver.group(),
+            expected="interpolation of keys only, such as ${run.name}",
+            remedy="Write the value itself.",
+        )
+    try:
+        return OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
+    except OmegaConfBaseException as error:
+        raise UserError(f"spec {path}: {' '.join(str(error).split())}. Correct the interpolation.") from error
+
+
+def _resolve_paths(values: dict[str, Any], spec_directory: Path) -> None:
+    """Make the paths absolute in place; values of a wrong type are left for the validation."""
+    for section, key in INPUT_PATHS:
+        value = values.get(section)
+        if isinstance(value, dict) and isinstance(value.get(key), str) and value[key]:
+            here, beside = Path.cwd() / value[key], spec_directory.resolve() / value[key]
+            value[key] = str(beside if beside.exists() and not here.exists() else here)
+    run = values.setdefault("run", {})
+    if isinstance(run, dict) and isinstance(run.setdefault("dir", "runs"), str) and run["dir"]:
+        run["dir"] = str(Path.cwd() / run["dir"])

@@ -1,0 +1,77 @@
+"""Everything about a run that can be checked before a process is started.
+
+:func:`check` raises one UserError with the key, the value found, the value expected and the remedy.
+"""
+
+from __future__ import annotations
+
+from numerics.errors import user_error
+from rl.experiment import Experiment
+from rl.experiment.preconditions.data import check_data
+from rl.experiment.preconditions.model import check_model_layout, read_model
+from rl.experiment.preconditions.resources import check_kv_cache_memory, check_port
+from rl.experiment.preconditions.tensors import check_tensors
+from rl.experiment.preconditions.tokenizer import read_tokenizer
+from trainer.device import has_transformer_engine
+from trainer.hf_config import ModelShape
+from trainer.lowering import lower
+
+__all__ = ["ModelShape", "check", "read_model"]
+
+
+def check(experiment: Experiment) -> ModelShape:
+    """Check the spec against its model, its data and this machine; returns what was read of the model.
+
+    Raises:
+        UserError: the first thing that stands in the way.
+    """
+    if experiment.numerics.mode == "exact":
+        _check_sampling(experiment)
+    model = read_model(experiment.model.path)
+    check_model_layout(model, experiment)
+    lower(experiment.numerics_config(), has_transformer_engine())
+    _check_context(model, experiment)
+    check_data(experiment, read_tokenizer(experiment.model.path, model))
+    check_tensors(experiment.model.path, model)
+    if experiment.needs_engines:
+        check_kv_cache_memory(model, experiment.rollout)
+        check_port(experiment.rollout)
+    return model
+
+
+def _check_sampling(experiment: Experiment) -> None:
+    """The engine reports logprobs from before top-p, top-k and min-p renormalise, so d could not be 0."""
+    for name, off in (("top_p", 1.0), ("top_k", -1), ("min_p", 0.0)):
+        value = getattr(experiment.rollout, name)
+        if value != off:
+            raise user_error(
+                f"rollout.{name}",
+                found=value,
+                expected=f"{off} (off) in exact mode",
+                remedy=f"Remove rollout.{name}: reported logprobs precede its renormalisation.",
+            )
+
+
+def _check_context(model: ModelShape, experiment: Experiment) -> None:
+    rollout = experiment.rollout
+    if rollout.context_length > model.max_positions:
+        raise user_error(
+            "rollout.context_length",
+            found=rollout.context_length,
+            expected=f"at most {model.max_positions}, the model's max_position_embeddings",
+            remedy=f"Set rollout.context_length={model.max_positions} or less.",
+        )
+    if rollout.max_new_tokens >= rollout.context_length:
+        raise user_error(
+            "rollout.max_new_tokens",
+            found=rollout.max_new_tokens,
+            expected=f"less than rollout.context_length = {rollout.context_length}, which holds the prompt too",
+            remedy="Lower rollout.max_new_tokens or raise rollout.context_length.",
+        )
+    if rollout.max_total_tokens < rollout.context_length:
+        raise user_error(
+            "rollout.max_total_tokens",
+            found=rollout.max_total_tokens,
+            expected=f"at least rollout.context_length = {rollout.context_length}",
+            remedy="Raise rollout.max_total_tokens or lower rollout.context_length.",
+        )

@@ -1,0 +1,142 @@
+"""Sections of an experiment that belong to `rl`. Those of rollout, trainer, sync and algorithm stand beside these."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from numerics.config import Mode, NumericsConfig, RolloutPrecision, RouterReplay, TrainerPrecision
+from numerics.errors import UserError
+from numerics.spec import LAYER_EXCEPTIONS, ROLES, Format, Granularity, QuantSpec, Scale
+from rl.record.tracking import WandbConfig
+
+
+class Section(BaseModel):
+    """Unknown keys are refused, nothing is coerced (`"3"` is no integer), values are fixed after loading."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+
+class RunSection(Section):
+    name: str = Field(default="run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100)
+    """Folder of the run inside `dir`."""
+    dir: str = Field(default="runs", min_length=1)
+    seed: int = Field(default=0, ge=0, lt=2**31)
+    steps: int = Field(default=60, ge=1)
+    """Optimizer steps."""
+
+
+class ModelSection(Section):
+    path: str = Field(min_length=1)
+    """Hugging Face directory: config.json, safetensors weights, tokenizer."""
+
+
+class TensorOverride(Section):
+    """Fields of one role's TensorSpec that replace the preset's."""
+
+    format: Format | None = None
+    granularity: Granularity | None = None
+    group: int | None = Field(default=None, ge=1)
+    scale: Scale | None = None
+
+
+class NumericsSection(Section):
+    """One quantization spec for both sides, and the precision that each side runs."""
+
+    mode: Mode = "exact"
+    """`exact`: both sides run the shared ops, so that their logprobs are equal. `native`: each runs its library's own
+    ops, and only the FP8 products are shared."""
+    preset: Literal["bf16", "fp8_block_pow2", "fp8_block_fp32"] = "fp8_block_pow2"
+    weight: TensorOverride = TensorOverride()
+    activation: TensorOverride = TensorOverride()
+    gradient: TensorOverride = TensorOverride()
+    # Strictness would refuse the list that YAML gives.
+    scope: tuple[str, ...] | None = Field(default=None, strict=False)
+    """Module kinds whose products are quantized, by exact name (`q_proj`, ..., `experts.down_proj`); null leaves the
+    preset's. An FP8 engine quantizes all kinds, so a smaller scope needs `rollout: bf16`."""
+    first_layers_bf16: int = Field(default=0, ge=0)
+    """Decoder layers at the start whose products stay in BF16, on both sides."""
+    last_layers_bf16: int = Field(default=0, ge=0)
+    """The same at the end."""
+    trainer: TrainerPrecision = "fp8"
+    rollout: RolloutPrecision = "fp8"
+    router_replay: RouterReplay = "off"
+    """`record`: the engine reports each token's experts, and their agreement with the trainer's is measured. `replay`:
+    the trainer takes the engine's experts (R3)."""
+
+    @field_validator("router_replay", mode="before")
+    @classmethod
+    def _yaml_reads_off_as_false(cls, value: Any) -> Any:
+        return "off" if value is False else value
+
+    @property
+    def quantizes(self) -> bool:
+        """Whether any side computes in FP8."""
+        return self.trainer != "bf16" or self.rollout != "bf16"
+
+    def overrides(self) -> dict[str, Any]:
+        """What differs from the preset, e.g. `{"weight": {"scale": "fp32"}}`; no preset excepts layers."""
+        roles = {role: getattr(self, role).model_dump(exclude_none=True) for role in ROLES}
+        changes: dict[str, Any] = {role: fields for role, fields in roles.items() if fields}
+        changes |= {key: getattr(self, key) for key in LAYER_EXCEPTIONS if getattr(self, key)}
+        return changes if self.scope is None else changes | {"scope": list(self.scope)}
+
+    def quant_spec(self) -> QuantSpec:
+        """The preset with the overrides applied."""
+        return QuantSpec.preset(self.preset).override(self.overrides())
+
+    def config(self, tp: int) -> NumericsConfig:
+        """What trainer and engine are started with; `tp` fixes the reduction order of row-parallel products."""
+        return NumericsConfig(
+            mode=self.mode,
+            spec=self.quant_spec(),
+            trainer=self.trainer,
+            rollout=self.rollout,
+            k_splits=tp if self.mode == "exact" else 1,
+            router_replay=self.router_replay,
+        )
+
+    @model_validator(mode="after")
+    def _spec_serves_both_sides(self) -> NumericsSection:
+        try:
+            quantized = self.config(tp=1).spec.quantized
+        except UserError as error:
+            raise ValueError(f"found {self.overrides()} over preset {self.preset}: {error}") from error
+        if self.quantizes and not quantized:
+            raise ValueError(
+                f"found trainer={self.trainer} and rollout={self.rollout}, expected bf16 for both, as the spec (preset "
+                f"{self.preset}) quantizes nothing. Set numerics.trainer=bf16 and numerics.rollout=bf16, or choose an "
+                "FP8 preset"
+            )
+        return self
+
+
+class DataSection(Section):
+    train: str = Field(min_length=1)
+    """JSON lines with `question` and `answer` (GSM8K's shape)."""
+    eval: str | None = Field(default=None, min_length=1)
+    """Held-out problems in the same form; needed unless `eval.problems` is 0."""
+    reward: Literal["integer", "math"] = "integer"
+    """`integer`: exact integer after the last `####`; `math`: math-verify."""
+
+
+class CheckpointSection(Section):
+    every: int = Field(default=20, ge=1)
+    """Steps between checkpoints; the last step always gets one."""
+    keep: int = Field(default=2, ge=1)
+    """Newest checkpoints that stay on disk."""
+
+
+class EvalSection(Section):
+    every: int = Field(default=0, ge=0)
+    """Steps between evaluations; 0 evaluates only before the first and after the last step."""
+    problems: int = Field(default=200, ge=0)
+    """Held-out problems, answered greedily; 0 turns evaluation off."""
+
+
+class TrackingSection(Section):
+    rollouts: Literal["all", "shown"] = "all"
+    """Trajectories that rollouts/step_N.jsonl keeps: all, so that a step can be computed again from it (about 60 bytes
+    a generated token), or those that the report shows."""
+    wandb: WandbConfig = WandbConfig()

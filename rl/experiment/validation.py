@@ -1,0 +1,129 @@
+"""Plain values to an :class:`Experiment`, or one message that names each wrong key and its remedy."""
+
+from __future__ import annotations
+
+import difflib
+import re
+import types
+import typing
+from collections.abc import Iterator
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+from numerics.errors import UserError, shown
+from rl.algorithms import ALGORITHMS
+from rl.experiment.contradictions import check_gates
+from rl.experiment.experiment import Experiment
+
+
+def parse_experiment(values: dict[str, Any]) -> Experiment:
+    """Validate plain dicts, lists and scalars, as YAML gives them.
+
+    Raises:
+        UserError: one line per wrong key, with the value found, the value expected and what to do.
+    """
+    try:
+        experiment = Experiment.model_validate(values)
+    except ValidationError as error:
+        lines = [_explain(detail, values) for detail in error.errors()]
+        raise UserError("\n".join(dict.fromkeys(lines))) from None
+    check_gates(experiment)
+    return experiment
+
+
+def valid_keys(algorithm: str | None = None) -> list[str]:
+    """Every dotted key of an experiment; keys of list entries carry no index. `algorithm` restricts that section."""
+    return list(dict.fromkeys(_walk(Experiment, "", algorithm)))
+
+
+def _walk(model: type[BaseModel], prefix: str, algorithm: str | None) -> Iterator[str]:
+    for name, field in model.model_fields.items():
+        yield prefix + name
+        for inner in _models_in(field.annotation):
+            tag = inner.model_fields.get("name")
+            other = name == "algorithm" and algorithm is not None and algorithm not in _literals(tag)
+            if not other:
+                yield from _walk(inner, f"{prefix}{name}.", algorithm)
+
+
+def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    elif typing.get_origin(annotation) in (typing.Union, types.UnionType, tuple, typing.Annotated):
+        for part in typing.get_args(annotation):
+            yield from _models_in(part)
+
+
+def _literals(field: Any) -> tuple[Any, ...]:
+    return typing.get_args(field.annotation) if field is not None else ()
+
+
+def _explain(detail: ErrorDetails, values: dict[str, Any]) -> str:
+    key = _dotted(detail["loc"])
+    kind, found = detail["type"], detail["input"]
+    if kind == "extra_forbidden":
+        return _unknown_key(key, found, values)
+    if kind == "missing":
+        return f"{key}: found nothing, expected a value. {_remedy('Add it to', key)}"
+    if kind == "value_error":
+        text = str(detail["ctx"]["error"])
+        return f"{key}: {text}" if text.endswith("?") else f"{key}: {text}."
+    if kind in ("union_tag_not_found", "union_tag_invalid"):
+        name = found.get("name") if isinstance(found, dict) else None
+        names = " or ".join(map(repr, sorted(ALGORITHMS)))
+        return f"{key}.name: found {shown(name)}, expected {names}. {_remedy('Set it in', key + '.name')}"
+    return f"{key}: found {shown(found)}, expected {_expected(detail)}. {_remedy('Correct it in', key)}"
+
+
+def _expected(detail: ErrorDetails) -> str:
+    match detail["type"]:
+        case "model_type" | "model_attributes_type" | "dict_type":
+            return "a mapping of keys to values"
+        case "tuple_type":
+            return "a list"
+        case "string_pattern_mismatch":
+            return f"text that matches {detail['ctx']['pattern']}"
+    text = re.sub(r"^Input should (be|have) ", "", detail["msg"])
+    return f"a number {text}" if text.startswith(("less", "greater")) else text
+
+
+def _remedy(verb: str, key: str) -> str:
+    in_list = any(part.isdigit() for part in key.split("."))
+    return f"{verb} the spec file." if in_list else f"{verb} the spec file, or give {key}=VALUE on the command line."
+
+
+def _dotted(location: tuple[int | str, ...]) -> str:
+    """pydantic puts the union's tag after `algorithm`; the user never wrote it."""
+    parts = [str(part) for part in location]
+    if len(parts) > 1 and parts[0] == "algorithm":
+        del parts[1]
+    return ".".join(parts)
+
+
+def _unknown_key(key: str, found: Any, values: dict[str, Any]) -> str:
+    algorithm = values.get("algorithm")
+    name = algorithm.get("name") if isinstance(algorithm, dict) else "grpo"
+    known = valid_keys(name)
+    section = _without_indices(key).rpartition(".")[0]
+    siblings = ", ".join(name.rpartition(".")[2] for name in known if name.rpartition(".")[0] == section)
+    return (
+        f"{key}: found an unknown key with value {shown(found, 60)}, expected one of {siblings}. "
+        f"Did you mean {nearest_key(key, known)}? Correct or remove {key}."
+    )
+
+
+def nearest_key(key: str, known: list[str]) -> str:
+    """The valid dotted key most like `key`: a like name beside it, the same name elsewhere, else the likest path."""
+    section, _, leaf = _without_indices(key).rpartition(".")
+    siblings = {name.rpartition(".")[2]: name for name in known if name.rpartition(".")[0] == section}
+    close = difflib.get_close_matches(leaf, siblings, n=1, cutoff=0.6)
+    if close:
+        return siblings[close[0]]
+    same_leaf = [name for name in known if name.rpartition(".")[2] == leaf]
+    return difflib.get_close_matches(key, same_leaf or siblings.values() or known, n=1, cutoff=0.0)[0]
+
+
+def _without_indices(key: str) -> str:
+    return ".".join(part for part in key.split(".") if not part.isdigit())

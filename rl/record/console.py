@@ -1,0 +1,126 @@
+"""What a person sees while a run goes on: one line per step, and a progress bar where there is a terminal."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.text import Text
+
+from rl.record.log import CONSOLE
+
+
+class StepConsole:
+    """Prints steps as they complete. Without a terminal, as in the logs of a Ray job, it prints plain lines only.
+
+    Args:
+        steps: of the whole run.
+        done: steps already completed when the run starts, after a resume.
+        console: where to print; standard output by default.
+    """
+
+    def __init__(self, steps: int, *, done: int = 0, console: Console | None = None) -> None:
+        self._steps = steps
+        self._console = console or Console(highlight=False)
+        self._progress = Progress(
+            TextColumn("steps"),
+            BarColumn(bar_width=None),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(),
+            console=self._console,
+            transient=True,
+            disable=not self._console.is_terminal,
+        )
+        self._task = self._progress.add_task("steps", total=steps, completed=done)
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Print the line of a step and move the bar."""
+        self._print(step_line(step, self._steps, metrics))
+        self._progress.update(self._task, completed=step)
+
+    def note(self, text: str, style: str = "") -> None:
+        """Print a line between the steps, e.g. that the engine is ready or that a gate fired."""
+        self._print(Text(text, style=style))
+
+    def _print(self, text: Text) -> None:
+        self._console.print(text, soft_wrap=True)
+        self._console.file.flush()
+        CONSOLE.info(text.plain)
+
+    def __enter__(self) -> Self:
+        self._progress.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._progress.stop()
+
+
+def step_line(step: int, steps: int, metrics: Mapping[str, float]) -> Text:
+    """`step  3/60  reward 0.412  max|d| 0  exact 1  ...`; a metric that the step lacks is left out."""
+    line = Text(f"step {step:>{len(str(steps))}}/{steps}", style="bold")
+    for label, name, format_value, style_of in _COLUMNS:
+        if name not in metrics or (label == "loss" and "rollout/reward_mean" in metrics):
+            continue
+        value = metrics[name]
+        line.append(f"  {label} ", style="dim not bold")
+        line.append(format_value(value), style=style_of(value))
+    if metrics.get("mismatch/nonfinite_count"):
+        line.append(f"  non-finite {metrics['mismatch/nonfinite_count']:.0f}", style="bold red")
+    if metrics.get("gates/withheld"):
+        line.append("  not trained on", style="bold yellow")
+    if metrics.get("sync/mismatched_tensors"):
+        line.append(f"  mismatched tensors {metrics['sync/mismatched_tensors']:.0f}", style="bold red")
+    return line
+
+
+def format_difference(value: float) -> str:
+    """`0` for an exact zero and never for anything else."""
+    return "0" if value == 0 else f"{value:.2e}"
+
+
+def format_fraction(value: float) -> str:
+    """Four digits, cut and not rounded, so that `1` means all."""
+    return f"{value:.0f}" if value in (0.0, 1.0) else f"{math.floor(value * 1e4) / 1e4:.4f}"
+
+
+def format_percent(value: float) -> str:
+    """`99.99%`, cut and not rounded, so that `100.00%` means all."""
+    return f"{math.floor(value * 1e4) / 1e2:.2f}%"
+
+
+def _plain(value: float) -> str:
+    return f"{value:.3f}"
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.2f}s"
+
+
+def _neutral(value: float) -> str:
+    return "not bold"
+
+
+def _green_when(ideal: float) -> Callable[[float], str]:
+    return lambda value: "green not bold" if value == ideal else "yellow not bold"
+
+
+_COLUMNS: list[tuple[str, str, Callable[[float], str], Callable[[float], str]]] = [
+    ("reward", "rollout/reward_mean", _plain, _neutral),
+    ("loss", "train/loss", _plain, _neutral),
+    ("max|d|", "mismatch/train_rollout_logprob_abs_diff_max", format_difference, _green_when(0.0)),
+    ("exact", "mismatch/exact_frac", format_fraction, _green_when(1.0)),
+    ("grad", "train/grad_norm", _plain, _neutral),
+    ("rollout", "perf/rollout_seconds", _seconds, _neutral),
+    ("train", "perf/train_seconds", _seconds, _neutral),
+    ("sync", "sync/seconds", _seconds, _neutral),
+    ("accuracy", "eval/accuracy", _plain, _neutral),
+]
+"""Label, metric, how its value is written, and its style. The loss stands in only where there is no reward."""

@@ -1,0 +1,57 @@
+"""events.jsonl: what a run did on its own account, one JSON object for each time that it stepped in."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from pathlib import Path
+
+from numerics.files import write_atomically
+
+
+@dataclasses.dataclass(frozen=True)
+class Event:
+    """One firing of a gate, one loss that was not finite, engines that were replaced or synced anew, or a resume.
+
+    metric: what gave the reason. value: of the metric; None if it is not finite. bound: the one it broke, in words.
+    action: that of a gate (see `rl.experiment.gates.GateSection`), `replace_engine` or `resume`. capsule: its directory
+    below the run's, None if there is none. text: all in one sentence, as the console said it.
+    """
+
+    step: int
+    metric: str
+    value: float | None
+    bound: str
+    action: str
+    capsule: str | None
+    text: str
+
+    @property
+    def said(self) -> str:
+        """The sentence, and where the case is kept."""
+        return self.text if self.capsule is None else f"{self.text} ({self.capsule})"
+
+
+def append_event(path: Path, event: Event) -> None:
+    """One unbuffered write, so that a line is there whole or not at all."""
+    with path.open("ab", buffering=0) as file:
+        file.write(_line(event).encode())
+        os.fsync(file.fileno())
+
+
+def read_events(path: Path) -> list[Event]:
+    """In order; none if the file is missing. A torn last line is ignored."""
+    if not path.is_file():
+        return []
+    return [Event(**json.loads(line)) for line in path.read_text(encoding="utf-8").split("\n")[:-1]]
+
+
+def cut_events(path: Path, step: int) -> None:
+    """Forget events after `step`, of steps that a resumed run repeats."""
+    if path.is_file():
+        write_atomically(path, "".join(_line(event) for event in read_events(path) if event.step <= step))
+
+
+def _line(event: Event) -> str:
+    return json.dumps(dataclasses.asdict(event), allow_nan=False) + "\n"

@@ -1,0 +1,188 @@
+"""Every metric of a run: its unit and what it means. The report, the console and the documentation read this table.
+
+A name is `group/name`. Groups: `rollout/` sampling and rewards, `train/` the optimizer step, `mismatch/` trainer
+against engine, `gates/` what followed from it, `sync/` weight synchronisation, `perf/` time, `eval/` held-out problems,
+`tracking/` the log itself.
+Unless said otherwise a metric describes one step; d is trainer minus rollout logprob of a sampled token, rho = e^d.
+
+The denominator of a mean or fraction over tokens is `mismatch/tokens`, over sequences `mismatch/sequences`, unless its
+meaning names another. `p50` and `p99` are percentiles by nearest rank. Exponents are clamped to ±20.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from rl.mismatch.breakdown import OLDEST, POSITION_STARTS
+
+
+@dataclass(frozen=True)
+class Metric:
+    """Unit (empty for a plain ratio) and meaning of a metric."""
+
+    unit: str
+    meaning: str
+
+
+def _distribution(name: str, unit: str, of: str) -> dict[str, Metric]:
+    statistics = {"mean": "Mean", "p50": "Median", "p99": "99th percentile", "max": "Maximum"}
+    return {f"{name}_{suffix}": Metric(unit, f"{word} of {of}.") for suffix, word in statistics.items()}
+
+
+METRICS: dict[str, Metric] = {
+    "rollout/reward_mean": Metric("", "Mean reward of the sampled trajectories."),
+    "rollout/reward_std": Metric("", "Standard deviation of the reward over all sampled trajectories."),
+    "rollout/equal_reward_groups": Metric("", "Fraction of groups whose rewards are all equal: they teach nothing."),
+    "rollout/finished_fraction": Metric("", "Fraction of trajectories that ended by themselves within the limit."),
+    "rollout/response_tokens_mean": Metric("tokens", "Mean generated tokens per trajectory."),
+    "rollout/response_tokens_max": Metric("tokens", "Longest generation."),
+    "rollout/tokens": Metric("tokens", "Generated tokens of the step."),
+    "rollout/trajectories": Metric("trajectories", "Sampled trajectories of the step."),
+    "rollout/engines_replaced": Metric("engines", "Engines that died in the step and were replaced."),
+    "rollout/staleness_max": Metric("versions", "Largest trainer version minus the version that sampled a token."),
+    "train/loss": Metric("", "Loss over the whole batch."),
+    "train/grad_norm": Metric("", "Global gradient norm before clipping."),
+    "train/lr": Metric("", "Learning rate of the step."),
+    "train/entropy": Metric("nats", "Mean entropy of the distributions the target tokens were scored under."),
+    "train/ratio_mean": Metric("", "Mean policy ratio, trained over scoring weights; 1 in an on-policy step."),
+    "train/clip_fraction": Metric("", "Fraction of used tokens whose clipped term is the loss, so without gradient."),
+    "train/tis_weight_mean": Metric("", "Mean importance weight of the used tokens; a rejected one counts as 0."),
+    "train/rejected_tokens": Metric("", "Fraction of the used tokens that the rejection masks."),
+    "train/rejected_sequences": Metric("", "Fraction of the sequences that the rejection leaves without a token."),
+    "train/dropped_tokens": Metric("tokens", "Target tokens left out because their rollout logprob is not finite."),
+    "train/tokens": Metric("tokens", "Target tokens of the step."),
+    "mismatch/tokens": Metric("tokens", "Sampled tokens with finite d: the denominator of the token metrics."),
+    "mismatch/nonfinite_count": Metric("tokens", "Sampled tokens whose d is not finite; dropped from the others."),
+    "mismatch/sequences": Metric("sequences", "Sequences with a token of finite d: the denominator over sequences."),
+    "mismatch/nonfinite_sequences": Metric("sequences", "Sequences with a token whose d is not finite."),
+    **_distribution("mismatch/train_rollout_logprob_abs_diff", "nats", "abs(d)"),
+    **_distribution(
+        "mismatch/token_mult_prob_error", "", "e^abs(d), the factor between the two probabilities; ideal 1"
+    ),
+    **_distribution("mismatch/rho", "", "rho, the importance ratio; its mean estimates 1"),
+    **_distribution("mismatch/tis_weight", "", "min(rho, C), the truncated importance weight before any rejection"),
+    "mismatch/tis_clipfrac": Metric(
+        "",
+        "Fraction of tokens with rho > C, the TIS cap as configured (2 where TIS is off), not as a gate tightened it.",
+    ),
+    "mismatch/tis_clipfrac_two_sided": Metric("", "Fraction of tokens with rho > C or rho < 1/C."),
+    "mismatch/extreme_frac_2": Metric(
+        "", "Fraction of tokens with abs(d) > ln 2: one probability is over twice the other."
+    ),
+    "mismatch/extreme_frac_10": Metric("", "Fraction of tokens with abs(d) > ln 10."),
+    "mismatch/k1_kl": Metric("nats", "Mean of -d, an estimate of KL(rollout || trainer)."),
+    "mismatch/k2_kl": Metric("nats^2", "Mean of d^2 / 2, for small d an estimate of KL(rollout || trainer)."),
+    "mismatch/k3_kl": Metric("nats", "Mean of rho - 1 - d, a non-negative estimate of KL(rollout || trainer)."),
+    "mismatch/chi2_token": Metric("", "Mean of rho^2 over the tokens, minus 1: the chi-squared divergence of a token."),
+    "mismatch/ess": Metric("", "Effective sample size of the tokens weighted by rho, over their number; ideal 1."),
+    "mismatch/pearson": Metric("", "Correlation of the tokens' two probabilities; absent where one side is constant."),
+    "mismatch/exact_frac": Metric("", "Fraction of tokens with d == 0."),
+    "mismatch/near_exact_frac": Metric("", "Fraction of tokens with abs(d) <= 1e-6."),
+    **_distribution("mismatch/ppl_ratio", "", "a sequence's trainer over its rollout perplexity, e^(mean of -d)"),
+    **_distribution("mismatch/geometric_ratio", "", "a sequence's e^(mean of d), the geometric mean of its rho"),
+    "mismatch/chi2_sequence": Metric(
+        "", "Mean of e^(2 sum of d) over the sequences, minus 1: their chi-squared divergence."
+    ),
+    "mismatch/ess_sequence": Metric(
+        "", "Effective sample size of the sequences weighted by e^(sum of d), over their number."
+    ),
+    "mismatch/router_pairs": Metric(
+        "pairs", "Pairs of a token, prompts included, and a layer whose experts both sides report."
+    ),
+    "mismatch/router_tokens": Metric("tokens", "Tokens with at least one such pair."),
+    "mismatch/router_unknown_pairs": Metric("pairs", "The other pairs of a token and a layer; left out."),
+    "mismatch/router_agreement": Metric("", "Mean over the pairs of the experts that both sides chose, over top-k."),
+    "mismatch/router_differ_frac": Metric("", "Fraction of the pairs in which the chosen experts differ."),
+    "mismatch/router_token_differ_frac": Metric("", "Fraction of `mismatch/router_tokens` that differ in any layer."),
+    "gates/fired": Metric("gates", "Gates that fired in the step."),
+    "gates/withheld": Metric("", "1 if the batch was not trained on, else 0."),
+    "gates/tis_cap": Metric("", "Cap of the importance weight in force; absent where TIS is off."),
+    "gates/router_replay": Metric("", "1 while the trainer takes the engine's experts, else 0."),
+    "gates/bf16": Metric("", "1 once a gate has made both sides fall back to BF16, else 0."),
+    "gates/stale_resyncs": Metric("", "Samplings of the step that were repeated for stale weights."),
+    "sync/bytes": Metric("bytes", "Bytes of weights sent to one engine."),
+    "sync/seconds": Metric("s", "Time of the weight sync, digests and verification included."),
+    "sync/send_seconds": Metric("s", "Of which export, quantization, digests and loading."),
+    "sync/verify_seconds": Metric("s", "Of which the engines' refresh and digests, and the comparison."),
+    "sync/verified_tensors": Metric("tensors", "Engine tensors whose digest equals the trainer's."),
+    "sync/mismatched_tensors": Metric("tensors", "Engine tensors whose digest differs; the run does not go on."),
+    "perf/step_seconds": Metric("s", "Wall time of the whole step."),
+    "perf/rollout_seconds": Metric("s", "Time until all trajectories of the step had arrived."),
+    "perf/reward_seconds": Metric("s", "Time of decoding and judging the answers."),
+    "perf/train_seconds": Metric("s", "Time of forward, backward and optimizer step."),
+    "perf/monitor_seconds": Metric("s", "Time of the mismatch metrics and the gates, with a capsule where one fired."),
+    "perf/eval_seconds": Metric("s", "Time of the evaluation, on steps with one."),
+    "perf/checkpoint_seconds": Metric("s", "Time of writing the checkpoint, on steps with one."),
+    "perf/overhead_seconds": Metric("s", "Step without all of the other parts."),
+    "perf/rollout_tokens_per_second": Metric("tokens/s", "Generated tokens over the rollout time."),
+    "perf/train_tokens_per_second": Metric("tokens/s", "Tokens of the batch, prompts included, over the train time."),
+    "eval/accuracy": Metric("", "Fraction of the held-out problems solved with greedy decoding."),
+    "eval/problems": Metric("problems", "Held-out problems evaluated."),
+    "tracking/resumed": Metric("", "1 in the first step after a resume; absent in others."),
+    "tracking/nonfinite_dropped": Metric("", "Metrics of this step left out because they were not finite."),
+}
+
+
+@dataclass(frozen=True)
+class Family:
+    """Metrics that differ by a number at the end of their name.
+
+    unit, meaning: of each member, `{n}` in the meaning standing for its number.
+    numbers: that members can have.
+    """
+
+    unit: str
+    meaning: str
+    numbers: Collection[int]
+
+
+_AGES = range(OLDEST + 1)
+_LAYERS = range(1 << 16)
+
+FAMILIES: dict[str, Family] = {
+    "mismatch/abs_diff_mean_stale_": Family("nats", "Mean of abs(d) of the tokens of staleness {n}.", _AGES),
+    "mismatch/exact_frac_stale_": Family("", "Fraction of the tokens of staleness {n} with d == 0.", _AGES),
+    "mismatch/tokens_stale_": Family(
+        "tokens",
+        f"Tokens with finite d sampled {{n}} weight versions before the trainer's; {OLDEST} stands for that and more.",
+        _AGES,
+    ),
+    "mismatch/abs_diff_mean_pos_": Family("nats", "Mean of abs(d) in the bucket from position {n}.", POSITION_STARTS),
+    "mismatch/abs_diff_max_pos_": Family("nats", "Largest abs(d) in the bucket from position {n}.", POSITION_STARTS),
+    "mismatch/tokens_pos_": Family(
+        "tokens",
+        "Tokens with finite d in the bucket from position {n} of the generated tokens; buckets begin at "
+        f"{', '.join(map(str, POSITION_STARTS))}.",
+        POSITION_STARTS,
+    ),
+    "mismatch/router_agreement_layer_": Family(
+        "", "As `mismatch/router_agreement`, of MoE layer {n}, counted from 0.", _LAYERS
+    ),
+}
+"""By the members' name without its number."""
+
+
+def describe(name: str) -> Metric | None:
+    """The metric of this name, fixed or member of a family; None if a run has no such metric."""
+    if name in METRICS:
+        return METRICS[name]
+    match = re.fullmatch(r"(.*_)(0|[1-9]\d*)", name)
+    family = FAMILIES.get(match[1]) if match else None
+    if match is None or family is None or int(match[2]) not in family.numbers:
+        return None
+    return Metric(family.unit, family.meaning.format(n=match[2]))
+
+
+def nearest_metric(name: str) -> str:
+    """The metric whose name is most like `name`; a family stands by its first member that is like it."""
+    members = [f"{prefix}{number}" for prefix, family in FAMILIES.items() for number in [*family.numbers][:16]]
+    (nearest,) = difflib.get_close_matches(name, [*METRICS, *members], n=1, cutoff=0.0)
+    return nearest
+
+
+def metric(name: str) -> Metric:
+    """The declared metric, or a blank one for a name outside the tables."""
+    return describe(name) or Metric("", "")

@@ -1,0 +1,68 @@
+"""rollouts/step_N.jsonl: every trajectory of a step with all that it takes to compute the step again."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from numerics.files import write_atomically
+
+SHOWN = 8
+"""Trajectories of a step that a person is shown."""
+
+
+@dataclasses.dataclass(frozen=True)
+class RolloutRecord:
+    """One trajectory.
+
+    prompt, text: of the question and of the answer. reward: of the answer. abs_diff_mean: mean abs(d) over its tokens,
+    None if none is finite. group: number of its prompt in the step. finished: the model ended the answer itself.
+    prompt_ids: [P]. token_ids, rollout_logprobs, train_logprobs, weight_versions: [T], of the generated tokens; a
+    log-probability that is not finite is NaN. advantage: None before training.
+    """
+
+    prompt: str
+    text: str
+    reward: float
+    abs_diff_mean: float | None
+    group: int
+    finished: bool
+    prompt_ids: list[int]
+    token_ids: list[int]
+    rollout_logprobs: list[float]
+    train_logprobs: list[float]
+    weight_versions: list[int]
+    advantage: float | None
+
+
+def write_rollouts(path: Path, records: Iterable[RolloutRecord]) -> None:
+    """One JSON object per line, in the order of the batch; a number that is not finite is null."""
+    write_atomically(path, "".join(_line(record) for record in records))
+
+
+def read_rollouts(path: Path) -> list[RolloutRecord]:
+    """The records of a `rollouts/step_N.jsonl`."""
+    return [_record(json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def shown(records: Sequence[RolloutRecord]) -> list[RolloutRecord]:
+    """The first trajectory of each of the first groups."""
+    firsts = {record.group: record for record in reversed(records)}
+    return [firsts[group] for group in sorted(firsts)[:SHOWN]]
+
+
+def _line(record: RolloutRecord) -> str:
+    values = dataclasses.asdict(record)
+    for name in ("rollout_logprobs", "train_logprobs"):
+        values[name] = [x if math.isfinite(x) else None for x in values[name]]
+    return json.dumps(values, ensure_ascii=False, allow_nan=False) + "\n"
+
+
+def _record(values: dict[str, Any]) -> RolloutRecord:
+    for name in ("rollout_logprobs", "train_logprobs"):
+        values[name] = [math.nan if x is None else x for x in values[name]]
+    return RolloutRecord(**values)

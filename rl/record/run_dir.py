@@ -1,0 +1,128 @@
+"""The directory of a run: where everything lies, how it is created, and how its files are written."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from numerics.errors import UserError
+
+
+@dataclass(frozen=True)
+class RunDir:
+    """Paths of one run below `path`, an absolute directory `runs/<name>`."""
+
+    path: Path
+
+    @property
+    def name(self) -> str:
+        return self.path.name
+
+    @property
+    def experiment(self) -> Path:
+        """The resolved experiment; its presence marks the directory as a run."""
+        return self.path / "spec.yaml"
+
+    @property
+    def metrics(self) -> Path:
+        """One JSON object per step."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def report(self) -> Path:
+        return self.path / "report.html"
+
+    @property
+    def log(self) -> Path:
+        return self.path / "log.txt"
+
+    @property
+    def model(self) -> Path:
+        """The trained model as a Hugging Face directory, once the run is through."""
+        return self.path / "model"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    def checkpoint(self, step: int) -> Path:
+        return self.checkpoints / f"step_{step}"
+
+    def pending_checkpoint(self, step: int) -> Path:
+        """A checkpoint whose step has no row in `metrics` yet."""
+        return self.checkpoints / f".step_{step}.pending"
+
+    def checkpoint_steps(self) -> list[int]:
+        """Steps with a checkpoint, ascending. Unfinished ones have another name and do not count."""
+        return _steps(self.checkpoints, r"step_(\d+)")
+
+    def manifest(self, step: int) -> Path:
+        """Tensor digests of the weight sync after `step`; 0 is the one before training."""
+        return self.path / "manifests" / f"step_{step}.json"
+
+    @property
+    def events(self) -> Path:
+        """What gates did, one JSON object per line; absent while none has fired."""
+        return self.path / "events.jsonl"
+
+    @property
+    def capsules(self) -> Path:
+        return self.path / "capsules"
+
+    def capsule(self, step: int) -> Path:
+        """The sequences of `step` for which a gate fired, or whose loss was not finite."""
+        return self.capsules / f"step_{step}"
+
+    def capsule_steps(self) -> list[int]:
+        """Steps with a capsule, ascending."""
+        return _steps(self.capsules, r"step_(\d+)")
+
+    def rollouts(self, step: int) -> Path:
+        """Sample rollouts of `step`, one JSON object per line."""
+        return self.path / "rollouts" / f"step_{step}.jsonl"
+
+    def rollout_steps(self) -> list[int]:
+        """Steps with sample rollouts, ascending."""
+        return _steps(self.path / "rollouts", r"step_(\d+)\.jsonl")
+
+
+def create_run_dir(base: str | Path, name: str, *, resume: bool = False, overwrite: bool = False) -> RunDir:
+    """The directory `base/name`, made if absent.
+
+    Args:
+        resume: keep the contents and continue the run that lies there.
+        overwrite: delete the run that lies there.
+
+    Raises:
+        UserError: the directory is taken and neither flag is given; it is no run, or `resume` finds none; both flags.
+    """
+    if resume and overwrite:
+        raise UserError("--resume and --overwrite: found both, expected one. Leave one of them out.")
+    run = RunDir(Path(base).absolute() / name)
+    if run.path.exists() and not run.path.is_dir():
+        raise UserError(f"run.name: found a file at {run.path}, expected a directory. Choose another run.name.")
+    taken = run.path.is_dir() and any(run.path.iterdir())
+    if resume and not run.experiment.is_file():
+        raise UserError(f"--resume: found no run at {run.path}, expected its spec.yaml. Correct run.name or run.dir.")
+    if taken and not resume:
+        if not overwrite:
+            raise UserError(
+                f"run.name: found an existing run at {run.path}, expected a new directory. "
+                "Choose another run.name=..., or continue it with --resume, or delete it with --overwrite."
+            )
+        if not run.experiment.is_file():
+            raise UserError(
+                f"--overwrite: found {run.path} without a spec.yaml, expected a run. Choose another run.name."
+            )
+        shutil.rmtree(run.path)
+    run.path.mkdir(parents=True, exist_ok=True)
+    return run
+
+
+def _steps(directory: Path, pattern: str) -> list[int]:
+    if not directory.is_dir():
+        return []
+    matches = (re.fullmatch(pattern, entry.name) for entry in directory.iterdir())
+    return sorted(int(match[1]) for match in matches if match)

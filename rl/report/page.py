@@ -1,0 +1,52 @@
+"""An HTML page in one file that needs no network: a template of `templates/`, its charts and plotly."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from datetime import datetime
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import plotly.offline
+
+from numerics.files import write_atomically
+from rl.record.console import format_difference
+
+
+def write_page(path: Path, template: str, charts: Sequence[dict[str, Any]], **content: Any) -> None:
+    """Render `template`.html, which extends page.html, to `path`.
+
+    charts: what `template`.js draws, in the order of the template's elements.
+    content: the template's variables; page.html itself needs `name`, `kind` and `verdict`, its sentences.
+    """
+    page = _environment().get_template(f"{template}.html")
+    text = page.render(
+        **content,
+        charts=charts,
+        written=datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z"),
+        # JSON inside a script element must not contain "</script" or "<!--".
+        charts_json=json.dumps(charts, allow_nan=False).replace("<", "\\u003c"),
+        style=_read("page.css"),
+        script=_read("page.js") + _read(f"{template}.js"),
+        plotly=plotly.offline.get_plotlyjs(),
+    )
+    write_atomically(path, text)
+
+
+def _environment() -> jinja2.Environment:
+    environment = jinja2.Environment(
+        loader=jinja2.FunctionLoader(_read),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters["difference"] = lambda value: "" if value is None else format_difference(value)
+    return environment
+
+
+def _read(name: str) -> str:
+    return resources.files("rl.report").joinpath("templates", name).read_text(encoding="utf-8")

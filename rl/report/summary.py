@@ -1,0 +1,193 @@
+"""A run in a few numbers and sentences, from the rows of its metrics.jsonl. The demo's end and the report print it."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from rl.record.events import Event
+
+Row = dict[str, Any]
+Tone = Literal["good", "bad", "neutral"]
+
+ABS_DIFF_MAX = "mismatch/train_rollout_logprob_abs_diff_max"
+ABS_DIFF_MEAN = "mismatch/train_rollout_logprob_abs_diff_mean"
+
+
+@dataclass(frozen=True)
+class RunSummary:
+    """What a run came to. A value that the run did not measure is None.
+
+    Attributes:
+        steps: completed steps.
+        accuracy_before, accuracy_after: first and last held-out accuracy, None unless there are two evaluations.
+        accuracy_after_step: the step of the last one.
+        reward_first, reward_last: mean reward of the first and the last step.
+        compared_steps: steps with a mismatch measurement.
+        compared_tokens: sampled tokens with a finite difference d, over all steps.
+        nonfinite_tokens: sampled tokens without one.
+        largest_abs_diff: largest abs(d) of the run, in nats, and the step it occurred in.
+        mean_abs_diff: mean abs(d) over `compared_tokens`.
+        exact_fraction: fraction of `compared_tokens` with d == 0.
+        syncs, verified_syncs: weight syncs, and those in which every tensor was verified.
+        mismatched_tensors: tensors that differed, over all syncs.
+        step_seconds: median wall time of a step.
+        withheld_steps: steps whose batch was not trained on.
+        interventions: firings of gates, losses that were not finite, and samplings at stale weights.
+        first_intervention: the first of them, in words, with its step.
+    """
+
+    steps: int
+    accuracy_before: float | None
+    accuracy_after: float | None
+    accuracy_after_step: int | None
+    reward_first: float | None
+    reward_last: float | None
+    compared_steps: int
+    compared_tokens: int
+    nonfinite_tokens: int
+    largest_abs_diff: float | None
+    largest_abs_diff_step: int | None
+    mean_abs_diff: float | None
+    exact_fraction: float | None
+    syncs: int
+    verified_syncs: int
+    mismatched_tensors: int
+    step_seconds: float | None
+    withheld_steps: int = 0
+    interventions: int = 0
+    first_intervention: str | None = None
+
+    @property
+    def bitwise_equal(self) -> bool:
+        """Whether every step was measured and every sampled token had d == 0."""
+        complete = self.compared_steps == self.steps > 0 and self.nonfinite_tokens == 0
+        return complete and self.largest_abs_diff == 0.0 and self.exact_fraction == 1.0
+
+    @property
+    def agreement_standing(self) -> Tone:
+        if self.compared_steps == 0 and self.nonfinite_tokens == 0:
+            return "neutral"
+        if self.bitwise_equal:
+            return "good"
+        return "bad" if self.nonfinite_tokens or self.compared_steps < self.steps else "neutral"
+
+    @property
+    def sync_standing(self) -> Tone:
+        if self.syncs == 0:
+            return "neutral"
+        return "good" if self.verified_syncs == self.syncs else "bad"
+
+
+def summarize(rows: Sequence[Row], events: Sequence[Event] = ()) -> RunSummary:
+    """Summarize metric rows in step order, and the run's events. Row 0 holds what was measured before training."""
+    steps = [row for row in rows if row["step"] > 0]
+    evaluations = [row for row in rows if "eval/accuracy" in row]
+    rewards = [row["rollout/reward_mean"] for row in steps if "rollout/reward_mean" in row]
+    compared = [row for row in steps if ABS_DIFF_MAX in row]
+    tokens = sum(int(row["mismatch/tokens"]) for row in compared)
+    worst = max(compared, key=lambda row: row[ABS_DIFF_MAX], default=None)
+    syncs = [row for row in rows if "sync/verified_tensors" in row]
+    seconds = [row["perf/step_seconds"] for row in steps if "perf/step_seconds" in row]
+    return RunSummary(
+        steps=len(steps),
+        accuracy_before=evaluations[0]["eval/accuracy"] if len(evaluations) > 1 else None,
+        accuracy_after=evaluations[-1]["eval/accuracy"] if evaluations else None,
+        accuracy_after_step=evaluations[-1]["step"] if evaluations else None,
+        reward_first=rewards[0] if rewards else None,
+        reward_last=rewards[-1] if rewards else None,
+        compared_steps=len(compared),
+        compared_tokens=tokens,
+        nonfinite_tokens=sum(int(row.get("mismatch/nonfinite_count", 0)) for row in steps),
+        largest_abs_diff=worst[ABS_DIFF_MAX] if worst else None,
+        largest_abs_diff_step=worst["step"] if worst else None,
+        mean_abs_diff=_token_mean(compared, ABS_DIFF_MEAN, tokens),
+        exact_fraction=_token_mean(compared, "mismatch/exact_frac", tokens),
+        syncs=len(syncs),
+        verified_syncs=sum(_is_verified(row) for row in syncs),
+        mismatched_tensors=sum(int(row.get("sync/mismatched_tensors", 0)) for row in syncs),
+        step_seconds=statistics.median(seconds) if seconds else None,
+        withheld_steps=sum(row.get("gates/withheld") == 1.0 for row in steps),
+        interventions=len(events),
+        first_intervention=f"step {events[0].step}: {events[0].text}" if events else None,
+    )
+
+
+def verdict(summary: RunSummary) -> list[str]:
+    """The run in words: learning, agreement, weight syncs, and interventions if any; one sentence or two each."""
+    sentences = [_learning(summary), _agreement(summary), _syncs(summary)]
+    return sentences if summary.first_intervention is None else [*sentences, _interventions(summary)]
+
+
+def _is_verified(row: Row) -> bool:
+    return row["sync/verified_tensors"] > 0 and row.get("sync/mismatched_tensors") == 0
+
+
+def _token_mean(rows: Sequence[Row], name: str, tokens: int) -> float | None:
+    """Mean over the run's tokens of a metric that each row gives as the mean over its own."""
+    if tokens == 0:
+        return None
+    if all(row[name] == 1.0 for row in rows):  # free of rounding: "all" must stay exactly 1
+        return 1.0
+    return float(sum(row[name] * row["mismatch/tokens"] for row in rows) / tokens)
+
+
+def _learning(summary: RunSummary) -> str:
+    steps = _count(summary.steps, "step")
+    if summary.accuracy_before is not None and summary.accuracy_after is not None:
+        before, after = summary.accuracy_before, summary.accuracy_after
+        if before == after:
+            return f"Held-out accuracy stayed at {after:.3f} in {steps}."
+        return f"Held-out accuracy {'rose' if after > before else 'fell'} from {before:.3f} to {after:.3f} in {steps}."
+    if summary.accuracy_after is not None:
+        return f"Held-out accuracy is {summary.accuracy_after:.3f} at step {summary.accuracy_after_step}."
+    if summary.reward_first is not None:
+        return f"Mean reward went from {summary.reward_first:.3f} to {summary.reward_last:.3f} in {steps}."
+    return f"{steps} completed, without an evaluation."
+
+
+def _agreement(summary: RunSummary) -> str:
+    if summary.largest_abs_diff is None and summary.nonfinite_tokens == 0:
+        return "No sampled tokens were compared between trainer and engine."
+    tokens = _count(summary.compared_tokens, "sampled token")
+    if summary.bitwise_equal:
+        steps = _count(summary.steps, "step")
+        return f"Trainer and engine agree bit for bit: d = 0 on all {tokens} of {steps}; the largest mismatch is 0."
+    parts = []
+    if summary.largest_abs_diff == 0.0 and summary.exact_fraction == 1.0:
+        parts.append(f"Trainer and engine agree bit for bit on the {tokens} compared; the largest mismatch is 0.")
+    elif summary.largest_abs_diff is not None:
+        parts.append(
+            f"Trainer and engine differ: the largest mismatch |d| is {summary.largest_abs_diff:.3g} nats "
+            f"(step {summary.largest_abs_diff_step}), the mean {summary.mean_abs_diff:.3g} over {tokens}."
+        )
+    if summary.nonfinite_tokens:
+        parts.append(f"{_count(summary.nonfinite_tokens, 'token')} had a non-finite log-probability.")
+    if summary.compared_steps < summary.steps:
+        parts.append(f"{summary.steps - summary.compared_steps} of {_count(summary.steps, 'step')} were not compared.")
+    return " ".join(parts)
+
+
+def _syncs(summary: RunSummary) -> str:
+    if summary.syncs == 0:
+        return "No weight sync was recorded."
+    if summary.verified_syncs == summary.syncs:
+        return (
+            f"All {_count(summary.syncs, 'weight sync')} verified: no tensor in the engine differed from the trainer's."
+        )
+    return (
+        f"{summary.syncs - summary.verified_syncs} of {_count(summary.syncs, 'weight sync')} did not verify; "
+        f"{_count(summary.mismatched_tensors, 'tensor')} differed."
+    )
+
+
+def _interventions(summary: RunSummary) -> str:
+    times = _count(summary.interventions, "intervention")
+    withheld = _count(summary.withheld_steps, "step")
+    return f"{times}, {withheld} not trained on. The first, {summary.first_intervention}."
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}" + ("" if number == 1 else "s")

@@ -1,0 +1,108 @@
+"""When a run's checkpoints are written, which of them stay, and what a resumed run may start from."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from typing import Any
+
+from numerics.errors import shown, user_error
+from numerics.files import flush_to_disk
+from rl.experiment import Experiment, read_resolved
+from rl.guard.standing import Standing
+from rl.record.run_dir import RunDir
+from trainer.actor import TrainerGroup
+
+
+def is_due(experiment: Experiment, step: int) -> bool:
+    """Whether `step` ends with a checkpoint."""
+    return step == experiment.run.steps or step % experiment.checkpoint.every == 0
+
+
+def write_checkpoint(
+    trainer: TrainerGroup, files: RunDir, experiment: Experiment, standing: Standing, step: int
+) -> None:
+    """Write the checkpoint of `step` under a name that does not count yet."""
+    extra = {"step": step, "kept": _kept(experiment), "standing": standing.to_dict()}
+    trainer.save(files.pending_checkpoint(step), extra)
+
+
+def publish_checkpoint(files: RunDir, step: int, keep: int) -> None:
+    """Give it its name, once the step's metrics are on disk: a run never resumes after a step that has no row.
+
+    Then remove all checkpoints but the newest `keep`, and what earlier interrupted runs left.
+    """
+    os.replace(files.pending_checkpoint(step), files.checkpoint(step))
+    flush_to_disk(files.checkpoints)
+    outdated = [files.checkpoint(old) for old in files.checkpoint_steps()[:-keep]]
+    for directory in [*outdated, *files.checkpoints.glob(".*step_*")]:
+        shutil.rmtree(directory)
+
+
+def check_resumable(run: RunDir, experiment: Experiment) -> None:
+    """Whether `spec` can go on from the newest checkpoint of `run`.
+
+    Raises:
+        UserError: there is none, it is beyond the last step, or it was trained with other numerics, another seed or
+            another algorithm, or judged by other problems.
+    """
+    step = max(run.checkpoint_steps(), default=None)
+    if step is None:
+        raise user_error(
+            "--resume",
+            found=f"no checkpoint in {run.checkpoints}",
+            expected="at least one",
+            remedy="Start over with --overwrite.",
+        )
+    if step > experiment.run.steps:
+        raise user_error(
+            "run.steps",
+            found=experiment.run.steps,
+            expected=f"at least {step}, the step of the newest checkpoint",
+            remedy=f"Set run.steps to {step} or more.",
+        )
+    if Standing.of_checkpoint(run, step).router_replay and experiment.numerics.router_replay == "off":
+        raise user_error(
+            "numerics.router_replay",
+            found="off",
+            expected="record, as a gate of this run has turned on the replay of the recorded routes",
+            remedy="Set numerics.router_replay=record.",
+        )
+    trained = json.loads((run.checkpoint(step) / "about.json").read_text())["extra"]["kept"]
+    for key, value in _kept(experiment).items():
+        if value != trained[key]:
+            raise user_error(
+                key,
+                found=value,
+                expected=f"{shown(trained[key])}, as in the checkpoint of step {step}",
+                remedy=f"Resume with the settings of {run.experiment}, or start a new run under another run.name.",
+            )
+
+
+def changes(run: RunDir, experiment: Experiment) -> list[str]:
+    """The settings in which `spec` differs from the one that `run` was last started with, in words."""
+    before, after = (_flat(values.to_dict()) for values in (read_resolved(run.experiment), experiment))
+    keys = sorted(before.keys() | after.keys())
+    return [f"{k}={after.get(k)} (was {before.get(k)})" for k in keys if after.get(k) != before.get(k)]
+
+
+def _kept(experiment: Experiment) -> dict[str, Any]:
+    """What a run keeps from its first step to its last: its curves would be of two experiments otherwise."""
+    numerics = experiment.numerics_config()
+    return {
+        "numerics": f"spec digest {numerics.spec.digest()}",
+        "numerics.mode": numerics.mode,
+        "numerics.trainer": numerics.trainer,
+        "numerics.rollout": numerics.rollout,
+        "algorithm.name": experiment.algorithm.name,
+        "run.seed": experiment.run.seed,
+        "eval.problems": experiment.eval.problems,
+    }
+
+
+def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return flat

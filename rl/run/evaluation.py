@@ -1,0 +1,55 @@
+"""Held-out problems answered greedily."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from rl.experiment import Experiment
+from rl.guard.evidence import Evidence
+from rl.mismatch import token_versions
+from rl.run.batching import batch_from_trajectories
+from rl.run.feed import Answer, Sample, judge, to_prompts
+from rollout.tasks import load_problems
+from rollout.types import Prompt
+from trainer.actor import TrainerGroup
+
+
+def held_out_prompts(experiment: Experiment, tokenizer: PreTrainedTokenizerBase) -> list[Prompt]:
+    """The problems of `data.eval`, as many as `eval.problems`; none if evaluation is off."""
+    if experiment.data.eval is None or experiment.eval.problems == 0:
+        return []
+    return to_prompts(tokenizer, load_problems(experiment.data.eval, "data.eval")[: experiment.eval.problems])
+
+
+def is_due(experiment: Experiment, step: int) -> bool:
+    """Whether `step` ends with an evaluation."""
+    every = experiment.eval.every
+    return experiment.eval.problems > 0 and (step == experiment.run.steps or bool(every and step % every == 0))
+
+
+def answer_greedily(
+    experiment: Experiment, tokenizer: PreTrainedTokenizerBase, sample: Sample, prompts: Sequence[Prompt]
+) -> list[Answer]:
+    """One greedy answer to each prompt, judged."""
+    return judge(experiment, tokenizer, prompts, sample(list(prompts), 1, 0.0)) if prompts else []
+
+
+def accuracy(answers: Sequence[Answer]) -> dict[str, float]:
+    """`eval/...` of judged answers; none without answers."""
+    if not answers:
+        return {}
+    rewards = [answer.reward for answer in answers]
+    return {"eval/accuracy": sum(rewards) / len(rewards), "eval/problems": float(len(rewards))}
+
+
+def agreement_on(answers: Sequence[Answer], trainer: TrainerGroup, *, replay: bool, tis_cap: float) -> dict[str, float]:
+    """`mismatch/...` over greedy answers, whose log-probabilities the engine reports at temperature 1."""
+    if not answers:
+        return {}
+    trajectories = [answer.trajectory for answer in answers]
+    batch = batch_from_trajectories(trajectories, torch.zeros(len(answers)), 1.0, replay=replay)
+    scored, versions = trainer.score_routed(batch), token_versions(trajectories, batch.loss_mask)
+    return Evidence(batch, versions, trainer.weight_version, scored.logprobs, scored.routes).metrics(tis_cap)

@@ -1,0 +1,61 @@
+"""What a step leaves behind: its metrics, and its trajectories."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from rl.mismatch import row_abs_diff_means
+from rl.record.rollouts import RolloutRecord
+from rl.run.feed import Work
+from trainer.batch import TokenBatch
+from trainer.result import PassResult
+
+
+def train_metrics(result: PassResult, batch: TokenBatch) -> dict[str, float]:
+    """`train/...` of a pass."""
+    return {
+        "train/loss": result.loss,
+        "train/grad_norm": result.grad_norm,
+        "train/tokens": float(batch.loss_mask.sum()),
+        **result.metrics,
+    }
+
+
+def throughput(metrics: dict[str, float], batch: TokenBatch) -> dict[str, float]:
+    """Tokens per second of the phases that `metrics` has the seconds of."""
+    rates = {"perf/train_tokens_per_second": float(batch.lengths.sum()) / metrics["perf/train_seconds"]}
+    if "perf/rollout_seconds" in metrics:
+        rates["perf/rollout_tokens_per_second"] = metrics["rollout/tokens"] / metrics["perf/rollout_seconds"]
+    return rates
+
+
+def rollout_records(work: Work, train_logprobs: Tensor) -> list[RolloutRecord]:
+    """The trajectories of a step, in the order of the batch; none where nothing was sampled.
+
+    train_logprobs: fp32 [B, S], of the pass over the whole batch.
+    """
+    if not work.answers:
+        return []
+    batch = work.batch
+    means = row_abs_diff_means(train_logprobs, batch.fields["rollout_logprobs"], batch.loss_mask)
+    records = []
+    for row, (answer, mean) in enumerate(zip(work.answers, means, strict=True)):
+        trajectory, sampled = answer.trajectory, batch.loss_mask[row]
+        advantages = batch.fields["advantages"][row, sampled].tolist()
+        records.append(
+            RolloutRecord(
+                prompt=answer.problem.question,
+                text=answer.text,
+                reward=answer.reward,
+                abs_diff_mean=mean,
+                group=trajectory.group,
+                finished=trajectory.finished,
+                prompt_ids=trajectory.prompt_ids,
+                token_ids=trajectory.token_ids,
+                rollout_logprobs=trajectory.logprobs,
+                train_logprobs=train_logprobs[row, sampled].tolist(),
+                weight_versions=trajectory.weight_versions,
+                advantage=advantages[0] if advantages else None,
+            )
+        )
+    return records

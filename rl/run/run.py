@@ -1,0 +1,167 @@
+"""One run while it lives: the stack that computes, where it is recorded, and what gates have changed about it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Self, TypeVar
+
+from rl.experiment import Experiment
+from rl.guard.capsule import Case, cut_capsules, remove_superfluous, write_capsule
+from rl.guard.evidence import Evidence
+from rl.guard.judge import Verdict
+from rl.guard.standing import Standing
+from rl.record.console import StepConsole
+from rl.record.events import Event, append_event, cut_events
+from rl.record.log import run_log
+from rl.record.run_dir import RunDir
+from rl.record.tracking import Tracker
+from rl.run.interrupts import Closing
+from rl.run.recovery import ENGINES_REPLACED, STALE_RESYNCS, recovering, resyncing
+from rl.run.stack import Stack
+from rollout.types import Prompt, Trajectory
+from weight_sync.bridge import SyncReport
+
+Result = TypeVar("Result")
+
+RESUMED = "tracking/resumed"
+_ACTIONS = {ENGINES_REPLACED: "replace_engine", STALE_RESYNCS: "resync", RESUMED: "resume"}
+
+
+@dataclass
+class Run:
+    """A run from its start to its end.
+
+    Attributes:
+        files: its directory.
+        standing: what gates have changed.
+        step: the one that is under way, 0 before the first.
+        manifest: digests of the weights that the engines hold, as the last sync verified them.
+        mended: how often something was mended in this step, by metric.
+    """
+
+    experiment: Experiment
+    files: RunDir
+    stack: Stack
+    standing: Standing
+    tracker: Tracker
+    console: StepConsole
+    step: int
+    _closing: Closing
+    manifest: Path | None = None
+    mended: Counter[str] = field(default_factory=Counter)
+
+    @classmethod
+    def open(cls, experiment: Experiment, files: RunDir) -> Run:
+        """Start all parts; on any failure end those that were started. A run with checkpoints goes on from its last."""
+        with Closing() as closing:
+            closing.enter_context(run_log(files.log))
+            resume_step = max(files.checkpoint_steps(), default=None)
+            console = closing.enter_context(StepConsole(experiment.run.steps, done=resume_step or 0))
+            console.note(f"run {files.path}")
+            console.note(f"spec {experiment.numerics_config().spec.digest()}, seed {experiment.run.seed}")
+            standing = Standing.of_checkpoint(files, resume_step)
+            numerics = standing.numerics(experiment.numerics_config())
+            stack = Stack.open(experiment, numerics, files.path, closing, console.note)
+            if resume_step is not None:
+                cut_events(files.events, resume_step)
+                cut_capsules(files, resume_step)
+                stack.trainer.load(files.checkpoint(resume_step))
+            if stack.engines:
+                stack.engines.wait()
+                console.note("the engine is up; its report matches the spec")
+            tracker = Tracker(
+                files,
+                experiment.to_dict(),
+                experiment.tracking.wandb,
+                all_rollouts=experiment.tracking.rollouts == "all",
+                resume_step=resume_step,
+            )
+            run = cls(
+                experiment=experiment,
+                files=files,
+                stack=stack,
+                standing=standing,
+                tracker=closing.enter_context(tracker),
+                console=console,
+                step=resume_step or 0,
+                _closing=closing.pop_all(),
+            )
+            if resume_step is not None:
+                run.note_mended(RESUMED, 1, f"resumed after step {resume_step}")
+            return run
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._closing.__exit__(kind, error, trace)
+
+    @property
+    def capsule(self) -> str:
+        """Where this step's worst sequences are kept, below the run's directory."""
+        return str(self.files.capsule(self.step).relative_to(self.files.path))
+
+    def sample(self, prompts: list[Prompt], group_size: int, temperature: float) -> list[Trajectory]:
+        """`Stack.sample`. Engines that die on the way are replaced, stale ones synced, once each."""
+
+        def answers() -> list[Trajectory]:
+            return self.stack.sample(prompts, group_size, temperature)
+
+        parts = self.stack.engines, self.stack.bridge, self.note_mended
+        return resyncing(*parts, lambda: recovering(*parts, answers))
+
+    def sync(self) -> SyncReport:
+        """The trainer's weights into the engines, verified; the manifest of the step is kept."""
+        manifest = self.manifest = self.files.manifest(self.step)
+        return recovering(self.stack.engines, self.stack.bridge, self.note_mended, lambda: self.stack.sync(manifest))
+
+    def fall_back_to_bf16(self) -> None:
+        """Both sides compute in BF16 from now on; a sync has to follow."""
+        self.standing.bf16 = True
+        self.stack.switch(self.standing.numerics(self.stack.numerics))
+
+    def keep(self, verdict: Verdict, evidence: Evidence | None, tis_cap: float, named: tuple[int, ...] = ()) -> None:
+        """Announce what a verdict says, and keep the step's worst sequences as a capsule if it says anything.
+
+        named: rows that a fault came from, which are kept too. The trainer must still have the weights that it scored
+        with, and the engines be synced to them.
+        """
+        if verdict.events and evidence is not None and self.manifest is not None:
+            worst = evidence.worst_rows(self.experiment.guard.capsule_sequences)
+            case = Case(
+                step=self.step,
+                why=verdict.why,
+                rows=list(dict.fromkeys([*named, *worst])),
+                tis_cap=tis_cap,
+                numerics=self.stack.numerics,
+                experiment=self.files.experiment,
+                manifest=self.manifest,
+            )
+            export = self.stack.trainer.export_hf if self.experiment.guard.capsule_weights else None
+            write_capsule(self.files.capsule(self.step), case, evidence, export)
+            remove_superfluous(self.files, self.experiment.guard.capsules)
+        for event in verdict.events:
+            self.announce(event)
+
+    def note_mended(self, metric: str, count: int, text: str) -> None:
+        """Count what was mended without a gate, and announce it."""
+        self.mended[metric] += count
+        self.announce(Event(self.step, metric, float(count), "above 0", _ACTIONS[metric], None, text))
+
+    def mendings(self) -> dict[str, float]:
+        """What was mended since this was last asked, as metrics."""
+        counts = {ENGINES_REPLACED: 0, STALE_RESYNCS: 0} if self.stack.engines else {}
+        counts |= self.mended
+        self.mended.clear()
+        return {name: float(count) for name, count in counts.items()}
+
+    def announce(self, event: Event) -> None:
+        """Say it on the console, in wandb and in events.jsonl."""
+        self.console.note(event.said, style="bold yellow")
+        self.tracker.alert(event.said)
+        append_event(self.files.events, event)

@@ -1,0 +1,190 @@
+"""The attention kernels against float64 and against the torch op; prefill, chunks, decode and pages bit for bit."""
+
+import pytest
+import torch
+
+from numerics import ops
+from numerics.errors import UserError
+from numerics.kernels.attention import attention, paged_attention
+from tests.support.kernels import DEVICE, random
+
+SCALE = 0.1
+
+
+def inputs(batch, queries, keys, heads, key_heads, dim):
+    """q, k, v, and the positions of the last queries."""
+    q = random(batch, queries, heads, dim, seed=1)
+    k, v = (random(batch, keys, key_heads, dim, seed=seed) for seed in (2, 3))
+    return q, k, v, torch.arange(keys - queries, keys, device=DEVICE).expand(batch, -1)
+
+
+def attention64(q, k, v, positions):
+    """Attention, and the same weights over |v|."""
+    repeats = q.shape[2] // k.shape[2]
+    q, k, v = q.double(), k.double().repeat_interleave(repeats, 2), v.double().repeat_interleave(repeats, 2)
+    unseen = torch.arange(k.shape[1], device=q.device) > positions[:, None, :, None]
+    scores = torch.einsum("bqhd,bthd->bhqt", q, k) * SCALE
+    weights = scores.masked_fill(unseen, -torch.inf).softmax(-1)
+    return tuple(torch.einsum("bhqt,bthd->bqhd", weights, x) for x in (v, v.abs()))
+
+
+# Query tokens, keys, heads, key heads, head size. Rows of a tile: 128.
+SHAPES = [
+    (1, 1, 1, 1, 64),
+    (9, 9, 5, 5, 16),
+    (70, 129, 8, 2, 64),
+    (33, 330, 8, 1, 128),
+    (310, 310, 1, 1, 64),
+    (20, 150, 6, 2, 256),
+]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_error_is_that_of_weights_and_result_in_bf16(shape):
+    q, k, v, positions = inputs(2, *shape)
+    exact, size = attention64(q, k, v, positions)
+    found = attention(q, k, v, positions, SCALE).double()
+    assert ((found - exact).abs() <= bound(exact, size)).all()
+    # The definition does not round its weights, but its result.
+    definition = ops.attention(q, k, v, positions, SCALE).double()
+    assert ((found - definition).abs() <= bound(exact, size) + bound(exact, 0)).all()
+
+
+def bound(exact, size):
+    """BF16 rounds by up to 2^-8: each weight, and the result. FP32 before that."""
+    return 2**-8 * (size + 1.01 * exact.abs()) + 1e-5
+
+
+def test_positions_may_have_any_order():
+    q, k, v, _ = inputs(2, 50, 200, 8, 2, 64)
+    positions = torch.randint(0, 200, (2, 50), generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    exact, size = attention64(q, k, v, positions)
+    found = attention(q, k, v, positions, SCALE).double()
+    assert ((found - exact).abs() <= bound(exact, size)).all()
+    compare_gradients(q, k, v, positions)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_gradients(shape):
+    compare_gradients(*inputs(2, *shape))
+
+
+def compare_gradients(q, k, v, positions):
+    def gradients(op, *leaves):
+        leaves = [x.detach().requires_grad_() for x in leaves]
+        out = op(*leaves)
+        out.backward(random(*out.shape, seed=4).to(out.dtype))
+        return [x.grad for x in leaves]
+
+    found = gradients(lambda *x: attention(*x, positions, SCALE), q, k, v)
+    exact = gradients(lambda *x: attention64(*x, positions)[0], q.double(), k.double(), v.double())
+    for ours, theirs in zip(found, exact):
+        # Weights, their gradients, the saved result and the gradient itself are rounded to BF16.
+        error = ours.double() - theirs
+        assert error.norm() <= 2**-7 * theirs.norm() + 1e-5
+        assert error.abs().max() <= 2**-6 * theirs.abs().max() + 1e-5
+
+
+def test_strided_inputs_are_read_in_place():
+    """As in the trainer: [T, B, ...] transposed, k and v parts of one product."""
+    packed = random(70, 2, 4, 64, seed=5)
+    q, k, v = (x.transpose(0, 1) for x in packed.split((2, 1, 1), 2))
+    positions = torch.arange(70, device=DEVICE).expand(2, -1)
+    expected = attention(q.contiguous(), k.contiguous(), v.contiguous(), positions, SCALE)
+    assert torch.equal(attention(q, k, v, positions, SCALE), expected)
+    compare_gradients(q, k, v, positions)
+
+
+class Sequences:
+    """Sequences of these lengths, all over the slots of one cache; NaN in its other slots, and a table that points
+    anywhere behind a sequence's end. expected [length, heads, D]: attention over each whole sequence."""
+
+    def __init__(self, lengths, heads=8, key_heads=2, dim=64):
+        generator = torch.Generator().manual_seed(0)
+        self.lengths = lengths
+        slots = torch.randperm(2 * sum(lengths), generator=generator).to(DEVICE)
+        self.k_cache = torch.full((len(slots), key_heads, dim), torch.nan, dtype=torch.bfloat16, device=DEVICE)
+        self.v_cache = self.k_cache.clone()
+        self.table = torch.randint(0, len(slots), (len(lengths) + 3, max(lengths) + 5), generator=generator).to(DEVICE)
+        self.table = self.table.int()
+        self.requests = torch.randperm(len(lengths) + 3, generator=generator)[: len(lengths)].to(DEVICE)
+        self.queries, self.expected, used = [], [], 0
+        for i, length in enumerate(lengths):
+            q = random(1, length, heads, dim, seed=10 + i)
+            k, v = (random(1, length, key_heads, dim, seed=seed + i) for seed in (30, 50))
+            own = slots[used : used + length]
+            used += length
+            self.table[self.requests[i], :length] = own.int()
+            self.k_cache[own], self.v_cache[own] = k[0], v[0]
+            self.queries.append(q[0])
+            self.expected.append(attention(q, k, v, torch.arange(length, device=DEVICE)[None], SCALE)[0])
+
+    def run(self, starts, stops):
+        """Tokens starts[i] to stops[i] of each sequence, and what they should be."""
+        q = torch.cat([q[a:b] for q, a, b in zip(self.queries, starts, stops)])
+        new, keys = (torch.tensor(x, device=DEVICE) for x in ([b - a for a, b in zip(starts, stops)], stops))
+        out = paged_attention(q, self.k_cache, self.v_cache, self.table, self.requests, new.int(), keys, SCALE)
+        return out, torch.cat([x[a:b] for x, a, b in zip(self.expected, starts, stops)])
+
+
+LENGTHS = [1, 300, 127, 129]
+
+
+@pytest.mark.parametrize("heads, key_heads, dim", [(1, 1, 128), (4, 1, 64), (8, 1, 128)])
+def test_decode_and_chunks_over_pages_have_the_bits_of_the_whole(heads, key_heads, dim):
+    sequences = Sequences(LENGTHS, heads, key_heads, dim)
+    done = [0] * len(LENGTHS)
+    for chunk in (50, 1, 400):  # the middle round is a decode step
+        stops = [min(start + chunk, length) for start, length in zip(done, LENGTHS)]  # none new where complete
+        out, expected = sequences.run(done, stops)
+        assert torch.equal(out, expected)
+        done = stops
+    out, expected = sequences.run([length - 1 for length in LENGTHS], LENGTHS)
+    assert torch.equal(out, expected)
+
+
+def test_every_position_decodes_to_the_bits_of_the_whole():
+    q, k, v, positions = inputs(2, 330, 330, 4, 1, 64)
+    whole = attention(q, k, v, positions, SCALE)
+    for t in (0, 1, 31, 32, 127, 128, 129, 255, 256, 300, 329):
+        step = attention(q[1:, t : t + 1], k[1:, : t + 1], v[1:, : t + 1], positions[1:, t : t + 1], SCALE)
+        assert torch.equal(step, whole[1:, t : t + 1])
+        # Of several sequences at once, padded to the longest with what happens to be there.
+        where = torch.tensor([[t], [77]], device=DEVICE)
+        mixed = attention(torch.stack((q[1, t], q[0, 77]))[:, None], k.flip(0), v.flip(0), where, SCALE)
+        assert torch.equal(mixed[0], whole[1, t : t + 1]) and torch.equal(mixed[1], whole[0, 77:78])
+
+
+def test_sequences_and_tokens_that_only_fill_up_a_batch():
+    """A CUDA graph's batch has one size: sequences without keys, tokens behind the last sequence's."""
+    sequences = Sequences([40, 3])
+    q = torch.cat((sequences.queries[0][-1:], random(2, 8, 64, seed=7)))
+    requests = sequences.requests[[0, 1]]
+    new, keys = torch.tensor([1, 1], device=DEVICE), torch.tensor([40, 0], device=DEVICE)
+    out = paged_attention(q, sequences.k_cache, sequences.v_cache, sequences.table, requests, new, keys, SCALE)
+    assert torch.equal(out[0], sequences.expected[0][-1]) and not out[1:].any()
+
+
+def test_what_the_kernels_do_not_know_is_refused():
+    q, k, v, positions = inputs(1, 4, 4, 2, 1, 64)
+    with pytest.raises(UserError, match="found .*float32"):
+        attention(q.float(), k, v, positions, SCALE)
+    with pytest.raises(UserError, match="head size: found 48"):
+        attention(q[..., :48], k[..., :48], v[..., :48], positions, SCALE)
+    with pytest.raises(UserError, match="kv heads that divide"):
+        attention(q[:, :, :1], k.repeat(1, 1, 2, 1), v.repeat(1, 1, 2, 1), positions, SCALE)
+
+
+@pytest.mark.gpu
+def test_a_cuda_graph_takes_new_lengths():
+    sequences = Sequences([300, 200])
+    q = torch.stack([q[-1] for q in sequences.queries])
+    new, keys = torch.ones(2, dtype=torch.int32, device=DEVICE), torch.tensor([17, 33], device=DEVICE)
+    arguments = (q, sequences.k_cache, sequences.v_cache, sequences.table, sequences.requests, new, keys, SCALE)
+    paged_attention(*arguments)  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = paged_attention(*arguments)
+    keys.copy_(torch.tensor([300, 200]))
+    graph.replay()
+    assert torch.equal(out, torch.stack([x[-1] for x in sequences.expected]))

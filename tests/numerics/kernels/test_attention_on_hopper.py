@@ -1,0 +1,50 @@
+"""What the compiler makes of the attention kernels for an H200, which is known without one."""
+
+import pytest
+
+from tests.support.hopper import compiled_elsewhere
+
+pytestmark = pytest.mark.slow  # 6 kernels to compile
+
+SCRIPT = """
+import torch
+from numerics.kernels.attention import attention, paged_attention
+from tests.support.hopper import compiled_only
+
+def tensor(*shape):
+    return torch.zeros(*shape, dtype=torch.bfloat16, requires_grad=True)
+
+with compiled_only() as found:
+    for queries, keys, heads, key_heads in ((1024, 1024, 16, 2), (1, 300, 5, 1)):
+        k, positions = tensor(2, keys, key_heads, 128), torch.arange(queries).expand(2, -1)
+        out = attention(tensor(2, queries, heads, 128), k, k, positions, 0.1)
+        if queries > 1:
+            out.sum().backward()
+    for tokens, sequences, heads, key_heads in ((2048, 16, 16, 2), (3, 3, 5, 1)):
+        cache, table = tensor(4096, key_heads, 128), torch.zeros(32, 4096, dtype=torch.int32)
+        count = torch.ones(sequences, dtype=torch.int64)
+        paged_attention(tensor(tokens, heads, 128), cache, cache, table, count, count.int(), count, 0.1)
+"""
+
+
+@pytest.fixture(scope="module")
+def kernels():
+    return compiled_elsewhere(SCRIPT)
+
+
+def test_products_run_on_the_tensor_core_and_tiles_fit(kernels):
+    """227 KiB of shared memory, 255 registers; what does not fit into these is next to nothing."""
+    assert {kernel["name"] for kernel in kernels} == {"_forward_kernel", "_dq_kernel", "_dkv_kernel"}
+    for kernel in kernels:
+        assert "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16" in kernel["instructions"]
+        assert not any(name.startswith("mma.sync") for name in kernel["instructions"])
+        assert kernel["shared"] <= 227 * 1024 and kernel["spilled"] <= 64, kernel
+
+
+def test_contiguous_and_paged_keys_are_summed_in_one_order(kernels):
+    """A row's weights are summed in the layout of the product. Were it another in one of the variants, the trainer's
+    bits would not be the engine's; eight warps, each with 16 whole rows, is what all of them have."""
+    sums = [kernel["sums"] for kernel in kernels if kernel["name"] == "_forward_kernel"]
+    assert len(sums) == 4 and len(set(map(tuple, sums))) == 1
+    (layout,) = sums[0]
+    assert "nvidia_mma" in layout and "warpsPerCTA = [8, 1]" in layout and "instrShape = [16, 128, 16]" in layout

@@ -1,0 +1,26 @@
+"""Digests by the kernel are those by torch, for tensors of any length, in one launch."""
+
+import torch
+
+from numerics.digest import CHUNK, chunk_sums, tensor_digest, tensor_digests
+from numerics.dispatch import using
+from numerics.kernels import digest
+from tests.support.kernels import DEVICE
+
+
+def tensors():
+    generator = torch.Generator().manual_seed(0)
+    sizes = (1, 4, 7, 4 * CHUNK, 4 * CHUNK + 3, 10 * CHUNK + 12, 128)
+    return [torch.randint(256, (size,), dtype=torch.uint8, generator=generator).to(DEVICE) for size in sizes]
+
+
+def test_the_kernel_gives_the_digests_of_torch():
+    expected = [tensor_digest(tensor) for tensor in tensors()]
+    with using("triton"):
+        assert tensor_digests(tensors()) == expected
+        assert tensor_digests(tensors()[::-1]) == expected[::-1]
+
+
+def test_sums_of_no_words():
+    empty = torch.empty(0, dtype=torch.int32, device=DEVICE)
+    assert digest.chunk_sums([empty]).shape == chunk_sums([empty]).shape == (2, 0)

@@ -1,0 +1,130 @@
+"""Norm, SwiGLU, RoPE and the sum over experts against their torch definitions, values and gradients."""
+
+import pytest
+import torch
+
+from numerics import ops
+from numerics.dispatch import using
+from numerics.kernels import combine as triton_combine
+from numerics.kernels import norm, rope, swiglu
+from numerics.ops.router import route
+from numerics.quantize import quantize
+from numerics.spec import TensorSpec
+from tests.support.kernels import DEVICE, random
+
+
+def close(found, expected, ulps=1):
+    """Equal to within `ulps` roundings of BF16, of a value or of the largest of its kind where numbers cancel."""
+    found, expected = found.double(), expected.double()
+    assert torch.allclose(found, expected, rtol=ulps * 2**-8, atol=ulps * 2**-8 * expected.abs().max().item())
+
+
+def gradients(function, *inputs):
+    """Results of `function` and the gradients of its float inputs under a fixed random cotangent."""
+    leaves = [x.detach().clone().requires_grad_() if x.is_floating_point() else x for x in inputs]
+    results = function(*leaves)
+    results = results if isinstance(results, tuple) else (results,)
+    torch.autograd.backward(results, [random(*r.shape, seed=9 + i).to(r.dtype) for i, r in enumerate(results)])
+    return [*results, *(x.grad for x in leaves if x.is_floating_point())]
+
+
+@pytest.mark.parametrize("shape", [(5, 256), (2, 3, 4, 128), (3, 1000), (2, 7168)])
+def test_rms_norm(shape):
+    x, weight = random(*shape, scale=3), random(shape[-1], seed=1) + 1
+    found = gradients(lambda x, w: norm.rms_norm(x, w, 1e-6), x, weight)
+    with using("torch"):
+        expected = gradients(lambda x, w: ops.rms_norm(x, w, 1e-6), x, weight)
+    for a, b in zip(found, expected, strict=True):
+        close(a, b)
+
+
+def test_a_residual_is_added_and_rounded_before():
+    x, residual, weight = random(6, 384), random(6, 384, seed=1), random(384, seed=2)
+    found = gradients(lambda x, r, w: norm.add_rms_norm(x, r, w, 1e-6), x, residual, weight)
+    expected = gradients(lambda x, r, w: ops.add_rms_norm(x, r, w, 1e-6), x, residual, weight)
+    assert torch.equal(found[1], x + residual)
+    for a, b in zip(found, expected, strict=True):
+        close(a, b)
+
+
+@pytest.mark.parametrize("scale", ("pow2", "fp32"))
+@pytest.mark.parametrize("hidden", (128, 640, 2048))
+def test_a_norm_that_quantizes_gives_the_codes_of_the_two_steps(hidden, scale):
+    spec, x, weight = TensorSpec(scale=scale), random(9, hidden, scale=3), random(hidden, seed=1)
+    x[4] = 0
+    quantized, inverse_rms = norm.rms_norm_quantize(x, weight, 1e-6, spec)
+    expected = quantize(norm.rms_norm(x, weight, 1e-6), spec)
+    assert torch.equal(quantized.data.view(torch.uint8), expected.data.view(torch.uint8))
+    assert torch.equal(quantized.scale_inv, expected.scale_inv)
+    assert torch.allclose(inverse_rms.double(), (x.double().square().mean(1) + 1e-6).rsqrt(), rtol=1e-6)
+
+
+def test_swiglu():
+    gate_up = random(11, 2 * 300, scale=4)
+    found, expected = gradients(swiglu.swiglu, gate_up), gradients(ops.swiglu, gate_up)
+    for a, b in zip(found, expected, strict=True):
+        close(a, b)
+
+
+def test_swiglu_that_quantizes_gives_the_codes_of_the_two_steps():
+    spec, gate_up = TensorSpec(), random(13, 2 * 640, scale=4)
+    gate_up[3] = 0
+    found, expected = swiglu.swiglu_quantize(gate_up, spec), quantize(swiglu.swiglu(gate_up), spec)
+    assert torch.equal(found.data.view(torch.uint8), expected.data.view(torch.uint8))
+    assert torch.equal(found.scale_inv, expected.scale_inv)
+
+
+@pytest.mark.parametrize(("heads", "dim"), [(4, 128), (9, 64), (1, 96)])
+def test_rope_at_early_and_late_positions(heads, dim):
+    x, positions = random(2, 3, heads, dim), torch.tensor([[0, 1, 2], [500, 40_000, 130_000]], device=DEVICE)
+    found = gradients(lambda x: rope.rope(x, positions, 1e6), x)
+    expected = gradients(lambda x: ops.rope(x, positions, 1e6), x)
+    for a, b in zip(found, expected, strict=True):
+        close(a, b)
+    rounded_otherwise = (found[0] != expected[0]).double().mean()
+    assert rounded_otherwise < 0.01
+
+
+@pytest.mark.parametrize("top_k", (1, 2, 5))
+def test_combine(top_k):
+    probs, experts = route(random(17, 8, dtype=torch.float32), top_k, True)
+    order, _ = ops.group_by_expert(experts, 8)
+    outputs = random(17 * top_k, 384, seed=3)
+    found = gradients(lambda o, p: triton_combine.combine(o, p, order, torch.bfloat16), outputs, probs.detach())
+    expected = gradients(lambda o, p: ops.combine(o, p, order, torch.bfloat16), outputs, probs.detach())
+    assert torch.equal(found[0], expected[0])  # the same products and sums, none of them fused
+    for a, b in zip(found, expected, strict=True):
+        close(a, b)
+
+
+@pytest.mark.parametrize(
+    "strided",
+    [lambda x: x[:1, :1].expand(x.shape), lambda x: x.t().contiguous().t()],
+    ids=("one number for all", "columns"),
+)
+def test_rows_and_gradients_of_any_stride(strided):
+    """The gradient of a sum is a view of one number."""
+    x, weight = random(6, 256), random(256, seed=1)
+    for op in (lambda x: norm.rms_norm(x, weight, 1e-6), swiglu.swiglu):
+        results = []
+        for copied in (False, True):
+            leaf = strided(x).clone(memory_format=torch.contiguous_format) if copied else strided(x).detach()
+            out = op(leaf.requires_grad_())
+            dy = strided(random(*out.shape, seed=2))
+            (gradient,) = torch.autograd.grad(out, leaf, dy.contiguous() if copied else dy)
+            results.append((out, gradient))
+        assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_rows_do_not_depend_on_their_number():
+    x, weight = random(70, 512, scale=3), random(512, seed=1)
+    positions = torch.arange(70, device=DEVICE)[:, None]
+    rowwise = [
+        lambda n: norm.rms_norm(x[:n], weight, 1e-6),
+        lambda n: swiglu.swiglu(x[:n]),
+        lambda n: rope.rope(x[:n].view(n, 1, 4, 128), positions[:n], 1e4),
+    ]
+    for op in rowwise:
+        whole = op(70)
+        for n in (1, 31, 64):
+            assert torch.equal(op(n), whole[:n])

@@ -1,0 +1,58 @@
+"""What the compiler makes of the kernels that are bound by memory for an H200, which is known without one."""
+
+import pytest
+
+from tests.support.hopper import compiled_elsewhere
+
+pytestmark = pytest.mark.slow  # 22 kernels to compile
+
+SCRIPT = """
+import torch
+from numerics.digest import CHUNK
+from numerics.spec import TensorSpec
+from numerics.kernels import combine, digest, logprobs, norm, quantize, rope, router, swiglu
+from tests.support.hopper import compiled_only
+
+def tensor(*shape, dtype=torch.bfloat16):
+    return torch.zeros(*shape, dtype=dtype, requires_grad=True)
+
+x, spec, block = tensor(4096, 2048), TensorSpec(), TensorSpec(granularity="block")
+with compiled_only() as found:
+    quantize.quantize_rows(x, spec)
+    quantize.quantize_columns(x, spec)
+    quantize.quantize_rows_and_columns(x, spec, TensorSpec(format="e5m2", scale="fp32"))
+    quantize.quantize_blocks(x, block)
+    quantize.quantize_both_ways([x, x], block)
+    norm.rms_norm(x, x[0], 1e-6).sum().backward()
+    norm.add_rms_norm(x, x, x[0], 1e-6)
+    norm.rms_norm(tensor(4096 * 32, 128), x[0, :128], 1e-6)
+    norm.rms_norm(tensor(512, 7168), tensor(7168), 1e-6).sum().backward()
+    norm.rms_norm_quantize(x, x[0], 1e-6, spec)
+    swiglu.swiglu(x).sum().backward()
+    swiglu.swiglu_quantize(x, spec)
+    rope.rope(tensor(1, 4096, 32, 128), torch.zeros(1, 4096, dtype=torch.int64), 1e6)
+    rows = tensor(1024 * 8, 2048)
+    probs = tensor(1024, 8, dtype=torch.float32)
+    combine.combine(rows, probs, torch.arange(1024 * 8), torch.bfloat16).sum().backward()
+    digest.chunk_sums([torch.zeros(8 * CHUNK, dtype=torch.int32)])
+    logprobs.token_logprobs(tensor(64, 151936), torch.zeros(64, dtype=torch.int64), 1.0)[0].sum().backward()
+    router.route(tensor(4096, 128), 8, True)
+"""
+
+
+@pytest.fixture(scope="module")
+def kernels():
+    return compiled_elsewhere(SCRIPT)
+
+
+def test_everything_stays_in_registers_and_shared_memory(kernels):
+    assert len(kernels) == 22
+    for kernel in kernels:
+        assert kernel["shared"] <= 64 * 1024 and kernel["spilled"] <= 64, kernel
+
+
+def test_codes_are_cast_by_the_instruction_that_saturates(kernels):
+    casting = [kernel for kernel in kernels if any("satfinite" in name for name in kernel["instructions"])]
+    assert len(casting) == 7
+    formats = {name for kernel in casting for name in kernel["instructions"] if "satfinite" in name}
+    assert formats == {"cvt.rn.satfinite.e4m3x2.f32", "cvt.rn.satfinite.e5m2x2.f32"}

@@ -1,0 +1,59 @@
+"""What the compiler makes of the product kernels for an H200, which is known without one."""
+
+import pytest
+
+from tests.support.hopper import compiled_elsewhere
+
+pytestmark = pytest.mark.slow  # 13 kernels to compile
+
+SCRIPT = """
+import torch
+from numerics.quantize import QuantizedTensor, scale_shape
+from numerics.spec import TensorSpec
+from numerics.kernels.gemm import gemm, matmul
+from numerics.kernels.grouped import grouped_gemm, grouped_wgrad, grouped_wgrad_matmul
+from numerics.kernels.tiles import Tiles
+from tests.support.hopper import compiled_only
+
+def tensor(*shape, format="e4m3", granularity="token_group"):
+    spec = TensorSpec(format=format, granularity=granularity)
+    return QuantizedTensor(torch.empty(shape, dtype=spec.dtype), torch.empty(scale_shape(shape, spec)), spec)
+
+half, full = torch.bfloat16, torch.float32
+tiles = Tiles(*torch.zeros(3, 32, dtype=torch.int32), torch.zeros(9, dtype=torch.int32))
+x, weight = torch.empty(4096, 2048, dtype=half), tensor(1536, 2048, granularity="block")
+with compiled_only() as found:
+    gemm(tensor(4096, 2048), weight, half)
+    gemm(tensor(4096, 2048), weight, half, 2)
+    gemm(tensor(4096, 2048), weight, full)
+    gemm(tensor(2048, 4096), tensor(1536, 4096), full)
+    gemm(tensor(2048, 4096), tensor(1536, 4096), half, 2)
+    grouped_gemm(tensor(4096, 2048), tensor(8, 1536, 2048, granularity="block"), tiles, half)
+    grouped_wgrad(tensor(2048, 4096), tensor(1536, 4096), tiles, full)
+    gemm(tensor(4096, 2048, format="e5m2"), weight, half)
+    for out, splits in ((half, 1), (full, 1), (half, 2)):
+        matmul(x, x, out, splits)
+    grouped_wgrad_matmul(x, x, tiles, full)
+    matmul(x.float(), x[:128].float(), full)
+"""
+
+
+@pytest.fixture(scope="module")
+def kernels():
+    return compiled_elsewhere(SCRIPT)
+
+
+def test_everything_fits(kernels):
+    """227 KiB of shared memory, and no number of a sum outside the registers."""
+    assert len(kernels) == 13
+    for kernel in kernels:
+        assert kernel["shared"] <= 227 * 1024 and not kernel["spilled"], kernel
+
+
+def test_products_run_on_the_tensor_core(kernels):
+    """One instruction for all products of a kind: tiles differ in what they hold, not in how they add."""
+    matrix = [[name for name in kernel["instructions"] if "mma" in name] for kernel in kernels]
+    shape = "wgmma.mma_async.sync.aligned.m64n128k32.f32."
+    assert matrix[:7] == [[shape + "e4m3.e4m3"]] * 7 and matrix[7] == [shape + "e5m2.e4m3"]
+    assert all("k16.f32.bf16.bf16" in name for names in matrix[8:12] for name in names) and all(matrix[8:12])
+    assert not matrix[12] and "fma.rn.f32" in kernels[12]["instructions"]

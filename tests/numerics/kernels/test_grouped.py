@@ -1,0 +1,189 @@
+"""The grouped product kernels: each expert's rows and gradients bit for bit as `gemm` and `matmul` give them alone."""
+
+from itertools import pairwise
+
+import hypothesis
+import hypothesis.strategies as st
+import pytest
+import torch
+import torch.nn.functional as F
+
+from numerics.errors import UserError
+from numerics.kernels.gemm import gemm, matmul
+from numerics.kernels.grouped import grouped_gemm, grouped_matmul, grouped_wgrad, grouped_wgrad_matmul
+from numerics.kernels.tiles import make_tiles
+from numerics.ops.grouped import grouped_linear
+from numerics.ops.linear import group_operand
+from numerics.quantize import QuantizedTensor, quantize
+from numerics.spec import QuantSpec, TensorSpec
+from tests.support.kernels import BF16_BITS, DEVICE, FP8_BITS
+
+ROWS, BLOCK = TensorSpec(), TensorSpec(granularity="block")
+COUNTS = [0, 130, 3, 0, 67]
+
+
+def numbers(*shape, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return (torch.randn(*shape, generator=generator) * torch.linspace(0.1, 3, shape[-1])).bfloat16()
+
+
+def quantized(x, spec):
+    result = quantize(x, spec)
+    return QuantizedTensor(result.data.to(DEVICE), result.scale_inv.to(DEVICE), spec)
+
+
+def tiles_of(counts):
+    return make_tiles(torch.tensor(counts, device=DEVICE), sum(counts))
+
+
+def spans(counts):
+    stops = torch.tensor(counts).cumsum(0).tolist()
+    return [slice(stop - count, stop) for stop, count in zip(stops, counts, strict=True)]
+
+
+def columns_of(x, spec, counts):
+    """x [T, K] transposed and quantized along the tokens, tile by tile, by the torch quantizer."""
+    pieces = [piece for span in spans(counts) for piece in x[span].split(128) if len(piece)]
+    pieces += [x[:0]] * (len(tiles_of(counts).rows) - len(pieces))
+    quantizeds = [quantized(F.pad(piece, (0, 0, 0, 128 - len(piece))).t().contiguous(), spec) for piece in pieces]
+    data = torch.cat([q.data.view(torch.uint8) for q in quantizeds], 1).view(spec.dtype)
+    return QuantizedTensor(data, torch.cat([q.scale_inv for q in quantizeds], 1), spec)
+
+
+def same(found, expected):
+    assert found.dtype == expected.dtype and torch.equal(found, expected)
+
+
+def test_tiles_by_hand():
+    tiles = make_tiles(torch.tensor([0, 130, 3, 0, 256], device=DEVICE), 389)
+    assert tiles.expert.tolist() == [1, 1, 2, 4, 4, 0, 0, 0]  # 389 rows of 5 experts fill at most 8
+    assert tiles.first.tolist() == [0, 128, 130, 133, 261, 0, 0, 0]
+    assert tiles.rows.tolist() == [128, 2, 3, 128, 128, 0, 0, 0]
+    assert tiles.starts.tolist() == [0, 0, 2, 3, 3, 5]
+    assert {x.dtype for x in (tiles.expert, tiles.first, tiles.rows, tiles.starts)} == {torch.int32}
+
+
+@hypothesis.given(counts=st.lists(st.sampled_from([0, 1, 2, 127, 128, 129, 300]), min_size=1, max_size=70))
+@hypothesis.settings(max_examples=30)
+def test_every_row_is_in_one_tile_of_its_expert(counts):
+    tiles = tiles_of(counts)
+    used = int(tiles.starts[-1])
+    assert used <= len(tiles.rows) and not tiles.rows[used:].any()
+    spans_of_tiles = torch.stack([tiles.expert, tiles.first, tiles.rows], 1)[:used].tolist()
+    found = [(expert, row) for expert, first, rows in spans_of_tiles for row in range(first, first + rows)]
+    assert found == [(e, row) for e, span in enumerate(spans(counts)) for row in range(span.start, span.stop)]
+    assert tiles.starts.diff().tolist() == [-(-count // 128) for count in counts]
+
+
+def test_the_fullest_case_has_no_tile_to_spare():
+    tiles = tiles_of([1, 1, 129, 257])
+    assert len(tiles.rows) == int(tiles.starts[-1]) == 7
+    assert len(tiles_of([1] + [0] * 200).rows) == 1
+    assert make_tiles(torch.zeros(4, dtype=torch.int64, device=DEVICE), 0).starts.tolist() == [0] * 5
+
+
+@pytest.mark.parametrize("format", ["e4m3", "e5m2"])
+@pytest.mark.parametrize("n, k", [(256, 384), (130, 200)])
+def test_rows_are_those_of_gemm(n, k, format):
+    x = quantized(numbers(200, k), TensorSpec(format=format))
+    weights = quantized(numbers(len(COUNTS), n, k, seed=1), BLOCK)
+    found = grouped_gemm(x, weights, tiles_of(COUNTS), torch.bfloat16)
+    for expert, span in enumerate(spans(COUNTS)):
+        one = QuantizedTensor(weights.data[expert], weights.scale_inv[expert], BLOCK)
+        rows = QuantizedTensor(x.data[span], x.scale_inv[span], x.spec)
+        same(found[span], gemm(rows, one, torch.bfloat16))
+
+
+def test_unquantized_rows_are_those_of_matmul():
+    x, weights = numbers(200, 200).to(DEVICE), numbers(len(COUNTS), 130, 200, seed=1).to(DEVICE)
+    found = grouped_matmul(x, weights, tiles_of(COUNTS), torch.bfloat16)
+    for expert, span in enumerate(spans(COUNTS)):
+        same(found[span], matmul(x[span], weights[expert], torch.bfloat16))
+
+
+def test_experts_do_not_see_each_other():
+    """NaN in one expert's rows and matrix, and beyond the edges of all, stays there."""
+    spoiled = spans(COUNTS)[2]
+    x, weights = numbers(200, 200), numbers(len(COUNTS), 130, 200, seed=1)
+    expected = grouped_matmul(x.to(DEVICE), weights.to(DEVICE), tiles_of(COUNTS), torch.float32)
+    dy = numbers(200, 130, seed=2)
+    gradient = grouped_wgrad_matmul(dy.to(DEVICE), x.to(DEVICE), tiles_of(COUNTS), torch.float32)
+    for tensor, where in ((x, spoiled), (weights, 2), (dy, spoiled)):
+        tensor[where] = float("nan")
+    found = grouped_matmul(x.to(DEVICE), weights.to(DEVICE), tiles_of(COUNTS), torch.float32)
+    kept = torch.ones(200, dtype=torch.bool)
+    kept[spoiled] = False
+    assert torch.equal(found[kept], expected[kept]) and found[spoiled].isnan().all()
+    found = grouped_wgrad_matmul(dy.to(DEVICE), x.to(DEVICE), tiles_of(COUNTS), torch.float32)
+    assert torch.equal(found[[0, 1, 3, 4]], gradient[[0, 1, 3, 4]]) and found[2].isnan().all()
+
+
+@pytest.mark.parametrize("scale", ["pow2", "fp32"])
+@pytest.mark.parametrize("format", ["e4m3", "e5m2"])
+def test_weight_gradients_are_those_of_gemm(format, scale):
+    tiles = tiles_of(COUNTS)
+    dy_t = columns_of(numbers(200, 136), TensorSpec(format=format, scale=scale), COUNTS)
+    x_t = columns_of(numbers(200, 200, seed=1), TensorSpec(scale=scale), COUNTS)
+    found = grouped_wgrad(dy_t, x_t, tiles, torch.float32)
+    for expert, (start, stop) in enumerate(pairwise(tiles.starts.tolist())):
+        a, b = (
+            QuantizedTensor(q.data[:, start * 128 : stop * 128], q.scale_inv[:, start:stop], q.spec)
+            for q in (dy_t, x_t)
+        )
+        same(found[expert], gemm(a, b, torch.float32))
+    assert not found[[0, 3]].any() and found[[1, 2, 4]].any((1, 2)).all()
+    same(grouped_wgrad(dy_t, x_t, tiles, torch.bfloat16), found.bfloat16())
+
+
+@pytest.mark.parametrize("quantize_it", [True, False])
+def test_weight_gradients_are_those_of_the_torch_op(quantize_it):
+    """Blocks along the tokens begin anew in each expert, as in `numerics.ops.grouped`."""
+    spec = QuantSpec.preset("fp8_block_pow2")
+    x, dy = numbers(200, 256), numbers(200, 128, seed=1)
+    weights = [numbers(128, 256, seed=2 + e).requires_grad_() for e in range(len(COUNTS))]
+    operand = group_operand([w.detach() for w in weights], spec.weight)
+    out = grouped_linear(x, torch.tensor(COUNTS), weights, *((operand, spec) if quantize_it else ()))
+    expected = torch.autograd.grad(out, weights, dy, allow_unused=True)
+    tiles = tiles_of(COUNTS)
+    if quantize_it:
+        found = grouped_wgrad(columns_of(dy, ROWS, COUNTS), columns_of(x, ROWS, COUNTS), tiles, torch.bfloat16)
+    else:
+        found = grouped_wgrad_matmul(dy.to(DEVICE), x.to(DEVICE), tiles, torch.bfloat16)
+    bits = FP8_BITS if quantize_it else BF16_BITS
+    for grad, ours, span in zip(expected, found.cpu(), spans(COUNTS), strict=True):
+        # Either lost at most what its accumulator may lose, and rounded once; quantization adds at most 1/8 to a size.
+        sizes = 1.3 * (dy[span].double().abs().t() @ x[span].double().abs())
+        lost = 132 * (2.0 ** (1 - bits) + 2.0**-23) * sizes
+        grad = torch.zeros_like(ours) if grad is None else grad
+        assert ((ours.double() - grad.double()).abs() <= lost + 2.0**-7 * (grad.double().abs() + lost)).all()
+
+
+@pytest.mark.parametrize("out", [torch.bfloat16, torch.float32])
+def test_unquantized_weight_gradients_within_the_bound(out):
+    dy, x = numbers(200, 130), numbers(200, 200, seed=1)
+    found = grouped_wgrad_matmul(dy.to(DEVICE), x.to(DEVICE), tiles_of(COUNTS), out).double().cpu()
+    for expert, span in enumerate(spans(COUNTS)):
+        a, b = dy[span].double().t(), x[span].double()
+        lost = 200 * 2.0 ** (1 - BF16_BITS) * (a.abs() @ b.abs())
+        rounding = 2.0**-8 if out == torch.bfloat16 else 0.0
+        assert ((found[expert] - a @ b).abs() <= lost + rounding * ((a @ b).abs() + lost)).all()
+
+
+def test_no_rows():
+    tiles = make_tiles(torch.zeros(3, dtype=torch.int64, device=DEVICE), 0)
+    x, dy = numbers(0, 128).to(DEVICE), numbers(0, 256).to(DEVICE)
+    assert grouped_matmul(x, numbers(3, 256, 128).to(DEVICE), tiles, torch.bfloat16).shape == (0, 256)
+    assert grouped_wgrad_matmul(dy, x, tiles, torch.bfloat16).tolist() == torch.zeros(3, 256, 128).tolist()
+
+
+def test_what_does_not_fit_is_refused():
+    tiles, x = tiles_of(COUNTS), numbers(200, 256).to(DEVICE)
+    with pytest.raises(UserError, match="2 and 3 dimensions"):
+        grouped_matmul(x, x, tiles, torch.bfloat16)
+    with pytest.raises(UserError, match="as many rows"):
+        grouped_wgrad_matmul(x, x[1:], tiles, torch.bfloat16)
+    columns = columns_of(numbers(256, 128), ROWS, [256])
+    with pytest.raises(UserError, match="with the same tiles"):
+        grouped_wgrad(columns, columns, tiles, torch.bfloat16)
+    with pytest.raises(UserError, match="counts"):
+        make_tiles(torch.ones(3), 3)

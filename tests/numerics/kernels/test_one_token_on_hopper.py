@@ -1,0 +1,57 @@
+"""A decode step of one sequence compiles: Triton makes constants of arguments that are 1, its interpreter does not."""
+
+import pytest
+
+from tests.support.hopper import compiled_elsewhere
+
+pytestmark = pytest.mark.slow  # two dozen kernels to compile
+
+SCRIPT = """
+import torch
+from numerics import ops
+from numerics.dispatch import using
+from numerics.ops import ExpertWeights
+from numerics.quantize import QuantizedTensor, scale_shape
+from numerics.spec import QuantSpec
+from tests.support.hopper import compiled_only
+
+spec = QuantSpec.preset("fp8_block_pow2")
+
+def tensor(*shape, dtype=torch.bfloat16):
+    return torch.zeros(*shape, dtype=dtype)
+
+def weight(*shape):
+    scale_inv = torch.zeros(scale_shape(shape, spec.weight))
+    codes = QuantizedTensor(torch.zeros(shape, dtype=torch.float8_e4m3fn), scale_inv, spec.weight)
+    return ExpertWeights(codes.data, ops.weight_operand(codes))
+
+with compiled_only() as found, using("triton"), torch.no_grad():
+    one = torch.ones(1, dtype=torch.int64)
+    for hidden, heads, experts, vocabulary in ((128, 1, 1, 256), (2048, 32, 128, 151936)):
+        x, norm, wide = tensor(1, hidden), tensor(hidden), weight(heads * 128, hidden)
+        ops.rms_norm(x, norm, 1e-6)
+        ops.add_rms_norm(x, x, norm, 1e-6)
+        for splits in (1, 2) if hidden > 128 else (1,):
+            ops.fp8_linear(x, wide.weights, wide.operand, spec, "bf16", splits)
+        ops.norm_fp8_linear(x, norm, 1e-6, wide.weights, wide.operand, spec)
+        ops.rope(tensor(1, 1, heads, 128), one[None], 1e6)
+        cache, table = tensor(4096, 1, 128), tensor(1, 4096, dtype=torch.int32)
+        ops.paged_attention(tensor(1, heads, 128), cache, cache, table, one, one, one, 0.1)
+        probs, chosen = ops.route(ops.linear(x, tensor(experts, hidden)), min(experts, 8), True)
+        order, counts = tensor(chosen.numel(), dtype=torch.int64), tensor(experts, dtype=torch.int64)
+        matrices = weight(experts, 2 * 128, hidden), weight(experts, hidden, 128)
+        outputs = ops.experts(x[order], counts, *matrices, spec, "bf16")
+        ops.combine(outputs, probs, order, x.dtype)
+        ops.token_logprobs(ops.linear(x, tensor(vocabulary, hidden)), one, torch.ones(1))
+"""
+
+
+def test_a_decode_step_of_one_sequence_compiles():
+    assert {kernel["name"] for kernel in compiled_elsewhere(SCRIPT)} == {
+        "_forward_kernel",
+        "_rows_kernel",
+        "_product_kernel",
+        "_kernel",
+        "_route_kernel",
+        "_tiles_kernel",
+    }

@@ -1,0 +1,158 @@
+"""The products and the experts as ops: kernels against definitions, values and gradients, and against themselves."""
+
+import pytest
+import torch
+
+from numerics import ops
+from numerics.dispatch import using
+from numerics.ops import ExpertWeights
+from numerics.ops.grouped import grouped_linear
+from numerics.quantize import quantize
+from numerics.spec import QuantSpec
+from tests.support.kernels import DEVICE, random
+
+POW2, FP32 = QuantSpec.preset("fp8_block_pow2"), QuantSpec.preset("fp8_block_fp32")
+E5M2 = POW2.override({"gradient": {"format": "e5m2"}})
+# A GPU's FP8 accumulator keeps about 14 bits of the largest product; one rounding of BF16 comes on top.
+TOLERANCE = 2**-6 if DEVICE == "cuda" else 2**-7
+
+
+def both(run):
+    """What `run` returns under the definitions and under the kernels."""
+    with using("torch"):
+        expected = run()
+    with using("triton"):
+        return list(zip(run(), expected, strict=True))
+
+
+def assert_close(found, expected):
+    assert found.dtype == expected.dtype and found.shape == expected.shape
+    largest = expected.double().abs().max().item()
+    assert torch.allclose(found.double(), expected.double(), rtol=TOLERANCE, atol=TOLERANCE * largest / 4)
+
+
+def with_gradients(result, *leaves):
+    result.backward(random(*result.shape, seed=9).to(result.dtype))
+    return [result, *(leaf.grad for leaf in leaves)]
+
+
+@pytest.mark.parametrize("backward", ("fp8", "bf16"))
+@pytest.mark.parametrize("spec", (POW2, FP32, E5M2), ids=("pow2", "fp32", "e5m2 gradients"))
+def test_fp8_linear(spec, backward):
+    def run():
+        x, w = random(2, 70, 256).requires_grad_(), random(384, 256, seed=1, scale=0.1).requires_grad_()
+        operand = ops.trained_operand(w.detach(), spec.weight)
+        return with_gradients(ops.fp8_linear(x, w, operand, spec, backward), x, w)
+
+    for found, expected in both(run):
+        assert_close(found, expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backward", ("fp8", "bf16"))
+def test_norm_and_product_are_the_two_ops(backward):
+    def leaves():
+        weight = random(128, 384, seed=1, scale=0.1).requires_grad_()
+        return random(3, 50, 384).requires_grad_(), random(384, seed=2).requires_grad_(), weight
+
+    def fused():
+        x, norm, w = leaves()
+        operand = ops.weight_operand(quantize(w.detach(), POW2.weight))
+        return with_gradients(ops.norm_fp8_linear(x, norm, 1e-6, w, operand, POW2, backward), x, norm, w)
+
+    def apart():
+        x, norm, w = leaves()
+        operand = ops.weight_operand(quantize(w.detach(), POW2.weight))
+        return with_gradients(ops.fp8_linear(ops.rms_norm(x, norm, 1e-6), w, operand, POW2, backward), x, norm, w)
+
+    for found, expected in both(fused):
+        assert_close(found, expected)
+    with using("triton"):
+        assert all(torch.equal(a, b) for a, b in zip(fused(), apart(), strict=True))
+
+
+def test_k_splits_are_the_partials_of_a_row_parallel_layer():
+    x, w = random(33, 512), random(128, 512, seed=1, scale=0.1)
+    with using("triton"):
+        quantized = quantize(w, POW2.weight)
+        halves = [quantize(part, POW2.weight) for part in w.chunk(2, 1)]
+        partials = [
+            ops.fp8_linear_partial(a.contiguous(), b, ops.weight_operand(q), POW2)
+            for a, b, q in zip(x.chunk(2, 1), w.chunk(2, 1), halves, strict=True)
+        ]
+        whole = ops.fp8_linear(x, w, ops.weight_operand(quantized), POW2, k_splits=2)
+        assert torch.equal(ops.merge_partials(partials, torch.bfloat16), whole)
+        plain = [ops.linear_partial(a, b) for a, b in zip(x.chunk(2, 1), w.chunk(2, 1), strict=True)]
+        assert torch.equal(ops.merge_partials(plain, torch.bfloat16), ops.linear(x, w, k_splits=2))
+
+
+@pytest.mark.parametrize("backward", ("fp8", "bf16"))
+def test_no_tokens(backward):
+    """As on an expert-parallel rank whose experts nobody chose."""
+    w13, w2 = random(2, 256, 256, seed=1).requires_grad_(), random(2, 256, 128, seed=2).requires_grad_()
+    x, counts = random(0, 256).requires_grad_(), torch.zeros(2, dtype=torch.int64, device=DEVICE)
+    with using("triton"):
+        first, second = (ExpertWeights(w, ops.weight_operand(quantize(w.detach(), POW2.weight))) for w in (w13, w2))
+        leaf = with_gradients(ops.experts(x, counts, first, second, POW2, backward), x, w13, w2)
+        out = ops.fp8_linear(x, w13[0], ops.weight_operand(quantize(w13[0].detach(), POW2.weight)), POW2, backward)
+    assert [tuple(t.shape) for t in leaf] == [(0, 256), (0, 256), (2, 256, 256), (2, 256, 128)]
+    assert not leaf[2].any() and not leaf[3].any() and out.shape == (0, 256)
+
+
+def test_linear():
+    def run():
+        x, w = random(2, 9, 256).requires_grad_(), random(100, 256, seed=1).requires_grad_()
+        return with_gradients(ops.linear(x, w), x, w)
+
+    for found, expected in both(run):
+        assert_close(found, expected)
+
+
+@pytest.mark.parametrize("backward", ("fp8", "bf16"))
+@pytest.mark.parametrize("spec", (None, POW2), ids=("bf16", "fp8"))
+def test_experts(spec, backward):
+    counts = torch.tensor([5, 0, 140, 1], device=DEVICE)
+
+    def run():
+        x = random(146, 256).requires_grad_()
+        w13 = [random(256, 256, seed=10 + e, scale=0.1).requires_grad_() for e in range(4)]
+        w2 = [random(256, 128, seed=20 + e, scale=0.1).requires_grad_() for e in range(4)]
+        first, second = (ExpertWeights(weights, operand(weights)) for weights in (w13, w2))
+        return with_gradients(ops.experts(x, counts, first, second, spec, backward), x, *w13, *w2)
+
+    def operand(weights):
+        return None if spec is None else ops.group_operand([w.detach() for w in weights], spec.weight)
+
+    for found, expected in both(run):
+        if expected is None:  # an expert without tokens
+            assert not found.any()
+        else:
+            assert_close(found, expected)
+
+
+@pytest.mark.parametrize("spec", (None, POW2), ids=("bf16", "fp8"))
+def test_an_experts_row_is_the_row_of_its_matrix_alone(spec):
+    counts, x = torch.tensor([3, 0, 130], device=DEVICE), random(133, 256)
+    stacked = random(3, 128, 256, seed=1, scale=0.1)
+    with using("triton"):
+        if spec is None:
+            found, alone = grouped_linear(x, counts, stacked), ops.linear(x[3:4], stacked[2])
+        else:
+            quantized = quantize(stacked, spec.weight)
+            found = grouped_linear(x, counts, stacked, ops.weight_operand(quantized), spec)
+            operand = ops.weight_operand(quantize(stacked[2], spec.weight))
+            alone = ops.fp8_linear(x[3:4], stacked[2], operand, spec)
+    assert torch.equal(found[3:4], alone)
+
+
+@pytest.mark.slow
+def test_experts_of_an_engine_and_of_a_trainer_have_the_same_bits():
+    counts, x = torch.tensor([3, 0, 130], device=DEVICE), random(133, 256)
+    first, second = random(3, 256, 256, seed=1, scale=0.1), random(3, 256, 128, seed=2, scale=0.1)
+    with using("triton"):
+        weights = [ExpertWeights(w, ops.weight_operand(quantize(w, POW2.weight))) for w in (first, second)]
+        trained = ops.experts(x.requires_grad_(), counts, *weights, POW2)
+        apart = ops.experts(x, counts, *weights, POW2, "bf16")  # in steps, for a backward in BF16
+        with torch.no_grad():
+            served = ops.experts(x, counts, *weights, POW2, "bf16")
+    assert trained.requires_grad and torch.equal(trained, served) and torch.equal(apart, served)

@@ -1,0 +1,125 @@
+"""The quantizer kernels against the torch quantizer: codes and scales, bit for bit."""
+
+import hypothesis
+import hypothesis.strategies as st
+import pytest
+import torch
+
+from numerics.kernels.quantize import (
+    empty_blocks,
+    quantize_blocks,
+    quantize_both_ways,
+    quantize_columns,
+    quantize_many,
+    quantize_rows,
+    quantize_rows_and_columns,
+)
+from numerics.quantize import quantize
+from numerics.spec import TensorSpec
+from tests.support.kernels import DEVICE
+
+FORMATS, SCALES = ("e4m3", "e5m2"), ("pow2", "fp32")
+
+
+def numbers(*shape, seed=0, dtype=torch.bfloat16):
+    """Every power of two that BF16 has, ties, zeros and values that do not count."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(*shape, generator=generator).mul(3).exp()
+    x = (x * torch.where(torch.rand(*shape, generator=generator) < 0.5, -1, 1)).to(dtype)
+    flat = x.view(-1)
+    flat[::97] = 0.0
+    flat[5::331] = 2.0**-130
+    flat[7::1013] = float("inf")
+    flat[11::1511] = float("nan")
+    x[: x.shape[0] // 4] = x[: x.shape[0] // 4].nan_to_num(0, 0, 0).clamp(-8, 8).mul(64).round().div(64)
+    x[1] = 0.0
+    return x
+
+
+def same(found, expected):
+    assert found.data.dtype == expected.data.dtype and found.data.shape == expected.data.shape
+    nan = expected.data.float().isnan()
+    assert torch.equal(found.data.cpu().float().isnan(), nan)
+    codes = found.data.cpu().view(torch.uint8)
+    assert torch.equal(codes.masked_fill(nan, 0), expected.data.view(torch.uint8).masked_fill(nan, 0))
+    assert torch.equal(found.scale_inv.cpu(), expected.scale_inv)
+
+
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("shape", [(9, 1152), (2, 3, 128), (5, 300)])
+def test_rows(shape, format, scale):
+    spec, x = TensorSpec(format=format, scale=scale), numbers(*shape)
+    same(quantize_rows(x.to(DEVICE), spec), quantize(x, spec))
+
+
+def test_rows_of_fp32_and_of_another_stride():
+    spec, x = TensorSpec(), numbers(16, 512, dtype=torch.float32)
+    same(quantize_rows(x[::2, 128:].to(DEVICE), spec), quantize(x[::2, 128:].contiguous(), spec))
+
+
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("format", FORMATS)
+def test_columns_are_the_rows_of_the_transpose(format, scale):
+    spec, x = TensorSpec(format=format, scale=scale), numbers(200, 140)
+    filled = torch.nn.functional.pad(x, (0, 0, 0, 56)).t().contiguous()
+    same(quantize_columns(x.to(DEVICE), spec), quantize(filled, spec))
+
+
+def test_rows_and_columns_in_one_pass_each_in_its_own_format():
+    rows, columns = TensorSpec(format="e5m2"), TensorSpec(scale="fp32")
+    x = numbers(130, 260)
+    by_row, by_column = quantize_rows_and_columns(x.to(DEVICE), rows, columns)
+    same(by_row, quantize(x, rows))
+    same(by_column, quantize(torch.nn.functional.pad(x, (0, 0, 0, 126)).t().contiguous(), columns))
+
+
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("shape", [(256, 384), (3, 128, 256), (200, 140)])
+def test_blocks(shape, scale):
+    spec, w = TensorSpec(granularity="block", scale=scale), numbers(*shape)
+    same(quantize_blocks(w.to(DEVICE), spec), quantize(w, spec))
+
+
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("shape", [(256, 384), (200, 140)])
+def test_blocks_and_their_transpose_in_one_pass(shape, scale):
+    spec, weights = TensorSpec(granularity="block", scale=scale), [numbers(*shape, seed=seed) for seed in range(3)]
+    codes, transposed = quantize_both_ways([w.to(DEVICE) for w in weights], spec)
+    same(codes, quantize(torch.stack(weights), spec))
+    same(transposed, quantize(torch.stack(weights).transpose(1, 2).contiguous(), spec))
+
+
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32))
+def test_many_matrices_of_any_shape_in_one_launch(dtype):
+    spec = TensorSpec(granularity="block")
+    shapes = [(128, 256), (256, 128), (3, 128, 128), (130, 70), (0, 128)]
+    weights = [numbers(*shape, dtype=dtype) if shape[0] else torch.empty(shape, dtype=dtype) for shape in shapes]
+    weights.append(weights[0][:, 128:])  # a part of a larger matrix
+    for some in (weights, weights[:3]):
+        found = quantize_many([w.to(DEVICE) for w in some], spec)
+        for one, w in zip(found, some, strict=True):
+            same(one, quantize(w, spec))
+
+
+@pytest.mark.parametrize("shape", [(0, 256), (2, 0, 256), (300,)])
+def test_no_rows_as_on_a_rank_whose_experts_nobody_chose_and_a_single_one(shape):
+    x = numbers(2, *shape)[0] if shape[0] else torch.empty(shape, dtype=torch.bfloat16)
+    found, expected = quantize_rows(x.to(DEVICE), TensorSpec()), quantize(x, TensorSpec())
+    same(found, expected)
+    assert found.scale_inv.shape == expected.scale_inv.shape
+
+
+def test_results_go_where_they_are_asked_to_go():
+    spec, w = TensorSpec(granularity="block"), numbers(128, 256).to(DEVICE)
+    out = empty_blocks(w.shape, spec, w.device)
+    assert quantize_blocks(w, spec, out) is out
+    same(out, quantize(w.cpu(), spec))
+
+
+@hypothesis.settings(max_examples=15)
+@hypothesis.given(st.integers(0, 2**32 - 1), st.sampled_from(FORMATS), st.sampled_from(SCALES))
+def test_any_bits_are_quantized_alike(seed, format, scale):
+    bits = torch.randint(0, 2**16, (2, 128), generator=torch.Generator().manual_seed(seed)).to(torch.int16)
+    spec, x = TensorSpec(format=format, scale=scale), bits.view(torch.bfloat16)
+    same(quantize_rows(x.to(DEVICE), spec), quantize(x, spec))

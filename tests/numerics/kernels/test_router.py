@@ -1,0 +1,98 @@
+"""The router kernels against the torch op and float64."""
+
+import functools
+
+import pytest
+import torch
+
+from numerics import ops
+from numerics.errors import UserError
+from numerics.kernels.router import route, top_experts
+from tests.support.kernels import DEVICE
+
+# The interpreter's numpy warns of inf - inf.
+pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")
+# Tokens, experts, experts of a token.
+SHAPES = [(9, 8, 2), (5, 60, 8), (3, 512, 16), (6, 128, 8), (2, 1, 1), (4, 7, 7)]
+
+
+def logits_of(tokens, experts, dtype=torch.float32):
+    return torch.randn(tokens, experts, generator=torch.Generator().manual_seed(experts)).to(dtype).to(DEVICE)
+
+
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32), ids=("bf16", "fp32"))
+@pytest.mark.parametrize("renormalize", (True, False))
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_route(shape, renormalize, dtype):
+    tokens, experts, top_k = shape
+    logits = logits_of(tokens, experts, dtype)
+    logits[0] = 0  # ties
+    leaf, leaf64 = logits.clone().requires_grad_(), logits.double().requires_grad_()
+    probs, chosen = route(leaf, top_k, renormalize)
+    assert probs.dtype == torch.float32 and chosen.dtype == torch.int64
+    assert chosen[0].tolist() == list(range(top_k))
+    assert torch.equal(chosen, ops.route(logits, top_k, renormalize)[1])
+    expected = leaf64.softmax(-1).gather(1, chosen)
+    expected = expected / expected.sum(-1, keepdim=True) if renormalize else expected
+    # exp, two sums of 512 and two divisions in FP32.
+    assert torch.allclose(probs.double(), expected, rtol=4e-6, atol=0)
+    given = torch.randn(probs.shape, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    probs.backward(given)
+    expected.backward(given.double())
+    assert torch.allclose(leaf.grad.double(), leaf64.grad, rtol=2**-8 if dtype == torch.bfloat16 else 0, atol=1e-6)
+
+
+@pytest.mark.parametrize("renormalize", (True, False))
+def test_experts_that_are_chosen_elsewhere_have_the_same_bits(renormalize):
+    logits = logits_of(21, 60)
+    probs, chosen = route(logits, 8, renormalize)
+    for choose in (ops.top_experts, top_experts, lambda probs, k: chosen.t().contiguous().t().flip(1)):
+        replayed, experts = route(logits, 8, renormalize, functools.partial(choose))
+        assert torch.equal(replayed, probs) and torch.equal(experts, chosen)
+    others = (chosen + 1) % 60
+    leaf = logits.clone().requires_grad_()
+    found, experts = route(leaf, 8, renormalize, lambda *args: others)
+    expected, _ = ops.route(logits, 8, renormalize, lambda *args: others)
+    assert torch.equal(experts, others.sort(-1).values) and torch.allclose(found, expected, rtol=4e-6, atol=0)
+    found[:, 0].sum().backward()
+    assert leaf.grad.abs().max() > 0
+
+
+def test_what_chooses_sees_the_probabilities():
+    logits, seen = logits_of(5, 60), []
+    route(logits, 3, False, lambda probs, k: seen.append((probs, k)) or ops.top_experts(probs, k))
+    (probs, top_k), plain = seen[0], route(logits, 60, False)[0]
+    assert top_k == 3 and not probs.requires_grad and torch.equal(probs, plain)
+    assert torch.allclose(probs.double(), logits.double().softmax(-1), rtol=4e-6, atol=0)
+
+
+def test_a_token_has_the_same_bits_in_every_batch_and_dtype():
+    logits = logits_of(21, 60, torch.bfloat16)
+    probs, experts = route(logits, 8, True)
+    for rows in ([20], [3, 9], list(range(7))):
+        for some in (logits[rows], logits[rows].float(), logits.t().contiguous().t()[rows]):
+            part = route(some, 8, True)
+            assert torch.equal(part[0], probs[rows]) and torch.equal(part[1], experts[rows])
+    assert route(logits[:0], 8, True)[0].shape == (0, 8)
+
+
+def test_ties_and_numbers_that_are_none():
+    """NaN probabilities are the highest, as in torch's sort; a token without numbers goes to the first experts."""
+    logits = logits_of(5, 60)
+    logits[0, :] = 1.0
+    logits[1, 7] = torch.nan
+    logits[2, :] = -torch.inf
+    logits[3, 8:] = -torch.inf
+    logits[4, 9] = torch.inf
+    probs, experts = route(logits, 16, True)
+    expected, expected_experts = ops.route(logits, 16, True)
+    assert torch.equal(experts, expected_experts)
+    assert torch.allclose(probs, expected, rtol=4e-6, atol=0, equal_nan=True)
+    some = torch.tensor([[0.1, torch.nan, 0.3, 0.1, torch.nan, 0.3]], device=DEVICE)
+    assert top_experts(some, 6).tolist() == ops.top_experts(some, 6).tolist() == [[1, 4, 2, 5, 0, 3]]
+
+
+def test_more_experts_than_there_are():
+    for wrong in (0, 9):
+        with pytest.raises(UserError, match=f"top_k: found {wrong}, expected 1 to 8"):
+            route(logits_of(2, 8), wrong, True)

@@ -1,0 +1,297 @@
+"""Loading, inheriting, overriding and refusing experiment specs."""
+
+import textwrap
+from pathlib import Path
+
+import pytest
+import yaml
+
+from numerics.errors import UserError
+from rl.experiment import load_experiment, parse_experiment, read_resolved
+from tests.support.paths import EXAMPLES
+
+MINIMAL = {"model": {"path": "/m"}, "data": {"train": "/t"}}
+
+
+@pytest.fixture
+def write(tmp_path, monkeypatch):
+    """Writes a YAML file into a folder that is the current directory."""
+    monkeypatch.chdir(tmp_path)
+
+    def write(name: str, text: str) -> Path:
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(textwrap.dedent(text))
+        return path
+
+    return write
+
+
+BASE = """
+    run: {name: base, steps: 10, seed: 3}
+    model: {path: m}
+    data: {train: t}
+    trainer: {lr: 1e-3}
+    gates: [{metric: mismatch/k3_kl, above: 0.1}]
+"""
+
+
+def message(values: dict) -> str:
+    with pytest.raises(UserError) as error:
+        parse_experiment({**MINIMAL, **values})
+    return str(error.value)
+
+
+def test_file_inherits_merges_and_overrides_win(write):
+    write("base.yaml", BASE)
+    write("more.yaml", "run: {steps: 20}\nrollout: {engines: 2}")
+    path = write(
+        "sub/child.yaml", "defaults: [../base.yaml, ../more.yaml]\nrun: {name: child}\ngates: []\ntrainer: {tp: 2}"
+    )
+    spec = load_experiment(path, ["run.seed=7", "trainer.lr=2e-5", "algorithm.name=sft", "algorithm.batch_size=4"])
+    assert (spec.run.name, spec.run.steps, spec.run.seed) == ("child", 20, 7)
+    assert (spec.trainer.lr, spec.trainer.tp, spec.rollout.engines) == (2e-5, 2, 2)
+    assert spec.gates == () and spec.algorithm.name == "sft" and spec.algorithm.batch_size == 4
+
+
+def test_a_single_default_may_be_a_plain_string_and_inherit_itself(write):
+    write("a.yaml", BASE)
+    write("b.yaml", "defaults: a.yaml\nrun: {steps: 11}")
+    spec = load_experiment(write("c.yaml", "defaults: b.yaml\nrun: {seed: 4}"))
+    assert (spec.run.name, spec.run.steps, spec.run.seed) == ("base", 11, 4)
+    assert spec.gates[0].metric == "mismatch/k3_kl" and spec.gates[0].for_steps == 1
+
+
+def test_naming_another_algorithm_replaces_the_inherited_section(write):
+    write("a.yaml", BASE + "    algorithm: {name: grpo, clip_low: 0.1}\n")
+    assert load_experiment("a.yaml", ["algorithm.clip_high=0.4"]).algorithm.clip_low == 0.1
+    assert load_experiment("a.yaml", ["algorithm.name=sft", "gates=[]"]).algorithm.batch_size == 64
+    path = write("b.yaml", "defaults: a.yaml\nalgorithm: {name: sft}\ngates: []")
+    assert load_experiment(path).algorithm.name == "sft"
+
+
+def test_defaults_that_form_a_cycle_are_refused(write):
+    write("a.yaml", "defaults: b.yaml")
+    write("b.yaml", "defaults: a.yaml")
+    with pytest.raises(UserError, match="cycle"):
+        load_experiment("a.yaml")
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("run: [unclosed", "valid YAML"),
+        ("run: {steps: 1, steps: 2}", "duplicate"),
+        ("a: !!python/object/apply:os.system ['true']", "valid YAML"),
+        ("- 1", "mapping"),
+        ("1: {a: 2}", "mapping"),
+        ("defaults: 3", "list of file names"),
+        ("defaults: absent.yaml", "found 'absent.yaml', expected an existing YAML file, relative to this one"),
+        ("run: {name: '${oc.env:HOME}'}", "interpolation of keys only"),
+        ("run: {name: '${run.absent}'}", "interpolation"),
+    ],
+)
+def test_broken_files_are_refused(write, text, expected):
+    with pytest.raises(UserError, match=expected):
+        load_experiment(write("s.yaml", text))
+
+
+def test_a_missing_spec_file_is_refused(tmp_path):
+    with pytest.raises(UserError, match="absent.yaml"):
+        load_experiment(tmp_path / "absent.yaml")
+
+
+@pytest.mark.parametrize("override", ["run.steps", "=3", "run..steps=3", "--run.steps=3", "gates.0.above=1"])
+def test_malformed_overrides_are_refused(write, override):
+    with pytest.raises(UserError, match="key.sub=value"):
+        load_experiment(write("s.yaml", BASE), [override])
+
+
+@pytest.mark.parametrize("override", ["trainer=3", "gates=3", "run.name.x=3", "run.name=[a", "trainer.lr.x=1"])
+def test_overrides_of_the_wrong_shape_are_the_users_error(write, override):
+    with pytest.raises(UserError, match=override.partition("=")[0].partition(".")[0]):
+        load_experiment(write("s.yaml", BASE), [override])
+
+
+def test_keys_interpolate_and_lists_are_replaced_by_overrides(write):
+    write("s.yaml", BASE + "    tracking: {wandb: {project: '${run.name}-x'}}\n")
+    spec = load_experiment("s.yaml", ["gates=[{metric: eval/accuracy, below: 0.5, for_steps: 2}]"])
+    assert spec.tracking.wandb.project == "base-x"
+    assert [(g.metric, g.above, g.below, g.for_steps) for g in spec.gates] == [("eval/accuracy", None, 0.5, 2)]
+
+
+def test_paths_are_looked_up_here_and_then_beside_the_spec(write, tmp_path):
+    path = write("sub/s.yaml", BASE)
+    write("sub/m", "")
+    write("sub/t", "")
+    write("t", "")
+    spec = load_experiment(path)
+    assert spec.model.path == str(tmp_path / "sub" / "m")
+    assert spec.data.train == str(tmp_path / "t"), "the current directory comes first"
+    assert (spec.run.dir, spec.run.name) == (str(tmp_path / "runs"), "base")
+
+
+def test_resolved_spec_round_trips(write):
+    spec = load_experiment(
+        write("s.yaml", BASE),
+        ["numerics.weight.scale=fp32", "trainer.adam_eps=1e-8", "algorithm={name: sft}", "gates=[]"],
+    )
+    again = read_resolved(write("resolved.yaml", spec.to_yaml()))
+    assert again == spec and parse_experiment(yaml.safe_load(spec.to_yaml())) == spec
+    assert again.trainer.adam_eps == 1e-8 and again.numerics.overrides() == {"weight": {"scale": "fp32"}}
+    assert "warmup_steps" in spec.to_yaml(), "defaults are written out"
+
+
+@pytest.mark.parametrize(
+    ("values", "key", "nearest"),
+    [
+        ({"trainr": {}}, "trainr", "trainer"),
+        ({"trainer": {"learning_rat": 1}}, "trainer.learning_rat", "trainer."),
+        ({"trainer": {"warmup_step": 1}}, "trainer.warmup_step", "trainer.warmup_steps"),
+        ({"rollout": {"lr": 1}}, "rollout.lr", "trainer.lr"),
+        ({"tracking": {"wandb": {"projet": "x"}}}, "tracking.wandb.projet", "tracking.wandb.project"),
+        ({"algorithm": {"name": "grpo", "clip_hi": 1}}, "algorithm.clip_hi", "algorithm.clip_high"),
+        ({"algorithm": {"name": "sft", "batchsize": 1}}, "algorithm.batchsize", "algorithm.batch_size"),
+        ({"numerics": {"weight": {"scales": "fp32"}}}, "numerics.weight.scales", "numerics.weight.scale"),
+        ({"gates": [{"metric": "a/b", "abov": 1.0}]}, "gates.0.abov", "gates.above"),
+    ],
+)
+def test_an_unknown_key_is_refused_with_the_nearest_one(values, key, nearest):
+    lines = [line for line in message(values).splitlines() if line.startswith(f"{key}: ")]
+    assert len(lines) == 1 and f"Did you mean {nearest}" in lines[0]
+
+
+def test_keys_of_another_algorithm_are_refused():
+    text = message({"algorithm": {"name": "sft", "clip_low": 0.2}})
+    assert "algorithm.clip_low" in text and "name, batch_size" in text
+
+
+@pytest.mark.parametrize(
+    ("section", "values", "expected"),
+    [
+        ("run", {"steps": 0}, "greater than or equal to 1"),
+        ("run", {"steps": True}, "valid integer"),
+        ("run", {"steps": "3"}, "valid integer"),
+        ("run", {"name": "../x"}, "text that matches"),
+        ("trainer", {"lr": float("nan")}, "finite number"),
+        ("trainer", {"lr": -1e-4}, "greater than 0"),
+        ("trainer", {"tp": 1.5}, "valid integer"),
+        ("trainer", {"decay": "exponential"}, "'linear'"),
+        ("rollout", {"top_p": 1.2}, "less than or equal to 1"),
+        ("rollout", {"temperature": 0.0}, "greater than 0"),
+        ("rollout", {"port": 80}, "greater than or equal to 1024"),
+        ("numerics", {"preset": "int4"}, "fp8_block_pow2"),
+        ("numerics", {"mode": "fast"}, "'exact' or 'native'"),
+        ("numerics", {"router_replay": "on"}, "'off', 'record' or 'replay'"),
+        ("data", {"train": "/t", "reward": "exact"}, "'math'"),
+        ("algorithm", {"name": "ppo"}, "'grpo' or 'sft'"),
+        ("algorithm", {"name": "grpo", "tis_cap": 0.5}, "greater than or equal to 1"),
+        ("sync", {"transport": "rdma"}, "'disk'"),
+        ("tracking", {"wandb": {"mode": "on"}}, "'offline'"),
+        ("checkpoint", None, "a mapping"),
+        ("gates", {}, "a list"),
+    ],
+)
+def test_a_value_of_the_wrong_type_or_range_is_explained(section, values, expected):
+    text = message({section: values})
+    assert text.startswith(section) and "found " in text and expected in text and len(text.splitlines()) == 1
+
+
+def test_every_wrong_key_gets_its_own_line():
+    assert len(message({"run": {"steps": 0, "sede": 1}, "sync": {"bucket_mib": 0}}).splitlines()) == 3
+
+
+def test_required_keys_are_named():
+    with pytest.raises(UserError, match=r"model: found nothing"):
+        parse_experiment({"data": {"train": "/t"}})
+
+
+@pytest.mark.parametrize("bounds", [{}, {"above": 1.0, "below": 0.0}])
+def test_a_gate_needs_exactly_one_bound(bounds):
+    assert "exactly one of above and below" in message({"gates": [{"metric": "mismatch/k3_kl", **bounds}]})
+
+
+def test_fp8_without_an_fp8_preset_is_refused():
+    assert "numerics.trainer=bf16" in message({"numerics": {"preset": "bf16"}})
+    off = parse_experiment({**MINIMAL, "numerics": {"preset": "bf16", "trainer": "bf16", "rollout": "bf16"}})
+    assert not off.numerics.quantizes
+
+
+def test_a_spec_cannot_be_changed():
+    spec = parse_experiment(MINIMAL)
+    with pytest.raises(ValueError, match="frozen"):
+        spec.run.steps = 3
+
+
+def test_the_examples_hold_the_recipe():
+    grpo = load_experiment(EXAMPLES / "arithmetic.yaml")
+    assert (grpo.run.steps, grpo.trainer.lr, grpo.rollout.max_new_tokens) == (60, 1e-4, 20)
+    assert (grpo.rollout.prompts_per_step, grpo.rollout.group_size) == (32, 8)
+    contrast = load_experiment(EXAMPLES / "arithmetic_bf16_trainer.yaml")
+    assert contrast.numerics.trainer == "bf16" and contrast.numerics.rollout == "fp8"
+    assert contrast.trainer == grpo.trainer and contrast.algorithm == grpo.algorithm
+    sft = load_experiment(EXAMPLES / "arithmetic_sft.yaml")
+    assert (sft.run.steps, sft.algorithm.batch_size, sft.trainer.lr) == (1750, 64, 1e-3)
+    assert (sft.trainer.warmup_steps, sft.trainer.decay, sft.trainer.decay_steps) == (50, "linear", 600)
+    assert sft.numerics == grpo.numerics and sft.eval.problems == 0
+
+
+def test_numerics_follow_the_spec():
+    spec = parse_experiment({**MINIMAL, "trainer": {"tp": 2}, "numerics": {"weight": {"scale": "fp32"}}})
+    config = spec.numerics_config()
+    assert (config.mode, config.trainer, config.rollout, config.k_splits) == ("exact", "fp8", "fp8", 2)
+    plain = parse_experiment(MINIMAL).numerics_config()
+    assert config.spec.digest() != plain.spec.digest()
+    assert config.spec.weight.scale != plain.spec.weight.scale
+    assert config.spec.activation == plain.spec.activation
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ({"weight": {"scale": "decimal"}}, "numerics.weight.scale: found 'decimal', expected 'fp32' or 'pow2'"),
+        ({"weight": {"format": "bf16"}}, "quantize both or neither"),
+        ({"weight": {"format": "e5m2"}}, "e4m3 in block"),
+        ({"weight": {"granularity": "channel"}}, "e4m3 in block"),
+        ({"activation": {"granularity": "tensor"}}, "token_group or channel"),
+        ({"scope": ["q_proj", "k_proj", "v_proj"]}, "the engine quantizes"),
+        ({"scope": ["q_proj"], "rollout": "bf16"}, "name all of them or none"),
+        ({"scope": ["router"], "rollout": "bf16"}, "'router'"),
+        ({"scope": [], "rollout": "bf16"}, "quantizes nothing"),
+        ({"scope": "q_proj"}, "a list"),
+    ],
+)
+def test_an_impossible_numerics_override_is_refused(values, expected):
+    text = message({"numerics": values})
+    assert text.startswith("numerics") and expected in text
+
+
+def test_a_scope_reaches_the_trainer_and_round_trips(write):
+    path = write("s.yaml", BASE)
+    spec = load_experiment(path, ["numerics.scope=[experts.gate_proj,experts.up_proj]", "numerics.rollout=bf16"])
+    quant = spec.numerics_config().trainer_spec
+    assert quant.quantizes("experts.up_proj") and not quant.quantizes("experts.down_proj")
+    assert parse_experiment(yaml.safe_load(spec.to_yaml())) == spec
+
+
+def test_bf16_layers_reach_both_sides_and_round_trip(write):
+    spec = load_experiment(write("s.yaml", BASE), ["numerics.first_layers_bf16=1", "numerics.last_layers_bf16=2"])
+    numerics = spec.numerics_config()
+    assert numerics.trainer_spec == numerics.rollout_spec and numerics.spec.bf16_layers(8) == [0, 6, 7]
+    assert parse_experiment(yaml.safe_load(spec.to_yaml())) == spec
+    assert "numerics.last_layers_bf16" in message({"numerics": {"last_layers_bf16": -1}})
+
+
+@pytest.mark.parametrize(
+    ("name", "nearest"),
+    [("mismatch/tis_clipfraq", "mismatch/tis_clipfrac"), ("eval/acc", "eval/accuracy"), ("loss", "train/loss")],
+)
+def test_a_gate_on_an_unknown_metric_is_refused_with_the_nearest_one(name, nearest):
+    text = message({"gates": [{"metric": "train/loss", "above": 1.0}, {"metric": name, "above": 1.0}]})
+    assert text.startswith(f"gates.1.metric: found '{name}'") and text.endswith(f"Did you mean {nearest}?")
+
+
+def test_a_learning_rate_that_decays_upward_is_refused():
+    text = message({"trainer": {"lr": 1e-5, "min_lr": 1e-4}})
+    assert text.startswith("trainer: found min_lr=0.0001, expected at most lr=1e-05")
+    assert parse_experiment({**MINIMAL, "trainer": {"lr": 1e-4, "min_lr": 1e-4}}).trainer.min_lr == 1e-4

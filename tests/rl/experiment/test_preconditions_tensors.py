@@ -1,0 +1,77 @@
+"""Weights that are not those of the config.json beside them."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from examples.tiny_model import TinyModel, write_tiny_model
+from numerics.errors import UserError
+from rl.experiment.preconditions.model import read_model
+from rl.experiment.preconditions.tensors import check_tensors
+from trainer.hf_config import ModelShape
+
+EXPERT = "model.layers.1.mlp.experts.7.up_proj.weight"
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    write_tiny_model(tmp_path / "moe", TinyModel(heads=4, kv_heads=2))
+    return tmp_path / "moe"
+
+
+def refusal(path: Path, shape: ModelShape) -> str:
+    with pytest.raises(UserError) as error:
+        check_tensors(path, shape)
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        TinyModel(heads=4, kv_heads=2),
+        TinyModel(heads=4, kv_heads=2, experts=0, intermediate=384, tied=True),
+        TinyModel(heads=2, kv_heads=1, experts=0, intermediate=128),
+    ],
+)
+def test_what_transformers_writes_for_a_config_is_what_is_expected(tmp_path: Path, shape: TinyModel) -> None:
+    write_tiny_model(tmp_path / "model", shape)
+    check_tensors(tmp_path / "model", read_model(tmp_path / "model"))
+
+
+@pytest.mark.parametrize(
+    ("change", "parts"),
+    [
+        ({"layers": 3}, ["model.layers.2.input_layernorm.weight", "no such tensor", "[128]"]),
+        ({"layers": 1}, ["model.layers.1.", "expected no such tensor"]),
+        ({"experts": 9}, ["model.layers.0.mlp.gate.weight", "[8, 128]", "[9, 128]"]),
+        ({"heads": 6}, ["model.layers.0.self_attn.q_proj.weight", "[512, 128]", "[768, 128]"]),
+        ({"ffn_size": 256}, ["model.layers.0.mlp.experts.0.gate_proj.weight", "[128, 128]", "[256, 128]"]),
+        ({"experts": 0, "model_type": "qwen3"}, ["model.layers.0.mlp.gate_proj.weight", "no such tensor"]),
+    ],
+)
+def test_a_config_of_another_model_names_the_first_tensor(model: Path, change: dict, parts: list[str]) -> None:
+    message = refusal(model, dataclasses.replace(read_model(model), **change))
+    for part in ("model.path: ", "config.json", "another architecture", *parts):
+        assert part in message
+
+
+def test_a_tensor_that_is_missing_or_in_excess_is_named(model: Path) -> None:
+    file = model / "model.safetensors"
+    tensors = load_file(file)
+    save_file(tensors | {"model.layers.0.self_attn.q_proj.bias": torch.zeros(512)}, file)
+    assert "model.layers.0.self_attn.q_proj.bias: found 'a tensor of shape [512]'" in refusal(model, read_model(model))
+    del tensors[EXPERT]
+    save_file(tensors, file)
+    assert f"{EXPERT}: found 'no such tensor', expected one of shape [128, 128]" in refusal(model, read_model(model))
+
+
+def test_leftovers_that_nothing_reads_are_let_pass(model: Path) -> None:
+    file = model / "model.safetensors"
+    tensors = load_file(file)
+    save_file(tensors | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(64)}, file)
+    check_tensors(model, read_model(model))

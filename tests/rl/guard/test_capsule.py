@@ -1,0 +1,156 @@
+"""What a capsule keeps, and how a damaged one is refused. Real rescorings are in tests/e2e/test_gates.py."""
+
+import dataclasses
+import json
+import math
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from numerics.config import NumericsConfig
+from numerics.errors import UserError
+from rl.guard.capsule import cut_capsules, read_capsule, remove_superfluous
+from tests.support.evidence import CapsuleRun, evidence
+from tests.support.experiments import experiment
+
+
+@pytest.fixture
+def capsule(tmp_path: Path) -> Path:
+    return CapsuleRun.make(tmp_path).write(4, ["resync: because"], evidence([0.0], [0.5, -1.0]), [1, 0])
+
+
+def test_the_worst_rows_come_first_and_non_finite_ones_before_all() -> None:
+    seen = evidence([0.1, 0.0], [0.0, -0.4, 0.0], [0.0], [math.nan, 0.0], [0.2, 0.2], [-math.inf])
+    assert seen.worst_rows(4) == [3, 5, 1, 4]
+    assert seen.worst_rows(99) == [3, 5, 1, 4, 0, 2]
+    assert seen.abs_differences()[0, 2].item() == pytest.approx(0.1) and seen.abs_differences()[0, 0] == 0
+
+
+def test_what_was_written_is_read_bit_for_bit(tmp_path: Path) -> None:
+    run = CapsuleRun.make(tmp_path)
+    run = dataclasses.replace(run, numerics=dataclasses.replace(run.numerics, trainer="bf16"))
+    seen = evidence([0.0], [0.5, math.nan, 0.25], [1.0, 0.0])
+    path = run.write(4, ["one", "two"], seen, [1, 2], 1.5)
+    assert run.files.capsule_steps() == [4]
+    read = read_capsule(path)
+    assert (read.step, read.why, read.rows, read.tis_cap) == (4, ["one", "two"], [1, 2], 1.5)
+    assert read.numerics == run.numerics and read.experiment == run.experiment
+    assert read.manifest.entries == {"a.weight": "1234@3"}
+    assert read.weights is not None and (read.weights / "model.safetensors").read_bytes() == b"weights"
+
+    chosen, back = seen.select([1, 2]), read.evidence
+    assert chosen.batch.width == 5 and back.version == 3 and back.batch.replay and back.batch.temperature == 0.7
+    for name in ("tokens", "lengths", "loss_mask", "routes"):
+        assert torch.equal(getattr(back.batch, name), getattr(chosen.batch, name))
+    for name in ("rollout_logprobs", "advantages"):
+        assert torch.equal(back.batch.fields[name], chosen.batch.fields[name])
+    assert torch.equal(back.versions, chosen.versions) and torch.equal(back.routes, chosen.routes)
+    assert torch.equal(back.logprobs.view(torch.int32), chosen.logprobs.view(torch.int32)), "NaN included"
+    assert read.metrics == back.metrics(1.5) == chosen.metrics(1.5)
+    assert read.metrics["mismatch/nonfinite_count"] == 1 and read.metrics["mismatch/tokens"] == 4
+
+
+def test_weights_are_left_out_on_demand(tmp_path: Path) -> None:
+    path = CapsuleRun.make(tmp_path).write(1, [], evidence([0.0]), [0], weights=False)
+    assert read_capsule(path).weights is None
+
+
+def test_the_first_capsule_and_the_newest_stay(tmp_path: Path) -> None:
+    run = CapsuleRun.make(tmp_path)
+    kept = []
+    for step in (2, 4, 5, 7):
+        run.write(step, [], evidence([0.0]), [0])
+        remove_superfluous(run.files, keep=3)
+        kept.append(run.files.capsule_steps())
+    assert kept == [[2], [2, 4], [2, 4, 5], [2, 5, 7]]
+
+
+def test_a_resumed_run_forgets_capsules_of_steps_that_it_repeats(tmp_path: Path) -> None:
+    run = CapsuleRun.make(tmp_path)
+    for step in (10, 20, 31):
+        run.write(step, [], evidence([0.0]), [0])
+    cut_capsules(run.files, 20)
+    assert run.files.capsule_steps() == [10, 20]
+    run.write(22, [], evidence([0.0]), [0])
+    remove_superfluous(run.files, keep=3)
+    assert run.files.capsule_steps() == [10, 20, 22], "the newest is not the one to go"
+
+
+def test_a_second_capsule_of_a_step_replaces_the_first(tmp_path: Path) -> None:
+    run = CapsuleRun.make(tmp_path)
+    for why in ("first", "again"):
+        path = run.write(2, [why], evidence([0.0]), [0])
+    assert read_capsule(path).why == ["again"]
+    assert [entry.name for entry in run.files.capsules.iterdir()] == ["step_2"]
+
+
+def test_a_failure_leaves_no_capsule(tmp_path: Path) -> None:
+    run = CapsuleRun.make(tmp_path)
+    with pytest.raises(FileNotFoundError):
+        run.write(2, [], evidence([0.0]), [0], manifest=tmp_path / "absent")
+    assert list(run.files.capsules.iterdir()) == []
+
+
+FILES = ["capsule.json", "manifest.json", "spec.yaml", "tensors.safetensors", "weights/model.safetensors"]
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_damaged_or_missing_file_is_named(capsule: Path, name: str) -> None:
+    data = bytearray((capsule / name).read_bytes())
+    data[len(data) // 2] ^= 1
+    (capsule / name).write_bytes(data)
+    with pytest.raises(UserError, match=f"capsule file .*{name}: found .*expected SHA-256 .*copy it again"):
+        read_capsule(capsule)
+    (capsule / name).unlink()
+    with pytest.raises(UserError, match=f"{name}: found 'no such file'"):
+        read_capsule(capsule)
+
+
+def test_a_file_without_a_checksum_is_refused(capsule: Path) -> None:
+    sums = capsule / "SHA256SUMS"
+    sums.write_text("".join(line for line in sums.read_text().splitlines(True) if "tensors" not in line))
+    with pytest.raises(UserError, match="capsule file .*tensors.safetensors: .* it lists none of this name"):
+        read_capsule(capsule)
+
+
+def test_what_is_no_capsule_is_refused(tmp_path: Path) -> None:
+    for path in (tmp_path, tmp_path / "absent"):
+        with pytest.raises(UserError, match="capsule: found .* expected a capsule, .* capsules/step_N"):
+            read_capsule(path)
+
+
+def resealed(capsule: Path) -> Path:
+    """The capsule with its checksums taken anew, as by somebody who changed it on purpose."""
+    import hashlib
+
+    lines = [f"{hashlib.sha256((capsule / name).read_bytes()).hexdigest()}  {name}\n" for name in FILES]
+    (capsule / "SHA256SUMS").write_text("".join(lines))
+    return capsule
+
+
+def test_parts_of_two_runs_are_refused(capsule: Path, tmp_path: Path) -> None:
+    other = experiment(numerics={"preset": "fp8_block_fp32"})
+    mine = (capsule / "spec.yaml").read_text()
+    (capsule / "spec.yaml").write_text(other.to_yaml())
+    with pytest.raises(UserError, match=r"capsule\.json: spec_digest: found .* of its spec\.yaml"):
+        read_capsule(resealed(capsule))
+    (capsule / "spec.yaml").write_text(mine)
+    manifest = json.loads((capsule / "manifest.json").read_text())
+    manifest["spec_digest"] = NumericsConfig(spec=other.numerics_config().spec).spec.digest()
+    (capsule / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(UserError, match=r"manifest\.json: spec_digest: found .* of its capsule\.json"):
+        read_capsule(resealed(capsule))
+
+
+def test_another_format_is_refused(capsule: Path) -> None:
+    about = json.loads((capsule / "capsule.json").read_text())
+    (capsule / "capsule.json").write_text(json.dumps({**about, "format": 2}))
+    with pytest.raises(UserError, match=r"capsule\.json: format: found 2, expected 1"):
+        read_capsule(resealed(capsule))
+
+
+def test_a_capsule_may_be_moved(capsule: Path, tmp_path: Path) -> None:
+    shutil.move(capsule, tmp_path / "elsewhere")
+    assert read_capsule(tmp_path / "elsewhere").step == 4

@@ -1,0 +1,297 @@
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from rl.mismatch import agreement, row_abs_diff_means
+from rl.record.metrics import METRICS, describe
+
+LN2 = math.log(2.0)
+ABS_DIFF = "mismatch/train_rollout_logprob_abs_diff"
+
+
+def from_differences(differences: list[float], **options: float) -> dict[str, float]:
+    """Agreement of one row whose trainer logprobs are the rollout's plus these differences, exactly (rollout 0)."""
+    d = torch.tensor([differences], dtype=torch.float64)
+    return agreement(d, torch.zeros_like(d), torch.ones_like(d, dtype=torch.bool), **options)
+
+
+def without_the_breakdown(metrics: dict[str, float]) -> dict[str, float]:
+    return {name: value for name, value in metrics.items() if name in METRICS}
+
+
+def percentile(values: list[float], percent: int) -> float:
+    """Nearest rank: the smallest value that at least `percent` of all do not exceed."""
+    return next(x for x in sorted(values) if 100 * sum(y <= x for y in values) >= percent * len(values))
+
+
+def spread(name: str, values: list[float]) -> dict[str, float]:
+    mean, p50, p99 = math.fsum(values) / len(values), percentile(values, 50), percentile(values, 99)
+    return {f"{name}_mean": mean, f"{name}_p50": p50, f"{name}_p99": p99, f"{name}_max": max(values)}
+
+
+def oracle(train: np.ndarray, rollout: np.ndarray, mask: np.ndarray, cap: float) -> dict[str, float]:
+    """Every fixed metric of the formula sheet, term by term in float64."""
+    rows, sampled, dropped, broken = [], 0, 0, 0
+    for row in range(mask.shape[0]):
+        pairs = [(float(train[row, t]), float(rollout[row, t])) for t in range(mask.shape[1]) if mask[row, t]]
+        finite = [(a, b) for a, b in pairs if math.isfinite(a) and math.isfinite(b)]
+        sampled, dropped = sampled + len(pairs), dropped + len(pairs) - len(finite)
+        broken += len(finite) < len(pairs)
+        if finite:
+            rows.append(finite)
+    tokens = [pair for row in rows for pair in row]
+    d = [a - b for a, b in tokens]
+    rho = [math.exp(x) for x in d]
+    sums = [math.fsum(a - b for a, b in row) for row in rows]
+    means = [total / len(row) for total, row in zip(sums, rows)]
+    n = len(d)
+    weights = [math.exp(s) for s in sums]
+    return {
+        "mismatch/tokens": n,
+        "mismatch/nonfinite_count": dropped,
+        "mismatch/sequences": len(rows),
+        "mismatch/nonfinite_sequences": broken,
+        **spread(ABS_DIFF, [abs(x) for x in d]),
+        **spread("mismatch/token_mult_prob_error", [math.exp(abs(x)) for x in d]),
+        **spread("mismatch/rho", rho),
+        **spread("mismatch/tis_weight", [min(r, cap) for r in rho]),
+        "mismatch/tis_clipfrac": sum(r > cap for r in rho) / n,
+        "mismatch/tis_clipfrac_two_sided": sum(min(max(r, 1 / cap), cap) != r for r in rho) / n,
+        "mismatch/extreme_frac_2": sum(abs(x) > math.log(2) for x in d) / n,
+        "mismatch/extreme_frac_10": sum(abs(x) > math.log(10) for x in d) / n,
+        "mismatch/k1_kl": math.fsum(-x for x in d) / n,
+        "mismatch/k2_kl": math.fsum(x * x / 2 for x in d) / n,
+        "mismatch/k3_kl": math.fsum(r - 1 - x for r, x in zip(rho, d)) / n,
+        "mismatch/chi2_token": math.fsum(r * r for r in rho) / n - 1,
+        "mismatch/ess": math.fsum(rho) ** 2 / (n * math.fsum(r * r for r in rho)),
+        "mismatch/pearson": np.corrcoef(np.exp(np.array(tokens)).T)[0, 1],
+        "mismatch/exact_frac": sum(x == 0 for x in d) / n,
+        "mismatch/near_exact_frac": sum(abs(x) <= 1e-6 for x in d) / n,
+        **spread("mismatch/ppl_ratio", [math.exp(-m) for m in means]),
+        **spread("mismatch/geometric_ratio", [math.exp(m) for m in means]),
+        "mismatch/chi2_sequence": math.fsum(math.exp(min(max(2 * s, -20), 20)) for s in sums) / len(sums) - 1,
+        "mismatch/ess_sequence": math.fsum(weights) ** 2 / (len(sums) * math.fsum(w * w for w in weights)),
+    }
+
+
+@pytest.mark.parametrize(("seed", "noise", "cap"), [(3, 0.5, 1.5), (4, 0.01, 2.0), (5, 1.5, 5.0)])
+def test_against_an_independent_float64_oracle(seed: int, noise: float, cap: float) -> None:
+    generator = np.random.default_rng(seed)
+    rollout = (-generator.exponential(1.0, (40, 37))).astype(np.float32)
+    difference = generator.normal(0, noise, (40, 37)) * (generator.random((40, 37)) < 0.7)
+    difference[7] = 1e-7  # within 1e-6 and, for most values of rollout, not zero
+    train = (rollout + difference).astype(np.float32)
+    mask = generator.random((40, 37)) < 0.6
+    mask[11] = False
+    mask[3, 5] = mask[12, 1:3] = True
+    rollout[3, 5] = np.nan
+    train[12, 1], train[12, 2] = -np.inf, np.inf
+
+    metrics = agreement(torch.from_numpy(train), torch.from_numpy(rollout), torch.from_numpy(mask), tis_cap=cap)
+
+    expected = oracle(train, rollout, mask, cap)
+    assert without_the_breakdown(metrics) == pytest.approx(expected, rel=1e-9, abs=1e-15)
+    assert (metrics["mismatch/sequences"], metrics["mismatch/nonfinite_sequences"]) == (39, 2)
+    assert 0.0 < metrics["mismatch/exact_frac"] < metrics["mismatch/near_exact_frac"] < 1.0
+
+
+def test_equal_logprobs() -> None:
+    logprobs = torch.tensor([[0.0, -1.5, -0.1], [0.0, -3.25, -7.0]])
+    mask = torch.tensor([[0, 1, 1], [0, 1, 0]], dtype=torch.bool)
+    metrics = agreement(logprobs, logprobs.clone(), mask)
+    ones = {"ess", "ess_sequence", "pearson", "exact_frac", "near_exact_frac"}
+    ratios = {"token_mult_prob_error", "rho", "tis_weight", "ppl_ratio", "geometric_ratio"}
+    ones |= {f"{name}_{suffix}" for name in ratios for suffix in ("mean", "p50", "p99", "max")}
+    counts = {"mismatch/tokens": 3.0, "mismatch/sequences": 2.0}
+    assert without_the_breakdown(metrics) == {
+        name: counts.get(name, 1.0 if name.removeprefix("mismatch/") in ones else 0.0)
+        for name in METRICS
+        if name.startswith("mismatch/") and "router" not in name
+    }
+
+
+def test_by_hand() -> None:
+    # d = 0, ln 2, -2 ln 2, 3 ln 2: rho = 1, 2, 1/4, 8. abs d sums to 6 ln 2 = 4.158883, mean 1.039721.
+    # rho > 2 once (8); rho < 1/2 once more (1/4); rho = 2 itself is inside. abs d > ln 2 twice, > ln 10 never.
+    # -mean d = -(0 + 1 - 2 + 3) ln 2 / 4 = -0.346574. mean(rho - 1 - d) = (11.25 - 4 - 1.386294) / 4 = 1.465926.
+    # mean d^2 / 2 = (0 + 1 + 4 + 9) ln^2 2 / 8 = 0.840793. mean rho^2 - 1 = (1 + 4 + 1/16 + 64) / 4 - 1 = 16.265625.
+    # (sum rho)^2 / (4 sum rho^2) = 126.5625 / 276.25 = 0.458145. e^abs(d) = 1, 2, 4, 8. min(rho, 2) = 1, 2, 1/4, 2.
+    # One sequence: sum of d = 2 ln 2, so e^(mean d) = sqrt 2, and e^(2 sum d) - 1 = 15.
+    metrics = from_differences([0.0, LN2, -2 * LN2, 3 * LN2])
+    expected = {
+        f"{ABS_DIFF}_mean": 1.0397208,
+        f"{ABS_DIFF}_p50": LN2,
+        f"{ABS_DIFF}_p99": 2.0794415,
+        f"{ABS_DIFF}_max": 2.0794415,
+        "mismatch/token_mult_prob_error_mean": 3.75,
+        "mismatch/token_mult_prob_error_p50": 2.0,
+        "mismatch/token_mult_prob_error_max": 8.0,
+        "mismatch/rho_mean": 2.8125,
+        "mismatch/rho_p50": 1.0,
+        "mismatch/rho_p99": 8.0,
+        "mismatch/tis_weight_mean": 1.3125,
+        "mismatch/tis_weight_max": 2.0,
+        "mismatch/tis_clipfrac": 0.25,
+        "mismatch/tis_clipfrac_two_sided": 0.5,
+        "mismatch/extreme_frac_2": 0.5,
+        "mismatch/extreme_frac_10": 0.0,
+        "mismatch/k1_kl": -0.3465736,
+        "mismatch/k2_kl": 0.8407928,
+        "mismatch/k3_kl": 1.4659264,
+        "mismatch/chi2_token": 16.265625,
+        "mismatch/ess": 0.4581448,
+        "mismatch/exact_frac": 0.25,
+        "mismatch/near_exact_frac": 0.25,
+        "mismatch/tokens": 4,
+        "mismatch/sequences": 1,
+        "mismatch/ppl_ratio_mean": math.sqrt(0.5),
+        "mismatch/geometric_ratio_max": math.sqrt(2.0),
+        "mismatch/chi2_sequence": 15.0,
+        "mismatch/ess_sequence": 1.0,
+    }
+    assert {name: metrics[name] for name in expected} == pytest.approx(expected, abs=1e-7)
+    assert "mismatch/pearson" not in metrics, "the rollout probabilities are all 1"
+
+
+def test_the_cap_moves_clip_fractions_and_weights() -> None:
+    # rho = 1.5, 1/1.5, 3, 1/3 with C = 1.2: all four outside, two above.
+    differences = [math.log(1.5), -math.log(1.5), math.log(3), -math.log(3)]
+    metrics = from_differences(differences, tis_cap=1.2)
+    assert (metrics["mismatch/tis_clipfrac"], metrics["mismatch/tis_clipfrac_two_sided"]) == (0.5, 1.0)
+    assert metrics["mismatch/tis_weight_mean"] == pytest.approx((1.2 + 1 / 1.5 + 1.2 + 1 / 3) / 4)
+    edges = from_differences([LN2, -LN2])
+    assert edges["mismatch/tis_clipfrac_two_sided"] == edges["mismatch/extreme_frac_2"] == 0.0, "2 and 1/2 are inside"
+    metrics = from_differences(differences, tis_cap=5.0)
+    assert (metrics["mismatch/tis_clipfrac"], metrics["mismatch/tis_clipfrac_two_sided"]) == (0.0, 0.0)
+    assert metrics["mismatch/tis_weight_mean"] == metrics["mismatch/rho_mean"]
+
+
+def test_a_ratio_that_only_falls_is_seen_by_the_two_sided_metrics_alone() -> None:
+    metrics = from_differences([-2.0, -3.0, -0.01])
+    assert metrics["mismatch/tis_clipfrac"] == 0.0
+    assert metrics["mismatch/tis_clipfrac_two_sided"] == pytest.approx(2 / 3)
+    assert metrics["mismatch/extreme_frac_2"] == pytest.approx(2 / 3)
+
+
+def test_a_percentile_is_a_value_that_occurs() -> None:
+    # 200 differences 0.001 ... 0.200: ranks 100 and ceil(0.99 * 200) = 198.
+    metrics = from_differences([i / 1000 for i in range(200, 0, -1)])
+    assert (metrics[f"{ABS_DIFF}_p50"], metrics[f"{ABS_DIFF}_p99"]) == (0.1, 0.198)
+
+
+def test_the_smallest_difference_is_not_exact() -> None:
+    rollout = torch.tensor([[-1.0, -1.0]])
+    train = torch.nextafter(rollout, torch.zeros(1))
+    train[0, 0] = -1.0
+    metrics = agreement(train, rollout, torch.ones(1, 2, dtype=torch.bool))
+    assert (metrics["mismatch/exact_frac"], metrics["mismatch/near_exact_frac"]) == (0.5, 1.0)
+    assert metrics[f"{ABS_DIFF}_max"] == 2.0**-24
+
+
+def test_nonfinite_values_are_dropped_and_counted() -> None:
+    train = torch.tensor([[-1.0, -1.0, math.nan, -1.0, -math.inf, -2.0]])
+    rollout = torch.tensor([[math.nan, -math.inf, -1.0, -1.0, -math.inf, math.nan]])
+    mask = torch.tensor([[1, 1, 1, 1, 1, 0]], dtype=torch.bool)
+    metrics = agreement(train, rollout, mask)
+    assert (metrics["mismatch/nonfinite_count"], metrics["mismatch/nonfinite_sequences"]) == (4, 1)
+    assert (metrics["mismatch/tokens"], metrics["mismatch/sequences"]) == (1, 1)
+    assert metrics["mismatch/exact_frac"] == 1.0
+    assert all(map(math.isfinite, metrics.values()))
+
+
+@pytest.mark.parametrize("mask", [[0, 0], [1, 1]])
+def test_without_a_finite_token_only_the_counts_remain(mask: list[int]) -> None:
+    logprobs = torch.full((1, 2), math.nan)
+    metrics = agreement(logprobs, logprobs, torch.tensor([mask], dtype=torch.bool))
+    assert metrics == {
+        "mismatch/tokens": 0.0,
+        "mismatch/nonfinite_count": float(sum(mask)),
+        "mismatch/sequences": 0.0,
+        "mismatch/nonfinite_sequences": float(any(mask)),
+    }
+
+
+@pytest.mark.parametrize("size", [-1e300, -1e30, -1000.0, 1000.0, 1e30, 1e300])
+def test_huge_differences_stay_finite(size: float) -> None:
+    metrics = from_differences([size, 0.0])
+    assert all(map(math.isfinite, metrics.values()))
+    assert metrics[f"{ABS_DIFF}_max"] == abs(size)
+    assert metrics["mismatch/rho_max"] == (math.exp(20) if size > 0 else 1.0)
+    assert metrics["mismatch/token_mult_prob_error_max"] == math.exp(20)
+    assert ("mismatch/k2_kl" in metrics) == (abs(size) < 1e150), "the square of 1e300 is no float"
+
+
+def test_a_single_token() -> None:
+    metrics = from_differences([-LN2])
+    assert "mismatch/pearson" not in metrics
+    assert metrics["mismatch/ess"] == metrics["mismatch/ess_sequence"] == 1.0
+    assert metrics["mismatch/ppl_ratio_p99"] == pytest.approx(2.0)
+    assert metrics["mismatch/chi2_token"] == metrics["mismatch/chi2_sequence"] == pytest.approx(-0.75)
+
+
+def test_equal_probabilities_correlate_perfectly_and_constant_ones_not_at_all() -> None:
+    generator = torch.Generator().manual_seed(0)
+    for size in (2, 3, 100, 4097):
+        logprobs = -torch.rand(1, size, generator=generator) * 10
+        everything = torch.ones(1, size, dtype=torch.bool)
+        assert agreement(logprobs, logprobs.clone(), everything)["mismatch/pearson"] == 1.0
+        constant = torch.full_like(logprobs, -0.1)
+        assert "mismatch/pearson" not in agreement(logprobs, constant, everything)
+    p = torch.tensor([[0.1, 0.5, 0.9]], dtype=torch.float64)
+    opposite = agreement(p.log(), (1 - p).log(), torch.ones(1, 3, dtype=torch.bool))
+    assert opposite["mismatch/pearson"] == pytest.approx(-1.0)
+
+
+def test_effective_sample_size_of_one_dominating_token() -> None:
+    # Weights e^20 and nine times 1: (e^20 + 9)^2 / (10 (e^40 + 9)) = 0.1 (1 + 18 / e^20 + ...) = 0.1 + 3.71e-9.
+    assert from_differences([20.0] + [0.0] * 9)["mismatch/ess"] == pytest.approx(0.1 + 3.71e-9, abs=1e-11)
+
+
+def test_the_kl_estimates_converge_to_the_divergence() -> None:
+    # Tokens drawn from the rollout distribution p; the trainer's is q. KL(p || q) in closed form.
+    p, q = np.array([0.5, 0.3, 0.2]), np.array([0.4, 0.4, 0.2])
+    divergence = float((p * np.log(p / q)).sum())
+    counts = np.rint(p * 1000).astype(int)  # the exact expectation, each token as often as it is likely
+    tokens = np.repeat(np.arange(3), counts)
+    train, rollout = torch.tensor(np.log(q[tokens]))[None], torch.tensor(np.log(p[tokens]))[None]
+    metrics = agreement(train, rollout, torch.ones(1, len(tokens), dtype=torch.bool))
+    assert metrics["mismatch/k1_kl"] == pytest.approx(divergence, rel=1e-9)
+    assert metrics["mismatch/k3_kl"] == pytest.approx(divergence, rel=1e-9)
+    assert metrics["mismatch/rho_mean"] == pytest.approx(1.0, rel=1e-9)
+    assert metrics["mismatch/chi2_token"] == pytest.approx(float((q**2 / p).sum()) - 1, rel=1e-9)
+
+
+def test_small_divergences_keep_their_digits() -> None:
+    # rho - 1 - d is d^2 / 2 here, 5e-17; computed naively it would be lost in the rounding of rho.
+    metrics = from_differences([1e-8])
+    assert metrics["mismatch/k2_kl"] == pytest.approx(5e-17, rel=1e-9, abs=0.0)
+    assert metrics["mismatch/k3_kl"] == pytest.approx(5e-17, rel=1e-4, abs=0.0)
+    assert from_differences([1e-17])["mismatch/chi2_token"] == pytest.approx(2e-17, rel=1e-9, abs=0.0)
+
+
+def test_every_metric_is_described() -> None:
+    d = torch.linspace(-1, 1, 2000)[None]
+    mask, versions = torch.ones_like(d, dtype=torch.bool), torch.arange(2000)[None] // 10
+    metrics = agreement(d, torch.zeros_like(d), mask, versions=versions)
+    assert [name for name in metrics if describe(name) is None] == []
+
+
+def test_row_means_skip_masked_and_nonfinite_tokens() -> None:
+    train = torch.tensor([[-9.0, -1.0, -2.0], [-9.0, math.nan, -1.0], [-9.0, -9.0, -9.0]])
+    rollout = torch.tensor([[0.0, -1.5, -1.0], [0.0, -1.0, -1.25], [0.0, 0.0, 0.0]])
+    mask = torch.tensor([[0, 1, 1], [0, 1, 1], [0, 0, 0]], dtype=torch.bool)
+    assert row_abs_diff_means(train, rollout, mask) == [0.75, 0.25, None]
+
+
+def test_bad_arguments_are_refused() -> None:
+    three, mask = torch.zeros(2, 3), torch.ones(2, 3, dtype=torch.bool)
+    with pytest.raises(ValueError, match="expected equal ones"):
+        agreement(three, torch.zeros(2, 4), mask)
+    with pytest.raises(ValueError, match="expected equal ones"):
+        agreement(three, three, mask, versions=torch.zeros(2, 1, dtype=torch.int64))
+    with pytest.raises(ValueError, match="tis_cap"):
+        from_differences([0.1], tis_cap=0.5)
+    with pytest.raises(ValueError, match="version 7, expected at most 6"):
+        agreement(three, three, mask, versions=torch.full((2, 3), 7), version=6)

@@ -1,0 +1,62 @@
+import io
+
+from rich.console import Console
+
+from rl.record.console import StepConsole, format_difference, format_fraction, step_line
+
+METRICS = {
+    "rollout/reward_mean": 0.4321,
+    "train/loss": -0.01,
+    "mismatch/train_rollout_logprob_abs_diff_max": 0.0,
+    "mismatch/exact_frac": 1.0,
+    "mismatch/nonfinite_count": 0.0,
+    "train/grad_norm": 0.987,
+    "perf/rollout_seconds": 1.234,
+    "perf/train_seconds": 0.5,
+    "sync/seconds": 0.02,
+    "sync/mismatched_tensors": 0.0,
+}
+
+
+def test_a_step_is_one_line() -> None:
+    assert step_line(3, 60, METRICS).plain == (
+        "step  3/60  reward 0.432  max|d| 0  exact 1  grad 0.987  rollout 1.23s  train 0.50s  sync 0.02s"
+    )
+
+
+def test_accuracy_is_shown_when_there_is_one_and_trouble_always() -> None:
+    line = step_line(60, 60, {**METRICS, "eval/accuracy": 0.925, "mismatch/nonfinite_count": 2.0})
+    assert line.plain.endswith("sync 0.02s  accuracy 0.925  non-finite 2")
+    assert "mismatched tensors 1" in step_line(60, 60, {**METRICS, "sync/mismatched_tensors": 1.0}).plain
+
+
+def test_without_reward_the_loss_is_shown() -> None:
+    assert step_line(1, 9, {"train/loss": 2.5, "train/grad_norm": 1.0}).plain == "step 1/9  loss 2.500  grad 1.000"
+
+
+def test_only_exact_agreement_reads_as_exact() -> None:
+    assert format_difference(0.0) == "0"
+    assert format_difference(1e-300) == "1.00e-300"
+    assert format_fraction(1.0) == "1"
+    assert format_fraction(0.999999) == "0.9999"
+    assert format_fraction(0.0) == "0"
+
+
+def test_without_a_terminal_lines_are_plain_whole_and_without_a_bar() -> None:
+    output = io.StringIO()
+    with StepConsole(2, console=Console(file=output, width=40)) as console:
+        console.note("engine ready [1/1]")
+        console.step(1, METRICS)
+        console.step(2, METRICS)
+    lines = output.getvalue().splitlines()
+    assert lines == ["engine ready [1/1]", step_line(1, 2, METRICS).plain, step_line(2, 2, METRICS).plain]
+
+
+def test_a_terminal_gets_lines_and_a_bar() -> None:
+    output = io.StringIO()
+    terminal = Console(file=output, force_terminal=True, width=160, color_system=None)
+    with StepConsole(4, done=1, console=terminal) as console:
+        console.step(2, METRICS)
+        console.step(3, METRICS)
+    assert step_line(3, 4, METRICS).plain in output.getvalue()
+    assert "3/4" in output.getvalue().replace(step_line(3, 4, METRICS).plain, "")

@@ -1,0 +1,67 @@
+import pytest
+
+from rl.record.metrics import FAMILIES, METRICS, describe, metric, nearest_metric
+
+
+def test_a_fixed_name_is_described_by_its_entry() -> None:
+    assert describe("mismatch/extreme_frac_2") is METRICS["mismatch/extreme_frac_2"]
+    assert METRICS["mismatch/rho_p99"].meaning.startswith("99th percentile of rho")
+
+
+@pytest.mark.parametrize(
+    ("name", "unit", "meaning"),
+    [
+        ("mismatch/router_agreement_layer_0", "", "of MoE layer 0,"),
+        ("mismatch/router_agreement_layer_47", "", "of MoE layer 47,"),
+        ("mismatch/abs_diff_mean_stale_3", "nats", "tokens of staleness 3."),
+        (
+            "mismatch/tokens_stale_8",
+            "tokens",
+            "sampled 8 weight versions before the trainer's; 8 stands for that and more",
+        ),
+        ("mismatch/abs_diff_max_pos_256", "nats", "bucket from position 256."),
+        ("mismatch/tokens_pos_16", "tokens", "buckets begin at 0, 16, 64,"),
+    ],
+)
+def test_a_member_of_a_family_is_described_with_its_number(name: str, unit: str, meaning: str) -> None:
+    described = describe(name)
+    assert described is not None and described == metric(name)
+    assert described.unit == unit and meaning in described.meaning
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "mismatch/router_agreement_layer_",
+        "mismatch/router_agreement_layer_x",
+        "mismatch/router_agreement_layer_03",
+        "mismatch/router_agreement_layer_-1",
+        "mismatch/abs_diff_mean_pos_17",
+        "mismatch/abs_diff_mean_stale_9",
+        "mismatch/rho_mean_3",
+        "router_agreement_layer_3",
+        "step",
+    ],
+)
+def test_a_name_that_no_run_has_is_not_described(name: str) -> None:
+    assert describe(name) is None
+    assert metric(name).meaning == ""
+
+
+@pytest.mark.parametrize(
+    ("name", "nearest"),
+    [
+        ("mismatch/tis_clipfraq", "mismatch/tis_clipfrac"),
+        ("mismatch/abs_diff_mean_pos_65", "mismatch/abs_diff_mean_pos_64"),
+        ("mismatch/router_agreement_layr_3", "mismatch/router_agreement_layer_3"),
+    ],
+)
+def test_the_nearest_metric_may_be_a_member_of_a_family(name: str, nearest: str) -> None:
+    assert nearest_metric(name) == nearest
+
+
+def test_every_metric_says_what_it_means() -> None:
+    for name, described in METRICS.items():
+        assert "/" in name and described.meaning.endswith(".")
+    for family in FAMILIES.values():
+        assert "{n}" in family.meaning and len(family.numbers) > 1

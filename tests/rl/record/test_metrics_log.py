@@ -1,0 +1,90 @@
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from rl.record.metrics_log import MetricsLog, read_metrics
+
+
+def write_log(path: Path, steps: range) -> None:
+    log = MetricsLog(path)
+    for step in steps:
+        log.append(step, {"train/loss": step / 2})
+    log.close()
+
+
+def steps_of(path: Path) -> list[int]:
+    return [row["step"] for row in read_metrics(path)]
+
+
+def test_a_row_is_on_disk_as_soon_as_it_is_logged(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    log = MetricsLog(path)
+    log.append(1, {"train/loss": 0.5, "rollout/tokens": 7})
+    expected = {"step": 1, "train/loss": 0.5, "rollout/tokens": 7, "tracking/nonfinite_dropped": 0}
+    assert path.read_bytes().endswith(b"\n")
+    assert [json.loads(line) for line in path.read_text().splitlines()] == [expected]
+    log.append(2, {})
+    assert steps_of(path) == [1, 2]
+
+
+def test_nonfinite_values_are_dropped_and_counted(tmp_path: Path) -> None:
+    log = MetricsLog(tmp_path / "metrics.jsonl")
+    written = log.append(1, {"a/nan": math.nan, "a/inf": math.inf, "a/minus": -math.inf, "a/good": 2.5})
+    assert written == {"a/good": 2.5, "tracking/nonfinite_dropped": 3}
+    assert read_metrics(tmp_path / "metrics.jsonl") == [{"step": 1, **written}]
+
+
+def test_scalars_of_other_libraries_become_numbers(tmp_path: Path) -> None:
+    log = MetricsLog(tmp_path / "metrics.jsonl")
+    written = log.append(1, {"a/np": np.float32(0.5), "a/torch": torch.tensor(0.25), "a/nan": np.float64("nan")})
+    assert written == {"a/np": 0.5, "a/torch": 0.25, "tracking/nonfinite_dropped": 1}
+
+
+def test_a_step_is_logged_once(tmp_path: Path) -> None:
+    log = MetricsLog(tmp_path / "metrics.jsonl")
+    log.append(3, {})
+    for step in (3, 2):
+        with pytest.raises(ValueError, match=f"found {step}, expected more than 3"):
+            log.append(step, {})
+
+
+def test_resume_cuts_the_rows_after_the_checkpoint(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    write_log(path, range(1, 8))
+    log = MetricsLog(path, resume_step=4)
+    assert steps_of(path) == [1, 2, 3, 4]
+    log.append(5, {"train/loss": 99.0})
+    assert [row["train/loss"] for row in read_metrics(path)] == [0.5, 1.0, 1.5, 2.0, 99.0]
+
+
+def test_a_torn_last_line_is_ignored_and_removed_on_resume(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    write_log(path, range(1, 4))
+    with path.open("ab") as file:
+        file.write(b'{"step": 4, "train/lo')
+    assert steps_of(path) == [1, 2, 3]
+    MetricsLog(path, resume_step=3).append(4, {})
+    assert steps_of(path) == [1, 2, 3, 4]
+
+
+def test_a_new_run_does_not_append_to_an_old_one(tmp_path: Path) -> None:
+    write_log(tmp_path / "metrics.jsonl", range(1, 3))
+    with pytest.raises(ValueError, match="found 2 rows, expected none"):
+        MetricsLog(tmp_path / "metrics.jsonl")
+    assert steps_of(tmp_path / "metrics.jsonl") == [1, 2]
+
+
+@pytest.mark.parametrize("line", ["{broken", "[1]", '{"loss": 1}'])
+def test_a_broken_line_is_named(tmp_path: Path, line: str) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n' + line + '\n{"step": 3}\n')
+    with pytest.raises(ValueError, match="line 2"):
+        read_metrics(path)
+
+
+def test_a_missing_file_has_no_rows(tmp_path: Path) -> None:
+    assert read_metrics(tmp_path / "metrics.jsonl") == []

@@ -1,0 +1,133 @@
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rl.record.metrics_log import read_metrics
+from rl.record.rollouts import RolloutRecord, read_rollouts
+from rl.record.run_dir import RunDir, create_run_dir
+from rl.record.tracking import METRIC_GROUPS, Tracker, WandbConfig
+
+SPEC = {"run": {"name": "demo", "steps": 2}, "trainer": {"lr": 1e-4}}
+
+
+def record(group: int, text: str, abs_diff_mean: float | None, **changes: Any) -> RolloutRecord:
+    values = {
+        "prompt": f"1+{group}=?",
+        "text": text,
+        "reward": 1.0,
+        "abs_diff_mean": abs_diff_mean,
+        "group": group,
+        "finished": True,
+        "prompt_ids": [1, 2],
+        "token_ids": [3, 4],
+        "rollout_logprobs": [-0.1, -1.7320507764816284],
+        "train_logprobs": [-0.1, -1.75],
+        "weight_versions": [4, 4],
+        "advantage": -0.5,
+    }
+    return RolloutRecord(**{**values, **changes})
+
+
+RECORDS = [record(1, "2\n#### 2", 0.0), record(1, "not shown", 0.0), record(2, "é", None, advantage=None)]
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
+    monkeypatch.delenv("WANDB_DATA_DIR", raising=False)
+    return create_run_dir(tmp_path, "demo")
+
+
+def wandb_records(run: RunDir) -> list[dict[str, Any]]:
+    """The records of the run's newest wandb file, read by wandb's own command."""
+    (path,) = sorted(run.path.glob("wandb/offline-run-*/run-*.wandb"))[-1:]
+    command = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(path)]
+    printed = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout
+    return [json.loads(line) for line in printed.splitlines()]
+
+
+def of_type(records: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
+    return [record[kind] for record in records if record["type"] == kind]
+
+
+def test_wandb_gets_the_same_rows_over_the_step_axis(run: RunDir) -> None:
+    with Tracker(run, SPEC, WandbConfig(mode="offline", project="test")) as tracker:
+        tracker.log(1, {"train/loss": 0.5, "eval/accuracy": float("nan")})
+        tracker.log(2, {"train/loss": 0.25}, RECORDS)
+        tracker.finish({"accuracy_after": 0.9})
+
+    records = wandb_records(run)
+    (started,) = of_type(records, "run")
+    assert (started["project"], started["display_name"]) == ("test", "demo")
+    assert started["config"]["update"]["trainer"] == {"lr": 1e-4}
+    axes = {m["glob_name"]: m["step_metric"] for m in of_type(records, "metric") if "glob_name" in m}
+    assert axes == {f"{group}/*": "step" for group in METRIC_GROUPS}
+    history = [record["item"] for record in of_type(records, "history")]
+    assert [(row["step"], row["train/loss"]) for row in history] == [(1, 0.5), (2, 0.25)]
+    assert "eval/accuracy" not in history[0] and history[0]["tracking/nonfinite_dropped"] == 1
+    (table_file,) = run.path.glob("wandb/offline-run-*/files/media/table/rollout/*.json")
+    table = json.loads(table_file.read_text())
+    assert table["columns"] == ["prompt", "text", "reward", "mean abs d"]
+    assert table["data"] == [["1+1=?", "2\n#### 2", 1.0, 0.0], ["1+2=?", "é", 1.0, None]]
+    assert {"accuracy_after": 0.9} in [record["update"] for record in of_type(records, "summary")]
+    assert [record["exit_code"] for record in of_type(records, "exit")] == [0]
+
+
+def test_tables_are_rare_and_staged_in_the_run_directory(run: RunDir) -> None:
+    spec = {"run": {"steps": 12}}
+    with Tracker(run, spec, WandbConfig()) as tracker:
+        assert os.environ["WANDB_DATA_DIR"].startswith(str(run.path))
+        for step in range(1, 13):
+            tracker.log(step, {}, RECORDS)
+    assert "WANDB_DATA_DIR" not in os.environ
+    assert run.rollout_steps() == list(range(1, 13))
+    rows = [record["item"] for record in of_type(wandb_records(run), "history")]
+    assert [row["step"] for row in rows if "rollout/samples" in str(row)] == [10, 12]
+
+
+def test_disabled_wandb_leaves_the_files_of_the_run(run: RunDir) -> None:
+    with Tracker(run, SPEC, WandbConfig(mode="disabled")) as tracker:
+        written = tracker.log(1, {"train/loss": 0.5}, RECORDS)
+    assert read_metrics(run.metrics) == [{"step": 1, **written}]
+    assert read_rollouts(run.rollouts(1)) == RECORDS
+    assert run.rollout_steps() == [1]
+    assert not list(run.path.glob("wandb/*run-*"))
+
+
+def test_a_failing_run_is_marked_and_its_error_is_kept(run: RunDir) -> None:
+    with pytest.raises(RuntimeError, match="engine died"), Tracker(run, SPEC, WandbConfig()) as tracker:
+        tracker.log(1, {"train/loss": 0.5})
+        raise RuntimeError("engine died")
+    assert [record["exit_code"] for record in of_type(wandb_records(run), "exit")] == [1]
+    assert [row["step"] for row in read_metrics(run.metrics)] == [1]
+
+
+def test_a_wandb_that_went_first_does_not_hide_why_the_run_ended(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(**_: object) -> None:
+        raise ConnectionResetError("wandb-core is gone")
+
+    for reason in (KeyboardInterrupt, None):
+        tracker = Tracker(run, SPEC, WandbConfig(mode="disabled"))
+        monkeypatch.setattr(tracker._wandb, "finish", fail)
+        with pytest.raises(reason or ConnectionResetError), tracker:
+            if reason is not None:
+                raise reason
+    assert "wandb could not be closed" in caplog.text
+
+
+def test_a_resumed_run_continues_file_and_wandb_id(run: RunDir) -> None:
+    with Tracker(run, SPEC, WandbConfig(mode="disabled")) as tracker:
+        for step in (1, 2, 3):
+            tracker.log(step, {"train/loss": float(step)})
+    first_id = (run.path / "wandb" / "run_id").read_text()
+    with Tracker(run, SPEC, WandbConfig(), resume_step=2) as tracker:
+        tracker.log(3, {"train/loss": 30.0})
+    assert [row["train/loss"] for row in read_metrics(run.metrics)] == [1.0, 2.0, 30.0]
+    (resumed,) = of_type(wandb_records(run), "run")
+    assert resumed["run_id"] == first_id

@@ -1,0 +1,196 @@
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import plotly.offline
+import pytest
+import yaml
+
+from numerics.errors import UserError
+from numerics.files import write_atomically
+from rl.record.events import Event, append_event
+from rl.record.metrics_log import MetricsLog
+from rl.record.run_dir import RunDir, create_run_dir
+from rl.report.charts import sections
+from rl.report.report import write_report
+
+PREFIX = "mismatch/train_rollout_logprob_abs_diff"
+SPEC = {"run": {"name": "demo"}, "data": {"train": "<b>data</b>.jsonl"}}
+
+
+def step_metrics(step: int, largest: float = 0.0) -> dict[str, float]:
+    return {
+        "rollout/reward_mean": 0.25 * step,
+        f"{PREFIX}_mean": largest / 10,
+        f"{PREFIX}_p99": largest / 2,
+        f"{PREFIX}_max": largest,
+        "mismatch/exact_frac": 1.0 if largest == 0 else 0.5,
+        "mismatch/tis_clipfrac": 0.0,
+        "mismatch/tis_clipfrac_two_sided": 0.0,
+        "mismatch/k1_kl": 0.0,
+        "mismatch/tokens": 50,
+        "mismatch/nonfinite_count": 0,
+        "sync/bytes": 3 * 2**20,
+        "sync/seconds": 0.25,
+        "sync/verified_tensors": 12,
+        "sync/mismatched_tensors": 0,
+        "perf/step_seconds": 3.0,
+        "perf/rollout_seconds": 1.5,
+        "perf/train_seconds": 1.0,
+    }
+
+
+def make_run(
+    base: Path, rows: dict[int, dict[str, float]], samples: dict[int, list[dict[str, Any]]] | None = None
+) -> RunDir:
+    run = create_run_dir(base, "demo")
+    run.experiment.write_text(yaml.safe_dump(SPEC))
+    log = MetricsLog(run.metrics)
+    for step, metrics in rows.items():
+        log.append(step, metrics)
+    log.close()
+    for step, values in (samples or {}).items():
+        write_atomically(run.rollouts(step), "".join(json.dumps(value) + "\n" for value in values))
+    return run
+
+
+def sample(text: str, group: int = 0) -> dict[str, Any]:
+    return {
+        "prompt": "2+2=?",
+        "text": text,
+        "reward": 1.0,
+        "abs_diff_mean": 0.0,
+        "group": group,
+        "finished": True,
+        "prompt_ids": [1],
+        "token_ids": [2],
+        "weight_versions": [0],
+        "advantage": 0.0,
+        "rollout_logprobs": [-1.0],
+        "train_logprobs": [-1.0],
+    }
+
+
+def page_of(run: RunDir) -> str:
+    """The report without the plotly library inside it."""
+    path = write_report(run.path)
+    assert path == run.report
+    page = path.read_text(encoding="utf-8")
+    library = plotly.offline.get_plotlyjs()
+    assert library in page, "the library must be inlined"
+    return page.replace(library, "")
+
+
+def charts_of(page: str) -> dict[str, dict[str, Any]]:
+    data = re.search(r'<script type="application/json" id="charts">(.*?)</script>', page, re.DOTALL)
+    assert data is not None
+    assert "<" not in data[1], "a script element must not see markup in its JSON"
+    charts = json.loads(data[1])
+    assert len(charts) == len(re.findall(r'id="chart-\d+"', page))
+    return {chart["title"]: chart for chart in charts}
+
+
+def test_the_headline_says_what_happened(tmp_path: Path) -> None:
+    rows = {0: {"eval/accuracy": 0.25}, 1: step_metrics(1), 2: step_metrics(2) | {"eval/accuracy": 0.9}}
+    page = page_of(make_run(tmp_path, rows))
+    assert "Held-out accuracy rose from 0.250 to 0.900 in 2 steps." in page
+    assert "d = 0 on all 100 sampled tokens of 2 steps" in page
+    assert "All 2 weight syncs verified" in page
+    assert "all 100 tokens exact" in page
+
+
+def test_the_page_loads_nothing_from_elsewhere(tmp_path: Path) -> None:
+    page = page_of(make_run(tmp_path, {1: step_metrics(1)}))
+    assert not re.findall(r"https?://|\bsrc=|\bhref=|@import|url\(", page)
+
+
+def test_curves_hold_the_logged_numbers(tmp_path: Path) -> None:
+    charts = charts_of(page_of(make_run(tmp_path, {1: step_metrics(1), 2: step_metrics(2)})))
+    (reward,) = charts["Reward"]["traces"]
+    assert (reward["x"], reward["y"]) == ([1, 2], [0.25, 0.5])
+    assert charts["Bytes sent"]["traces"][0]["y"] == [3.0, 3.0]
+    assert charts["Bytes sent"]["y"]["title"] == "MiB"
+    stack = {trace["name"]: trace["y"][0] for trace in charts["Time per step"]["traces"]}
+    assert stack == {"rollout": 1.5, "train": 1.0, "sync": 0.25, "other": 0.25}
+    assert "Held-out accuracy" not in charts and "Entropy" not in charts
+
+
+def test_text_of_the_model_cannot_become_markup(tmp_path: Path) -> None:
+    run = make_run(tmp_path, {1: step_metrics(1)}, {1: [sample("</script><script>alert(1)</script>")]})
+    page = page_of(run)
+    assert "<script>alert(1)" not in page
+    assert "&lt;/script&gt;&lt;script&gt;alert(1)" in page
+    assert "&lt;b&gt;data&lt;/b&gt;.jsonl" in page
+
+
+def test_first_middle_and_last_samples_are_shown(tmp_path: Path) -> None:
+    samples = {step: [sample(f"answer of step {step}")] for step in (1, 2, 3, 4, 5)}
+    page = page_of(make_run(tmp_path, {1: step_metrics(1)}, samples))
+    assert re.findall(r"answer of step \d", page) == ["answer of step 1", "answer of step 3", "answer of step 5"]
+
+
+def test_metrics_are_explained(tmp_path: Path) -> None:
+    page = page_of(make_run(tmp_path, {1: step_metrics(1) | {"custom/thing": 1.5}}))
+    assert "Fraction of tokens with d == 0." in page
+    assert "custom/thing" in page
+
+
+def test_all_zero_mismatch_is_drawn_as_zero() -> None:
+    chart = mismatch_chart([0.0, 0.0])
+    assert all(trace["y"] == [0.0, 0.0] for trace in chart["traces"])
+    assert "type" not in chart["y"] and chart["y"]["ticktext"] == ["0"]
+    assert chart["annotation"] == "exactly 0 at every step"
+
+
+def test_zeros_among_differences_get_a_line_of_their_own() -> None:
+    chart = mismatch_chart([0.0, 0.02])
+    largest = chart["traces"][2]
+    # The least positive value is the mean 0.002, so decades start at 1e-3 and the zeros sit at 1e-4, labelled 0.
+    assert largest["y"] == [1e-4, 0.02]
+    assert largest["text"] == ["0", "0.02"]
+    assert (chart["y"]["type"], chart["y"]["tickvals"][0], chart["y"]["ticktext"][0]) == ("log", 1e-4, "0")
+    assert chart["y"]["tickvals"][1:] == [1e-3, 1e-2, 1e-1]
+    assert "annotation" not in chart
+
+
+def test_differences_without_zeros_use_a_plain_logarithmic_axis() -> None:
+    chart = mismatch_chart([0.5, 0.02])
+    assert chart["y"]["type"] == "log" and "0" not in chart["y"]["ticktext"] and "zero_line" not in chart
+
+
+def mismatch_chart(largest: list[float]) -> dict[str, Any]:
+    rows = [{"step": step, **step_metrics(step, value)} for step, value in enumerate(largest, start=1)]
+    charts = [chart for _, group in sections(rows) for chart in group]
+    return next(chart for chart in charts if chart["title"] == "Mismatch |d|")
+
+
+def test_a_supervised_run_has_a_report_too(tmp_path: Path) -> None:
+    page = page_of(make_run(tmp_path, {1: {"train/loss": 2.0}, 2: {"train/loss": 1.5}}))
+    assert list(charts_of(page)) == ["Loss"]
+
+
+def test_writing_again_replaces_the_report(tmp_path: Path) -> None:
+    run = make_run(tmp_path, {1: step_metrics(1)})
+    write_report(run.path)
+    MetricsLog(run.metrics, resume_step=1).append(2, step_metrics(2))
+    assert "of 2 steps" in page_of(run)
+    assert not list(run.path.glob(".report*"))
+
+
+def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"found no spec\.yaml"):
+        write_report(tmp_path)
+    run = make_run(tmp_path, {})
+    with pytest.raises(UserError, match="found no row"):
+        write_report(run.path)
+    assert not run.report.exists()
+
+
+def test_interventions_are_listed_with_their_capsules(tmp_path: Path) -> None:
+    run = make_run(tmp_path, {1: step_metrics(1)})
+    assert "Interventions" not in page_of(run)
+    append_event(run.events, Event(1, "train/loss", None, "not finite", "skip_step", "capsules/step_1", "because <b>"))
+    page = page_of(run)
+    assert "1 intervention, 0 steps not trained on. The first, step 1: because &lt;b&gt;." in page
+    assert f"fp8rl replay {run.path}/capsules/step_1" in page

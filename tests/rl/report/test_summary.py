@@ -1,0 +1,127 @@
+from typing import Any
+
+from rl.record.events import Event
+from rl.report.summary import RunSummary, summarize, verdict
+
+PREFIX = "mismatch/train_rollout_logprob_abs_diff"
+
+
+def row(
+    step: int, *, mean: float = 0.0, largest: float = 0.0, exact: float = 1.0, tokens: int = 100, **more: Any
+) -> dict[str, Any]:
+    values = {
+        "step": step,
+        "rollout/reward_mean": 0.5 + step / 100,
+        f"{PREFIX}_mean": mean,
+        f"{PREFIX}_max": largest,
+        "mismatch/exact_frac": exact,
+        "mismatch/tokens": tokens,
+        "mismatch/nonfinite_count": 0,
+        "sync/verified_tensors": 7,
+        "sync/mismatched_tensors": 0,
+        "perf/step_seconds": float(step),
+    }
+    return values | {name.replace("__", "/"): value for name, value in more.items()}
+
+
+def start(accuracy: float) -> dict[str, Any]:
+    return {"step": 0, "eval/accuracy": accuracy, "sync/verified_tensors": 7, "sync/mismatched_tensors": 0}
+
+
+def test_a_run_that_agrees_bit_for_bit() -> None:
+    summary = summarize([start(0.25), row(1), row(2), row(3, eval__accuracy=0.75)])
+    assert summary == RunSummary(
+        steps=3,
+        accuracy_before=0.25,
+        accuracy_after=0.75,
+        accuracy_after_step=3,
+        reward_first=0.51,
+        reward_last=0.53,
+        compared_steps=3,
+        compared_tokens=300,
+        nonfinite_tokens=0,
+        largest_abs_diff=0.0,
+        largest_abs_diff_step=1,
+        mean_abs_diff=0.0,
+        exact_fraction=1.0,
+        syncs=4,
+        verified_syncs=4,
+        mismatched_tensors=0,
+        step_seconds=2.0,
+    )
+    assert summary.bitwise_equal
+    assert (summary.agreement_standing, summary.sync_standing) == ("good", "good")
+    learning, agreement, syncs = verdict(summary)
+    assert learning == "Held-out accuracy rose from 0.250 to 0.750 in 3 steps."
+    assert agreement.startswith("Trainer and engine agree bit for bit: d = 0 on all 300 sampled tokens of 3 steps")
+    assert syncs.startswith("All 4 weight syncs verified")
+
+
+def test_a_run_that_differs_is_weighted_by_tokens() -> None:
+    # 300 tokens of mean 0.01 and 100 of mean 0.05: (3 + 5) / 400 = 0.02. Exact: (0.5 * 300 + 0.1 * 100) / 400 = 0.4.
+    rows = [
+        row(1, mean=0.01, largest=0.3, exact=0.5, tokens=300),
+        row(2, mean=0.05, largest=0.2, exact=0.1, tokens=100),
+    ]
+    summary = summarize(rows)
+    assert abs(summary.mean_abs_diff - 0.02) < 1e-15 and abs(summary.exact_fraction - 0.4) < 1e-15
+    assert (summary.largest_abs_diff, summary.largest_abs_diff_step) == (0.3, 1)
+    assert not summary.bitwise_equal
+    assert (
+        "differ: the largest mismatch |d| is 0.3 nats (step 1), the mean 0.02 over 400 sampled tokens."
+        in verdict(summary)[1]
+    )
+
+
+def test_an_unmeasured_step_forbids_the_claim_of_equality() -> None:
+    unmeasured = {"step": 2, "mismatch/tokens": 0, "mismatch/nonfinite_count": 0}
+    summary = summarize([row(1), unmeasured])
+    assert not summary.bitwise_equal and summary.agreement_standing == "bad"
+    assert verdict(summary)[1].endswith("the largest mismatch is 0. 1 of 2 steps were not compared.")
+
+
+def test_nonfinite_tokens_forbid_the_claim_of_equality() -> None:
+    summary = summarize([row(1), row(2, **{"mismatch/nonfinite_count": 3})])
+    assert not summary.bitwise_equal and summary.agreement_standing == "bad"
+    assert "3 tokens had a non-finite log-probability." in verdict(summary)[1]
+
+
+def test_a_single_inexact_token_shows() -> None:
+    tokens = 10_000_000
+    summary = summarize([row(1, largest=1e-9, mean=1e-16, exact=1 - 1 / tokens, tokens=tokens)])
+    assert not summary.bitwise_equal and summary.exact_fraction < 1.0
+
+
+def test_a_sync_that_did_not_verify_is_named() -> None:
+    summary = summarize([start(0.5), row(1, **{"sync/mismatched_tensors": 2}), row(2, **{"sync/verified_tensors": 0})])
+    assert (summary.syncs, summary.verified_syncs, summary.sync_standing) == (3, 1, "bad")
+    assert verdict(summary)[2] == "2 of 3 weight syncs did not verify; 2 tensors differed."
+
+
+def test_a_supervised_run_claims_nothing_it_did_not_measure() -> None:
+    summary = summarize([{"step": 1, "train/loss": 2.0}, {"step": 2, "train/loss": 1.0}])
+    assert (summary.agreement_standing, summary.sync_standing) == ("neutral", "neutral")
+    assert verdict(summary) == [
+        "2 steps completed, without an evaluation.",
+        "No sampled tokens were compared between trainer and engine.",
+        "No weight sync was recorded.",
+    ]
+
+
+def test_accuracy_that_falls_or_stays_is_said_to() -> None:
+    assert "fell from 0.500 to 0.400" in verdict(summarize([start(0.5), row(1, eval__accuracy=0.4)]))[0]
+    assert "stayed from" not in verdict(summarize([start(0.5), row(1, eval__accuracy=0.5)]))[0]
+    assert verdict(summarize([row(1, eval__accuracy=0.5)]))[0] == "Held-out accuracy is 0.500 at step 1."
+    assert verdict(summarize([row(1), row(2)]))[0] == "Mean reward went from 0.510 to 0.520 in 2 steps."
+
+
+def test_interventions_are_counted_and_the_first_is_told() -> None:
+    because = "resync: mismatch/exact_frac = 0.5 is below 1.0"
+    events = [
+        Event(2, "mismatch/exact_frac", 0.5, "below 1.0", "resync", None, because),
+        Event(3, "train/loss", None, "not finite", "skip_step", None, "skip_step: the loss is not finite"),
+    ]
+    rows = [row(1, gates__withheld=0.0), row(2, gates__withheld=1.0), row(3, gates__withheld=1.0)]
+    summary = summarize(rows, events)
+    assert (summary.interventions, summary.withheld_steps) == (2, 2)
+    assert verdict(summary)[3:] == [f"2 interventions, 2 steps not trained on. The first, step 2: {because}."]

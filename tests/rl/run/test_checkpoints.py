@@ -1,0 +1,108 @@
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from numerics.errors import UserError
+from rl.experiment import Experiment
+from rl.guard.standing import Standing
+from rl.record.run_dir import RunDir
+from rl.run.checkpoints import changes, check_resumable, is_due, publish_checkpoint, write_checkpoint
+from tests.support.experiments import experiment
+from trainer.actor import TrainerGroup
+
+
+class Describing(TrainerGroup):
+    """Writes the description of a checkpoint and no tensors."""
+
+    def __init__(self) -> None:
+        super().__init__([])
+
+    def save(self, path: Path, extra: dict[str, Any]) -> None:
+        path.mkdir(parents=True)
+        (path / "about.json").write_text(json.dumps({"extra": extra}))
+
+
+def write(run: RunDir, settings: Experiment, step: int, standing: Standing | None = None) -> None:
+    write_checkpoint(Describing(), run, settings, standing or Standing(), step)
+
+
+def save(run: RunDir, settings: Experiment, step: int, standing: Standing | None = None) -> None:
+    write(run, settings, step, standing)
+    publish_checkpoint(run, step, settings.checkpoint.keep)
+
+
+def names(run: RunDir) -> list[str]:
+    return sorted(path.name for path in run.checkpoints.iterdir())
+
+
+def test_checkpoints_are_due_at_intervals_and_at_the_end() -> None:
+    settings = experiment(run={"steps": 7}, checkpoint={"every": 3})
+    assert [step for step in range(1, 8) if is_due(settings, step)] == [3, 6, 7]
+
+
+def test_a_checkpoint_counts_once_published_and_the_newest_stay(tmp_path: Path) -> None:
+    run, settings = RunDir(tmp_path), experiment(checkpoint={"every": 2, "keep": 2})
+    for step in (2, 4):
+        save(run, settings, step)
+    (run.checkpoints / "..step_5.pending.partial").mkdir()
+    write(run, settings, 6)
+    assert run.checkpoint_steps() == [2, 4], "the step has no row yet"
+    publish_checkpoint(run, 6, keep=2)
+    assert names(run) == ["step_4", "step_6"]
+
+
+def test_what_gates_have_changed_comes_back_with_the_checkpoint(tmp_path: Path) -> None:
+    run, settings = RunDir(tmp_path), experiment()
+    standing = Standing(tis_cap=1.5, router_replay=True, bf16=True, rules={"a": {"beyond": 3}})
+    save(run, settings, 4, standing)
+    back = Standing.of_checkpoint(run, 4)
+    assert back == standing and Standing.of_checkpoint(run, None) == Standing()
+    configured = settings.numerics_config()
+    fallen = back.numerics(configured)
+    assert (fallen.trainer, fallen.rollout, fallen.spec) == ("bf16", "bf16", configured.spec)
+    assert Standing().numerics(configured) == configured
+
+
+def test_a_run_resumes_only_what_it_can(tmp_path: Path) -> None:
+    run, settings = RunDir(tmp_path), experiment(run={"steps": 6})
+    with pytest.raises(UserError, match="--resume: found 'no checkpoint.*--overwrite"):
+        check_resumable(run, settings)
+    write(run, settings, 6)
+    with pytest.raises(UserError, match="no checkpoint"):
+        check_resumable(run, settings)
+    publish_checkpoint(run, 6, keep=2)
+    check_resumable(run, settings)
+    with pytest.raises(UserError, match=r"run\.steps: found 5, expected at least 6"):
+        check_resumable(run, experiment(run={"steps": 5}))
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "said"),
+    [
+        ("numerics.preset", "fp8_block_fp32", "numerics: found 'spec digest .*as in the checkpoint of step 6"),
+        ("numerics.mode", "native", "numerics.mode: found 'native', expected 'exact'"),
+        ("numerics.trainer", "bf16", "numerics.trainer: found 'bf16', expected 'fp8'"),
+        ("numerics.rollout", "bf16", "numerics.rollout: found 'bf16', expected 'fp8'"),
+        ("algorithm.name", "sft", "algorithm.name: found 'sft', expected 'grpo'"),
+        ("run.seed", 3, "run.seed: found 3, expected 0"),
+        ("eval.problems", 5, "eval.problems: found 5"),
+    ],
+)
+def test_a_run_keeps_what_makes_it_one_experiment(tmp_path: Path, key: str, value: Any, said: str) -> None:
+    run = RunDir(tmp_path)
+    save(run, experiment(), 6)
+    section, name = key.split(".")
+    with pytest.raises(UserError, match=said):
+        check_resumable(run, experiment(**{section: {name: value}}))
+
+
+def test_other_settings_may_change_and_are_said(tmp_path: Path) -> None:
+    run, before = RunDir(tmp_path), experiment(trainer={"lr": 1e-4})
+    run.experiment.write_text(before.to_yaml())
+    assert changes(run, before) == []
+    after = experiment(run={"steps": 90}, trainer={"lr": 1e-3}, gates=[{"metric": "train/loss", "above": 1.0}])
+    said = changes(run, after)
+    assert [text.split("=")[0] for text in said] == ["gates", "run.steps", "trainer.lr"]
+    assert said[2] == "trainer.lr=0.001 (was 0.0001)"

@@ -1,0 +1,80 @@
+"""A private Ray cluster, in a process of its own since Ray is one per process."""
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.support.paths import ROOT
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+
+SCRIPT = """
+import sys
+from pathlib import Path
+import psutil, ray
+from rl.run.cluster import ray_cluster
+
+logs = Path(sys.argv[1])
+for failing in (False, True):
+    try:
+        with ray_cluster(logs):
+            family = psutil.Process().children(recursive=True)
+            names = {process.name() for process in family}
+            assert {"gcs_server", "raylet"} <= names, names
+            folder = Path(ray._private.worker._global_node.get_temp_dir_path())
+            assert folder.is_dir()
+            assert ray.get(ray.remote(num_cpus=0)(lambda: 3).remote()) == 3
+            if failing:
+                raise RuntimeError("on purpose")
+    except RuntimeError as error:
+        assert str(error) == "on purpose"
+    gone, alive = psutil.wait_procs(family, timeout=10)
+    assert not alive, alive
+    assert not ray.is_initialized() and not folder.exists()
+    assert logs.is_dir() == failing
+assert (logs / "raylet.out").is_file()
+"""
+
+
+AFTER_ANOTHER = """
+import sys
+from pathlib import Path
+import ray
+from rl.run.cluster import ray_cluster
+
+ray.init(address="local", include_dashboard=False)
+ray.shutdown()
+for _ in range(2):
+    with ray_cluster(Path(sys.argv[1])):
+        assert ray.get(ray.remote(num_cpus=0)(lambda: 3).remote()) == 3
+"""
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Runs a script in a new home, `tmp_path / "home"`, and in an environment without Ray's settings."""
+    for name in ("RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+
+    def to_the_end(script: str) -> None:
+        command = [sys.executable, "-c", script, str(tmp_path / "logs")]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr
+
+    return to_the_end
+
+
+def test_it_starts_in_a_process_that_has_used_another_token(tmp_path: Path, run: Callable[[str], None]) -> None:
+    run(AFTER_ANOTHER)
+    assert (tmp_path / "home" / ".ray" / "auth_token").is_file(), "Ray's own, of the first cluster"
+
+
+def test_it_ends_with_the_block_and_keeps_its_logs_only_after_a_failure(
+    tmp_path: Path, run: Callable[[str], None]
+) -> None:
+    run(SCRIPT)
+    assert not (tmp_path / "home" / ".ray").exists(), "a token there would lock `ray job submit` out of other clusters"

@@ -1,0 +1,94 @@
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from rl.record.rollouts import shown
+from rl.run.batching import batch_from_trajectories
+from rl.run.feed import Answer, Work, rollout_metrics
+from rl.run.records import rollout_records, throughput, train_metrics
+from rollout.tasks import Problem
+from rollout.types import Trajectory
+from trainer.batch import TokenBatch
+from trainer.result import PassResult
+
+
+def trajectory(group: int, tokens: int, *, finished: bool = True, version: int = 4) -> Trajectory:
+    return Trajectory(
+        prompt_ids=[1, 2],
+        token_ids=list(range(10, 10 + tokens)),
+        logprobs=[-1.0] * tokens,
+        finished=finished,
+        weight_versions=[version] * tokens,
+        group=group,
+    )
+
+
+@pytest.fixture
+def trajectories() -> list[Trajectory]:
+    """Three groups of two."""
+    lengths = [3, 5, 4, 4, 2, 6]
+    return [trajectory(row // 2, n, finished=row != 5, version=3 if row == 4 else 4) for row, n in enumerate(lengths)]
+
+
+@pytest.fixture
+def batch(trajectories: list[Trajectory]) -> TokenBatch:
+    return batch_from_trajectories(trajectories, torch.zeros(6), 1.0)
+
+
+def result(logprobs: Tensor) -> PassResult:
+    return PassResult(logprobs=logprobs, metrics={"train/entropy": 0.5}, loss=0.25, grad_norm=2.0, seconds=1.0)
+
+
+def test_rollout_metrics_against_hand_counts(trajectories: list[Trajectory]) -> None:
+    rewards = torch.tensor([1.0, 0.0, 1.0, 1.0, 0.0, 0.0])
+    metrics = rollout_metrics(trajectories, rewards, torch.tensor([t.group for t in trajectories]), version=4)
+    assert metrics == {
+        "rollout/reward_mean": 0.5,
+        "rollout/reward_std": 0.5,
+        "rollout/equal_reward_groups": pytest.approx(2 / 3),
+        "rollout/finished_fraction": pytest.approx(5 / 6),
+        "rollout/response_tokens_mean": 4.0,
+        "rollout/response_tokens_max": 6.0,
+        "rollout/tokens": 24.0,
+        "rollout/trajectories": 6.0,
+        "rollout/staleness_max": 1.0,
+    }
+
+
+def test_train_metrics_count_the_target_tokens(batch: TokenBatch) -> None:
+    assert train_metrics(result(torch.zeros(6, 8)), batch) == {
+        "train/loss": 0.25,
+        "train/grad_norm": 2.0,
+        "train/tokens": 24.0,
+        "train/entropy": 0.5,
+    }
+
+
+def test_throughput_counts_prompts_for_training_and_answers_for_sampling(batch: TokenBatch) -> None:
+    metrics = {"perf/train_seconds": 2.0, "perf/rollout_seconds": 4.0, "rollout/tokens": 24.0}
+    assert throughput(metrics, batch) == {
+        "perf/train_tokens_per_second": (24 + 6 * 2) / 2.0,
+        "perf/rollout_tokens_per_second": 6.0,
+    }
+    assert list(throughput({"perf/train_seconds": 2.0}, batch)) == ["perf/train_tokens_per_second"]
+
+
+def test_records_keep_a_whole_trajectory_with_both_log_probabilities(
+    trajectories: list[Trajectory], batch: TokenBatch
+) -> None:
+    problems = [Problem(f"question {group}", "#### 1") for group in range(3)]
+    answers = tuple(Answer(problems[t.group], t, f"text {row}", float(row == 4)) for row, t in enumerate(trajectories))
+    logprobs = batch.fields["rollout_logprobs"].clone()
+    logprobs[4, 2] += 0.5  # one of the two tokens of row 4
+    logprobs[5, 3] = math.nan
+    records = rollout_records(Work(batch, answers=answers), logprobs)
+    assert [record.group for record in records] == [0, 0, 1, 1, 2, 2]
+    fifth = records[4]
+    assert (fifth.prompt, fifth.text, fifth.reward, fifth.abs_diff_mean) == ("question 2", "text 4", 1.0, 0.25)
+    assert (fifth.prompt_ids, fifth.token_ids, fifth.weight_versions) == ([1, 2], [10, 11], [3, 3])
+    assert (fifth.rollout_logprobs, fifth.train_logprobs) == ([-1.0, -1.0], [-0.5, -1.0])
+    assert fifth.advantage == 0.0 and math.isnan(records[5].train_logprobs[1])
+    assert [record.text for record in shown(records)] == ["text 0", "text 2", "text 4"]
+    assert rollout_records(Work(batch), logprobs) == [], "of examples there is nothing to keep"

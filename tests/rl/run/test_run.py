@@ -1,0 +1,52 @@
+"""How a run's parts are opened and closed. Runs with real parts are in tests/e2e."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import rl.run.stack as stack_module
+from numerics.errors import UserError
+from rl.record.run_dir import create_run_dir
+from rl.run.run import Run
+from tests.support.experiments import experiment
+
+
+def test_what_was_started_is_ended_in_reverse_when_a_later_part_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = create_run_dir(tmp_path, "it")
+    events: list[str] = []
+
+    class Cluster:
+        def __init__(self, logs: Path) -> None: ...
+
+        def __enter__(self) -> None:
+            events.append("ray")
+
+        def __exit__(self, *_: object) -> None:
+            events.append("ray ended")
+
+    class Engines(stack_module.EnginePool):
+        def stop(self) -> None:
+            events.append("engines ended")
+
+    def start(*_: object) -> Engines:
+        events.append("engines")
+        return Engines([], [])
+
+    def refuse(*_: object, **__: object) -> None:
+        raise UserError("trainer: found no room")
+
+    monkeypatch.setattr(stack_module, "ray_cluster", Cluster)
+    monkeypatch.setattr(
+        stack_module, "convert_checkpoint", lambda *_: (files.path / "served/start").mkdir(parents=True)
+    )
+    monkeypatch.setattr(stack_module.EnginePool, "start", start)
+    monkeypatch.setattr(stack_module.TrainerGroup, "start", refuse)
+    with pytest.raises(UserError, match="no room"):
+        Run.open(experiment(run={"steps": 3}), files)
+    assert events == ["ray", "engines", "engines ended", "ray ended"]
+    assert not (files.path / "served").exists(), "the converted checkpoint is only for the start"
+    assert "found no room" in files.log.read_text()

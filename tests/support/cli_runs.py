@@ -1,0 +1,139 @@
+"""`fp8rl train` as a user starts it: a process whose console is watched, and whose whole family is accounted for."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from tests.support.paths import ROOT
+
+FP8RL = Path(sys.executable).with_name("fp8rl")
+
+SMALL = ["rollout.prompts_per_step=8", "rollout.group_size=4", "eval.problems=16", "checkpoint.every=2"]
+"""Steps of less than a second."""
+
+PATIENCE_S = 900.0
+"""For what takes seconds on a quiet machine."""
+
+MARK = "FP8RL_TEST_FAMILY"
+
+
+class LiveRun:
+    """One `fp8rl train` of an example into `folder`/`name`, in a session of its own like a terminal's."""
+
+    def __init__(self, folder: Path, *arguments: str, name: str = "run", example: str = "arithmetic") -> None:
+        self.path = folder / name
+        self._mark = uuid.uuid4().hex
+        self._folders: set[str] = set()
+        self._console = folder / f"console-{self._mark}.txt"
+        clean = {key: value for key, value in os.environ.items() if not key.startswith(("RAY_", "WANDB_"))}
+        self.started = time.monotonic()
+        with self._console.open("wb") as output:
+            self.process = subprocess.Popen(
+                [FP8RL, "train", f"examples/{example}.yaml", f"run.dir={folder}", f"run.name={name}", *arguments],
+                cwd=ROOT,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env={**clean, MARK: self._mark, "OMP_NUM_THREADS": "1"},
+                start_new_session=True,
+            )
+
+    def console(self) -> str:
+        return self._console.read_text()
+
+    def wait_for(self, text: str) -> None:
+        """Until the console has said `text`."""
+        self.wait_until(lambda: text in self.console(), f"{text!r} on the console")
+
+    def wait_until(self, condition: Callable[[], object], what: str) -> None:
+        deadline = time.monotonic() + PATIENCE_S
+        while not condition():
+            assert self.process.poll() is None, f"the run ended before {what}:\n{self.console()}"
+            assert time.monotonic() < deadline, f"no {what} within {PATIENCE_S:g} s:\n{self.console()}"
+            time.sleep(0.01)
+
+    def ends(self, timeout_s: float = PATIENCE_S) -> int:
+        """Wait for the end; the exit code."""
+        return self.process.wait(timeout_s)
+
+    def family(self) -> list[psutil.Process]:
+        """Every living process that stems from the run, by parentage or by inherited environment."""
+        family = family_of(self._mark)
+        for process in family:
+            try:
+                self._folders |= set(re.findall(r"/tmp/fp8rl-ray-\w+", " ".join(process.cmdline())))
+            except psutil.NoSuchProcess:
+                pass
+        return family
+
+    def engine(self) -> psutil.Process:
+        """The main process of the SGLang server."""
+        (main,) = [p for p in self.family() if "rollout.launcher" in p.cmdline()]
+        return main
+
+    def signal_all(self, signum: int) -> None:
+        """What a terminal does on Ctrl-C: the signal goes to the foreground process group."""
+        os.killpg(self.process.pid, signum)
+
+    def rows(self) -> list[dict[str, Any]]:
+        """metrics.jsonl, of which every line must be whole."""
+        text = (self.path / "metrics.jsonl").read_text()
+        assert text == "" or text.endswith("\n")
+        return [json.loads(line) for line in text.splitlines()]
+
+    def destroy(self) -> None:
+        """Kill what is left of it, and remove the folder of its Ray cluster."""
+        family = self.family()
+        for process in family:
+            try:
+                process.kill()
+            except psutil.NoSuchProcess:
+                pass
+        wait_until_gone(family, 10.0)
+        for folder in self._folders:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def family_of(mark: str) -> list[psutil.Process]:
+    """Every living process with this mark in its environment, and the children of such."""
+    kin = {process for process in psutil.process_iter() if _has(process, mark)}
+    for process in list(kin):
+        try:
+            kin.update(process.children(recursive=True))
+        except psutil.NoSuchProcess:
+            pass
+    return [process for process in kin if _lives(process)]
+
+
+def wait_until_gone(processes: list[psutil.Process], timeout_s: float) -> list[psutil.Process]:
+    """Those still alive after `timeout_s`."""
+    deadline = time.monotonic() + timeout_s
+    while any(_lives(process) for process in processes) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return [process for process in processes if _lives(process)]
+
+
+def _has(process: psutil.Process, mark: str) -> bool:
+    try:
+        return process.environ().get(MARK) == mark
+    except psutil.Error:
+        return False
+
+
+def _lives(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False

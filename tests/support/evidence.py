@@ -1,0 +1,86 @@
+"""Evidence with known differences, and what a capsule is written from."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from numerics.config import NumericsConfig
+from rl.experiment import Experiment
+from rl.guard.capsule import Case, write_capsule
+from rl.guard.evidence import Evidence
+from rl.record.run_dir import RunDir, create_run_dir
+from tests.support.experiments import experiment
+from trainer.batch import TokenBatch
+from weight_sync.manifest import Manifest
+
+WIDTH, LAYERS, TOP_K = 6, 2, 3
+VERSION = 3
+
+
+def evidence(*differences: list[float]) -> Evidence:
+    """One row for each list of d: two tokens of prompt, then the sampled ones."""
+    rows = len(differences)
+    draw = torch.Generator().manual_seed(0)
+    lengths = torch.tensor([2 + len(d) for d in differences])
+    position = torch.arange(WIDTH)
+    mask = (position >= 2) & (position < lengths[:, None])
+    rollout = torch.where(mask, -torch.rand(rows, WIDTH, generator=draw), 0.0)
+    d = torch.zeros(rows, WIDTH)
+    d[mask] = torch.tensor([value for row in differences for value in row])
+    routes = torch.randint(0, 8, (rows, WIDTH, LAYERS, TOP_K), generator=draw).short()
+    batch = TokenBatch(
+        tokens=torch.randint(0, 100, (rows, WIDTH), generator=draw),
+        lengths=lengths,
+        loss_mask=mask,
+        temperature=0.7,
+        fields={"rollout_logprobs": rollout, "advantages": mask.float()},
+        routes=routes,
+        replay=True,
+    )
+    return Evidence(batch, torch.where(mask, VERSION, 0), VERSION, rollout + d, routes.flip(0))
+
+
+@dataclasses.dataclass(frozen=True)
+class CapsuleRun:
+    """A run's directory with a resolved experiment and a manifest: what capsules are written into and from."""
+
+    files: RunDir
+    experiment: Experiment
+    numerics: NumericsConfig
+
+    @classmethod
+    def make(cls, folder: Path, **guard: Any) -> CapsuleRun:
+        files, settings = create_run_dir(folder, "run"), experiment(guard=guard)
+        files.experiment.write_text(settings.to_yaml())
+        numerics = settings.numerics_config()
+        files.manifest(VERSION).parent.mkdir()
+        Manifest(str(VERSION), numerics.rollout_spec.digest(), {"a.weight": "1234@3"}).save(files.manifest(VERSION))
+        return cls(files, settings, numerics)
+
+    def write(
+        self,
+        step: int,
+        why: Sequence[str],
+        seen: Evidence,
+        rows: Sequence[int],
+        tis_cap: float = 2.0,
+        *,
+        weights: bool = True,
+        manifest: Path | None = None,
+    ) -> Path:
+        """The capsule of `step`."""
+        manifest = manifest or self.files.manifest(VERSION)
+        case = Case(step, why, rows, tis_cap, self.numerics, self.files.experiment, manifest)
+        write_capsule(self.files.capsule(step), case, seen, export if weights else None)
+        return self.files.capsule(step)
+
+
+def export(path: Path) -> None:
+    """A directory of weights."""
+    path.mkdir()
+    (path / "model.safetensors").write_bytes(b"weights")

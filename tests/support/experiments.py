@@ -1,0 +1,14 @@
+"""Experiments without a model and data, for what looks at settings alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rl.experiment import Experiment, parse_experiment
+
+VALUES = {"model": {"path": "/m"}, "data": {"train": "/t"}}
+
+
+def experiment(**sections: Any) -> Experiment:
+    """The defaults with these sections changed."""
+    return parse_experiment({**VALUES, **sections})

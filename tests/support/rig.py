@@ -1,0 +1,214 @@
+"""One trainer and one engine with everything real between them, kept alive for as long as tests ask for the same."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import random
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from examples.tiny_model import TinyModel, write_tiny_model
+from numerics.config import NumericsConfig
+from numerics.spec import QuantSpec
+from rl.algorithms.sft import SftObjective
+from rl.run.batching import batch_from_trajectories
+from rl.run.engines import expected_report
+from rollout.config import RolloutConfig
+from rollout.engine import Engine
+from rollout.tasks import Problem
+from rollout.types import Endpoint, Prompt, SamplingParams, Trajectory
+from trainer.actor import TrainerGroup
+from trainer.batch import TokenBatch
+from trainer.config import TrainerConfig
+from trainer.result import PassResult
+from weight_sync.bridge import Bridge, SyncReport
+from weight_sync.config import SyncConfig
+from weight_sync.hf_checkpoint import convert_checkpoint
+
+MODELS = {
+    "moe": TinyModel(
+        layers=3, hidden=256, heads=4, kv_heads=2, intermediate=128, experts=8, top_k=4, renormalize=False
+    ),
+    "dense": TinyModel(layers=2, hidden=256, heads=4, kv_heads=2, intermediate=512, experts=0, vocab=250, tied=True),
+}
+BLOCK = 128
+CHUNK = 96
+"""Tokens of a prefill chunk, shorter than most prompts."""
+SHARED_PREFIX = 150
+LONGEST_PROMPT = 330
+NEW_TOKENS = 24
+
+
+@dataclasses.dataclass(frozen=True)
+class Setup:
+    """What a test runs: which model, in which numerics, on which trainer layout."""
+
+    model: str
+    preset: str = "fp8_block_pow2"
+    trainer: str = "fp8"
+    rollout: str = "fp8"
+    k_splits: int = 1
+    layout: tuple[tuple[str, int], ...] = ()
+    bf16_ends: int = 0
+    """Layers that stay in BF16, at the start and at the end."""
+    mode: str = "exact"
+    router_replay: str = "off"
+
+    @property
+    def numerics(self) -> NumericsConfig:
+        return NumericsConfig(
+            mode=self.mode,
+            spec=QuantSpec.preset(self.preset).override(
+                {"first_layers_bf16": self.bf16_ends, "last_layers_bf16": self.bf16_ends}
+            ),
+            trainer=self.trainer,
+            rollout=self.rollout,
+            k_splits=self.k_splits,
+            router_replay=self.router_replay,
+        )
+
+    @property
+    def served(self) -> tuple[Any, ...]:
+        """What the engine depends on."""
+        return self.model, self.numerics.rollout_spec, self.k_splits, self.mode, self.router_replay
+
+
+class Rig:
+    """At most one engine and one trainer at a time; each is replaced when a test asks for another."""
+
+    def __init__(self, folder: Path, models: dict[str, Path]) -> None:
+        self.folder, self.models = folder, models
+        self._runner = asyncio.Runner()
+        self._engine: tuple[Any, Engine] | None = None
+        self._trainer: tuple[Setup, TrainerGroup] | None = None
+
+    def open(self, setup: Setup) -> Pipeline:
+        """The pipeline of a setup, synced: the engine holds the trainer's weights."""
+        pipeline = Pipeline(self, setup, self._engine_for(setup), self._trainer_for(setup))
+        pipeline.sync()
+        return pipeline
+
+    def run(self, call: Any) -> Any:
+        """Wait for a coroutine of the engine's event loop."""
+        return self._runner.run(call)
+
+    def close(self) -> None:
+        self._stop_trainer()
+        self._stop_engine()
+        self._runner.close()
+
+    def _engine_for(self, setup: Setup) -> Engine:
+        if self._engine is None or self._engine[0] != setup.served:
+            self._stop_engine()
+            checkpoint = self.folder / "served"
+            convert_checkpoint(self.models[setup.model], checkpoint, setup.numerics.rollout_spec)
+            engine = make_engine(self.folder / "engine.log", setup.numerics)
+            self._runner.run(engine.start(checkpoint, 0))
+            self._engine = setup.served, engine
+        return self._engine[1]
+
+    def _trainer_for(self, setup: Setup) -> TrainerGroup:
+        if self._trainer is None or self._trainer[0] != setup:
+            self._stop_trainer()
+            # Three layers of up to 360 tokens in several micro-batches, and steps large enough to move every expert.
+            config = TrainerConfig(lr=1e-3, warmup_steps=0, micro_batch_tokens=2048, **dict(setup.layout))
+            group = TrainerGroup.start(
+                self.models[setup.model], config, setup.numerics, seed=0, total_steps=100, max_sequence_length=512
+            )
+            self._trainer = setup, group
+        return self._trainer[1]
+
+    def _stop_trainer(self) -> None:
+        if self._trainer is not None:
+            self._trainer[1].shutdown()
+            self._trainer = None
+
+    def _stop_engine(self) -> None:
+        if self._engine is not None:
+            self._runner.run(self._engine[1].stop())
+            self._engine = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Pipeline:
+    """A trainer, an engine and the bridge between them."""
+
+    rig: Rig
+    setup: Setup
+    engine: Engine
+    trainer: TrainerGroup
+
+    @property
+    def endpoint(self) -> Endpoint:
+        return self.rig.run(self.engine.endpoint())
+
+    def sync(self, transport: str = "tensor", manifest: Path | None = None) -> SyncReport:
+        """A sync through real buckets: of one MiB, so that a model needs several."""
+        bridge = Bridge(
+            self.trainer,
+            self.setup.numerics.rollout_spec,
+            SyncConfig(transport=transport, bucket_mib=1),
+            self.rig.models[self.setup.model],
+            self.rig.folder,
+        )
+        return bridge.sync([self.endpoint], manifest)
+
+    def generate(self, prompts: list[Prompt], sampling: SamplingParams, group_size: int = 1) -> list[Trajectory]:
+        return self.rig.run(self.engine.generate(prompts, group_size, sampling, self.trainer.weight_version))
+
+    def sample(self, temperature: float, seed: int = 0, count: int | None = None) -> TokenBatch:
+        """Two answers to each of the first `count` prompts, as the loop would batch them."""
+        sampling = SamplingParams(max_new_tokens=NEW_TOKENS, temperature=temperature)
+        trajectories = self.generate(prompts(seed)[:count], sampling, group_size=2)
+        advantages = torch.randn(len(trajectories), generator=torch.Generator().manual_seed(seed))
+        return batch_from_trajectories(trajectories, advantages, temperature)
+
+    def train_step(self, batch: TokenBatch) -> PassResult:
+        return self.trainer.train_step(batch, SftObjective.of(batch))
+
+
+def make_engine(log: Path, numerics: NumericsConfig, **changes: Any) -> Engine:
+    """An engine as a run starts it: prefix cache on, short prefill chunks, handshake expected."""
+    config = RolloutConfig(context_length=512, max_total_tokens=16384, chunked_prefill_size=CHUNK)
+    options = {"plugin": {"numerics": numerics.to_dict()}, "expected": expected_report(numerics)}
+    return Engine(config, log, **{**options, **changes})
+
+
+def write_models(folder: Path) -> dict[str, Path]:
+    """The models, with weights so large that rounding shows in every logprob, and blocks with different scales."""
+    for name, shape in MODELS.items():
+        write_tiny_model(folder / name, shape)
+        file = folder / name / "model.safetensors"
+        noise = torch.Generator().manual_seed(1)
+        tensors = load_file(file)
+        for tensor in tensors.values():
+            if tensor.dim() == 1:
+                tensor += 0.2 * torch.randn(tensor.shape, generator=noise)
+            else:
+                tensor *= 4
+                tensor[BLOCK:] *= 2
+        save_file(tensors, file, {"format": "pt"})
+    return {name: folder / name for name in MODELS}
+
+
+def prompts(seed: int) -> list[Prompt]:
+    """Prompts of 1 to LONGEST_PROMPT random tokens; every second one begins with the same SHARED_PREFIX tokens."""
+    draw = random.Random(seed)
+    vocabulary = MODELS["moe"].vocab
+
+    def tokens(count: int) -> list[int]:
+        return [draw.randrange(6, vocabulary) for _ in range(count)]  # no special tokens, which would end answers
+
+    prefix = tokens(SHARED_PREFIX)
+    alone = [tokens(length) for length in (1, 2, 17, 40, 97, 128, 300)]
+    shared = [prefix + tokens(length) for length in (1, 10, 33, 106, LONGEST_PROMPT - SHARED_PREFIX)]
+    return [Prompt(Problem("", ""), ids) for ids in alone + shared]
+
+
+def differences(logprobs: torch.Tensor, batch: TokenBatch) -> torch.Tensor:
+    """d = trainer - rollout for every sampled token, [tokens]."""
+    return (logprobs - batch.fields["rollout_logprobs"])[batch.loss_mask]

@@ -1,0 +1,70 @@
+"""A small SGLang server: its settings, prompts for it, its processes, and one call to it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import TypeVar
+
+import psutil
+
+from rollout.client import EngineClient
+from rollout.config import RolloutConfig
+from rollout.server import SGLangServer
+from rollout.tasks import Problem
+from rollout.types import Endpoint, Prompt
+
+Result = TypeVar("Result")
+
+EOS = 7
+VOCABULARY = 64
+
+
+def small_config(**changes: object) -> RolloutConfig:
+    return RolloutConfig(**{"context_length": 512, "max_total_tokens": 8192, **changes})
+
+
+def prompts(count: int) -> list[Prompt]:
+    return [Prompt(Problem(f"q{i}", f"#### {i}"), [10 + i, 20 + i]) for i in range(count)]
+
+
+def wait_until(condition: Callable[[], bool], seconds: float) -> bool:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if condition():
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def group_members(leader: int) -> list[psutil.Process]:
+    """Live processes of a process group, found without the code under test."""
+    members = []
+    for process in psutil.process_iter():
+        try:
+            if os.getpgid(process.pid) == leader and process.status() != psutil.STATUS_ZOMBIE:
+                members.append(process)
+        except (ProcessLookupError, psutil.NoSuchProcess):
+            continue
+    return members
+
+
+def shared_memory(processes: list[psutil.Process]) -> set[Path]:
+    """Files that SGLang shares between the processes and that nobody has removed yet."""
+    paths = {Path(region.path) for process in processes for region in process.memory_maps()}
+    return {path for path in paths if path.name.startswith("sglang_") and path.exists()}
+
+
+def use(server: SGLangServer, action: Callable[[EngineClient], Awaitable[Result]]) -> Result:
+    return use_endpoint(server.endpoint, action)
+
+
+def use_endpoint(endpoint: Endpoint, action: Callable[[EngineClient], Awaitable[Result]]) -> Result:
+    async def run() -> Result:
+        async with EngineClient(endpoint, timeout_s=60) as client:
+            return await action(client)
+
+    return asyncio.run(run())
