@@ -123,4 +123,4 @@ async def _send_only(
 
 
 def _served(trainer: Trainer, transport: TensorTransport, numerics: NumericsConfig) -> Iterator[tuple[str, Tensor]]:
-    return served_tensors(trainer.export_weights(), numerics.rollout_spec, trainer.shape.layers, transport.allocate)
+    return served_tensors(trainer.export_weights(), numerics.rollout_spec, trainer.definition, transport.allocate)

@@ -150,10 +150,6 @@ class QuantSpec:
         exception = layer < self.first_layers_bf16 or layer >= layers - self.last_layers_bf16
         return PRESETS["bf16"] if exception else self
 
-    def bf16_layers(self, layers: int) -> list[int]:
-        """The exceptions in a model of `layers` layers, ascending."""
-        return [layer for layer in range(layers) if self.of_layer(layer, layers) is not self]
-
     def override(self, changes: Mapping[str, Any]) -> QuantSpec:
         """A copy with changes such as `{"weight": {"scale": "fp32"}, "scope": [...]}` applied.
 

@@ -156,6 +156,7 @@ def convert(
 ) -> None:
     """Quantize a checkpoint with the project's one quantizer."""
     with _user_errors():
+        from models.stored import check_stored
         from numerics.spec import QuantSpec
         from rl.experiment.preconditions import read_model
         from trainer.config import TrainerConfig
@@ -163,7 +164,9 @@ def convert(
         from weight_sync.hf_checkpoint import convert_checkpoint
 
         quant_spec = QuantSpec.preset(preset)
-        check_layout(read_model(model, "MODEL"), TrainerConfig(), quant_spec)
+        definition = read_model(model, "MODEL")
+        check_layout(definition.sizes, TrainerConfig(), quant_spec)
+        check_stored(model, definition, "MODEL")
         if out.exists():
             raise UserError(f"OUT: found {out}, expected a directory that does not exist yet. Choose another one.")
         convert_checkpoint(model, out, quant_spec)

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import httpx
 import ray
 
+from models import read_model
 from rollout import handshake
 from rollout.client import EngineClient, PauseMode
 from rollout.config import RolloutConfig
@@ -21,7 +22,7 @@ from rollout.errors import EngineDiedError, EngineError
 from rollout.handshake import Handshake
 from rollout.routes import route_shape
 from rollout.sampler import sample_groups, sample_groups_as_completed
-from rollout.server import SGLangServer, read_model_config
+from rollout.server import SGLangServer
 from rollout.types import Endpoint, Prompt, SamplingParams, Trajectory
 
 Result = TypeVar("Result")
@@ -74,7 +75,7 @@ class Engine:
         if self._server is not None:
             raise EngineError("the engine is running already. Stop it first, or call recover().")
         began = time.monotonic()
-        routes = route_shape(read_model_config(Path(model_path))) if self._routes else None
+        routes = route_shape(read_model(Path(model_path), served=True).sizes) if self._routes else None
         cancelled = threading.Event()
         try:
             self._server = await asyncio.to_thread(

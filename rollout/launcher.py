@@ -31,7 +31,7 @@ def main() -> None:
     # Until the first request SGLang does not handle SIGTERM, and the `finally` below would be skipped.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL))
-    _import_one_model_only(request["architectures"])
+    _import_one_model_only(request["architecture"])
 
     from sglang.srt.plugins import load_plugins
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
@@ -83,12 +83,11 @@ def _remember_shared_memory(ports: Any, *_: Any, **__: Any) -> None:
     note_shared_memory(Path(os.environ["TMPDIR"]), shm_path_for(ports.instance_id))
 
 
-def _import_one_model_only(architectures: list[str]) -> None:
+def _import_one_model_only(architecture: str) -> None:
     """Keep SGLang from importing all of its models, which takes a second and fills the log with what is missing."""
     models = Path(importlib.util.find_spec("sglang").submodule_search_locations[0], "srt", "models")  # type: ignore[union-attr, index]
-    wanted = [f"class {name}(" for name in architectures]
     modules = {path.stem: path.read_text() for path in models.glob("*.py")}
-    others = [name for name, source in modules.items() if not any(line in source for line in wanted)]
+    others = [name for name, source in modules.items() if f"class {architecture}(" not in source]
     if len(others) < len(modules):
         os.environ["SGLANG_DISABLED_MODEL_ARCHS"] = ",".join(others)
 

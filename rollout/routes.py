@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from models.sizes import ModelSizes
 from numerics.errors import UserError
 from rollout.errors import EngineError
 
@@ -25,18 +25,18 @@ class RouteShape:
     top_k: int
 
 
-def route_shape(config: Mapping[str, Any]) -> RouteShape:
-    """The shape of a model from its Hugging Face config.json; every layer has routed experts, as in Qwen3-MoE.
+def route_shape(sizes: ModelSizes) -> RouteShape:
+    """The shape of a model's routes.
 
     Raises:
         UserError: it is a dense model.
     """
-    if not config.get("num_experts_per_tok"):
+    if not sizes.moe:
         raise UserError(
             "numerics.router_replay: found it on for a dense model, expected off: it has no experts. Set "
             "numerics.router_replay=off, or choose a mixture of experts."
         )
-    return RouteShape(config["num_hidden_layers"], config["num_experts_per_tok"])
+    return RouteShape(sizes.moe_layers, sizes.top_k)
 
 
 def parse_routes(meta: dict[str, Any], tokens: int, shape: RouteShape) -> Tensor:

@@ -17,6 +17,7 @@ from typing import Any
 import httpx
 import psutil
 
+from models.config_file import ConfigFile
 from numerics.config import Mode
 from numerics.errors import user_error
 from rollout.arguments import has_cuda, server_arguments, server_environment
@@ -66,7 +67,7 @@ class SGLangServer:
             UserError: the configured port is taken, or the model directory has no config.json.
             EngineDiedError: the process ended; EngineError: it did not answer within `config.start_timeout_s`.
         """
-        architectures = read_model_config(Path(model_path)).get("architectures") or []
+        architecture = ConfigFile.read(Path(model_path), "model.path").architecture()
         cuda = has_cuda()
         mode: Mode = plugin["numerics"]["mode"] if plugin is not None else "native"
         port = _claim_port(config.port)
@@ -101,7 +102,7 @@ class SGLangServer:
         try:
             server._hand_over(
                 arguments=arguments,
-                architectures=architectures,
+                architecture=architecture,
                 fork=not cuda,
                 api_key=endpoint.api_key,
                 admin_api_key=endpoint.admin_key,
@@ -205,20 +206,6 @@ def _group(process: psutil.Process) -> int:
         return os.getpgid(process.pid)
     except ProcessLookupError:
         return -1
-
-
-def read_model_config(model_path: Path) -> dict[str, Any]:
-    """The config.json of a Hugging Face model directory. Raises UserError if there is none."""
-    config = model_path / "config.json"
-    if not config.is_file():
-        raise user_error(
-            "model.path",
-            found=str(model_path),
-            expected="a Hugging Face model directory with a config.json",
-            remedy="Correct the path.",
-        )
-    values: dict[str, Any] = json.loads(config.read_text())
-    return values
 
 
 def _claim_port(port: int | None) -> int:

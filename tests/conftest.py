@@ -11,6 +11,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 
 from collections.abc import Iterator
+from typing import Any
 
 import hypothesis
 import pytest
@@ -46,3 +47,13 @@ def compiled() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def seeded() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def layout() -> Iterator[Any]:
+    """This process as the one rank of a trainer."""
+    from trainer import parallel
+    from trainer.config import TrainerConfig
+
+    yield parallel.initialize(TrainerConfig())
+    parallel.shutdown()

@@ -1,6 +1,7 @@
 """The import rule: between packages, and between the floors inside `rl`, an import never points up or sideways."""
 
 import ast
+import re
 import sys
 from pathlib import Path
 
@@ -10,10 +11,11 @@ from tests.support.paths import ROOT
 
 MAY_IMPORT = {
     "numerics": set(),
-    "rollout": {"numerics"},
-    "trainer": {"numerics"},
-    "weight_sync": {"numerics", "rollout", "trainer"},
-    "rl": {"numerics", "rollout", "trainer", "weight_sync"},
+    "models": {"numerics"},
+    "rollout": {"numerics", "models"},
+    "trainer": {"numerics", "models"},
+    "weight_sync": {"numerics", "models", "rollout", "trainer"},
+    "rl": {"numerics", "models", "rollout", "trainer", "weight_sync"},
 }
 NUMERICS_THIRD_PARTY = {"torch", "triton"}
 FLOORS = ("mismatch", "record", "algorithms", "experiment", "guard", "report", "run", "diagnose", "loop", "cli")
@@ -41,6 +43,20 @@ def test_numerics_imports_only_torch_and_the_standard_library() -> None:
         if module.split(".")[0] not in allowed
     ]
     assert not broken, broken
+
+
+@pytest.mark.parametrize("package", sorted(MAY_IMPORT.keys() - {"models"}))
+def test_only_models_knows_the_name_of_a_tensor(package: str) -> None:
+    names = re.compile(
+        r"model\.layers|self_attn|embed_tokens|lm_head\.|layernorm\.weight|mlp\.\w+_proj|w13_weight|w2_weight"
+    )
+    broken = [
+        f"{path.relative_to(ROOT)}:{node.lineno} {node.value!r}"
+        for path in python_files(package)
+        for node in strings(ast.parse(path.read_text()))
+        if names.search(node.value)
+    ]
+    assert not broken
 
 
 @pytest.mark.parametrize("floor", FLOORS)
@@ -110,3 +126,16 @@ def imported_modules(source: str) -> list[tuple[int, str]]:
             if name in {"import_module", "__import__"} and isinstance(node.args[0].value, str):
                 found.append((node.lineno, node.args[0].value))
     return sorted(found, key=lambda item: item[0])
+
+
+def strings(tree: ast.Module) -> list[ast.Constant]:
+    """Every string but docstrings."""
+    documentation = {
+        id(statement.value)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+        for statement in node.body
+        if isinstance(statement, ast.Expr)
+    }
+    constants = [node for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+    return [node for node in constants if id(node) not in documentation]

@@ -8,14 +8,16 @@ import torch
 import torch.nn.functional as F
 from megatron.core.transformer import TransformerConfig
 
+from models.sizes import ModelSizes
 from numerics.config import Mode
 from trainer.config import TrainerConfig
-from trainer.hf_config import ModelShape
 from trainer.lowering import Lowering
+from trainer.mapping import MegatronMapping
 
 
 def transformer_config(
-    shape: ModelShape,
+    sizes: ModelSizes,
+    mapping: MegatronMapping,
     config: TrainerConfig,
     dtype: torch.dtype,
     mode: Mode = "exact",
@@ -23,29 +25,28 @@ def transformer_config(
 ) -> TransformerConfig:
     """Megatron's config. Gradients are sums over all ranks; only the lowering turns fused CUDA kernels on."""
     moe: dict[str, Any] = {}
-    if shape.moe:
+    if sizes.moe:
         moe = {
-            "num_moe_experts": shape.experts,
-            "moe_router_topk": shape.top_k,
-            "moe_ffn_hidden_size": shape.ffn_size,
+            "num_moe_experts": sizes.experts,
+            "moe_router_topk": sizes.top_k,
+            "moe_ffn_hidden_size": sizes.expert_size,
             "moe_grouped_gemm": True,
             "moe_router_load_balancing_type": "none",
             "moe_aux_loss_coeff": 0.0,
             "moe_router_score_function": "softmax",
             "moe_enable_routing_replay": True,
             # Probabilities that sum to one are a softmax over the chosen logits; exact mode's router has its own.
-            "moe_router_pre_softmax": not shape.renormalize or shape.top_k == 1,
+            "moe_router_pre_softmax": not sizes.renormalize or sizes.top_k == 1,
         }
     return TransformerConfig(
-        num_layers=shape.layers,
-        hidden_size=shape.hidden_size,
-        num_attention_heads=shape.heads,
-        num_query_groups=shape.kv_heads,
-        kv_channels=shape.head_dim,
-        ffn_hidden_size=shape.ffn_size,
+        num_layers=sizes.layers,
+        hidden_size=sizes.hidden_size,
+        num_attention_heads=sizes.heads,
+        num_query_groups=sizes.kv_heads,
+        kv_channels=sizes.head_dim,
+        ffn_hidden_size=sizes.ffn_size or sizes.expert_size,
         normalization="RMSNorm",
-        layernorm_epsilon=shape.norm_eps,
-        qk_layernorm=True,
+        layernorm_epsilon=sizes.norm_eps,
         gated_linear_unit=True,
         activation_func=F.silu,
         use_te_activation_func=mode == "exact",
@@ -69,5 +70,6 @@ def transformer_config(
         moe_token_dispatcher_type="alltoall",
         calculate_per_token_loss=True,
         **moe,
+        **mapping.config(sizes),
         **lowering.config,
     )

@@ -1,4 +1,4 @@
-"""Build the stock GPTModel of a Hugging Face Qwen3 directory."""
+"""Build the stock GPTModel of a model."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 
+from models import Model
 from trainer import te_runtime
 from trainer.config import TrainerConfig
-from trainer.hf_config import ModelShape
 from trainer.lowering import Lowering
+from trainer.mapping import MAPPINGS
 from trainer.megatron_config import transformer_config
 from trainer.modules import exact, native
 from trainer.modules.embedding import Embedding
@@ -21,7 +22,7 @@ from trainer.modules.weights import tag_split
 
 
 def build_model(
-    shape: ModelShape,
+    definition: Model,
     config: TrainerConfig,
     precision: Precision,
     lowering: Lowering,
@@ -33,23 +34,23 @@ def build_model(
     Raises:
         UserError: TransformerEngine would not quantize as `lowering` says.
     """
-    mode = precision.numerics.mode
-    modules_of = partial(exact.layer_modules, shape) if mode == "exact" else native.layer_modules(lowering)
-    megatron_config = transformer_config(shape, config, dtype, mode, lowering)
+    mode, sizes, mapping = precision.numerics.mode, definition.sizes, MAPPINGS[definition.architecture.name]
+    modules_of = partial(exact.layer_modules, sizes) if mode == "exact" else native.layer_modules(lowering)
+    megatron_config = transformer_config(sizes, mapping, config, dtype, mode, lowering)
     te_runtime.check(lowering, megatron_config)
     # Megatron names the device of every weight but the routers' (moe/router.py:53).
     with torch.device(torch.cuda.current_device()):
         model = GPTModel(
             megatron_config,
-            block_spec(megatron_config, shape, precision, modules_of),
-            vocab_size=shape.vocab_size,
+            block_spec(megatron_config, sizes, mapping, precision, modules_of),
+            vocab_size=sizes.vocab_size,
             max_sequence_length=max_sequence_length,
             pre_process=parallel_state.is_pipeline_first_stage(),
             post_process=parallel_state.is_pipeline_last_stage(),
             parallel_output=False,
-            share_embeddings_and_output_weights=shape.tied,
+            share_embeddings_and_output_weights=sizes.tied,
             position_embedding_type="none" if mode == "exact" else "rope",
-            rotary_base=shape.rope_theta,
+            rotary_base=sizes.rope_theta,
         )
     _finish_ends(model)
     if mode == "exact":

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import math
 
+from models.sizes import ModelSizes
 from numerics.config import Mode
 from numerics.errors import user_error
 from numerics.spec import QuantSpec
 from trainer.config import TrainerConfig
-from trainer.hf_config import ModelShape
 
 
-def check_layout(shape: ModelShape, config: TrainerConfig, spec: QuantSpec) -> None:
+def check_layout(sizes: ModelSizes, config: TrainerConfig, spec: QuantSpec) -> None:
     """Check that the model divides over the ranks, its weights over the quantization blocks, and some are quantized.
 
     A fused weight (q|k|v per head group, gate|up) is quantized as a whole here and as separate tensors in a Hugging
@@ -28,20 +28,20 @@ def check_layout(shape: ModelShape, config: TrainerConfig, spec: QuantSpec) -> N
         UserError: a size does not divide.
     """
     tp = config.tp
-    split = {"num_attention_heads": shape.heads, "num_key_value_heads": shape.kv_heads, "vocab_size": shape.vocab_size}
-    if not shape.moe:
-        split["intermediate_size"] = shape.ffn_size
+    split = {"num_attention_heads": sizes.heads, "num_key_value_heads": sizes.kv_heads, "vocab_size": sizes.vocab_size}
+    if sizes.ffn_size:
+        split["intermediate_size"] = sizes.ffn_size
     for name, size in split.items():
         _require_divisor("trainer.tp", tp, name, size)
-    if config.ep > 1 and not shape.moe:
+    if config.ep > 1 and not sizes.moe:
         raise user_error(
             "trainer.ep",
             found=config.ep,
             expected="1 for a dense model",
             remedy="Set trainer.ep=1, or choose a mixture of experts.",
         )
-    if shape.moe:
-        _require_divisor("trainer.ep", config.ep, "num_experts", shape.experts)
+    if sizes.moe:
+        _require_divisor("trainer.ep", config.ep, "num_experts", sizes.experts)
     if (tp * config.dp) % config.ep:
         raise user_error(
             "trainer.ep",
@@ -49,17 +49,17 @@ def check_layout(shape: ModelShape, config: TrainerConfig, spec: QuantSpec) -> N
             expected=f"a divisor of tp * dp = {tp} * {config.dp}, whose ranks the experts are spread over",
             remedy=f"Set trainer.dp={config.ep} or another multiple, or lower trainer.ep.",
         )
-    _require_divisor("trainer.pp", config.pp, "num_hidden_layers", shape.layers)
-    _check_quantization(shape, tp, spec)
+    _require_divisor("trainer.pp", config.pp, "num_hidden_layers", sizes.layers)
+    _check_quantization(sizes, tp, spec)
 
 
-def check_mode(shape: ModelShape, mode: Mode) -> None:
+def check_mode(sizes: ModelSizes, mode: Mode) -> None:
     """Check that the numerics mode defines this architecture.
 
     Raises:
         UserError: it does not.
     """
-    if mode == "native" and shape.top_k == 1 and shape.renormalize:
+    if mode == "native" and sizes.top_k == 1 and sizes.renormalize:
         raise user_error(
             "numerics.mode",
             found="native for a model with num_experts_per_tok = 1 and norm_topk_prob = true",
@@ -68,15 +68,15 @@ def check_mode(shape: ModelShape, mode: Mode) -> None:
         )
 
 
-def _check_quantization(shape: ModelShape, tp: int, spec: QuantSpec) -> None:
+def _check_quantization(sizes: ModelSizes, tp: int, spec: QuantSpec) -> None:
     if not spec.quantized:
         return
     exceptions = spec.first_layers_bf16 + spec.last_layers_bf16
-    if exceptions >= shape.layers:
+    if exceptions >= sizes.layers:
         raise user_error(
             "numerics.first_layers_bf16 + numerics.last_layers_bf16",
             found=exceptions,
-            expected=f"less than the model's num_hidden_layers = {shape.layers}, so that some layer is quantized",
+            expected=f"less than the model's num_hidden_layers = {sizes.layers}, so that some layer is quantized",
             remedy="Lower them, or run both sides in BF16 "
             "(numerics.preset=bf16 numerics.trainer=bf16 numerics.rollout=bf16).",
         )
@@ -88,11 +88,13 @@ def _check_quantization(shape: ModelShape, tp: int, spec: QuantSpec) -> None:
             remedy="A fused weight has one scale here and several in a checkpoint; choose a finer granularity.",
         )
     block = _block(spec)
-    parts = 1 if shape.moe else tp
-    ffn = "moe_intermediate_size" if shape.moe else "intermediate_size"
-    if parts > 1:
-        ffn += f" / trainer.tp = {shape.ffn_size} / {parts}"
-    pieces = {"hidden_size": shape.hidden_size, "head_dim": shape.head_dim, ffn: shape.ffn_size // parts}
+    shares = f" / trainer.tp = {sizes.ffn_size} / {tp}" if tp > 1 else ""
+    pieces = {
+        "hidden_size": sizes.hidden_size,
+        "head_dim": sizes.head_dim,
+        f"intermediate_size{shares}": sizes.ffn_size // tp,
+        "moe_intermediate_size": sizes.expert_size,
+    }
     for name, size in pieces.items():
         if size % block:
             raise user_error(

@@ -1,4 +1,4 @@
-"""What goes into each op of the trainer's forward and what comes out, under the names of `numerics.traced_ops`."""
+"""What goes into each op of the trainer's forward and what comes out, as a recording of `models.trace`."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 from megatron.core.models.gpt import GPTModel
-from megatron.core.transformer.moe.moe_layer import MoELayer
 from torch import Tensor, nn
 
+from models.trace import EACH, LENGTHS, TARGETS, TOKENS, Form, Forward, OpTrace, Place, recorded
 from numerics import ops
 from numerics.errors import user_error
-from numerics.traced_ops import OpTrace, Place, key
 from trainer import device
 from trainer.batch import TokenBatch
 from trainer.modules.exact.attention import CoreAttention
@@ -24,8 +23,10 @@ from trainer.modules.exact.experts import MoE
 if TYPE_CHECKING:
     from trainer.trainer import Trainer
 
-Seen = dict[Place, Tensor]
-"""Tensors of one sequence by layer and by where in the layer they were seen, the tokens first."""
+Call = tuple[Any, tuple[Any, ...], Any]
+"""A module, what it was given, and what it returned, in Megatron's shapes."""
+Written = dict[Place | tuple[Place, str], tuple[Tensor, ...]]
+"""What each op wrote; and by (place, name) what else was seen of it."""
 
 
 def trace_ops(trainer: Trainer, batch: TokenBatch) -> OpTrace:
@@ -41,7 +42,6 @@ def trace_ops(trainer: Trainer, batch: TokenBatch) -> OpTrace:
             expected="1: with several, no rank sees a whole op",
             remedy="Attribute with a trainer of one rank and numerics.k_splits set to the run's trainer.tp.",
         )
-    parts: dict[str, list[Tensor]] = defaultdict(list)
     if trainer.lowering.transformer_engine:
         raise user_error(
             "numerics.mode",
@@ -49,185 +49,146 @@ def trace_ops(trainer: Trainer, batch: TokenBatch) -> OpTrace:
             expected="layers of which every op can be seen: TransformerEngine's fuse some",
             remedy="Attribute with numerics.mode=exact, or on a machine without a GPU.",
         )
+    parts: dict[str, list[Tensor]] = defaultdict(list)
     for row in range(batch.rows):
         tokens = batch.tokens[row : row + 1, : int(batch.lengths[row])].to(device.current())
-        for name, tensor in _trace(trainer.model, tokens, batch.temperature).items():
+        for name, tensor in _trace(trainer.model, trainer.definition.forward, tokens, batch.temperature).items():
             parts[name].append(tensor.cpu())
     tensors = {name: torch.cat(rows).contiguous() for name, rows in parts.items()}
-    return OpTrace(tensors | {"lengths": batch.lengths.cpu().clone()}, _settings(trainer.model))
+    return OpTrace(tensors | {LENGTHS: batch.lengths.cpu().clone()}, _settings(trainer.model))
 
 
-def _trace(model: GPTModel, tokens: Tensor, temperature: float) -> dict[str, Tensor]:
-    with torch.no_grad(), _taps(model) as seen:
-        model(tokens, position_ids=None, attention_mask=None)
-    logits = seen[None, "logits"]
+def _trace(model: GPTModel, forward: Forward, tokens: Tensor, temperature: float) -> dict[str, Tensor]:
+    """The recording of one sequence [1, S]."""
     targets = F.pad(tokens[0, 1:], (0, 1))
-    logprobs, _ = ops.token_logprobs(logits, targets, temperature)
-    record = {"targets": targets}
-    record |= _op((None, "embed"), seen[None, "embedded"], tokens=tokens[0])
-    for index, layer in enumerate(model.decoder.layers):
-        record |= _attention_ops(seen, index, layer.self_attention)
-        record |= _moe_ops(seen, index, layer.mlp) if isinstance(layer.mlp, MoELayer) else _dense_ops(seen, index)
-    record |= _norm((None, "final_norm"), seen, len(model.decoder.layers), seen[None, "stream"], seen[None, "normed"])
-    record |= _op((None, "lm_head"), logits, x=seen[None, "normed"])
-    record |= _op((None, "logprobs"), logprobs, logits=logits)
+    with torch.no_grad(), _written(model, forward) as written:
+        model(tokens, position_ids=None, attention_mask=None)
+    record, values = {TARGETS: targets}, {TOKENS: tokens[0]}
+    for place in forward.places():
+        op = place.op
+        if op.form == "logprobs":  # after the forward, in the loss
+            written[place] = (ops.token_logprobs(values[op.reads[0]], targets, temperature)[0],)
+        record |= recorded(place, [values.get(name) for name in op.reads], written[place])
+        if op.form == "experts":
+            record[place.key(EACH)] = written[place, EACH][0]
+        values |= zip(op.writes, written[place], strict=True)
     return record
 
 
-def _attention_ops(seen: Seen, i: int, attention: nn.Module) -> dict[str, Tensor]:
-    q, k, v = (seen[i, name] for name in "qkv")
-    q_raw, k_raw = seen[i, "q_raw"], seen[i, "k_raw"]
-    q_normed, k_normed = seen[i, "q_normed"], seen[i, "k_normed"]
-    core = attention.core_attention
-    if isinstance(core, CoreAttention):  # rotates inside
-        q, k = (ops.rope(x[None], torch.arange(len(x))[None].to(x.device), core.rope_theta)[0] for x in (q, k))
-    return {
-        **_norm((i, "input_norm"), seen, i, seen[i, "stream"], seen[i, "normed"]),
-        **_op((i, "qkv"), torch.cat([x.flatten(1) for x in (q_raw, k_raw, v)], -1), x=seen[i, "normed"]),
-        **_op((i, "q_norm"), q_normed, x=q_raw),
-        **_op((i, "k_norm"), k_normed, x=k_raw),
-        **_op((i, "rope"), torch.cat((q, k), 1), q=q_normed, k=k_normed),
-        **_op((i, "attention"), seen[i, "attended"], q=q, k=k, v=v),
-        **_op((i, "o_proj"), seen[i, "attention_out"], x=seen[i, "attended"]),
-        **_op(
-            (i, "post_norm"),
-            torch.stack((seen[i, "mlp_in"], seen[i, "mlp_stream"]), 1),
-            x=seen[i, "attention_out"],
-            residual=seen[i, "stream"],
-        ),
-    }
-
-
-def _moe_ops(seen: Seen, i: int, mlp: nn.Module) -> dict[str, Tensor]:
-    logits, probs, routing = seen[i, "router_logits"], seen[i, "probs"], seen[i, "routing_map"]
-    chosen = routing.nonzero()[:, 1].view(len(routing), -1)  # ascending expert id
-    each = seen[i, "expert_rows"]
-    # Rows stand in the order of their experts, and of their tokens within one.
-    expert_of_row, token_of_row = routing.t().nonzero().unbind(1)
-    if isinstance(mlp, MoE):  # weighted where they are added, elsewhere inside the experts
-        each = (each.float() * probs[token_of_row, expert_of_row, None]).to(each.dtype)
-    by_token = each[token_of_row.argsort(stable=True)].view(*chosen.shape, -1)
-    return {
-        **_op((i, "router"), logits, x=seen[i, "mlp_in"]),
-        **_op((i, "topk"), probs.float(), logits=logits),
-        **_op((i, "experts"), seen[i, "mlp_out"], x=seen[i, "mlp_in"], probs=probs.float(), chosen=chosen),
-        key((i, "experts"), "each"): by_token,
-    }
-
-
-def _dense_ops(seen: Seen, i: int) -> dict[str, Tensor]:
-    return {
-        **_op((i, "gate_up"), seen[i, "gate_up"], x=seen[i, "mlp_in"]),
-        **_op((i, "swiglu"), seen[i, "gated"], x=seen[i, "gate_up"]),
-        **_op((i, "down"), seen[i, "mlp_out"], x=seen[i, "gated"]),
-    }
-
-
-def _norm(place: Place, seen: Seen, i: int, total: Tensor, normed: Tensor) -> dict[str, Tensor]:
-    """The norm before layer i, with the addition of the residual that the layer before left to it."""
-    out = torch.stack((normed, total), 1)
-    if i == 0:
-        return _op(place, out, x=total)
-    return _op(place, out, x=seen[i - 1, "mlp_out"], residual=seen[i - 1, "mlp_stream"])
-
-
-def _op(place: Place, out: Tensor, **inputs: Tensor) -> dict[str, Tensor]:
-    return {key(place, name): tensor for name, tensor in {**inputs, "out": out}.items()}
-
-
 @contextmanager
-def _taps(model: GPTModel) -> Iterator[Seen]:
-    """Watch a forward of one sequence: what the modules of `model` are given and what they return."""
-    seen: Seen = {}
+def _written(model: GPTModel, forward: Forward) -> Iterator[Written]:
+    """Watch a forward of one sequence; tensors are [S, ...]."""
+    seen: Written = {}
+
+    def watch(place: Place) -> None:
+        owner = model if place.layer is None else model.decoder.layers[place.layer]
+        module = owner.get_submodule(place.op.megatron)
+        if place.op.form == "experts":
+            taps.callback(module.get_submodule("experts").register_forward_hook(note_rows(place)).remove)
+
+        def note(module: nn.Module, given: tuple[Any, ...], keywords: dict[str, Any], returned: Any) -> None:
+            call = (module, (*given, *keywords.values()), returned)
+            seen[place] = tuple(tensor.detach().clone() for tensor in _WRITES[place.op.form](call))
+            if place.op.form == "experts":
+                probs, chosen = seen[routed(place)]
+                seen[place, EACH] = (_each_expert(module, probs, chosen, seen[place, "rows"][0]),)
+
+        taps.callback(module.register_forward_hook(note, with_kwargs=True).remove)
+
+    def note_rows(place: Place) -> Callable[..., None]:
+        def note(_: nn.Module, given: tuple[Any, ...], returned: Any) -> None:
+            seen[place, "rows"] = (returned[0].detach().clone(),)
+
+        return note
+
+    def routed(place: Place) -> Place:
+        assert place.layer is not None
+        return next(Place(place.layer, op) for op in forward.layers[place.layer] if op.form == "topk")
+
     with ExitStack() as taps:
-
-        def watch(module: nn.Module, layer: int | None, given: tuple[str, ...] = (), returned: str = "") -> None:
-            def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-                for name, tensor in zip(given, (*args, *kwargs.values())):
-                    seen[layer, name] = _rows(tensor)
-                if returned:
-                    seen[layer, returned] = _rows(output[0] if isinstance(output, tuple) else output)
-
-            taps.callback(module.register_forward_hook(hook, with_kwargs=True).remove)
-
-        def watch_norm(linear: nn.Module, layer: int, name: str) -> None:
-            """The norm inside a linear module, taken again, as the module need not let it out of one kernel."""
-
-            def hook(module: Any, args: tuple[Any, ...], output: Any) -> None:
-                seen[layer, name] = _rows(module.normalized(args[0]))
-
-            taps.callback(linear.register_forward_hook(hook).remove)
-
-        def watch_call(owner: nn.Module, method: str, keep: Callable[[Any, Any], None]) -> None:
-            taps.enter_context(_wrapped(owner, method, keep))
-
-        watch(model.embedding, None, returned="embedded")
-        watch(model.decoder.final_layernorm, None, ("stream",), "normed")
-        watch(model.output_layer, None, returned="logits")
-        for i, layer in enumerate(model.decoder.layers):
-            attention, mlp = layer.self_attention, layer.mlp
-            watch(attention.linear_qkv, i, ("stream",))
-            watch_norm(attention.linear_qkv, i, "normed")
-            watch(attention.q_layernorm, i, ("q_raw",), "q_normed")
-            watch(attention.k_layernorm, i, ("k_raw",), "k_normed")
-            watch(attention.core_attention, i, ("q", "k", "v"), "attended")
-            watch(attention.linear_proj, i, returned="attention_out")
-            watch(layer.pre_mlp_layernorm, i, ("mlp_stream",))
-            if isinstance(mlp, MoELayer):
-                watch(mlp, i, ("mlp_in",), "mlp_out")
-                watch_call(mlp.router, "gating", _keep_logits(seen, i))
-                watch_call(mlp.router, "routing", _keep_routing(seen, i))
-                watch(mlp.experts, i, returned="expert_rows")
-            else:
-                watch(mlp, i, returned="mlp_out")
-                watch_norm(mlp.linear_fc1, i, "mlp_in")
-                watch(mlp.linear_fc1, i, returned="gate_up")
-                watch(mlp.linear_fc2, i, ("gated",))
+        for place in forward.places():
+            if place.op.megatron:
+                watch(place)
         yield seen
 
 
-def _keep_logits(seen: Seen, i: int) -> Callable[[Any, Any], None]:
-    def keep(_: dict[str, Any], output: Tensor) -> None:
-        seen[i, "router_logits"] = _rows(output)
-
-    return keep
+def _output(call: Call) -> tuple[Tensor, ...]:
+    returned = call[2]
+    return (_rows(returned[0] if isinstance(returned, tuple) else returned),)
 
 
-def _keep_routing(seen: Seen, i: int) -> Callable[[Any, Any], None]:
-    def keep(_: dict[str, Any], output: tuple[Tensor, Tensor]) -> None:
-        seen[i, "probs"], seen[i, "routing_map"] = (tensor.detach().clone() for tensor in output)
+def _norm(call: Call) -> tuple[Tensor, ...]:
+    module, given, _ = call
+    # Inside a linear module it is taken again, as the module need not let it out of one kernel.
+    return (_rows(module.normalized(given[0])),) if hasattr(module, "normalized") else _output(call)
 
-    return keep
+
+def _add_norm(call: Call) -> tuple[Tensor, ...]:
+    return *_norm(call), _rows(call[1][0])
 
 
-@contextmanager
-def _wrapped(owner: nn.Module, method: str, keep: Callable[[Any, Any], None]) -> Iterator[None]:
-    """Show each call of `owner.method`, its keywords and its result, to `keep`."""
-    original = getattr(owner, method)
-    own = vars(owner).get(method)
+def _qkv(call: Call) -> tuple[Tensor, ...]:
+    """Megatron interleaves q, k and v by group of heads."""
+    (fused,), config = _output(call), call[0].config
+    size, queries = config.kv_channels, config.num_attention_heads // config.num_query_groups
+    grouped = fused.unflatten(1, (config.num_query_groups, queries + 2, size))
+    q, k, v = grouped.split((queries, 1, 1), 2)
+    return q.flatten(1, 2), k.flatten(1, 2), v.flatten(1, 2)
 
-    def call(*args: Any, **kwargs: Any) -> Any:
-        output = original(*args, **kwargs)
-        keep(kwargs, output)
-        return output
 
-    setattr(owner, method, call)
-    try:
-        yield
-    finally:
-        delattr(owner, method)
-        if own is not None:
-            setattr(owner, method, own)
+def _rope(call: Call) -> tuple[Tensor, ...]:
+    module, (q, k, *_), _ = call
+    if isinstance(module, CoreAttention):  # rotates inside
+        q, k = (module.rotated(x.transpose(0, 1)).transpose(0, 1) for x in (q, k))
+    return _rows(q), _rows(k)
+
+
+def _linear(call: Call) -> tuple[Tensor, ...]:
+    module, given, _ = call
+    return (_rows(module.gating(given[0])),) if hasattr(module, "gating") else _output(call)
+
+
+def _input(call: Call) -> tuple[Tensor, ...]:
+    """Of the product behind it."""
+    return (_rows(call[1][0]),)
+
+
+def _topk(call: Call) -> tuple[Tensor, ...]:
+    probs, routing_map = call[2]
+    chosen = routing_map.nonzero()[:, 1].view(len(routing_map), -1)  # ascending expert id
+    return probs.float(), chosen
+
+
+_WRITES: dict[Form, Callable[[Call], tuple[Tensor, ...]]] = {
+    "embed": _output,
+    "norm": _norm,
+    "add_norm": _add_norm,
+    "qkv": _qkv,
+    "head_norm": _output,
+    "rope": _rope,
+    "attention": _output,
+    "linear": _linear,
+    "swiglu": _input,
+    "topk": _topk,
+    "experts": _output,
+}
+
+
+def _each_expert(layer: nn.Module, probs: Tensor, chosen: Tensor, rows: Tensor) -> Tensor:
+    """[S, k, H]: what each of a token's experts adds, of `rows` [S * k, H] in the order of experts, then tokens."""
+    routing = torch.zeros_like(probs, dtype=torch.bool).scatter(1, chosen, True)
+    expert_of_row, token_of_row = routing.t().nonzero().unbind(1)
+    if isinstance(layer, MoE):  # weighted where they are added, elsewhere inside the experts
+        rows = (rows.float() * probs[token_of_row, expert_of_row, None]).to(rows.dtype)
+    return rows[token_of_row.argsort(stable=True)].view(*chosen.shape, -1)
 
 
 def _rows(tensor: Tensor) -> Tensor:
-    """A sequence's tokens [S, ...] of what Megatron passes on: [S, 1, ...], logits [1, S, V], expert rows [N, H]."""
-    squeezed = tensor if tensor.dim() == 2 else tensor.squeeze(0) if tensor.shape[0] == 1 else tensor.squeeze(1)
-    return squeezed.detach().clone()
+    """A sequence's tokens [S, ...] of what Megatron passes on: [S, 1, ...], logits [1, S, V]."""
+    return tensor.squeeze(0) if tensor.shape[0] == 1 else tensor.squeeze(1)
 
 
 def _settings(model: GPTModel) -> dict[str, float]:
-    config = model.config
     core = model.decoder.layers[0].self_attention.core_attention
     theta = core.rope_theta if isinstance(core, CoreAttention) else model.rotary_base
-    return {"rope_theta": float(theta), "norm_eps": config.layernorm_epsilon}
+    return {"rope_theta": float(theta), "norm_eps": model.config.layernorm_epsilon}

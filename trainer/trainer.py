@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from models import read_model
 from numerics.config import NumericsConfig
 from numerics.errors import user_error
 from numerics.probe import row_variant_ops
@@ -20,7 +21,6 @@ from trainer import checkpoint, device, te_runtime, te_weights
 from trainer.batch import TokenBatch
 from trainer.config import TrainerConfig
 from trainer.errors import NonFiniteLossError
-from trainer.hf_config import read_shape
 from trainer.hf_weights import HFWeights
 from trainer.lowering import lower
 from trainer.model import build_model
@@ -37,6 +37,7 @@ class Trainer:
     """Trains one model on this rank. Every public method needs all ranks, with equal arguments.
 
     Attributes:
+        definition: what is known of the model before it is built. model: Megatron's, this rank's part of it.
         weight_version: optimizer steps taken.
         cache: the quantized weights that the forward uses, under its own count of weight changes.
     """
@@ -60,18 +61,19 @@ class Trainer:
         """
         torch.manual_seed(seed)
         self.config, self.numerics, self.layout = config, numerics, layout
-        self.shape = read_shape(model_path)
-        check_mode(self.shape, numerics.mode)
-        check_layout(self.shape, config, numerics.trainer_spec)
-        _check_sequence_length(max_sequence_length, self.shape.max_positions)
+        self.definition = read_model(model_path)
+        sizes = self.definition.sizes
+        check_mode(sizes, numerics.mode)
+        check_layout(sizes, config, numerics.trainer_spec)
+        _check_sequence_length(max_sequence_length, sizes.max_positions)
         _check_k_splits(config, numerics)
         self.max_sequence_length = max_sequence_length
         self.cache = WeightCache()
         self.weight_version = 0
         self.lowering = lower(numerics, device.has_transformer_engine())
-        self._precision = Precision(numerics, self.cache, self.shape.layers)
-        self.model = build_model(self.shape, config, self._precision, self.lowering, max_sequence_length, dtype)
-        self.weights = HFWeights(model_path, self.shape, numerics.spec.weight, dtype)
+        self._precision = Precision(numerics, self.cache, sizes.layers)
+        self.model = build_model(self.definition, config, self._precision, self.lowering, max_sequence_length, dtype)
+        self.weights = HFWeights(model_path, self.definition.tensors, self.model.config, numerics.spec.weight, dtype)
         self.weights.load(self.model)
         self.optimizer = Optimizer(self.model, config, self.lowering, total_steps)
         self._ready_norm: float | None = None
@@ -172,7 +174,7 @@ class Trainer:
                 expected=f"{self.numerics.mode}, which the model was built for",
                 remedy="Keep the mode; only the spec and the precision of a live trainer can change.",
             )
-        check_layout(self.shape, self.config, numerics.trainer_spec)
+        check_layout(self.definition.sizes, self.config, numerics.trainer_spec)
         _check_k_splits(self.config, numerics)
         te_runtime.switch(self.lowering, lower(numerics, self.lowering.transformer_engine), self.model.config)
         self.numerics = self._precision.numerics = numerics

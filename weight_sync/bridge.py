@@ -105,7 +105,7 @@ def push(
     try:
         if trainer.layout.rank != 0:
             return None
-        tensors = served_tensors(weights, spec, trainer.shape.layers, transport.allocate)
+        tensors = served_tensors(weights, spec, trainer.definition, transport.allocate)
         return asyncio.run(send_and_verify(transport, tensors, spec, endpoints, version))
     finally:
         _exhaust(weights)
@@ -165,7 +165,7 @@ def _write(trainer: Trainer, spec: QuantSpec, model_path: Path, path: Path) -> N
     weights = trainer.export_weights()
     try:
         if trainer.layout.rank == 0:
-            tensors = served_tensors(weights, spec, trainer.shape.layers)
+            tensors = served_tensors(weights, spec, trainer.definition)
             write_served_checkpoint(tensors, model_path, path, spec)
     finally:
         _exhaust(weights)

@@ -4,24 +4,23 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from models import Model, read_model
+from models.stored import stored_tensors
 from numerics.files import publish_directory
 from numerics.spec import QuantSpec
-from weight_sync.quantized import served_tensors
+from weight_sync.quantized import is_quantized, served_tensors
 from weight_sync.shards import shards
 
 _SHARD_BYTES = 4 << 30
 _COPIED = ("*.json", "*.jinja", "*.txt", "*.model")
 _WEIGHT_INDEX = "model.safetensors.index.json"
-_LAYERS = "num_hidden_layers"
 
 
 def write_served_checkpoint(tensors: Iterable[tuple[str, Tensor]], source: Path, path: Path, spec: QuantSpec) -> None:
@@ -42,11 +41,12 @@ def write_served_checkpoint(tensors: Iterable[tuple[str, Tensor]], source: Path,
         raise
 
 
-def quantization_config(spec: QuantSpec, layers: int) -> dict[str, Any]:
-    """The HF `quantization_config` of a spec with block-quantized weights, for a model of `layers` layers.
+def quantization_config(spec: QuantSpec, model: Model) -> dict[str, Any]:
+    """The HF `quantization_config` of a spec with block-quantized weights.
 
-    `modules_to_not_convert` holds path prefixes: SGLang's `is_layer_skipped` takes them for whole path components, and
-    so for the fused projections and the experts of a layer alike.
+    `modules_to_not_convert` names every product that stays as it is, without which transformers and vLLM take a router
+    for quantized. They are path prefixes: SGLang's `is_layer_skipped` takes them for whole path components, and so for
+    the fused projections and the experts of a layer alike.
     """
     config: dict[str, Any] = {
         "quant_method": "fp8",
@@ -56,19 +56,27 @@ def quantization_config(spec: QuantSpec, layers: int) -> dict[str, Any]:
     }
     if spec.activation.scale == "pow2":
         config["scale_fmt"] = "ue8m0"
-    if exceptions := spec.bf16_layers(layers):
-        config["modules_to_not_convert"] = [f"model.layers.{layer}" for layer in exceptions]
-    return config
+    return config | {"modules_to_not_convert": _unquantized_modules(spec, model)}
+
+
+def _unquantized_modules(spec: QuantSpec, model: Model) -> list[str]:
+    """Of a layer's experts their common module. Never a layer's prefix: transformers takes that of 1 for 10's, too."""
+    kept = (row for row in model.tensors.rows.values() if row.product and not is_quantized(row, spec, model))
+    modules = (
+        row.name.removesuffix(".weight") if row.expert is None else row.name.rpartition(f".{row.expert}.")[0]
+        for row in kept
+    )
+    return list(dict.fromkeys(modules))
 
 
 def convert_checkpoint(source: Path, path: Path, spec: QuantSpec) -> None:
     """The weights of an HF directory, quantized by the spec, as a directory that an engine loads.
 
-    Weights of another float format are rounded to BF16 first, as the trainer does when it loads them.
+    Weights of another float format are rounded first to what the trainer holds them in.
     """
-    weights = ((name, tensor.to(torch.bfloat16)) for name, tensor in _stored_tensors(source))
-    layers = json.loads((source / "config.json").read_text())[_LAYERS]
-    write_served_checkpoint(served_tensors(weights, spec, layers), source, path, spec)
+    model = read_model(source)
+    weights = ((name, tensor.to(model.tensors[name].served)) for name, tensor in stored_tensors(source, model))
+    write_served_checkpoint(served_tensors(weights, spec, model), source, path, spec)
 
 
 def _copy_description(source: Path, partial: Path, spec: QuantSpec) -> None:
@@ -79,7 +87,7 @@ def _copy_description(source: Path, partial: Path, spec: QuantSpec) -> None:
     config = json.loads((partial / "config.json").read_text())
     config.pop("quantization_config", None)
     if spec.quantized:
-        config["quantization_config"] = quantization_config(spec, config[_LAYERS])
+        config["quantization_config"] = quantization_config(spec, read_model(source))
     (partial / "config.json").write_text(json.dumps(config, indent=1))
 
 
@@ -90,10 +98,3 @@ def _write_tensors(tensors: Iterable[tuple[str, Tensor]], partial: Path) -> None
         save_file({name: tensor.cpu().contiguous() for name, tensor in shard}, partial / file, {"format": "pt"})
         where |= dict.fromkeys((name for name, _ in shard), file)
     (partial / _WEIGHT_INDEX).write_text(json.dumps({"metadata": {}, "weight_map": where}))
-
-
-def _stored_tensors(source: Path) -> Iterator[tuple[str, Tensor]]:
-    for file in sorted(source.glob("*.safetensors")):
-        with safe_open(file, framework="pt") as stored:
-            for name in stored.keys():
-                yield name, stored.get_tensor(name)

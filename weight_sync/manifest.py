@@ -9,9 +9,9 @@ from pathlib import Path
 
 from torch import Tensor
 
+from models.tensors import SCALE_SUFFIX
 from numerics.digest import tensor_digests
 from numerics.files import write_atomically
-from numerics.names import SCALE_SUFFIX
 from weight_sync.shards import shards
 
 _BATCH_BYTES = 64 << 20

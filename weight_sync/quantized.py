@@ -7,8 +7,9 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor
 
+from models import Model
+from models.tensors import SCALE_SUFFIX, TensorRow
 from numerics.errors import UserError
-from numerics.names import SCALE_SUFFIX, place_of
 from numerics.quantize import QuantizedTensor, check_quantizable, quantize_many, scale_shape
 from numerics.spec import QuantSpec, TensorSpec
 from weight_sync.buckets import Allocate
@@ -21,41 +22,45 @@ _BATCH_BYTES = 64 << 20  # quantized at a time: experts are many and small, and 
 def served_tensors(
     weights: Iterable[tuple[str, Tensor | QuantizedTensor]],
     spec: QuantSpec,
-    layers: int,
+    model: Model,
     allocate: Allocate | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
     """(HF name, tensor) of what is served under `spec`: FP8 codes and their scales, or the tensor as it is.
 
-    weights: (HF name, BF16 tensor), or what the trainer quantized itself, whose codes and scales are served as they
-    are (dequantized, where the engine runs them in BF16). layers: of the model, of which the first and the last may be
-    exceptions. A quantized `x.weight` [N, K] becomes `x.weight` (FP8) and `x.weight_scale_inv` (FP32, one per block).
+    weights: (HF name, tensor), or what the trainer quantized itself, whose codes and scales are served as they are
+    (dequantized, where the engine runs them unquantized). model: whose tensors they are. A quantized `x.weight` [N, K]
+    becomes `x.weight` (FP8) and `x.weight_scale_inv` (FP32, one per block).
     The tensors may share memory with the parameters. allocate: where to quantize to.
     """
     for batch in shards(weights, _BATCH_BYTES):
-        quantized = _quantized(
-            {name: weight for name, weight in batch if _quantizes(spec, name, layers)}, spec, allocate
-        )
+        rows = {name: model.tensors[name] for name, _ in batch}
+        to_quantize = {name: weight for name, weight in batch if is_quantized(rows[name], spec, model)}
+        quantized = _quantized(to_quantize, spec, allocate)
         for name, weight in batch:
             if name in quantized:
                 yield name, quantized[name].data
                 yield name + SCALE_SUFFIX, quantized[name].scale_inv
+            elif isinstance(weight, QuantizedTensor):
+                yield name, weight.dequantize(rows[name].served)
             else:
-                yield name, weight.dequantize(torch.bfloat16) if isinstance(weight, QuantizedTensor) else weight
+                yield name, weight.to(rows[name].served)
 
 
 def manifest_of(
-    weights: Iterable[tuple[str, Tensor | QuantizedTensor]], spec: QuantSpec, layers: int, version: str
+    weights: Iterable[tuple[str, Tensor | QuantizedTensor]], spec: QuantSpec, model: Model, version: str
 ) -> Manifest:
     """What an engine that serves `spec` must hold of these weights (as in `served_tensors`), without sending them."""
     recorder = Recorder(version, spec.digest())
-    for _ in recorder.watch(served_tensors(weights, spec, layers)):
+    for _ in recorder.watch(served_tensors(weights, spec, model)):
         pass
     return recorder.manifest()
 
 
-def _quantizes(spec: QuantSpec, name: str, layers: int) -> bool:
-    place = place_of(name)
-    return place is not None and spec.of_layer(place[0], layers).quantizes(place[1])
+def is_quantized(row: TensorRow, spec: QuantSpec, model: Model) -> bool:
+    """Whether a tensor is served in FP8 under `spec`."""
+    if row.kind is None or row.layer is None:
+        return False
+    return spec.of_layer(row.layer, model.sizes.layers).quantizes(row.kind)
 
 
 def _quantized(

@@ -148,8 +148,8 @@ def _trainer(capsule: Capsule, weights: Path) -> Iterator[Any]:
 def _check_weights(capsule: Capsule, trainer: Any, weights: Path) -> None:
     """The weights, quantized as they were for the engine, must have the digests of the manifest."""
     manifest = capsule.manifest
-    spec, layers = capsule.numerics.rollout_spec, trainer.shape.layers
-    found = manifest_of(trainer.export_weights(), spec, layers, manifest.version)
+    spec = capsule.numerics.rollout_spec
+    found = manifest_of(trainer.export_weights(), spec, trainer.definition, manifest.version)
     differing = sorted(manifest.mismatched(found.entries))
     if differing:
         raise user_error(

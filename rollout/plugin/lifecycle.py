@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from models import read_model
 from numerics.compiler import enable_compiler
 from numerics.dispatch import choose
 from rollout.handshake import REPORT_KEY
@@ -33,7 +34,8 @@ def after_load_model(result: Any, self: Any, *args: Any, **kwargs: Any) -> None:
                 "Set numerics.mode to native"
             )
         enable_compiler()
-    current.weights.attach(self.model, self.server_args.weight_version)
+    definition = read_model(Path(self.server_args.model_path), served=True)
+    current.weights.attach(self.model, definition, self.server_args.weight_version)
 
 
 def before_forward(*args: Any, **kwargs: Any) -> None:

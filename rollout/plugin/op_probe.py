@@ -1,14 +1,15 @@
 """The engine's own ops on given inputs, one by one, and its own forward of given tokens.
 
-An action of /weights_checker names a safetensors file with the trainer's recording (`numerics.traced_ops`). Each op of
-the engine, with whatever hooks are installed in it, gets the inputs that the trainer's op had. The answer is a second
-file beside the first. Nothing of the engine's state is touched: keys and values stand in a cache of their own.
+An action of /weights_checker names a safetensors file with the trainer's recording (`models.trace`). Each op of the
+engine, with whatever hooks are installed in it, gets the inputs that the trainer's op had. The answer is a second file
+beside the first. Nothing of the engine's state is touched: keys and values stand in a cache of their own.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,22 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from models import Model
+from models.trace import (
+    CHOSEN,
+    EACH,
+    LENGTHS,
+    LOGITS,
+    LOGPROBS,
+    RESIDUAL,
+    TARGETS,
+    TOKENS,
+    Form,
+    Place,
+    inputs,
+    recorded,
+)
 from numerics import ops
-from numerics.traced_ops import Place, inputs_of, key, places_in
 from rollout.plugin.state import state
 
 OPS = "fp8rl.ops:"
@@ -27,9 +42,9 @@ OPS = "fp8rl.ops:"
 ANSWER = "engine.safetensors"
 """Name of the answer, in the recording's directory.
 
-Keys: `place:out` and `place:each` as in the recording, from the trainer's inputs. From the tokens alone, each op on the
-output of the engine's op before it: `free.logits` [T, V], `free.logprobs` FP32 [T], `free.stream` [layers, T, H] (the
-residual stream that goes into each layer), and with experts `free.chosen` int64 [T, layers, k].
+Keys: `place:out.name` and `place:each` as in the recording, from the trainer's inputs. From the tokens alone, each op
+on the output of the engine's op before it: `free.logits` [T, V], `free.logprobs` FP32 [T], `free.stream` [layers, T, H]
+(the residual stream that goes into each layer), and with experts `free.chosen` int64 [T, layers with experts, k].
 Metadata: `settings`, constants of the ops as JSON.
 """
 
@@ -40,12 +55,14 @@ def answer(runner: Any, recording: Path) -> str:
     with safe_open(recording, framework="pt") as file:
         record = {name: file.get_tensor(name) for name in file.keys()}
         temperature = float(file.metadata()["temperature"])
-    engine = EngineOps(runner, record["lengths"], record["targets"], temperature)
+    engine = EngineOps(runner, state().weights.definition, record[LENGTHS], record[TARGETS], temperature)
     outputs: dict[str, Tensor] = {}
-    for place in places_in(record):
-        for name, tensor in engine.run(place, inputs_of(record, place)).items():
-            outputs[key(place, name)] = tensor
-    outputs |= {f"free.{name}": tensor for name, tensor in engine.forward(record["embed:tokens"]).items()}
+    for place in engine.places:
+        read = engine.on_device(inputs(record, place))
+        outputs |= recorded(place, (), engine.run(place, read))
+        if place.op.form == "experts":
+            outputs[place.key(EACH)] = engine.each_expert(place, read)
+    outputs |= {f"free.{name}": tensor for name, tensor in engine.forward(_tokens(record, engine.places)).items()}
     path = recording.with_name(ANSWER)
     save_file(
         {name: t.cpu().contiguous().clone() for name, t in outputs.items()},
@@ -55,76 +72,96 @@ def answer(runner: Any, recording: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
+def _tokens(record: dict[str, Tensor], places: Sequence[Place]) -> Tensor:
+    return next(record[place.key(f"in.{TOKENS}")] for place in places if TOKENS in place.op.reads)
+
+
+Read = Sequence[Tensor | None]
+
+
 class EngineOps:
-    """The ops of SGLang's Qwen3ForCausalLM or Qwen3MoeForCausalLM on the tokens of some sequences, end to end.
+    """The ops of SGLang's model, by `definition`, on the tokens of some sequences, end to end.
 
     lengths: int64 [sequences]. targets: int64 [T], the tokens whose log-probabilities the last op gives.
     """
 
-    def __init__(self, runner: Any, lengths: Tensor, targets: Tensor, temperature: float) -> None:
-        self._runner, self._model = runner, runner.model.model
+    def __init__(self, runner: Any, definition: Model, lengths: Tensor, targets: Tensor, temperature: float) -> None:
+        self._runner, self._model, self._sizes = runner, runner.model, definition.sizes
+        self.places = definition.forward.places()
         self._device = next(runner.model.parameters()).device
         self._lengths, self._targets, self._temperature = lengths.to(self._device), targets, temperature
         self._positions = torch.cat([torch.arange(n, device=self._device) for n in lengths.tolist()])
+        self._forms: dict[Form, Callable[..., tuple[Tensor, ...]]] = {
+            "embed": lambda module, tokens: (module(tokens),),
+            "norm": lambda module, x: (module(x),),
+            "add_norm": _add_norm,
+            "qkv": self._qkv,
+            "head_norm": lambda module, x: (module(x.flatten(0, 1)).view(x.shape),),
+            "rope": self._rope,
+            "attention": lambda module, q, k, v: (self._attention(module, q, k, v),),
+            "linear": self._linear,
+            "swiglu": lambda module, x: (module(x),),
+            "topk": _top_k,
+            "experts": lambda module, x, probs, chosen: (self._routed(module, x, probs.gather(1, chosen), chosen),),
+            "logprobs": lambda _, logits: (self._logprobs(logits),),
+        }
 
-    def run(self, place: Place, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-        """One op, as in the table of `numerics.traced_ops`: its output as `out`, and of `experts` also `each`."""
-        layer, op = place
-        where = [] if layer is None else [self._model.layers[layer]]
-        here = {name: tensor.to(self._device) for name, tensor in inputs.items()}
+    def on_device(self, read: Read) -> Read:
+        return [None if tensor is None else tensor.to(self._device) for tensor in read]
+
+    def run(self, place: Place, read: Read) -> tuple[Tensor, ...]:
+        """What one op writes."""
         # SGLang writes some results into its inputs.
-        outputs = {"out": getattr(self, op)(*where, **{name: tensor.clone() for name, tensor in here.items()})}
-        if op == "experts":
-            outputs["each"] = self._each_expert(*where, **here)
-        return outputs
+        given = (None if tensor is None else tensor.clone() for tensor in read)
+        return self._forms[place.op.form](self._module(place), *given)
 
     def forward(self, tokens: Tensor) -> dict[str, Tensor]:
         """The whole forward, op after op."""
-        streams, chosen = [], []
-        x, residual = self.embed(tokens.to(self._device)), None
-        for layer in self._model.layers:
-            x, residual = self.input_norm(layer, x, residual).unbind(1)
-            streams.append(residual)
-            q, k, v = self._split_heads(layer, self.qkv(layer, x))
-            q, k = self.rope(layer, self.q_norm(layer, q), self.k_norm(layer, k)).split((q.shape[1], k.shape[1]), 1)
-            attended = self.o_proj(layer, self.attention(layer, q, k, v))
-            x, residual = self.post_norm(layer, attended, residual).unbind(1)
-            if hasattr(layer.mlp, "experts"):
-                probs, ids = self._top_k(layer, self.router(layer, x))
-                chosen.append(ids.sort(-1).values)
-                x = self._routed(layer, x, probs, ids)
-            else:
-                x = self.down(layer, self.swiglu(layer, self.gate_up(layer, x)))
-        logits = self.lm_head(self.final_norm(x, residual)[:, 0])
-        found = {"logits": logits, "logprobs": self.logprobs(logits), "stream": torch.stack(streams)}
-        return found | ({"chosen": torch.stack(chosen, 1)} if chosen else {})
+        values: dict[str, Tensor] = {TOKENS: tokens.to(self._device)}
+        streams: dict[int, Tensor] = {}
+        chosen = []
+        for place in self.places:
+            values |= zip(place.op.writes, self.run(place, [values.get(name) for name in place.op.reads]), strict=True)
+            if place.layer is not None and RESIDUAL in place.op.writes:
+                streams.setdefault(place.layer, values[RESIDUAL])
+            if CHOSEN in place.op.writes:
+                chosen.append(values[CHOSEN].sort(-1).values)
+        found = {LOGITS: values[LOGITS], LOGPROBS: values[LOGPROBS], "stream": torch.stack(list(streams.values()))}
+        return found | ({CHOSEN: torch.stack(chosen, 1)} if chosen else {})
+
+    def each_expert(self, place: Place, read: Read) -> Tensor:
+        """[T, k, H]: what each of a token's experts adds to the output, all others having a weight of zero."""
+        x, probs, chosen = read
+        assert x is not None and probs is not None and chosen is not None
+        weights = probs.gather(1, chosen)
+        alone = torch.eye(chosen.shape[1], device=self._device)
+        module = self._module(place)
+        return torch.stack([self._routed(module, x.clone(), weights * only, chosen) for only in alone], 1)
 
     def settings(self) -> dict[str, float]:
-        attention = self._model.layers[0].self_attn
-        return {"rope_theta": float(attention.rotary_emb.base), "norm_eps": self._model.norm.variance_epsilon}
+        rope, norm = (next(p for p in self.places if p.op.form == form) for form in ("rope", "add_norm"))
+        return {"rope_theta": float(self._module(rope).base), "norm_eps": self._module(norm).variance_epsilon}
 
-    def embed(self, tokens: Tensor) -> Tensor:
-        return self._model.embed_tokens(tokens)
+    def _module(self, place: Place) -> Any:
+        owner = self._model if place.layer is None else self._model.model.layers[place.layer]
+        return owner.get_submodule(place.op.engine)
 
-    def input_norm(self, layer: Any, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        return _norm(layer.input_layernorm, x, residual)
+    def _qkv(self, module: Any, x: Tensor) -> tuple[Tensor, ...]:
+        size, keys = self._sizes.head_dim, self._sizes.kv_heads
+        return module(x)[0].unflatten(-1, (-1, size)).split((self._sizes.heads, keys, keys), 1)
 
-    def qkv(self, layer: Any, x: Tensor) -> Tensor:
-        return layer.self_attn.qkv_proj(x)[0]
+    def _rope(self, module: Any, q: Tensor, k: Tensor) -> tuple[Tensor, ...]:
+        rotated = module(self._positions, q.flatten(1), k.flatten(1))
+        return tuple(new.view(old.shape) for new, old in zip(rotated, (q, k), strict=True))
 
-    def q_norm(self, layer: Any, x: Tensor) -> Tensor:
-        return layer.self_attn.q_norm(x.flatten(0, 1)).view(x.shape)
+    def _linear(self, module: Any, x: Tensor) -> tuple[Tensor, ...]:
+        if module is not self._model.lm_head:
+            return (module(x)[0],)
+        return (self._model.logits_processor._compute_lm_head(x, module)[:, : self._sizes.vocab_size],)
 
-    def k_norm(self, layer: Any, x: Tensor) -> Tensor:
-        return layer.self_attn.k_norm(x.flatten(0, 1)).view(x.shape)
-
-    def rope(self, layer: Any, q: Tensor, k: Tensor) -> Tensor:
-        rotated = layer.self_attn.rotary_emb(self._positions, q.flatten(1), k.flatten(1))
-        return torch.cat([new.view(old.shape) for new, old in zip(rotated, (q, k), strict=True)], 1)
-
-    def attention(self, layer: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def _attention(self, attn: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Prefill of whole sequences; token t lies in slot t of a cache."""
-        attn, dtype, lengths = layer.self_attn.attn, self._runner.kv_cache_dtype, self._lengths
+        dtype, lengths = self._runner.kv_cache_dtype, self._lengths
         starts = lengths.cumsum(0) - lengths
         slots = starts[:, None] + torch.arange(int(lengths.max()), device=self._device)
         slots = slots.clamp(max=len(q) - 1)
@@ -154,39 +191,7 @@ class EngineOps:
             )
         return out.flatten(1)
 
-    def o_proj(self, layer: Any, x: Tensor) -> Tensor:
-        return layer.self_attn.o_proj(x)[0]
-
-    def post_norm(self, layer: Any, x: Tensor, residual: Tensor) -> Tensor:
-        return _norm(layer.post_attention_layernorm, x, residual)
-
-    def router(self, layer: Any, x: Tensor) -> Tensor:
-        return layer.mlp.gate(x)[0]
-
-    def topk(self, layer: Any, logits: Tensor) -> Tensor:
-        probs, ids = self._top_k(layer, logits)
-        return torch.zeros_like(logits, dtype=torch.float32).scatter(1, ids, probs.float())
-
-    def experts(self, layer: Any, x: Tensor, probs: Tensor, chosen: Tensor) -> Tensor:
-        return self._routed(layer, x, probs.gather(1, chosen), chosen)
-
-    def gate_up(self, layer: Any, x: Tensor) -> Tensor:
-        return layer.mlp.gate_up_proj(x)[0]
-
-    def swiglu(self, layer: Any, x: Tensor) -> Tensor:
-        return layer.mlp.act_fn(x)
-
-    def down(self, layer: Any, x: Tensor) -> Tensor:
-        return layer.mlp.down_proj(x)[0]
-
-    def final_norm(self, x: Tensor, residual: Tensor | None) -> Tensor:
-        return _norm(self._model.norm, x, residual)
-
-    def lm_head(self, x: Tensor) -> Tensor:
-        model = self._runner.model
-        return model.logits_processor._compute_lm_head(x, model.lm_head)[:, : model.config.vocab_size]
-
-    def logprobs(self, logits: Tensor) -> Tensor:
+    def _logprobs(self, logits: Tensor) -> Tensor:
         """Through the engine's sampler, as if each target had been asked for."""
         from sglang.srt.layers.logits_processor import LogitsProcessorOutput
         from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
@@ -213,35 +218,24 @@ class EngineOps:
             self._runner.sampler(output, info, True, [0] * count, targets, self._positions)
         return torch.stack([torch.as_tensor(row)[0] for row in output.next_token_token_ids_logprobs_val]).float()
 
-    def _each_expert(self, layer: Any, x: Tensor, probs: Tensor, chosen: Tensor) -> Tensor:
-        """[T, k, H]: what each of a token's experts adds to the output, all others having a weight of zero."""
-        weights = probs.gather(1, chosen)
-        alone = torch.eye(chosen.shape[1], device=self._device)
-        return torch.stack([self._routed(layer, x.clone(), weights * only, chosen) for only in alone], 1)
-
-    def _top_k(self, layer: Any, logits: Tensor) -> tuple[Tensor, Tensor]:
-        config = layer.mlp.topk.topk_config
-        recording, config.allow_routed_experts_capture = config.allow_routed_experts_capture, False
-        try:
-            output = layer.mlp.topk(logits, logits.clone())
-        finally:
-            config.allow_routed_experts_capture = recording
-        return output.topk_weights, output.topk_ids.long()
-
-    def _routed(self, layer: Any, x: Tensor, probs: Tensor, ids: Tensor) -> Tensor:
+    def _routed(self, module: Any, x: Tensor, probs: Tensor, ids: Tensor) -> Tensor:
         from sglang.srt.layers.moe.topk import StandardTopKOutput
 
-        logits = torch.zeros(len(x), layer.mlp.experts.num_experts, device=self._device)
-        return layer.mlp.experts(x, StandardTopKOutput(probs.float(), ids.int(), logits))
-
-    def _split_heads(self, layer: Any, qkv: Tensor) -> tuple[Tensor, ...]:
-        attention = layer.self_attn
-        sizes = (attention.q_size, attention.kv_size, attention.kv_size)
-        return tuple(part.reshape(len(qkv), -1, attention.head_dim) for part in qkv.split(sizes, -1))
+        logits = torch.zeros(len(x), module.num_experts, device=self._device)
+        return module(x, StandardTopKOutput(probs.float(), ids.int(), logits))
 
 
-def _norm(module: Any, x: Tensor, residual: Tensor | None) -> Tensor:
-    """[T, 2, H]: normed, and the sum that was normed."""
-    if residual is None:
-        return torch.stack((module(x.clone()), x), 1)
-    return torch.stack(module(x, residual), 1)
+def _add_norm(module: Any, x: Tensor, residual: Tensor | None) -> tuple[Tensor, ...]:
+    return (module(x.clone()), x) if residual is None else tuple(module(x, residual))
+
+
+def _top_k(module: Any, logits: Tensor) -> tuple[Tensor, ...]:
+    """Experts in the engine's own order, in which it adds them up."""
+    config = module.topk_config
+    recording, config.allow_routed_experts_capture = config.allow_routed_experts_capture, False
+    try:
+        output = module(logits, logits.clone())
+    finally:
+        config.allow_routed_experts_capture = recording
+    chosen = output.topk_ids.long()
+    return torch.zeros_like(logits, dtype=torch.float32).scatter(1, chosen, output.topk_weights.float()), chosen

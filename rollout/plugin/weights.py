@@ -7,15 +7,16 @@ an update and its commit the weights have no version and no forward runs on them
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from models import Model
+from models.tensors import SCALE_SUFFIX, TensorRow, TensorTable
 from numerics import ops
 from numerics.digest import tensor_digests
-from numerics.names import SCALE_SUFFIX
 from numerics.quantize import QuantizedTensor
 from numerics.spec import TensorSpec
 
@@ -34,16 +35,22 @@ class ServedWeights:
     def __init__(self, spec: TensorSpec) -> None:
         self.version: str | None = None
         self._spec = spec
-        self._model: nn.Module | None = None
-        self._operands: dict[nn.Parameter, Operand] = {}
+        self._attached: tuple[nn.Module, Model] | None = None
+        self._operands: dict[Tensor, Operand] = {}
 
     @property
     def device(self) -> torch.device:
-        return next(self._loaded().parameters()).device
+        return next(self._loaded()[0].parameters()).device
 
-    def attach(self, model: nn.Module, version: str) -> None:
-        """Take charge of a model that has just been loaded."""
-        self._model = model
+    @property
+    def definition(self) -> Model:
+        """What is known of the model beside its weights."""
+        return self._loaded()[1]
+
+    def attach(self, model: nn.Module, definition: Model, version: str) -> None:
+        """Take charge of a model that has just been loaded. Raises `RuntimeError` if it is not as its table says."""
+        check_table(model, definition)
+        self._attached = model, definition
         self._operands.clear()
         self.commit(version)
 
@@ -80,70 +87,78 @@ class ServedWeights:
         The manifest gives, for each tensor by its HF name, `digest` for what is served as it is, and `digest@version`
         for what is quantized, where `version` is that of the operand in use.
         """
-        for module in self._loaded().modules():
-            for name, parameter in _quantized_parameters(module):
-                scale_inv = getattr(module, name + SCALE_SUFFIX).detach()
-                quantized = QuantizedTensor(parameter.detach(), scale_inv, self._spec)
-                self._operands[parameter] = Operand(ops.weight_operand(quantized), version)
+        for parameter, scale_inv in _quantized_parameters(self._loaded()[0]):
+            quantized = QuantizedTensor(parameter.detach(), scale_inv.detach(), self._spec)
+            self._operands[parameter] = Operand(ops.weight_operand(quantized), version)
         self.version = version
         return self.manifest()
 
     def manifest(self) -> dict[str, str]:
         """`commit`'s manifest, taken anew from the parameters as they are now."""
-        names, parameters, views = zip(*hf_tensors(self._loaded()), strict=True)
+        model, definition = self._loaded()
+        names, parameters, views = zip(*hf_tensors(model, definition.tensors, self._spec.group), strict=True)
         entries = dict(zip(names, tensor_digests(views), strict=True))
         for name, parameter in zip(names, parameters, strict=True):
             if operand := self._operands.get(parameter):
                 entries[name] += f"@{operand.version}"
         return entries
 
-    def _loaded(self) -> nn.Module:
-        if self._model is None:
+    def _loaded(self) -> tuple[nn.Module, Model]:
+        if self._attached is None:
             raise RuntimeError("fp8rl plugin: no model is loaded yet")
-        return self._model
+        return self._attached
 
 
-def _quantized_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    own = dict(module.named_parameters(recurse=False))
-    return ((name, p) for name, p in own.items() if name + SCALE_SUFFIX in own)
+def _quantized_parameters(model: nn.Module) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
+    """Each with its scales."""
+    held = dict(model.named_parameters())
+    return ((p, held[name + SCALE_SUFFIX]) for name, p in held.items() if name + SCALE_SUFFIX in held)
 
 
-def hf_tensors(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, torch.Tensor]]:
-    """(HF name, the engine's parameter, the part of it that is this tensor), for every tensor of the HF checkpoint.
+Served = tuple[str, Tensor, Tensor]
+"""A tensor's name in the checkpoint, the engine's parameter that holds it, and its part of that."""
 
-    SGLang stores q, k and v in one parameter, gate and up in another, and the experts of a layer stacked.
+
+def hf_tensors(model: nn.Module, table: TensorTable, block: int) -> Iterator[Served]:
+    """Every tensor of the checkpoint, and the scales of those that are quantized in blocks of `block` rows."""
+    held = dict(_held(model, table))
+    for name, by_index in table.in_engine.items():
+        yield from _split(held[name], table, by_index, "", 1)
+        if name + SCALE_SUFFIX in held:
+            yield from _split(held[name + SCALE_SUFFIX], table, by_index, SCALE_SUFFIX, block)
+
+
+def check_table(model: nn.Module, definition: Model) -> None:
+    """Refuse a model of the engine that does not hold what the table says, no more and no less.
+
+    Raises:
+        RuntimeError: it names the parameters.
     """
-    seen: set[int] = set()
-    for module_name, module in model.named_modules():
-        for name, parameter in module.named_parameters(recurse=False):
-            if id(parameter) in seen:  # tied embeddings
-                continue
-            seen.add(id(parameter))
-            for hf_name, view in _split(module_name, module, name, parameter.detach()):
-                yield hf_name, parameter, view
+    expected = definition.tensors.in_engine.keys()
+    held = {name.removesuffix(SCALE_SUFFIX) for name, _ in _held(model, definition.tensors)}
+    extras = definition.architecture.engine_extras
+    spare = sorted(name for name in held - expected if name.rpartition(".")[2] not in extras)
+    missing = sorted(expected - held)
+    if spare or missing:
+        raise RuntimeError(
+            f"fp8rl plugin: found the parameters {spare[:5]} in the engine and {missing[:5]} not, expected those that "
+            f"models/ says of {definition.architecture.name}. Install the locked version of sglang"
+        )
 
 
-def _split(path: str, module: Any, name: str, data: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-    parent, _, leaf = path.rpartition(".")
-    if leaf == "qkv_proj":
-        sizes = [module.num_heads * module.head_size] + 2 * [module.num_kv_heads * module.head_size]
-        for kind, part in zip("qkv", _split_rows(data, sizes), strict=True):
-            yield f"{parent}.{kind}_proj.{name}", part
-    elif leaf == "gate_up_proj":
-        for kind, part in zip(("gate", "up"), data.chunk(2), strict=True):
-            yield f"{parent}.{kind}_proj.{name}", part
-    elif name.startswith(("w13_", "w2_")):
-        which, _, suffix = name.partition("_")
-        for expert, matrix in enumerate(data):
-            parts = zip(("gate", "up"), matrix.chunk(2), strict=True) if which == "w13" else (("down", matrix),)
-            for kind, part in parts:
-                yield f"{path}.{expert}.{kind}_proj.{suffix}", part
-    elif hasattr(module, "org_vocab_size"):
-        yield f"{path}.{name}", data[: module.org_vocab_size]  # SGLang pads the vocabulary
-    else:
-        yield f"{path}.{name}", data
+def _held(model: nn.Module, table: TensorTable) -> Iterator[tuple[str, Tensor]]:
+    """Every parameter, tied ones once, and the buffers that the table has."""
+    yield from model.named_parameters()
+    buffers = {
+        name for name, by_index in table.in_engine.items() for rows in by_index.values() if rows[0].engine.buffer
+    }
+    yield from ((name, buffer) for name, buffer in model.named_buffers() if name in buffers)
 
 
-def _split_rows(data: torch.Tensor, sizes: list[int]) -> tuple[torch.Tensor, ...]:
-    """Rows of a weight, or block rows of its scales: sizes in proportion."""
-    return data.split([size * data.shape[0] // sum(sizes) for size in sizes])
+def _split(
+    held: Tensor, table: TensorTable, by_index: Mapping[int | None, Sequence[TensorRow]], suffix: str, block: int
+) -> Iterator[Served]:
+    for index, rows in by_index.items():
+        fused = held.detach() if index is None else held.detach()[index]
+        for row, part in zip(rows, table.split("engine", fused, rows, block), strict=True):
+            yield row.name + suffix, held, part

@@ -126,7 +126,7 @@ def test_one_side_in_bf16(rig: Rig) -> None:
     numerics = replace(pipeline.setup.numerics, trainer="bf16")
     pipeline.trainer.apply(methodcaller("set_numerics", numerics))
     try:
-        result = attribute(pipeline.trainer, pipeline.endpoint, batch, numerics)
+        result = attribute(pipeline.trainer, pipeline.endpoint, batch, numerics, pipeline.definition)
     finally:
         pipeline.trainer.apply(methodcaller("set_numerics", pipeline.setup.numerics))
     (finding,) = result.findings
@@ -149,7 +149,9 @@ def test_native_mode_s_own_ops_are_told_apart(rig: Rig) -> None:
 
 
 def attributed(pipeline: Pipeline, batch: TokenBatch, **options: Any) -> Attribution:
-    return attribute(pipeline.trainer, pipeline.endpoint, batch, pipeline.setup.numerics, **options)
+    return attribute(
+        pipeline.trainer, pipeline.endpoint, batch, pipeline.setup.numerics, pipeline.definition, **options
+    )
 
 
 def put_in_engine(
@@ -169,7 +171,7 @@ def put_in_engine(
 
 
 def served(trainer: Any, spec: Any, name: str) -> torch.Tensor:
-    return dict(served_tensors(trainer.export_weights(), spec, trainer.shape.layers))[name].clone()
+    return dict(served_tensors(trainer.export_weights(), spec, trainer.definition))[name].clone()
 
 
 async def resume(pipeline: Pipeline) -> None:
@@ -192,7 +194,7 @@ def fp32_router(trainer: Any) -> None:
 
 def restore(trainer: Any) -> None:
     for layer in trainer.model.decoder.layers:
-        layer.self_attention.core_attention.rope_theta = trainer.shape.rope_theta
+        layer.self_attention.core_attention.rope_theta = trainer.definition.sizes.rope_theta
         vars(layer.mlp.router).pop("gating", None)
 
 

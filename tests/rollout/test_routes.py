@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import struct
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from numerics.errors import UserError
 from rollout.client import parse_completion
 from rollout.errors import EngineError
 from rollout.routes import RouteShape, parse_routes, route_shape
+from tests.support.definitions import SIZES
 
 SHAPE = RouteShape(layers=2, top_k=3)
 
@@ -63,6 +65,7 @@ def test_an_answer_carries_the_routes_of_prompt_and_generation() -> None:
 
 
 def test_the_shape_is_that_of_the_model() -> None:
-    assert route_shape({"num_hidden_layers": 4, "num_experts_per_tok": 8}) == RouteShape(4, 8)
+    assert route_shape(SIZES) == RouteShape(4, 2)
+    assert route_shape(replace(SIZES, dense_layers=1)) == RouteShape(3, 2)
     with pytest.raises(UserError, match="numerics.router_replay"):
-        route_shape({"num_hidden_layers": 4})
+        route_shape(replace(SIZES, experts=0))

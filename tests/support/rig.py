@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from examples.tiny_model import TinyModel, write_tiny_model
+from models import Model, read_model
 from numerics.config import NumericsConfig
 from numerics.spec import QuantSpec
 from rl.algorithms.sft import SftObjective
@@ -145,6 +146,10 @@ class Pipeline:
     @property
     def endpoint(self) -> Endpoint:
         return self.rig.run(self.engine.endpoint())
+
+    @property
+    def definition(self) -> Model:
+        return read_model(self.rig.models[self.setup.model])
 
     def sync(self, transport: str = "tensor", manifest: Path | None = None) -> SyncReport:
         """A sync through real buckets: of one MiB, so that a model needs several."""

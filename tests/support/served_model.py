@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor, nn
 
+from models.architecture import Architecture, Model
+from models.qwen3 import FIRST_OPS, LAST_OPS, attention_tensors, dense_mlp_tensors, embedding, last_tensors
+from models.qwen3_moe import moe_tensors
+from models.sizes import ModelSizes
+from models.tensors import TensorRow
+from models.trace import Forward
 from numerics.spec import QuantSpec
 from weight_sync.quantized import served_tensors
 
@@ -12,25 +20,36 @@ SPEC = QuantSpec.preset("fp8_block_pow2")
 HEADS, KEY_HEADS, HEAD_DIM, HIDDEN, WIDTH, EXPERTS = 4, 2, 128, 256, 128, 3
 VOCABULARY, PADDED_VOCABULARY = 60, 64
 ATTENTION, MOE, DENSE = "model.layers.0.self_attn.", "model.layers.0.mlp.", "model.layers.1.mlp."
-SHAPES = {
-    "model.embed_tokens.weight": (VOCABULARY, HIDDEN),
-    ATTENTION + "q_proj.weight": (HEADS * HEAD_DIM, HIDDEN),
-    ATTENTION + "k_proj.weight": (KEY_HEADS * HEAD_DIM, HIDDEN),
-    ATTENTION + "v_proj.weight": (KEY_HEADS * HEAD_DIM, HIDDEN),
-    ATTENTION + "o_proj.weight": (HIDDEN, HEADS * HEAD_DIM),
-    ATTENTION + "q_norm.weight": (HEAD_DIM,),
-    "model.layers.0.input_layernorm.weight": (HIDDEN,),
-    MOE + "gate.weight": (EXPERTS, HIDDEN),
-    **{
-        f"{MOE}experts.{expert}.{kind}_proj.weight": shape
-        for expert in range(EXPERTS)
-        for kind, shape in (("gate", (WIDTH, HIDDEN)), ("up", (WIDTH, HIDDEN)), ("down", (HIDDEN, WIDTH)))
-    },
-    DENSE + "gate_proj.weight": (2 * WIDTH, HIDDEN),
-    DENSE + "up_proj.weight": (2 * WIDTH, HIDDEN),
-    DENSE + "down_proj.weight": (HIDDEN, 2 * WIDTH),
-    "lm_head.weight": (VOCABULARY, HIDDEN),
-}
+SIZES = ModelSizes(
+    layers=2,
+    hidden_size=HIDDEN,
+    heads=HEADS,
+    kv_heads=KEY_HEADS,
+    head_dim=HEAD_DIM,
+    rotary_dim=HEAD_DIM,
+    vocab_size=VOCABULARY,
+    norm_eps=1e-6,
+    rope_theta=1e4,
+    max_positions=512,
+    tied=False,
+    ffn_size=2 * WIDTH,
+    experts=EXPERTS,
+    top_k=2,
+    expert_size=WIDTH,
+)
+
+
+def _rows(sizes: ModelSizes) -> Iterator[TensorRow]:
+    yield embedding(sizes)
+    yield from attention_tensors(sizes, 0)
+    yield from moe_tensors(sizes, 0)
+    yield from dense_mlp_tensors(sizes, 1)
+    yield from last_tensors(sizes)
+
+
+DEFINITION = Model(
+    Architecture("Served", "served", lambda _: SIZES, _rows, lambda _: Forward(FIRST_OPS, (), LAST_OPS)), SIZES
+)
 
 
 def hf_tensors_served(seed: int) -> dict[str, Tensor]:
@@ -42,19 +61,21 @@ def hf_tensors_served(seed: int) -> dict[str, Tensor]:
         rows = spread.repeat_interleave(128)[: shape[0]]
         return (torch.randn(shape, generator=generator) * (rows[:, None] if len(shape) > 1 else rows)).bfloat16()
 
-    return dict(served_tensors(((name, random(shape)) for name, shape in SHAPES.items()), SPEC, layers=2))
+    return dict(
+        served_tensors(((name, random(row.shape)) for name, row in DEFINITION.tensors.rows.items()), SPEC, DEFINITION)
+    )
 
 
 def build(served: dict[str, Tensor]) -> nn.Module:
     """The module tree, filled with `served`."""
     root = nn.Module()
-    embedding = _module(root, "model.embed_tokens", org_vocab_size=VOCABULARY)
-    _add(embedding, "weight", _padded(served["model.embed_tokens.weight"]))
-    _add(_module(root, "lm_head", org_vocab_size=VOCABULARY), "weight", _padded(served["lm_head.weight"]))
-    for name in ("model.layers.0.input_layernorm", ATTENTION + "q_norm", MOE + "gate"):
+    _add(_module(root, "model.embed_tokens"), "weight", _padded(served["model.embed_tokens.weight"]))
+    _add(_module(root, "lm_head"), "weight", _padded(served["lm_head.weight"]))
+    norms = ("model.layers.0.input_layernorm", ATTENTION + "q_norm", ATTENTION + "k_norm", "model.norm")
+    for name in (*norms, MOE + "gate"):
         _add(_module(root, name), "weight", served[name + ".weight"])
 
-    qkv = _module(root, ATTENTION + "qkv_proj", num_heads=HEADS, num_kv_heads=KEY_HEADS, head_size=HEAD_DIM)
+    qkv = _module(root, ATTENTION + "qkv_proj")
     experts = _module(root, MOE + "experts")
     for suffix in ("weight", "weight_scale_inv"):
         _add(qkv, suffix, torch.cat([_bytes(served[f"{ATTENTION}{k}_proj.{suffix}"]) for k in "qkv"]), suffix)
@@ -77,13 +98,11 @@ def load(model: nn.Module, served: dict[str, Tensor]) -> None:
         _bytes(parameter.data).copy_(_bytes(source.data))
 
 
-def _module(root: nn.Module, path: str, **attributes: int) -> nn.Module:
+def _module(root: nn.Module, path: str) -> nn.Module:
     for part in path.split("."):
         if part not in root._modules:
             root.add_module(part, nn.Module())
         root = root.get_submodule(part)
-    for name, value in attributes.items():
-        setattr(root, name, value)
     return root
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +12,8 @@ from numerics.config import NumericsConfig
 from numerics.spec import QuantSpec
 from tests.support.models import LENGTH, write_model
 from tests.support.trainers import MakeTrainer
-from trainer import parallel
 from trainer.config import TrainerConfig
 from trainer.parallel import Layout
-
-
-@pytest.fixture(scope="session")
-def layout() -> Iterator[Layout]:
-    yield parallel.initialize(TrainerConfig())
-    parallel.shutdown()
 
 
 @pytest.fixture(scope="session")

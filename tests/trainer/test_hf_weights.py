@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import Tensor
 
+from models import read_model
 from numerics.config import NumericsConfig
-from numerics.names import place_of
 from numerics.quantize import QuantizedTensor, quantize
 from numerics.spec import QuantSpec
 from tests.support.blockwise import BlockwiseWeight
@@ -47,13 +46,14 @@ def hold_in_fp8(model: torch.nn.Module, preset: str, layers: range) -> None:
                 module._parameters[name] = weight
 
 
-def assert_served_as_held(exported: dict[str, Any], stored: dict[str, Tensor], preset: str, layers: range) -> None:
+def assert_served_as_held(exported: dict[str, Any], path: Path, preset: str, layers: range) -> None:
     """The bytes of our quantizer on the HF tensors in these layers, and the HF tensors themselves elsewhere."""
-    spec = QuantSpec.preset(preset).weight
+    spec, stored = QuantSpec.preset(preset).weight, load_file(path / "model.safetensors")
+    table = read_model(path).tensors
     assert exported.keys() == stored.keys()
     for name, tensor in stored.items():
-        place, found = place_of(name), exported[name]
-        if place is None or place[0] not in layers:
+        row, found = table[name], exported[name]
+        if row.kind is None or row.layer not in layers:
             assert torch.equal(found, tensor), name
             continue
         expected = quantize(tensor, spec)
@@ -70,10 +70,9 @@ def test_codes_and_scales_are_exported_as_they_are(
 ) -> None:
     path = moe_path if kind == "moe" else dense_path
     trainer = native_trainer(path, layout, TrainerConfig(**SETTINGS))
-    stored = load_file(path / "model.safetensors")
     hold_in_fp8(trainer.model, preset, layers)
-    weights = HFWeights(path, trainer.shape, QuantSpec.preset(preset).weight)
-    assert_served_as_held(dict(weights.export(trainer.model)), stored, preset, layers)
+    weights = HFWeights(path, trainer.definition.tensors, trainer.model.config, QuantSpec.preset(preset).weight)
+    assert_served_as_held(dict(weights.export(trainer.model)), path, preset, layers)
 
 
 @dataclass(frozen=True)
@@ -93,7 +92,7 @@ class Export:
 def test_codes_and_scales_are_gathered_from_all_ranks(name: str, moe_path: Path, tmp_path: Path) -> None:
     ranks = run_on_ranks(TrainerConfig(**SETTINGS, **LAYOUTS[name]), tmp_path, Export(moe_path))
     assert ranks[1] == {}
-    assert_served_as_held(ranks[0], load_file(moe_path / "model.safetensors"), "fp8_block_pow2", range(LAYERS))
+    assert_served_as_held(ranks[0], moe_path, "fp8_block_pow2", range(LAYERS))
 
 
 def test_loading_quantizes_and_leaves_the_masters_their_precision(moe_path: Path, layout: Layout) -> None:
@@ -108,8 +107,7 @@ def test_loading_quantizes_and_leaves_the_masters_their_precision(moe_path: Path
         else:
             parameter.data.zero_()
     trainer.weights.load(trainer.model)
-    stored = load_file(moe_path / "model.safetensors")
-    assert_served_as_held(dict(trainer.export_weights()), stored, "fp8_block_pow2", range(LAYERS))
+    assert_served_as_held(dict(trainer.export_weights()), moe_path, "fp8_block_pow2", range(LAYERS))
     for name, parameter in held.items():
         assert torch.equal(parameter.get_high_precision_init_val(), bf16[name])
 
@@ -120,7 +118,7 @@ def test_a_written_directory_is_dequantized(moe_path: Path, tmp_path: Path, layo
     trainer.export_hf(tmp_path / "out")
     stored, written = load_file(moe_path / "model.safetensors"), load_file(tmp_path / "out" / "model.safetensors")
     assert {name: t.dtype for name, t in written.items()} == {name: t.dtype for name, t in stored.items()}
-    spec = QuantSpec.preset("fp8_block_pow2").weight
+    spec, table = QuantSpec.preset("fp8_block_pow2").weight, read_model(moe_path).tensors
     for name, tensor in stored.items():
-        expected = quantize(tensor, spec).dequantize() if place_of(name) else tensor
+        expected = quantize(tensor, spec).dequantize() if table[name].kind else tensor
         assert torch.equal(written[name], expected)

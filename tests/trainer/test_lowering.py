@@ -103,14 +103,14 @@ rope.fused_apply_rotary_pos_emb = object()
 import torch
 from tests.support.lowering import native
 from trainer.config import TrainerConfig
-from trainer.hf_config import ModelShape
+from tests.support.definitions import SIZES
+from trainer.mapping import MAPPINGS
 from trainer.megatron_config import transformer_config
 from trainer.lowering import lower
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
-shape = ModelShape("qwen3_moe", 4, 256, 4, 2, 128, 128, 64, 1e-6, 1e4, 512, False, experts=8, top_k=2)
 lowering = lower(native(first_layers_bf16=1, gradient={"format": "e5m2"}), True)
-config = transformer_config(shape, TrainerConfig(), torch.bfloat16, "native", lowering)
+config = transformer_config(SIZES, MAPPINGS["Qwen3MoeForCausalLM"], TrainerConfig(), torch.bfloat16, "native", lowering)
 assert (config.fp8, config.fp8_recipe, config.fp8_param) == ("hybrid", "blockwise", True)
 from megatron.core.fp8_utils import is_first_last_bf16_layer
 assert [is_first_last_bf16_layer(config, layer) for layer in range(4)] == [True, False, False, False]

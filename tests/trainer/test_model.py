@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
+from models import read_model
 from numerics.config import NumericsConfig
 from numerics.errors import UserError
 from numerics.spec import QuantSpec
@@ -18,7 +19,6 @@ from tests.support.batches import random_batch
 from tests.support.models import LENGTH, VOCAB, reference, write_model
 from tests.support.trainers import MakeTrainer
 from trainer.config import TrainerConfig
-from trainer.hf_config import read_shape
 from trainer.lowering import Lowering
 from trainer.modules.precision import Precision
 from trainer.parallel import Layout
@@ -65,9 +65,9 @@ def test_every_parameter_is_made_where_the_model_runs(
     from trainer.model import build_model
 
     monkeypatch.setattr(torch.cuda, "current_device", lambda: torch.device("meta"))
-    numerics, shape = NumericsConfig(mode=mode, spec=QuantSpec.preset("fp8_block_pow2")), read_shape(moe_path)
-    precision = Precision(numerics, WeightCache(), shape.layers)
-    model = build_model(shape, TrainerConfig(), precision, Lowering(), LENGTH)
+    numerics, definition = NumericsConfig(mode=mode, spec=QuantSpec.preset("fp8_block_pow2")), read_model(moe_path)
+    precision = Precision(numerics, WeightCache(), definition.sizes.layers)
+    model = build_model(definition, TrainerConfig(), precision, Lowering(), LENGTH)
     parameters = dict(model.named_parameters())
     assert {name for name, parameter in parameters.items() if parameter.device.type != "meta"} == set()
     assert any("router" in name for name in parameters)

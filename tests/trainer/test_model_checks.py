@@ -9,19 +9,22 @@ from typing import Any
 
 import pytest
 
+from models import ModelSizes
 from numerics.errors import UserError
 from numerics.spec import QuantSpec
+from tests.support.definitions import SIZES
 from trainer.config import TrainerConfig
-from trainer.hf_config import ModelShape
 from trainer.model_checks import check_layout, check_mode
 
 SPEC = QuantSpec.preset("fp8_block_pow2")
-DENSE = ModelShape("qwen3", 6, 512, 8, 4, 128, 768, 4096, 1e-6, 1e4, 512, False)
-MOE = dataclasses.replace(DENSE, model_type="qwen3_moe", ffn_size=256, experts=8, top_k=2)
+MOE = dataclasses.replace(
+    SIZES, layers=6, hidden_size=512, heads=8, kv_heads=4, ffn_size=0, experts=8, expert_size=256, vocab_size=4096
+)
+DENSE = dataclasses.replace(MOE, experts=0, top_k=0, expert_size=0, ffn_size=768)
 
 
 @pytest.mark.parametrize(
-    ("shape", "layout"),
+    ("sizes", "layout"),
     [
         (DENSE, {}),
         (DENSE, {"tp": 2, "pp": 3}),
@@ -29,12 +32,12 @@ MOE = dataclasses.replace(DENSE, model_type="qwen3_moe", ffn_size=256, experts=8
         (MOE, {"dp": 8, "ep": 8}),
     ],
 )
-def test_what_divides_is_accepted(shape: ModelShape, layout: dict[str, int]) -> None:
-    check_layout(shape, TrainerConfig(**layout), SPEC)
+def test_what_divides_is_accepted(sizes: ModelSizes, layout: dict[str, int]) -> None:
+    check_layout(sizes, TrainerConfig(**layout), SPEC)
 
 
 @pytest.mark.parametrize(
-    ("shape", "layout", "said"),
+    ("sizes", "layout", "said"),
     [
         (MOE, {"tp": 8}, r"trainer\.tp: found 8, expected a divisor of the model's num_key_value_heads = 4"),
         (DENSE, {"pp": 4}, r"trainer\.pp: found 4, expected a divisor of the model's num_hidden_layers = 6"),
@@ -43,13 +46,17 @@ def test_what_divides_is_accepted(shape: ModelShape, layout: dict[str, int]) -> 
         (MOE, {"ep": 4, "tp": 2}, r"trainer\.ep: found 4, expected a divisor of tp \* dp = 2 \* 1"),
         # 768 / 4 = 192 columns on a rank, which is one block and a half; an expert's 256 are not split.
         (DENSE, {"tp": 4}, r"intermediate_size / trainer\.tp = 768 / 4: found 192, expected a multiple of 128"),
-        (dataclasses.replace(MOE, ffn_size=192), {}, r"moe_intermediate_size: found 192, expected a multiple of 128"),
+        (
+            dataclasses.replace(MOE, expert_size=192),
+            {},
+            r"moe_intermediate_size: found 192, expected a multiple of 128",
+        ),
         (dataclasses.replace(DENSE, head_dim=64), {}, r"head_dim: found 64, expected a multiple of 128"),
     ],
 )
-def test_what_does_not_divide_is_refused(shape: ModelShape, layout: dict[str, int], said: str) -> None:
+def test_what_does_not_divide_is_refused(sizes: ModelSizes, layout: dict[str, int], said: str) -> None:
     with pytest.raises(UserError, match=said):
-        check_layout(shape, TrainerConfig(**layout), SPEC)
+        check_layout(sizes, TrainerConfig(**layout), SPEC)
 
 
 @pytest.mark.parametrize(

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from models import Model
 from numerics.digest import tensor_digest
 from numerics.spec import QuantSpec
 from rollout.client import EngineClient
 from rollout.errors import EngineError
 from rollout.types import Endpoint
+from tests.support.definitions import every_tensor
 from weight_sync import bridge
 from weight_sync.manifest import SyncError
 from weight_sync.quantized import served_tensors
@@ -24,7 +25,7 @@ WEIGHTS = {
     "model.layers.0.self_attn.q_proj.weight": torch.randn(128, 128).bfloat16(),
     "model.norm.weight": torch.randn(128).bfloat16(),
 }
-LAYERS = 1
+MODEL = every_tensor(layers=1)
 ENDPOINTS = [Endpoint(f"http://127.0.0.1:{port}", "", "") for port in (1001, 1002)]
 
 
@@ -95,8 +96,8 @@ class SimulatedTrainer:
         return self
 
     @property
-    def shape(self) -> SimpleNamespace:
-        return SimpleNamespace(layers=LAYERS)
+    def definition(self) -> Model:
+        return MODEL
 
     def export_weights(self) -> Iterable[tuple[str, torch.Tensor]]:
         for item in WEIGHTS.items():
@@ -123,7 +124,7 @@ def push(transport: SimulatedTransport, trainer: SimulatedTrainer | None = None)
 def test_pause_send_commit_compare_resume(engines: list[SimulatedEngine]) -> None:
     manifest, report, problems = push(SimulatedTransport())
     assert problems == []
-    served = dict(served_tensors(WEIGHTS.items(), SPEC, LAYERS))
+    served = dict(served_tensors(WEIGHTS.items(), SPEC, MODEL))
     assert manifest.entries.keys() == served.keys()
     assert (report.version, report.verified_tensors, report.mismatched_tensors) == (5, 3, 0)
     assert report.bytes == 128 * 128 + 4 + 2 * 128

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from numerics.spec import QuantSpec
 from rollout.arguments import server_environment
 from rollout.errors import EngineError
+from tests.support.definitions import every_tensor
 from trainer.actor import RANK_ENVIRONMENT
 from weight_sync.buckets import Packer
 from weight_sync.quantized import served_tensors
@@ -103,10 +104,11 @@ def test_every_engine_gets_every_tensor(monkeypatch: pytest.MonkeyPatch) -> None
     generator = torch.Generator().manual_seed(0)
     shapes = {f"model.layers.{i}.mlp.up_proj.weight": (201 + i, 131) for i in range(5)} | {"model.norm.weight": (129,)}
     weights = {name: torch.randn(shape, generator=generator).bfloat16() for name, shape in shapes.items()}
-    expected = dict(served_tensors(weights.items(), SPEC, layers=5))
+    model = every_tensor(layers=5)
+    expected = dict(served_tensors(weights.items(), SPEC, model))
     transport = DistributedTransport(100_000)
     receivers = [Receiver(), Receiver()]
-    send(receivers, served_tensors(weights.items(), SPEC, 5, transport.allocate), transport)
+    send(receivers, served_tensors(weights.items(), SPEC, model, transport.allocate), transport)
     for rank, receiver in enumerate(receivers, start=1):
         assert receiver.calls == [f"join {rank}/3 gloo", "update 7 False", "update 7 False", "leave"]
         assert receiver.tensors.keys() == expected.keys()

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
+from transformers.quantizers.quantizers_utils import should_convert_module
 
 from examples.tiny_model import TinyModel, write_tiny_model
+from models import Model, read_model
+from models.architecture import architectures
 from numerics.spec import QuantSpec
+from tests.support.definitions import SIZES
 from weight_sync import hf_checkpoint
 from weight_sync.hf_checkpoint import convert_checkpoint, quantization_config, write_served_checkpoint
 from weight_sync.quantized import served_tensors
@@ -37,7 +43,7 @@ def contents(path: Path) -> dict[str, torch.Tensor]:
 
 
 def assert_holds(path: Path, source: Path, spec: QuantSpec) -> None:
-    expected = dict(served_tensors(load_file(source / "model.safetensors").items(), spec, LAYERS))
+    expected = dict(served_tensors(load_file(source / "model.safetensors").items(), spec, read_model(source)))
     found = contents(path)
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
@@ -53,16 +59,37 @@ def test_a_converted_model_is_complete(source: Path, tmp_path: Path, preset: str
     config = json.loads((tmp_path / "served" / "config.json").read_text())
     quantization = config.pop("quantization_config", None)
     assert config == json.loads((source / "config.json").read_text())
-    block = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+    block = {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [128, 128],
+        "modules_to_not_convert": ["model.layers.0.mlp.gate", "lm_head"],
+    }
     by_preset = {"fp8_block_pow2": block | {"scale_fmt": "ue8m0"}, "fp8_block_fp32": block, "bf16": None}
     assert quantization == by_preset[preset]
     asked = "12+3="
     assert AutoTokenizer.from_pretrained(tmp_path / "served")(asked) == AutoTokenizer.from_pretrained(source)(asked)
 
 
-def test_layers_that_stay_in_bf16_are_named_by_their_prefix() -> None:
-    spec = POW2.override({"first_layers_bf16": 1, "last_layers_bf16": 2})
-    assert quantization_config(spec, 12)["modules_to_not_convert"] == [f"model.layers.{layer}" for layer in (0, 10, 11)]
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"first_layers_bf16": 2, "last_layers_bf16": 1}, {"scope": ["q_proj", "k_proj", "v_proj", "o_proj"]}],
+)
+def test_loaders_take_what_is_quantized_for_quantized(changes: dict[str, Any]) -> None:
+    """By SGLang's and transformers' own reading of the config, for every product of an MoE of twelve layers."""
+    from sglang.srt.layers.quantization.utils import is_layer_skipped
+
+    spec, model = POW2.override(changes), Model(architectures()["Qwen3MoeForCausalLM"], replace(SIZES, layers=12))
+    kept = quantization_config(spec, model)["modules_to_not_convert"]
+    served = dict(served_tensors(((n, torch.zeros(row.shape)) for n, row in model.tensors.rows.items()), spec, model))
+    products = [row.name for row in model.tensors.rows.values() if row.product]
+    for name in products:
+        module, quantized = name.removesuffix(".weight"), name + "_scale_inv" in served
+        # SGLang and transformers hold a layer's experts in one module.
+        whole = module if ".experts." not in module else module.partition(".experts.")[0] + ".experts"
+        assert is_layer_skipped(whole, kept) is not quantized, module
+        assert should_convert_module(whole, kept) is quantized, module
 
 
 def test_several_shards(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

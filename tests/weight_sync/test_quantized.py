@@ -8,11 +8,12 @@ import torch
 from numerics.errors import UserError
 from numerics.quantize import quantize
 from numerics.spec import QuantSpec
+from tests.support.definitions import every_tensor
 from weight_sync.quantized import served_tensors
 
 POW2 = QuantSpec.preset("fp8_block_pow2")
 LAYER = "model.layers.3."
-LAYERS = 5
+MODEL = every_tensor(layers=5)
 # name -> shape, and the blocks of 128 x 128 that it has if it is quantized
 WEIGHTS = {
     "model.embed_tokens.weight": ((64, 256), None),
@@ -41,7 +42,7 @@ def weights() -> dict[str, torch.Tensor]:
 
 
 def test_names_shapes_and_formats(weights: dict[str, torch.Tensor]) -> None:
-    served = list(served_tensors(weights.items(), POW2, LAYERS))
+    served = list(served_tensors(weights.items(), POW2, MODEL))
     expected = []
     for name, (shape, blocks) in WEIGHTS.items():
         expected.append((name, shape, torch.float8_e4m3fn if blocks else torch.bfloat16))
@@ -53,7 +54,7 @@ def test_names_shapes_and_formats(weights: dict[str, torch.Tensor]) -> None:
 @pytest.mark.parametrize("preset", ["fp8_block_pow2", "fp8_block_fp32"])
 def test_bytes_are_the_quantizers(weights: dict[str, torch.Tensor], preset: str) -> None:
     spec = QuantSpec.preset(preset)
-    served = dict(served_tensors(weights.items(), spec, LAYERS))
+    served = dict(served_tensors(weights.items(), spec, MODEL))
     for name, (_, blocks) in WEIGHTS.items():
         if blocks is None:
             assert served[name] is weights[name]
@@ -68,7 +69,7 @@ def test_bytes_are_the_quantizers(weights: dict[str, torch.Tensor], preset: str)
 
 def test_a_kind_outside_the_scope_is_served_as_it_is(weights: dict[str, torch.Tensor]) -> None:
     spec = POW2.override({"scope": ["experts.gate_proj", "experts.up_proj", "experts.down_proj"]})
-    scales = {name for name, _ in served_tensors(weights.items(), spec, LAYERS) if name.endswith("_scale_inv")}
+    scales = {name for name, _ in served_tensors(weights.items(), spec, MODEL) if name.endswith("_scale_inv")}
     assert scales == {f"{LAYER}mlp.experts.11.{kind}_proj.weight_scale_inv" for kind in ("gate", "up", "down")}
 
 
@@ -78,7 +79,7 @@ def test_a_layer_that_is_an_exception_is_served_as_it_is(
 ) -> None:
     """Layers 3 and 4 of a model of five."""
     spec = POW2.override({"first_layers_bf16": first, "last_layers_bf16": last})
-    served = dict(served_tensors(weights.items(), spec, LAYERS))
+    served = dict(served_tensors(weights.items(), spec, MODEL))
     quantized = {name for name in served if name + "_scale_inv" in served}
     assert {name.split(".")[2] for name in quantized} == set(in_fp8)
     assert all(served[name] is weights[name] for name in weights.keys() - quantized)
@@ -89,17 +90,17 @@ def test_what_the_trainer_quantized_is_served_as_it_is(preset: str) -> None:
     spec = QuantSpec.preset(preset)
     name = LAYER + "self_attn.o_proj.weight"
     mine = quantize(torch.randn(256, 256), spec.weight)
-    served = dict(served_tensors([(name, mine)], spec, LAYERS))
+    served = dict(served_tensors([(name, mine)], spec, MODEL))
     assert served[name] is mine.data and served[name + "_scale_inv"] is mine.scale_inv
-    (unquantized,) = dict(served_tensors([(name, mine)], QuantSpec.preset("bf16"), LAYERS)).values()
+    (unquantized,) = dict(served_tensors([(name, mine)], QuantSpec.preset("bf16"), MODEL)).values()
     scales = mine.scale_inv.repeat_interleave(128, 0).repeat_interleave(128, 1)
     assert torch.equal(unquantized, (mine.data.float() * scales).bfloat16())
     other = QuantSpec.preset({"fp8_block_pow2": "fp8_block_fp32", "fp8_block_fp32": "fp8_block_pow2"}[preset])
     with pytest.raises(UserError, match=f"{name}: found it quantized as"):
-        list(served_tensors([(name, mine)], other, LAYERS))
+        list(served_tensors([(name, mine)], other, MODEL))
 
 
 def test_bf16_passes_everything_through(weights: dict[str, torch.Tensor]) -> None:
-    served = list(served_tensors(weights.items(), QuantSpec.preset("bf16"), LAYERS))
+    served = list(served_tensors(weights.items(), QuantSpec.preset("bf16"), MODEL))
     assert [name for name, _ in served] == list(weights)
     assert all(tensor is weights[name] for name, tensor in served)

@@ -14,7 +14,7 @@ from numerics.config import NumericsConfig
 from numerics.quantize import dequantize
 from numerics.spec import QuantSpec
 from tests.support.batches import cross_entropy, random_batch
-from tests.support.models import LAYERS, LENGTH, write_model
+from tests.support.models import LENGTH, write_model
 from tests.support.ranks import run_on_ranks
 from trainer.config import TrainerConfig
 from trainer.parallel import Layout
@@ -48,9 +48,8 @@ class Case:
                     for (weights, _), made in trainer.cache._operands.items()
                     for weight, operand in zip(weights, made if isinstance(made, list) else [made], strict=True)
                 }
-                served = {
-                    name: t.clone() for name, t in served_tensors(trainer.export_weights(), numerics.spec, LAYERS)
-                }
+                tensors = served_tensors(trainer.export_weights(), numerics.spec, trainer.definition)
+                served = {name: tensor.clone() for name, tensor in tensors}
                 found[f"{kind}/{preset}"] = {"cached": cached, "served": served}
         return found
 

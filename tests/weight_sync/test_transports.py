@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from numerics.spec import QuantSpec
+from tests.support.definitions import every_tensor
 from weight_sync.config import SyncConfig
 from weight_sync.quantized import served_tensors
 from weight_sync.transports import DiskTransport, DistributedTransport, TensorTransport, make_transport
@@ -68,9 +69,10 @@ def test_what_is_quantized_into_the_buckets_arrives(preset: str) -> None:
     projections = [(f"model.layers.{i}.mlp.up_proj.weight", (200 + i, 130)) for i in range(6)]
     shapes = dict([("model.norm.weight", (129,)), *projections, ("lm_head.weight", (7, 130))])
     weights = {name: torch.randn(shape, generator=generator).bfloat16() for name, shape in shapes.items()}
-    expected = dict(served_tensors(weights.items(), spec, layers=6))
+    model = every_tensor(layers=6)
+    expected = dict(served_tensors(weights.items(), spec, model))
     transport = TensorTransport(100_000)
-    served = served_tensors(weights.items(), spec, 6, transport.allocate)
+    served = served_tensors(weights.items(), spec, model, transport.allocate)
     for engine in send(transport, served):
         assert len(engine.updates) > 1
         assert engine.tensors.keys() == expected.keys()

@@ -19,7 +19,8 @@ from megatron.core.transformer.transformer_layer import (
 )
 from torch import nn
 
-from trainer.hf_config import ModelShape
+from models.sizes import ModelSizes
+from trainer.mapping import MegatronMapping
 from trainer.modules.precision import LayerPrecision, Precision
 
 
@@ -47,18 +48,23 @@ def asking(precision: LayerPrecision, module: type[nn.Module]) -> Callable[[str]
 
 def block_spec(
     config: TransformerConfig,
-    shape: ModelShape,
+    sizes: ModelSizes,
+    mapping: MegatronMapping,
     precision: Precision,
     modules_of: Callable[[LayerPrecision], LayerModules],
 ) -> TransformerBlockSubmodules:
     """The decoder block of this pipeline stage, with TransformerEngine's parameter names."""
     first = get_transformer_layer_offset(config)
-    modules = [modules_of(precision.of_layer(first + index)) for index in range(get_num_layers_to_build(config))]
-    specs = [_layer_spec(shape, each) for each in modules]
+    layers = [precision.of_layer(first + index) for index in range(get_num_layers_to_build(config))]
+    modules = [modules_of(layer) for layer in layers]
+    specs = [
+        mapping.layer(_layer_spec(sizes, sizes.has_experts(layer.layer), each), layer)
+        for layer, each in zip(layers, modules, strict=True)
+    ]
     return TransformerBlockSubmodules(layer_specs=specs, layer_norm=modules[-1].norm)
 
 
-def _layer_spec(shape: ModelShape, modules: LayerModules) -> ModuleSpec:
+def _layer_spec(sizes: ModelSizes, experts: bool, modules: LayerModules) -> ModuleSpec:
     attention = ModuleSpec(
         module=SelfAttention,
         params={"attn_mask_type": AttnMaskType.causal},
@@ -72,7 +78,7 @@ def _layer_spec(shape: ModelShape, modules: LayerModules) -> ModuleSpec:
     )
     dense = ModuleSpec(
         module=MLP,
-        params={"ffn_hidden_size": shape.ffn_size},
+        params={"ffn_hidden_size": sizes.ffn_size},
         submodules=MLPSubmodules(
             linear_fc1=modules.norm_column_linear("gate_proj"),
             linear_fc2=modules.row_linear("down_proj"),
@@ -85,8 +91,8 @@ def _layer_spec(shape: ModelShape, modules: LayerModules) -> ModuleSpec:
             self_attention=attention,
             self_attn_bda=get_bias_dropout_add,
             # A dense MLP carries its norm inside linear_fc1, as TransformerEngine does.
-            pre_mlp_layernorm=modules.norm if shape.moe else IdentityOp,
-            mlp=modules.moe if shape.moe else dense,
+            pre_mlp_layernorm=modules.norm if experts else IdentityOp,
+            mlp=modules.moe if experts else dense,
             mlp_bda=get_bias_dropout_add,
         ),
     )

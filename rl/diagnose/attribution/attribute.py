@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from models import Model
+from models.trace import TARGETS, Form, OpTrace
 from numerics.config import NumericsConfig
 from numerics.errors import UserError
-from numerics.traced_ops import OpTrace
 from rl.diagnose.attribution.compare import expert_differences, op_differences, position_differences, stream_differences
 from rl.diagnose.attribution.findings import Clues, explains, one_side_quantizes, rank
 from rl.diagnose.attribution.probe import EngineAnswer, ask_engine
@@ -33,9 +34,9 @@ if TYPE_CHECKING:
 TRACED_TOKENS = 2048
 """Tokens whose ops are compared: as many whole sequences as fit, those that disagree most first."""
 
-_OPS_OF_SETTING = {
+_FORMS_OF_SETTING: dict[str, tuple[Form, ...]] = {
     "rope_theta": ("rope",),
-    "norm_eps": ("input_norm", "q_norm", "k_norm", "post_norm", "final_norm"),
+    "norm_eps": ("norm", "add_norm", "head_norm"),
 }
 
 Pair = tuple[TrainerGroup, Endpoint]
@@ -47,6 +48,7 @@ def attribute(
     endpoint: Endpoint,
     batch: TokenBatch,
     numerics: NumericsConfig,
+    model: Model,
     *,
     resync: Callable[[], object] | None = None,
     other_pair: Callable[[NumericsConfig], AbstractContextManager[Pair]] | None = None,
@@ -56,7 +58,7 @@ def attribute(
 
     Args:
         batch: sampled sequences with `rollout_logprobs`.
-        numerics: of both sides.
+        numerics, model: of both sides.
         resync: brings the engine to the trainer's weights; called if the engine's are others, and they stay so.
         other_pair: opens trainer and engine with these weights in other numerics; without it, quantization and op
             definitions are not switched.
@@ -73,7 +75,7 @@ def attribute(
     expected = _expected(trainer, numerics)
     held, answer = asyncio.run(_ask(endpoint, expected, trace, traced.temperature))
     if answer is None:
-        return _without_engine(numerics, expected, held, d, batch)
+        return _without_engine(model, numerics, expected, held, d, batch)
 
     views = _Views.of(traced, trace, answer)
     fit = _fit(views)
@@ -87,9 +89,10 @@ def attribute(
         causes.append(_weights_cause(endpoint, expected, traced, trace, views))
     if other_pair is not None:
         causes += _other_numerics(numerics, traced, views, other_pair)
-    ops = op_differences(trace.tensors, answer.tensors)
-    experts = expert_differences(trace.tensors, answer.tensors, views.live.abs(), views.sampled)
+    ops = op_differences(model.forward, trace.tensors, answer.tensors)
+    experts = expert_differences(model.forward, trace.tensors, answer.tensors, views.live.abs(), views.sampled)
     clues = Clues(
+        model=model,
         numerics=numerics,
         expected=expected,
         held=held,
@@ -100,7 +103,7 @@ def attribute(
         reproduced=views.reproduced,
         live=views.live_mean,
         nonfinite=int((batch.loss_mask & ~recorded.isfinite()).sum()),
-        settings=_settings(trace, answer),
+        settings=_settings(model, trace, answer),
         causes=causes,
     )
     return Attribution(
@@ -110,7 +113,7 @@ def attribute(
         live_abs_diff_mean=views.live_mean,
         traced_tokens=int(views.sampled.sum()),
         ops=tuple(ops),
-        stream=tuple(stream_differences(trace.tensors, answer.tensors)),
+        stream=tuple(stream_differences(model.forward, trace.tensors, answer.tensors)),
         causes=tuple(causes),
         experts=tuple(experts),
         positions=tuple(position_differences(d, batch.loss_mask)),
@@ -138,13 +141,13 @@ class _Views:
     @classmethod
     def of(cls, batch: TokenBatch, trace: OpTrace, answer: EngineAnswer) -> _Views:
         return cls(
-            trainer=trace.tensors["logprobs:out"].double(),
+            trainer=trace.tensors["logprobs:out.logprobs"].double(),
             engine=answer.tensors["free.logprobs"].double(),
             recorded=_behind(batch.fields["rollout_logprobs"], batch).double(),
             scored=_behind(batch.real_tokens(), batch),
             sampled=_behind(batch.loss_mask, batch),
             logits=answer.tensors["free.logits"],
-            targets=trace.tensors["targets"],
+            targets=trace.tensors[TARGETS],
             chosen=answer.tensors.get("free.chosen"),
         )
 
@@ -184,10 +187,10 @@ def _expected(trainer: TrainerGroup, numerics: NumericsConfig) -> Manifest:
 
 
 def _without_engine(
-    numerics: NumericsConfig, expected: Manifest, held: dict[str, str], d: Tensor, batch: TokenBatch
+    model: Model, numerics: NumericsConfig, expected: Manifest, held: dict[str, str], d: Tensor, batch: TokenBatch
 ) -> Attribution:
     """All that can be said of an engine that computes nothing."""
-    clues = Clues(numerics=numerics, expected=expected, held=held, temperature=batch.temperature)
+    clues = Clues(model=model, numerics=numerics, expected=expected, held=held, temperature=batch.temperature)
     return Attribution(
         findings=rank(clues),
         abs_diff_mean=_mean_abs(d[batch.loss_mask]),
@@ -278,12 +281,13 @@ def _routes(chosen: Tensor, batch: TokenBatch) -> Tensor:
     return routes
 
 
-def _settings(trace: OpTrace, answer: EngineAnswer) -> dict[str, tuple[str, float, float]]:
+def _settings(model: Model, trace: OpTrace, answer: EngineAnswer) -> dict[str, tuple[str, float, float]]:
     return {
-        op: (name, trace.settings[name], answer.settings[name])
-        for name, ops in _OPS_OF_SETTING.items()
+        place.op.name: (name, trace.settings[name], answer.settings[name])
+        for name, forms in _FORMS_OF_SETTING.items()
         if trace.settings[name] != answer.settings[name]
-        for op in ops
+        for place in model.forward.places()
+        if place.op.form in forms
     }
 
 

@@ -8,21 +8,24 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from numerics.traced_ops import key, places_in
+from models.trace import CHOSEN, EACH, RESIDUAL, Forward, output
 from rl.diagnose.attribution.result import ExpertDifference, OpDifference, PositionDifference
 
 SHORTEST_BUCKET = 32
 
 
-def op_differences(trainer: Mapping[str, Tensor], engine: Mapping[str, Tensor]) -> list[OpDifference]:
+Tensors = Mapping[str, Tensor]
+
+
+def op_differences(forward: Forward, trainer: Tensors, engine: Tensors) -> list[OpDifference]:
     """Every op of the trainer's recording against the engine's answer to it, in the order of the forward pass."""
     found = []
-    for layer, op in places_in(trainer):
-        ours, theirs = (side[key((layer, op), "out")] for side in (trainer, engine))
+    for place in forward.places():
+        ours, theirs = (output(side, place) for side in (trainer, engine))
         difference = _difference(ours, theirs)
         differing = (difference != 0).double().mean().item()
         largest = difference.abs().max().item() if difference.numel() else 0.0
-        found.append(OpDifference(layer, op, differing, relative_rms(ours, theirs), largest))
+        found.append(OpDifference(place.layer, place.op.name, differing, relative_rms(ours, theirs), largest))
     return found
 
 
@@ -35,34 +38,34 @@ def relative_rms(ours: Tensor, theirs: Tensor) -> float:
     return difference / norm if math.isfinite(difference) and norm > 0 else math.inf
 
 
-def stream_differences(trainer: Mapping[str, Tensor], engine: Mapping[str, Tensor]) -> list[float]:
+def stream_differences(forward: Forward, trainer: Tensors, engine: Tensors) -> list[float]:
     """By layer: how far the residual stream of the engine's own forward is from the trainer's, relative RMS."""
-    inside = [place for place in places_in(trainer) if place[1] == "input_norm"]
-    streams = [trainer[key(place, "out")][:, 1] for place in inside]
-    return [relative_rms(ours, theirs) for ours, theirs in zip(streams, engine["free.stream"], strict=True)]
+    streams: dict[int, Tensor] = {}  # as it goes into the layer: later ops of it write another
+    for place in forward.places():
+        if place.layer is not None and RESIDUAL in place.op.writes:
+            streams.setdefault(place.layer, trainer[place.key(f"out.{RESIDUAL}")])
+    return [relative_rms(ours, theirs) for ours, theirs in zip(streams.values(), engine["free.stream"], strict=True)]
 
 
 def expert_differences(
-    trainer: Mapping[str, Tensor], engine: Mapping[str, Tensor], abs_d: Tensor, used: Tensor
+    forward: Forward, trainer: Tensors, engine: Tensors, abs_d: Tensor, used: Tensor
 ) -> list[ExpertDifference]:
     """Every expert of every layer, by the trainer's routing.
 
     abs_d: float64 [T], |d| of each token's next one. used: bool [T], whether it counts.
     """
     found = []
-    for layer, op in places_in(trainer):
-        if op != "experts":
+    for place in forward.places():
+        if place.op.form != "experts" or place.layer is None:
             continue
-        place = (layer, op)
-        chosen = trainer[key(place, "chosen")]
-        ours, theirs = trainer[key(place, "each")], engine[key(place, "each")]
-        assert layer is not None
-        for expert in range(trainer[key(place, "probs")].shape[1]):
+        chosen = trainer[place.key(f"in.{CHOSEN}")]
+        ours, theirs = trainer[place.key(EACH)], engine[place.key(EACH)]
+        for expert in range(trainer[place.key("in.probs")].shape[1]):
             here = chosen == expert
             routed = here.any(1)
             found.append(
                 ExpertDifference(
-                    layer=layer,
+                    layer=place.layer,
                     expert=expert,
                     tokens=int(routed.sum()),
                     relative_rms=relative_rms(ours[here], theirs[here]),

@@ -12,18 +12,16 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import TypeVar
 
+from models import Model
+from models.tensors import SCALE_SUFFIX
 from numerics.config import Mode, NumericsConfig
-from numerics.names import SCALE_SUFFIX
 from rl.diagnose.attribution.result import Cause, ExpertDifference, Finding, OpDifference
 from rl.diagnose.attribution.temperature import TemperatureFit
-from rl.diagnose.attribution.weights import Owner, owner, uncommitted
+from rl.diagnose.attribution.weights import uncommitted
 from weight_sync.manifest import Manifest
 
 NATIVE_FLOOR = 2.0**-7
 """Relative RMS that two correct definitions of an op stay below: twice the spacing of BF16 numbers."""
-
-PRODUCTS = ("qkv", "o_proj", "gate_up", "down", "experts")
-"""Ops that a spec quantizes."""
 
 NAMED_OWNERS = 8
 """Weights of more ops or experts than this are one finding."""
@@ -39,6 +37,9 @@ the differences of a broken engine."""
 TEMPERATURE_STEP = 0.005
 """Relative change of temperature below which two are the same."""
 
+Owner = tuple[int | None, str, int | None]
+"""Layer, op and expert that a tensor is a weight of."""
+
 T = TypeVar("T")
 
 
@@ -46,6 +47,7 @@ T = TypeVar("T")
 class Clues:
     """What the ranking looks at.
 
+    model: whose ops and weights they are.
     expected, held: the weights that the engine must hold, and those that it holds.
     temperature: that the batch gives. fit: of the engine's own logits to the record; None without a record.
     reproduced, live: mean |d| over the same sampled tokens, between engine and record, and between trainer and engine.
@@ -53,6 +55,7 @@ class Clues:
     settings: (name, trainer's, engine's) of each constant that differs, by the op that it belongs to.
     """
 
+    model: Model
     numerics: NumericsConfig
     expected: Manifest
     held: dict[str, str]
@@ -88,7 +91,8 @@ def one_side_quantizes(numerics: NumericsConfig) -> bool:
 def _differing_weights(clues: Clues) -> dict[Owner, list[str]]:
     owners: dict[Owner, list[str]] = defaultdict(list)
     for name in sorted(clues.expected.mismatched(clues.held)):
-        owners[owner(name)].append(name)
+        row = clues.model.tensors[name]
+        owners[row.layer, row.op, row.expert].append(name)
     return owners
 
 
@@ -169,7 +173,8 @@ def _ops(clues: Clues, explained: Iterable[Owner]) -> list[Finding]:
         return [_op_finding(clues, _by_op(unexplained)[worst.op], "; no op differs by more than roundings do")]
     quantized: list[Finding] = []
     if one_side_quantizes(clues.numerics):
-        products = [op for op in groups if op in PRODUCTS]
+        quantizable = {row.op for row in clues.model.tensors.rows.values() if row.kind}
+        products = [op for op in groups if op in quantizable]
         quantized = [_quantization(clues, {op: groups.pop(op) for op in products})] if products else []
     sizes = {op: _worst(group).relative_rms for op, group in groups.items()}
     return quantized + [_op_finding(clues, groups[op]) for op in _descending(sizes)]

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from models import read_model
 from numerics.config import NumericsConfig
 from numerics.errors import user_error
 from rl.diagnose.attribution.attribute import Pair, attribute
@@ -81,6 +82,7 @@ def attribute_offline(subject: Subject, *, quick: bool, say: Callable[[str], obj
             endpoint,
             batch,
             subject.numerics,
+            read_model(Path(subject.experiment.model.path)),
             resync=stack.sync,
             other_pair=None if quick else partial(_pair, subject, say),
         )

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from numerics.files import write_atomically
-from numerics.traced_ops import ATTENTION_OPS, DENSE_OPS, LAST_OPS, MOE_OPS
 from rl.diagnose.attribution.result import Attribution
 from rl.diagnose.attribution.tables import headline
 from rl.record.console import format_difference
@@ -44,8 +43,7 @@ def _op_map(attribution: Attribution) -> Chart | None:
     if not attribution.ops:
         return None
     found = {(op.layer, op.op): op for op in attribution.ops}
-    order = ["embed", *ATTENTION_OPS, *MOE_OPS, *DENSE_OPS, *LAST_OPS]
-    ops = [name for name in order if any(op == name for _, op in found)]
+    ops = list(dict.fromkeys(op.op for op in attribution.ops))
     layers = sorted({layer for layer, _ in found if layer is not None})
     rows: list[int | None] = [*layers, None]
     values = [[found[row, op].relative_rms if (row, op) in found else None for op in ops] for row in rows]

@@ -12,7 +12,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from numerics.traced_ops import OpTrace
+from models.trace import OpTrace
 from rollout.client import EngineClient
 from rollout.errors import EngineError
 from rollout.plugin.op_probe import ANSWER, OPS

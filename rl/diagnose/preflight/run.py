@@ -5,7 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 
+from models.stored import check_stored
 from numerics.errors import user_error
 from rl.diagnose.calibration import ANSWERS, calibration_prompts, sampled_batch
 from rl.diagnose.preflight import floor, same_bytes, same_logprobs, same_spec
@@ -16,7 +18,6 @@ from rl.diagnose.preflight.report import Report
 from rl.diagnose.preflight.static import block_alignment, same_precision
 from rl.experiment import Experiment
 from rl.experiment.preconditions import check, read_model
-from rl.experiment.preconditions.tensors import check_tensors
 from rl.run.stack import Stack, open_pair
 from rollout.client import EngineClient
 from rollout.errors import HandshakeError
@@ -56,9 +57,10 @@ def preflight(experiment: Experiment, *, quick: bool = False, say: Callable[[str
             remedy="Leave --quick out.",
         )
     findings = Findings()
-    model = read_model(experiment.model.path)
-    check_tensors(experiment.model.path, model)
-    findings.checks += [block_alignment(model, experiment), same_precision(experiment)]
+    path = Path(experiment.model.path)
+    model = read_model(path)
+    check_stored(path, model)
+    findings.checks += [block_alignment(model.sizes, experiment), same_precision(experiment)]
     if findings.checks[0].ok:
         check(experiment)
         _check_engine(experiment)

@@ -10,9 +10,9 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from models.tensors import SCALE_SUFFIX
 from numerics.config import NumericsConfig
 from numerics.digest import tensor_digest
-from numerics.names import SCALE_SUFFIX
 from numerics.spec import Scale
 from rl.diagnose.preflight.check import Check, judged
 from rl.run.engines import expected_report

@@ -2,27 +2,32 @@
 
 from __future__ import annotations
 
+from models import ModelSizes
 from numerics.errors import UserError
 from rl.diagnose.preflight.check import Check, judged, refused
 from rl.experiment import Experiment
 from rl.experiment.preconditions.model import check_model_layout
-from trainer.hf_config import ModelShape
 
 
-def block_alignment(model: ModelShape, experiment: Experiment) -> Check:
+def block_alignment(sizes: ModelSizes, experiment: Experiment) -> Check:
     """Whether every piece of a fused weight is whole quantization blocks on every rank.
 
     Otherwise trainer and engine quantize the same weights into different blocks, hence bytes.
     """
     name = "block alignment"
     try:
-        check_model_layout(model, experiment)
+        check_model_layout(sizes, experiment)
     except UserError as error:
         return refused("bytes", name, error)
-    width = "moe_intermediate_size" if model.moe else "intermediate_size"
+    held = {
+        "hidden_size": sizes.hidden_size,
+        "head_dim": sizes.head_dim,
+        "intermediate_size": sizes.ffn_size,
+        "moe_intermediate_size": sizes.expert_size,
+    }
+    said = ", ".join(f"{name} {size}" for name, size in held.items() if size)
     layout = ", ".join(f"{axis} {getattr(experiment.trainer, axis)}" for axis in ("tp", "ep", "dp"))
-    sizes = f"hidden_size {model.hidden_size}, head_dim {model.head_dim}, {width} {model.ffn_size}"
-    return Check("bytes", name, True, f"{sizes} on {layout}", "whole quantization blocks on every rank")
+    return Check("bytes", name, True, f"{said} on {layout}", "whole quantization blocks on every rank")
 
 
 def same_precision(experiment: Experiment) -> Check:

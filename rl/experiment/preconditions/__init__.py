@@ -5,21 +5,23 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+from models import Model, ModelSizes
+from models.stored import check_stored
 from numerics.errors import user_error
 from rl.experiment import Experiment
 from rl.experiment.preconditions.data import check_data
 from rl.experiment.preconditions.model import check_model_layout, read_model
 from rl.experiment.preconditions.resources import check_kv_cache_memory, check_port
-from rl.experiment.preconditions.tensors import check_tensors
 from rl.experiment.preconditions.tokenizer import read_tokenizer
 from trainer.device import has_transformer_engine
-from trainer.hf_config import ModelShape
 from trainer.lowering import lower
 
-__all__ = ["ModelShape", "check", "read_model"]
+__all__ = ["check", "read_model"]
 
 
-def check(experiment: Experiment) -> ModelShape:
+def check(experiment: Experiment) -> Model:
     """Check the spec against its model, its data and this machine; returns what was read of the model.
 
     Raises:
@@ -27,14 +29,14 @@ def check(experiment: Experiment) -> ModelShape:
     """
     if experiment.numerics.mode == "exact":
         _check_sampling(experiment)
-    model = read_model(experiment.model.path)
-    check_model_layout(model, experiment)
+    model = read_model(path := Path(experiment.model.path))
+    check_model_layout(model.sizes, experiment)
     lower(experiment.numerics_config(), has_transformer_engine())
-    _check_context(model, experiment)
-    check_data(experiment, read_tokenizer(experiment.model.path, model))
-    check_tensors(experiment.model.path, model)
+    _check_context(model.sizes, experiment)
+    check_data(experiment, read_tokenizer(path, model.sizes.vocab_size))
+    check_stored(path, model)
     if experiment.needs_engines:
-        check_kv_cache_memory(model, experiment.rollout)
+        check_kv_cache_memory(model.sizes, experiment.rollout)
         check_port(experiment.rollout)
     return model
 
@@ -52,14 +54,14 @@ def _check_sampling(experiment: Experiment) -> None:
             )
 
 
-def _check_context(model: ModelShape, experiment: Experiment) -> None:
+def _check_context(sizes: ModelSizes, experiment: Experiment) -> None:
     rollout = experiment.rollout
-    if rollout.context_length > model.max_positions:
+    if rollout.context_length > sizes.max_positions:
         raise user_error(
             "rollout.context_length",
             found=rollout.context_length,
-            expected=f"at most {model.max_positions}, the model's max_position_embeddings",
-            remedy=f"Set rollout.context_length={model.max_positions} or less.",
+            expected=f"at most {sizes.max_positions}, the model's max_position_embeddings",
+            remedy=f"Set rollout.context_length={sizes.max_positions} or less.",
         )
     if rollout.max_new_tokens >= rollout.context_length:
         raise user_error(

@@ -9,26 +9,26 @@ from pathlib import Path
 import psutil
 import torch
 
+from models import ModelSizes
 from numerics.errors import user_error
 from rollout.config import RolloutConfig
-from trainer.hf_config import ModelShape
 
 BF16_BYTES = 2
 CGROUPS = Path("/sys/fs/cgroup")
 OWN_CGROUP = Path("/proc/self/cgroup")
 
 
-def kv_cache_bytes(model: ModelShape, rollout: RolloutConfig) -> int:
+def kv_cache_bytes(sizes: ModelSizes, rollout: RolloutConfig) -> int:
     """Bytes of all engines' BF16 key and value caches."""
-    return rollout.engines * rollout.max_total_tokens * bytes_per_token(model)
+    return rollout.engines * rollout.max_total_tokens * bytes_per_token(sizes)
 
 
-def bytes_per_token(model: ModelShape) -> int:
+def bytes_per_token(sizes: ModelSizes) -> int:
     """Bytes that one token occupies in one KV cache: a key and a value per layer and key-value head."""
-    return 2 * model.layers * model.kv_heads * model.head_dim * BF16_BYTES
+    return 2 * sizes.layers * sizes.kv_heads * sizes.head_dim * BF16_BYTES
 
 
-def check_kv_cache_memory(model: ModelShape, rollout: RolloutConfig) -> None:
+def check_kv_cache_memory(sizes: ModelSizes, rollout: RolloutConfig) -> None:
     """Whether the caches fit the memory that is free now. On a GPU the engine itself sizes its cache by the device.
 
     Raises:
@@ -36,9 +36,9 @@ def check_kv_cache_memory(model: ModelShape, rollout: RolloutConfig) -> None:
     """
     if torch.cuda.is_available():
         return
-    needed, available = kv_cache_bytes(model, rollout), available_memory()
+    needed, available = kv_cache_bytes(sizes, rollout), available_memory()
     if needed > available:
-        most = available // (rollout.engines * bytes_per_token(model))
+        most = available // (rollout.engines * bytes_per_token(sizes))
         raise user_error(
             "rollout.max_total_tokens",
             found=rollout.max_total_tokens,

@@ -6,13 +6,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from numerics.errors import UserError, user_error
-from trainer.hf_config import ModelShape
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-def read_tokenizer(path: str | Path, model: ModelShape) -> PreTrainedTokenizerBase:
+def read_tokenizer(path: str | Path, vocab_size: int) -> PreTrainedTokenizerBase:
     """The fast tokenizer in the model directory.
 
     Raises:
@@ -45,11 +44,11 @@ def read_tokenizer(path: str | Path, model: ModelShape) -> PreTrainedTokenizerBa
             "one, which ends an answer",
             "Add eos_token to tokenizer_config.json.",
         )
-    if len(tokenizer) > model.vocab_size:
+    if len(tokenizer) > vocab_size:
         raise _refusal(
             path,
             f"a tokenizer of {len(tokenizer)} tokens",
-            f"at most the model's vocab_size = {model.vocab_size}",
+            f"at most the model's vocab_size = {vocab_size}",
             "Copy the tokenizer files that belong to the model.",
         )
     return tokenizer

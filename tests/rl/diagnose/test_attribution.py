@@ -11,10 +11,12 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from models.architecture import Model
+from models.qwen3_moe import ARCHITECTURE as QWEN3_MOE
+from models.trace import Forward, Op
 from numerics.config import NumericsConfig
 from numerics.errors import UserError
 from numerics.spec import QuantSpec
-from numerics.traced_ops import inputs_of, places, places_in
 from rl.cli import app
 from rl.diagnose.attribution.compare import expert_differences, op_differences, position_differences, relative_rms
 from rl.diagnose.attribution.findings import Clues, rank
@@ -22,11 +24,13 @@ from rl.diagnose.attribution.offline import read_subject
 from rl.diagnose.attribution.page import write_page
 from rl.diagnose.attribution.result import Attribution, Cause, ExpertDifference, Finding, OpDifference
 from rl.diagnose.attribution.temperature import TemperatureFit, fit_temperature
-from rl.diagnose.attribution.weights import owner
 from rl.experiment import load_experiment
 from rl.guard.standing import Standing
+from tests.support.definitions import SIZES
 from weight_sync.manifest import Manifest
 
+MODEL = Model(QWEN3_MOE, replace(SIZES, layers=2))
+PLACES = [(place.layer, place.op.name) for place in MODEL.forward.places()]
 EXACT = NumericsConfig(spec=QuantSpec.preset("fp8_block_pow2"))
 NATIVE = replace(EXACT, mode="native")
 DOWN = "model.layers.1.mlp.experts.5.down_proj.weight"
@@ -38,31 +42,20 @@ ENTRIES = {DOWN: "a@7", GATE: "b@7", QUERY: "c@7", NORM: "d"}
 
 def clues(**changes: object) -> Clues:
     """Both sides agree on everything but `changes`."""
-    ops = [OpDifference(layer, op, 0.0, 0.0, 0.0) for layer, op in places(2, moe=True)]
-    same = Clues(EXACT, Manifest("7", "digest", ENTRIES), dict(ENTRIES), 1.0, TemperatureFit(1.0, 0.0), ops=ops)
+    ops = [OpDifference(layer, op, 0.0, 0.0, 0.0) for layer, op in PLACES]
+    same = Clues(MODEL, EXACT, Manifest("7", "digest", ENTRIES), dict(ENTRIES), 1.0, TemperatureFit(1.0, 0.0), ops=ops)
     return replace(same, **changes)
 
 
 def differing(*found: tuple[int | None, str, float]) -> list[OpDifference]:
     sizes = {(layer, op): size for layer, op, size in found}
     return [
-        OpDifference(layer, op, float((layer, op) in sizes), sizes.get((layer, op), 0.0), 1.0)
-        for layer, op in places(2, moe=True)
+        OpDifference(layer, op, float((layer, op) in sizes), sizes.get((layer, op), 0.0), 1.0) for layer, op in PLACES
     ]
 
 
 def expert(layer: int, index: int, size: float) -> ExpertDifference:
     return ExpertDifference(layer, index, 10, size, 0.2, 0.1)
-
-
-def test_places_are_read_back_from_a_recording() -> None:
-    for moe in (True, False):
-        order = places(2, moe)
-        names = [op if layer is None else f"layers.{layer}.{op}" for layer, op in order]
-        record = {f"{name}:{tensor}": torch.zeros(1) for name in reversed(names) for tensor in ("out", "x")}
-        assert places_in(record) == order
-    record = {"layers.1.experts:each": torch.zeros(1), "layers.1.experts:x": torch.ones(1), "lm_head:x": torch.ones(2)}
-    assert list(inputs_of(record, (1, "experts"))) == ["x"]
 
 
 def test_relative_rms_by_hand() -> None:
@@ -74,15 +67,28 @@ def test_relative_rms_by_hand() -> None:
     assert relative_rms(torch.empty(0), torch.empty(0)) == 0
 
 
-def test_an_op_is_compared_over_all_its_elements_in_whatever_dtype() -> None:
-    trainer = {"embed:out": torch.tensor([[1.0, 2.0], [2.0, 4.0]])}
-    engine = {"embed:out": torch.tensor([[1.0, 2.0], [2.0, 3.0]]).bfloat16()}
-    for op in ("final_norm", "lm_head", "logprobs"):
-        trainer[f"{op}:out"] = engine[f"{op}:out"] = torch.ones(2)
-    first, *others = op_differences(trainer, engine)
-    assert (first.layer, first.op, first.differing, first.largest) == (None, "embed", 0.25, 1.0)
-    assert first.relative_rms == pytest.approx(0.2)
-    assert [difference.differing for difference in others] == [0.0, 0.0, 0.0]
+def test_an_op_is_compared_over_all_that_it_writes_in_whatever_dtype() -> None:
+    """A forward of three ops, of which the last one's second value is not compared."""
+    ops = (
+        Op("embed", "embed", ("tokens",), ("x",)),
+        Op("norm", "add_norm", ("x", "residual"), ("x", "residual")),
+        Op("topk", "topk", ("x",), ("probs", "chosen")),
+    )
+    trainer = {
+        "embed:out.x": torch.ones(2, 3),
+        "norm:out.x": torch.tensor([[1.0], [2.0]]),
+        "norm:out.residual": torch.tensor([[2.0], [4.0]]),
+        "topk:out.probs": torch.ones(2, 2),
+        "topk:out.chosen": torch.zeros(2, 1),
+    }
+    engine = trainer | {
+        "norm:out.residual": torch.tensor([[2.0], [3.0]]).bfloat16(),
+        "topk:out.chosen": torch.ones(2, 1),
+    }
+    first, second, third = op_differences(Forward(ops, (), ()), trainer, engine)
+    assert (second.layer, second.op, second.differing, second.largest) == (None, "norm", 0.25, 1.0)
+    assert second.relative_rms == pytest.approx(0.2)
+    assert (first.differing, third.differing) == (0.0, 0.0)
 
 
 def test_experts_by_hand() -> None:
@@ -92,14 +98,15 @@ def test_experts_by_hand() -> None:
     theirs = each.clone()
     theirs[0, 1] = theirs[1, 1] = 2.0
     trainer = {
-        "layers.0.qkv:out": each,
-        "layers.0.experts:out": each,
-        "layers.0.experts:each": each,
-        "layers.0.experts:chosen": chosen,
-        "layers.0.experts:probs": torch.zeros(3, 4),
+        "layers.1.experts:each": each,
+        "layers.1.experts:in.chosen": chosen,
+        "layers.1.experts:in.probs": torch.zeros(3, 4),
     }
+    dense = (Op("down", "linear", ("x",), ("x",)),)
+    forward = Forward((), (dense, (Op("experts", "experts", ("x", "probs", "chosen"), ("x",)),)), ())
     abs_d = torch.tensor([0.3, 0.5, 0.1], dtype=torch.float64)
-    found = expert_differences(trainer, {"layers.0.experts:each": theirs}, abs_d, torch.tensor([True, True, False]))
+    used = torch.tensor([True, True, False])
+    found = expert_differences(forward, trainer, {"layers.1.experts:each": theirs}, abs_d, used)
     assert [(e.expert, e.tokens, e.relative_rms) for e in found] == [(0, 2, 0.0), (1, 2, 0.0), (2, 2, 1.0), (3, 0, 0.0)]
     assert [e.abs_diff_mean for e in found[:3]] == pytest.approx([0.3, 0.5, 0.4])
     assert [e.abs_diff_rest for e in found[:2]] == pytest.approx([0.5, 0.3])
@@ -134,11 +141,12 @@ def test_the_temperature_of_a_record_is_found(true: float) -> None:
 
 
 def test_weights_belong_to_ops() -> None:
-    assert owner(DOWN) == (1, "experts", 5)
-    assert owner(QUERY) == (0, "qkv", None)
-    assert owner(NORM) == (None, "final_norm", None)
-    assert owner("model.layers.12.mlp.gate.weight") == (12, "router", None)
-    assert owner("model.layers.3.mlp.up_proj.weight_scale_inv") == (3, "gate_up", None)
+    found = rank(clues(held=ENTRIES | dict.fromkeys((DOWN, QUERY, NORM), "x@7")))
+    assert {(f.layers, f.op, f.experts) for f in found} == {
+        ((1,), "experts", (5,)),
+        ((0,), "qkv", ()),
+        ((), "final_norm", ()),
+    }
 
 
 def test_agreement_has_no_finding() -> None:
@@ -159,7 +167,10 @@ def test_weights_come_first_and_explain_their_ops() -> None:
 def test_an_engine_of_another_version_is_one_finding() -> None:
     named = {f"model.layers.{layer}.self_attn.q_proj.weight": f"{layer}@7" for layer in range(9)}
     expected = Manifest("7", "digest", named)
-    (finding,) = rank(clues(expected=expected, held={name: d.replace("@7", "@6") for name, d in named.items()}))
+    nine = Model(QWEN3_MOE, replace(SIZES, layers=9))
+    (finding,) = rank(
+        clues(model=nine, expected=expected, held={name: d.replace("@7", "@6") for name, d in named.items()})
+    )
     assert finding.text == "9 of 9 weights in the engine are not those of version 7"
     assert finding.layers == tuple(range(9))
 

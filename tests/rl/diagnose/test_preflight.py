@@ -16,6 +16,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from examples.tiny_model import TinyModel, write_tiny_model
+from models import ModelSizes
 from numerics.config import NumericsConfig
 from numerics.errors import UserError
 from numerics.quantize import quantize
@@ -27,16 +28,15 @@ from rl.diagnose.preflight.floor import Difference, difference
 from rl.diagnose.preflight.same_logprobs import NATIVE_LIMIT, described, noise_floor, trainer_against_engine
 from rl.experiment import Experiment, load_experiment, parse_experiment
 from rl.run.engines import expected_report
-from trainer.hf_config import ModelShape
 
-MODEL = ModelShape(
-    model_type="qwen3_moe",
+MODEL = ModelSizes(
     layers=2,
     hidden_size=256,
     heads=4,
     kv_heads=2,
     head_dim=128,
-    ffn_size=128,
+    rotary_dim=128,
+    expert_size=128,
     vocab_size=64,
     norm_eps=1e-6,
     rope_theta=1e4,
@@ -45,7 +45,7 @@ MODEL = ModelShape(
     experts=8,
     top_k=2,
 )
-DENSE = dataclasses.replace(MODEL, model_type="qwen3", experts=0, top_k=0)
+DENSE = dataclasses.replace(MODEL, experts=0, top_k=0, expert_size=0, ffn_size=128)
 EXACT = NumericsConfig(spec=QuantSpec.preset("fp8_block_pow2"))
 NATIVE = dataclasses.replace(EXACT, mode="native")
 
@@ -73,13 +73,13 @@ def test_aligned_blocks_pass_and_their_sizes_are_said() -> None:
     ("model", "sections", "name"),
     [
         (dataclasses.replace(MODEL, head_dim=64), {}, "head_dim"),
-        (dataclasses.replace(MODEL, ffn_size=192), {}, "moe_intermediate_size"),
+        (dataclasses.replace(MODEL, expert_size=192), {}, "moe_intermediate_size"),
         (dataclasses.replace(DENSE, ffn_size=384), {"trainer": {"tp": 2}}, "intermediate_size / trainer.tp = 384 / 2"),
         (MODEL, {"trainer": {"tp": 4}}, "num_key_value_heads"),
         (MODEL, {"trainer": {"ep": 3, "dp": 3}}, "num_experts"),
     ],
 )
-def test_blocks_that_straddle_are_found_before_anything_starts(model: ModelShape, sections: dict, name: str) -> None:
+def test_blocks_that_straddle_are_found_before_anything_starts(model: ModelSizes, sections: dict, name: str) -> None:
     check = static.block_alignment(model, spec(**sections))
     assert not check.ok and check.remedy
     assert name in check.found + check.expected

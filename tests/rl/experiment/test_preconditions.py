@@ -66,21 +66,21 @@ def edit_config(model, **changes) -> None:
 
 
 def test_a_good_spec_passes_and_its_model_is_read(values):
-    shape = check(parse_experiment(values))
-    assert (shape.layers, shape.hidden_size, shape.heads, shape.kv_heads, shape.head_dim) == (2, 128, 4, 2, 128)
-    assert (shape.experts, shape.top_k, shape.ffn_size) == (8, 2, 128)
+    sizes = check(parse_experiment(values)).sizes
+    assert (sizes.layers, sizes.hidden_size, sizes.heads, sizes.kv_heads, sizes.head_dim) == (2, 128, 4, 2, 128)
+    assert (sizes.experts, sizes.top_k, sizes.expert_size) == (8, 2, 128)
 
 
 def test_a_dense_model_passes(values, models):
-    shape = check(parse_experiment(merged(values, model={"path": str(models / "dense")})))
-    assert not shape.moe and shape.ffn_size == 384
+    sizes = check(parse_experiment(merged(values, model={"path": str(models / "dense")}))).sizes
+    assert not sizes.moe and sizes.ffn_size == 384
 
 
 def test_either_spelling_of_the_expert_count_is_read(values, model):
     edit_config(model, num_experts=None)
-    assert check(parse_experiment(values)).experts == 8
+    assert check(parse_experiment(values)).sizes.experts == 8
     edit_config(model, num_experts=4, num_local_experts=None)
-    assert read_model(model).experts == 4
+    assert read_model(model).sizes.experts == 4
 
 
 @pytest.mark.parametrize(
@@ -135,7 +135,7 @@ def test_dimensions_that_straddle_blocks_are_refused_in_fp8_only(values, model, 
     for one_side in ({"trainer": "bf16"}, {"rollout": "bf16"}):
         assert key in refusal(values, numerics=one_side)
     bf16 = parse_experiment(merged(values, numerics={"preset": "bf16", "trainer": "bf16", "rollout": "bf16"}))
-    check_model_layout(read_model(model), bf16)
+    check_model_layout(read_model(model).sizes, bf16)
 
 
 @pytest.mark.parametrize("choice", ["record", "replay"])
@@ -320,7 +320,7 @@ def test_a_kv_cache_beyond_the_free_memory_is_refused(values, monkeypatch):
     needed = 2 * 2048 * 2 * 2 * 128 * 2 * 2
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(resources.psutil, "virtual_memory", lambda: memory(needed))
-    assert kv_cache_bytes(check(spec), spec.rollout) == needed
+    assert kv_cache_bytes(check(spec).sizes, spec.rollout) == needed
     monkeypatch.setattr(resources.psutil, "virtual_memory", lambda: memory(needed - 1))
     with pytest.raises(UserError, match="rollout.max_total_tokens: found 2048") as error:
         check(spec)

@@ -2,26 +2,34 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from models import architecture
 from numerics.config import NumericsConfig
 from rollout.plugin import lifecycle, state
-from tests.support.served_model import SPEC, build, hf_tensors_served
+from tests.support.served_model import DEFINITION, SPEC, build, hf_tensors_served
 from weight_sync.manifest import Recorder
 
 TENSORS = hf_tensors_served(0)
 
 
 @pytest.fixture(autouse=True)
-def loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+def loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A scheduler process in which SGLang has just loaded the model."""
+    monkeypatch.setattr(architecture, "_known", {"Served": DEFINITION.architecture})
+    config = {"architectures": ["Served"], "model_type": "served", "quantization_config": {"quant_method": "fp8"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
     monkeypatch.setattr(state, "_state", None)
     state.configure(NumericsConfig(spec=SPEC))
-    runner = SimpleNamespace(model=build(TENSORS), server_args=SimpleNamespace(weight_version="3"))
+    runner = SimpleNamespace(
+        model=build(TENSORS), server_args=SimpleNamespace(weight_version="3", model_path=str(tmp_path))
+    )
     lifecycle.after_load_model(None, runner)
 
 

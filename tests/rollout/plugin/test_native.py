@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,11 +12,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from models import Model, ModelSizes
+from models.qwen3_moe import moe_tensors
+from models.tensors import TensorRow
 from numerics.config import NumericsConfig
 from numerics.dispatch import Implementation, using
 from numerics.quantize import fake_quantize, quantize
 from numerics.spec import QuantSpec
 from rollout.plugin import native, state
+from tests.support.served_model import DEFINITION, SIZES
 
 pytest.importorskip("sglang.srt.layers.activation")
 
@@ -37,7 +43,7 @@ def test_fp8_experts_follow_sglangs_order_of_operations(monkeypatch: pytest.Monk
         layer.register_parameter(f"{name}_scale_inv", nn.Parameter(quantized.scale_inv, requires_grad=False))
     monkeypatch.setattr(state, "_state", None)
     state.configure(NumericsConfig(mode="native", spec=SPEC))
-    state.state().weights.attach(layer, "0")
+    state.state().weights.attach(layer, definition(), "0")
 
     dispatched = SimpleNamespace(hidden_states=x, topk_output=(weights, experts.int(), None))
     found = native.fp8_moe(None, layer, dispatched).hidden_states
@@ -50,6 +56,19 @@ def test_fp8_experts_follow_sglangs_order_of_operations(monkeypatch: pytest.Monk
         ]
     )
     torch.testing.assert_close(found.double(), expected, rtol=2**-8, atol=1e-6)
+
+
+def definition() -> Model:
+    """Of a layer that is the whole model."""
+
+    def rows(sizes: ModelSizes) -> Iterator[TensorRow]:
+        for row in moe_tensors(sizes, 0):
+            if row.expert is not None:
+                parameter = row.engine.parameter.rpartition(".")[2]
+                yield replace(row, engine=replace(row.engine, parameter=parameter))
+
+    sizes = replace(SIZES, hidden_size=HIDDEN, experts=EXPERTS, expert_size=WIDTH)
+    return Model(replace(DEFINITION.architecture, tensors=rows), sizes)
 
 
 def expert_output(x: Tensor, w13: Tensor, w2: Tensor) -> Tensor:

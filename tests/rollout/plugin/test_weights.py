@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from models.qwen3 import embedding, last_tensors
+from models.sizes import ModelSizes
+from models.tensors import TensorRow, TensorTable
 from rollout.plugin import weights as plugin_weights
 from rollout.plugin.weights import ServedWeights, hf_tensors
-from tests.support.served_model import ATTENTION, DENSE, MOE, SPEC, build, hf_tensors_served, load
+from tests.support.served_model import ATTENTION, DEFINITION, DENSE, MOE, SIZES, SPEC, build, hf_tensors_served, load
 from weight_sync.manifest import Manifest, Recorder
 
 OLD, NEW = hf_tensors_served(0), hf_tensors_served(1)
@@ -25,7 +29,7 @@ def model() -> nn.Module:
 @pytest.fixture
 def served(model: nn.Module) -> ServedWeights:
     weights = ServedWeights(SPEC.weight)
-    weights.attach(model, "0")
+    weights.attach(model, DEFINITION, "0")
     return weights
 
 
@@ -47,7 +51,7 @@ def parameter(model: nn.Module, name: str) -> nn.Parameter:
 
 
 def test_every_hf_tensor_is_found_under_its_name(model: nn.Module) -> None:
-    found = {name: view for name, _, view in hf_tensors(model)}
+    found = {name: view for name, _, view in hf_tensors(model, DEFINITION.tensors, 128)}
     assert found.keys() == OLD.keys()
     for name, tensor in OLD.items():
         assert (found[name].dtype, found[name].shape) == (tensor.dtype, tensor.shape), name
@@ -55,14 +59,36 @@ def test_every_hf_tensor_is_found_under_its_name(model: nn.Module) -> None:
 
 
 def test_the_tensors_are_views_of_the_engines_own_parameters(model: nn.Module) -> None:
-    for name, owner, view in hf_tensors(model):
+    for name, owner, view in hf_tensors(model, DEFINITION.tensors, 128):
         assert view.untyped_storage().data_ptr() == owner.untyped_storage().data_ptr(), name
 
 
-def test_tied_embeddings_are_one_tensor(model: nn.Module) -> None:
+def test_tied_embeddings_are_one_tensor() -> None:
+    sizes = dataclasses.replace(SIZES, tied=True)
+    table = TensorTable(embedding_and_output(sizes), sizes.kv_heads)
+    model = build(OLD)
     model.lm_head.weight = model.model.embed_tokens.weight
-    assert [name for name, _, _ in hf_tensors(model)].count("model.embed_tokens.weight") == 1
-    assert "lm_head.weight" not in {name for name, _, _ in hf_tensors(model)}
+    assert [name for name, _, _ in hf_tensors(model, table, 128)] == ["model.embed_tokens.weight", "model.norm.weight"]
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (lambda model: setattr(model.model, "spare", nn.Linear(1, 1)), "model.spare.weight"),
+        (lambda model: delattr(model.model, "norm"), "model.norm.weight"),
+        (lambda model: setattr(model.model.norm, "bias", nn.Parameter(torch.ones(1))), "model.norm.bias"),
+    ],
+)
+def test_a_model_that_is_not_as_the_table_says_is_refused(change: Callable[[nn.Module], None], named: str) -> None:
+    model = build(OLD)
+    change(model)
+    with pytest.raises(RuntimeError, match=named):
+        ServedWeights(SPEC.weight).attach(model, DEFINITION, "0")
+
+
+def embedding_and_output(sizes: ModelSizes) -> Iterator[TensorRow]:
+    yield embedding(sizes)
+    yield from last_tensors(sizes)
 
 
 def test_the_loaded_model_holds_what_was_sent(served: ServedWeights) -> None:
@@ -104,8 +130,8 @@ def test_a_stale_cache_is_caught(
     original = plugin_weights._quantized_parameters
     left_out = parameter(model, stale)
 
-    def forgetful(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-        return ((name, p) for name, p in original(module) if p is not left_out)
+    def forgetful(model: nn.Module) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
+        return ((p, scale) for p, scale in original(model) if p is not left_out)
 
     monkeypatch.setattr(plugin_weights, "_quantized_parameters", forgetful)
     found = update(served, model, NEW, "1")

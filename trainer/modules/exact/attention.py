@@ -28,8 +28,14 @@ class CoreAttention(nn.Module):
     ) -> Tensor:
         """Query [S, B, H, D], key and value [S, B, Hkv, D] -> [S, B, H * D]"""
         query, key, value = (t.transpose(0, 1) for t in (query, key, value))
-        positions = torch.arange(query.shape[1], device=query.device).expand(query.shape[0], -1)
-        query = ops.rope(query, positions, self.rope_theta)
-        key = ops.rope(key, positions, self.rope_theta)
-        out = ops.attention(query, key, value, positions, self.scale)
+        out = ops.attention(self.rotated(query), self.rotated(key), value, _positions(query), self.scale)
         return out.transpose(0, 1).flatten(2)
+
+    def rotated(self, x: Tensor) -> Tensor:
+        """Queries or keys [B, S, heads, D], as the attention takes them."""
+        return ops.rope(x, _positions(x), self.rope_theta)
+
+
+def _positions(x: Tensor) -> Tensor:
+    """[B, S] of [B, S, ...]"""
+    return torch.arange(x.shape[1], device=x.device).expand(x.shape[0], -1)

@@ -8,8 +8,8 @@ from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.moe.moe_layer import MoESubmodules
 from torch import Tensor, nn
 
+from models.sizes import ModelSizes
 from numerics import ops
-from trainer.hf_config import ModelShape
 from trainer.modules.exact.attention import CoreAttention
 from trainer.modules.exact.experts import Experts, MoE
 from trainer.modules.exact.linear import NormColumnLinear, OutputLinear, RowLinear
@@ -20,19 +20,19 @@ from trainer.modules.precision import LayerPrecision
 from trainer.modules.weights import GroupedWeights
 
 
-def layer_modules(shape: ModelShape, precision: LayerPrecision) -> LayerModules:
+def layer_modules(sizes: ModelSizes, precision: LayerPrecision) -> LayerModules:
     """The modules of a layer; the model is built without position embeddings, as CoreAttention rotates."""
     experts = ModuleSpec(
         module=Experts,
         params={"precision": precision},
         submodules=MLPSubmodules(linear_fc1=GroupedWeights, linear_fc2=GroupedWeights),
     )
-    router = ModuleSpec(module=Router, params={"renormalize": shape.renormalize})
+    router = ModuleSpec(module=Router, params={"renormalize": sizes.renormalize})
     return LayerModules(
         norm=RMSNorm,
         norm_column_linear=asking(precision, NormColumnLinear),
         row_linear=asking(precision, RowLinear),
-        core_attention=ModuleSpec(module=CoreAttention, params={"rope_theta": shape.rope_theta}),
+        core_attention=ModuleSpec(module=CoreAttention, params={"rope_theta": sizes.rope_theta}),
         activation=SwiGLU,
         moe=ModuleSpec(module=MoE, submodules=MoESubmodules(router=router, experts=experts)),
     )

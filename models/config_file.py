@@ -1,109 +1,40 @@
-"""A Hugging Face Qwen3 or Qwen3-MoE `config.json`: its numbers, or why the shared ops do not define the model."""
+"""A Hugging Face `config.json`: typed readings, and refusals that name key, value found and value expected."""
 
 from __future__ import annotations
 
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from numerics.errors import UserError, user_error
 
-MODEL_TYPES = {"Qwen3MoeForCausalLM": "qwen3_moe", "Qwen3ForCausalLM": "qwen3"}
-"""Architecture to model_type."""
+LARGEST = 1 << 31
+"""Of any size: a larger one would be worked on for ever before the tensors say that it is wrong."""
 _UNSET: Any = object()
 _ROPE_KEYS = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
 
 
-@dataclass(frozen=True)
-class ModelShape:
-    """The numbers of a Qwen3 architecture that trainer and engine need.
-
-    Attributes:
-        ffn_size: width of the dense MLP, or of one expert.
-        experts, top_k: 0 for a dense model; otherwise every layer has routed experts.
-        renormalize: the top-k router probabilities are scaled to sum to one.
-        tied: the embedding is also the output projection.
-    """
-
-    model_type: str
-    layers: int
-    hidden_size: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    ffn_size: int
-    vocab_size: int
-    norm_eps: float
-    rope_theta: float
-    max_positions: int
-    tied: bool
-    experts: int = 0
-    top_k: int = 0
-    renormalize: bool = True
-
-    @property
-    def moe(self) -> bool:
-        return self.experts > 0
-
-
-def read_shape(model_path: Path, key: str = "model.path") -> ModelShape:
-    """Read `config.json` in `model_path`; messages speak of it as `key`.
-
-    Absent keys have the defaults of transformers' Qwen3Config and Qwen3MoeConfig.
+class ConfigFile:
+    """One config.json. Messages speak of the model's directory as `key`.
 
     Raises:
-        UserError: no readable config, another architecture, or a variant of it that the shared ops do not define.
+        UserError: from every method, for a value that is missing or wrong.
     """
-    config = _Config.read(Path(model_path), key)
-    moe = config.model_type() == "qwen3_moe"
-    config.refuse_quantized()
-    config.refuse_variants()
-    heads, hidden = config.size("num_attention_heads"), config.size("hidden_size")
-    experts = config.experts() if moe else 0
-    shape = ModelShape(
-        model_type=config.model_type(),
-        layers=config.size("num_hidden_layers"),
-        hidden_size=hidden,
-        heads=heads,
-        kv_heads=config.size("num_key_value_heads", default=4 if moe else 32, if_null=_UNSET if moe else heads),
-        head_dim=config.size("head_dim", default=max(1, hidden // heads) if moe else 128),
-        ffn_size=config.size("moe_intermediate_size" if moe else "intermediate_size"),
-        vocab_size=config.size("vocab_size"),
-        norm_eps=config.number("rms_norm_eps", default=1e-6),
-        rope_theta=config.rope_theta(),
-        max_positions=config.size("max_position_embeddings"),
-        tied=config.flag("tie_word_embeddings", default=False),
-        experts=experts,
-        top_k=config.size("num_experts_per_tok") if moe else 0,
-        renormalize=config.flag("norm_topk_prob", default=False) if moe else True,
-    )
-    if shape.heads % shape.kv_heads:
-        raise config.refusal("num_key_value_heads", shape.kv_heads, f"a divisor of num_attention_heads = {shape.heads}")
-    if shape.head_dim % 2:
-        raise config.refusal("head_dim", shape.head_dim, "an even number: rotary embeddings turn pairs")
-    if shape.top_k > shape.experts:
-        raise config.refusal("num_experts_per_tok", shape.top_k, f"at most num_experts = {shape.experts}")
-    return shape
-
-
-class _Config:
-    """One config.json; every reading names the key, the value found and the value expected when it refuses."""
 
     def __init__(self, values: Mapping[str, Any], path: Path, key: str) -> None:
         self._values, self._path, self._key = values, path, key
 
     @classmethod
-    def read(cls, directory: Path, key: str) -> _Config:
+    def read(cls, directory: Path, key: str) -> ConfigFile:
         path = directory / "config.json"
         if not path.is_file():
             raise user_error(
                 key,
                 found=f"{directory} without config.json",
                 expected="a Hugging Face model directory with config.json",
-                remedy="Give the directory of a Qwen3 or Qwen3-MoE model, with config.json and safetensors weights.",
+                remedy="Give the directory of a model, with config.json and safetensors weights.",
             )
         try:
             values = json.loads(path.read_text(encoding="utf-8"))
@@ -118,16 +49,18 @@ class _Config:
     def refusal(self, name: str, found: object, expected: str, remedy: str = "Restore the file.") -> UserError:
         return user_error(f"{self._key}: {name} in {self._path}", found=found, expected=expected, remedy=remedy)
 
-    def model_type(self) -> str:
+    def architecture(self, known: str = "the name of one") -> str:
+        """The first of `architectures`; known: what a message says that it should be."""
         found = self._values.get("architectures")
-        architecture = found[0] if isinstance(found, list) and found else found
-        if not isinstance(architecture, str) or architecture not in MODEL_TYPES:
-            remedy = "Choose a Qwen3 or Qwen3-MoE model."
-            raise self.refusal("architectures", architecture, " or ".join(MODEL_TYPES), remedy)
-        expected = MODEL_TYPES[architecture]
-        if self._values.get("model_type") != expected:
-            raise self.refusal("model_type", self._values.get("model_type"), f"{expected!r}, as for {architecture}")
-        return expected
+        name = found[0] if isinstance(found, list) and found else found
+        if not isinstance(name, str):
+            raise self.refusal("architectures", name, known)
+        return name
+
+    def expect(self, name: str, value: str, reason: str) -> None:
+        """Refuse another value of `name`."""
+        if self._values.get(name) != value:
+            raise self.refusal(name, self._values.get(name), f"{value!r}, {reason}")
 
     def refuse_quantized(self) -> None:
         for name in ("quantization_config", "compression_config"):
@@ -136,20 +69,13 @@ class _Config:
                     name, self._values[name], "none: the weights are BF16", "Use the BF16 checkpoint of this model."
                 )
 
-    def refuse_variants(self) -> None:
-        """Refuse what the shared ops do not define."""
-        required: dict[str, Any] = {
-            "hidden_act": "silu",
-            "attention_bias": False,
-            "use_sliding_window": False,
-            "decoder_sparse_step": 1,
-            "mlp_only_layers": [],
-            "partial_rotary_factor": 1,
-        }
-        for name, expected in required.items():
+    def refuse_variants(self, expected: Mapping[str, Any]) -> None:
+        """Refuse what the shared ops do not define: other values than these of keys that are there, windows of
+        attention, and scaled rotary embeddings."""
+        for name, value in expected.items():
             found = self._values.get(name)
-            if found is not None and found != expected:
-                raise self._variant(name, found, repr(expected))
+            if found is not None and found != value:
+                raise self._variant(name, found, repr(value))
         layers = self._values.get("layer_types")
         if layers is not None and not (isinstance(layers, list) and all(kind == "full_attention" for kind in layers)):
             raise self._variant("layer_types", layers, "'full_attention' in every layer")
@@ -183,13 +109,12 @@ class _Config:
             raise self.refusal("rope_theta", found, "one value in all places", "Make them equal.")
         return next(iter(found.values()), 10000.0)
 
-    def experts(self) -> int:
-        """transformers 5 writes `num_local_experts`, older ones `num_experts`."""
-        names = [name for name in ("num_experts", "num_local_experts") if self._values.get(name) is not None]
-        sizes = {name: self.size(name) for name in names or ["num_experts"]}
+    def one_of(self, *names: str) -> int:
+        """A size with several spellings, which must agree."""
+        sizes = {name: self.size(name) for name in names if self._values.get(name) is not None}
         if len(set(sizes.values())) > 1:
-            raise self.refusal("num_experts", sizes, "one value in both spellings", "Make them equal.")
-        return next(iter(sizes.values()))
+            raise self.refusal(names[0], sizes, "one value in both spellings", "Make them equal.")
+        return next(iter(sizes.values())) if sizes else self.size(names[0])
 
     def size(self, name: str, default: int | None = None, if_null: Any = _UNSET) -> int:
         if name not in self._values and default is not None:
@@ -201,8 +126,8 @@ class _Config:
             raise user_error(
                 f"{self._key}: {self._path}", found=f"no {name}", expected="its value", remedy="Restore the file."
             )
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise self.refusal(name, value, "a positive integer")
+        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value < LARGEST:
+            raise self.refusal(name, value, f"a positive integer below {LARGEST}")
         return value
 
     def number(self, name: str, default: float) -> float:

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from transformers import AutoConfig
 
+from models import ModelSizes, read_model
 from numerics.errors import UserError
-from trainer.hf_config import read_shape
 
 COMMON = {
     "vocab_size": 128,
@@ -38,9 +38,13 @@ def write(path: Path, config: dict[str, Any]) -> Path:
     return path
 
 
+def read_sizes(path: Path, key: str = "model.path") -> ModelSizes:
+    return read_model(path, key).sizes
+
+
 def refusal(path: Path, config: dict[str, Any]) -> str:
     with pytest.raises(UserError) as error:
-        read_shape(write(path, config))
+        read_sizes(write(path, config))
     text = str(error.value)
     assert text.startswith("model.path") and "found " in text and "expected " in text and text.endswith(".")
     return text
@@ -61,18 +65,18 @@ def refusal(path: Path, config: dict[str, Any]) -> str:
 def test_values_and_defaults_are_those_of_transformers(
     base: dict[str, Any], changes: dict[str, Any], tmp_path: Path
 ) -> None:
-    shape = read_shape(write(tmp_path, base | changes))
+    sizes = read_sizes(write(tmp_path, base | changes))
     theirs = AutoConfig.from_pretrained(tmp_path)
-    assert shape.kv_heads == theirs.num_key_value_heads
-    assert shape.head_dim == getattr(theirs, "head_dim", theirs.hidden_size // theirs.num_attention_heads)
-    assert shape.norm_eps == theirs.rms_norm_eps
-    assert shape.rope_theta == theirs.rope_parameters["rope_theta"]
-    assert shape.tied == theirs.tie_word_embeddings
+    assert sizes.kv_heads == theirs.num_key_value_heads
+    assert sizes.head_dim == getattr(theirs, "head_dim", theirs.hidden_size // theirs.num_attention_heads)
+    assert sizes.norm_eps == theirs.rms_norm_eps
+    assert sizes.rope_theta == theirs.rope_parameters["rope_theta"]
+    assert sizes.tied == theirs.tie_word_embeddings
     if base is MOE:
-        assert (shape.experts, shape.top_k) == (theirs.num_experts, theirs.num_experts_per_tok)
-        assert shape.ffn_size == theirs.moe_intermediate_size and shape.renormalize == theirs.norm_topk_prob
+        assert (sizes.experts, sizes.top_k) == (theirs.num_experts, theirs.num_experts_per_tok)
+        assert sizes.expert_size == theirs.moe_intermediate_size and sizes.renormalize == theirs.norm_topk_prob
     else:
-        assert shape.ffn_size == theirs.intermediate_size and not shape.moe
+        assert sizes.ffn_size == theirs.intermediate_size and not sizes.moe
 
 
 @pytest.mark.parametrize("base", [DENSE, MOE])
@@ -106,6 +110,8 @@ def test_values_and_defaults_are_those_of_transformers(
         ({"architectures": ["LlamaForCausalLM"]}, "Qwen3MoeForCausalLM"),
         ({"architectures": []}, "architectures"),
         ({"num_hidden_layers": 0}, "num_hidden_layers"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers"),
+        ({"vocab_size": 10**12}, "vocab_size"),
         ({"vocab_size": True}, "vocab_size"),
     ],
 )
@@ -141,12 +147,12 @@ def test_values_that_change_nothing_are_accepted(tmp_path: Path) -> None:
         "mlp_only_layers": [],
         "quantization_config": None,
     }
-    assert read_shape(write(tmp_path, MOE | neutral)) == read_shape(write(tmp_path, MOE))
+    assert read_sizes(write(tmp_path, MOE | neutral)) == read_sizes(write(tmp_path, MOE))
 
 
 def test_a_directory_without_a_readable_config_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="MODEL: found .* without config.json"):
-        read_shape(tmp_path, "MODEL")
+        read_sizes(tmp_path, "MODEL")
     (tmp_path / "config.json").write_text("[]")
     with pytest.raises(UserError, match="JSON object"):
-        read_shape(tmp_path)
+        read_sizes(tmp_path)

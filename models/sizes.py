@@ -1,0 +1,52 @@
+"""The numbers of a model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSizes:
+    """What trainer, engine and checks need to know of a model beside its tensors and ops.
+
+    Attributes:
+        ffn_size: width of the dense MLPs; 0 where every layer has experts.
+        experts, top_k, expert_size: routed experts of a layer, those of a token, and their width; 0 in a dense model.
+        dense_layers: leading layers with a dense MLP, in a model with experts.
+        shared_size: width of the experts that every token takes, together; 0 where there are none.
+        renormalize: the top-k router probabilities are scaled to sum to one.
+        rotary_dim: leading channels of a head that are rotated.
+        tied: the embedding is also the output projection.
+    """
+
+    layers: int
+    hidden_size: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    rotary_dim: int
+    vocab_size: int
+    norm_eps: float
+    rope_theta: float
+    max_positions: int
+    tied: bool
+    ffn_size: int = 0
+    experts: int = 0
+    top_k: int = 0
+    expert_size: int = 0
+    dense_layers: int = 0
+    shared_size: int = 0
+    renormalize: bool = True
+
+    @property
+    def moe(self) -> bool:
+        return self.experts > 0
+
+    @property
+    def moe_layers(self) -> int:
+        """Layers with routed experts: the last ones."""
+        return self.layers - self.dense_layers if self.moe else 0
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether layer 0 to `layers` - 1 has routed experts."""
+        return self.moe and layer >= self.dense_layers

@@ -1,0 +1,104 @@
+"""The safetensors files of a model directory against the table of the model's tensors, by their headers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from models.architecture import Model
+from numerics.errors import UserError, user_error
+
+FLOAT_DTYPES = ("BF16", "F16", "F32")
+"""safetensors' names of what is read; it is rounded to the dtype that a side holds."""
+_SPARE = ("rotary_emb.inv_freq",)
+"""Endings of names that older files have and nothing reads."""
+
+
+def check_stored(path: Path, model: Model, key: str = "model.path") -> None:
+    """Whether the directory holds the tensors of `model`, no more and no less, in its shapes and as floats.
+
+    Raises:
+        UserError: there are no files, one is broken, or they are of another model; the message names the first tensor.
+    """
+    found: dict[str, tuple[int, ...]] = {}
+    for file in weight_files(path, key):
+        try:
+            with safe_open(file, framework="pt") as stored:
+                for name in stored.keys():
+                    held = stored.get_slice(name)
+                    found[name] = tuple(held.get_shape())
+                    if held.get_dtype() not in FLOAT_DTYPES:
+                        raise _dtype_refusal(f"{key}: {name} in {file}", held.get_dtype())
+        except (OSError, SafetensorError) as error:
+            raise user_error(
+                f"{key}: {file}", found=str(error), expected="a whole safetensors file", remedy="Copy the file again."
+            ) from error
+    for name, row in model.tensors.rows.items():
+        if name not in found:
+            raise _refusal(key, name, "no such tensor", f"one of shape {list(row.shape)}")
+        if found[name] != row.shape:
+            raise _refusal(key, name, f"shape {list(found[name])}", f"{list(row.shape)}")
+    for name in sorted(found.keys() - model.tensors.rows.keys()):
+        if not _is_spare(name, model):
+            raise _refusal(key, name, f"a tensor of shape {list(found[name])}", "no such tensor")
+
+
+def stored_tensors(path: Path, model: Model, key: str = "model.path") -> Iterator[tuple[str, Tensor]]:
+    """(name, tensor) of all that is in the table."""
+    for file in weight_files(path, key):
+        with safe_open(file, framework="pt") as stored:
+            for name in stored.keys():
+                if name in model.tensors.rows:
+                    yield name, stored.get_tensor(name)
+
+
+def weight_files(path: Path, key: str) -> list[Path]:
+    """The files that the index names, or all where there is none.
+
+    Raises:
+        UserError: there are none, or the index is broken.
+    """
+    index = path / "model.safetensors.index.json"
+    if not index.is_file():
+        files = sorted(path.glob("*.safetensors"))
+    else:
+        try:
+            files = sorted({path / name for name in json.loads(index.read_text("utf-8"))["weight_map"].values()})
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            raise user_error(
+                f"{key}: {index}",
+                found=f"{type(error).__name__}: {error}",
+                expected="a JSON object with a weight_map of tensor to file",
+                remedy="Restore the file.",
+            ) from error
+    if not files:
+        raise user_error(
+            key,
+            found=f"{path} without *.safetensors",
+            expected="safetensors weights",
+            remedy="Convert the weights to safetensors; pickled weights are not read.",
+        )
+    return files
+
+
+def _is_spare(name: str, model: Model) -> bool:
+    return name.endswith(_SPARE) or (model.sizes.tied and name == "lm_head.weight")
+
+
+def _dtype_refusal(what: str, dtype: str) -> UserError:
+    remedy = "Use the BF16 checkpoint of this model."
+    return user_error(what, found=dtype, expected=" or ".join(FLOAT_DTYPES), remedy=remedy)
+
+
+def _refusal(key: str, name: str, found: str, expected: str) -> UserError:
+    return user_error(
+        f"{key}: {name}",
+        found=found,
+        expected=f"{expected}, as config.json describes the model",
+        remedy="The weights are those of another architecture: put the config.json and the weights of one model into "
+        "the directory.",
+    )

@@ -1,0 +1,135 @@
+"""The forward of a model as a sequence of ops, and recordings of what goes into each and what comes out.
+
+The forward is a small program over named values: each op reads some and writes some, which are there for the ops behind
+it. The trainer records what its ops put out; the engine runs its own ops on the same inputs, and, each on what its own
+op before it put out, the whole program. A recording is a flat mapping from `place:in.name` and `place:out.name` to
+tensors whose first axis is the tokens [T] of some sequences, end to end; besides, it holds TARGETS and LENGTHS.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+Form = Literal[
+    "embed",
+    "norm",
+    "add_norm",
+    "qkv",
+    "head_norm",
+    "rope",
+    "attention",
+    "linear",
+    "swiglu",
+    "topk",
+    "experts",
+    "logprobs",
+]
+"""How an op's module is called on either side, and the shapes of what it reads and writes:
+
+    embed       tokens int64 [T]                                         -> [T, H]
+    norm        [T, H]                                                   -> [T, H]
+    add_norm    x, residual [T, H]; the first of a model has no residual -> normed, and the sum that was normed
+    qkv         [T, H]                                                   -> q [T, heads, D], k and v [T, kv heads, D]
+    head_norm   [T, heads, D]                                            -> the same
+    rope        q, k                                                     -> q, k
+    attention   q, k, v                                                  -> [T, heads * D]
+    linear      [T, K]                                                   -> [T, N]
+    swiglu      [T, 2F]                                                  -> [T, F]
+    topk        logits [T, E] -> probabilities FP32 [T, E], 0 for experts not chosen; chosen int64 [T, k], ascending
+    experts     x [T, H], probabilities, chosen -> [T, H]; recorded too: `each` [T, k, H], one expert's share of it
+    logprobs    logits [T, V]                                            -> FP32 [T], of the sequence's next token
+
+`linear` is also a router's product, whose module is the router.
+"""
+
+TOKENS, TARGETS, LENGTHS = "tokens", "targets", "lengths"
+"""There before the first op: int64 [T], each token's next one (0 behind a sequence's last), and int64 [sequences]."""
+RESIDUAL, CHOSEN, LOGITS, LOGPROBS = "residual", "chosen", "logits", "logprobs"
+"""Values that others than the ops look at: the residual stream, a token's experts, and what comes out at the end."""
+EACH = "each"
+"""What is recorded of an `experts` op beside its output."""
+
+
+@dataclass(frozen=True)
+class Op:
+    """One op of the forward.
+
+    Attributes:
+        reads, writes: names of values.
+        engine, megatron: dotted path of its module in the side's layer, or outside the layers in its whole model. In
+            Megatron a norm may be inside a linear module, and rope inside the attention: the path is that module's.
+    """
+
+    name: str
+    form: Form
+    reads: tuple[str, ...]
+    writes: tuple[str, ...]
+    engine: str = ""
+    megatron: str = ""
+
+    @property
+    def compared(self) -> tuple[str, ...]:
+        """What of its output is compared: not the choice of experts, whose probabilities say it."""
+        return self.writes[:1] if self.form == "topk" else self.writes
+
+
+@dataclass(frozen=True)
+class Place:
+    """An op in its layer; None outside the layers."""
+
+    layer: int | None
+    op: Op
+
+    def key(self, name: str) -> str:
+        """`layers.1.qkv:out.q`, `lm_head:out.logits`"""
+        return f"{self.op.name}:{name}" if self.layer is None else f"layers.{self.layer}.{self.op.name}:{name}"
+
+
+@dataclass(frozen=True)
+class Forward:
+    """The ops of a model in their order.
+
+    first, last: outside the layers. layers: of each layer.
+    """
+
+    first: tuple[Op, ...]
+    layers: tuple[tuple[Op, ...], ...]
+    last: tuple[Op, ...]
+
+    def places(self) -> list[Place]:
+        """Every op of the model."""
+        return [
+            *(Place(None, op) for op in self.first),
+            *(Place(index, op) for index, ops in enumerate(self.layers) for op in ops),
+            *(Place(None, op) for op in self.last),
+        ]
+
+
+@dataclass(frozen=True)
+class OpTrace:
+    """A recording of the trainer's ops. settings: constants of theirs, such as `rope_theta`."""
+
+    tensors: dict[str, Tensor]
+    settings: dict[str, float]
+
+
+def inputs(record: Mapping[str, Tensor], place: Place) -> list[Tensor | None]:
+    """What an op read, in the order of `reads`; None for what was not there, such as the first residual."""
+    return [record.get(place.key(f"in.{name}")) for name in place.op.reads]
+
+
+def output(record: Mapping[str, Tensor], place: Place) -> Tensor:
+    """All of an op's output that is compared, [T, ...]."""
+    parts = [record[place.key(f"out.{name}")] for name in place.op.compared]
+    return torch.cat([part.reshape(len(part), -1) for part in parts], 1)
+
+
+def recorded(place: Place, read: Sequence[Tensor | None], written: Sequence[Tensor]) -> dict[str, Tensor]:
+    """The entries of one op in a recording: `read` in the order of its `reads`, `written` in that of its `writes`."""
+    entries = {place.key(f"in.{name}"): tensor for name, tensor in zip(place.op.reads, read) if tensor is not None}
+    return entries | {place.key(f"out.{name}"): tensor for name, tensor in zip(place.op.writes, written, strict=True)}

@@ -1,0 +1,164 @@
+"""A new architecture is one file, one Megatron mapping and a model of SGLang's: it loads, exports, syncs and traces."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from examples.tiny_model import TinyModel, write_tiny_model
+from models import architecture, register
+from numerics.config import NumericsConfig
+from numerics.spec import QuantSpec
+from rl.diagnose.attribution.compare import op_differences, stream_differences
+from rl.diagnose.attribution.probe import ask_engine
+from rollout.client import EngineClient
+from rollout.types import SamplingParams
+from tests.support.batches import cross_entropy
+from tests.support.made_up.definition import ARCHITECTURE, EXPERTS
+from tests.support.paths import ROOT
+from tests.support.rig import make_engine
+from trainer.batch import TokenBatch
+from trainer.config import TrainerConfig
+from trainer.parallel import Layout
+from weight_sync.bridge import push
+from weight_sync.hf_checkpoint import convert_checkpoint
+from weight_sync.transports.tensor import TensorTransport
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+
+SHAPE = TinyModel(layers=2, hidden=256, heads=4, kv_heads=2, experts=4)
+NUMERICS = NumericsConfig(spec=QuantSpec.preset("fp8_block_pow2"))
+OUT_NORM = "model.layers.{}.self_attn.out_norm.weight"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def known() -> Iterator[None]:
+    from tests.support.made_up.megatron import MAPPING
+    from trainer.mapping import MAPPINGS
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(architecture, "_known", {})
+        patch.setitem(MAPPINGS, ARCHITECTURE.name, MAPPING)
+        patch.setenv("SGLANG_EXTERNAL_MODEL_PACKAGE", "tests.support.made_up.engine")
+        patch.setenv("PYTHONPATH", str(ROOT))
+        register(ARCHITECTURE)
+        yield
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Qwen3-MoE whose experts are called specialists, with further norms."""
+    path = tmp_path_factory.mktemp("made_up") / "model"
+    write_tiny_model(path, SHAPE)
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"architectures": [ARCHITECTURE.name]}))
+    file, draw = path / "model.safetensors", torch.Generator().manual_seed(0)
+    tensors = {name.replace(".experts.", f".{EXPERTS}."): 4 * tensor for name, tensor in load_file(file).items()}
+    for layer in range(SHAPE.layers):
+        tensors[OUT_NORM.format(layer)] = (1 + 0.3 * torch.randn(SHAPE.hidden, generator=draw)).bfloat16()
+    save_file(tensors, file, {"format": "pt"})
+    return path
+
+
+def make_trainer(model: Path, layout: Layout, **changes: Any) -> Any:
+    from trainer.trainer import Trainer
+
+    config = TrainerConfig(lr=1e-3, warmup_steps=0)
+    options = {"seed": 0, "total_steps": 9, "max_sequence_length": 256, **changes}
+    numerics = options.pop("numerics", NUMERICS)
+    return Trainer(model, config, numerics, layout, **options)
+
+
+def test_the_trainer_computes_what_transformers_does(model: Path, layout: Layout, tmp_path: Path) -> None:
+    """With the norms put into its Qwen3-MoE by hand."""
+    tensors = load_file(model / "model.safetensors")
+    write_tiny_model(tmp_path / "plain", SHAPE)
+    stock = {name.replace(f".{EXPERTS}.", ".experts."): t for name, t in tensors.items() if "out_norm" not in name}
+    save_file(stock, tmp_path / "plain" / "model.safetensors", {"format": "pt"})
+    reference = AutoModelForCausalLM.from_pretrained(tmp_path / "plain", dtype=torch.float32)
+    for index, layer in enumerate(reference.model.layers):
+        weight = tensors[OUT_NORM.format(index)].float()
+        layer.self_attn.o_proj.register_forward_hook(lambda _, x, y, w=weight: F.rms_norm(y, w.shape, w, 1e-6))
+    plain = NumericsConfig(spec=QuantSpec.preset("bf16"), trainer="bf16", rollout="bf16")
+    trainer = make_trainer(model, layout, numerics=plain, dtype=torch.float32)
+    tokens = torch.randint(0, SHAPE.vocab, (1, 40))
+    with torch.no_grad():
+        found = trainer.model(tokens, position_ids=None, attention_mask=None)
+        expected = reference(tokens).logits
+    torch.testing.assert_close(found.view_as(expected), expected, rtol=1e-3, atol=1e-3)
+
+
+def test_load_export_sync_and_trace(model: Path, layout: Layout, tmp_path: Path) -> None:
+    trainer = make_trainer(model, layout)
+    stored = load_file(model / "model.safetensors")
+    exported = dict(trainer.export_weights())
+    assert exported.keys() == stored.keys()
+    assert all(torch.equal(exported[name], tensor) for name, tensor in stored.items())
+    convert_checkpoint(model, tmp_path / "served", NUMERICS.rollout_spec)
+    with asyncio.Runner() as runner:
+        engine = make_engine(tmp_path / "engine.log", NUMERICS)
+        endpoint = runner.run(engine.start(tmp_path / "served", 0))
+        try:
+            batch = sampled(trainer, runner, endpoint)
+            assert_equal_logprobs(trainer, batch)
+            trainer.train_step(batch, cross_entropy(batch))
+            manifest, report, problems = push(trainer, TensorTransport(1 << 20), NUMERICS.rollout_spec, [endpoint], 1)
+            assert problems == [] and report.mismatched_tensors == 0
+            assert OUT_NORM.format(1) in manifest.entries
+            assert f"model.layers.0.mlp.{EXPERTS}.3.up_proj.weight_scale_inv" in manifest.entries
+            batch = sampled(trainer, runner, endpoint)
+            assert_equal_logprobs(trainer, batch)
+            assert_equal_ops(trainer, batch, runner, endpoint)
+        finally:
+            runner.run(engine.stop())
+
+
+def sampled(trainer: Any, runner: asyncio.Runner, endpoint: Any) -> TokenBatch:
+    prompts = torch.randint(6, SHAPE.vocab, (4, 30)).tolist()
+
+    async def complete() -> list[Any]:
+        async with EngineClient(endpoint) as client:
+            return await client.complete(prompts, SamplingParams(max_new_tokens=20, temperature=1.0))
+
+    answers = runner.run(complete())
+    assert {version for answer in answers for version in answer.weight_versions} == {trainer.weight_version}
+    rows = [prompt + answer.token_ids for prompt, answer in zip(prompts, answers, strict=True)]
+    lengths = torch.tensor([len(row) for row in rows])
+    tokens = torch.stack([F.pad(torch.tensor(row), (0, int(lengths.max()) - len(row))) for row in rows])
+    logprobs = torch.zeros(tokens.shape)
+    for row, answer in enumerate(answers):
+        logprobs[row, 30 : 30 + len(answer.logprobs)] = torch.tensor(answer.logprobs)
+    mask = (torch.arange(tokens.shape[1]) >= 30) & (torch.arange(tokens.shape[1]) < lengths[:, None])
+    return TokenBatch(tokens, lengths, mask, 1.0, {"rollout_logprobs": logprobs})
+
+
+def assert_equal_logprobs(trainer: Any, batch: TokenBatch) -> None:
+    _, scored = trainer.score(batch)
+    d = (scored - batch.fields["rollout_logprobs"])[batch.loss_mask]
+    assert len(d) > 40 and not d.any()
+
+
+def assert_equal_ops(trainer: Any, batch: TokenBatch, runner: asyncio.Runner, endpoint: Any) -> None:
+    from trainer.op_trace import trace_ops
+
+    trace = trace_ops(trainer, batch)
+
+    async def ask() -> Any:
+        async with EngineClient(endpoint) as client:
+            return await ask_engine(client, trace, 1.0)
+
+    answer = runner.run(ask())
+    forward = trainer.definition.forward
+    found = op_differences(forward, trace.tensors, answer.tensors)
+    assert {difference.differing for difference in found} == {0.0}
+    assert [d.layer for d in found if d.op == "out_norm"] == [0, 1]
+    assert stream_differences(forward, trace.tensors, answer.tensors) == [0.0, 0.0]

@@ -1,0 +1,109 @@
+"""The table of tensors: what each row says of the known architectures, and what rows of others can say."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from models.architecture import architectures
+from models.qwen3 import dense_mlp_tensors
+from models.qwen3_moe import moe_tensors
+from models.tensors import Place, TensorRow, TensorTable
+from numerics.spec import MODULE_KINDS
+from tests.support.definitions import SIZES
+
+ROWS = {name: TensorTable(known.tensors(SIZES), SIZES.kv_heads) for name, known in architectures().items()}
+DENSE, MOE = ROWS["Qwen3ForCausalLM"], ROWS["Qwen3MoeForCausalLM"]
+LAYER = "model.layers.3."
+
+
+def row(name: str, rows: int, **changes: object) -> TensorRow:
+    """`rows` x 256, in the parameter `fused` of both sides."""
+    made = TensorRow(name=name, shape=(rows, 256), op="op", engine=Place("fused"), megatron=Place("fused"))
+    return replace(made, **changes)
+
+
+def test_what_a_spec_quantizes_is_said_by_exact_name() -> None:
+    expected = {
+        **{f"{LAYER}self_attn.{p}_proj.weight": f"{p}_proj" for p in "qkvo"},
+        **{f"{LAYER}mlp.{p}_proj.weight": f"{p}_proj" for p in ("gate", "up", "down")},
+        **{f"{LAYER}mlp.experts.11.{p}_proj.weight": f"experts.{p}_proj" for p in ("gate", "up", "down")},
+    }
+    found = {name: table[name].kind for table in (DENSE, MOE) for name in expected.keys() & table.rows.keys()}
+    assert found == expected and set(expected.values()) == set(MODULE_KINDS)
+    unquantized = {"embed_tokens", "lm_head", "norm", "input_layernorm", "post_attention_layernorm"}
+    unquantized |= {"q_norm", "k_norm", "gate"}  # "gate" is the router, which substring matching takes for gate_proj
+    for table in (DENSE, MOE):
+        others = {row.name.split(".")[-2] for row in table.rows.values() if row.kind is None}
+        assert others == unquantized - ({"gate"} if table is DENSE else set())
+
+
+def test_the_scales_of_a_weight_are_found_by_its_row() -> None:
+    assert DENSE[LAYER + "mlp.up_proj.weight_scale_inv"] is DENSE[LAYER + "mlp.up_proj.weight"]
+    with pytest.raises(KeyError):
+        DENSE[LAYER + "mlp.up_proj.bias"]
+
+
+@pytest.mark.parametrize(("block", "ranks"), [(1, 1), (1, 2), (128, 1), (128, 2)])
+def test_heads_are_interleaved_by_group(block: int, ranks: int) -> None:
+    """Four query heads and two key-value heads of 128: Megatron's rows are q0 q1 k0 v0 q2 q3 k1 v1."""
+    parameter = "decoder.layers.0.self_attention.linear_qkv.weight"
+    rows = DENSE.in_megatron[parameter]
+    size = 128 // block
+    labels = ["q0", "q1", "k0", "v0", "q2", "q3", "k1", "v1"][: 8 // ranks]
+    fused = torch.arange(len(labels) * size)[:, None]
+    q, k, v = DENSE.split("megatron", fused, rows, block, ranks)
+
+    def whose(part: torch.Tensor) -> list[str]:
+        return [labels[start // size] for start in part[::size, 0].tolist()]
+
+    expected = (["q0", "q1", "q2", "q3"], ["k0", "k1"], ["v0", "v1"])
+    assert (whose(q), whose(k), whose(v)) == tuple(heads[: len(heads) // ranks] for heads in expected)
+    assert torch.equal(DENSE.fuse("megatron", [q, k, v], rows, block, ranks), fused)
+
+
+def test_a_padded_parameter_ends_with_rows_of_no_tensor() -> None:
+    ((embedding,),) = DENSE.in_engine["model.embed_tokens.weight"].values()
+    (part,) = DENSE.split("engine", torch.arange(70), [embedding])
+    assert part.tolist() == list(range(64))
+    with pytest.raises(ValueError, match="found a parameter of 63 rows, expected 64"):
+        DENSE.split("engine", torch.arange(63), [embedding])
+    (norm,) = DENSE.in_megatron["decoder.final_layernorm.weight"]
+    with pytest.raises(ValueError, match="model.norm.weight: found a parameter of 257 rows, expected 256"):
+        DENSE.split("megatron", torch.arange(257), [norm])
+
+
+def test_rows_that_are_no_whole_blocks_have_a_scale_of_their_own() -> None:
+    """DeepSeek's fused a-projection: 1536 rows are 12 blocks, 576 are 4.5."""
+    rows = [row("q_a", 1536), row("kv_a", 576)]
+    table = TensorTable(rows, kv_heads=1)
+    assert [len(part) for part in table.split("engine", torch.zeros(17, 2), rows, block=128)] == [12, 5]
+    assert [len(part) for part in table.split("engine", torch.zeros(2112, 2), rows)] == [1536, 576]
+
+
+def test_what_other_architectures_need_can_be_said() -> None:
+    together = Place("fused_qkv_a_proj_with_mqa.weight", together=True)
+    bias = row(
+        "mlp.gate.e_score_correction_bias", 8, served=torch.float32, megatron=Place("router.expert_bias", buffer=True)
+    )
+    table = TensorTable([row("q_a", 128, engine=together), row("kv_a", 128, engine=together), bias], kv_heads=1)
+    ((pair),) = table.in_engine[together.parameter].values()
+    assert [one.name for one in pair] == ["q_a", "kv_a"] and all(one.engine.together for one in pair)
+    assert table[bias.name].served is torch.float32 and table[bias.name].megatron.buffer
+    sizes = replace(SIZES, layers=3, dense_layers=1, shared_size=128, rotary_dim=64)
+    assert [sizes.has_experts(layer) for layer in range(3)] == [False, True, True] and sizes.moe_layers == 2
+    layers = [*dense_mlp_tensors(sizes, 0), *moe_tensors(sizes, 1), *moe_tensors(sizes, 2, experts="specialists")]
+    named = TensorTable(layers, sizes.kv_heads)
+    assert named["model.layers.2.mlp.specialists.11.up_proj.weight"].engine == Place(
+        "model.layers.2.mlp.experts.w13_weight", index=11
+    )
+    assert named["model.layers.0.mlp.up_proj.weight"].op == "gate_up"
+
+
+def test_a_tied_output_projection_is_the_embedding() -> None:
+    tied = TensorTable(architectures()["Qwen3ForCausalLM"].tensors(replace(SIZES, tied=True)), SIZES.kv_heads)
+    assert "lm_head.weight" not in tied.rows
+    (output,) = tied.in_megatron["output_layer.weight"]
+    assert output.name == "model.embed_tokens.weight"

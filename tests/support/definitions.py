@@ -1,0 +1,47 @@
+"""Tables of tensors for tests that need names rather than a model."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+from models.architecture import Architecture, Model
+from models.qwen3 import FIRST_OPS, LAST_OPS, attention_tensors, dense_mlp_tensors, embedding, last_tensors
+from models.qwen3_moe import moe_tensors
+from models.sizes import ModelSizes
+from models.tensors import TensorRow
+from models.trace import Forward
+
+SIZES = ModelSizes(
+    layers=4,
+    hidden_size=256,
+    heads=4,
+    kv_heads=2,
+    head_dim=128,
+    rotary_dim=128,
+    vocab_size=64,
+    norm_eps=1e-6,
+    rope_theta=1e4,
+    max_positions=512,
+    tied=False,
+    ffn_size=384,
+    experts=12,
+    top_k=2,
+    expert_size=128,
+)
+
+
+def every_tensor(layers: int) -> Model:
+    """A model whose layers have attention, experts and a dense MLP beside each other."""
+
+    def rows(sizes: ModelSizes) -> Iterator[TensorRow]:
+        yield embedding(sizes)
+        for layer in range(sizes.layers):
+            yield from attention_tensors(sizes, layer)
+            yield from moe_tensors(sizes, layer)
+            yield from dense_mlp_tensors(sizes, layer)
+        yield from last_tensors(sizes)
+
+    sizes = dataclasses.replace(SIZES, layers=layers)
+    ops = Forward(FIRST_OPS, (), LAST_OPS)
+    return Model(Architecture("EveryTensor", "every_tensor", lambda _: sizes, rows, lambda _: ops), sizes)

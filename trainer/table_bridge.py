@@ -1,0 +1,87 @@
+"""mbridge's way through a model and its ranks, with the table of the model's tensors for names and layouts."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import mbridge.core.bridge
+import torch
+from mbridge.core import Bridge
+from mbridge.core.safetensor_io import SafeTensorIO
+from megatron.core import parallel_state
+from megatron.core.transformer import TransformerConfig
+from torch import Tensor
+
+from models.tensors import TensorRow, TensorTable
+
+
+class TableBridge(Bridge):
+    """Loads and exports the parameters of a Megatron model as tensors of its Hugging Face checkpoint.
+
+    block: rows and columns of a weight for each element of what is exported; 1 for the weights themselves.
+    """
+
+    def __init__(self, table: TensorTable, config: TransformerConfig, block: int = 1) -> None:
+        self._table, self._block, self._megatron = table, block, config
+        super().__init__(hf_config=None)
+
+    def rows(self, parameter: str) -> Sequence[TensorRow]:
+        """The tensors in a parameter, by its name in the whole model."""
+        return self._table.in_megatron[parameter]
+
+    def _build_config(self) -> TransformerConfig:
+        return self._megatron
+
+    def _get_safetensor_io(self, weights_path: str) -> SafeTensorIO:
+        return SafeTensorIO(weights_path)  # mbridge's takes what is no directory for a name on a hub
+
+    def _weight_name_mapping_mcore_to_hf(self, mcore_weights_name: str) -> list[str]:
+        return [row.name for row in self.rows(mcore_weights_name)]
+
+    def _weight_to_hf_format(self, mcore_weights_name: str, mcore_weights: Tensor) -> tuple[list[str], list[Tensor]]:
+        rows = self.rows(mcore_weights_name)
+        return [row.name for row in rows], self._table.split("megatron", mcore_weights, rows, self._block)
+
+    def _weight_to_mcore_format(self, mcore_weights_name: str, hf_weights: list[Tensor]) -> Tensor:
+        return self._table.fuse("megatron", hf_weights, self.rows(mcore_weights_name), self._block)
+
+    def _weight_merge_across_tp(self, mcore_weights_name: str, mcore_weights: list[Tensor], param: Any) -> Tensor:
+        """One rank's part after the other becomes one tensor after the other."""
+        rows, ranks = self.rows(mcore_weights_name), len(mcore_weights)
+        if ranks == 1:
+            return mcore_weights[0]
+        if param.partition_dim == 1 or rows[0].megatron.layout == "heads":
+            return torch.cat(mcore_weights, param.partition_dim)
+        parts = [self._table.split("megatron", part, rows, self._block, ranks) for part in mcore_weights]
+        return self._table.fuse("megatron", [torch.cat(shares) for shares in zip(*parts)], rows, self._block)
+
+    def _weight_split_across_tp(
+        self, mcore_weights_name: str, mcore_weights: Tensor, param: Any, tp_split_size: int
+    ) -> Sequence[Tensor]:
+        """The inverse of the merge."""
+        rows, ranks = self.rows(mcore_weights_name), tp_split_size
+        if ranks == 1 or not param.tensor_model_parallel:
+            return [mcore_weights] * ranks
+        if param.partition_dim == 1 or rows[0].megatron.layout == "heads":
+            return mcore_weights.chunk(ranks, param.partition_dim)
+        whole = self._table.split("megatron", mcore_weights, rows, self._block)
+        shares = zip(*(tensor.chunk(ranks) for tensor in whole))
+        return [self._table.fuse("megatron", share, rows, self._block, ranks) for share in shares]
+
+
+def _between_stages(send: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """`send`, which brings something to all pipeline stages, where there is more than one."""
+
+    @functools.wraps(send)
+    def sent(value: Any) -> Any:
+        return value if parallel_state.get_pipeline_model_parallel_world_size() == 1 else send(value)
+
+    return sent
+
+
+# mbridge exchanges each parameter and, pickled, its name and shape, with stages that there may not be: four collectives
+# for each of thousands of experts.
+for _send in ("broadcast_str_from_megatron_pp", "broadcast_from_megatron_pp"):
+    setattr(mbridge.core.bridge, _send, _between_stages(getattr(mbridge.core.bridge, _send)))
