@@ -73,7 +73,7 @@ def measure(part: str, rehearse: bool) -> Measured:
     if rehearse:
         os.environ["TRITON_INTERPRET"] = "1"  # before anything imports Triton
     from bench import gpu_kernels, gpu_stack, gpu_sync
-    from numerics.dispatch import using
+    from numerics.implementation import using
 
     run = {
         "exactness": gpu_stack.exactness,

@@ -10,7 +10,7 @@ import importlib.util
 
 import torch
 
-from numerics import dispatch
+from numerics import implementation
 from numerics.compiler import enable_compiler
 from numerics.config import NumericsConfig
 from trainer import te_runtime
@@ -29,7 +29,7 @@ def start(rank: int, numerics: NumericsConfig) -> None:
     device = claim(rank)
     if device == CPU:
         enable_compiler()  # on a GPU the compiled code would divide approximately, and kernels do its work
-    dispatch.choose(device, numerics.spec)
+    implementation.choose(device, numerics.spec)
 
 
 def claim(rank: int) -> torch.device:

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from numerics import quantize as definitions
-from numerics.dispatch import definition_of
+from numerics.errors import user_error
 from numerics.kernels.memory import as_rows, dense_rows
 from numerics.kernels.rounding import GROUP, absolute, encode, inverse, scale_from_amax
 from numerics.quantize import QuantizedTensor, scale_shape
@@ -36,11 +36,24 @@ def supports(spec: TensorSpec) -> bool:
 
 
 def quantize(x: torch.Tensor, spec: TensorSpec, out: QuantizedTensor | None = None) -> QuantizedTensor:
-    """`numerics.quantize.quantize`; what these kernels have no form for goes there."""
+    """`numerics.quantize.quantize`.
+
+    Raises:
+        UserError: another granularity or group than these kernels have a form for.
+    """
     definitions.check_quantizable(x, spec)
-    if not supports(spec):
-        return definition_of(definitions.quantize)(x, spec, out)
+    _check_supported(spec)
     return quantize_blocks(x, spec, out) if spec.granularity == "block" else quantize_rows(x, spec, out)
+
+
+def _check_supported(spec: TensorSpec) -> None:
+    if not supports(spec):
+        raise user_error(
+            "quantization spec",
+            found=spec,
+            expected=f"blocks or token groups of {_GROUP}, where the GPU kernels run",
+            remedy="Use a preset, or a CPU.",
+        )
 
 
 def quantize_rows(x: torch.Tensor, spec: TensorSpec, out: QuantizedTensor | None = None) -> QuantizedTensor:
@@ -100,8 +113,10 @@ def quantize_many(
     """`numerics.quantize.quantize_many`: in blocks, one launch for all matrices of a dtype."""
     for weight in weights:
         definitions.check_quantizable(weight, spec)
-    if not supports(spec) or spec.granularity != "block" or len({weight.dtype for weight in weights}) != 1:
-        return definition_of(definitions.quantize_many)(weights, spec, outs)
+    _check_supported(spec)
+    if spec.granularity != "block" or len({weight.dtype for weight in weights}) != 1:
+        given: Sequence[QuantizedTensor | None] = outs or [None] * len(weights)
+        return [quantize(weight, spec, out) for weight, out in zip(weights, given, strict=True)]
     made = list(outs) if outs is not None else [empty_blocks(w.shape, spec, w.device) for w in weights]
     matrices = [matrix for weight in weights for matrix in _matrices(weight)]
     _quantize_matrices(matrices, [part for out in made for part in _parts(out)])

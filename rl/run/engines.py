@@ -11,7 +11,7 @@ from typing import Any
 import ray
 
 from numerics.config import NumericsConfig
-from numerics.dispatch import capability_of, implementation_for
+from numerics.implementation import capability_of, implementation_for
 from rl.experiment import Experiment
 from rollout.arguments import has_cuda
 from rollout.engine import EngineActor

@@ -10,7 +10,7 @@ import torch
 
 from models import read_model
 from numerics.compiler import enable_compiler
-from numerics.dispatch import choose
+from numerics.implementation import choose
 from rollout.handshake import REPORT_KEY
 from rollout.plugin import op_probe
 from rollout.plugin.state import report, state

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from numerics.config import NumericsConfig
-from numerics.dispatch import Implementation
+from numerics.implementation import Implementation
 from numerics.probe import row_variant_ops
 from rollout.plugin.weights import ServedWeights
 

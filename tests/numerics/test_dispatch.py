@@ -1,11 +1,18 @@
 from __future__ import annotations
 
+import inspect
+import subprocess
+import sys
+
 import pytest
 import torch
 
-from numerics import ops
-from numerics.dispatch import choose, definition_of, implementation_for, using
-from numerics.spec import QuantSpec
+from numerics import dispatch, ops
+from numerics.errors import UserError
+from numerics.implementation import choose, implementation_for, using
+from numerics.quantize import quantize
+from numerics.spec import QuantSpec, TensorSpec
+from tests.support.paths import ROOT
 
 POW2 = QuantSpec.preset("fp8_block_pow2")
 
@@ -35,17 +42,37 @@ def test_a_cpu_runs_the_definitions():
     assert choose("cpu", POW2) == "torch"
 
 
-def test_every_kernel_stands_in_for_an_op_and_has_its_parameters():
-    import inspect
-
-    from numerics import digest, quantize
+def test_every_op_has_its_kernel_and_every_kernel_its_op():
     from numerics.kernels.kernels import KERNELS
-    from numerics.ops import grouped
 
-    definitions = {**vars(quantize), **vars(digest), **vars(grouped), **vars(ops)}
+    assert KERNELS.keys() == dispatch.OPS.keys()
     for name, kernel in KERNELS.items():
-        definition = definition_of(definitions[name])
+        definition = dispatch.OPS[name]
         assert list(inspect.signature(kernel).parameters) == list(inspect.signature(definition).parameters), name
+
+
+def test_where_kernels_run_an_op_without_one_is_an_error():
+    x, weight = torch.randn(3, 128).bfloat16(), torch.ones(128).bfloat16()
+    with using("triton"):
+        kernels = dict(dispatch.installed())
+        del kernels["rms_norm"]
+        dispatch.install(kernels)
+        with pytest.raises(NotImplementedError, match="no kernel for the op rms_norm"):
+            ops.rms_norm(x, weight, 1e-6)
+
+
+def test_a_granularity_without_a_kernel_is_refused_where_kernels_run():
+    spec = TensorSpec(granularity="channel")
+    quantize(torch.randn(2, 128), spec)
+    with using("triton"), pytest.raises(UserError, match="blocks or token groups of 128"):
+        quantize(torch.randn(2, 128), spec)
+
+
+def test_no_module_of_the_ops_imports_a_kernel():
+    """Kernels import ops, so the other way round would be a circle."""
+    program = "import sys, numerics.ops, numerics.dispatch; print([m for m in sys.modules if 'numerics.kernels' in m])"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert done.stdout.strip() == "[]"
 
 
 def test_a_choice_lasts_as_long_as_its_block():

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from numerics.dispatch import using
+from numerics.implementation import using
 from tests.support.batches import cross_entropy, random_batch
 from tests.support.models import write_model
 from tests.support.trainers import MakeTrainer

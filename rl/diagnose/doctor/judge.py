@@ -14,8 +14,8 @@ from typing import Literal
 from packaging.specifiers import SpecifierSet
 
 from numerics.config import NumericsConfig
-from numerics.dispatch import FEWEST_CAPABILITY, implementation_for
 from numerics.errors import UserError
+from numerics.implementation import FEWEST_CAPABILITY, implementation_for
 from numerics.spec import QuantSpec
 from rl.diagnose.doctor.machine import Gpu, Machine
 from rollout.arguments import server_arguments

@@ -3,7 +3,7 @@
 import torch
 
 from numerics.digest import CHUNK, chunk_sums, tensor_digest, tensor_digests
-from numerics.dispatch import using
+from numerics.implementation import using
 from numerics.kernels import digest
 from tests.support.kernels import DEVICE
 

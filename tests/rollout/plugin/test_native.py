@@ -16,7 +16,7 @@ from models import Model, ModelSizes
 from models.qwen3_moe import moe_tensors
 from models.tensors import TensorRow
 from numerics.config import NumericsConfig
-from numerics.dispatch import Implementation, using
+from numerics.implementation import Implementation, using
 from numerics.quantize import fake_quantize, quantize
 from numerics.spec import QuantSpec
 from rollout.plugin import native, state
