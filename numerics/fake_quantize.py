@@ -47,7 +47,7 @@ def _scales(x: torch.Tensor, dim: int, dtype: torch.dtype) -> tuple[torch.Tensor
 
     Apart from `_round`, because a compiler that fuses the two computes the scale anew for every element.
     """
-    scale = scale_from_amax(group_amax(x, (dim,)), dtype, True)
+    scale = scale_from_amax(group_amax(x, (dim,)), dtype, True, x.dtype)
     return scale, 1.0 / scale
 
 

@@ -50,7 +50,7 @@ def quantize(x: torch.Tensor, spec: TensorSpec, out: QuantizedTensor | None = No
     check_quantizable(x, spec)
     matrix = _as_matrices(x, spec)
     blocks = _to_blocks(matrix, spec)
-    scale = scale_from_amax(_block_amax(blocks), spec.dtype, spec.scale == "pow2")
+    scale = scale_from_amax(_block_amax(blocks), spec.dtype, spec.scale == "pow2", x.dtype)
     data = _from_blocks(_encode(blocks, scale, spec.dtype), matrix.shape).reshape(x.shape)
     scale_inv = (1.0 / scale).reshape(scale_shape(x.shape, spec))
     if out is None:

@@ -1,7 +1,8 @@
 """Rounding to the FP8 grids and the scales that go before it. Elementwise, FP32 in and out, the same under a compiler.
 
 The scale formula is TransformerEngine's `Float8BlockScaling`: scale = fp8_max / amax with IEEE division, optionally
-rounded down to a power of two by clearing the mantissa; a block whose amax is 0 or infinite has scale 1.
+rounded down to a power of two by clearing the mantissa; a block whose amax is 0 or infinite has scale 1. Where the
+division overflows FP32, the scale is the largest finite value of the input's dtype.
 """
 
 from __future__ import annotations
@@ -9,8 +10,6 @@ from __future__ import annotations
 import torch
 
 _EXPONENT = 0x7F800000
-# Where fp8_max / amax overflows FP32, TransformerEngine takes the largest finite value of the input's dtype, BF16.
-_LARGEST_BF16 = torch.finfo(torch.bfloat16).max
 
 # dtype -> (largest finite value, bits of the mantissa, exponent of the smallest normal number)
 _GRIDS = {torch.float8_e4m3fn: (448.0, 3, -6), torch.float8_e5m2: (57344.0, 2, -14)}
@@ -28,11 +27,16 @@ def group_amax(x: torch.Tensor, dims: tuple[int, ...]) -> torch.Tensor:
     return torch.where(wide == wide, wide.abs(), 0.0).amax(dims, keepdim=True)
 
 
-def scale_from_amax(amax: torch.Tensor, dtype: torch.dtype, power_of_two: bool) -> torch.Tensor:
-    """The factor that a block is multiplied with before the cast. FP32 in, FP32 out, the shape of `amax`."""
+def scale_from_amax(
+    amax: torch.Tensor, dtype: torch.dtype, power_of_two: bool, input_dtype: torch.dtype
+) -> torch.Tensor:
+    """The factor that a block is multiplied with before the cast to FP8 `dtype`.
+
+    amax: FP32, of what is held in `input_dtype`. FP32 out, in its shape.
+    """
     # torch.div of two tensors is IEEE; `448 / amax` would be reciprocal() * 448, which rounds twice.
     scale = torch.div(torch.full_like(amax, fp8_max(dtype)), amax)
-    scale = torch.where(torch.isinf(scale), torch.full_like(scale, _LARGEST_BF16), scale)
+    scale = torch.where(torch.isinf(scale), torch.full_like(scale, torch.finfo(input_dtype).max), scale)
     if power_of_two:
         scale = (scale.view(torch.int32) & _EXPONENT).view(torch.float32)
     return torch.where((amax == 0) | torch.isinf(amax), torch.ones_like(scale), scale)

@@ -153,7 +153,7 @@ def _forward_kernel(
     tl.store(inverse_ptr + row, inverse_rms, mask=row < rows)
     if QUANTIZE:
         rounded = normed.to(tl.float32)
-        scale = scale_from_amax(tl.max(absolute(rounded), 2), E5M2, POW2)
+        scale = scale_from_amax(tl.max(absolute(rounded), 2), E5M2, POW2, x_ptr.dtype.element_ty == tl.float32)
         tl.store(codes_ptr + at, encode(rounded * scale[:, :, None], E5M2), mask=inside)
         held = (row < rows)[:, None] & (group < tl.cdiv(hidden, GROUP))[None, :]
         where = scale_ptr + row[:, None] * scale_row + group[None, :] * scale_group

@@ -231,7 +231,7 @@ def _rows_kernel(
     column = group[:, :, None] * GROUP + tl.arange(0, GROUP)[None, None, :]
     inside = (row < rows)[:, :, None] & (column < k)
     x = tl.load(x_ptr + row[:, :, None] * stride + column, mask=inside, other=0.0).to(tl.float32)
-    scale = scale_from_amax(tl.max(absolute(x), 2), E5M2, POW2)
+    scale = scale_from_amax(tl.max(absolute(x), 2), E5M2, POW2, x_ptr.dtype.element_ty == tl.float32)
     codes = encode(x * scale[:, :, None], E5M2)
     tl.store(codes_ptr + row[:, :, None] * k + column, codes, mask=inside)
     where = scale_ptr + row * scale_row + group * scale_group
@@ -257,12 +257,13 @@ def _two_way_kernel(
     inside = (lane < filled)[:, None] & (column < k)
     x = tl.load(x_ptr + token * stride + column, mask=inside, other=0.0).to(tl.float32)
     sizes = absolute(x)
+    WIDE: tl.constexpr = x_ptr.dtype.element_ty == tl.float32
     if ROWS:
-        scale = scale_from_amax(tl.max(sizes, 1), ROW_E5M2, ROW_POW2)
+        scale = scale_from_amax(tl.max(sizes, 1), ROW_E5M2, ROW_POW2, WIDE)
         tl.store(codes_ptr + token * k + column, encode(x * scale[:, None], ROW_E5M2), mask=inside)
         where = scale_ptr + (first + lane).to(tl.int64) * scale_row + tl.program_id(0) * scale_group
         tl.store(where, inverse(scale), mask=lane < filled)
-    scale_t = scale_from_amax(tl.max(sizes, 0), E5M2, POW2)
+    scale_t = scale_from_amax(tl.max(sizes, 0), E5M2, POW2, WIDE)
     feature = (tl.program_id(0) * GROUP + lane).to(tl.int64)
     where = feature[:, None] * (count * GROUP) + tile * GROUP + lane[None, :]
     tl.store(codes_t_ptr + where, tl.trans(encode(x * scale_t[None, :], E5M2)), mask=(feature < k)[:, None])
@@ -296,7 +297,7 @@ def _blocks_kernel(
         column = (first_column + tl.arange(0, GROUP))[None, :]
         inside = (row < n) & (column < k)
         w = tl.load(w_ptr + row * stride + column, mask=inside, other=0.0).to(tl.float32)
-        scale = scale_from_amax(tl.max(tl.max(absolute(w), 1), 0), E5M2, POW2)
+        scale = scale_from_amax(tl.max(tl.max(absolute(w), 1), 0), E5M2, POW2, WIDE)
         codes = encode(w * scale, E5M2)
         tl.store(codes_ptr + row * k + column, codes, mask=inside)
         tl.store(tl.load(row_of_table + 2).to(tl.pointer_type(tl.float32)) + place, inverse(scale))

@@ -9,6 +9,7 @@ import triton.language as tl
 GROUP = tl.constexpr(128)
 """Elements that share a scale along the quantized axis; the edge of a weight's block."""
 
+_LARGEST_FP32 = tl.constexpr(torch.finfo(torch.float32).max)
 _LARGEST_BF16 = tl.constexpr(torch.finfo(torch.bfloat16).max)
 # The interpreter casts to FP8 with ties away from zero, loses carries and NaN; the GPU's instruction is what we want.
 _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
@@ -21,12 +22,15 @@ def absolute(x):
 
 
 @triton.jit
-def scale_from_amax(amax, E5M2: tl.constexpr, POW2: tl.constexpr):
-    """fp8_max / amax by IEEE division; a power of two by clearing the mantissa; 1 where amax is 0 or infinite."""
+def scale_from_amax(amax, E5M2: tl.constexpr, POW2: tl.constexpr, WIDE: tl.constexpr):
+    """fp8_max / amax by IEEE division; a power of two by clearing the mantissa; 1 where amax is 0 or infinite.
+
+    WIDE: the input is FP32, not BF16.
+    """
     LARGEST: tl.constexpr = 57344.0 if E5M2 else 448.0
     usual = (amax != 0.0) & (amax != float("inf"))
     scale = tl.div_rn(LARGEST, tl.where(usual, amax, LARGEST))
-    scale = tl.where(scale == float("inf"), _LARGEST_BF16, scale)
+    scale = tl.where(scale == float("inf"), _LARGEST_FP32 if WIDE else _LARGEST_BF16, scale)
     if POW2:
         scale = (scale.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
     return tl.where(usual, scale, 1.0)

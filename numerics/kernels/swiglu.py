@@ -89,7 +89,7 @@ def _forward_kernel(
     at = row[:, :, None] * features + column
     if QUANTIZE:
         rounded = result.to(tl.float32)
-        scale = scale_from_amax(tl.max(absolute(rounded), 2), E5M2, POW2)
+        scale = scale_from_amax(tl.max(absolute(rounded), 2), E5M2, POW2, gate_up_ptr.dtype.element_ty == tl.float32)
         tl.store(out_ptr + at, encode(rounded * scale[:, :, None], E5M2), mask=inside)
         where = scale_ptr + row * scale_row + group * scale_group
         tl.store(where, inverse(scale), mask=(row < tokens) & (group < tl.cdiv(features, GROUP)))

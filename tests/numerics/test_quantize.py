@@ -41,14 +41,14 @@ def nearest_even(x, dtype):
     return np.where(take_low, grid[low], grid[high])
 
 
-def te_scale(amax, largest, power_of_two):
-    """TransformerEngine's compute_scale_from_amax, one number at a time."""
+def te_scale(amax, largest, power_of_two, dtype=torch.bfloat16):
+    """TransformerEngine's compute_scale_from_amax, one number at a time; dtype: of the input."""
     if amax == 0 or math.isinf(amax):
         return np.float32(1.0)
     with np.errstate(over="ignore"):
         scale = np.float32(largest) / np.float32(amax)
     if np.isinf(scale):
-        scale = np.float32(torch.finfo(torch.bfloat16).max)
+        scale = np.float32(torch.finfo(dtype).max)
     return np.float32(2.0 ** math.floor(math.log2(scale))) if power_of_two else scale
 
 
@@ -129,6 +129,18 @@ def test_scales_equal_transformer_engines_for_every_bf16_amax(format, scale):
     assert np.array_equal(result.scale_inv[:, 0].numpy(), np.float32(1.0) / scales)
     codes = nearest_even(x.float().numpy() * scales[:, None], spec.dtype)
     assert np.array_equal(result.data.double().numpy(), codes)
+
+
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32))
+@pytest.mark.parametrize("format", ("e4m3", "e5m2"))
+def test_scales_of_the_smallest_numbers_are_capped_by_the_inputs_dtype(format, dtype):
+    """448 / amax overflows FP32 below 1.3e-36."""
+    spec = TensorSpec(format=format, scale="fp32", granularity="channel")
+    x = torch.tensor([1e-38, 1e-37, 1e-36, 1.3e-36, 1.4e-36, 1e-34, 2e-34], dtype=dtype)[:, None]
+    result = quantize(x, spec)
+    scales = np.array([te_scale(a, grid_of(spec.dtype)[-1], False, dtype) for a in x[:, 0].float().numpy()])
+    assert np.array_equal(result.scale_inv[:, 0].numpy(), np.float32(1.0) / scales)
+    assert scales[0] == np.float32(torch.finfo(dtype).max)
 
 
 def test_scales_equal_sglang_ue8m0_for_every_bf16_amax_from_1e_10():

@@ -45,6 +45,23 @@ def same(found, expected):
     assert torch.equal(found.scale_inv.cpu(), expected.scale_inv)
 
 
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32))
+@pytest.mark.parametrize("format", FORMATS)
+def test_the_smallest_numbers(format, dtype):
+    """Whose scale the input's dtype caps."""
+    spec = TensorSpec(format=format, scale="fp32")
+    x = (
+        torch.tensor([1.2e-38, 1e-37, 1e-36, 1.3e-36, 1.4e-36, 1e-34], dtype=dtype)[:, None]
+        .expand(-1, 128)
+        .contiguous()
+    )
+    same(quantize_rows(x.to(DEVICE), spec), quantize(x, spec))
+    blocks = TensorSpec(format=format, scale="fp32", granularity="block")
+    for row in x:
+        weight = row.expand(128, 128).contiguous()
+        same(quantize_blocks(weight.to(DEVICE), blocks), quantize(weight, blocks))
+
+
 @pytest.mark.parametrize("scale", SCALES)
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("shape", [(9, 1152), (2, 3, 128), (5, 300)])
