@@ -12,6 +12,7 @@ from typing import Any, Literal
 import httpx
 
 from rollout.errors import EngineError
+from rollout.protocol import Commit, Held, Probe, Probed, ReadManifest, ReadReport, Report, from_checksums, to_action
 from rollout.routes import RouteShape, parse_routes
 from rollout.types import Completion, Endpoint, SamplingParams
 
@@ -167,33 +168,38 @@ class EngineClient:
         """Undo `join_weights_group`."""
         await self.admin("/destroy_weights_update_group", group_name=name)
 
-    async def set_weight_version(self, weight_version: int) -> None:
-        """Name the weights that are loaded."""
-        await self.admin("/update_weight_version", new_version=str(weight_version), abort_all_requests=False)
-
     async def weight_version(self) -> int:
         """The version of the weights that are loaded."""
         response = await self._client.get("/model_info", headers=self._generation_key())
         _raise_for_status(response)
         return int(response.json()["weight_version"])
 
-    async def internal_states(self) -> list[dict[str, Any]]:
-        """What each scheduler says of itself (`internal_states` of /server_info), without the server's keys."""
-        response = await self._client.get("/server_info", headers=self._admin_key())
-        _raise_for_status(response)
-        secret = {"api_key", "admin_api_key"}
-        return [{k: v for k, v in state.items() if k not in secret} for state in response.json()["internal_states"]]
+    async def commit(self, version: int) -> Held:
+        """Refresh all that the engine makes of its weights, under this version; what it holds then."""
+        return Held.model_validate_json(await self._ask_plugin(Commit(version=str(version))))
 
-    async def checksums(self, action: str) -> dict[str, str]:
-        """What our plugin answers to one of its actions (`rollout.plugin.lifecycle`), such as a manifest by HF name.
+    async def manifest(self) -> Held:
+        """What the engine holds."""
+        return Held.model_validate_json(await self._ask_plugin(ReadManifest()))
 
-        Raises EngineError if the engine has several ranks, each of which would hold a part.
+    async def probe(self, recording: Path) -> Probed:
+        """Have the engine's ops answer a recording of the trainer's; see `rollout.plugin.op_probe`."""
+        return Probed.model_validate_json(await self._ask_plugin(Probe(recording=recording)))
+
+    async def report(self) -> Report:
+        """What runs in the engine."""
+        return Report.model_validate_json(await self._ask_plugin(ReadReport()))
+
+    async def _ask_plugin(self, call: Commit | ReadManifest | Probe | ReadReport) -> str:
+        """The JSON of the plugin's answer.
+
+        Raises EngineError if there is no plugin, the call failed, or the engine has several ranks, each of which would
+        hold a part.
         """
-        ranks = (await self.admin("/weights_checker", action=action))["ranks"]
+        ranks = (await self.admin("/weights_checker", action=to_action(call)))["ranks"]
         if len(ranks) != 1:
             raise EngineError(f"found {len(ranks)} ranks of one engine, expected 1: run engines without tp")
-        checksums: dict[str, str] = ranks[0]["checksums"]
-        return checksums
+        return from_checksums(ranks[0]["checksums"])
 
     async def admin(self, path: str, **body: Any) -> dict[str, Any]:
         """POST to an administration endpoint; its answer, {} if that is no JSON object.

@@ -7,19 +7,20 @@ import threading
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import aclosing
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 import httpx
 import ray
+from pydantic import ValidationError
 
 from models import read_model
 from rollout import handshake
 from rollout.client import EngineClient, PauseMode
 from rollout.config import RolloutConfig
 from rollout.errors import EngineDiedError, EngineError
-from rollout.handshake import Handshake
+from rollout.protocol import Report
 from rollout.routes import route_shape
 from rollout.sampler import sample_groups, sample_groups_as_completed
 from rollout.server import SGLangServer
@@ -49,7 +50,7 @@ class Engine:
         config: RolloutConfig,
         log_path: str | Path,
         plugin: Mapping[str, Any] | None = None,
-        expected: Handshake | None = None,
+        expected: Report | None = None,
         seed: int = 0,
         gpu: int = 0,
     ) -> None:
@@ -140,10 +141,9 @@ class Engine:
     async def flush(self) -> None:
         await self._call(lambda c: c.flush())
 
-    async def report(self) -> dict[str, Any]:
-        """The plugin's report of the first scheduler, {} on stock SGLang."""
-        states = await self._call(lambda c: c.internal_states())
-        return states[0].get(handshake.REPORT_KEY, {})
+    async def report(self) -> Report:
+        """See `EngineClient.report`."""
+        return await self._call(lambda c: c.report())
 
     async def endpoint(self) -> Endpoint:
         """Where the server listens; it changes with every start."""
@@ -186,9 +186,13 @@ class Engine:
     async def _check_handshake(self, weight_version: int) -> None:
         if self._expected is None:
             return
-        states = await self._call(lambda c: c.internal_states())
-        expected = Handshake(**{**asdict(self._expected), "weight_version": weight_version})
-        handshake.check(expected, states, log=self._log())
+        try:
+            found = await self.report()
+        except (EngineError, ValidationError) as error:
+            if isinstance(error, EngineDiedError):
+                raise
+            raise handshake.missing_report(self._log()) from error
+        handshake.check(self._expected.model_copy(update={"weight_version": str(weight_version)}), found)
 
     def _log(self) -> str:
         return self._log_path.read_text(errors="replace")

@@ -20,7 +20,7 @@ class TrainerConfig(BaseModel):
     """Expert-parallel ranks; they are taken from the tp * dp ranks, so ep divides that product."""
     dp: int = Field(default=1, ge=1)
     """Data-parallel replicas; the trainer has tp * pp * dp ranks."""
-    lr: float = Field(default=1e-4, gt=0.0)
+    lr: float = Field(default=1e-4, gt=0.0, le=100.0)
     """Peak learning rate."""
     min_lr: float = Field(default=0.0, ge=0.0)
     """Learning rate at the end of the decay; at most `lr`."""
@@ -29,11 +29,11 @@ class TrainerConfig(BaseModel):
     decay: Literal["constant", "linear", "cosine"] = "constant"
     decay_steps: int | None = Field(default=None, ge=1)
     """The decay covers the last `decay_steps` steps; null means everything after the warm-up."""
-    weight_decay: float = Field(default=0.0, ge=0.0)
+    weight_decay: float = Field(default=0.0, ge=0.0, le=100.0)
     adam_beta1: float = Field(default=0.9, ge=0.0, lt=1.0)
     adam_beta2: float = Field(default=0.95, ge=0.0, lt=1.0)
-    adam_eps: float = Field(default=1e-8, gt=0.0)
-    clip_grad: float = Field(default=1.0, gt=0.0)
+    adam_eps: float = Field(default=1e-8, gt=0.0, le=1.0)
+    clip_grad: float = Field(default=1.0, gt=0.0, le=1e9)
     """Largest global gradient norm."""
     micro_batch_tokens: int = Field(default=4096, ge=1)
     """Padded tokens of one micro-batch; a longer row gets a micro-batch of its own."""

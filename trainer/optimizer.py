@@ -118,10 +118,11 @@ def wrap(model: GPTModel, lowering: Lowering) -> DistributedDataParallel:
 def schedule(optimizer: ChainedOptimizer, config: TrainerConfig, total_steps: int) -> OptimizerParamScheduler:
     """Linear warm-up, then constant, or a linear or cosine decay over the last `decay_steps` of `total_steps`.
 
-    The decay would reach `min_lr` on the step after the last, so that no step of the run is lost to a rate of zero.
+    The decay would reach `min_lr` on the step after the last, so that no step of the run is lost to a rate of zero. A
+    run that is shorter than the warm-up ends within it.
     """
-    end = total_steps + 1
-    warmup = min(config.warmup_steps, total_steps)
+    warmup = config.warmup_steps
+    end = max(total_steps, warmup) + 1
     style: str = config.decay
     if style != "constant" and config.decay_steps is not None:
         style = "WSD"

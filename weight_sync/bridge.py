@@ -20,7 +20,6 @@ from torch import Tensor
 from numerics.spec import QuantSpec
 from rollout.client import EngineClient
 from rollout.errors import EngineError
-from rollout.plugin.lifecycle import COMMIT
 from rollout.types import Endpoint
 from trainer.actor import TrainerGroup
 from weight_sync.config import SyncConfig
@@ -128,7 +127,7 @@ async def send_and_verify(
         await asyncio.gather(*(engine.flush() for engine in engines))
         sent = time.perf_counter()
         manifest = recorder.manifest()
-        held = await asyncio.gather(*(engine.checksums(f"{COMMIT}{version}") for engine in engines))
+        held = [answer.entries for answer in await asyncio.gather(*(engine.commit(version) for engine in engines))]
         problems = _differences(manifest, endpoints, held)
         bad = set().union(*(manifest.mismatched(entries) for entries in held))
         if not problems:

@@ -10,14 +10,15 @@ from typing import Any
 
 import ray
 
+from numerics.code import code_digest
 from numerics.config import NumericsConfig
 from numerics.implementation import capability_of, implementation_for
 from rl.experiment import Experiment
 from rollout.arguments import has_cuda
 from rollout.engine import EngineActor
-from rollout.handshake import Handshake
 from rollout.placement import placement
 from rollout.plugin.hooks import hooks_for
+from rollout.protocol import ENGINE_PACKAGES, LIBRARIES, Report
 from rollout.types import Endpoint, Prompt, SamplingParams, Trajectory
 
 _STOP_SECONDS = 6.0
@@ -110,16 +111,20 @@ class EnginePool:
         self._actors = []
 
 
-def expected_report(numerics: NumericsConfig) -> Handshake:
+def expected_report(numerics: NumericsConfig) -> Report:
     """What an engine's plugin must say before the engine is used."""
-    return Handshake(
+    hooks = hooks_for(numerics, has_cuda())
+    return Report(
         spec_digest=numerics.spec.digest(),
         numerics=numerics.to_dict(),
-        hooks=tuple(hook.target for hook in hooks_for(numerics, has_cuda())),
-        versions={name: importlib.metadata.version(name) for name in ("sglang", "torch", "fp8rl")},
-        weight_version=0,
-        row_invariant=True if numerics.mode == "exact" else None,
+        hooks=tuple(sorted(hook.target for hook in hooks)),
+        provides=tuple(sorted({hook.provides for hook in hooks if hook.provides})),
+        versions={name: importlib.metadata.version(name) for name in LIBRARIES},
+        code=code_digest(ENGINE_PACKAGES),
+        weight_version="0",
+        row_variant_ops=() if numerics.mode == "exact" else None,
         implementation=implementation_for(capability_of("cuda" if has_cuda() else "cpu"), numerics.spec),
+        threads=1,
     )
 
 

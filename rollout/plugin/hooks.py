@@ -18,6 +18,7 @@ from rollout.plugin import lifecycle, logprobs, native, ops
 from rollout.plugin.state import state
 
 SGLANG_VERSION = "0.5.19"
+ROUTER = "router"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,13 +26,15 @@ class Hook:
     """target: dotted name under `sglang.srt`, or `kernels...` under `sglang`. kind: SGLang's `HookType` (replace,
     around, before, after).
 
-    parameters: the names of the target's parameters, in order, without `self`.
+    parameters: the names of the target's parameters, in order, without `self`. provides: the op that stands there with
+    it, where somebody asks by that name.
     """
 
     target: str
     kind: str
     function: Callable[..., Any]
     parameters: str
+    provides: str = ""
 
     @property
     def path(self) -> str:
@@ -89,7 +92,7 @@ _EXACT_OPS_CPU: tuple[Hook, ...] = (
     Hook("layers.layernorm.RMSNorm.forward_native", "replace", ops.rms_norm, _NORM),
     Hook("layers.rotary_embedding.base.RotaryEmbedding.forward_native", "replace", ops.rotary_embedding, _ROPE),
     Hook("layers.activation.SiluAndMul.forward_native", "replace", ops.silu_and_mul, "x"),
-    Hook("layers.moe.topk.fused_topk_native", "replace", ops.fused_topk, _TOPK),
+    Hook("layers.moe.topk.fused_topk_native", "replace", ops.fused_topk, _TOPK, ROUTER),
     Hook(
         _TORCH_ATTENTION + "_run_sdpa_forward_extend",
         "replace",
@@ -103,7 +106,7 @@ _EXACT_OPS_CUDA: tuple[Hook, ...] = (
     Hook("layers.layernorm.RMSNorm.forward_cuda", "replace", ops.rms_norm, _NORM),
     Hook("layers.rotary_embedding.base.RotaryEmbedding.forward_cuda", "replace", ops.rotary_embedding, _ROPE),
     Hook("layers.activation.SiluAndMul.forward_cuda", "replace", ops.silu_and_mul, "x"),
-    Hook("layers.moe.topk.fused_topk", "replace", ops.fused_topk, f"{_TOPK} {_FUSED} num_token_non_padded"),
+    Hook("layers.moe.topk.fused_topk", "replace", ops.fused_topk, f"{_TOPK} {_FUSED} num_token_non_padded", ROUTER),
     Hook(_TRITON_ATTENTION + "forward_extend", "replace", ops.attention_backend_extend, _LAYER),
     Hook(_TRITON_ATTENTION + "forward_decode", "replace", ops.attention_backend_decode, _LAYER),
     # Kernels that fuse ops which are hooked one by one.
@@ -163,8 +166,6 @@ _EVERY_MODE: tuple[Hook, ...] = (
         lifecycle.make_host_cache,
         "num_tokens num_layers topk_size name",
     ),
-    # report
-    Hook("managers.scheduler.Scheduler.get_internal_state", "after", lifecycle.after_get_internal_state, "recv_req"),
 )
 
 
@@ -196,6 +197,7 @@ def install(hooks: Sequence[Hook]) -> None:
     for hook in hooks:
         HookRegistry.register(hook.path, hook.function, HookType(hook.kind))
     state().hooks = tuple(hook.target for hook in hooks)
+    state().provides = frozenset(hook.provides for hook in hooks if hook.provides)
 
 
 def _problem(hook: Hook) -> str | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +10,10 @@ import torch
 from models import read_model
 from numerics.compiler import enable_compiler
 from numerics.implementation import choose
-from rollout.handshake import REPORT_KEY
+from rollout import protocol
 from rollout.plugin import op_probe
 from rollout.plugin.state import report, state
-
-# SGLang passes the action of /weights_checker through as text; these two are ours, and `op_probe.OPS`.
-COMMIT = "fp8rl.commit:"
-MANIFEST = "fp8rl.manifest"
+from rollout.protocol import Commit, Held, Probe, Probed, ReadManifest, ReadReport, Report
 
 
 def after_load_model(result: Any, self: Any, *args: Any, **kwargs: Any) -> None:
@@ -54,30 +50,23 @@ def before_update(*args: Any, **kwargs: Any) -> None:
 
 
 def check_weights(original: Any, self: Any, action: str, allow_quant_error: bool = False) -> Any:
-    """`ModelRunner.check_weights`: commit an update, read the manifest or probe the ops, in SGLang's form of an answer.
-
-    The checksums are the manifest, or the digest of the file that answers the probe.
-    """
-    if action.startswith(COMMIT):
-        manifest = state().weights.commit(action.removeprefix(COMMIT))
-    elif action == MANIFEST:
-        manifest = state().weights.manifest()
-    elif action.startswith(op_probe.OPS):
-        recording = Path(action.removeprefix(op_probe.OPS))
-        manifest = {op_probe.ANSWER: op_probe.answer(self, recording)}
-    else:
-        return original(self, action=action, allow_quant_error=allow_quant_error)
-    whole = hashlib.sha256(repr(sorted(manifest.items())).encode()).hexdigest()
+    """`ModelRunner.check_weights`: answer a call of ours (`rollout.protocol`), in SGLang's form of an answer."""
+    answer: Held | Probed | Report
+    match protocol.from_action(action):
+        case None:
+            return original(self, action=action, allow_quant_error=allow_quant_error)
+        case Commit(version=version):
+            answer = Held(entries=state().weights.commit(version))
+        case ReadManifest():
+            answer = Held(entries=state().weights.manifest())
+        case Probe(recording=recording):
+            answer = Probed(sha256=op_probe.answer(self, recording))
+        case ReadReport():
+            answer = report(self)
     ranks = ("tp_rank", "dp_rank", "pp_rank", "rank")
     sizes = ("tp_size", "dp_size", "pp_size", "size")
     parallelism = {**dict.fromkeys(ranks, 0), **dict.fromkeys(sizes, 1)}
-    return {"checksums": manifest, "per_gpu_checksum": whole, "parallelism_info": parallelism}
-
-
-def after_get_internal_state(result: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """`Scheduler.get_internal_state`: the report goes out with the engine's own."""
-    result.internal_state[REPORT_KEY] = report()
-    return result
+    return {"checksums": protocol.to_checksums(answer), "per_gpu_checksum": "", "parallelism_info": parallelism}
 
 
 def make_host_cache(self: Any, num_tokens: int, num_layers: int, topk_size: int, name: str) -> None:

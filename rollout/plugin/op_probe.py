@@ -1,6 +1,6 @@
 """The engine's own ops on given inputs, one by one, and its own forward of given tokens.
 
-An action of /weights_checker names a safetensors file with the trainer's recording (`models.trace`). Each op of the
+A probe (`rollout.protocol`) names a safetensors file with the trainer's recording (`models.trace`). Each op of the
 engine, with whatever hooks are installed in it, gets the inputs that the trainer's op had. The answer is a second file
 beside the first. Nothing of the engine's state is touched: keys and values stand in a cache of their own.
 """
@@ -35,9 +35,6 @@ from models.trace import (
 )
 from numerics import ops
 from rollout.plugin.state import state
-
-OPS = "fp8rl.ops:"
-"""The action, followed by the path of the recording."""
 
 ANSWER = "engine.safetensors"
 """Name of the answer, in the recording's directory.

@@ -8,10 +8,12 @@ from typing import Any
 
 import torch
 
+from numerics.code import code_digest
 from numerics.config import NumericsConfig
 from numerics.implementation import Implementation
 from numerics.probe import row_variant_ops
 from rollout.plugin.weights import ServedWeights
+from rollout.protocol import ENGINE_PACKAGES, LIBRARIES, Report
 
 
 @dataclasses.dataclass
@@ -21,6 +23,7 @@ class EngineState:
     numerics: NumericsConfig
     weights: ServedWeights
     hooks: tuple[str, ...] = ()
+    provides: frozenset[str] = frozenset()
     implementation: Implementation = "torch"
     row_variant: tuple[str, ...] | None = None
 
@@ -41,20 +44,23 @@ def state() -> EngineState:
     return _state
 
 
-def report() -> dict[str, Any]:
-    """What this engine runs, as plain data: the answer to the handshake."""
+def report(runner: Any) -> Report:
+    """What this engine runs: the answer to the handshake. runner: SGLang's ModelRunner."""
     current = state()
     exact = current.numerics.mode == "exact"
     if exact and current.row_variant is None:
         current.row_variant = tuple(row_variant_ops(current.weights.device))
-    return {
-        "spec_digest": current.numerics.spec.digest(),
-        "numerics": current.numerics.to_dict(),
-        "hooks": sorted(current.hooks),
-        "implementation": current.implementation,
-        "versions": {name: importlib.metadata.version(name) for name in ("sglang", "torch", "fp8rl")},
-        "weight_version": current.weights.version,
-        "row_invariant": not current.row_variant if exact else None,
-        "row_variant_ops": list(current.row_variant or ()),
-        "threads": torch.get_num_threads(),
-    }
+    return Report(
+        spec_digest=current.numerics.spec.digest(),
+        numerics=current.numerics.to_dict(),
+        hooks=tuple(sorted(current.hooks)),
+        provides=tuple(sorted(current.provides)),
+        versions={name: importlib.metadata.version(name) for name in LIBRARIES},
+        code=code_digest(ENGINE_PACKAGES),
+        weight_version=current.weights.version,
+        row_variant_ops=current.row_variant if exact else None,
+        implementation=current.implementation,
+        threads=torch.get_num_threads(),
+        dtype=str(runner.dtype).removeprefix("torch."),
+        kv_cache_dtype=str(runner.kv_cache_dtype).removeprefix("torch."),
+    )

@@ -13,7 +13,6 @@ import torch
 from numerics import ops
 from rl.diagnose.attribution import Attribution, attribute
 from rollout.client import EngineClient
-from rollout.plugin.lifecycle import COMMIT
 from tests.support import faults
 from tests.support.rig import Pipeline, Rig, Setup
 from trainer.batch import TokenBatch
@@ -165,7 +164,7 @@ def put_in_engine(
         async with EngineClient(await pipeline.engine.endpoint()) as engine:
             await TensorTransport(1 << 20).send([(name, change(tensor))], [engine], version)
             if commit:
-                await engine.admin("/weights_checker", action=f"{COMMIT}{version}")
+                await engine.commit(version)
 
     pipeline.rig.run(put())
 

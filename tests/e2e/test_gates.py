@@ -29,8 +29,6 @@ from rl.run.ending import finish
 from rl.run.run import Run
 from rl.run.stack import Stack
 from rollout.client import EngineClient
-from rollout.handshake import REPORT_KEY
-from rollout.plugin.lifecycle import COMMIT
 from rollout.types import Trajectory
 from tests.support.cli_runs import FP8RL, ROOT, SMALL
 from tests.support.faults import MATRIX, Named, Tampered
@@ -100,7 +98,7 @@ class OldWeights:
 
         async def send(engine: EngineClient, version: int) -> None:
             await engine.update_weights_from_disk(self.folder, version)
-            await engine.admin("/weights_checker", action=f"{COMMIT}{version}")
+            await engine.commit(version)
 
         return lambda stack: at_each_engine(stack, lambda engine: send(engine, stack.trainer.weight_version - age))
 
@@ -319,8 +317,8 @@ def test_the_stopped_run_resumes_with_what_gates_have_changed(run: RunDir) -> No
     with pytest.MonkeyPatch.context() as patch, Run.open(settings, run) as live:
         faults = Faults(patch, {}, {TIGHTENED: too_sure}, first=STOPPED + 1)
         assert train(live) == ""
-        reports = at_each_engine(live.stack, EngineClient.internal_states)
-        assert reports[0][0][REPORT_KEY]["numerics"]["rollout"] == "bf16"
+        (report,) = at_each_engine(live.stack, EngineClient.report)
+        assert report.numerics["rollout"] == "bf16"
     assert [event.action for event in read_events(run.events) if event.step > STOPPED] == ["tighten_tis"]
     assert faults.passes == {TIGHTENED: [(True, 2.0), (True, 1.0)], LAST: [(True, 1.0)]}
     later = [row(run, step) for step in (TIGHTENED, LAST)]

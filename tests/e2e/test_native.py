@@ -7,7 +7,6 @@ import dataclasses
 from collections.abc import Iterator
 from operator import methodcaller
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,6 +16,7 @@ from examples.tiny_model import TinyModel, write_tiny_model
 from numerics.config import NumericsConfig
 from rl.run.batching import batch_from_trajectories
 from rollout.engine import Engine
+from rollout.protocol import Report
 from rollout.tasks import Problem
 from rollout.types import Prompt, SamplingParams
 from tests.support.rig import Pipeline, Rig, Setup, differences, make_engine
@@ -135,5 +135,5 @@ def set_precision(trainer: TrainerGroup, precision: str) -> None:
     trainer.apply(methodcaller("set_numerics", numerics))
 
 
-def ops_hooked(report: dict[str, Any]) -> list[str]:
-    return [target for target in report["hooks"] if target.startswith("layers.")]
+def ops_hooked(report: Report) -> list[str]:
+    return [target for target in report.hooks if target.startswith("layers.")]

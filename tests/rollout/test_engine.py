@@ -13,15 +13,17 @@ from typing import Any
 import psutil
 import pytest
 
+from numerics.config import NumericsConfig
+from numerics.spec import QuantSpec
+from rl.run.engines import expected_report
 from rollout.engine import Engine, EngineActor
 from rollout.errors import EngineDiedError, EngineError, HandshakeError, StaleWeightsError
-from rollout.handshake import Handshake
 from rollout.scratch import sweep
 from rollout.types import SamplingParams, Trajectory
 from tests.support.servers import EOS, group_members, prompts, shared_memory, small_config, wait_until
 
 SAMPLING = SamplingParams(max_new_tokens=24, stop_token_ids=(EOS,))
-EXPECTED = Handshake(spec_digest="0", numerics={}, hooks=(), versions={}, weight_version=0)
+EXPECTED = expected_report(NumericsConfig(spec=QuantSpec.preset("fp8_block_pow2")))
 
 
 @asynccontextmanager

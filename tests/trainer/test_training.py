@@ -153,6 +153,8 @@ def test_learning_rate_schedules(moe_path: Path, make_trainer: MakeTrainer) -> N
         return out
 
     assert rates(4, warmup_steps=2) == [0.5, 1.0, 1.0, 1.0]
+    for decay in ("constant", "linear", "cosine"):
+        assert rates(2, warmup_steps=5, decay=decay) == pytest.approx([0.2, 0.4])
     assert rates(4, warmup_steps=0, decay="linear") == [0.8, 0.6, 0.4, 0.2]
     assert rates(5, warmup_steps=0, decay="linear", decay_steps=2) == [1.0, 1.0, 1.0, 1.0, 0.5]
     assert rates(3, warmup_steps=0, decay="cosine", min_lr=0.5)[-1] == pytest.approx(0.573223)

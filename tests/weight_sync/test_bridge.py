@@ -14,6 +14,7 @@ from numerics.digest import tensor_digest
 from numerics.spec import QuantSpec
 from rollout.client import EngineClient
 from rollout.errors import EngineError
+from rollout.protocol import Held
 from rollout.types import Endpoint
 from tests.support.definitions import every_tensor
 from weight_sync import bridge
@@ -49,16 +50,13 @@ class SimulatedEngine:
     async def close(self) -> None:
         self.calls.append("close")
 
-    checksums = EngineClient.checksums
-
-    async def admin(self, path: str, action: str) -> dict[str, Any]:
-        self.calls.append(f"{path} {action}")
-        version = action.rpartition(":")[2]
-        manifest = {
+    async def commit(self, version: int) -> Held:
+        self.calls.append(f"commit {version}")
+        entries = {
             name: tensor_digest(tensor) + (f"@{version}" if name + "_scale_inv" in self.tensors else "")
             for name, tensor in self.tensors.items()
         }
-        return {"ranks": [{"checksums": manifest}]}
+        return Held(entries=entries)
 
 
 @dataclass
@@ -131,7 +129,7 @@ def test_pause_send_commit_compare_resume(engines: list[SimulatedEngine]) -> Non
     assert report.seconds == pytest.approx(report.send_seconds + report.verify_seconds)
     assert report.metrics()["sync/verified_tensors"] == 3.0
     for engine in engines:
-        assert engine.calls == ["pause", "send 5", "flush", "/weights_checker fp8rl.commit:5", "resume", "close"]
+        assert engine.calls == ["pause", "send 5", "flush", "commit 5", "resume", "close"]
 
 
 def test_one_engine_that_differs_keeps_all_of_them_paused(engines: list[SimulatedEngine]) -> None:
@@ -161,7 +159,12 @@ def test_an_engine_of_several_ranks_is_refused(engines: list[SimulatedEngine], m
     async def two_ranks(self: SimulatedEngine, path: str, action: str) -> dict[str, Any]:
         return {"ranks": [{"checksums": {}}, {"checksums": {}}]}
 
-    monkeypatch.setattr(SimulatedEngine, "admin", two_ranks)
+    for name, method in {
+        "commit": EngineClient.commit,
+        "_ask_plugin": EngineClient._ask_plugin,
+        "admin": two_ranks,
+    }.items():
+        monkeypatch.setattr(SimulatedEngine, name, method, raising=False)
     with pytest.raises(SyncError, match="2 ranks of one engine, expected 1"):
         push(SimulatedTransport())
     assert not any("resume" in engine.calls for engine in engines)

@@ -22,7 +22,6 @@ from rl.diagnose.attribution.result import Attribution, Cause, CauseName
 from rl.diagnose.attribution.temperature import TemperatureFit, fit_temperature
 from rl.diagnose.attribution.weights import expected_manifest, uncommitted
 from rollout.client import EngineClient
-from rollout.plugin.lifecycle import MANIFEST
 from rollout.types import Endpoint
 from trainer.actor import TrainerGroup
 from trainer.batch import UNKNOWN, TokenBatch
@@ -178,7 +177,7 @@ async def _ask(
 ) -> tuple[dict[str, str], EngineAnswer | None]:
     """What the engine holds, and its answer; None from an engine that was left within an update."""
     async with EngineClient(endpoint) as client:
-        held = await client.checksums(MANIFEST)
+        held = (await client.manifest()).entries
         return held, None if uncommitted(expected, held) else await ask_engine(client, trace, temperature)
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from models.trace import OpTrace
 from rollout.client import EngineClient
 from rollout.errors import EngineError
-from rollout.plugin.op_probe import ANSWER, OPS
+from rollout.plugin.op_probe import ANSWER
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ async def ask_engine(client: EngineClient, trace: OpTrace, temperature: float) -
     with tempfile.TemporaryDirectory(prefix="fp8rl-ops-") as folder:
         recording = Path(folder) / "trainer.safetensors"
         save_file(trace.tensors, recording, {"temperature": repr(temperature)})
-        (digest,) = (await client.checksums(f"{OPS}{recording}")).values()
+        digest = (await client.probe(recording)).sha256
         path = recording.with_name(ANSWER)
         if hashlib.sha256(path.read_bytes()).hexdigest() != digest:
             raise EngineError(f"{path}: found other bytes than the engine wrote. Look for a full disk, and try again.")

@@ -19,10 +19,7 @@ from rl.diagnose.preflight.static import block_alignment, same_precision
 from rl.experiment import Experiment
 from rl.experiment.preconditions import check, read_model
 from rl.run.stack import Stack, open_pair
-from rollout.client import EngineClient
 from rollout.errors import HandshakeError
-from rollout.handshake import REPORT_KEY
-from rollout.plugin.lifecycle import MANIFEST
 from trainer.batch import TokenBatch
 from weight_sync.manifest import SyncError
 
@@ -98,16 +95,17 @@ def _examine(stack: Stack, findings: Findings, quick: bool, say: Callable[[str],
 
 def _examine_spec(stack: Stack, batch: TokenBatch, findings: Findings) -> None:
     numerics = stack.numerics
-    state, manifest = stack.ask(_engine_state), stack.ask(lambda client: client.checksums(MANIFEST))
+    report = stack.ask(lambda client: client.report())
+    manifest = stack.ask(lambda client: client.manifest()).entries
     observed: list[Observed] = stack.trainer.apply(observe, batch)
     findings.quantized = {
         "trainer": sorted({name for rank in observed for name in rank.quantized}),
         "engine": same_spec.quantized_names(manifest),
     }
     findings.checks += [
-        same_spec.handshake(numerics, state[REPORT_KEY]),
+        same_spec.handshake(numerics, report),
         same_spec.quantized_modules(**findings.quantized),
-        same_spec.kv_cache_dtype(state),
+        same_spec.kv_cache_dtype(report),
     ]
     if numerics.rollout_spec.quantized:
         scales = same_spec.served_scales(stack.checkpoint, manifest)
@@ -115,7 +113,7 @@ def _examine_spec(stack: Stack, batch: TokenBatch, findings: Findings) -> None:
         findings.checks.append(same_spec.scale_formats(scales, names, numerics.rollout_spec.weight.scale))
     routers = [pair for rank in observed for pair in rank.routers]
     if routers:
-        findings.checks.append(same_spec.router_precision(numerics.mode, routers, state[REPORT_KEY]["hooks"]))
+        findings.checks.append(same_spec.router_precision(numerics.mode, routers, report.provides))
 
 
 def _examine_logprobs(
@@ -140,10 +138,6 @@ def _examine_logprobs(
         temperature,
         *same_logprobs.noise_floor(numerics.mode, floors),
     ]
-
-
-async def _engine_state(client: EngineClient) -> dict:
-    return (await client.internal_states())[0]
 
 
 def _check_engine(experiment: Experiment) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -17,7 +16,9 @@ from numerics.spec import Scale
 from rl.diagnose.preflight.check import Check, judged
 from rl.run.engines import expected_report
 from rollout.errors import HandshakeError
-from rollout.handshake import Handshake, differences
+from rollout.handshake import differences
+from rollout.plugin.hooks import ROUTER
+from rollout.protocol import Report
 
 _SAME_REPORT = "the engine reports the trainer's spec, numerics and hooks"
 _RESTART = "Start the engine from this spec, in this environment."
@@ -25,7 +26,7 @@ _SHOWN = 5
 """Names that a message spells out."""
 
 
-def handshake(numerics: NumericsConfig, report: Mapping[str, Any]) -> Check:
+def handshake(numerics: NumericsConfig, report: Report) -> Check:
     """The engine's report on itself against what the trainer runs."""
     expected = expected_report(numerics)
     problems = differences(expected, report)
@@ -86,14 +87,15 @@ def scale_formats(scales: Iterable[tuple[str, Tensor]], served: Iterable[str], s
     )
 
 
-def router_precision(mode: str, trainer: Iterable[tuple[str, str]], hooks: Iterable[str]) -> Check:
+def router_precision(mode: str, trainer: Iterable[tuple[str, str]], provides: Iterable[str]) -> Check:
     """The dtypes of the trainer's router logits and probabilities, and whose router the engine runs.
 
-    trainer: as `Observed.routers`. hooks: that the engine reports; with ours its router is `numerics.ops.route`, which
-    takes the softmax of BF16 logits in FP32 and keeps it. Megatron's own rounds the probabilities to BF16.
+    trainer: as `Observed.routers`. provides: of the engine's report; where it has a router of ours, that is
+    `numerics.ops.route`, which takes the softmax of BF16 logits in FP32 and keeps it. Megatron's own rounds the
+    probabilities to BF16.
     """
     seen = sorted(set(trainer))
-    shared = "layers.moe.topk.fused_topk_native" in set(hooks)
+    shared = ROUTER in provides
     sides = [f"trainer: {logits} logits, {probs} probabilities" for logits, probs in seen]
     exact = mode == "exact"
     return judged(
@@ -108,14 +110,13 @@ def router_precision(mode: str, trainer: Iterable[tuple[str, str]], hooks: Itera
     )
 
 
-def kv_cache_dtype(state: Mapping[str, Any]) -> Check:
-    """state: of the engine's scheduler."""
-    found, model = state.get("kv_cache_dtype"), state.get("dtype")
+def kv_cache_dtype(report: Report) -> Check:
+    """Whether keys and values stand in the cache as they were computed."""
     return judged(
         "spec",
         "KV cache",
-        model == "bfloat16" and found in ("auto", "bfloat16", "bf16"),
-        found=f"kv_cache_dtype {found}, dtype {model}",
+        (report.dtype, report.kv_cache_dtype) == ("bfloat16", "bfloat16"),
+        found=f"kv_cache_dtype {report.kv_cache_dtype}, dtype {report.dtype}",
         expected="keys and values in BF16, as in the trainer",
         remedy="Start the engine without --kv-cache-dtype.",
     )
@@ -147,7 +148,7 @@ def _well_formed(scales: Tensor, scale: Scale) -> bool:
     return bool((scales.isfinite() & (scales > 0) & ((mantissa == 0.5) | (scale != "pow2"))).all())
 
 
-def _reported(expected: Handshake) -> str:
+def _reported(expected: Report) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in expected.versions.items())
     return f"spec {expected.spec_digest}, {len(expected.hooks)} hooks, {versions}"
 

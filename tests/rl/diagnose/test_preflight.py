@@ -28,6 +28,7 @@ from rl.diagnose.preflight.floor import Difference, difference
 from rl.diagnose.preflight.same_logprobs import NATIVE_LIMIT, described, noise_floor, trainer_against_engine
 from rl.experiment import Experiment, load_experiment, parse_experiment
 from rl.run.engines import expected_report
+from rollout.plugin.hooks import hooks_for
 
 MODEL = ModelSizes(
     layers=2,
@@ -188,27 +189,32 @@ def test_a_scale_that_the_engine_holds_otherwise_fails() -> None:
 
 def test_an_engine_that_reports_something_else_is_told() -> None:
     expected = expected_report(EXACT)
-    report = dataclasses.asdict(expected) | {"hooks": list(expected.hooks)}
-    assert same_spec.handshake(EXACT, report).ok
-    check = same_spec.handshake(EXACT, report | {"spec_digest": "0" * 16, "hooks": list(expected.hooks)[1:]})
+    assert same_spec.handshake(EXACT, expected).ok
+    changed = expected.model_copy(update={"spec_digest": "0" * 16, "hooks": expected.hooks[1:]})
+    check = same_spec.handshake(EXACT, changed)
     assert not check.ok
     assert "spec_digest" in check.found and expected.hooks[0] in check.found
 
 
-def test_router_precision_is_the_shared_ops_in_exact_mode() -> None:
-    hook = ["layers.moe.topk.fused_topk_native"]
-    assert same_spec.router_precision("exact", [("bfloat16", "float32")], hook).ok
-    assert not same_spec.router_precision("exact", [("bfloat16", "bfloat16")], hook).ok
+@pytest.mark.parametrize("cuda", [False, True])
+def test_router_precision_is_the_shared_ops_in_exact_mode(cuda: bool) -> None:
+    """As the hooks provide it, whatever its name is on the machine."""
+    ours = [hook.provides for hook in hooks_for(EXACT, cuda)]
+    assert "router" in ours
+    assert same_spec.router_precision("exact", [("bfloat16", "float32")], ours).ok
+    assert not same_spec.router_precision("exact", [("bfloat16", "bfloat16")], ours).ok
     assert not same_spec.router_precision("exact", [("bfloat16", "float32")], []).ok
-    native = same_spec.router_precision("native", [("bfloat16", "bfloat16")], [])
+    its_own = [hook.provides for hook in hooks_for(NATIVE, cuda)]
+    native = same_spec.router_precision("native", [("bfloat16", "bfloat16")], its_own)
     assert native.ok and "bfloat16 probabilities" in native.found and "its own router" in native.found
-    assert not same_spec.router_precision("native", [("bfloat16", "float32")], []).ok
-    assert not same_spec.router_precision("native", [("bfloat16", "bfloat16")], hook).ok
+    assert not same_spec.router_precision("native", [("bfloat16", "float32")], its_own).ok
+    assert not same_spec.router_precision("native", [("bfloat16", "bfloat16")], ours).ok
 
 
-@pytest.mark.parametrize(("kind", "ok"), [("auto", True), ("bfloat16", True), ("fp8_e4m3", False), (None, False)])
-def test_the_kv_cache_is_in_bf16(kind: str | None, ok: bool) -> None:
-    assert same_spec.kv_cache_dtype({"kv_cache_dtype": kind, "dtype": "bfloat16"}).ok is ok
+@pytest.mark.parametrize(("kind", "ok"), [("bfloat16", True), ("float8_e4m3fn", False), ("float16", False)])
+def test_the_kv_cache_is_in_bf16(kind: str, ok: bool) -> None:
+    report = expected_report(EXACT).model_copy(update={"kv_cache_dtype": kind})
+    assert same_spec.kv_cache_dtype(report).ok is ok
 
 
 def test_a_difference_is_over_the_masked_tokens() -> None:

@@ -11,8 +11,10 @@ import pytest
 import torch
 
 from models import architecture
+from numerics.code import code_digest
 from numerics.config import NumericsConfig
 from rollout.plugin import lifecycle, state
+from rollout.protocol import Commit, Held, ReadManifest, ReadReport, Report, from_checksums, to_action
 from tests.support.served_model import DEFINITION, SPEC, build, hf_tensors_served
 from weight_sync.manifest import Recorder
 
@@ -27,14 +29,27 @@ def loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
     monkeypatch.setattr(state, "_state", None)
     state.configure(NumericsConfig(spec=SPEC))
-    runner = SimpleNamespace(
-        model=build(TENSORS), server_args=SimpleNamespace(weight_version="3", model_path=str(tmp_path))
-    )
+    arguments = SimpleNamespace(weight_version="3", model_path=str(tmp_path))
+    runner = SimpleNamespace(model=build(TENSORS), server_args=arguments)
     lifecycle.after_load_model(None, runner)
 
 
-def check(action: str) -> Any:
-    return lifecycle.check_weights(lambda *args, **kwargs: ("stock", kwargs), object(), action=action)
+def sglang(action: str) -> Any:
+    """`check_weights` as SGLang's scheduler calls it."""
+    runner = SimpleNamespace(dtype=torch.bfloat16, kv_cache_dtype=torch.bfloat16)
+    return lifecycle.check_weights(lambda *args, **kwargs: ("stock", kwargs), runner, action=action)
+
+
+def ask(call: Any) -> str:
+    """The JSON of the plugin's answer, after the way that it takes through SGLang."""
+    import msgspec
+    from sglang.srt.managers.io_struct import ChecksumInfo
+
+    return from_checksums(msgspec.convert(sglang(to_action(call)), ChecksumInfo).checksums)
+
+
+def held(call: Commit | ReadManifest) -> dict[str, str]:
+    return Held.model_validate_json(ask(call)).entries
 
 
 def manifest(version: str) -> dict[str, str]:
@@ -44,14 +59,14 @@ def manifest(version: str) -> dict[str, str]:
 
 
 def test_a_loaded_model_is_committed_under_the_servers_version() -> None:
-    assert check(lifecycle.MANIFEST)["checksums"] == manifest("3")
+    assert held(ReadManifest()) == manifest("3")
     assert state.state().weights.version == "3"
 
 
 def test_an_update_takes_the_version_away_and_a_commit_gives_the_next() -> None:
     lifecycle.before_update(object(), "any", "arguments")
     assert state.state().weights.version is None
-    assert check(lifecycle.COMMIT + "4")["checksums"] == manifest("4")
+    assert held(Commit(version="4")) == manifest("4")
     assert state.state().weights.version == "4"
 
 
@@ -60,23 +75,21 @@ def test_no_forward_between_an_update_and_its_commit() -> None:
     lifecycle.before_update()
     with pytest.raises(RuntimeError, match="without a version before a forward"):
         lifecycle.before_forward(object(), "batch")
-    check(lifecycle.COMMIT + "4")
+    held(Commit(version="4"))
     lifecycle.before_forward(object(), "batch")
 
 
 def test_sglangs_own_actions_stay_its_own() -> None:
-    assert check("compare") == ("stock", {"action": "compare", "allow_quant_error": False})
+    assert sglang("compare") == ("stock", {"action": "compare", "allow_quant_error": False})
 
 
 def test_the_report_says_what_runs() -> None:
     torch.set_num_threads(1)
-    result = SimpleNamespace(internal_state={"load": 1})
-    assert lifecycle.after_get_internal_state(result, object(), "request") is result
-    report = result.internal_state["fp8rl"]
-    assert result.internal_state["load"] == 1
-    assert (report["spec_digest"], report["weight_version"], report["threads"]) == (SPEC.digest(), "3", 1)
-    assert report["implementation"] == "torch"
-    assert report["numerics"] == NumericsConfig(spec=SPEC).to_dict()
-    assert (report["row_invariant"], report["row_variant_ops"]) == (True, [])
+    report = Report.model_validate_json(ask(ReadReport()))
+    assert (report.spec_digest, report.weight_version, report.threads) == (SPEC.digest(), "3", 1)
+    assert report.implementation == "torch"
+    assert report.numerics == NumericsConfig(spec=SPEC).to_dict()
+    assert (report.dtype, report.kv_cache_dtype, report.row_variant_ops) == ("bfloat16", "bfloat16", ())
+    assert report.code == code_digest(("rollout", "models", "numerics"))
     lifecycle.before_update()
-    assert state.report()["weight_version"] is None
+    assert Report.model_validate_json(ask(ReadReport())).weight_version is None

@@ -1,0 +1,118 @@
+"""What an engine's plugin is asked over HTTP, and what it answers: one definition for both ends.
+
+SGLang passes the `action` of /weights_checker to the scheduler's process as text, and its answer, a mapping of text to
+text, back. A call travels as the action, in JSON behind a prefix, its answer in JSON as the one value of the mapping.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
+
+from numerics.implementation import Implementation
+
+_PREFIX = "fp8rl:"
+_ANSWER = "answer"
+
+
+class _Message(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Commit(_Message):
+    """Refresh all that is made of the weights, and name them `version`. Answer: Held."""
+
+    call: Literal["commit"] = "commit"
+    version: str
+
+
+class ReadManifest(_Message):
+    """Digest the weights as they are. Answer: Held."""
+
+    call: Literal["manifest"] = "manifest"
+
+
+class Probe(_Message):
+    """Run the engine's ops on a recording of the trainer's, a file that both sides see. Answer: Probed."""
+
+    call: Literal["probe"] = "probe"
+    recording: Path
+
+
+class ReadReport(_Message):
+    """Say what runs in the engine. Answer: Report."""
+
+    call: Literal["report"] = "report"
+
+
+Call = Annotated[Commit | ReadManifest | Probe | ReadReport, Field(discriminator="call")]
+_CALLS: TypeAdapter[Commit | ReadManifest | Probe | ReadReport] = TypeAdapter(Call)
+
+
+class Held(_Message):
+    """The weights that an engine holds: digests by HF name, of what is quantized `digest@version`."""
+
+    entries: dict[str, str]
+
+
+class Probed(_Message):
+    """sha256: of the file that answers the probe, `rollout.plugin.op_probe.ANSWER`, beside the recording."""
+
+    sha256: str
+
+
+class Report(_Message):
+    """What runs in an engine.
+
+    Attributes:
+        spec_digest: of the QuantSpec. numerics: NumericsConfig.to_dict().
+        hooks: targets of the installed hooks, sorted. provides: what they put in place of SGLang's own, such as
+            `router`.
+        versions: of libraries, by name. code: digest of the packages that the engine imports (`numerics.code`).
+        weight_version: of the loaded weights; None within an update.
+        row_variant_ops: those whose result depends on the batch; None in native mode, which does not look for them.
+        implementation: of the ops. threads: of the scheduler.
+        dtype, kv_cache_dtype: of the model and of the cache, as torch names them.
+    """
+
+    spec_digest: str
+    numerics: dict[str, Any]
+    hooks: tuple[str, ...]
+    provides: tuple[str, ...]
+    versions: dict[str, str]
+    code: str
+    weight_version: str | None
+    row_variant_ops: tuple[str, ...] | None
+    implementation: Implementation
+    threads: int
+    dtype: str = "bfloat16"
+    kv_cache_dtype: str = "bfloat16"
+
+
+LIBRARIES = ("sglang", "torch", "fp8rl")
+"""Whose versions are reported."""
+ENGINE_PACKAGES = ("numerics", "models", "rollout")
+"""What the plugin imports."""
+
+
+def to_action(call: Commit | ReadManifest | Probe | ReadReport) -> str:
+    """A call as the text that SGLang passes on."""
+    return _PREFIX + call.model_dump_json()
+
+
+def from_action(action: str) -> Commit | ReadManifest | Probe | ReadReport | None:
+    """The call in an action; None if it is one of SGLang's own."""
+    return _CALLS.validate_json(action.removeprefix(_PREFIX)) if action.startswith(_PREFIX) else None
+
+
+def to_checksums(answer: _Message) -> dict[str, str]:
+    """An answer as the mapping that SGLang passes back."""
+    return {_ANSWER: answer.model_dump_json()}
+
+
+def from_checksums(checksums: Mapping[str, str]) -> str:
+    """The JSON of an answer."""
+    return checksums[_ANSWER]
