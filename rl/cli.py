@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
@@ -14,7 +13,7 @@ import typer
 from rich.console import Console
 
 from numerics.errors import UserError
-from rl.run.interrupts import interruptible
+from rl.run.interrupts import INTERRUPTED, end_at_once, interruptible
 
 app = typer.Typer(
     help="FP8 reinforcement learning for Mixture-of-Experts models: one quantization spec for training and rollout.",
@@ -145,7 +144,9 @@ def report(run: Annotated[Path, typer.Argument(metavar="RUN", help="Directory of
     with _user_errors():
         from rl.report.report import write_report
 
-        Console(highlight=False).print(str(write_report(run)), soft_wrap=True)
+        with interruptible():
+            page = write_report(run)
+        Console(highlight=False).print(str(page), soft_wrap=True)
 
 
 @app.command()
@@ -169,7 +170,8 @@ def convert(
         check_stored(model, definition, "MODEL")
         if out.exists():
             raise UserError(f"OUT: found {out}, expected a directory that does not exist yet. Choose another one.")
-        convert_checkpoint(model, out, quant_spec)
+        with interruptible():
+            convert_checkpoint(model, out, quant_spec)
         Console(highlight=False).print(f"{out}: quantized as {preset}, spec {quant_spec.digest()}", soft_wrap=True)
 
 
@@ -199,32 +201,29 @@ def _train(path: Path, overrides: list[str], *, resume: bool = False, overwrite:
     from numerics.files import write_atomically
     from rl.experiment import load_experiment
     from rl.experiment.preconditions import check
-    from rl.record.run_dir import create_run_dir
+    from rl.record.run_dir import open_run_dir
 
     experiment = load_experiment(path, overrides)
     check(experiment)
-    files = create_run_dir(experiment.run.dir, experiment.run.name, resume=resume, overwrite=overwrite)
+    chosen = {"resume": resume, "overwrite": overwrite}
+    with interruptible(), open_run_dir(experiment.run.dir, experiment.run.name, **chosen) as files:
+        from rl.loop import train as run_loop
+        from rl.run.checkpoints import changes, check_resumable
+        from rl.run.ending import STOPPED, finish, how_to_go_on
+        from rl.run.run import Run
 
-    from rl.loop import train as run_loop
-    from rl.run.checkpoints import changes, check_resumable
-    from rl.run.ending import STOPPED, finish
-    from rl.run.run import Run
-
-    with interruptible():
+        if resume:
+            check_resumable(files, experiment)
+            for change in changes(files, experiment):
+                print(f"resuming with {change}")
+        write_atomically(files.experiment, experiment.to_yaml())
         try:
-            if resume:
-                check_resumable(files, experiment)
-                for change in changes(files, experiment):
-                    print(f"resuming with {change}")
-            write_atomically(files.experiment, experiment.to_yaml())
-            run = Run.open(experiment, files)
-        except UserError:
-            if not resume:
-                shutil.rmtree(files.path)
+            with Run.open(experiment, files) as run:
+                stopped = run_loop(run)
+                finish(run, stopped)
+        except KeyboardInterrupt:
+            print(how_to_go_on(files), file=sys.stderr)
             raise
-        with run:
-            stopped = run_loop(run)
-            finish(run, stopped)
     if stopped:
         raise typer.Exit(STOPPED)
 
@@ -238,5 +237,11 @@ def _user_errors() -> Iterator[None]:
         print(f"error: {error}", file=sys.stderr)
         raise typer.Exit(2) from None
     except KeyboardInterrupt:
-        print("interrupted; every process of the run was stopped", file=sys.stderr)
-        raise typer.Exit(130) from None
+        print("interrupted; every process that was started is stopped", file=sys.stderr)
+        raise typer.Exit(INTERRUPTED) from None
+
+
+def main() -> None:
+    """The entry point."""
+    end_at_once()
+    app()

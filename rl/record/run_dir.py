@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import re
 import shutil
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from numerics.errors import UserError
+from numerics.errors import UserError, user_error
+from rl.record.run_lock import run_lock
 
 
 @dataclass(frozen=True)
@@ -29,6 +32,11 @@ class RunDir:
     def metrics(self) -> Path:
         """One JSON object per step."""
         return self.path / "metrics.jsonl"
+
+    @property
+    def begun(self) -> bool:
+        """Whether it got as far as a row of metrics."""
+        return self.metrics.is_file() and self.metrics.stat().st_size > 0
 
     @property
     def report(self) -> Path:
@@ -88,37 +96,64 @@ class RunDir:
         return _steps(self.path / "rollouts", r"step_(\d+)\.jsonl")
 
 
-def create_run_dir(base: str | Path, name: str, *, resume: bool = False, overwrite: bool = False) -> RunDir:
-    """The directory `base/name`, made if absent.
+@contextmanager
+def open_run_dir(base: str | Path, name: str, *, resume: bool = False, overwrite: bool = False) -> Iterator[RunDir]:
+    """The directory `base/name`, made if absent, held by this process for as long as the block lasts.
+
+    What lies there of a start that never reached a step is replaced. If the block is interrupted or refused before its
+    first step, nothing of a new run is left; if it fails, its logs are.
 
     Args:
         resume: keep the contents and continue the run that lies there.
         overwrite: delete the run that lies there.
 
     Raises:
-        UserError: the directory is taken and neither flag is given; it is no run, or `resume` finds none; both flags.
+        UserError: the directory is taken and neither flag is given; it is no run, or `resume` finds none; both flags;
+            another process holds the run; the directory cannot be made.
     """
     if resume and overwrite:
         raise UserError("--resume and --overwrite: found both, expected one. Leave one of them out.")
     run = RunDir(Path(base).absolute() / name)
-    if run.path.exists() and not run.path.is_dir():
-        raise UserError(f"run.name: found a file at {run.path}, expected a directory. Choose another run.name.")
-    taken = run.path.is_dir() and any(run.path.iterdir())
+    with ExitStack() as held:
+        try:
+            run.path.parent.mkdir(parents=True, exist_ok=True)
+            held.enter_context(run_lock(run.path))
+            _prepare(run, resume, overwrite)
+        except OSError as error:
+            raise user_error(
+                "run.dir",
+                found=str(error),
+                expected="a directory that runs can be written to",
+                remedy="Correct run.dir and run.name.",
+            ) from error
+        try:
+            yield run
+        except (KeyboardInterrupt, UserError):
+            if not resume and not run.begun:
+                shutil.rmtree(run.path, ignore_errors=True)
+            raise
+
+
+def _prepare(run: RunDir, resume: bool, overwrite: bool) -> None:
+    if run.path.is_symlink() or (run.path.exists() and not run.path.is_dir()):
+        kind = "link" if run.path.is_symlink() else "file"
+        raise UserError(f"run.name: found a {kind} at {run.path}, expected a directory. Choose another run.name.")
     if resume and not run.experiment.is_file():
         raise UserError(f"--resume: found no run at {run.path}, expected its spec.yaml. Correct run.name or run.dir.")
+    taken = run.path.is_dir() and any(run.path.iterdir())
     if taken and not resume:
-        if not overwrite:
+        if not run.experiment.is_file():
+            raise UserError(
+                f"run.name: found {run.path} without a spec.yaml, expected a run or a new directory. "
+                "Choose another run.name."
+            )
+        if run.begun and not overwrite:
             raise UserError(
                 f"run.name: found an existing run at {run.path}, expected a new directory. "
                 "Choose another run.name=..., or continue it with --resume, or delete it with --overwrite."
             )
-        if not run.experiment.is_file():
-            raise UserError(
-                f"--overwrite: found {run.path} without a spec.yaml, expected a run. Choose another run.name."
-            )
         shutil.rmtree(run.path)
-    run.path.mkdir(parents=True, exist_ok=True)
-    return run
+    run.path.mkdir(exist_ok=True)
 
 
 def _steps(directory: Path, pattern: str) -> list[int]:

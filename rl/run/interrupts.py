@@ -1,7 +1,12 @@
-"""Ctrl-C and SIGTERM end a run in one way: by unwinding it. Nothing cuts the unwinding short."""
+"""Ctrl-C and SIGTERM end a run in one way: by unwinding it. Nothing cuts the unwinding short.
+
+Before anything is open there is nothing to unwind, and imports are the worst place to be interrupted in: the process
+ends at once.
+"""
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import time
@@ -9,12 +14,24 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from types import FrameType, TracebackType
 
+INTERRUPTED = 130
+"""Exit code of what was interrupted, as shells have it."""
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 _DEAF_SECONDS = 1.0
 """How long further signals are ignored, for the first one to unwind to where the closing begins."""
 
 Handler = Callable[[int, FrameType | None], None] | int | None
+
+
+def end_at_once() -> None:
+    """Have both signals end this process on the spot, until something is opened that has to be closed."""
+
+    def end(signum: int, frame: FrameType | None) -> None:
+        os.write(sys.stderr.fileno(), b"interrupted; nothing was started\n")
+        os._exit(INTERRUPTED)
+
+    _handle(dict.fromkeys(SIGNALS, end))
 
 
 @contextmanager

@@ -45,7 +45,7 @@ def interrupt(run: LiveRun, signum: int, times: int = 1) -> None:
     assert run.ends(GONE_WITHIN_S) == 130, run.console()
     assert wait_until_gone(family, GONE_WITHIN_S - (time.monotonic() - began)) == []
     assert run.family() == []
-    assert "every process of the run was stopped" in run.console()
+    assert "every process that was started is stopped" in run.console()
     assert "Traceback" not in run.console()
 
 
@@ -59,7 +59,19 @@ def test_a_start_can_be_interrupted(start: Start, seen: str, later_s: float, sig
     run.wait_for(seen)
     time.sleep(later_s)
     interrupt(run, signum, times=2)
-    assert not (run.path / "metrics.jsonl").exists()
+    assert "the run had not begun, and leaves nothing" in run.console()
+    assert not run.path.exists() and not list(run.path.parent.glob(".*"))
+
+
+@pytest.mark.parametrize("later_s", [0.0, 0.5, 1.5, 2.5])
+def test_imports_can_be_interrupted(start: Start, later_s: float) -> None:
+    run = start(*SMALL)
+    run.wait_for("fp8rl: checking")
+    time.sleep(later_s)
+    run.signal_all(signal.SIGINT)
+    assert run.ends(GONE_WITHIN_S) == 130
+    assert run.console().splitlines()[1:] == ["interrupted; nothing was started"]
+    assert not run.path.exists()
 
 
 def test_a_run_outlives_interrupts_kills_and_the_death_of_its_engine(start: Start) -> None:
@@ -72,11 +84,16 @@ def test_a_run_outlives_interrupts_kills_and_the_death_of_its_engine(start: Star
     interrupt(run, signal.SIGINT, times=4)
     first_rows = run.rows()
     assert [row["step"] for row in first_rows] == [0, 1, 2]
+    assert f"resume   fp8rl train {run.path}/spec.yaml --resume" in run.console()
 
     # The driver is killed while a checkpoint is written. Two agents of Ray's look for its server for another minute.
     run = start(*settings, "--resume")
     run.wait_for("first sync verified")
     assert run.rows() == first_rows
+    run.process.send_signal(signal.SIGSTOP)  # it would be through before the second one has imported anything
+    second = start(*settings, "--overwrite")
+    assert second.ends() == 2 and f"held by process {run.process.pid} on" in second.console()
+    run.process.send_signal(signal.SIGCONT)
     run.wait_until(lambda: list(run.path.glob("checkpoints/.*step_4*")), "unfinished checkpoint")
     family = [process for process in run.family() if process.name() not in RAY_AGENTS]
     run.process.send_signal(signal.SIGKILL)

@@ -24,7 +24,7 @@ from rl.experiment import load_experiment
 from rl.loop import train
 from rl.record.events import Event, read_events
 from rl.record.metrics_log import read_metrics
-from rl.record.run_dir import RunDir, create_run_dir
+from rl.record.run_dir import RunDir
 from rl.run.ending import finish
 from rl.run.run import Run
 from rl.run.stack import Stack
@@ -32,6 +32,7 @@ from rollout.client import EngineClient
 from rollout.types import Trajectory
 from tests.support.cli_runs import FP8RL, ROOT, SMALL
 from tests.support.faults import MATRIX, Named, Tampered
+from tests.support.paths import new_run
 from weight_sync.bridge import push
 from weight_sync.transports.tensor import TensorTransport
 
@@ -187,7 +188,7 @@ def faulty(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunDir, Faults]:
             *(f"gates={json.dumps(GATES)}", "guard.nonfinite_loss=skip", "guard.capsules=9"),
         ],
     )
-    run = create_run_dir(folder, "run")
+    run = new_run(folder / "run")
     run.experiment.write_text(settings.to_yaml())
     old = OldWeights(folder / "old")
     before = {

@@ -15,8 +15,7 @@ from examples.tiny_model import TinyModel, write_tiny_model
 from numerics.errors import UserError
 from rl import cli
 from rl.cli import app
-from rl.record.run_dir import create_run_dir
-from tests.support.paths import ROOT
+from tests.support.paths import ROOT, new_run
 
 
 def invoke(*arguments: str | Path) -> tuple[int, str]:
@@ -46,7 +45,7 @@ def test_the_driver_never_imports_megatron_or_sglang() -> None:
 
 
 def test_report_of_a_run_and_of_nothing(tmp_path: Path) -> None:
-    run = create_run_dir(tmp_path, "it")
+    run = new_run(tmp_path / "it")
     assert invoke("report", run.path) == (
         2,
         f"error: report: found no spec.yaml in {run.path}, expected a run directory. Correct the path.\n",

@@ -13,8 +13,9 @@ from numerics.config import NumericsConfig
 from rl.experiment import Experiment
 from rl.guard.capsule import Case, write_capsule
 from rl.guard.evidence import Evidence
-from rl.record.run_dir import RunDir, create_run_dir
+from rl.record.run_dir import RunDir
 from tests.support.experiments import experiment
+from tests.support.paths import new_run
 from trainer.batch import TokenBatch
 from weight_sync.manifest import Manifest
 
@@ -55,7 +56,7 @@ class CapsuleRun:
 
     @classmethod
     def make(cls, folder: Path, **guard: Any) -> CapsuleRun:
-        files, settings = create_run_dir(folder, "run"), experiment(guard=guard)
+        files, settings = new_run(folder / "run"), experiment(guard=guard)
         files.experiment.write_text(settings.to_yaml())
         numerics = settings.numerics_config()
         files.manifest(VERSION).parent.mkdir()

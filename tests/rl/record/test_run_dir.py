@@ -1,3 +1,10 @@
+"""Where a run lies, who may work on it, and what becomes of one that never began."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -5,62 +12,171 @@ import yaml
 
 from numerics.errors import UserError
 from numerics.files import write_atomically
-from rl.record.run_dir import create_run_dir
+from rl.record.run_dir import RunDir, open_run_dir
+from tests.support.paths import ROOT, new_run
 
 
 def files(path: Path) -> list[str]:
     return sorted(str(entry.relative_to(path)) for entry in path.rglob("*"))
 
 
+def old_run(folder: Path, rows: str = "{}\n") -> RunDir:
+    run = new_run(folder / "demo")
+    run.experiment.write_text(yaml.safe_dump({"run": {"name": "demo"}}))
+    run.metrics.write_text(rows)
+    write_atomically(run.manifest(3), "{}")
+    return run
+
+
+def opened(folder: Path, name: str = "demo", **flags: bool) -> RunDir:
+    with open_run_dir(folder, name, **flags) as run:
+        return run
+
+
 def test_a_new_run_gets_its_directory(tmp_path: Path) -> None:
-    run = create_run_dir(tmp_path / "runs", "demo")
-    assert run.path == tmp_path / "runs" / "demo"
-    assert run.path.is_dir() and files(run.path) == []
-    assert run.name == "demo"
-
-
-def test_an_empty_directory_is_taken_as_new(tmp_path: Path) -> None:
-    create_run_dir(tmp_path, "demo")
-    create_run_dir(tmp_path, "demo")
+    with open_run_dir(tmp_path / "runs", "demo") as run:
+        assert run.path == tmp_path / "runs" / "demo" and run.name == "demo"
+        assert run.path.is_dir() and files(run.path) == []
+    assert files(tmp_path) == ["runs", "runs/demo"], "and the lock is gone"
 
 
 def test_an_existing_run_is_not_touched_without_a_flag(tmp_path: Path) -> None:
-    run = create_run_dir(tmp_path, "demo")
-    run.experiment.write_text(yaml.safe_dump({"run": {"name": "demo"}}))
+    old_run(tmp_path)
+    before = files(tmp_path)
     with pytest.raises(UserError, match=r"existing run.*run\.name=.*--resume.*--overwrite"):
-        create_run_dir(tmp_path, "demo")
-    assert files(run.path) == ["spec.yaml"]
+        opened(tmp_path)
+    assert files(tmp_path) == before
 
 
 def test_resume_keeps_and_overwrite_deletes(tmp_path: Path) -> None:
-    run = create_run_dir(tmp_path, "demo")
-    run.experiment.write_text(yaml.safe_dump({}))
-    write_atomically(run.manifest(3), "{}")
-    assert create_run_dir(tmp_path, "demo", resume=True) == run
+    run = old_run(tmp_path)
+    assert opened(tmp_path, resume=True) == run
     assert run.manifest(3).is_file()
-    assert create_run_dir(tmp_path, "demo", overwrite=True) == run
+    assert opened(tmp_path, overwrite=True) == run
     assert files(run.path) == []
+
+
+def test_a_start_that_never_reached_a_step_is_replaced(tmp_path: Path) -> None:
+    run = old_run(tmp_path, rows="")
+    assert opened(tmp_path) == run
+    assert files(run.path) == []
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, UserError])
+def test_a_start_that_is_interrupted_or_refused_leaves_nothing(tmp_path: Path, error: type[BaseException]) -> None:
+    with pytest.raises(error), open_run_dir(tmp_path / "runs", "demo") as run:
+        run.experiment.write_text("{}")
+        raise error
+    assert files(tmp_path) == ["runs"]
+
+
+def test_a_run_that_is_interrupted_or_a_start_that_fails_stays(tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt), open_run_dir(tmp_path, "demo") as run:
+        run.metrics.write_text("{}\n")
+        raise KeyboardInterrupt
+    assert files(tmp_path) == ["demo", "demo/metrics.jsonl"]
+    with pytest.raises(RuntimeError), open_run_dir(tmp_path, "failed") as run:
+        run.experiment.write_text("{}")
+        raise RuntimeError
+    assert run.experiment.is_file()
 
 
 def test_what_is_no_run_is_never_deleted_or_resumed(tmp_path: Path) -> None:
     (tmp_path / "photos").mkdir()
     (tmp_path / "photos" / "cat.jpg").write_bytes(b"x")
-    with pytest.raises(UserError, match=r"without a spec\.yaml"):
-        create_run_dir(tmp_path, "photos", overwrite=True)
-    with pytest.raises(UserError, match="found no run"):
-        create_run_dir(tmp_path, "photos", resume=True)
-    with pytest.raises(UserError, match="found no run"):
-        create_run_dir(tmp_path, "absent", resume=True)
-    with pytest.raises(UserError, match="found both"):
-        create_run_dir(tmp_path, "photos", resume=True, overwrite=True)
+    (tmp_path / "link").symlink_to("photos")
     (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match="found a file"):
-        create_run_dir(tmp_path, "file")
-    assert files(tmp_path) == ["file", "photos", "photos/cat.jpg"]
+    before = files(tmp_path)
+    for flags in ({"overwrite": True}, {}):
+        with pytest.raises(UserError, match=r"without a spec\.yaml"):
+            opened(tmp_path, "photos", **flags)
+        with pytest.raises(UserError, match="found a link"):
+            opened(tmp_path, "link", **flags)
+        with pytest.raises(UserError, match="found a file"):
+            opened(tmp_path, "file", **flags)
+    for name in ("photos", "absent"):
+        with pytest.raises(UserError, match="found no run"):
+            opened(tmp_path, name, resume=True)
+    with pytest.raises(UserError, match="found both"):
+        opened(tmp_path, "photos", resume=True, overwrite=True)
+    assert files(tmp_path) == before
+
+
+@pytest.mark.parametrize(("folder", "name"), [("file/runs", "demo"), ("runs", "n" * 300)])
+def test_a_directory_that_cannot_be_made_is_said(tmp_path: Path, folder: str, name: str) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match=r"run\.dir: found .*(Not a directory|too long)"):
+        opened(tmp_path / folder, name)
+
+
+@contextmanager
+def driver_of(folder: Path) -> Iterator[subprocess.Popen[str]]:
+    """Another process that works on the run."""
+    program = f"""
+from rl.record.run_dir import open_run_dir
+with open_run_dir({str(folder)!r}, "demo") as run:
+    run.experiment.write_text("{{}}")
+    run.metrics.write_text("{{}}\\n")
+    print("holding", flush=True)
+    input()
+"""
+    process = subprocess.Popen(
+        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT
+    )
+    assert process.stdout is not None and process.stdout.readline() == "holding\n"
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.parametrize("flags", [{}, {"resume": True}, {"overwrite": True}])
+def test_a_live_run_is_nobody_elses(tmp_path: Path, flags: dict[str, bool]) -> None:
+    with driver_of(tmp_path) as driver:
+        before = files(tmp_path)
+        with pytest.raises(UserError, match=rf"held by process {driver.pid} on "):
+            opened(tmp_path, **flags)
+        assert files(tmp_path) == before
+
+
+def test_the_lock_of_a_killed_driver_holds_nothing(tmp_path: Path) -> None:
+    with driver_of(tmp_path):
+        pass
+    assert (tmp_path / ".demo.lock").is_file()
+    assert opened(tmp_path, resume=True).metrics.is_file()
+    assert not (tmp_path / ".demo.lock").exists()
+
+
+def test_of_many_that_start_at_once_one_wins(tmp_path: Path) -> None:
+    """Each holds the run for a moment; never two together, and the lock's removal lets none slip past."""
+    program = f"""
+import os, sys
+from pathlib import Path
+from numerics.errors import UserError
+from rl.record.run_dir import open_run_dir
+inside = Path({str(tmp_path)!r}) / "inside"
+won = 0
+for _ in range(200):
+    try:
+        with open_run_dir({str(tmp_path)!r}, "demo"):
+            os.close(os.open(inside, os.O_CREAT | os.O_EXCL))
+            won += 1
+            inside.unlink()
+    except UserError:
+        pass
+print(won)
+"""
+    racers = [
+        subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, cwd=ROOT) for _ in range(4)
+    ]
+    won = [racer.communicate()[0] for racer in racers]
+    assert [racer.returncode for racer in racers] == [0] * 4
+    assert all(int(count) > 0 for count in won) and os.listdir(tmp_path) == ["demo"]
 
 
 def test_steps_are_listed_without_unfinished_ones(tmp_path: Path) -> None:
-    run = create_run_dir(tmp_path, "demo")
+    run = new_run(tmp_path / "demo")
     assert run.checkpoint_steps() == run.rollout_steps() == []
     for step in (20, 100, 3):
         run.checkpoint(step).mkdir(parents=True)

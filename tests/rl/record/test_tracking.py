@@ -9,8 +9,9 @@ import pytest
 
 from rl.record.metrics_log import read_metrics
 from rl.record.rollouts import RolloutRecord, read_rollouts
-from rl.record.run_dir import RunDir, create_run_dir
+from rl.record.run_dir import RunDir
 from rl.record.tracking import METRIC_GROUPS, Tracker, WandbConfig
+from tests.support.paths import new_run
 
 SPEC = {"run": {"name": "demo", "steps": 2}, "trainer": {"lr": 1e-4}}
 
@@ -39,7 +40,7 @@ RECORDS = [record(1, "2\n#### 2", 0.0), record(1, "not shown", 0.0), record(2, "
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
     monkeypatch.delenv("WANDB_DATA_DIR", raising=False)
-    return create_run_dir(tmp_path, "demo")
+    return new_run(tmp_path / "demo")
 
 
 def wandb_records(run: RunDir) -> list[dict[str, Any]]:

@@ -11,9 +11,10 @@ from numerics.errors import UserError
 from numerics.files import write_atomically
 from rl.record.events import Event, append_event
 from rl.record.metrics_log import MetricsLog
-from rl.record.run_dir import RunDir, create_run_dir
+from rl.record.run_dir import RunDir
 from rl.report.charts import sections
 from rl.report.report import write_report
+from tests.support.paths import new_run
 
 PREFIX = "mismatch/train_rollout_logprob_abs_diff"
 SPEC = {"run": {"name": "demo"}, "data": {"train": "<b>data</b>.jsonl"}}
@@ -44,7 +45,7 @@ def step_metrics(step: int, largest: float = 0.0) -> dict[str, float]:
 def make_run(
     base: Path, rows: dict[int, dict[str, float]], samples: dict[int, list[dict[str, Any]]] | None = None
 ) -> RunDir:
-    run = create_run_dir(base, "demo")
+    run = new_run(base / "demo")
     run.experiment.write_text(yaml.safe_dump(SPEC))
     log = MetricsLog(run.metrics)
     for step, metrics in rows.items():

@@ -8,15 +8,15 @@ import pytest
 
 import rl.run.stack as stack_module
 from numerics.errors import UserError
-from rl.record.run_dir import create_run_dir
 from rl.run.run import Run
 from tests.support.experiments import experiment
+from tests.support.paths import new_run
 
 
 def test_what_was_started_is_ended_in_reverse_when_a_later_part_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    files = create_run_dir(tmp_path, "it")
+    files = new_run(tmp_path / "it")
     events: list[str] = []
 
     class Cluster:
