@@ -16,6 +16,9 @@ from numerics.config import Mode
 from rollout.config import RolloutConfig
 from rollout.plugin import CONFIG_VARIABLE
 
+_SECRETS = ("RAY_AUTH_TOKEN", "WANDB_API_KEY")
+"""What an engine has no use for."""
+
 PLUGIN = "fp8rl"
 """Name of our `sglang.srt.plugins` entry point."""
 
@@ -128,7 +131,8 @@ def server_environment(
         "NO_PROXY": "127.0.0.1",
         "no_proxy": "127.0.0.1",
     }
-    environment.pop(CONFIG_VARIABLE, None)
+    for name in (CONFIG_VARIABLE, *_SECRETS):
+        environment.pop(name, None)
     if plugin is not None:
         environment[CONFIG_VARIABLE] = json.dumps(plugin)
     environment["OMP_NUM_THREADS"] = "1"

@@ -23,6 +23,12 @@ from typing import Any
 
 from rollout.scratch import note_shared_memory, remove_scratch
 
+ENDPOINTS = {
+    "/generate", "/model_info", "/pause_generation", "/continue_generation", "/flush_cache", "/weights_checker",
+    "/update_weights_from_tensor", "/update_weights_from_disk", "/update_weights_from_distributed",
+    "/init_weights_update_group", "/destroy_weights_update_group",
+}  # fmt: skip
+
 
 def main() -> None:
     """Serve until SIGTERM, or until standard input ends."""
@@ -50,7 +56,7 @@ def main() -> None:
 
     from sglang.srt.entrypoints.http_server import launch_server
 
-    _guard_server_info()
+    _close_what_no_run_needs()
     try:
         launch_server(arguments, execute_warmup_func=_wait_until_listening)
     finally:
@@ -104,13 +110,21 @@ def _fork_workers(result: None, *_: Any) -> None:
     multiprocessing.set_start_method("fork", force=True)
 
 
-def _guard_server_info() -> None:
-    """Make /server_info administrative: it shows every argument, the administration key included."""
-    from sglang.srt.entrypoints import http_server
-    from sglang.srt.utils.auth import AuthLevel, auth_level
+def _close_what_no_run_needs() -> None:
+    """Leave of SGLang's ninety endpoints those that `rollout.client` uses.
 
-    for endpoint in (http_server.server_info, http_server.get_server_info):
-        auth_level(AuthLevel.ADMIN_OPTIONAL)(endpoint)
+    Others say what nobody should read (/server_info shows the administration key), or open to the generation key what
+    is not generation: sessions, schemas, documentation.
+    """
+    from sglang.srt.entrypoints import http_server
+
+    routes = http_server.app.router.routes
+    missing = ENDPOINTS - {getattr(route, "path", "") for route in routes}
+    if missing:
+        raise RuntimeError(
+            f"found no {', '.join(sorted(missing))} in SGLang, expected them. Install the locked version"
+        )
+    routes[:] = [route for route in routes if getattr(route, "path", "") in ENDPOINTS]
 
 
 def _wait_until_listening(arguments: Any) -> bool:

@@ -1,7 +1,8 @@
-"""The scratch directory of a server: its sockets and temporary files, and a note of what it leaves elsewhere.
+"""Scratch directories for sockets and temporary files, with a note of what their owners leave elsewhere.
 
-A server that is killed cannot clean up, so each start sweeps up after the dead. Whether a server lives is told by a
-lock on a file in its directory: its processes hold it, and the kernel releases it with the last of them.
+Who is killed cannot clean up, so each start sweeps up after the dead. Whether a directory's owner lives is told by a
+lock on a file in it: its processes hold it, and the kernel releases it with the last of them. Nobody else may look
+inside.
 """
 
 from __future__ import annotations
@@ -12,14 +13,18 @@ import shutil
 import tempfile
 from pathlib import Path
 
-_PREFIX = "fp8rl-engine-"
+ENGINE, RAY = "fp8rl-engine-", "fp8rl-ray-"
+"""Prefixes by owner."""
 _LOCK = "lock"
 _SHARED_MEMORY = "shared_memory"
 
 
-def make_scratch() -> tuple[Path, int]:
-    """A new directory, and the descriptor that holds its lock: to be inherited by the server, then closed here."""
-    scratch = Path(tempfile.mkdtemp(prefix=_PREFIX))
+def make_scratch(prefix: str = ENGINE, parent: str | None = None) -> tuple[Path, int]:
+    """A new directory, and the descriptor that holds its lock: to be kept open, or inherited by a server and closed.
+
+    parent: in place of the temporary directory.
+    """
+    scratch = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
     descriptor = os.open(scratch / "new", os.O_CREAT | os.O_RDWR, 0o600)
     fcntl.flock(descriptor, fcntl.LOCK_EX)
     (scratch / "new").rename(scratch / _LOCK)
@@ -39,9 +44,9 @@ def remove_scratch(scratch: Path) -> None:
     shutil.rmtree(scratch, ignore_errors=True)
 
 
-def sweep() -> None:
-    """Remove the directories of servers that are gone."""
-    for lock in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*/{_LOCK}"):
+def sweep(prefix: str = ENGINE, parent: str | None = None) -> None:
+    """Remove the directories whose owners are gone."""
+    for lock in Path(parent or tempfile.gettempdir()).glob(f"{prefix}*/{_LOCK}"):
         try:
             with lock.open() as file:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -89,7 +89,7 @@ class SGLangServer:
         log_path.parent.mkdir(parents=True, exist_ok=True)
         with log_path.open("ab") as log:
             process = subprocess.Popen(
-                [sys.executable, "-m", "rollout.launcher"],
+                [sys.executable, "-P", "-m", "rollout.launcher"],  # -P: not from the current directory
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=subprocess.STDOUT,

@@ -36,7 +36,7 @@ def load_problems(path: str | Path, key: str = "data") -> list[Problem]:
             key,
             found=str(path),
             expected="an existing JSONL file",
-            remedy="Correct the path; a relative one is looked up in the current directory, then beside the spec file.",
+            remedy="Correct the path; a relative one is relative to the spec file that it is written in.",
         )
     with path.open("rb") as lines:
         problems = [_parse_line(line, number, path, key) for number, line in enumerate(lines, start=1)]

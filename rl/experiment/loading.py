@@ -5,6 +5,7 @@ OmegaConf reads YAML with a subclass of yaml's SafeLoader that also refuses dupl
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,7 +19,7 @@ from numerics.errors import UserError, user_error
 from rl.experiment.experiment import Experiment
 from rl.experiment.validation import parse_experiment
 
-INPUT_PATHS = (("model", "path"), ("data", "train"), ("data", "eval"))
+PATHS = (("model", "path"), ("data", "train"), ("data", "eval"), ("run", "dir"))
 
 
 def load_experiment(path: str | Path, overrides: Sequence[str] = ()) -> Experiment:
@@ -26,8 +27,8 @@ def load_experiment(path: str | Path, overrides: Sequence[str] = ()) -> Experime
 
     Later layers win: each file of `defaults:` in order, the file itself, then `overrides` such as `"run.steps=2"`.
     Mappings are merged, lists are replaced, and a layer that names another `algorithm` replaces that whole section.
-    Relative input paths are looked up in the current directory, then in the directory of `path`, and made absolute;
-    `run.dir` is relative to the current directory.
+    A relative path is relative to the directory of the file that it is written in; in an override, and where `run.dir`
+    is left out, to the current directory. All come out absolute.
 
     Raises:
         UserError: the file cannot be read, or a key or value is wrong.
@@ -35,9 +36,8 @@ def load_experiment(path: str | Path, overrides: Sequence[str] = ()) -> Experime
     path = Path(path)
     config = _read_layers(path, ancestors=())
     for override in overrides:
-        config = _merge(config, _parse_override(override))
-    values = _plain(config, path)
-    _resolve_paths(values, path.parent)
+        config = _merge(config, _resolved(_parse_override(override), Path.cwd()))
+    values = _plain(_merge(OmegaConf.create({"run": {"dir": str(Path.cwd() / "runs")}}), config), path)
     return parse_experiment(values)
 
 
@@ -56,7 +56,7 @@ def _read_layers(path: Path, ancestors: tuple[Path, ...]) -> DictConfig:
     if resolved in ancestors:
         chain = " -> ".join(str(entry) for entry in (*ancestors, resolved))
         raise user_error("defaults", found=str(path), expected="no cycle", remedy=f"Break the cycle {chain}.")
-    own = _read_yaml(path)
+    own = _resolved(_read_yaml(path), path.absolute().parent)
     names = OmegaConf.to_container(own).pop("defaults", [])
     own.pop("defaults", None)
     names = [names] if isinstance(names, str) else names
@@ -163,13 +163,11 @@ def _plain(config: DictConfig, path: Path) -> dict[str, Any]:
         raise UserError(f"spec {path}: {' '.join(str(error).split())}. Correct the interpolation.") from error
 
 
-def _resolve_paths(values: dict[str, Any], spec_directory: Path) -> None:
-    """Make the paths absolute in place; values of a wrong type are left for the validation."""
-    for section, key in INPUT_PATHS:
-        value = values.get(section)
-        if isinstance(value, dict) and isinstance(value.get(key), str) and value[key]:
-            here, beside = Path.cwd() / value[key], spec_directory.resolve() / value[key]
-            value[key] = str(beside if beside.exists() and not here.exists() else here)
-    run = values.setdefault("run", {})
-    if isinstance(run, dict) and isinstance(run.setdefault("dir", "runs"), str) and run["dir"]:
-        run["dir"] = str(Path.cwd() / run["dir"])
+def _resolved(layer: DictConfig, directory: Path) -> DictConfig:
+    """The layer with its relative paths made absolute, from `directory`; the validation refuses what is no path."""
+    for section, key in PATHS:
+        held = layer.get(section)
+        value = OmegaConf.to_container(held).get(key) if OmegaConf.is_dict(held) else None
+        if isinstance(value, str) and value and not value.startswith("${"):
+            held[key] = os.path.normpath(directory / value)
+    return layer

@@ -14,16 +14,22 @@ from pathlib import Path
 from typing import Any
 
 import ray
+from ray._private import ray_constants
 from ray._raylet import AuthenticationTokenLoader  # type: ignore[attr-defined]
+
+from rollout.scratch import RAY, make_scratch, remove_scratch, sweep
+
+_PARENT = "/tmp"
+"""Paths of sockets must stay short."""
 
 
 @contextmanager
 def ray_cluster(failure_logs: Path) -> Iterator[None]:
     """Join the cluster of RAY_ADDRESS (`ray job submit` sets it), else start one that nobody else uses.
 
-    A cluster that merely happens to run on this machine is never joined, so that two runs stay apart. A private one has
-    its own folder; its logs are kept in `failure_logs` only if the block fails. Ray listens on every interface and lets
-    in whoever has its token, which this process and those that it starts have in their environment.
+    A cluster that merely happens to run on this machine is never joined, so that two runs stay apart. A private one
+    listens on loopback alone, lets in whoever has its token, and has a folder that nobody else can enter, with the
+    token in it; its logs are kept in `failure_logs` only if the block fails.
     """
     # Ray would otherwise hide the GPUs from an actor that asks for none, and warn about it for each.
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
@@ -34,7 +40,8 @@ def ray_cluster(failure_logs: Path) -> Iterator[None]:
         yield
     elif address:
         try:
-            _init(address=address)
+            with tempfile.TemporaryDirectory() as folder:
+                _init(Path(folder), address=address)
             yield
         finally:
             ray.shutdown()
@@ -45,30 +52,70 @@ def ray_cluster(failure_logs: Path) -> Iterator[None]:
 
 @contextmanager
 def _private_cluster(failure_logs: Path) -> Iterator[None]:
-    # Left to itself, Ray writes a token into the user's home, and any cluster started later asks for it.
-    os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
-    AuthenticationTokenLoader.instance().reset_cache()  # which holds another one if this process has used Ray before
-    folder = Path(tempfile.mkdtemp(prefix="fp8rl-ray-", dir="/tmp"))  # paths of sockets must stay short
+    sweep(RAY, _PARENT)
+    folder, lock = make_scratch(RAY, _PARENT)
+    token = folder / "token"
+    token.write_text(secrets.token_hex(32))
+    # In a file, since all that is in the environment is in that of every child. Left to itself, Ray writes a token into
+    # the user's home, and any cluster started later asks for it.
+    settings: dict[str, str | None] = {"RAY_AUTH_TOKEN": None, "RAY_AUTH_MODE": None, "RAY_AUTH_TOKEN_PATH": str(token)}
+    settings["RAY_enable_metrics_collection"] = "0"
+    # Ray's own setting for machines whose firewall asks back: all of it is on loopback.
+    settings["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
     try:
-        _init(address="local", include_dashboard=False, _temp_dir=str(folder))
-        yield
-    except Exception:
-        ray.shutdown(wait_for_processes=True)
-        logs = folder / "session_latest" / "logs"
-        if logs.is_dir():
-            shutil.copytree(logs, failure_logs, dirs_exist_ok=True)
-        raise
+        with _environment(settings):
+            try:
+                _init(folder, address="local", include_dashboard=False, _temp_dir=str(folder / "ray"))
+                yield
+            except Exception:
+                ray.shutdown(wait_for_processes=True)
+                logs = folder / "ray" / "session_latest" / "logs"
+                if logs.is_dir():
+                    shutil.copytree(logs, failure_logs, dirs_exist_ok=True)
+                raise
+            finally:
+                ray.shutdown(wait_for_processes=True)
     finally:
-        ray.shutdown(wait_for_processes=True)
-        shutil.rmtree(folder, ignore_errors=True)
+        remove_scratch(folder)
+        os.close(lock)
 
 
-def _init(**options: Any) -> None:
-    """`ray.init`, which puts a handler of SIGTERM that exits in place of ours: undo that."""
-    handler = signal.getsignal(signal.SIGTERM)
+@contextmanager
+def _environment(settings: dict[str, str | None]) -> Iterator[None]:
+    """These variables (None: without it) for this process and the children that it starts meanwhile."""
+    former = {name: os.environ.get(name) for name in settings}
+    clustered = ray_constants.ENABLE_RAY_CLUSTER  # read from the environment when Ray was imported
+    _set(settings)
+    ray_constants.ENABLE_RAY_CLUSTER = False
+    AuthenticationTokenLoader.instance().reset_cache()  # which holds another one if this process has used Ray before
+    try:
+        yield
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = clustered
+        _set(former)
+        AuthenticationTokenLoader.instance().reset_cache()
+
+
+def _set(variables: dict[str, str | None]) -> None:
+    for name, value in variables.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+
+
+def _init(folder: Path, **options: Any) -> None:
+    """`ray.init`, without two of its habits.
+
+    It puts a handler of SIGTERM that exits in place of ours. And it has workers import from the current directory,
+    where a folder `trainer` or a `random.py` would stand in the way: `folder` is that directory meanwhile.
+    """
+    handler, here = signal.getsignal(signal.SIGTERM), Path.cwd()
+    os.chdir(folder)
     try:
         ray.init(log_to_driver=False, logging_level=logging.ERROR, **options)
     except SystemExit:
         raise KeyboardInterrupt from None
     finally:
+        os.chdir(here)
         signal.signal(signal.SIGTERM, handler)

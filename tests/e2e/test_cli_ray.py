@@ -27,54 +27,64 @@ BIN = Path(sys.executable).parent
 
 @dataclass
 class Head:
-    """A head node of our own, and the command line to it."""
+    """A head node of our own, started as the README says, and the folder that all of it was typed in."""
 
-    address: str
-    dashboard: str
+    folder: Path
+    submission: str
     environment: dict[str, str]
 
     def jobs(self, *arguments: str) -> str:
         """`ray job ...`; what it printed."""
-        command = [BIN / "ray", "job", arguments[0], "--address", self.dashboard, *arguments[1:]]
-        done = subprocess.run(
-            command, cwd=ROOT, env=self.environment, capture_output=True, text=True, timeout=PATIENCE_S
-        )
-        return done.stdout + done.stderr
+        return self.type(" ".join(["ray job", *arguments]))
 
-    def submit(self, name: str, folder: Path, *arguments: str, wait: bool) -> str:
-        train = [BIN / "fp8rl", "train", "examples/arithmetic.yaml", f"run.dir={folder}", f"run.name={name}"]
-        how = ["--submission-id", name, *([] if wait else ["--no-wait"])]
+    def submit(self, name: str, *arguments: str, wait: bool) -> str:
+        """The README's submission of a run of this name."""
+        options = f"--submission-id {name} {'' if wait else '--no-wait'} --"
+        command = self.submission.replace(" -- ", f" {options} ", 1).replace("run.name=job", f"run.name={name}")
         deadline = time.monotonic() + PATIENCE_S
         while True:
-            printed = self.jobs("submit", *how, "--", *map(str, train), *SMALL, *arguments)
+            printed = self.type(" ".join([command, *SMALL, *arguments]))
             if f"Job '{name}' submitted successfully" in printed:
                 return printed
             # The agent that takes jobs comes up a little after the head.
             assert "No available agent" in printed and time.monotonic() < deadline, printed
             time.sleep(1.0)
 
+    def type(self, command: str) -> str:
+        done = subprocess.run(
+            ["bash", "-c", command],
+            cwd=self.folder,
+            env=self.environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=PATIENCE_S,
+        )
+        return done.stdout
+
 
 @pytest.fixture(scope="module")
-def head() -> Iterator[Head]:
-    mark = f"test-{os.getpid()}"
-    folder = tempfile.mkdtemp(prefix="fp8rl-ray-", dir="/tmp")
+def head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Head]:
+    """The README's commands, each in a shell of its own, in a new home; ports and folders are ours alone."""
+    (block,) = re.findall(r"```bash\n((?:(?!```).)*ray job submit.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    secure, start, submission = block.strip().splitlines()
+    mark, home = f"test-{os.getpid()}", tmp_path_factory.mktemp("home")
+    (home / "examples").symlink_to(ROOT / "examples")
+    folder = tempfile.mkdtemp(prefix="fp8rl-head-", dir="/tmp")
     port, dashboard = free_port(), free_port()
     environment = {key: value for key, value in os.environ.items() if not key.startswith(("RAY_", "WANDB_"))}
-    environment |= {MARK: mark, "OMP_NUM_THREADS": "1", "RAY_AUTH_MODE": "disabled"}
-    options = [f"--port={port}", f"--dashboard-port={dashboard}", f"--temp-dir={folder}", "--dashboard-host=127.0.0.1"]
+    environment |= {MARK: mark, "OMP_NUM_THREADS": "1", "HOME": str(home), "PATH": f"{BIN}:{os.environ['PATH']}"}
+    environment["RAY_API_SERVER_ADDRESS"] = f"http://127.0.0.1:{dashboard}"
+    environment |= dict([re.match(r"export (\w+)=(\w+)", secure).groups()])  # type: ignore[union-attr]
+    options = f"--disable-usage-stats --num-cpus=2 --port={port} --dashboard-port={dashboard} --temp-dir={folder}"
     # Its default port is one per machine, and without it the head takes no jobs.
-    options.append(f"--dashboard-agent-listen-port={free_port()}")
-    started = subprocess.run(
-        [BIN / "ray", "start", "--head", "--disable-usage-stats", "--include-dashboard=true", "--num-cpus=2", *options],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-    )
+    options += f" --dashboard-agent-listen-port={free_port()}"
+    typed = Head(home, submission, environment)
     try:
-        assert started.returncode == 0, started.stdout + started.stderr
-        (address,) = set(re.findall(rf"[\d.]+:{port}\b", started.stdout))
-        yield Head(address, f"http://127.0.0.1:{dashboard}", environment)
+        typed.type(secure)
+        started = typed.type(f"{start} {options}")
+        assert "Ray runtime started" in started, started
+        yield typed
     finally:
         # `ray stop` would end every Ray of the machine.
         for process in family_of(mark):
@@ -83,31 +93,31 @@ def head() -> Iterator[Head]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def test_a_submitted_job_shows_its_steps_and_succeeds(head: Head, tmp_path: Path) -> None:
-    printed = head.submit("two", tmp_path, "run.steps=2", wait=True)
+def test_a_submitted_job_shows_its_steps_and_succeeds(head: Head) -> None:
+    printed = head.submit("two", "run.steps=2", wait=True)
     assert "Job 'two' succeeded" in printed, printed
     assert "step 2/2  reward" in printed
     assert "Job 'two' succeeded" in head.jobs("status", "two")
-    rows = [json.loads(line) for line in (tmp_path / "two/metrics.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in (head.folder / "runs/two/metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [0, 1, 2]
     assert {row["mismatch/train_rollout_logprob_abs_diff_max"] for row in rows} == {0.0}
-    assert of_run(head, tmp_path) == []
+    assert of_run(head) == []
 
 
-def test_a_stopped_job_leaves_no_process_and_whole_rows(head: Head, tmp_path: Path) -> None:
-    head.submit("long", tmp_path, "run.steps=1000", wait=False)
-    metrics = tmp_path / "long/metrics.jsonl"
+def test_a_stopped_job_leaves_no_process_and_whole_rows(head: Head) -> None:
+    head.submit("long", "run.steps=1000", wait=False)
+    metrics = head.folder / "runs/long/metrics.jsonl"
     deadline = time.monotonic() + PATIENCE_S
     while not metrics.is_file() or metrics.read_text().count("\n") < 3:
         assert time.monotonic() < deadline, head.jobs("logs", "long")
         time.sleep(0.2)
-    busy = of_run(head, tmp_path)
+    busy = of_run(head)
     assert any("rollout.launcher" in command for command in busy)
     head.jobs("stop", "long")
     deadline = time.monotonic() + 30
-    while of_run(head, tmp_path) and time.monotonic() < deadline:
+    while of_run(head) and time.monotonic() < deadline:
         time.sleep(0.2)
-    assert of_run(head, tmp_path) == []
+    assert of_run(head) == []
     assert "Job 'long' was stopped" in head.jobs("status", "long")
     logs = head.jobs("logs", "long")
     assert "interrupted: ending every process of the run" in logs and "Traceback" not in logs, logs
@@ -124,7 +134,7 @@ def test_a_run_beside_a_cluster_does_not_join_it(head: Head, tmp_path: Path) -> 
         run.destroy()
 
 
-def of_run(head: Head, folder: Path) -> list[str]:
+def of_run(head: Head) -> list[str]:
     """The command lines of processes that belong to a run, and not to the cluster itself."""
     commands = []
     for process in family_of(head.environment[MARK]):

@@ -25,9 +25,13 @@ def other_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SGLangServer]:
-    running = SGLangServer.start(
-        tiny_model, small_config(), log_path=tmp_path_factory.mktemp("server") / "engine.log", weight_version=3
-    )
+    """Started in a directory that would break it if it imported from there."""
+    folder = tmp_path_factory.mktemp("server")
+    for module in ("random", "numerics", "rollout", "sglang"):
+        (folder / f"{module}.py").write_text("raise RuntimeError('of the current directory')")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        running = SGLangServer.start(tiny_model, small_config(), log_path=folder / "engine.log", weight_version=3)
     yield running
     running.stop()
 

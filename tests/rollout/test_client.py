@@ -199,6 +199,15 @@ def test_no_key_leaks(server: SGLangServer) -> None:
 
 
 @pytest.mark.e2e
+@pytest.mark.parametrize("path", ["/open_session", "/docs", "/openapi.json", "/server_info", "/v1/completions", "/"])
+def test_what_no_run_needs_is_closed(server: SGLangServer, path: str) -> None:
+    for key in (server.endpoint.api_key, server.endpoint.admin_key):
+        for method in ("GET", "POST"):
+            answer = httpx.request(method, server.endpoint.url + path, headers={"Authorization": f"Bearer {key}"})
+            assert answer.status_code in (401, 404), answer.text
+
+
+@pytest.mark.e2e
 def test_a_prompt_that_is_too_long_is_an_error_with_the_engines_words(server: SGLangServer) -> None:
     with pytest.raises(EngineError, match="512|context|long"):
         use(server, lambda client: client.complete([[1] * 600], SamplingParams(max_new_tokens=4)))
@@ -220,7 +229,7 @@ def test_weights_are_updated_from_disk_and_versions_follow(
             await client.resume()
             assert await client.weight_version() == version
         found.append((await client.complete([[9, 8, 7 + 1]], greedy))[0])
-        await client.admin("/update_weight_version", new_version="3", abort_all_requests=False)
+        await client.update_weights_from_disk(tiny_model, 3)
         return found
 
     before, changed, back = use(server, run)
@@ -267,7 +276,7 @@ def test_a_paused_answer_carries_both_versions(server: SGLangServer, tiny_model:
         await client.update_weights_from_disk(tiny_model, 4, flush_cache=False)
         await client.resume()
         completions = await ask
-        await client.admin("/update_weight_version", new_version="3", abort_all_requests=False)
+        await client.update_weights_from_disk(tiny_model, 3)
         return completions
 
     completions = use(server, run)

@@ -23,8 +23,8 @@ def read_model(path: Path, key: str = "model.path") -> Model:
             key,
             found=str(path),
             expected="an existing Hugging Face model directory",
-            remedy="Correct the path; a relative one of a spec is looked up in the current directory, then beside "
-            "the spec file. "
+            remedy="Correct the path; a relative one is relative to the spec file that it is written in, and on "
+            "the command line to the current directory. "
             "`python -m examples.tiny_model --out DIR` writes a small model.",
         )
     return models.read_model(path, key)

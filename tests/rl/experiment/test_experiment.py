@@ -120,15 +120,17 @@ def test_keys_interpolate_and_lists_are_replaced_by_overrides(write):
     assert [(g.metric, g.above, g.below, g.for_steps) for g in spec.gates] == [("eval/accuracy", None, 0.5, 2)]
 
 
-def test_paths_are_looked_up_here_and_then_beside_the_spec(write, tmp_path):
-    path = write("sub/s.yaml", BASE)
-    write("sub/m", "")
-    write("sub/t", "")
-    write("t", "")
-    spec = load_experiment(path)
-    assert spec.model.path == str(tmp_path / "sub" / "m")
-    assert spec.data.train == str(tmp_path / "t"), "the current directory comes first"
-    assert (spec.run.dir, spec.run.name) == (str(tmp_path / "runs"), "base")
+def test_paths_are_relative_to_the_file_that_names_them(write, tmp_path):
+    write("base/base.yaml", BASE)
+    path = write("sub/s.yaml", "defaults: ../base/base.yaml\ndata: {train: own.jsonl}\nrun: {dir: results}\n")
+    spec = load_experiment(path, ["data.eval=there.jsonl"])
+    assert Path(spec.model.path).resolve() == tmp_path / "base" / "m", "of the inherited file"
+    assert spec.data.train == str(tmp_path / "sub" / "own.jsonl")
+    assert spec.run.dir == str(tmp_path / "sub" / "results")
+    assert spec.data.eval == str(tmp_path / "there.jsonl"), "an override is typed in the current directory"
+    assert load_experiment(path, ["run.dir=here"]).run.dir == str(tmp_path / "here")
+    assert load_experiment(path, ["model.path=/else/where"]).model.path == "/else/where"
+    assert load_experiment(write("s.yaml", BASE)).run.dir == str(tmp_path / "runs"), "left out"
 
 
 def test_resolved_spec_round_trips(write):

@@ -7,15 +7,18 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.paths import ROOT
-
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 SCRIPT = """
 import sys
 from pathlib import Path
-import psutil, ray
+import psutil, ray, trainer
 from rl.run.cluster import ray_cluster
+
+def all_on_loopback(family):
+    addresses = {c.laddr.ip for p in family for c in p.net_connections("inet") if c.status == psutil.CONN_LISTEN}
+    assert addresses, "there are servers"
+    return addresses <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
 
 logs = Path(sys.argv[1])
 for failing in (False, True):
@@ -26,14 +29,20 @@ for failing in (False, True):
             assert {"gcs_server", "raylet"} <= names, names
             folder = Path(ray._private.worker._global_node.get_temp_dir_path())
             assert folder.is_dir()
-            assert ray.get(ray.remote(num_cpus=0)(lambda: 3).remote()) == 3
-            if failing:
+            where = ray.get(ray.remote(num_cpus=0)(lambda: __import__("trainer").__file__).remote())
+            assert where == trainer.__file__, where
+            if not failing:
+                assert all_on_loopback(family)
+                assert folder.parent.stat().st_mode & 0o777 == 0o700
+                token = (folder.parent / "token").read_text()
+                assert not any(token in process.environ().values() for process in family)
+            else:
                 raise RuntimeError("on purpose")
     except RuntimeError as error:
         assert str(error) == "on purpose"
     gone, alive = psutil.wait_procs(family, timeout=10)
     assert not alive, alive
-    assert not ray.is_initialized() and not folder.exists()
+    assert not ray.is_initialized() and not folder.parent.exists()
     assert logs.is_dir() == failing
 assert (logs / "raylet.out").is_file()
 """
@@ -59,10 +68,11 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None
     for name in ("RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    (tmp_path / "trainer.py").write_text("raise RuntimeError('of the current directory')")
 
     def to_the_end(script: str) -> None:
-        command = [sys.executable, "-c", script, str(tmp_path / "logs")]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+        command = [sys.executable, "-P", "-c", script, str(tmp_path / "logs")]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
         assert done.returncode == 0, done.stderr
 
     return to_the_end
