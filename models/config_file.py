@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from numerics.errors import UserError, user_error
+from numerics.reading import read_json
 
 LARGEST = 1 << 31
 """Of any size: a larger one would be worked on for ever before the tensors say that it is wrong."""
@@ -36,15 +36,7 @@ class ConfigFile:
                 expected="a Hugging Face model directory with config.json",
                 remedy="Give the directory of a model, with config.json and safetensors weights.",
             )
-        try:
-            values = json.loads(path.read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise user_error(
-                f"{key}: {path}", found=str(error), expected="valid JSON", remedy="Restore the file."
-            ) from error
-        if not isinstance(values, dict):
-            raise user_error(f"{key}: {path}", found=values, expected="a JSON object", remedy="Restore the file.")
-        return cls(values, path, key)
+        return cls(read_json(path, key, "a Hugging Face config.json"), path, key)
 
     def refusal(self, name: str, found: object, expected: str, remedy: str = "Restore the file.") -> UserError:
         return user_error(f"{self._key}: {name} in {self._path}", found=found, expected=expected, remedy=remedy)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +10,7 @@ from torch import Tensor
 
 from models.architecture import Model
 from numerics.errors import UserError, user_error
+from numerics.reading import parsed
 
 FLOAT_DTYPES = ("BF16", "F16", "F32")
 """safetensors' names of what is read; it is rounded to the dtype that a side holds."""
@@ -66,15 +66,7 @@ def weight_files(path: Path, key: str) -> list[Path]:
     if not index.is_file():
         files = sorted(path.glob("*.safetensors"))
     else:
-        try:
-            files = sorted({path / name for name in json.loads(index.read_text("utf-8"))["weight_map"].values()})
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-            raise user_error(
-                f"{key}: {index}",
-                found=f"{type(error).__name__}: {error}",
-                expected="a JSON object with a weight_map of tensor to file",
-                remedy="Restore the file.",
-            ) from error
+        files = parsed(index, key, lambda values: sorted({path / name for name in values["weight_map"].values()}))
     if not files:
         raise user_error(
             key,

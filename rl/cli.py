@@ -145,8 +145,10 @@ def report(run: Annotated[Path, typer.Argument(metavar="RUN", help="Directory of
         from rl.report.report import write_report
 
         with interruptible():
-            page = write_report(run)
+            page, damage = write_report(run)
         Console(highlight=False).print(str(page), soft_wrap=True)
+    for line in damage:
+        print(f"damaged: {line}", file=sys.stderr)
 
 
 @app.command()

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from numerics.errors import UserError, user_error
+from numerics.reading import read_bytes
 from rollout.rewards import integer_reward, math_reward
 
 if TYPE_CHECKING:
@@ -31,15 +32,9 @@ def load_problems(path: str | Path, key: str = "data") -> list[Problem]:
         UserError: the file is missing or empty, or a line is broken. The message names `key` and the line's number.
     """
     path = Path(path)
-    if not path.is_file():
-        raise user_error(
-            key,
-            found=str(path),
-            expected="an existing JSONL file",
-            remedy="Correct the path; a relative one is relative to the spec file that it is written in.",
-        )
-    with path.open("rb") as lines:
-        problems = [_parse_line(line, number, path, key) for number, line in enumerate(lines, start=1)]
+    remedy = "Correct the path; a relative one is relative to the spec file that it is written in."
+    lines = read_bytes(path, key, "an existing JSONL file", remedy).splitlines(keepends=True)
+    problems = [_parse_line(line, number, path, key) for number, line in enumerate(lines, start=1)]
     if not problems:
         raise user_error(
             key,

@@ -1,7 +1,8 @@
 """Settings of every test: one thread, the same random numbers in every run; without a GPU no GPU tests, and Triton's
 kernels in its interpreter.
 
-Processes that tests start compile nothing: it is half of a start, and the bits are the same. The fixture `compiled` is
+Processes that tests start find `tests` in their environment's path, since product code never looks for modules in the
+current directory. They compile nothing: it is half of a start, and the bits are the same. The fixture `compiled` is
 for tests in which they do.
 """
 
@@ -11,6 +12,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import hypothesis
@@ -18,6 +20,9 @@ import pytest
 import torch
 
 torch.set_num_threads(1)
+ROOT = str(Path(__file__).parents[1])
+if ROOT not in os.environ.get("PYTHONPATH", "").split(os.pathsep):
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [ROOT, os.environ.get("PYTHONPATH")]))
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when a kernel is defined
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -11,14 +10,19 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.models.gpt import GPTModel
 
-from numerics.errors import user_error
 from numerics.files import publish_directory
 from trainer import checkpoint_writer
+from trainer.checkpoint_files import (
+    STATE,
+    About,
+    DamagedCheckpointError,
+    check_digests,
+    digests,
+    read_about,
+    write_about,
+)
 from trainer.optimizer import Optimizer
 
-FORMAT = 1
-_STATE = "state"
-_ABOUT = "about.json"
 _EXTRA = "_extra_state"
 """In the names of what TransformerEngine's modules keep for other recipes than block scaling, which has no history."""
 
@@ -30,16 +34,18 @@ def save(path: Path, model: GPTModel, optimizer: Optimizer, step: int, extra: di
     """
     path = Path(path).absolute()
     partial = path.with_name(f".{path.name}.partial")
-    about = json.dumps({"format": FORMAT, "step": step, "extra": extra}, allow_nan=False)
-    if dist.get_rank() == 0:
+    rank = dist.get_rank()
+    if rank == 0:
         shutil.rmtree(partial, ignore_errors=True)
-        (partial / _STATE).mkdir(parents=True)
-        (partial / _ABOUT).write_text(about)
+        (partial / STATE).mkdir(parents=True)
     dist.barrier()
     checkpoint_writer.install()
-    dist_checkpointing.save(_state(model, optimizer, step, loading=False), str(partial / _STATE))
+    dist_checkpointing.save(_state(model, optimizer, step, loading=False), str(partial / STATE))
     dist.barrier()
-    if dist.get_rank() == 0:
+    files = sorted(str(file.relative_to(partial)) for file in partial.rglob("*") if file.is_file())
+    written = _all_gathered(digests(partial, files[rank :: dist.get_world_size()]))
+    if rank == 0:
+        write_about(partial, About(step, extra, {name: held for part in written for name, held in part.items()}))
         publish_directory(partial, path)
     dist.barrier()
 
@@ -52,37 +58,37 @@ def load(path: Path, model: GPTModel, optimizer: Optimizer) -> tuple[int, dict[s
 
     Raises:
         UserError: no checkpoint there, or one of another format.
+        DamagedCheckpointError: a file is not the one that was written; nothing was loaded.
     """
     path = Path(path).absolute()
     about = read_about(path)
-    state = dist_checkpointing.load(_state(model, optimizer, about["step"], loading=True), str(path / _STATE))
+    _check_files(path, sorted(about.files))
+    state = dist_checkpointing.load(_state(model, optimizer, about.step, loading=True), str(path / STATE))
     _load_weights(model, state["model"])
     optimizer.inner.load_state_dict(state["optimizer"])
     optimizer.write_weights()
     optimizer.schedule.num_steps = 0
     optimizer.schedule.load_state_dict(state["schedule"])
-    return about["step"], about["extra"]
+    return about.step, about.extra
 
 
-def read_about(path: Path) -> dict[str, Any]:
-    """The `step` and `extra` of the checkpoint at `path`, without its tensors."""
-    file = Path(path) / _ABOUT
-    if not file.is_file():
-        raise user_error(
-            "checkpoint",
-            found=str(path),
-            expected=f"a checkpoint directory with {_ABOUT}",
-            remedy="Name one of the run's checkpoints/step_N directories.",
-        )
-    about = json.loads(file.read_text())
-    if about.get("format") != FORMAT:
-        raise user_error(
-            f"{file}: format",
-            found=about.get("format"),
-            expected=str(FORMAT),
-            remedy="Load it with the version of fp8rl that wrote it.",
-        )
-    return about
+def _check_files(path: Path, names: list[str]) -> None:
+    """Each rank reads its share, and all raise what one has found."""
+    try:
+        check_digests(path, names[dist.get_rank() :: dist.get_world_size()])
+        problem = None
+    except DamagedCheckpointError as error:
+        problem = str(error)
+    for found in _all_gathered(problem):
+        if found is not None:
+            raise DamagedCheckpointError(found)
+
+
+def _all_gathered(value: Any) -> list[Any]:
+    """Every rank's."""
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
 
 
 def _load_weights(model: GPTModel, weights: dict[str, Any]) -> None:

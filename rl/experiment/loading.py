@@ -16,6 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from numerics.errors import UserError, user_error
+from numerics.reading import read_text
 from rl.experiment.experiment import Experiment
 from rl.experiment.validation import parse_experiment
 
@@ -81,13 +82,10 @@ def _read_layers(path: Path, ancestors: tuple[Path, ...]) -> DictConfig:
 
 
 def _read_yaml(path: Path) -> DictConfig:
-    if not path.is_file():
-        raise user_error(
-            "spec", found=str(path), expected="an existing YAML file", remedy="Give the path of a spec file."
-        )
+    text = read_text(path, "spec", "an existing YAML file", "Give the path of a spec file.")
     try:
-        config = OmegaConf.load(path)
-    except (yaml.YAMLError, UnicodeDecodeError, OmegaConfBaseException) as error:
+        config = OmegaConf.create(text)
+    except (yaml.YAMLError, OmegaConfBaseException, RecursionError) as error:
         raise user_error(
             f"spec {path}",
             found=_yaml_problem(error),
@@ -159,6 +157,8 @@ def _plain(config: DictConfig, path: Path) -> dict[str, Any]:
         )
     try:
         return OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
+    except RecursionError as error:
+        raise UserError(f"spec {path}: found an interpolation that leads back to itself. Write the value.") from error
     except OmegaConfBaseException as error:
         raise UserError(f"spec {path}: {' '.join(str(error).split())}. Correct the interpolation.") from error
 

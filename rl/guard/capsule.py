@@ -21,6 +21,7 @@ from safetensors.torch import load_file, save_file
 from numerics.config import NumericsConfig
 from numerics.errors import user_error
 from numerics.files import publish_directory
+from numerics.reading import parsed, read_text
 from rl.experiment import Experiment, read_resolved
 from rl.guard.evidence import Evidence
 from rl.record.run_dir import RunDir
@@ -34,6 +35,7 @@ _EXPERIMENT = "spec.yaml"
 _MANIFEST = "manifest.json"
 _WEIGHTS = "weights"
 _SUMS = "SHA256SUMS"
+_COPY = "The capsule is damaged: copy it again from where the run wrote it."
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,7 +137,12 @@ def read_capsule(path: Path) -> Capsule:
             remedy="Name one of a run's capsules/step_N directories.",
         )
     _check_files(path)
-    about = json.loads((path / _ABOUT).read_text())
+    manifest = parsed(path / _MANIFEST, "capsule", lambda values: Manifest(**values), _COPY)
+    experiment = read_resolved(path / _EXPERIMENT)
+    return parsed(path / _ABOUT, "capsule", lambda about: _capsule(path, about, experiment, manifest), _COPY)
+
+
+def _capsule(path: Path, about: dict[str, Any], experiment: Experiment, manifest: Manifest) -> Capsule:
     if about["format"] != FORMAT:
         raise user_error(
             f"{path / _ABOUT}: format",
@@ -144,8 +151,6 @@ def read_capsule(path: Path) -> Capsule:
             remedy="Rescore it with the version of fp8rl that wrote it.",
         )
     numerics = NumericsConfig.from_dict(about["numerics"])
-    experiment = read_resolved(path / _EXPERIMENT)
-    manifest = Manifest(**json.loads((path / _MANIFEST).read_text()))
     _check_digest(path / _ABOUT, about["spec_digest"], experiment.numerics_config().spec.digest(), _EXPERIMENT)
     _check_digest(path / _MANIFEST, manifest.spec_digest, numerics.rollout_spec.digest(), _ABOUT)
     return Capsule(
@@ -201,7 +206,8 @@ def _evidence(tensors: dict[str, torch.Tensor], about: dict[str, Any]) -> Eviden
 
 
 def _check_files(path: Path) -> None:
-    sums = {name: digest for digest, _, name in (s.partition("  ") for s in (path / _SUMS).read_text().splitlines())}
+    listed = read_text(path / _SUMS, "capsule", "the SHA-256 of every file", _COPY).splitlines()
+    sums = {name: digest for digest, _, name in (line.partition("  ") for line in listed)}
     for file in path.rglob("*"):
         if file.is_file() and file.name != _SUMS:
             sums.setdefault(str(file.relative_to(path)), "of no file, as it lists none of this name")
@@ -213,7 +219,7 @@ def _check_files(path: Path) -> None:
                 f"capsule file {file}",
                 found=found,
                 expected=f"SHA-256 {expected}, as {_SUMS} says",
-                remedy="The capsule is damaged: copy it again from where the run wrote it.",
+                remedy=_COPY,
             )
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Mapping
 from typing import Any
 
 from numerics.config import NumericsConfig
 from rl.record.run_dir import RunDir
+from trainer.checkpoint_files import read_about
 
 
 @dataclasses.dataclass
@@ -29,8 +29,7 @@ class Standing:
         """As the checkpoint of `step` has it; that of a new run if there is none."""
         if step is None:
             return cls()
-        extra = json.loads((run.checkpoint(step) / "about.json").read_text())["extra"]
-        return cls(**extra.get("standing", {}))
+        return cls(**read_about(run.checkpoint(step)).extra.get("standing", {}))
 
     def to_dict(self) -> dict[str, Any]:
         """JSON values."""

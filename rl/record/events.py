@@ -7,7 +7,10 @@ import json
 import os
 from pathlib import Path
 
+from pydantic import TypeAdapter
+
 from numerics.files import write_atomically
+from numerics.reading import BadLine, json_lines, whole_json_lines
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,6 +36,9 @@ class Event:
         return self.text if self.capsule is None else f"{self.text} ({self.capsule})"
 
 
+_EVENT = TypeAdapter(Event)
+
+
 def append_event(path: Path, event: Event) -> None:
     """One unbuffered write, so that a line is there whole or not at all."""
     with path.open("ab", buffering=0) as file:
@@ -41,10 +47,13 @@ def append_event(path: Path, event: Event) -> None:
 
 
 def read_events(path: Path) -> list[Event]:
-    """In order; none if the file is missing. A torn last line is ignored."""
-    if not path.is_file():
-        return []
-    return [Event(**json.loads(line)) for line in path.read_text(encoding="utf-8").split("\n")[:-1]]
+    """In order; none if the file is missing. Raises `UserError` for a line that is no event."""
+    return whole_json_lines(path, "events", _EVENT.validate_python)
+
+
+def events_found(path: Path) -> tuple[list[Event], list[BadLine]]:
+    """The events of a file that may be damaged, and the lines that are none."""
+    return json_lines(path, "events", _EVENT.validate_python)
 
 
 def cut_events(path: Path, step: int) -> None:

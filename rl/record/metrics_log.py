@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from numerics.files import write_atomically
+from numerics.reading import BadLine, json_lines, whole_json_lines
 
+Row = dict[str, Any]
 DROPPED = "tracking/nonfinite_dropped"
 
 
@@ -56,26 +58,25 @@ class MetricsLog:
         self._file.close()
 
 
-def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The rows of a metrics file in order, none if it is missing. A torn last line, left by a power cut, is ignored.
-
-    Raises:
-        ValueError: another line is not a JSON object with an integer `step`.
-    """
-    if not path.is_file():
-        return []
-    lines = path.read_bytes().split(b"\n")
-    return [_parse(line, number, path) for number, line in enumerate(lines[:-1], start=1)]
+def read_metrics(path: Path) -> list[Row]:
+    """The rows of a metrics file in order, none if it is missing. Raises `UserError` for a line that is no row."""
+    return whole_json_lines(path, "metrics", _row)
 
 
-def _parse(line: bytes, number: int, path: Path) -> dict[str, Any]:
-    try:
-        row = json.loads(line)
-    except ValueError as error:
-        raise ValueError(f"{path}: line {number} is not JSON ({error}); remove the line") from error
-    if not isinstance(row, dict) or not isinstance(row.get("step"), int):
-        raise ValueError(f"{path}: line {number} has no integer step, expected a row of metrics; remove the line")
-    return row
+def metrics_found(path: Path) -> tuple[list[Row], list[BadLine]]:
+    """The rows of a metrics file that may be damaged, with rising steps, and the lines that are none."""
+    rows, bad = json_lines(path, "metrics", _row)
+    rising = {row["step"]: row for row in sorted(rows, key=lambda row: row["step"])}
+    return list(rising.values()), bad
+
+
+def _row(values: dict[str, Any]) -> Row:
+    if not isinstance(values.get("step"), int) or isinstance(values["step"], bool) or values["step"] < 0:
+        raise ValueError("no integer step, expected a row of metrics")
+    for name, value in values.items():
+        if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
+            raise ValueError(f"{name} is no finite number")
+    return values
 
 
 def _line(row: Mapping[str, Any]) -> str:

@@ -9,7 +9,10 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from numerics.files import write_atomically
+from numerics.reading import BadLine, json_lines, whole_json_lines
 
 SHOWN = 8
 """Trajectories of a step that a person is shown."""
@@ -45,8 +48,13 @@ def write_rollouts(path: Path, records: Iterable[RolloutRecord]) -> None:
 
 
 def read_rollouts(path: Path) -> list[RolloutRecord]:
-    """The records of a `rollouts/step_N.jsonl`."""
-    return [_record(json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines()]
+    """The records of a `rollouts/step_N.jsonl`. Raises `UserError` for a line that is no record."""
+    return whole_json_lines(path, "rollouts", _record)
+
+
+def rollouts_found(path: Path) -> tuple[list[RolloutRecord], list[BadLine]]:
+    """The records of a file that may be damaged, and the lines that are none."""
+    return json_lines(path, "rollouts", _record)
 
 
 def shown(records: Sequence[RolloutRecord]) -> list[RolloutRecord]:
@@ -62,7 +70,10 @@ def _line(record: RolloutRecord) -> str:
     return json.dumps(values, ensure_ascii=False, allow_nan=False) + "\n"
 
 
+_RECORD = TypeAdapter(RolloutRecord)
+
+
 def _record(values: dict[str, Any]) -> RolloutRecord:
     for name in ("rollout_logprobs", "train_logprobs"):
         values[name] = [math.nan if x is None else x for x in values[name]]
-    return RolloutRecord(**values)
+    return _RECORD.validate_python(values)

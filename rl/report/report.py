@@ -7,19 +7,22 @@ from pathlib import Path
 from typing import Any
 
 from numerics.errors import UserError
+from numerics.reading import BadLine, read_text
 from rl.record.console import format_percent
-from rl.record.events import read_events
+from rl.record.events import events_found
 from rl.record.metrics import metric
-from rl.record.metrics_log import read_metrics
-from rl.record.rollouts import read_rollouts, shown
+from rl.record.metrics_log import metrics_found
+from rl.record.rollouts import rollouts_found, shown
 from rl.record.run_dir import RunDir
 from rl.report import page
 from rl.report.charts import sections
 from rl.report.summary import Row, RunSummary, summarize, verdict
 
 
-def write_report(run_dir: str | Path) -> Path:
-    """Write `report.html` into the run's directory from its metrics, sample rollouts and spec; return its path.
+def write_report(run_dir: str | Path) -> tuple[Path, list[str]]:
+    """Write `report.html` into the run's directory from its metrics, sample rollouts and spec.
+
+    Returns its path, and a sentence for each file that has lines which could not be used.
 
     Raises:
         UserError: the directory holds no run, or the run has no complete step.
@@ -27,10 +30,17 @@ def write_report(run_dir: str | Path) -> Path:
     run = RunDir(Path(run_dir).absolute())
     if not run.experiment.is_file():
         raise UserError(f"report: found no spec.yaml in {run.path}, expected a run directory. Correct the path.")
-    rows = read_metrics(run.metrics)
+    spec = read_text(run.experiment, "report", "the run's spec.yaml")
+    rows, bad_rows = metrics_found(run.metrics)
     if not rows:
-        raise UserError(f"report: found no row in {run.metrics}, expected at least one. Let the run complete a step.")
-    events = read_events(run.events)
+        raise UserError(
+            f"report: found no row in {run.metrics}, expected at least one. Let the run complete a step. "
+            + " ".join(_damage([(run.metrics, bad_rows)]))
+        )
+    events, bad_events = events_found(run.events)
+    samples = [(step, *rollouts_found(run.rollouts(step))) for step in _shown_steps(run)]
+    files = [(run.metrics, bad_rows), (run.events, bad_events)]
+    damage = _damage([*files, *((run.rollouts(step), bad) for step, _, bad in samples)])
     summary = summarize(rows, events)
     charts = sections(rows)
     page.write_page(
@@ -39,16 +49,26 @@ def write_report(run_dir: str | Path) -> Path:
         [chart for _, group in charts for chart in group],
         kind="run report",
         name=run.name,
-        verdict=verdict(summary),
+        verdict=verdict(summary) + damage,
         tiles=_tiles(summary),
         sections=charts,
         events=events,
         run=run.path,
-        samples=[(step, shown(read_rollouts(run.rollouts(step)))) for step in _shown_steps(run)],
+        samples=[(step, shown(records)) for step, records, _ in samples],
         metrics=_metric_table(rows),
-        spec=run.experiment.read_text(encoding="utf-8"),
+        spec=spec,
     )
-    return run.report
+    return run.report, damage
+
+
+def _damage(files: Sequence[tuple[Path, Sequence[BadLine]]]) -> list[str]:
+    """A sentence for each file that has lines which cannot be used."""
+    return [
+        f"{path.name}: {len(bad)} line{'s' * (len(bad) > 1)} cannot be used and {'are' if len(bad) > 1 else 'is'} left "
+        f"out: {', '.join(f'line {line.number}: {line.found}' for line in bad[:3])}{' and more' * (len(bad) > 3)}."
+        for path, bad in files
+        if bad
+    ]
 
 
 def _tiles(summary: RunSummary) -> list[dict[str, str]]:

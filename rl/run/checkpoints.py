@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from typing import Any
 
-from numerics.errors import shown, user_error
+from numerics.errors import UserError, shown, user_error
 from numerics.files import flush_to_disk
 from rl.experiment import Experiment, read_resolved
 from rl.guard.standing import Standing
 from rl.record.run_dir import RunDir
 from trainer.actor import TrainerGroup
+from trainer.checkpoint_files import DamagedCheckpointError, check_digests, check_sizes, read_about
 
 
 def is_due(experiment: Experiment, step: int) -> bool:
@@ -41,11 +41,11 @@ def publish_checkpoint(files: RunDir, step: int, keep: int) -> None:
 
 
 def check_resumable(run: RunDir, experiment: Experiment) -> None:
-    """Whether `spec` can go on from the newest checkpoint of `run`.
+    """Whether `spec` can go on from the newest checkpoint of `run`; damage inside its files is found when it loads.
 
     Raises:
-        UserError: there is none, it is beyond the last step, or it was trained with other numerics, another seed or
-            another algorithm, or judged by other problems.
+        UserError: there is none, a file of it is missing or cut off, it is beyond the last step, or it was trained with
+            other numerics, another seed or another algorithm, or judged by other problems.
     """
     step = max(run.checkpoint_steps(), default=None)
     if step is None:
@@ -55,6 +55,10 @@ def check_resumable(run: RunDir, experiment: Experiment) -> None:
             expected="at least one",
             remedy="Start over with --overwrite.",
         )
+    try:
+        check_sizes(run.checkpoint(step))
+    except DamagedCheckpointError as error:
+        raise with_older(error, run, step) from None
     if step > experiment.run.steps:
         raise user_error(
             "run.steps",
@@ -69,7 +73,7 @@ def check_resumable(run: RunDir, experiment: Experiment) -> None:
             expected="record, as a gate of this run has turned on the replay of the recorded routes",
             remedy="Set numerics.router_replay=record.",
         )
-    trained = json.loads((run.checkpoint(step) / "about.json").read_text())["extra"]["kept"]
+    trained = read_about(run.checkpoint(step)).extra["kept"]
     for key, value in _kept(experiment).items():
         if value != trained[key]:
             raise user_error(
@@ -78,6 +82,18 @@ def check_resumable(run: RunDir, experiment: Experiment) -> None:
                 expected=f"{shown(trained[key])}, as in the checkpoint of step {step}",
                 remedy=f"Resume with the settings of {run.experiment}, or start a new run under another run.name.",
             )
+
+
+def with_older(error: DamagedCheckpointError, run: RunDir, step: int) -> UserError:
+    """The error of the checkpoint of `step`, with the next older whole one as the remedy."""
+    for older in reversed([other for other in run.checkpoint_steps() if other < step]):
+        try:
+            check_digests(run.checkpoint(older))
+        except UserError:
+            continue
+        remedy = f"Delete {run.checkpoint(step)}: the next older one, of step {older}, is whole, and --resume takes it."
+        return UserError(f"{error} {remedy}")
+    return UserError(f"{error} No older one is whole: start over with --overwrite.")
 
 
 def changes(run: RunDir, experiment: Experiment) -> list[str]:

@@ -18,10 +18,12 @@ from rl.record.events import Event, append_event, cut_events
 from rl.record.log import run_log
 from rl.record.run_dir import RunDir
 from rl.record.tracking import Tracker
+from rl.run.checkpoints import with_older
 from rl.run.interrupts import Closing
 from rl.run.recovery import ENGINES_REPLACED, STALE_RESYNCS, recovering, resyncing
 from rl.run.stack import Stack
 from rollout.types import Prompt, Trajectory
+from trainer.checkpoint_files import DamagedCheckpointError
 from weight_sync.bridge import SyncReport
 
 Result = TypeVar("Result")
@@ -68,7 +70,7 @@ class Run:
             if resume_step is not None:
                 cut_events(files.events, resume_step)
                 cut_capsules(files, resume_step)
-                stack.trainer.load(files.checkpoint(resume_step))
+                _load(stack, files, resume_step)
             if stack.engines:
                 stack.engines.wait()
                 console.note("the engine is up; its report matches the spec")
@@ -165,3 +167,10 @@ class Run:
         self.console.note(event.said, style="bold yellow")
         self.tracker.alert(event.said)
         append_event(self.files.events, event)
+
+
+def _load(stack: Stack, files: RunDir, step: int) -> None:
+    try:
+        stack.trainer.load(files.checkpoint(step))
+    except DamagedCheckpointError as error:
+        raise with_older(error, files, step) from None

@@ -205,6 +205,7 @@ def test_an_earlier_run_is_neither_continued_nor_deleted_unasked(
     run = tmp_path / "runs" / "it"
     run.mkdir(parents=True)
     (run / "spec.yaml").write_text("kept")
+    (run / "metrics.jsonl").write_text('{"step": 1}\n')
     for options, expected in (
         ([], "existing run"),
         (["--resume"], "no checkpoint"),
@@ -212,7 +213,7 @@ def test_an_earlier_run_is_neither_continued_nor_deleted_unasked(
     ):
         result = CliRunner().invoke(app, ["train", str(spec), *options])
         assert result.exit_code == 2 and expected in result.stderr
-        assert [entry.name for entry in run.iterdir()] == ["spec.yaml"]
+        assert sorted(entry.name for entry in run.iterdir()) == ["metrics.jsonl", "spec.yaml"]
         assert (run / "spec.yaml").read_text() == "kept"
 
 

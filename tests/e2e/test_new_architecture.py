@@ -24,7 +24,6 @@ from rollout.client import EngineClient
 from rollout.types import SamplingParams
 from tests.support.batches import cross_entropy
 from tests.support.made_up.definition import ARCHITECTURE, EXPERTS
-from tests.support.paths import ROOT
 from tests.support.rig import make_engine
 from trainer.batch import TokenBatch
 from trainer.config import TrainerConfig
@@ -49,7 +48,6 @@ def known() -> Iterator[None]:
         patch.setattr(architecture, "_known", {})
         patch.setitem(MAPPINGS, ARCHITECTURE.name, MAPPING)
         patch.setenv("SGLANG_EXTERNAL_MODEL_PACKAGE", "tests.support.made_up.engine")
-        patch.setenv("PYTHONPATH", str(ROOT))
         register(ARCHITECTURE)
         yield
 

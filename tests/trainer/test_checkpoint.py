@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from numerics.errors import UserError
 from tests.support.batches import cross_entropy, random_batch
 from tests.support.trainers import MakeTrainer
+from trainer.checkpoint_files import DamagedCheckpointError, check_digests
 
 pytestmark = pytest.mark.slow
 
@@ -90,6 +92,51 @@ def test_what_is_not_a_checkpoint_is_refused(moe_path: Path, tmp_path: Path, mak
     (tmp_path / "about.json").write_text(json.dumps({"format": 99}))
     with pytest.raises(UserError, match="format"):
         trainer.load(tmp_path)
+
+
+def flip_bytes(file: Path) -> None:
+    data = bytearray(file.read_bytes())
+    middle = len(data) // 2
+    data[middle : middle + 64] = bytes(255 - byte for byte in data[middle : middle + 64])
+    file.write_bytes(data)
+
+
+def cut_off(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def change_the_step(file: Path) -> None:
+    file.write_text(file.read_text().replace('"step": 1', '"step": 2'))
+
+
+@pytest.mark.parametrize(
+    ("pattern", "damage"),
+    [
+        ("state/*.distcp", flip_bytes),
+        ("state/*.distcp", cut_off),
+        ("state/*.distcp", Path.unlink),
+        ("state/.metadata", flip_bytes),
+        ("state/common.pt", cut_off),
+        ("about.json", flip_bytes),
+        ("about.json", cut_off),
+        ("about.json", change_the_step),
+    ],
+)
+def test_damage_is_named_and_nothing_is_loaded(
+    pattern: str, damage: Any, moe_path: Path, tmp_path: Path, make_trainer: MakeTrainer
+) -> None:
+    trainer = make_trainer(moe_path)
+    _train(trainer, 0, 1)
+    trainer.save(tmp_path / "step_1", {})
+    held = {name: parameter.detach().clone() for name, parameter in trainer.model.named_parameters()}
+    check_digests(tmp_path / "step_1")
+    file = next((tmp_path / "step_1").glob(pattern))
+    damage(file)
+    with pytest.raises(DamagedCheckpointError, match=re.escape(file.name)):
+        trainer.load(tmp_path / "step_1")
+    with pytest.raises(DamagedCheckpointError, match=re.escape(file.name)):
+        check_digests(tmp_path / "step_1")
+    assert all(torch.equal(parameter, held[name]) for name, parameter in trainer.model.named_parameters())
 
 
 def test_weights_are_made_from_the_masters(moe_path: Path, make_trainer: MakeTrainer) -> None:

@@ -27,6 +27,7 @@ from rl.diagnose.attribution.temperature import TemperatureFit, fit_temperature
 from rl.experiment import load_experiment
 from rl.guard.standing import Standing
 from tests.support.definitions import SIZES
+from trainer.checkpoint_files import About, write_about
 from weight_sync.manifest import Manifest
 
 MODEL = Model(QWEN3_MOE, replace(SIZES, layers=2))
@@ -270,8 +271,7 @@ def test_a_run_s_weights_are_its_newest_checkpoint_or_its_model(tmp_path: Path) 
     for step, bf16 in ((20, False), (100, True)):
         checkpoint = run / f"checkpoints/step_{step}"
         checkpoint.mkdir(parents=True)
-        about = {"extra": {"standing": Standing(bf16=bf16).to_dict()}}
-        (checkpoint / "about.json").write_text(json.dumps(about))
+        write_about(checkpoint, About(step, {"standing": Standing(bf16=bf16).to_dict()}, {}))
     subject = read_subject(run)
     assert (subject.experiment.model.path, subject.checkpoint) == (spec.model.path, run / "checkpoints/step_100")
     assert (subject.numerics.trainer, subject.numerics.rollout) == ("bf16", "bf16")

@@ -75,7 +75,8 @@ def sample(text: str, group: int = 0) -> dict[str, Any]:
 
 def page_of(run: RunDir) -> str:
     """The report without the plotly library inside it."""
-    path = write_report(run.path)
+    path, damage = write_report(run.path)
+    assert damage == []
     assert path == run.report
     page = path.read_text(encoding="utf-8")
     library = plotly.offline.get_plotlyjs()

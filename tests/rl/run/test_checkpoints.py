@@ -1,4 +1,3 @@
-import json
 from pathlib import Path
 from typing import Any
 
@@ -8,20 +7,22 @@ from numerics.errors import UserError
 from rl.experiment import Experiment
 from rl.guard.standing import Standing
 from rl.record.run_dir import RunDir
-from rl.run.checkpoints import changes, check_resumable, is_due, publish_checkpoint, write_checkpoint
+from rl.run.checkpoints import changes, check_resumable, is_due, publish_checkpoint, with_older, write_checkpoint
 from tests.support.experiments import experiment
 from trainer.actor import TrainerGroup
+from trainer.checkpoint_files import About, DamagedCheckpointError, check_digests, digests, write_about
 
 
 class Describing(TrainerGroup):
-    """Writes the description of a checkpoint and no tensors."""
+    """Writes a checkpoint whose one file holds no tensors."""
 
     def __init__(self) -> None:
         super().__init__([])
 
     def save(self, path: Path, extra: dict[str, Any]) -> None:
         path.mkdir(parents=True)
-        (path / "about.json").write_text(json.dumps({"extra": extra}))
+        (path / "tensors").write_text(f"of step {extra['step']}")
+        write_about(path, About(extra["step"], extra, digests(path, ["tensors"])))
 
 
 def write(run: RunDir, settings: Experiment, step: int, standing: Standing | None = None) -> None:
@@ -63,6 +64,23 @@ def test_what_gates_have_changed_comes_back_with_the_checkpoint(tmp_path: Path) 
     fallen = back.numerics(configured)
     assert (fallen.trainer, fallen.rollout, fallen.spec) == ("bf16", "bf16", configured.spec)
     assert Standing().numerics(configured) == configured
+
+
+def test_damage_names_the_next_older_checkpoint_that_is_whole(tmp_path: Path) -> None:
+    run, settings = RunDir(tmp_path), experiment(run={"steps": 9}, checkpoint={"every": 1, "keep": 9})
+    for step in (2, 4, 6):
+        save(run, settings, step)
+    (run.checkpoint(6) / "tensors").write_text("cut")
+    with pytest.raises(UserError, match=r"step_6/tensors: found 3 bytes, .* the next older one, of step 4, is whole"):
+        check_resumable(run, settings)
+    (run.checkpoint(6) / "tensors").write_text("of step 7")  # as long as it was: the trainer finds it
+    check_resumable(run, settings)
+    with pytest.raises(DamagedCheckpointError, match="step_6/tensors: found SHA-256") as damage:
+        check_digests(run.checkpoint(6))
+    (run.checkpoint(4) / "about.json").write_text("{")
+    assert "of step 2, is whole" in str(with_older(damage.value, run, 6))
+    (run.checkpoint(2) / "tensors").unlink()
+    assert "No older one is whole: start over" in str(with_older(damage.value, run, 6))
 
 
 def test_a_run_resumes_only_what_it_can(tmp_path: Path) -> None:

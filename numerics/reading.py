@@ -1,0 +1,115 @@
+"""Files as a command finds them: whole and of the expected form, or one message that says what is wrong with them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from numerics.errors import UserError, shown, user_error
+
+T = TypeVar("T")
+RESTORE = "Restore the file."
+
+
+def read_bytes(path: Path, key: str, expected: str, remedy: str = RESTORE) -> bytes:
+    """The contents of a file; messages speak of it as `key`.
+
+    Raises:
+        UserError: it is missing, no file, or may not be read.
+    """
+    try:
+        return path.read_bytes()
+    except (OSError, ValueError) as error:  # a path with a NUL is a ValueError
+        raise user_error(key, found=f"{path}: {reason(error)}", expected=expected, remedy=remedy) from error
+
+
+def read_text(path: Path, key: str, expected: str, remedy: str = RESTORE) -> str:
+    """The text of a UTF-8 file. Raises `UserError` as `read_bytes` does, and for other bytes."""
+    data = read_bytes(path, key, expected, remedy)
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        found = f"byte {data[error.start]:#04x} at {error.start}, which is no UTF-8"
+        raise user_error(f"{key}: {path}", found=found, expected="UTF-8 text", remedy=remedy) from error
+
+
+def read_json(path: Path, key: str, expected: str, remedy: str = RESTORE) -> dict[str, Any]:
+    """The object in a JSON file. Raises `UserError` as `read_text` does, and for anything but an object."""
+    text = read_text(path, key, expected, remedy)
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise user_error(f"{key}: {path}", found=str(error), expected="valid JSON", remedy=remedy) from error
+    if not isinstance(value, dict):
+        raise user_error(f"{key}: {path}", found=value, expected="a JSON object", remedy=remedy)
+    return value
+
+
+def parsed(path: Path, key: str, parse: Callable[[dict[str, Any]], T], remedy: str = RESTORE) -> T:
+    """What `parse` makes of the object in a JSON file, whose keys or values it may find to be others than expected."""
+    values = read_json(path, key, "a JSON object", remedy)
+    try:
+        return parse(values)
+    except UserError:
+        raise
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        found = f"{type(error).__name__}: {error}"
+        raise user_error(
+            f"{key}: {path}", found=found, expected="the keys and values that fp8rl writes", remedy=remedy
+        ) from error
+
+
+@dataclass(frozen=True)
+class BadLine:
+    """A line that cannot be used. number: from 1. found: what stands there, or what is wrong with it."""
+
+    number: int
+    found: str
+
+
+def json_lines(path: Path, key: str, parse: Callable[[dict[str, Any]], T]) -> tuple[list[T], list[BadLine]]:
+    """What `parse` makes of each line of a JSON lines file, in order, and the lines of which it makes nothing.
+
+    None of both if the file is missing. A torn last line, left by a power cut, is ignored.
+
+    Raises:
+        UserError: it is no file, or may not be read.
+    """
+    if not path.exists():
+        return [], []
+    good: list[T] = []
+    bad: list[BadLine] = []
+    for number, line in enumerate(read_bytes(path, key, "a JSON lines file").split(b"\n")[:-1], start=1):
+        try:
+            value = json.loads(line.decode("utf-8"))
+            if not isinstance(value, dict):
+                raise TypeError(f"a {type(value).__name__}, no object")
+            good.append(parse(value))
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            bad.append(
+                BadLine(number, f"{shown(line.decode('utf-8', 'replace'), 60)} ({type(error).__name__}: {error})")
+            )
+    return good, bad
+
+
+def whole_json_lines(path: Path, key: str, parse: Callable[[dict[str, Any]], T]) -> list[T]:
+    """`json_lines` of a file in which every line must be usable. Raises `UserError` with the first one that is not."""
+    good, bad = json_lines(path, key, parse)
+    if bad:
+        raise user_error(
+            f"{key}: line {bad[0].number} of {path}",
+            found=bad[0].found,
+            expected="a line as fp8rl writes it",
+            remedy=f"Remove {'the line' if len(bad) == 1 else f'it and {len(bad) - 1} more'}.",
+        )
+    return good
+
+
+def reason(error: Exception) -> str:
+    """Why a file cannot be read, in a few words."""
+    if isinstance(error, FileNotFoundError):
+        return "no such file"
+    return error.strerror or str(error) if isinstance(error, OSError) else str(error)
