@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -14,18 +15,21 @@ from numerics.reading import parsed
 
 FLOAT_DTYPES = ("BF16", "F16", "F32")
 """safetensors' names of what is read; it is rounded to the dtype that a side holds."""
+SCANNED_BYTES = 2 << 30
+"""Smaller weights are looked through for NaN at once; larger ones when they are loaded."""
 _SPARE = ("rotary_emb.inv_freq",)
 """Endings of names that older files have and nothing reads."""
 
 
 def check_stored(path: Path, model: Model, key: str = "model.path") -> None:
-    """Whether the directory holds the tensors of `model`, no more and no less, in its shapes and as floats.
+    """Whether the directory holds the tensors of `model`, no more and no less, in its shapes and as finite floats.
 
     Raises:
         UserError: there are no files, one is broken, or they are of another model; the message names the first tensor.
     """
     found: dict[str, tuple[int, ...]] = {}
-    for file in weight_files(path, key):
+    files = weight_files(path, key)
+    for file in files:
         try:
             with safe_open(file, framework="pt") as stored:
                 for name in stored.keys():
@@ -45,6 +49,9 @@ def check_stored(path: Path, model: Model, key: str = "model.path") -> None:
     for name in sorted(found.keys() - model.tensors.rows.keys()):
         if not _is_spare(name, model):
             raise _refusal(key, name, f"a tensor of shape {list(found[name])}", "no such tensor")
+    if sum(file.stat().st_size for file in files) <= SCANNED_BYTES:
+        for name, tensor in stored_tensors(path, model, key):
+            check_finite(name, tensor, key)
 
 
 def stored_tensors(path: Path, model: Model, key: str = "model.path") -> Iterator[tuple[str, Tensor]]:
@@ -54,6 +61,22 @@ def stored_tensors(path: Path, model: Model, key: str = "model.path") -> Iterato
             for name in stored.keys():
                 if name in model.tensors.rows:
                     yield name, stored.get_tensor(name)
+
+
+def check_finite(name: str, tensor: Tensor, key: str = "model.path") -> None:
+    """Refuse a weight with values that no training could start from.
+
+    Raises:
+        UserError: some are NaN or infinite.
+    """
+    finite = torch.isfinite(tensor)
+    if not finite.all():
+        raise user_error(
+            f"{key}: {name}",
+            found=f"{int((~finite).sum())} of {tensor.numel()} values NaN or infinite",
+            expected="finite weights",
+            remedy="Use the weights of another checkpoint.",
+        )
 
 
 def weight_files(path: Path, key: str) -> list[Path]:

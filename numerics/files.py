@@ -6,6 +6,27 @@ import os
 import shutil
 from pathlib import Path
 
+from numerics.errors import user_error
+from numerics.reading import check_path
+
+
+def check_writable(path: Path, key: str) -> None:
+    """Whether a file or directory can be put at `path`, before the work that goes into it. Touches nothing.
+
+    Raises:
+        UserError: it cannot; the message speaks of it as `key`.
+    """
+    check_path(path, key)
+    path = path.absolute()
+    above = next(parent for parent in path.parents if os.path.lexists(parent))
+    if not above.is_dir():
+        found = f"{above}, which is no directory"
+    elif not os.access(above, os.W_OK | os.X_OK):
+        found = f"{above}, which may not be written to"
+    else:
+        return
+    raise user_error(key, found=found, expected=f"room for {path}", remedy="Choose another place.")
+
 
 def write_atomically(path: Path, content: str | bytes) -> None:
     """Write a file: temporary name, flush to disk, rename. Parent directories are made; a failure leaves no trace."""

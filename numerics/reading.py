@@ -12,6 +12,28 @@ from numerics.errors import UserError, shown, user_error
 
 T = TypeVar("T")
 RESTORE = "Restore the file."
+_LONGEST_NAME, _LONGEST_PATH = 255, 4095
+"""Bytes that Linux has for a name, and for a whole path."""
+
+
+def check_path(path: str | Path, key: str) -> None:
+    """Refuse what no file can be called: text with a NUL, that is not UTF-8 or too long.
+
+    Raises:
+        UserError: it is such text; the message speaks of it as `key`.
+    """
+    text = str(path)
+    encoded = text.encode("utf-8", "surrogateescape")
+    if "\0" in text:
+        found, expected = text, "a path without NUL"
+    elif encoded != text.encode("utf-8", "replace"):
+        found, expected = text, "a path in UTF-8"
+    elif len(encoded) > _LONGEST_PATH or any(len(part) > _LONGEST_NAME for part in encoded.split(b"/")):
+        found = text
+        expected = f"at most {_LONGEST_PATH} bytes, and {_LONGEST_NAME} in each part between slashes"
+    else:
+        return
+    raise user_error(key, found=found, expected=expected, remedy="Correct the path.")
 
 
 def read_bytes(path: Path, key: str, expected: str, remedy: str = RESTORE) -> bytes:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
@@ -120,15 +122,19 @@ def attribute(
 ) -> None:
     """Start both sides and say where their mismatch comes from: by op, by cause, by expert and by position."""
     with _user_errors(), redirect_stdout(sys.stderr):
+        from numerics.files import check_writable
         from rl.diagnose.attribution.offline import attribute_offline, read_subject
         from rl.diagnose.attribution.page import write_page
         from rl.diagnose.attribution.tables import rendered
 
         progress = Console(stderr=True, highlight=False)
         named = read_subject(subject)
+        page = out or named.page
+        check_writable(page, "--out" if out else "report")
+        if page.is_dir():
+            raise UserError(f"--out: found the directory {page}, expected a page to write. Add its name.")
         with interruptible():
             found = attribute_offline(named, quick=quick, say=progress.print)
-        page = out or named.page
         write_page(found, named.name, page)
     if as_json:
         print(json.dumps(found.to_dict(), indent=1))
@@ -160,17 +166,26 @@ def convert(
     """Quantize a checkpoint with the project's one quantizer."""
     with _user_errors():
         from models.stored import check_stored
+        from numerics.files import check_writable
+        from numerics.reading import check_path
         from numerics.spec import QuantSpec
         from rl.experiment.preconditions import read_model
+        from rl.experiment.preconditions.tokenizer import check_chat_template, load_tokenizer
         from trainer.config import TrainerConfig
         from trainer.model_checks import check_layout
         from weight_sync.hf_checkpoint import convert_checkpoint
 
+        check_path(model, "MODEL")
         quant_spec = QuantSpec.preset(preset)
         definition = read_model(model, "MODEL")
         check_layout(definition.sizes, TrainerConfig(), quant_spec)
         check_stored(model, definition, "MODEL")
-        if out.exists():
+        if (model / "tokenizer.json").is_file():  # an engine needs none, and a base model no chat template
+            tokenizer = load_tokenizer(model, "MODEL")
+            if tokenizer.chat_template:
+                check_chat_template(tokenizer, model, "MODEL")
+        check_writable(out, "OUT")
+        if os.path.lexists(out):
             raise UserError(f"OUT: found {out}, expected a directory that does not exist yet. Choose another one.")
         with interruptible():
             convert_checkpoint(model, out, quant_spec)
@@ -246,4 +261,7 @@ def _user_errors() -> Iterator[None]:
 def main() -> None:
     """The entry point."""
     end_at_once()
+    for stream in (sys.stdout, sys.stderr):  # a name of a file may hold what the terminal's encoding does not
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     app()

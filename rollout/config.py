@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from pydantic import BaseModel, ConfigDict, Field
+
+from rollout.types import SamplingParams
 
 
 class RolloutConfig(BaseModel):
@@ -10,7 +14,7 @@ class RolloutConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
-    engines: int = Field(default=1, ge=1)
+    engines: int = Field(default=1, ge=1, le=4096)
     """SGLang server processes."""
     prompts_per_step: int = Field(default=32, ge=1)
     """Problems drawn for each training step."""
@@ -33,7 +37,15 @@ class RolloutConfig(BaseModel):
     """Longest prefill chunk in tokens; null leaves SGLang's default."""
     prefix_cache: bool = True
     """Reuse the KV cache of common prefixes within one weight version."""
-    start_timeout_s: float = Field(default=600.0, gt=0.0)
-    """Seconds that a server may take to load the model and become healthy; one that ends is noticed at once."""
+    start_timeout_s: float = Field(default=600.0, ge=10.0)
+    """Seconds that a server may take to load the model and become healthy; one that ends is noticed at once. Its
+    imports alone take about ten."""
     port: int | None = Field(default=None, ge=1024, le=65535)
     """Port of the server on the loopback interface; null takes a free one."""
+
+    def sampling(self, temperature: float, stop_token_ids: tuple[int, ...]) -> SamplingParams:
+        """How answers are drawn at a temperature of the caller's; 0 is greedy, and then nothing else counts."""
+        greedy = SamplingParams(self.max_new_tokens, temperature, stop_token_ids)
+        if temperature == 0:
+            return greedy
+        return replace(greedy, top_p=self.top_p, top_k=self.top_k, min_p=self.min_p)

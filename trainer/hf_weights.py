@@ -15,6 +15,7 @@ from megatron.core.transformer import TransformerConfig
 from safetensors.torch import save_file
 from torch import Tensor
 
+from models.stored import check_finite
 from models.tensors import TensorTable
 from numerics.errors import user_error
 from numerics.files import publish_directory
@@ -63,6 +64,9 @@ class HFWeights:
         plain = {name: torch.empty(p.shape, dtype=self._dtype, device=p.device) for name, p in quantized.items()}
         tensors = {name: plain.get(name, held.detach()) for name, held in self._held(model)}
         self._bridge.load_weights([_StandIn(model, tensors)], str(self._path))
+        names = self.names(model)
+        for name, tensor in tensors.items():
+            check_finite(" and ".join(names[name]), tensor)
         for name, parameter in quantized.items():
             te_weights.fill(parameter, plain.pop(name))
 

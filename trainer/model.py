@@ -35,7 +35,7 @@ def build_model(
         UserError: TransformerEngine would not quantize as `lowering` says.
     """
     mode, sizes, mapping = precision.numerics.mode, definition.sizes, MAPPINGS[definition.architecture.name]
-    modules_of = partial(exact.layer_modules, sizes) if mode == "exact" else native.layer_modules(lowering)
+    modules_of = partial(exact.layer_modules, sizes) if mode == "exact" else native.layer_modules(sizes, lowering)
     megatron_config = transformer_config(sizes, mapping, config, dtype, mode, lowering)
     te_runtime.check(lowering, megatron_config)
     # Megatron names the device of every weight but the routers' (moe/router.py:53).

@@ -1,4 +1,4 @@
-"""Whether a model can be trained in a layout, a quantization and a numerics mode.
+"""Whether a model can be trained in a layout and a quantization.
 
 The driver calls these before it starts a process; they do not need Megatron.
 """
@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 
 from models.sizes import ModelSizes
-from numerics.config import Mode
 from numerics.errors import user_error
 from numerics.spec import QuantSpec
 from trainer.config import TrainerConfig
@@ -51,21 +50,6 @@ def check_layout(sizes: ModelSizes, config: TrainerConfig, spec: QuantSpec) -> N
         )
     _require_divisor("trainer.pp", config.pp, "num_hidden_layers", sizes.layers)
     _check_quantization(sizes, tp, spec)
-
-
-def check_mode(sizes: ModelSizes, mode: Mode) -> None:
-    """Check that the numerics mode defines this architecture.
-
-    Raises:
-        UserError: it does not.
-    """
-    if mode == "native" and sizes.top_k == 1 and sizes.renormalize:
-        raise user_error(
-            "numerics.mode",
-            found="native for a model with num_experts_per_tok = 1 and norm_topk_prob = true",
-            expected="exact: Megatron's router has no probability of 1 for a single expert",
-            remedy="Set numerics.mode=exact, or choose a model with more experts per token.",
-        )
 
 
 def _check_quantization(sizes: ModelSizes, tp: int, spec: QuantSpec) -> None:

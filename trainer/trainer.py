@@ -24,7 +24,7 @@ from trainer.errors import NonFiniteLossError
 from trainer.hf_weights import HFWeights
 from trainer.lowering import lower
 from trainer.model import build_model
-from trainer.model_checks import check_layout, check_mode
+from trainer.model_checks import check_layout
 from trainer.modules.precision import Precision
 from trainer.objective import Objective
 from trainer.optimizer import Optimizer
@@ -63,7 +63,6 @@ class Trainer:
         self.config, self.numerics, self.layout = config, numerics, layout
         self.definition = read_model(model_path)
         sizes = self.definition.sizes
-        check_mode(sizes, numerics.mode)
         check_layout(sizes, config, numerics.trainer_spec)
         _check_sequence_length(max_sequence_length, sizes.max_positions)
         _check_k_splits(config, numerics)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from models import Model, read_model
-from models.stored import stored_tensors
+from models.stored import check_finite, stored_tensors
 from numerics.files import publish_directory
 from numerics.spec import QuantSpec
 from weight_sync.quantized import is_quantized, served_tensors
@@ -75,8 +75,13 @@ def convert_checkpoint(source: Path, path: Path, spec: QuantSpec) -> None:
     Weights of another float format are rounded first to what the trainer holds them in.
     """
     model = read_model(source)
-    weights = ((name, tensor.to(model.tensors[name].served)) for name, tensor in stored_tensors(source, model))
-    write_served_checkpoint(served_tensors(weights, spec, model), source, path, spec)
+
+    def weights() -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in stored_tensors(source, model):
+            check_finite(name, tensor)
+            yield name, tensor.to(model.tensors[name].served)
+
+    write_served_checkpoint(served_tensors(weights(), spec, model), source, path, spec)
 
 
 def _copy_description(source: Path, partial: Path, spec: QuantSpec) -> None:

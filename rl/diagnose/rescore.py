@@ -14,6 +14,7 @@ from rich.table import Table
 from torch import Tensor
 
 from numerics.errors import user_error
+from numerics.reading import check_path
 from rl.guard.capsule import Capsule, read_capsule
 from rl.guard.evidence import Evidence
 from rl.record.console import format_difference
@@ -83,6 +84,8 @@ def rescore(path: Path, model: Path | None = None) -> Rescored:
         UserError: the capsule is damaged or incomplete, or the weights are not those that the manifest speaks of.
     """
     capsule = read_capsule(path)
+    if model is not None:
+        check_path(model, "--model")
     weights = model or capsule.weights
     if weights is None:
         raise user_error(

@@ -16,7 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from numerics.errors import UserError, user_error
-from numerics.reading import read_text
+from numerics.reading import check_path, read_text
 from rl.experiment.experiment import Experiment
 from rl.experiment.validation import parse_experiment
 
@@ -35,6 +35,7 @@ def load_experiment(path: str | Path, overrides: Sequence[str] = ()) -> Experime
         UserError: the file cannot be read, or a key or value is wrong.
     """
     path = Path(path)
+    check_path(path, "spec")
     config = _read_layers(path, ancestors=())
     for override in overrides:
         config = _merge(config, _resolved(_parse_override(override), Path.cwd()))
@@ -53,11 +54,12 @@ def read_resolved(path: str | Path) -> Experiment:
 
 def _read_layers(path: Path, ancestors: tuple[Path, ...]) -> DictConfig:
     """The file merged over the files that its `defaults:` names, relative to it."""
+    layer = _read_yaml(path)
     resolved = path.resolve()
     if resolved in ancestors:
         chain = " -> ".join(str(entry) for entry in (*ancestors, resolved))
         raise user_error("defaults", found=str(path), expected="no cycle", remedy=f"Break the cycle {chain}.")
-    own = _resolved(_read_yaml(path), path.absolute().parent)
+    own = _resolved(layer, path.absolute().parent)
     names = OmegaConf.to_container(own).pop("defaults", [])
     own.pop("defaults", None)
     names = [names] if isinstance(names, str) else names
@@ -70,6 +72,7 @@ def _read_layers(path: Path, ancestors: tuple[Path, ...]) -> DictConfig:
         )
     config = OmegaConf.create({})
     for name in names:
+        check_path(name, f"defaults of {path}")
         if not (path.parent / name).is_file():
             raise user_error(
                 f"defaults of {path}",

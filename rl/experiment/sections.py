@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from numerics.config import Mode, NumericsConfig, RolloutPrecision, RouterReplay, TrainerPrecision
 from numerics.errors import UserError
+from numerics.reading import check_path
 from numerics.spec import LAYER_EXCEPTIONS, ROLES, Format, Granularity, QuantSpec, Scale
-from rl.record.tracking import WandbConfig
+from rl.record.wandb_run import WandbConfig
 
 
 class Section(BaseModel):
@@ -18,17 +19,26 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
+def _possible_path(text: str) -> str:
+    check_path(text, "path")
+    return text
+
+
+PathText = Annotated[str, Field(min_length=1), AfterValidator(_possible_path)]
+"""A path that a file could have."""
+
+
 class RunSection(Section):
     name: str = Field(default="run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100)
     """Folder of the run inside `dir`."""
-    dir: str = Field(default="runs", min_length=1)
+    dir: PathText = "runs"
     seed: int = Field(default=0, ge=0, lt=2**31)
     steps: int = Field(default=60, ge=1)
     """Optimizer steps."""
 
 
 class ModelSection(Section):
-    path: str = Field(min_length=1)
+    path: PathText
     """Hugging Face directory: config.json, safetensors weights, tokenizer."""
 
 
@@ -113,9 +123,9 @@ class NumericsSection(Section):
 
 
 class DataSection(Section):
-    train: str = Field(min_length=1)
+    train: PathText
     """JSON lines with `question` and `answer` (GSM8K's shape)."""
-    eval: str | None = Field(default=None, min_length=1)
+    eval: PathText | None = None
     """Held-out problems in the same form; needed unless `eval.problems` is 0."""
     reward: Literal["integer", "math"] = "integer"
     """`integer`: exact integer after the last `####`; `math`: math-verify."""

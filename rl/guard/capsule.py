@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from numerics.config import NumericsConfig
 from numerics.errors import user_error
 from numerics.files import publish_directory
-from numerics.reading import parsed, read_text
+from numerics.reading import check_path, parsed, read_text
 from rl.experiment import Experiment, read_resolved
 from rl.guard.evidence import Evidence
 from rl.record.run_dir import RunDir
@@ -128,6 +128,7 @@ def read_capsule(path: Path) -> Capsule:
         UserError: it is no capsule, of another format, a file is missing or damaged, or its parts are of different
             quantization specs.
     """
+    check_path(path, "capsule")
     path = Path(path)
     if not (path / _SUMS).is_file():
         raise user_error(

@@ -15,10 +15,12 @@ from numerics.reading import BadLine, json_lines, whole_json_lines
 
 @dataclasses.dataclass(frozen=True)
 class Event:
-    """One firing of a gate, one loss that was not finite, engines that were replaced or synced anew, or a resume.
+    """One firing of a gate, one loss that was not finite, engines that were replaced or synced anew, a resume, or the
+    loss of wandb.
 
     metric: what gave the reason. value: of the metric; None if it is not finite. bound: the one it broke, in words.
-    action: that of a gate (see `rl.experiment.gates.GateSection`), `replace_engine` or `resume`. capsule: its directory
+    action: that of a gate (see `rl.experiment.gates.GateSection`), `replace_engine`, `resume`, or `go_on` without
+    wandb. capsule: its directory
     below the run's, None if there is none. text: all in one sentence, as the console said it.
     """
 

@@ -122,6 +122,7 @@ METRICS: dict[str, Metric] = {
     "eval/accuracy": Metric("", "Fraction of the held-out problems solved with greedy decoding."),
     "eval/problems": Metric("problems", "Held-out problems evaluated."),
     "tracking/resumed": Metric("", "1 in the first step after a resume; absent in others."),
+    "tracking/wandb_lost": Metric("", "1 from the step after wandb was lost; absent before."),
     "tracking/nonfinite_dropped": Metric("", "Metrics of this step left out because they were not finite."),
 }
 

@@ -2,46 +2,19 @@
 
 from __future__ import annotations
 
-import logging
-import os
-import uuid
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Self
 
-import wandb
-from pydantic import BaseModel, ConfigDict, Field
-
-from numerics.files import write_atomically
 from rl.record.metrics_log import MetricsLog
 from rl.record.rollouts import RolloutRecord, shown, write_rollouts
 from rl.record.run_dir import RunDir
-
-METRIC_GROUPS = ("rollout", "train", "mismatch", "gates", "sync", "perf", "eval", "tracking")
-
-SUMMARIES = {
-    "mismatch/train_rollout_logprob_abs_diff_max": "max",
-    "mismatch/nonfinite_count": "max",
-    "mismatch/exact_frac": "min",
-    "sync/mismatched_tensors": "max",
-    "eval/accuracy": "last",
-}
-"""Metrics whose worst or last value, not the last row's, stands for the run in wandb's summary."""
+from rl.record.wandb_run import WandbRun, table
 
 TABLE_EVERY = 10
 """Steps between tables of rollouts in wandb, which are slow to write; the files have those of every step."""
 
-_DATA_DIR = "WANDB_DATA_DIR"
-
-
-class WandbConfig(BaseModel):
-    """The `tracking.wandb:` section of an experiment."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
-
-    mode: Literal["offline", "online", "disabled"] = "offline"
-    project: str = Field(default="fp8rl", min_length=1)
+WANDB_LOST = "tracking/wandb_lost"
 
 
 class Tracker:
@@ -49,7 +22,7 @@ class Tracker:
 
     Args:
         run: the run's directory, already created.
-        experiment: resolved, as plain values.
+        last_step: the one after which there is nothing more to record.
         all_rollouts: write all trajectories of a step, not only those that are shown.
         resume_step: the step of the checkpoint that a resumed run starts from; later rows are cut.
     """
@@ -57,19 +30,15 @@ class Tracker:
     def __init__(
         self,
         run: RunDir,
-        experiment: Mapping[str, Any],
-        settings: WandbConfig,
+        wandb_run: WandbRun,
         *,
+        last_step: int,
         all_rollouts: bool = True,
         resume_step: int | None = None,
     ) -> None:
-        self._run_dir, self._all_rollouts = run, all_rollouts
+        self._run_dir, self._all_rollouts, self._last_step = run, all_rollouts, last_step
         self._metrics = MetricsLog(run.metrics, resume_step=resume_step)
-        self._last_step = experiment["run"].get("steps")
-        self._sets_data_dir = _DATA_DIR not in os.environ
-        if self._sets_data_dir:  # wandb would stage its tables in the user's home
-            os.environ[_DATA_DIR] = str(run.path / "wandb" / "data")
-        self._wandb = _start_wandb(run, experiment, settings, resumed=resume_step is not None)
+        self._wandb = wandb_run
         self._finished = False
 
     def log(self, step: int, metrics: Mapping[str, float], records: Sequence[RolloutRecord] = ()) -> dict[str, float]:
@@ -78,18 +47,21 @@ class Tracker:
         Returns:
             The metrics as written, with `tracking/nonfinite_dropped`.
         """
+        if self._wandb.is_lost:
+            metrics = {**metrics, WANDB_LOST: 1.0}
         written = self._metrics.append(step, metrics)
         row: dict[str, Any] = {"step": step, **written}
         if records:
             write_rollouts(self._run_dir.rollouts(step), records if self._all_rollouts else shown(records))
-            if step % TABLE_EVERY == 0 or step == self._last_step:
-                row["rollout/samples"] = _table(shown(records))
+            if not self._wandb.is_lost and (step % TABLE_EVERY == 0 or step == self._last_step):
+                rows = [[record.prompt, record.text, record.reward, record.abs_diff_mean] for record in shown(records)]
+                row["rollout/samples"] = table(["prompt", "text", "reward", "mean abs d"], rows)
         self._wandb.log(row)
         return written
 
     def alert(self, text: str) -> None:
         """An alert in wandb, for what somebody should look at."""
-        self._wandb.alert(title=f"{self._run_dir.name}: {text.split(':')[0]}", text=text)
+        self._wandb.alert(f"{self._run_dir.name}: {text.split(':')[0]}", text)
 
     def finish(self, summary: Mapping[str, Any] | None = None, *, exit_code: int = 0) -> None:
         """Close the log and wandb; `summary` goes into wandb's run summary. A second call does nothing."""
@@ -97,13 +69,7 @@ class Tracker:
             return
         self._finished = True
         self._metrics.close()
-        try:
-            self._wandb.summary.update(dict(summary or {}))
-            self._wandb.finish(exit_code=exit_code)
-        finally:
-            if self._sets_data_dir:
-                del os.environ[_DATA_DIR]
-            wandb.teardown(exit_code)  # ends wandb's process now, where a failure can be handled
+        self._wandb.finish(summary or {}, exit_code)
 
     def __enter__(self) -> Self:
         return self
@@ -111,43 +77,4 @@ class Tracker:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        try:
-            self.finish(exit_code=0 if kind is None else 1)
-        except Exception:
-            if kind is None:
-                raise
-            # `ray job stop` ends wandb's process along with ours; what ended the run is what counts.
-            logging.getLogger(__name__).warning("wandb could not be closed", exc_info=True)
-
-
-def _start_wandb(run: RunDir, experiment: Mapping[str, Any], settings: WandbConfig, *, resumed: bool) -> wandb.Run:
-    online = settings.mode == "online"
-    started = wandb.init(
-        mode=settings.mode,
-        project=settings.project,
-        name=run.name,
-        id=_wandb_id(run.path / "wandb" / "run_id"),
-        resume="allow" if online and resumed else None,
-        dir=run.path,
-        config=dict(experiment),
-        # The console stays ours: wandb would wrap stdout and print its own summary between the lines of the run.
-        settings=wandb.Settings(console="off", silent=not online),
-    )
-    started.define_metric("step", hidden=True)
-    for group in METRIC_GROUPS:
-        started.define_metric(f"{group}/*", step_metric="step")
-    for name, summary in SUMMARIES.items():
-        started.define_metric(name, step_metric="step", summary=summary)
-    return started
-
-
-def _wandb_id(path: Path) -> str:
-    """One wandb id per run directory, so that a resumed run continues the same curves."""
-    if not path.is_file():
-        write_atomically(path, uuid.uuid4().hex[:8])
-    return path.read_text().strip()
-
-
-def _table(records: Sequence[RolloutRecord]) -> wandb.Table:
-    rows = [[record.prompt, record.text, record.reward, record.abs_diff_mean] for record in records]
-    return wandb.Table(columns=["prompt", "text", "reward", "mean abs d"], data=rows)
+        self.finish(exit_code=0 if kind is None else 1)

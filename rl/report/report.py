@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from numerics.errors import UserError
-from numerics.reading import BadLine, read_text
+from numerics.files import check_writable
+from numerics.reading import BadLine, check_path, read_text
 from rl.record.console import format_percent
 from rl.record.events import events_found
 from rl.record.metrics import metric
@@ -27,9 +28,11 @@ def write_report(run_dir: str | Path) -> tuple[Path, list[str]]:
     Raises:
         UserError: the directory holds no run, or the run has no complete step.
     """
+    check_path(run_dir, "report")
     run = RunDir(Path(run_dir).absolute())
     if not run.experiment.is_file():
         raise UserError(f"report: found no spec.yaml in {run.path}, expected a run directory. Correct the path.")
+    check_writable(run.report, "report")
     spec = read_text(run.experiment, "report", "the run's spec.yaml")
     rows, bad_rows = metrics_found(run.metrics)
     if not rows:

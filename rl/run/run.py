@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Self, TypeVar
@@ -17,7 +18,8 @@ from rl.record.console import StepConsole
 from rl.record.events import Event, append_event, cut_events
 from rl.record.log import run_log
 from rl.record.run_dir import RunDir
-from rl.record.tracking import Tracker
+from rl.record.tracking import WANDB_LOST, Tracker
+from rl.record.wandb_run import WandbRun
 from rl.run.checkpoints import with_older
 from rl.run.interrupts import Closing
 from rl.run.recovery import ENGINES_REPLACED, STALE_RESYNCS, recovering, resyncing
@@ -29,7 +31,7 @@ from weight_sync.bridge import SyncReport
 Result = TypeVar("Result")
 
 RESUMED = "tracking/resumed"
-_ACTIONS = {ENGINES_REPLACED: "replace_engine", STALE_RESYNCS: "resync", RESUMED: "resume"}
+_ACTIONS = {ENGINES_REPLACED: "replace_engine", STALE_RESYNCS: "resync", RESUMED: "resume", WANDB_LOST: "go_on"}
 
 
 @dataclass
@@ -65,6 +67,14 @@ class Run:
             console.note(f"run {files.path}")
             console.note(f"spec {experiment.numerics_config().spec.digest()}, seed {experiment.run.seed}")
             standing = Standing.of_checkpoint(files, resume_step)
+            wandb_run = WandbRun(
+                files,
+                experiment.to_dict(),
+                experiment.tracking.wandb,
+                resumed=resume_step is not None,
+                lost=console.note,
+            )
+            closing.callback(wandb_run.finish, {}, exit_code=1)  # unless it ends well before
             numerics = standing.numerics(experiment.numerics_config())
             stack = Stack.open(experiment, numerics, files.path, closing, console.note)
             if resume_step is not None:
@@ -76,8 +86,8 @@ class Run:
                 console.note("the engine is up; its report matches the spec")
             tracker = Tracker(
                 files,
-                experiment.to_dict(),
-                experiment.tracking.wandb,
+                wandb_run,
+                last_step=experiment.run.steps,
                 all_rollouts=experiment.tracking.rollouts == "all",
                 resume_step=resume_step,
             )
@@ -91,6 +101,7 @@ class Run:
                 step=resume_step or 0,
                 _closing=closing.pop_all(),
             )
+            wandb_run.lost = partial(run.note_mended, WANDB_LOST, 1)
             if resume_step is not None:
                 run.note_mended(RESUMED, 1, f"resumed after step {resume_step}")
             return run

@@ -7,7 +7,7 @@ import shutil
 import tempfile
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from operator import methodcaller
 from pathlib import Path
 from typing import TypeVar
@@ -20,7 +20,7 @@ from rl.run.cluster import ray_cluster
 from rl.run.engines import EnginePool
 from rl.run.interrupts import Closing
 from rollout.client import EngineClient
-from rollout.types import Prompt, SamplingParams, Trajectory
+from rollout.types import Prompt, Trajectory
 from trainer.actor import TrainerGroup
 from weight_sync.bridge import Bridge, SyncReport
 from weight_sync.hf_checkpoint import convert_checkpoint
@@ -106,10 +106,7 @@ class Stack:
 
         temperature: 0 is greedy. Raises StaleWeightsError for a token of other weights, EngineDiedError.
         """
-        rollout, stop = self.experiment.rollout, (self.tokenizer.eos_token_id,)
-        sampling = SamplingParams(rollout.max_new_tokens, temperature, stop)
-        if temperature > 0:
-            sampling = replace(sampling, top_p=rollout.top_p, top_k=rollout.top_k, min_p=rollout.min_p)
+        sampling = self.experiment.rollout.sampling(temperature, (self.tokenizer.eos_token_id,))
         return self.engines.sample(prompts, group_size, sampling, self.trainer.weight_version)
 
     def switch(self, numerics: NumericsConfig) -> None:

@@ -83,6 +83,15 @@ def refused(spec: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..
         ("numerics.activation.granularity=tensor", ["numerics: found", "'tensor'", "token_group or channel"]),
         ("gates=[{metric: train/los, above: 1}]", ["gates.0.metric: found 'train/los'", "Did you mean train/loss?"]),
         ("steps", ["override: found 'steps'", "key.sub=value"]),
+        ("trainer.dp=1000", ["trainer.dp: found 1000", "GiB", "Lower"]),
+        ("rollout.engines=4000", ["rollout.engines: found 4000", "GiB", "Lower"]),
+        ("rollout.engines=5000", ["rollout.engines: found 5000", "4096"]),
+        ("rollout.start_timeout_s=1", ["rollout.start_timeout_s: found 1", "greater than or equal to 10"]),
+        ("tracking.wandb.project=a/b", ["tracking.wandb.project: found 'a/b'", "cannot contain"]),
+        ("model.path=" + "x" * 300, ["model.path", "255"]),
+        ("run.dir=" + "x/" * 3000, ["run.dir", "4095"]),
+        ('data.train="a\\0b"', ["data.train", "NUL"]),
+        ("trainer.lr=1e300", ["trainer.lr: found 1e+300"]),
     ],
 )
 def test_a_wrong_value_is_named_with_what_was_expected(
@@ -192,7 +201,7 @@ def test_memory_is_checked_for_all_engines(
     per_token = 2 * config["num_hidden_layers"] * config["num_key_value_heads"] * config["head_dim"] * 2
 
     class Memory:
-        available = 32768 * per_token + 1
+        available = 32768 * per_token + 1 + resources.RANK_BYTES + 2 * resources.ENGINE_BYTES
 
     monkeypatch.setattr(resources.psutil, "virtual_memory", Memory)
     assert "2 engine(s)" in refused("rollout.engines=2")

@@ -59,13 +59,20 @@ def test_every_row_is_complete_and_finite(run: LiveRun) -> None:
     rows = run.rows()
     assert [row["step"] for row in rows] == list(range(STEPS + 1))
     assert {"eval/accuracy", "sync/verified_tensors", "mismatch/exact_frac"} <= rows[0].keys()
-    sometimes = {"tracking/resumed", "perf/eval_seconds", "perf/checkpoint_seconds", "eval/accuracy", "eval/problems"}
+    sometimes = {
+        "tracking/resumed",
+        "tracking/wandb_lost",
+        "perf/eval_seconds",
+        "perf/checkpoint_seconds",
+        "eval/accuracy",
+        "eval/problems",
+    }
     of_options = {name for name in METRICS if name.startswith(("mismatch/router_", "train/rejected_"))}
     for row in rows[1:]:
         assert METRICS.keys() - sometimes - of_options <= row.keys()
         assert all(math.isfinite(value) for value in row.values())
         assert row["tracking/nonfinite_dropped"] == 0
-    assert sometimes - {"tracking/resumed"} <= rows[-1].keys()
+    assert sometimes - {"tracking/resumed", "tracking/wandb_lost"} <= rows[-1].keys()
 
 
 def test_trainer_and_engine_agree_on_every_token(run: LiveRun) -> None:

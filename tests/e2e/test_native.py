@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from examples.tiny_model import TinyModel, write_tiny_model
 from numerics.config import NumericsConfig
 from rl.run.batching import batch_from_trajectories
+from rollout.config import RolloutConfig
 from rollout.engine import Engine
 from rollout.protocol import Report
 from rollout.tasks import Problem
@@ -107,6 +108,21 @@ def test_updates_arrive_and_the_sides_stay_as_close(rig: Rig, sides: Sides) -> N
     fresh = sample(rig, sides.engines["fp8"], 1)
     after = differences(sides.trainer.score(fresh), fresh).abs().mean()
     assert after < 1.5 * before < stale
+
+
+@pytest.mark.parametrize("only_the_best", [{"top_k": 1}, {"top_p": 1e-9}, {"min_p": 1.0}])
+def test_the_engine_restricts_its_draws_as_the_spec_says(
+    rig: Rig, sides: Sides, only_the_best: dict[str, float]
+) -> None:
+    def tokens(temperature: float, **spec: float) -> list[list[int]]:
+        sampling = RolloutConfig(max_new_tokens=12, **spec).sampling(temperature, ())  # type: ignore[arg-type]
+        engine = sides.engines["bf16"]
+        prompts = [Prompt(Problem("", ""), [number, *range(20, 40)]) for number in range(6, 14)]
+        return [list(answer.token_ids) for answer in rig.run(engine.generate(prompts, 1, sampling, 0))]
+
+    greedy = tokens(0.0)
+    assert tokens(1.0) != greedy
+    assert tokens(1.0, **only_the_best) == greedy
 
 
 def write_model(path: Path) -> Path:

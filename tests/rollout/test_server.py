@@ -142,7 +142,9 @@ def test_a_start_that_fails_says_why_and_leaves_nothing(tiny_model: Path, tmp_pa
 def test_a_start_that_takes_too_long_is_ended(tiny_model: Path, tmp_path: Path) -> None:
     before = set(psutil.pids())
     with pytest.raises(EngineError, match=r"did not answer within 1 s \(rollout\.start_timeout_s\)"):
-        SGLangServer.start(tiny_model, small_config(start_timeout_s=1.0), log_path=tmp_path / "engine.log")
+        SGLangServer.start(
+            tiny_model, small_config().model_copy(update={"start_timeout_s": 1.0}), log_path=tmp_path / "engine.log"
+        )
     assert launched_since(before) == []
 
 

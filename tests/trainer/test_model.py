@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -24,9 +25,13 @@ from trainer.modules.precision import Precision
 from trainer.parallel import Layout
 
 
-@pytest.mark.parametrize("kind", ["moe", "moe_unnormalised", "dense", "dense_tied"])
+@pytest.mark.parametrize("kind", ["moe", "moe_unnormalised", "moe_of_one", "dense", "dense_tied"])
 def test_fp32_logits_equal_transformers(kind: str, tmp_path: Path, make_trainer: MakeTrainer) -> None:
-    changes = {"moe_unnormalised": {"norm_topk_prob": False}, "dense_tied": {"tie_word_embeddings": True}}
+    changes: dict[str, dict[str, Any]] = {
+        "moe_unnormalised": {"norm_topk_prob": False},
+        "moe_of_one": {"num_experts_per_tok": 1},
+        "dense_tied": {"tie_word_embeddings": True},
+    }
     path = write_model(tmp_path / "m", moe=kind.startswith("moe"), dtype=torch.float32, **changes.get(kind, {}))
     trainer = make_trainer(path, dtype=torch.float32)
     tokens = torch.randint(0, VOCAB, (3, 70), generator=torch.Generator().manual_seed(1))

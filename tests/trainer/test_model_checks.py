@@ -14,7 +14,7 @@ from numerics.errors import UserError
 from numerics.spec import QuantSpec
 from tests.support.definitions import SIZES
 from trainer.config import TrainerConfig
-from trainer.model_checks import check_layout, check_mode
+from trainer.model_checks import check_layout
 
 SPEC = QuantSpec.preset("fp8_block_pow2")
 MOE = dataclasses.replace(
@@ -69,14 +69,6 @@ def test_what_does_not_divide_is_refused(sizes: ModelSizes, layout: dict[str, in
 def test_what_cannot_be_quantized_so_is_refused(changes: dict[str, Any], said: str) -> None:
     with pytest.raises(UserError, match=said):
         check_layout(MOE, TrainerConfig(), SPEC.override(changes))
-
-
-def test_one_expert_per_token_is_refused_where_megatron_cannot_normalise_it() -> None:
-    one = dataclasses.replace(MOE, top_k=1, renormalize=True)
-    check_mode(one, "exact")
-    with pytest.raises(UserError, match=r"numerics\.mode: found 'native for a model with num_experts_per_tok = 1"):
-        check_mode(one, "native")
-    check_mode(dataclasses.replace(one, renormalize=False), "native")
 
 
 def test_the_checks_of_the_driver_do_not_import_megatron() -> None:

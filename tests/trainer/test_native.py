@@ -34,9 +34,16 @@ def make(make_trainer: MakeTrainer) -> MakeTrainer:
     return functools.partial(make_trainer, mode="native")
 
 
-@pytest.mark.parametrize("kind", ["moe", "moe_unnormalised", "dense", "dense_tied"])
+@pytest.mark.parametrize(
+    "kind", ["moe", "moe_unnormalised", "moe_of_one", "moe_of_one_unnormalised", "dense", "dense_tied"]
+)
 def test_fp32_logits_equal_transformers(kind: str, tmp_path: Path, make: MakeTrainer) -> None:
-    changes = {"moe_unnormalised": {"norm_topk_prob": False}, "dense_tied": {"tie_word_embeddings": True}}
+    changes: dict[str, dict[str, Any]] = {
+        "moe_unnormalised": {"norm_topk_prob": False},
+        "moe_of_one": {"num_experts_per_tok": 1},
+        "moe_of_one_unnormalised": {"num_experts_per_tok": 1, "norm_topk_prob": False},
+        "dense_tied": {"tie_word_embeddings": True},
+    }
     path = write_model(tmp_path / "m", moe=kind.startswith("moe"), dtype=torch.float32, **changes.get(kind, {}))
     tokens = torch.randint(0, VOCAB, (3, 70), generator=torch.Generator().manual_seed(1))
     trainer = make(path, dtype=torch.float32)

@@ -11,6 +11,7 @@ from pathlib import Path
 from models import read_model
 from numerics.config import NumericsConfig
 from numerics.errors import user_error
+from numerics.reading import check_path
 from rl.diagnose.attribution.attribute import Pair, attribute
 from rl.diagnose.attribution.result import Attribution
 from rl.diagnose.calibration import ANSWERS, calibration_prompts, sampled_batch
@@ -46,6 +47,7 @@ def read_subject(path: Path) -> Subject:
     Raises:
         UserError: it is neither, it has no weights, or it is damaged.
     """
+    check_path(path, "attribute")
     path = Path(path).absolute()
     if (path / "capsule.json").is_file():
         return _capsule(path)

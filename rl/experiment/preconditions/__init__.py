@@ -13,8 +13,9 @@ from numerics.errors import user_error
 from rl.experiment import Experiment
 from rl.experiment.preconditions.data import check_data
 from rl.experiment.preconditions.model import check_model_layout, read_model
-from rl.experiment.preconditions.resources import check_kv_cache_memory, check_port
+from rl.experiment.preconditions.resources import check_memory, check_port
 from rl.experiment.preconditions.tokenizer import read_tokenizer
+from rl.record.wandb_run import check_wandb
 from trainer.device import has_transformer_engine
 from trainer.lowering import lower
 
@@ -29,14 +30,15 @@ def check(experiment: Experiment) -> Model:
     """
     if experiment.numerics.mode == "exact":
         _check_sampling(experiment)
+    check_wandb(experiment.tracking.wandb)
     model = read_model(path := Path(experiment.model.path))
     check_model_layout(model.sizes, experiment)
     lower(experiment.numerics_config(), has_transformer_engine())
     _check_context(model.sizes, experiment)
     check_data(experiment, read_tokenizer(path, model.sizes.vocab_size))
     check_stored(path, model)
+    check_memory(model.sizes, experiment)
     if experiment.needs_engines:
-        check_kv_cache_memory(model.sizes, experiment.rollout)
         check_port(experiment.rollout)
     return model
 

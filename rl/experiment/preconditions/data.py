@@ -72,22 +72,26 @@ def _check_lengths(
 ) -> None:
     """Prompt plus answer (given when supervised, else up to max_new_tokens) must fit rollout.context_length."""
     limit = experiment.rollout.context_length
+    room = limit - (1 if supervised else experiment.rollout.max_new_tokens)
     template = len(prompt_ids(tokenizer, ""))
+    widest = max(len(token.encode()) for token in tokenizer.get_vocab())
     for number, problem in enumerate(problems, start=1):
-        text = problem.question + (problem.answer if supervised else "")
-        room = limit - (1 if supervised else experiment.rollout.max_new_tokens)
-        if template + TOKENS_PER_BYTE * len(text.encode()) <= room:
+        size = len((problem.question + (problem.answer if supervised else "")).encode())
+        if template + TOKENS_PER_BYTE * size <= room:
             continue
-        tokens = len(prompt_ids(tokenizer, problem.question))
-        if supervised:
-            tokens += len(tokenizer(problem.answer, add_special_tokens=False).input_ids)
+        if size > room * widest:  # tokenizing megabytes takes minutes
+            tokens = -(-size // widest)
+        else:
+            tokens = len(prompt_ids(tokenizer, problem.question))
+            if supervised:
+                tokens += len(tokenizer(problem.answer, add_special_tokens=False).input_ids)
         if tokens > room:
             what = "question and answer" if supervised else "a prompt"
             answer = f"rollout.max_new_tokens = {experiment.rollout.max_new_tokens}"
             rest = "the end of sequence" if supervised else answer
             raise user_error(
                 f"{key}: line {number}",
-                found=f"{what} of {tokens} tokens",
+                found=f"{what} of {size} bytes, at least {tokens} tokens",
                 expected=f"at most {room}, so that {rest} still fits rollout.context_length = {limit}",
                 remedy=f"Raise rollout.context_length, or shorten or remove line {number}.",
             )

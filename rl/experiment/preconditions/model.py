@@ -9,7 +9,7 @@ from models import Model, ModelSizes
 from numerics.errors import user_error
 from numerics.spec import QuantSpec
 from rl.experiment import Experiment
-from trainer.model_checks import check_layout, check_mode
+from trainer.model_checks import check_layout
 
 
 def read_model(path: Path, key: str = "model.path") -> Model:
@@ -31,7 +31,7 @@ def read_model(path: Path, key: str = "model.path") -> Model:
 
 
 def check_model_layout(sizes: ModelSizes, experiment: Experiment) -> None:
-    """Whether the mode defines the model, and it splits into tp, pp, ep and dp parts of whole quantization blocks.
+    """Whether the model splits into tp, pp, ep and dp parts of whole quantization blocks.
 
     Raises:
         UserError: no.
@@ -52,5 +52,4 @@ def check_model_layout(sizes: ModelSizes, experiment: Experiment) -> None:
         )
     # A spec that one side quantizes by binds the other too: blocks are the same bytes on both.
     quant = experiment.numerics.quant_spec() if experiment.numerics.quantizes else QuantSpec.preset("bf16")
-    check_mode(sizes, experiment.numerics.mode)
     check_layout(sizes, experiment.trainer, quant)

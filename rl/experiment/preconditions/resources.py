@@ -1,8 +1,9 @@
-"""What the engines need of this machine: memory for the KV cache and a free port."""
+"""What a run needs of this machine: memory for its processes and KV caches, and a free port."""
 
 from __future__ import annotations
 
 import errno
+import os
 import socket
 from pathlib import Path
 
@@ -11,11 +12,14 @@ import torch
 
 from models import ModelSizes
 from numerics.errors import user_error
+from rl.experiment import Experiment
 from rollout.config import RolloutConfig
 
 BF16_BYTES = 2
 CGROUPS = Path("/sys/fs/cgroup")
 OWN_CGROUP = Path("/proc/self/cgroup")
+RANK_BYTES, ENGINE_BYTES = 250 * 2**20, 350 * 2**20
+"""Memory that a trainer rank and an engine share with no other process before they have a model (measured)."""
 
 
 def kv_cache_bytes(sizes: ModelSizes, rollout: RolloutConfig) -> int:
@@ -28,22 +32,37 @@ def bytes_per_token(sizes: ModelSizes) -> int:
     return 2 * sizes.layers * sizes.kv_heads * sizes.head_dim * BF16_BYTES
 
 
-def check_kv_cache_memory(sizes: ModelSizes, rollout: RolloutConfig) -> None:
-    """Whether the caches fit the memory that is free now. On a GPU the engine itself sizes its cache by the device.
+def check_memory(sizes: ModelSizes, experiment: Experiment) -> None:
+    """Whether the run's processes and, on CPUs, its KV caches fit the memory that is free now; weights and activations
+    come on top. A GPU's engine sizes its cache by the device, and a cluster that is not ours knows its machines.
 
     Raises:
         UserError: they do not.
     """
-    if torch.cuda.is_available():
+    if "RAY_ADDRESS" in os.environ:
         return
-    needed, available = kv_cache_bytes(sizes, rollout), available_memory()
-    if needed > available:
-        most = available // (rollout.engines * bytes_per_token(sizes))
+    ranks, rollout = experiment.trainer.world_size, experiment.rollout
+    engines = rollout.engines if experiment.needs_engines else 0
+    available = available_memory()
+    processes = ranks * RANK_BYTES + engines * ENGINE_BYTES
+    if processes > available:
+        many = engines * ENGINE_BYTES > ranks * RANK_BYTES
+        key, found = ("rollout.engines", engines) if many else ("trainer.dp", experiment.trainer.dp)
+        raise user_error(
+            key,
+            found=found,
+            expected=f"processes that fit the free memory: {ranks} trainer rank(s) and {engines} engine(s) need more "
+            f"than {processes / 2**30:.1f} GiB, {available / 2**30:.1f} GiB are available",
+            remedy=f"Lower {key}, or submit the run to a Ray cluster that has the memory.",
+        )
+    caches = 0 if torch.cuda.is_available() or not engines else kv_cache_bytes(sizes, rollout)
+    if processes + caches > available:
+        most = (available - processes) // (engines * bytes_per_token(sizes))
         raise user_error(
             "rollout.max_total_tokens",
             found=rollout.max_total_tokens,
-            expected=f"a KV cache that fits the free memory: {rollout.engines} engine(s) would need "
-            f"{needed / 2**30:.1f} GiB, {available / 2**30:.1f} GiB are available",
+            expected=f"a KV cache that fits the free memory: {engines} engine(s) would need {caches / 2**30:.1f} GiB, "
+            f"{(available - processes) / 2**30:.1f} GiB are left beside the processes",
             remedy=f"Set rollout.max_total_tokens well below {most}, or free memory.",
         )
 

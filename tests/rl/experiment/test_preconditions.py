@@ -8,13 +8,15 @@ from collections import namedtuple
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
 
 from examples.tiny_model import TinyModel, write_tiny_model
 from numerics.errors import UserError
+from rl.cli import app
 from rl.experiment import parse_experiment
-from rl.experiment.preconditions import check, read_model, resources
+from rl.experiment.preconditions import check, data, read_model, resources, tokenizer
 from rl.experiment.preconditions.model import check_model_layout
-from rl.experiment.preconditions.resources import kv_cache_bytes
+from rl.experiment.preconditions.resources import ENGINE_BYTES, RANK_BYTES, kv_cache_bytes
 from rollout.tasks import prompt_ids
 
 
@@ -266,6 +268,49 @@ def test_a_tokenizer_that_cannot_render_or_end_is_refused(values, model, key, na
     assert text.startswith("model.path: tokenizer") and named in text
 
 
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [
+        ("{% for message in messages", "TemplateSyntaxError"),
+        ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
+        ("{{ messages[0].content.no.such }}", "UndefinedError"),
+        ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "more than"),
+        ("a fixed prompt", "renders two questions alike"),
+        ("{{ nothing_of_this_name }}", "renders two questions alike"),
+    ],
+)
+def test_a_chat_template_that_renders_no_question_is_refused(values, model, monkeypatch, template, said):
+    monkeypatch.setattr(tokenizer, "RENDER_SECONDS", 0.5)
+    config = json.loads((model / "tokenizer_config.json").read_text())
+    (model / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": template}))
+    (model / "chat_template.jinja").unlink(missing_ok=True)
+    text = refusal(values)
+    assert text.startswith("model.path: tokenizer") and said in text
+    out = model.parent / "converted"
+    result = CliRunner().invoke(app, ["convert", str(model), str(out)])
+    assert result.exit_code == 2 and "MODEL: tokenizer" in result.stderr and said in result.stderr
+    assert not out.exists()
+
+
+def test_a_line_of_megabytes_is_refused_untokenized(values, tmp_path, monkeypatch):
+    write_lines(tmp_path / "train.jsonl", [("1+1=?", "#### 2"), ("1+1=?" * 2_000_000, "#### 2")])
+    tokenized = []
+    monkeypatch.setattr(data, "prompt_ids", lambda tokenizer, text: tokenized.append(len(text)) or [1])
+    text = refusal(values)
+    assert text.startswith("data.train: line 2") and "10000000 bytes" in text
+    assert max(tokenized) < 100
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_weights_that_are_not_finite_are_refused(values, model, value):
+    weights = load_file(model / "model.safetensors")
+    name = "model.layers.1.self_attn.o_proj.weight"
+    weights[name][3, 5] = value
+    save_file(weights, model / "model.safetensors")
+    text = refusal(values)
+    assert text.startswith(f"model.path: {name}: found '1 of ") and "NaN or infinite" in text
+
+
 def test_a_broken_tokenizer_and_one_of_another_model_are_refused(values, model):
     edit_config(model, vocab_size=100)
     text = refusal(values)
@@ -317,15 +362,30 @@ def test_a_kv_cache_beyond_the_free_memory_is_refused(values, monkeypatch):
     memory = namedtuple("memory", "available")
     spec = parse_experiment(merged(values, rollout={"max_total_tokens": 2048, "engines": 2}))
     # 2 engines x 2048 tokens x 2 layers x 2 kv heads x 128 x (key and value) x 2 bytes
-    needed = 2 * 2048 * 2 * 2 * 128 * 2 * 2
+    cache = 2 * 2048 * 2 * 2 * 128 * 2 * 2
+    needed = cache + RANK_BYTES + 2 * ENGINE_BYTES
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(resources.psutil, "virtual_memory", lambda: memory(needed))
-    assert kv_cache_bytes(check(spec).sizes, spec.rollout) == needed
+    assert kv_cache_bytes(check(spec).sizes, spec.rollout) == cache
     monkeypatch.setattr(resources.psutil, "virtual_memory", lambda: memory(needed - 1))
     with pytest.raises(UserError, match="rollout.max_total_tokens: found 2048") as error:
         check(spec)
     assert "2047" in str(error.value), "the message says how many tokens would fit"
     check(parse_experiment(merged(values, algorithm={"name": "sft"}, eval={"problems": 0})))  # starts no engine
+
+
+@pytest.mark.parametrize(
+    ("sections", "said"),
+    [
+        ({"trainer": {"dp": 4000}}, "trainer.dp: found 4000"),
+        ({"rollout": {"engines": 4000}}, "rollout.engines: found 4000"),
+    ],
+)
+def test_more_processes_than_the_memory_holds_are_refused(values, monkeypatch, sections, said):
+    monkeypatch.setattr(resources, "available_memory", lambda: 900 << 30)
+    assert refusal(values, **sections).startswith(said)
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    check(parse_experiment(merged(values, **sections)))
 
 
 def test_the_limit_of_a_control_group_counts(values, tmp_path, monkeypatch):
@@ -341,7 +401,7 @@ def test_the_limit_of_a_control_group_counts(values, tmp_path, monkeypatch):
     monkeypatch.setattr(resources, "OWN_CGROUP", own)
     own.write_text("4:memory:/x\n0::/group/job\n")
     assert resources.available_memory() == 800
-    assert "rollout.max_total_tokens" in refusal(values)
+    assert "rollout.engines" in refusal(values)
     (inner / "memory.max").write_text("max\n")
     assert resources.available_memory() <= (1 << 30) - (1 << 20)
     own.write_text("0::/\n")

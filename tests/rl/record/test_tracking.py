@@ -2,15 +2,20 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
+import wandb
 
+from numerics.errors import UserError
 from rl.record.metrics_log import read_metrics
 from rl.record.rollouts import RolloutRecord, read_rollouts
 from rl.record.run_dir import RunDir
-from rl.record.tracking import METRIC_GROUPS, Tracker, WandbConfig
+from rl.record.tracking import WANDB_LOST, Tracker
+from rl.record.wandb_run import METRIC_GROUPS, WandbConfig, WandbRun, check_wandb
 from tests.support.paths import new_run
 
 SPEC = {"run": {"name": "demo", "steps": 2}, "trainer": {"lr": 1e-4}}
@@ -43,6 +48,18 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
     return new_run(tmp_path / "demo")
 
 
+def tracking(
+    run: RunDir,
+    config: WandbConfig,
+    *,
+    spec: dict[str, Any] = SPEC,
+    lost: Callable[[str], object] = pytest.fail,
+    resume_step: int | None = None,
+) -> Tracker:
+    wandb_run = WandbRun(run, spec, config, resumed=resume_step is not None, lost=lost)
+    return Tracker(run, wandb_run, last_step=spec["run"]["steps"], resume_step=resume_step)
+
+
 def wandb_records(run: RunDir) -> list[dict[str, Any]]:
     """The records of the run's newest wandb file, read by wandb's own command."""
     (path,) = sorted(run.path.glob("wandb/offline-run-*/run-*.wandb"))[-1:]
@@ -56,7 +73,7 @@ def of_type(records: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
 
 
 def test_wandb_gets_the_same_rows_over_the_step_axis(run: RunDir) -> None:
-    with Tracker(run, SPEC, WandbConfig(mode="offline", project="test")) as tracker:
+    with tracking(run, WandbConfig(mode="offline", project="test")) as tracker:
         tracker.log(1, {"train/loss": 0.5, "eval/accuracy": float("nan")})
         tracker.log(2, {"train/loss": 0.25}, RECORDS)
         tracker.finish({"accuracy_after": 0.9})
@@ -80,7 +97,7 @@ def test_wandb_gets_the_same_rows_over_the_step_axis(run: RunDir) -> None:
 
 def test_tables_are_rare_and_staged_in_the_run_directory(run: RunDir) -> None:
     spec = {"run": {"steps": 12}}
-    with Tracker(run, spec, WandbConfig()) as tracker:
+    with tracking(run, WandbConfig(), spec=spec) as tracker:
         assert os.environ["WANDB_DATA_DIR"].startswith(str(run.path))
         for step in range(1, 13):
             tracker.log(step, {}, RECORDS)
@@ -91,7 +108,7 @@ def test_tables_are_rare_and_staged_in_the_run_directory(run: RunDir) -> None:
 
 
 def test_disabled_wandb_leaves_the_files_of_the_run(run: RunDir) -> None:
-    with Tracker(run, SPEC, WandbConfig(mode="disabled")) as tracker:
+    with tracking(run, WandbConfig(mode="disabled")) as tracker:
         written = tracker.log(1, {"train/loss": 0.5}, RECORDS)
     assert read_metrics(run.metrics) == [{"step": 1, **written}]
     assert read_rollouts(run.rollouts(1)) == RECORDS
@@ -100,35 +117,66 @@ def test_disabled_wandb_leaves_the_files_of_the_run(run: RunDir) -> None:
 
 
 def test_a_failing_run_is_marked_and_its_error_is_kept(run: RunDir) -> None:
-    with pytest.raises(RuntimeError, match="engine died"), Tracker(run, SPEC, WandbConfig()) as tracker:
+    with pytest.raises(RuntimeError, match="engine died"), tracking(run, WandbConfig()) as tracker:
         tracker.log(1, {"train/loss": 0.5})
         raise RuntimeError("engine died")
     assert [record["exit_code"] for record in of_type(wandb_records(run), "exit")] == [1]
     assert [row["step"] for row in read_metrics(run.metrics)] == [1]
 
 
-def test_a_wandb_that_went_first_does_not_hide_why_the_run_ended(
-    run: RunDir, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("config", "key", "said"),
+    [
+        (WandbConfig(project="a/b"), None, "tracking.wandb.project: found 'a/b'"),
+        (WandbConfig(project="x" * 200), None, "tracking.wandb.project: found 'xxx"),
+        (WandbConfig(mode="online"), None, "tracking.wandb.mode: found 'online with no key'"),
+        (WandbConfig(mode="online"), "short", "tracking.wandb.mode: found 'online with WANDB_API_KEY invalid"),
+    ],
+)
+def test_what_wandb_would_refuse_is_refused(
+    config: WandbConfig, key: str | None, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(**_: object) -> None:
-        raise ConnectionResetError("wandb-core is gone")
-
-    for reason in (KeyboardInterrupt, None):
-        tracker = Tracker(run, SPEC, WandbConfig(mode="disabled"))
-        monkeypatch.setattr(tracker._wandb, "finish", fail)
-        with pytest.raises(reason or ConnectionResetError), tracker:
-            if reason is not None:
-                raise reason
-    assert "wandb could not be closed" in caplog.text
+    wandb.teardown()  # it keeps what it once found in the environment
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    if key is not None:
+        monkeypatch.setenv("WANDB_API_KEY", key)
+    with pytest.raises(UserError) as error:
+        check_wandb(config)
+    assert str(error.value).startswith(said)
 
 
 def test_a_resumed_run_continues_file_and_wandb_id(run: RunDir) -> None:
-    with Tracker(run, SPEC, WandbConfig(mode="disabled")) as tracker:
+    with tracking(run, WandbConfig(mode="disabled")) as tracker:
         for step in (1, 2, 3):
             tracker.log(step, {"train/loss": float(step)})
     first_id = (run.path / "wandb" / "run_id").read_text()
-    with Tracker(run, SPEC, WandbConfig(), resume_step=2) as tracker:
+    with tracking(run, WandbConfig(), resume_step=2) as tracker:
         tracker.log(3, {"train/loss": 30.0})
     assert [row["train/loss"] for row in read_metrics(run.metrics)] == [1.0, 2.0, 30.0]
     (resumed,) = of_type(wandb_records(run), "run")
     assert resumed["run_id"] == first_id
+
+
+def test_training_goes_on_without_wandbs_process(run: RunDir) -> None:
+    """Killed twice: between rows, and before the end. A run loses the rest in wandb, and nothing of its own files."""
+    for resume_step in (None, 1):
+        said: list[str] = []
+        with tracking(run, WandbConfig(), lost=said.append, resume_step=resume_step) as tracker:
+            first = (resume_step or 0) + 1
+            tracker.log(first, {"train/loss": 0.5})
+            for process in psutil.Process().children(recursive=True):
+                if process.name().startswith("wandb"):
+                    process.kill()
+                    process.wait()
+            if resume_step is None:
+                tracker.log(2, {"train/loss": 0.25}, RECORDS)
+                tracker.alert("gate: fired")
+                last = tracker.log(3, {"train/loss": 0.125}, RECORDS)
+                assert last[WANDB_LOST] == 1.0
+            tracker.finish({"accuracy_after": 0.9})
+        (sentence,) = said
+        assert sentence.startswith("wandb is lost (") and "metrics.jsonl" in sentence
+        expected = [1, 2, 3] if resume_step is None else [1, 2]
+        assert [row["step"] for row in read_metrics(run.metrics)] == expected
+    assert "WANDB_DATA_DIR" not in os.environ

@@ -7,20 +7,22 @@ everything else is Megatron's. Nothing but the place of the router's probabiliti
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
+from models.sizes import ModelSizes
 from trainer.lowering import Lowering
 from trainer.modules.layer import LayerModules
 from trainer.modules.native import provider
 from trainer.modules.precision import LayerPrecision
 
 
-def layer_modules(lowering: Lowering) -> Callable[[LayerPrecision], LayerModules]:
+def layer_modules(sizes: ModelSizes, lowering: Lowering) -> Callable[[LayerPrecision], LayerModules]:
     """The modules of a layer, by its precision."""
     if not lowering.transformer_engine:
-        return provider.layer_modules
+        return partial(provider.layer_modules, sizes)
     from trainer.modules.native import te_provider  # needs TransformerEngine
 
-    return te_provider.layer_modules
+    return partial(te_provider.layer_modules, sizes)
 
 
 __all__ = ["layer_modules"]

@@ -8,14 +8,16 @@ from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.moe.router import TopKRouter
 
+from models.sizes import ModelSizes
 from trainer.modules.layer import LayerModules, asking
 from trainer.modules.native.experts import Experts, GroupedLinear
 from trainer.modules.native.linear import NormColumnLinear, RowLinear
 from trainer.modules.native.norm import RMSNorm
+from trainer.modules.native.router import OneExpertRouter
 from trainer.modules.precision import LayerPrecision
 
 
-def layer_modules(precision: LayerPrecision) -> LayerModules:
+def layer_modules(sizes: ModelSizes, precision: LayerPrecision) -> LayerModules:
     """The modules of a layer; the model is built with Megatron's rotary embedding."""
     grouped = asking(precision, GroupedLinear)
     experts = MLPSubmodules(linear_fc1=grouped("experts.gate_proj"), linear_fc2=grouped("experts.down_proj"))
@@ -25,11 +27,12 @@ def layer_modules(precision: LayerPrecision) -> LayerModules:
         row_linear=asking(precision, RowLinear),
         core_attention=DotProductAttention,
         activation=None,
-        moe=moe(experts),
+        moe=moe(sizes, experts),
     )
 
 
-def moe(experts: MLPSubmodules) -> ModuleSpec:
+def moe(sizes: ModelSizes, experts: MLPSubmodules) -> ModuleSpec:
     """Megatron's MoE layer around the grouped products of `experts`."""
+    router = OneExpertRouter if sizes.top_k == 1 and sizes.renormalize else TopKRouter
     grouped_mlp = ModuleSpec(module=Experts, submodules=experts)
-    return ModuleSpec(module=MoELayer, submodules=MoESubmodules(router=TopKRouter, experts=grouped_mlp))
+    return ModuleSpec(module=MoELayer, submodules=MoESubmodules(router=router, experts=grouped_mlp))

@@ -9,6 +9,7 @@ from megatron.core.extensions.transformer_engine import TEGroupedLinear
 from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
 from megatron.core.transformer import ModuleSpec
 
+from models.sizes import ModelSizes
 from trainer.modules.layer import LayerModules
 from trainer.modules.native.provider import moe
 from trainer.modules.precision import LayerPrecision
@@ -18,7 +19,7 @@ from trainer.modules.precision import LayerPrecision
 TEGroupedLinear._split_extra_state = lambda self, state: [state] * self.num_gemms
 
 
-def layer_modules(precision: LayerPrecision) -> LayerModules:
+def layer_modules(sizes: ModelSizes, precision: LayerPrecision) -> LayerModules:
     """The modules of a layer; the model is built with Megatron's rotary embedding."""
     provider = TESpecProvider()
     norm_column_linear = ModuleSpec(module=provider.column_parallel_layer_norm_linear())
@@ -30,5 +31,5 @@ def layer_modules(precision: LayerPrecision) -> LayerModules:
         row_linear=lambda kind: row_linear,
         core_attention=provider.core_attention(),
         activation=None,
-        moe=moe(experts),
+        moe=moe(sizes, experts),
     )

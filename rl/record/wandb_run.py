@@ -1,0 +1,182 @@
+"""A run in wandb, which may be lost on the way without ending the run.
+
+wandb is imported where it is used: a process that imports it and is killed leaves folders behind, and trainer ranks
+import this package.
+"""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from numerics.errors import UserError, user_error
+from numerics.files import write_atomically
+from rl.record.run_dir import RunDir
+
+if TYPE_CHECKING:
+    import wandb
+
+METRIC_GROUPS = ("rollout", "train", "mismatch", "gates", "sync", "perf", "eval", "tracking")
+
+SUMMARIES = {
+    "mismatch/train_rollout_logprob_abs_diff_max": "max",
+    "mismatch/nonfinite_count": "max",
+    "mismatch/exact_frac": "min",
+    "sync/mismatched_tensors": "max",
+    "eval/accuracy": "last",
+}
+"""Metrics whose worst or last value, not the last row's, stands for the run in wandb's summary."""
+
+_DATA_DIR = "WANDB_DATA_DIR"
+_KEY = "tracking.wandb"
+
+
+class WandbConfig(BaseModel):
+    """The `tracking.wandb:` section of an experiment."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    mode: Literal["offline", "online", "disabled"] = "offline"
+    project: str = Field(default="fp8rl", min_length=1)
+
+
+def check_wandb(config: WandbConfig) -> None:
+    """Whether wandb takes the project's name and, online, knows who is there. Asks no server.
+
+    Raises:
+        UserError: it does not.
+    """
+    import wandb
+
+    try:
+        wandb.Settings(project=config.project)
+    except wandb.Error as error:
+        raise user_error(
+            f"{_KEY}.project", found=config.project, expected=f"a name that wandb takes ({error})", remedy="Correct it."
+        ) from error
+    if config.mode != "online":
+        return
+    try:
+        known, why = wandb.login(prompt=False), "no key"
+    except wandb.Error as error:
+        known, why = False, str(error)
+    if not known:
+        raise user_error(
+            f"{_KEY}.mode",
+            found=f"online with {why}",
+            expected="a key of a wandb account",
+            remedy=f"Run `wandb login`, set WANDB_API_KEY, or set {_KEY}.mode=offline.",
+        )
+
+
+class WandbRun:
+    """A started run. The first call that fails loses it: `lost` is told once, and further calls do nothing.
+
+    Args:
+        run: the run's directory, already created.
+        experiment: resolved, as plain values.
+        resumed: go on with the curves of an earlier start.
+        lost: told the sentence that says so; an attribute, which may be replaced.
+
+    Raises:
+        UserError: wandb does not start.
+    """
+
+    def __init__(
+        self,
+        run: RunDir,
+        experiment: Mapping[str, Any],
+        config: WandbConfig,
+        *,
+        resumed: bool,
+        lost: Callable[[str], object],
+    ) -> None:
+        self.lost = lost
+        self._sets_data_dir = _DATA_DIR not in os.environ
+        if self._sets_data_dir:  # wandb would stage its tables in the user's home
+            os.environ[_DATA_DIR] = str(run.path / "wandb" / "data")
+        self._run: wandb.Run | None = _start(run, experiment, config, resumed)
+
+    @property
+    def is_lost(self) -> bool:
+        return self._run is None
+
+    def log(self, row: Mapping[str, Any]) -> None:
+        self._send(lambda run: run.log(dict(row)))
+
+    def alert(self, title: str, text: str) -> None:
+        """For what somebody should look at."""
+        self._send(lambda run: run.alert(title=title, text=text))
+
+    def finish(self, summary: Mapping[str, Any], exit_code: int) -> None:
+        """Close it, with values for wandb's summary of the run. A second call does nothing."""
+        import wandb
+
+        def close(run: wandb.Run) -> None:
+            run.summary.update(dict(summary))
+            run.finish(exit_code=exit_code)
+            wandb.teardown(exit_code)  # ends wandb's process now, where a failure can be handled
+
+        self._send(close)
+        self._run = None
+        if self._sets_data_dir:
+            os.environ.pop(_DATA_DIR, None)
+
+    def _send(self, use: Callable[[wandb.Run], object]) -> None:
+        """Its process may die, its server go away: training does not depend on either."""
+        import wandb
+
+        if self._run is None:
+            return
+        try:
+            use(self._run)
+        except Exception as error:
+            self._run = None
+            with suppress(Exception):
+                wandb.teardown(1)  # forgets the dead process, so that wandb could be started again
+            self.lost(f"wandb is lost ({type(error).__name__}: {error}); metrics.jsonl and the report are kept")
+
+
+def table(columns: list[str], rows: list[list[Any]]) -> wandb.Table:
+    import wandb
+
+    return wandb.Table(columns=columns, data=rows)
+
+
+def _start(run: RunDir, experiment: Mapping[str, Any], config: WandbConfig, resumed: bool) -> wandb.Run:
+    import wandb
+
+    online = config.mode == "online"
+    try:
+        started = wandb.init(
+            mode=config.mode,
+            project=config.project,
+            name=run.name,
+            id=_id_of(run),
+            resume="allow" if online and resumed else None,
+            dir=run.path,
+            config=dict(experiment),
+            # The console stays ours: wandb would wrap stdout and print its own summary between the lines of the run.
+            settings=wandb.Settings(console="off", silent=not online),
+        )
+    except wandb.Error as error:
+        raise UserError(f"{_KEY}: found {error}, expected that wandb starts. Set {_KEY}.mode=offline.") from error
+    started.define_metric("step", hidden=True)
+    for group in METRIC_GROUPS:
+        started.define_metric(f"{group}/*", step_metric="step")
+    for name, summary in SUMMARIES.items():
+        started.define_metric(name, step_metric="step", summary=summary)
+    return started
+
+
+def _id_of(run: RunDir) -> str:
+    """One wandb id per run directory, so that a resumed run continues the same curves."""
+    path = run.path / "wandb" / "run_id"
+    if not path.is_file():
+        write_atomically(path, uuid.uuid4().hex[:8])
+    return path.read_text().strip()
