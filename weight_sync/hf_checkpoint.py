@@ -14,6 +14,7 @@ from torch import Tensor
 from models import Model, read_model
 from models.stored import check_finite, stored_tensors
 from numerics.files import publish_directory
+from numerics.reading import read_bytes
 from numerics.spec import QuantSpec
 from weight_sync.quantized import is_quantized, served_tensors
 from weight_sync.shards import shards
@@ -88,7 +89,7 @@ def _copy_description(source: Path, partial: Path, spec: QuantSpec) -> None:
     for pattern in _COPIED:
         for file in source.glob(pattern):
             if file.name != _WEIGHT_INDEX:
-                shutil.copy(file, partial)
+                (partial / file.name).write_bytes(read_bytes(file, "model.path", "a file to copy"))
     config = json.loads((partial / "config.json").read_text())
     config.pop("quantization_config", None)
     if spec.quantized:

@@ -20,6 +20,8 @@ from numerics.reading import check_path, read_text
 from rl.experiment.experiment import Experiment
 from rl.experiment.validation import parse_experiment
 
+_DEEPEST = 50
+"""No spec nests its lists and mappings so far."""
 PATHS = (("model", "path"), ("data", "train"), ("data", "eval"), ("run", "dir"))
 
 
@@ -87,8 +89,9 @@ def _read_layers(path: Path, ancestors: tuple[Path, ...]) -> DictConfig:
 def _read_yaml(path: Path) -> DictConfig:
     text = read_text(path, "spec", "an existing YAML file", "Give the path of a spec file.")
     try:
+        _check_depth(text)
         config = OmegaConf.create(text)
-    except (yaml.YAMLError, OmegaConfBaseException, RecursionError) as error:
+    except (yaml.YAMLError, OmegaConfBaseException, RecursionError, AssertionError) as error:  # it asserts a mapping
         raise user_error(
             f"spec {path}",
             found=_yaml_problem(error),
@@ -105,7 +108,18 @@ def _read_yaml(path: Path) -> DictConfig:
     return config
 
 
+def _check_depth(text: str) -> None:
+    """libyaml builds nested nodes by recursion in C, whose stack ends with the process. Raises RecursionError."""
+    depth = 0
+    for event in yaml.parse(text, Loader=yaml.CSafeLoader):
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if depth > _DEEPEST:
+            raise RecursionError(f"lists and mappings in one another, more than {_DEEPEST} deep")
+
+
 def _yaml_problem(error: Exception) -> str:
+    if isinstance(error, AssertionError):
+        return "a number, a date or the like"
     mark = getattr(error, "problem_mark", None)
     if not isinstance(error, yaml.MarkedYAMLError) or mark is None:
         return " ".join(str(error).split())
@@ -122,8 +136,9 @@ def _parse_override(override: str) -> DictConfig:
             remedy="Write for example run.steps=2; replace a whole list with gates=[].",
         )
     try:
+        _check_depth(override.partition("=")[2])
         return OmegaConf.from_dotlist([override])
-    except (yaml.YAMLError, OmegaConfBaseException) as error:
+    except (yaml.YAMLError, OmegaConfBaseException, RecursionError) as error:
         raise user_error(
             "override", found=override, expected="a YAML value after =", remedy="Quote the value for YAML."
         ) from error

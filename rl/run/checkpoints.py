@@ -10,6 +10,8 @@ from numerics.errors import UserError, shown, user_error
 from numerics.files import flush_to_disk
 from rl.experiment import Experiment, read_resolved
 from rl.guard.standing import Standing
+from rl.record.events import read_events
+from rl.record.metrics_log import read_metrics
 from rl.record.run_dir import RunDir
 from trainer.actor import TrainerGroup
 from trainer.checkpoint_files import DamagedCheckpointError, check_digests, check_sizes, read_about
@@ -41,11 +43,12 @@ def publish_checkpoint(files: RunDir, step: int, keep: int) -> None:
 
 
 def check_resumable(run: RunDir, experiment: Experiment) -> None:
-    """Whether `spec` can go on from the newest checkpoint of `run`; damage inside its files is found when it loads.
+    """Whether `spec` can go on from the newest checkpoint of `run`; damage inside its tensors is found when they load.
 
     Raises:
-        UserError: there is none, a file of it is missing or cut off, it is beyond the last step, or it was trained with
-            other numerics, another seed or another algorithm, or judged by other problems.
+        UserError: there is none, a file of it is missing or cut off, a line of the run's record is damaged, it is
+            beyond the last step, or it was trained with other numerics, another seed or another algorithm, or judged by
+            other problems.
     """
     step = max(run.checkpoint_steps(), default=None)
     if step is None:
@@ -59,6 +62,8 @@ def check_resumable(run: RunDir, experiment: Experiment) -> None:
         check_sizes(run.checkpoint(step))
     except DamagedCheckpointError as error:
         raise with_older(error, run, step) from None
+    read_metrics(run.metrics)
+    read_events(run.events)
     if step > experiment.run.steps:
         raise user_error(
             "run.steps",

@@ -4,34 +4,12 @@ from typing import Any
 import pytest
 
 from numerics.errors import UserError
-from rl.experiment import Experiment
 from rl.guard.standing import Standing
 from rl.record.run_dir import RunDir
-from rl.run.checkpoints import changes, check_resumable, is_due, publish_checkpoint, with_older, write_checkpoint
+from rl.run.checkpoints import changes, check_resumable, is_due, publish_checkpoint, with_older
+from tests.support.checkpoints import save, write
 from tests.support.experiments import experiment
-from trainer.actor import TrainerGroup
-from trainer.checkpoint_files import About, DamagedCheckpointError, check_digests, digests, write_about
-
-
-class Describing(TrainerGroup):
-    """Writes a checkpoint whose one file holds no tensors."""
-
-    def __init__(self) -> None:
-        super().__init__([])
-
-    def save(self, path: Path, extra: dict[str, Any]) -> None:
-        path.mkdir(parents=True)
-        (path / "tensors").write_text(f"of step {extra['step']}")
-        write_about(path, About(extra["step"], extra, digests(path, ["tensors"])))
-
-
-def write(run: RunDir, settings: Experiment, step: int, standing: Standing | None = None) -> None:
-    write_checkpoint(Describing(), run, settings, standing or Standing(), step)
-
-
-def save(run: RunDir, settings: Experiment, step: int, standing: Standing | None = None) -> None:
-    write(run, settings, step, standing)
-    publish_checkpoint(run, step, settings.checkpoint.keep)
+from trainer.checkpoint_files import DamagedCheckpointError, check_digests
 
 
 def names(run: RunDir) -> list[str]:

@@ -1,0 +1,332 @@
+"""Hundreds of generated wrong inputs: each is refused with one message and exit code 2, or reported by line.
+
+No case may end in a traceback, run for long, start a process, or leave something behind. A case that turns out to be
+sound is one that gets as far as starting both sides, which nothing here does.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+import yaml
+from typer.testing import CliRunner
+
+from examples.tiny_model import TinyModel, write_tiny_model
+from rl.cli import app
+from rl.experiment import load_experiment
+from rl.experiment.validation import valid_keys
+from rl.record.events import Event, append_event
+from rl.record.metrics_log import MetricsLog
+from rl.record.rollouts import RolloutRecord, write_rollouts
+from rl.record.run_dir import RunDir
+from tests.support.checkpoints import save
+from tests.support.evidence import CapsuleRun, evidence
+from tests.support.paths import new_run
+
+SECONDS = 30.0
+"""For a case that takes a tenth of one on a quiet machine."""
+JUNK = [b"\0\0\0\0", b"\xff\xfe\x00", b"null", b"NaN", b"{", b"]", b"\n\n", b'"', b"\xc3\x28", b"1e999", b"-"]
+VALUES: list[Any] = [
+    None,
+    True,
+    -1,
+    0,
+    10**30,
+    float("nan"),
+    float("inf"),
+    "",
+    "x" * 300,
+    "\udc80",
+    [],
+    {},
+    [[[]]],
+    {"a": 1},
+]
+TEXTS = [
+    "", "???", "${run.name}", "${nothing}", "${a", "${oc.env:HOME}", "[", "{", "{a: 1}", "[1, 2]", "null", "~", "-1",
+    "0", "1e400", "nan", ".inf", "'", '"\\0"', "!!python/object:os.system x", "*a", "&a", "x" * 5000, "é", "\u202e",
+    "on", "2020-01-01", "0x10", "[" * 500, "[" * 90000, "1_0", "99999999999999999999", "../..", "/dev/null",
+    "/proc/self/mem", "a/b\nc",
+]  # fmt: skip
+
+
+class Started(Exception):
+    """The input was sound enough to start both sides."""
+
+
+class Home:
+    """A folder with a model, data, a spec, a run with checkpoints, and a capsule, to be damaged one copy at a time."""
+
+    def __init__(self, folder: Path) -> None:
+        self.model, self.spec = folder / "model", folder / "spec.yaml"
+        self.run, self.capsule = RunDir(folder / "runs" / "run"), folder / "capsule"
+        self.data = [folder / "train.jsonl", folder / "eval.jsonl"]
+
+    def make(self) -> None:
+        write_tiny_model(self.model, TinyModel(heads=4, kv_heads=2, layers=1))
+        for file in self.data:
+            file.write_text(
+                "".join(json.dumps({"question": f"{n}+4=?", "answer": f"#### {n + 4}"}) + "\n" for n in range(4))
+            )
+        sections = {
+            "run": {"dir": "runs", "steps": 9},
+            "model": {"path": "model"},
+            "data": {"train": "train.jsonl", "eval": "eval.jsonl"},
+            "eval": {"problems": 4},
+            "gates": [{"metric": "mismatch/k3_kl", "above": 0.1, "action": "skip_step"}],
+        }
+        self.spec.write_text(yaml.safe_dump(sections))
+        new_run(self.run.path)
+        experiment = load_experiment(self.spec)
+        self.run.experiment.write_text(experiment.to_yaml())
+        log = MetricsLog(self.run.metrics)
+        for step in range(4):
+            log.append(step, {"train/loss": 0.1 * step, "mismatch/k3_kl": 0.0, "eval/accuracy": 0.5, "sync/bytes": 5.0})
+        log.close()
+        append_event(self.run.events, Event(2, "mismatch/k3_kl", 0.2, "above 0.1", "skip_step", None, "skip_step: why"))
+        record = RolloutRecord("1+1=?", "2", 1.0, 0.0, 0, True, [1], [2], [-0.5], [-0.5], [1], 0.0)
+        write_rollouts(self.run.rollouts(2), [record, record])
+        for step in (2, 3):
+            save(self.run, experiment, step)
+        made = CapsuleRun.make(self.capsule.parent / "other").write(4, ["why"], evidence([0.0], [0.5]), [1, 0])
+        shutil.copytree(made, self.capsule)
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("sound")
+    Home(folder).make()
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    def start(*_: object, **__: object) -> None:
+        raise Started
+
+    for name in (
+        "run.run.Run.open",
+        "run.stack.Stack.open",
+        "diagnose.rescore._trainer",
+        "diagnose.preflight.preflight",
+    ):
+        monkeypatch.setattr(f"rl.{name}", start)
+    monkeypatch.setattr("rl.diagnose.attribution.offline._stack_of", start)
+    before = psutil.Process().children(recursive=True)
+    yield
+    assert psutil.Process().children(recursive=True) == before
+
+
+def damaged(draw: random.Random, file: Path) -> str:
+    """Damage a file in one of the ways in which disks, copies and editors do; how."""
+    content = file.read_bytes()
+    place = draw.randrange(len(content) + 1)
+    ways: dict[str, Callable[[], object]] = {
+        "cut off": lambda: file.write_bytes(content[:place]),
+        "emptied": lambda: file.write_bytes(b""),
+        "flipped": lambda: file.write_bytes(bytes(draw.randrange(256) if draw.random() < 0.02 else b for b in content)),
+        "junk inside": lambda: file.write_bytes(content[:place] + draw.choice(JUNK) + content[place:]),
+        "junk alone": lambda: file.write_bytes(draw.choice(JUNK)),
+        "deeply nested": lambda: file.write_bytes(b"[" * 100_000),
+        "removed": file.unlink,
+        "a directory": lambda: (file.unlink(), file.mkdir()),
+        "a link to nothing": lambda: (file.unlink(), file.symlink_to("nowhere")),
+        "a link to itself": lambda: (file.unlink(), file.symlink_to(file.name)),
+        "another type": lambda: mutate_json(draw, file),
+    }
+    way = draw.choice([*ways, "another type", "another type"])
+    ways[way]()
+    return f"{file.name} {way}"
+
+
+def mutate_json(draw: random.Random, file: Path) -> None:
+    """Put another value somewhere into a JSON, JSON lines or YAML file, or take one away."""
+    lines = (
+        file.read_text(errors="replace").splitlines() if file.suffix == ".jsonl" else [file.read_text(errors="replace")]
+    )
+    number = draw.randrange(len(lines))
+    try:
+        value = (yaml.safe_load if file.suffix == ".yaml" else json.loads)(lines[number])
+    except ValueError:
+        return
+    holder, key = value, None
+    while isinstance(holder, dict | list) and holder:
+        key = draw.choice(list(holder) if isinstance(holder, dict) else range(len(holder)))
+        if draw.random() < 0.6 or not isinstance(holder[key], dict | list) or not holder[key]:
+            break
+        holder = holder[key]
+    if key is None:
+        return
+    if draw.random() < 0.3:
+        del holder[key]
+    else:
+        holder[key] = draw.choice(VALUES)
+    lines[number] = yaml.dump(value) if file.suffix == ".yaml" else json.dumps(value)
+    file.write_text("\n".join(lines) + "\n", errors="surrogateescape")
+
+
+def all_in(folder: Path) -> set[Path]:
+    return set(folder.rglob("*"))
+
+
+def outcome(home: Path, arguments: list[str]) -> str:
+    """`refused`, `done` or `started`; fails for any other end."""
+    before, began = all_in(home), time.monotonic()
+    result = CliRunner().invoke(app, arguments)
+    said = f"fp8rl {' '.join(arguments)[:300]!r}: {result.output[-2000:]}"
+    assert time.monotonic() - began < SECONDS, said
+    left = {path for path in all_in(home) - before if path.name != "report.html"}
+    if isinstance(result.exception, Started):
+        return "started"
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise AssertionError(said) from result.exception
+    assert "Traceback" not in result.output, said
+    if result.exit_code == 2:
+        assert not left, said
+        assert "error: " in result.stderr or "Usage" in result.stderr, said
+        return "refused"
+    assert result.exit_code == 0 or (arguments[0] == "doctor" and result.exit_code == 1), said
+    return "done"
+
+
+def run_cases(
+    sound: Path, tmp_path: Path, count: int, case: Callable[[random.Random, Home], list[str]]
+) -> Counter[str]:
+    """How `count` cases end, each in a fresh copy of what is sound."""
+    ends: Counter[str] = Counter()
+    failures = []
+    for seed in range(count):
+        home = tmp_path / f"{seed}"
+        shutil.copytree(sound, home, symlinks=True)
+        draw = random.Random(seed)
+        arguments = case(draw, Home(home))
+        try:
+            ends[outcome(home, arguments)] += 1
+        except AssertionError as error:
+            failures.append(f"case {seed}: {error}\n{error.__cause__!r}")
+        shutil.rmtree(home, ignore_errors=True)
+    assert not failures, f"{len(failures)} of {count}:\n" + "\n".join(failures)
+    return ends
+
+
+def test_damaged_runs_are_reported_as_far_as_they_go(sound: Path, tmp_path: Path) -> None:
+    def case(draw: random.Random, home: Home) -> list[str]:
+        run = home.run
+        damaged(draw, draw.choice([run.metrics, run.metrics, run.events, run.rollouts(2), run.experiment]))
+        return ["report", str(run.path)]
+
+    ends = run_cases(sound, tmp_path, 90, case)
+    assert ends["done"] > 40 and ends["refused"] > 10
+
+
+def test_damaged_runs_are_not_resumed(sound: Path, tmp_path: Path) -> None:
+    def case(draw: random.Random, home: Home) -> list[str]:
+        run, newest = home.run, home.run.checkpoint(3)
+        files = [run.metrics, run.events, run.experiment, newest / "about.json", newest / "tensors"]
+        damaged(draw, draw.choice(files))
+        return ["train", str(home.spec), "--resume"]
+
+    ends = run_cases(sound, tmp_path, 70, case)
+    assert ends["refused"] > 30 and ends["done"] == 0
+
+
+def test_damaged_capsules_are_neither_rescored_nor_attributed(sound: Path, tmp_path: Path) -> None:
+    def case(draw: random.Random, home: Home) -> list[str]:
+        files = sorted(path for path in home.capsule.rglob("*") if path.is_file())
+        damaged(draw, draw.choice(files))
+        return [draw.choice(["rescore", "attribute"]), str(home.capsule)]
+
+    ends = run_cases(sound, tmp_path, 50, case)
+    assert ends["refused"] > 40 and ends["done"] == 0
+
+
+def test_damaged_models_are_neither_trained_nor_converted(sound: Path, tmp_path: Path) -> None:
+    def case(draw: random.Random, home: Home) -> list[str]:
+        files = sorted(path for path in home.model.iterdir() if path.is_file())
+        config = home.model / "config.json"
+        damaged(draw, draw.choice([*files, config, config]))
+        out = home.model.with_name("converted")
+        return draw.choice([["train", str(home.spec)], ["convert", str(home.model), str(out)]])
+
+    ends = run_cases(sound, tmp_path, 100, case)
+    assert ends["refused"] > 50
+
+
+def test_strange_overrides_are_refused(sound: Path, tmp_path: Path) -> None:
+    keys = sorted(set(valid_keys()))
+
+    def case(draw: random.Random, home: Home) -> list[str]:
+        key = draw.choice([*keys, draw.choice(["", "a.b", "run.", ".run", "run..name", "gates.0.metric", "é.b"])])
+        return [draw.choice(["train", "train", "preflight"]), str(home.spec), f"{key}={draw.choice(TEXTS)}"]
+
+    ends = run_cases(sound, tmp_path, 120, case)
+    assert ends["refused"] > 60
+
+
+def test_strange_specs_and_data_are_refused(sound: Path, tmp_path: Path) -> None:
+    def case(draw: random.Random, home: Home) -> list[str]:
+        damaged(draw, draw.choice([home.spec, home.spec, *home.data]))
+        return ["train", str(home.spec)]
+
+    ends = run_cases(sound, tmp_path, 60, case)
+    assert ends["refused"] > 30
+
+
+def test_strange_paths_are_refused(sound: Path, tmp_path: Path) -> None:
+    def case(draw: random.Random, home: Home) -> list[str]:
+        folder = home.spec.parent
+        (folder / "loop").symlink_to("loop")
+        paths = [
+            "x" * 300,
+            "x/" * 3000,
+            "a\0b",
+            "loop",
+            "loop/x",
+            "spec.yaml/x",
+            "nowhere",
+            ".",
+            "model",
+            "spec.yaml",
+            "/dev/null",
+        ]
+        path = str(folder / draw.choice(paths))
+        commands = [
+            ["train", path],
+            ["doctor", path],
+            ["report", path],
+            ["rescore", path],
+            ["attribute", path],
+            ["attribute", str(home.capsule), "--out", path],
+            ["convert", path, str(folder / "out")],
+            ["convert", str(home.model), path],
+            ["rescore", str(home.capsule), "--model", path],
+            *(
+                ["train", str(home.spec), f"{key}={json.dumps(path)}"]
+                for key in ("model.path", "data.train", "run.dir")
+            ),
+        ]
+        return draw.choice(commands)
+
+    ends = run_cases(sound, tmp_path, 70, case)
+    assert ends["refused"] > 40
+
+
+def test_a_link_is_not_taken_for_a_run(sound: Path, tmp_path: Path) -> None:
+    home = Home(Path(shutil.copytree(sound, tmp_path / "home")))
+    os.rename(home.run.path, tmp_path / "elsewhere")
+    home.run.path.symlink_to(tmp_path / "elsewhere")
+    for options in ([], ["--overwrite"], ["--resume"]):
+        assert outcome(tmp_path, ["train", str(home.spec), *options]) == "refused"
+    assert (tmp_path / "elsewhere/metrics.jsonl").is_file()
+    assert torch.get_num_threads() == 1

@@ -1,0 +1,34 @@
+"""Checkpoints as a run writes them, but for the tensors."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from rl.experiment import Experiment
+from rl.guard.standing import Standing
+from rl.record.run_dir import RunDir
+from rl.run.checkpoints import publish_checkpoint, write_checkpoint
+from trainer.actor import TrainerGroup
+from trainer.checkpoint_files import About, digests, write_about
+
+
+class Describing(TrainerGroup):
+    """Writes a checkpoint whose one file holds no tensors."""
+
+    def __init__(self) -> None:
+        super().__init__([])
+
+    def save(self, path: Path, extra: dict[str, Any]) -> None:
+        path.mkdir(parents=True)
+        (path / "tensors").write_text(f"of step {extra['step']}")
+        write_about(path, About(extra["step"], extra, digests(path, ["tensors"])))
+
+
+def write(run: RunDir, settings: Experiment, step: int, standing: Standing | None = None) -> None:
+    write_checkpoint(Describing(), run, settings, standing or Standing(), step)
+
+
+def save(run: RunDir, settings: Experiment, step: int, standing: Standing | None = None) -> None:
+    write(run, settings, step, standing)
+    publish_checkpoint(run, step, settings.checkpoint.keep)
