@@ -33,9 +33,9 @@ class QuantizedTensor:
     def nbytes(self) -> int:
         return self.data.nbytes + self.scale_inv.nbytes
 
-    def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
+    def dequantize(self, dtype: torch.dtype | None = None, out: torch.Tensor | None = None) -> torch.Tensor:
         """data * scale_inv, computed in FP32; `dtype` defaults to the narrowest that is exact for the spec."""
-        return dequantize(self.data, self.scale_inv, self.spec, dtype)
+        return dequantize(self.data, self.scale_inv, self.spec, dtype, out)
 
 
 @op
@@ -91,12 +91,24 @@ def scale_shape(shape: Sequence[int], spec: TensorSpec) -> tuple[int, ...]:
 
 
 def dequantize(
-    data: torch.Tensor, scale_inv: torch.Tensor, spec: TensorSpec, dtype: torch.dtype | None = None
+    data: torch.Tensor,
+    scale_inv: torch.Tensor,
+    spec: TensorSpec,
+    dtype: torch.dtype | None = None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """data * scale_inv in FP32, rounded once to `dtype` (default: the narrowest that is exact for the spec)."""
+    """data * scale_inv in FP32, rounded once to `dtype` (default: the narrowest that is exact for the spec).
+
+    out: contiguous, of data's shape, to write into; it is returned. New memory takes longer to get than to fill.
+    """
     matrix = _as_matrices(data, spec)
     blocks = _to_blocks(matrix, spec)
     scale = scale_inv.reshape(blocks.shape[0], 1, blocks.shape[2], 1)
+    if out is not None:
+        if blocks.numel() == data.numel():  # no ragged edges: `out` has the same blocks
+            _write_scaled(blocks, scale, out.view(blocks.shape))
+            return out
+        return out.copy_(dequantize(data, scale_inv, spec, out.dtype))
     values = _scaled(blocks, scale, dtype or spec.dequantized_dtype)
     return _from_blocks(values, matrix.shape).reshape(data.shape)
 
@@ -124,6 +136,11 @@ def _encode(blocks: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> to
 @compilable
 def _scaled(blocks: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return (blocks.float() * scale).to(dtype)
+
+
+@compilable
+def _write_scaled(blocks: torch.Tensor, scale: torch.Tensor, out: torch.Tensor) -> None:
+    out.copy_(blocks.float() * scale)
 
 
 def _as_matrices(x: torch.Tensor, spec: TensorSpec) -> torch.Tensor:

@@ -41,7 +41,7 @@ class Weight:
         return self.codes.dequantize()
 
 
-def weight_operand(quantized: QuantizedTensor) -> Weight:
+def weight_operand(quantized: QuantizedTensor, former: Weight | None = None) -> Weight:
     """`numerics.ops.weight_operand`."""
     return Weight(quantized)
 

@@ -31,12 +31,13 @@ ROW_BLOCK = 64
 
 
 @op
-def weight_operand(quantized: QuantizedTensor) -> Any:
+def weight_operand(quantized: QuantizedTensor, former: Any = None) -> Any:
     """A quantized weight [..., N, K] in the form that products take: here, what it dequantizes to.
 
     It is made once per weight version. Experts' matrices may be stacked: [experts, N, K].
+    former: the operand of an earlier version of this weight, which nothing uses any more; its memory may be used again.
     """
-    return quantized.dequantize()
+    return quantized.dequantize(out=former)
 
 
 @op

@@ -23,10 +23,11 @@ from numerics.spec import TensorSpec
 
 @dataclasses.dataclass(frozen=True)
 class Operand:
-    """What one FP8 parameter multiplies as (`ops.weight_operand`), and the weight version it was made from."""
+    """What one FP8 parameter multiplies as (`ops.weight_operand`), and the weight version it was made from; None: none
+    that is whole, its memory waits for the next."""
 
     value: Any
-    version: str
+    version: str | None
 
 
 class ServedWeights:
@@ -57,7 +58,7 @@ class ServedWeights:
     def invalidate(self) -> None:
         """The parameters are being written: nothing may be computed with them until `commit`."""
         self.version = None
-        self._operands.clear()
+        self._operands = {parameter: Operand(held.value, None) for parameter, held in self._operands.items()}
 
     def check(self) -> None:
         """Raises `RuntimeError` between an update and its commit."""
@@ -73,7 +74,7 @@ class ServedWeights:
         Raises `RuntimeError` if there is none of that version.
         """
         entry = self._operands.get(parameter)
-        if entry is None or entry.version != self.version:
+        if entry is None or entry.version is None or entry.version != self.version:
             found = entry.version if entry is not None else None
             raise RuntimeError(
                 f"fp8rl plugin: a forward asked for weights of version {self.version}, and this parameter's "
@@ -89,7 +90,9 @@ class ServedWeights:
         """
         for parameter, scale_inv in _quantized_parameters(self._loaded()[0]):
             quantized = QuantizedTensor(parameter.detach(), scale_inv.detach(), self._spec)
-            self._operands[parameter] = Operand(ops.weight_operand(quantized), version)
+            former = self._operands.get(parameter)
+            value = ops.weight_operand(quantized, former.value if former else None)
+            self._operands[parameter] = Operand(value, version)
         self.version = version
         return self.manifest()
 
@@ -99,7 +102,8 @@ class ServedWeights:
         names, parameters, views = zip(*hf_tensors(model, definition.tensors, self._spec.group), strict=True)
         entries = dict(zip(names, tensor_digests(views), strict=True))
         for name, parameter in zip(names, parameters, strict=True):
-            if operand := self._operands.get(parameter):
+            operand = self._operands.get(parameter)
+            if operand is not None and operand.version is not None:
                 entries[name] += f"@{operand.version}"
         return entries
 

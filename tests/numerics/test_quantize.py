@@ -185,6 +185,16 @@ def test_leading_dimensions_are_more_rows_or_more_matrices():
     assert quantize(x, TensorSpec()).scale_inv.shape == (3, 128, 2)
 
 
+@settings(max_examples=30, deadline=None)
+@given(st.integers(1, 3), st.integers(1, 260), st.integers(1, 390), st.sampled_from(ALL_SPECS), st.booleans())
+def test_memory_that_is_used_again_holds_the_same_values(matrices, rows, columns, spec, wide):
+    x = torch.randn(matrices, rows, columns)
+    result, dtype = quantize(x, spec), torch.float32 if wide else torch.bfloat16
+    out = torch.full(x.shape, math.nan, dtype=dtype)
+    assert result.dequantize(out=out) is out
+    assert torch.equal(out, result.dequantize(dtype))
+
+
 @pytest.mark.parametrize("format", ("e4m3", "e5m2"))
 @pytest.mark.parametrize("shape", ((1, 128), (5, 256), (128, 128), (300, 384)))
 def test_fast_paths_equal_the_quantizer(shape, format):
@@ -220,6 +230,7 @@ def results():
                 yield q.data.float()  # the sign of a NaN's code is not defined
                 yield q.scale_inv
                 yield q.dequantize()
+                yield q.dequantize(out=torch.empty(shape, dtype=q.dequantize().dtype))
                 yield torch.tensor(list(tensor_digest(q.data.float().nan_to_num()).encode()))
 plain = list(results())
 compiles = enable_compiler()

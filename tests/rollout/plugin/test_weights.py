@@ -103,8 +103,11 @@ def test_a_commit_refreshes_and_a_forward_waits_for_it(served: ServedWeights, mo
     load(model, NEW)
     with pytest.raises(RuntimeError, match=r"version None.*version None.*not committed"):
         served.operand(w13)
+    assert not any("@" in entry for entry in served.manifest().values()), "no operand counts before its commit"
+    place = served._operands[w13].value.data_ptr()
     assert sent(NEW, "1").differences(served.commit("1")) == []
     assert torch.equal(served.operand(w13), dequantized_w13(NEW))
+    assert served.operand(w13).data_ptr() == place, "new memory takes longer to get than to fill"
     assert not torch.equal(dequantized_w13(OLD), dequantized_w13(NEW))
 
 
