@@ -135,11 +135,11 @@ def attribute(
             raise UserError(f"--out: found the directory {page}, expected a page to write. Add its name.")
         with interruptible():
             found = attribute_offline(named, quick=quick, say=progress.print)
-        write_page(found, named.name, page)
+        write_page(found, named.name, page, named.compared)
     if as_json:
         print(json.dumps(found.to_dict(), indent=1))
     else:
-        Console(highlight=False).print(rendered(found), f"\nreport   {page}", soft_wrap=True)
+        Console(highlight=False).print(rendered(found, named.compared), f"\nreport   {page}", soft_wrap=True)
         if quick and named.numerics.mode == "native":
             Console(highlight=False).print("left out  quantization and op definitions (--quick)")
 

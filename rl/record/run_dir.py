@@ -76,6 +76,11 @@ class RunDir:
         return self.path / "events.jsonl"
 
     @property
+    def sessions(self) -> Path:
+        """Two JSON objects for each time that the run was started: at its start, and at its end."""
+        return self.path / "sessions.jsonl"
+
+    @property
     def capsules(self) -> Path:
         return self.path / "capsules"
 

@@ -44,6 +44,13 @@ def _learning(rows: Sequence[Row]) -> list[Chart]:
             "fraction solved",
             range=[0, 1.02],
         ),
+        _chart(
+            "Groups of equal rewards",
+            "All right or all wrong: no advantage, nothing to learn from.",
+            [_trace(rows, "rollout/equal_reward_groups", "share")],
+            "fraction of groups",
+            range=[0, 1.02],
+        ),
         _chart("Response length", "Generated tokens per trajectory.", length, "tokens", rangemode="tozero"),
     ]
 
@@ -140,7 +147,9 @@ def _sync(rows: Sequence[Row]) -> list[Chart]:
         _trace(rows, "sync/mismatched_tensors", "mismatched", color="bad"),
     ]
     sent = [_trace(rows, "sync/bytes", "bytes", scale=lambda value: value / MIB)]
-    seconds = [_trace(rows, "sync/seconds", "sync")]
+    # The first one also compiles and maps memory: next to it the others would be a flat line.
+    seconds = [_trace(rows[1:], "sync/seconds", "sync")]
+    first = f" The first took {rows[0]['sync/seconds']:.2f} s." if rows and "sync/seconds" in rows[0] else ""
     return [
         _chart(
             "Tensors",
@@ -149,7 +158,7 @@ def _sync(rows: Sequence[Row]) -> list[Chart]:
             "tensors",
             rangemode="tozero",
         ),
-        _chart("Duration", "Digests and verification included.", seconds, "seconds", rangemode="tozero"),
+        _chart("Duration", f"Digests and verification included.{first}", seconds, "seconds", rangemode="tozero"),
         _chart("Bytes sent", "Weights sent to one engine per sync.", sent, "MiB", rangemode="tozero"),
     ]
 
@@ -222,7 +231,16 @@ def _trace(
 
 def _chart(title: str, note: str, traces: Sequence[dict[str, Any]], y_title: str, **y: Any) -> Chart:
     shown = [trace for trace in traces if trace["x"]]
-    return {"title": title, "note": note, "traces": shown, "y": {"title": y_title, **y}}
+    return {"title": title, "note": note, "traces": shown, "y": {"title": y_title, **_around_constant(shown), **y}}
+
+
+def _around_constant(traces: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Axis settings for curves that are one level line; plotly's own reach from far below zero to far above."""
+    values = {value for trace in traces for value in trace["y"]}
+    if len(values) != 1 or any(trace["kind"] == "bars" for trace in traces):
+        return {}
+    (value,) = values
+    return {"range": [-0.02, 1]} if value == 0 else {"range": sorted([-0.02 * value, 1.25 * value])}
 
 
 def _room_above_zero(traces: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 from numerics.errors import UserError
 from numerics.files import check_writable
@@ -15,6 +18,7 @@ from rl.record.metrics import metric
 from rl.record.metrics_log import metrics_found
 from rl.record.rollouts import rollouts_found, shown
 from rl.record.run_dir import RunDir
+from rl.record.sessions import Session, sessions_found
 from rl.report import page
 from rl.report.charts import sections
 from rl.report.summary import Row, RunSummary, summarize, verdict
@@ -42,7 +46,8 @@ def write_report(run_dir: str | Path) -> tuple[Path, list[str]]:
         )
     events, bad_events = events_found(run.events)
     samples = [(step, *rollouts_found(run.rollouts(step))) for step in _shown_steps(run)]
-    files = [(run.metrics, bad_rows), (run.events, bad_events)]
+    sessions, bad_sessions = sessions_found(run.sessions)
+    files = [(run.metrics, bad_rows), (run.events, bad_events), (run.sessions, bad_sessions)]
     damage = _damage([*files, *((run.rollouts(step), bad) for step, _, bad in samples)])
     summary = summarize(rows, events)
     charts = sections(rows)
@@ -52,10 +57,11 @@ def write_report(run_dir: str | Path) -> tuple[Path, list[str]]:
         [chart for _, group in charts for chart in group],
         kind="run report",
         name=run.name,
-        verdict=verdict(summary) + damage,
+        verdict=verdict(summary) + _early(summary, spec, sessions) + damage,
         tiles=_tiles(summary),
         sections=charts,
         events=events,
+        facts=_facts(sessions),
         run=run.path,
         samples=[(step, shown(records)) for step, records, _ in samples],
         metrics=_metric_table(rows),
@@ -72,6 +78,40 @@ def _damage(files: Sequence[tuple[Path, Sequence[BadLine]]]) -> list[str]:
         for path, bad in files
         if bad
     ]
+
+
+def _early(summary: RunSummary, spec: str, sessions: Sequence[Session]) -> list[str]:
+    """That the run has not got to its last step, if so, and why."""
+    wanted = _steps_of(spec)
+    if wanted is None or summary.steps >= wanted:
+        return []
+    if sessions and sessions[-1].ended is not None:
+        return [f"It ended after step {summary.steps} of {wanted}: {sessions[-1].why or 'its spec has been changed'}."]
+    return [f"It stands at step {summary.steps} of {wanted}: it is still running, or was killed."]
+
+
+def _steps_of(spec: str) -> int | None:
+    """`run.steps` of the spec's text, which may be damaged."""
+    try:
+        steps = yaml.safe_load(spec)["run"]["steps"]
+    except (yaml.YAMLError, TypeError, KeyError, ValueError, RecursionError):
+        return None
+    return steps if isinstance(steps, int) else None
+
+
+def _facts(sessions: Sequence[Session]) -> list[tuple[str, str]]:
+    """Where and with what the run was made: name and value, of each start."""
+    facts = []
+    for session in sessions:
+        seconds = "no end recorded" if session.seconds is None else f"{session.seconds:,.0f} s"
+        started = datetime.fromtimestamp(session.started).astimezone()
+        facts += [
+            ("Started", f"{started:%Y-%m-%d %H:%M:%S %Z}, wall time {seconds}{session.why and ': ' + session.why}"),
+            ("Machine", session.machine),
+            ("Commit", session.commit or "not a git repository"),
+            ("Versions", ", ".join(f"{name} {version}" for name, version in session.versions.items())),
+        ]
+    return facts
 
 
 def _tiles(summary: RunSummary) -> list[dict[str, str]]:
@@ -94,6 +134,9 @@ def _tiles(summary: RunSummary) -> list[dict[str, str]]:
         tiles.append(
             _tile("Weight syncs verified", f"{summary.verified_syncs} / {summary.syncs}", below, summary.sync_standing)
         )
+    if summary.equal_reward_groups is not None:
+        share = format_percent(summary.equal_reward_groups)
+        tiles.append(_tile("Groups of equal rewards", share, "of all groups: they teach nothing"))
     seconds = "" if summary.step_seconds is None else f"{summary.step_seconds:.2f} s median"
     tiles.append(_tile("Steps", f"{summary.steps}", seconds))
     return tiles

@@ -14,6 +14,9 @@ Tone = Literal["good", "bad", "neutral"]
 
 ABS_DIFF_MAX = "mismatch/train_rollout_logprob_abs_diff_max"
 ABS_DIFF_MEAN = "mismatch/train_rollout_logprob_abs_diff_mean"
+EQUAL = "rollout/equal_reward_groups"
+_COMPARED = {ABS_DIFF_MAX, ABS_DIFF_MEAN, "mismatch/exact_frac", "mismatch/tokens"}
+"""What a row of a step has that was compared, whole or not at all; a damaged one may lack some."""
 
 
 @dataclass(frozen=True)
@@ -25,6 +28,7 @@ class RunSummary:
         accuracy_before, accuracy_after: first and last held-out accuracy, None unless there are two evaluations.
         accuracy_after_step: the step of the last one.
         reward_first, reward_last: mean reward of the first and the last step.
+        equal_reward_groups: share of groups whose rewards were all equal, over all steps.
         compared_steps: steps with a mismatch measurement.
         compared_tokens: sampled tokens with a finite difference d, over all steps.
         nonfinite_tokens: sampled tokens without one.
@@ -45,6 +49,7 @@ class RunSummary:
     accuracy_after_step: int | None
     reward_first: float | None
     reward_last: float | None
+    equal_reward_groups: float | None
     compared_steps: int
     compared_tokens: int
     nonfinite_tokens: int
@@ -86,7 +91,8 @@ def summarize(rows: Sequence[Row], events: Sequence[Event] = ()) -> RunSummary:
     steps = [row for row in rows if row["step"] > 0]
     evaluations = [row for row in rows if "eval/accuracy" in row]
     rewards = [row["rollout/reward_mean"] for row in steps if "rollout/reward_mean" in row]
-    compared = [row for row in steps if ABS_DIFF_MAX in row]
+    equal = [row[EQUAL] for row in steps if EQUAL in row]
+    compared = [row for row in steps if _COMPARED <= row.keys()]
     tokens = sum(int(row["mismatch/tokens"]) for row in compared)
     worst = max(compared, key=lambda row: row[ABS_DIFF_MAX], default=None)
     syncs = [row for row in rows if "sync/verified_tensors" in row]
@@ -98,6 +104,7 @@ def summarize(rows: Sequence[Row], events: Sequence[Event] = ()) -> RunSummary:
         accuracy_after_step=evaluations[-1]["step"] if evaluations else None,
         reward_first=rewards[0] if rewards else None,
         reward_last=rewards[-1] if rewards else None,
+        equal_reward_groups=statistics.fmean(equal) if equal else None,
         compared_steps=len(compared),
         compared_tokens=tokens,
         nonfinite_tokens=sum(int(row.get("mismatch/nonfinite_count", 0)) for row in steps),

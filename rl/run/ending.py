@@ -27,6 +27,7 @@ def finish(run: Run, stopped: str = "") -> None:
     summary = summarize(read_metrics(run.files.metrics), read_events(run.files.events))
     values = {key: value for key, value in dataclasses.asdict(summary).items() if value is not None}
     run.tracker.finish({f"summary/{key}": value for key, value in values.items()}, exit_code=STOPPED if stopped else 0)
+    run.end(stopped)
     report, _ = write_report(run.files.path)
     say = run.console.note
     say("")

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -18,6 +19,7 @@ from rl.record.console import StepConsole
 from rl.record.events import Event, append_event, cut_events
 from rl.record.log import run_log
 from rl.record.run_dir import RunDir
+from rl.record.sessions import Session, append_session, this_session
 from rl.record.tracking import WANDB_LOST, Tracker
 from rl.record.wandb_run import WandbRun
 from rl.run.checkpoints import with_older
@@ -44,6 +46,7 @@ class Run:
         step: the one that is under way, 0 before the first.
         manifest: digests of the weights that the engines hold, as the last sync verified them.
         mended: how often something was mended in this step, by metric.
+        session: this start of it.
     """
 
     experiment: Experiment
@@ -54,6 +57,7 @@ class Run:
     console: StepConsole
     step: int
     _closing: Closing
+    session: Session
     manifest: Path | None = None
     mended: Counter[str] = field(default_factory=Counter)
 
@@ -99,8 +103,10 @@ class Run:
                 tracker=closing.enter_context(tracker),
                 console=console,
                 step=resume_step or 0,
+                session=this_session(),
                 _closing=closing.pop_all(),
             )
+            append_session(files.sessions, run.session)
             wandb_run.lost = partial(run.note_mended, WANDB_LOST, 1)
             if resume_step is not None:
                 run.note_mended(RESUMED, 1, f"resumed after step {resume_step}")
@@ -112,7 +118,17 @@ class Run:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._closing.__exit__(kind, error, trace)
+        try:
+            if kind is not None:
+                self.end("an interrupt" if kind is KeyboardInterrupt else f"{kind.__name__}: {error}".splitlines()[0])
+        finally:
+            self._closing.__exit__(kind, error, trace)
+
+    def end(self, why: str = "") -> None:
+        """Record the end of this start; why: what came before the last step. A second call does nothing."""
+        if self.session.ended is None:
+            self.session = replace(self.session, ended=time.time(), why=why)
+            append_session(self.files.sessions, self.session)
 
     @property
     def capsule(self) -> str:

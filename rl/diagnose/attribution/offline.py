@@ -14,7 +14,7 @@ from numerics.errors import user_error
 from numerics.reading import check_path
 from rl.diagnose.attribution.attribute import Pair, attribute
 from rl.diagnose.attribution.result import Attribution
-from rl.diagnose.calibration import ANSWERS, calibration_prompts, sampled_batch
+from rl.diagnose.calibration import ANSWERS, LONG_PROMPTS, LONG_TOKENS, calibration_prompts, sampled_batch
 from rl.experiment import Experiment, read_resolved
 from rl.guard.capsule import read_capsule
 from rl.guard.standing import Standing
@@ -39,6 +39,17 @@ class Subject:
     numerics: NumericsConfig
     checkpoint: Path | None = None
     batch: TokenBatch | None = None
+
+    @property
+    def compared(self) -> str:
+        """Why |d| of the batch is not that of the run, if it is sampled anew."""
+        if self.batch is not None:
+            return ""
+        return (
+            f"Sampled anew, at the weights of now: answers to problems of the run, and to {LONG_PROMPTS} prompts of up "
+            f"to {LONG_TOKENS} tokens made of several of them. Over more tokens attention adds in more pieces, so in "
+            "native mode |d| grows with the length: compare it with the run's at short positions only."
+        )
 
 
 def read_subject(path: Path) -> Subject:

@@ -21,8 +21,11 @@ Chart = dict[str, Any]
 """`title`, `note`, `kind` (heat or bars), `x`, `y`, and for heat maps `z` (log10 or null) and `text` (on hovering)."""
 
 
-def write_page(attribution: Attribution, name: str, path: Path) -> None:
-    """Write the page of the run or capsule `name` to `path`, and the attribution as JSON beside it."""
+def write_page(attribution: Attribution, name: str, path: Path, compared: str = "") -> None:
+    """Write the page of the run or capsule `name` to `path`, and the attribution as JSON beside it.
+
+    compared: a sentence on the batch, if it is not the run's own.
+    """
     write_atomically(path.with_suffix(".json"), json.dumps(attribution.to_dict(), indent=1, allow_nan=False) + "\n")
     charts = [chart for chart in (_op_map(attribution), _expert_map(attribution), _positions(attribution)) if chart]
     page.write_page(
@@ -31,7 +34,7 @@ def write_page(attribution: Attribution, name: str, path: Path) -> None:
         charts,
         kind="attribution",
         name=name,
-        verdict=[headline(attribution)],
+        verdict=[headline(attribution), *filter(None, [compared])],
         findings=attribution.findings,
         causes=attribution.causes,
         ops=[op for op in attribution.ops if op.relative_rms],
@@ -40,8 +43,8 @@ def write_page(attribution: Attribution, name: str, path: Path) -> None:
 
 def _op_map(attribution: Attribution) -> Chart | None:
     """Layers by ops; the ops outside the layers stand in rows of their own, and the drift of the stream beside them."""
-    if not attribution.ops:
-        return None
+    if not any(op.relative_rms for op in attribution.ops) and not any(attribution.stream):
+        return None  # in native mode nothing is traced; a map of zeros shows nothing
     found = {(op.layer, op.op): op for op in attribution.ops}
     ops = list(dict.fromkeys(op.op for op in attribution.ops))
     layers = sorted({layer for layer, _ in found if layer is not None})
@@ -61,7 +64,7 @@ def _op_map(attribution: Attribution) -> Chart | None:
 
 
 def _expert_map(attribution: Attribution) -> Chart | None:
-    if not attribution.experts:
+    if not any(expert.relative_rms for expert in attribution.experts):
         return None
     found = {(expert.layer, expert.expert): expert.relative_rms for expert in attribution.experts}
     layers, experts = sorted({layer for layer, _ in found}), sorted({expert for _, expert in found})
@@ -77,7 +80,7 @@ def _expert_map(attribution: Attribution) -> Chart | None:
 
 
 def _positions(attribution: Attribution) -> Chart | None:
-    if not attribution.positions:
+    if not any(bucket.abs_diff_mean for bucket in attribution.positions):
         return None
     return {
         "title": "By position",

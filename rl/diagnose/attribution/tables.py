@@ -15,9 +15,15 @@ SHOWN_OPS = 12
 SHOWN_EXPERTS = 8
 
 
-def rendered(attribution: Attribution) -> RenderableType:
-    """Findings, causes, and the ops and experts that differ most."""
-    parts = [_findings(attribution), _causes(attribution), _ops(attribution), _experts(attribution)]
+def rendered(attribution: Attribution, compared: str = "") -> RenderableType:
+    """Findings, causes, and the ops and experts that differ most; compared: a sentence on the batch."""
+    parts = [
+        _findings(attribution),
+        Text(compared) if compared else None,
+        _causes(attribution),
+        _ops(attribution),
+        _experts(attribution),
+    ]
     lines = [line for part in parts if part is not None for line in (Text(), part)]
     return Group(*lines[1:])
 

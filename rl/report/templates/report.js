@@ -25,6 +25,8 @@
       yaxis: { ...axis, title: { text: title, standoff: 8 }, exponentformat: "power", minexponent: 3, ...y },
       annotations: [], shapes: [],
     };
+    const last = Math.max(...chart.traces.flatMap((trace) => trace.x));
+    if (last <= 10) Object.assign(result.xaxis, { tick0: 0, dtick: 1 });  // halves would round to one step twice
     if (chart.annotation) {
       result.annotations.push({
         text: chart.annotation, showarrow: false, xref: "paper", yref: "paper", x: 0.5, y: 0.55,

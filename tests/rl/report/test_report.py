@@ -1,5 +1,6 @@
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from numerics.files import write_atomically
 from rl.record.events import Event, append_event
 from rl.record.metrics_log import MetricsLog
 from rl.record.run_dir import RunDir
+from rl.record.sessions import Session, append_session
 from rl.report.charts import sections
 from rl.report.report import write_report
 from tests.support.paths import new_run
@@ -195,4 +197,36 @@ def test_interventions_are_listed_with_their_capsules(tmp_path: Path) -> None:
     append_event(run.events, Event(1, "train/loss", None, "not finite", "skip_step", "capsules/step_1", "because <b>"))
     page = page_of(run)
     assert "1 intervention, 0 steps not trained on. The first, step 1: because &lt;b&gt;." in page
-    assert f"fp8rl replay {run.path}/capsules/step_1" in page
+    assert f"fp8rl rescore {run.path}/capsules/step_1" in page
+
+
+def test_a_run_that_ended_early_says_so_and_where_it_ran(tmp_path: Path) -> None:
+    run = make_run(tmp_path, {step: step_metrics(step) for step in (1, 2)})
+    run.experiment.write_text(yaml.safe_dump({**SPEC, "run": {"name": "demo", "steps": 9}}))
+    page, _ = write_report(run.path)
+    assert "It stands at step 2 of 9: it is still running, or was killed." in page.read_text()
+    session = Session(1e9, "node: 2 cores of a CPU, 24 GiB", {"python": "3.11", "sglang": "0.5"}, "abc123+")
+    append_session(run.sessions, session)
+    append_session(run.sessions, replace(session, ended=1e9 + 75.4, why="train/loss: a gate"))
+    text = write_report(run.path)[0].read_text()
+    assert "It ended after step 2 of 9: train/loss: a gate." in text
+    for fact in ("node: 2 cores of a CPU, 24 GiB", "python 3.11, sglang 0.5", "abc123+", "wall time 75 s"):
+        assert fact in text
+    run.experiment.write_text(yaml.safe_dump({**SPEC, "run": {"name": "demo", "steps": 2}}))
+    assert "It ended" not in write_report(run.path)[0].read_text()
+
+
+def test_the_share_of_groups_that_teach_nothing_is_shown(tmp_path: Path) -> None:
+    rows = {
+        step: {**step_metrics(step), "rollout/equal_reward_groups": share} for step, share in ((1, 0.75), (2, 0.25))
+    }
+    text = write_report(make_run(tmp_path, rows).path)[0].read_text()
+    assert re.search(r"Groups of equal rewards</div>\s*<div class=\"value\">50", text)
+
+
+def test_level_curves_and_a_slow_first_sync_leave_the_others_readable() -> None:
+    rows = [{"step": step, "sync/seconds": 9.0 if step == 0 else 0.5, "rollout/reward_mean": 0.4} for step in range(4)]
+    charts = {chart["title"]: chart for _, group in sections(rows) for chart in group}
+    assert charts["Duration"]["traces"][0]["x"] == [1, 2, 3] and "The first took 9.00 s" in charts["Duration"]["note"]
+    low, high = charts["Reward"]["y"]["range"]
+    assert -0.1 < low < 0 and 0.4 < high < 0.6

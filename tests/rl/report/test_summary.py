@@ -37,6 +37,7 @@ def test_a_run_that_agrees_bit_for_bit() -> None:
         accuracy_after_step=3,
         reward_first=0.51,
         reward_last=0.53,
+        equal_reward_groups=None,
         compared_steps=3,
         compared_tokens=300,
         nonfinite_tokens=0,

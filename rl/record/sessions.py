@@ -1,0 +1,97 @@
+"""sessions.jsonl: each start of a run and how it ended, on which machine and with what code.
+
+A session that was killed has a start and no end.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import json
+import os
+import platform
+import subprocess
+import time
+from pathlib import Path
+
+import psutil
+import torch
+from pydantic import TypeAdapter
+
+from numerics.reading import BadLine, json_lines
+
+LIBRARIES = ("fp8rl", "sglang", "megatron-core", "mbridge", "torch", "ray", "transformers")
+_REPOSITORY = Path(__file__).parents[2]
+
+
+@dataclasses.dataclass(frozen=True)
+class Session:
+    """started, ended: seconds since 1970; ended is None while it lives, and for ever if it was killed.
+
+    machine: what it is, in words. versions: of `LIBRARIES` and of Python. commit: of the code, if it lies in a git
+    repository, with `+` for changes that are not committed. why: what ended it before its last step, empty if nothing
+    did.
+    """
+
+    started: float
+    machine: str
+    versions: dict[str, str]
+    commit: str | None
+    ended: float | None = None
+    why: str = ""
+
+    @property
+    def seconds(self) -> float | None:
+        """How long it took, if it has ended."""
+        return None if self.ended is None else self.ended - self.started
+
+
+_SESSION = TypeAdapter(Session)
+
+
+def this_session() -> Session:
+    """One that starts now, here."""
+    versions = {name: importlib.metadata.version(name) for name in LIBRARIES}
+    return Session(time.time(), _machine(), {"python": platform.python_version(), **versions}, _commit())
+
+
+def append_session(path: Path, session: Session) -> None:
+    """A line for its start, another one for its end: one unbuffered write each, there whole or not at all."""
+    with path.open("ab", buffering=0) as file:
+        file.write((json.dumps(dataclasses.asdict(session), allow_nan=False) + "\n").encode())
+        os.fsync(file.fileno())
+
+
+def sessions_found(path: Path) -> tuple[list[Session], list[BadLine]]:
+    """In order, each as its last line says, and the lines that cannot be used."""
+    lines, bad = json_lines(path, "sessions", _SESSION.validate_python)
+    return list({session.started: session for session in lines}.values()), bad
+
+
+def _machine() -> str:
+    memory = f"{psutil.virtual_memory().total / 2**30:.0f} GiB"
+    cores = f"{len(os.sched_getaffinity(0))} cores of {_processor()}"
+    gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    return ", ".join([f"{platform.node()}: {cores}", memory, *(f"{gpus.count(name)} {name}" for name in set(gpus))])
+
+
+def _processor() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.machine()
+
+
+def _commit() -> str | None:
+    if not (_REPOSITORY / ".git").exists():
+        return None
+    commit, changes = _git("rev-parse", "HEAD"), _git("status", "--porcelain")
+    return None if not commit else commit[:12] + "+" * bool(changes)
+
+
+def _git(*arguments: str) -> str | None:
+    try:
+        done = subprocess.run(["git", "-C", _REPOSITORY, *arguments], capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
