@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import secrets
 import socket
 import subprocess
@@ -27,6 +28,7 @@ from rollout.scratch import make_scratch, remove_scratch, sweep
 from rollout.types import Endpoint
 
 _GRACE_S = 4.0
+_FIRST_PORT = 16000
 """Time for an orderly exit before the remaining processes are killed."""
 
 
@@ -210,10 +212,12 @@ def _group(process: psutil.Process) -> int:
 
 def _claim_port(port: int | None) -> int:
     """`port` if nobody listens there, or a free one for None."""
+    if port is None:
+        return _free_port()
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            probe.bind(("127.0.0.1", port or 0))
+            probe.bind(("127.0.0.1", port))
         except OSError:
             raise user_error(
                 "rollout.port",
@@ -221,4 +225,17 @@ def _claim_port(port: int | None) -> int:
                 expected="a free port, but another program listens there",
                 remedy="Choose another one, or null for any free one.",
             ) from None
-        return probe.getsockname()[1]
+    return port
+
+
+def _free_port() -> int:
+    """One that stays free while the server imports: outgoing connections get theirs from above these."""
+    first_outgoing = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    for port in random.SystemRandom().sample(range(_FIRST_PORT, max(first_outgoing, _FIRST_PORT + 1000)), 100):
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return port
+    raise EngineError(f"found 100 ports from {_FIRST_PORT} on taken, expected a free one. Set rollout.port")

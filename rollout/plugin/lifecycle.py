@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +32,6 @@ def after_load_model(result: Any, self: Any, *args: Any, **kwargs: Any) -> None:
         enable_compiler()
     definition = read_model(Path(self.server_args.model_path), served=True)
     current.weights.attach(self.model, definition, self.server_args.weight_version)
-    gc.freeze()  # a flush collects garbage on a CPU, and would walk through all that the imports have made: 0.3 s
 
 
 def before_forward(*args: Any, **kwargs: Any) -> None:
