@@ -102,8 +102,10 @@ def doctor(
 
         loaded = load_experiment(spec, overrides or []) if spec else None
         numerics = loaded.numerics_config() if loaded else NumericsSection().config(tp=1)
-        diagnosis = judge(gather(numerics), numerics)
+        progress = Console(stderr=True, highlight=False)
+        diagnosis = judge(gather(numerics, progress.print), numerics)
         if loaded:
+            progress.print("checking model, data and sizes of the spec")
             diagnosis = with_conditions(diagnosis, loaded)
     if as_json:
         print(to_json(diagnosis))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from numerics.errors import UserError
-from rl.diagnose.doctor.judge import Diagnosis, Finding
+from rl.diagnose.doctor.judge import Diagnosis, Remark
 from rl.experiment import Experiment
 
 
@@ -19,6 +19,6 @@ def with_conditions(diagnosis: Diagnosis, experiment: Experiment) -> Diagnosis:
         check(experiment)
     except UserError as error:
         said = (error.key, error.found, error.expected, error.remedy)
-        finding = Finding(True, *(said if error.key else ("spec", str(error), "one that a run accepts", "Correct it.")))
-        return replace(diagnosis, findings=(finding, *diagnosis.findings))
+        remark = Remark(True, *(said if error.key else ("spec", str(error), "one that a run accepts", "Correct it.")))
+        return replace(diagnosis, remarks=(remark, *diagnosis.remarks))
     return diagnosis

@@ -37,7 +37,7 @@ _INSTALL = {"cpu": "Run `make install`.", "cuda": "Run `make install-gpu`, or us
 
 
 @dataclass(frozen=True)
-class Finding:
+class Remark:
     """blocks: the spec cannot run before it is mended; the others cost speed, or are not known to work."""
 
     blocks: bool
@@ -77,16 +77,16 @@ class Diagnosis:
     spec_digest: str
     sides: tuple[Side, Side]
     features: tuple[Features, ...]
-    findings: tuple[Finding, ...]
+    remarks: tuple[Remark, ...]
 
     @property
     def ok(self) -> bool:
-        return not any(finding.blocks for finding in self.findings)
+        return not any(remark.blocks for remark in self.remarks)
 
 
 def judge(machine: Machine, numerics: NumericsConfig) -> Diagnosis:
     """Where both sides of `numerics` run on `machine`, and every obstacle, the gravest first."""
-    findings = [
+    remarks = [
         *_of_the_install(machine, numerics),
         *_of_the_gpus(machine),
         *_of_the_compilers(machine),
@@ -99,7 +99,7 @@ def judge(machine: Machine, numerics: NumericsConfig) -> Diagnosis:
         numerics.spec.digest(),
         (_trainer(machine, numerics), _engine(machine, numerics)),
         tuple(features(gpu, machine.torch_cuda) for gpu in machine.gpus),
-        tuple(sorted(findings, key=lambda finding: not finding.blocks)),
+        tuple(sorted(remarks, key=lambda remark: not remark.blocks)),
     )
 
 
@@ -151,39 +151,39 @@ def _value(arguments: list[str], option: str) -> str | None:
     return arguments[arguments.index(option) + 1] if option in arguments else None
 
 
-def _of_the_install(machine: Machine, numerics: NumericsConfig) -> Iterator[Finding]:
+def _of_the_install(machine: Machine, numerics: NumericsConfig) -> Iterator[Remark]:
     device = _device(machine)
     for name in (*_ALWAYS, *(_WITH_GPU if machine.torch_sees else ())):
         version, wanted = machine.libraries.get(name), machine.wanted.get(name, "")
         if version is None:
-            yield Finding(True, name, "not installed", wanted or "installed", _INSTALL[device])
+            yield Remark(True, name, "not installed", wanted or "installed", _INSTALL[device])
         elif not SpecifierSet(wanted).contains(version, prereleases=True):
-            yield Finding(name in _PATCHED, name, version, wanted, _INSTALL[device])
+            yield Remark(name in _PATCHED, name, version, wanted, _INSTALL[device])
     if machine.torch_sees and numerics.mode == "native":
         yield from _of_transformer_engine(machine)
     stubs = machine.libraries.get("fp8rl-cpu-stubs") is not None
     if machine.torch_sees and stubs:
         expected = "SGLang's own kernels, beside a GPU"
-        yield Finding(True, "fp8rl-cpu-stubs", "installed", expected, "Run `pip uninstall fp8rl-cpu-stubs`.")
+        yield Remark(True, "fp8rl-cpu-stubs", "installed", expected, "Run `pip uninstall fp8rl-cpu-stubs`.")
     if not machine.torch_sees and not stubs:
         expected = "the stand-ins for SGLang's CUDA kernels, without which its CPU engine does not start"
-        yield Finding(True, "fp8rl-cpu-stubs", "not installed", expected, _INSTALL["cpu"])
+        yield Remark(True, "fp8rl-cpu-stubs", "not installed", expected, _INSTALL["cpu"])
 
 
-def _of_transformer_engine(machine: Machine) -> Iterator[Finding]:
+def _of_transformer_engine(machine: Machine) -> Iterator[Remark]:
     """Without it native mode's trainer runs on Megatron-core's own ops and emulates FP8."""
     (name, extension), wanted = _TE, machine.wanted.get(_TE[0], "")
     version = machine.libraries.get(name)
     if version is None:
         expected = f"{wanted}; FP8 is emulated without it, which is slow"
-        yield Finding(False, name, "not installed", expected, _INSTALL["cuda"])
+        yield Remark(False, name, "not installed", expected, _INSTALL["cuda"])
     elif machine.libraries.get(extension) is None:
-        yield Finding(True, extension, "not installed", f"{version}, as {name} is", _INSTALL["cuda"])
+        yield Remark(True, extension, "not installed", f"{version}, as {name} is", _INSTALL["cuda"])
     elif not SpecifierSet(wanted).contains(version, prereleases=True):
-        yield Finding(False, name, version, wanted, _INSTALL["cuda"])
+        yield Remark(False, name, version, wanted, _INSTALL["cuda"])
 
 
-def _of_the_gpus(machine: Machine) -> Iterator[Finding]:
+def _of_the_gpus(machine: Machine) -> Iterator[Remark]:
     if not machine.gpus or machine.torch_sees:
         return
     found = f"{len(machine.gpus)} x {machine.gpus[0].name}, which torch does not see: the run stays on the CPU"
@@ -194,31 +194,31 @@ def _of_the_gpus(machine: Machine) -> Iterator[Finding]:
         expected, remedy = f"a driver for CUDA {machine.torch_cuda}, as torch is built for", "Update the driver."
     else:
         expected, remedy = "GPUs that torch can use", "Look at CUDA_VISIBLE_DEVICES, and at what the container may use."
-    yield Finding(False, "gpu", found, expected, remedy)
+    yield Remark(False, "gpu", found, expected, remedy)
 
 
-def _of_the_compilers(machine: Machine) -> Iterator[Finding]:
+def _of_the_compilers(machine: Machine) -> Iterator[Remark]:
     if machine.torch_sees:
         if machine.cc is None:
-            yield Finding(True, "C compiler", "none", "gcc or clang, for Triton's launchers", "Install gcc, or set CC.")
+            yield Remark(True, "C compiler", "none", "gcc or clang, for Triton's launchers", "Install gcc, or set CC.")
         if machine.nvcc is None:
             expected = "nvcc, with which SGLang makes some of its kernels as it starts"
-            yield Finding(False, "nvcc", "none", expected, "Install the CUDA toolkit, or set CUDA_HOME.")
+            yield Remark(False, "nvcc", "none", expected, "Install the CUDA toolkit, or set CUDA_HOME.")
     elif machine.compiles is False:
         found = f"torch.compile does not work with {machine.cxx}" if machine.cxx else "none"
-        yield Finding(False, "C++ compiler", found, "one, for speed: the bits are the same", "Install g++, or set CXX.")
+        yield Remark(False, "C++ compiler", found, "one, for speed: the bits are the same", "Install g++, or set CXX.")
 
 
-def _of_the_arithmetic(machine: Machine, numerics: NumericsConfig) -> Iterator[Finding]:
+def _of_the_arithmetic(machine: Machine, numerics: NumericsConfig) -> Iterator[Remark]:
     if numerics.mode != "exact":
         return
     if machine.row_variant is None:
         remedy = "Mend what it says, or set numerics.mode=native."
-        yield Finding(True, "row invariance", f"the probe failed: {machine.probe_error}", "its result", remedy)
+        yield Remark(True, "row invariance", f"the probe failed: {machine.probe_error}", "its result", remedy)
     elif machine.row_variant:
         found = f"a token's result depends on its batch: {', '.join(machine.row_variant)}"
         expected = "row-invariant ops, in exact mode"
-        yield Finding(True, "row invariance", found, expected, "Use another machine, or set numerics.mode=native.")
+        yield Remark(True, "row invariance", found, expected, "Use another machine, or set numerics.mode=native.")
 
 
 def _has_te(machine: Machine) -> bool:
@@ -226,7 +226,7 @@ def _has_te(machine: Machine) -> bool:
     return machine.torch_sees and machine.libraries.get(_TE[0]) is not None
 
 
-def _of_native_mode(machine: Machine, numerics: NumericsConfig) -> Iterator[Finding]:
+def _of_native_mode(machine: Machine, numerics: NumericsConfig) -> Iterator[Remark]:
     """On a GPU the libraries multiply by themselves: whether they can, and what the spec asks of them."""
     gpu = _weakest(machine)
     if gpu is None or numerics.mode != "native":
@@ -234,18 +234,18 @@ def _of_native_mode(machine: Machine, numerics: NumericsConfig) -> Iterator[Find
     can, place = features(gpu, machine.torch_cuda), f"fp8 on {gpu.name} with CUDA {machine.torch_cuda}"
     trainer, remedy = numerics.trainer_spec, "Set it to bf16, or numerics.mode=exact."
     if numerics.rollout_spec.quantized and not can.fp8:
-        yield Finding(True, "numerics.rollout", place, "compute capability 8.9 or higher, for SGLang's kernels", remedy)
+        yield Remark(True, "numerics.rollout", place, "compute capability 8.9 or higher, for SGLang's kernels", remedy)
     if trainer.quantized and _has_te(machine):
         if can.blocks == "no":
             expected = "compute capability 9.0 and CUDA 12.9 or higher, for TransformerEngine's 128-blocks"
-            yield Finding(True, "numerics.trainer", place, expected, remedy)
+            yield Remark(True, "numerics.trainer", place, expected, remedy)
         if can.blocks == "by MX" and trainer.weight.scale != "pow2":
             expected = f"power-of-two scales, as {gpu.name} multiplies 128-blocks as MX"
-            yield Finding(True, "numerics.preset", "FP32 scales", expected, "Set numerics.preset=fp8_block_pow2.")
+            yield Remark(True, "numerics.preset", "FP32 scales", expected, "Set numerics.preset=fp8_block_pow2.")
     try:
         lower(numerics, _has_te(machine))
     except UserError as error:
-        yield Finding(True, error.key, error.found, error.expected, error.remedy)
+        yield Remark(True, error.key, error.found, error.expected, error.remedy)
 
 
 def _numbers(version: str) -> tuple[int, ...]:

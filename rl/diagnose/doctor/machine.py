@@ -10,7 +10,8 @@ import platform
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
@@ -83,15 +84,23 @@ class Machine:
     probe_error: str = ""
 
 
-def gather(numerics: NumericsConfig) -> Machine:
-    """This machine. Takes seconds: a process starts as a trainer's would, and tries the ops."""
+def gather(numerics: NumericsConfig, say: Callable[[str], object]) -> Machine:
+    """This machine. Takes seconds: a process starts as a trainer's would, and tries the ops.
+
+    say: told what is going on.
+    """
+    say("trying the ops as a trainer would start them")
+    probe = _start_probe(numerics)
+    say("looking at libraries, GPUs and compilers")
     torch_sees = torch.cuda.is_available()
     driver, shown = _nvidia_smi()
-    compiles, row_variant, probe_error = _probe(numerics)
+    shown_libraries = {name: _version(name) for name in LIBRARIES}
+    _import_what_conditions_need()
+    compiles, row_variant, probe_error = _answer(probe)
     return Machine(
         python=platform.python_version(),
         system=f"{platform.system()} {platform.machine()}",
-        libraries={name: _version(name) for name in LIBRARIES},
+        libraries=shown_libraries,
         wanted=_specifiers("sglang") | _specifiers("fp8rl"),
         gpus=tuple(_seen(index) for index in range(torch.cuda.device_count())) if torch_sees else shown,
         torch_sees=torch_sees,
@@ -182,18 +191,28 @@ def _nvcc() -> str | None:
     return shutil.which("nvcc") or shutil.which("nvcc", path=f"{home}/bin")
 
 
-def _probe(numerics: NumericsConfig) -> tuple[bool | None, tuple[str, ...] | None, str]:
-    """Whether torch.compile works, the ops that are not row-invariant, and the end of a probe that died.
+def _import_what_conditions_need() -> None:
+    """Two seconds of imports, while the probe is at work. None where they are what is missing."""
+    with suppress(ImportError):
+        from transformers import AutoTokenizer  # noqa: F401
 
-    Under the conditions of a run's processes, one thread each, which must hold before torch is loaded.
-    """
-    command = [sys.executable, "-c", PROBE, json.dumps(numerics.to_dict())]
+
+def _start_probe(numerics: NumericsConfig) -> subprocess.Popen[str]:
+    """Under the conditions of a run's processes, one thread each, which must hold before torch is loaded."""
+    command = [sys.executable, "-P", "-c", PROBE, json.dumps(numerics.to_dict())]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def _answer(probe: subprocess.Popen[str]) -> tuple[bool | None, tuple[str, ...] | None, str]:
+    """Whether torch.compile works, the ops that are not row-invariant, and the end of a probe that died."""
     try:
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PROBE_SECONDS)
+        answered, complained = probe.communicate(timeout=PROBE_SECONDS)
     except subprocess.TimeoutExpired:
+        probe.kill()
+        probe.communicate()
         return None, None, f"no answer within {PROBE_SECONDS} s"
-    if done.returncode != 0:
-        return None, None, (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-    compiles, variant = json.loads(done.stdout.splitlines()[-1])
+    if probe.returncode != 0:
+        return None, None, (complained.strip().splitlines() or [f"exit code {probe.returncode}"])[-1]
+    compiles, variant = json.loads(answered.splitlines()[-1])
     return compiles, tuple(variant), ""

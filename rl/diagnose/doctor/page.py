@@ -9,7 +9,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from rl.diagnose.doctor.judge import Diagnosis, Finding
+from rl.diagnose.doctor.judge import Diagnosis, Remark
 from rl.diagnose.doctor.machine import Machine
 
 SCHEMA = 1
@@ -25,7 +25,7 @@ def to_json(diagnosis: Diagnosis) -> str:
 def rendered(diagnosis: Diagnosis) -> RenderableType:
     """What is installed, what the GPUs can do, where both sides would run, and what is in the way."""
     parts = [_installed(diagnosis.machine), _gpus(diagnosis), _sides(diagnosis)]
-    problems = [_finding(finding) for finding in diagnosis.findings]
+    problems = [_remark(remark) for remark in diagnosis.remarks]
     verdict = "can run here" if diagnosis.ok else "cannot run here yet"
     style = "bold green" if diagnosis.ok else "bold red"
     lines = [line for part in parts if part is not None for line in (part, Text())]
@@ -65,11 +65,9 @@ def _sides(diagnosis: Diagnosis) -> Table:
     return table
 
 
-def _finding(finding: Finding) -> Text:
-    text = Text("obstacle  " if finding.blocks else "warning   ", style="bold red" if finding.blocks else "bold yellow")
-    text.append(
-        f"{finding.key}: found {finding.found}, expected {finding.expected}. {finding.remedy}", style="not bold"
-    )
+def _remark(remark: Remark) -> Text:
+    text = Text("obstacle  " if remark.blocks else "warning   ", style="bold red" if remark.blocks else "bold yellow")
+    text.append(f"{remark.key}: found {remark.found}, expected {remark.expected}. {remark.remedy}", style="not bold")
     return text
 
 

@@ -13,7 +13,7 @@ Agreement = Literal["spec", "bytes", "logprobs"]
 
 @dataclass(frozen=True)
 class Check:
-    """A finding.
+    """One thing that both sides must agree on, and whether they do.
 
     Attributes:
         agreement: the agreement that it belongs to.

@@ -27,8 +27,8 @@ BF16 = "BF16 on both sides"
 
 
 @dataclass
-class Findings:
-    """What has been found so far; see Report."""
+class SoFar:
+    """What a preflight has looked at so far; see Report."""
 
     checks: list[Check] = field(default_factory=list)
     quantized: dict[str, list[str]] = field(default_factory=lambda: {"trainer": [], "engine": []})
@@ -53,73 +53,71 @@ def preflight(experiment: Experiment, *, quick: bool = False, say: Callable[[str
             expected="exact: native mode is judged beside BF16/BF16, which --quick leaves out",
             remedy="Leave --quick out.",
         )
-    findings = Findings()
+    so_far = SoFar()
     path = Path(experiment.model.path)
     model = read_model(path)
     check_stored(path, model)
-    findings.checks += [block_alignment(model.sizes, experiment), same_precision(experiment)]
-    if findings.checks[0].ok:
+    so_far.checks += [block_alignment(model.sizes, experiment), same_precision(experiment)]
+    if so_far.checks[0].ok:
         check(experiment)
         _check_engine(experiment)
         try:
             with open_pair(experiment, say=say) as stack:
-                _examine(stack, findings, quick, say)
+                _examine(stack, so_far, quick, say)
         except HandshakeError as error:
-            findings.checks.append(same_spec.refused_handshake(error))
+            so_far.checks.append(same_spec.refused_handshake(error))
     numerics = experiment.numerics_config()
     return Report(
         spec_digest=numerics.spec.digest(),
         mode=numerics.mode,
         trainer=numerics.trainer,
         rollout=numerics.rollout,
-        checks=findings.checks,
-        quantized=findings.quantized,
-        differences=findings.differences,
+        checks=so_far.checks,
+        quantized=so_far.quantized,
+        differences=so_far.differences,
         seconds=time.monotonic() - began,
     )
 
 
-def _examine(stack: Stack, findings: Findings, quick: bool, say: Callable[[str], None]) -> None:
+def _examine(stack: Stack, so_far: SoFar, quick: bool, say: Callable[[str], None]) -> None:
     say("syncing the weights")
     try:
-        findings.checks.append(same_bytes.manifest_of(stack.sync()))
+        so_far.checks.append(same_bytes.manifest_of(stack.sync()))
     except SyncError as error:
-        findings.checks.append(same_bytes.refused_sync(error))
+        so_far.checks.append(same_bytes.refused_sync(error))
         return  # generation stays paused
     say("sampling and scoring the calibration batch")
     prompts = calibration_prompts(stack)
     batch = sampled_batch(stack, prompts, ANSWERS, stack.experiment.rollout.temperature)
-    _examine_spec(stack, batch, findings)
-    _examine_logprobs(stack, batch, findings, quick, say)
+    _examine_spec(stack, batch, so_far)
+    _examine_logprobs(stack, batch, so_far, quick, say)
 
 
-def _examine_spec(stack: Stack, batch: TokenBatch, findings: Findings) -> None:
+def _examine_spec(stack: Stack, batch: TokenBatch, so_far: SoFar) -> None:
     numerics = stack.numerics
     report = stack.ask(lambda client: client.report())
     manifest = stack.ask(lambda client: client.manifest()).entries
     observed: list[Observed] = stack.trainer.apply(observe, batch)
-    findings.quantized = {
+    so_far.quantized = {
         "trainer": sorted({name for rank in observed for name in rank.quantized}),
         "engine": same_spec.quantized_names(manifest),
     }
-    findings.checks += [
+    so_far.checks += [
         same_spec.handshake(numerics, report),
-        same_spec.quantized_modules(**findings.quantized),
+        same_spec.quantized_modules(**so_far.quantized),
         same_spec.kv_cache_dtype(report),
     ]
     if numerics.rollout_spec.quantized:
         scales = same_spec.served_scales(stack.checkpoint, manifest)
         names = same_spec.scale_names(manifest)
-        findings.checks.append(same_spec.scale_formats(scales, names, numerics.rollout_spec.weight.scale))
+        so_far.checks.append(same_spec.scale_formats(scales, names, numerics.rollout_spec.weight.scale))
     routers = [pair for rank in observed for pair in rank.routers]
     if routers:
-        findings.checks.append(same_spec.router_precision(numerics.mode, routers, report.provides))
+        so_far.checks.append(same_spec.router_precision(numerics.mode, routers, report.provides))
 
 
-def _examine_logprobs(
-    stack: Stack, batch: TokenBatch, findings: Findings, quick: bool, say: Callable[[str], None]
-) -> None:
-    numerics, differences = stack.numerics, findings.differences
+def _examine_logprobs(stack: Stack, batch: TokenBatch, so_far: SoFar, quick: bool, say: Callable[[str], None]) -> None:
+    numerics, differences = stack.numerics, so_far.differences
     measured = differences["trainer against engine"] = floor.against_trainer(stack, batch)
     temperature = same_logprobs.sampler_temperature(stack, batch, measured)
 
@@ -133,7 +131,7 @@ def _examine_logprobs(
         say("starting a BF16 engine for the noise floor")
         floors[BF16] = floor.bf16_on_both_sides(stack, prompts, ANSWERS)
     differences |= floors
-    findings.checks += [
+    so_far.checks += [
         same_logprobs.trainer_against_engine(numerics, measured, floors.get(BF16)),
         temperature,
         *same_logprobs.noise_floor(numerics.mode, floors),

@@ -93,12 +93,12 @@ def ops(diagnosis: Diagnosis) -> list[tuple[str, str, str]]:
 
 
 def keys(diagnosis: Diagnosis) -> list[tuple[str, bool]]:
-    return [(finding.key, finding.blocks) for finding in diagnosis.findings]
+    return [(remark.key, remark.blocks) for remark in diagnosis.remarks]
 
 
 def test_a_cpu_runs_both_modes_emulated() -> None:
     exact, native = judge(CPU, numerics()), judge(CPU, numerics("native"))
-    assert exact.ok and native.ok and exact.findings == native.findings == ()
+    assert exact.ok and native.ok and exact.remarks == native.remarks == ()
     shared = "shared ops, torch, emulated FP8"
     assert ops(exact) == [("trainer", "cpu", shared), ("engine", "cpu", shared)]
     assert ops(native) == [("trainer", "cpu", "Megatron-core, emulated FP8"), ("engine", "cpu", "SGLang, emulated FP8")]
@@ -116,7 +116,7 @@ def test_each_side_runs_its_own_precision() -> None:
 
 def test_an_h200_runs_exact_mode_on_our_kernels() -> None:
     found = judge(H200, numerics())
-    assert found.ok and found.findings == ()
+    assert found.ok and found.remarks == ()
     shared = "shared ops, Triton kernels"
     assert ops(found) == [("trainer", "cuda", shared), ("engine", "cuda", shared)]
     assert found.sides[1].attention == "triton"
@@ -132,11 +132,11 @@ def test_an_h200_runs_native_mode_on_the_libraries() -> None:
 
 def test_without_transformer_engine_an_h200_emulates_native_mode() -> None:
     machine = without(H200, "transformer_engine", "transformer_engine_torch")
-    assert judge(machine, numerics()).findings == ()
+    assert judge(machine, numerics()).remarks == ()
     found = judge(machine, numerics("native"))
     assert found.ok and keys(found) == [("transformer_engine", False)]
     assert found.sides[0].ops == "Megatron-core, emulated FP8" and found.sides[1].ops == "SGLang"
-    assert "==2.20.2" in found.findings[0].expected and "install-gpu" in found.findings[0].remedy
+    assert "==2.20.2" in found.remarks[0].expected and "install-gpu" in found.remarks[0].remedy
 
 
 def test_transformer_engine_without_its_torch_extension_is_in_the_way() -> None:
@@ -158,13 +158,13 @@ def test_transformer_engine_refuses_what_it_does_not_offer() -> None:
 
 def test_cuda_12_8_has_no_128_blocks() -> None:
     machine = dataclasses.replace(H200, torch_cuda="12.8")
-    assert judge(machine, numerics()).findings == ()
+    assert judge(machine, numerics()).remarks == ()
     found = judge(machine, numerics("native"))
     assert found.features[0].fp8 and found.features[0].blocks == "no"
     assert keys(found) == [("numerics.trainer", True)]
-    assert "12.8" in found.findings[0].found and "12.9" in found.findings[0].expected
+    assert "12.8" in found.remarks[0].found and "12.9" in found.remarks[0].expected
     bf16 = judge(machine, numerics("native", trainer="bf16"))
-    assert bf16.findings == () and bf16.sides[0].ops == "TransformerEngine"
+    assert bf16.remarks == () and bf16.sides[0].ops == "TransformerEngine"
 
 
 def test_an_a100_has_no_fp8() -> None:
@@ -174,7 +174,7 @@ def test_an_a100_has_no_fp8() -> None:
     can = exact.features[0]
     assert (can.fp8, can.blocks, can.mx) == (False, "no", False)
     assert keys(native) == [("numerics.rollout", True), ("numerics.trainer", True)]
-    assert judge(machine, numerics("native", "bf16", trainer="bf16", rollout="bf16")).findings == ()
+    assert judge(machine, numerics("native", "bf16", trainer="bf16", rollout="bf16")).remarks == ()
 
 
 def test_a_b200_multiplies_blocks_as_mx() -> None:
@@ -198,7 +198,7 @@ def test_a_gpu_that_torch_does_not_see_is_named(torch_cuda: str | None, driver_c
         CPU, gpus=H200.gpus[:1], torch_cuda=torch_cuda, driver="550.54", driver_cuda=driver_cuda
     )
     found = judge(machine, numerics())
-    assert found.ok and keys(found) == [("gpu", False)] and remedy in found.findings[0].remedy
+    assert found.ok and keys(found) == [("gpu", False)] and remedy in found.remarks[0].remedy
     assert found.sides[0].device == "cpu"
 
 
@@ -222,7 +222,7 @@ def test_a_gpu_that_torch_does_not_see_is_named(torch_cuda: str | None, driver_c
 def test_every_obstacle_is_named_with_a_remedy(machine: Machine, key: str, blocks: bool) -> None:
     found = judge(machine, numerics())
     assert keys(found) == [(key, blocks)] and found.ok is not blocks
-    assert found.findings[0].found and found.findings[0].expected and found.findings[0].remedy.endswith(".")
+    assert found.remarks[0].found and found.remarks[0].expected and found.remarks[0].remedy.endswith(".")
 
 
 def test_native_mode_asks_for_no_row_invariance() -> None:
@@ -231,7 +231,7 @@ def test_native_mode_asks_for_no_row_invariance() -> None:
 
 def test_obstacles_stand_before_warnings() -> None:
     machine = dataclasses.replace(CPU, compiles=False, row_variant=("rope",))
-    assert [finding.blocks for finding in judge(machine, numerics()).findings] == [True, False]
+    assert [remark.blocks for remark in judge(machine, numerics()).remarks] == [True, False]
 
 
 def test_the_page_says_it_all() -> None:
@@ -287,7 +287,7 @@ def test_a_spec_that_is_not_there_is_wrong_input(tmp_path: Path) -> None:
     ],
 )
 def test_what_a_run_would_refuse_is_in_the_way(monkeypatch: pytest.MonkeyPatch, override: str, said: str) -> None:
-    monkeypatch.setattr(rl.diagnose.doctor, "gather", lambda numerics: CPU)
+    monkeypatch.setattr(rl.diagnose.doctor, "gather", lambda numerics, say: CPU)
     example = str(EXAMPLES / "arithmetic.yaml")
     assert CliRunner().invoke(app, ["doctor", example]).exit_code == 0
     result = CliRunner().invoke(app, ["doctor", example, override])
@@ -295,6 +295,6 @@ def test_what_a_run_would_refuse_is_in_the_way(monkeypatch: pytest.MonkeyPatch, 
 
 
 def test_what_is_in_the_way_ends_with_exit_code_1(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rl.diagnose.doctor, "gather", lambda numerics: without(CPU, "ray"))
+    monkeypatch.setattr(rl.diagnose.doctor, "gather", lambda numerics, say: without(CPU, "ray"))
     result = CliRunner().invoke(app, ["doctor"])
     assert result.exit_code == 1 and "obstacle  ray: found not installed" in result.output
