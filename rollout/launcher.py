@@ -101,10 +101,17 @@ def _import_one_model_only(architecture: str) -> None:
 
 
 async def _exit_promptly(original: Any, manager: Any) -> None:
-    """SGLang looks for a SIGTERM every five seconds; look more often, then let it drain and exit as it does."""
+    """SGLang looks for a SIGTERM every five seconds; look more often, then let it drain as it does.
+
+    Its `sys.exit` would go through the server's event loop, which logs a traceback for it.
+    """
     while not manager.gracefully_exit:
         await asyncio.sleep(0.1)
-    await original(manager)
+    try:
+        await original(manager)
+    except SystemExit as ended:
+        remove_scratch(Path(os.environ["TMPDIR"]))
+        os._exit(int(ended.code or 0))
 
 
 def _fork_workers(result: None, *_: Any) -> None:

@@ -59,6 +59,9 @@ def _private_cluster(failure_logs: Path) -> Iterator[None]:
     # In a file, since all that is in the environment is in that of every child. Left to itself, Ray writes a token into
     # the user's home, and any cluster started later asks for it.
     settings: dict[str, str | None] = {"RAY_AUTH_TOKEN": None, "RAY_AUTH_MODE": None, "RAY_AUTH_TOKEN_PATH": str(token)}
+    # torch's and wandb's temporary folders of workers that are killed at the end, as Ray does.
+    settings["TMPDIR"] = str(folder / "tmp")
+    (folder / "tmp").mkdir()
     settings["RAY_enable_metrics_collection"] = "0"
     # Ray's own setting for machines whose firewall asks back: all of it is on loopback.
     settings["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"

@@ -47,6 +47,8 @@ def test_it_ends_with_the_demo_s_lines_and_no_process(run: LiveRun) -> None:
     assert any("Trainer and engine agree bit for bit: d = 0 on all" in line for line in said)
     assert any(line.startswith("report   ") for line in said)
     assert run.family() == []
+    assert [path.name for path in run.temporary.iterdir()] == []
+    assert "Traceback" not in (run.path / "engine_0.log").read_text()
 
 
 def test_the_console_is_quiet_and_prompt(run: LiveRun) -> None:

@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 import uuid
 from collections.abc import Callable
@@ -30,12 +31,16 @@ MARK = "FP8RL_TEST_FAMILY"
 
 
 class LiveRun:
-    """One `fp8rl train` of an example into `folder`/`name`, in a session of its own like a terminal's."""
+    """One `fp8rl train` of an example into `folder`/`name`, in a session of its own like a terminal's.
+
+    temporary: the directory for its temporary files.
+    """
 
     def __init__(self, folder: Path, *arguments: str, name: str = "run", example: str = "arithmetic") -> None:
         self.path = folder / name
         self._mark = uuid.uuid4().hex
         self._folders: set[str] = set()
+        self.temporary = Path(tempfile.mkdtemp(prefix="fp8rl-live-"))
         self._console = folder / f"console-{self._mark}.txt"
         clean = {key: value for key, value in os.environ.items() if not key.startswith(("RAY_", "WANDB_"))}
         self.started = time.monotonic()
@@ -46,7 +51,7 @@ class LiveRun:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env={**clean, MARK: self._mark, "OMP_NUM_THREADS": "1"},
+                env={**clean, MARK: self._mark, "OMP_NUM_THREADS": "1", "TMPDIR": str(self.temporary)},
                 start_new_session=True,
             )
 
@@ -102,7 +107,7 @@ class LiveRun:
             except psutil.NoSuchProcess:
                 pass
         wait_until_gone(family, 10.0)
-        for folder in self._folders:
+        for folder in (*self._folders, self.temporary):
             shutil.rmtree(folder, ignore_errors=True)
 
 
