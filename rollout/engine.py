@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
-from contextlib import aclosing
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -22,7 +21,7 @@ from rollout.config import RolloutConfig
 from rollout.errors import EngineDiedError, EngineError
 from rollout.protocol import Report
 from rollout.routes import route_shape
-from rollout.sampler import sample_groups, sample_groups_as_completed
+from rollout.sampler import sample_groups
 from rollout.server import SGLangServer
 from rollout.types import Endpoint, Prompt, SamplingParams, Trajectory
 
@@ -113,20 +112,6 @@ class Engine:
     ) -> list[Trajectory]:
         """See `sampler.sample_groups`."""
         return await self._call(lambda c: sample_groups(c, prompts, group_size, sampling, expected_version))
-
-    async def generate_as_completed(
-        self, prompts: list[Prompt], group_size: int, sampling: SamplingParams, expected_version: int
-    ) -> AsyncGenerator[list[Trajectory], None]:
-        """See `sampler.sample_groups_as_completed`."""
-        client = self._running()[1]
-        try:
-            async with aclosing(
-                sample_groups_as_completed(client, prompts, group_size, sampling, expected_version)
-            ) as groups:
-                async for group in groups:
-                    yield group
-        except httpx.TransportError as error:
-            raise await self._cause(error) from error
 
     async def score(self, sequences: list[list[int]]) -> list[list[float]]:
         """See `EngineClient.score`."""

@@ -1,4 +1,4 @@
-"""Two verifiers of a final answer: exact integer, and mathematical equality by math-verify."""
+"""Rewards of an answer that can be verified. Each has a row in REWARDS; an experiment names one (`data.reward`)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ import select
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from numerics.errors import user_error
 
@@ -130,3 +133,30 @@ class _MathVerifyProcess:
 
 
 _math_verify = _MathVerifyProcess()
+
+
+def _has_a_result(answer: str) -> bool:
+    """Of nearly anything but blanks math-verify makes an expression or a text to compare."""
+    return bool(answer.rpartition("####")[2].strip("$ \t\r\n"))
+
+
+@dataclass(frozen=True)
+class Reward:
+    """A way to judge an answer.
+
+    judge: whether an answer's text solves the problem of this reference answer. reads: whether it can use a reference.
+    reference: what one must be, in words.
+    """
+
+    judge: Callable[[str, str], bool]
+    reads: Callable[[str], bool]
+    reference: str
+
+
+RewardKind = Literal["integer", "math"]
+REWARDS: dict[RewardKind, Reward] = {
+    "integer": Reward(
+        integer_reward, lambda answer: final_integer(answer) is not None, "text that ends in '#### ' and an integer"
+    ),
+    "math": Reward(math_reward, _has_a_result, "a result after '####' that math-verify can read"),
+}

@@ -5,16 +5,14 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from numerics.errors import UserError, user_error
 from numerics.reading import read_bytes
-from rollout.rewards import integer_reward, math_reward
+from rollout.rewards import REWARDS, RewardKind
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-RewardKind = Literal["integer", "math"]
 
 
 @dataclass(frozen=True)
@@ -59,8 +57,7 @@ def verify(problem: Problem, text: str, finished: bool, kind: RewardKind) -> flo
     """
     if not finished:
         return 0.0
-    reward = {"integer": integer_reward, "math": math_reward}[kind]
-    return float(reward(text, problem.answer))
+    return float(REWARDS[kind].judge(text, problem.answer))
 
 
 def _parse_line(line: bytes, number: int, path: Path, key: str) -> Problem:

@@ -77,7 +77,6 @@ class Trajectory:
 
     prompt_ids: [P]; token_ids (generated, with the stop token if one came), logprobs, weight_versions: [T].
     finished: a stop token ended the answer, not the length. group: index of its prompt in the call that sampled it.
-    text: the decoded answer; empty until the caller, who holds the tokenizer, fills it in.
     routed_experts: as in a Completion, int16 [P + T - 1, L, K].
     """
 
@@ -87,7 +86,6 @@ class Trajectory:
     finished: bool
     weight_versions: list[int]
     group: int
-    text: str = ""
     routed_experts: Tensor | None = field(default=None, repr=False)
 
 

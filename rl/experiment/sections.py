@@ -11,6 +11,7 @@ from numerics.errors import UserError
 from numerics.reading import check_path
 from numerics.spec import LAYER_EXCEPTIONS, ROLES, Format, Granularity, QuantSpec, Scale
 from rl.record.wandb_run import WandbConfig
+from rollout.rewards import RewardKind
 
 
 class Section(BaseModel):
@@ -127,7 +128,7 @@ class DataSection(Section):
     """JSON lines with `question` and `answer` (GSM8K's shape)."""
     eval: PathText | None = None
     """Held-out problems in the same form; needed unless `eval.problems` is 0."""
-    reward: Literal["integer", "math"] = "integer"
+    reward: RewardKind = "integer"
     """`integer`: exact integer after the last `####`; `math`: math-verify."""
 
 

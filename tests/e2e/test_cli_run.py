@@ -102,7 +102,7 @@ def test_the_loop_itself_costs_little(run: LiveRun) -> None:
 def test_the_run_directory_is_whole(run: LiveRun) -> None:
     assert sorted(entry.name for entry in run.path.iterdir()) == [
         *("checkpoints", "engine_0.log", "log.txt", "manifests", "metrics.jsonl", "model", "report.html"),
-        *("rollouts", "spec.yaml", "wandb"),
+        *("rollouts", "sessions.jsonl", "spec.yaml", "wandb"),
     ]
     assert sorted(entry.name for entry in (run.path / "checkpoints").iterdir()) == ["step_2", "step_3"]
     assert yaml.safe_load((run.path / "spec.yaml").read_text())["rollout"]["prompts_per_step"] == 32

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from numerics.errors import user_error
 from rl.experiment import Experiment
-from rollout.rewards import final_integer
+from rollout.rewards import REWARDS
 from rollout.tasks import Problem, load_problems, prompt_ids
 
 if TYPE_CHECKING:
@@ -49,21 +49,14 @@ def check_data(experiment: Experiment, tokenizer: PreTrainedTokenizerBase) -> No
 
 
 def _check_answers(problems: list[Problem], key: str, experiment: Experiment) -> None:
+    kind = experiment.data.reward
     for number, problem in enumerate(problems, start=1):
-        if experiment.data.reward == "integer" and final_integer(problem.answer) is None:
+        if not REWARDS[kind].reads(problem.answer):
             raise user_error(
                 f"{key}: line {number}: answer",
                 found=problem.answer,
-                expected="text that ends in '#### ' and an integer, as data.reward is integer",
-                remedy=f"Correct line {number}, or set data.reward=math.",
-            )
-        # Of nearly anything but blanks math-verify makes an expression or a text to compare.
-        if experiment.data.reward == "math" and not problem.answer.rpartition("####")[2].strip("$ \t\r\n"):
-            raise user_error(
-                f"{key}: line {number}: answer",
-                found=problem.answer,
-                expected="a result after '####' that math-verify can read, as data.reward is math",
-                remedy=f"Correct line {number}.",
+                expected=f"{REWARDS[kind].reference}, as data.reward is {kind}",
+                remedy=f"Correct line {number}, or set another data.reward.",
             )
 
 
