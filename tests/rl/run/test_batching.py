@@ -15,7 +15,6 @@ def trajectory(prompt: list[int], generated: list[int], logprobs: list[float]) -
         logprobs=logprobs,
         finished=True,
         weight_versions=[0] * len(generated),
-        text="",
         group=0,
     )
 
