@@ -99,7 +99,10 @@ class Sizes:
 
 @dataclass
 class Measured:
-    """results: judged by a bar. rows: the table behind them. left_out: what could not be measured, and why."""
+    """What one part of the GPU bench found.
+
+    results: judged by a bar. rows: the table behind them. left_out: what could not be measured, and why.
+    """
 
     results: list[Result] = field(default_factory=list)
     rows: list[dict[str, Any]] = field(default_factory=list)

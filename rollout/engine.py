@@ -33,7 +33,10 @@ _RESTART_DELAYS_S = (0.0, 2.0, 8.0)
 
 @dataclass(frozen=True)
 class Health:
-    """alive: the server process runs. restarts: how often it was replaced. start_seconds: of the last start."""
+    """How an engine's server is doing.
+
+    alive: the server process runs. restarts: how often it was replaced. start_seconds: of the last start.
+    """
 
     alive: bool
     restarts: int

@@ -9,7 +9,10 @@ from numerics.errors import user_error
 
 @dataclass(frozen=True)
 class Placement:
-    """reserved: GPUs that Ray gives to each engine alone. gpus: of each engine, its index among those that it sees."""
+    """The GPUs of each engine.
+
+    reserved: GPUs that Ray gives to each engine alone. gpus: of each engine, its index among those that it sees.
+    """
 
     reserved: int
     gpus: tuple[int, ...]

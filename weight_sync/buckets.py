@@ -32,7 +32,9 @@ class Slot:
 
 @dataclasses.dataclass
 class Bucket:
-    """flat: uint8, of which the first `used` bytes are taken. slots: what is sent; there may be gaps between them.
+    """A send buffer while it is filled.
+
+    flat: uint8, of which the first `used` bytes are taken. slots: what is sent; there may be gaps between them.
     pending: tensors that were allocated and not added yet.
     """
 

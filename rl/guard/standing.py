@@ -13,7 +13,9 @@ from trainer.checkpoint_files import read_about
 
 @dataclasses.dataclass
 class Standing:
-    """tis_cap: the cap of the importance weight that a gate tightened; None: as the spec has it.
+    """What gates have changed for good.
+
+    tis_cap: the cap of the importance weight that a gate tightened; None: as the spec has it.
 
     router_replay: a gate turned the replay of the engine's experts on. bf16: both sides fell back to BF16.
     rules: see `Gates.state`.

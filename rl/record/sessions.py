@@ -26,7 +26,9 @@ _REPOSITORY = Path(__file__).parents[2]
 
 @dataclasses.dataclass(frozen=True)
 class Session:
-    """started, ended: seconds since 1970; ended is None while it lives, and for ever if it was killed.
+    """One start of a run: when, where and with what code.
+
+    started, ended: seconds since 1970; ended is None while it lives, and for ever if it was killed.
 
     machine: what it is, in words. versions: of `LIBRARIES` and of Python. commit: of the code, if it lies in a git
     repository, with `+` for changes that are not committed. why: what ended it before its last step, empty if nothing

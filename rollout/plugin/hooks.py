@@ -23,7 +23,9 @@ ROUTER = "router"
 
 @dataclasses.dataclass(frozen=True)
 class Hook:
-    """target: dotted name under `sglang.srt`, or `kernels...` under `sglang`. kind: SGLang's `HookType` (replace,
+    """One function of SGLang that the plugin changes.
+
+    target: dotted name under `sglang.srt`, or `kernels...` under `sglang`. kind: SGLang's `HookType` (replace,
     around, before, after).
 
     parameters: the names of the target's parameters, in order, without `self`. provides: the op that stands there with

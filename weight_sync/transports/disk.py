@@ -17,7 +17,10 @@ from weight_sync.hf_checkpoint import write_served_checkpoint
 
 @dataclass(frozen=True)
 class DiskTransport:
-    """model_path: source of configuration and tokenizer files; directory: where the checkpoint is written."""
+    """Sends by writing a checkpoint that the engines load.
+
+    model_path: source of configuration and tokenizer files; directory: where the checkpoint is written.
+    """
 
     model_path: Path
     directory: Path

@@ -24,7 +24,10 @@ GAP = "gap.bias"
 
 
 class DistributedTransport:
-    """bucket_bytes: size of one bucket."""
+    """Sends by a broadcast to engines that have GPUs of their own.
+
+    bucket_bytes: size of one bucket.
+    """
 
     def __init__(self, bucket_bytes: int) -> None:
         self._packer = Packer(bucket_bytes, _plain_memory)

@@ -18,7 +18,10 @@ _DEVICE = 6
 
 
 class TensorTransport:
-    """bucket_bytes: size of one bucket."""
+    """Sends through memory that the engines map.
+
+    bucket_bytes: size of one bucket.
+    """
 
     def __init__(self, bucket_bytes: int) -> None:
         self._packer = Packer(bucket_bytes, _shared_memory)

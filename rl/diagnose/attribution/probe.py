@@ -20,7 +20,10 @@ from rollout.plugin.op_probe import ANSWER
 
 @dataclass(frozen=True)
 class EngineAnswer:
-    """tensors: see `rollout.plugin.op_probe.ANSWER`. settings: constants of the engine's ops, such as `rope_theta`."""
+    """What an engine made of a recorded forward pass.
+
+    tensors: see `rollout.plugin.op_probe.ANSWER`. settings: constants of the engine's ops, such as `rope_theta`.
+    """
 
     tensors: dict[str, Tensor]
     settings: dict[str, float]

@@ -78,7 +78,9 @@ class Finding:
 
 @dataclasses.dataclass(frozen=True)
 class Attribution:
-    """findings: ranked, the first is the answer; none if both sides agree.
+    """Where a mismatch comes from.
+
+    findings: ranked, the first is the answer; none if both sides agree.
 
     abs_diff_mean: mean |d| of the `tokens` sampled tokens as they were recorded. live_abs_diff_mean: between trainer
     and engine as they are now, over the `traced_tokens` of them that were traced. stream: by layer, how far the

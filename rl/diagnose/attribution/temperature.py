@@ -21,7 +21,10 @@ _STEPS = 40
 
 @dataclass(frozen=True)
 class TemperatureFit:
-    """temperature: of the best fit. abs_diff_mean: mean |d| that remains at it."""
+    """The temperature that explains recorded log-probabilities best.
+
+    temperature: of the best fit. abs_diff_mean: mean |d| that remains at it.
+    """
 
     temperature: float
     abs_diff_mean: float

@@ -38,7 +38,10 @@ _INSTALL = {"cpu": "Run `make install`.", "cuda": "Run `make install-gpu`, or us
 
 @dataclass(frozen=True)
 class Remark:
-    """blocks: the spec cannot run before it is mended; the others cost speed, or are not known to work."""
+    """One thing about a machine or spec that its user should know.
+
+    blocks: the spec cannot run before it is mended; the others cost speed, or are not known to work.
+    """
 
     blocks: bool
     key: str

@@ -41,7 +41,10 @@ PROBE_SECONDS = 120
 
 @dataclass(frozen=True)
 class Gpu:
-    """memory: bytes. capability: compute capability, (9, 0) for an H200."""
+    """One GPU as the driver shows it.
+
+    memory: bytes. capability: compute capability, (9, 0) for an H200.
+    """
 
     name: str
     memory: int
@@ -50,7 +53,9 @@ class Gpu:
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """Attributes:
+    """What a machine has, for `judge` to judge.
+
+    Attributes:
     python, system: versions as text.
     libraries: version of each of LIBRARIES, None for one that is not installed.
     wanted: the versions that this release and its SGLang are written for, as specifiers (`==0.5.19`); those they name.
