@@ -37,10 +37,10 @@ def note_shared_memory(scratch: Path, path: str) -> None:
 
 
 def remove_scratch(scratch: Path) -> None:
-    """Remove a directory and the shared memory noted in it."""
-    note = scratch / _SHARED_MEMORY
-    if note.exists():
-        Path(note.read_text()).unlink(missing_ok=True)
+    """Remove a directory and the shared memory noted in it, or by engines in the temporary directory of a cluster."""
+    for note in (scratch / _SHARED_MEMORY, *scratch.glob(f"*/{ENGINE}*/{_SHARED_MEMORY}")):
+        if note.exists():
+            Path(note.read_text()).unlink(missing_ok=True)
     shutil.rmtree(scratch, ignore_errors=True)
 
 

@@ -15,7 +15,7 @@ import pytest
 
 from numerics.errors import UserError
 from rollout.errors import EngineDiedError, EngineError
-from rollout.scratch import make_scratch, note_shared_memory, sweep
+from rollout.scratch import RAY, make_scratch, note_shared_memory, sweep
 from rollout.server import SGLangServer, log_tail
 from tests.support.servers import group_members, shared_memory, small_config, wait_until
 
@@ -82,6 +82,21 @@ def test_only_the_scratch_of_the_dead_is_swept(tmp_path: Path) -> None:
         holder.wait()
     sweep()
     assert not scratch.exists() and not shared.exists()
+
+
+def test_what_an_engine_noted_goes_with_the_folder_of_its_dead_cluster(tmp_path: Path) -> None:
+    shared = tmp_path / "shared"
+    shared.touch()
+    cluster, lock = make_scratch(RAY, str(tmp_path))
+    (cluster / "tmp").mkdir()
+    engine, own = make_scratch(parent=str(cluster / "tmp"))
+    note_shared_memory(engine, str(shared))
+    sweep(RAY, str(tmp_path))
+    assert engine.is_dir() and shared.exists(), "its owner lives"
+    os.close(own)
+    os.close(lock)
+    sweep(RAY, str(tmp_path))
+    assert not cluster.exists() and not shared.exists()
 
 
 @pytest.mark.e2e
