@@ -10,28 +10,31 @@ from torch import Tensor
 
 from bench.gpu_measure import Layers, Measured, Sizes, Stopwatch, random
 from bench.measure import Result
+from models.architecture import Model
+from models.qwen3_moe import ARCHITECTURE
+from models.sizes import ModelSizes
 from numerics.digest import tensor_digests
 from numerics.spec import QuantSpec
 from weight_sync.buckets import Bucket, Packer
 from weight_sync.manifest import Recorder
-from weight_sync.quantized import served_tensors
+from weight_sync.quantized import is_quantized, served_tensors
 
 SPEC = QuantSpec.preset("fp8_block_pow2")
 BUCKET_BYTES = 256 << 20
 
 
 def run(sizes: Sizes, watch: Stopwatch) -> Measured:
-    done, bandwidth, layers = Measured(), watch.copy_bandwidth(), sizes.stack
-    weights = dict(_weights(layers, watch.device))
+    done, bandwidth, model = Measured(), watch.copy_bandwidth(), _model(sizes.stack)
+    weights = dict(_weights(model, watch.device))
     read = sum(tensor.nbytes for tensor in weights.values())
-    served = {name: torch.empty_like(t) for name, t in served_tensors(weights.items(), SPEC, layers.layers)}
+    served = {name: torch.empty_like(t) for name, t in served_tensors(weights.items(), SPEC, model)}
     sent = sum(tensor.nbytes for tensor in served.values())
     tensors = list(served.values())
     # The bytes that each pass must read and write.
     passes: dict[str, tuple[Callable[[], object], int]] = {
-        "quantize into buckets": (lambda: _all(_pack(weights, layers)), read + sent),
-        "quantize and digest": (lambda: _all(_pack(weights, layers, Recorder("1", ""))), read + 2 * sent),
-        "quantize, digest, copy": (lambda: _copy(_pack(weights, layers, Recorder("1", "")), served), read + 4 * sent),
+        "quantize into buckets": (lambda: _all(_pack(weights, model)), read + sent),
+        "quantize and digest": (lambda: _all(_pack(weights, model, Recorder("1", ""))), read + 2 * sent),
+        "quantize, digest, copy": (lambda: _copy(_pack(weights, model, Recorder("1", "")), served), read + 4 * sent),
         "digest what is held": (lambda: tensor_digests(tensors), sent),
     }
     for name, (run_pass, size) in passes.items():
@@ -40,7 +43,7 @@ def run(sizes: Sizes, watch: Stopwatch) -> Measured:
     total = sum(float(row["seconds"]) for row in done.rows[2:])
     moved = read + 5 * sent
     recorder = Recorder("1", "")
-    _copy(_pack(weights, layers, recorder), served)
+    _copy(_pack(weights, model, recorder), served)
     held = dict(zip(served, tensor_digests(tensors), strict=True))
     different = sum(digest.split("@")[0] != held[name] for name, digest in recorder.manifest().entries.items())
     done.results += [
@@ -56,31 +59,37 @@ def run(sizes: Sizes, watch: Stopwatch) -> Measured:
     return done
 
 
-def _weights(layers: Layers, device: torch.device) -> Iterator[tuple[str, Tensor]]:
+def _model(layers: Layers) -> Model:
+    """What the table of tensors says of such a stack."""
+    sizes = ModelSizes(
+        layers=layers.layers,
+        hidden_size=layers.hidden,
+        heads=layers.heads,
+        kv_heads=layers.kv_heads,
+        head_dim=128,
+        rotary_dim=128,
+        vocab_size=layers.vocab,
+        norm_eps=1e-6,
+        rope_theta=1e6,
+        max_positions=4096,
+        tied=False,
+        experts=layers.experts,
+        top_k=layers.top_k,
+        expert_size=layers.moe_intermediate,
+    )
+    return Model(ARCHITECTURE, sizes)
+
+
+def _weights(model: Model, device: torch.device) -> Iterator[tuple[str, Tensor]]:
     """The stack's quantized matrices by their HF names, as a trainer exports them."""
-    attention = {
-        "q_proj": (layers.heads * 128, layers.hidden),
-        "k_proj": (layers.kv_heads * 128, layers.hidden),
-        "v_proj": (layers.kv_heads * 128, layers.hidden),
-        "o_proj": (layers.hidden, layers.heads * 128),
-    }
-    expert = {
-        "gate_proj": (layers.moe_intermediate, layers.hidden),
-        "up_proj": (layers.moe_intermediate, layers.hidden),
-        "down_proj": (layers.hidden, layers.moe_intermediate),
-    }
-    for layer in range(layers.layers):
-        for name, shape in attention.items():
-            yield f"model.layers.{layer}.self_attn.{name}.weight", random(*shape, device=device, scale=0.02)
-        for index in range(layers.experts):
-            for name, shape in expert.items():
-                where = f"model.layers.{layer}.mlp.experts.{index}.{name}.weight"
-                yield where, random(*shape, device=device, scale=0.02)
+    for row in model.tensors.rows.values():
+        if is_quantized(row, SPEC, model):
+            yield row.name, random(*row.shape, device=device, scale=0.02)
 
 
-def _pack(weights: dict[str, Tensor], layers: Layers, recorder: Recorder | None = None) -> Iterator[Bucket]:
+def _pack(weights: dict[str, Tensor], model: Model, recorder: Recorder | None = None) -> Iterator[Bucket]:
     packer = Packer(BUCKET_BYTES, lambda size, device: torch.empty(size, dtype=torch.uint8, device=device))
-    tensors = served_tensors(weights.items(), SPEC, layers.layers, packer.allocate)
+    tensors = served_tensors(weights.items(), SPEC, model, packer.allocate)
     return packer.pack(recorder.watch(tensors) if recorder else tensors)
 
 

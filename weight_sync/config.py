@@ -17,3 +17,8 @@ class SyncConfig(BaseModel):
     (NCCL, or gloo on a CPU), where they have GPUs of their own; `disk`: safetensors files."""
     bucket_mib: int = Field(default=256, ge=1)
     """Largest send buffer in MiB, of which a few are held; a larger tensor gets one of its own."""
+
+    @property
+    def engines_own_gpus(self) -> bool:
+        """Whether each engine needs a GPU that nobody else uses, where there are GPUs."""
+        return self.transport == "distributed"

@@ -22,8 +22,8 @@ def _algorithms() -> dict[str, type[AlgorithmConfig]]:
     for module in pkgutil.iter_modules(__path__):
         for value in vars(import_module(f"{__name__}.{module.name}")).values():
             if isinstance(value, type) and issubclass(value, AlgorithmConfig) and value is not AlgorithmConfig:
-                (name,) = get_args(value.model_fields["name"].annotation)
-                found[name] = value
+                for name in get_args(value.model_fields["name"].annotation):  # none: a base class of several
+                    found[name] = value
     return found
 
 

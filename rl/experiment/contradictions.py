@@ -6,7 +6,7 @@ from itertools import combinations
 from typing import TYPE_CHECKING
 
 from numerics.errors import UserError, user_error
-from rl.experiment.gates import LATE, WITHHOLDING, GateSection
+from rl.experiment.gates import LATE, SEVERITY, WITHHOLDING, GateSection
 
 if TYPE_CHECKING:
     from rl.experiment.experiment import Experiment
@@ -48,11 +48,12 @@ def _against_the_spec(key: str, rule: GateSection, experiment: Experiment) -> Us
         )
     if not algorithm.samples:
         return _without_samples(key, rule, experiment)
-    if rule.metric.startswith(LATE) and action in WITHHOLDING - {"checkpoint_and_stop"}:
+    may_be_late = [other for other in SEVERITY if other not in WITHHOLDING or other == "checkpoint_and_stop"]
+    if rule.metric.startswith(LATE) and action not in may_be_late:
         return user_error(
             f"{key}.action",
             found=f"{action} on {rule.metric}, which is measured after a step's decision",
-            expected="warn, tighten_tis, enable_r3 or checkpoint_and_stop, as it may never recover without updates",
+            expected=f"{', '.join(may_be_late[:-1])} or {may_be_late[-1]}, as it may never recover without updates",
             remedy="Choose one of these actions, or a metric that is measured before the update.",
         )
     alike = numerics.mode == "exact" and numerics.trainer == numerics.rollout

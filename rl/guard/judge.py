@@ -93,7 +93,14 @@ class Guard:
         metrics: `train/...` of that pass.
         """
         again = self._decide(step, self._gates.recheck(step, metrics), fault, capsule)
-        return dataclasses.replace(again, why=verdict.why + again.why, fired=verdict.fired + again.fired)
+        return dataclasses.replace(
+            again,
+            why=verdict.why + again.why,
+            fired=verdict.fired + again.fired,
+            resync=verdict.resync or again.resync,
+            fall_back=verdict.fall_back or again.fall_back,
+            stop="; ".join(filter(None, [verdict.stop, again.stop])),
+        )
 
     def metrics(self, verdict: Verdict) -> dict[str, float]:
         """`gates/...` of a step."""

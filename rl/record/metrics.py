@@ -1,4 +1,4 @@
-"""Every metric of a run: its unit and what it means. The report, the console and the documentation read this table.
+"""Every metric of a run: its unit and what it means. Gates, the report and wandb read this table.
 
 A name is `group/name`. Groups: `rollout/` sampling and rewards, `train/` the optimizer step, `mismatch/` trainer
 against engine, `gates/` what followed from it, `sync/` weight synchronisation, `perf/` time, `eval/` held-out problems,

@@ -16,12 +16,13 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from numerics.errors import UserError, user_error
 from numerics.files import write_atomically
+from rl.record.metrics import METRICS
 from rl.record.run_dir import RunDir
 
 if TYPE_CHECKING:
     import wandb
 
-METRIC_GROUPS = ("rollout", "train", "mismatch", "gates", "sync", "perf", "eval", "tracking")
+METRIC_GROUPS = tuple(dict.fromkeys(name.partition("/")[0] for name in METRICS))
 
 SUMMARIES = {
     "mismatch/train_rollout_logprob_abs_diff_max": "max",

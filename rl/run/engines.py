@@ -47,8 +47,8 @@ class EnginePool:
         folder: for their logs.
         """
         gpus = int(ray.cluster_resources().get("GPU", 0))
-        own = experiment.sync.transport == "distributed"
-        where = placement(experiment.rollout.engines, gpus, experiment.trainer.world_size, own)
+        own, ranks = experiment.sync.engines_own_gpus, experiment.trainer.world_size
+        where = placement(experiment.rollout.engines, gpus, ranks, own)
         actors = [
             EngineActor.options(num_gpus=where.reserved).remote(
                 experiment.rollout,

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import yaml
 
-from rl.record.metrics import METRICS
+from rl.record.metrics import METRICS, describe
 from tests.support.cli_runs import SMALL, LiveRun
 from tests.support.ranks import run_on_ranks
 from tests.support.recompute import first_step
@@ -72,6 +72,7 @@ def test_every_row_is_complete_and_finite(run: LiveRun) -> None:
     of_options = {name for name in METRICS if name.startswith(("mismatch/router_", "train/rejected_"))}
     for row in rows[1:]:
         assert METRICS.keys() - sometimes - of_options <= row.keys()
+        assert [name for name in row if name != "step" and describe(name) is None] == [], "each has unit and meaning"
         assert all(math.isfinite(value) for value in row.values())
         assert row["tracking/nonfinite_dropped"] == 0
     assert sometimes - {"tracking/resumed", "tracking/wandb_lost"} <= rows[-1].keys()

@@ -6,6 +6,7 @@ sound is one that gets as far as starting both sides, which nothing here does.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -212,7 +213,8 @@ def run_cases(
         draw = random.Random(seed)
         arguments = case(draw, Home(home))
         try:
-            ends[outcome(home, arguments)] += 1
+            with contextlib.chdir(home):
+                ends[outcome(home, arguments)] += 1
         except AssertionError as error:
             failures.append(f"case {seed}: {error}\n{error.__cause__!r}")
         shutil.rmtree(home, ignore_errors=True)

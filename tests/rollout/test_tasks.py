@@ -4,14 +4,20 @@ import subprocess
 import sys
 import threading
 import time
+from typing import get_args
 
 import pytest
 
 from numerics.errors import UserError
 from rollout import rewards
+from rollout.rewards import REWARDS, RewardKind
 from rollout.tasks import Problem, load_problems, verify
 
 GOOD = b'{"question": "2+3=?", "answer": "#### 5"}\n'
+
+
+def test_every_kind_of_reward_has_a_row() -> None:
+    assert REWARDS.keys() == set(get_args(RewardKind))
 
 
 def test_problems_are_read_in_order_and_extra_keys_ignored(tmp_path):

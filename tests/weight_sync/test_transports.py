@@ -6,7 +6,7 @@ import asyncio
 import inspect
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -111,5 +111,6 @@ def test_the_disk_transport_announces_a_directory_that_is_complete(tmp_path: Pat
 
 def test_the_configuration_names_the_transport(tmp_path: Path) -> None:
     kinds = {"tensor": TensorTransport, "distributed": DistributedTransport, "disk": DiskTransport}
+    assert kinds.keys() == set(get_args(SyncConfig.model_fields["transport"].annotation))
     for name, kind in kinds.items():
         assert type(make_transport(SyncConfig(transport=name), tmp_path, tmp_path, SPEC)) is kind

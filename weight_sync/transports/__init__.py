@@ -6,7 +6,7 @@ The engine has them loaded when `send` returns. It has not forgotten what it cac
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -22,7 +22,10 @@ from weight_sync.transports.tensor import TensorTransport
 
 
 class Transport(Protocol):
-    """Runs in the process of the trainer's rank 0."""
+    """Runs in the process of the trainer's rank 0, and is sent there for each sync: it pickles and keeps nothing.
+
+    What goes wrong is an EngineError, an httpx.HTTPError or an OSError; the bridge makes a SyncError of it.
+    """
 
     def allocate(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
         """Uninitialised memory from which `send` takes a tensor without another copy."""
@@ -36,8 +39,9 @@ def make_transport(config: SyncConfig, model_path: Path, scratch: Path, spec: Qu
 
     model_path: source of configuration and tokenizer files; scratch: directory for the disk transport's checkpoint.
     """
-    if config.transport == "disk":
-        return DiskTransport(model_path, scratch, spec)
-    if config.transport == "distributed":
-        return DistributedTransport(config.bucket_mib << 20)
-    return TensorTransport(config.bucket_mib << 20)
+    make: dict[str, Callable[[], Transport]] = {
+        "tensor": lambda: TensorTransport(config.bucket_mib << 20),
+        "distributed": lambda: DistributedTransport(config.bucket_mib << 20),
+        "disk": lambda: DiskTransport(model_path, scratch, spec),
+    }
+    return make[config.transport]()

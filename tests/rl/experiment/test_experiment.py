@@ -7,6 +7,7 @@ import pytest
 import yaml
 
 from numerics.errors import UserError
+from rl.algorithms import ALGORITHMS
 from rl.experiment import load_experiment, parse_experiment, read_resolved
 from tests.support.paths import EXAMPLES
 
@@ -186,7 +187,7 @@ def test_keys_of_another_algorithm_are_refused():
         ("numerics", {"mode": "fast"}, "'exact' or 'native'"),
         ("numerics", {"router_replay": "on"}, "'off', 'record' or 'replay'"),
         ("data", {"train": "/t", "reward": "exact"}, "'math'"),
-        ("algorithm", {"name": "ppo"}, "'grpo' or 'sft'"),
+        ("algorithm", {"name": "none"}, " or ".join(map(repr, sorted(ALGORITHMS)))),
         ("algorithm", {"name": "grpo", "tis_cap": 0.5}, "greater than or equal to 1"),
         ("sync", {"transport": "rdma"}, "'disk'"),
         ("tracking", {"wandb": {"mode": "on"}}, "'offline'"),
