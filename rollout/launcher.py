@@ -80,8 +80,10 @@ def _read_line(descriptor: int) -> bytes:
 def _die_with_owner() -> None:
     while os.read(0, 1):
         pass
-    remove_scratch(Path(os.environ["TMPDIR"]))
-    os.killpg(0, signal.SIGKILL)
+    try:
+        remove_scratch(Path(os.environ["TMPDIR"]))
+    finally:
+        os.killpg(0, signal.SIGKILL)
 
 
 def _remember_shared_memory(ports: Any, *_: Any, **__: Any) -> None:

@@ -11,7 +11,10 @@ import fcntl
 import os
 import shutil
 import tempfile
+from contextlib import suppress
 from pathlib import Path
+
+from numerics.files import write_atomically
 
 ENGINE, RAY = "fp8rl-engine-", "fp8rl-ray-"
 """Prefixes by owner."""
@@ -33,23 +36,23 @@ def make_scratch(prefix: str = ENGINE, parent: str | None = None) -> tuple[Path,
 
 def note_shared_memory(scratch: Path, path: str) -> None:
     """Note a file outside the directory that belongs to it."""
-    (scratch / _SHARED_MEMORY).write_text(path)
+    write_atomically(scratch / _SHARED_MEMORY, path)
 
 
 def remove_scratch(scratch: Path) -> None:
     """Remove a directory and the shared memory noted in it, or by engines in the temporary directory of a cluster."""
     for note in (scratch / _SHARED_MEMORY, *scratch.glob(f"*/{ENGINE}*/{_SHARED_MEMORY}")):
-        if note.exists():
-            Path(note.read_text()).unlink(missing_ok=True)
+        with suppress(OSError, ValueError):  # not noted, or gone with another sweep
+            Path(note.read_text()).unlink()
     shutil.rmtree(scratch, ignore_errors=True)
 
 
 def sweep(prefix: str = ENGINE, parent: str | None = None) -> None:
-    """Remove the directories whose owners are gone."""
+    """Remove our directories whose owners are gone. Nobody else's: a note in those may name any file of ours."""
     for lock in Path(parent or tempfile.gettempdir()).glob(f"{prefix}*/{_LOCK}"):
-        try:
+        with suppress(OSError):  # locked, or removed by another sweep
+            if lock.parent.lstat().st_uid != os.getuid():
+                continue
             with lock.open() as file:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:  # locked, or removed by another sweep
-            continue
-        remove_scratch(lock.parent)
+                remove_scratch(lock.parent)

@@ -28,8 +28,8 @@ from rollout.scratch import make_scratch, remove_scratch, sweep
 from rollout.types import Endpoint
 
 _GRACE_S = 4.0
-_FIRST_PORT = 16000
 """Time for an orderly exit before the remaining processes are killed."""
+_FIRST_PORT = 16000
 
 
 class SGLangServer:
@@ -200,7 +200,14 @@ def log_tail(path: Path, lines: int = 30) -> str:
 
 
 def _living(processes: list[psutil.Process]) -> list[psutil.Process]:
-    return [p for p in processes if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+    return [p for p in processes if _lives(p)]
+
+
+def _lives(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def _group(process: psutil.Process) -> int:

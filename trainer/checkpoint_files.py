@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from numerics.errors import UserError, user_error
-from numerics.reading import parsed
+from numerics.reading import parsed, reason
 
 FORMAT = 2
 STATE = "state"
@@ -89,7 +89,10 @@ def check_digests(path: Path, names: Iterable[str] | None = None) -> None:
     for name in about.files if names is None else names:
         if not (path / name).is_file():
             raise _damaged(path / name, "no such file", f"{about.files[name][0]} bytes")
-        ((size, digest),) = digests(path, [name]).values()
+        try:
+            ((size, digest),) = digests(path, [name]).values()
+        except OSError as error:
+            raise _damaged(path / name, reason(error), about.files[name][1]) from error
         if (size, digest) != tuple(about.files[name]):
             raise _damaged(path / name, f"SHA-256 {digest}", about.files[name][1])
 

@@ -184,7 +184,7 @@ def _plain(config: DictConfig, path: Path) -> dict[str, Any]:
 def _resolved(layer: DictConfig, directory: Path) -> DictConfig:
     """The layer with its relative paths made absolute, from `directory`; the validation refuses what is no path."""
     for section, key in PATHS:
-        held = layer.get(section)
+        held = layer._get_node(section)  # an interpolated section is not resolved, as the files below may define it
         value = OmegaConf.to_container(held).get(key) if OmegaConf.is_dict(held) else None
         if isinstance(value, str) and value and not value.startswith("${"):
             held[key] = os.path.normpath(directory / value)

@@ -35,8 +35,9 @@ class RunDir:
 
     @property
     def begun(self) -> bool:
-        """Whether it got as far as a row of metrics."""
-        return self.metrics.is_file() and self.metrics.stat().st_size > 0
+        """Whether it got as far as a row of metrics, or left anything that took training."""
+        rows = self.metrics.is_file() and self.metrics.stat().st_size > 0
+        return rows or bool(self.checkpoint_steps()) or self.model.exists()
 
     @property
     def report(self) -> Path:

@@ -59,8 +59,10 @@ def this_session() -> Session:
 
 def append_session(path: Path, session: Session) -> None:
     """A line for its start, another one for its end: one unbuffered write each, there whole or not at all."""
+    line = json.dumps(dataclasses.asdict(session), allow_nan=False).encode() + b"\n"
+    torn = path.exists() and not path.read_bytes().endswith(b"\n")  # by a power cut
     with path.open("ab", buffering=0) as file:
-        file.write((json.dumps(dataclasses.asdict(session), allow_nan=False) + "\n").encode())
+        file.write(b"\n" + line if torn else line)
         os.fsync(file.fileno())
 
 

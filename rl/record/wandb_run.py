@@ -33,6 +33,8 @@ SUMMARIES = {
 }
 """Metrics whose worst or last value, not the last row's, stands for the run in wandb's summary."""
 
+_FINISH_SECONDS = 120.0
+"""For what is not uploaded yet at the end. What stays behind is in the run's directory: `wandb sync` sends it."""
 _DATA_DIR = "WANDB_DATA_DIR"
 _KEY = "tracking.wandb"
 
@@ -63,7 +65,7 @@ def check_wandb(config: WandbConfig) -> None:
     if config.mode != "online":
         return
     try:
-        known, why = wandb.login(prompt=False), "no key"
+        known, why = wandb.login(prompt=False, verify=False), "no key"
     except wandb.Error as error:
         known, why = False, str(error)
     if not known:
@@ -101,7 +103,11 @@ class WandbRun:
         self._sets_data_dir = _DATA_DIR not in os.environ
         if self._sets_data_dir:  # wandb would stage its tables in the user's home
             os.environ[_DATA_DIR] = str(run.path / "wandb" / "data")
-        self._run: wandb.Run | None = _start(run, experiment, config, resumed)
+        try:
+            self._run: wandb.Run | None = _start(run, experiment, config, resumed)
+        except BaseException:
+            self._restore()
+            raise
 
     @property
     def is_lost(self) -> bool:
@@ -125,6 +131,9 @@ class WandbRun:
 
         self._send(close)
         self._run = None
+        self._restore()
+
+    def _restore(self) -> None:
         if self._sets_data_dir:
             os.environ.pop(_DATA_DIR, None)
 
@@ -163,7 +172,7 @@ def _start(run: RunDir, experiment: Mapping[str, Any], config: WandbConfig, resu
             dir=run.path,
             config=dict(experiment),
             # The console stays ours: wandb would wrap stdout and print its own summary between the lines of the run.
-            settings=wandb.Settings(console="off", silent=not online),
+            settings=wandb.Settings(console="off", silent=not online, finish_timeout=_FINISH_SECONDS),
         )
     except wandb.Error as error:
         raise UserError(f"{_KEY}: found {error}, expected that wandb starts. Set {_KEY}.mode=offline.") from error

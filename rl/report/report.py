@@ -57,7 +57,7 @@ def write_report(run_dir: str | Path) -> tuple[Path, list[str]]:
         [chart for _, group in charts for chart in group],
         kind="run report",
         name=run.name,
-        verdict=verdict(summary) + _early(summary, spec, sessions) + damage,
+        verdict=verdict(summary) + _early(rows[-1]["step"], spec, sessions) + damage,
         tiles=_tiles(summary),
         sections=charts,
         events=events,
@@ -80,14 +80,14 @@ def _damage(files: Sequence[tuple[Path, Sequence[BadLine]]]) -> list[str]:
     ]
 
 
-def _early(summary: RunSummary, spec: str, sessions: Sequence[Session]) -> list[str]:
+def _early(last: int, spec: str, sessions: Sequence[Session]) -> list[str]:
     """That the run has not got to its last step, if so, and why."""
     wanted = _steps_of(spec)
-    if wanted is None or summary.steps >= wanted:
+    if wanted is None or last >= wanted:
         return []
     if sessions and sessions[-1].ended is not None:
-        return [f"It ended after step {summary.steps} of {wanted}: {sessions[-1].why or 'its spec has been changed'}."]
-    return [f"It stands at step {summary.steps} of {wanted}: it is still running, or was killed."]
+        return [f"It ended after step {last} of {wanted}: {sessions[-1].why or 'its spec has been changed'}."]
+    return [f"It stands at step {last} of {wanted}: it is still running, or was killed."]
 
 
 def _steps_of(spec: str) -> int | None:

@@ -39,7 +39,7 @@ class RunSummary:
         mismatched_tensors: tensors that differed, over all syncs.
         step_seconds: median wall time of a step.
         withheld_steps: steps whose batch was not trained on.
-        interventions: firings of gates, losses that were not finite, and samplings at stale weights.
+        interventions: what the run stepped in for: gates, losses that were not finite, engines replaced or synced anew.
         first_intervention: the first of them, in words, with its step.
     """
 
@@ -96,6 +96,7 @@ def summarize(rows: Sequence[Row], events: Sequence[Event] = ()) -> RunSummary:
     tokens = sum(int(row["mismatch/tokens"]) for row in compared)
     worst = max(compared, key=lambda row: row[ABS_DIFF_MAX], default=None)
     syncs = [row for row in rows if "sync/verified_tensors" in row]
+    events = [event for event in events if event.action not in ("resume", "go_on")]
     seconds = [row["perf/step_seconds"] for row in steps if "perf/step_seconds" in row]
     return RunSummary(
         steps=len(steps),

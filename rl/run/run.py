@@ -82,9 +82,9 @@ class Run:
             numerics = standing.numerics(experiment.numerics_config())
             stack = Stack.open(experiment, numerics, files.path, closing, console.note)
             if resume_step is not None:
+                _load(stack, files, resume_step)
                 cut_events(files.events, resume_step)
                 cut_capsules(files, resume_step)
-                _load(stack, files, resume_step)
             if stack.engines:
                 stack.engines.wait()
                 console.note("the engine is up; its report matches the spec")
@@ -104,12 +104,13 @@ class Run:
                 console=console,
                 step=resume_step or 0,
                 session=this_session(),
-                _closing=closing.pop_all(),
+                _closing=Closing(),
             )
             append_session(files.sessions, run.session)
             wandb_run.lost = partial(run.note_mended, WANDB_LOST, 1)
             if resume_step is not None:
                 run.note_mended(RESUMED, 1, f"resumed after step {resume_step}")
+            run._closing = closing.pop_all()
             return run
 
     def __enter__(self) -> Self:

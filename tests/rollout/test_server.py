@@ -84,6 +84,14 @@ def test_only_the_scratch_of_the_dead_is_swept(tmp_path: Path) -> None:
     assert not scratch.exists() and not shared.exists()
 
 
+def test_a_note_that_was_cut_off_stops_no_sweep(tmp_path: Path) -> None:
+    scratch, lock = make_scratch(parent=str(tmp_path))
+    (scratch / "shared_memory").write_text("")
+    os.close(lock)
+    sweep(parent=str(tmp_path))
+    assert not scratch.exists()
+
+
 def test_what_an_engine_noted_goes_with_the_folder_of_its_dead_cluster(tmp_path: Path) -> None:
     shared = tmp_path / "shared"
     shared.touch()

@@ -160,8 +160,10 @@ def parse_nvidia_smi(lines: list[str]) -> tuple[str | None, tuple[Gpu, ...]]:
     rows = [[cell.strip() for cell in line.split(",")] for line in lines if line.count(",") == 3]
     gpus = []
     for _, name, mib, capability in rows:
-        major, minor = capability.split(".")
-        gpus.append(Gpu(name, int(mib) << 20, (int(major), int(minor))))
+        major, _, minor = capability.partition(".")
+        if major.isdigit() and minor.isdigit():
+            # A GPU that shares the machine's memory has `[N/A]` there.
+            gpus.append(Gpu(name, int(mib) << 20 if mib.isdigit() else 0, (int(major), int(minor))))
     return (rows[0][0] if rows else None), tuple(gpus)
 
 

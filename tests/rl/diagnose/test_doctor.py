@@ -247,6 +247,8 @@ def test_nvidia_smi_is_read() -> None:
     lines = ["580.95.05, NVIDIA H200, 143771, 9.0", "580.95.05, NVIDIA H200, 143771, 9.0", ""]
     driver, gpus = parse_nvidia_smi(lines)
     assert driver == "580.95.05" and gpus == (Gpu("NVIDIA H200", 143771 * 2**20, (9, 0)),) * 2
+    assert parse_nvidia_smi(["580, NVIDIA GB10, [N/A], 12.1"])[1] == (Gpu("NVIDIA GB10", 0, (12, 1)),)
+    assert parse_nvidia_smi(["580, NVIDIA A, 1024, [N/A]"]) == ("580", ())
     assert parse_nvidia_smi(["No devices were found"]) == (None, ())
 
 

@@ -90,6 +90,8 @@ def test_defaults_that_form_a_cycle_are_refused(write):
         ("defaults: absent.yaml", "found 'absent.yaml', expected an existing YAML file, relative to this one"),
         ("run: {name: '${oc.env:HOME}'}", "interpolation of keys only"),
         ("run: {name: '${run.absent}'}", "interpolation"),
+        ("model: ${nope}", "interpolation"),
+        ("run: ${oc.env:NOPE}", "interpolation of keys only"),
     ],
 )
 def test_broken_files_are_refused(write, text, expected):

@@ -56,6 +56,18 @@ def test_resume_keeps_and_overwrite_deletes(tmp_path: Path) -> None:
     assert files(run.path) == []
 
 
+def test_what_took_training_is_not_replaced_unasked(tmp_path: Path) -> None:
+    run = old_run(tmp_path, rows="")
+    run.checkpoint(3).mkdir(parents=True)
+    with pytest.raises(UserError, match="existing run"):
+        opened(tmp_path)
+    run.checkpoint(3).rmdir()
+    run.model.mkdir()
+    with pytest.raises(UserError, match="existing run"):
+        opened(tmp_path)
+    assert run.model.is_dir()
+
+
 def test_a_start_that_never_reached_a_step_is_replaced(tmp_path: Path) -> None:
     run = old_run(tmp_path, rows="")
     assert opened(tmp_path) == run

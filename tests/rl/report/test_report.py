@@ -214,6 +214,15 @@ def test_a_run_that_ended_early_says_so_and_where_it_ran(tmp_path: Path) -> None
         assert fact in text
     run.experiment.write_text(yaml.safe_dump({**SPEC, "run": {"name": "demo", "steps": 2}}))
     assert "It ended" not in write_report(run.path)[0].read_text()
+    _, *others = run.metrics.read_text().splitlines(keepends=True)
+    run.metrics.write_text("".join(["junk\n", *others]))
+    assert "It ended" not in write_report(run.path)[0].read_text(), "a damaged line is no missing step"
+
+
+def test_a_resume_is_no_intervention(tmp_path: Path) -> None:
+    run = make_run(tmp_path, {step: step_metrics(step) for step in (1, 2)})
+    append_event(run.events, Event(1, "tracking/resumed", 1.0, "above 0", "resume", None, "resumed after step 1"))
+    assert "1 intervention" not in page_of(run)
 
 
 def test_the_share_of_groups_that_teach_nothing_is_shown(tmp_path: Path) -> None:
