@@ -64,7 +64,7 @@ def shown(records: Sequence[RolloutRecord]) -> list[RolloutRecord]:
 
 
 def _line(record: RolloutRecord) -> str:
-    values = dataclasses.asdict(record)
+    values = dict(vars(record))  # `asdict` would copy every token
     for name in ("rollout_logprobs", "train_logprobs"):
         values[name] = [x if math.isfinite(x) else None for x in values[name]]
     return json.dumps(values, ensure_ascii=False, allow_nan=False) + "\n"
