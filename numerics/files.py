@@ -45,6 +45,18 @@ def write_atomically(path: Path, content: str | bytes) -> None:
     flush_to_disk(path.parent)
 
 
+def append_line(path: Path, line: str) -> None:
+    """Append a line by one unbuffered write, so that it is there whole or not at all, and flush it to disk.
+
+    What a power cut has left of the line before stays a line of its own.
+    """
+    with path.open("a+b", buffering=0) as file:
+        end = file.seek(0, os.SEEK_END)
+        torn = end > 0 and os.pread(file.fileno(), 1, end - 1) != b"\n"
+        file.write(("\n" * torn + line + "\n").encode())
+        os.fsync(file.fileno())
+
+
 def publish_directory(partial: Path, path: Path) -> None:
     """Flush a finished directory and rename it to `path`, in place of what stood there.
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 from pathlib import Path
 
 from pydantic import TypeAdapter
 
-from numerics.files import write_atomically
+from numerics.files import append_line, write_atomically
 from numerics.reading import BadLine, json_lines, whole_json_lines
 
 
@@ -42,10 +41,8 @@ _EVENT = TypeAdapter(Event)
 
 
 def append_event(path: Path, event: Event) -> None:
-    """One unbuffered write, so that a line is there whole or not at all."""
-    with path.open("ab", buffering=0) as file:
-        file.write(_line(event).encode())
-        os.fsync(file.fileno())
+    """One more line."""
+    append_line(path, _line(event))
 
 
 def read_events(path: Path) -> list[Event]:
@@ -61,8 +58,8 @@ def events_found(path: Path) -> tuple[list[Event], list[BadLine]]:
 def cut_events(path: Path, step: int) -> None:
     """Forget events after `step`, of steps that a resumed run repeats."""
     if path.is_file():
-        write_atomically(path, "".join(_line(event) for event in read_events(path) if event.step <= step))
+        write_atomically(path, "".join(_line(event) + "\n" for event in read_events(path) if event.step <= step))
 
 
 def _line(event: Event) -> str:
-    return json.dumps(dataclasses.asdict(event), allow_nan=False) + "\n"
+    return json.dumps(dataclasses.asdict(event), allow_nan=False)

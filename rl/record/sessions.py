@@ -18,6 +18,7 @@ import psutil
 import torch
 from pydantic import TypeAdapter
 
+from numerics.files import append_line
 from numerics.reading import BadLine, json_lines
 
 LIBRARIES = ("fp8rl", "sglang", "megatron-core", "mbridge", "torch", "ray", "transformers")
@@ -58,12 +59,8 @@ def this_session() -> Session:
 
 
 def append_session(path: Path, session: Session) -> None:
-    """A line for its start, another one for its end: one unbuffered write each, there whole or not at all."""
-    line = json.dumps(dataclasses.asdict(session), allow_nan=False).encode() + b"\n"
-    torn = path.exists() and not path.read_bytes().endswith(b"\n")  # by a power cut
-    with path.open("ab", buffering=0) as file:
-        file.write(b"\n" + line if torn else line)
-        os.fsync(file.fileno())
+    """A line for its start, another one for its end."""
+    append_line(path, json.dumps(dataclasses.asdict(session), allow_nan=False))
 
 
 def sessions_found(path: Path) -> tuple[list[Session], list[BadLine]]:

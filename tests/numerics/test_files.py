@@ -1,8 +1,10 @@
+from pathlib import Path
+
 import pytest
 import torch
 from safetensors.torch import save_file
 
-from numerics.files import publish_directory, write_atomically
+from numerics.files import append_line, publish_directory, write_atomically
 
 
 def test_a_file_is_replaced_whole(tmp_path):
@@ -41,3 +43,12 @@ def test_a_directory_takes_the_place_of_the_old_one(tmp_path):
     publish_directory(partial, path)
     assert [entry.name for entry in path.iterdir()] == ["new"]
     assert [entry.name for entry in tmp_path.iterdir()] == ["model"]
+
+
+@pytest.mark.parametrize(("before", "after"), [(None, "b\n"), ("", "b\n"), ("a\n", "a\nb\n"), ('{"to', '{"to\nb\n')])
+def test_a_line_is_appended_whole_whatever_stands_before(tmp_path: Path, before: str | None, after: str) -> None:
+    path = tmp_path / "lines"
+    if before is not None:
+        path.write_text(before)
+    append_line(path, "b")
+    assert path.read_text() == after
