@@ -39,7 +39,6 @@ class Tracker:
         self._run_dir, self._all_rollouts, self._last_step = run, all_rollouts, last_step
         self._metrics = MetricsLog(run.metrics, resume_step=resume_step)
         self._wandb = wandb_run
-        self._finished = False
 
     def log(self, step: int, metrics: Mapping[str, float], records: Sequence[RolloutRecord] = ()) -> dict[str, float]:
         """Record a step, steps rising strictly, and its trajectories. Non-finite values are dropped and counted.
@@ -65,9 +64,6 @@ class Tracker:
 
     def finish(self, summary: Mapping[str, Any] | None = None, *, exit_code: int = 0) -> None:
         """Close the log and wandb; `summary` goes into wandb's run summary. A second call does nothing."""
-        if self._finished:
-            return
-        self._finished = True
         self._metrics.close()
         self._wandb.finish(summary or {}, exit_code)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections import Counter
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Self, TypeVar
@@ -33,7 +32,7 @@ from weight_sync.bridge import SyncReport
 Result = TypeVar("Result")
 
 RESUMED = "tracking/resumed"
-_ACTIONS = {ENGINES_REPLACED: "replace_engine", STALE_RESYNCS: "resync", RESUMED: "resume", WANDB_LOST: "go_on"}
+_ACTIONS = {ENGINES_REPLACED: "replace_engine", STALE_RESYNCS: "resync", RESUMED: "resume"}
 
 
 @dataclass
@@ -107,7 +106,7 @@ class Run:
                 _closing=Closing(),
             )
             append_session(files.sessions, run.session)
-            wandb_run.lost = partial(run.note_mended, WANDB_LOST, 1)
+            wandb_run.lost = run.note_wandb_lost
             if resume_step is not None:
                 run.note_mended(RESUMED, 1, f"resumed after step {resume_step}")
             run._closing = closing.pop_all()
@@ -182,6 +181,10 @@ class Run:
         """Count what was mended without a gate, and announce it."""
         self.mended[metric] += count
         self.announce(Event(self.step, metric, float(count), "above 0", _ACTIONS[metric], None, text))
+
+    def note_wandb_lost(self, text: str) -> None:
+        """Announce it; the tracker gives it as a metric from the next row on."""
+        self.announce(Event(self.step, WANDB_LOST, 1.0, "above 0", "go_on", None, text))
 
     def mendings(self) -> dict[str, float]:
         """What was mended since this was last asked, as metrics."""
