@@ -6,6 +6,7 @@ What the Qwen3 family shares stands here.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from models.architecture import Architecture
 from models.config_file import ConfigFile
@@ -21,23 +22,26 @@ def sizes(config: ConfigFile) -> ModelSizes:
     """Absent keys have the defaults of transformers' Qwen3Config."""
     config.refuse_variants(VARIANTS)
     heads = config.size("num_attention_heads")
-    return checked(
-        config,
-        ModelSizes(
-            layers=config.size("num_hidden_layers"),
-            hidden_size=config.size("hidden_size"),
-            heads=heads,
-            kv_heads=config.size("num_key_value_heads", default=32, if_null=heads),
-            head_dim=(head_dim := config.size("head_dim", default=128)),
-            rotary_dim=head_dim,
-            vocab_size=config.size("vocab_size"),
-            norm_eps=config.number("rms_norm_eps", default=1e-6),
-            rope_theta=config.rope_theta(),
-            max_positions=config.size("max_position_embeddings"),
-            tied=config.flag("tie_word_embeddings", default=False),
-            ffn_size=config.size("intermediate_size"),
-        ),
-    )
+    kv_heads = config.size("num_key_value_heads", default=32, if_null=heads)
+    attention = family_sizes(config, heads, kv_heads, config.size("head_dim", default=128))
+    return checked(config, ModelSizes(**attention, ffn_size=config.size("intermediate_size")))
+
+
+def family_sizes(config: ConfigFile, heads: int, kv_heads: int, head_dim: int) -> dict[str, Any]:
+    """All but the MLPs: the arguments of ModelSizes that the whole family reads alike."""
+    return {
+        "layers": config.size("num_hidden_layers"),
+        "hidden_size": config.size("hidden_size"),
+        "heads": heads,
+        "kv_heads": kv_heads,
+        "head_dim": head_dim,
+        "rotary_dim": head_dim,
+        "vocab_size": config.size("vocab_size"),
+        "norm_eps": config.number("rms_norm_eps", default=1e-6),
+        "rope_theta": config.rope_theta(),
+        "max_positions": config.size("max_position_embeddings"),
+        "tied": config.flag("tie_word_embeddings", default=False),
+    }
 
 
 def checked(config: ConfigFile, sizes: ModelSizes) -> ModelSizes:

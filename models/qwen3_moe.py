@@ -14,6 +14,7 @@ from models.qwen3 import (
     attention_tensors,
     checked,
     embedding,
+    family_sizes,
     last_tensors,
     post_norm,
 )
@@ -26,20 +27,12 @@ def sizes(config: ConfigFile) -> ModelSizes:
     """Absent keys have the defaults of transformers' Qwen3MoeConfig."""
     config.refuse_variants(VARIANTS | {"decoder_sparse_step": 1, "mlp_only_layers": []})
     heads, hidden = config.size("num_attention_heads"), config.size("hidden_size")
+    kv_heads = config.size("num_key_value_heads", default=4)
+    attention = family_sizes(config, heads, kv_heads, config.size("head_dim", default=max(1, hidden // heads)))
     return checked(
         config,
         ModelSizes(
-            layers=config.size("num_hidden_layers"),
-            hidden_size=hidden,
-            heads=heads,
-            kv_heads=config.size("num_key_value_heads", default=4),
-            head_dim=(head_dim := config.size("head_dim", default=max(1, hidden // heads))),
-            rotary_dim=head_dim,
-            vocab_size=config.size("vocab_size"),
-            norm_eps=config.number("rms_norm_eps", default=1e-6),
-            rope_theta=config.rope_theta(),
-            max_positions=config.size("max_position_embeddings"),
-            tied=config.flag("tie_word_embeddings", default=False),
+            **attention,
             # transformers 5 writes the second spelling, older ones the first.
             experts=config.one_of("num_experts", "num_local_experts"),
             top_k=config.size("num_experts_per_tok"),
