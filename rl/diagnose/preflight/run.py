@@ -56,9 +56,10 @@ def preflight(experiment: Experiment, *, quick: bool = False, say: Callable[[str
     so_far = SoFar()
     path = Path(experiment.model.path)
     model = read_model(path)
-    check_stored(path, model)
     so_far.checks += [block_alignment(model.sizes, experiment), same_precision(experiment)]
-    if so_far.checks[0].ok:
+    if not so_far.checks[0].ok:
+        check_stored(path, model)  # which `check` does too
+    else:
         check(experiment)
         _check_engine(experiment)
         try:

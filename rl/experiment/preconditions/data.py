@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING
 
 from numerics.errors import user_error
@@ -67,13 +68,13 @@ def _check_lengths(
     limit = experiment.rollout.context_length
     room = limit - (1 if supervised else experiment.rollout.max_new_tokens)
     template = len(prompt_ids(tokenizer, ""))
-    widest = max(len(token.encode()) for token in tokenizer.get_vocab())
+    widest = functools.cache(lambda: max(len(token.encode()) for token in tokenizer.get_vocab()))  # few data need it
     for number, problem in enumerate(problems, start=1):
         size = len((problem.question + (problem.answer if supervised else "")).encode())
         if template + TOKENS_PER_BYTE * size <= room:
             continue
-        if size > room * widest:  # tokenizing megabytes takes minutes
-            tokens = -(-size // widest)
+        if size > room * widest():  # tokenizing megabytes takes minutes
+            tokens = -(-size // widest())
         else:
             tokens = len(prompt_ids(tokenizer, problem.question))
             if supervised:

@@ -16,7 +16,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from examples.tiny_model import TinyModel, write_tiny_model
-from models import ModelSizes
+from models.sizes import ModelSizes
 from numerics.config import NumericsConfig
 from numerics.errors import UserError
 from numerics.quantize import quantize
@@ -29,23 +29,9 @@ from rl.diagnose.preflight.same_logprobs import NATIVE_LIMIT, described, noise_f
 from rl.experiment import Experiment, load_experiment, parse_experiment
 from rl.run.engines import expected_report
 from rollout.plugin.hooks import hooks_for
+from tests.support.definitions import SIZES
 
-MODEL = ModelSizes(
-    layers=2,
-    hidden_size=256,
-    heads=4,
-    kv_heads=2,
-    head_dim=128,
-    rotary_dim=128,
-    expert_size=128,
-    vocab_size=64,
-    norm_eps=1e-6,
-    rope_theta=1e4,
-    max_positions=1024,
-    tied=False,
-    experts=8,
-    top_k=2,
-)
+MODEL = dataclasses.replace(SIZES, ffn_size=0, experts=8)
 DENSE = dataclasses.replace(MODEL, experts=0, top_k=0, expert_size=0, ffn_size=128)
 EXACT = NumericsConfig(spec=QuantSpec.preset("fp8_block_pow2"))
 NATIVE = dataclasses.replace(EXACT, mode="native")
