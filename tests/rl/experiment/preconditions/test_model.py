@@ -1,0 +1,188 @@
+"""Models and layouts that cannot be trained are refused before anything starts."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from rl.experiment import parse_experiment
+from rl.experiment.preconditions import check, read_model
+from rl.experiment.preconditions.model import check_model_layout
+from tests.support.preconditions import edit_config, merged, refusal
+
+
+def test_a_good_spec_passes_and_its_model_is_read(values):
+    sizes = check(parse_experiment(values)).sizes
+    assert (sizes.layers, sizes.hidden_size, sizes.heads, sizes.kv_heads, sizes.head_dim) == (2, 128, 4, 2, 128)
+    assert (sizes.experts, sizes.top_k, sizes.expert_size) == (8, 2, 128)
+
+
+def test_a_dense_model_passes(values, models):
+    sizes = check(parse_experiment(merged(values, model={"path": str(models / "dense")}))).sizes
+    assert not sizes.moe and sizes.ffn_size == 384
+
+
+def test_either_spelling_of_the_expert_count_is_read(values, model):
+    edit_config(model, num_experts=None)
+    assert check(parse_experiment(values)).sizes.experts == 8
+    edit_config(model, num_experts=4, num_local_experts=None)
+    assert read_model(model).sizes.experts == 4
+
+
+@pytest.mark.parametrize(
+    ("file", "expected"),
+    [
+        ("config.json", "without config.json"),
+        ("model.safetensors", "safetensors weights"),
+        ("tokenizer.json", "tokenizer"),
+    ],
+)
+def test_a_model_directory_with_a_missing_file_is_refused(values, model, file, expected):
+    (model / file).unlink()
+    assert expected in refusal(values)
+
+
+def test_a_missing_model_directory_is_refused(values, tmp_path):
+    text = refusal(values, model={"path": str(tmp_path / "absent")})
+    assert text.startswith("model.path: found") and "absent" in text and "relative to the spec file" in text
+
+
+def test_broken_model_files_are_refused(values, model):
+    weights = model / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    assert "whole safetensors file" in refusal(values)
+    (model / "config.json").write_text("{")
+    assert "valid JSON" in refusal(values)
+
+
+def test_a_missing_shard_is_refused(values, model):
+    (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "model-00001.safetensors"}}))
+    assert "model-00001.safetensors" in refusal(values)
+
+
+@pytest.mark.parametrize("architectures", [["LlamaForCausalLM"], [], None])
+def test_an_unsupported_architecture_is_refused(values, model, architectures):
+    edit_config(model, architectures=architectures)
+    text = refusal(values)
+    assert "architectures" in text and "Qwen3MoeForCausalLM" in text
+
+
+@pytest.mark.parametrize(("key", "value"), [("hidden_size", None), ("num_hidden_layers", "2"), ("vocab_size", 0)])
+def test_a_config_without_a_dimension_is_refused(values, model, key, value):
+    edit_config(model, **{key: value})
+    assert key in refusal(values)
+
+
+@pytest.mark.parametrize(("key", "value"), [("hidden_size", 192), ("head_dim", 64), ("moe_intermediate_size", 96)])
+def test_dimensions_that_straddle_blocks_are_refused_in_fp8_only(values, model, key, value):
+    edit_config(model, **{key: value})
+    text = refusal(values)
+    assert key in text and str(value) in text and "multiple of 128" in text
+    for one_side in ({"trainer": "bf16"}, {"rollout": "bf16"}):
+        assert key in refusal(values, numerics=one_side)
+    bf16 = parse_experiment(merged(values, numerics={"preset": "bf16", "trainer": "bf16", "rollout": "bf16"}))
+    check_model_layout(read_model(model).sizes, bf16)
+
+
+@pytest.mark.parametrize("choice", ["record", "replay"])
+def test_routing_replay_of_a_dense_model_is_refused(values, models, choice):
+    numerics = {"router_replay": choice}
+    check(parse_experiment(merged(values, numerics=numerics)))
+    text = refusal(values, model={"path": str(models / "dense")}, numerics=numerics)
+    assert text.startswith("numerics.router_replay") and choice in text and "expected off" in text
+
+
+def test_tensor_parallel_slices_must_hold_whole_blocks(values, models):
+    dense = {"path": str(models / "dense")}
+    text = refusal(values, model=dense, trainer={"tp": 2})
+    assert "intermediate_size" in text and "192" in text
+    check(parse_experiment(merged(values, trainer={"tp": 2})))  # experts are not split, 4 heads of 128 are
+
+
+@pytest.mark.parametrize(
+    ("trainer", "key", "reason"),
+    [
+        ({"pp": 2}, "trainer.pp", "not in this release"),
+        ({"tp": 3}, "trainer.tp", "num_attention_heads = 4"),
+        ({"tp": 4}, "trainer.tp", "num_key_value_heads = 2"),
+        ({"ep": 3, "dp": 3}, "trainer.ep", "num_experts = 8"),
+        ({"ep": 2}, "trainer.ep", "tp * dp = 1 * 1"),
+        ({"ep": 4, "tp": 2}, "trainer.ep", "tp * dp = 2 * 1"),
+    ],
+)
+def test_layouts_that_do_not_divide_the_model_are_refused(values, trainer, key, reason):
+    text = refusal(values, trainer=trainer)
+    assert text.startswith(key) and reason in text
+
+
+def test_some_layer_must_be_left_to_quantize(values):
+    """The model has two."""
+    check(parse_experiment(merged(values, numerics={"last_layers_bf16": 1})))
+    text = refusal(values, numerics={"first_layers_bf16": 1, "last_layers_bf16": 1})
+    assert text.startswith("numerics.first_layers_bf16 + numerics.last_layers_bf16: found 2, expected less than")
+    off = {"preset": "bf16", "trainer": "bf16", "rollout": "bf16"}
+    check(parse_experiment(merged(values, numerics={"first_layers_bf16": 2, **off})))
+
+
+@pytest.mark.parametrize("trainer", [{"ep": 2, "dp": 2}, {"ep": 2, "tp": 2}, {"ep": 4, "tp": 2, "dp": 2}, {"dp": 3}])
+def test_layouts_that_divide_the_model_pass(values, trainer):
+    check(parse_experiment(merged(values, trainer=trainer)))
+
+
+def test_a_spec_that_transformer_engine_does_not_compute_is_refused_where_it_would(values, monkeypatch):
+    native = {"mode": "native", "activation": {"granularity": "tensor"}}
+    check(parse_experiment(merged(values, numerics=native)))
+    monkeypatch.setattr("rl.experiment.preconditions.has_transformer_engine", lambda: True)
+    assert refusal(values, numerics=native).startswith("numerics.activation.granularity: found 'tensor'")
+    check(parse_experiment(merged(values, numerics={"mode": "native"})))
+
+
+def test_experts_of_a_dense_model_are_refused(values, models):
+    assert "dense" in refusal(values, model={"path": str(models / "dense")}, trainer={"ep": 2, "dp": 2})
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("quantization_config", {"quant_method": "fp8", "weight_block_size": [128, 128]}),
+        ("attention_bias", True),
+        ("use_sliding_window", True),
+        ("layer_types", ["full_attention", "sliding_attention"]),
+        ("mlp_only_layers", [0]),
+        ("decoder_sparse_step", 2),
+        ("hidden_act", "gelu"),
+        ("rms_norm_eps", 0.0),
+        ("rope_scaling", {"rope_type": "yarn", "factor": 4.0}),
+    ],
+)
+def test_what_the_trainer_would_refuse_is_refused_before(values, model, key, value):
+    edit_config(model, **{key: value})
+    text = refusal(values)
+    assert text.startswith(f"model.path: {key}") and "found " in text
+
+
+def test_quantized_weights_are_refused_even_if_the_config_hides_them(values, model):
+    weights = load_file(model / "model.safetensors")
+    name = "model.layers.0.self_attn.q_proj.weight"
+    save_file(weights | {name: weights[name].to(torch.float8_e4m3fn)}, model / "model.safetensors")
+    text = refusal(values)
+    assert name in text and "F8_E4M3" in text and "BF16 checkpoint" in text
+    save_file({name: tensor.float() for name, tensor in weights.items()}, model / "model.safetensors")
+    check(parse_experiment(values))
+
+
+@pytest.mark.parametrize("index", ["[]", "{}", '{"weight_map": 1}', "{"])
+def test_a_broken_weight_index_is_refused(values, model, index):
+    (model / "model.safetensors.index.json").write_text(index)
+    assert "model.safetensors.index.json" in refusal(values)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_weights_that_are_not_finite_are_refused(values, model, value):
+    weights = load_file(model / "model.safetensors")
+    name = "model.layers.1.self_attn.o_proj.weight"
+    weights[name][3, 5] = value
+    save_file(weights, model / "model.safetensors")
+    text = refusal(values)
+    assert text.startswith(f"model.path: {name}: found '1 of ") and "NaN or infinite" in text

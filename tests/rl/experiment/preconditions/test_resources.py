@@ -1,0 +1,75 @@
+"""What this machine cannot hold is refused before anything starts."""
+
+import socket
+from collections import namedtuple
+
+import pytest
+import torch
+
+from numerics.errors import UserError
+from rl.experiment import parse_experiment
+from rl.experiment.preconditions import check, resources
+from rl.experiment.preconditions.resources import ENGINE_BYTES, RANK_BYTES, kv_cache_bytes
+from tests.support.preconditions import merged, refusal
+
+
+def test_a_kv_cache_beyond_the_free_memory_is_refused(values, monkeypatch):
+    memory = namedtuple("memory", "available")
+    spec = parse_experiment(merged(values, rollout={"max_total_tokens": 2048, "engines": 2}))
+    # 2 engines x 2048 tokens x 2 layers x 2 kv heads x 128 x (key and value) x 2 bytes
+    cache = 2 * 2048 * 2 * 2 * 128 * 2 * 2
+    needed = cache + RANK_BYTES + 2 * ENGINE_BYTES
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(resources.psutil, "virtual_memory", lambda: memory(needed))
+    assert kv_cache_bytes(check(spec).sizes, spec.rollout) == cache
+    monkeypatch.setattr(resources.psutil, "virtual_memory", lambda: memory(needed - 1))
+    with pytest.raises(UserError, match="rollout.max_total_tokens: found 2048") as error:
+        check(spec)
+    assert "2047" in str(error.value), "the message says how many tokens would fit"
+    check(parse_experiment(merged(values, algorithm={"name": "sft"}, eval={"problems": 0})))  # starts no engine
+
+
+@pytest.mark.parametrize(
+    ("sections", "said"),
+    [
+        ({"trainer": {"dp": 4000}}, "trainer.dp: found 4000"),
+        ({"rollout": {"engines": 4000}}, "rollout.engines: found 4000"),
+    ],
+)
+def test_more_processes_than_the_memory_holds_are_refused(values, monkeypatch, sections, said):
+    monkeypatch.setattr(resources, "available_memory", lambda: 900 << 30)
+    assert refusal(values, **sections).startswith(said)
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    check(parse_experiment(merged(values, **sections)))
+
+
+def test_the_limit_of_a_control_group_counts(values, tmp_path, monkeypatch):
+    """The innermost of the limited groups decides; file pages not read lately are as good as free."""
+    outer, inner = tmp_path / "group", tmp_path / "group" / "job"
+    inner.mkdir(parents=True)
+    for group, limit, used, files in ((outer, 1 << 30, 1 << 20, 0), (inner, 5000, 4500, 300)):
+        (group / "memory.max").write_text(f"{limit}\n")
+        (group / "memory.current").write_text(f"{used}\n")
+        (group / "memory.stat").write_text(f"anon 7\ninactive_file {files}\n")
+    own = tmp_path / "own"
+    monkeypatch.setattr(resources, "CGROUPS", tmp_path)
+    monkeypatch.setattr(resources, "OWN_CGROUP", own)
+    own.write_text("4:memory:/x\n0::/group/job\n")
+    assert resources.available_memory() == 800
+    assert "rollout.engines" in refusal(values)
+    (inner / "memory.max").write_text("max\n")
+    assert resources.available_memory() <= (1 << 30) - (1 << 20)
+    own.write_text("0::/\n")
+    assert resources.available_memory() > 0
+    check(parse_experiment(values))
+
+
+def test_a_taken_port_and_a_shared_port_are_refused(values):
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        port = listener.getsockname()[1]
+        text = refusal(values, rollout={"port": port})
+        assert text.startswith(f"rollout.port: found {port}") and "another engine" in text
+    check(parse_experiment(merged(values, rollout={"port": port})))
+    assert "two engines" in refusal(values, rollout={"port": port, "engines": 2})

@@ -1,0 +1,29 @@
+"""What the tests of the preconditions share: data files, variants of a spec, and the refusal that one gets."""
+
+import json
+
+import pytest
+
+from numerics.errors import UserError
+from rl.experiment import parse_experiment
+from rl.experiment.preconditions import check
+
+
+def write_lines(path, problems):
+    path.write_text("".join(json.dumps({"question": q, "answer": a}) + "\n" for q, a in problems))
+
+
+def merged(values: dict, **sections: dict) -> dict:
+    return {**values, **{name: {**values.get(name, {}), **keys} for name, keys in sections.items()}}
+
+
+def refusal(values: dict, **sections: dict) -> str:
+    with pytest.raises(UserError) as error:
+        check(parse_experiment(merged(values, **sections)))
+    return str(error.value)
+
+
+def edit_config(model, **changes) -> None:
+    path = model / "config.json"
+    config = {k: v for k, v in (json.loads(path.read_text()) | changes).items() if v is not None}
+    path.write_text(json.dumps(config))
