@@ -135,8 +135,8 @@ def _tiles(summary: RunSummary) -> list[dict[str, str]]:
             _tile("Weight syncs verified", f"{summary.verified_syncs} / {summary.syncs}", below, summary.sync_standing)
         )
     if summary.equal_reward_groups is not None:
-        share = format_percent(summary.equal_reward_groups)
-        tiles.append(_tile("Groups of equal rewards", share, "of all groups: they teach nothing"))
+        share = f"{summary.equal_reward_groups:.0%}"
+        tiles.append(_tile("Groups of equal rewards", share, "of all: they teach nothing"))
     seconds = "" if summary.step_seconds is None else f"{summary.step_seconds:.2f} s median"
     tiles.append(_tile("Steps", f"{summary.steps}", seconds))
     return tiles
