@@ -44,7 +44,7 @@ def write_page(attribution: Attribution, name: str, path: Path, compared: str = 
 def _op_map(attribution: Attribution) -> Chart | None:
     """Layers by ops; the ops outside the layers stand in rows of their own, and the drift of the stream beside them."""
     if not any(op.relative_rms for op in attribution.ops) and not any(attribution.stream):
-        return None  # in native mode nothing is traced; a map of zeros shows nothing
+        return None  # both sides agree, and a map of zeros shows nothing
     found = {(op.layer, op.op): op for op in attribution.ops}
     ops = list(dict.fromkeys(op.op for op in attribution.ops))
     layers = sorted({layer for layer, _ in found if layer is not None})
