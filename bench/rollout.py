@@ -14,6 +14,7 @@ from bench.measure import Result, median_ratio
 from numerics.config import Mode, NumericsConfig, RolloutPrecision
 from numerics.spec import QuantSpec
 from rl.run.engines import expected_report
+from rl.run.feed import to_groups
 from rollout.config import RolloutConfig
 from rollout.engine import Engine
 from rollout.tasks import load_problems, prompt_ids
@@ -73,7 +74,7 @@ async def _measure() -> dict[str, list[float]]:
                 for name, engine in engines.items():
                     await engine.flush()
                     start = time.perf_counter()
-                    answers = await engine.generate(chosen, GROUP, sampling, 0)
+                    answers = await engine.generate(to_groups(chosen, GROUP, run_seed=0, step=index), sampling, 0)
                     seconds = time.perf_counter() - start
                     if index >= WARMUP:
                         rates[name].append(sum(len(answer.token_ids) for answer in answers) / seconds)

@@ -117,10 +117,11 @@ def _attempt(trainer: TrainerGroup, work: Work, algorithm: AlgorithmConfig, *, r
         result = trainer.forward_backward(batch, algorithm.objective(batch))
     except NonFiniteLossError as error:
         fault, scored = _fault(error, work), trainer.score_routed(batch)
-        result = PassResult(scored.logprobs, {}, math.nan, math.nan, 0.0, scored.routes)
+        result = PassResult(scored.logprobs, {}, math.nan, math.nan, 0.0, scored.routes, scored.draws)
     evidence = None
     if work.versions is not None:
-        evidence = Evidence(batch, work.versions, trainer.weight_version, result.logprobs, result.routes)
+        at = trainer.weight_version
+        evidence = Evidence(batch, work.versions, at, result.logprobs, result.routes, result.draws)
     return Attempt(result, evidence, fault)
 
 

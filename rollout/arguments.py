@@ -83,7 +83,6 @@ def server_arguments(
     config: RolloutConfig,
     *,
     port: int,
-    seed: int,
     weight_version: int,
     cuda: bool,
     mode: Mode = "native",
@@ -99,7 +98,7 @@ def server_arguments(
         *("--host", "127.0.0.1", "--port", str(port), "--log-level", "warning"),
         *("--grammar-backend", "none"),
         *("--context-length", str(config.context_length), "--max-total-tokens", str(config.max_total_tokens)),
-        *("--random-seed", str(seed), "--weight-version", str(weight_version)),
+        *("--random-seed", "0", "--weight-version", str(weight_version)),
     ]
     if config.chunked_prefill_size is not None:
         arguments += ["--chunked-prefill-size", str(config.chunked_prefill_size)]

@@ -42,24 +42,26 @@ class EngineClient:
     async def close(self) -> None:
         await self._client.aclose()
 
-    async def complete(self, input_ids: list[list[int]], sampling: SamplingParams) -> list[Completion]:
-        """One answer for each row of `input_ids`, in order, in one request.
+    async def complete(
+        self, input_ids: list[list[int]], sampling: SamplingParams, seeds: Sequence[int] | None = None
+    ) -> list[Completion]:
+        """One answer for each row of `input_ids`, in order, in one request; seeds: of each answer.
 
         One request for all is about four times as fast as one for each (7,200 against 1,700 tokens per second at 256
-        answers of 15 tokens), and reaches the scheduler as one batch, so that a seeded server repeats it exactly.
+        answers of 15 tokens).
         """
         if not input_ids:
             return []
-        answers = (await self._generation_post(input_ids, sampling, **self._extras())).json()
+        answers = (await self._generation_post(input_ids, sampling, seeds, **self._extras())).json()
         return [parse_completion(answer, self._routes) for answer in answers]
 
     async def complete_each(
-        self, input_ids: list[list[int]], sampling: SamplingParams
+        self, input_ids: list[list[int]], sampling: SamplingParams, seeds: Sequence[int] | None = None
     ) -> AsyncGenerator[tuple[int, Completion], None]:
         """Like `complete`, but yields (row, answer) as each one ends. About a tenth slower in all."""
         if not input_ids:
             return
-        body = _generation_body(input_ids, sampling) | self._extras() | {"stream": True}
+        body = _generation_body(input_ids, sampling, seeds) | self._extras() | {"stream": True}
         async with self._client.stream("POST", "/generate", json=body, headers=self._generation_key()) as response:
             if response.status_code != 200:
                 await response.aread()
@@ -83,7 +85,7 @@ class EngineClient:
         if not sequences:
             return []
         one_token = SamplingParams(max_new_tokens=1, temperature=0.0)
-        answers = (await self._generation_post(sequences, one_token, logprob_start_len=0)).json()
+        answers = (await self._generation_post(sequences, one_token, None, logprob_start_len=0)).json()
         return [parse_prompt_logprobs(answer, len(ids)) for answer, ids in zip(answers, sequences, strict=True)]
 
     async def pause(self, mode: PauseMode = "abort") -> None:
@@ -219,9 +221,9 @@ class EngineClient:
         return answer
 
     async def _generation_post(
-        self, input_ids: list[list[int]], sampling: SamplingParams, **options: Any
+        self, input_ids: list[list[int]], sampling: SamplingParams, seeds: Sequence[int] | None, **options: Any
     ) -> httpx.Response:
-        body = _generation_body(input_ids, sampling) | options
+        body = _generation_body(input_ids, sampling, seeds) | options
         response = await self._client.post("/generate", json=body, headers=self._generation_key())
         _raise_for_status(response)
         return response
@@ -303,8 +305,11 @@ def _logprobs(reported: list[tuple[float | None, int, str | None]]) -> list[floa
     return [math.nan if logprob is None else logprob for logprob, _, _ in reported]
 
 
-def _generation_body(input_ids: list[list[int]], sampling: SamplingParams) -> dict[str, Any]:
-    return {"input_ids": input_ids, "sampling_params": sampling.to_request(len(input_ids)), "return_logprob": True}
+def _generation_body(
+    input_ids: list[list[int]], sampling: SamplingParams, seeds: Sequence[int] | None
+) -> dict[str, Any]:
+    parameters = sampling.to_request() if seeds is None else [sampling.to_request(seed) for seed in seeds]
+    return {"input_ids": input_ids, "sampling_params": parameters, "return_logprob": True}
 
 
 def _raise_for_status(response: httpx.Response) -> None:

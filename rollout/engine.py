@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -23,7 +23,7 @@ from rollout.protocol import Report
 from rollout.routes import route_shape
 from rollout.sampler import sample_groups
 from rollout.server import SGLangServer
-from rollout.types import Endpoint, Prompt, SamplingParams, Trajectory
+from rollout.types import Endpoint, Group, SamplingParams, Trajectory
 
 Result = TypeVar("Result")
 
@@ -53,7 +53,6 @@ class Engine:
         log_path: str | Path,
         plugin: Mapping[str, Any] | None = None,
         expected: Report | None = None,
-        seed: int = 0,
         gpu: int = 0,
     ) -> None:
         """plugin: configuration of our SGLang plugin, None for stock SGLang. expected: what the plugin must report
@@ -63,7 +62,7 @@ class Engine:
         self._plugin = plugin
         self._expected = expected
         self._routes = plugin is not None and plugin["numerics"]["router_replay"] != "off"
-        self._seed, self._gpu = seed, gpu
+        self._gpu = gpu
         self._server: SGLangServer | None = None
         self._client: EngineClient | None = None
         self._restarts = 0
@@ -87,7 +86,6 @@ class Engine:
                 self._config,
                 log_path=self._log_path,
                 plugin=self._plugin,
-                seed=self._seed,
                 weight_version=weight_version,
                 routes=self._routes,
                 gpu=self._gpu,
@@ -111,10 +109,10 @@ class Engine:
         return self._server.endpoint
 
     async def generate(
-        self, prompts: list[Prompt], group_size: int, sampling: SamplingParams, expected_version: int
+        self, groups: Sequence[Group], sampling: SamplingParams, expected_version: int
     ) -> list[Trajectory]:
         """See `sampler.sample_groups`."""
-        return await self._call(lambda c: sample_groups(c, prompts, group_size, sampling, expected_version))
+        return await self._call(lambda c: sample_groups(c, groups, sampling, expected_version))
 
     async def score(self, sequences: list[list[int]]) -> list[list[float]]:
         """See `EngineClient.score`."""

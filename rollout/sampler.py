@@ -3,50 +3,43 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import AsyncGenerator, Iterable
+from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import aclosing
+from dataclasses import dataclass
 
 from rollout.client import EngineClient
 from rollout.errors import StaleWeightsError
-from rollout.types import Completion, Prompt, SamplingParams, Trajectory
+from rollout.types import Completion, Group, SamplingParams, Trajectory
 
 
 async def sample_groups(
-    client: EngineClient,
-    prompts: list[Prompt],
-    group_size: int,
-    sampling: SamplingParams,
-    expected_version: int,
+    client: EngineClient, groups: Sequence[Group], sampling: SamplingParams, expected_version: int
 ) -> list[Trajectory]:
-    """`group_size` answers to each prompt, in the order of the prompts; `group` is the index of the prompt.
+    """The answers of all groups, in their order; `group` is the index of their group.
 
     Raises StaleWeightsError if any token was sampled at another weight version than `expected_version`.
     """
-    completions = await client.complete(_rows(prompts, group_size), sampling)
+    rows = _rows(groups)
+    completions = await client.complete([row.prompt_ids for row in rows], sampling, [row.seed for row in rows])
     check_versions(completions, expected_version)
-    return [
-        _trajectory(prompts[row // group_size], completion, row // group_size)
-        for row, completion in enumerate(completions)
-    ]
+    return [row.answered(completion) for row, completion in zip(rows, completions, strict=True)]
 
 
 async def sample_groups_as_completed(
-    client: EngineClient,
-    prompts: list[Prompt],
-    group_size: int,
-    sampling: SamplingParams,
-    expected_version: int,
+    client: EngineClient, groups: Sequence[Group], sampling: SamplingParams, expected_version: int
 ) -> AsyncGenerator[list[Trajectory], None]:
-    """The groups of `sample_groups`, each as soon as its last answer ends. Closing it ends the rest early."""
-    groups: dict[int, dict[int, Trajectory]] = {}
-    async with aclosing(client.complete_each(_rows(prompts, group_size), sampling)) as stream:
-        async for row, completion in stream:
+    """The answers of `sample_groups`, those of a group as soon as its last one ends. Closing it ends the rest early."""
+    rows = _rows(groups)
+    answers: list[dict[int, Trajectory]] = [{} for _ in groups]
+    stream = client.complete_each([row.prompt_ids for row in rows], sampling, [row.seed for row in rows])
+    async with aclosing(stream):
+        async for index, completion in stream:
             check_versions([completion], expected_version)
-            index = row // group_size
-            group = groups.setdefault(index, {})
-            group[row] = _trajectory(prompts[index], completion, index)
-            if len(group) == group_size:
-                yield [group[row] for row in sorted(group)]
+            row = rows[index]
+            answered = answers[row.group]
+            answered[index] = row.answered(completion)
+            if len(answered) == len(groups[row.group].seeds):
+                yield [answered[index] for index in sorted(answered)]
 
 
 def check_versions(completions: Iterable[Completion], expected: int) -> None:
@@ -61,17 +54,26 @@ def check_versions(completions: Iterable[Completion], expected: int) -> None:
         )
 
 
-def _rows(prompts: list[Prompt], group_size: int) -> list[list[int]]:
-    return [prompt.token_ids for prompt in prompts for _ in range(group_size)]
+@dataclass(frozen=True)
+class _Row:
+    """One answer that is asked for."""
+
+    prompt_ids: list[int]
+    seed: int
+    group: int
+
+    def answered(self, completion: Completion) -> Trajectory:
+        return Trajectory(
+            prompt_ids=self.prompt_ids,
+            token_ids=completion.token_ids,
+            logprobs=completion.logprobs,
+            finished=completion.finished,
+            weight_versions=completion.weight_versions,
+            group=self.group,
+            seed=self.seed,
+            routed_experts=completion.routed_experts,
+        )
 
 
-def _trajectory(prompt: Prompt, completion: Completion, group: int) -> Trajectory:
-    return Trajectory(
-        prompt_ids=prompt.token_ids,
-        token_ids=completion.token_ids,
-        logprobs=completion.logprobs,
-        finished=completion.finished,
-        weight_versions=completion.weight_versions,
-        group=group,
-        routed_experts=completion.routed_experts,
-    )
+def _rows(groups: Sequence[Group]) -> list[_Row]:
+    return [_Row(group.prompt.token_ids, seed, index) for index, group in enumerate(groups) for seed in group.seeds]

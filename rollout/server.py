@@ -50,7 +50,6 @@ class SGLangServer:
         *,
         log_path: str | Path,
         plugin: Mapping[str, Any] | None = None,
-        seed: int = 0,
         weight_version: int = 0,
         routes: bool = False,
         gpu: int = 0,
@@ -59,7 +58,6 @@ class SGLangServer:
         """Start a server on the loopback interface and wait until it answers.
 
         plugin: configuration for our SGLang plugin, as JSON-ready data; None runs stock SGLang.
-        seed: of the sampler; the same calls in the same order then draw the same tokens.
         log_path: the server's output is appended to it.
         routes: record each token's experts; on a CPU that needs our plugin.
         gpu: which of the visible ones it runs on, where there are any.
@@ -78,7 +76,6 @@ class SGLangServer:
             Path(model_path),
             config,
             port=port,
-            seed=seed,
             weight_version=weight_version,
             cuda=cuda,
             mode=mode,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,13 +19,23 @@ class Prompt:
 
 
 @dataclass(frozen=True)
+class Group:
+    """The answers that are asked for to one prompt.
+
+    seeds: one for each answer, from `numerics.sampling.answer_seed`; greedy answers do not look at theirs. An answer
+        that is asked for again, after whatever happened, keeps its own.
+    """
+
+    prompt: Prompt
+    seeds: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class SamplingParams:
     """How answers are drawn. Temperature 0 is greedy.
 
     stop_token_ids: generation ends with the first of these (the EOS), which stays part of the answer. The stop tokens
         of the model's own configuration count as well.
-    seed: each answer of a call gets its own `sampling_seed`, derived from this and the answer's place. Stock SGLang
-        heeds it on CUDA only, under `--enable-deterministic-inference`, and ignores it elsewhere.
     """
 
     max_new_tokens: int
@@ -35,11 +44,10 @@ class SamplingParams:
     top_p: float = 1.0
     top_k: int = -1
     min_p: float = 0.0
-    seed: int | None = None
 
-    def to_request(self, count: int) -> dict[str, Any] | list[dict[str, Any]]:
-        """SGLang's `sampling_params` for `count` answers: one object for all, or one for each if there is a seed."""
-        shared = {
+    def to_request(self, seed: int | None = None) -> dict[str, Any]:
+        """SGLang's `sampling_params` of an answer; without a seed, the engine's plugin gives it one."""
+        return {
             "max_new_tokens": self.max_new_tokens,
             "temperature": self.temperature,
             "stop_token_ids": list(self.stop_token_ids),
@@ -48,10 +56,8 @@ class SamplingParams:
             "min_p": self.min_p,
             # Events only for the first and the last token of a streamed answer.
             "stream_interval": 1 << 30,
+            "sampling_seed": seed,
         }
-        if self.seed is None:
-            return shared
-        return [{**shared, "sampling_seed": _seed_of(self.seed, index)} for index in range(count)]
 
 
 @dataclass(frozen=True)
@@ -76,8 +82,8 @@ class Trajectory:
     """One sampled answer with its prompt.
 
     prompt_ids: [P]; token_ids (generated, with the stop token if one came), logprobs, weight_versions: [T].
-    finished: a stop token ended the answer, not the length. group: index of its prompt in the call that sampled it.
-    routed_experts: as in a Completion, int16 [P + T - 1, L, K].
+    finished: a stop token ended the answer, not the length. group: its group's place in the call that sampled it.
+    seed: that its tokens were drawn with. routed_experts: as in a Completion, int16 [P + T - 1, L, K].
     """
 
     prompt_ids: list[int]
@@ -86,6 +92,7 @@ class Trajectory:
     finished: bool
     weight_versions: list[int]
     group: int
+    seed: int
     routed_experts: Tensor | None = field(default=None, repr=False)
 
 
@@ -96,7 +103,3 @@ class Endpoint:
     url: str
     api_key: str = field(repr=False)
     admin_key: str = field(repr=False)
-
-
-def _seed_of(seed: int, index: int) -> int:
-    return random.Random(f"{seed}:{index}").getrandbits(31)

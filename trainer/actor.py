@@ -165,6 +165,7 @@ class TrainerGroup:
             parts[0].result,
             logprobs=_logprobs([(part.rows, part.result.logprobs) for part in parts], batch),
             routes=_routes([(part.rows, part.result.routes) for part in parts], batch),
+            draws=_draws([(part.rows, part.result.draws) for part in parts], batch),
             seconds=max(part.result.seconds for part in parts),
         )
 
@@ -185,11 +186,12 @@ class TrainerGroup:
         return self.score_routed(batch).logprobs
 
     def score_routed(self, batch: TokenBatch) -> Scored:
-        """Log-probabilities, and the router's own choice for a batch with routes."""
+        """Log-probabilities, the router's own choice for a batch with routes, and draws for one with seeds."""
         parts = [part for part in self._all("score_routed", ray.put(batch)) if part is not None]
         return Scored(
             logprobs=_logprobs([(rows, scored.logprobs) for rows, scored in parts], batch),
             routes=_routes([(rows, scored.routes) for rows, scored in parts], batch),
+            draws=_draws([(rows, scored.draws) for rows, scored in parts], batch),
         )
 
     def save(self, path: Path, extra: dict[str, Any]) -> None:
@@ -255,6 +257,13 @@ def _routes(parts: list[tuple[list[int], Tensor | None]], batch: TokenBatch) -> 
         return None
     known = [(rows, routes) for rows, routes in parts if routes is not None]
     return _assemble(known, torch.full_like(batch.routes, UNKNOWN))
+
+
+def _draws(parts: list[tuple[list[int], Tensor | None]], batch: TokenBatch) -> Tensor | None:
+    if batch.seeds is None:
+        return None
+    known = [(rows, draws) for rows, draws in parts if draws is not None]
+    return _assemble(known, torch.full_like(batch.tokens, UNKNOWN))
 
 
 def _assemble(parts: list[tuple[list[int], Tensor]], whole: Tensor) -> Tensor:

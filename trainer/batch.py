@@ -29,6 +29,8 @@ class TokenBatch:
         routes: int16 [B, S, L, K], the K experts to which the engine sent the token at t in each of the L MoE layers;
             -1 where it reported none, as for a row's last token and the padding. None if there are no such reports.
         replay: the trainer sends tokens where `routes` says instead of choosing itself (R3, arXiv 2510.11370).
+        seeds: int64 [B], that the tokens of a row were sampled with, for the trainer to draw them again; `GREEDY` in
+            rows that it is not to. None: in no row.
 
     Raises:
         ValueError: a shape, a dtype, a length, the temperature or the mask breaks the rules above.
@@ -41,6 +43,7 @@ class TokenBatch:
     fields: dict[str, Tensor] = field(default_factory=dict)
     routes: Tensor | None = None
     replay: bool = False
+    seeds: Tensor | None = None
 
     def __post_init__(self) -> None:
         if self.tokens.dim() != 2 or 0 in self.tokens.shape:
@@ -49,6 +52,8 @@ class TokenBatch:
         _expect("tokens", self.tokens, shape, torch.int64)
         _expect("lengths", self.lengths, shape[:1], torch.int64)
         _expect("loss_mask", self.loss_mask, shape, torch.bool)
+        if self.seeds is not None:
+            _expect("seeds", self.seeds, shape[:1], torch.int64)
         for name, value in self.fields.items():
             _expect(f"fields[{name!r}]", value, shape, torch.float32)
         if self.routes is not None:
@@ -90,7 +95,7 @@ class TokenBatch:
         def trim(value: Tensor) -> Tensor:
             return value[index, :width].contiguous()
 
-        return self._changed(trim, lengths)
+        return self._changed(trim, lengths, None if self.seeds is None else self.seeds[index])
 
     def padded(self, width: int) -> TokenBatch:
         """The same rows padded to `width` tokens, at least the present width."""
@@ -99,13 +104,14 @@ class TokenBatch:
         def pad(value: Tensor) -> Tensor:
             return F.pad(value, (0, extra)) if value.dim() == 2 else F.pad(value, (0, 0, 0, 0, 0, extra), value=UNKNOWN)
 
-        return self._changed(pad, self.lengths) if extra else self
+        return self._changed(pad, self.lengths, self.seeds) if extra else self
 
     def to(self, device: torch.device | str) -> TokenBatch:
         """The same batch with its tensors on `device`."""
-        return self._changed(lambda value: value.to(device), self.lengths.to(device))
+        seeds = None if self.seeds is None else self.seeds.to(device)
+        return self._changed(lambda value: value.to(device), self.lengths.to(device), seeds)
 
-    def _changed(self, change: Callable[[Tensor], Tensor], lengths: Tensor) -> TokenBatch:
+    def _changed(self, change: Callable[[Tensor], Tensor], lengths: Tensor, seeds: Tensor | None) -> TokenBatch:
         """The batch with `change` made to every [B, S, ...] tensor."""
         return TokenBatch(
             tokens=change(self.tokens),
@@ -115,6 +121,7 @@ class TokenBatch:
             fields={name: change(value) for name, value in self.fields.items()},
             routes=None if self.routes is None else change(self.routes),
             replay=self.replay,
+            seeds=seeds,
         )
 
 

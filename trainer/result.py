@@ -19,6 +19,8 @@ class PassResult:
         seconds: from the batch's arrival on the ranks to the gradient norm.
         routes: int16 [B, S, L, K] on the CPU, where the trainer's own router would send each token, experts ascending
             and -1 in the padding; given for a batch with routes, whether or not they are replayed.
+        draws: int64 [B, S] on the CPU, the token that `numerics.sampling.draw` takes from the trainer's logits in place
+            of each one; -1 at index 0, in the padding and in rows without a seed. None for a batch without seeds.
     """
 
     logprobs: Tensor
@@ -27,11 +29,12 @@ class PassResult:
     grad_norm: float
     seconds: float
     routes: Tensor | None = None
+    draws: Tensor | None = None
 
 
 @dataclass(frozen=True)
 class RankPassResult:
-    """A PassResult in which `logprobs` and `routes` hold only the batch's `rows`, in that order."""
+    """A PassResult whose tensors hold only the batch's `rows`, in that order."""
 
     rows: list[int]
     result: PassResult
@@ -39,7 +42,8 @@ class RankPassResult:
 
 @dataclass(frozen=True)
 class Scored:
-    """A forward pass alone: `logprobs` and `routes` as in a PassResult."""
+    """A forward pass alone: its tensors as in a PassResult."""
 
     logprobs: Tensor
     routes: Tensor | None
+    draws: Tensor | None

@@ -16,6 +16,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from numerics import ops
+from numerics.sampling import GREEDY, draw
 from trainer import device
 from trainer.batch import UNKNOWN, TokenBatch
 from trainer.errors import NonFiniteLossError
@@ -34,6 +35,7 @@ class RankPass:
         logprobs: fp32 [len(rows), S], zero at index 0 and in the padding.
         loss, metrics: of the whole batch, the same on every rank.
         routes: int16 [len(rows), S, L, K], the router's own choice for a batch with routes; -1 in the padding.
+        draws: int64 [len(rows), S], the tokens drawn again for a batch with seeds.
     """
 
     rows: list[int]
@@ -41,6 +43,7 @@ class RankPass:
     loss: float
     metrics: dict[str, float]
     routes: Tensor | None
+    draws: Tensor | None
 
 
 def run_pass(
@@ -88,7 +91,11 @@ def run_pass(
     if batch.routes is not None:
         unknown = torch.full((len(rows), *batch.routes.shape[1:]), UNKNOWN, dtype=torch.int16)
         routes = _collect([output.routes for output in outputs], outputs, unknown)
-    return RankPass(rows=rows, logprobs=logprobs, loss=loss, metrics=metrics, routes=routes)
+    draws = None
+    if batch.seeds is not None:
+        undrawn = torch.full((len(rows), batch.width), UNKNOWN)
+        draws = _collect([output.draws for output in outputs], outputs, undrawn)
+    return RankPass(rows=rows, logprobs=logprobs, loss=loss, metrics=metrics, routes=routes, draws=draws)
 
 
 @dataclass(frozen=True)
@@ -104,6 +111,7 @@ class _MicroOutput:
     loss: Tensor
     metrics: dict[str, Tensor]
     routes: Tensor | None
+    draws: Tensor | None
 
 
 def _micro_batches(batch: TokenBatch, groups: list[list[int]], multiple: int) -> Iterator[_MicroBatch]:
@@ -137,8 +145,22 @@ def _loss(
     else:
         output = objective(logprobs, F.pad(torch.where(real, entropy, 0.0), (1, 0)), batch)
         loss, metrics = output.loss, output.metrics
-    kept = _MicroOutput(micro.rows, logprobs.detach(), loss.detach().float(), metrics, routes)
+    kept = _MicroOutput(micro.rows, logprobs.detach(), loss.detach().float(), metrics, routes, _draws(logits, batch))
     return loss, torch.zeros([], dtype=torch.int, device=loss.device), kept
+
+
+@torch.no_grad()
+def _draws(logits: Tensor, batch: TokenBatch) -> Tensor | None:
+    """int64 [b, S], the tokens that the batch's seeds draw from logits [b, S, V]; see `PassResult.draws`."""
+    if batch.seeds is None:
+        return None
+    drawn = torch.full_like(batch.tokens, UNKNOWN)
+    for row in (batch.seeds != GREEDY).nonzero().flatten().tolist():
+        seen = int(batch.lengths[row]) - 1
+        positions = torch.arange(seen, device=logits.device)
+        temperatures = torch.full((seen,), batch.temperature, device=logits.device)
+        drawn[row, 1 : seen + 1] = draw(logits[row, :seen], temperatures, batch.seeds[row].expand(seen), positions)
+    return drawn
 
 
 def _finalize_sums(model: list[Any], num_tokens: Tensor | None, **context: Any) -> None:

@@ -103,6 +103,7 @@ class Trainer:
             grad_norm=norm,
             seconds=time.perf_counter() - start,
             routes=done.routes,
+            draws=done.draws,
         )
         return RankPassResult(done.rows, result)
 
@@ -132,11 +133,11 @@ class Trainer:
         return rows, scored.logprobs
 
     def score_routed(self, batch: TokenBatch) -> tuple[list[int], Scored]:
-        """Like `score`, with the router's own choice for a batch with routes."""
+        """Like `score`, with the router's own choice for a batch with routes, and draws for one with seeds."""
         self._check_width(batch)
         with torch.no_grad():
             done = self._pass(batch, None)
-        return done.rows, Scored(done.logprobs, done.routes)
+        return done.rows, Scored(done.logprobs, done.routes, done.draws)
 
     def export_weights(self) -> Iterator[tuple[str, Tensor | QuantizedTensor]]:
         """Yield (HF name, tensor) on rank 0; other ranks iterate over nothing. See :meth:`HFWeights.export`."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from rl.run.batching import batch_from_trajectories
-from rl.run.feed import to_prompts
+from rl.run.feed import to_groups, to_prompts
 from rl.run.problems import of_step
 from rl.run.stack import Stack
 from rollout.tasks import load_problems
@@ -30,7 +30,8 @@ def calibration_prompts(stack: Stack) -> list[Prompt]:
 
 def sampled_batch(stack: Stack, prompts: list[Prompt], group_size: int, temperature: float) -> TokenBatch:
     """`group_size` answers to each prompt, as a step would batch them, without advantages."""
-    answers = stack.sample(prompts, group_size, temperature)
+    groups = to_groups(prompts, group_size, run_seed=stack.experiment.run.seed, step=0)
+    answers = stack.sample(groups, temperature)
     return batch_from_trajectories(answers, torch.zeros(len(answers)), temperature, replay=stack.replays)
 
 

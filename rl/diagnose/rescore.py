@@ -102,6 +102,7 @@ def rescore(path: Path, model: Path | None = None) -> Rescored:
         capsule.evidence,
         logprobs=scored.logprobs[order],
         routes=None if scored.routes is None else scored.routes[order],
+        draws=None if scored.draws is None else scored.draws[order],
     )
     return Rescored(capsule, rescored, rescored.metrics(capsule.tis_cap))
 

@@ -48,6 +48,13 @@ def _against_the_spec(key: str, rule: GateSection, experiment: Experiment) -> Us
         )
     if not algorithm.samples:
         return _without_samples(key, rule, experiment)
+    if rule.metric.startswith("mismatch/redraw_") and not experiment.redraws:
+        return user_error(
+            f"{key}.metric",
+            found=f"{rule.metric} with numerics.mode={numerics.mode}, guard.redraws={experiment.guard.redraws}",
+            expected="exact mode and guard.redraws above 0, without which no token is drawn again",
+            remedy="Set guard.redraws, or choose another metric.",
+        )
     may_be_late = [other for other in SEVERITY if other not in WITHHOLDING or other == "checkpoint_and_stop"]
     if rule.metric.startswith(LATE) and action not in may_be_late:
         return user_error(

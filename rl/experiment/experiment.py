@@ -49,6 +49,11 @@ class Experiment(Section):
         """Whether anything is sampled: for training, or to evaluate."""
         return self.algorithm.samples or self.eval.problems > 0
 
+    @property
+    def redraws(self) -> int:
+        """Answers of a step whose tokens the trainer draws again: those of another sampler would be others."""
+        return self.guard.redraws if self.numerics.mode == "exact" else 0
+
     def numerics_config(self) -> NumericsConfig:
         """The numerics of both sides, with the reduction order of this trainer layout."""
         return self.numerics.config(self.trainer.tp)

@@ -90,6 +90,9 @@ class GuardSection(Section):
 
     nonfinite_loss: Literal["stop", "skip"] = "stop"
     """`stop` writes a checkpoint and ends the run, `skip` goes on with the next batch. Neither trains on this one."""
+    redraws: int = Field(default=8, ge=0)
+    """Answers of a step, spread over it, whose tokens the trainer draws again from its own logits and their seeds, in
+    exact mode; 0 turns the audit off."""
     capsule_sequences: int = Field(default=8, ge=1)
     """The worst sequences that a capsule keeps. All those that a value which is not finite came from precede them: of a
     loss the rows of its micro-batch, of a gradient norm the whole batch."""

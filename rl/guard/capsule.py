@@ -189,6 +189,10 @@ def _tensors(evidence: Evidence) -> dict[str, torch.Tensor]:
         tensors["rollout_routes"] = batch.routes
     if evidence.routes is not None:
         tensors["train_routes"] = evidence.routes
+    if batch.seeds is not None:
+        tensors["seeds"] = batch.seeds
+    if evidence.draws is not None:
+        tensors["train_draws"] = evidence.draws
     return tensors
 
 
@@ -201,9 +205,16 @@ def _evidence(tensors: dict[str, torch.Tensor], about: dict[str, Any]) -> Eviden
         fields={name.removeprefix("fields."): value for name, value in tensors.items() if name.startswith("fields.")},
         routes=tensors.get("rollout_routes"),
         replay=about["replay"],
+        seeds=tensors.get("seeds"),
     )
-    versions, logprobs = tensors["weight_versions"], tensors["train_logprobs"]
-    return Evidence(batch, versions, about["weight_version"], logprobs, tensors.get("train_routes"))
+    return Evidence(
+        batch=batch,
+        versions=tensors["weight_versions"],
+        version=about["weight_version"],
+        logprobs=tensors["train_logprobs"],
+        routes=tensors.get("train_routes"),
+        draws=tensors.get("train_draws"),
+    )
 
 
 def _check_files(path: Path) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from rl.mismatch import agreement, router_agreement
+from rl.mismatch import agreement, redraw_metrics, router_agreement
 from trainer.batch import TokenBatch
 
 
@@ -22,6 +22,7 @@ class Evidence:
         version: the trainer's, while it scored.
         logprobs: fp32 [B, S], the trainer's.
         routes: int16 [B, S, L, K], the trainer's own choice of experts; None without `batch.routes`.
+        draws: int64 [B, S], the tokens that the trainer drew again; None without `batch.seeds`.
     """
 
     batch: TokenBatch
@@ -29,6 +30,7 @@ class Evidence:
     version: int
     logprobs: Tensor
     routes: Tensor | None = None
+    draws: Tensor | None = None
 
     def metrics(self, tis_cap: float) -> dict[str, float]:
         """The `mismatch/...` metrics; `tis_cap` is C of the clip fractions."""
@@ -41,9 +43,12 @@ class Evidence:
             versions=self.versions,
             version=self.version,
         )
-        if batch.routes is None or self.routes is None:
-            return metrics
-        return metrics | router_agreement(self.routes, batch.routes, batch.real_tokens())
+        if self.draws is not None:
+            fresh = batch.loss_mask & (self.versions == self.version)
+            metrics |= redraw_metrics(self.draws, batch.tokens, fresh)
+        if batch.routes is not None and self.routes is not None:
+            metrics |= router_agreement(self.routes, batch.routes, batch.real_tokens())
+        return metrics
 
     def abs_differences(self) -> Tensor:
         """abs(d) in nats, float64 [B, S]: 0 where nothing was sampled, infinite where d is not finite."""
@@ -68,4 +73,5 @@ class Evidence:
             versions=trim(self.versions),
             logprobs=trim(self.logprobs),
             routes=None if self.routes is None else trim(self.routes),
+            draws=None if self.draws is None else trim(self.draws),
         )

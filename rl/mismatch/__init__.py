@@ -2,6 +2,7 @@
 
 from rl.mismatch.breakdown import token_versions
 from rl.mismatch.logprobs import agreement, row_abs_diff_means
+from rl.mismatch.redraw import redraw_metrics
 from rl.mismatch.routing import router_agreement
 
-__all__ = ["agreement", "router_agreement", "row_abs_diff_means", "token_versions"]
+__all__ = ["agreement", "redraw_metrics", "router_agreement", "row_abs_diff_means", "token_versions"]

@@ -81,6 +81,13 @@ METRICS: dict[str, Metric] = {
     "mismatch/pearson": Metric("", "Correlation of the tokens' two probabilities; absent where one side is constant."),
     "mismatch/exact_frac": Metric("", "Fraction of tokens with d == 0."),
     "mismatch/near_exact_frac": Metric("", "Fraction of tokens with abs(d) <= 1e-6."),
+    "mismatch/redraw_frac": Metric(
+        "",
+        "Fraction of `mismatch/redraw_tokens` at which the trainer draws the sampled token again; 1 in exact mode.",
+    ),
+    "mismatch/redraw_tokens": Metric(
+        "tokens", "Tokens that the trainer drew again, from its own logits and the seeds of their answers."
+    ),
     **_distribution("mismatch/ppl_ratio", "", "a sequence's trainer over its rollout perplexity, e^(mean of -d)"),
     **_distribution("mismatch/geometric_ratio", "", "a sequence's e^(mean of d), the geometric mean of its rho"),
     "mismatch/chi2_sequence": Metric(

@@ -23,7 +23,8 @@ class RolloutRecord:
     """One trajectory.
 
     prompt, text: of the question and of the answer. reward: of the answer. abs_diff_mean: mean abs(d) over its tokens,
-    None if none is finite. group: number of its prompt in the step. finished: the model ended the answer itself.
+    None if none is finite. group: number of its prompt in the step. seed: of its draws. finished: the model ended the
+    answer itself.
     prompt_ids: [P]. token_ids, rollout_logprobs, train_logprobs, weight_versions: [T], of the generated tokens; a
     log-probability that is not finite is NaN. advantage: None before training.
     """
@@ -33,6 +34,7 @@ class RolloutRecord:
     reward: float
     abs_diff_mean: float | None
     group: int
+    seed: int
     finished: bool
     prompt_ids: list[int]
     token_ids: list[int]

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from numerics.sampling import GREEDY
 from trainer.batch import UNKNOWN, TokenBatch
 
 if TYPE_CHECKING:
@@ -27,7 +28,12 @@ class SftExample:
 
 
 def batch_from_trajectories(
-    trajectories: Sequence[Trajectory], advantages: Tensor, temperature: float, *, replay: bool = False
+    trajectories: Sequence[Trajectory],
+    advantages: Tensor,
+    temperature: float,
+    *,
+    replay: bool = False,
+    redraws: int = 0,
 ) -> TokenBatch:
     """One row per trajectory: prompt then generation, the generated tokens as targets, the engine's routes if it
     reported them.
@@ -40,6 +46,7 @@ def batch_from_trajectories(
         advantages: float [N].
         temperature: that the tokens were sampled with.
         replay: the trainer is to take the engine's routes.
+        redraws: rows, spread over the batch, whose tokens the trainer is to draw again.
 
     Raises:
         ValueError: numbers of trajectories, advantages, logprobs or routes do not fit, or a prompt is empty.
@@ -58,7 +65,13 @@ def batch_from_trajectories(
     rollout_logprobs[batch.loss_mask] = torch.tensor([x for t in trajectories for x in t.logprobs], dtype=torch.float32)
     spread = torch.where(batch.loss_mask, advantages.float()[:, None], 0.0)
     fields = {"rollout_logprobs": rollout_logprobs, "advantages": spread}
-    return replace(batch, fields=fields, routes=_routes(trajectories, batch), replay=replay)
+    return replace(
+        batch,
+        fields=fields,
+        routes=_routes(trajectories, batch),
+        replay=replay,
+        seeds=_seeds(trajectories, redraws) if redraws else None,
+    )
 
 
 def batch_from_examples(examples: Sequence[SftExample]) -> TokenBatch:
@@ -86,6 +99,15 @@ def _routes(trajectories: Sequence[Trajectory], batch: TokenBatch) -> Tensor | N
             raise ValueError(f"trajectory {row}: found {found} for its routes, expected those of {length - 1} tokens")
         routes[row, : length - 1] = experts
     return routes
+
+
+def _seeds(trajectories: Sequence[Trajectory], redraws: int) -> Tensor:
+    """int64 [B], those of `redraws` rows at equal distances, `GREEDY` in the others."""
+    seeds = torch.full((len(trajectories),), GREEDY)
+    count = min(redraws, len(trajectories))
+    for row in (index * len(trajectories) // count for index in range(count)):
+        seeds[row] = trajectories[row].seed
+    return seeds
 
 
 def _pad(prompts: Sequence[list[int]], targets: Sequence[list[int]], temperature: float) -> TokenBatch:

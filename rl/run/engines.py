@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from rollout.engine import EngineActor
 from rollout.placement import placement
 from rollout.plugin.hooks import hooks_for
 from rollout.protocol import ENGINE_PACKAGES, LIBRARIES, Report
-from rollout.types import Endpoint, Prompt, SamplingParams, Trajectory
+from rollout.types import Endpoint, Group, SamplingParams, Trajectory
 
 _STOP_SECONDS = 6.0
 
@@ -55,7 +56,6 @@ class EnginePool:
                 folder / f"engine_{index}.log",
                 {"numerics": numerics.to_dict()},
                 expected_report(numerics),
-                experiment.run.seed + index,
                 where.gpus[index],
             )
             for index in range(experiment.rollout.engines)
@@ -72,19 +72,14 @@ class EnginePool:
     def endpoints(self) -> list[Endpoint]:
         return _get([actor.endpoint.remote() for actor in self._actors])
 
-    def sample(
-        self, prompts: list[Prompt], group_size: int, sampling: SamplingParams, expected_version: int
-    ) -> list[Trajectory]:
-        """`group_size` answers to each prompt, in the order of the prompts; `group` is the index of the prompt.
+    def sample(self, groups: Sequence[Group], sampling: SamplingParams, expected_version: int) -> list[Trajectory]:
+        """The answers of all groups, in their order; `group` is the index of their group.
 
         Raises StaleWeightsError for a token of another weight version, EngineDiedError if an engine is gone.
         """
-        share = -(-len(prompts) // len(self._actors))
-        parts = [prompts[start : start + share] for start in range(0, len(prompts), share)]
-        calls = [
-            actor.generate.remote(part, group_size, sampling, expected_version)
-            for actor, part in zip(self._actors, parts)
-        ]
+        share = -(-len(groups) // len(self._actors))
+        parts = [groups[start : start + share] for start in range(0, len(groups), share)]
+        calls = [actor.generate.remote(part, sampling, expected_version) for actor, part in zip(self._actors, parts)]
         return [_in_whole(trajectory, index * share) for index, part in enumerate(_get(calls)) for trajectory in part]
 
     def lost(self) -> int:

@@ -7,13 +7,14 @@ from collections.abc import Sequence
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from numerics.sampling import GREEDY
 from rl.experiment import Experiment
 from rl.guard.evidence import Evidence
 from rl.mismatch import token_versions
 from rl.run.batching import batch_from_trajectories
 from rl.run.feed import Answer, Sample, judge, to_prompts
 from rollout.tasks import load_problems
-from rollout.types import Prompt
+from rollout.types import Group, Prompt
 from trainer.actor import TrainerGroup
 
 
@@ -34,7 +35,10 @@ def answer_greedily(
     experiment: Experiment, tokenizer: PreTrainedTokenizerBase, sample: Sample, prompts: Sequence[Prompt]
 ) -> list[Answer]:
     """One greedy answer to each prompt, judged."""
-    return judge(experiment, tokenizer, prompts, sample(list(prompts), 1, 0.0)) if prompts else []
+    if not prompts:
+        return []
+    answers = sample([Group(prompt, seeds=(GREEDY,)) for prompt in prompts], 0.0)
+    return judge(experiment, tokenizer, prompts, answers)
 
 
 def accuracy(answers: Sequence[Answer]) -> dict[str, float]:

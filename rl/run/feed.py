@@ -10,17 +10,18 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from numerics.sampling import answer_seed
 from rl.experiment import Experiment
 from rl.mismatch import token_versions
 from rl.run.batching import SftExample, batch_from_examples, batch_from_trajectories
 from rl.run.clock import StepClock
 from rl.run.problems import of_step
 from rollout.tasks import Problem, load_problems, prompt_ids, verify
-from rollout.types import Prompt, Trajectory
+from rollout.types import Group, Prompt, Trajectory
 from trainer.batch import TokenBatch
 
-Sample = Callable[[list[Prompt], int, float], list[Trajectory]]
-"""Answers to prompts, so many to each, at a temperature (0 is greedy)."""
+Sample = Callable[[Sequence[Group], float], list[Trajectory]]
+"""The answers of groups, at a temperature (0 is greedy)."""
 
 
 @dataclass(frozen=True)
@@ -70,16 +71,22 @@ class SampledFeed:
 
     def take(self, step: int, version: int, clock: StepClock) -> Work:
         rollout, algorithm = self._experiment.rollout, self._experiment.algorithm
-        drawn = of_step(self._problems, step, algorithm.problems_per_step(rollout), self._experiment.run.seed)
-        prompts = to_prompts(self._tokenizer, drawn)
+        seed, count = self._experiment.run.seed, algorithm.problems_per_step(rollout)
+        prompts = to_prompts(self._tokenizer, of_step(self._problems, step, count, seed))
+        groups = to_groups(prompts, rollout.group_size, run_seed=seed, step=step)
         with clock.phase("rollout"):
-            trajectories = self._sample(prompts, rollout.group_size, rollout.temperature)
+            trajectories = self._sample(groups, rollout.temperature)
         with clock.phase("reward"):
             answers = judge(self._experiment, self._tokenizer, prompts, trajectories)
         rewards = torch.tensor([answer.reward for answer in answers])
-        groups = torch.tensor([trajectory.group for trajectory in trajectories])
-        batch = batch_from_trajectories(trajectories, algorithm.advantages(rewards, groups), rollout.temperature)
-        metrics = rollout_metrics(trajectories, rewards, groups, version)
+        members = torch.tensor([trajectory.group for trajectory in trajectories])
+        batch = batch_from_trajectories(
+            trajectories,
+            algorithm.advantages(rewards, members),
+            rollout.temperature,
+            redraws=self._experiment.redraws,
+        )
+        metrics = rollout_metrics(trajectories, rewards, members, version)
         return Work(batch, token_versions(trajectories, batch.loss_mask), tuple(answers), metrics)
 
 
@@ -102,6 +109,14 @@ class ExampleFeed:
 def to_prompts(tokenizer: PreTrainedTokenizerBase, problems: Sequence[Problem]) -> list[Prompt]:
     """Each problem with the tokens of its question, in the tokenizer's chat template."""
     return [Prompt(problem, prompt_ids(tokenizer, problem.question)) for problem in problems]
+
+
+def to_groups(prompts: Sequence[Prompt], size: int, *, run_seed: int, step: int) -> list[Group]:
+    """`size` answers to each prompt, seeded as those that `step` asks for, whose prompts these are in their order."""
+    return [
+        Group(prompt, tuple(answer_seed(run_seed, step, number, answer) for answer in range(size)))
+        for number, prompt in enumerate(prompts)
+    ]
 
 
 def judge(

@@ -49,6 +49,7 @@ def rollout_records(work: Work, train_logprobs: Tensor) -> list[RolloutRecord]:
                 reward=answer.reward,
                 abs_diff_mean=mean,
                 group=trajectory.group,
+                seed=trajectory.seed,
                 finished=trajectory.finished,
                 prompt_ids=trajectory.prompt_ids,
                 token_ids=trajectory.token_ids,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
@@ -25,7 +26,7 @@ from rl.run.checkpoints import with_older
 from rl.run.interrupts import Closing
 from rl.run.recovery import ENGINES_REPLACED, STALE_RESYNCS, recovering, resyncing
 from rl.run.stack import Stack
-from rollout.types import Prompt, Trajectory
+from rollout.types import Group, Trajectory
 from trainer.checkpoint_files import DamagedCheckpointError
 from weight_sync.bridge import SyncReport
 
@@ -135,11 +136,11 @@ class Run:
         """Where this step's worst sequences are kept, below the run's directory."""
         return str(self.files.capsule(self.step).relative_to(self.files.path))
 
-    def sample(self, prompts: list[Prompt], group_size: int, temperature: float) -> list[Trajectory]:
+    def sample(self, groups: Sequence[Group], temperature: float) -> list[Trajectory]:
         """`Stack.sample`. Engines that die on the way are replaced, stale ones synced, once each."""
 
         def answers() -> list[Trajectory]:
-            return self.stack.sample(prompts, group_size, temperature)
+            return self.stack.sample(groups, temperature)
 
         parts = self.stack.engines, self.stack.bridge, self.note_mended
         return resyncing(*parts, lambda: recovering(*parts, answers))

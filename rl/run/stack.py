@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 import tempfile
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from operator import methodcaller
@@ -20,7 +20,7 @@ from rl.run.cluster import ray_cluster
 from rl.run.engines import EnginePool
 from rl.run.interrupts import Closing
 from rollout.client import EngineClient
-from rollout.types import Prompt, Trajectory
+from rollout.types import Group, Trajectory
 from trainer.actor import TrainerGroup
 from weight_sync.bridge import Bridge, SyncReport
 from weight_sync.hf_checkpoint import convert_checkpoint
@@ -101,13 +101,13 @@ class Stack:
         """The trainer's weights into the engines, verified; their digests are saved to `manifest`. Raises SyncError."""
         return self.bridge.sync(self.engines.endpoints(), manifest)
 
-    def sample(self, prompts: list[Prompt], group_size: int, temperature: float) -> list[Trajectory]:
-        """`group_size` answers to each prompt at the trainer's weights, sampled as the experiment says.
+    def sample(self, groups: Sequence[Group], temperature: float) -> list[Trajectory]:
+        """The answers of all groups at the trainer's weights, sampled as the experiment says.
 
         temperature: 0 is greedy. Raises StaleWeightsError for a token of other weights, EngineDiedError.
         """
         sampling = self.experiment.rollout.sampling(temperature, (self.tokenizer.eos_token_id,))
-        return self.engines.sample(prompts, group_size, sampling, self.trainer.weight_version)
+        return self.engines.sample(groups, sampling, self.trainer.weight_version)
 
     def switch(self, numerics: NumericsConfig) -> None:
         """Run other numerics of the same mode on both sides: the trainer as it stands, the engines as new ones.

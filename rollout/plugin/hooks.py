@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from numerics.config import NumericsConfig
-from rollout.plugin import lifecycle, logprobs, native, ops
+from rollout.plugin import lifecycle, logprobs, native, ops, sampling
 from rollout.plugin.state import state
 
 SGLANG_VERSION = "0.5.19"
@@ -116,6 +116,16 @@ _EXACT_OPS_CUDA: tuple[Hook, ...] = (
     Hook("models.utils.enable_fused_set_kv_buffer", "replace", lifecycle.never, "forward_batch"),
 )
 
+# Where the logprobs are SGLang's own.
+_NATIVE_DRAW: tuple[Hook, ...] = (
+    Hook(
+        "layers.sampler.Sampler._sample_from_probs",
+        "around",
+        sampling.draw_from_probabilities,
+        "probs sampling_info positions simple_sampling_case",
+    ),
+)
+
 # SGLang has FP8 products for CPUs with AMX only, so these two are ours; everything else is its own.
 _NATIVE_FP8_CPU: tuple[Hook, ...] = (
     Hook(_FP8 + "Fp8LinearMethod.apply", "replace", ops.fp8_linear, "layer x bias"),
@@ -161,6 +171,13 @@ _EVERY_MODE: tuple[Hook, ...] = (
         lifecycle.check_weights,
         "action allow_quant_error",
     ),
+    # seeds
+    Hook(
+        "sampling.sampling_batch_info.SamplingBatchInfo.from_schedule_batch",
+        "after",
+        sampling.seeds_of_batch,
+        "batch vocab_size",
+    ),
     # routes
     Hook(
         "state_capturer.base.BaseHostCache.__init__",
@@ -174,15 +191,15 @@ _EVERY_MODE: tuple[Hook, ...] = (
 def hooks_for(numerics: NumericsConfig, cuda: bool) -> tuple[Hook, ...]:
     """What is hooked in an engine of these numerics on a GPU or a CPU, no more and no less.
 
-    Exact mode replaces every op. Native mode replaces the FP8 products on a CPU, and on a GPU the quantizer of
-    activations where scales are powers of two; in a BF16 engine nothing.
+    Exact mode replaces every op. Native mode replaces the draw, the FP8 products on a CPU, and on a GPU the quantizer
+    of activations where scales are powers of two; in a BF16 engine the draw alone.
     """
     if numerics.mode == "exact":
         return (*(_EXACT_OPS_CUDA if cuda else _EXACT_OPS_CPU), *_EXACT_OPS, *_FP8_LAYOUT, *_EVERY_MODE)
     if not numerics.rollout_spec.quantized:
-        return _EVERY_MODE
+        return (*_NATIVE_DRAW, *_EVERY_MODE)
     pow2 = _NATIVE_POW2_CUDA if numerics.rollout_spec.activation.scale == "pow2" else ()
-    return (*(pow2 if cuda else _NATIVE_FP8_CPU), *_FP8_LAYOUT, *_EVERY_MODE)
+    return (*(pow2 if cuda else _NATIVE_FP8_CPU), *_NATIVE_DRAW, *_FP8_LAYOUT, *_EVERY_MODE)
 
 
 def install(hooks: Sequence[Hook]) -> None:

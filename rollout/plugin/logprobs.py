@@ -1,4 +1,4 @@
-"""Log-probabilities by the trainer's op, around SGLang's own sampler and its scorer of prompts."""
+"""Log-probabilities by the trainer's op, in SGLang's sampler and its scorer of prompts."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from numerics import ops
+from rollout.plugin.sampling import draw_from_logits
 
 
 def of_samples(
@@ -22,18 +23,19 @@ def of_samples(
 ) -> torch.Tensor:
     """`Sampler.forward`: draws a token of each row of logits [B, V], and writes log-probabilities to `logits_output`.
 
-    SGLang divides and normalises the logits in place, so a copy is kept. The most probable tokens, if they are asked
-    for, are reported as SGLang computes them.
+    The most probable tokens, if they are asked for, are reported as SGLang computes them: on a copy, as it divides and
+    normalises in place.
     """
-    logits = logits_output.next_token_logits.clone() if return_logprob else None
-    top_logprobs = return_logprob and any(top_logprobs_nums)
-    tokens = original(
-        self, logits_output, sampling_info, top_logprobs, top_logprobs_nums, token_ids_logprobs, positions
-    )
-    if logits is None:
-        return tokens
+    logits = logits_output.next_token_logits
+    if return_logprob and any(top_logprobs_nums):
+        logits_output.next_token_logits = logits.clone()
+        original(self, logits_output, sampling_info, True, top_logprobs_nums, token_ids_logprobs, positions)
+        logits_output.next_token_logits = logits
+    tokens = draw_from_logits(logits, sampling_info, positions)
+    if not return_logprob:
+        return tokens.to(torch.int32)
     temperatures = sampling_info.temperatures.reshape(-1)
-    logits_output.next_token_logprobs = ops.token_logprobs(logits, tokens.long(), temperatures)[0]
+    logits_output.next_token_logprobs = ops.token_logprobs(logits, tokens, temperatures)[0]
     if any(token_ids_logprobs):
         wanted = [ids or [] for ids in token_ids_logprobs]
         rows = torch.tensor([row for row, ids in enumerate(wanted) for _ in ids], device=logits.device)
@@ -41,7 +43,7 @@ def of_samples(
         found = ops.token_logprobs(logits[rows], others, temperatures[rows])[0]
         logits_output.next_token_token_ids_logprobs_val = list(found.split([len(ids) for ids in wanted]))
         logits_output.next_token_token_ids_logprobs_idx = wanted
-    return tokens
+    return tokens.to(torch.int32)
 
 
 def of_prompts(

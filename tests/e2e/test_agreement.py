@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from rollout.errors import StaleWeightsError
-from rollout.types import SamplingParams
+from rollout.types import Group, SamplingParams
 from tests.support import faults
 from tests.support.rig import MODELS, SHARED_PREFIX, Pipeline, Rig, Setup, differences, prompts
 from trainer.batch import TokenBatch
@@ -122,6 +122,8 @@ def test_every_sampled_token_agrees_before_and_after_updates(rig: Rig, setup: Se
         assert batch.lengths.min() < 30 < 300 < batch.lengths.max()
         step = pipeline.train_step(batch)  # its forward is the scoring at the weights that sampled
         assert_equal(step.logprobs, batch)
+        assert step.draws is not None
+        assert step.draws[batch.loss_mask].equal(batch.tokens[batch.loss_mask])
         assert batch.loss_mask.sum() > 400
         report = pipeline.sync(transport)
         assert report.mismatched_tensors == 0
@@ -173,7 +175,8 @@ def served_tensors_of(setup: Setup) -> int:
 
 def one_token(pipeline: Pipeline) -> Any:
     sampling = SamplingParams(max_new_tokens=1)
-    return pipeline.engine.generate(prompts(0)[:1], 1, sampling, pipeline.trainer.weight_version)
+    group = Group(prompts(0)[0], seeds=(0,))
+    return pipeline.engine.generate([group], sampling, pipeline.trainer.weight_version)
 
 
 def cached_tokens(pipeline: Pipeline, input_ids: list[int]) -> int:

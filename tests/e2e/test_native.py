@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from examples.tiny_model import TinyModel, write_tiny_model
 from numerics.config import NumericsConfig
 from rl.run.batching import batch_from_trajectories
+from rl.run.feed import to_groups
 from rollout.config import RolloutConfig
 from rollout.engine import Engine
 from rollout.protocol import Report
@@ -76,14 +77,15 @@ def sides(rig: Rig, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sides]
         rig.run(stop())
 
 
-def test_only_the_fp8_products_are_hooked(rig: Rig, sides: Sides) -> None:
+def test_only_the_draw_and_the_fp8_products_are_hooked(rig: Rig, sides: Sides) -> None:
     hooks = {name: ops_hooked(rig.run(engine.report())) for name, engine in sides.engines.items()}
-    assert hooks["bf16"] == []
+    draw = "layers.sampler.Sampler._sample_from_probs"
+    assert hooks["bf16"] == [draw]
     assert hooks["fp8"] == [
         f"{PRODUCTS}Fp8{kind}Method.{method}"
         for kind in ("Linear", "MoE")
         for method in ("apply", "process_weights_after_loading_block_quant")
-    ]
+    ] + [draw]
 
 
 @pytest.mark.parametrize(("replay", "bar"), [(False, 0.55), (True, 0.5)])
@@ -117,7 +119,8 @@ def test_the_engine_restricts_its_draws_as_the_spec_says(
     def first_logprobs(temperature: float, **spec: float) -> torch.Tensor:
         sampling = RolloutConfig(max_new_tokens=1, **spec).sampling(temperature, ())  # type: ignore[arg-type]
         prompts = [Prompt(Problem("", ""), [number, *range(20, 40)]) for number in range(6, 38)]
-        answers = rig.run(sides.engines["bf16"].generate(prompts, 1, sampling, 0))
+        groups = to_groups(prompts, 1, run_seed=0, step=1)
+        answers = rig.run(sides.engines["bf16"].generate(groups, sampling, 0))
         return torch.tensor([answer.logprobs[0] for answer in answers])
 
     # Tokens of equal logits, which BF16 makes, are equally good.
@@ -143,7 +146,8 @@ def sample(rig: Rig, engine: Engine, version: int) -> TokenBatch:
         Prompt(Problem("", ""), torch.randint(6, MODEL.vocab, (PROMPT_TOKENS,), generator=draw).tolist())
         for _ in range(SEQUENCES)
     ]
-    trajectories = rig.run(engine.generate(prompts, 1, SamplingParams(max_new_tokens=NEW_TOKENS), version))
+    groups = to_groups(prompts, 1, run_seed=0, step=1)
+    trajectories = rig.run(engine.generate(groups, SamplingParams(max_new_tokens=NEW_TOKENS), version))
     return batch_from_trajectories(trajectories, torch.ones(SEQUENCES), 1.0)
 
 

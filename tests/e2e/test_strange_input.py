@@ -96,7 +96,7 @@ class Home:
             log.append(step, {"train/loss": 0.1 * step, "mismatch/k3_kl": 0.0, "eval/accuracy": 0.5, "sync/bytes": 5.0})
         log.close()
         append_event(self.run.events, Event(2, "mismatch/k3_kl", 0.2, "above 0.1", "skip_step", None, "skip_step: why"))
-        record = RolloutRecord("1+1=?", "2", 1.0, 0.0, 0, True, [1], [2], [-0.5], [-0.5], [1], 0.0)
+        record = RolloutRecord("1+1=?", "2", 1.0, 0.0, 0, 1, True, [1], [2], [-0.5], [-0.5], [1], 0.0)
         write_rollouts(self.run.rollouts(2), [record, record])
         for step in (2, 3):
             save(self.run, experiment, step)

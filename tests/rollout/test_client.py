@@ -95,14 +95,6 @@ def test_a_logprob_that_json_cannot_carry_is_nan() -> None:
     assert math.isnan(completion.logprobs[0]) and completion.logprobs[1] == -1.5
 
 
-def test_every_answer_has_its_own_seed_and_repeats_it() -> None:
-    sampling = SamplingParams(max_new_tokens=4, seed=11)
-    first, again = sampling.to_request(8), sampling.to_request(8)
-    assert isinstance(first, list) and first == again
-    assert len({request["sampling_seed"] for request in first}) == 8
-    assert first != replace(sampling, seed=12).to_request(8)
-
-
 def test_an_endpoint_does_not_show_its_keys() -> None:
     assert "secret" not in repr(Endpoint("http://127.0.0.1:1", "secret-a", "secret-b"))
 

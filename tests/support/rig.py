@@ -18,10 +18,11 @@ from numerics.spec import QuantSpec
 from rl.algorithms.sft import SftObjective
 from rl.run.batching import batch_from_trajectories
 from rl.run.engines import expected_report
+from rl.run.feed import to_groups
 from rollout.config import RolloutConfig
 from rollout.engine import Engine
 from rollout.tasks import Problem
-from rollout.types import Endpoint, Prompt, SamplingParams, Trajectory
+from rollout.types import Endpoint, Group, Prompt, SamplingParams, Trajectory
 from trainer.actor import TrainerGroup
 from trainer.batch import TokenBatch
 from trainer.config import TrainerConfig
@@ -162,15 +163,16 @@ class Pipeline:
         )
         return bridge.sync([self.endpoint], manifest)
 
-    def generate(self, prompts: list[Prompt], sampling: SamplingParams, group_size: int = 1) -> list[Trajectory]:
-        return self.rig.run(self.engine.generate(prompts, group_size, sampling, self.trainer.weight_version))
+    def generate(self, groups: list[Group], sampling: SamplingParams) -> list[Trajectory]:
+        return self.rig.run(self.engine.generate(groups, sampling, self.trainer.weight_version))
 
     def sample(self, temperature: float, seed: int = 0, count: int | None = None) -> TokenBatch:
         """Two answers to each of the first `count` prompts, as the loop would batch them."""
         sampling = SamplingParams(max_new_tokens=NEW_TOKENS, temperature=temperature)
-        trajectories = self.generate(prompts(seed)[:count], sampling, group_size=2)
+        groups = to_groups(prompts(seed)[:count], 2, run_seed=seed, step=1)
+        trajectories = self.generate(groups, sampling)
         advantages = torch.randn(len(trajectories), generator=torch.Generator().manual_seed(seed))
-        return batch_from_trajectories(trajectories, advantages, temperature)
+        return batch_from_trajectories(trajectories, advantages, temperature, redraws=len(trajectories))
 
     def train_step(self, batch: TokenBatch) -> PassResult:
         return self.trainer.train_step(batch, SftObjective.of(batch))

@@ -15,7 +15,7 @@ from rollout.client import EngineClient
 from rollout.config import RolloutConfig
 from rollout.server import SGLangServer
 from rollout.tasks import Problem
-from rollout.types import Endpoint, Prompt
+from rollout.types import Endpoint, Group, Prompt
 
 Result = TypeVar("Result")
 
@@ -27,8 +27,12 @@ def small_config(**changes: object) -> RolloutConfig:
     return RolloutConfig(**{"context_length": 512, "max_total_tokens": 8192, **changes})
 
 
-def prompts(count: int) -> list[Prompt]:
-    return [Prompt(Problem(f"q{i}", f"#### {i}"), [10 + i, 20 + i]) for i in range(count)]
+def groups(count: int, size: int) -> list[Group]:
+    """Groups of `size` answers to different prompts."""
+    return [
+        Group(Prompt(Problem(f"q{i}", f"#### {i}"), [10 + i, 20 + i]), tuple(range(i * size, (i + 1) * size)))
+        for i in range(count)
+    ]
 
 
 def wait_until(condition: Callable[[], bool], seconds: float) -> bool:

@@ -140,7 +140,7 @@ def _trainer(machine: Machine, numerics: NumericsConfig) -> Side:
 def _engine(machine: Machine, numerics: NumericsConfig) -> Side:
     spec, device = numerics.rollout_spec, _device(machine)
     arguments = server_arguments(
-        Path(), RolloutConfig(), port=0, seed=0, weight_version=0, cuda=machine.torch_sees, mode=numerics.mode
+        Path(), RolloutConfig(), port=0, weight_version=0, cuda=machine.torch_sees, mode=numerics.mode
     )
     attention = _value(arguments, "--attention-backend") or "SGLang's choice"
     if numerics.mode == "exact":

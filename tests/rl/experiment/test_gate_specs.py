@@ -49,6 +49,11 @@ def gate(action: str = "warn", **fields: Any) -> dict[str, Any]:
             ["gates.0.metric", "mismatch/router_agreement_layer_3 with numerics.router_replay=off"],
         ),
         (
+            [gate(metric="mismatch/redraw_frac")],
+            {"guard": {"redraws": 0}},
+            ["gates.0.metric", "mismatch/redraw_frac with numerics.mode=exact, guard.redraws=0", "exact mode"],
+        ),
+        (
             [gate("bf16_both")],
             {"numerics": {"preset": "bf16", "trainer": "bf16", "rollout": "bf16"}},
             ["gates.0.action", "bf16_both with both sides in BF16"],

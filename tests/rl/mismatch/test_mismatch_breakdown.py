@@ -89,9 +89,9 @@ def test_the_last_bucket_is_open() -> None:
 
 def test_versions_are_laid_out_like_the_batch() -> None:
     trajectories = [
-        Trajectory([1], [5, 6], [-1.0, -1.0], True, [3, 4], 0),
-        Trajectory([1, 2], [], [], False, [], 0),
-        Trajectory([1, 2], [5], [-1.0], True, [4], 0),
+        Trajectory([1], [5, 6], [-1.0, -1.0], True, [3, 4], 0, 0),
+        Trajectory([1, 2], [], [], False, [], 0, 0),
+        Trajectory([1, 2], [5], [-1.0], True, [4], 0, 0),
     ]
     mask = torch.tensor([[0, 1, 1], [0, 0, 0], [0, 0, 1]], dtype=torch.bool)
     assert token_versions(trajectories, mask).tolist() == [[0, 3, 4], [0, 0, 0], [0, 0, 4]]

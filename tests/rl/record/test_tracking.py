@@ -28,6 +28,7 @@ def record(group: int, text: str, abs_diff_mean: float | None, **changes: Any) -
         "reward": 1.0,
         "abs_diff_mean": abs_diff_mean,
         "group": group,
+        "seed": 1,
         "finished": True,
         "prompt_ids": [1, 2],
         "token_ids": [3, 4],

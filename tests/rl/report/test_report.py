@@ -65,6 +65,7 @@ def sample(text: str, group: int = 0) -> dict[str, Any]:
         "reward": 1.0,
         "abs_diff_mean": 0.0,
         "group": group,
+        "seed": 1,
         "finished": True,
         "prompt_ids": [1],
         "token_ids": [2],

@@ -16,6 +16,7 @@ def trajectory(prompt: list[int], generated: list[int], logprobs: list[float]) -
         finished=True,
         weight_versions=[0] * len(generated),
         group=0,
+        seed=5,
     )
 
 

@@ -22,6 +22,7 @@ def trajectory(group: int, tokens: int, *, finished: bool = True, version: int =
         finished=finished,
         weight_versions=[version] * tokens,
         group=group,
+        seed=group,
     )
 
 

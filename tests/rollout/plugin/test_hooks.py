@@ -82,6 +82,7 @@ NUMERICS = [
 FP8_LAYER = "layers.quantization.fp8.Fp8{}Method."
 PRODUCTS = {FP8_LAYER.format(kind) + "apply" for kind in ("Linear", "MoE")}
 LAYOUTS = {FP8_LAYER.format(kind) + "process_weights_after_loading_block_quant" for kind in ("Linear", "MoE")}
+DRAW = {"layers.sampler.Sampler._sample_from_probs"}
 QUANTIZERS = {
     f"kernels.ops.quantization.fp8_kernel.{name}"
     for name in ("_run_per_token_group_quant_8bit_kernel", "sglang_per_token_quant_fp8")
@@ -106,16 +107,16 @@ def ops_hooked(cuda: bool, **numerics: Any) -> set[str]:
     return {target for target in targets if target.startswith(("layers.", "kernels.", "models."))}
 
 
-def test_native_mode_on_a_cpu_hooks_no_op_but_the_fp8_products() -> None:
-    assert ops_hooked(False, mode="native") == PRODUCTS | LAYOUTS
-    assert ops_hooked(False, mode="native", rollout="bf16") == set()
+def test_native_mode_on_a_cpu_hooks_no_op_but_the_draw_and_the_fp8_products() -> None:
+    assert ops_hooked(False, mode="native") == DRAW | PRODUCTS | LAYOUTS
+    assert ops_hooked(False, mode="native", rollout="bf16") == DRAW
     assert ops_hooked(False, mode="exact", rollout="bf16") > PRODUCTS | LAYOUTS
 
 
-def test_native_mode_on_a_gpu_hooks_the_quantizer_of_powers_of_two_alone() -> None:
-    assert ops_hooked(True, mode="native") == QUANTIZERS | LAYOUTS
-    assert ops_hooked(True, mode="native", spec=QuantSpec.preset("fp8_block_fp32")) == LAYOUTS
-    assert ops_hooked(True, mode="native", rollout="bf16") == set()
+def test_native_mode_on_a_gpu_hooks_the_draw_and_the_quantizer_of_powers_of_two() -> None:
+    assert ops_hooked(True, mode="native") == DRAW | QUANTIZERS | LAYOUTS
+    assert ops_hooked(True, mode="native", spec=QuantSpec.preset("fp8_block_fp32")) == DRAW | LAYOUTS
+    assert ops_hooked(True, mode="native", rollout="bf16") == DRAW
     assert ops_hooked(True, mode="exact") > PRODUCTS | LAYOUTS
 
 

@@ -1,4 +1,4 @@
-"""Log-probabilities around SGLang's sampler and its scorer of prompts, against log_softmax in float64."""
+"""Tokens and log-probabilities in SGLang's sampler and its scorer of prompts, against log_softmax in float64."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ import torch
 from torch import Tensor
 
 from numerics import ops
+from numerics.sampling import GREEDY, draw
 from rollout.plugin import logprobs
 
 VOCABULARY = 37
 TEMPERATURES = (1.0, 0.7, 2.5)
+SEEDS = torch.tensor([11, 12, GREEDY])
 
 
 def expected(logits: Tensor, temperature: float = 1.0) -> Tensor:
@@ -21,7 +23,7 @@ def expected(logits: Tensor, temperature: float = 1.0) -> Tensor:
 
 
 def stock_sampler(self: Any, output: Any, info: Any, return_logprob: bool, *others: Any) -> Tensor:
-    """What SGLang's does to the logits: they are divided and normalised in place. It draws the last but one."""
+    """What SGLang's does to the logits: they are divided and normalised in place."""
     output.next_token_logits.div_(info.temperatures)
     output.next_token_logits[:] = output.next_token_logits.softmax(-1)
     if return_logprob:
@@ -32,17 +34,23 @@ def stock_sampler(self: Any, output: Any, info: Any, return_logprob: bool, *othe
 def sample(return_logprob: bool, top: list[int], ids: list[list[int] | None]) -> tuple[Tensor, Any, Tensor]:
     logits = torch.randn(3, VOCABULARY, generator=torch.Generator().manual_seed(0)) * 5
     output = SimpleNamespace(next_token_logits=logits.clone())
-    info = SimpleNamespace(temperatures=torch.tensor(TEMPERATURES)[:, None])
+    info = SimpleNamespace(
+        temperatures=torch.tensor(TEMPERATURES)[:, None],
+        sampling_seed=SEEDS,
+        need_top_p_sampling=False,
+        need_min_p_sampling=False,
+    )
     tokens = logprobs.of_samples(stock_sampler, None, output, info, return_logprob, top, ids, torch.arange(3))
     return logits, output, tokens
 
 
 def test_sampled_tokens_are_reported_by_the_op_from_the_logits_before_they_are_overwritten() -> None:
     logits, output, tokens = sample(True, [0, 0, 0], [None, None, None])
-    assert tokens.tolist() == [VOCABULARY - 2] * 3
+    assert tokens.equal(draw(logits, torch.tensor(TEMPERATURES), SEEDS, torch.arange(3)).int())
+    assert tokens[2] == logits[2].argmax()
     for row, temperature in enumerate(TEMPERATURES):
-        reference = expected(logits[row], temperature)[VOCABULARY - 2]
-        assert output.next_token_logprobs[row] == pytest.approx(float(reference), rel=1e-6)
+        reference = expected(logits[row], temperature)[tokens[row]]
+        assert output.next_token_logprobs[row] == pytest.approx(float(reference), rel=1e-6, abs=1e-6)
         alone, _ = ops.token_logprobs(logits[row : row + 1], tokens[row : row + 1].long(), temperature)
         assert torch.equal(output.next_token_logprobs[row], alone[0])  # what the trainer computes, bit for bit
     assert not hasattr(output, "next_token_top_logprobs_val")

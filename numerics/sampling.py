@@ -1,0 +1,74 @@
+"""The draw of a token as a function of its logits and of what is sampled, and of nothing else.
+
+Every answer has a seed, and the token that follows position p of it is drawn with the noise that belongs to (seed, p,
+token id). So an answer comes out the same alone or in a batch, on any engine, after a retraction, a retry or a restart,
+and whoever has the logits, such as the trainer in exact mode, can draw its tokens again.
+
+By Gumbel's maximum: argmax(logits / temperature + noise) over the vocabulary is a draw from the softmax (Gumbel 1954).
+It needs no sum, so there is no order of reduction to define, and the same code serves every device.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch
+from torch import Tensor
+
+GREEDY = -1
+"""In place of a seed: the most probable token is taken."""
+
+_GOLDEN = -0x61C8864680B583EB  # 2^64 / golden ratio, as int64
+_MIX = (-0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15)  # of splitmix64 (Steele, Lea and Flood 2014)
+_BLOCK = 1 << 18  # logits at a time: more fall out of a CPU's caches
+
+
+def answer_seed(run_seed: int, step: int, prompt: int, answer: int) -> int:
+    """The seed of an answer, 0 to 2^62 - 1.
+
+    step: that the answer was first asked for. prompt: the number of its prompt in that step. answer: its place among
+    the answers to this prompt.
+    """
+    text = f"{run_seed}:{step}:{prompt}:{answer}"
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest()) >> 2
+
+
+def draw(logits: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
+    """One token of each row of logits [B, V], int64 [B]; a NaN is never drawn.
+
+    temperatures: float [B]. seeds: int64 [B], `GREEDY` or more. positions: int64 [B], of the last token that the row
+    has seen, counted from 0 at the prompt's first.
+
+    The quotient is in FP32, as in `ops.token_logprobs`, the noise in FP64: in FP32 two tokens of a large vocabulary
+    would often be equal. Ties go to the lower id.
+    """
+    rows = max(1, _BLOCK // logits.shape[-1])
+    pieces = (values.split(rows) for values in (logits, temperatures, seeds, positions))
+    return torch.cat([_draw(*piece) for piece in zip(*pieces, strict=True)])
+
+
+def gumbel(seeds: Tensor, positions: Tensor, count: int) -> Tensor:
+    """The noise of tokens 0 to count - 1, FP64 [B, count]; seeds and positions: int64 [B]."""
+    row = _mix(_mix(seeds + _GOLDEN) ^ _mix(positions * _GOLDEN + 1))
+    column = torch.arange(1, count + 1, device=seeds.device) * _GOLDEN
+    bits = _mix(row.unsqueeze(-1) + column)
+    uniform = (_shifted(bits, 12).double() + 0.5) * 2.0**-52  # never 0 nor 1
+    return -(-uniform.log()).log()
+
+
+def _draw(logits: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
+    scaled = (logits.float() / temperatures.float().unsqueeze(-1)).double().nan_to_num(nan=-torch.inf)
+    noisy = scaled + gumbel(seeds, positions, logits.shape[-1])
+    return torch.where((seeds == GREEDY).unsqueeze(-1), scaled, noisy).argmax(-1)
+
+
+def _mix(x: Tensor) -> Tensor:
+    """splitmix64's finalizer: a bijection of int64 in which each bit depends on every bit. Products wrap around."""
+    x = (x ^ _shifted(x, 30)) * _MIX[0]
+    x = (x ^ _shifted(x, 27)) * _MIX[1]
+    return x ^ _shifted(x, 31)
+
+
+def _shifted(x: Tensor, bits: int) -> Tensor:
+    """x >> bits with zeros shifted in."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)

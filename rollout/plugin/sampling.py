@@ -1,0 +1,60 @@
+"""Seeded draws in place of SGLang's: a token is a function of its answer's seed, its position and its logits."""
+
+from __future__ import annotations
+
+import dataclasses
+import secrets
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from numerics.sampling import GREEDY, draw
+
+
+def seeds_of_batch(result: Any, cls: Any, batch: Any, vocab_size: int) -> Any:
+    """`SamplingBatchInfo.from_schedule_batch`: the seeds of the batch's requests, which SGLang then carries along when
+    batches are filtered and merged.
+
+    By itself it fills them in under `--enable-deterministic-inference` alone, which no backend of a CPU allows, and
+    gives all requests without a seed the same one. Here such a request gets one of its own, which it keeps when it is
+    retracted.
+    """
+    seeds = []
+    for parameters in (request.sampling_params for request in batch.reqs):
+        if parameters.sampling_seed is None:
+            parameters.sampling_seed = secrets.randbits(62)
+        greedy = parameters.top_k == 1  # SGLang's form of temperature 0
+        seeds.append(GREEDY if greedy else parameters.sampling_seed)
+    result.sampling_seed = torch.tensor(seeds, dtype=torch.int64).to(result.device, non_blocking=True)
+    return result
+
+
+def draw_from_logits(logits: Tensor, sampling_info: Any, positions: Tensor) -> Tensor:
+    """The tokens, int64 [B], of logits [B, V] in exact mode; positions [B] are those of the last tokens seen."""
+    if sampling_info.need_top_p_sampling or sampling_info.need_min_p_sampling:
+        raise NotImplementedError("fp8rl plugin: found top-p or min-p in exact mode, expected neither")
+    return draw(logits, sampling_info.temperatures.reshape(-1), sampling_info.sampling_seed, positions)
+
+
+def draw_from_probabilities(
+    original: Callable[..., Tensor],
+    self: Any,
+    probs: Tensor,
+    sampling_info: Any,
+    positions: Tensor,
+    simple_sampling_case: bool,
+) -> Tensor:
+    """`Sampler._sample_from_probs` in native mode: tokens int32 [B] of probs [B, V], which have the temperature.
+
+    Where a request wants top-p, top-k or min-p, the draw is SGLang's own and not seeded: with seeds it stops the
+    scheduler, or draws from what these leave without normalising it.
+    """
+    top_k = sampling_info.top_ks
+    whole = not sampling_info.need_top_k_sampling or bool(((top_k == 1) | (top_k >= probs.shape[-1])).all())
+    if sampling_info.need_top_p_sampling or sampling_info.need_min_p_sampling or not whole:
+        unseeded = dataclasses.replace(sampling_info, sampling_seed=None)
+        return original(self, probs, unseeded, positions, simple_sampling_case)
+    ones = torch.ones(len(probs), device=probs.device)
+    return draw(probs.log(), ones, sampling_info.sampling_seed, positions).to(torch.int32)

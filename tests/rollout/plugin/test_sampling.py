@@ -1,0 +1,70 @@
+"""Seeds of a batch, and the draw from probabilities in native mode, at SGLang's own sampler."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from numerics.sampling import GREEDY, draw
+from rollout.plugin import sampling
+
+TOP_K_ALL = 1 << 30
+
+
+def request(seed: int | None, top_k: int = TOP_K_ALL) -> SimpleNamespace:
+    return SimpleNamespace(sampling_params=SimpleNamespace(sampling_seed=seed, top_k=top_k))
+
+
+def test_every_request_has_its_seed_and_one_without_keeps_what_it_is_given() -> None:
+    batch = SimpleNamespace(reqs=[request(5), request(None), request(None), request(9, top_k=1)])
+    seeds = [
+        sampling.seeds_of_batch(SimpleNamespace(device="cpu"), None, batch, 64).sampling_seed.tolist() for _ in range(2)
+    ]
+    assert seeds[0] == seeds[1]
+    assert seeds[0][0] == 5 and seeds[0][3] == GREEDY
+    assert len(set(seeds[0])) == 4 and min(seeds[0][1:3]) >= 0
+
+
+def info(**changes: Any) -> Any:
+    """SGLang's own, of two sampled rows and a greedy one."""
+    module = pytest.importorskip("sglang.srt.sampling.sampling_batch_info")
+    values = {
+        "temperatures": torch.ones(3, 1),
+        "top_ps": torch.ones(3),
+        "top_ks": torch.tensor([TOP_K_ALL, TOP_K_ALL, 1]),
+        "min_ps": torch.zeros(3),
+        "is_all_greedy": False,
+        "is_any_greedy": True,
+        "need_top_p_sampling": False,
+        "need_top_k_sampling": True,
+        "need_min_p_sampling": False,
+        "vocab_size": 9,
+        "sampling_seed": torch.tensor([3, 4, GREEDY]),
+    }
+    return module.SamplingBatchInfo(**{**values, **changes})
+
+
+def stock(self: Any, probs: torch.Tensor, sampling_info: Any, positions: torch.Tensor, simple: bool) -> torch.Tensor:
+    assert sampling_info.sampling_seed is None  # or SGLang would draw from what is not normalised
+    return torch.tensor([7, 7, 7], dtype=torch.int32)
+
+
+def test_native_draws_are_those_of_the_logits_and_greedy_rows_among_them_stay_greedy() -> None:
+    logits, positions = torch.randn(3, 9, generator=torch.Generator().manual_seed(0)), torch.arange(3)
+    tokens = sampling.draw_from_probabilities(stock, None, logits.softmax(-1), info(), positions, False)
+    assert tokens.equal(draw(logits, torch.ones(3), torch.tensor([3, 4, GREEDY]), positions).int())
+    assert tokens[2] == logits[2].argmax()
+
+
+@pytest.mark.parametrize(
+    "restricted",
+    [{"need_top_p_sampling": True}, {"need_min_p_sampling": True}, {"top_ks": torch.tensor([4, TOP_K_ALL, 1])}],
+)
+def test_restricted_draws_are_left_to_sglang_without_seeds(restricted: dict[str, Any]) -> None:
+    whole = info(**restricted)
+    tokens = sampling.draw_from_probabilities(stock, None, torch.ones(3, 9) / 9, whole, torch.arange(3), False)
+    assert tokens.tolist() == [7, 7, 7]
+    assert whole.sampling_seed is not None
