@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import multiprocessing
 from collections.abc import Iterable
+from concurrent.futures import Executor, ProcessPoolExecutor
 from pathlib import Path
 from typing import Any, get_args
 
@@ -59,6 +61,31 @@ def test_the_tensor_transport_sends_bucket_by_bucket_and_flushes_nothing() -> No
         assert engine.tensors.keys() == TENSORS.keys()
         assert all(torch.equal(engine.tensors[name], tensor) for name, tensor in TENSORS.items())
     assert send(TensorTransport(700), [])[0].updates == []
+
+
+class ForeignEngine:
+    """Loads in another process, which then lets go of the memory."""
+
+    def __init__(self, process: Executor) -> None:
+        self.process = process
+        self.loaded: list[int] = []
+
+    async def update_weights_from_tensor(self, payloads: list[str], version: int, **options: Any) -> None:
+        self.loaded += self.process.submit(_load, payloads[0]).result()
+
+
+def _load(payload: str) -> list[int]:
+    from sglang.srt.utils import MultiprocessingSerializer
+
+    return MultiprocessingSerializer.deserialize(payload)["flattened_tensor"][:1].tolist()
+
+
+def test_memory_that_is_used_again_stays_until_every_engine_has_read_it() -> None:
+    """torch frees shared memory after as many readers as messages were made of it."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
+        engines = [ForeignEngine(process) for _ in range(3)]
+        asyncio.run(TensorTransport(300).send(iter(TENSORS.items()), engines, 7))
+    assert [engine.loaded for engine in engines] == [[0, 1, 2, 3, 4]] * 3
 
 
 @pytest.mark.parametrize("preset", ["fp8_block_pow2", "fp8_block_fp32"])
