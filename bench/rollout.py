@@ -74,7 +74,7 @@ async def _measure() -> dict[str, list[float]]:
                 for name, engine in engines.items():
                     await engine.flush()
                     start = time.perf_counter()
-                    answers = await engine.generate(to_groups(chosen, GROUP, run_seed=0, step=index), sampling, 0)
+                    answers = await engine.generate(to_groups(chosen, GROUP, run_seed=0, step=index), sampling)
                     seconds = time.perf_counter() - start
                     if index >= WARMUP:
                         rates[name].append(sum(len(answer.token_ids) for answer in answers) / seconds)

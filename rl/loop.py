@@ -33,7 +33,7 @@ def train(run: Run) -> str:
     """
     experiment, stack, algorithm = run.experiment, run.stack, run.experiment.algorithm
     trainer, cap = stack.trainer, algorithm.measured_cap
-    feed = open_feed(experiment, stack.tokenizer, run.sample)
+    feed = open_feed(experiment, stack.tokenizer, run.stack.sample)
     guard = Guard(experiment.gates, experiment.guard, algorithm, run.standing, replays=stack.replays)
     held_out = evaluation.held_out_prompts(experiment, stack.tokenizer)
     if stack.engines:
@@ -74,7 +74,7 @@ def train(run: Run) -> str:
 
         if evaluates:
             with clock.phase("eval"):
-                answers = evaluation.answer_greedily(experiment, stack.tokenizer, run.sample, held_out)
+                answers = evaluation.answer_greedily(experiment, stack.tokenizer, run.stack.sample, held_out)
                 metrics |= evaluation.accuracy(answers)
         saves = checkpoints.is_due(experiment, step) or bool(verdict.stop)
         if saves:
@@ -140,7 +140,7 @@ def _begin(run: Run, held_out: list[Prompt], replay: bool) -> None:
     run.console.note(f"first sync verified: {first.verified_tensors} tensors, {first.bytes / 1e6:.1f} MB")
     if run.step == 0:
         experiment, stack = run.experiment, run.stack
-        answers = evaluation.answer_greedily(experiment, stack.tokenizer, run.sample, held_out)
+        answers = evaluation.answer_greedily(experiment, stack.tokenizer, run.stack.sample, held_out)
         metrics = first.metrics() | evaluation.accuracy(answers)
         cap = experiment.algorithm.measured_cap
         metrics |= evaluation.agreement_on(answers, stack.trainer, replay=replay, tis_cap=cap)

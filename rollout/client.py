@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
@@ -12,9 +12,22 @@ from typing import Any, Literal
 import httpx
 
 from rollout.errors import EngineError
-from rollout.protocol import Commit, Held, Probe, Probed, ReadManifest, ReadReport, Report, from_checksums, to_action
+from rollout.protocol import (
+    Call,
+    Commit,
+    Held,
+    Ping,
+    Pong,
+    Probe,
+    Probed,
+    ReadManifest,
+    ReadReport,
+    Report,
+    from_checksums,
+    to_action,
+)
 from rollout.routes import RouteShape, parse_routes
-from rollout.types import Completion, Endpoint, SamplingParams
+from rollout.types import Completion, Endpoint, Load, SamplingParams
 
 PauseMode = Literal["abort", "retract", "in_place"]
 
@@ -43,37 +56,27 @@ class EngineClient:
         await self._client.aclose()
 
     async def complete(
-        self, input_ids: list[list[int]], sampling: SamplingParams, seeds: Sequence[int] | None = None
+        self,
+        input_ids: list[list[int]],
+        sampling: SamplingParams,
+        seeds: Sequence[int] | None = None,
+        spent: Sequence[int] | None = None,
     ) -> list[Completion]:
-        """One answer for each row of `input_ids`, in order, in one request; seeds: of each answer.
+        """One answer for each row of `input_ids`, in order, in one request.
+
+        seeds: of each answer. spent: how many tokens of its budget each row has already, at its end.
 
         One request for all is about four times as fast as one for each (7,200 against 1,700 tokens per second at 256
         answers of 15 tokens).
         """
         if not input_ids:
             return []
-        answers = (await self._generation_post(input_ids, sampling, seeds, **self._extras())).json()
+        each = [
+            sampling.to_request(None if seeds is None else seeds[row], 0 if spent is None else spent[row])
+            for row in range(len(input_ids))
+        ]
+        answers = (await self._generation_post(input_ids, each, **self._extras())).json()
         return [parse_completion(answer, self._routes) for answer in answers]
-
-    async def complete_each(
-        self, input_ids: list[list[int]], sampling: SamplingParams, seeds: Sequence[int] | None = None
-    ) -> AsyncGenerator[tuple[int, Completion], None]:
-        """Like `complete`, but yields (row, answer) as each one ends. About a tenth slower in all."""
-        if not input_ids:
-            return
-        body = _generation_body(input_ids, sampling, seeds) | self._extras() | {"stream": True}
-        async with self._client.stream("POST", "/generate", json=body, headers=self._generation_key()) as response:
-            if response.status_code != 200:
-                await response.aread()
-                _raise_for_status(response)
-            async for line in response.aiter_lines():
-                if not line.startswith("data: {"):
-                    continue
-                answer = json.loads(line.removeprefix("data: "))
-                if "error" in answer:
-                    raise EngineError(f"/generate failed: {answer['error'].get('message', answer['error'])}")
-                if answer["meta_info"]["finish_reason"]:
-                    yield answer["index"], parse_completion(answer, self._routes)
 
     async def score(self, sequences: list[list[int]]) -> list[list[float]]:
         """Log-probabilities of the tokens of each sequence from index 1 on, at the loaded weights and temperature 1.
@@ -85,15 +88,15 @@ class EngineClient:
         if not sequences:
             return []
         one_token = SamplingParams(max_new_tokens=1, temperature=0.0)
-        answers = (await self._generation_post(sequences, one_token, None, logprob_start_len=0)).json()
+        answers = (await self._generation_post(sequences, one_token.to_request(), logprob_start_len=0)).json()
         return [parse_prompt_logprobs(answer, len(ids)) for answer, ids in zip(answers, sequences, strict=True)]
 
     async def pause(self, mode: PauseMode = "abort") -> None:
-        """Stop generating; new requests wait. Running ones end as they are (`abort`: whoever waits for them gets an
-        EngineError), go back to the queue (`retract`), or keep their KV cache (`in_place`).
+        """Stop generating; new requests wait.
 
-        In the last two modes, weight updates must not flush the cache: in SGLang 0.5.19 such an update kills the
-        server if a request waits, and tokens of two weight versions then stand in one answer.
+        Running ones go back to the queue and have their prefix prefilled anew (`retract`), end as they are (`abort`),
+        or keep their KV cache (`in_place`), so that no weights alone have sampled the tokens after an update. Updates
+        must not flush the cache of themselves; `flush` does once all is sent, except after `in_place`.
         """
         await self.admin("/pause_generation", mode=mode)
 
@@ -192,7 +195,22 @@ class EngineClient:
         """What runs in the engine."""
         return Report.model_validate_json(await self._ask_plugin(ReadReport()))
 
-    async def _ask_plugin(self, call: Commit | ReadManifest | Probe | ReadReport) -> str:
+    async def ping(self) -> str | None:
+        """The weight version that the scheduler itself says it holds, also beside long requests and while paused."""
+        return Pong.model_validate_json(await self._ask_plugin(Ping())).weight_version
+
+    async def load(self) -> Load:
+        """What the engine has to do, as its scheduler last published it."""
+        response = await self._client.get("/v1/loads", params={"include": "core"}, headers=self._generation_key())
+        _raise_for_status(response)
+        ranks = response.json()["loads"]
+        return Load(
+            running=sum(rank["num_running_reqs"] for rank in ranks),
+            waiting=sum(rank["num_waiting_reqs"] for rank in ranks),
+            tokens=sum(rank["num_used_tokens"] for rank in ranks),
+        )
+
+    async def _ask_plugin(self, call: Call) -> str:
         """The JSON of the plugin's answer.
 
         Raises EngineError if there is no plugin, the call failed, or the engine has several ranks, each of which would
@@ -221,9 +239,9 @@ class EngineClient:
         return answer
 
     async def _generation_post(
-        self, input_ids: list[list[int]], sampling: SamplingParams, seeds: Sequence[int] | None, **options: Any
+        self, input_ids: list[list[int]], sampling_params: dict[str, Any] | list[dict[str, Any]], **options: Any
     ) -> httpx.Response:
-        body = _generation_body(input_ids, sampling, seeds) | options
+        body = {"input_ids": input_ids, "sampling_params": sampling_params, "return_logprob": True, **options}
         response = await self._client.post("/generate", json=body, headers=self._generation_key())
         _raise_for_status(response)
         return response
@@ -242,9 +260,13 @@ class EngineClient:
 def parse_completion(answer: dict[str, Any], routes: RouteShape | None = None) -> Completion:
     """One answer of /generate, asked with `return_logprob`, and with `return_routed_experts` if `routes` is given.
 
-    Raises EngineError if it was aborted, or its tokens, logprobs, version spans and routes do not fit each other.
+    Raises EngineError if the engine gave up, or its tokens, logprobs, version spans and routes do not fit each other.
     """
-    meta = _meta_of(answer)
+    meta: dict[str, Any] = answer["meta_info"]
+    reason = meta["finish_reason"]
+    cut = reason["type"] == "abort" and reason.get("status_code") is None  # by a pause; a fault has a status
+    if not cut:
+        _check_not_aborted(meta)
     token_ids, reported = answer["output_ids"], meta["output_token_logprobs"]
     if token_ids != [token for _, token, _ in reported]:
         raise EngineError(
@@ -255,7 +277,8 @@ def parse_completion(answer: dict[str, Any], routes: RouteShape | None = None) -
         token_ids=token_ids,
         logprobs=_logprobs(reported),
         weight_versions=expand_versions(meta.get("weight_versions", []), len(token_ids)),
-        finished=meta["finish_reason"]["type"] == "stop",
+        finished=reason["type"] == "stop",
+        cut=cut,
         routed_experts=None if routes is None else parse_routes(meta, meta["prompt_tokens"] + len(token_ids), routes),
     )
 
@@ -265,7 +288,8 @@ def parse_prompt_logprobs(answer: dict[str, Any], length: int) -> list[float]:
 
     Raises EngineError if the request was aborted, or there is not one log-probability for each token.
     """
-    meta = _meta_of(answer)
+    meta: dict[str, Any] = answer["meta_info"]
+    _check_not_aborted(meta)
     reported = meta["input_token_logprobs"]
     if len(reported) != length:  # the ids say nothing: SGLang 0.5.19 replaces the vocabulary's last one by 0
         raise EngineError(
@@ -292,24 +316,15 @@ def expand_versions(spans: list[dict[str, Any]], length: int) -> list[int]:
     return versions
 
 
-def _meta_of(answer: dict[str, Any]) -> dict[str, Any]:
-    meta: dict[str, Any] = answer["meta_info"]
+def _check_not_aborted(meta: dict[str, Any]) -> None:
     reason = meta["finish_reason"]
     if reason["type"] == "abort":
         raise EngineError(f"a request was aborted: {reason.get('message', 'no reason given')}")
-    return meta
 
 
 def _logprobs(reported: list[tuple[float | None, int, str | None]]) -> list[float]:
     # JSON has no NaN and no infinity: the server writes null for both.
     return [math.nan if logprob is None else logprob for logprob, _, _ in reported]
-
-
-def _generation_body(
-    input_ids: list[list[int]], sampling: SamplingParams, seeds: Sequence[int] | None
-) -> dict[str, Any]:
-    parameters = sampling.to_request() if seeds is None else [sampling.to_request(seed) for seed in seeds]
-    return {"input_ids": input_ids, "sampling_params": parameters, "return_logprob": True}
 
 
 def _raise_for_status(response: httpx.Response) -> None:

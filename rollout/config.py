@@ -40,6 +40,11 @@ class RolloutConfig(BaseModel):
     start_timeout_s: float = Field(default=600.0, ge=10.0)
     """Seconds that a server may take to load the model and become healthy; one that ends is noticed at once. Its
     imports alone take about ten."""
+    hung_after_s: float = Field(default=120.0, ge=1.0)
+    """Seconds after which an engine whose process is there and does not answer, not even that it lives, is replaced. It
+    does not answer while it loads weights."""
+    restarts_per_hour: int = Field(default=8, ge=0)
+    """Engines that may be lost and replaced within an hour; one more ends the run."""
     port: int | None = Field(default=None, ge=1024, le=65535)
     """Port of the server on the loopback interface; null takes a free one."""
 

@@ -22,24 +22,20 @@ from rollout.errors import EngineDiedError, EngineError
 from rollout.protocol import Report
 from rollout.routes import route_shape
 from rollout.sampler import sample_groups
-from rollout.server import SGLangServer
-from rollout.types import Endpoint, Group, SamplingParams, Trajectory
+from rollout.server import GRACE_S, SGLangServer
+from rollout.types import Endpoint, Group, Load, SamplingParams, Trajectory
 
 Result = TypeVar("Result")
-
-_RESTART_DELAYS_S = (0.0, 2.0, 8.0)
-"""Waits before the attempts to restart a server that died."""
 
 
 @dataclass(frozen=True)
 class Health:
     """How an engine's server is doing.
 
-    alive: the server process runs. restarts: how often it was replaced. start_seconds: of the last start.
+    alive: the server process runs. start_seconds: of its start.
     """
 
     alive: bool
-    restarts: int
     start_seconds: float
     pid: int | None
 
@@ -65,7 +61,6 @@ class Engine:
         self._gpu = gpu
         self._server: SGLangServer | None = None
         self._client: EngineClient | None = None
-        self._restarts = 0
         self._start_seconds = 0.0
 
     async def start(self, model_path: str | Path, weight_version: int = 0) -> Endpoint:
@@ -75,7 +70,7 @@ class Engine:
             UserError, EngineError: see SGLangServer.start. HandshakeError: it runs something else; it is stopped then.
         """
         if self._server is not None:
-            raise EngineError("the engine is running already. Stop it first, or call recover().")
+            raise EngineError("the engine is running already. Stop it first.")
         began = time.monotonic()
         routes = route_shape(read_model(Path(model_path), served=True).sizes) if self._routes else None
         cancelled = threading.Event()
@@ -108,11 +103,15 @@ class Engine:
         self._start_seconds = time.monotonic() - began
         return self._server.endpoint
 
-    async def generate(
-        self, groups: Sequence[Group], sampling: SamplingParams, expected_version: int
-    ) -> list[Trajectory]:
+    async def generate(self, groups: Sequence[Group], sampling: SamplingParams) -> list[Trajectory]:
         """See `sampler.sample_groups`."""
-        return await self._call(lambda c: sample_groups(c, groups, sampling, expected_version))
+        return await self._call(lambda c: sample_groups(c, groups, sampling))
+
+    async def pulse(self) -> Load:
+        """What the engine has to do, from a server and a scheduler that both answer."""
+        if self._plugin is not None:
+            await self._call(lambda c: c.ping())
+        return await self._call(lambda c: c.load())
 
     async def score(self, sequences: list[list[int]]) -> list[list[float]]:
         """See `EngineClient.score`."""
@@ -137,37 +136,16 @@ class Engine:
 
     async def health(self) -> Health:
         alive = self._server is not None and self._server.alive()
-        return Health(alive, self._restarts, self._start_seconds, self._server.pid if self._server else None)
+        return Health(alive, self._start_seconds, self._server.pid if self._server else None)
 
-    async def recover(self, model_path: str | Path, weight_version: int) -> bool:
-        """If the server died, start another from `model_path`, with a few attempts. Whether there was need to.
-
-        Raises the error of the last attempt. What the caller's own fault is (UserError) is not tried again.
-        """
-        if self._server is not None and self._server.alive():
-            return False
-        await self.stop()
-        last: EngineError | None = None
-        for delay in _RESTART_DELAYS_S:
-            await asyncio.sleep(delay)
-            try:
-                await self.start(model_path, weight_version)
-            except EngineError as error:
-                last = error
-            else:
-                self._restarts += 1
-                return True
-        assert last is not None
-        raise last
-
-    async def stop(self) -> None:
-        """Stop the server, if there is one."""
+    async def stop(self, grace_s: float = GRACE_S) -> None:
+        """Stop the server, if there is one; after `grace_s` by force."""
         server, client = self._server, self._client
         self._server = self._client = None
         if client is not None:
             await client.close()
         if server is not None:
-            await asyncio.to_thread(server.stop)
+            await asyncio.to_thread(server.stop, grace_s)
 
     async def _check_handshake(self, weight_version: int) -> None:
         if self._expected is None:

@@ -48,8 +48,14 @@ class ReadReport(_Message):
     call: Literal["report"] = "report"
 
 
-Call = Annotated[Commit | ReadManifest | Probe | ReadReport, Field(discriminator="call")]
-_CALLS: TypeAdapter[Commit | ReadManifest | Probe | ReadReport] = TypeAdapter(Call)
+class Ping(_Message):
+    """Say that the scheduler lives. Answer: Pong."""
+
+    call: Literal["ping"] = "ping"
+
+
+Call = Commit | ReadManifest | Probe | ReadReport | Ping
+_CALLS: TypeAdapter[Call] = TypeAdapter(Annotated[Call, Field(discriminator="call")])
 
 
 class Held(_Message):
@@ -92,18 +98,24 @@ class Report(_Message):
     kv_cache_dtype: str = "bfloat16"
 
 
+class Pong(_Message):
+    """weight_version: of the loaded weights; None within an update."""
+
+    weight_version: str | None
+
+
 LIBRARIES = ("sglang", "torch", "fp8rl")
 """Whose versions are reported."""
 ENGINE_PACKAGES = ("numerics", "models", "rollout")
 """What the plugin imports."""
 
 
-def to_action(call: Commit | ReadManifest | Probe | ReadReport) -> str:
+def to_action(call: Call) -> str:
     """A call as the text that SGLang passes on."""
     return _PREFIX + call.model_dump_json()
 
 
-def from_action(action: str) -> Commit | ReadManifest | Probe | ReadReport | None:
+def from_action(action: str) -> Call | None:
     """The call in an action; None if it is one of SGLang's own."""
     return _CALLS.validate_json(action.removeprefix(_PREFIX)) if action.startswith(_PREFIX) else None
 

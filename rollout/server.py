@@ -27,7 +27,7 @@ from rollout.errors import EngineDiedError, EngineError
 from rollout.scratch import make_scratch, remove_scratch, sweep
 from rollout.types import Endpoint
 
-_GRACE_S = 4.0
+GRACE_S = 4.0
 """Time for an orderly exit before the remaining processes are killed."""
 _FIRST_PORT = 16000
 
@@ -131,7 +131,7 @@ class SGLangServer:
         """Every live process of the server: main, scheduler, detokenizer and whatever they started."""
         return _living([process for process in psutil.process_iter() if _group(process) == self.pid])
 
-    def stop(self, grace_s: float = _GRACE_S) -> None:
+    def stop(self, grace_s: float = GRACE_S) -> None:
         """Ask the server to exit, kill what is left after `grace_s`, and remove its temporary files. Idempotent."""
         if self._stopped:
             return

@@ -45,10 +45,13 @@ class SamplingParams:
     top_k: int = -1
     min_p: float = 0.0
 
-    def to_request(self, seed: int | None = None) -> dict[str, Any]:
-        """SGLang's `sampling_params` of an answer; without a seed, the engine's plugin gives it one."""
+    def to_request(self, seed: int | None = None, spent: int = 0) -> dict[str, Any]:
+        """SGLang's `sampling_params` of an answer of which `spent` tokens are there already.
+
+        Without a seed, the engine's plugin gives it one.
+        """
         return {
-            "max_new_tokens": self.max_new_tokens,
+            "max_new_tokens": self.max_new_tokens - spent,
             "temperature": self.temperature,
             "stop_token_ids": list(self.stop_token_ids),
             "top_p": self.top_p,
@@ -65,7 +68,8 @@ class Completion:
     """One answer of the engine: generated token ids (the stop token included), and for each of them its
     log-probability under the sampling temperature and the weight version that produced it.
 
-    token_ids, logprobs, weight_versions: [T]; finished: a stop token ended it, not the length.
+    token_ids, logprobs, weight_versions: [T]; finished: a stop token ended it, not the length. cut: neither did, but a
+        pause for an update.
     routed_experts: int16 [P + T - 1, L, K], the experts of every token but the last, prompt included, in the MoE layers
         in order; None if they were not asked for.
     """
@@ -75,6 +79,7 @@ class Completion:
     weight_versions: list[int]
     finished: bool
     routed_experts: Tensor | None = field(default=None, repr=False)
+    cut: bool = False
 
 
 @dataclass(frozen=True)
@@ -94,6 +99,15 @@ class Trajectory:
     group: int
     seed: int
     routed_experts: Tensor | None = field(default=None, repr=False)
+
+
+@dataclass(frozen=True)
+class Load:
+    """What an engine says that it has to do: requests that run and that wait, and tokens in its KV cache."""
+
+    running: int
+    waiting: int
+    tokens: int
 
 
 @dataclass(frozen=True)

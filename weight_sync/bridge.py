@@ -18,7 +18,7 @@ import httpx
 from torch import Tensor
 
 from numerics.spec import QuantSpec
-from rollout.client import EngineClient
+from rollout.client import EngineClient, PauseMode
 from rollout.errors import EngineError
 from rollout.types import Endpoint
 from trainer.actor import TrainerGroup
@@ -80,7 +80,7 @@ class Bridge:
         """
         transport = make_transport(self.config, self.model_path, self.scratch / "sync_checkpoint", self.spec)
         version = self.trainer.weight_version
-        results = self.trainer.apply(push, transport, self.spec, list(endpoints), version)
+        results = self.trainer.apply(push, transport, self.spec, list(endpoints), version, self.config.pause)
         manifest, report, problems = next(result for result in results if result is not None)
         if manifest_path is not None:
             manifest.save(manifest_path)
@@ -97,7 +97,12 @@ Pushed = tuple[Manifest, SyncReport, list[str]]
 
 
 def push(
-    trainer: Trainer, transport: Transport, spec: QuantSpec, endpoints: list[Endpoint], version: int
+    trainer: Trainer,
+    transport: Transport,
+    spec: QuantSpec,
+    endpoints: list[Endpoint],
+    version: int,
+    pause: PauseMode = "retract",
 ) -> Pushed | None:
     """The sync as each trainer rank runs it: all take part in the export, rank 0 sends and verifies."""
     weights = trainer.export_weights()
@@ -105,7 +110,7 @@ def push(
         if trainer.layout.rank != 0:
             return None
         tensors = served_tensors(weights, spec, trainer.definition, transport.allocate)
-        return asyncio.run(send_and_verify(transport, tensors, spec, endpoints, version))
+        return asyncio.run(send_and_verify(transport, tensors, spec, endpoints, version, pause))
     finally:
         _exhaust(weights)
 
@@ -116,15 +121,20 @@ async def send_and_verify(
     spec: QuantSpec,
     endpoints: list[Endpoint],
     version: int,
+    pause: PauseMode = "retract",
 ) -> Pushed:
-    """Rank 0's part, on what is served under `spec`: send, commit, compare; generation resumes if nothing differs."""
+    """Rank 0's part, on what is served under `spec`: send, commit, compare; generation resumes if nothing differs.
+
+    pause: what becomes of answers that are under way, see `SyncConfig.pause`.
+    """
     recorder = Recorder(str(version), spec.digest())
     start = time.perf_counter()
     engines = [EngineClient(endpoint) for endpoint in endpoints]
     try:
-        await asyncio.gather(*(engine.pause() for engine in engines))
+        await asyncio.gather(*(engine.pause(pause) for engine in engines))
         await transport.send(recorder.watch(tensors), engines, version)
-        await asyncio.gather(*(engine.flush() for engine in engines))
+        if pause != "in_place":  # whose answers need what they have cached
+            await asyncio.gather(*(engine.flush() for engine in engines))
         sent = time.perf_counter()
         manifest = recorder.manifest()
         held = [answer.entries for answer in await asyncio.gather(*(engine.commit(version) for engine in engines))]

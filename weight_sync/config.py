@@ -15,6 +15,11 @@ class SyncConfig(BaseModel):
     transport: Literal["tensor", "distributed", "disk"] = "tensor"
     """`tensor`: memory that the engines map, where they compute on the trainer's CPU or GPU; `distributed`: a broadcast
     (NCCL, or gloo on a CPU), where they have GPUs of their own; `disk`: safetensors files."""
+    pause: Literal["retract", "abort", "in_place"] = "retract"
+    """What becomes of answers that are under way when weights change, so that each token is one of weights that it
+    names. `retract`: they wait, and go on with their prefix prefilled anew. `abort`: they are cut and asked for again,
+    which takes a second longer. `in_place`: they go on with the KV cache of the old weights, and no weights alone have
+    sampled the rest; native mode only."""
     bucket_mib: int = Field(default=256, ge=1)
     """Largest send buffer in MiB, of which a few are held; a larger tensor gets one of its own."""
 

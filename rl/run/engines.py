@@ -1,43 +1,105 @@
-"""The engines of a run, as one: sampling spread over all of them, and the replacement of one that died."""
+"""The engines of a run, as one: groups spread over those that serve, and another in place of one that is lost."""
 
 from __future__ import annotations
 
+import asyncio
 import importlib.metadata
 import time
-from collections.abc import Sequence
-from dataclasses import replace
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import ray
 
 from numerics.code import code_digest
 from numerics.config import NumericsConfig
+from numerics.errors import UserError
 from numerics.implementation import capability_of, implementation_for
 from rl.experiment import Experiment
+from rl.run.background import Background
 from rollout.arguments import has_cuda
+from rollout.config import RolloutConfig
 from rollout.engine import EngineActor
+from rollout.errors import EngineDiedError, EngineError
 from rollout.placement import placement
 from rollout.plugin.hooks import hooks_for
 from rollout.protocol import ENGINE_PACKAGES, LIBRARIES, Report
-from rollout.types import Endpoint, Group, SamplingParams, Trajectory
+from rollout.sampler import check_versions
+from rollout.types import Endpoint, Group, Load, SamplingParams, Trajectory
+
+Result = TypeVar("Result")
 
 _STOP_SECONDS = 6.0
-
+_PULSE_SECONDS = 2.0
+"""Between two looks at an engine."""
 _DYING_SECONDS = 2.0
 """A connection breaks a moment before its process is gone."""
+_HOUR = 3600.0
+
+
+@dataclass(frozen=True)
+class Serving:
+    """What engines are started with. make: an actor for the engine of this index. checkpoint: an HF directory in the
+    served format. version: of its weights."""
+
+    make: Callable[[int], Any]
+    checkpoint: Path
+    version: int
+
+
+@dataclass
+class Slot:
+    """The place of one engine, in which one follows another if it has to.
+
+    endpoint: of the engine that is there now; None until it answers and has passed the handshake. serving: a sync has
+    verified what it holds, so that it gets groups. answers: under way. load: as it last said.
+    """
+
+    index: int
+    lost: asyncio.Future[str]
+    actor: Any = None
+    endpoint: Endpoint | None = None
+    serving: bool = False
+    answers: int = 0
+    load: Load | None = None
+
+    def lose(self, actor: Any, reason: str) -> None:
+        """The engine of this actor is no good any more, if it is still this slot's."""
+        if actor is self.actor and not self.lost.done():
+            self.serving = False
+            self.lost.set_result(reason)
 
 
 class EnginePool:
-    """Ray actors that own one server each; any engine answers any prompt."""
+    """Ray actors that own one server each. Any engine answers any group, and a group comes back whole whatever happens
+    to the engine that it was given to.
 
-    def __init__(self, actors: list[Any], starting: list[Any]) -> None:
-        self._actors, self._starting = actors, starting
+    Engines are watched and replaced in a thread of the pool's own, also while the trainer trains. A new one gets no
+    group before a sync: the owner of the trainer's weights asks `up` whom to send them, and says `verified`.
+
+    Raises:
+        EngineError: from any method that waits, when more engines were lost within an hour than the spec allows.
+    """
+
+    def __init__(self, count: int, serving: Serving | None, config: RolloutConfig) -> None:
+        """Begin to start `count` engines."""
+        self._serving, self._config = serving, config
+        self._newest = serving.version if serving is not None else 0
+        self._slots: list[Slot] = []
+        self._losses: deque[float] = deque()
+        self._news: deque[str] = deque()
+        self._failure: EngineError | None = None
+        self._background = Background("engines") if count else None
+        if self._background is not None:
+            self._background.run(self._open(count))
 
     @classmethod
     def none(cls) -> EnginePool:
         """No engines: of a run that samples nothing."""
-        return cls([], [])
+        return cls(0, None, RolloutConfig())
 
     @classmethod
     def start(
@@ -47,63 +109,247 @@ class EnginePool:
 
         folder: for their logs.
         """
-        gpus = int(ray.cluster_resources().get("GPU", 0))
-        own, ranks = experiment.sync.engines_own_gpus, experiment.trainer.world_size
-        where = placement(experiment.rollout.engines, gpus, ranks, own)
-        actors = [
-            EngineActor.options(num_gpus=where.reserved).remote(
-                experiment.rollout,
-                folder / f"engine_{index}.log",
-                {"numerics": numerics.to_dict()},
-                expected_report(numerics),
-                where.gpus[index],
-            )
-            for index in range(experiment.rollout.engines)
-        ]
-        return cls(actors, [actor.start.remote(checkpoint, version) for actor in actors])
+        make = engine_maker(experiment, folder, numerics)
+        return cls(experiment.rollout.engines, Serving(make, checkpoint, version), experiment.rollout)
 
     def __len__(self) -> int:
-        return len(self._actors)
+        return len(self._slots)
 
     def wait(self) -> None:
-        """Until every engine answers and has passed the handshake. Raises what went wrong."""
-        _get(self._starting)
+        """Until every engine answers and has passed the handshake. Raises what went wrong at the first start."""
+        self._run(self._all_up())
 
-    def endpoints(self) -> list[Endpoint]:
-        return _get([actor.endpoint.remote() for actor in self._actors])
+    def up(self) -> list[Endpoint]:
+        """Every engine that can be sent weights; waits until there is one."""
+        return self._run(self._up())
 
-    def sample(self, groups: Sequence[Group], sampling: SamplingParams, expected_version: int) -> list[Trajectory]:
-        """The answers of all groups, in their order; `group` is the index of their group.
+    def waiting(self) -> list[Endpoint]:
+        """Engines that are up and get no groups until a sync has verified their weights."""
+        return [slot.endpoint for slot in self._slots if slot.endpoint is not None and not slot.serving]
 
-        Raises StaleWeightsError for a token of another weight version, EngineDiedError if an engine is gone.
+    def expect(self, version: int) -> None:
+        """From now on answers may come from weights up to `version`."""
+        self._newest = version
+
+    def verified(self, endpoints: Sequence[Endpoint]) -> None:
+        """A sync found these engines to hold the trainer's weights: they get groups."""
+        self._run(self._verified(endpoints))
+
+    def any_lost(self, endpoints: Sequence[Endpoint]) -> bool:
+        """Whether one of these engines is gone. Looks for a while before it says no."""
+        return self._run(self._any_lost(endpoints))
+
+    def admit(self, group: Group, sampling: SamplingParams, oldest: int) -> Future[list[Trajectory]]:
+        """Have a group answered, by the engine with the least to do. An engine's loss is not noticed in the answer.
+
+        Raises StaleWeightsError, in time, for a token of weights before `oldest` or after those of `expect`.
         """
-        share = -(-len(groups) // len(self._actors))
-        parts = [groups[start : start + share] for start in range(0, len(groups), share)]
-        calls = [actor.generate.remote(part, sampling, expected_version) for actor, part in zip(self._actors, parts)]
-        return [_in_whole(trajectory, index * share) for index, part in enumerate(_get(calls)) for trajectory in part]
+        assert self._background is not None
+        return self._background.begin(self._answer(group, sampling, oldest))
 
-    def lost(self) -> int:
-        """How many engines have no living server. Looks for a while before it says none."""
-        deadline = time.monotonic() + _DYING_SECONDS
-        while True:
-            lost = sum(not health.alive for health in _get([actor.health.remote() for actor in self._actors]))
-            if lost or time.monotonic() > deadline:
-                return lost
-            time.sleep(0.1)
+    def switch(self, serving: Serving) -> None:
+        """Replace all engines by others; groups under way are answered by these."""
+        self._run(self._switch(serving))
 
-    def recover(self, checkpoint: Path, version: int) -> int:
-        """Replace every engine whose process died by a new one from `checkpoint`; how many."""
-        return sum(_get([actor.recover.remote(checkpoint, version) for actor in self._actors]))
+    def news(self) -> list[str]:
+        """What has happened to engines since this was last asked."""
+        return [self._news.popleft() for _ in range(len(self._news))]
 
     def stop(self) -> None:
         """End all servers and their actors; a second call does nothing."""
-        if not self._actors:
+        if self._background is None:
             return
-        calls = [actor.stop.remote() for actor in self._actors]
+        background, self._background = self._background, None
+        background.close()
+        actors = [slot.actor for slot in self._slots if slot.actor is not None]
+        calls = [actor.stop.remote() for actor in actors]
         ray.wait(calls, num_returns=len(calls), timeout=_STOP_SECONDS)
-        for actor in self._actors:
+        for actor in actors:
             ray.kill(actor)  # a server that is still there dies with its actor
-        self._actors = []
+        self._slots = []
+
+    def _run(self, coroutine: Any) -> Any:
+        assert self._background is not None, "there are no engines"
+        return self._background.run(coroutine)
+
+    # The rest runs in the pool's thread.
+
+    async def _open(self, count: int) -> None:
+        self._change = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        self._slots = [Slot(index, loop.create_future()) for index in range(count)]
+        self._lives = [asyncio.create_task(self._live(slot)) for slot in self._slots]
+
+    async def _live(self, slot: Slot) -> None:
+        """Keep an engine in a slot. An error of the first start ends it, for `wait` to raise."""
+        first, failures = True, 0
+        while self._failure is None:
+            try:
+                reason = await self._life(slot)
+                failures = 0
+            except (EngineError, UserError) as error:
+                if first:
+                    self._changed()
+                    raise
+                failures += 1
+                reason = str(error)
+            first = False
+            slot.endpoint, slot.serving, slot.load = None, False, None
+            slot.lost = asyncio.get_running_loop().create_future()
+            if reason:
+                self._note_loss(slot, reason)
+            self._changed()
+            await self._end(slot.actor)
+            await asyncio.sleep(min(2.0**failures, 30.0) if failures else 0.0)
+
+    async def _life(self, slot: Slot) -> str:
+        """One engine from its start to where it has to be replaced; why, empty if that is nobody's fault."""
+        serving, patience = self._serving, self._config.hung_after_s
+        assert serving is not None
+        actor = slot.actor = serving.make(slot.index)
+        endpoint = await _call(actor.start.remote(serving.checkpoint, serving.version))
+        if serving is not self._serving:
+            return ""  # the pool was switched meanwhile
+        slot.endpoint = endpoint
+        self._changed()
+        while True:
+            await asyncio.wait([slot.lost], timeout=_PULSE_SECONDS)
+            if slot.lost.done():
+                return slot.lost.result()
+            try:
+                slot.load = await asyncio.wait_for(_call(actor.pulse.remote()), patience)
+            except TimeoutError:
+                return f"it has not answered for {patience:g} s (rollout.hung_after_s), though its process is there"
+            except EngineError as error:
+                return str(error)
+
+    async def _end(self, actor: Any) -> None:
+        """End an engine whatever state it is in. A process that is stopped would not notice that its owner died."""
+        try:
+            await asyncio.wait_for(_call(actor.stop.remote(0.0)), _STOP_SECONDS)
+        except (TimeoutError, EngineError):
+            pass
+        ray.kill(actor)
+
+    def _note_loss(self, slot: Slot, reason: str) -> None:
+        now, budget = time.monotonic(), self._config.restarts_per_hour
+        self._losses.append(now)
+        while self._losses[0] < now - _HOUR:
+            self._losses.popleft()
+        first_line = reason.splitlines()[0]
+        if len(self._losses) > budget:
+            self._failure = EngineError(
+                f"found {len(self._losses)} engines lost within an hour, expected at most {budget} "
+                f"(rollout.restarts_per_hour). The last one, engine {slot.index}: {reason}"
+            )
+        else:
+            self._news.append(f"engine {slot.index} is lost and replaced: {first_line}")
+
+    async def _answer(self, group: Group, sampling: SamplingParams, oldest: int) -> list[Trajectory]:
+        while True:
+            slot = await self._least_loaded(group, sampling)
+            actor = slot.actor
+            slot.answers += len(group.seeds)
+            try:
+                answers: list[Trajectory] = await _call(actor.generate.remote([group], sampling))
+            except EngineDiedError as died:
+                slot.lose(actor, str(died))
+                continue
+            except EngineError:
+                if actor is slot.actor and not slot.lost.done():
+                    raise
+                continue  # it was ended while it worked
+            finally:
+                slot.answers -= len(group.seeds)
+                self._changed()
+            check_versions(answers, oldest, self._newest)
+            return answers
+
+    async def _least_loaded(self, group: Group, sampling: SamplingParams) -> Slot:
+        """The serving engine with the fewest answers under way; among equals the one with the fewest tokens.
+
+        No engine is given more than twice what its KV cache holds: the rest waits for whichever is free first.
+        """
+        longest = len(group.prompt.token_ids) + sampling.max_new_tokens
+        room = max(2 * self._config.max_total_tokens // longest, len(group.seeds))
+        while True:
+            self._raise_failure()
+            free = [slot for slot in self._slots if slot.serving and slot.answers + len(group.seeds) <= room]
+            if free:
+                return min(free, key=lambda slot: (slot.answers, slot.load.tokens if slot.load else 0, slot.index))
+            await self._change.wait()
+
+    async def _all_up(self) -> None:
+        while not all(slot.endpoint for slot in self._slots):
+            for life in self._lives:
+                if life.done():
+                    life.result()
+            self._raise_failure()
+            await self._change.wait()
+
+    async def _up(self) -> list[Endpoint]:
+        while True:
+            self._raise_failure()
+            there = [slot.endpoint for slot in self._slots if slot.endpoint is not None]
+            if there:
+                return there
+            await self._change.wait()
+
+    async def _verified(self, endpoints: Sequence[Endpoint]) -> None:
+        for slot in self._slots:
+            slot.serving = slot.serving or (slot.endpoint in endpoints and not slot.lost.done())
+        self._changed()
+
+    async def _any_lost(self, endpoints: Sequence[Endpoint]) -> bool:
+        deadline = time.monotonic() + _DYING_SECONDS
+        while time.monotonic() < deadline:
+            held = {slot.endpoint: slot for slot in self._slots if not slot.lost.done()}
+            for endpoint in endpoints:
+                slot = held.get(endpoint)
+                if slot is None:
+                    return True
+                try:
+                    alive = (await _call(slot.actor.health.remote())).alive
+                except EngineDiedError:
+                    alive = False
+                if not alive:
+                    slot.lose(slot.actor, "its process is gone")
+                    return True
+            await asyncio.sleep(0.1)
+        return False
+
+    async def _switch(self, serving: Serving) -> None:
+        self._serving, self._newest = serving, serving.version
+        for slot in self._slots:
+            slot.endpoint = None
+            slot.lose(slot.actor, "")
+        await self._all_up()
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+
+    def _changed(self) -> None:
+        """Wake whoever waits for an engine to be free, up or lost."""
+        self._change.set()
+        self._change = asyncio.Event()
+
+
+def engine_maker(experiment: Experiment, folder: Path, numerics: NumericsConfig) -> Callable[[int], Any]:
+    """Makes the actor of an engine, by its index, on `numerics`; folder: for its log."""
+    gpus = int(ray.cluster_resources().get("GPU", 0))
+    where = placement(experiment.rollout.engines, gpus, experiment.trainer.world_size, experiment.sync.engines_own_gpus)
+
+    def make(index: int) -> Any:
+        return EngineActor.options(num_gpus=where.reserved).remote(
+            experiment.rollout,
+            folder / f"engine_{index}.log",
+            {"numerics": numerics.to_dict()},
+            expected_report(numerics),
+            where.gpus[index],
+        )
+
+    return make
 
 
 def expected_report(numerics: NumericsConfig) -> Report:
@@ -123,13 +369,11 @@ def expected_report(numerics: NumericsConfig) -> Report:
     )
 
 
-def _in_whole(trajectory: Trajectory, first_group: int) -> Trajectory:
-    return trajectory if first_group == 0 else replace(trajectory, group=trajectory.group + first_group)
-
-
-def _get(calls: list[Any]) -> list[Any]:
-    """Results in order; an actor's exception comes out as what it was."""
+async def _call(reference: Any) -> Any:
+    """What an actor answers; its exception comes out as what it was, the actor's own end as EngineDiedError."""
     try:
-        return ray.get(calls)
+        return await reference
+    except ray.exceptions.RayActorError as error:
+        raise EngineDiedError(f"the actor of the engine is gone: {error}") from error
     except ray.exceptions.RayTaskError as error:
         raise error.cause from error

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
-from typing import Self, TypeVar
+from typing import Self
 
 from rl.experiment import Experiment
 from rl.guard.capsule import Case, cut_capsules, remove_superfluous, write_capsule
@@ -24,13 +23,9 @@ from rl.record.tracking import WANDB_LOST, Tracker
 from rl.record.wandb_run import WandbRun
 from rl.run.checkpoints import with_older
 from rl.run.interrupts import Closing
-from rl.run.recovery import ENGINES_REPLACED, STALE_RESYNCS, recovering, resyncing
-from rl.run.stack import Stack
-from rollout.types import Group, Trajectory
+from rl.run.stack import ENGINES_REPLACED, STALE_RESYNCS, Stack
 from trainer.checkpoint_files import DamagedCheckpointError
 from weight_sync.bridge import SyncReport
-
-Result = TypeVar("Result")
 
 RESUMED = "tracking/resumed"
 _ACTIONS = {ENGINES_REPLACED: "replace_engine", STALE_RESYNCS: "resync", RESUMED: "resume"}
@@ -107,7 +102,7 @@ class Run:
                 _closing=Closing(),
             )
             append_session(files.sessions, run.session)
-            wandb_run.lost = run.note_wandb_lost
+            wandb_run.lost, stack.tell = run.note_wandb_lost, run.note_mended
             if resume_step is not None:
                 run.note_mended(RESUMED, 1, f"resumed after step {resume_step}")
             run._closing = closing.pop_all()
@@ -136,19 +131,10 @@ class Run:
         """Where this step's worst sequences are kept, below the run's directory."""
         return str(self.files.capsule(self.step).relative_to(self.files.path))
 
-    def sample(self, groups: Sequence[Group], temperature: float) -> list[Trajectory]:
-        """`Stack.sample`. Engines that die on the way are replaced, stale ones synced, once each."""
-
-        def answers() -> list[Trajectory]:
-            return self.stack.sample(groups, temperature)
-
-        parts = self.stack.engines, self.stack.bridge, self.note_mended
-        return resyncing(*parts, lambda: recovering(*parts, answers))
-
     def sync(self) -> SyncReport:
         """The trainer's weights into the engines, verified; the manifest of the step is kept."""
-        manifest = self.manifest = self.files.manifest(self.step)
-        return recovering(self.stack.engines, self.stack.bridge, self.note_mended, lambda: self.stack.sync(manifest))
+        self.manifest = self.files.manifest(self.step)
+        return self.stack.sync(self.manifest)
 
     def fall_back_to_bf16(self) -> None:
         """Both sides compute in BF16 from now on; a sync has to follow."""

@@ -6,8 +6,9 @@ import asyncio
 import shutil
 import tempfile
 from collections.abc import Awaitable, Callable, Iterator, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from operator import methodcaller
 from pathlib import Path
 from typing import TypeVar
@@ -17,15 +18,34 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from numerics.config import NumericsConfig
 from rl.experiment import Experiment
 from rl.run.cluster import ray_cluster
-from rl.run.engines import EnginePool
+from rl.run.engines import EnginePool, Serving, engine_maker
 from rl.run.interrupts import Closing
 from rollout.client import EngineClient
-from rollout.types import Group, Trajectory
+from rollout.errors import StaleWeightsError
+from rollout.types import Endpoint, Group, Trajectory
 from trainer.actor import TrainerGroup
 from weight_sync.bridge import Bridge, SyncReport
 from weight_sync.hf_checkpoint import convert_checkpoint
+from weight_sync.manifest import SyncError
 
 Result = TypeVar("Result")
+Tell = Callable[[str, int, str], None]
+"""Takes note of what was mended: the metric that counts it, how many there were, and in words."""
+
+ENGINES_REPLACED = "rollout/engines_replaced"
+STALE_RESYNCS = "gates/stale_resyncs"
+
+_LOOK_SECONDS = 0.1
+"""Between two looks at whether a new engine waits for weights."""
+
+
+@dataclass
+class Asked:
+    """A group that engines have been asked to answer, and the answers, in time."""
+
+    group: Group
+    temperature: float
+    answers: Future[list[Trajectory]]
 
 
 @dataclass
@@ -37,6 +57,7 @@ class Stack:
         folder: for engines' logs and for checkpoints that they start from.
         engines: none in a run that samples nothing.
         checkpoint: what the engines were last started from.
+        tell: takes note of what was mended.
     """
 
     experiment: Experiment
@@ -46,6 +67,7 @@ class Stack:
     trainer: TrainerGroup
     engines: EnginePool
     checkpoint: Path
+    tell: Tell = field(default=lambda metric, count, text: None)
 
     @classmethod
     def open(
@@ -82,9 +104,7 @@ class Stack:
         )
         closing.callback(trainer.shutdown)
         tokenizer = AutoTokenizer.from_pretrained(experiment.model.path)
-        stack = cls(experiment, numerics, folder, tokenizer, trainer, engines, checkpoint)
-        closing.callback(lambda: stack.engines.stop())  # those of a later switch
-        return stack
+        return cls(experiment, numerics, folder, tokenizer, trainer, engines, checkpoint)
 
     @property
     def bridge(self) -> Bridge:
@@ -98,36 +118,92 @@ class Stack:
         return self.numerics.router_replay == "replay"
 
     def sync(self, manifest: Path | None = None) -> SyncReport:
-        """The trainer's weights into the engines, verified; their digests are saved to `manifest`. Raises SyncError."""
-        return self.bridge.sync(self.engines.endpoints(), manifest)
+        """The trainer's weights into every engine that is up, verified; their digests are saved to `manifest`.
+
+        An engine that is lost on the way is left to be replaced. Raises SyncError, EngineError.
+        """
+        self.engines.expect(self.trainer.weight_version)
+        while True:
+            report = self._sent(self.engines.up(), manifest)
+            self._hear()
+            if report is not None:
+                return report
+
+    def admit(self, groups: Sequence[Group], temperature: float) -> list[Asked]:
+        """Have groups answered, as the experiment says, at the trainer's weights or those of later syncs.
+
+        temperature: 0 is greedy.
+        """
+        oldest = self.trainer.weight_version
+        sampling = self.experiment.rollout.sampling(temperature, (self.tokenizer.eos_token_id,))
+        return [Asked(group, temperature, self.engines.admit(group, sampling, oldest)) for group in groups]
+
+    def collect(self, asked: Sequence[Asked]) -> list[list[Trajectory]]:
+        """The answers of each group, once all are there. Meanwhile new engines get the trainer's weights.
+
+        Groups that were sampled at other weights than they may be are asked for again, once, after a sync.
+
+        Raises StaleWeightsError at the second time, EngineError.
+        """
+        self._wait(asked)
+        stale = [item for item in asked if isinstance(item.answers.exception(), StaleWeightsError)]
+        if stale:
+            error = stale[0].answers.exception()
+            self.tell(STALE_RESYNCS, 1, f"stale weights: syncing and sampling again ({error})")
+            self.sync()
+            for item in stale:
+                (again,) = self.admit([item.group], item.temperature)
+                item.answers = again.answers
+            self._wait(asked)
+        return [item.answers.result() for item in asked]
 
     def sample(self, groups: Sequence[Group], temperature: float) -> list[Trajectory]:
-        """The answers of all groups at the trainer's weights, sampled as the experiment says.
+        """The answers of all groups at the trainer's weights; `group` is the index of their group."""
+        answers = self.collect(self.admit(groups, temperature))
+        return [replace(answer, group=index) for index, group in enumerate(answers) for answer in group]
 
-        temperature: 0 is greedy. Raises StaleWeightsError for a token of other weights, EngineDiedError.
-        """
-        sampling = self.experiment.rollout.sampling(temperature, (self.tokenizer.eos_token_id,))
-        return self.engines.sample(groups, sampling, self.trainer.weight_version)
+    def _wait(self, asked: Sequence[Asked]) -> None:
+        futures = [item.answers for item in asked]
+        while wait(futures, timeout=_LOOK_SECONDS, return_when=FIRST_EXCEPTION).not_done:
+            self._hear()
+            if new := self.engines.waiting():
+                self._sent(new)
+            for future in futures:
+                if future.done() and not isinstance(future.exception(), StaleWeightsError | None):
+                    future.result()
+        self._hear()
+
+    def _sent(self, endpoints: list[Endpoint], manifest: Path | None = None) -> SyncReport | None:
+        """A verified sync of these engines; None if one of them proves to be lost, and has to be left out."""
+        try:
+            report = self.bridge.sync(endpoints, manifest)
+        except SyncError:
+            if self.engines.any_lost(endpoints):
+                return None
+            raise
+        self.engines.verified(endpoints)
+        return report
+
+    def _hear(self) -> None:
+        for text in self.engines.news():
+            self.tell(ENGINES_REPLACED, 1, text)
 
     def switch(self, numerics: NumericsConfig) -> None:
         """Run other numerics of the same mode on both sides: the trainer as it stands, the engines as new ones.
 
         Their handshake says what they run. They start from the trainer's weights, and a sync has to verify that.
         """
-        self.engines.stop()
         self.trainer.apply(methodcaller("set_numerics", numerics))
         self.numerics = numerics
         self.checkpoint = self.bridge.write_checkpoint()
-        self.engines = EnginePool.start(
-            self.experiment, self.folder, numerics, self.checkpoint, self.trainer.weight_version
-        )
-        self.engines.wait()
+        make = engine_maker(self.experiment, self.folder, numerics)
+        self.engines.switch(Serving(make, self.checkpoint, self.trainer.weight_version))
 
     def ask(self, use: Callable[[EngineClient], Awaitable[Result]]) -> Result:
         """What `use` gets from the first engine."""
 
         async def asked() -> Result:
-            async with EngineClient(self.engines.endpoints()[0]) as client:
+            async with EngineClient(self.engines.up()[0]) as client:
                 return await use(client)
 
         return asyncio.run(asked())

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from numerics.config import NumericsConfig
-from rollout.plugin import lifecycle, logprobs, native, ops, sampling
+from rollout.plugin import lifecycle, logprobs, native, ops, pausing, sampling
 from rollout.plugin.state import state
 
 SGLANG_VERSION = "0.5.19"
@@ -171,6 +171,9 @@ _EVERY_MODE: tuple[Hook, ...] = (
         lifecycle.check_weights,
         "action allow_quant_error",
     ),
+    # pauses
+    Hook("managers.scheduler.Scheduler.flush_cache", "around", pausing.flush_cache, "empty_cache"),
+    Hook("managers.scheduler.Scheduler.process_input_requests", "after", pausing.process_input_requests, "recv_reqs"),
     # seeds
     Hook(
         "sampling.sampling_batch_info.SamplingBatchInfo.from_schedule_batch",

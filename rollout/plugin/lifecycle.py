@@ -13,7 +13,7 @@ from numerics.implementation import choose
 from rollout import protocol
 from rollout.plugin import op_probe
 from rollout.plugin.state import report, state
-from rollout.protocol import Commit, Held, Probe, Probed, ReadManifest, ReadReport, Report
+from rollout.protocol import Commit, Held, Ping, Pong, Probe, Probed, ReadManifest, ReadReport, Report
 
 
 def after_load_model(result: Any, self: Any, *args: Any, **kwargs: Any) -> None:
@@ -51,7 +51,7 @@ def before_update(*args: Any, **kwargs: Any) -> None:
 
 def check_weights(original: Any, self: Any, action: str, allow_quant_error: bool = False) -> Any:
     """`ModelRunner.check_weights`: answer a call of ours (`rollout.protocol`), in SGLang's form of an answer."""
-    answer: Held | Probed | Report
+    answer: Held | Probed | Report | Pong
     match protocol.from_action(action):
         case None:
             return original(self, action=action, allow_quant_error=allow_quant_error)
@@ -63,6 +63,8 @@ def check_weights(original: Any, self: Any, action: str, allow_quant_error: bool
             answer = Probed(sha256=op_probe.answer(self, recording))
         case ReadReport():
             answer = report(self)
+        case Ping():
+            answer = Pong(weight_version=state().weights.version)
     ranks = ("tp_rank", "dp_rank", "pp_rank", "rank")
     sizes = ("tp_size", "dp_size", "pp_size", "size")
     parallelism = {**dict.fromkeys(ranks, 0), **dict.fromkeys(sizes, 1)}

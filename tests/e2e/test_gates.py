@@ -61,7 +61,7 @@ def corrupt_a_weight(stack: Stack) -> None:
     """In the engine, after the verified sync: a tampered tensor, committed at the same version."""
     transport = Tampered(TensorTransport(1 << 20), flipped_bits)
     version = stack.trainer.weight_version
-    stack.trainer.apply(push, transport, stack.numerics.rollout_spec, stack.engines.endpoints(), version)
+    stack.trainer.apply(push, transport, stack.numerics.rollout_spec, stack.engines.up(), version)
     at_each_engine(stack, EngineClient.resume)  # a sync that does not verify leaves it paused
 
 
@@ -77,7 +77,7 @@ def flipped_bits(tensors: Iterable[Named]) -> Iterator[Named]:
 def at_each_engine(stack: Stack, use: Callable[[EngineClient], Any]) -> list[Any]:
     async def run() -> list[Any]:
         answers = []
-        for endpoint in stack.engines.endpoints():
+        for endpoint in stack.engines.up():
             async with EngineClient(endpoint) as engine:
                 answers.append(await use(engine))
         return answers

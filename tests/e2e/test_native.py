@@ -120,7 +120,7 @@ def test_the_engine_restricts_its_draws_as_the_spec_says(
         sampling = RolloutConfig(max_new_tokens=1, **spec).sampling(temperature, ())  # type: ignore[arg-type]
         prompts = [Prompt(Problem("", ""), [number, *range(20, 40)]) for number in range(6, 38)]
         groups = to_groups(prompts, 1, run_seed=0, step=1)
-        answers = rig.run(sides.engines["bf16"].generate(groups, sampling, 0))
+        answers = rig.run(sides.engines["bf16"].generate(groups, sampling))
         return torch.tensor([answer.logprobs[0] for answer in answers])
 
     # Tokens of equal logits, which BF16 makes, are equally good.
@@ -147,7 +147,7 @@ def sample(rig: Rig, engine: Engine, version: int) -> TokenBatch:
         for _ in range(SEQUENCES)
     ]
     groups = to_groups(prompts, 1, run_seed=0, step=1)
-    trajectories = rig.run(engine.generate(groups, SamplingParams(max_new_tokens=NEW_TOKENS), version))
+    trajectories = rig.run(engine.generate(groups, SamplingParams(max_new_tokens=NEW_TOKENS)))
     return batch_from_trajectories(trajectories, torch.ones(SEQUENCES), 1.0)
 
 

@@ -1,16 +1,16 @@
-"""Group sampling: order, groups and the check of weight versions."""
+"""Group sampling: order, groups, answers that an update cuts, and the check of weight versions."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import Sequence
 
 import pytest
 import torch
 
 from rollout.client import EngineClient
 from rollout.errors import EngineError, StaleWeightsError
-from rollout.sampler import check_versions, sample_groups, sample_groups_as_completed
+from rollout.sampler import check_versions, sample_groups
 from rollout.server import SGLangServer
 from rollout.types import Completion, SamplingParams, Trajectory
 from tests.support.servers import EOS, groups, use
@@ -19,117 +19,76 @@ SAMPLING = SamplingParams(max_new_tokens=12, stop_token_ids=(EOS,))
 
 
 class ScriptedClient:
-    """Answers row r with the token 100 + r; streams in the order it is told."""
+    """Answers each row with tokens that count on from 100 times its prompt's first, up to three; `cuts` says after how
+    many tokens each call is cut."""
 
-    def __init__(self, order: Sequence[int] = (), version: int = 1) -> None:
-        self.order = order
-        self.version = version
-        self.closed = False
-        self.calls: list[Sequence[int]] = []
+    def __init__(self, cuts: Sequence[int] = ()) -> None:
+        self.cuts = list(cuts)
+        self.calls: list[tuple[list[list[int]], Sequence[int], Sequence[int]]] = []
 
     async def complete(
-        self, input_ids: list[list[int]], sampling: SamplingParams, seeds: Sequence[int]
+        self, input_ids: list[list[int]], sampling: SamplingParams, seeds: Sequence[int], spent: Sequence[int]
     ) -> list[Completion]:
-        self.calls.append(seeds)
-        return [self.answer(row) for row in range(len(input_ids))]
+        cut, version = (self.cuts.pop(0) if self.cuts else None), len(self.calls)
+        self.calls.append((input_ids, seeds, spent))
+        return [self.answer(ids, begun, cut, version) for ids, begun in zip(input_ids, spent, strict=True)]
 
-    async def complete_each(
-        self, input_ids: list[list[int]], sampling: SamplingParams, seeds: Sequence[int]
-    ) -> AsyncGenerator[tuple[int, Completion], None]:
-        try:
-            for row in self.order:
-                yield row, self.answer(row)
-        finally:
-            self.closed = True
-
-    def answer(self, row: int) -> Completion:
-        routes = torch.full((2, 1, 1), row, dtype=torch.int16)
-        return Completion([100 + row], [-0.5], [self.version], True, routes)
+    def answer(self, ids: list[int], begun: int, cut: int | None, version: int) -> Completion:
+        length = 3 - begun if cut is None else min(cut, 3 - begun)
+        tokens = [100 * ids[0] + begun + index for index in range(length)]
+        whole = begun + length == 3
+        routes = torch.full((len(ids) + length - 1, 1, 1), version, dtype=torch.int16)
+        return Completion(tokens, [-0.5] * length, [version] * length, whole, routes, cut=not whole)
 
 
-def test_groups_come_in_the_order_of_their_prompts() -> None:
+def test_groups_come_in_their_order_with_their_seeds() -> None:
     client = ScriptedClient()
-    trajectories = asyncio.run(sample_groups(client, groups(3, 2), SAMPLING, expected_version=1))
+    trajectories = asyncio.run(sample_groups(client, groups(3, 2), SAMPLING))
     assert [t.group for t in trajectories] == [0, 0, 1, 1, 2, 2]
     assert [t.prompt_ids for t in trajectories] == [[10, 20]] * 2 + [[11, 21]] * 2 + [[12, 22]] * 2
-    assert [t.token_ids for t in trajectories] == [[100 + row] for row in range(6)]
-    assert [t.routed_experts.flatten().tolist() for t in trajectories] == [[row, row] for row in range(6)]
+    assert [t.token_ids[0] for t in trajectories] == [1000, 1000, 1100, 1100, 1200, 1200]
     assert [t.seed for t in trajectories] == [0, 1, 2, 3, 4, 5]
-    assert client.calls == [[0, 1, 2, 3, 4, 5]]
+    assert [calls[1:] for calls in client.calls] == [([0, 1, 2, 3, 4, 5], [0] * 6)]
 
 
-def test_a_group_is_yielded_when_its_last_answer_ends() -> None:
-    async def run() -> list[list[Trajectory]]:
-        client = ScriptedClient(order=[4, 0, 5, 3, 1, 2])
-        return [g async for g in sample_groups_as_completed(client, groups(3, 2), SAMPLING, expected_version=1)]
+def test_an_answer_that_is_cut_goes_on_from_its_last_token_with_its_seed_and_the_rest_of_its_budget() -> None:
+    client = ScriptedClient(cuts=[2, 0])
+    trajectories = asyncio.run(sample_groups(client, groups(1, 2), SAMPLING))
+    assert [t.token_ids for t in trajectories] == [[1000, 1001, 1002]] * 2
+    assert [t.weight_versions for t in trajectories] == [[0, 0, 2]] * 2
+    assert [len(t.logprobs) for t in trajectories] == [3, 3]
+    again = ([[10, 20, 1000, 1001]] * 2, [0, 1], [2, 2])
+    assert client.calls == [([[10, 20]] * 2, [0, 1], [0, 0]), again, again]
+    assert len(trajectories[0].routed_experts) == 4 and trajectories[0].finished
 
-    answered = asyncio.run(run())
-    assert [group[0].group for group in answered] == [2, 0, 1]
-    assert [[t.token_ids[0] for t in group] for group in answered] == [[104, 105], [100, 101], [102, 103]]
+
+def test_an_engine_that_only_cuts_is_given_up() -> None:
+    with pytest.raises(EngineError, match="cut 1000 times"):
+        asyncio.run(sample_groups(ScriptedClient(cuts=[0] * 2000), groups(1, 1), SAMPLING))
 
 
-def test_leaving_early_closes_the_stream() -> None:
-    async def run() -> bool:
-        client = ScriptedClient(order=[0, 1, 2, 3])
-        answered = sample_groups_as_completed(client, groups(2, 2), SAMPLING, expected_version=1)
-        await anext(answered)
-        await answered.aclose()
-        return client.closed
-
-    assert asyncio.run(run())
+def sampled_at(*versions: int) -> Trajectory:
+    return Trajectory([1], list(versions), [-1.0] * len(versions), True, list(versions), 0, 0)
 
 
 def test_stale_tokens_are_counted_by_version() -> None:
-    completions = [Completion([1, 2, 3], [-1.0] * 3, [4, 5, 5], False), Completion([1], [-1.0], [4], True)]
-    with pytest.raises(StaleWeightsError, match=r"2 of 4 tokens .* 2 at version 4, 2 at version 5, expected .* 5"):
-        check_versions(completions, 5)
-    check_versions([Completion([], [], [], False)], 5)
-
-
-@pytest.mark.parametrize("streaming", [False, True])
-def test_stale_answers_are_refused(streaming: bool) -> None:
-    async def run() -> None:
-        client = ScriptedClient(order=[0, 1], version=2)
-        if streaming:
-            async for _ in sample_groups_as_completed(client, groups(1, 2), SAMPLING, expected_version=3):
-                raise AssertionError("a stale group was handed out")
-        else:
-            await sample_groups(client, groups(1, 2), SAMPLING, expected_version=3)
-
-    with pytest.raises(StaleWeightsError):
-        asyncio.run(run())
+    trajectories = [sampled_at(4, 5, 5), sampled_at(4)]
+    with pytest.raises(StaleWeightsError, match=r"2 of 4 tokens .* 2 at version 4, 2 at version 5, .* at version 5"):
+        check_versions(trajectories, 5, 5)
+    with pytest.raises(StaleWeightsError, match=r"2 of 4 tokens .* expected all at versions 2 to 4"):
+        check_versions(trajectories, 2, 4)
+    check_versions([*trajectories, sampled_at()], 4, 5)
 
 
 @pytest.mark.e2e
-@pytest.mark.parametrize("streaming", [False, True])
-def test_groups_from_a_real_server(server: SGLangServer, streaming: bool) -> None:
+def test_groups_from_a_real_server(server: SGLangServer) -> None:
     asked = groups(5, 4)
 
     async def run(client: EngineClient) -> list[Trajectory]:
-        if streaming:
-            answered = [g async for g in sample_groups_as_completed(client, asked, SAMPLING, 3)]
-            return [t for group in sorted(answered, key=lambda g: g[0].group) for t in group]
-        return await sample_groups(client, asked, SAMPLING, 3)
+        return await sample_groups(client, asked, SAMPLING)
 
     trajectories = use(server, run)
     assert [t.group for t in trajectories] == [g for g in range(5) for _ in range(4)]
     assert all(t.prompt_ids == asked[t.group].prompt.token_ids for t in trajectories)
+    assert {version for t in trajectories for version in t.weight_versions} == {3}
     assert len({tuple(t.token_ids) for t in trajectories if t.group == 0}) > 1, "a group's answers must differ"
-
-
-@pytest.mark.e2e
-def test_leaving_early_ends_the_rest(server: SGLangServer) -> None:
-    """After the first group the caller goes on: the server becomes idle, so its cache can be flushed."""
-
-    async def run(client: EngineClient) -> None:
-        answered = sample_groups_as_completed(client, groups(16, 4), SamplingParams(max_new_tokens=400), 3)
-        await anext(answered)
-        await answered.aclose()
-        async with asyncio.timeout(60):
-            while True:
-                try:
-                    return await client.flush()
-                except EngineError:
-                    await asyncio.sleep(0.2)
-
-    use(server, run)

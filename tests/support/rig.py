@@ -21,6 +21,7 @@ from rl.run.engines import expected_report
 from rl.run.feed import to_groups
 from rollout.config import RolloutConfig
 from rollout.engine import Engine
+from rollout.sampler import check_versions
 from rollout.tasks import Problem
 from rollout.types import Endpoint, Group, Prompt, SamplingParams, Trajectory
 from trainer.actor import TrainerGroup
@@ -154,17 +155,17 @@ class Pipeline:
 
     def sync(self, transport: str = "tensor", manifest: Path | None = None) -> SyncReport:
         """A sync through real buckets: of one MiB, so that a model needs several."""
-        bridge = Bridge(
-            self.trainer,
-            self.setup.numerics.rollout_spec,
-            SyncConfig(transport=transport, bucket_mib=1),
-            self.rig.models[self.setup.model],
-            self.rig.folder,
-        )
-        return bridge.sync([self.endpoint], manifest)
+        return self.bridge(transport).sync([self.endpoint], manifest)
+
+    def bridge(self, transport: str = "tensor", pause: str = "retract") -> Bridge:
+        config = SyncConfig(transport=transport, pause=pause, bucket_mib=1)
+        model = self.rig.models[self.setup.model]
+        return Bridge(self.trainer, self.setup.numerics.rollout_spec, config, model, self.rig.folder)
 
     def generate(self, groups: list[Group], sampling: SamplingParams) -> list[Trajectory]:
-        return self.rig.run(self.engine.generate(groups, sampling, self.trainer.weight_version))
+        answers: list[Trajectory] = self.rig.run(self.engine.generate(groups, sampling))
+        check_versions(answers, self.trainer.weight_version, self.trainer.weight_version)
+        return answers
 
     def sample(self, temperature: float, seed: int = 0, count: int | None = None) -> TokenBatch:
         """Two answers to each of the first `count` prompts, as the loop would batch them."""

@@ -89,7 +89,7 @@ def attribute_offline(subject: Subject, *, quick: bool, say: Callable[[str], obj
             say("sampling a calibration batch")
             batch = sampled_batch(stack, calibration_prompts(stack), ANSWERS, stack.experiment.rollout.temperature)
         say("comparing op by op, then one cause at a time")
-        (endpoint,) = stack.engines.endpoints()
+        (endpoint,) = stack.engines.up()
         return attribute(
             stack.trainer,
             endpoint,
@@ -142,7 +142,7 @@ def _with_model(experiment: Experiment, path: Path) -> Experiment:
 @contextmanager
 def _pair(subject: Subject, say: Callable[[str], object], numerics: NumericsConfig) -> Iterator[Pair]:
     with _stack_of(subject, numerics, say) as stack:
-        (endpoint,) = stack.engines.endpoints()
+        (endpoint,) = stack.engines.up()
         yield stack.trainer, endpoint
 
 

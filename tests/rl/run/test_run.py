@@ -9,6 +9,7 @@ import pytest
 import rl.run.stack as stack_module
 from numerics.errors import UserError
 from rl.run.run import Run
+from rollout.config import RolloutConfig
 from tests.support.experiments import experiment
 from tests.support.paths import new_run
 
@@ -34,7 +35,7 @@ def test_what_was_started_is_ended_in_reverse_when_a_later_part_fails(
 
     def start(*_: object) -> Engines:
         events.append("engines")
-        return Engines([], [])
+        return Engines(0, None, RolloutConfig())
 
     def refuse(*_: object, **__: object) -> None:
         raise UserError("trainer: found no room")

@@ -1,0 +1,43 @@
+"""An event loop in a thread of its own, for what goes on while the training loop waits for something else."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Coroutine
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+Result = TypeVar("Result")
+
+
+class Background:
+    """Runs coroutines beside the thread that made it, one at a time and taking turns."""
+
+    def __init__(self, name: str) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
+        self._thread.start()
+
+    def begin(self, coroutine: Coroutine[Any, Any, Result]) -> Future[Result]:
+        """Let it run; its result in time."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+
+    def run(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
+        """Wait for its result. An interrupt leaves it running."""
+        return self.begin(coroutine).result()
+
+    def close(self) -> None:
+        """Cancel what still runs, and end the thread. A second call does nothing."""
+        if not self._loop.is_closed():
+            self.run(_cancel_all())
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+            self._loop.close()
+
+
+async def _cancel_all() -> None:
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in others:
+        task.cancel()
+    await asyncio.gather(*others, return_exceptions=True)

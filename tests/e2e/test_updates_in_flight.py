@@ -1,0 +1,117 @@
+"""Weights that change while answers are under way: every token is one of the weights that it names, bit for bit."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from numerics.spec import QuantSpec
+from rl.mismatch import token_versions
+from rl.run.batching import batch_from_trajectories
+from rl.run.feed import to_groups
+from rollout.client import EngineClient
+from rollout.sampler import sample_groups
+from rollout.types import Endpoint, SamplingParams, Trajectory
+from tests.support.rig import Pipeline, Rig, Setup, prompts
+from weight_sync.bridge import push
+from weight_sync.transports import TensorTransport
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+
+SETUP = Setup("moe")
+SAMPLING = SamplingParams(max_new_tokens=120)
+UPDATES = 2
+
+
+def sampled_across_updates(
+    pipeline: Pipeline, folder: Path, sync: Callable[[Endpoint], object]
+) -> tuple[list[Trajectory], dict[int, Path]]:
+    """Answers with UPDATES in their midst, and a checkpoint of the trainer at each version that sampled a part."""
+    endpoint, batch = pipeline.endpoint, pipeline.sample(1.0, count=4)
+    asked = to_groups(prompts(0), 3, run_seed=0, step=1)
+    checkpoints: dict[int, Path] = {}
+
+    def keep() -> None:
+        version = pipeline.trainer.weight_version
+        checkpoints[version] = folder / f"v{version}"
+        pipeline.trainer.save(checkpoints[version], {})
+
+    def update() -> None:
+        pipeline.train_step(batch)
+        keep()
+        sync(endpoint)
+
+    async def run() -> list[Trajectory]:
+        async with EngineClient(endpoint) as client:
+            answers = asyncio.create_task(sample_groups(client, asked, SAMPLING))
+            for _ in range(UPDATES):
+                await until_it_runs(client)
+                await asyncio.sleep(0.3)
+                await asyncio.to_thread(update)
+            return await answers
+
+    keep()
+    return pipeline.rig.run(run()), checkpoints
+
+
+async def until_it_runs(client: EngineClient) -> None:
+    async with asyncio.timeout(60):
+        while not (await client.load()).running:
+            await asyncio.sleep(0.02)
+
+
+def differences_by_version(
+    pipeline: Pipeline, trajectories: list[Trajectory], checkpoints: dict[int, Path]
+) -> dict[int, torch.Tensor]:
+    """d of the tokens that each version sampled, against a trainer that holds it, over the whole prefix."""
+    batch = batch_from_trajectories(trajectories, torch.zeros(len(trajectories)), 1.0, redraws=len(trajectories))
+    versions = token_versions(trajectories, batch.loss_mask)
+    found = {}
+    for version, path in checkpoints.items():
+        pipeline.trainer.load(path)
+        scored = pipeline.trainer.score_routed(batch)
+        mine = batch.loss_mask & (versions == version)
+        found[version] = (scored.logprobs - batch.fields["rollout_logprobs"])[mine]
+        if not found[version].any():
+            assert scored.draws is not None and scored.draws[mine].equal(batch.tokens[mine])
+    return found
+
+
+@pytest.mark.parametrize("pause", ["retract", "abort"])
+def test_each_token_is_one_of_the_weights_that_it_names(rig: Rig, tmp_path: Path, pause: str) -> None:
+    pipeline = rig.open(SETUP)
+    bridge = pipeline.bridge(pause=pause)
+    trajectories, checkpoints = sampled_across_updates(pipeline, tmp_path, lambda endpoint: bridge.sync([endpoint]))
+    assert all(t.weight_versions == sorted(t.weight_versions) for t in trajectories)
+    assert sum(len(set(t.weight_versions)) == 1 + UPDATES for t in trajectories) > 10
+    assert max(len(t.token_ids) for t in trajectories) == SAMPLING.max_new_tokens
+    for version, d in differences_by_version(pipeline, trajectories, checkpoints).items():
+        assert len(d) > 200, f"version {version} has sampled {len(d)} tokens"
+        assert (d == 0).all(), f"version {version}: {int((d != 0).sum())} of {len(d)} tokens differ"
+
+
+def test_old_keys_under_new_weights_are_seen(rig: Rig, tmp_path: Path) -> None:
+    """Without the flush, retracted answers find their prefix in the cache of the old weights: no weights have sampled
+    what follows, and d says so."""
+    pipeline = rig.open(SETUP)
+
+    def sync(endpoint: Endpoint) -> None:
+        pipeline.trainer.apply(push_without_flush, SETUP.numerics.rollout_spec, endpoint)
+
+    trajectories, checkpoints = sampled_across_updates(pipeline, tmp_path, sync)
+    first, *later = differences_by_version(pipeline, trajectories, checkpoints).values()
+    assert (first == 0).all()
+    assert (torch.cat(later) != 0).float().mean() > 0.9
+
+
+def push_without_flush(trainer: Any, spec: QuantSpec, endpoint: Endpoint) -> None:
+    async def nothing(client: EngineClient) -> None: ...
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(EngineClient, "flush", nothing)
+        push(trainer, TensorTransport(1 << 20), spec, [endpoint], trainer.weight_version)
