@@ -15,7 +15,7 @@ from rl.guard.judge import Fault, Guard
 from rl.record.metrics_log import read_metrics
 from rl.run import checkpoints, evaluation
 from rl.run.clock import StepClock
-from rl.run.feed import Work, open_feed
+from rl.run.feed import Batch, Work, open_feed
 from rl.run.records import rollout_records, throughput, train_metrics
 from rl.run.run import Run
 from rollout.types import Prompt
@@ -33,7 +33,8 @@ def train(run: Run) -> str:
     """
     experiment, stack, algorithm = run.experiment, run.stack, run.experiment.algorithm
     trainer, cap = stack.trainer, algorithm.measured_cap
-    feed = open_feed(experiment, stack.tokenizer, run.stack.sample)
+    feed = open_feed(experiment, stack)
+    feed.restore(run.answered)
     guard = Guard(experiment.gates, experiment.guard, algorithm, run.standing, replays=stack.replays)
     held_out = evaluation.held_out_prompts(experiment, stack.tokenizer)
     if stack.engines:
@@ -47,8 +48,12 @@ def train(run: Run) -> str:
 
         with clock.phase("train"):
             attempt = _attempt(trainer, work, guard.algorithm, replay=guard.replays)
-        # One update per batch: the training forward is the scoring at the weights that sampled the tokens.
+        ahead = feed.ahead(clock)
+        # One update per batch: the training forward is the scoring at the trainer's weights. Where older ones have
+        # sampled the batch, answers to later steps show whether both sides agree.
         with clock.phase("monitor"):
+            fresh = _scored(trainer, ahead)
+            attempt = attempt.beside(fresh)
             capsule = run.capsule if attempt.evidence is not None else None
             metrics = work.metrics | train_metrics(attempt.result, work.batch) | attempt.agreement(cap)
             verdict = guard.judge(step, late_metrics(row) | metrics, attempt.fault, capsule)
@@ -57,7 +62,7 @@ def train(run: Run) -> str:
 
         with clock.phase("train"):
             if verdict.repeat:
-                attempt = _attempt(trainer, work, guard.algorithm, replay=guard.replays)
+                attempt = _attempt(trainer, work, guard.algorithm, replay=guard.replays).beside(fresh)
                 again = train_metrics(attempt.result, work.batch)
                 metrics |= again
                 verdict = guard.recheck(step, verdict, again, attempt.fault, capsule)
@@ -68,18 +73,19 @@ def train(run: Run) -> str:
         with clock.phase("sync"):
             if verdict.fall_back:
                 run.fall_back_to_bf16()
+                feed.renew()
             if verdict.resync or ((algorithm.samples or evaluates) and not verdict.withheld):
                 metrics |= run.sync().metrics()
         metrics |= guard.metrics(verdict)
 
         if evaluates:
             with clock.phase("eval"):
-                answers = evaluation.answer_greedily(experiment, stack.tokenizer, run.stack.sample, held_out)
+                answers = evaluation.answer_greedily(experiment, stack, held_out)
                 metrics |= evaluation.accuracy(answers)
         saves = checkpoints.is_due(experiment, step) or bool(verdict.stop)
         if saves:
             with clock.phase("checkpoint"):
-                checkpoints.write_checkpoint(trainer, run.files, experiment, run.standing, step)
+                checkpoints.write_checkpoint(trainer, run.files, experiment, run.standing, step, feed.answered())
         row = _record(run, metrics, clock, work, logprobs, saves)
         if verdict.stop:
             return verdict.stop
@@ -103,8 +109,14 @@ class Attempt:
         """Rows of the batch that a fault came from."""
         return self.fault.rows if self.fault is not None else ()
 
+    def beside(self, fresh: Evidence | None) -> Attempt:
+        """The same with what answers to later steps say; None: nothing."""
+        if fresh is None or self.evidence is None:
+            return self
+        return dataclasses.replace(self, evidence=self.evidence.beside(fresh))
+
     def agreement(self, tis_cap: float) -> dict[str, float]:
-        """`mismatch/...` of the pass; `tis_cap` is C of the clip fractions."""
+        """`mismatch/...` and `drift/...` of the pass; `tis_cap` is C of the clip fractions."""
         return self.evidence.metrics(tis_cap) if self.evidence is not None else {}
 
 
@@ -125,6 +137,14 @@ def _attempt(trainer: TrainerGroup, work: Work, algorithm: AlgorithmConfig, *, r
     return Attempt(result, evidence, fault)
 
 
+def _scored(trainer: TrainerGroup, ahead: Batch | None) -> Evidence | None:
+    """What both sides make of answers to later steps, at the weights that the trainer holds."""
+    if ahead is None:
+        return None
+    scored = trainer.score_routed(ahead.tokens)
+    return Evidence(ahead.tokens, ahead.versions, trainer.weight_version, scored.logprobs, None, scored.draws)
+
+
 def _fault(error: NonFiniteLossError, work: Work) -> Fault:
     rows = tuple(error.rows)
     if not bool(used_tokens(work.batch).any()):
@@ -140,7 +160,7 @@ def _begin(run: Run, held_out: list[Prompt], replay: bool) -> None:
     run.console.note(f"first sync verified: {first.verified_tensors} tensors, {first.bytes / 1e6:.1f} MB")
     if run.step == 0:
         experiment, stack = run.experiment, run.stack
-        answers = evaluation.answer_greedily(experiment, stack.tokenizer, run.stack.sample, held_out)
+        answers = evaluation.answer_greedily(experiment, stack, held_out)
         metrics = first.metrics() | evaluation.accuracy(answers)
         cap = experiment.algorithm.measured_cap
         metrics |= evaluation.agreement_on(answers, stack.trainer, replay=replay, tis_cap=cap)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from rollout.types import SamplingParams
 
@@ -18,6 +18,13 @@ class RolloutConfig(BaseModel):
     """SGLang server processes."""
     prompts_per_step: int = Field(default=32, ge=1)
     """Problems drawn for each training step."""
+    staleness: int = Field(default=0, ge=0, le=64)
+    """Steps that sampling runs ahead of training. 0: a step samples, then trains. S: at most S + 1 steps' groups are
+    admitted and not trained on yet, and are trained on in their order."""
+    in_flight: bool | None = None
+    """Whether weights change while answers are under way, which then carry several versions. False: what is admitted is
+    answered before the update, so that the spec alone fixes which weights sample what. Null: from a staleness of 2
+    on, where it cannot be false."""
     group_size: int = Field(default=8, ge=1)
     """Answers sampled for each problem."""
     max_new_tokens: int = Field(default=20, ge=1)
@@ -47,6 +54,20 @@ class RolloutConfig(BaseModel):
     """Engines that may be lost and replaced within an hour; one more ends the run."""
     port: int | None = Field(default=None, ge=1024, le=65535)
     """Port of the server on the loopback interface; null takes a free one."""
+
+    @model_validator(mode="after")
+    def _updates_land_where_something_runs(self) -> RolloutConfig:
+        if self.in_flight is not None and self.in_flight != (self.staleness > 1) and self.staleness != 1:
+            raise ValueError(
+                f"found in_flight={str(self.in_flight).lower()} with staleness={self.staleness}, expected "
+                f"{str(not self.in_flight).lower()}: both are possible with staleness 1 alone. Remove rollout.in_flight"
+            )
+        return self
+
+    @property
+    def updates_in_flight(self) -> bool:
+        """`in_flight`, decided."""
+        return self.staleness > 1 if self.in_flight is None else self.in_flight
 
     def sampling(self, temperature: float, stop_token_ids: tuple[int, ...]) -> SamplingParams:
         """How answers are drawn at a temperature of the caller's; 0 is greedy, and then nothing else counts."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -82,8 +82,8 @@ class TrainerActor:
         scored = self._trainer.score_routed(batch)
         return scored if self._trainer.layout.reports else None
 
-    def save(self, path: Path, extra: dict[str, Any]) -> None:
-        self._trainer.save(path, extra)
+    def save(self, path: Path, extra: dict[str, Any], texts: Mapping[str, str]) -> None:
+        self._trainer.save(path, extra, texts)
 
     def load(self, path: Path) -> tuple[int, dict[str, Any]]:
         extra = self._trainer.load(path)
@@ -194,9 +194,12 @@ class TrainerGroup:
             draws=_draws([(rows, scored.draws) for rows, scored in parts], batch),
         )
 
-    def save(self, path: Path, extra: dict[str, Any]) -> None:
-        """Write a checkpoint with `extra` (JSON values); the directory appears whole or not at all."""
-        self._all("save", Path(path).absolute(), extra)
+    def save(self, path: Path, extra: dict[str, Any], texts: Mapping[str, str] | None = None) -> None:
+        """Write a checkpoint with `extra` (JSON values) and `texts` (further files, by name).
+
+        The directory appears whole or not at all.
+        """
+        self._all("save", Path(path).absolute(), extra, texts or {})
 
     def load(self, path: Path) -> dict[str, Any]:
         """Restore a checkpoint, written on any layout, and return its `extra`."""

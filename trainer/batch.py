@@ -106,6 +106,20 @@ class TokenBatch:
 
         return self._changed(pad, self.lengths, self.seeds) if extra else self
 
+    def followed_by(self, other: TokenBatch) -> TokenBatch:
+        """These rows, then those of another batch of the same width, temperature and fields, both without routes."""
+        if self.routes is not None or other.routes is not None or self.temperature != other.temperature:
+            raise ValueError("found batches with routes or of two temperatures, expected none and one")
+        seeds = None if self.seeds is None or other.seeds is None else torch.cat([self.seeds, other.seeds])
+        return TokenBatch(
+            tokens=torch.cat([self.tokens, other.tokens]),
+            lengths=torch.cat([self.lengths, other.lengths]),
+            loss_mask=torch.cat([self.loss_mask, other.loss_mask]),
+            temperature=self.temperature,
+            fields={name: torch.cat([value, other.fields[name]]) for name, value in self.fields.items()},
+            seeds=seeds,
+        )
+
     def to(self, device: torch.device | str) -> TokenBatch:
         """The same batch with its tensors on `device`."""
         seeds = None if self.seeds is None else self.seeds.to(device)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +28,11 @@ _EXTRA = "_extra_state"
 """In the names of what TransformerEngine's modules keep for other recipes than block scaling, which has no history."""
 
 
-def save(path: Path, model: GPTModel, optimizer: Optimizer, step: int, extra: dict[str, Any]) -> None:
-    """Write weights, FP32 masters, moments, schedule, step and `extra` (JSON values) to the directory `path`.
+def save(
+    path: Path, model: GPTModel, optimizer: Optimizer, step: int, extra: dict[str, Any], texts: Mapping[str, str]
+) -> None:
+    """Write weights, FP32 masters, moments, schedule, step, `extra` (JSON values) and `texts` (further files, by name)
+    to the directory `path`.
 
     All ranks take part. The directory appears complete under its name, or not at all; one that is there is replaced.
     """
@@ -38,6 +42,8 @@ def save(path: Path, model: GPTModel, optimizer: Optimizer, step: int, extra: di
     if rank == 0:
         shutil.rmtree(partial, ignore_errors=True)
         (partial / STATE).mkdir(parents=True)
+        for name, text in texts.items():
+            (partial / name).write_text(text)
     dist.barrier()
     checkpoint_writer.install()
     dist_checkpointing.save(_state(model, optimizer, step, loading=False), str(partial / STATE))

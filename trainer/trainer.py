@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -147,9 +147,9 @@ class Trainer:
         """Write a Hugging Face directory with the current weights."""
         self.weights.write(self.model, path)
 
-    def save(self, path: Path, extra: dict[str, Any]) -> None:
+    def save(self, path: Path, extra: dict[str, Any], texts: Mapping[str, str] | None = None) -> None:
         """Write a checkpoint; see :func:`trainer.checkpoint.save`."""
-        checkpoint.save(path, self.model, self.optimizer, self.weight_version, extra)
+        checkpoint.save(path, self.model, self.optimizer, self.weight_version, extra, texts or {})
 
     def load(self, path: Path) -> dict[str, Any]:
         """Restore a checkpoint and return its `extra`."""

@@ -29,6 +29,10 @@ class AlgorithmConfig(BaseModel):
     samples: ClassVar[bool] = True
     """Whether it learns from answers that the engines sample, or from the answers of the data."""
 
+    def resolved(self, rollout: RolloutConfig) -> Self:
+        """The same with the settings decided that depend on how answers are sampled."""
+        return self
+
     def problems_per_step(self, rollout: RolloutConfig) -> int:
         """How many problems of the data a step takes."""
         return rollout.prompts_per_step

@@ -12,19 +12,17 @@ from torch import Tensor
 from rl.algorithms.advantages import group_advantages
 from rl.algorithms.base import AlgorithmConfig, used_tokens
 from rl.algorithms.corrections import OWN_WEIGHT, Correction, RejectionConfig
+from rollout.config import RolloutConfig
 from trainer.batch import TokenBatch
 from trainer.objective import ObjectiveOutput
 
+RatioSource = Literal["recompute", "bypass", "on_policy"]
 MAX_LOG_RATIO = 20.0
 """Log ratios are clamped to ±20 before exp: e^20 is far outside every clip range and still far from overflow."""
 
 
 class Grpo(AlgorithmConfig):
-    """Group-relative policy optimisation (Shao et al. 2024, "DeepSeekMath"), one update per batch.
-
-    As nothing produces an old log-probability yet, the ratio of every token is 1 and the clip never acts. It will where
-    tokens are older than the weights that they train.
-    """
+    """Group-relative policy optimisation (Shao et al. 2024, "DeepSeekMath"), one update per batch."""
 
     name: Literal["grpo"] = "grpo"
     group_norm_std: bool = True
@@ -32,6 +30,12 @@ class Grpo(AlgorithmConfig):
     clip_low: float = Field(default=0.2, gt=0.0, lt=1.0)
     """The probability ratio is clipped to [1 - clip_low, 1 + clip_high]."""
     clip_high: float = Field(default=0.28, gt=0.0)
+    ratio: RatioSource | None = None
+    """Where the policy ratio's old log-probabilities come from. `recompute`: the trainer's, from before the update; as
+    a batch gets one update, the training forward is that pass, and the ratio is 1. `bypass`: the engine's, so that
+    the clip acts on what the policy has moved since weights sampled a token, and there is no further weight.
+    `on_policy`: the ratio is 1 by definition. On tokens that the trainer's own weights have sampled the three are one,
+    in exact mode bit for bit. Null: bypass with `rollout.staleness`, else recompute."""
     tis_cap: float | None = Field(default=2.0, ge=1.0)
     """Cap of the importance weight trainer / rollout. Null leaves the weight out, or that of `icepop` and `mis` as it
     is, which is the default with these two."""
@@ -50,6 +54,15 @@ class Grpo(AlgorithmConfig):
         return {"tis_cap": None} | values if name in OWN_WEIGHT else values
 
     @model_validator(mode="after")
+    def _bypass_has_nothing_to_reject(self) -> Grpo:
+        if self.ratio == "bypass" and self.rejection is not None:
+            raise ValueError(
+                f"found rejection {self.rejection.name} with ratio=bypass, expected none: with the engine's "
+                "log-probabilities as the old ones no token is rejected. Set algorithm.ratio=recompute"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _icepop_weighs_tokens(self) -> Grpo:
         if self.rejection is not None and self.rejection.name == "icepop" and self.tis_level == "sequence":
             raise ValueError(
@@ -58,19 +71,24 @@ class Grpo(AlgorithmConfig):
             )
         return self
 
+    def resolved(self, rollout: RolloutConfig) -> Self:
+        stale = rollout.staleness > 0 and self.rejection is None
+        ratio = self.ratio or ("bypass" if stale else "recompute")
+        return self.model_copy(update={"ratio": ratio})
+
     @property
     def correction(self) -> Correction:
         """Weights and rejections for tokens on which trainer and engine disagree."""
-        return Correction.of(self.tis_cap, self.tis_level, self.rejection)
+        return Correction.of(self.cap, self.tis_level, self.rejection)
 
     @property
     def cap(self) -> float | None:
-        return self.tis_cap
+        return None if self.ratio == "bypass" else self.tis_cap
 
     def tightened(self, cap: float | None) -> Self:
-        if cap is None or self.tis_cap is None:
+        if cap is None or self.cap is None:
             return self
-        return self.model_copy(update={"tis_cap": min(cap, self.tis_cap)})
+        return self.model_copy(update={"tis_cap": min(cap, self.cap)})
 
     def advantages(self, rewards: Tensor, groups: Tensor) -> Tensor:
         return group_advantages(rewards, groups, normalize_std=self.group_norm_std)
@@ -83,13 +101,14 @@ class Grpo(AlgorithmConfig):
 class GrpoObjective:
     """Per token: max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)) · w, 0 if rejected.
 
-    r = exp(logprob - old) is the policy ratio (PPO; clip-higher from DAPO), old being `fields["old_logprobs"]` where
-    present and else the logprob itself, detached: a single on-policy update has r = 1. The weight w and the rejection
-    come from old and rollout logprobs, see `rl.algorithms.corrections`, without gradient. The denominators, of metrics
-    too, count rejected tokens.
+    r = exp(logprob - old) is the policy ratio (PPO; clip-higher from DAPO), old being the rollout logprob under
+    `bypass`, else `fields["old_logprobs"]` where present, else the logprob itself, detached. The weight w and the
+    rejection come from old and rollout logprobs, see `rl.algorithms.corrections`, without gradient. The denominators,
+    of metrics too, count rejected tokens.
     A token whose rollout logprob is not finite leaves the loss, the denominators and the metrics, and is counted.
 
     Attributes:
+        bypass: the engine's logprobs are the old ones.
         clip_low: lower clip distance.
         clip_high: upper clip distance.
         correction: weights and rejection.
@@ -98,6 +117,7 @@ class GrpoObjective:
         sequences: rows of the whole batch with at least one used token.
     """
 
+    bypass: bool
     clip_low: float
     clip_high: float
     correction: Correction
@@ -114,7 +134,8 @@ class GrpoObjective:
             ValueError: a field is missing, an advantage of a used token is not finite, or no token is usable.
         """
         correction = algorithm.correction
-        needed = ["advantages"] + (["rollout_logprobs"] if correction.corrects else [])
+        bypass = algorithm.ratio == "bypass"
+        needed = ["advantages"] + (["rollout_logprobs"] if correction.corrects or bypass else [])
         missing = [name for name in needed if name not in batch.fields]
         if missing:
             raise ValueError(f"fields: found {sorted(batch.fields)}, expected also {missing}; add them to the batch")
@@ -128,6 +149,7 @@ class GrpoObjective:
                 "the rollout logprobs are missing or not finite, so check the engine"
             )
         return cls(
+            bypass=bypass,
             clip_low=algorithm.clip_low,
             clip_high=algorithm.clip_high,
             correction=correction,
@@ -138,7 +160,8 @@ class GrpoObjective:
 
     def __call__(self, logprobs: Tensor, entropy: Tensor, batch: TokenBatch) -> ObjectiveOutput:
         used = used_tokens(batch)
-        old = batch.fields.get("old_logprobs", logprobs.detach())
+        fields = batch.fields
+        old = fields["rollout_logprobs"] if self.bypass else fields.get("old_logprobs", logprobs.detach())
         ratio = _ratio(logprobs, old, used)
         advantages = torch.where(used, batch.fields["advantages"], 0.0)
         unclipped = -advantages * ratio

@@ -1,4 +1,4 @@
-"""Gates that cannot mean what they say: against each other, or against the rest of the spec."""
+"""Settings that cannot mean what they say: against each other, or against the rest of the spec."""
 
 from __future__ import annotations
 
@@ -15,6 +15,32 @@ DEFAULT_TIGHT_CAP = 1.0
 
 _SUPERVISED = ("train/loss", "train/grad_norm", "train/lr", "train/entropy", "train/tokens")
 """What a pass measures where nothing was sampled."""
+
+
+def check_staleness(experiment: Experiment) -> None:
+    """Raise `UserError` if what the spec says of sampling ahead of training cannot be had with the rest of it."""
+    rollout, numerics = experiment.rollout, experiment.numerics
+    if experiment.sync.pause == "in_place" and numerics.mode == "exact":
+        raise user_error(
+            "sync.pause",
+            found="in_place with numerics.mode=exact",
+            expected="retract or abort: keys of old weights under new ones are of no weights that a trainer could hold",
+            remedy="Set sync.pause=retract, or numerics.mode=native.",
+        )
+    if rollout.staleness and not experiment.algorithm.samples:
+        raise user_error(
+            "rollout.staleness",
+            found=f"{rollout.staleness} with algorithm.name={experiment.algorithm.name}",
+            expected="0, as nothing is sampled that could be ahead",
+            remedy="Remove rollout.staleness.",
+        )
+    if rollout.staleness and numerics.router_replay != "off":
+        raise user_error(
+            "numerics.router_replay",
+            found=f"{numerics.router_replay} with rollout.staleness={rollout.staleness}",
+            expected="off: an answer that goes on under new weights has its experts recorded anew, also for old tokens",
+            remedy="Set numerics.router_replay=off, which exact mode does without, or rollout.staleness=0.",
+        )
 
 
 def check_gates(experiment: Experiment) -> None:
@@ -48,6 +74,13 @@ def _against_the_spec(key: str, rule: GateSection, experiment: Experiment) -> Us
         )
     if not algorithm.samples:
         return _without_samples(key, rule, experiment)
+    if rule.metric.startswith("drift/") and not experiment.rollout.staleness:
+        return user_error(
+            f"{key}.metric",
+            found=f"{rule.metric} with rollout.staleness=0",
+            expected="rollout.staleness above 0, without which no token is older than the trainer's weights",
+            remedy="Set rollout.staleness, or choose another metric.",
+        )
     if rule.metric.startswith("mismatch/redraw_") and not experiment.redraws:
         return user_error(
             f"{key}.metric",

@@ -93,6 +93,9 @@ class GuardSection(Section):
     redraws: int = Field(default=8, ge=0)
     """Answers of a step, spread over it, whose tokens the trainer draws again from its own logits and their seeds, in
     exact mode; 0 turns the audit off."""
+    fresh_answers: int = Field(default=24, ge=1)
+    """With `rollout.staleness`, finished answers to later steps that the trainer scores before each update: what it
+    trains on then is older than its weights, and says nothing about whether both sides agree."""
     capsule_sequences: int = Field(default=8, ge=1)
     """The worst sequences that a capsule keeps. All those that a value which is not finite came from precede them: of a
     loss the rows of its micro-batch, of a gradient norm the whole batch."""

@@ -14,7 +14,7 @@ from pydantic_core import ErrorDetails
 
 from numerics.errors import UserError, shown
 from rl.algorithms import ALGORITHMS
-from rl.experiment.contradictions import check_gates
+from rl.experiment.contradictions import check_gates, check_staleness
 from rl.experiment.experiment import Experiment
 
 
@@ -29,6 +29,9 @@ def parse_experiment(values: dict[str, Any]) -> Experiment:
     except ValidationError as error:
         lines = [_explain(detail, values) for detail in error.errors()]
         raise UserError("\n".join(dict.fromkeys(lines))) from None
+    algorithm = experiment.algorithm.resolved(experiment.rollout)
+    experiment = experiment.model_copy(update={"algorithm": algorithm})
+    check_staleness(experiment)
     check_gates(experiment)
     return experiment
 

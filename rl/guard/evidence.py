@@ -6,9 +6,11 @@ import dataclasses
 from collections.abc import Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from rl.mismatch import agreement, redraw_metrics, router_agreement
+from rl.mismatch import agreement, drift_metrics, redraw_metrics, router_agreement
+from rl.mismatch.redraw import NOT_DRAWN
 from trainer.batch import TokenBatch
 
 
@@ -32,28 +34,41 @@ class Evidence:
     routes: Tensor | None = None
     draws: Tensor | None = None
 
+    @property
+    def fresh(self) -> Tensor:
+        """bool [B, S], the tokens that the trainer's own weights have sampled: those on which both sides must agree."""
+        return self.batch.loss_mask & (self.versions == self.version)
+
     def metrics(self, tis_cap: float) -> dict[str, float]:
-        """The `mismatch/...` metrics; `tis_cap` is C of the clip fractions."""
-        batch = self.batch
-        metrics = agreement(
-            self.logprobs,
-            batch.fields["rollout_logprobs"],
-            batch.loss_mask,
-            tis_cap=tis_cap,
-            versions=self.versions,
-            version=self.version,
-        )
+        """The `mismatch/...` metrics, and `drift/...` of older tokens; `tis_cap` is C of the clip fractions."""
+        batch, rollout = self.batch, self.batch.fields["rollout_logprobs"]
+        metrics = agreement(self.logprobs, rollout, batch.loss_mask, tis_cap=tis_cap, fresh=self.fresh)
+        metrics |= drift_metrics(self.logprobs, rollout, batch.loss_mask, self.versions, self.version)
         if self.draws is not None:
-            fresh = batch.loss_mask & (self.versions == self.version)
-            metrics |= redraw_metrics(self.draws, batch.tokens, fresh)
+            metrics |= redraw_metrics(self.draws, batch.tokens, self.fresh)
         if batch.routes is not None and self.routes is not None:
             metrics |= router_agreement(self.routes, batch.routes, batch.real_tokens())
         return metrics
 
     def abs_differences(self) -> Tensor:
-        """abs(d) in nats, float64 [B, S]: 0 where nothing was sampled, infinite where d is not finite."""
+        """abs(d) in nats of the fresh tokens, float64 [B, S]: 0 elsewhere, infinite where d is not finite."""
         d = self.logprobs.double() - self.batch.fields["rollout_logprobs"].double()
-        return torch.where(self.batch.loss_mask, d.abs().nan_to_num(torch.inf, torch.inf), 0.0)
+        return torch.where(self.fresh, d.abs().nan_to_num(torch.inf, torch.inf), 0.0)
+
+    def beside(self, other: Evidence) -> Evidence:
+        """The rows of this one, then those of the other, scored at the same version and without routes."""
+        width = max(self.batch.width, other.batch.width)
+
+        def both(mine: Tensor, theirs: Tensor, value: float = 0) -> Tensor:
+            return torch.cat([F.pad(part, (0, width - part.shape[1]), value=value) for part in (mine, theirs)])
+
+        return dataclasses.replace(
+            self,
+            batch=self.batch.padded(width).followed_by(other.batch.padded(width)),
+            versions=both(self.versions, other.versions),
+            logprobs=both(self.logprobs, other.logprobs),
+            draws=None if self.draws is None or other.draws is None else both(self.draws, other.draws, value=NOT_DRAWN),
+        )
 
     def worst_rows(self, count: int) -> list[int]:
         """The rows with the largest abs(d) of any token, the worst first; rows with a non-finite d come before all."""

@@ -1,4 +1,4 @@
-"""Where in a batch the disagreement sits: by the age of the weights that sampled a token, and by its place."""
+"""Where in a batch the disagreement sits, and which weights have sampled each token."""
 
 from __future__ import annotations
 
@@ -13,8 +13,6 @@ if TYPE_CHECKING:
 
 POSITION_STARTS = (0, 16, 64, 256, 1024, 4096, 16384)
 """First position of each bucket of generated tokens; the last bucket is open. An answer's first token is at 0."""
-OLDEST = 8
-"""Staleness from which on tokens share one metric, so that an asynchronous run has a bounded number of names."""
 
 
 def position_metrics(d: Tensor, mask: Tensor, used: Tensor) -> dict[str, float]:
@@ -33,31 +31,6 @@ def position_metrics(d: Tensor, mask: Tensor, used: Tensor) -> dict[str, float]:
         metrics[f"mismatch/abs_diff_mean_pos_{name}"] = abs_d.mean().item()
         metrics[f"mismatch/abs_diff_max_pos_{name}"] = abs_d.max().item()
         metrics[f"mismatch/tokens_pos_{name}"] = float(abs_d.numel())
-    return metrics
-
-
-def version_metrics(d: Tensor, versions: Tensor, version: int | None) -> dict[str, float]:
-    """`mismatch/..._stale_N`, N = version - the token's version, for each N with tokens; `OLDEST` and more are one.
-
-    Args:
-        d: float64 [N].
-        versions: int64 [N], that sampled each token.
-        version: the trainer's; the newest of `versions` by default.
-
-    Raises:
-        ValueError: a token is newer than `version`.
-    """
-    newest = int(versions.max())
-    version = newest if version is None else version
-    if newest > version:
-        raise ValueError(
-            f"versions: found a token sampled by version {newest}, expected at most {version}, the trainer's"
-        )
-    metrics: dict[str, float] = {}
-    for stale, abs_d in _split((version - versions).clamp(max=OLDEST), d.abs()):
-        metrics[f"mismatch/abs_diff_mean_stale_{stale}"] = abs_d.mean().item()
-        metrics[f"mismatch/exact_frac_stale_{stale}"] = float((abs_d == 0).sum()) / abs_d.numel()
-        metrics[f"mismatch/tokens_stale_{stale}"] = float(abs_d.numel())
     return metrics
 
 

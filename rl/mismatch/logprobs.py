@@ -12,7 +12,7 @@ import math
 import torch
 from torch import Tensor
 
-from rl.mismatch.breakdown import position_metrics, version_metrics
+from rl.mismatch.breakdown import position_metrics
 from rl.mismatch.sequences import sequence_metrics
 from rl.mismatch.tokens import token_metrics
 
@@ -23,8 +23,7 @@ def agreement(
     mask: Tensor,
     *,
     tis_cap: float = 2.0,
-    versions: Tensor | None = None,
-    version: int | None = None,
+    fresh: Tensor | None = None,
 ) -> dict[str, float]:
     """The agreement metrics of one batch; their meanings and denominators stand in `rl.record.metrics`.
 
@@ -38,29 +37,29 @@ def agreement(
         mask: bool [B, S], the sampled tokens.
         tis_cap: C of the importance weights and clip fractions, at least 1: one-sided rho > C; two-sided also
             rho < 1/C.
-        versions: int64 [B, S], the weight version that sampled each token; adds the metrics by staleness.
-        version: the trainer's version while scoring, which staleness counts from; the newest of `versions` by default.
+        fresh: bool [B, S], the tokens that the trainer's own weights have sampled, which alone are compared; None: all.
 
     Returns:
         Finite floats by metric name, computed in float64. One that is undefined or overflows is left out.
 
     Raises:
-        ValueError: shapes differ, `tis_cap` is below 1, or a token is newer than `version`.
+        ValueError: shapes differ, or `tis_cap` is below 1.
     """
-    tensors = [train_logprobs, rollout_logprobs, mask, *([] if versions is None else [versions])]
+    compared = mask if fresh is None else mask & fresh
+    tensors = [train_logprobs, rollout_logprobs, mask, compared]
     if len({tensor.shape for tensor in tensors}) > 1:
         shapes = [list(tensor.shape) for tensor in tensors]
-        raise ValueError(f"found shapes {shapes} of both logprobs, mask and versions, expected equal ones")
+        raise ValueError(f"found shapes {shapes} of both logprobs and masks, expected equal ones")
     if not tis_cap >= 1.0:
         raise ValueError(f"tis_cap: found {tis_cap}, expected a number of at least 1")
     train, rollout = train_logprobs.detach().double(), rollout_logprobs.detach().double()
     difference = train - rollout
-    used = mask & torch.isfinite(difference)
+    used = compared & torch.isfinite(difference)
     metrics = {
         "mismatch/tokens": float(used.sum()),
-        "mismatch/nonfinite_count": float((mask & ~used).sum()),
+        "mismatch/nonfinite_count": float((compared & ~used).sum()),
         "mismatch/sequences": float(used.any(dim=1).sum()),
-        "mismatch/nonfinite_sequences": float((mask & ~used).any(dim=1).sum()),
+        "mismatch/nonfinite_sequences": float((compared & ~used).any(dim=1).sum()),
     }
     if not metrics["mismatch/tokens"]:
         return metrics
@@ -69,8 +68,6 @@ def agreement(
     metrics |= token_metrics(d, train[used], rollout[used], tis_cap)
     metrics |= sequence_metrics(torch.where(used, difference, 0.0), used)
     metrics |= position_metrics(d, mask, used)
-    if versions is not None:
-        metrics |= version_metrics(d, versions[used], version)
     return {name: value for name, value in metrics.items() if math.isfinite(value)}
 
 

@@ -1,8 +1,8 @@
 """Every metric of a run: its unit and what it means. Gates, the report and wandb read this table.
 
 A name is `group/name`. Groups: `rollout/` sampling and rewards, `train/` the optimizer step, `mismatch/` trainer
-against engine, `gates/` what followed from it, `sync/` weight synchronisation, `perf/` time, `eval/` held-out problems,
-`tracking/` the log itself.
+against engine on tokens that the trainer's own weights have sampled, `drift/` the same on older ones, `gates/` what
+followed from it, `sync/` weight synchronisation, `perf/` time, `eval/` held-out problems, `tracking/` the log itself.
 Unless said otherwise a metric describes one step; d is trainer minus rollout logprob of a sampled token, rho = e^d.
 
 The denominator of a mean or fraction over tokens is `mismatch/tokens`, over sequences `mismatch/sequences`, unless its
@@ -16,7 +16,8 @@ import re
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from rl.mismatch.breakdown import OLDEST, POSITION_STARTS
+from rl.mismatch.breakdown import POSITION_STARTS
+from rl.mismatch.drift import OLDEST
 
 
 @dataclass(frozen=True)
@@ -104,6 +105,12 @@ METRICS: dict[str, Metric] = {
     "mismatch/router_agreement": Metric("", "Mean over the pairs of the experts that both sides chose, over top-k."),
     "mismatch/router_differ_frac": Metric("", "Fraction of the pairs in which the chosen experts differ."),
     "mismatch/router_token_differ_frac": Metric("", "Fraction of `mismatch/router_tokens` that differ in any layer."),
+    "drift/tokens": Metric(
+        "tokens", "Trained tokens that older weights than the trainer's have sampled, with finite d."
+    ),
+    "drift/logprob_abs_diff_mean": Metric("nats", "Mean of abs(d) of these tokens: the change of the policy since."),
+    "drift/logprob_abs_diff_max": Metric("nats", "Largest abs(d) of these tokens."),
+    "drift/k3_kl": Metric("nats", "Mean of rho - 1 - d of these tokens, an estimate of KL(older || current policy)."),
     "gates/fired": Metric("gates", "Gates that fired in the step."),
     "gates/withheld": Metric("", "1 if the batch was not trained on, else 0."),
     "gates/tis_cap": Metric("", "Cap of the importance weight in force; absent where TIS is off."),
@@ -117,14 +124,15 @@ METRICS: dict[str, Metric] = {
     "sync/verified_tensors": Metric("tensors", "Engine tensors whose digest equals the trainer's."),
     "sync/mismatched_tensors": Metric("tensors", "Engine tensors whose digest differs; the run does not go on."),
     "perf/step_seconds": Metric("s", "Wall time of the whole step."),
-    "perf/rollout_seconds": Metric("s", "Time until all trajectories of the step had arrived."),
+    "perf/rollout_seconds": Metric("s", "Time that the trainer waited for trajectories."),
+    "perf/sampling_seconds": Metric("s", "From asking for the first group of the step to its last answer."),
     "perf/reward_seconds": Metric("s", "Time of decoding and judging the answers."),
     "perf/train_seconds": Metric("s", "Time of forward, backward and optimizer step."),
     "perf/monitor_seconds": Metric("s", "Time of the mismatch metrics and the gates, with a capsule where one fired."),
     "perf/eval_seconds": Metric("s", "Time of the evaluation, on steps with one."),
     "perf/checkpoint_seconds": Metric("s", "Time of writing the checkpoint, on steps with one."),
     "perf/overhead_seconds": Metric("s", "Step without all of the other parts."),
-    "perf/rollout_tokens_per_second": Metric("tokens/s", "Generated tokens over the rollout time."),
+    "perf/rollout_tokens_per_second": Metric("tokens/s", "Generated tokens of the step over its sampling time."),
     "perf/train_tokens_per_second": Metric("tokens/s", "Tokens of the batch, prompts included, over the train time."),
     "eval/accuracy": Metric("", "Fraction of the held-out problems solved with greedy decoding."),
     "eval/problems": Metric("problems", "Held-out problems evaluated."),
@@ -151,13 +159,13 @@ _AGES = range(OLDEST + 1)
 _LAYERS = range(1 << 16)
 
 FAMILIES: dict[str, Family] = {
-    "mismatch/abs_diff_mean_stale_": Family("nats", "Mean of abs(d) of the tokens of staleness {n}.", _AGES),
-    "mismatch/exact_frac_stale_": Family("", "Fraction of the tokens of staleness {n} with d == 0.", _AGES),
-    "mismatch/tokens_stale_": Family(
+    "rollout/tokens_age_": Family(
         "tokens",
-        f"Tokens with finite d sampled {{n}} weight versions before the trainer's; {OLDEST} stands for that and more.",
+        f"Generated tokens sampled {{n}} weight versions before the trainer's; {OLDEST} stands for that and more.",
         _AGES,
     ),
+    "drift/tokens_age_": Family("tokens", "`drift/tokens` of age {n}.", _AGES[1:]),
+    "drift/abs_diff_mean_age_": Family("nats", "Mean of abs(d) of the tokens of age {n}.", _AGES[1:]),
     "mismatch/abs_diff_mean_pos_": Family("nats", "Mean of abs(d) in the bucket from position {n}.", POSITION_STARTS),
     "mismatch/abs_diff_max_pos_": Family("nats", "Largest abs(d) in the bucket from position {n}.", POSITION_STARTS),
     "mismatch/tokens_pos_": Family(

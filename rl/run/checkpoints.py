@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Sequence
 from typing import Any
 
 from numerics.errors import UserError, shown, user_error
@@ -13,6 +14,7 @@ from rl.guard.standing import Standing
 from rl.record.events import read_events
 from rl.record.metrics_log import read_metrics
 from rl.record.run_dir import RunDir
+from rl.run.ahead import GROUPS, Answered, to_lines
 from trainer.actor import TrainerGroup
 from trainer.checkpoint_files import DamagedCheckpointError, check_digests, check_sizes, read_about
 
@@ -23,11 +25,16 @@ def is_due(experiment: Experiment, step: int) -> bool:
 
 
 def write_checkpoint(
-    trainer: TrainerGroup, files: RunDir, experiment: Experiment, standing: Standing, step: int
+    trainer: TrainerGroup,
+    files: RunDir,
+    experiment: Experiment,
+    standing: Standing,
+    step: int,
+    groups: Sequence[Answered] = (),
 ) -> None:
-    """Write the checkpoint of `step` under a name that does not count yet."""
+    """Write the checkpoint of `step` under a name that does not count yet; groups: answered for later steps."""
     extra = {"step": step, "kept": _kept(experiment), "standing": standing.to_dict()}
-    trainer.save(files.pending_checkpoint(step), extra)
+    trainer.save(files.pending_checkpoint(step), extra, {GROUPS: to_lines(groups)} if groups else {})
 
 
 def publish_checkpoint(files: RunDir, step: int, keep: int) -> None:

@@ -91,7 +91,7 @@ class EnginePool:
         self._slots: list[Slot] = []
         self._losses: deque[float] = deque()
         self._news: deque[str] = deque()
-        self._failure: EngineError | None = None
+        self._failure: Exception | None = None
         self._background = Background("engines") if count else None
         if self._background is not None:
             self._background.run(self._open(count))
@@ -181,7 +181,7 @@ class EnginePool:
         self._lives = [asyncio.create_task(self._live(slot)) for slot in self._slots]
 
     async def _live(self, slot: Slot) -> None:
-        """Keep an engine in a slot. An error of the first start ends it, for `wait` to raise."""
+        """Keep an engine in a slot. An error of the first start ends the pool, for `wait` to raise."""
         first, failures = True, 0
         while self._failure is None:
             try:
@@ -189,17 +189,17 @@ class EnginePool:
                 failures = 0
             except (EngineError, UserError) as error:
                 if first:
-                    self._changed()
-                    raise
+                    self._failure = error
                 failures += 1
                 reason = str(error)
             first = False
+            actor, slot.actor = slot.actor, None  # what it still answers is of an engine that is gone
             slot.endpoint, slot.serving, slot.load = None, False, None
             slot.lost = asyncio.get_running_loop().create_future()
-            if reason:
+            if reason and self._failure is None:
                 self._note_loss(slot, reason)
             self._changed()
-            await self._end(slot.actor)
+            await self._end(actor)
             await asyncio.sleep(min(2.0**failures, 30.0) if failures else 0.0)
 
     async def _life(self, slot: Slot) -> str:
@@ -281,9 +281,6 @@ class EnginePool:
 
     async def _all_up(self) -> None:
         while not all(slot.endpoint for slot in self._slots):
-            for life in self._lives:
-                if life.done():
-                    life.result()
             self._raise_failure()
             await self._change.wait()
 

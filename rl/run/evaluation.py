@@ -12,7 +12,8 @@ from rl.experiment import Experiment
 from rl.guard.evidence import Evidence
 from rl.mismatch import token_versions
 from rl.run.batching import batch_from_trajectories
-from rl.run.feed import Answer, Sample, judge, to_prompts
+from rl.run.feed import Answer, judge, to_prompts
+from rl.run.stack import Stack
 from rollout.tasks import load_problems
 from rollout.types import Group, Prompt
 from trainer.actor import TrainerGroup
@@ -31,14 +32,12 @@ def is_due(experiment: Experiment, step: int) -> bool:
     return experiment.eval.problems > 0 and (step == experiment.run.steps or bool(every and step % every == 0))
 
 
-def answer_greedily(
-    experiment: Experiment, tokenizer: PreTrainedTokenizerBase, sample: Sample, prompts: Sequence[Prompt]
-) -> list[Answer]:
+def answer_greedily(experiment: Experiment, stack: Stack, prompts: Sequence[Prompt]) -> list[Answer]:
     """One greedy answer to each prompt, judged."""
     if not prompts:
         return []
-    answers = sample([Group(prompt, seeds=(GREEDY,)) for prompt in prompts], 0.0)
-    return judge(experiment, tokenizer, prompts, answers)
+    answers = stack.sample([Group(prompt, seeds=(GREEDY,)) for prompt in prompts], 0.0)
+    return judge(experiment, stack.tokenizer, prompts, answers)
 
 
 def accuracy(answers: Sequence[Answer]) -> dict[str, float]:

@@ -24,8 +24,8 @@ def train_metrics(result: PassResult, batch: TokenBatch) -> dict[str, float]:
 def throughput(metrics: dict[str, float], batch: TokenBatch) -> dict[str, float]:
     """Tokens per second of the phases that `metrics` has the seconds of."""
     rates = {"perf/train_tokens_per_second": float(batch.lengths.sum()) / metrics["perf/train_seconds"]}
-    if "perf/rollout_seconds" in metrics:
-        rates["perf/rollout_tokens_per_second"] = metrics["rollout/tokens"] / metrics["perf/rollout_seconds"]
+    if metrics.get("perf/sampling_seconds"):  # 0 where a checkpoint brought all answers
+        rates["perf/rollout_tokens_per_second"] = metrics["rollout/tokens"] / metrics["perf/sampling_seconds"]
     return rates
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
@@ -21,6 +22,7 @@ from rl.record.run_dir import RunDir
 from rl.record.sessions import Session, append_session, this_session
 from rl.record.tracking import WANDB_LOST, Tracker
 from rl.record.wandb_run import WandbRun
+from rl.run.ahead import GROUPS, Answered, read_answered
 from rl.run.checkpoints import with_older
 from rl.run.interrupts import Closing
 from rl.run.stack import ENGINES_REPLACED, STALE_RESYNCS, Stack
@@ -40,6 +42,7 @@ class Run:
         standing: what gates have changed.
         step: the one that is under way, 0 before the first.
         manifest: digests of the weights that the engines hold, as the last sync verified them.
+        answered: groups of steps to come that the checkpoint has kept.
         mended: how often something was mended in this step, by metric.
         session: this start of it.
     """
@@ -54,6 +57,7 @@ class Run:
     _closing: Closing
     session: Session
     manifest: Path | None = None
+    answered: Sequence[Answered] = ()
     mended: Counter[str] = field(default_factory=Counter)
 
     @classmethod
@@ -98,6 +102,7 @@ class Run:
                 tracker=closing.enter_context(tracker),
                 console=console,
                 step=resume_step or 0,
+                answered=read_answered(files.checkpoint(resume_step) / GROUPS) if resume_step is not None else (),
                 session=this_session(),
                 _closing=Closing(),
             )
@@ -163,6 +168,9 @@ class Run:
             remove_superfluous(self.files, self.experiment.guard.capsules)
         for event in verdict.events:
             self.announce(event)
+        if evidence is not None and not bool(evidence.fresh.any()):
+            text = "no token of the trainer's own weights was there to compare"
+            self.announce(Event(self.step, "mismatch/tokens", 0.0, "at least 1", "go_on", None, text))
 
     def note_mended(self, metric: str, count: int, text: str) -> None:
         """Count what was mended without a gate, and announce it."""

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import shutil
 import tempfile
+import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from concurrent.futures import FIRST_COMPLETED, FIRST_EXCEPTION, Future, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from operator import methodcaller
@@ -41,11 +42,39 @@ _LOOK_SECONDS = 0.1
 
 @dataclass
 class Asked:
-    """A group that engines have been asked to answer, and the answers, in time."""
+    """A group that engines have been asked to answer, and the answers, in time.
+
+    began, ended: monotonic seconds, of asking and of the last answer.
+    """
 
     group: Group
     temperature: float
     answers: Future[list[Trajectory]]
+    began: float = field(default_factory=time.monotonic)
+    ended: float | None = None
+
+    def __post_init__(self) -> None:
+        self.expect(self.answers)
+
+    def expect(self, answers: Future[list[Trajectory]]) -> None:
+        """Wait for these, in place of others that are no good."""
+        self.answers, self.ended = answers, None
+        answers.add_done_callback(self._end)
+
+    def _end(self, _: object) -> None:
+        self.ended = time.monotonic()
+
+    @property
+    def answered(self) -> bool:
+        """Whether all answers are there, and are what they should be."""
+        return self.answers.done() and self.answers.exception() is None
+
+
+def done(answers: list[Trajectory]) -> Future[list[Trajectory]]:
+    """Answers that are there already."""
+    future: Future[list[Trajectory]] = Future()
+    future.set_result(answers)
+    return future
 
 
 @dataclass
@@ -153,7 +182,7 @@ class Stack:
             self.sync()
             for item in stale:
                 (again,) = self.admit([item.group], item.temperature)
-                item.answers = again.answers
+                item.expect(again.answers)
             self._wait(asked)
         return [item.answers.result() for item in asked]
 
@@ -162,16 +191,30 @@ class Stack:
         answers = self.collect(self.admit(groups, temperature))
         return [replace(answer, group=index) for index, group in enumerate(answers) for answer in group]
 
-    def _wait(self, asked: Sequence[Asked]) -> None:
-        futures = [item.answers for item in asked]
-        while wait(futures, timeout=_LOOK_SECONDS, return_when=FIRST_EXCEPTION).not_done:
-            self._hear()
-            if new := self.engines.waiting():
-                self._sent(new)
-            for future in futures:
-                if future.done() and not isinstance(future.exception(), StaleWeightsError | None):
-                    future.result()
+    def wait_for_fresh(self, asked: Sequence[Asked]) -> None:
+        """Until a group has an answer with a token of the trainer's weights, or all are there; see `collect`."""
+        while not any(self._fresh(item) for item in asked) and (open_ := [a for a in asked if not a.answers.done()]):
+            self._look_after([item.answers for item in open_], FIRST_COMPLETED)
         self._hear()
+
+    def _fresh(self, item: Asked) -> bool:
+        version = self.trainer.weight_version
+        return item.answered and any(version in answer.weight_versions for answer in item.answers.result())
+
+    def _wait(self, asked: Sequence[Asked]) -> None:
+        while not all(item.answers.done() for item in asked):
+            self._look_after([item.answers for item in asked], FIRST_EXCEPTION)
+        self._hear()
+
+    def _look_after(self, answers: list[Future[list[Trajectory]]], until: str) -> None:
+        """Wait for a moment, give engines that came up the trainer's weights, and raise what no sync can mend."""
+        wait(answers, timeout=_LOOK_SECONDS, return_when=until)
+        self._hear()
+        if new := self.engines.waiting():
+            self._sent(new)
+        for future in answers:
+            if future.done() and not isinstance(future.exception(), StaleWeightsError | None):
+                future.result()
 
     def _sent(self, endpoints: list[Endpoint], manifest: Path | None = None) -> SyncReport | None:
         """A verified sync of these engines; None if one of them proves to be lost, and has to be left out."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,12 @@ class Describing(TrainerGroup):
     def __init__(self) -> None:
         super().__init__([])
 
-    def save(self, path: Path, extra: dict[str, Any]) -> None:
+    def save(self, path: Path, extra: dict[str, Any], texts: Mapping[str, str] | None = None) -> None:
         path.mkdir(parents=True)
-        (path / "tensors").write_text(f"of step {extra['step']}")
-        write_about(path, About(extra["step"], extra, digests(path, ["tensors"])))
+        files = {"tensors": f"of step {extra['step']}", **(texts or {})}
+        for name, text in files.items():
+            (path / name).write_text(text)
+        write_about(path, About(extra["step"], extra, digests(path, files)))
 
 
 def write(run: RunDir, settings: Experiment, step: int, standing: Standing | None = None) -> None:

@@ -1,3 +1,4 @@
+import dataclasses
 from dataclasses import FrozenInstanceError
 
 import pytest
@@ -122,3 +123,27 @@ def test_routes_go_with_their_rows_and_the_padding_has_none() -> None:
     assert padded.tokens.tolist() == [[9, 10, 0, 0], [6, 7, 8, 0]]
     assert padded.loss_mask.tolist() == [[False, True, False, False], [False, True, True, False]]
     assert padded.fields["advantages"][:, 3].tolist() == [0, 0]
+
+
+def seeded(rows: int, width: int, first_seed: int) -> TokenBatch:
+    mask = (torch.arange(width) > 0).expand(rows, width).clone()
+    tokens = torch.arange(rows * width).view(rows, width)
+    seeds = torch.arange(first_seed, first_seed + rows)
+    fields = {"rollout_logprobs": tokens.float()}
+    return TokenBatch(tokens, torch.full((rows,), width), mask, 0.5, fields, seeds=seeds)
+
+
+def test_seeds_go_with_their_rows() -> None:
+    batch = seeded(3, 4, 10)
+    assert batch.select([2, 0]).seeds.tolist() == [12, 10]
+    assert batch.padded(6).seeds.tolist() == batch.to("cpu").seeds.tolist() == [10, 11, 12]
+    with pytest.raises(ValueError, match="seeds"):
+        dataclasses.replace(batch, seeds=torch.zeros(2, dtype=torch.int64))
+
+
+def test_rows_of_another_batch_follow() -> None:
+    both = seeded(1, 4, 1).followed_by(seeded(2, 4, 7))
+    assert both.rows == 3 and both.seeds.tolist() == [1, 7, 8] and both.temperature == 0.5
+    assert both.fields["rollout_logprobs"][1].tolist() == [0, 1, 2, 3]
+    with pytest.raises(ValueError, match="two temperatures"):
+        seeded(1, 4, 1).followed_by(dataclasses.replace(seeded(1, 4, 1), temperature=1.0))

@@ -38,8 +38,8 @@ class SimulatedEngine:
     calls: list[str] = field(default_factory=list)
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
 
-    async def pause(self) -> None:
-        self.calls.append("pause")
+    async def pause(self, mode: str) -> None:
+        self.calls.append(f"pause {mode}")
 
     async def resume(self) -> None:
         self.calls.append("resume")
@@ -129,7 +129,7 @@ def test_pause_send_commit_compare_resume(engines: list[SimulatedEngine]) -> Non
     assert report.seconds == pytest.approx(report.send_seconds + report.verify_seconds)
     assert report.metrics()["sync/verified_tensors"] == 3.0
     for engine in engines:
-        assert engine.calls == ["pause", "send 5", "flush", "commit 5", "resume", "close"]
+        assert engine.calls == ["pause retract", "send 5", "flush", "commit 5", "resume", "close"]
 
 
 def test_one_engine_that_differs_keeps_all_of_them_paused(engines: list[SimulatedEngine]) -> None:
@@ -151,7 +151,7 @@ def test_a_transport_that_fails_midway_leaves_generation_paused(engines: list[Si
     with pytest.raises(SyncError, match=r"weight version 5: .*out of memory.*stays paused"):
         push(SimulatedTransport(breaks_after=1), trainer)
     for engine in engines:
-        assert engine.calls == ["pause", "close"]
+        assert engine.calls == ["pause retract", "close"]
     assert trainer.exported == len(WEIGHTS)  # else the other ranks would wait in the export's collectives
 
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from rl.algorithms.grpo import Grpo, GrpoObjective
+from rollout.config import RolloutConfig
 from trainer.batch import TokenBatch
 
 
@@ -216,3 +217,54 @@ def test_missing_fields_and_unusable_batches_are_refused() -> None:
 def test_objective_travels_to_other_processes() -> None:
     objective = GrpoObjective.of(hand_batch(), algorithm())
     assert pickle.loads(pickle.dumps(objective)) == objective
+
+
+def test_the_clip_acts_on_the_engines_logprobs_of_older_weights_by_hand() -> None:
+    """Both bounds, where tokens are older than the weights that they train: no other logprobs are needed."""
+    # Ratios to the engine's logprobs of -1: 2 (A > 0, clipped to 1.28), 0.5 (A > 0, kept), 0.5 (A < 0, clipped to 0.8),
+    # 2 (A < 0, kept). Losses -1.28, -0.5, 0.8, 2; no weight.
+    batch = rows_batch([5], [[0, 1, 1, 1, 1]], advantages=[[0, 1, 1, -1, -1]], rollout_logprobs=[[0, -1, -1, -1, -1]])
+    loss, metrics, grad = run(
+        batch, [[0, -1 + LN2, -1 - LN2, -1 - LN2, -1 + LN2]], algorithm(ratio="bypass").resolved(RolloutConfig())
+    )
+    assert loss == pytest.approx((-1.28 - 0.5 + 0.8 + 2) / 4, abs=1e-6)
+    assert grad[0].tolist() == pytest.approx([0, 0, -0.5 / 4, 0, 2 / 4], abs=1e-6)
+    assert metrics["train/clip_fraction"] == 0.5 and metrics["train/ratio_mean"] == 1.25
+    assert "train/tis_weight_mean" not in metrics
+
+
+def test_on_fresh_tokens_with_equal_logprobs_the_three_sources_of_the_ratio_are_one_bit_for_bit() -> None:
+    generator = torch.Generator().manual_seed(0)
+    logprobs = -torch.rand(4, 9, generator=generator) * 5
+    mask = (torch.arange(9) > 1).expand(4, 9).int().tolist()
+    advantages = torch.randn(4, 9, generator=generator).tolist()
+    found = []
+    for source in ("recompute", "bypass", "on_policy"):
+        batch = rows_batch([9] * 4, mask, advantages=advantages, rollout_logprobs=logprobs.tolist())
+        loss, metrics, grad = run(batch, logprobs, algorithm(ratio=source))
+        assert (metrics["train/ratio_mean"], metrics["train/clip_fraction"]) == (1.0, 0.0)
+        found.append((loss, grad.tolist()))
+    assert found[0] == found[1] == found[2] and any(found[0][1][0])
+
+
+@pytest.mark.parametrize(
+    ("staleness", "settings", "expected"),
+    [
+        (0, {}, "recompute"),
+        (1, {}, "bypass"),
+        (3, {"ratio": "on_policy"}, "on_policy"),
+        (2, {"rejection": {"name": "icepop"}}, "recompute"),
+    ],
+)
+def test_the_ratio_of_older_tokens_is_taken_from_the_engine_unless_asked_otherwise(
+    staleness: int, settings: dict[str, Any], expected: str
+) -> None:
+    resolved = Grpo(**settings).resolved(RolloutConfig(staleness=staleness))
+    assert resolved.ratio == expected
+    assert (resolved.cap is None) == (expected == "bypass" or "rejection" in settings)
+    assert (resolved.tightened(1.0).cap is None) == (resolved.cap is None)
+
+
+def test_a_rejection_that_could_not_reject_is_refused() -> None:
+    with pytest.raises(ValueError, match="rejection icepop with ratio=bypass"):
+        Grpo(ratio="bypass", rejection={"name": "icepop"})

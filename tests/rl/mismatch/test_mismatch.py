@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from rl.mismatch import agreement, row_abs_diff_means
+from rl.mismatch import agreement, drift_metrics, row_abs_diff_means
 from rl.record.metrics import METRICS, describe
 
 LN2 = math.log(2.0)
@@ -274,7 +274,7 @@ def test_small_divergences_keep_their_digits() -> None:
 def test_every_metric_is_described() -> None:
     d = torch.linspace(-1, 1, 2000)[None]
     mask, versions = torch.ones_like(d, dtype=torch.bool), torch.arange(2000)[None] // 10
-    metrics = agreement(d, torch.zeros_like(d), mask, versions=versions)
+    metrics = agreement(d, torch.zeros_like(d), mask) | drift_metrics(d, torch.zeros_like(d), mask, versions, 199)
     assert [name for name in metrics if describe(name) is None] == []
 
 
@@ -290,8 +290,6 @@ def test_bad_arguments_are_refused() -> None:
     with pytest.raises(ValueError, match="expected equal ones"):
         agreement(three, torch.zeros(2, 4), mask)
     with pytest.raises(ValueError, match="expected equal ones"):
-        agreement(three, three, mask, versions=torch.zeros(2, 1, dtype=torch.int64))
+        agreement(three, three, mask, fresh=torch.ones(3, 3, dtype=torch.bool)[:, None])
     with pytest.raises(ValueError, match="tis_cap"):
         from_differences([0.1], tis_cap=0.5)
-    with pytest.raises(ValueError, match="version 7, expected at most 6"):
-        agreement(three, three, mask, versions=torch.full((2, 3), 7), version=6)

@@ -55,6 +55,8 @@ def test_rollout_metrics_against_hand_counts(trajectories: list[Trajectory]) -> 
         "rollout/tokens": 24.0,
         "rollout/trajectories": 6.0,
         "rollout/staleness_max": 1.0,
+        "rollout/tokens_age_0": 22.0,
+        "rollout/tokens_age_1": 2.0,
     }
 
 
@@ -68,7 +70,7 @@ def test_train_metrics_count_the_target_tokens(batch: TokenBatch) -> None:
 
 
 def test_throughput_counts_prompts_for_training_and_answers_for_sampling(batch: TokenBatch) -> None:
-    metrics = {"perf/train_seconds": 2.0, "perf/rollout_seconds": 4.0, "rollout/tokens": 24.0}
+    metrics = {"perf/train_seconds": 2.0, "perf/sampling_seconds": 4.0, "rollout/tokens": 24.0}
     assert throughput(metrics, batch) == {
         "perf/train_tokens_per_second": (24 + 6 * 2) / 2.0,
         "perf/rollout_tokens_per_second": 6.0,

@@ -1,0 +1,83 @@
+"""Groups that were answered before their step, as a checkpoint keeps them: one JSON line each."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter
+
+from numerics.reading import whole_json_lines
+from rollout.types import Group, Trajectory
+
+GROUPS = "groups.jsonl"
+"""Name of the file in a checkpoint."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Answered:
+    """The answers to one prompt of a step to come.
+
+    step, number: of the step and of the prompt in it. prompt_ids: [P]. The others by answer, in the order of the
+    group's seeds, and inside by token; see `rollout.types.Trajectory`.
+    """
+
+    step: int
+    number: int
+    prompt_ids: list[int]
+    seeds: list[int]
+    token_ids: list[list[int]]
+    logprobs: list[list[float]]
+    weight_versions: list[list[int]]
+    finished: list[bool]
+
+    @classmethod
+    def of(cls, step: int, number: int, answers: Sequence[Trajectory]) -> Answered:
+        return cls(
+            step=step,
+            number=number,
+            prompt_ids=answers[0].prompt_ids,
+            seeds=[answer.seed for answer in answers],
+            token_ids=[answer.token_ids for answer in answers],
+            logprobs=[answer.logprobs for answer in answers],
+            weight_versions=[answer.weight_versions for answer in answers],
+            finished=[answer.finished for answer in answers],
+        )
+
+    def answers(self, group: Group) -> bool:
+        """Whether this is what `group` asks for."""
+        return self.prompt_ids == group.prompt.token_ids and tuple(self.seeds) == group.seeds
+
+    def trajectories(self) -> list[Trajectory]:
+        each = zip(self.token_ids, self.logprobs, self.finished, self.weight_versions, self.seeds, strict=True)
+        return [
+            Trajectory(self.prompt_ids, tokens, logprobs, finished, versions, 0, seed)
+            for tokens, logprobs, finished, versions, seed in each
+        ]
+
+
+def to_lines(groups: Iterable[Answered]) -> str:
+    """The file's text; a log-probability that is not finite is null."""
+    return "".join(_line(group) for group in groups)
+
+
+def read_answered(path: Path) -> list[Answered]:
+    """The groups of a checkpoint's file; none if it has no such file. Raises `UserError` for a damaged line."""
+    return whole_json_lines(path, "groups", _parse) if path.is_file() else []
+
+
+def _line(group: Answered) -> str:
+    logprobs = [[x if math.isfinite(x) else None for x in answer] for answer in group.logprobs]
+    return json.dumps({**vars(group), "logprobs": logprobs}, allow_nan=False) + "\n"
+
+
+_ANSWERED = TypeAdapter(Answered)
+
+
+def _parse(values: dict[str, Any]) -> Answered:
+    values["logprobs"] = [[math.nan if x is None else x for x in answer] for answer in values["logprobs"]]
+    return _ANSWERED.validate_python(values)

@@ -1,0 +1,54 @@
+"""Drift of older tokens, apart from what is fresh, on cases worked by hand."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from rl.mismatch.drift import drift_metrics, tokens_by_age
+
+LN2 = math.log(2)
+
+
+def drift(d: list[float], versions: list[int], version: int) -> dict[str, float]:
+    train = torch.tensor([d], dtype=torch.float64)
+    mask = torch.ones_like(train, dtype=torch.bool)
+    return drift_metrics(train, torch.zeros_like(train), mask, torch.tensor([versions]), version)
+
+
+def test_by_hand() -> None:
+    # Fresh tokens (version 7) and one that is not finite are left out. mean(rho - 1 - d) over d = ln 2, -ln 2, 2 ln 2:
+    # (2 + 1/2 + 4 - 3 - 2 ln 2) / 3.
+    found = drift([9.0, LN2, -LN2, math.nan, 2 * LN2], [7, 6, 6, 6, 4], 7)
+    assert found == {
+        "drift/tokens": 3.0,
+        "drift/logprob_abs_diff_mean": pytest.approx(4 * LN2 / 3),
+        "drift/logprob_abs_diff_max": pytest.approx(2 * LN2),
+        "drift/k3_kl": pytest.approx((3.5 - 2 * LN2) / 3),
+        "drift/tokens_age_1": 2.0,
+        "drift/abs_diff_mean_age_1": pytest.approx(LN2),
+        "drift/tokens_age_3": 1.0,
+        "drift/abs_diff_mean_age_3": pytest.approx(2 * LN2),
+    }
+
+
+def test_very_old_tokens_share_one_name() -> None:
+    found = drift([1.0, 3.0, 4.0], [92, 3, 99], 100)
+    assert found["drift/tokens_age_8"] == 2 and found["drift/abs_diff_mean_age_8"] == 2.0
+    assert found["drift/tokens_age_1"] == 1
+
+
+def test_without_older_tokens_there_is_no_drift() -> None:
+    assert drift([1.0, math.nan], [7, 6], 7) == {}
+
+
+def test_prompts_do_not_drift() -> None:
+    train, versions = torch.ones(1, 3), torch.tensor([[0, 4, 5]])
+    mask = torch.tensor([[False, True, True]])
+    assert drift_metrics(train, torch.zeros(1, 3), mask, versions, 5)["drift/tokens"] == 1
+
+
+def test_tokens_are_counted_by_age() -> None:
+    assert tokens_by_age(torch.tensor([5, 5, 3, -40]), 5) == {0: 2, 2: 1, 8: 1}

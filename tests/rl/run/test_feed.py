@@ -1,0 +1,183 @@
+"""What a feed admits and gives, over a stack whose answers come when the test says so."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from rl.run.ahead import read_answered, to_lines
+from rl.run.clock import StepClock
+from rl.run.feed import SampledFeed, Work
+from rl.run.stack import Asked, Stack
+from rollout.types import Group, Trajectory
+from tests.support.experiments import experiment
+
+PROMPTS, SIZE = 3, 2
+
+
+class Letters:
+    """A tokenizer whose every character is a token."""
+
+    def apply_chat_template(self, messages: list[dict[str, str]], **_: Any) -> list[int]:
+        return [ord(letter) for letter in messages[-1]["content"]]
+
+    def decode(self, ids: list[int]) -> str:
+        return "#### 1"
+
+
+class Engines(Stack):
+    """Admits groups; `answer` gives them their answers, sampled at the version of then."""
+
+    def __init__(self) -> None:
+        self.version, self.asked = 0, cast(list[Asked], [])
+        self.tokenizer = cast(Any, Letters())
+        self.trainer = cast(Any, SimpleNamespace(weight_version=0))
+
+    def admit(self, groups: Sequence[Group], temperature: float) -> list[Asked]:
+        asked = [Asked(group, temperature, Future()) for group in groups]
+        self.asked += asked
+        return asked
+
+    def answer(self, asked: Sequence[Asked] | None = None) -> None:
+        for item in self.asked if asked is None else asked:
+            if not item.answers.done():
+                ids, version = item.group.prompt.token_ids, self.trainer.weight_version
+                item.answers.set_result(
+                    [Trajectory(ids, [5], [-0.5], True, [version], 0, seed) for seed in item.group.seeds]
+                )
+
+    def collect(self, asked: Sequence[Asked]) -> list[list[Trajectory]]:
+        self.answer(asked)
+        return [item.answers.result() for item in asked]
+
+    def _look_after(self, answers: list[Future[list[Trajectory]]], until: str) -> None:
+        self.answer([item for item in self.asked if item.answers in answers[:1]])
+
+    def _hear(self) -> None: ...
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    file = tmp_path / "train.jsonl"
+    file.write_text("".join(f'{{"question": "{i}", "answer": "#### 1"}}\n' for i in range(60)))
+    return file
+
+
+def open_feed(data: Path, steps: int = 9, **rollout: Any) -> tuple[SampledFeed, Engines]:
+    sizes = {"prompts_per_step": PROMPTS, "group_size": SIZE, **rollout}
+    settings = experiment(
+        run={"steps": steps}, data={"train": str(data)}, rollout=sizes, guard={"fresh_answers": 4, "redraws": 2}
+    )
+    engines = Engines()
+    return SampledFeed(settings, engines), engines
+
+
+def take(feed: SampledFeed, step: int) -> Work:
+    return feed.take(step, step - 1, StepClock())
+
+
+def prompts(items: Sequence[Any]) -> list[tuple[int, ...]]:
+    return [tuple(item.group.prompt.token_ids) for item in items]
+
+
+def test_a_synchronous_step_admits_its_own_groups_and_nothing_is_ahead(data: Path) -> None:
+    feed, engines = open_feed(data)
+    for step in (1, 2):
+        work = take(feed, step)
+        assert len(engines.asked) == step * PROMPTS and len(work.answers) == PROMPTS * SIZE
+        assert feed.ahead(StepClock()) is None and feed.answered() == []
+    assert len({seed for item in engines.asked for seed in item.group.seeds}) == len(engines.asked) * SIZE
+
+
+@pytest.mark.parametrize("staleness", [1, 3])
+def test_never_more_groups_are_admitted_than_staleness_allows_and_all_are_trained_on_in_order(
+    data: Path, staleness: int
+) -> None:
+    feed, engines = open_feed(data, staleness=staleness)
+    trained: list[tuple[int, ...]] = []
+    for step in range(1, 10):
+        work = take(feed, step)
+        trained += [tuple(answer.trajectory.prompt_ids) for answer in work.answers[::SIZE]]
+        beyond = max(0, step + staleness - 9)  # after the last step, two groups of two to look at
+        assert len(engines.asked) - beyond * 2 - (step - 1) * PROMPTS <= (staleness + 1) * PROMPTS
+        engines.trainer.weight_version = step
+    synchronous, others = open_feed(data)
+    for step in range(1, 10):
+        take(synchronous, step)
+    assert trained == prompts(others.asked)
+
+
+def test_what_is_drained_is_there_before_the_update_and_some_of_it_is_scored(data: Path) -> None:
+    feed, engines = open_feed(data, staleness=1)
+    take(feed, 1)
+    assert not engines.asked[-1].answers.done()
+    ahead = feed.ahead(StepClock())
+    assert engines.asked[-1].answers.done()
+    assert ahead is not None and ahead.tokens.rows == 4
+    assert ahead.versions[ahead.tokens.loss_mask].tolist() == [0] * 4
+    assert ahead.tokens.seeds is not None and (ahead.tokens.seeds >= 0).sum() == 2
+
+
+def test_in_flight_answers_of_the_trainers_own_weights_are_waited_for(data: Path) -> None:
+    feed, engines = open_feed(data, staleness=2)
+    take(feed, 1)
+    engines.answer()
+    engines.trainer.weight_version = 1
+    take(feed, 2)
+    ahead = feed.ahead(StepClock())
+    assert ahead is not None and (ahead.versions == 1).any(), "the older ones are there, and say nothing"
+    assert [item.answers.done() for item in engines.asked[-PROMPTS:]] == [True, False, False]
+
+
+def test_the_last_steps_have_something_to_look_at_that_is_not_trained_on(data: Path) -> None:
+    feed, engines = open_feed(data, steps=2, staleness=1)
+    take(feed, 1)
+    assert len(engines.asked) == 2 * PROMPTS
+    take(feed, 2)
+    assert len(engines.asked) == 2 * PROMPTS + 2
+    ahead = feed.ahead(StepClock())
+    assert ahead is not None and ahead.tokens.rows == 4
+    assert feed.answered() == [], "nothing that a later step would take"
+
+
+def test_groups_that_were_answered_ahead_survive_a_checkpoint(data: Path, tmp_path: Path) -> None:
+    feed, engines = open_feed(data, staleness=2)
+    take(feed, 1)
+    engines.answer(engines.asked[PROMPTS : PROMPTS + 2])
+    engines.asked[PROMPTS].answers.result()[0].logprobs[0] = float("nan")
+    (tmp_path / "groups.jsonl").write_text(to_lines(feed.answered()))
+    kept = read_answered(tmp_path / "groups.jsonl")
+    assert [(group.step, group.number) for group in kept] == [(2, 0), (2, 1)]
+
+    resumed, others = open_feed(data, staleness=2)
+    resumed.restore(kept)
+    others.trainer.weight_version = 1
+    work = take(resumed, 2)
+    assert prompts(others.asked[:1]) == prompts(engines.asked[PROMPTS + 2 : PROMPTS + 3]), "the third is asked again"
+    assert others.asked[0].group.seeds == engines.asked[PROMPTS + 2].group.seeds
+    assert [answer.trajectory.weight_versions for answer in work.answers] == [[0]] * 4 + [[1]] * 2
+    assert work.answers[0].trajectory.logprobs[0] != work.answers[0].trajectory.logprobs[0]
+
+
+def test_answers_to_other_questions_are_not_restored(data: Path) -> None:
+    feed, engines = open_feed(data, staleness=1)
+    take(feed, 1)
+    engines.answer()
+    other, others = open_feed(data, staleness=1, group_size=3)
+    other.restore(feed.answered())
+    take(other, 2)
+    assert len(others.asked) == 2 * PROMPTS
+
+
+def test_what_was_answered_in_other_numerics_is_asked_again(data: Path) -> None:
+    feed, engines = open_feed(data, staleness=1)
+    take(feed, 1)
+    engines.answer()
+    feed.renew()
+    assert prompts(engines.asked[-PROMPTS:]) == prompts(engines.asked[PROMPTS : 2 * PROMPTS])
+    assert not engines.asked[-1].answers.done() and feed.answered() == []
