@@ -110,7 +110,7 @@ def test_a_run_outlives_interrupts_kills_and_the_death_of_its_engine(start: Star
     engine = run.engine()
     workers = engine.children(recursive=True)
     engine.kill()
-    run.wait_for("engine died: replacing 1 of 1")
+    run.wait_for("engine 0 is lost and replaced")
     assert wait_until_gone([engine, *workers], GONE_WITHIN_S) == []
     assert run.ends() == 0, run.console()
     assert run.family() == []
@@ -130,26 +130,35 @@ def test_a_run_outlives_interrupts_kills_and_the_death_of_its_engine(start: Star
         (newest + 2, "replace_engine"),
     ]
     page = (run.path / "report.html").read_text()
-    assert "engine died: replacing 1 of 1" in page and f"resumed after step {newest}" in page
+    assert "engine 0 is lost and replaced" in page and f"resumed after step {newest}" in page
     assert checkpoints(run) == [6, 7]
     assert len(list((run.path / "checkpoints").iterdir())) == 2, "what the kill left half-written is gone"
 
 
-def test_a_resumed_training_ends_in_the_same_weights_bit_for_bit(start: Start) -> None:
-    settings = ["run.steps=6", "checkpoint.every=2"]
-    whole = start(*settings, name="whole", example="arithmetic_sft")
+def test_a_run_that_samples_ahead_ends_in_the_same_bits_when_it_is_killed_and_resumed(start: Start) -> None:
+    """With another number of engines, too, and other chunks: metrics, tokens and weights."""
+    settings = [*SMALL, "run.steps=7", "rollout.staleness=1", "eval.problems=0", "checkpoint.every=3"]
+    whole = start(*settings, "rollout.engines=2", "rollout.chunked_prefill_size=16", name="whole")
+    parts = start(*settings, name="parts")
+    parts.wait_for("step 5/7")
+    family = [process for process in parts.family() if process.name() not in RAY_AGENTS]
+    for process in family:  # as when the machine loses its power
+        process.kill()
+    wait_until_gone(family, GONE_WITHIN_S)
+    parts.destroy()
     assert whole.ends() == 0, whole.console()
-
-    parts = start(*settings, name="parts", example="arithmetic_sft")
-    parts.wait_for("step 3/6")
-    interrupt(parts, signal.SIGTERM)
-    parts = start(*settings, "--resume", name="parts", example="arithmetic_sft")
+    parts = start(*settings, "--resume", name="parts")
     assert parts.ends() == 0, parts.console()
-    assert "step 1/6" not in parts.console() and "step 6/6" in parts.console()
+    assert "step 1/7" not in parts.console() and "step 7/7" in parts.console()
 
-    assert weights(parts) == weights(whole)
     assert [timeless(row) for row in parts.rows()] == [timeless(row) for row in whole.rows()]
-    assert [row["step"] for row in parts.rows() if "tracking/resumed" in row] == [3]
+    assert sampled(parts) == sampled(whole)
+    assert weights(parts) == weights(whole)
+    assert [row["step"] for row in parts.rows() if "tracking/resumed" in row] == [4]
+    for row in whole.rows()[1:]:
+        assert row["mismatch/exact_frac"] == row["mismatch/redraw_frac"] == 1.0 and row["mismatch/tokens"] > 0
+    assert [row.get("drift/tokens_age_1", 0) > 0 for row in whole.rows()[1:]] == [False] + [True] * 6
+    assert {row["train/clip_fraction"] > 0 for row in whole.rows()[4:]} == {True}
 
 
 def checkpoints(run: LiveRun) -> list[int]:
@@ -165,5 +174,11 @@ def weights(run: LiveRun) -> bytes:
     return (run.path / "model/model.safetensors").read_bytes()
 
 
+def sampled(run: LiveRun) -> list[bytes]:
+    """Every trajectory of every step, with both sides' log-probabilities and advantages."""
+    return [(run.path / f"rollouts/step_{step}.jsonl").read_bytes() for step in range(1, 8)]
+
+
 def timeless(row: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in row.items() if not key.startswith(("perf/", "tracking/resumed"))}
+    time = ("perf/", "sync/seconds", "sync/send_seconds", "sync/verify_seconds", "tracking/resumed")
+    return {key: value for key, value in row.items() if not key.startswith(time)}

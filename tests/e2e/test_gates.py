@@ -26,6 +26,7 @@ from rl.record.events import Event, read_events
 from rl.record.metrics_log import read_metrics
 from rl.record.run_dir import RunDir
 from rl.run.ending import finish
+from rl.run.feed import SampledFeed, Work
 from rl.run.run import Run
 from rl.run.stack import Stack
 from rollout.client import EngineClient
@@ -48,7 +49,7 @@ GATES = [
     {"metric": "mismatch/exact_frac", "below": 1.0, "action": "resync"},
     {"metric": "mismatch/nonfinite_count", "above": 0.0, "action": "skip_step"},
     {"metric": "mismatch/nonfinite_sequences", "above": 4.0, "action": "bf16_both"},
-    {"metric": "rollout/finished_fraction", "below": 0.5, "action": "checkpoint_and_stop"},
+    {"metric": "rollout/reward_mean", "below": 0.05, "action": "checkpoint_and_stop"},
     {"metric": "mismatch/router_agreement", "below": 0.5, "action": "enable_r3"},
 ]
 LATER_GATES = [{"metric": "mismatch/tis_clipfrac", "above": 0.5, "action": "tighten_tis"}]
@@ -142,17 +143,23 @@ class Faults:
         self.step = first - 1
         self.passes: dict[int, list[tuple[bool, float | None]]] = {}
         self._before, self._after, self._patch = before, after, patch
-        sample, advantages = Run.sample, Grpo.advantages
-        patch.setattr(Run, "sample", lambda run, *arguments: self.sample(run.stack, partial(sample, run, *arguments)))
+        take, collect, advantages = SampledFeed.take, Stack.collect, Grpo.advantages
+        patch.setattr(SampledFeed, "take", lambda feed, *arguments: self.take(feed, partial(take, feed, *arguments)))
+        patch.setattr(Stack, "collect", lambda stack, asked: self.collected(collect(stack, asked)))
         patch.setattr(Grpo, "advantages", lambda grpo, *arguments: advantages(grpo, *arguments) + self.overflow)
 
-    def sample(self, stack: Stack, answers: Callable[[], list[Trajectory]]) -> list[Trajectory]:
+    def take(self, feed: SampledFeed, work: Callable[[], Work]) -> Work:
+        stack = feed._stack
         if not self.passes:
             self._note_passes(stack)
         self.step += 1
         self.passes[self.step] = []
         self._before.get(self.step, lambda _: None)(stack)
-        return self._after.get(self.step, lambda answers: answers)(answers())
+        return work()
+
+    def collected(self, groups: list[list[Trajectory]]) -> list[list[Trajectory]]:
+        spoilt = iter(self._after.get(self.step, lambda answers: answers)([a for group in groups for a in group]))
+        return [[next(spoilt) for _ in group] for group in groups]
 
     def _note_passes(self, stack: Stack) -> None:
         """Of each step, whether the routes were replayed and under which cap."""
@@ -203,7 +210,7 @@ def faulty(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunDir, Faults]:
         faults = Faults(patch, before, after, first=1)
         stopped = train(live)
         finish(live, stopped)
-    assert stopped.startswith("checkpoint_and_stop: rollout/finished_fraction")
+    assert stopped.startswith("checkpoint_and_stop: rollout/reward_mean")
     return run, faults
 
 
@@ -276,7 +283,7 @@ def test_both_sides_fall_back_to_bf16_and_still_agree(run: RunDir) -> None:
 
 def test_a_diverging_run_is_stopped_in_order(run: RunDir) -> None:
     assert actions(run, STOPPED) == ["checkpoint_and_stop"]
-    assert row(run, STOPPED)["rollout/finished_fraction"] < 0.5
+    assert row(run, STOPPED)["rollout/reward_mean"] < 0.05
     assert max(run.checkpoint_steps()) == STOPPED and not run.model.exists()
     page = run.report.read_text()
     for event in read_events(run.events):
