@@ -34,6 +34,7 @@ from models.trace import (
     recorded,
 )
 from numerics import ops
+from numerics.sampling import GREEDY
 from rollout.plugin.state import state
 
 ANSWER = "engine.safetensors"
@@ -205,14 +206,13 @@ class EngineOps:
             need_top_p_sampling=False,
             need_top_k_sampling=False,
             need_min_p_sampling=False,
+            sampling_seed=torch.full((count,), GREEDY, device=self._device),
             vocab_size=logits.shape[1],
             device=str(self._device),
         )
         output = LogitsProcessorOutput(next_token_logits=logits.float().clone())
         targets = [[token] for token in self._targets.tolist()]
-        devices = [] if self._device.type == "cpu" else [self._device]
-        with torch.random.fork_rng(devices):  # it draws a token, which must not shift the engine's next draws
-            self._runner.sampler(output, info, True, [0] * count, targets, self._positions)
+        self._runner.sampler(output, info, True, [0] * count, targets, self._positions)
         return torch.stack([torch.as_tensor(row)[0] for row in output.next_token_token_ids_logprobs_val]).float()
 
     def _routed(self, module: Any, x: Tensor, probs: Tensor, ids: Tensor) -> Tensor:
