@@ -15,7 +15,7 @@ class TrainerConfig(BaseModel):
     tp: int = Field(default=1, ge=1)
     """Tensor-parallel ranks."""
     pp: int = Field(default=1, ge=1)
-    """Pipeline-parallel ranks; only 1 in this release."""
+    """Pipeline-parallel ranks; the number of layers is a multiple of it."""
     ep: int = Field(default=1, ge=1)
     """Expert-parallel ranks; they are taken from the tp * dp ranks, so ep divides that product."""
     dp: int = Field(default=1, ge=1)

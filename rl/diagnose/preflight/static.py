@@ -26,7 +26,7 @@ def block_alignment(sizes: ModelSizes, experiment: Experiment) -> Check:
         "moe_intermediate_size": sizes.expert_size,
     }
     said = ", ".join(f"{name} {size}" for name, size in held.items() if size)
-    layout = ", ".join(f"{axis} {getattr(experiment.trainer, axis)}" for axis in ("tp", "ep", "dp"))
+    layout = ", ".join(f"{axis} {getattr(experiment.trainer, axis)}" for axis in ("tp", "pp", "ep", "dp"))
     return Check("bytes", name, True, f"{said} on {layout}", "whole quantization blocks on every rank")
 
 

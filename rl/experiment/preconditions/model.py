@@ -36,12 +36,12 @@ def check_model_layout(sizes: ModelSizes, experiment: Experiment) -> None:
     Raises:
         UserError: no.
     """
-    if experiment.trainer.pp > 1:
+    if experiment.trainer.pp > 1 and experiment.numerics.router_replay != "off":
         raise user_error(
             "trainer.pp",
-            found=experiment.trainer.pp,
-            expected="1: pipeline parallelism is not in this release",
-            remedy="Set trainer.pp=1 and use trainer.tp, trainer.ep or trainer.dp.",
+            found=f"{experiment.trainer.pp} with numerics.router_replay={experiment.numerics.router_replay}",
+            expected="1: a stage sees the routers of its own layers alone",
+            remedy="Set trainer.pp=1, or numerics.router_replay=off.",
         )
     if experiment.numerics.router_replay != "off" and not sizes.moe:
         raise user_error(

@@ -281,7 +281,7 @@ def test_a_spec_that_is_not_there_is_wrong_input(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("override", "said"),
     [
-        ("trainer.pp=2", "trainer.pp: found 2"),
+        ("trainer.pp=3", "trainer.pp: found 3"),
         ("model.path=/nowhere", "model.path: found '/nowhere'"),
         ("data.train=/nowhere", "data.train: found"),
         ("numerics.first_layers_bf16=5", "first_layers_bf16"),

@@ -103,7 +103,7 @@ def test_tensor_parallel_slices_must_hold_whole_blocks(values, models):
 @pytest.mark.parametrize(
     ("trainer", "key", "reason"),
     [
-        ({"pp": 2}, "trainer.pp", "not in this release"),
+        ({"pp": 3}, "trainer.pp", "num_hidden_layers"),
         ({"tp": 3}, "trainer.tp", "num_attention_heads = 4"),
         ({"tp": 4}, "trainer.tp", "num_key_value_heads = 2"),
         ({"ep": 3, "dp": 3}, "trainer.ep", "num_experts = 8"),
