@@ -1,0 +1,141 @@
+"""Engines that die and hang while they sample and while they are synced: the others go on, and no token changes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import psutil
+import pytest
+import ray
+
+from rl.experiment import load_experiment
+from rl.run.feed import to_groups, to_prompts
+from rl.run.interrupts import Closing
+from rl.run.stack import ENGINES_REPLACED, Asked, Stack
+from rollout.tasks import load_problems
+from rollout.types import Group, Trajectory
+from tests.support.paths import ROOT
+from tests.support.servers import wait_until
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+
+HUNG_AFTER_S = 6.0
+
+
+@pytest.fixture(scope="module")
+def stack(compiled: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    """A trainer and two engines, synced."""
+    settings = ["rollout.engines=2", f"rollout.hung_after_s={HUNG_AFTER_S}", "rollout.max_new_tokens=60"]
+    experiment = load_experiment(ROOT / "examples/arithmetic.yaml", settings)
+    folder = tmp_path_factory.mktemp("stack")
+    with Closing() as closing:
+        stack = Stack.open(experiment, experiment.numerics_config(), folder, closing, print)
+        stack.engines.wait()
+        stack.sync()
+        yield stack
+
+
+@pytest.fixture
+def told(stack: Stack) -> Iterator[list[str]]:
+    """What the stack says of engines that it replaces; afterwards both serve again."""
+    said: list[str] = []
+    stack.tell = lambda metric, count, text: said.append(text) if metric == ENGINES_REPLACED else None
+    yield said
+    assert wait_until(lambda: len(stack.engines.up()) == 2, 60)
+    stack.sync()
+
+
+@pytest.fixture(scope="module")
+def asked(stack: Stack) -> list[Group]:
+    problems = load_problems(stack.experiment.data.train, "data.train")[:64]
+    return to_groups(to_prompts(stack.tokenizer, problems), 8, run_seed=0, step=1)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(stack: Stack, asked: list[Group]) -> list[Trajectory]:
+    return stack.sample(asked, 1.0)
+
+
+def server_of(stack: Stack, index: int) -> psutil.Process:
+    return psutil.Process(ray.get(stack.engines._slots[index].actor.health.remote()).pid)
+
+
+def begin(stack: Stack, asked: list[Group]) -> list[Asked]:
+    """Groups under way on both engines."""
+    admitted = stack.admit(asked, 1.0)
+    assert wait_until(lambda: all(slot.answers for slot in stack.engines._slots), 10)
+    time.sleep(0.2)
+    return admitted
+
+
+def collected(stack: Stack, admitted: list[Asked]) -> list[Trajectory]:
+    return [answer for group in stack.collect(admitted) for answer in group]
+
+
+def bits(answers: list[Trajectory]) -> list[Any]:
+    return [(answer.token_ids, answer.logprobs, answer.seed) for answer in answers]
+
+
+def test_an_engine_that_is_killed_costs_no_token_and_serves_again_once_it_is_verified(
+    stack: Stack, told: list[str], asked: list[Group], undisturbed: list[Trajectory]
+) -> None:
+    admitted = begin(stack, asked)
+    server_of(stack, 1).kill()
+    killed = time.monotonic()
+    answers = collected(stack, admitted)
+    answered_s = time.monotonic() - killed
+    assert bits(answers) == bits(undisturbed)
+    assert told == [line for line in told if line.startswith("engine 1 is lost and replaced")] and len(told) == 1
+    assert answered_s < 20, "the other engine answers; it does not wait for the new one"
+
+    serving = stack.engines._slots[1]
+    while not serving.serving:  # what the loop does whenever it waits
+        bits(stack.sample(asked[:2], 1.0))
+    again_s = time.monotonic() - killed
+    own_start_s = ray.get(serving.actor.health.remote()).start_seconds
+    assert again_s < own_start_s + 5, f"{again_s:.1f} s, of which its start took {own_start_s:.1f} s"
+    assert bits(stack.sample(asked, 1.0)) == bits(undisturbed)
+
+
+@pytest.mark.parametrize("part", ["server", "scheduler"])
+def test_an_engine_that_hangs_is_told_from_a_dead_one_and_replaced(
+    stack: Stack, told: list[str], asked: list[Group], undisturbed: list[Trajectory], part: str
+) -> None:
+    admitted = begin(stack, asked)
+    server = server_of(stack, 0)
+    family = [server, *server.children(recursive=True)]
+    stopped = server if part == "server" else next(p for p in family if "scheduler" in " ".join(p.cmdline()))
+    stopped.send_signal(signal.SIGSTOP)
+    answers = collected(stack, admitted)
+    assert bits(answers) == bits(undisturbed)
+    assert len(told) == 1 and f"has not answered for {HUNG_AFTER_S:g} s" in told[0]
+    assert wait_until(lambda: not any(process.is_running() for process in family), 10), "a stopped process was left"
+
+
+def test_an_engine_that_dies_within_a_sync_is_left_out_of_it(
+    stack: Stack, told: list[str], asked: list[Group], undisturbed: list[Trajectory]
+) -> None:
+    server = server_of(stack, 1)
+    killer = threading.Timer(0.03, lambda: os.kill(server.pid, signal.SIGKILL))
+    killer.start()
+    report = stack.sync()
+    killer.join()
+    assert report.mismatched_tensors == 0
+    assert bits(stack.sample(asked, 1.0)) == bits(undisturbed)
+    assert wait_until(lambda: len(stack.engines.up()) == 2, 60)
+    bits(stack.sample(asked[:2], 1.0))
+    assert [line.partition(" is")[0] for line in told] == ["engine 1"]
+
+
+def test_an_actor_that_is_gone_is_replaced_as_a_dead_engine_is(
+    stack: Stack, told: list[str], asked: list[Group], undisturbed: list[Trajectory]
+) -> None:
+    admitted = begin(stack, asked)
+    ray.kill(stack.engines._slots[0].actor)
+    assert bits(collected(stack, admitted)) == bits(undisturbed)
+    assert len(told) == 1 and "the actor of the engine is gone" in told[0]
