@@ -227,9 +227,9 @@ def _train(path: Path, overrides: list[str], *, resume: bool = False, overwrite:
     chosen = {"resume": resume, "overwrite": overwrite}
     with interruptible(), open_run_dir(experiment.run.dir, experiment.run.name, **chosen) as files:
         from rl.loop import train as run_loop
+        from rl.run.attempts import FAILURES, attempted
         from rl.run.checkpoints import changes, check_resumable
-        from rl.run.ending import STOPPED, finish, how_to_go_on
-        from rl.run.run import Run
+        from rl.run.ending import STOPPED, how_to_go_on
 
         if resume:
             check_resumable(files, experiment)
@@ -237,12 +237,14 @@ def _train(path: Path, overrides: list[str], *, resume: bool = False, overwrite:
                 print(f"resuming with {change}")
         write_atomically(files.experiment, experiment.to_yaml())
         try:
-            with Run.open(experiment, files) as run:
-                stopped = run_loop(run)
-                finish(run, stopped)
+            stopped = attempted(experiment, files, run_loop)
         except KeyboardInterrupt:
             print(how_to_go_on(files), file=sys.stderr)
             raise
+        except FAILURES as error:
+            print(f"error: {error}\nlogs     {files.log}, {files.path}/engine_*.log", file=sys.stderr)
+            print(how_to_go_on(files), file=sys.stderr)
+            raise typer.Exit(STOPPED) from None
     if stopped:
         raise typer.Exit(STOPPED)
 

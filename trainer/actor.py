@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import os
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -31,8 +32,14 @@ RANK_ENVIRONMENT = {
 T = TypeVar("T")
 
 
+_PULSE_SECONDS = 5.0
+"""Between two looks at whether ranks that are waited for still live."""
+_WATCH = "watch"
+"""Ray's concurrency group of the methods that answer while a rank computes."""
+
+
 class TrainerDiedError(RuntimeError):
-    """A trainer rank ended on its own; its group cannot go on."""
+    """A trainer rank has ended, or does not answer any more; its group cannot go on."""
 
 
 class TrainerActor:
@@ -42,6 +49,11 @@ class TrainerActor:
         self.rank, self.config = rank, config
         self._trainer: Any = None
         self._store: Any = None
+
+    @ray.method(concurrency_group=_WATCH)
+    def pulse(self) -> int:
+        """The rank's process id, from a thread of its own: it answers while the rank computes."""
+        return os.getpid()
 
     def address(self) -> str:
         """The address at which other ranks reach this one."""
@@ -112,8 +124,8 @@ class TrainerGroup:
         TrainerDiedError: from any method, when a rank's process has ended.
     """
 
-    def __init__(self, actors: list[Any]) -> None:
-        self._actors = actors
+    def __init__(self, actors: list[Any], hung_after_s: float = 120.0) -> None:
+        self._actors, self._hung_after_s = actors, hung_after_s
         self.weight_version = 0
 
     @classmethod
@@ -133,8 +145,11 @@ class TrainerGroup:
         """
         gpus = _gpus_per_rank(trainer.world_size)
         environment = {"env_vars": RANK_ENVIRONMENT}
-        remote = ray.remote(num_cpus=_CPUS_PER_RANK, num_gpus=gpus, runtime_env=environment)(TrainerActor)
-        group = cls([remote.remote(rank, trainer) for rank in range(trainer.world_size)])
+        remote = ray.remote(
+            num_cpus=_CPUS_PER_RANK, num_gpus=gpus, runtime_env=environment, concurrency_groups={_WATCH: 1}
+        )(TrainerActor)
+        actors = [remote.remote(rank, trainer) for rank in range(trainer.world_size)]
+        group = cls(actors, trainer.hung_after_s)
         try:
             host = group._rendezvous_host()
             port = group._one(0, "open_rendezvous", host) if trainer.world_size > 1 else 0
@@ -226,29 +241,41 @@ class TrainerGroup:
         return hosts[0] if len(set(hosts)) > 1 else "127.0.0.1"
 
     def _one(self, rank: int, method: str, *args: Any) -> Any:
-        return _get([getattr(self._actors[rank], method).remote(*args)])[0]
+        return self._get([rank], [getattr(self._actors[rank], method).remote(*args)])[0]
 
     def _all(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
-        return _get([getattr(actor, method).remote(*args, **kwargs) for actor in self._actors])
+        calls = [getattr(actor, method).remote(*args, **kwargs) for actor in self._actors]
+        return self._get(range(len(calls)), calls)
 
+    def _get(self, ranks: Sequence[int], calls: list[Any]) -> list[Any]:
+        """Results in order. The first rank to fail decides; the others may wait for it in a collective for minutes."""
+        waiting = list(calls)
+        while waiting:
+            done, waiting = ray.wait(waiting, timeout=_PULSE_SECONDS)
+            if not done:
+                self._check_pulses()
+                continue
+            try:
+                ray.get(done)
+            except ray.exceptions.RayActorError as error:
+                rank = ranks[calls.index(done[0])]
+                raise TrainerDiedError(
+                    f"trainer rank {rank}: found its process ended (out of memory, or a signal?), expected it to answer"
+                ) from error
+            except ray.exceptions.RayTaskError as error:
+                # The rank's own exception, so that callers can tell a UserError from a bug; Ray's shows where it rose.
+                raise error.cause from error
+        return ray.get(calls)
 
-def _get(calls: list[Any]) -> list[Any]:
-    """Results in order. The first rank to fail decides; the others may wait for it in a collective for minutes."""
-    waiting = list(calls)
-    while waiting:
-        done, waiting = ray.wait(waiting)
-        try:
-            ray.get(done)
-        except ray.exceptions.RayActorError as error:
-            rank = calls.index(done[0])
+    def _check_pulses(self) -> None:
+        """Raise TrainerDiedError if a rank's process does not answer; one that has ended is found by its call."""
+        pulses = [actor.pulse.remote() for actor in self._actors]
+        _, silent = ray.wait(pulses, num_returns=len(pulses), timeout=self._hung_after_s)
+        if silent:
             raise TrainerDiedError(
-                f"trainer rank {rank}: found its process ended, expected it to answer. Look for the cause in Ray's log "
-                f"of the actor (out of memory, or a signal), and restart from the last checkpoint. {error}"
-            ) from error
-        except ray.exceptions.RayTaskError as error:
-            # The rank's own exception, so that callers can tell a UserError from a bug; Ray's shows where it rose.
-            raise error.cause from error
-    return ray.get(calls)
+                f"trainer rank {pulses.index(silent[0])}: found no answer within {self._hung_after_s:g} s "
+                "(trainer.hung_after_s) from a process that is there, expected one while it computes"
+            )
 
 
 def _logprobs(parts: list[tuple[list[int], Tensor]], batch: TokenBatch) -> Tensor:

@@ -38,6 +38,9 @@ class TrainerConfig(BaseModel):
     micro_batch_tokens: int = Field(default=4096, ge=1)
     """Padded tokens of one micro-batch; a longer row gets a micro-batch of its own."""
 
+    hung_after_s: float = Field(default=120.0, ge=1.0)
+    """Seconds after which a rank whose process is there and does not answer, not even that it lives, counts as lost."""
+
     @model_validator(mode="after")
     def _decays_downward(self) -> TrainerConfig:
         if self.min_lr > self.lr:

@@ -36,6 +36,8 @@ class RunSection(Section):
     seed: int = Field(default=0, ge=0, lt=2**31)
     steps: int = Field(default=60, ge=1)
     """Optimizer steps."""
+    restarts: int = Field(default=2, ge=0)
+    """How often a run goes on from its last checkpoint by itself after it has lost a trainer rank."""
 
 
 class ModelSection(Section):

@@ -62,14 +62,18 @@ def interruptible() -> Iterator[None]:
 
 
 class Closing(ExitStack):
-    """An ExitStack that closes what it holds with both signals ignored."""
+    """An ExitStack that closes what it holds with both signals ignored. outer: another one inside says that it does."""
+
+    def __init__(self, *, outer: bool = False) -> None:
+        super().__init__()
+        self._outer = outer
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         former = _handle(dict.fromkeys(SIGNALS, signal.SIG_IGN))
         try:
-            if kind is KeyboardInterrupt:
+            if kind is KeyboardInterrupt and not self._outer:
                 print("interrupted: ending every process of the run", file=sys.stderr, flush=True)
             super().__exit__(kind, error, trace)
         finally:

@@ -30,6 +30,8 @@ from trainer.checkpoint_files import DamagedCheckpointError
 from weight_sync.bridge import SyncReport
 
 RESUMED = "tracking/resumed"
+BEFORE_THE_FIRST = -1
+"""In place of a step to resume after: everything is repeated, the row of step 0 too."""
 _ACTIONS = {ENGINES_REPLACED: "replace_engine", STALE_RESYNCS: "resync", RESUMED: "resume"}
 
 
@@ -61,15 +63,29 @@ class Run:
     mended: Counter[str] = field(default_factory=Counter)
 
     @classmethod
-    def open(cls, experiment: Experiment, files: RunDir) -> Run:
-        """Start all parts; on any failure end those that were started. A run with checkpoints goes on from its last."""
+    def open(
+        cls,
+        experiment: Experiment,
+        files: RunDir,
+        outer: Closing | None = None,
+        stack: Stack | None = None,
+        lost: str = "",
+    ) -> Run:
+        """Start all parts; on any failure end those that were started. A run with checkpoints goes on from its last.
+
+        outer: what the stack ends with, if not with the run. stack: of an attempt before, whose trainer was lost.
+        lost: why, in words.
+        """
         with Closing() as closing:
             closing.enter_context(run_log(files.log))
             resume_step = max(files.checkpoint_steps(), default=None)
-            console = closing.enter_context(StepConsole(experiment.run.steps, done=resume_step or 0))
+            if stack is not None and resume_step is None:
+                resume_step = BEFORE_THE_FIRST
+            step = max(resume_step or 0, 0)
+            console = closing.enter_context(StepConsole(experiment.run.steps, done=step))
             console.note(f"run {files.path}")
             console.note(f"spec {experiment.numerics_config().spec.digest()}, seed {experiment.run.seed}")
-            standing = Standing.of_checkpoint(files, resume_step)
+            standing = Standing.of_checkpoint(files, step or None)
             wandb_run = WandbRun(
                 files,
                 experiment.to_dict(),
@@ -79,9 +95,14 @@ class Run:
             )
             closing.callback(wandb_run.finish, {}, exit_code=1)  # unless it ends well before
             numerics = standing.numerics(experiment.numerics_config())
-            stack = Stack.open(experiment, numerics, files.path, closing, console.note)
+            if stack is None:
+                stack = Stack.open(experiment, numerics, files.path, outer or closing, console.note)
+            else:
+                console.note("starting another trainer beside the engines")
+                stack.restart_trainer(numerics)
+            if step:
+                _load(stack, files, step)
             if resume_step is not None:
-                _load(stack, files, resume_step)
                 cut_events(files.events, resume_step)
                 cut_capsules(files, resume_step)
             if stack.engines:
@@ -101,15 +122,16 @@ class Run:
                 standing=standing,
                 tracker=closing.enter_context(tracker),
                 console=console,
-                step=resume_step or 0,
-                answered=read_answered(files.checkpoint(resume_step) / GROUPS) if resume_step is not None else (),
+                step=step,
+                answered=read_answered(files.checkpoint(step) / GROUPS) if step else (),
                 session=this_session(),
                 _closing=Closing(),
             )
             append_session(files.sessions, run.session)
             wandb_run.lost, stack.tell = run.note_wandb_lost, run.note_mended
             if resume_step is not None:
-                run.note_mended(RESUMED, 1, f"resumed after step {resume_step}")
+                why = f"lost the trainer ({lost}), and " if lost else ""
+                run.note_mended(RESUMED, 1, f"{why}resumed after step {step}")
             run._closing = closing.pop_all()
             return run
 

@@ -123,17 +123,19 @@ class Stack:
             convert_checkpoint(Path(experiment.model.path), checkpoint, numerics.rollout_spec)
             engines = EnginePool.start(experiment, folder, numerics, checkpoint)
         closing.callback(engines.stop)
-        trainer = TrainerGroup.start(
-            Path(experiment.model.path),
-            experiment.trainer,
-            numerics,
-            seed=experiment.run.seed,
-            total_steps=experiment.run.steps,
-            max_sequence_length=experiment.rollout.context_length,
-        )
-        closing.callback(trainer.shutdown)
         tokenizer = AutoTokenizer.from_pretrained(experiment.model.path)
-        return cls(experiment, numerics, folder, tokenizer, trainer, engines, checkpoint)
+        trainer = _start_trainer(experiment, numerics)
+        stack = cls(experiment, numerics, folder, tokenizer, trainer, engines, checkpoint)
+        closing.callback(lambda: stack.trainer.shutdown())
+        return stack
+
+    def restart_trainer(self, numerics: NumericsConfig) -> None:
+        """A new trainer in place of one that is lost, at the weights that the experiment starts from; then `numerics`
+        on both sides. The engines stay up, and have to be synced before anything is sampled."""
+        self.trainer.shutdown()
+        self.trainer = _start_trainer(self.experiment, self.numerics)
+        if numerics != self.numerics:
+            self.switch(numerics)
 
     @property
     def bridge(self) -> Bridge:
@@ -250,6 +252,17 @@ class Stack:
                 return await use(client)
 
         return asyncio.run(asked())
+
+
+def _start_trainer(experiment: Experiment, numerics: NumericsConfig) -> TrainerGroup:
+    return TrainerGroup.start(
+        Path(experiment.model.path),
+        experiment.trainer,
+        numerics,
+        seed=experiment.run.seed,
+        total_steps=experiment.run.steps,
+        max_sequence_length=experiment.rollout.context_length,
+    )
 
 
 @contextmanager

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from tests.support.cli_runs import SMALL, LiveRun, wait_until_gone
@@ -135,30 +136,58 @@ def test_a_run_outlives_interrupts_kills_and_the_death_of_its_engine(start: Star
     assert len(list((run.path / "checkpoints").iterdir())) == 2, "what the kill left half-written is gone"
 
 
-def test_a_run_that_samples_ahead_ends_in_the_same_bits_when_it_is_killed_and_resumed(start: Start) -> None:
-    """With another number of engines, too, and other chunks: metrics, tokens and weights."""
-    settings = [*SMALL, "run.steps=7", "rollout.staleness=1", "eval.problems=0", "checkpoint.every=3"]
+def test_a_run_that_samples_ahead_ends_in_the_same_bits_whatever_dies_on_the_way(start: Start) -> None:
+    """Metrics, tokens and weights, also with another number of engines and other chunks."""
+    settings = [*SMALL, "run.steps=8", "rollout.staleness=1", "eval.problems=0", "trainer.hung_after_s=5"]
     whole = start(*settings, "rollout.engines=2", "rollout.chunked_prefill_size=16", name="whole")
+
+    # Everything at once, as when a machine loses its power.
     parts = start(*settings, name="parts")
-    parts.wait_for("step 5/7")
+    parts.wait_for("step 5/8")
     family = [process for process in parts.family() if process.name() not in RAY_AGENTS]
-    for process in family:  # as when the machine loses its power
+    for process in family:
         process.kill()
     wait_until_gone(family, GONE_WITHIN_S)
     parts.destroy()
     assert whole.ends() == 0, whole.console()
+
+    # The trainer, which dies and then hangs: the run goes on by itself, with the engine that it has.
     parts = start(*settings, "--resume", name="parts")
+    parts.wait_for("step 5/8")
+    engine = parts.engine()
+    trainer_of(parts).kill()
+    parts.wait_for("lost the trainer (trainer rank 0: found its process ended")
+    parts.wait_for("step 7/8")
+    trainer_of(parts).send_signal(signal.SIGSTOP)
     assert parts.ends() == 0, parts.console()
-    assert "step 1/7" not in parts.console() and "step 7/7" in parts.console()
+    assert parts.console().count("lost the trainer") == 2 and "found no answer within 5 s" in parts.console()
+    assert parts.console().count("the engine is up") == 3 and not engine.is_running()
+    assert "step 1/8" not in parts.console() and "Traceback" not in parts.console()
+    assert parts.family() == []
 
     assert [timeless(row) for row in parts.rows()] == [timeless(row) for row in whole.rows()]
     assert sampled(parts) == sampled(whole)
     assert weights(parts) == weights(whole)
-    assert [row["step"] for row in parts.rows() if "tracking/resumed" in row] == [4]
     for row in whole.rows()[1:]:
         assert row["mismatch/exact_frac"] == row["mismatch/redraw_frac"] == 1.0 and row["mismatch/tokens"] > 0
-    assert [row.get("drift/tokens_age_1", 0) > 0 for row in whole.rows()[1:]] == [False] + [True] * 6
+    assert [row.get("drift/tokens_age_1", 0) > 0 for row in whole.rows()[1:]] == [False] + [True] * 7
     assert {row["train/clip_fraction"] > 0 for row in whole.rows()[4:]} == {True}
+
+
+def test_a_trainer_that_is_lost_once_too_often_ends_the_run_in_one_sentence(start: Start) -> None:
+    run = start(*SMALL, "run.steps=9", "run.restarts=0", "eval.problems=0")
+    run.wait_for("step 3/9")
+    trainer_of(run).kill()
+    assert run.ends() == 3, run.console()
+    said = run.console()
+    assert "error: trainer rank 0: found its process ended" in said and "Traceback" not in said
+    assert f"resume   fp8rl train {run.path}/spec.yaml --resume" in said and "log.txt" in said
+    assert run.family() == []
+
+
+def trainer_of(run: LiveRun) -> psutil.Process:
+    (trainer,) = [process for process in run.family() if "TrainerActor" in " ".join(process.cmdline())]
+    return trainer
 
 
 def checkpoints(run: LiveRun) -> list[int]:
@@ -176,7 +205,7 @@ def weights(run: LiveRun) -> bytes:
 
 def sampled(run: LiveRun) -> list[bytes]:
     """Every trajectory of every step, with both sides' log-probabilities and advantages."""
-    return [(run.path / f"rollouts/step_{step}.jsonl").read_bytes() for step in range(1, 8)]
+    return [(run.path / f"rollouts/step_{step}.jsonl").read_bytes() for step in range(1, 9)]
 
 
 def timeless(row: dict[str, Any]) -> dict[str, Any]:

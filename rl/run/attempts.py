@@ -1,0 +1,48 @@
+"""A run from its start to its end, over trainers that are lost on the way."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+import ray
+
+from rl.experiment import Experiment
+from rl.record.run_dir import RunDir
+from rl.run.ending import finish
+from rl.run.interrupts import Closing
+from rl.run.run import Run
+from rl.run.stack import Stack
+from rollout.errors import EngineError
+from trainer.actor import TrainerDiedError
+from weight_sync.manifest import SyncError
+
+FAILURES = (EngineError, SyncError, TrainerDiedError, ray.exceptions.RayError)
+"""What ends a run although neither its input nor its code is wrong: it can be resumed."""
+
+
+def attempted(experiment: Experiment, files: RunDir, loop: Callable[[Run], str]) -> str:
+    """Run `loop`, which returns why it ended before its last step, and finish the run; what `loop` returned.
+
+    A trainer that is lost is followed by another, from the last checkpoint, up to `run.restarts` times. The engines
+    stay up meanwhile, and are synced back to that checkpoint's weights.
+
+    Raises:
+        TrainerDiedError: once more often. EngineError, SyncError, RayError: as they came.
+    """
+    stack: Stack | None = None
+    lost = ""
+    with Closing(outer=True) as outer:
+        for left in reversed(range(experiment.run.restarts + 1)):
+            try:
+                with Run.open(experiment, files, outer, stack, lost) as run:
+                    stack = run.stack
+                    stopped = loop(run)
+                    finish(run, stopped)
+                    return stopped
+            except TrainerDiedError as error:
+                if stack is None or not left:
+                    raise
+                lost = str(error)
+                logging.getLogger(__name__).warning("%s; %d restarts are left", lost, left)
+    raise AssertionError("unreachable")
