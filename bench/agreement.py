@@ -18,10 +18,17 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from bench.measure import Result
-from rl.record.metrics_log import read_metrics
+from rl.record.metrics_log import Row, read_metrics
 
 STEPS = 60
-CHUNK = 96
+SETTINGS = {
+    "run.steps": STEPS,
+    "rollout.prompts_per_step": 16,
+    "rollout.chunked_prefill_size": 96,
+    "rollout.prefix_cache": "true",
+    "eval.problems": 64,
+    "checkpoint.every": STEPS,
+}
 FAINTER = 0.25
 MODEL = Path("examples/models/tiny_qwen3_moe")
 
@@ -38,40 +45,43 @@ def run() -> list[Result]:
 
 def exactness(folder: Path, model: Path, temperature: float, engines: int) -> Result:
     """The fraction of steps in which every sampled token had d == 0."""
-    name = f"t{temperature}-e{engines}"
-    overrides = {
-        "run.dir": folder,
-        "run.name": name,
-        "run.steps": STEPS,
-        "model.path": model,
-        "rollout.temperature": temperature,
-        "rollout.engines": engines,
-        "rollout.prompts_per_step": 16,
-        "rollout.chunked_prefill_size": CHUNK,
-        "rollout.prefix_cache": "true",
-        "eval.problems": 64,
-        "checkpoint.every": STEPS,
-    }
+    rows = trained(
+        folder,
+        f"t{temperature}-e{engines}",
+        **SETTINGS,
+        **{"model.path": model, "rollout.temperature": temperature, "rollout.engines": engines},
+    )
+    return exact_steps(f"4 layers, 8 experts, temperature {temperature}, {engines} engine(s)", rows)
+
+
+def trained(folder: Path, name: str, **settings: object) -> list[Row]:
+    """The rows of a whole run of the arithmetic example into `folder`/`name`."""
     subprocess.run(
         [
             *(Path(sys.executable).with_name("fp8rl"), "train", "examples/arithmetic.yaml"),
-            *(f"{key}={value}" for key, value in overrides.items()),
+            *(f"run.dir={folder}", f"run.name={name}"),
+            *(f"{key}={value}" for key, value in settings.items()),
         ],
         check=True,
         stdout=subprocess.DEVNULL,
     )
-    rows = [row for row in read_metrics(folder / name / "metrics.jsonl") if row["step"] > 0]
-    exact = sum(row["mismatch/exact_frac"] == 1.0 and row["mismatch/nonfinite_count"] == 0 for row in rows)
+    return read_metrics(folder / name / "metrics.jsonl")
+
+
+def exact_steps(what: str, rows: list[Row]) -> Result:
+    """The fraction of steps in which tokens of the trainer's weights were compared, and each had d == 0."""
+    steps = [row for row in rows if row["step"] > 0]
+    exact = sum(row.get("mismatch/exact_frac") == 1.0 and row["mismatch/nonfinite_count"] == 0 for row in steps)
     return Result(
-        name=f"steps with d == 0: 4 layers, 8 experts, temperature {temperature}, {engines} engine(s)",
-        value=exact / STEPS,
+        name=f"steps with d == 0: {what}",
+        value=exact / len(steps),
         bar=1.0,
         at_least=True,
         parts={
-            "tokens": sum(row["mismatch/tokens"] for row in rows),
-            "largest |d|": max(row["mismatch/train_rollout_logprob_abs_diff_max"] for row in rows),
-            "reward first": rows[0]["rollout/reward_mean"],
-            "reward last": rows[-1]["rollout/reward_mean"],
+            "tokens": sum(row["mismatch/tokens"] for row in steps),
+            "largest |d|": max(row.get("mismatch/train_rollout_logprob_abs_diff_max", 0.0) for row in steps),
+            "reward first": steps[0]["rollout/reward_mean"],
+            "reward last": steps[-1]["rollout/reward_mean"],
         },
     )
 

@@ -34,7 +34,8 @@ def train(run: Run) -> str:
     experiment, stack, algorithm = run.experiment, run.stack, run.experiment.algorithm
     trainer, cap = stack.trainer, algorithm.measured_cap
     feed = open_feed(experiment, stack)
-    feed.restore(run.answered)
+    if run.feed is not None:
+        feed.restore(run.feed)
     guard = Guard(experiment.gates, experiment.guard, algorithm, run.standing, replays=stack.replays)
     held_out = evaluation.held_out_prompts(experiment, stack.tokenizer)
     if stack.engines:
@@ -85,7 +86,7 @@ def train(run: Run) -> str:
         saves = checkpoints.is_due(experiment, step) or bool(verdict.stop)
         if saves:
             with clock.phase("checkpoint"):
-                checkpoints.write_checkpoint(trainer, run.files, experiment, run.standing, step, feed.answered())
+                checkpoints.write_checkpoint(trainer, run.files, experiment, run.standing, step, feed.state())
         row = _record(run, metrics, clock, work, logprobs, saves)
         if verdict.stop:
             return verdict.stop
@@ -175,7 +176,7 @@ def _last_row(run: Run) -> Row:
 
 def _record(run: Run, metrics: dict[str, float], clock: StepClock, work: Work, logprobs: Tensor, saved: bool) -> Row:
     """Log the step, then publish its checkpoint if one was written; the metrics as logged."""
-    metrics |= run.mendings() | clock.lap()
+    metrics |= run.mendings() | run.stack.engines.figures() | clock.lap()
     metrics |= throughput(metrics, work.batch)
     written = run.tracker.log(run.step, metrics, rollout_records(work, logprobs))
     run.console.step(run.step, written)

@@ -25,6 +25,11 @@ class RolloutConfig(BaseModel):
     """Whether weights change while answers are under way, which then carry several versions. False: what is admitted is
     answered before the update, so that the spec alone fixes which weights sample what. Null: from a staleness of 2
     on, where it cannot be false."""
+    oversample: float = Field(default=1.0, ge=1.0, le=8.0)
+    """Groups that are admitted for each that a step trains on. Above 1, a step takes the oldest that are answered and
+    waits for no straggler; the rest is carried over and goes on under the new weights, so updates land in flight."""
+    filter_patience: int = Field(default=10, ge=1)
+    """A step gives up once the algorithm has dropped this many times `prompts_per_step` groups."""
     group_size: int = Field(default=8, ge=1)
     """Answers sampled for each problem."""
     max_new_tokens: int = Field(default=20, ge=1)
@@ -61,6 +66,12 @@ class RolloutConfig(BaseModel):
             raise ValueError(
                 f"found in_flight={str(self.in_flight).lower()} with staleness={self.staleness}, expected "
                 f"{str(not self.in_flight).lower()}: both are possible with staleness 1 alone. Remove rollout.in_flight"
+            )
+        if self.oversample > 1.0 and not self.updates_in_flight:
+            raise ValueError(
+                f"found oversample={self.oversample:g} with staleness={self.staleness} and in_flight=false, expected "
+                "updates that land in flight, as what is carried over is under way then. Set rollout.staleness=1 and "
+                "rollout.in_flight=true"
             )
         return self
 

@@ -41,6 +41,11 @@ class AlgorithmConfig(BaseModel):
         """The advantage of each trajectory, float32 [N]; rewards: float [N]; groups: int64 [N], equal within one."""
         raise NotImplementedError(f"{self.name} samples nothing, so it has no advantages")
 
+    def keeps(self, rewards: Tensor) -> bool:
+        """Whether a group of these rewards, float [G], is worth training on; another is sampled in place of one that is
+        not."""
+        return True
+
     def objective(self, batch: TokenBatch) -> Objective:
         """The loss of a step on `batch`, with the denominators of the whole batch."""
         raise NotImplementedError

@@ -27,6 +27,8 @@ class Grpo(AlgorithmConfig):
     name: Literal["grpo"] = "grpo"
     group_norm_std: bool = True
     """Divide a group's centred rewards by their standard deviation."""
+    dynamic_sampling: bool = False
+    """Sample further groups in place of those of equal rewards, which teach nothing (DAPO, Yu et al. 2025)."""
     clip_low: float = Field(default=0.2, gt=0.0, lt=1.0)
     """The probability ratio is clipped to [1 - clip_low, 1 + clip_high]."""
     clip_high: float = Field(default=0.28, gt=0.0)
@@ -89,6 +91,9 @@ class Grpo(AlgorithmConfig):
         if cap is None or self.cap is None:
             return self
         return self.model_copy(update={"tis_cap": min(cap, self.cap)})
+
+    def keeps(self, rewards: Tensor) -> bool:
+        return not self.dynamic_sampling or bool((rewards != rewards[0]).any())
 
     def advantages(self, rewards: Tensor, groups: Tensor) -> Tensor:
         return group_advantages(rewards, groups, normalize_std=self.group_norm_std)

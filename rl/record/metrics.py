@@ -42,6 +42,8 @@ METRICS: dict[str, Metric] = {
     "rollout/response_tokens_max": Metric("tokens", "Longest generation."),
     "rollout/tokens": Metric("tokens", "Generated tokens of the step."),
     "rollout/trajectories": Metric("trajectories", "Sampled trajectories of the step."),
+    "rollout/dropped_groups": Metric("groups", "Groups that the algorithm did not keep; others took their place."),
+    "rollout/dropped_tokens_mean": Metric("tokens", "Mean generated tokens of their answers; absent where none was."),
     "rollout/engines_replaced": Metric("engines", "Engines that died in the step and were replaced."),
     "rollout/staleness_max": Metric("versions", "Largest trainer version minus the version that sampled a token."),
     "train/loss": Metric("", "Loss over the whole batch."),
@@ -127,6 +129,12 @@ METRICS: dict[str, Metric] = {
     "perf/rollout_seconds": Metric("s", "Time that the trainer waited for trajectories."),
     "perf/sampling_seconds": Metric("s", "From asking for the first group of the step to its last answer."),
     "perf/reward_seconds": Metric("s", "Time of decoding and judging the answers."),
+    "perf/engine_idle_seconds": Metric(
+        "s", "Mean over the engines of the time of the step in which it sampled nothing."
+    ),
+    "perf/engine_balance": Metric("", "Tokens that the idlest engine generated in the step over those of the busiest."),
+    "perf/groups_in_flight": Metric("groups", "Groups of later steps that are being answered when a step has its own."),
+    "perf/groups_ahead": Metric("groups", "Groups of later steps that are answered by then."),
     "perf/train_seconds": Metric("s", "Time of forward, backward and optimizer step."),
     "perf/monitor_seconds": Metric("s", "Time of the mismatch metrics and the gates, with a capsule where one fired."),
     "perf/eval_seconds": Metric("s", "Time of the evaluation, on steps with one."),

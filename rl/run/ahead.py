@@ -1,4 +1,7 @@
-"""Groups that were answered before their step, as a checkpoint keeps them: one JSON line each."""
+"""What a checkpoint keeps of the feed: where it is in the data, and groups that were answered before their step.
+
+The groups stand in a file of the checkpoint, one JSON line each, the rest in its `extra`.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,7 @@ from pydantic import TypeAdapter
 
 from numerics.reading import whole_json_lines
 from rollout.types import Group, Trajectory
+from trainer.checkpoint_files import read_about
 
 GROUPS = "groups.jsonl"
 """Name of the file in a checkpoint."""
@@ -22,11 +26,10 @@ GROUPS = "groups.jsonl"
 class Answered:
     """The answers to one prompt of a step to come.
 
-    step, number: of the step and of the prompt in it. prompt_ids: [P]. The others by answer, in the order of the
-    group's seeds, and inside by token; see `rollout.types.Trajectory`.
+    number: of the prompt in the run. prompt_ids: [P]. The others by answer, in the order of the group's seeds, and
+    inside by token; see `rollout.types.Trajectory`.
     """
 
-    step: int
     number: int
     prompt_ids: list[int]
     seeds: list[int]
@@ -36,9 +39,8 @@ class Answered:
     finished: list[bool]
 
     @classmethod
-    def of(cls, step: int, number: int, answers: Sequence[Trajectory]) -> Answered:
+    def of(cls, number: int, answers: Sequence[Trajectory]) -> Answered:
         return cls(
-            step=step,
             number=number,
             prompt_ids=answers[0].prompt_ids,
             seeds=[answer.seed for answer in answers],
@@ -58,6 +60,34 @@ class Answered:
             Trajectory(self.prompt_ids, tokens, logprobs, finished, versions, 0, seed)
             for tokens, logprobs, finished, versions, seed in each
         ]
+
+
+@dataclasses.dataclass(frozen=True)
+class FeedState:
+    """Where a feed is.
+
+    next: number of the first prompt that was not admitted yet. admitted: numbers of those that were and are not trained
+    on yet, oldest first. answered: those of them whose answers are there.
+    """
+
+    next: int
+    admitted: list[int]
+    answered: list[Answered]
+
+    @property
+    def extra(self) -> dict[str, Any]:
+        """All but the answers, as JSON values."""
+        return {"next": self.next, "admitted": self.admitted}
+
+    @property
+    def texts(self) -> dict[str, str]:
+        """The files of the answers, by name."""
+        return {GROUPS: to_lines(self.answered)} if self.answered else {}
+
+    @classmethod
+    def of_checkpoint(cls, path: Path) -> FeedState:
+        """As the checkpoint at `path` has it. Raises `UserError` for a damaged line."""
+        return cls(**read_about(path).extra["feed"], answered=read_answered(path / GROUPS))
 
 
 def to_lines(groups: Iterable[Answered]) -> str:

@@ -10,6 +10,7 @@ import ray
 from rl.experiment import Experiment
 from rl.record.run_dir import RunDir
 from rl.run.ending import finish
+from rl.run.feed import FilterError
 from rl.run.interrupts import Closing
 from rl.run.run import Run
 from rl.run.stack import Stack
@@ -17,7 +18,7 @@ from rollout.errors import EngineError
 from trainer.actor import TrainerDiedError
 from weight_sync.manifest import SyncError
 
-FAILURES = (EngineError, SyncError, TrainerDiedError, ray.exceptions.RayError)
+FAILURES = (EngineError, FilterError, SyncError, TrainerDiedError, ray.exceptions.RayError)
 """What ends a run although neither its input nor its code is wrong: it can be resumed."""
 
 

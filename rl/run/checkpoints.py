@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Sequence
 from typing import Any
 
 from numerics.errors import UserError, shown, user_error
@@ -14,7 +13,7 @@ from rl.guard.standing import Standing
 from rl.record.events import read_events
 from rl.record.metrics_log import read_metrics
 from rl.record.run_dir import RunDir
-from rl.run.ahead import GROUPS, Answered, to_lines
+from rl.run.ahead import FeedState
 from trainer.actor import TrainerGroup
 from trainer.checkpoint_files import DamagedCheckpointError, check_digests, check_sizes, read_about
 
@@ -30,11 +29,11 @@ def write_checkpoint(
     experiment: Experiment,
     standing: Standing,
     step: int,
-    groups: Sequence[Answered] = (),
+    feed: FeedState,
 ) -> None:
-    """Write the checkpoint of `step` under a name that does not count yet; groups: answered for later steps."""
-    extra = {"step": step, "kept": _kept(experiment), "standing": standing.to_dict()}
-    trainer.save(files.pending_checkpoint(step), extra, {GROUPS: to_lines(groups)} if groups else {})
+    """Write the checkpoint of `step` under a name that does not count yet."""
+    extra = {"step": step, "kept": _kept(experiment), "standing": standing.to_dict(), "feed": feed.extra}
+    trainer.save(files.pending_checkpoint(step), extra, feed.texts)
 
 
 def publish_checkpoint(files: RunDir, step: int, keep: int) -> None:

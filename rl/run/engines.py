@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -55,7 +55,8 @@ class Slot:
     """The place of one engine, in which one follows another if it has to.
 
     endpoint: of the engine that is there now; None until it answers and has passed the handshake. serving: a sync has
-    verified what it holds, so that it gets groups. answers: under way. load: as it last said.
+    verified what it holds, so that it gets groups. answers: under way. load: as it last said. tokens: it has generated.
+    idle: seconds that it had nothing to do. idle_since: monotonic, of its last answer.
     """
 
     index: int
@@ -65,6 +66,21 @@ class Slot:
     serving: bool = False
     answers: int = 0
     load: Load | None = None
+    tokens: int = 0
+    idle: float = 0.0
+    idle_since: float = field(default_factory=time.monotonic)
+
+    def give(self, answers: int) -> None:
+        """It is asked for so many more."""
+        if not self.answers:
+            self.idle += time.monotonic() - self.idle_since
+        self.answers += answers
+
+    def take(self, answers: int) -> None:
+        """So many are not under way any more."""
+        self.answers -= answers
+        if not self.answers:
+            self.idle_since = time.monotonic()
 
     def lose(self, actor: Any, reason: str) -> None:
         """The engine of this actor is no good any more, if it is still this slot's."""
@@ -150,6 +166,18 @@ class EnginePool:
     def switch(self, serving: Serving) -> None:
         """Replace all engines by others; groups under way are answered by these."""
         self._run(self._switch(serving))
+
+    def figures(self) -> dict[str, float]:
+        """`perf/engine_...` since this was last asked; nothing without engines."""
+        now = time.monotonic()
+        idle = [slot.idle + (0.0 if slot.answers else now - slot.idle_since) for slot in self._slots]
+        tokens = [slot.tokens for slot in self._slots]
+        for slot in self._slots:
+            slot.idle, slot.tokens, slot.idle_since = 0.0, 0, now
+        if not idle:
+            return {}
+        balance = {"perf/engine_balance": min(tokens) / max(tokens)} if len(tokens) > 1 and max(tokens) else {}
+        return {"perf/engine_idle_seconds": sum(idle) / len(idle), **balance}
 
     def news(self) -> list[str]:
         """What has happened to engines since this was last asked."""
@@ -249,7 +277,7 @@ class EnginePool:
         while True:
             slot = await self._least_loaded(group, sampling)
             actor = slot.actor
-            slot.answers += len(group.seeds)
+            slot.give(len(group.seeds))
             try:
                 answers: list[Trajectory] = await _call(actor.generate.remote([group], sampling))
             except EngineDiedError as died:
@@ -260,8 +288,9 @@ class EnginePool:
                     raise
                 continue  # it was ended while it worked
             finally:
-                slot.answers -= len(group.seeds)
+                slot.take(len(group.seeds))
                 self._changed()
+            slot.tokens += sum(len(answer.token_ids) for answer in answers)
             check_versions(answers, oldest, self._newest)
             return answers
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -15,14 +16,18 @@ from numerics.sampling import answer_seed
 from rl.experiment import Experiment
 from rl.mismatch import token_versions
 from rl.mismatch.drift import tokens_by_age
-from rl.run.ahead import Answered
+from rl.run.ahead import Answered, FeedState
 from rl.run.batching import SftExample, batch_from_examples, batch_from_trajectories
 from rl.run.clock import StepClock
-from rl.run.problems import of_step
+from rl.run.problems import nth, of_step
 from rl.run.stack import Asked, Stack, done
 from rollout.tasks import Problem, load_problems, prompt_ids, verify
 from rollout.types import Group, Prompt, Trajectory
 from trainer.batch import TokenBatch
+
+
+class FilterError(RuntimeError):
+    """The algorithm keeps too few groups to fill a batch."""
 
 
 @dataclass(frozen=True)
@@ -71,11 +76,11 @@ class Feed(Protocol):
         Where updates do not land in flight, every answer that was admitted is there when this returns.
         """
 
-    def answered(self) -> list[Answered]:
-        """The groups of later steps that a checkpoint must keep."""
+    def state(self) -> FeedState:
+        """What a checkpoint must keep for the steps to come."""
 
-    def restore(self, groups: Sequence[Answered]) -> None:
-        """Take up what a checkpoint has kept, instead of asking for it again."""
+    def restore(self, state: FeedState) -> None:
+        """Go on where a checkpoint has kept `state`; what is answered in it is not asked for again."""
 
     def renew(self) -> None:
         """Ask again for what is there already: the engines compute in other numerics now."""
@@ -86,35 +91,54 @@ def open_feed(experiment: Experiment, stack: Stack) -> Feed:
     return SampledFeed(experiment, stack) if experiment.algorithm.samples else ExampleFeed(experiment, stack.tokenizer)
 
 
+@dataclass(frozen=True)
+class Admitted:
+    """A group that was admitted and not trained on yet. number: of its prompt in the run, from 0."""
+
+    number: int
+    asked: Asked
+
+
 class SampledFeed:
-    """Groups of answers to the problems of each step, admitted up to `rollout.staleness` steps before it."""
+    """Groups of answers, admitted in the order of the run's problems and up to `rollout.staleness` steps ahead.
+
+    A step trains on the oldest groups, and with `rollout.oversample` on the oldest that are answered; groups that the
+    algorithm does not keep are replaced by further ones.
+    """
 
     def __init__(self, experiment: Experiment, stack: Stack) -> None:
         self._experiment, self._stack = experiment, stack
         self._problems = load_problems(experiment.data.train, "data.train")
-        self._admitted: dict[int, list[Asked]] = {}  # by step, in the order of its prompts
-        self._restored: dict[tuple[int, int], Answered] = {}
+        self._size = experiment.algorithm.problems_per_step(experiment.rollout)
+        self._next = 0
+        self._admitted: list[Admitted] = []
+        self._probes: list[Admitted] = []
+        """Groups beyond the last step, which the trainer looks at and does not train on."""
 
     def take(self, step: int, version: int, clock: StepClock) -> Work:
-        for later in range(step, step + self._experiment.rollout.staleness + 1):
-            self._admit(later)
-        asked = self._admitted.pop(step)
-        with clock.phase("rollout"):
-            groups = self._stack.collect(asked)
-        trajectories = [replace(answer, group=index) for index, group in enumerate(groups) for answer in group]
-        with clock.phase("reward"):
-            prompts = [item.group.prompt for item in asked]
-            answers = judge(self._experiment, self._stack.tokenizer, prompts, trajectories)
-        rewards = torch.tensor([answer.reward for answer in answers])
-        members = torch.tensor([trajectory.group for trajectory in trajectories])
-        advantages = self._experiment.algorithm.advantages(rewards, members)
-        batch = self._batch(trajectories, advantages)
-        metrics = rollout_metrics(trajectories, rewards, members, version)
-        metrics["perf/sampling_seconds"] = max(a.ended or time.monotonic() for a in asked) - min(a.began for a in asked)
-        return Work(batch.tokens, batch.versions, tuple(answers), metrics)
+        self._fill(step)
+        kept: list[list[Answer]] = []
+        dropped: list[list[Answer]] = []
+        began = math.inf
+        while len(kept) < self._size:
+            missing = self._size - len(kept)
+            if not self._admitted:
+                self._admit_in_place_of(dropped, missing)
+            with clock.phase("rollout"):
+                answered = self._answered(missing)
+            began = min(began, *(item.asked.began for item in answered))
+            with clock.phase("reward"):
+                for item in answered:
+                    group = self._judged(item)
+                    rewards = torch.tensor([answer.reward for answer in group])
+                    (kept if self._experiment.algorithm.keeps(rewards) else dropped).append(group)
+        work = self._work(kept, version)
+        work.metrics.update(dropped_metrics(dropped), **self._figures())
+        work.metrics["perf/sampling_seconds"] = time.monotonic() - began
+        return work
 
     def ahead(self, clock: StepClock) -> Batch | None:
-        asked = [item for step in sorted(self._admitted) for item in self._admitted[step]]
+        asked = [item.asked for item in (*self._admitted, *self._probes)]
         if not asked:
             return None
         with clock.phase("rollout"):
@@ -131,42 +155,96 @@ class SampledFeed:
         )[:count]
         return self._batch(answers, torch.zeros(len(answers)))
 
-    def answered(self) -> list[Answered]:
-        return [
-            Answered.of(step, number, item.answers.result())
-            for step, asked in sorted(self._admitted.items())
-            for number, item in enumerate(asked)
-            if item.answered and step <= self._experiment.run.steps
+    def state(self) -> FeedState:
+        answered = [
+            Answered.of(item.number, item.asked.answers.result()) for item in self._admitted if item.asked.answered
         ]
+        return FeedState(self._next, [item.number for item in self._admitted], answered)
 
-    def restore(self, groups: Sequence[Answered]) -> None:
-        self._restored = {(group.step, group.number): group for group in groups}
+    def restore(self, state: FeedState) -> None:
+        before = {group.number: group for group in state.answered}
+        self._next = state.next
+        self._admitted = [self._admit(number, before.get(number)) for number in state.admitted]
 
     def renew(self) -> None:
-        for asked in self._admitted.values():
-            asked[:] = [self._stack.admit([item.group], item.temperature)[0] for item in asked]
+        self._admitted = [self._admit(item.number) for item in self._admitted]
+        self._probes = [self._admit(item.number) for item in self._probes]
 
-    def _admit(self, step: int) -> None:
-        """Have the groups of a step answered, unless they are. After the last step, some for `ahead` alone."""
-        if step in self._admitted:
-            return
-        groups = self._groups(step)
-        if step > self._experiment.run.steps:
-            size = self._experiment.rollout.group_size
-            groups = groups[: -(-self._experiment.guard.fresh_answers // size)]
-        self._admitted[step] = [self._asked(step, number, group) for number, group in enumerate(groups)]
+    def _fill(self, step: int) -> None:
+        """Admit what staleness allows and the steps to come need."""
+        rollout, to_come = self._experiment.rollout, self._experiment.run.steps - step + 1
+        wanted = math.ceil(min(rollout.staleness + 1, to_come) * self._size * rollout.oversample)
+        self._admit_next(wanted - len(self._admitted))
+        if rollout.staleness >= to_come:
+            first = (step + rollout.staleness - 1) * self._size
+            count = -(-self._experiment.guard.fresh_answers // rollout.group_size)
+            self._probes = [self._admit(number) for number in range(first, first + min(count, self._size))]
 
-    def _asked(self, step: int, number: int, group: Group) -> Asked:
-        temperature, before = self._experiment.rollout.temperature, self._restored.pop((step, number), None)
-        if before is not None and before.answers(group):
-            return Asked(group, temperature, done(before.trajectories()))
-        return self._stack.admit([group], temperature)[0]
+    def _admit_in_place_of(self, dropped: list[list[Answer]], count: int) -> None:
+        """Further groups. Raises FilterError once too many were dropped."""
+        patience = self._experiment.rollout.filter_patience
+        if len(dropped) >= patience * self._size:
+            rewards = [answer.reward for group in dropped for answer in group]
+            raise FilterError(
+                f"found {len(dropped)} groups that the {self._experiment.algorithm.name} algorithm does not train on, "
+                f"of mean reward {sum(rewards) / len(rewards):.3g}, expected {self._size} to train on before "
+                f"{patience} times as many were dropped (rollout.filter_patience). If all problems are solved, or none "
+                "is, give it others"
+            )
+        self._admit_next(count)
 
-    def _groups(self, step: int) -> list[Group]:
+    def _admit_next(self, count: int) -> None:
+        for _ in range(count):
+            self._admitted.append(self._admit(self._next))
+            self._next += 1
+
+    def _admit(self, number: int, before: Answered | None = None) -> Admitted:
+        """before: the group's answers, if they are those that are asked for."""
         rollout, seed = self._experiment.rollout, self._experiment.run.seed
-        count = self._experiment.algorithm.problems_per_step(rollout)
-        prompts = to_prompts(self._stack.tokenizer, of_step(self._problems, step, count, seed))
-        return to_groups(prompts, rollout.group_size, run_seed=seed, step=step)
+        step, place = number // self._size + 1, number % self._size
+        (prompt,) = to_prompts(self._stack.tokenizer, [nth(self._problems, number, seed)])
+        group = Group(prompt, answer_seeds(seed, step, place, rollout.group_size))
+        if before is not None and before.answers(group):
+            return Admitted(number, Asked(group, rollout.temperature, done(before.trajectories())))
+        return Admitted(number, self._stack.admit([group], rollout.temperature)[0])
+
+    def _answered(self, count: int) -> list[Admitted]:
+        """The `count` oldest groups; where more were admitted than a step needs, the oldest that are answered."""
+        if self._experiment.rollout.oversample > 1.0:
+            self._stack.wait_for_some([item.asked for item in self._admitted], count)
+            chosen = [item for item in self._admitted if item.asked.answered][:count]
+        else:
+            chosen = self._admitted[:count]
+            self._stack.collect([item.asked for item in chosen])
+        taken = {item.number for item in chosen}
+        self._admitted = [item for item in self._admitted if item.number not in taken]
+        return chosen
+
+    def _judged(self, item: Admitted) -> list[Answer]:
+        trajectories = item.asked.answers.result()
+        return judge(self._experiment, self._stack.tokenizer, [item.asked.group.prompt], trajectories)
+
+    def _work(self, groups: list[list[Answer]], version: int) -> Work:
+        answers = [
+            replace(answer, trajectory=replace(answer.trajectory, group=index))
+            for index, group in enumerate(groups)
+            for answer in group
+        ]
+        trajectories = [answer.trajectory for answer in answers]
+        rewards = torch.tensor([answer.reward for answer in answers])
+        members = torch.tensor([trajectory.group for trajectory in trajectories])
+        batch = self._batch(trajectories, self._experiment.algorithm.advantages(rewards, members))
+        metrics = rollout_metrics(trajectories, rewards, members, version)
+        return Work(batch.tokens, batch.versions, tuple(answers), metrics)
+
+    def _figures(self) -> dict[str, float]:
+        if not self._experiment.rollout.staleness:
+            return {}
+        answered = [item.asked.answered for item in self._admitted]
+        return {
+            "perf/groups_ahead": float(answered.count(True)),
+            "perf/groups_in_flight": float(answered.count(False)),
+        }
 
     def _batch(self, trajectories: Sequence[Trajectory], advantages: Tensor) -> Batch:
         temperature, redraws = self._experiment.rollout.temperature, self._experiment.redraws
@@ -192,10 +270,10 @@ class ExampleFeed:
     def ahead(self, clock: StepClock) -> Batch | None:
         return None
 
-    def answered(self) -> list[Answered]:
-        return []
+    def state(self) -> FeedState:
+        return FeedState(0, [], [])
 
-    def restore(self, groups: Sequence[Answered]) -> None: ...
+    def restore(self, state: FeedState) -> None: ...
 
     def renew(self) -> None: ...
 
@@ -207,10 +285,12 @@ def to_prompts(tokenizer: PreTrainedTokenizerBase, problems: Sequence[Problem]) 
 
 def to_groups(prompts: Sequence[Prompt], size: int, *, run_seed: int, step: int) -> list[Group]:
     """`size` answers to each prompt, seeded as those that `step` asks for, whose prompts these are in their order."""
-    return [
-        Group(prompt, tuple(answer_seed(run_seed, step, number, answer) for answer in range(size)))
-        for number, prompt in enumerate(prompts)
-    ]
+    return [Group(prompt, answer_seeds(run_seed, step, number, size)) for number, prompt in enumerate(prompts)]
+
+
+def answer_seeds(run_seed: int, step: int, number: int, size: int) -> tuple[int, ...]:
+    """Of the `size` answers to prompt `number` of `step`."""
+    return tuple(answer_seed(run_seed, step, number, answer) for answer in range(size))
 
 
 def judge(
@@ -248,6 +328,13 @@ def rollout_metrics(
         "rollout/staleness_max": float(version - int(versions.min())),
         **{f"rollout/tokens_age_{age}": float(count) for age, count in tokens_by_age(versions, version).items()},
     }
+
+
+def dropped_metrics(groups: Sequence[Sequence[Answer]]) -> dict[str, float]:
+    """`rollout/dropped_...` of the groups that the algorithm did not keep."""
+    lengths = [len(answer.trajectory.token_ids) for group in groups for answer in group]
+    metrics = {"rollout/dropped_groups": float(len(groups))}
+    return metrics | ({"rollout/dropped_tokens_mean": sum(lengths) / len(lengths)} if lengths else {})
 
 
 def _answer_ids(tokenizer: PreTrainedTokenizerBase, problem: Problem) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import TypeVar
 
@@ -21,6 +22,12 @@ def of_step(items: Sequence[T], step: int, count: int, seed: int) -> list[T]:
     return chosen
 
 
+def nth(items: Sequence[T], number: int, seed: int) -> T:
+    """The item that `of_step` gives at place `number`, from 0, of all steps in a row."""
+    return of_step(items, number + 1, 1, seed)[0]
+
+
+@functools.lru_cache(maxsize=4)
 def _shuffled(count: int, epoch: int, seed: int) -> list[int]:
     generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
     order: list[int] = torch.randperm(count, generator=generator).tolist()

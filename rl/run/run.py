@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
@@ -22,7 +21,7 @@ from rl.record.run_dir import RunDir
 from rl.record.sessions import Session, append_session, this_session
 from rl.record.tracking import WANDB_LOST, Tracker
 from rl.record.wandb_run import WandbRun
-from rl.run.ahead import GROUPS, Answered, read_answered
+from rl.run.ahead import FeedState
 from rl.run.checkpoints import with_older
 from rl.run.interrupts import Closing
 from rl.run.stack import ENGINES_REPLACED, STALE_RESYNCS, Stack
@@ -44,7 +43,7 @@ class Run:
         standing: what gates have changed.
         step: the one that is under way, 0 before the first.
         manifest: digests of the weights that the engines hold, as the last sync verified them.
-        answered: groups of steps to come that the checkpoint has kept.
+        feed: what the checkpoint has kept of it, in a run that goes on from one.
         mended: how often something was mended in this step, by metric.
         session: this start of it.
     """
@@ -59,7 +58,7 @@ class Run:
     _closing: Closing
     session: Session
     manifest: Path | None = None
-    answered: Sequence[Answered] = ()
+    feed: FeedState | None = None
     mended: Counter[str] = field(default_factory=Counter)
 
     @classmethod
@@ -123,7 +122,7 @@ class Run:
                 tracker=closing.enter_context(tracker),
                 console=console,
                 step=step,
-                answered=read_answered(files.checkpoint(step) / GROUPS) if step else (),
+                feed=FeedState.of_checkpoint(files.checkpoint(step)) if step else None,
                 session=this_session(),
                 _closing=Closing(),
             )

@@ -84,6 +84,7 @@ class Stack:
     Attributes:
         numerics: what both sides run now.
         folder: for engines' logs and for checkpoints that they start from.
+        closing: what ends both sides.
         engines: none in a run that samples nothing.
         checkpoint: what the engines were last started from.
         tell: takes note of what was mended.
@@ -92,6 +93,7 @@ class Stack:
     experiment: Experiment
     numerics: NumericsConfig
     folder: Path
+    closing: Closing
     tokenizer: PreTrainedTokenizerBase
     trainer: TrainerGroup
     engines: EnginePool
@@ -123,17 +125,17 @@ class Stack:
             convert_checkpoint(Path(experiment.model.path), checkpoint, numerics.rollout_spec)
             engines = EnginePool.start(experiment, folder, numerics, checkpoint)
         closing.callback(engines.stop)
-        tokenizer = AutoTokenizer.from_pretrained(experiment.model.path)
         trainer = _start_trainer(experiment, numerics)
-        stack = cls(experiment, numerics, folder, tokenizer, trainer, engines, checkpoint)
-        closing.callback(lambda: stack.trainer.shutdown())
-        return stack
+        closing.callback(trainer.shutdown)
+        tokenizer = AutoTokenizer.from_pretrained(experiment.model.path)
+        return cls(experiment, numerics, folder, closing, tokenizer, trainer, engines, checkpoint)
 
     def restart_trainer(self, numerics: NumericsConfig) -> None:
         """A new trainer in place of one that is lost, at the weights that the experiment starts from; then `numerics`
         on both sides. The engines stay up, and have to be synced before anything is sampled."""
         self.trainer.shutdown()
         self.trainer = _start_trainer(self.experiment, self.numerics)
+        self.closing.callback(self.trainer.shutdown)
         if numerics != self.numerics:
             self.switch(numerics)
 
@@ -192,6 +194,12 @@ class Stack:
         """The answers of all groups at the trainer's weights; `group` is the index of their group."""
         answers = self.collect(self.admit(groups, temperature))
         return [replace(answer, group=index) for index, group in enumerate(answers) for answer in group]
+
+    def wait_for_some(self, asked: Sequence[Asked], count: int) -> None:
+        """Until `count` of the groups, or all of them, have their answers; see `collect`."""
+        while sum(item.answered for item in asked) < min(count, len(asked)):
+            self._look_after([item.answers for item in asked if not item.answers.done()], FIRST_COMPLETED)
+        self._hear()
 
     def wait_for_fresh(self, asked: Sequence[Asked]) -> None:
         """Until a group has an answer with a token of the trainer's weights, or all are there; see `collect`."""

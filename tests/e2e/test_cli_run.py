@@ -69,7 +69,15 @@ def test_every_row_is_complete_and_finite(run: LiveRun) -> None:
         "eval/accuracy",
         "eval/problems",
     }
-    of_options = {name for name in METRICS if name.startswith(("mismatch/router_", "train/rejected_"))}
+    options = (
+        "mismatch/router_",
+        "train/rejected_",
+        "drift/",
+        "perf/groups_",
+        "perf/engine_balance",
+        "rollout/dropped_t",
+    )
+    of_options = {name for name in METRICS if name.startswith(options)}
     for row in rows[1:]:
         assert METRICS.keys() - sometimes - of_options <= row.keys()
         assert [name for name in row if name != "step" and describe(name) is None] == [], "each has unit and meaning"

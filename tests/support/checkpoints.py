@@ -9,6 +9,7 @@ from typing import Any
 from rl.experiment import Experiment
 from rl.guard.standing import Standing
 from rl.record.run_dir import RunDir
+from rl.run.ahead import FeedState
 from rl.run.checkpoints import publish_checkpoint, write_checkpoint
 from trainer.actor import TrainerGroup
 from trainer.checkpoint_files import About, digests, write_about
@@ -29,7 +30,7 @@ class Describing(TrainerGroup):
 
 
 def write(run: RunDir, settings: Experiment, step: int, standing: Standing | None = None) -> None:
-    write_checkpoint(Describing(), run, settings, standing or Standing(), step)
+    write_checkpoint(Describing(), run, settings, standing or Standing(), step, FeedState(0, [], []))
 
 
 def save(run: RunDir, settings: Experiment, step: int, standing: Standing | None = None) -> None:

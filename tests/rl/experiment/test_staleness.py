@@ -30,6 +30,8 @@ def test_updates_land_in_flight_where_asked_and_always_beyond_one_step(rollout: 
         ({"rollout": {"in_flight": True}}, "found in_flight=true with staleness=0, expected false"),
         ({"rollout": {"staleness": 2, "in_flight": False}}, "found in_flight=false with staleness=2, expected true"),
         ({"rollout": {"staleness": -1}}, "rollout.staleness: found -1"),
+        ({"rollout": {"oversample": 1.5}}, "found oversample=1.5 with staleness=0 and in_flight=false"),
+        ({"rollout": {"oversample": 1.5, "staleness": 1}}, "rollout.in_flight=true"),
         ({"sync": {"pause": "in_place"}}, "sync.pause: found 'in_place with numerics.mode=exact'"),
         ({"rollout": {"staleness": 1}, "algorithm": {"name": "sft"}}, "rollout.staleness: found '1 with algorithm"),
         (

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -10,9 +12,9 @@ from typing import Any, cast
 
 import pytest
 
-from rl.run.ahead import read_answered, to_lines
+from rl.run.ahead import FeedState, read_answered
 from rl.run.clock import StepClock
-from rl.run.feed import SampledFeed, Work
+from rl.run.feed import FilterError, SampledFeed, Work
 from rl.run.stack import Asked, Stack
 from rollout.types import Group, Trajectory
 from tests.support.experiments import experiment
@@ -69,9 +71,13 @@ def data(tmp_path: Path) -> Path:
 
 
 def open_feed(data: Path, steps: int = 9, **rollout: Any) -> tuple[SampledFeed, Engines]:
-    sizes = {"prompts_per_step": PROMPTS, "group_size": SIZE, **rollout}
+    algorithm = rollout.pop("algorithm", {})
     settings = experiment(
-        run={"steps": steps}, data={"train": str(data)}, rollout=sizes, guard={"fresh_answers": 4, "redraws": 2}
+        run={"steps": steps},
+        data={"train": str(data)},
+        rollout={"prompts_per_step": PROMPTS, "group_size": SIZE, **rollout},
+        algorithm={"name": "grpo", **algorithm},
+        guard={"fresh_answers": 4, "redraws": 2},
     )
     engines = Engines()
     return SampledFeed(settings, engines), engines
@@ -90,7 +96,8 @@ def test_a_synchronous_step_admits_its_own_groups_and_nothing_is_ahead(data: Pat
     for step in (1, 2):
         work = take(feed, step)
         assert len(engines.asked) == step * PROMPTS and len(work.answers) == PROMPTS * SIZE
-        assert feed.ahead(StepClock()) is None and feed.answered() == []
+        assert feed.ahead(StepClock()) is None
+        assert feed.state() == FeedState(step * PROMPTS, [], [])
     assert len({seed for item in engines.asked for seed in item.group.seeds}) == len(engines.asked) * SIZE
 
 
@@ -142,36 +149,103 @@ def test_the_last_steps_have_something_to_look_at_that_is_not_trained_on(data: P
     assert len(engines.asked) == 2 * PROMPTS + 2
     ahead = feed.ahead(StepClock())
     assert ahead is not None and ahead.tokens.rows == 4
-    assert feed.answered() == [], "nothing that a later step would take"
+    assert feed.state() == FeedState(2 * PROMPTS, [], []), "nothing that a later step would take"
+
+
+def kept(feed: SampledFeed, folder: Path) -> FeedState:
+    """The feed's state, by way of files."""
+    state = feed.state()
+    for name, text in state.texts.items():
+        (folder / name).write_text(text)
+    return FeedState(**json.loads(json.dumps(state.extra)), answered=read_answered(folder / "groups.jsonl"))
 
 
 def test_groups_that_were_answered_ahead_survive_a_checkpoint(data: Path, tmp_path: Path) -> None:
     feed, engines = open_feed(data, staleness=2)
     take(feed, 1)
     engines.answer(engines.asked[PROMPTS : PROMPTS + 2])
-    engines.asked[PROMPTS].answers.result()[0].logprobs[0] = float("nan")
-    (tmp_path / "groups.jsonl").write_text(to_lines(feed.answered()))
-    kept = read_answered(tmp_path / "groups.jsonl")
-    assert [(group.step, group.number) for group in kept] == [(2, 0), (2, 1)]
+    engines.asked[PROMPTS].answers.result()[0].logprobs[0] = math.nan
+    state = kept(feed, tmp_path)
+    assert (state.next, state.admitted) == (3 * PROMPTS, list(range(PROMPTS, 3 * PROMPTS)))
+    assert [group.number for group in state.answered] == [3, 4]
 
     resumed, others = open_feed(data, staleness=2)
-    resumed.restore(kept)
     others.trainer.weight_version = 1
+    resumed.restore(state)
+    assert prompts(others.asked) == prompts(engines.asked[PROMPTS + 2 :]), "all but the two are asked again"
+    assert [item.group.seeds for item in others.asked] == [item.group.seeds for item in engines.asked[PROMPTS + 2 :]]
     work = take(resumed, 2)
-    assert prompts(others.asked[:1]) == prompts(engines.asked[PROMPTS + 2 : PROMPTS + 3]), "the third is asked again"
-    assert others.asked[0].group.seeds == engines.asked[PROMPTS + 2].group.seeds
     assert [answer.trajectory.weight_versions for answer in work.answers] == [[0]] * 4 + [[1]] * 2
-    assert work.answers[0].trajectory.logprobs[0] != work.answers[0].trajectory.logprobs[0]
+    assert math.isnan(work.answers[0].trajectory.logprobs[0])
 
 
-def test_answers_to_other_questions_are_not_restored(data: Path) -> None:
+def test_answers_to_other_questions_are_not_restored(data: Path, tmp_path: Path) -> None:
     feed, engines = open_feed(data, staleness=1)
     take(feed, 1)
     engines.answer()
     other, others = open_feed(data, staleness=1, group_size=3)
-    other.restore(feed.answered())
-    take(other, 2)
-    assert len(others.asked) == 2 * PROMPTS
+    other.restore(kept(feed, tmp_path))
+    assert len(others.asked) == PROMPTS
+
+
+def test_the_oldest_answered_groups_are_taken_and_stragglers_are_carried_over(data: Path) -> None:
+    feed, engines = open_feed(data, staleness=1, in_flight=True, oversample=1.5)
+    feed._fill(1)
+    assert len(engines.asked) == 9, "2 x 3 x 1.5"
+    engines.answer(engines.asked[1:5])
+    work = take(feed, 1)
+    first = prompts(engines.asked)
+    assert [tuple(answer.trajectory.prompt_ids) for answer in work.answers[::SIZE]] == first[1:4]
+    assert feed.state().admitted == [0, 4, 5, 6, 7, 8]
+    engines.answer(engines.asked[:1])
+    engines.trainer.weight_version = 1
+    work = take(feed, 2)
+    assert len(engines.asked) == 12
+    assert [tuple(answer.trajectory.prompt_ids) for answer in work.answers[::SIZE]] == [first[0], first[4], first[5]]
+
+
+def rewarded(feed: SampledFeed, solved: set[str]) -> None:
+    """The first answer to each of these questions is right, all others are wrong."""
+
+    def decode(ids: list[int]) -> str:
+        return "#### 1" if ids == [1] else "#### 0"
+
+    feed._stack.tokenizer.decode = decode  # type: ignore[method-assign, assignment]
+    answer = feed._stack.answer  # type: ignore[attr-defined]
+
+    def answered(asked: Sequence[Asked] | None = None) -> None:
+        answer(asked)
+        for item in feed._stack.asked if asked is None else asked:  # type: ignore[attr-defined]
+            first = item.answers.result()[0]
+            first.token_ids[:] = [1, 9] if item.group.prompt.problem.question in solved else [5, 9]
+            first.logprobs[:], first.weight_versions[:] = [-0.5, -0.5], [0, 0]
+
+    feed._stack.answer = answered  # type: ignore[attr-defined]
+
+
+def test_groups_of_equal_rewards_are_replaced_by_further_ones(data: Path) -> None:
+    synchronous, everything = open_feed(data)
+    for step in (1, 2, 3):
+        take(synchronous, step)
+    order = [item.group.prompt.problem.question for item in everything.asked]
+    feed, _ = open_feed(data, algorithm={"dynamic_sampling": True})
+    rewarded(feed, {order[0], order[4], order[6], order[7]})
+    work = take(feed, 1)
+    taken = [answer.problem.question for answer in work.answers[::SIZE]]
+    assert taken == [order[0], order[4], order[6]]
+    assert work.metrics["rollout/dropped_groups"] == 4 and work.metrics["rollout/dropped_tokens_mean"] == 1.5
+    assert work.metrics["rollout/equal_reward_groups"] == 0
+    assert feed.state().admitted == [] and feed.state().next == 7, "no more were admitted than it took"
+
+
+def test_a_filter_that_keeps_nothing_is_given_up_after_a_bounded_number_of_groups(data: Path) -> None:
+    feed, engines = open_feed(data, filter_patience=4, algorithm={"dynamic_sampling": True})
+    rewarded(feed, set())
+    with pytest.raises(
+        FilterError, match=r"found 12 groups that the grpo algorithm does not train on, of mean reward 0,"
+    ):
+        take(feed, 1)
+    assert len(engines.asked) == 12
 
 
 def test_what_was_answered_in_other_numerics_is_asked_again(data: Path) -> None:
@@ -180,4 +254,4 @@ def test_what_was_answered_in_other_numerics_is_asked_again(data: Path) -> None:
     engines.answer()
     feed.renew()
     assert prompts(engines.asked[-PROMPTS:]) == prompts(engines.asked[PROMPTS : 2 * PROMPTS])
-    assert not engines.asked[-1].answers.done() and feed.answered() == []
+    assert not engines.asked[-1].answers.done() and feed.state().answered == []
