@@ -126,6 +126,7 @@ class TrainerGroup:
 
     def __init__(self, actors: list[Any], hung_after_s: float = 120.0) -> None:
         self._actors, self._hung_after_s = actors, hung_after_s
+        self._started = False
         self.weight_version = 0
 
     @classmethod
@@ -166,6 +167,7 @@ class TrainerGroup:
         except BaseException:
             group.shutdown()
             raise
+        group._started = True
         return group
 
     def forward_backward(self, batch: TokenBatch, objective: Objective) -> PassResult:
@@ -253,7 +255,8 @@ class TrainerGroup:
         while waiting:
             done, waiting = ray.wait(waiting, timeout=_PULSE_SECONDS)
             if not done:
-                self._check_pulses()
+                if self._started:  # before, a process may be long in coming up
+                    self._check_pulses()
                 continue
             try:
                 ray.get(done)

@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import io
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
-import rl.experiment.preconditions
-import rl.loop
-import rl.run.checkpoints
-import rl.run.ending
-import rl.run.run
 from rl.cli import app
 from rl.diagnose.rescore import Rescored, print_rescored
 from rl.guard.capsule import Capsule, read_capsule
@@ -92,16 +85,3 @@ def test_bad_input_is_one_message_and_exit_code_2(capsule: Capsule, tmp_path: Pa
     (capsule.path / "tensors.safetensors").unlink()
     code, said = invoke("rescore", capsule.path, "--json")
     assert code == 2 and "tensors.safetensors: found 'no such file'" in said
-
-
-@pytest.mark.parametrize(("reason", "code"), [("", 0), ("checkpoint_and_stop: because", 3)])
-def test_a_run_that_was_stopped_has_an_exit_code_of_its_own(
-    reason: str, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    finished: list[Any] = []
-    monkeypatch.setattr(rl.experiment.preconditions, "check", lambda experiment: None)
-    monkeypatch.setattr(rl.run.run.Run, "open", lambda *_: contextlib.nullcontext())
-    monkeypatch.setattr(rl.loop, "train", lambda run: reason)
-    monkeypatch.setattr(rl.run.ending, "finish", lambda run, stopped: finished.append(stopped))
-    assert invoke("train", EXAMPLE, f"run.dir={tmp_path}")[0] == code
-    assert finished == [reason]
