@@ -159,6 +159,7 @@ def _begin(run: Run, held_out: list[Prompt], replay: bool) -> None:
     """The verified first sync, and in a new run the row of step 0: accuracy and agreement before training."""
     first = run.sync()
     run.console.note(f"first sync verified: {first.verified_tensors} tensors, {first.bytes / 1e6:.1f} MB")
+    run.stack.engines.figures()  # from here on they count
     if run.step == 0:
         experiment, stack = run.experiment, run.stack
         answers = evaluation.answer_greedily(experiment, stack, held_out)
