@@ -11,6 +11,7 @@ from numerics.fake_quantize import fake_quantize_columns, fake_quantize_rows
 from numerics.implementation import choose, using
 from numerics.probe import row_variant_ops
 from numerics.quantize import quantize
+from numerics.sampling import draw
 from numerics.spec import QuantSpec, TensorSpec
 
 pytestmark = pytest.mark.gpu
@@ -60,3 +61,13 @@ def test_ops_are_close_to_the_cpu():
     with using("torch"):
         assert torch.allclose(ops.rms_norm(x, weight, 1e-6), found[0], rtol=2**-7)
         assert torch.allclose(ops.swiglu(x), found[1], rtol=2**-7, atol=1e-3)
+
+
+def test_tokens_are_drawn_as_on_a_cpu_and_alike_in_every_batch():
+    """The two logarithms of the noise may differ in the last bit of FP64, which no token hangs on."""
+    logits, rows = torch.randn(64, 5000, generator=torch.Generator().manual_seed(0)) * 3, torch.arange(64)
+    arguments = (logits, torch.full((64,), 0.8), rows * 977, rows * 13)
+    there = draw(*(value.cuda() for value in arguments)).cpu()
+    assert there.equal(draw(*arguments))
+    alone = [draw(*(value[row : row + 1].cuda() for value in arguments)).cpu() for row in range(64)]
+    assert torch.cat(alone).equal(there)
