@@ -45,6 +45,31 @@ def train(
 
 
 @app.command()
+def submit(
+    spec: SpecPath,
+    address: Annotated[str, typer.Option(help="Of the cluster's dashboard, e.g. http://127.0.0.1:8265.")],
+    overrides: Overrides = None,
+    wait: Annotated[bool, typer.Option("--wait", help="Show what the job says, and end with it.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the run's last checkpoint.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Delete an earlier run of this name first.")] = False,
+) -> None:
+    """Run an experiment as a job of a Ray cluster, whose nodes see this directory.
+
+    Exit code 0, 1 if the job that was waited for did not succeed, 2 for bad input.
+    """
+    with _user_errors():
+        from rl.experiment import load_experiment
+        from rl.run import submission
+
+        load_experiment(spec, overrides or [])  # what it would refuse, it refuses here
+        flags = ["--resume"] * resume + ["--overwrite"] * overwrite
+        arguments = [str(spec.absolute()), *(overrides or []), *flags]
+        done = submission.submit(arguments, address, wait=wait, say=Console(highlight=False, soft_wrap=True).print)
+    if not done:
+        raise typer.Exit(1)
+
+
+@app.command()
 def demo(overrides: Overrides = None) -> None:
     """Train the tiny MoE of the examples in exact FP8 on this machine, and say what came of it.
 

@@ -37,14 +37,18 @@ class Head:
         """`ray job ...`; what it printed."""
         return self.type(" ".join(["ray job", *arguments]))
 
-    def submit(self, name: str, *arguments: str, wait: bool) -> str:
+    def submit(self, name: str, *arguments: str) -> str:
         """The README's submission of a run of this name."""
-        options = f"--submission-id {name} {'' if wait else '--no-wait'} --"
+        options = f"--submission-id {name} --no-wait --"
         command = self.submission.replace(" -- ", f" {options} ", 1).replace("run.name=job", f"run.name={name}")
+        return self.taken(" ".join([command, *SMALL, *arguments]), f"Job '{name}' submitted successfully")
+
+    def taken(self, command: str, said: str) -> str:
+        """What a submission prints that says `said`."""
         deadline = time.monotonic() + PATIENCE_S
         while True:
-            printed = self.type(" ".join([command, *SMALL, *arguments]))
-            if f"Job '{name}' submitted successfully" in printed:
+            printed = self.type(command)
+            if said in printed:
                 return printed
             # The agent that takes jobs comes up a little after the head.
             assert "No available agent" in printed and time.monotonic() < deadline, printed
@@ -94,10 +98,12 @@ def head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Head]:
 
 
 def test_a_submitted_job_shows_its_steps_and_succeeds(head: Head) -> None:
-    printed = head.submit("two", "run.steps=2", wait=True)
-    assert "Job 'two' succeeded" in printed, printed
-    assert "step 2/2  reward" in printed
-    assert "Job 'two' succeeded" in head.jobs("status", "two")
+    """By `fp8rl submit`, from the folder that relative paths are relative to."""
+    address = head.environment["RAY_API_SERVER_ADDRESS"]
+    command = f"fp8rl submit examples/arithmetic.yaml --address {address} --wait run.name=two run.steps=2"
+    printed = head.taken(" ".join([command, *SMALL]), "job      raysubmit_")
+    assert "step 2/2  reward" in printed, printed
+    assert re.search(r"job      raysubmit_\w+: SUCCEEDED", printed)
     rows = [json.loads(line) for line in (head.folder / "runs/two/metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [0, 1, 2]
     assert {row["mismatch/train_rollout_logprob_abs_diff_max"] for row in rows} == {0.0}
@@ -105,7 +111,7 @@ def test_a_submitted_job_shows_its_steps_and_succeeds(head: Head) -> None:
 
 
 def test_a_stopped_job_leaves_no_process_and_whole_rows(head: Head) -> None:
-    head.submit("long", "run.steps=1000", wait=False)
+    head.submit("long", "run.steps=1000")
     metrics = head.folder / "runs/long/metrics.jsonl"
     deadline = time.monotonic() + PATIENCE_S
     while not metrics.is_file() or metrics.read_text().count("\n") < 3:

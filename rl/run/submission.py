@@ -1,0 +1,54 @@
+"""A run as a job of a Ray cluster that goes on running."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shlex
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from ray.job_submission import JobStatus, JobSubmissionClient
+
+from numerics.errors import user_error
+
+
+def submit(arguments: Sequence[str], address: str, *, wait: bool, say: Callable[[str], object]) -> bool:
+    """Have the cluster run `fp8rl train` with these arguments, typed as in the current directory, which its nodes see.
+
+    address: of the cluster's dashboard, such as http://127.0.0.1:8265. wait: show what the job says until it ends.
+    Whether it has succeeded; without `wait`, whether it was taken.
+
+    Raises:
+        UserError: no cluster answers there.
+    """
+    command = Path(sys.executable).with_name("fp8rl")
+    # From this directory, so that relative paths mean what they mean here.
+    entrypoint = f"cd {shlex.quote(os.getcwd())} && exec {shlex.join([str(command), 'train', *arguments])}"
+    try:
+        client = JobSubmissionClient(address)
+        job = client.submit_job(entrypoint=entrypoint)
+    except (ConnectionError, RuntimeError) as error:
+        raise user_error(
+            "--address",
+            found=f"{address} ({str(error).splitlines()[0]})",
+            expected="the dashboard of a Ray cluster that takes jobs",
+            remedy="Start one with `ray start --head`, or correct the address; if it asks for a token, RAY_AUTH_MODE=token"
+            " and its token belong into the environment here too.",
+        ) from None
+    say(f"job      {job}")
+    options = f"--address {address} {job}"
+    if not wait:
+        say(f"watch    ray job logs --follow {options}")
+        say(f"stop     ray job stop {options}")
+        return True
+    asyncio.run(_show(client, job))
+    status = client.get_job_status(job)
+    say(f"job      {job}: {status}")
+    return status == JobStatus.SUCCEEDED
+
+
+async def _show(client: JobSubmissionClient, job: str) -> None:
+    async for text in client.tail_job_logs(job):
+        print(text, end="", flush=True)
