@@ -11,10 +11,16 @@ CONSOLE = logging.getLogger("fp8rl.console")
 """Where the console repeats its lines."""
 
 
+class _QuietFile(logging.FileHandler):
+    """Where the disk is full, the error that ends the run says so; the log must not repeat it line by line."""
+
+    def handleError(self, record: logging.LogRecord) -> None: ...
+
+
 @contextmanager
 def run_log(path: Path) -> Iterator[None]:
     """Append to `path` inside the block: console lines, and from all libraries warnings and what is worse."""
-    handler = logging.FileHandler(path, encoding="utf-8")
+    handler = _QuietFile(path, encoding="utf-8")
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     root = logging.getLogger()
     root.addHandler(handler)

@@ -18,8 +18,8 @@ from rollout.errors import EngineError
 from trainer.actor import TrainerDiedError
 from weight_sync.manifest import SyncError
 
-FAILURES = (EngineError, FilterError, SyncError, TrainerDiedError, ray.exceptions.RayError)
-"""What ends a run although neither its input nor its code is wrong: it can be resumed."""
+FAILURES = (EngineError, FilterError, SyncError, TrainerDiedError, OSError, ray.exceptions.RayError)
+"""What ends a run although neither its input nor its code is wrong, such as a full disk: it can be resumed."""
 
 
 def attempted(experiment: Experiment, files: RunDir, loop: Callable[[Run], str]) -> str:

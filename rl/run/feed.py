@@ -126,10 +126,10 @@ class SampledFeed:
                 self._admit_in_place_of(dropped, missing)
             with clock.phase("rollout"):
                 answered = self._answered(missing)
-            began = min(began, *(item.asked.began for item in answered))
+            began = min(began, *(item.asked.began for item, _ in answered))
             with clock.phase("reward"):
-                for item in answered:
-                    group = self._judged(item)
+                for item, trajectories in answered:
+                    group = judge(self._experiment, self._stack.tokenizer, [item.asked.group.prompt], trajectories)
                     rewards = torch.tensor([answer.reward for answer in group])
                     (kept if self._experiment.algorithm.keeps(rewards) else dropped).append(group)
         work = self._work(kept, version)
@@ -208,21 +208,17 @@ class SampledFeed:
             return Admitted(number, Asked(group, rollout.temperature, done(before.trajectories())))
         return Admitted(number, self._stack.admit([group], rollout.temperature)[0])
 
-    def _answered(self, count: int) -> list[Admitted]:
+    def _answered(self, count: int) -> list[tuple[Admitted, list[Trajectory]]]:
         """The `count` oldest groups; where more were admitted than a step needs, the oldest that are answered."""
         if self._experiment.rollout.oversample > 1.0:
             self._stack.wait_for_some([item.asked for item in self._admitted], count)
             chosen = [item for item in self._admitted if item.asked.answered][:count]
         else:
             chosen = self._admitted[:count]
-            self._stack.collect([item.asked for item in chosen])
+        answers = self._stack.collect([item.asked for item in chosen])
         taken = {item.number for item in chosen}
         self._admitted = [item for item in self._admitted if item.number not in taken]
-        return chosen
-
-    def _judged(self, item: Admitted) -> list[Answer]:
-        trajectories = item.asked.answers.result()
-        return judge(self._experiment, self._stack.tokenizer, [item.asked.group.prompt], trajectories)
+        return list(zip(chosen, answers, strict=True))
 
     def _work(self, groups: list[list[Answer]], version: int) -> Work:
         answers = [

@@ -34,8 +34,8 @@ def submit(arguments: Sequence[str], address: str, *, wait: bool, say: Callable[
             "--address",
             found=f"{address} ({str(error).splitlines()[0]})",
             expected="the dashboard of a Ray cluster that takes jobs",
-            remedy="Start one with `ray start --head`, or correct the address; if it asks for a token, RAY_AUTH_MODE=token"
-            " and its token belong into the environment here too.",
+            remedy="Start one with `ray start --head`, or correct the address. If it asks for a token, put the token "
+            "and RAY_AUTH_MODE into this environment too.",
         ) from None
     say(f"job      {job}")
     options = f"--address {address} {job}"
