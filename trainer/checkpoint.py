@@ -10,6 +10,7 @@ from typing import Any
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.models.gpt import GPTModel
+from torch.distributed.checkpoint.api import CheckpointException
 
 from numerics.files import publish_directory
 from trainer import checkpoint_writer
@@ -46,7 +47,16 @@ def save(
             (partial / name).write_text(text)
     dist.barrier()
     checkpoint_writer.install()
-    dist_checkpointing.save(_state(model, optimizer, step, loading=False), str(partial / STATE))
+    try:
+        dist_checkpointing.save(_state(model, optimizer, step, loading=False), str(partial / STATE))
+    except CheckpointException as error:
+        free = shutil.disk_usage(partial).free
+        shutil.rmtree(partial, ignore_errors=True)  # which may be all the room there is
+        cause = next(iter(error.failures.values()))[0]
+        raise OSError(
+            f"checkpoint {path}: found {str(cause).splitlines()[0]!r} while its tensors were written, with {free >> 20} "
+            "MiB free on the disk, expected room for them. Free some, or set run.dir to another disk"
+        ) from error
     dist.barrier()
     files = sorted(str(file.relative_to(partial)) for file in partial.rglob("*") if file.is_file())
     written = _all_gathered(digests(partial, files[rank :: dist.get_world_size()]))

@@ -334,12 +334,13 @@ class EnginePool:
                 slot = held.get(endpoint)
                 if slot is None:
                     return True
+                actor = slot.actor  # while it answers, another may take its place
                 try:
-                    alive = (await _call(slot.actor.health.remote())).alive
+                    alive = (await _call(actor.health.remote())).alive
                 except EngineDiedError:
                     alive = False
                 if not alive:
-                    slot.lose(slot.actor, "its process is gone")
+                    slot.lose(actor, "its process is gone")
                     return True
             await asyncio.sleep(0.1)
         return False

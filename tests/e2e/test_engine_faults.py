@@ -109,7 +109,9 @@ def test_an_engine_that_hangs_is_told_from_a_dead_one_and_replaced(
     admitted = begin(stack, asked)
     server = server_of(stack, 0)
     family = [server, *server.children(recursive=True)]
-    stopped = server if part == "server" else next(p for p in family if "scheduler" in " ".join(p.cmdline()))
+    named = {" ".join(process.cmdline()): process for process in family}
+    stopped = server if part == "server" else next((p for name, p in named.items() if "scheduler" in name), None)
+    assert stopped is not None, f"found {list(named)}, expected a scheduler"
     stopped.send_signal(signal.SIGSTOP)
     answers = collected(stack, admitted)
     assert bits(answers) == bits(undisturbed)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +84,23 @@ def test_an_interrupted_save_leaves_the_old_checkpoint(
     with pytest.raises(OSError, match="disk full"):
         trainer.save(tmp_path / "last", {"n": 2})
     assert trainer.load(tmp_path / "last") == {"n": 1}
+
+
+def test_a_full_disk_is_one_sentence_and_leaves_the_old_checkpoint(
+    moe_path: Path, tmp_path: Path, make_trainer: MakeTrainer
+) -> None:
+    """Full for this process: no file of it may be longer than a few pages."""
+    trainer = make_trainer(moe_path)
+    trainer.save(tmp_path / "last", {"n": 1})
+    former = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, former[1]))
+    try:
+        with pytest.raises(OSError, match=r"checkpoint .*last: found .* MiB free on the disk, expected room") as error:
+            trainer.save(tmp_path / "last", {"n": 2})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, former)
+    assert "\n" not in str(error.value)
+    assert [file.name for file in tmp_path.iterdir()] == ["last"] and trainer.load(tmp_path / "last") == {"n": 1}
 
 
 def test_what_is_not_a_checkpoint_is_refused(moe_path: Path, tmp_path: Path, make_trainer: MakeTrainer) -> None:
