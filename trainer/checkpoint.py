@@ -54,8 +54,8 @@ def save(
         shutil.rmtree(partial, ignore_errors=True)  # which may be all the room there is
         cause = next(iter(error.failures.values()))[0]
         raise OSError(
-            f"checkpoint {path}: found {str(cause).splitlines()[0]!r} while its tensors were written, with {free >> 20} "
-            "MiB free on the disk, expected room for them. Free some, or set run.dir to another disk"
+            f"checkpoint {path}: found {str(cause).splitlines()[0]!r} while its tensors were written, with "
+            f"{free >> 20} MiB free on the disk, expected room for them. Free some, or set run.dir to another disk"
         ) from error
     dist.barrier()
     files = sorted(str(file.relative_to(partial)) for file in partial.rglob("*") if file.is_file())
