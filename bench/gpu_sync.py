@@ -33,8 +33,8 @@ def run(sizes: Sizes, watch: Stopwatch) -> Measured:
     # The bytes that each pass must read and write.
     passes: dict[str, tuple[Callable[[], object], int]] = {
         "quantize into buckets": (lambda: _all(_pack(weights, model)), read + sent),
-        "quantize and digest": (lambda: _all(_pack(weights, model, Recorder("1", ""))), read + 2 * sent),
-        "quantize, digest, copy": (lambda: _copy(_pack(weights, model, Recorder("1", "")), served), read + 4 * sent),
+        "quantize and digest": (lambda: _all(_pack(weights, model, Recorder())), read + 2 * sent),
+        "quantize, digest, copy": (lambda: _copy(_pack(weights, model, Recorder()), served), read + 4 * sent),
         "digest what is held": (lambda: tensor_digests(tensors), sent),
     }
     for name, (run_pass, size) in passes.items():
@@ -42,10 +42,10 @@ def run(sizes: Sizes, watch: Stopwatch) -> Measured:
         done.rows.append({"pass": name, "GB": size / 1e9, "seconds": seconds, "of copy": size / seconds / bandwidth})
     total = sum(float(row["seconds"]) for row in done.rows[2:])
     moved = read + 5 * sent
-    recorder = Recorder("1", "")
+    recorder = Recorder()
     _copy(_pack(weights, model, recorder), served)
     held = dict(zip(served, tensor_digests(tensors), strict=True))
-    different = sum(digest.split("@")[0] != held[name] for name, digest in recorder.manifest().entries.items())
+    different = sum(digest != held[name] for name, digest in recorder.sent().digests.items())
     done.results += [
         Result("d == 0: tensors that differ after the copy", float(different), 0.0, False, {"tensors": len(held)}),
         Result(

@@ -24,7 +24,7 @@ from rollout.engine import Engine
 from rollout.types import Endpoint
 from trainer import parallel
 from trainer.config import TrainerConfig
-from weight_sync.bridge import SyncReport, send_and_verify
+from weight_sync.bridge import SyncReport, send_and_verify, send_share
 from weight_sync.hf_checkpoint import convert_checkpoint
 from weight_sync.quantized import served_tensors
 from weight_sync.transports.tensor import TensorTransport
@@ -77,13 +77,13 @@ def measure(model: Path) -> tuple[list[float], list[float], SyncReport, int]:
         served = Path(folder) / "served"
         trainer = Trainer(model, config, numerics, layout, seed=0, total_steps=1, max_sequence_length=64)
         convert_checkpoint(model, served, numerics.rollout_spec)
-        verified, unverified, report = asyncio.run(_measure(trainer, numerics, served, Path(folder)))
+        verified, unverified, report = _measure(trainer, numerics, served, Path(folder))
         bf16_bytes = sum(tensor.nbytes for _, tensor in trainer.export_weights())
     parallel.shutdown()
     return verified, unverified, report, bf16_bytes
 
 
-async def _measure(
+def _measure(
     trainer: Trainer, numerics: NumericsConfig, served: Path, folder: Path
 ) -> tuple[list[float], list[float], SyncReport]:
     engine = Engine(
@@ -92,23 +92,24 @@ async def _measure(
         {"numerics": numerics.to_dict()},
         expected_report(numerics),
     )
-    endpoint = await engine.start(served)
-    transport = TensorTransport(BUCKET_BYTES)
+    endpoint = asyncio.run(engine.start(served))
+    transport, spec = TensorTransport(BUCKET_BYTES), numerics.rollout_spec
     verified, unverified = [], []
     try:
         for index in range(ROUNDS + 1):
             start = time.perf_counter()
-            await _send_only(trainer, transport, numerics, endpoint)
+            asyncio.run(_send_only(trainer, transport, numerics, endpoint))
             middle = time.perf_counter()
-            tensors = _served(trainer, transport, numerics)
-            _, report, problems = await send_and_verify(transport, tensors, numerics.rollout_spec, [endpoint], 0)
+            _, report, problems = send_and_verify(
+                lambda: [send_share(trainer, transport, spec, [endpoint], 0)], spec, [endpoint], 0
+            )
             end = time.perf_counter()
             assert not problems, problems
             if index:  # the first round compiles
                 unverified.append(middle - start)
                 verified.append(end - middle)
     finally:
-        await engine.stop()
+        asyncio.run(engine.stop())
     return verified, unverified, report
 
 

@@ -10,6 +10,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from models.architecture import Model
+from models.storing import INDEX
 from numerics.errors import UserError, user_error
 from numerics.reading import parsed
 
@@ -85,7 +86,7 @@ def weight_files(path: Path, key: str) -> list[Path]:
     Raises:
         UserError: there are none, or the index is broken.
     """
-    index = path / "model.safetensors.index.json"
+    index = path / INDEX
     if not index.is_file():
         files = sorted(path.glob("*.safetensors"))
     else:

@@ -41,6 +41,7 @@ class EngineClient:
         self._client = httpx.AsyncClient(
             base_url=endpoint.url, timeout=httpx.Timeout(timeout_s, connect=5.0), limits=limits, trust_env=False
         )
+        self.url = endpoint.url
         self._endpoint = endpoint
         self._routes = routes
 

@@ -2,30 +2,29 @@
 
 from __future__ import annotations
 
-import json
+import functools
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer import TransformerConfig
-from safetensors.torch import save_file
 from torch import Tensor
 
 from models.stored import check_finite
+from models.storing import write_directory
 from models.tensors import TensorTable
 from numerics.errors import user_error
-from numerics.files import publish_directory
 from numerics.quantize import QuantizedTensor
+from numerics.ranks import exhaust
 from numerics.spec import TensorSpec
 from trainer import te_weights
+from trainer.export import Exporter
 from trainer.table_bridge import TableBridge
 
 _WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json", "*.pt", "*.pth", "*.gguf")
-_SHARD_BYTES = 4 << 30
 
 
 class HFWeights:
@@ -48,7 +47,7 @@ class HFWeights:
         self._path, self._spec, self._dtype = Path(model_path), quantized_as, dtype
         self._table = table
         self._bridge = TableBridge(table, config)
-        self._scale_bridge = TableBridge(table, config, quantized_as.group)
+        self._exporter = Exporter(self._bridge, TableBridge(table, config, quantized_as.group), quantized_as)
 
     @torch.no_grad()
     def load(self, model: GPTModel) -> None:
@@ -70,36 +69,14 @@ class HFWeights:
         for name, parameter in quantized.items():
             te_weights.fill(parameter, plain.pop(name))
 
-    @torch.no_grad()
-    def export(self, model: GPTModel) -> Iterator[tuple[str, Tensor | QuantizedTensor]]:
-        """Yield (HF name, tensor) for every tensor of the checkpoint, on rank 0; other ranks yield nothing.
+    def share(self, model: GPTModel) -> Iterator[tuple[str, Tensor | QuantizedTensor]]:
+        """Yield (HF name, tensor) for what this rank hands out; the shares of all ranks are the checkpoint.
 
         A weight that TransformerEngine holds in FP8 is yielded as it holds it. The tensors may share memory with the
-        parameters: use or copy them before the next training step.
+        parameters: use or copy them before the next training step. All ranks must take all of it.
         """
-        values: dict[str, Tensor] = {}
-        scales: dict[str, Tensor] = {}
-        for name, held in self._held(model):
-            values[name] = held.detach()
-            if te_weights.is_quantized(held):
-                weight = te_weights.quantized(held)
-                assert weight.spec == self._spec, f"{name} is {weight.spec}, expected {self._spec}"
-                values[name], scales[name] = weight.data.view(torch.uint8), weight.scale_inv.contiguous()
-        exported_scales = self._scale_bridge.export_weights([_StandIn(model, scales)])
-        seen: set[str] = set()
-        for name, tensor in self._bridge.export_weights([_StandIn(model, values)]):
-            if tensor.dtype is torch.uint8:
-                # Both go through the parameters in one order, so their collectives meet on all ranks.
-                scale_name, scale_inv = next(exported_scales)
-                assert scale_name == name
-                tensor = QuantizedTensor(tensor.view(self._spec.dtype), scale_inv, self._spec)
-            # A tied embedding also stands at the last pipeline stage.
-            if dist.get_rank() == 0 and name not in seen:
-                seen.add(name)
-                yield name, tensor
-        lacking = sorted(self._table.rows.keys() - seen)
-        if dist.get_rank() == 0 and lacking:
-            raise RuntimeError(f"export: found no parameter with {', '.join(lacking[:5])}, expected every tensor")
+        whole = self._bridge._weight_name_mapping_mcore_local_to_global(model)
+        return self._exporter.share((whole[name], held) for name, held in self._held(model))
 
     def names(self, model: GPTModel) -> dict[str, list[str]]:
         """The tensors of the checkpoint that each parameter of this rank holds, whole or in part, by its name."""
@@ -116,19 +93,17 @@ class HFWeights:
 
     def write(self, model: GPTModel, path: Path) -> None:
         """Write a Hugging Face directory: the weights, dequantized, and every other file of the source directory."""
-        path = Path(path).absolute()
-        partial = path.with_name(f".{path.name}.partial")
-        tensors = self.export(model)
-        if dist.get_rank() == 0:
-            shutil.rmtree(partial, ignore_errors=True)
-            shutil.copytree(self._path, partial, ignore=shutil.ignore_patterns(*_WEIGHT_FILES, ".*"))
-            plain = ((n, t.dequantize(self._dtype) if isinstance(t, QuantizedTensor) else t) for n, t in tensors)
-            _write_shards(plain, partial)
-            publish_directory(partial, path)
-        else:
-            for _ in tensors:
-                pass
-        dist.barrier()
+        copied = functools.partial(
+            shutil.copytree, self._path, ignore=shutil.ignore_patterns(*_WEIGHT_FILES, ".*"), dirs_exist_ok=True
+        )
+        write_directory(Path(path).absolute(), self._plain(self.share(model)), copied)
+
+    def _plain(self, weights: Iterator[tuple[str, Tensor | QuantizedTensor]]) -> Iterator[tuple[str, Tensor]]:
+        try:
+            for name, weight in weights:
+                yield name, weight.dequantize(self._dtype) if isinstance(weight, QuantizedTensor) else weight
+        finally:
+            exhaust(weights)
 
 
 class _StandIn:
@@ -151,27 +126,3 @@ class _StandIn:
 
     def state_dict(self) -> dict[str, Tensor]:
         return self._tensors
-
-
-def _write_shards(tensors: Iterator[tuple[str, Tensor]], directory: Path) -> None:
-    """Write safetensors files of about four GiB, and an index if there are several."""
-    shards: list[dict[str, Tensor]] = [{}]
-    size = 0
-    for name, tensor in tensors:
-        tensor = tensor.cpu().contiguous().clone()
-        size += tensor.nbytes
-        if shards[-1] and size > _SHARD_BYTES:
-            shards.append({})
-            size = tensor.nbytes
-        shards[-1][name] = tensor
-    if len(shards) == 1:
-        save_file(shards[0], directory / "model.safetensors", metadata={"format": "pt"})
-        return
-    index: dict[str, str] = {}
-    for number, shard in enumerate(shards, start=1):
-        file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        save_file(shard, directory / file, metadata={"format": "pt"})
-        index |= dict.fromkeys(shard, file)
-    total = sum(tensor.nbytes for shard in shards for tensor in shard.values())
-    text = json.dumps({"metadata": {"total_size": total}, "weight_map": index}, indent=2)
-    (directory / "model.safetensors.index.json").write_text(text)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -15,6 +17,7 @@ from trainer.config import TrainerConfig
 
 LOOPBACK = "127.0.0.1"
 TIMEOUT = timedelta(minutes=10)
+TURN = timedelta(minutes=5)
 
 
 @dataclass(frozen=True)
@@ -74,6 +77,41 @@ def initialize(config: TrainerConfig, rank: int = 0, store: dist.Store | None = 
         tp_size=config.tp,
         reports=last_stage and parallel_state.get_tensor_model_parallel_rank() == 0,
     )
+
+
+@contextmanager
+def in_turn(what: str, patience: timedelta = TURN) -> Iterator[None]:
+    """Let one rank at a time into the block, in the order in which they come, which is then the same for everybody.
+
+    what: name of the queue.
+
+    Raises:
+        TimeoutError: the rank before has not left within `patience`; it is named.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        yield
+        return
+    queue = dist.PrefixStore(what, dist.distributed_c10d._get_default_store())
+    place = queue.add("places", 1)
+    queue.set(f"rank/{place}", str(dist.get_rank()))
+    try:
+        if place > 1:
+            _wait_for_leaving(queue, place - 1, what, patience)
+        yield
+    finally:
+        queue.set(f"left/{place}", "")
+
+
+def _wait_for_leaving(queue: dist.Store, place: int, what: str, patience: timedelta) -> None:
+    try:
+        queue.wait([f"left/{place}"], patience)
+    except dist.DistStoreError as error:
+        rank = queue.get(f"rank/{place}").decode()
+        raise TimeoutError(
+            f"{what}: found trainer rank {rank} at it for {patience.total_seconds():g} s, expected it to end its turn"
+        ) from error
+    for key in (f"left/{place}", f"rank/{place}"):
+        queue.delete_key(key)
 
 
 def shutdown() -> None:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import mbridge.core.bridge
 import torch
 from mbridge.core import Bridge
 from mbridge.core.safetensor_io import SafeTensorIO
-from megatron.core import parallel_state
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
@@ -69,19 +66,3 @@ class TableBridge(Bridge):
         whole = self._table.split("megatron", mcore_weights, rows, self._block)
         shares = zip(*(tensor.chunk(ranks) for tensor in whole))
         return [self._table.fuse("megatron", share, rows, self._block, ranks) for share in shares]
-
-
-def _between_stages(send: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """`send`, which brings something to all pipeline stages, where there is more than one."""
-
-    @functools.wraps(send)
-    def sent(value: Any) -> Any:
-        return value if parallel_state.get_pipeline_model_parallel_world_size() == 1 else send(value)
-
-    return sent
-
-
-# mbridge exchanges each parameter and, pickled, its name and shape, with stages that there may not be: four collectives
-# for each of thousands of experts.
-for _send in ("broadcast_str_from_megatron_pp", "broadcast_from_megatron_pp"):
-    setattr(mbridge.core.bridge, _send, _between_stages(getattr(mbridge.core.bridge, _send)))

@@ -140,8 +140,8 @@ class Trainer:
         return done.rows, Scored(done.logprobs, done.routes, done.draws)
 
     def export_weights(self) -> Iterator[tuple[str, Tensor | QuantizedTensor]]:
-        """Yield (HF name, tensor) on rank 0; other ranks iterate over nothing. See :meth:`HFWeights.export`."""
-        return self.weights.export(self.model)
+        """Yield (HF name, tensor) for this rank's share of the checkpoint. See :meth:`HFWeights.share`."""
+        return self.weights.share(self.model)
 
     def export_hf(self, path: Path) -> None:
         """Write a Hugging Face directory with the current weights."""

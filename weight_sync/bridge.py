@@ -1,22 +1,25 @@
 """The bridge: the trainer's weights into the engines, and the proof that they arrived.
 
-A sync pauses generation, streams the quantized tensors, has each engine commit them (refresh what it computes with,
-take digests of its own parameters), compares the digests with the trainer's, and resumes. If anything differs, or
-anything fails on the way, generation stays paused and `SyncError` says what: a mixture is never sampled from.
+A sync pauses generation, has every trainer rank quantize and send what it hands out, has each engine commit it (refresh
+what it computes with, take digests of its own parameters), compares the digests with those of what was sent, and
+resumes. If anything differs, or anything fails on the way, generation stays paused and `SyncError` says what: a mixture
+is never sampled from.
 """
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import httpx
-from torch import Tensor
 
+from numerics.ranks import exhaust
 from numerics.spec import QuantSpec
 from rollout.client import EngineClient, PauseMode
 from rollout.errors import EngineError
@@ -24,12 +27,14 @@ from rollout.types import Endpoint
 from trainer.actor import TrainerGroup
 from weight_sync.config import SyncConfig
 from weight_sync.hf_checkpoint import write_served_checkpoint
-from weight_sync.manifest import Manifest, Recorder, SyncError
+from weight_sync.manifest import Manifest, Recorder, Sent, SyncError
 from weight_sync.quantized import served_tensors
 from weight_sync.transports import Transport, make_transport
 
 if TYPE_CHECKING:
     from trainer.trainer import Trainer  # megatron is for the ranks, not for the driver
+
+Result = TypeVar("Result")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,8 +85,8 @@ class Bridge:
         """
         transport = make_transport(self.config, self.model_path, self.scratch / "sync_checkpoint", self.spec)
         version = self.trainer.weight_version
-        results = self.trainer.apply(push, transport, self.spec, list(endpoints), version, self.config.pause)
-        manifest, report, problems = next(result for result in results if result is not None)
+        send = functools.partial(self.trainer.apply, send_share, transport, self.spec, list(endpoints), version)
+        manifest, report, problems = send_and_verify(send, self.spec, endpoints, version, self.config.pause)
         if manifest_path is not None:
             manifest.save(manifest_path)
         if problems:
@@ -93,66 +98,39 @@ class Bridge:
         return report
 
 
-Pushed = tuple[Manifest, SyncReport, list[str]]
-
-
-def push(
-    trainer: Trainer,
-    transport: Transport,
+def send_and_verify(
+    send: Callable[[], Sequence[Sent]],
     spec: QuantSpec,
-    endpoints: list[Endpoint],
+    endpoints: Sequence[Endpoint],
     version: int,
     pause: PauseMode = "retract",
-) -> Pushed | None:
-    """The sync as each trainer rank runs it: all take part in the export, rank 0 sends and verifies."""
-    weights = trainer.export_weights()
-    try:
-        if trainer.layout.rank != 0:
-            return None
-        tensors = served_tensors(weights, spec, trainer.definition, transport.allocate)
-        return asyncio.run(send_and_verify(transport, tensors, spec, endpoints, version, pause))
-    finally:
-        _exhaust(weights)
+) -> tuple[Manifest, SyncReport, list[str]]:
+    """A sync: pause, send, commit, compare; generation resumes if nothing differs. Also the lines that say what does.
 
-
-async def send_and_verify(
-    transport: Transport,
-    tensors: Iterable[tuple[str, Tensor]],
-    spec: QuantSpec,
-    endpoints: list[Endpoint],
-    version: int,
-    pause: PauseMode = "retract",
-) -> Pushed:
-    """Rank 0's part, on what is served under `spec`: send, commit, compare; generation resumes if nothing differs.
-
-    pause: what becomes of answers that are under way, see `SyncConfig.pause`.
+    send: has every rank send its share of what is served under `spec`. pause: what becomes of answers that are under
+    way, see `SyncConfig.pause`.
     """
-    recorder = Recorder(str(version), spec.digest())
-    start = time.perf_counter()
-    engines = [EngineClient(endpoint) for endpoint in endpoints]
-    try:
-        await asyncio.gather(*(engine.pause(pause) for engine in engines))
-        await transport.send(recorder.watch(tensors), engines, version)
+
+    async def commit(engine: EngineClient) -> dict[str, str]:
         if pause != "in_place":  # whose answers need what they have cached
-            await asyncio.gather(*(engine.flush() for engine in engines))
+            await engine.flush()
+        return (await engine.commit(version)).entries
+
+    start = time.perf_counter()
+    with _as_sync_error(version):
+        asyncio.run(_each(endpoints, lambda engine: engine.pause(pause)))
+        parts = send()
         sent = time.perf_counter()
-        manifest = recorder.manifest()
-        held = [answer.entries for answer in await asyncio.gather(*(engine.commit(version) for engine in engines))]
+        manifest = Manifest.merged(version, spec, parts)
+        held = asyncio.run(_each(endpoints, commit))
         problems = _differences(manifest, endpoints, held)
-        bad = set().union(*(manifest.mismatched(entries) for entries in held))
         if not problems:
-            await asyncio.gather(*(engine.resume() for engine in engines))
+            asyncio.run(_each(endpoints, lambda engine: engine.resume()))
         end = time.perf_counter()
-    except (EngineError, httpx.HTTPError, OSError) as error:
-        raise SyncError(
-            f"sync to weight version {version}: found {error!r} on the way, expected every engine to load and verify "
-            "the weights; generation stays paused. Sync again, and replace an engine that died"
-        ) from error
-    finally:
-        await asyncio.gather(*(engine.close() for engine in engines))
+    bad = set().union(*(manifest.mismatched(entries) for entries in held))
     report = SyncReport(
         version=version,
-        bytes=recorder.bytes,
+        bytes=sum(part.bytes for part in parts),
         seconds=end - start,
         send_seconds=sent - start,
         verify_seconds=end - sent,
@@ -162,7 +140,50 @@ async def send_and_verify(
     return manifest, report, problems
 
 
-def _differences(manifest: Manifest, endpoints: list[Endpoint], held: list[dict[str, str]]) -> list[str]:
+def send_share(
+    trainer: Trainer, transport: Transport, spec: QuantSpec, endpoints: Sequence[Endpoint], version: int
+) -> Sent:
+    """What each trainer rank does in a sync: quantize what it hands out, and send it to every engine."""
+    recorder = Recorder()
+    weights = trainer.export_weights()
+
+    async def send() -> None:
+        engines = [EngineClient(endpoint) for endpoint in endpoints]
+        try:
+            tensors = served_tensors(weights, spec, trainer.definition, transport.allocate)
+            await transport.send(recorder.watch(tensors), engines, version)
+        finally:
+            await asyncio.gather(*(engine.close() for engine in engines))
+
+    try:
+        with _as_sync_error(version):
+            asyncio.run(send())
+        return recorder.sent()
+    finally:
+        exhaust(weights)
+
+
+async def _each(endpoints: Sequence[Endpoint], use: Callable[[EngineClient], Awaitable[Result]]) -> list[Result]:
+    """What `use` gets from each engine."""
+    engines = [EngineClient(endpoint) for endpoint in endpoints]
+    try:
+        return await asyncio.gather(*(use(engine) for engine in engines))
+    finally:
+        await asyncio.gather(*(engine.close() for engine in engines))
+
+
+@contextmanager
+def _as_sync_error(version: int) -> Iterator[None]:
+    try:
+        yield
+    except (EngineError, httpx.HTTPError, OSError) as error:
+        raise SyncError(
+            f"sync to weight version {version}: found {error!r} on the way, expected every engine to load and verify "
+            "the weights; generation stays paused. Sync again, and replace an engine that died"
+        ) from error
+
+
+def _differences(manifest: Manifest, endpoints: Sequence[Endpoint], held: list[dict[str, str]]) -> list[str]:
     return [
         f"engine {endpoint.url}: {line}"
         for endpoint, entries in zip(endpoints, held, strict=True)
@@ -172,15 +193,4 @@ def _differences(manifest: Manifest, endpoints: list[Endpoint], held: list[dict[
 
 def _write(trainer: Trainer, spec: QuantSpec, model_path: Path, path: Path) -> None:
     weights = trainer.export_weights()
-    try:
-        if trainer.layout.rank == 0:
-            tensors = served_tensors(weights, spec, trainer.definition)
-            write_served_checkpoint(tensors, model_path, path, spec)
-    finally:
-        _exhaust(weights)
-
-
-def _exhaust(weights: Iterator[object]) -> None:
-    """Take the rest of an export: it is collective, and a rank that leaves early keeps the others waiting in it."""
-    for _ in weights:
-        pass
+    write_served_checkpoint(served_tensors(weights, spec, trainer.definition), model_path, path, spec)

@@ -3,43 +3,29 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import save_file
 from torch import Tensor
 
 from models import Model, read_model
 from models.stored import check_finite, stored_tensors
-from numerics.files import publish_directory
+from models.storing import INDEX, write_directory
 from numerics.reading import read_bytes
 from numerics.spec import QuantSpec
 from weight_sync.quantized import is_quantized, served_tensors
-from weight_sync.shards import shards
 
-_SHARD_BYTES = 4 << 30
 _COPIED = ("*.json", "*.jinja", "*.txt", "*.model")
-_WEIGHT_INDEX = "model.safetensors.index.json"
 
 
 def write_served_checkpoint(tensors: Iterable[tuple[str, Tensor]], source: Path, path: Path, spec: QuantSpec) -> None:
     """Write `tensors` (from `served_tensors`) with the configuration and tokenizer files of `source`.
 
-    `path` appears whole or not at all, in place of what stood there. config.json gets the `quantization_config` that
+    All ranks take part, as `write_directory` says. config.json gets the `quantization_config` that
     SGLang reads: block FP8 with dynamic activation scales, `scale_fmt: ue8m0` where they are powers of two.
     """
-    partial = path.with_name(f".{path.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    try:
-        _copy_description(source, partial, spec)
-        _write_tensors(tensors, partial)
-        publish_directory(partial, path)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
+    write_directory(path, tensors, lambda partial: _copy_description(source, partial, spec))
 
 
 def quantization_config(spec: QuantSpec, model: Model) -> dict[str, Any]:
@@ -88,19 +74,10 @@ def convert_checkpoint(source: Path, path: Path, spec: QuantSpec) -> None:
 def _copy_description(source: Path, partial: Path, spec: QuantSpec) -> None:
     for pattern in _COPIED:
         for file in source.glob(pattern):
-            if file.name != _WEIGHT_INDEX:
+            if file.name != INDEX:
                 (partial / file.name).write_bytes(read_bytes(file, "model.path", "a file to copy"))
     config = json.loads((partial / "config.json").read_text())
     config.pop("quantization_config", None)
     if spec.quantized:
         config["quantization_config"] = quantization_config(spec, read_model(source))
     (partial / "config.json").write_text(json.dumps(config, indent=1))
-
-
-def _write_tensors(tensors: Iterable[tuple[str, Tensor]], partial: Path) -> None:
-    where: dict[str, str] = {}
-    for index, shard in enumerate(shards(tensors, _SHARD_BYTES)):
-        file = f"model-{index:05d}.safetensors"
-        save_file({name: tensor.cpu().contiguous() for name, tensor in shard}, partial / file, {"format": "pt"})
-        where |= dict.fromkeys((name for name, _ in shard), file)
-    (partial / _WEIGHT_INDEX).write_text(json.dumps({"metadata": {}, "weight_map": where}))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from torch import Tensor
@@ -12,7 +12,8 @@ from torch import Tensor
 from models.tensors import SCALE_SUFFIX
 from numerics.digest import tensor_digests
 from numerics.files import write_atomically
-from weight_sync.shards import shards
+from numerics.shards import shards
+from numerics.spec import QuantSpec
 
 _BATCH_BYTES = 64 << 20
 
@@ -34,6 +35,21 @@ class Manifest:
     spec_digest: str
     entries: dict[str, str]
 
+    @classmethod
+    def merged(cls, version: int, spec: QuantSpec, parts: Sequence[Sent]) -> Manifest:
+        """Of what all ranks have sent. Quantized tensors are those that came with scales.
+
+        Raises ValueError if two ranks have sent the same tensor.
+        """
+        digests: dict[str, str] = {}
+        for part in parts:
+            if twice := sorted(digests.keys() & part.digests.keys()):
+                raise ValueError(f"found {', '.join(twice[:5])} sent by two ranks, expected each tensor from one")
+            digests |= part.digests
+        quantized = {name for name in digests if name + SCALE_SUFFIX in digests}
+        entries = {name: f"{digest}@{version}" if name in quantized else digest for name, digest in digests.items()}
+        return cls(str(version), spec.digest(), entries)
+
     def differences(self, found: Mapping[str, str]) -> list[str]:
         """One line per tensor that `found` (an engine's entries) lacks, has in excess, or holds otherwise."""
         lines = []
@@ -51,26 +67,29 @@ class Manifest:
         write_atomically(path, json.dumps(dataclasses.asdict(self), indent=1) + "\n")
 
 
+@dataclasses.dataclass(frozen=True)
+class Sent:
+    """What one rank has sent. digests: by HF name. bytes: of the tensors."""
+
+    digests: dict[str, str]
+    bytes: int
+
+
 class Recorder:
     """Digests tensors as they stream past, and so sees exactly what is sent."""
 
-    def __init__(self, version: str, spec_digest: str) -> None:
-        self._version, self._spec_digest = version, spec_digest
+    def __init__(self) -> None:
         self._digests: dict[str, str] = {}
-        self.bytes = 0
+        self._bytes = 0
 
     def watch(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """The same stream; each tensor is digested before it is handed on, many of them at once."""
         for batch in shards(tensors, _BATCH_BYTES):
             names, held = zip(*batch)
             self._digests.update(zip(names, tensor_digests(held)))
-            self.bytes += sum(tensor.nbytes for tensor in held)
+            self._bytes += sum(tensor.nbytes for tensor in held)
             yield from batch
 
-    def manifest(self) -> Manifest:
-        """What has been seen so far. Quantized tensors are those that came with scales."""
-        quantized = {name for name in self._digests if name + SCALE_SUFFIX in self._digests}
-        entries = {
-            name: f"{digest}@{self._version}" if name in quantized else digest for name, digest in self._digests.items()
-        }
-        return Manifest(self._version, self._spec_digest, entries)
+    def sent(self) -> Sent:
+        """What has been seen so far."""
+        return Sent(dict(self._digests), self._bytes)

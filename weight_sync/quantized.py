@@ -11,10 +11,11 @@ from models import Model
 from models.tensors import SCALE_SUFFIX, TensorRow
 from numerics.errors import UserError
 from numerics.quantize import QuantizedTensor, check_quantizable, quantize_many, scale_shape
+from numerics.ranks import exhaust
+from numerics.shards import shards
 from numerics.spec import QuantSpec, TensorSpec
 from weight_sync.buckets import Allocate
-from weight_sync.manifest import Manifest, Recorder
-from weight_sync.shards import shards
+from weight_sync.manifest import Recorder, Sent
 
 _BATCH_BYTES = 64 << 20  # quantized at a time: experts are many and small, and each launch has its price
 
@@ -30,30 +31,31 @@ def served_tensors(
     weights: (HF name, tensor), or what the trainer quantized itself, whose codes and scales are served as they are
     (dequantized, where the engine runs them unquantized). model: whose tensors they are. A quantized `x.weight` [N, K]
     becomes `x.weight` (FP8) and `x.weight_scale_inv` (FP32, one per block).
-    The tensors may share memory with the parameters. allocate: where to quantize to.
+    The tensors may share memory with the parameters. allocate: where to quantize to. A weight that cannot be quantized
+    does not keep other ranks waiting: the rest of `weights` is taken.
     """
-    for batch in shards(weights, _BATCH_BYTES):
-        rows = {name: model.tensors[name] for name, _ in batch}
-        to_quantize = {name: weight for name, weight in batch if is_quantized(rows[name], spec, model)}
-        quantized = _quantized(to_quantize, spec, allocate)
-        for name, weight in batch:
-            if name in quantized:
-                yield name, quantized[name].data
-                yield name + SCALE_SUFFIX, quantized[name].scale_inv
-            elif isinstance(weight, QuantizedTensor):
-                yield name, weight.dequantize(rows[name].served)
-            else:
-                yield name, weight.to(rows[name].served)
+    try:
+        for batch in shards(weights, _BATCH_BYTES):
+            rows = {name: model.tensors[name] for name, _ in batch}
+            to_quantize = {name: weight for name, weight in batch if is_quantized(rows[name], spec, model)}
+            quantized = _quantized(to_quantize, spec, allocate)
+            for name, weight in batch:
+                if name in quantized:
+                    yield name, quantized[name].data
+                    yield name + SCALE_SUFFIX, quantized[name].scale_inv
+                elif isinstance(weight, QuantizedTensor):
+                    yield name, weight.dequantize(rows[name].served)
+                else:
+                    yield name, weight.to(rows[name].served)
+    finally:
+        exhaust(weights)
 
 
-def manifest_of(
-    weights: Iterable[tuple[str, Tensor | QuantizedTensor]], spec: QuantSpec, model: Model, version: str
-) -> Manifest:
-    """What an engine that serves `spec` must hold of these weights (as in `served_tensors`), without sending them."""
-    recorder = Recorder(version, spec.digest())
-    for _ in recorder.watch(served_tensors(weights, spec, model)):
-        pass
-    return recorder.manifest()
+def would_send(weights: Iterable[tuple[str, Tensor | QuantizedTensor]], spec: QuantSpec, model: Model) -> Sent:
+    """What one rank would send of these weights (as in `served_tensors`) to an engine that serves `spec`."""
+    recorder = Recorder()
+    exhaust(recorder.watch(served_tensors(weights, spec, model)))
+    return recorder.sent()
 
 
 def is_quantized(row: TensorRow, spec: QuantSpec, model: Model) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -13,6 +14,8 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor
 
+from models import read_model
+from models.stored import stored_tensors
 from numerics.config import NumericsConfig
 from numerics.errors import UserError
 from numerics.spec import QuantSpec
@@ -56,6 +59,8 @@ class Case:
                 out[f"{kind}/{precision}"] = reported(layout, trainer.score(random_batch(**BATCH)))
         trainer = self._trainer(layout, config, self.moe_path, "fp8")
         out["export"] = {name: tensor.clone() for name, tensor in trainer.export_weights()}
+        trainer.export_hf(self.saved.with_name("hf"))
+        out["one rank fails"] = self._failing(layout)
         out["routed"] = self._routed(layout, trainer)
         out["extra"] = trainer.load(self.checkpoint)
         out["resumed"] = two_steps(trainer)
@@ -63,6 +68,19 @@ class Case:
         out["non-finite"] = self._non_finite(trainer)
         out["gradients"] = gradients(self._trainer(layout, config, self.moe_path, "bf16", torch.float32))
         return out
+
+    def _failing(self, layout: Layout) -> str:
+        """Rank 1 alone has no room."""
+        from models.storing import write_directory
+
+        def tensors() -> Iterator[tuple[str, Tensor]]:
+            yield str(layout.rank), torch.ones(1)
+            if layout.rank == 1:
+                raise OSError("no space left")
+
+        with pytest.raises(OSError) as error:
+            write_directory(self.saved.with_name("failed"), tensors(), lambda partial: None)
+        return str(error.value)
 
     def _trainer(
         self, layout: Layout, config: TrainerConfig, path: Path, precision: str, dtype: torch.dtype = torch.bfloat16
@@ -107,7 +125,7 @@ def two_steps(trainer: Any) -> list[tuple[float, float]]:
 
 
 def gradients(trainer: Any) -> dict[str, Tensor]:
-    """The summed gradients by HF name, on rank 0."""
+    """The summed gradients by HF name, those of this rank's share."""
     from trainer.step import run_pass
 
     batch = random_batch(**BATCH)
@@ -134,6 +152,10 @@ class Outcome:
     @property
     def k_splits(self) -> int:
         return self.config.tp
+
+    def union(self, key: str) -> dict[str, Tensor]:
+        """What all ranks hand out."""
+        return {name: tensor for rank in self.ranks for name, tensor in rank[key].items()}
 
     def scores(self, key: str) -> Tensor:
         logprobs = torch.full((BATCH["rows"], BATCH["longest"]), float("nan"))
@@ -201,7 +223,7 @@ def test_replayed_routes_are_bit_equal(outcome: Outcome, one_rank: Any, moe_path
 def test_gradients_are_the_sums_of_one_rank(outcome: Outcome, one_rank: Any, moe_path: Path) -> None:
     trainer = one_rank(moe_path, dtype=torch.float32, k_splits=outcome.k_splits)
     expected = gradients(trainer)
-    found = outcome.ranks[0]["gradients"]
+    found = outcome.union("gradients")
     assert found.keys() == expected.keys()
     for name, value in expected.items():
         torch.testing.assert_close(found[name], value, rtol=1e-3, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
@@ -210,10 +232,26 @@ def test_gradients_are_the_sums_of_one_rank(outcome: Outcome, one_rank: Any, moe
 @pytest.mark.slow
 def test_weights_leave_as_they_came(outcome: Outcome, moe_path: Path) -> None:
     stored = load_file(moe_path / "model.safetensors")
-    exported = outcome.ranks[0]["export"]
-    assert exported.keys() == stored.keys()
+    exported = outcome.union("export")
+    written = dict(stored_tensors(outcome.saved.with_name("hf"), read_model(moe_path)))
+    assert exported.keys() == written.keys() == stored.keys()
     assert all(torch.equal(exported[name], stored[name]) for name in stored)
-    assert all(not rank["export"] for rank in outcome.ranks[1:])
+    assert all(torch.equal(written[name], stored[name]) for name in stored)
+
+
+@pytest.mark.slow
+def test_what_one_rank_cannot_write_all_know_of_and_nothing_appears(outcome: Outcome) -> None:
+    assert [rank["one rank fails"] for rank in outcome.ranks] == ["no space left"] * len(outcome.ranks)
+    assert not outcome.saved.with_name("failed").exists()
+
+
+@pytest.mark.slow
+def test_every_rank_hands_out_about_as_much_and_nothing_twice(outcome: Outcome) -> None:
+    names = [name for rank in outcome.ranks for name in rank["export"]]
+    assert len(names) == len(set(names))
+    sizes = [sum(tensor.nbytes for tensor in rank["export"].values()) for rank in outcome.ranks]
+    largest = max(tensor.nbytes for rank in outcome.ranks for tensor in rank["export"].values())
+    assert max(sizes) - min(sizes) <= 2 * largest
 
 
 @pytest.mark.slow

@@ -48,7 +48,7 @@ class SimulatedEngine:
         self.calls.append("flush")
 
     async def close(self) -> None:
-        self.calls.append("close")
+        pass
 
     async def commit(self, version: int) -> Held:
         self.calls.append(f"commit {version}")
@@ -84,21 +84,17 @@ class SimulatedTransport:
 
 @dataclass
 class SimulatedTrainer:
-    """What `push` asks of one rank of the trainer."""
+    """What a sync asks of one rank of the trainer. share: what it hands out."""
 
-    rank: int = 0
+    share: dict[str, torch.Tensor] = field(default_factory=lambda: WEIGHTS)
     exported: int = 0
-
-    @property
-    def layout(self) -> SimulatedTrainer:
-        return self
 
     @property
     def definition(self) -> Model:
         return MODEL
 
     def export_weights(self) -> Iterable[tuple[str, torch.Tensor]]:
-        for item in WEIGHTS.items():
+        for item in self.share.items():
             self.exported += 1
             yield item
 
@@ -108,15 +104,23 @@ def engines(monkeypatch: pytest.MonkeyPatch) -> list[SimulatedEngine]:
     made: list[SimulatedEngine] = []
 
     def make(endpoint: Endpoint) -> SimulatedEngine:
-        made.append(SimulatedEngine(endpoint))
-        return made[-1]
+        """A client; all of one engine are the engine."""
+        if (known := next((engine for engine in made if engine.endpoint == endpoint), None)) is None:
+            made.append(known := SimulatedEngine(endpoint))
+        return known
 
     monkeypatch.setattr(bridge, "EngineClient", make)
     return made
 
 
-def push(transport: SimulatedTransport, trainer: SimulatedTrainer | None = None) -> Any:
-    return bridge.push(trainer or SimulatedTrainer(), transport, SPEC, ENDPOINTS, 5)  # type: ignore[arg-type]
+def push(transport: SimulatedTransport, *ranks: SimulatedTrainer) -> Any:
+    def send() -> list[Any]:
+        return [
+            bridge.send_share(rank, transport, SPEC, ENDPOINTS, 5)  # type: ignore[arg-type]
+            for rank in ranks or [SimulatedTrainer()]
+        ]
+
+    return bridge.send_and_verify(send, SPEC, ENDPOINTS, 5)
 
 
 def test_pause_send_commit_compare_resume(engines: list[SimulatedEngine]) -> None:
@@ -129,7 +133,7 @@ def test_pause_send_commit_compare_resume(engines: list[SimulatedEngine]) -> Non
     assert report.seconds == pytest.approx(report.send_seconds + report.verify_seconds)
     assert report.metrics()["sync/verified_tensors"] == 3.0
     for engine in engines:
-        assert engine.calls == ["pause retract", "send 5", "flush", "commit 5", "resume", "close"]
+        assert engine.calls == ["pause retract", "send 5", "flush", "commit 5", "resume"]
 
 
 def test_one_engine_that_differs_keeps_all_of_them_paused(engines: list[SimulatedEngine]) -> None:
@@ -138,7 +142,7 @@ def test_one_engine_that_differs_keeps_all_of_them_paused(engines: list[Simulate
     (problem,) = problems
     assert problem.startswith("engine http://127.0.0.1:1002: model.norm.weight: found no such tensor, expected ")
     assert not any("resume" in engine.calls for engine in engines)
-    assert all(engine.calls[-1] == "close" for engine in engines)
+    assert all(engine.calls[-1] == "commit 5" for engine in engines)
 
 
 def test_the_same_tensor_in_two_engines_is_counted_once(engines: list[SimulatedEngine]) -> None:
@@ -151,7 +155,7 @@ def test_a_transport_that_fails_midway_leaves_generation_paused(engines: list[Si
     with pytest.raises(SyncError, match=r"weight version 5: .*out of memory.*stays paused"):
         push(SimulatedTransport(breaks_after=1), trainer)
     for engine in engines:
-        assert engine.calls == ["pause retract", "close"]
+        assert engine.calls == ["pause retract"]
     assert trainer.exported == len(WEIGHTS)  # else the other ranks would wait in the export's collectives
 
 
@@ -170,8 +174,15 @@ def test_an_engine_of_several_ranks_is_refused(engines: list[SimulatedEngine], m
     assert not any("resume" in engine.calls for engine in engines)
 
 
-def test_other_ranks_take_part_in_the_export_and_send_nothing(engines: list[SimulatedEngine]) -> None:
-    trainer = SimulatedTrainer(rank=1)
-    assert bridge.push(trainer, SimulatedTransport(), SPEC, ENDPOINTS, 5) is None  # type: ignore[arg-type]
-    assert trainer.exported == len(WEIGHTS)
-    assert engines == []
+def test_ranks_that_each_send_their_share_are_proven_by_one_manifest(engines: list[SimulatedEngine]) -> None:
+    shares = [SimulatedTrainer({name: tensor}) for name, tensor in WEIGHTS.items()]
+    manifest, report, problems = push(SimulatedTransport(), *shares)
+    assert problems == []
+    assert manifest == push(SimulatedTransport())[0]
+    assert (report.verified_tensors, report.bytes) == (3, 128 * 128 + 4 + 2 * 128)
+
+
+def test_a_tensor_from_two_ranks_is_refused(engines: list[SimulatedEngine]) -> None:
+    with pytest.raises(ValueError, match=r"found model.norm.weight sent by two ranks, expected each tensor from one"):
+        push(SimulatedTransport(), SimulatedTrainer(), SimulatedTrainer({"model.norm.weight": torch.ones(1)}))
+    assert not any("resume" in engine.calls for engine in engines)

@@ -15,11 +15,11 @@ from transformers import AutoTokenizer
 from transformers.quantizers.quantizers_utils import should_convert_module
 
 from examples.tiny_model import TinyModel, write_tiny_model
-from models import Model, read_model
+from models import Model, read_model, storing
 from models.architecture import architectures
+from models.stored import weight_files
 from numerics.spec import QuantSpec
 from tests.support.definitions import SIZES
-from weight_sync import hf_checkpoint
 from weight_sync.hf_checkpoint import convert_checkpoint, quantization_config, write_served_checkpoint
 from weight_sync.quantized import served_tensors
 
@@ -35,11 +35,8 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def contents(path: Path) -> dict[str, torch.Tensor]:
-    """Every tensor of a directory, found by its index as loaders do."""
-    where = json.loads((path / "model.safetensors.index.json").read_text())["weight_map"]
-    shards = {shard: load_file(path / shard) for shard in sorted(set(where.values()))}
-    assert {name for shard in shards.values() for name in shard} == set(where)
-    return {name: shards[shard][name] for name, shard in where.items()}
+    """Every tensor of a directory, found as loaders do."""
+    return {name: tensor for file in weight_files(path, "served") for name, tensor in load_file(file).items()}
 
 
 def assert_holds(path: Path, source: Path, spec: QuantSpec) -> None:
@@ -93,7 +90,7 @@ def test_loaders_take_what_is_quantized_for_quantized(changes: dict[str, Any]) -
 
 
 def test_several_shards(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hf_checkpoint, "_SHARD_BYTES", 64 << 10)
+    monkeypatch.setattr(storing, "_SHARD_BYTES", 64 << 10)
     convert_checkpoint(source, tmp_path / "served", POW2)
     assert len(list((tmp_path / "served").glob("*.safetensors"))) > 3
     assert_holds(tmp_path / "served", source, POW2)

@@ -8,7 +8,10 @@ from pathlib import Path
 import torch
 
 from numerics.digest import tensor_digest
+from numerics.spec import QuantSpec
 from weight_sync.manifest import Manifest, Recorder
+
+SPEC = QuantSpec.preset("fp8_block_pow2")
 
 MANIFEST = Manifest("7", "spec", {"a.weight": "11@7", "a.weight_scale_inv": "22", "norm": "33"})
 
@@ -33,12 +36,12 @@ def test_the_recorder_digests_what_passes_and_marks_what_is_dequantized() -> Non
         "a.weight_scale_inv": torch.ones(1, 1),
         "norm": torch.ones(3, dtype=torch.bfloat16),
     }
-    recorder = Recorder("7", "spec")
+    recorder = Recorder()
     passed = dict(recorder.watch(tensors.items()))
     assert all(passed[name] is tensor for name, tensor in tensors.items())
-    assert recorder.bytes == 16 + 4 + 6
-    manifest = recorder.manifest()
-    assert (manifest.version, manifest.spec_digest) == ("7", "spec")
+    assert recorder.sent().bytes == 16 + 4 + 6
+    manifest = Manifest.merged(7, SPEC, [recorder.sent()])
+    assert (manifest.version, manifest.spec_digest) == ("7", SPEC.digest())
     assert manifest.entries == {
         "a.weight": tensor_digest(tensors["a.weight"]) + "@7",
         "a.weight_scale_inv": tensor_digest(tensors["a.weight_scale_inv"]),
@@ -48,12 +51,12 @@ def test_the_recorder_digests_what_passes_and_marks_what_is_dequantized() -> Non
 
 def test_a_digest_is_taken_before_the_tensor_is_handed_on() -> None:
     """Whatever happens to it afterwards is seen as a difference."""
-    recorder = Recorder("0", "spec")
+    recorder = Recorder()
     sent = torch.ones(8)
     before = tensor_digest(sent)
     for _, tensor in recorder.watch([("x", sent)]):
         tensor[3] = 5
-    assert recorder.manifest().entries == {"x": before} != {"x": tensor_digest(sent)}
+    assert recorder.sent().digests == {"x": before} != {"x": tensor_digest(sent)}
 
 
 def test_saved_whole_as_json(tmp_path: Path) -> None:

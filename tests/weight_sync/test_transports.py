@@ -42,7 +42,7 @@ class RecordingEngine:
         self.tensors |= loaded
 
     async def update_weights_from_disk(self, path: Path, version: int, **options: Any) -> None:
-        self.updates.append((load_file(path / "model-00000.safetensors").keys(), version, options))
+        self.updates.append((load_file(path / "model.safetensors").keys(), version, options))
 
 
 def send(transport: Any, tensors: Iterable[tuple[str, torch.Tensor]]) -> list[RecordingEngine]:

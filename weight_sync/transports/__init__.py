@@ -1,7 +1,7 @@
-"""How tensors get from rank 0 of the trainer into the engines. All transports have one interface.
+"""How tensors get from the trainer's ranks into the engines. All transports have one interface.
 
-The engine has them loaded when `send` returns. It has not forgotten what it cached, and not yet committed them:
-`bridge` sees to that, and verifies.
+The engines have a rank's tensors loaded when its `send` returns. They have not forgotten what they cached, and not yet
+committed them: `bridge` sees to that, and verifies.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from weight_sync.transports.tensor import TensorTransport
 
 
 class Transport(Protocol):
-    """Runs in the process of the trainer's rank 0, and is sent there for each sync: it pickles and keeps nothing.
+    """Runs in the processes of all trainer ranks, and is sent there for each sync: it pickles and keeps nothing.
 
     What goes wrong is an EngineError, an httpx.HTTPError or an OSError; the bridge makes a SyncError of it.
     """
@@ -31,7 +31,7 @@ class Transport(Protocol):
         """Uninitialised memory from which `send` takes a tensor without another copy."""
 
     async def send(self, tensors: Iterable[tuple[str, Tensor]], engines: Sequence[EngineClient], version: int) -> None:
-        """Load all `tensors` (HF names) into every engine, under a weight version."""
+        """Load this rank's `tensors` (HF names) into every engine, under a weight version. All ranks call it."""
 
 
 def make_transport(config: SyncConfig, model_path: Path, scratch: Path, spec: QuantSpec) -> Transport:

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from numerics.ranks import rank
 from numerics.spec import QuantSpec
 from rollout.client import EngineClient
 from weight_sync.hf_checkpoint import write_served_checkpoint
@@ -31,6 +32,7 @@ class DiskTransport:
 
     async def send(self, tensors: Iterable[tuple[str, Tensor]], engines: Sequence[EngineClient], version: int) -> None:
         write_served_checkpoint(tensors, self.model_path, self.directory, self.spec)
-        await asyncio.gather(
-            *(engine.update_weights_from_disk(self.directory, version, flush_cache=False) for engine in engines)
-        )
+        if rank() == 0:
+            await asyncio.gather(
+                *(engine.update_weights_from_disk(self.directory, version, flush_cache=False) for engine in engines)
+            )

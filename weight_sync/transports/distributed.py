@@ -1,10 +1,13 @@
-"""To engines with GPUs of their own: each bucket is broadcast to them, in a process group that lives for one sync."""
+"""To engines with GPUs of their own: each bucket is broadcast to them, in a process group that lives for one sync.
+
+Every trainer rank has a group of its own with all engines, since SGLang takes a broadcast only from a group's rank 0.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from datetime import timedelta
 from typing import Any
@@ -15,10 +18,12 @@ from torch import Tensor
 
 from rollout.client import EngineClient
 from rollout.errors import EngineError
-from trainer.parallel import LOOPBACK, open_store
+from trainer.parallel import LOOPBACK, in_turn, open_store
 from weight_sync.buckets import Bucket, Named, Packer
 
 TIMEOUT = timedelta(minutes=2)
+_QUEUE = "weights"
+"""Engines block within each step of theirs until everybody takes part, so that all must meet the ranks in one order."""
 GAP = "gap.bias"
 """SGLang lays the tensors of a message end to end, so that a gap must be one. It skips a bias that the model lacks."""
 
@@ -36,15 +41,21 @@ class DistributedTransport:
         return self._packer.allocate(shape, dtype, device)
 
     async def send(self, tensors: Iterable[Named], engines: Sequence[EngineClient], version: int) -> None:
+        buckets = self._packer.pack(tensors)
+        bucket = next(buckets, None)
+        if bucket is None:
+            return  # nothing is this rank's
         async with _process_group(engines) as (name, group):
-            for bucket in self._packer.pack(tensors):
-                await asyncio.gather(
-                    asyncio.to_thread(_broadcast, bucket.flat[: bucket.used], group),
-                    *(
-                        engine.update_weights_from_distributed(name, contents(bucket), version, flush_cache=False)
-                        for engine in engines
-                    ),
-                )
+            while bucket is not None:
+                with in_turn(_QUEUE):
+                    await asyncio.gather(
+                        asyncio.to_thread(_broadcast, bucket.flat[: bucket.used], group),
+                        *(
+                            engine.update_weights_from_distributed(name, contents(bucket), version, flush_cache=False)
+                            for engine in engines
+                        ),
+                    )
+                bucket = next(buckets, None)
 
 
 def contents(bucket: Bucket) -> list[tuple[str, str, list[int]]]:
@@ -67,25 +78,39 @@ async def _process_group(engines: Sequence[EngineClient]) -> AsyncIterator[tuple
     name = f"weights-{secrets.token_hex(4)}"
     backend = "nccl" if torch.cuda.is_available() else "gloo"
     size = 1 + len(engines)
-    store = open_store(LOOPBACK, size)
-    group, *_ = await asyncio.gather(
-        asyncio.to_thread(_join, name, store, size, backend),
-        *(
+    with in_turn(_QUEUE):
+        store = open_store(LOOPBACK, size)
+        joining = [
             engine.join_weights_group(name, LOOPBACK, store.port, rank, size, backend)
             for rank, engine in enumerate(engines, start=1)
-        ),
-    )
+        ]
+        group = await _joined(asyncio.to_thread(_join, name, store, size, backend), joining, engines)
     failed = True
     try:
         yield name, group
         failed = False
     finally:
         # All at once: whoever still waits in a broadcast is freed by the other side's leaving.
-        await asyncio.gather(
-            asyncio.to_thread(dist.destroy_process_group, group),
-            *(engine.leave_weights_group(name) for engine in engines),
-            return_exceptions=failed,
-        )
+        with in_turn(_QUEUE):
+            await asyncio.gather(
+                asyncio.to_thread(dist.destroy_process_group, group),
+                *(engine.leave_weights_group(name) for engine in engines),
+                return_exceptions=failed,
+            )
+
+
+async def _joined(own: Awaitable[Any], joining: Sequence[Awaitable[None]], engines: Sequence[EngineClient]) -> Any:
+    """The group, once all are in it. Raises EngineError that names the engines which do not come."""
+    here, *there = [asyncio.ensure_future(call) for call in (own, *joining)]
+    done, _ = await asyncio.wait([here, *there], return_when=asyncio.FIRST_EXCEPTION)
+    for call in done - {here}:
+        call.result()  # an engine's own word is worth more than that it is missing
+    if missing := [engine.url for engine, call in zip(engines, there, strict=True) if call not in done]:
+        raise EngineError(
+            f"the process group of a sync: found {' and '.join(missing)} missing after {TIMEOUT.total_seconds():g} s, "
+            "expected every engine to join"
+        ) from here.exception()
+    return here.result()
 
 
 def _join(name: str, store: dist.Store, size: int, backend: str) -> Any:

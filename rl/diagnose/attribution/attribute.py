@@ -71,7 +71,7 @@ def attribute(
     d = trainer.score(batch) - recorded
     traced = batch.select(_most_different(d, batch, traced_tokens))
     trace = trainer.apply(_trace_ops, traced)[0]
-    expected = _expected(trainer, numerics)
+    expected = expected_manifest(trainer, numerics.rollout_spec)
     held, answer = asyncio.run(_ask(endpoint, expected, trace, traced.temperature))
     if answer is None:
         return _without_engine(model, numerics, expected, held, d, batch)
@@ -181,10 +181,6 @@ async def _ask(
         return held, None if uncommitted(expected, held) else await ask_engine(client, trace, temperature)
 
 
-def _expected(trainer: TrainerGroup, numerics: NumericsConfig) -> Manifest:
-    return next(m for m in trainer.apply(expected_manifest, numerics.rollout_spec) if m is not None)
-
-
 def _without_engine(
     model: Model, numerics: NumericsConfig, expected: Manifest, held: dict[str, str], d: Tensor, batch: TokenBatch
 ) -> Attribution:
@@ -235,7 +231,9 @@ def _other_numerics(
     for name, changed, note in switches:
         with other_pair(changed) as (trainer, endpoint):
             trace = trainer.apply(_trace_ops, traced)[0]
-            _, answer = asyncio.run(_ask(endpoint, _expected(trainer, changed), trace, traced.temperature))
+            _, answer = asyncio.run(
+                _ask(endpoint, expected_manifest(trainer, changed.rollout_spec), trace, traced.temperature)
+            )
         assert answer is not None
         yield Cause(name, views.live_mean, _Views.of(traced, trace, answer).live_mean, note)
 

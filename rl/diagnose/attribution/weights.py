@@ -5,17 +5,21 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from numerics.spec import QuantSpec
-from weight_sync.manifest import Manifest
-from weight_sync.quantized import manifest_of
+from trainer.actor import TrainerGroup
+from weight_sync.manifest import Manifest, Sent
+from weight_sync.quantized import would_send
 
 if TYPE_CHECKING:
     from trainer.trainer import Trainer  # megatron is for the ranks, not for the driver
 
 
-def expected_manifest(trainer: Trainer, spec: QuantSpec) -> Manifest | None:
-    """What an engine that serves `spec` must hold at the trainer's version; on rank 0, and every rank must call it."""
-    manifest = manifest_of(trainer.export_weights(), spec, trainer.definition, str(trainer.weight_version))
-    return manifest if trainer.layout.rank == 0 else None
+def expected_manifest(trainer: TrainerGroup, spec: QuantSpec) -> Manifest:
+    """What an engine that serves `spec` must hold at the trainer's version."""
+    return Manifest.merged(trainer.weight_version, spec, trainer.apply(_would_send, spec))
+
+
+def _would_send(trainer: Trainer, spec: QuantSpec) -> Sent:
+    return would_send(trainer.export_weights(), spec, trainer.definition)
 
 
 def uncommitted(expected: Manifest, found: dict[str, str]) -> bool:

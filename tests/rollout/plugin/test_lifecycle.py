@@ -16,7 +16,7 @@ from numerics.config import NumericsConfig
 from rollout.plugin import lifecycle, state
 from rollout.protocol import Commit, Held, ReadManifest, ReadReport, Report, from_checksums, to_action
 from tests.support.served_model import DEFINITION, SPEC, build, hf_tensors_served
-from weight_sync.manifest import Recorder
+from weight_sync.manifest import Manifest, Recorder
 
 TENSORS = hf_tensors_served(0)
 
@@ -53,9 +53,9 @@ def held(call: Commit | ReadManifest) -> dict[str, str]:
 
 
 def manifest(version: str) -> dict[str, str]:
-    recorder = Recorder(version, SPEC.digest())
+    recorder = Recorder()
     list(recorder.watch(TENSORS.items()))
-    return recorder.manifest().entries
+    return Manifest.merged(int(version), SPEC, [recorder.sent()]).entries
 
 
 def test_a_loaded_model_is_committed_under_the_servers_version() -> None:

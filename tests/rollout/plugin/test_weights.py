@@ -35,9 +35,9 @@ def served(model: nn.Module) -> ServedWeights:
 
 def sent(tensors: dict[str, Tensor], version: str) -> Manifest:
     """The trainer's side of a sync."""
-    recorder = Recorder(version, SPEC.digest())
+    recorder = Recorder()
     list(recorder.watch(tensors.items()))
-    return recorder.manifest()
+    return Manifest.merged(int(version), SPEC, [recorder.sent()])
 
 
 def update(served: ServedWeights, model: nn.Module, tensors: dict[str, Tensor], version: str) -> dict[str, str]:

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weight_sync.shards import shards
+from numerics.shards import shards
 
 LIMIT = 100
 

@@ -1,0 +1,80 @@
+"""A Hugging Face directory, written by all ranks of a trainer together, or by one process."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from safetensors.torch import save_file
+from torch import Tensor
+
+from numerics.files import publish_directory
+from numerics.ranks import exhaust, rank, together
+from numerics.shards import shards
+
+INDEX = "model.safetensors.index.json"
+_SHARD_BYTES = 4 << 30
+
+Written = dict[str, tuple[str, int]]
+"""The file and the bytes of each tensor."""
+
+
+def write_directory(path: Path, tensors: Iterable[tuple[str, Tensor]], describe: Callable[[Path], object]) -> None:
+    """Write the files of a model: what `describe` puts into the directory, and the tensors of all ranks.
+
+    All ranks take part. `path` appears whole or not at all, in place of what stood there.
+    tensors: (HF name, tensor) of this rank, no name on two ranks. describe: called on rank 0 alone.
+
+    Raises on all ranks what one of them raises.
+    """
+    partial = path.with_name(f".{path.name}.partial")
+    first = rank() == 0
+    try:
+        together(lambda: _begin(partial, describe) if first else None)
+        written = together(lambda: _write(tensors, partial))
+        together(lambda: _finish(partial, path, written) if first else None)
+    except BaseException:
+        if first:
+            shutil.rmtree(partial, ignore_errors=True)
+        raise
+    finally:
+        exhaust(tensors)
+
+
+def _begin(partial: Path, describe: Callable[[Path], object]) -> None:
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    describe(partial)
+
+
+def _write(tensors: Iterable[tuple[str, Tensor]], partial: Path) -> Written:
+    written: Written = {}
+    try:
+        for index, shard in enumerate(shards(tensors, _SHARD_BYTES)):
+            file = f"{rank():05d}-{index:05d}.safetensors"
+            save_file({name: tensor.cpu().contiguous() for name, tensor in shard}, partial / file, {"format": "pt"})
+            written |= {name: (file, tensor.nbytes) for name, tensor in shard}
+    finally:
+        exhaust(tensors)
+    return written
+
+
+def _finish(partial: Path, path: Path, written: list[Written]) -> None:
+    """Give the files the names by which they are looked for, and publish."""
+    where = {name: held for part in written for name, held in part.items()}
+    files = sorted({file for file, _ in where.values()})
+    names = {file: f"model-{number:05d}-of-{len(files):05d}.safetensors" for number, file in enumerate(files, start=1)}
+    if len(files) == 1:
+        names = {files[0]: "model.safetensors"}
+    else:
+        total = sum(size for _, size in where.values())
+        weight_map = {name: names[file] for name, (file, _) in where.items()}
+        (partial / INDEX).write_text(
+            json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=1)
+        )
+    for file, name in names.items():
+        os.replace(partial / file, partial / name)
+    publish_directory(partial, path)
