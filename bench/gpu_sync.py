@@ -33,8 +33,11 @@ def run(sizes: Sizes, watch: Stopwatch) -> Measured:
     # The bytes that each pass must read and write.
     passes: dict[str, tuple[Callable[[], object], int]] = {
         "quantize into buckets": (lambda: _all(_pack(weights, model)), read + sent),
-        "quantize and digest": (lambda: _all(_pack(weights, model, Recorder())), read + 2 * sent),
-        "quantize, digest, copy": (lambda: _copy(_pack(weights, model, Recorder()), served), read + 4 * sent),
+        "quantize and digest": (lambda: _all(_pack(weights, model, Recorder(model.tensors))), read + 2 * sent),
+        "quantize, digest, copy": (
+            lambda: _copy(_pack(weights, model, Recorder(model.tensors)), served),
+            read + 4 * sent,
+        ),
         "digest what is held": (lambda: tensor_digests(tensors), sent),
     }
     for name, (run_pass, size) in passes.items():
@@ -42,7 +45,7 @@ def run(sizes: Sizes, watch: Stopwatch) -> Measured:
         done.rows.append({"pass": name, "GB": size / 1e9, "seconds": seconds, "of copy": size / seconds / bandwidth})
     total = sum(float(row["seconds"]) for row in done.rows[2:])
     moved = read + 5 * sent
-    recorder = Recorder()
+    recorder = Recorder(model.tensors)
     _copy(_pack(weights, model, recorder), served)
     held = dict(zip(served, tensor_digests(tensors), strict=True))
     different = sum(digest != held[name] for name, digest in recorder.sent().digests.items())

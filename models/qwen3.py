@@ -105,7 +105,7 @@ def embedding(sizes: ModelSizes) -> TensorRow:
         name="model.embed_tokens.weight",
         shape=(sizes.vocab_size, sizes.hidden_size),
         op="embed",
-        engine=Place("model.embed_tokens.weight", padded=True),
+        engine=Place("model.embed_tokens.weight", padded=True, split=0),
         megatron=Place("embedding.word_embeddings.weight"),
         copies=("output_layer.weight",) if sizes.tied else (),
     )
@@ -130,7 +130,7 @@ def attention_tensors(sizes: ModelSizes, layer: int) -> Iterator[TensorRow]:
             layer=layer,
             kind=name,
             product=True,
-            engine=Place(f"{inside}qkv_proj.weight"),
+            engine=Place(f"{inside}qkv_proj.weight", split=0),
             megatron=Place(f"{there}linear_qkv.weight", layout="heads"),
         )
     yield norm(f"{inside}q_norm.weight", head_dim, "q_norm", layer, f"{there}q_layernorm.weight")
@@ -142,7 +142,7 @@ def attention_tensors(sizes: ModelSizes, layer: int) -> Iterator[TensorRow]:
         layer=layer,
         kind="o_proj",
         product=True,
-        engine=Place(f"{inside}o_proj.weight"),
+        engine=Place(f"{inside}o_proj.weight", split=1),
         megatron=Place(f"{there}linear_proj.weight"),
     )
 
@@ -164,7 +164,7 @@ def dense_mlp_tensors(sizes: ModelSizes, layer: int) -> Iterator[TensorRow]:
             layer=layer,
             kind=name,
             product=True,
-            engine=Place(f"{inside}gate_up_proj.weight"),
+            engine=Place(f"{inside}gate_up_proj.weight", split=0),
             megatron=Place(f"{there}linear_fc1.weight"),
         )
     yield TensorRow(
@@ -174,7 +174,7 @@ def dense_mlp_tensors(sizes: ModelSizes, layer: int) -> Iterator[TensorRow]:
         layer=layer,
         kind="down_proj",
         product=True,
-        engine=Place(f"{inside}down_proj.weight"),
+        engine=Place(f"{inside}down_proj.weight", split=1),
         megatron=Place(f"{there}linear_fc2.weight"),
     )
 
@@ -187,7 +187,7 @@ def last_tensors(sizes: ModelSizes) -> Iterator[TensorRow]:
             shape=(sizes.vocab_size, sizes.hidden_size),
             op="lm_head",
             product=True,
-            engine=Place("lm_head.weight", padded=True),
+            engine=Place("lm_head.weight", padded=True, split=0),
             megatron=Place("output_layer.weight"),
         )
 

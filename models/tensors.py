@@ -14,6 +14,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+PADDED_TO = 64
+"""What SGLang makes the rows of a vocabulary a multiple of (`DEFAULT_VOCAB_PADDING_SIZE`)."""
 SCALE_SUFFIX = "_scale_inv"
 """What the name of a quantized weight is followed by in the name of its scales, in checkpoints and in the engine."""
 
@@ -30,6 +32,8 @@ class Place:
         together: the side takes the tensors of the parameter, and their scales, only if they come in one message.
         buffer: the parameter is a buffer of the side's model.
         padded: the parameter may have more rows than the tensor.
+        split: axis on which an engine's tensor-parallel ranks share the tensor; None: each rank has it, or, of experts,
+            one has it whole.
     """
 
     parameter: str
@@ -38,6 +42,7 @@ class Place:
     together: bool = False
     buffer: bool = False
     padded: bool = False
+    split: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,9 +72,6 @@ class TensorRow:
     megatron: Place
     copies: tuple[str, ...] = ()
     served: torch.dtype = torch.bfloat16
-
-
-Side = Literal["engine", "megatron"]
 
 
 class TensorTable:
@@ -103,29 +105,27 @@ class TensorTable:
                 found.setdefault(parameter, []).append(row)
         return found
 
-    def split(
-        self, side: Side, fused: Tensor, rows: Sequence[TensorRow], block: int = 1, ranks: int = 1
-    ) -> list[Tensor]:
-        """A parameter of one side, or its scales, cut into the tensors of `rows`: views where the layout allows.
+    def engine_parts(self, fused: Tensor, rows: Sequence[TensorRow], block: int, rank: EngineRank) -> list[Tensor]:
+        """A parameter of one rank of an engine, or its scales, cut into what it holds of each tensor: views.
 
-        fused: [N, ...]. block: rows of the weight for each row of `fused`, the last of a tensor counting for fewer.
-        ranks: that share the rows of each tensor, of which `fused` has one's part.
+        block: rows of the weight for each row of `fused`, the last of a tensor counting for fewer.
         """
-        if _place(side, rows).layout == "heads":
+        sizes = [rank.rows(row, block) for row in rows]
+        return _cut(fused, rows, sizes, padded=rows[0].engine.padded)
+
+    def split(self, fused: Tensor, rows: Sequence[TensorRow], block: int = 1, ranks: int = 1) -> list[Tensor]:
+        """A parameter of Megatron's, or its scales, cut into its tensors: views where the layout allows.
+
+        fused: [N, ...]. block: as above. ranks: that share the rows of each tensor, of which `fused` has one's part.
+        """
+        if rows[0].megatron.layout == "heads":
             grouped = fused.unflatten(0, (self._kv_heads // ranks, -1))
             return [part.flatten(0, 1) for part in grouped.split(self._rows_in_group(rows, block), 1)]
-        sizes = [-(-row.shape[0] // ranks // block) for row in rows]
-        total = sum(sizes)
-        if fused.shape[0] != total and not (_place(side, rows).padded and fused.shape[0] > total):
-            names = ", ".join(row.name for row in rows)
-            raise ValueError(f"{names}: found a parameter of {fused.shape[0]} rows, expected {total}")
-        return list(fused[:total].split(sizes))
+        return _cut(fused, rows, [-(-row.shape[0] // ranks // block) for row in rows])
 
-    def fuse(
-        self, side: Side, tensors: Sequence[Tensor], rows: Sequence[TensorRow], block: int = 1, ranks: int = 1
-    ) -> Tensor:
+    def fuse(self, tensors: Sequence[Tensor], rows: Sequence[TensorRow], block: int = 1, ranks: int = 1) -> Tensor:
         """The inverse of `split`."""
-        if _place(side, rows).layout == "heads":
+        if rows[0].megatron.layout == "heads":
             pieces = [
                 tensor.unflatten(0, (self._kv_heads // ranks, size))
                 for tensor, size in zip(tensors, self._rows_in_group(rows, block), strict=True)
@@ -138,6 +138,52 @@ class TensorTable:
         return [-(-row.shape[0] // self._kv_heads // block) for row in rows]
 
 
-def _place(side: Side, rows: Sequence[TensorRow]) -> Place:
-    """All rows of a parameter lie in it in one way."""
-    return rows[0].engine if side == "engine" else rows[0].megatron
+@dataclass(frozen=True)
+class EngineRank:
+    """One of the tensor-parallel ranks of an engine, which share tensors by `Place.split`, and the experts in order."""
+
+    rank: int = 0
+    ranks: int = 1
+
+    def label(self, name: str, row: TensorRow) -> str:
+        """The name of what this rank holds of a tensor: that of the tensor, if it is all of it."""
+        return name if self.ranks == 1 or row.engine.split is None else f"{name}#{self.rank}/{self.ranks}"
+
+    def part(self, row: TensorRow, tensor: Tensor) -> Tensor:
+        """What this rank holds of a whole tensor of `row`, or of its scales."""
+        if row.engine.split is None:
+            return tensor
+        return tensor.narrow(row.engine.split, *self._range(row, tensor.shape[row.engine.split]))
+
+    def rows(self, row: TensorRow, block: int = 1) -> int:
+        """The rows in this rank's part of a tensor, or of its scales."""
+        whole = -(-row.shape[0] // block)
+        return self._range(row, whole)[1] if row.engine.split == 0 else whole
+
+    def place(self, index: int | None, count: int) -> int | None:
+        """Where, among the `count` that this rank holds, the tensor of `index` in a stack stands; None: elsewhere."""
+        return None if index is None or not 0 <= index - self.rank * count < count else index - self.rank * count
+
+    def _range(self, row: TensorRow, size: int) -> tuple[int, int]:
+        """First and length of this rank's part of an axis."""
+        each = -(-size // PADDED_TO) * PADDED_TO // self.ranks if row.engine.padded else size // self.ranks
+        first = min(self.rank * each, size)
+        return first, min(each, size - first)
+
+
+WHOLE = EngineRank()
+"""An engine of one rank."""
+
+
+def base_name(label: str) -> tuple[str, str]:
+    """The tensor's name in a label of `EngineRank.label`, and the rest."""
+    name, mark, rest = label.partition("#")
+    return name, mark + rest
+
+
+def _cut(fused: Tensor, rows: Sequence[TensorRow], sizes: list[int], padded: bool = False) -> list[Tensor]:
+    total = sum(sizes)
+    if fused.shape[0] != total and not (padded and fused.shape[0] > total):
+        names = ", ".join(row.name for row in rows)
+        raise ValueError(f"{names}: found a parameter of {fused.shape[0]} rows, expected {total}")
+    return list(fused[:total].split(sizes))

@@ -106,17 +106,20 @@ def server_arguments(
         arguments.append("--disable-radix-cache")
     if routes:
         arguments.append("--enable-return-routed-experts")
+    if config.tp > 1:
+        # Experts whole: what a rank adds up of one expert's width would be rounded before the others' part comes.
+        arguments += ["--tp-size", str(config.tp), "--ep-size", str(config.tp)]
     if not cuda:
         return [*arguments, *_CPU_ARGUMENTS]
     return [*arguments, "--base-gpu-id", str(gpu), *_CUDA_ARGUMENTS[mode]]
 
 
 def server_environment(
-    plugin: Mapping[str, Any] | None, scratch: Path, *, cuda: bool, mode: Mode = "native"
+    plugin: Mapping[str, Any] | None, scratch: Path, *, cuda: bool, mode: Mode = "native", ranks: int = 1
 ) -> dict[str, str]:
     """Environment of the server: ours, with our plugin and no other (`plugin` None: no plugin at all).
 
-    scratch: directory for the server's sockets and temporary files.
+    scratch: directory for the server's sockets and temporary files. ranks: tensor-parallel processes.
     """
     environment = {
         **os.environ,
@@ -136,6 +139,10 @@ def server_environment(
         environment[CONFIG_VARIABLE] = json.dumps(plugin)
     environment["OMP_NUM_THREADS"] = "1"
     environment |= _CUDA_ENVIRONMENT | _CUDA_ENVIRONMENT_OF[mode] if cuda else _CPU_ENVIRONMENT
+    if not cuda and ranks > 1:
+        # By itself SGLang gives each rank a NUMA node, and there may be fewer.
+        cores = sorted(os.sched_getaffinity(0))
+        environment["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(str(cores[rank % len(cores)]) for rank in range(ranks))
     # What torch.compile made outlives the server, whose scratch directory does not.
     cache = Path(tempfile.gettempdir()) / f"torchinductor_{getpass.getuser()}"
     environment.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache))

@@ -41,7 +41,7 @@ class EngineClient:
         self._client = httpx.AsyncClient(
             base_url=endpoint.url, timeout=httpx.Timeout(timeout_s, connect=5.0), limits=limits, trust_env=False
         )
-        self.url = endpoint.url
+        self.url, self.ranks = endpoint.url, endpoint.ranks
         self._endpoint = endpoint
         self._routes = routes
 
@@ -182,23 +182,23 @@ class EngineClient:
 
     async def commit(self, version: int) -> Held:
         """Refresh all that the engine makes of its weights, under this version; what it holds then."""
-        return Held.model_validate_json(await self._ask_plugin(Commit(version=str(version))))
+        return merged(await self._ask_plugin(Commit(version=str(version))))
 
     async def manifest(self) -> Held:
         """What the engine holds."""
-        return Held.model_validate_json(await self._ask_plugin(ReadManifest()))
+        return merged(await self._ask_plugin(ReadManifest()))
 
     async def probe(self, recording: Path) -> Probed:
         """Have the engine's ops answer a recording of the trainer's; see `rollout.plugin.op_probe`."""
-        return Probed.model_validate_json(await self._ask_plugin(Probe(recording=recording)))
+        return Probed.model_validate_json(_only(await self._ask_plugin(Probe(recording=recording))))
 
     async def report(self) -> Report:
-        """What runs in the engine."""
-        return Report.model_validate_json(await self._ask_plugin(ReadReport()))
+        """What runs in the engine, on each of its ranks alike."""
+        return Report.model_validate_json(_only(await self._ask_plugin(ReadReport())))
 
     async def ping(self) -> str | None:
         """The weight version that the scheduler itself says it holds, also beside long requests and while paused."""
-        return Pong.model_validate_json(await self._ask_plugin(Ping())).weight_version
+        return Pong.model_validate_json(_only(await self._ask_plugin(Ping()))).weight_version
 
     async def load(self) -> Load:
         """What the engine has to do, as its scheduler last published it."""
@@ -211,16 +211,10 @@ class EngineClient:
             tokens=sum(rank["num_used_tokens"] for rank in ranks),
         )
 
-    async def _ask_plugin(self, call: Call) -> str:
-        """The JSON of the plugin's answer.
-
-        Raises EngineError if there is no plugin, the call failed, or the engine has several ranks, each of which would
-        hold a part.
-        """
+    async def _ask_plugin(self, call: Call) -> list[str]:
+        """The JSON that each rank's plugin answers. Raises EngineError if there is no plugin, or the call failed."""
         ranks = (await self.admin("/weights_checker", action=to_action(call)))["ranks"]
-        if len(ranks) != 1:
-            raise EngineError(f"found {len(ranks)} ranks of one engine, expected 1: run engines without tp")
-        return from_checksums(ranks[0]["checksums"])
+        return [from_checksums(rank["checksums"]) for rank in ranks]
 
     async def admin(self, path: str, **body: Any) -> dict[str, Any]:
         """POST to an administration endpoint; its answer, {} if that is no JSON object.
@@ -256,6 +250,23 @@ class EngineClient:
 
     def _admin_key(self) -> dict[str, str]:
         return {"Authorization": f"Bearer {self._endpoint.admin_key}"}
+
+
+def merged(answers: list[str]) -> Held:
+    """What all ranks of an engine hold. What two of them hold otherwise has both digests, and so equals nothing."""
+    entries: dict[str, str] = {}
+    for answer in answers:
+        for name, digest in Held.model_validate_json(answer).entries.items():
+            known = entries.setdefault(name, digest)
+            entries[name] = known if known == digest else f"{known} and {digest} on another rank"
+    return Held(entries=entries)
+
+
+def _only(answers: list[str]) -> str:
+    """What all ranks of an engine answer. Raises EngineError if they do not say the same."""
+    if len(set(answers)) != 1:
+        raise EngineError(f"found ranks of one engine that answer {' and '.join(sorted(set(answers)))}, expected one")
+    return answers[0]
 
 
 def parse_completion(answer: dict[str, Any], routes: RouteShape | None = None) -> Completion:

@@ -71,7 +71,8 @@ class SGLangServer:
         cuda = has_cuda()
         mode: Mode = plugin["numerics"]["mode"] if plugin is not None else "native"
         port = _claim_port(config.port)
-        endpoint = Endpoint(f"http://127.0.0.1:{port}", secrets.token_urlsafe(24), secrets.token_urlsafe(24))
+        keys = secrets.token_urlsafe(24), secrets.token_urlsafe(24)
+        endpoint = Endpoint(f"http://127.0.0.1:{port}", *keys, ranks=config.tp)
         arguments = server_arguments(
             Path(model_path),
             config,
@@ -92,7 +93,7 @@ class SGLangServer:
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env=server_environment(plugin, scratch, cuda=cuda, mode=mode),
+                env=server_environment(plugin, scratch, cuda=cuda, mode=mode, ranks=config.tp),
                 start_new_session=True,
                 pass_fds=(lock,),
             )

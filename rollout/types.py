@@ -112,8 +112,12 @@ class Load:
 
 @dataclass(frozen=True)
 class Endpoint:
-    """Where an engine listens, the key for generation and the key for administration (never shown in a repr)."""
+    """Where an engine listens, the key for generation and the key for administration (never shown in a repr).
+
+    ranks: tensor-parallel processes of the engine.
+    """
 
     url: str
     api_key: str = field(repr=False)
     admin_key: str = field(repr=False)
+    ranks: int = 1

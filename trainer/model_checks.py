@@ -27,11 +27,7 @@ def check_layout(sizes: ModelSizes, config: TrainerConfig, spec: QuantSpec) -> N
         UserError: a size does not divide.
     """
     tp = config.tp
-    split = {"num_attention_heads": sizes.heads, "num_key_value_heads": sizes.kv_heads, "vocab_size": sizes.vocab_size}
-    if sizes.ffn_size:
-        split["intermediate_size"] = sizes.ffn_size
-    for name, size in split.items():
-        _require_divisor("trainer.tp", tp, name, size)
+    check_split(sizes, tp, spec, "trainer.tp")
     if config.ep > 1 and not sizes.moe:
         raise user_error(
             "trainer.ep",
@@ -49,10 +45,29 @@ def check_layout(sizes: ModelSizes, config: TrainerConfig, spec: QuantSpec) -> N
             remedy=f"Set trainer.dp={config.ep} or another multiple, or lower trainer.ep.",
         )
     _require_divisor("trainer.pp", config.pp, "num_hidden_layers", sizes.layers)
-    _check_quantization(sizes, tp, spec)
 
 
-def _check_quantization(sizes: ModelSizes, tp: int, spec: QuantSpec) -> None:
+def check_split(sizes: ModelSizes, tp: int, spec: QuantSpec, key: str) -> None:
+    """Check that heads, widths and vocabulary divide over the tensor-parallel ranks of a side, in whole blocks.
+
+    key: what tp is called in the spec. Raises UserError.
+    """
+    split = {"num_attention_heads": sizes.heads, "num_key_value_heads": sizes.kv_heads, "vocab_size": sizes.vocab_size}
+    if sizes.ffn_size:
+        split["intermediate_size"] = sizes.ffn_size
+    for name, size in split.items():
+        _require_divisor(key, tp, name, size)
+    _check_quantization(sizes, tp, spec, key)
+
+
+def check_engine_layout(sizes: ModelSizes, tp: int, spec: QuantSpec) -> None:
+    """Check that the model divides over the ranks of an engine. Raises UserError."""
+    check_split(sizes, tp, spec, "rollout.tp")
+    if sizes.moe:
+        _require_divisor("rollout.tp", tp, "num_experts", sizes.experts)
+
+
+def _check_quantization(sizes: ModelSizes, tp: int, spec: QuantSpec, key: str) -> None:
     if not spec.quantized:
         return
     exceptions = spec.first_layers_bf16 + spec.last_layers_bf16
@@ -72,7 +87,7 @@ def _check_quantization(sizes: ModelSizes, tp: int, spec: QuantSpec) -> None:
             remedy="A fused weight has one scale here and several in a checkpoint; choose a finer granularity.",
         )
     block = _block(spec)
-    shares = f" / trainer.tp = {sizes.ffn_size} / {tp}" if tp > 1 else ""
+    shares = f" / {key} = {sizes.ffn_size} / {tp}" if tp > 1 else ""
     pieces = {
         "hidden_size": sizes.hidden_size,
         "head_dim": sizes.head_dim,
@@ -85,7 +100,7 @@ def _check_quantization(sizes: ModelSizes, tp: int, spec: QuantSpec) -> None:
                 f"model config: {name}",
                 found=size,
                 expected=f"a multiple of {block}, the quantization block",
-                remedy="Choose a model with aligned dimensions, lower trainer.tp, or run both sides in BF16 "
+                remedy=f"Choose a model with aligned dimensions, lower {key}, or run both sides in BF16 "
                 "(numerics.preset=bf16 numerics.trainer=bf16 numerics.rollout=bf16).",
             )
 

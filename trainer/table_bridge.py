@@ -39,10 +39,10 @@ class TableBridge(Bridge):
 
     def _weight_to_hf_format(self, mcore_weights_name: str, mcore_weights: Tensor) -> tuple[list[str], list[Tensor]]:
         rows = self.rows(mcore_weights_name)
-        return [row.name for row in rows], self._table.split("megatron", mcore_weights, rows, self._block)
+        return [row.name for row in rows], self._table.split(mcore_weights, rows, self._block)
 
     def _weight_to_mcore_format(self, mcore_weights_name: str, hf_weights: list[Tensor]) -> Tensor:
-        return self._table.fuse("megatron", hf_weights, self.rows(mcore_weights_name), self._block)
+        return self._table.fuse(hf_weights, self.rows(mcore_weights_name), self._block)
 
     def _weight_merge_across_tp(self, mcore_weights_name: str, mcore_weights: list[Tensor], param: Any) -> Tensor:
         """One rank's part after the other becomes one tensor after the other."""
@@ -51,8 +51,8 @@ class TableBridge(Bridge):
             return mcore_weights[0]
         if param.partition_dim == 1 or rows[0].megatron.layout == "heads":
             return torch.cat(mcore_weights, param.partition_dim)
-        parts = [self._table.split("megatron", part, rows, self._block, ranks) for part in mcore_weights]
-        return self._table.fuse("megatron", [torch.cat(shares) for shares in zip(*parts)], rows, self._block)
+        parts = [self._table.split(part, rows, self._block, ranks) for part in mcore_weights]
+        return self._table.fuse([torch.cat(shares) for shares in zip(*parts)], rows, self._block)
 
     def _weight_split_across_tp(
         self, mcore_weights_name: str, mcore_weights: Tensor, param: Any, tp_split_size: int
@@ -63,6 +63,6 @@ class TableBridge(Bridge):
             return [mcore_weights] * ranks
         if param.partition_dim == 1 or rows[0].megatron.layout == "heads":
             return mcore_weights.chunk(ranks, param.partition_dim)
-        whole = self._table.split("megatron", mcore_weights, rows, self._block)
+        whole = self._table.split(mcore_weights, rows, self._block)
         shares = zip(*(tensor.chunk(ranks) for tensor in whole))
-        return [self._table.fuse("megatron", share, rows, self._block, ranks) for share in shares]
+        return [self._table.fuse(share, rows, self._block, ranks) for share in shares]

@@ -144,7 +144,7 @@ def send_share(
     trainer: Trainer, transport: Transport, spec: QuantSpec, endpoints: Sequence[Endpoint], version: int
 ) -> Sent:
     """What each trainer rank does in a sync: quantize what it hands out, and send it to every engine."""
-    recorder = Recorder()
+    recorder = Recorder(trainer.definition.tensors, max(endpoint.ranks for endpoint in endpoints))
     weights = trainer.export_weights()
 
     async def send() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from models.tensors import SCALE_SUFFIX
+from models.tensors import SCALE_SUFFIX, EngineRank, TensorTable, base_name
 from numerics.digest import tensor_digests
 from numerics.files import write_atomically
 from numerics.shards import shards
@@ -27,8 +27,8 @@ class Manifest:
     """What an engine must hold.
 
     version: the weight version, as text. spec_digest: of the spec that the tensors are quantized by.
-    entries: HF name -> digest; for a quantized tensor `digest@version`, where version is that of the operand which is
-        made of it for the products.
+    entries: HF name, or that of a part as `EngineRank.label` says -> digest; for a quantized tensor `digest@version`,
+        where version is that of the operand which is made of it for the products.
     """
 
     version: str
@@ -46,7 +46,7 @@ class Manifest:
             if twice := sorted(digests.keys() & part.digests.keys()):
                 raise ValueError(f"found {', '.join(twice[:5])} sent by two ranks, expected each tensor from one")
             digests |= part.digests
-        quantized = {name for name in digests if name + SCALE_SUFFIX in digests}
+        quantized = {label for label in digests if _of_scales(label) in digests}
         entries = {name: f"{digest}@{version}" if name in quantized else digest for name, digest in digests.items()}
         return cls(str(version), spec.digest(), entries)
 
@@ -67,6 +67,11 @@ class Manifest:
         write_atomically(path, json.dumps(dataclasses.asdict(self), indent=1) + "\n")
 
 
+def _of_scales(label: str) -> str:
+    name, part = base_name(label)
+    return name + SCALE_SUFFIX + part
+
+
 @dataclasses.dataclass(frozen=True)
 class Sent:
     """What one rank has sent. digests: by HF name. bytes: of the tensors."""
@@ -76,19 +81,31 @@ class Sent:
 
 
 class Recorder:
-    """Digests tensors as they stream past, and so sees exactly what is sent."""
+    """Digests tensors as they stream past, and so sees exactly what is sent.
 
-    def __init__(self) -> None:
+    table: of the model's tensors. ranks: of an engine, each of which digests the part that it holds.
+    """
+
+    def __init__(self, table: TensorTable, ranks: int = 1) -> None:
+        self._table, self._ranks = table, [EngineRank(rank, ranks) for rank in range(ranks)]
         self._digests: dict[str, str] = {}
         self._bytes = 0
 
     def watch(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """The same stream; each tensor is digested before it is handed on, many of them at once."""
         for batch in shards(tensors, _BATCH_BYTES):
-            names, held = zip(*batch)
-            self._digests.update(zip(names, tensor_digests(held)))
-            self._bytes += sum(tensor.nbytes for tensor in held)
+            parts = dict(part for name, tensor in batch for part in self._parts(name, tensor))
+            self._digests.update(zip(parts, tensor_digests(list(parts.values()))))
+            self._bytes += sum(tensor.nbytes for _, tensor in batch)
             yield from batch
+
+    def _parts(self, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+        if len(self._ranks) == 1:
+            yield name, tensor
+            return
+        row = self._table[name]
+        for rank in self._ranks:
+            yield rank.label(name, row), rank.part(row, tensor)
 
     def sent(self) -> Sent:
         """What has been seen so far."""

@@ -51,9 +51,11 @@ def served_tensors(
         exhaust(weights)
 
 
-def would_send(weights: Iterable[tuple[str, Tensor | QuantizedTensor]], spec: QuantSpec, model: Model) -> Sent:
+def would_send(
+    weights: Iterable[tuple[str, Tensor | QuantizedTensor]], spec: QuantSpec, model: Model, engine_ranks: int = 1
+) -> Sent:
     """What one rank would send of these weights (as in `served_tensors`) to an engine that serves `spec`."""
-    recorder = Recorder()
+    recorder = Recorder(model.tensors, engine_ranks)
     exhaust(recorder.watch(served_tensors(weights, spec, model)))
     return recorder.sent()
 

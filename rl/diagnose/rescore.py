@@ -154,7 +154,7 @@ def _check_weights(capsule: Capsule, trainer: Any, weights: Path) -> None:
     """The weights, quantized as they were for the engine, must have the digests of the manifest."""
     manifest = capsule.manifest
     spec = capsule.numerics.rollout_spec
-    sent = would_send(trainer.export_weights(), spec, trainer.definition)
+    sent = would_send(trainer.export_weights(), spec, trainer.definition, capsule.experiment.rollout.tp)
     found = Manifest.merged(int(manifest.version), spec, [sent])
     differing = sorted(manifest.mismatched(found.entries))
     if differing:

@@ -43,6 +43,18 @@ def check_staleness(experiment: Experiment) -> None:
         )
 
 
+def check_ranks(experiment: Experiment) -> None:
+    """Raise `UserError` if the sides would add up the parts of a product in different orders."""
+    trainer, engine = experiment.trainer.tp, experiment.rollout.tp
+    if experiment.numerics.mode == "exact" and 1 not in (trainer, engine) and trainer != engine:
+        raise user_error(
+            "rollout.tp",
+            found=f"{engine} with trainer.tp={trainer}",
+            expected="1 or trainer.tp in exact mode: sums of as many parts on both sides",
+            remedy=f"Set rollout.tp={trainer}, or one of both to 1.",
+        )
+
+
 def check_gates(experiment: Experiment) -> None:
     """Raise `UserError` for the first gate that contradicts another one or another section."""
     if not experiment.algorithm.samples and experiment.guard.nonfinite_loss == "skip":

@@ -55,8 +55,8 @@ class Experiment(Section):
         return self.guard.redraws if self.numerics.mode == "exact" else 0
 
     def numerics_config(self) -> NumericsConfig:
-        """The numerics of both sides, with the reduction order of this trainer layout."""
-        return self.numerics.config(self.trainer.tp)
+        """The numerics of both sides, with the reduction order of the side that has several ranks."""
+        return self.numerics.config(max(self.trainer.tp, self.rollout.tp))
 
     def to_dict(self) -> dict[str, Any]:
         """Plain YAML types, every default written out."""

@@ -14,7 +14,7 @@ from pydantic_core import ErrorDetails
 
 from numerics.errors import UserError, shown
 from rl.algorithms import ALGORITHMS
-from rl.experiment.contradictions import check_gates, check_staleness
+from rl.experiment.contradictions import check_gates, check_ranks, check_staleness
 from rl.experiment.experiment import Experiment
 
 
@@ -32,6 +32,7 @@ def parse_experiment(values: dict[str, Any]) -> Experiment:
     algorithm = experiment.algorithm.resolved(experiment.rollout)
     experiment = experiment.model_copy(update={"algorithm": algorithm})
     check_staleness(experiment)
+    check_ranks(experiment)
     check_gates(experiment)
     return experiment
 

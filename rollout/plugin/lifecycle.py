@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from models import read_model
+from models.tensors import EngineRank
 from numerics.compiler import enable_compiler
 from numerics.implementation import choose
 from rollout import protocol
@@ -31,7 +32,8 @@ def after_load_model(result: Any, self: Any, *args: Any, **kwargs: Any) -> None:
             )
         enable_compiler()
     definition = read_model(Path(self.server_args.model_path), served=True)
-    current.weights.attach(self.model, definition, self.server_args.weight_version)
+    rank = EngineRank(self.ps.tp_rank, self.ps.tp_size)
+    current.weights.attach(self.model, definition, self.server_args.weight_version, rank)
 
 
 def before_forward(*args: Any, **kwargs: Any) -> None:
@@ -65,9 +67,9 @@ def check_weights(original: Any, self: Any, action: str, allow_quant_error: bool
             answer = report(self)
         case Ping():
             answer = Pong(weight_version=state().weights.version)
-    ranks = ("tp_rank", "dp_rank", "pp_rank", "rank")
-    sizes = ("tp_size", "dp_size", "pp_size", "size")
-    parallelism = {**dict.fromkeys(ranks, 0), **dict.fromkeys(sizes, 1)}
+    own = state().weights.rank
+    parallelism = {"tp_rank": own.rank, "tp_size": own.ranks, "rank": own.rank, "size": own.ranks}
+    parallelism |= {"dp_rank": 0, "dp_size": 1, "pp_rank": 0, "pp_size": 1}
     return {"checksums": protocol.to_checksums(answer), "per_gpu_checksum": "", "parallelism_info": parallelism}
 
 

@@ -9,6 +9,7 @@ import torch
 
 from numerics import ops
 from numerics.ops import ExpertWeights
+from rollout.plugin import ranks
 from rollout.plugin.state import state
 
 
@@ -47,6 +48,8 @@ def silu_and_mul(self: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 def linear(self: Any, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    if ranks.splits(layer):
+        return _with_bias(ranks.merged(ops.linear_partial(x, layer.weight), x.dtype), bias)
     return _with_bias(ops.linear(x, layer.weight, _k_splits(layer)), bias)
 
 
@@ -54,6 +57,9 @@ def fp8_linear(self: Any, layer: Any, x: torch.Tensor, bias: torch.Tensor | None
     current = state()
     operand = current.weights.operand(layer.weight)
     spec = current.numerics.rollout_spec
+    if ranks.splits(layer):
+        partial = ops.fp8_linear_partial(x, layer.weight, operand, spec, "bf16")
+        return _with_bias(ranks.merged(partial, x.dtype), bias)
     return _with_bias(ops.fp8_linear(x, layer.weight, operand, spec, "bf16", _k_splits(layer)), bias)
 
 
@@ -95,9 +101,14 @@ def _moe(layer: Any, dispatch_output: Any, weights_of: Callable[[Any], ExpertWei
     probs, experts, _ = dispatch_output.topk_output
     w13, w2 = weights_of(layer.w13_weight), weights_of(layer.w2_weight)
     spec = state().numerics.rollout_spec
+
+    def outputs_of(choices: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        return ops.experts(x[choices // experts.shape[1]], counts, w13, w2, spec if spec.quantized else None, "bf16")
+
+    if state().weights.rank.ranks > 1:
+        return StandardCombineInput(hidden_states=ranks.experts(outputs_of, experts.long(), probs, layer, x.dtype))
     order, counts = ops.group_by_expert(experts.long(), layer.num_experts)
-    outputs = ops.experts(x[order // experts.shape[1]], counts, w13, w2, spec if spec.quantized else None, "bf16")
-    return StandardCombineInput(hidden_states=ops.combine(outputs, probs, order, x.dtype))
+    return StandardCombineInput(hidden_states=ops.combine(outputs_of(order, counts), probs, order, x.dtype))
 
 
 def attention_extend(

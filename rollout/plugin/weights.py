@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from models import Model
-from models.tensors import SCALE_SUFFIX, TensorRow, TensorTable
+from models.tensors import SCALE_SUFFIX, WHOLE, EngineRank, TensorRow, TensorTable
 from numerics import ops
 from numerics.digest import tensor_digests
 from numerics.quantize import QuantizedTensor
@@ -35,6 +35,7 @@ class ServedWeights:
 
     def __init__(self, spec: TensorSpec) -> None:
         self.version: str | None = None
+        self.rank = WHOLE
         self._spec = spec
         self._attached: tuple[nn.Module, Model] | None = None
         self._operands: dict[Tensor, Operand] = {}
@@ -48,10 +49,13 @@ class ServedWeights:
         """What is known of the model beside its weights."""
         return self._loaded()[1]
 
-    def attach(self, model: nn.Module, definition: Model, version: str) -> None:
-        """Take charge of a model that has just been loaded. Raises `RuntimeError` if it is not as its table says."""
+    def attach(self, model: nn.Module, definition: Model, version: str, rank: EngineRank = WHOLE) -> None:
+        """Take charge of a model that has just been loaded, whole or the part of a rank.
+
+        Raises `RuntimeError` if it is not as its table says.
+        """
         check_table(model, definition)
-        self._attached = model, definition
+        self._attached, self.rank = (model, definition), rank
         self._operands.clear()
         self.commit(version)
 
@@ -99,7 +103,8 @@ class ServedWeights:
     def manifest(self) -> dict[str, str]:
         """`commit`'s manifest, taken anew from the parameters as they are now."""
         model, definition = self._loaded()
-        names, parameters, views = zip(*hf_tensors(model, definition.tensors, self._spec.group), strict=True)
+        held = hf_tensors(model, definition.tensors, self._spec.group, self.rank)
+        names, parameters, views = zip(*held, strict=True)
         entries = dict(zip(names, tensor_digests(views), strict=True))
         for name, parameter in zip(names, parameters, strict=True):
             operand = self._operands.get(parameter)
@@ -120,16 +125,17 @@ def _quantized_parameters(model: nn.Module) -> Iterator[tuple[nn.Parameter, nn.P
 
 
 Served = tuple[str, Tensor, Tensor]
-"""A tensor's name in the checkpoint, the engine's parameter that holds it, and its part of that."""
+"""A tensor's name in the checkpoint, of a part of it as the rank labels it, the engine's parameter that holds it, and
+where in that."""
 
 
-def hf_tensors(model: nn.Module, table: TensorTable, block: int) -> Iterator[Served]:
-    """Every tensor of the checkpoint, and the scales of those that are quantized in blocks of `block` rows."""
+def hf_tensors(model: nn.Module, table: TensorTable, block: int, rank: EngineRank = WHOLE) -> Iterator[Served]:
+    """What this rank has of the checkpoint, and the scales of what is quantized in blocks of `block` rows."""
     held = dict(_held(model, table))
     for name, by_index in table.in_engine.items():
-        yield from _split(held[name], table, by_index, "", 1)
+        yield from _split(held[name], table, by_index, "", 1, rank)
         if name + SCALE_SUFFIX in held:
-            yield from _split(held[name + SCALE_SUFFIX], table, by_index, SCALE_SUFFIX, block)
+            yield from _split(held[name + SCALE_SUFFIX], table, by_index, SCALE_SUFFIX, block, rank)
 
 
 def check_table(model: nn.Module, definition: Model) -> None:
@@ -160,9 +166,19 @@ def _held(model: nn.Module, table: TensorTable) -> Iterator[tuple[str, Tensor]]:
 
 
 def _split(
-    held: Tensor, table: TensorTable, by_index: Mapping[int | None, Sequence[TensorRow]], suffix: str, block: int
+    held: Tensor,
+    table: TensorTable,
+    by_index: Mapping[int | None, Sequence[TensorRow]],
+    suffix: str,
+    block: int,
+    rank: EngineRank,
 ) -> Iterator[Served]:
     for index, rows in by_index.items():
-        fused = held.detach() if index is None else held.detach()[index]
-        for row, part in zip(rows, table.split("engine", fused, rows, block), strict=True):
-            yield row.name + suffix, held, part
+        fused = held.detach()
+        if index is not None:
+            place = rank.place(index, len(held))
+            if place is None:
+                continue  # an expert of another rank
+            fused = fused[place]
+        for row, part in zip(rows, table.engine_parts(fused, rows, block, rank), strict=True):
+            yield rank.label(row.name + suffix, row), held, part

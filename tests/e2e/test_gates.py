@@ -34,7 +34,7 @@ from rollout.types import Trajectory
 from tests.support.cli_runs import FP8RL, ROOT, SMALL
 from tests.support.faults import MATRIX, Named, Tampered
 from tests.support.paths import new_run
-from weight_sync.bridge import push
+from tests.support.syncs import push
 from weight_sync.transports.tensor import TensorTransport
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
@@ -62,7 +62,7 @@ def corrupt_a_weight(stack: Stack) -> None:
     """In the engine, after the verified sync: a tampered tensor, committed at the same version."""
     transport = Tampered(TensorTransport(1 << 20), flipped_bits)
     version = stack.trainer.weight_version
-    stack.trainer.apply(push, transport, stack.numerics.rollout_spec, stack.engines.up(), version)
+    push(stack.trainer, transport, stack.numerics.rollout_spec, stack.engines.up(), version)
     at_each_engine(stack, EngineClient.resume)  # a sync that does not verify leaves it paused
 
 

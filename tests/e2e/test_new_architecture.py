@@ -25,10 +25,10 @@ from rollout.types import SamplingParams
 from tests.support.batches import cross_entropy
 from tests.support.made_up.definition import ARCHITECTURE, EXPERTS
 from tests.support.rig import make_engine
+from tests.support.syncs import push
 from trainer.batch import TokenBatch
 from trainer.config import TrainerConfig
 from trainer.parallel import Layout
-from weight_sync.bridge import push
 from weight_sync.hf_checkpoint import convert_checkpoint
 from weight_sync.transports.tensor import TensorTransport
 

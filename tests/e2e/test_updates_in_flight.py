@@ -18,7 +18,7 @@ from rollout.client import EngineClient
 from rollout.sampler import sample_groups
 from rollout.types import Endpoint, SamplingParams, Trajectory
 from tests.support.rig import Pipeline, Rig, Setup, prompts
-from weight_sync.bridge import push
+from tests.support.syncs import push
 from weight_sync.transports import TensorTransport
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]

@@ -10,7 +10,7 @@ import torch
 from models.architecture import architectures
 from models.qwen3 import dense_mlp_tensors
 from models.qwen3_moe import moe_tensors
-from models.tensors import Place, TensorRow, TensorTable
+from models.tensors import EngineRank, Place, TensorRow, TensorTable
 from numerics.spec import MODULE_KINDS
 from tests.support.definitions import SIZES
 
@@ -54,33 +54,65 @@ def test_heads_are_interleaved_by_group(block: int, ranks: int) -> None:
     size = 128 // block
     labels = ["q0", "q1", "k0", "v0", "q2", "q3", "k1", "v1"][: 8 // ranks]
     fused = torch.arange(len(labels) * size)[:, None]
-    q, k, v = DENSE.split("megatron", fused, rows, block, ranks)
+    q, k, v = DENSE.split(fused, rows, block, ranks)
 
     def whose(part: torch.Tensor) -> list[str]:
         return [labels[start // size] for start in part[::size, 0].tolist()]
 
     expected = (["q0", "q1", "q2", "q3"], ["k0", "k1"], ["v0", "v1"])
     assert (whose(q), whose(k), whose(v)) == tuple(heads[: len(heads) // ranks] for heads in expected)
-    assert torch.equal(DENSE.fuse("megatron", [q, k, v], rows, block, ranks), fused)
+    assert torch.equal(DENSE.fuse([q, k, v], rows, block, ranks), fused)
 
 
 def test_a_padded_parameter_ends_with_rows_of_no_tensor() -> None:
     ((embedding,),) = DENSE.in_engine["model.embed_tokens.weight"].values()
-    (part,) = DENSE.split("engine", torch.arange(70), [embedding])
+    (part,) = DENSE.engine_parts(torch.arange(70), [embedding], 1, EngineRank())
     assert part.tolist() == list(range(64))
     with pytest.raises(ValueError, match="found a parameter of 63 rows, expected 64"):
-        DENSE.split("engine", torch.arange(63), [embedding])
+        DENSE.engine_parts(torch.arange(63), [embedding], 1, EngineRank())
     (norm,) = DENSE.in_megatron["decoder.final_layernorm.weight"]
     with pytest.raises(ValueError, match="model.norm.weight: found a parameter of 257 rows, expected 256"):
-        DENSE.split("megatron", torch.arange(257), [norm])
+        DENSE.split(torch.arange(257), [norm])
 
 
 def test_rows_that_are_no_whole_blocks_have_a_scale_of_their_own() -> None:
     """DeepSeek's fused a-projection: 1536 rows are 12 blocks, 576 are 4.5."""
     rows = [row("q_a", 1536), row("kv_a", 576)]
     table = TensorTable(rows, kv_heads=1)
-    assert [len(part) for part in table.split("engine", torch.zeros(17, 2), rows, block=128)] == [12, 5]
-    assert [len(part) for part in table.split("engine", torch.zeros(2112, 2), rows)] == [1536, 576]
+    assert [len(part) for part in table.engine_parts(torch.zeros(17, 2), rows, 128, EngineRank())] == [12, 5]
+    assert [len(part) for part in table.engine_parts(torch.zeros(2112, 2), rows, 1, EngineRank())] == [1536, 576]
+
+
+@pytest.mark.parametrize("block", [1, 128])
+def test_the_ranks_of_an_engine_share_heads_and_widths_and_keep_experts_whole(block: int) -> None:
+    ranks = [EngineRank(rank, 2) for rank in range(2)]
+    sizes = replace(SIZES, heads=4, kv_heads=2, head_dim=128, ffn_size=512, vocab_size=128)
+    for table in (TensorTable(known.tensors(sizes), 2) for known in architectures().values()):
+        for name, one in table.rows.items():
+            if one.kind is None and block > 1:
+                continue
+            whole = torch.arange(-(-one.shape[0] // block) * 4).view(-1, 4)
+            parts = [rank.part(one, whole) for rank in ranks]
+            if one.engine.split is None:
+                assert all(part is whole for part in parts)
+                assert {rank.label(name, one) for rank in ranks} == {name}
+                continue
+            assert torch.equal(torch.cat(parts, one.engine.split), whole)
+            assert [len(part) for part in parts] == [rank.rows(one, block) for rank in ranks]
+            assert [rank.label(name, one) for rank in ranks] == [f"{name}#0/2", f"{name}#1/2"]
+    assert [[rank.place(expert, 4) for expert in range(8)] for rank in ranks] == [
+        [0, 1, 2, 3, None, None, None, None],
+        [None, None, None, None, 0, 1, 2, 3],
+    ]
+
+
+def test_the_last_rank_has_what_is_left_of_a_padded_vocabulary() -> None:
+    """100 tokens are 128 rows, 64 for each rank, of which the second has 36 that are tokens."""
+    vocabulary = row("embed", 100, engine=Place("fused", padded=True, split=0))
+    parts = [EngineRank(rank, 2).part(vocabulary, torch.arange(100)) for rank in range(2)]
+    assert [len(part) for part in parts] == [64, 36] and parts[1][0] == 64
+    table = TensorTable([vocabulary], kv_heads=1)
+    assert len(table.engine_parts(torch.zeros(64), [vocabulary], 1, EngineRank(1, 2))[0]) == 36
 
 
 def test_what_other_architectures_need_can_be_said() -> None:

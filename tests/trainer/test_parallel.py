@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import functools
+import itertools
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,6 +26,7 @@ from tests.support.batches import Poisoned, cross_entropy, random_batch, random_
 from tests.support.models import LENGTH
 from tests.support.ranks import run_on_ranks
 from tests.support.trainers import MakeTrainer
+from trainer import parallel
 from trainer.batch import TokenBatch
 from trainer.config import TrainerConfig
 from trainer.parallel import Layout
@@ -61,6 +65,7 @@ class Case:
         out["export"] = {name: tensor.clone() for name, tensor in trainer.export_weights()}
         trainer.export_hf(self.saved.with_name("hf"))
         out["one rank fails"] = self._failing(layout)
+        out["turns"] = turns(layout)
         out["routed"] = self._routed(layout, trainer)
         out["extra"] = trainer.load(self.checkpoint)
         out["resumed"] = two_steps(trainer)
@@ -103,6 +108,27 @@ class Case:
         with pytest.raises(NonFiniteLossError) as error:
             trainer.train_step(random_batch(**BATCH), Poisoned(150))
         return str(error.value)
+
+
+def turns(layout: Layout) -> dict[str, Any]:
+    """When this rank had its turns, and what those hear that wait behind rank 0 for longer than they may."""
+    times, said = [], ""
+    for _ in range(3):
+        with parallel.in_turn("some"):
+            began = time.monotonic()
+            time.sleep(0.02)
+            times.append((began, time.monotonic()))
+    if layout.rank == 0:
+        with parallel.in_turn("stuck"):
+            dist.barrier()
+            dist.barrier()  # the others have given up
+    else:
+        dist.barrier()
+        with pytest.raises(TimeoutError) as error, parallel.in_turn("stuck", timedelta(seconds=0.1)):
+            raise AssertionError("two at once")
+        said = str(error.value)
+        dist.barrier()
+    return {"times": times, "said": said}
 
 
 def reported(layout: Layout, scored: T) -> T | None:
@@ -252,6 +278,16 @@ def test_every_rank_hands_out_about_as_much_and_nothing_twice(outcome: Outcome) 
     sizes = [sum(tensor.nbytes for tensor in rank["export"].values()) for rank in outcome.ranks]
     largest = max(tensor.nbytes for rank in outcome.ranks for tensor in rank["export"].values())
     assert max(sizes) - min(sizes) <= 2 * largest
+
+
+@pytest.mark.slow
+def test_ranks_take_turns_and_say_for_whom_they_wait(outcome: Outcome) -> None:
+    times = sorted(turn for rank in outcome.ranks for turn in rank["turns"]["times"])
+    assert len(times) == 3 * len(outcome.ranks)
+    assert all(ended <= began for (_, ended), (began, _) in itertools.pairwise(times))
+    said = [rank["turns"]["said"] for rank in outcome.ranks[1:]]
+    assert "stuck: found trainer rank 0 at it for 0.1 s, expected it to end its turn" in said
+    assert all("found trainer rank" in text for text in said)
 
 
 @pytest.mark.slow

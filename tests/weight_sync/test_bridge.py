@@ -10,15 +10,16 @@ import pytest
 import torch
 
 from models import Model
+from models.tensors import EngineRank
 from numerics.digest import tensor_digest
 from numerics.spec import QuantSpec
-from rollout.client import EngineClient
+from rollout.client import merged
 from rollout.errors import EngineError
 from rollout.protocol import Held
 from rollout.types import Endpoint
 from tests.support.definitions import every_tensor
 from weight_sync import bridge
-from weight_sync.manifest import SyncError
+from weight_sync.manifest import Manifest, Recorder, SyncError
 from weight_sync.quantized import served_tensors
 
 SPEC = QuantSpec.preset("fp8_block_pow2")
@@ -159,19 +160,28 @@ def test_a_transport_that_fails_midway_leaves_generation_paused(engines: list[Si
     assert trainer.exported == len(WEIGHTS)  # else the other ranks would wait in the export's collectives
 
 
-def test_an_engine_of_several_ranks_is_refused(engines: list[SimulatedEngine], monkeypatch: pytest.MonkeyPatch) -> None:
-    async def two_ranks(self: SimulatedEngine, path: str, action: str) -> dict[str, Any]:
-        return {"ranks": [{"checksums": {}}, {"checksums": {}}]}
+def test_what_the_ranks_of_an_engine_hold_is_proven_part_by_part(engines: list[SimulatedEngine]) -> None:
+    """q is shared by its rows, the norm is on both; one norm that differs is found although the other is right."""
 
-    for name, method in {
-        "commit": EngineClient.commit,
-        "_ask_plugin": EngineClient._ask_plugin,
-        "admin": two_ranks,
-    }.items():
-        monkeypatch.setattr(SimulatedEngine, name, method, raising=False)
-    with pytest.raises(SyncError, match="2 ranks of one engine, expected 1"):
-        push(SimulatedTransport())
-    assert not any("resume" in engine.calls for engine in engines)
+    def held(rank: int, norm: torch.Tensor) -> str:
+        parts = served.copy()
+        parts["model.norm.weight"] = norm
+        entries = {}
+        for name, tensor in parts.items():
+            place, row = EngineRank(rank, 2), MODEL.tensors[name]
+            entries[place.label(name, row)] = tensor_digest(place.part(row, tensor))
+        return Held(entries=entries).model_dump_json()
+
+    served = WEIGHTS | {"model.layers.0.self_attn.q_proj.weight": torch.randn(256, 128).bfloat16()}
+    recorder = Recorder(MODEL.tensors, ranks=2)
+    list(recorder.watch(served.items()))
+    manifest = Manifest.merged(5, QuantSpec.preset("bf16"), [recorder.sent()])
+    norm = served["model.norm.weight"]
+    assert manifest.differences(merged([held(0, norm), held(1, norm)]).entries) == []
+    (problem,) = manifest.differences(merged([held(0, norm), held(1, norm + 1)]).entries)
+    assert problem.startswith("model.norm.weight: found ") and " on another rank, expected " in problem
+    lost = merged([held(0, norm)]).entries
+    assert manifest.mismatched(lost) == {"model.layers.0.self_attn.q_proj.weight#1/2"}
 
 
 def test_ranks_that_each_send_their_share_are_proven_by_one_manifest(engines: list[SimulatedEngine]) -> None:

@@ -45,7 +45,7 @@ class Receiver:
     """A rank. calls: what was asked of it; tensors: what arrived; refuses: it takes part in no broadcast."""
 
     def __init__(self, refuses: bool = False) -> None:
-        self.refuses = refuses
+        self.refuses, self.ranks = refuses, 1
         self.calls: list[str] = []
         self.tensors: dict[str, torch.Tensor] = {}
         self.group: Any = None

@@ -9,6 +9,7 @@ import torch
 
 from numerics.digest import tensor_digest
 from numerics.spec import QuantSpec
+from tests.support.definitions import every_tensor
 from weight_sync.manifest import Manifest, Recorder
 
 SPEC = QuantSpec.preset("fp8_block_pow2")
@@ -36,7 +37,7 @@ def test_the_recorder_digests_what_passes_and_marks_what_is_dequantized() -> Non
         "a.weight_scale_inv": torch.ones(1, 1),
         "norm": torch.ones(3, dtype=torch.bfloat16),
     }
-    recorder = Recorder()
+    recorder = Recorder(every_tensor(layers=1).tensors)
     passed = dict(recorder.watch(tensors.items()))
     assert all(passed[name] is tensor for name, tensor in tensors.items())
     assert recorder.sent().bytes == 16 + 4 + 6
@@ -51,7 +52,7 @@ def test_the_recorder_digests_what_passes_and_marks_what_is_dequantized() -> Non
 
 def test_a_digest_is_taken_before_the_tensor_is_handed_on() -> None:
     """Whatever happens to it afterwards is seen as a difference."""
-    recorder = Recorder()
+    recorder = Recorder(every_tensor(layers=1).tensors)
     sent = torch.ones(8)
     before = tensor_digest(sent)
     for _, tensor in recorder.watch([("x", sent)]):

@@ -28,6 +28,8 @@ TENSORS = {str(index): torch.full((300,), index, dtype=torch.uint8) for index in
 class RecordingEngine:
     """Keeps each update that it is asked for, and loads what a message about a bucket points to, as SGLang does."""
 
+    ranks = 1
+
     def __init__(self) -> None:
         self.updates: list[tuple[Any, ...]] = []
         self.tensors: dict[str, torch.Tensor] = {}
@@ -65,6 +67,8 @@ def test_the_tensor_transport_sends_bucket_by_bucket_and_flushes_nothing() -> No
 
 class ForeignEngine:
     """Loads in another process, which then lets go of the memory."""
+
+    ranks = 1
 
     def __init__(self, process: Executor) -> None:
         self.process = process

@@ -6,6 +6,7 @@ Every trainer rank has a group of its own with all engines, since SGLang takes a
 from __future__ import annotations
 
 import asyncio
+import itertools
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Iterable, Sequence
 from contextlib import asynccontextmanager
@@ -77,12 +78,13 @@ async def _process_group(engines: Sequence[EngineClient]) -> AsyncIterator[tuple
     """The name of a group of this process, rank 0, and the engines; and the group."""
     name = f"weights-{secrets.token_hex(4)}"
     backend = "nccl" if torch.cuda.is_available() else "gloo"
-    size = 1 + len(engines)
+    first = list(itertools.accumulate((engine.ranks for engine in engines), initial=1))  # rank of each engine
+    size = first[-1]
     with in_turn(_QUEUE):
         store = open_store(LOOPBACK, size)
         joining = [
             engine.join_weights_group(name, LOOPBACK, store.port, rank, size, backend)
-            for rank, engine in enumerate(engines, start=1)
+            for rank, engine in zip(first, engines)
         ]
         group = await _joined(asyncio.to_thread(_join, name, store, size, backend), joining, engines)
     failed = True

@@ -31,12 +31,15 @@ class TensorTransport:
 
     async def send(self, tensors: Iterable[Named], engines: Sequence[EngineClient], version: int) -> None:
         for bucket in self._packer.pack(tensors):
-            # A message counts as one reader of the memory, which is gone once all have read: one for each engine.
+            # A message counts as one reader of the memory, which is gone once all have read: one for each rank.
             # An engine answers when it has copied the bucket: dropping its mapping waits for the copy on the GPU.
             await asyncio.gather(
                 *(
                     engine.update_weights_from_tensor(
-                        [_serialize(bucket)], version, load_format="flattened_bucket", flush_cache=False
+                        [_serialize(bucket) for _ in range(engine.ranks)],
+                        version,
+                        load_format="flattened_bucket",
+                        flush_cache=False,
                     )
                     for engine in engines
                 )

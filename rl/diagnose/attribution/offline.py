@@ -148,12 +148,13 @@ def _pair(subject: Subject, say: Callable[[str], object], numerics: NumericsConf
 
 @contextmanager
 def _stack_of(subject: Subject, numerics: NumericsConfig, say: Callable[[str], object]) -> Iterator[Stack]:
-    """One engine and a trainer of one rank with the subject's weights.
+    """An engine and a trainer of one rank each with the subject's weights.
 
     `numerics.k_splits` stays that of the run, so that one rank adds in the order of the run's layout.
     """
-    one_rank = TrainerConfig(micro_batch_tokens=subject.experiment.trainer.micro_batch_tokens)
-    experiment = subject.experiment.model_copy(update={"trainer": one_rank})
+    trainer = TrainerConfig(micro_batch_tokens=subject.experiment.trainer.micro_batch_tokens)
+    rollout = subject.experiment.rollout.model_copy(update={"tp": 1})
+    experiment = subject.experiment.model_copy(update={"trainer": trainer, "rollout": rollout})
     with open_pair(experiment, numerics, say) as stack:
         if subject.checkpoint is not None:
             stack.trainer.load(subject.checkpoint)

@@ -30,7 +30,8 @@ def loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(state, "_state", None)
     state.configure(NumericsConfig(spec=SPEC))
     arguments = SimpleNamespace(weight_version="3", model_path=str(tmp_path))
-    runner = SimpleNamespace(model=build(TENSORS), server_args=arguments)
+    one_rank = SimpleNamespace(tp_rank=0, tp_size=1)
+    runner = SimpleNamespace(model=build(TENSORS), server_args=arguments, ps=one_rank)
     lifecycle.after_load_model(None, runner)
 
 
@@ -53,7 +54,7 @@ def held(call: Commit | ReadManifest) -> dict[str, str]:
 
 
 def manifest(version: str) -> dict[str, str]:
-    recorder = Recorder()
+    recorder = Recorder(DEFINITION.tensors)
     list(recorder.watch(TENSORS.items()))
     return Manifest.merged(int(version), SPEC, [recorder.sent()]).entries
 

@@ -35,7 +35,7 @@ def served(model: nn.Module) -> ServedWeights:
 
 def sent(tensors: dict[str, Tensor], version: str) -> Manifest:
     """The trainer's side of a sync."""
-    recorder = Recorder()
+    recorder = Recorder(DEFINITION.tensors)
     list(recorder.watch(tensors.items()))
     return Manifest.merged(int(version), SPEC, [recorder.sent()])
 

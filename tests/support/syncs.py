@@ -1,0 +1,26 @@
+"""Syncs through a transport of the test's choice, from a trainer group or from a trainer in this process."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from numerics.spec import QuantSpec
+from rollout.types import Endpoint
+from trainer.actor import TrainerGroup
+from weight_sync.bridge import SyncReport, send_and_verify, send_share
+from weight_sync.manifest import Manifest
+from weight_sync.transports import Transport
+
+
+def push(
+    trainer: Any, transport: Transport, spec: QuantSpec, endpoints: Sequence[Endpoint], version: int
+) -> tuple[Manifest, SyncReport, list[str]]:
+    """What was sent, the report, and a line for each tensor that differs."""
+
+    def send() -> list[Any]:
+        if isinstance(trainer, TrainerGroup):
+            return trainer.apply(send_share, transport, spec, list(endpoints), version)
+        return [send_share(trainer, transport, spec, endpoints, version)]
+
+    return send_and_verify(send, spec, endpoints, version)
