@@ -24,7 +24,7 @@ from rollout.engine import Engine
 from rollout.types import Endpoint
 from trainer import parallel
 from trainer.config import TrainerConfig
-from weight_sync.bridge import SyncReport, send_and_verify, send_share
+from weight_sync.bridge import Share, SyncReport, send_and_verify, send_share
 from weight_sync.hf_checkpoint import convert_checkpoint
 from weight_sync.quantized import served_tensors
 from weight_sync.transports.tensor import TensorTransport
@@ -101,7 +101,7 @@ def _measure(
             asyncio.run(_send_only(trainer, transport, numerics, endpoint))
             middle = time.perf_counter()
             _, report, problems = send_and_verify(
-                lambda: [send_share(trainer, transport, spec, [endpoint], 0)], spec, [endpoint], 0
+                lambda: [send_share(trainer, Share(transport, spec, [endpoint], 0))], spec, [endpoint], 0
             )
             end = time.perf_counter()
             assert not problems, problems

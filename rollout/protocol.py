@@ -104,6 +104,9 @@ class Pong(_Message):
     weight_version: str | None
 
 
+DELTA = "delta:"
+"""Before the label of what a rank of an engine holds: a tensor that is sent under this name is a change of it
+(`numerics.delta`)."""
 LIBRARIES = ("sglang", "torch", "fp8rl")
 """Whose versions are reported."""
 ENGINE_PACKAGES = ("numerics", "models", "rollout")

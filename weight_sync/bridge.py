@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import functools
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -25,7 +24,9 @@ from rollout.client import EngineClient, PauseMode
 from rollout.errors import EngineError
 from rollout.types import Endpoint
 from trainer.actor import TrainerGroup
+from weight_sync.buckets import Named
 from weight_sync.config import SyncConfig
+from weight_sync.delta import sender_of
 from weight_sync.hf_checkpoint import write_served_checkpoint
 from weight_sync.manifest import Manifest, Recorder, Sent, SyncError
 from weight_sync.quantized import served_tensors
@@ -39,13 +40,15 @@ Result = TypeVar("Result")
 
 @dataclasses.dataclass(frozen=True)
 class SyncReport:
-    """One sync. bytes: payload to each engine. seconds: pause to resume, of which verify_seconds for the proof.
+    """One sync. bytes: payload to each engine, of weight_bytes that it holds of it. seconds: pause to resume, of which
+    verify_seconds for the proof.
 
     verified_tensors: tensors whose digests were equal in every engine; mismatched_tensors: the others.
     """
 
     version: int
     bytes: int
+    weight_bytes: int
     seconds: float
     send_seconds: float
     verify_seconds: float
@@ -54,7 +57,15 @@ class SyncReport:
 
     def metrics(self) -> dict[str, float]:
         """As `sync/...` metrics; seconds and bytes."""
-        names = ("bytes", "seconds", "send_seconds", "verify_seconds", "verified_tensors", "mismatched_tensors")
+        names = (
+            "bytes",
+            "weight_bytes",
+            "seconds",
+            "send_seconds",
+            "verify_seconds",
+            "verified_tensors",
+            "mismatched_tensors",
+        )
         return {f"sync/{name}": float(getattr(self, name)) for name in names}
 
 
@@ -85,8 +96,10 @@ class Bridge:
         """
         transport = make_transport(self.config, self.model_path, self.scratch / "sync_checkpoint", self.spec)
         version = self.trainer.weight_version
-        send = functools.partial(self.trainer.apply, send_share, transport, self.spec, list(endpoints), version)
-        manifest, report, problems = send_and_verify(send, self.spec, endpoints, version, self.config.pause)
+        since = asyncio.run(_common_version(endpoints)) if self.config.delta else None
+        manifest, report, problems = self._attempt(transport, endpoints, version, since)
+        if problems and since is not None:  # an engine did not hold what it had been sent
+            manifest, report, problems = self._attempt(transport, endpoints, version, None)
         if manifest_path is not None:
             manifest.save(manifest_path)
         if problems:
@@ -96,6 +109,30 @@ class Bridge:
                 "it happens again, compare the versions of sglang on both sides:\n" + "\n".join(problems[:20])
             )
         return report
+
+    def _attempt(
+        self, transport: Transport, endpoints: Sequence[Endpoint], version: int, since: int | None
+    ) -> tuple[Manifest, SyncReport, list[str]]:
+        share = Share(transport, self.spec, list(endpoints), version, self.config.delta, since)
+        return send_and_verify(
+            lambda: self.trainer.apply(send_share, share), self.spec, endpoints, version, self.config.pause
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Share:
+    """What each trainer rank is asked for in a sync: to send its part of `version`, served under `spec`, to engines.
+
+    delta: keep a copy, and send only what has changed since the version that all engines hold, `since`, if there is one
+    and it was the last to be sent.
+    """
+
+    transport: Transport
+    spec: QuantSpec
+    endpoints: list[Endpoint]
+    version: int
+    delta: bool = False
+    since: int | None = None
 
 
 def send_and_verify(
@@ -131,6 +168,7 @@ def send_and_verify(
     report = SyncReport(
         version=version,
         bytes=sum(part.bytes for part in parts),
+        weight_bytes=sum(part.weight_bytes for part in parts),
         seconds=end - start,
         send_seconds=sent - start,
         verify_seconds=end - sent,
@@ -140,27 +178,43 @@ def send_and_verify(
     return manifest, report, problems
 
 
-def send_share(
-    trainer: Trainer, transport: Transport, spec: QuantSpec, endpoints: Sequence[Endpoint], version: int
-) -> Sent:
+def send_share(trainer: Trainer, share: Share) -> Sent:
     """What each trainer rank does in a sync: quantize what it hands out, and send it to every engine."""
-    recorder = Recorder(trainer.definition.tensors, max(endpoint.ranks for endpoint in endpoints))
+    table, ranks = trainer.definition.tensors, max(endpoint.ranks for endpoint in share.endpoints)
+    recorder, payload = Recorder(table, ranks), 0
     weights = trainer.export_weights()
 
+    def to_send() -> Iterator[Named]:
+        nonlocal payload
+        # What is quantized straight into the transport's memory cannot be left out of it.
+        allocate = None if share.delta else share.transport.allocate
+        tensors = recorder.watch(served_tensors(weights, share.spec, trainer.definition, allocate))
+        if share.delta:
+            tensors = sender_of(trainer).changes(tensors, share.version, share.since, table, ranks)
+        for name, tensor in tensors:
+            payload += tensor.nbytes
+            yield name, tensor
+
     async def send() -> None:
-        engines = [EngineClient(endpoint) for endpoint in endpoints]
+        engines = [EngineClient(endpoint) for endpoint in share.endpoints]
         try:
-            tensors = served_tensors(weights, spec, trainer.definition, transport.allocate)
-            await transport.send(recorder.watch(tensors), engines, version)
+            await share.transport.send(to_send(), engines, share.version)
         finally:
             await asyncio.gather(*(engine.close() for engine in engines))
 
     try:
-        with _as_sync_error(version):
+        with _as_sync_error(share.version):
             asyncio.run(send())
-        return recorder.sent()
+        return recorder.sent(payload)
     finally:
         exhaust(weights)
+
+
+async def _common_version(endpoints: Sequence[Endpoint]) -> int | None:
+    """The weight version of which all engines say that they hold it; None if there is none."""
+    held = set(await _each(endpoints, lambda engine: engine.ping()))
+    version = held.pop() if len(held) == 1 else None
+    return None if version is None else int(version)
 
 
 async def _each(endpoints: Sequence[Endpoint], use: Callable[[EngineClient], Awaitable[Result]]) -> list[Result]:

@@ -20,6 +20,9 @@ class SyncConfig(BaseModel):
     names. `retract`: they wait, and go on with their prefix prefilled anew. `abort`: they are cut and asked for again,
     which takes a second longer. `in_place`: they go on with the KV cache of the old weights, and no weights alone have
     sampled the rest; native mode only."""
+    delta: bool = False
+    """Send only the bytes that have changed, where every engine holds what was sent last; else, and where the proof
+    finds a difference, all of them. Each trainer rank keeps a copy of what it sends."""
     bucket_mib: int = Field(default=256, ge=1)
     """Largest send buffer in MiB, of which a few are held; a larger tensor gets one of its own."""
 

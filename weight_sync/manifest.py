@@ -74,9 +74,10 @@ def _of_scales(label: str) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Sent:
-    """What one rank has sent. digests: by HF name. bytes: of the tensors."""
+    """What one rank has sent. digests: by HF name. weight_bytes: of the tensors; bytes: that it took to send them."""
 
     digests: dict[str, str]
+    weight_bytes: int
     bytes: int
 
 
@@ -107,6 +108,6 @@ class Recorder:
         for rank in self._ranks:
             yield rank.label(name, row), rank.part(row, tensor)
 
-    def sent(self) -> Sent:
-        """What has been seen so far."""
-        return Sent(dict(self._digests), self._bytes)
+    def sent(self, payload: int | None = None) -> Sent:
+        """What has been seen so far. payload: bytes that it took to send it, if not all."""
+        return Sent(dict(self._digests), self._bytes, self._bytes if payload is None else payload)

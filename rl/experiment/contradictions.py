@@ -55,6 +55,17 @@ def check_ranks(experiment: Experiment) -> None:
         )
 
 
+def check_sync(experiment: Experiment) -> None:
+    """Raise `UserError` if weights cannot travel as the spec says."""
+    if experiment.sync.delta and experiment.sync.transport == "disk":
+        raise user_error(
+            "sync.delta",
+            found="true with sync.transport=disk",
+            expected="false: a directory that an engine loads holds every tensor",
+            remedy="Set sync.transport=tensor or distributed, or remove sync.delta.",
+        )
+
+
 def check_gates(experiment: Experiment) -> None:
     """Raise `UserError` for the first gate that contradicts another one or another section."""
     if not experiment.algorithm.samples and experiment.guard.nonfinite_loss == "skip":

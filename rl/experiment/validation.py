@@ -14,7 +14,7 @@ from pydantic_core import ErrorDetails
 
 from numerics.errors import UserError, shown
 from rl.algorithms import ALGORITHMS
-from rl.experiment.contradictions import check_gates, check_ranks, check_staleness
+from rl.experiment.contradictions import check_gates, check_ranks, check_staleness, check_sync
 from rl.experiment.experiment import Experiment
 
 
@@ -33,6 +33,7 @@ def parse_experiment(values: dict[str, Any]) -> Experiment:
     experiment = experiment.model_copy(update={"algorithm": algorithm})
     check_staleness(experiment)
     check_ranks(experiment)
+    check_sync(experiment)
     check_gates(experiment)
     return experiment
 

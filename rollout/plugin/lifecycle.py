@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,12 @@ def after_load_model(result: Any, self: Any, *args: Any, **kwargs: Any) -> None:
     definition = read_model(Path(self.server_args.model_path), served=True)
     rank = EngineRank(self.ps.tp_rank, self.ps.tp_size)
     current.weights.attach(self.model, definition, self.server_args.weight_version, rank)
+    self.model.load_weights = functools.partial(current.weights.load, self.model.load_weights)
+
+
+def unpadded(model_config: Any, load_config: Any, tp_size: int) -> Any:
+    """`adjust_config_with_unaligned_cpu_tp`, which makes experts wider, though no rank has less than a whole one."""
+    return model_config
 
 
 def before_forward(*args: Any, **kwargs: Any) -> None:

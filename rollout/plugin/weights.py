@@ -7,7 +7,7 @@ an update and its commit the weights have no version and no forward runs on them
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,10 +15,11 @@ from torch import Tensor, nn
 
 from models import Model
 from models.tensors import SCALE_SUFFIX, WHOLE, EngineRank, TensorRow, TensorTable
-from numerics import ops
+from numerics import delta, ops
 from numerics.digest import tensor_digests
 from numerics.quantize import QuantizedTensor
 from numerics.spec import TensorSpec
+from rollout.protocol import DELTA
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,6 +40,7 @@ class ServedWeights:
         self._spec = spec
         self._attached: tuple[nn.Module, Model] | None = None
         self._operands: dict[Tensor, Operand] = {}
+        self._places: dict[str, Tensor] = {}
 
     @property
     def device(self) -> torch.device:
@@ -57,6 +59,7 @@ class ServedWeights:
         check_table(model, definition)
         self._attached, self.rank = (model, definition), rank
         self._operands.clear()
+        self._places.clear()
         self.commit(version)
 
     def invalidate(self) -> None:
@@ -111,6 +114,28 @@ class ServedWeights:
             if operand is not None and operand.version is not None:
                 entries[name] += f"@{operand.version}"
         return entries
+
+    def load(self, original: Callable[[Iterable[tuple[str, Tensor]]], object], weights: Iterable[Any]) -> None:
+        """In place of the model's `load_weights`, here `original`: tensors of the checkpoint, and deltas.
+
+        A delta of what another rank holds is none of this one's.
+        """
+        whole = []
+        for name, tensor in weights:
+            if not name.startswith(DELTA):
+                whole.append((name, tensor))
+            elif (held := self._held_as().get(name.removeprefix(DELTA))) is not None:
+                delta.apply(tensor, held)
+        if whole:
+            original(whole)
+
+    def _held_as(self) -> dict[str, Tensor]:
+        """Where each tensor is, by its label."""
+        if not self._places:
+            model, definition = self._loaded()
+            served = hf_tensors(model, definition.tensors, self._spec.group, self.rank)
+            self._places = {label: view for label, _, view in served}
+        return self._places
 
     def _loaded(self) -> tuple[nn.Module, Model]:
         if self._attached is None:

@@ -6,6 +6,7 @@ import asyncio
 import json
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +18,19 @@ from rollout.errors import StaleWeightsError
 from rollout.types import Group, SamplingParams
 from tests.support import faults
 from tests.support.rig import MODELS, SHARED_PREFIX, Pipeline, Rig, Setup, differences, prompts
+from tests.support.syncs import push
 from trainer.batch import TokenBatch
 from weight_sync import bridge
 from weight_sync.manifest import SyncError
+from weight_sync.transports import TensorTransport
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 # Tests and cases stand in an order in which neighbours share an engine, and where possible a trainer.
 TWO_RANKS = Setup("moe", k_splits=2, layout=(("tp", 2),))
+BOTH_TWO_RANKS = replace(TWO_RANKS, engine_tp=2)
 EXACT = {
+    "moe-both-tp2": BOTH_TWO_RANKS,
     "moe-tp2": TWO_RANKS,
     "moe": Setup("moe"),
     "moe-pp3": Setup("moe", layout=(("pp", 3),)),
@@ -33,10 +38,12 @@ EXACT = {
     "dense-tp2": Setup("dense", k_splits=2, layout=(("tp", 2),)),
     "dense-pp2-tp2": Setup("dense", k_splits=2, layout=(("pp", 2), ("tp", 2))),
     "dense": Setup("dense", k_splits=2),
+    "dense-engine-tp2": Setup("dense", k_splits=2, engine_tp=2),
     "moe-fp32-scales-bf16-ends": Setup("moe", preset="fp8_block_fp32", bf16_ends=1),
 }
 ROUNDS = ((1.0, "tensor"), (0.7, "disk"))
 """Temperature of a round's samples, and the transport of the sync after its optimizer step."""
+BROADCAST = ((1.0, "tensor"), (0.7, "distributed"))
 WEIGHTS = {f"{faults.EXPERT}{kind}_proj.weight" for kind in ("gate", "up", "down")}
 SCALES = {f"{name}_scale_inv" for name in WEIGHTS}
 
@@ -116,10 +123,34 @@ def test_tokens_of_a_stale_weight_version_are_refused(rig: Rig) -> None:
     assert rig.run(one_token(pipeline))[0].weight_versions == [version]
 
 
+@pytest.mark.parametrize("transport", ["distributed", "tensor"])
+@pytest.mark.parametrize("setup", [TWO_RANKS, BOTH_TWO_RANKS], ids=["one-engine-rank", "two-engine-ranks"])
+def test_only_changes_are_sent_and_an_engine_that_is_wrong_gets_everything(
+    rig: Rig, setup: Setup, transport: str
+) -> None:
+    pipeline = rig.open(setup)
+    first = pipeline.sync(transport, delta=True)
+    assert first.bytes == first.weight_bytes
+    unchanged = pipeline.sync(transport, delta=True)
+    assert (unchanged.mismatched_tensors, unchanged.weight_bytes) == (0, first.weight_bytes)
+    assert unchanged.bytes < first.bytes / 100
+    pipeline.train_step(pipeline.sample(1.0, count=4))
+    changed = pipeline.sync(transport, delta=True)
+    assert (changed.mismatched_tensors, changed.verified_tensors) == (0, served_tensors_of(setup))
+    batch = pipeline.sample(0.7, count=4)
+    assert_equal(pipeline.trainer.score(batch), batch)
+
+    version, spec = pipeline.trainer.weight_version, setup.numerics.rollout_spec
+    tampered = faults.Tampered(TensorTransport(1 << 20), faults.flipped_bit)
+    assert push(pipeline.trainer, tampered, spec, [pipeline.endpoint], version)[2]
+    mended = pipeline.sync(transport, delta=True)
+    assert mended.mismatched_tensors == 0 and mended.bytes == mended.weight_bytes
+
+
 @pytest.mark.parametrize("setup", EXACT.values(), ids=EXACT.keys())
 def test_every_sampled_token_agrees_before_and_after_updates(rig: Rig, setup: Setup) -> None:
     pipeline = rig.open(setup)
-    for seed, (temperature, transport) in enumerate(ROUNDS):
+    for seed, (temperature, transport) in enumerate(ROUNDS if setup.engine_tp == 1 else BROADCAST):
         batch = pipeline.sample(temperature, seed)
         assert batch.lengths.min() < 30 < 300 < batch.lengths.max()
         step = pipeline.train_step(batch)  # its forward is the scoring at the weights that sampled
@@ -166,13 +197,15 @@ def assert_equal(logprobs: torch.Tensor, batch: TokenBatch) -> None:
 
 
 def served_tensors_of(setup: Setup) -> int:
-    """Tensors of the checkpoint, counted by hand: the matrices of FP8 layers come with scales."""
+    """What is compared, counted by hand: the matrices of FP8 layers come with scales."""
     shape = MODELS[setup.model]
     matrices = 4 + 3 * max(shape.experts, 1)
     router, norms = int(shape.experts > 0), 4
     fp8_layers = shape.layers - 2 * setup.bf16_ends if setup.rollout == "fp8" else 0
     ends = 2 if shape.tied else 3  # embedding, final norm, and an output projection of its own
-    return shape.layers * (matrices + router + norms) + fp8_layers * matrices + ends
+    shared = 4 if shape.experts else matrices  # over an engine's ranks, each of which has a part; experts are whole
+    parts = (shape.layers + fp8_layers) * shared + ends - 1
+    return shape.layers * (matrices + router + norms) + fp8_layers * matrices + ends + (setup.engine_tp - 1) * parts
 
 
 def one_token(pipeline: Pipeline) -> Any:

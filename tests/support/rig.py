@@ -60,6 +60,7 @@ class Setup:
     """Layers that stay in BF16, at the start and at the end."""
     mode: str = "exact"
     router_replay: str = "off"
+    engine_tp: int = 1
 
     @property
     def numerics(self) -> NumericsConfig:
@@ -77,7 +78,7 @@ class Setup:
     @property
     def served(self) -> tuple[Any, ...]:
         """What the engine depends on."""
-        return self.model, self.numerics.rollout_spec, self.k_splits, self.mode, self.router_replay
+        return self.model, self.numerics.rollout_spec, self.k_splits, self.mode, self.router_replay, self.engine_tp
 
 
 class Rig:
@@ -109,7 +110,7 @@ class Rig:
             self._stop_engine()
             checkpoint = self.folder / "served"
             convert_checkpoint(self.models[setup.model], checkpoint, setup.numerics.rollout_spec)
-            engine = make_engine(self.folder / "engine.log", setup.numerics)
+            engine = make_engine(self.folder / "engine.log", setup.numerics, setup.engine_tp)
             self._runner.run(engine.start(checkpoint, 0))
             self._engine = setup.served, engine
         return self._engine[1]
@@ -153,12 +154,12 @@ class Pipeline:
     def definition(self) -> Model:
         return read_model(self.rig.models[self.setup.model])
 
-    def sync(self, transport: str = "tensor", manifest: Path | None = None) -> SyncReport:
+    def sync(self, transport: str = "tensor", manifest: Path | None = None, delta: bool = False) -> SyncReport:
         """A sync through real buckets: of one MiB, so that a model needs several."""
-        return self.bridge(transport).sync([self.endpoint], manifest)
+        return self.bridge(transport, delta=delta).sync([self.endpoint], manifest)
 
-    def bridge(self, transport: str = "tensor", pause: str = "retract") -> Bridge:
-        config = SyncConfig(transport=transport, pause=pause, bucket_mib=1)
+    def bridge(self, transport: str = "tensor", pause: str = "retract", delta: bool = False) -> Bridge:
+        config = SyncConfig(transport=transport, pause=pause, bucket_mib=1, delta=delta)
         model = self.rig.models[self.setup.model]
         return Bridge(self.trainer, self.setup.numerics.rollout_spec, config, model, self.rig.folder)
 
@@ -179,9 +180,9 @@ class Pipeline:
         return self.trainer.train_step(batch, SftObjective.of(batch))
 
 
-def make_engine(log: Path, numerics: NumericsConfig, **changes: Any) -> Engine:
+def make_engine(log: Path, numerics: NumericsConfig, tp: int = 1, **changes: Any) -> Engine:
     """An engine as a run starts it: prefix cache on, short prefill chunks, handshake expected."""
-    config = RolloutConfig(context_length=512, max_total_tokens=16384, chunked_prefill_size=CHUNK)
+    config = RolloutConfig(context_length=512, max_total_tokens=16384, chunked_prefill_size=CHUNK, tp=tp)
     options = {"plugin": {"numerics": numerics.to_dict()}, "expected": expected_report(numerics)}
     return Engine(config, log, **{**options, **changes})
 

@@ -8,7 +8,7 @@ from typing import Any
 from numerics.spec import QuantSpec
 from rollout.types import Endpoint
 from trainer.actor import TrainerGroup
-from weight_sync.bridge import SyncReport, send_and_verify, send_share
+from weight_sync.bridge import Share, SyncReport, send_and_verify, send_share
 from weight_sync.manifest import Manifest
 from weight_sync.transports import Transport
 
@@ -18,9 +18,9 @@ def push(
 ) -> tuple[Manifest, SyncReport, list[str]]:
     """What was sent, the report, and a line for each tensor that differs."""
 
+    share = Share(transport, spec, list(endpoints), version)
+
     def send() -> list[Any]:
-        if isinstance(trainer, TrainerGroup):
-            return trainer.apply(send_share, transport, spec, list(endpoints), version)
-        return [send_share(trainer, transport, spec, endpoints, version)]
+        return trainer.apply(send_share, share) if isinstance(trainer, TrainerGroup) else [send_share(trainer, share)]
 
     return send_and_verify(send, spec, endpoints, version)

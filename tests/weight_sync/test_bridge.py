@@ -117,7 +117,7 @@ def engines(monkeypatch: pytest.MonkeyPatch) -> list[SimulatedEngine]:
 def push(transport: SimulatedTransport, *ranks: SimulatedTrainer) -> Any:
     def send() -> list[Any]:
         return [
-            bridge.send_share(rank, transport, SPEC, ENDPOINTS, 5)  # type: ignore[arg-type]
+            bridge.send_share(rank, bridge.Share(transport, SPEC, ENDPOINTS, 5))  # type: ignore[arg-type]
             for rank in ranks or [SimulatedTrainer()]
         ]
 

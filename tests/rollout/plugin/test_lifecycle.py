@@ -9,13 +9,15 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from models import architecture
 from numerics.code import code_digest
 from numerics.config import NumericsConfig
+from numerics.delta import as_bytes, encode
 from rollout.plugin import lifecycle, state
-from rollout.protocol import Commit, Held, ReadManifest, ReadReport, Report, from_checksums, to_action
-from tests.support.served_model import DEFINITION, SPEC, build, hf_tensors_served
+from rollout.protocol import DELTA, Commit, Held, ReadManifest, ReadReport, Report, from_checksums, to_action
+from tests.support.served_model import DEFINITION, SPEC, build, hf_tensors_served, load
 from weight_sync.manifest import Manifest, Recorder
 
 TENSORS = hf_tensors_served(0)
@@ -31,8 +33,9 @@ def loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     state.configure(NumericsConfig(spec=SPEC))
     arguments = SimpleNamespace(weight_version="3", model_path=str(tmp_path))
     one_rank = SimpleNamespace(tp_rank=0, tp_size=1)
-    runner = SimpleNamespace(model=build(TENSORS), server_args=arguments, ps=one_rank)
-    lifecycle.after_load_model(None, runner)
+    model = build(TENSORS)
+    model.load_weights = lambda weights: load(model, dict(weights))
+    lifecycle.after_load_model(None, SimpleNamespace(model=model, server_args=arguments, ps=one_rank))
 
 
 def sglang(action: str) -> Any:
@@ -53,9 +56,9 @@ def held(call: Commit | ReadManifest) -> dict[str, str]:
     return Held.model_validate_json(ask(call)).entries
 
 
-def manifest(version: str) -> dict[str, str]:
+def manifest(version: str, tensors: dict[str, Tensor] = TENSORS) -> dict[str, str]:
     recorder = Recorder(DEFINITION.tensors)
-    list(recorder.watch(TENSORS.items()))
+    list(recorder.watch(tensors.items()))
     return Manifest.merged(int(version), SPEC, [recorder.sent()]).entries
 
 
@@ -69,6 +72,23 @@ def test_an_update_takes_the_version_away_and_a_commit_gives_the_next() -> None:
     assert state.state().weights.version is None
     assert held(Commit(version="4")) == manifest("4")
     assert state.state().weights.version == "4"
+
+
+def test_an_update_may_be_of_changes() -> None:
+    """Of every tensor, in fused and stacked parameters as they lie; what is of another rank's is nobody's."""
+    model, definition = state.state().weights._loaded()
+    assert definition is not None
+    changed = {name: tensor.clone() for name, tensor in TENSORS.items()}
+    deltas = {DELTA + "model.layers.0.self_attn.q_proj.weight#1/2": torch.zeros(3, dtype=torch.uint8)}
+    for name, tensor in changed.items():
+        as_bytes(tensor)[[0, -1]] ^= 1
+        if (delta := encode(tensor, TENSORS[name])) is not None:
+            deltas[DELTA + name] = delta
+    assert len(deltas) > len(TENSORS) / 2
+    lifecycle.before_update(object(), "any", "arguments")
+    model.load_weights(deltas.items())
+    expected = {name: changed[name] if DELTA + name in deltas else tensor for name, tensor in TENSORS.items()}
+    assert held(Commit(version="4")) == manifest("4", expected)
 
 
 def test_no_forward_between_an_update_and_its_commit() -> None:

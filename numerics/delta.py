@@ -1,0 +1,40 @@
+"""What changed between two tensors of the same shape: positions and new values of the bytes that differ."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_LONGEST_GAP = 0xFFFF
+_ENTRY_BYTES = 3
+"""Two for the distance to the entry before, one for the value."""
+
+
+def encode(new: Tensor, old: Tensor) -> Tensor | None:
+    """The delta uint8 [3 n] that makes `old` into `new`; None where it would be no shorter than `new` itself.
+
+    n is the number of bytes that differ, and one in 65,535 of the others, so that a distance fits into two bytes.
+    """
+    values = as_bytes(new)
+    changed = values != as_bytes(old)
+    changed[::_LONGEST_GAP] = True
+    if _ENTRY_BYTES * int(changed.sum()) >= len(values):
+        return None
+    places = changed.nonzero().flatten()
+    gaps = places.diff(prepend=places[:1])
+    return torch.cat([(gaps & 0xFF).to(torch.uint8), (gaps >> 8).to(torch.uint8), values[places]])
+
+
+def apply(delta: Tensor, held: Tensor) -> None:
+    """Change `held`, contiguous, in place as :func:`encode` says. Raises ValueError for a delta of a longer tensor."""
+    low, high, values = delta.view(_ENTRY_BYTES, -1)
+    places = (low.long() | high.long() << 8).cumsum(0)
+    target = as_bytes(held)
+    if len(places) and int(places[-1]) >= len(target):
+        raise ValueError(f"found a delta up to byte {int(places[-1])}, expected one of a tensor of {len(target)} bytes")
+    target[places] = values
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """A contiguous tensor's memory as uint8 [bytes]."""
+    return tensor.detach().view(-1).view(torch.uint8)

@@ -1,0 +1,62 @@
+"""Deltas of bytes: what they restore, how long they are, and what they are refused for."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from numerics.delta import apply, as_bytes, encode
+
+DTYPES = (torch.float8_e4m3fn, torch.bfloat16, torch.float32)
+
+
+@given(
+    dtype=st.sampled_from(DTYPES),
+    rows=st.integers(1, 400),
+    changes=st.lists(st.tuples(st.integers(0, 10**6), st.integers(1, 255)), max_size=60),
+    seed=st.integers(0, 99),
+)
+def test_applied_to_the_old_tensor_it_gives_the_new_one(
+    dtype: torch.dtype, rows: int, changes: list[tuple[int, int]], seed: int
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    old = torch.randint(0, 256, (rows * 512 * dtype.itemsize,), dtype=torch.uint8, generator=generator)
+    old = old.view(dtype).view(rows, 512)
+    new = old.clone()
+    for place, flip in changes:
+        as_bytes(new)[place % old.nbytes] ^= flip
+    differing = int((as_bytes(new) != as_bytes(old)).sum())
+    delta = encode(new, old)
+    if delta is None:
+        assert 3 * (differing + 1) >= new.nbytes
+        return
+    assert 3 * differing <= len(delta) <= 3 * (differing + 1 + old.nbytes // 0xFFFF)
+    apply(delta, old)
+    assert torch.equal(as_bytes(old), as_bytes(new))
+
+
+def test_a_far_change_is_reached() -> None:
+    old = torch.zeros(1 << 20, dtype=torch.uint8)
+    new = old.clone()
+    new[[0, 65_534, 65_536, 900_001, (1 << 20) - 1]] = 7
+    delta = encode(new, old)
+    assert delta is not None and len(delta) < 100
+    apply(delta, old)
+    assert torch.equal(old, new)
+
+
+def test_what_has_changed_throughout_has_no_delta() -> None:
+    assert encode(torch.ones(64), torch.zeros(64)) is None
+    assert encode(torch.ones(2, dtype=torch.uint8), torch.ones(2, dtype=torch.uint8)) is None
+
+
+def test_a_delta_of_a_longer_tensor_is_refused() -> None:
+    old = torch.zeros(4096, dtype=torch.uint8)
+    new = old.clone()
+    new[4000] = 1
+    delta = encode(new, old)
+    assert delta is not None
+    with pytest.raises(ValueError, match="up to byte 4000, expected one of a tensor of 100 bytes"):
+        apply(delta, torch.zeros(100, dtype=torch.uint8))
