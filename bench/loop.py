@@ -27,9 +27,9 @@ def run() -> list[Result]:
     ]
     names = ("step", "rollout", "train", "monitor", "overhead")
     seconds = {name: statistics.median(r[f"perf/{name}_seconds"] for r in plain) for name in names}
-    verified, unverified, _, _ = sync.measure(MODEL)
+    measured = sync.measure(MODEL)
     # Everything that a sync without proof leaves out; the refresh of what the engine computes with is counted too.
-    verification = statistics.median(a - b for a, b in zip(verified, unverified, strict=True))
+    verification = statistics.median(a - b for a, b in zip(measured.verified, measured.unverified, strict=True))
     parts = {f"{name} (s)": value for name, value in seconds.items()}
     return [
         Result(

@@ -7,9 +7,11 @@ import statistics
 import tempfile
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from bench.measure import Result, median_ratio
@@ -41,7 +43,9 @@ def run() -> list[Result]:
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder) / "model"
         write_tiny_model(model, MODEL)
-        verified, unverified, report, bf16_bytes = measure(model)
+        measured = measure(model)
+    verified, unverified, report = measured.verified, measured.unverified, measured.report
+    assert report is not None
     return [
         Result(
             name="weight sync time, verified / unverified (400 MB in BF16)",
@@ -57,16 +61,44 @@ def run() -> list[Result]:
         ),
         Result(
             name="weight sync bytes, FP8 / BF16",
-            value=report.bytes / bf16_bytes,
+            value=report.bytes / measured.bf16_bytes,
             bar=0.55,
             at_least=False,
-            parts={"FP8 (MB)": report.bytes / 1e6, "BF16 (MB)": bf16_bytes / 1e6},
+            parts={"FP8 (MB)": report.bytes / 1e6, "BF16 (MB)": measured.bf16_bytes / 1e6},
+        ),
+        Result(
+            name="rate of a verified FP8 sync / of one copy of its bytes",
+            value=median_ratio(measured.copies, verified),
+            bar=0.3,
+            at_least=True,
+            parts={"copy (s)": statistics.median(measured.copies), "FP8 (MB)": report.bytes / 1e6},
+        ),
+        Result(
+            name="peak extra memory of a sync, in the trainer's rank / one bucket",
+            value=measured.extra_bytes / BUCKET_BYTES,
+            bar=2.0,
+            at_least=False,
+            parts={"extra (MB)": measured.extra_bytes / 1e6, "bucket (MB)": BUCKET_BYTES / 1e6},
         ),
     ]
 
 
-def measure(model: Path) -> tuple[list[float], list[float], SyncReport, int]:
-    """Seconds of verified and of unverified syncs of a model, round by round; one report; bytes of the BF16 weights."""
+@dataclass
+class Measured:
+    """Seconds round by round, of verified and of unverified syncs and of one copy of the bytes that travel.
+
+    bf16_bytes: of the weights. extra_bytes: by which this process grew within a sync.
+    """
+
+    verified: list[float] = field(default_factory=list)
+    unverified: list[float] = field(default_factory=list)
+    copies: list[float] = field(default_factory=list)
+    report: SyncReport | None = None
+    bf16_bytes: int = 0
+    extra_bytes: int = 0
+
+
+def measure(model: Path) -> Measured:
     enable_compiler()
     config = TrainerConfig()
     numerics = NumericsConfig(spec=QuantSpec.preset("fp8_block_pow2"))
@@ -77,15 +109,13 @@ def measure(model: Path) -> tuple[list[float], list[float], SyncReport, int]:
         served = Path(folder) / "served"
         trainer = Trainer(model, config, numerics, layout, seed=0, total_steps=1, max_sequence_length=64)
         convert_checkpoint(model, served, numerics.rollout_spec)
-        verified, unverified, report = _measure(trainer, numerics, served, Path(folder))
-        bf16_bytes = sum(tensor.nbytes for _, tensor in trainer.export_weights())
+        measured = _measure(trainer, numerics, served, Path(folder))
+        measured.bf16_bytes = sum(tensor.nbytes for _, tensor in trainer.export_weights())
     parallel.shutdown()
-    return verified, unverified, report, bf16_bytes
+    return measured
 
 
-def _measure(
-    trainer: Trainer, numerics: NumericsConfig, served: Path, folder: Path
-) -> tuple[list[float], list[float], SyncReport]:
+def _measure(trainer: Trainer, numerics: NumericsConfig, served: Path, folder: Path) -> Measured:
     engine = Engine(
         RolloutConfig(max_total_tokens=4096, context_length=1024),
         folder / "engine.log",
@@ -94,23 +124,47 @@ def _measure(
     )
     endpoint = asyncio.run(engine.start(served))
     transport, spec = TensorTransport(BUCKET_BYTES), numerics.rollout_spec
-    verified, unverified = [], []
+    share = Share(transport, spec, [endpoint], version=0)
+    measured = Measured()
     try:
         for index in range(ROUNDS + 1):
             start = time.perf_counter()
             asyncio.run(_send_only(trainer, transport, numerics, endpoint))
             middle = time.perf_counter()
-            _, report, problems = send_and_verify(
-                lambda: [send_share(trainer, Share(transport, spec, [endpoint], 0))], spec, [endpoint], 0
-            )
+            before = _restart_peak()
+            _, report, problems = send_and_verify(lambda: [send_share(trainer, share)], spec, [endpoint], 0)
             end = time.perf_counter()
             assert not problems, problems
+            measured.report, measured.extra_bytes = report, _peak() - before
             if index:  # the first round compiles
-                unverified.append(middle - start)
-                verified.append(end - middle)
+                measured.unverified.append(middle - start)
+                measured.verified.append(end - middle)
+                measured.copies.append(_copy_seconds(report.bytes))
     finally:
         asyncio.run(engine.stop())
-    return verified, unverified, report
+    return measured
+
+
+def _copy_seconds(size: int) -> float:
+    source, target = torch.ones(size, dtype=torch.uint8), torch.ones(size, dtype=torch.uint8)
+    start = time.perf_counter()
+    target.copy_(source)
+    return time.perf_counter() - start
+
+
+def _restart_peak() -> int:
+    """The bytes that this process has in memory, which its peak is counted from again."""
+    Path("/proc/self/clear_refs").write_text("5")
+    return _status("VmRSS")
+
+
+def _peak() -> int:
+    return _status("VmHWM")
+
+
+def _status(key: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith(f"{key}:"))
 
 
 async def _send_only(
