@@ -19,6 +19,8 @@ from rl.run.ahead import FeedState
 from trainer.actor import TrainerDiedError, TrainerGroup
 from trainer.checkpoint_files import DamagedCheckpointError, check_digests, check_sizes, read_about
 
+_LAYOUT = {"trainer.tp", "trainer.pp", "trainer.ep", "trainer.dp"}
+
 
 def is_due(experiment: Experiment, step: int) -> bool:
     """Whether `step` ends with a checkpoint."""
@@ -146,8 +148,11 @@ def with_older(error: DamagedCheckpointError, run: RunDir, step: int) -> UserErr
 def changes(run: RunDir, experiment: Experiment) -> list[str]:
     """The settings in which `spec` differs from the one that `run` was last started with, in words."""
     before, after = (_flat(values.to_dict()) for values in (read_resolved(run.experiment), experiment))
-    keys = sorted(before.keys() | after.keys())
-    return [f"{k}={after.get(k)} (was {before.get(k)})" for k in keys if after.get(k) != before.get(k)]
+    changed = [key for key in sorted(before.keys() | after.keys()) if after.get(key) != before.get(key)]
+    said = [f"{key}={after.get(key)} (was {before.get(key)})" for key in changed]
+    if _LAYOUT.intersection(changed):
+        said.append("another layout of the trainer, which adds in another order: bits may differ from here on")
+    return said
 
 
 def _kept(experiment: Experiment) -> dict[str, Any]:

@@ -137,3 +137,11 @@ def test_other_settings_may_change_and_are_said(tmp_path: Path) -> None:
     said = changes(run, after)
     assert [text.split("=")[0] for text in said] == ["gates", "run.steps", "trainer.lr"]
     assert said[2] == "trainer.lr=0.001 (was 0.0001)"
+
+
+@pytest.mark.parametrize("key", ["tp", "pp", "ep", "dp"])
+def test_another_layout_is_said_with_what_it_means(tmp_path: Path, key: str) -> None:
+    run = RunDir(tmp_path)
+    run.experiment.write_text(experiment().to_yaml())
+    changed, meaning = changes(run, experiment(trainer={"dp": 2, key: 2}))[-2:]
+    assert changed.startswith("trainer.") and "bits may differ from here on" in meaning
