@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.models.gpt import GPTModel
+from megatron.core.optimizer import distrib_optimizer
 
 from trainer.checkpoint_files import (
     STATE,
@@ -112,6 +114,8 @@ def _copied(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def _state(model: GPTModel, optimizer: Optimizer, step: int, loading: bool) -> dict[str, Any]:
+    # For runs without garbage collection Megatron collects after each gather, which takes as long as the gather.
+    distrib_optimizer.gc = SimpleNamespace(collect=lambda: None)
     metadata = {
         "distrib_optim_sharding_type": "fully_reshardable",
         "distrib_optim_fully_reshardable_mem_efficient": False,
