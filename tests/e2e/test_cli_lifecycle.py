@@ -185,9 +185,9 @@ def test_a_trainer_lost_once_too_often_ends_the_run_and_another_layout_goes_on(s
     assert run.family() == []
 
     newest = checkpoints(run)[-1]
-    run = start(*SMALL, f"run.steps={newest + 2}", "eval.problems=0", "trainer.tp=2", "--resume")
+    run = start(*SMALL, f"run.steps={newest + 2}", "eval.problems=0", "trainer.dp=2", "trainer.ep=2", "--resume")
     assert run.ends() == 0, run.console()
-    assert "resuming with trainer.tp=2 (was 1)\n" in run.console()
+    assert "resuming with trainer.ep=2 (was 1)\n" in run.console()
     assert "resuming with another layout of the trainer" in run.console()
     assert [row["step"] for row in run.rows()] == list(range(newest + 3))
     for row in run.rows()[1:]:
