@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -102,14 +103,14 @@ class TrainerActor:
         self._staged = self._trainer.stage(path, extra, texts)
 
     @ray.method(concurrency_group=_WRITER)
-    def write(self) -> Any:
-        """What this rank has written of what it staged last."""
-        return self._staged.write()
+    def write(self) -> bytes:
+        """Write what this rank staged last; what it has written, pickled: the driver has no Megatron to unpickle it."""
+        return pickle.dumps(self._staged.write())
 
     @ray.method(concurrency_group=_WRITER)
-    def publish(self, parts: list[Any]) -> None:
-        """On rank 0: see :meth:`trainer.checkpoint_writer.Staged.publish`."""
-        self._staged.publish(parts)
+    def publish(self, parts: list[bytes]) -> None:
+        """On rank 0, with what every rank has written: finish the checkpoint."""
+        self._staged.publish([pickle.loads(part) for part in parts])
 
     def load(self, path: Path) -> tuple[int, dict[str, Any]]:
         extra = self._trainer.load(path)
