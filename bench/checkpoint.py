@@ -86,7 +86,7 @@ def run() -> list[Result]:
 
 
 def _measured(trainer: Trainer, step: Callable[[], object], path: Path) -> dict[str, list[float]]:
-    """Seconds of each part in every round, and MB that the process has grown by."""
+    """Seconds of each part in every round, MB of the copies, and MB that the process grew by while they were made."""
     names = ("copy", "write", "alone", "writing", "beside")
     found: dict[str, list[float]] = {name: [] for name in names}
     step()
@@ -95,16 +95,18 @@ def _measured(trainer: Trainer, step: Callable[[], object], path: Path) -> dict[
         for index in range(1 + ROUNDS):
             before = _resident()
             with _Peak() as peak:
-                copy, staged = _timed(lambda: trainer.stage(path, {}, {}))
-            held = _resident()
+                copying, staged = _timed(lambda: trainer.stage(path, {}, {}))
+            copies = [item.data for items in staged._plan.files.values() for item in items]
+            held = sum(copy.nbytes for copy in copies if isinstance(copy, torch.Tensor)) / 1e6
+            del copies
             write, _ = _timed(lambda part=staged: part.publish([part.write()]))
             alone, _ = _timed(step)
             again = trainer.stage(path, {}, {})
             writing = thread.submit(_timed, lambda part=again: part.publish([part.write()]))
             beside, _ = _timed(step)
-            seconds = (copy, write, alone, writing.result()[0], beside)
+            seconds = (copying, write, alone, writing.result()[0], beside)
             if not index:  # later rounds begin with memory that this one has left to the allocator
-                found |= {"held": [held - before], "peak": [peak.most - before]}
+                found |= {"held": [held], "peak": [peak.most - before]}
                 continue
             for name, value in zip(names, seconds, strict=True):
                 found[name].append(value)
