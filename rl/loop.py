@@ -13,7 +13,8 @@ from rl.guard.evidence import Evidence
 from rl.guard.gates import late_metrics
 from rl.guard.judge import Fault, Guard
 from rl.record.metrics_log import read_metrics
-from rl.run import checkpoints, evaluation
+from rl.run import evaluation
+from rl.run.checkpoints import is_due
 from rl.run.clock import StepClock
 from rl.run.feed import Batch, Work, open_feed
 from rl.run.records import rollout_records, throughput, train_metrics
@@ -83,11 +84,10 @@ def train(run: Run) -> str:
             with clock.phase("eval"):
                 answers = evaluation.answer_greedily(experiment, stack, held_out)
                 metrics |= evaluation.accuracy(answers)
-        saves = checkpoints.is_due(experiment, step) or bool(verdict.stop)
-        if saves:
+        if is_due(experiment, step) or verdict.stop:
             with clock.phase("checkpoint"):
-                checkpoints.write_checkpoint(trainer, run.files, experiment, run.standing, step, feed.state())
-        row = _record(run, metrics, clock, work, logprobs, saves)
+                run.checkpoints.begin(trainer, run.standing, step, feed.state())
+        row = _record(run, metrics, clock, work, logprobs)
         if verdict.stop:
             return verdict.stop
     trainer.export_hf(run.files.model)
@@ -175,13 +175,11 @@ def _last_row(run: Run) -> Row:
     return rows[-1] if rows else {}
 
 
-def _record(run: Run, metrics: dict[str, float], clock: StepClock, work: Work, logprobs: Tensor, saved: bool) -> Row:
-    """Log the step, then publish its checkpoint if one was written; the metrics as logged."""
+def _record(run: Run, metrics: dict[str, float], clock: StepClock, work: Work, logprobs: Tensor) -> Row:
+    """Log the step, with which its checkpoint counts if it has one; the metrics as logged."""
     metrics |= run.mendings() | run.stack.engines.figures() | clock.lap()
     metrics |= throughput(metrics, work.batch)
     written = run.tracker.log(run.step, metrics, rollout_records(work, logprobs))
     run.console.step(run.step, written)
-    if saved:
-        checkpoints.publish_checkpoint(run.files, run.step, run.experiment.checkpoint.keep)
-        clock.restart()
+    run.checkpoints.recorded()
     return written

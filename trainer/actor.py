@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +16,7 @@ from torch import Tensor
 from numerics.config import NumericsConfig
 from numerics.errors import user_error
 from trainer.batch import UNKNOWN, TokenBatch
+from trainer.checkpoint_files import discard
 from trainer.config import TrainerConfig
 from trainer.objective import Objective
 from trainer.result import PassResult, RankPassResult, Scored
@@ -36,6 +38,8 @@ _PULSE_SECONDS = 5.0
 """Between two looks at whether ranks that are waited for still live."""
 _WATCH = "watch"
 """Ray's concurrency group of the methods that answer while a rank computes."""
+_WRITER = "writer"
+"""That of the methods that write checkpoints meanwhile."""
 
 
 class TrainerDiedError(RuntimeError):
@@ -49,6 +53,7 @@ class TrainerActor:
         self.rank, self.config = rank, config
         self._trainer: Any = None
         self._store: Any = None
+        self._staged: Any = None
 
     @ray.method(concurrency_group=_WATCH)
     def pulse(self) -> int:
@@ -94,8 +99,18 @@ class TrainerActor:
         scored = self._trainer.score_routed(batch)
         return scored if self._trainer.layout.reports else None
 
-    def save(self, path: Path, extra: dict[str, Any], texts: Mapping[str, str]) -> None:
-        self._trainer.save(path, extra, texts)
+    def stage(self, path: Path, extra: dict[str, Any], texts: Mapping[str, str]) -> None:
+        self._staged = self._trainer.stage(path, extra, texts)
+
+    @ray.method(concurrency_group=_WRITER)
+    def write(self) -> bytes:
+        """Write what this rank staged last; what it has written, pickled: the driver has no Megatron to unpickle it."""
+        return pickle.dumps(self._staged.write())
+
+    @ray.method(concurrency_group=_WRITER)
+    def publish(self, parts: list[bytes]) -> None:
+        """On rank 0, with what every rank has written: finish the checkpoint."""
+        self._staged.publish([pickle.loads(part) for part in parts])
 
     def load(self, path: Path) -> tuple[int, dict[str, Any]]:
         extra = self._trainer.load(path)
@@ -147,7 +162,7 @@ class TrainerGroup:
         gpus = _gpus_per_rank(trainer.world_size)
         environment = {"env_vars": RANK_ENVIRONMENT}
         remote = ray.remote(
-            num_cpus=_CPUS_PER_RANK, num_gpus=gpus, runtime_env=environment, concurrency_groups={_WATCH: 1}
+            num_cpus=_CPUS_PER_RANK, num_gpus=gpus, runtime_env=environment, concurrency_groups={_WATCH: 1, _WRITER: 1}
         )(TrainerActor)
         actors = [remote.remote(rank, trainer) for rank in range(trainer.world_size)]
         group = cls(actors, trainer.hung_after_s)
@@ -212,11 +227,28 @@ class TrainerGroup:
         )
 
     def save(self, path: Path, extra: dict[str, Any], texts: Mapping[str, str] | None = None) -> None:
-        """Write a checkpoint with `extra` (JSON values) and `texts` (further files, by name).
+        """Write a checkpoint with `extra` (JSON values) and `texts` (further files, by name): `stage` and `write`."""
+        self.stage(path, extra, texts or {})
+        self.write(path)
+
+    def stage(self, path: Path, extra: dict[str, Any], texts: Mapping[str, str]) -> None:
+        """Copy what a checkpoint holds, for `write`; the one that was staged before must be written."""
+        self._all("stage", Path(path).absolute(), extra, texts)
+
+    def write(self, path: Path) -> None:
+        """Write what was staged for `path`; another thread may train meanwhile.
 
         The directory appears whole or not at all.
+
+        Raises:
+            OSError: the disk is full, or has other bytes than were written.
         """
-        self._all("save", Path(path).absolute(), extra, texts or {})
+        path = Path(path).absolute()
+        try:
+            self._one(0, "publish", self._all("write"))
+        except BaseException:
+            discard(path)
+            raise
 
     def load(self, path: Path) -> dict[str, Any]:
         """Restore a checkpoint, written on any layout, and return its `extra`."""

@@ -2,67 +2,60 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.models.gpt import GPTModel
-from torch.distributed.checkpoint.api import CheckpointException
+from megatron.core.optimizer import distrib_optimizer
 
-from numerics.files import publish_directory
-from trainer import checkpoint_writer
 from trainer.checkpoint_files import (
     STATE,
     About,
     DamagedCheckpointError,
     check_digests,
-    digests,
+    discard,
     read_about,
-    write_about,
 )
+from trainer.checkpoint_writer import Staged
 from trainer.optimizer import Optimizer
 
 _EXTRA = "_extra_state"
 """In the names of what TransformerEngine's modules keep for other recipes than block scaling, which has no history."""
 
 
+def stage(
+    path: Path, model: GPTModel, optimizer: Optimizer, step: int, extra: dict[str, Any], texts: Mapping[str, str]
+) -> Staged:
+    """Copy weights, FP32 masters, moments, schedule, step, `extra` (JSON values) and `texts` (further files, by name).
+
+    All ranks take part, and each then has its part written; the model may be trained on meanwhile. The directory
+    `path` appears complete under its name, or not at all; one that is there is replaced.
+    """
+    if dist.get_rank() == 0:
+        discard(path)
+    dist.barrier()
+    contents = {name: text.encode() for name, text in texts.items()}
+    return Staged(path, About(step, extra, {}), contents, _copied(_state(model, optimizer, step, loading=False)))
+
+
 def save(
     path: Path, model: GPTModel, optimizer: Optimizer, step: int, extra: dict[str, Any], texts: Mapping[str, str]
 ) -> None:
-    """Write weights, FP32 masters, moments, schedule, step, `extra` (JSON values) and `texts` (further files, by name)
-    to the directory `path`.
-
-    All ranks take part. The directory appears complete under its name, or not at all; one that is there is replaced.
-    """
+    """`stage`, and wait until it is written."""
     path = Path(path).absolute()
-    partial = path.with_name(f".{path.name}.partial")
-    rank = dist.get_rank()
-    if rank == 0:
-        shutil.rmtree(partial, ignore_errors=True)
-        (partial / STATE).mkdir(parents=True)
-        for name, text in texts.items():
-            (partial / name).write_text(text)
-    dist.barrier()
-    checkpoint_writer.install()
     try:
-        dist_checkpointing.save(_state(model, optimizer, step, loading=False), str(partial / STATE))
-    except CheckpointException as error:
-        free = shutil.disk_usage(partial).free
-        shutil.rmtree(partial, ignore_errors=True)  # which may be all the room there is
-        cause = next(iter(error.failures.values()))[0]
-        raise OSError(
-            f"checkpoint {path}: found {str(cause).splitlines()[0]!r} while its tensors were written, with "
-            f"{free >> 20} MiB free on the disk, expected room for them. Free some, or set run.dir to another disk"
-        ) from error
-    dist.barrier()
-    files = sorted(str(file.relative_to(partial)) for file in partial.rglob("*") if file.is_file())
-    written = _all_gathered(digests(partial, files[rank :: dist.get_world_size()]))
-    if rank == 0:
-        write_about(partial, About(step, extra, {name: held for part in written for name, held in part.items()}))
-        publish_directory(partial, path)
+        staged = stage(path, model, optimizer, step, extra, texts)
+        parts = _all_gathered(staged.write())
+        if dist.get_rank() == 0:
+            staged.publish(parts)
+    except BaseException:
+        discard(path)
+        raise
     dist.barrier()
 
 
@@ -113,7 +106,16 @@ def _load_weights(model: GPTModel, weights: dict[str, Any]) -> None:
     assert not wrong, f"the checkpoint's weights are not the model's: {wrong}"
 
 
+def _copied(state: dict[str, Any]) -> dict[str, Any]:
+    """The same with weights in memory of their own, on the CPU; masters and moments Megatron has gathered into some."""
+    for tensor in nested_values(state["model"]):
+        tensor.data = tensor.data.detach().to("cpu", copy=True)
+    return state
+
+
 def _state(model: GPTModel, optimizer: Optimizer, step: int, loading: bool) -> dict[str, Any]:
+    # For runs without garbage collection Megatron collects after each gather, which takes as long as the gather.
+    distrib_optimizer.gc = SimpleNamespace(collect=lambda: None)
     metadata = {
         "distrib_optim_sharding_type": "fully_reshardable",
         "distrib_optim_fully_reshardable_mem_efficient": False,

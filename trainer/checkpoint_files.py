@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import shutil
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,16 @@ class About:
     step: int
     extra: dict[str, Any]
     files: dict[str, tuple[int, str]]
+
+
+def partial(path: Path) -> Path:
+    """Where the checkpoint `path` is written, before it has its name."""
+    return path.with_name(f".{path.name}.partial")
+
+
+def discard(path: Path) -> None:
+    """Remove what was written of a checkpoint that will not be finished: it may be all the room there is."""
+    shutil.rmtree(partial(path), ignore_errors=True)
 
 
 def digests(directory: Path, names: Iterable[str]) -> dict[str, tuple[int, str]]:

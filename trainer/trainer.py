@@ -148,8 +148,12 @@ class Trainer:
         self.weights.write(self.model, path)
 
     def save(self, path: Path, extra: dict[str, Any], texts: Mapping[str, str] | None = None) -> None:
-        """Write a checkpoint; see :func:`trainer.checkpoint.save`."""
+        """Write a checkpoint, and wait for it."""
         checkpoint.save(path, self.model, self.optimizer, self.weight_version, extra, texts or {})
+
+    def stage(self, path: Path, extra: dict[str, Any], texts: Mapping[str, str]) -> checkpoint.Staged:
+        """Copy what a checkpoint holds, to be written while training goes on; see :func:`trainer.checkpoint.stage`."""
+        return checkpoint.stage(path, self.model, self.optimizer, self.weight_version, extra, texts)
 
     def load(self, path: Path) -> dict[str, Any]:
         """Restore a checkpoint and return its `extra`."""

@@ -138,7 +138,7 @@ METRICS: dict[str, Metric] = {
     "perf/train_seconds": Metric("s", "Time of forward, backward and optimizer step."),
     "perf/monitor_seconds": Metric("s", "Time of the mismatch metrics and the gates, with a capsule where one fired."),
     "perf/eval_seconds": Metric("s", "Time of the evaluation, on steps with one."),
-    "perf/checkpoint_seconds": Metric("s", "Time of writing the checkpoint, on steps with one."),
+    "perf/checkpoint_seconds": Metric("s", "Wait for the checkpoint before and for the copy, on steps with one."),
     "perf/overhead_seconds": Metric("s", "Step without all of the other parts."),
     "perf/rollout_tokens_per_second": Metric("tokens/s", "Generated tokens of the step over its sampling time."),
     "perf/train_tokens_per_second": Metric("tokens/s", "Tokens of the batch, prompts included, over the train time."),

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import shutil
-from typing import Any
+from concurrent.futures import Future, ThreadPoolExecutor
+from types import TracebackType
+from typing import Any, Self
 
 from numerics.errors import UserError, shown, user_error
 from numerics.files import flush_to_disk
@@ -14,8 +16,10 @@ from rl.record.events import read_events
 from rl.record.metrics_log import read_metrics
 from rl.record.run_dir import RunDir
 from rl.run.ahead import FeedState
-from trainer.actor import TrainerGroup
+from trainer.actor import TrainerDiedError, TrainerGroup
 from trainer.checkpoint_files import DamagedCheckpointError, check_digests, check_sizes, read_about
+
+_LAYOUT = {"trainer.tp", "trainer.pp", "trainer.ep", "trainer.dp"}
 
 
 def is_due(experiment: Experiment, step: int) -> bool:
@@ -23,29 +27,63 @@ def is_due(experiment: Experiment, step: int) -> bool:
     return step == experiment.run.steps or step % experiment.checkpoint.every == 0
 
 
-def write_checkpoint(
-    trainer: TrainerGroup,
-    files: RunDir,
-    experiment: Experiment,
-    standing: Standing,
-    step: int,
-    feed: FeedState,
-) -> None:
-    """Write the checkpoint of `step` under a name that does not count yet."""
-    extra = {"step": step, "kept": _kept(experiment), "standing": standing.to_dict(), "feed": feed.extra}
-    trainer.save(files.pending_checkpoint(step), extra, feed.texts)
+class Checkpoints:
+    """Writes a run's checkpoints beside its steps, one at a time, and removes outdated ones.
 
-
-def publish_checkpoint(files: RunDir, step: int, keep: int) -> None:
-    """Give it its name, once the step's metrics are on disk: a run never resumes after a step that has no row.
-
-    Then remove all checkpoints but the newest `keep`, and what earlier interrupted runs left.
+    What goes wrong with one is raised by the next call.
     """
-    os.replace(files.pending_checkpoint(step), files.checkpoint(step))
-    flush_to_disk(files.checkpoints)
-    outdated = [files.checkpoint(old) for old in files.checkpoint_steps()[:-keep]]
-    for directory in [*outdated, *files.checkpoints.glob(".*step_*")]:
-        shutil.rmtree(directory)
+
+    def __init__(self, files: RunDir, experiment: Experiment) -> None:
+        self._files, self._experiment = files, experiment
+        self._thread = ThreadPoolExecutor(1, "checkpoints")
+        self._trainer: TrainerGroup | None = None
+        self._written: tuple[int, Future[None]] | None = None
+        self._named: Future[None] | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Let the last one end, whatever ended the run, unless its trainer is lost or nobody wants to wait."""
+        if self._trainer is not None and kind is not None and issubclass(kind, KeyboardInterrupt | TrainerDiedError):
+            self._trainer.shutdown()
+        self._thread.shutdown()
+
+    def begin(self, trainer: TrainerGroup, standing: Standing, step: int, feed: FeedState) -> None:
+        """Wait for the last one, copy the state, and have it written under a name that does not count yet."""
+        self.wait()
+        extra = {"step": step, "kept": _kept(self._experiment), "standing": standing.to_dict(), "feed": feed.extra}
+        path = self._files.pending_checkpoint(step)
+        trainer.stage(path, extra, feed.texts)
+        self._trainer = trainer
+        self._written = step, self._thread.submit(trainer.write, path)
+
+    def recorded(self) -> None:
+        """The row of the step is on disk, so that its checkpoint, if it has one, gets its name once it is written.
+
+        A run never resumes after a step that has no row.
+        """
+        if self._named is not None and self._named.done():
+            self.wait()
+        if self._written is not None:
+            self._named = self._thread.submit(self._publish, *self._written)
+            self._written = None
+
+    def wait(self) -> None:
+        """Until the last one has its name."""
+        if self._named is not None:
+            self._named.result()
+            self._named = None
+
+    def _publish(self, step: int, written: Future[None]) -> None:
+        written.result()
+        os.replace(self._files.pending_checkpoint(step), self._files.checkpoint(step))
+        flush_to_disk(self._files.checkpoints)
+        outdated = self._files.checkpoint_steps()[: -self._experiment.checkpoint.keep]
+        for directory in [*map(self._files.checkpoint, outdated), *self._files.checkpoints.glob(".*step_*")]:
+            shutil.rmtree(directory)
 
 
 def check_resumable(run: RunDir, experiment: Experiment) -> None:
@@ -110,8 +148,11 @@ def with_older(error: DamagedCheckpointError, run: RunDir, step: int) -> UserErr
 def changes(run: RunDir, experiment: Experiment) -> list[str]:
     """The settings in which `spec` differs from the one that `run` was last started with, in words."""
     before, after = (_flat(values.to_dict()) for values in (read_resolved(run.experiment), experiment))
-    keys = sorted(before.keys() | after.keys())
-    return [f"{k}={after.get(k)} (was {before.get(k)})" for k in keys if after.get(k) != before.get(k)]
+    changed = [key for key in sorted(before.keys() | after.keys()) if after.get(key) != before.get(key)]
+    said = [f"{key}={after.get(key)} (was {before.get(key)})" for key in changed]
+    if _LAYOUT.intersection(changed):
+        said.append("another layout of the trainer, which adds in another order: bits may differ from here on")
+    return said
 
 
 def _kept(experiment: Experiment) -> dict[str, Any]:

@@ -20,10 +20,11 @@ STOPPED = 3
 
 
 def finish(run: Run, stopped: str = "") -> None:
-    """Close the tracker with the summary, write the report and print what came of the run.
+    """Wait for the last checkpoint, close the tracker, write the report and print what came of the run.
 
     stopped: why it ended before its last step, if it did.
     """
+    run.checkpoints.wait()
     summary = summarize(read_metrics(run.files.metrics), read_events(run.files.events))
     values = {key: value for key, value in dataclasses.asdict(summary).items() if value is not None}
     run.tracker.finish({f"summary/{key}": value for key, value in values.items()}, exit_code=STOPPED if stopped else 0)

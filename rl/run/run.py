@@ -22,7 +22,7 @@ from rl.record.sessions import Session, append_session, this_session
 from rl.record.tracking import WANDB_LOST, Tracker
 from rl.record.wandb_run import WandbRun
 from rl.run.ahead import FeedState
-from rl.run.checkpoints import with_older
+from rl.run.checkpoints import Checkpoints, with_older
 from rl.run.interrupts import Closing
 from rl.run.stack import ENGINES_REPLACED, STALE_RESYNCS, Stack
 from trainer.checkpoint_files import DamagedCheckpointError
@@ -42,6 +42,7 @@ class Run:
         files: its directory.
         standing: what gates have changed.
         step: the one that is under way, 0 before the first.
+        checkpoints: what writes them.
         manifest: digests of the weights that the engines hold, as the last sync verified them.
         feed: what the checkpoint has kept of it, in a run that goes on from one.
         mended: how often something was mended in this step, by metric.
@@ -55,6 +56,7 @@ class Run:
     tracker: Tracker
     console: StepConsole
     step: int
+    checkpoints: Checkpoints
     _closing: Closing
     session: Session
     manifest: Path | None = None
@@ -122,6 +124,7 @@ class Run:
                 tracker=closing.enter_context(tracker),
                 console=console,
                 step=step,
+                checkpoints=closing.enter_context(Checkpoints(files, experiment)),
                 feed=FeedState.of_checkpoint(files.checkpoint(step)) if step else None,
                 session=this_session(),
                 _closing=Closing(),

@@ -174,7 +174,7 @@ def test_a_run_that_samples_ahead_ends_in_the_same_bits_whatever_dies_on_the_way
     assert {row["train/clip_fraction"] > 0 for row in whole.rows()[4:]} == {True}
 
 
-def test_a_trainer_that_is_lost_once_too_often_ends_the_run_in_one_sentence(start: Start) -> None:
+def test_a_trainer_lost_once_too_often_ends_the_run_and_another_layout_goes_on(start: Start) -> None:
     run = start(*SMALL, "run.steps=9", "run.restarts=0", "eval.problems=0")
     run.wait_for("step 3/9")
     trainer_of(run).kill()
@@ -183,6 +183,16 @@ def test_a_trainer_that_is_lost_once_too_often_ends_the_run_in_one_sentence(star
     assert "error: trainer rank 0: found its process ended" in said and "Traceback" not in said
     assert f"resume   fp8rl train {run.path}/spec.yaml --resume" in said and "log.txt" in said
     assert run.family() == []
+
+    newest = checkpoints(run)[-1]
+    run = start(*SMALL, f"run.steps={newest + 2}", "eval.problems=0", "trainer.dp=2", "trainer.ep=2", "--resume")
+    assert run.ends() == 0, run.console()
+    assert "resuming with trainer.ep=2 (was 1)\n" in run.console()
+    assert "resuming with another layout of the trainer" in run.console()
+    assert [row["step"] for row in run.rows()] == list(range(newest + 3))
+    for row in run.rows()[1:]:
+        assert row["mismatch/exact_frac"] == row["mismatch/redraw_frac"] == 1.0 and row["mismatch/tokens"] > 0
+        assert row["sync/mismatched_tensors"] == 0
 
 
 def trainer_of(run: LiveRun) -> psutil.Process:

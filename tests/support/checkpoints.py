@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,29 +11,42 @@ from rl.experiment import Experiment
 from rl.guard.standing import Standing
 from rl.record.run_dir import RunDir
 from rl.run.ahead import FeedState
-from rl.run.checkpoints import publish_checkpoint, write_checkpoint
-from trainer.actor import TrainerGroup
+from rl.run.checkpoints import Checkpoints
+from trainer.actor import TrainerDiedError, TrainerGroup
 from trainer.checkpoint_files import About, digests, write_about
+
+NOTHING = FeedState(0, [], [])
 
 
 class Describing(TrainerGroup):
-    """Writes a checkpoint whose one file holds no tensors."""
+    """Writes a checkpoint whose one file holds no tensors, once it may; `failure` is raised in its place."""
 
     def __init__(self) -> None:
         super().__init__([])
+        self.may_write = threading.Event()
+        self.failure: Exception | None = None
 
-    def save(self, path: Path, extra: dict[str, Any], texts: Mapping[str, str] | None = None) -> None:
+    def stage(self, path: Path, extra: dict[str, Any], texts: Mapping[str, str]) -> None:
+        self.extra, self.files = extra, {"tensors": f"of step {extra['step']}", **texts}
+
+    def write(self, path: Path) -> None:
+        self.may_write.wait()
+        if self.failure is not None:
+            raise self.failure
         path.mkdir(parents=True)
-        files = {"tensors": f"of step {extra['step']}", **(texts or {})}
-        for name, text in files.items():
+        for name, text in self.files.items():
             (path / name).write_text(text)
-        write_about(path, About(extra["step"], extra, digests(path, files)))
+        write_about(path, About(self.extra["step"], self.extra, digests(path, self.files)))
 
-
-def write(run: RunDir, settings: Experiment, step: int, standing: Standing | None = None) -> None:
-    write_checkpoint(Describing(), run, settings, standing or Standing(), step, FeedState(0, [], []))
+    def shutdown(self) -> None:
+        self.failure = TrainerDiedError("trainer rank 0")
+        self.may_write.set()
 
 
 def save(run: RunDir, settings: Experiment, step: int, standing: Standing | None = None) -> None:
-    write(run, settings, step, standing)
-    publish_checkpoint(run, step, settings.checkpoint.keep)
+    trainer = Describing()
+    trainer.may_write.set()
+    with Checkpoints(run, settings) as checkpoints:
+        checkpoints.begin(trainer, standing or Standing(), step, NOTHING)
+        checkpoints.recorded()
+        checkpoints.wait()

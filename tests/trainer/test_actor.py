@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +30,7 @@ SETTINGS = {"lr": 1e-3, "warmup_steps": 0, "micro_batch_tokens": 256}
 
 @pytest.fixture(scope="module", autouse=True)
 def cluster() -> Iterator[None]:
-    ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False, _node_ip_address="127.0.0.1")
+    ray.init("local", num_cpus=1, include_dashboard=False, log_to_driver=False, _node_ip_address="127.0.0.1")
     yield
     ray.shutdown()
 
@@ -61,9 +63,12 @@ def test_two_ranks_answer_like_one(
     assert two_ranks.weight_version == 1
     assert two_ranks.apply(lambda trainer, add: trainer.layout.rank + add, 10) == [10, 11]
 
-    two_ranks.save(tmp_path / "step_1", {"note": "x"})
+    two_ranks.stage(tmp_path / "step_1", {"note": "x"}, {})
     scored = two_ranks.score(batch)
-    two_ranks.train_step(batch, cross_entropy(batch))
+    with ThreadPoolExecutor(1) as thread:
+        written = thread.submit(two_ranks.write, tmp_path / "step_1")
+        two_ranks.train_step(batch, cross_entropy(batch))
+        written.result()
     assert two_ranks.load(tmp_path / "step_1") == {"note": "x"}
     assert two_ranks.weight_version == 1
     assert torch.equal(two_ranks.score(batch), scored)
@@ -71,7 +76,22 @@ def test_two_ranks_answer_like_one(
     two_ranks.export_hf(tmp_path / "hf")
     rows, values = make_trainer(tmp_path / "hf", "fp8").score(batch)
     assert torch.equal(values, scored[rows])
-    assert load_file(tmp_path / "hf" / "model.safetensors").keys() == load_file(moe_path / "model.safetensors").keys()
+    exported = {name for file in (tmp_path / "hf").glob("*.safetensors") for name in load_file(file)}
+    assert exported == load_file(moe_path / "model.safetensors").keys()
+
+
+def test_a_full_disk_is_one_sentence_and_leaves_nothing_half_written(two_ranks: TrainerGroup, tmp_path: Path) -> None:
+    """Full for the rank that writes: no file of it may be longer than a few pages."""
+    two_ranks.stage(tmp_path / "step_1", {}, {})
+    two_ranks.apply(lambda trainer: resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, -1)))
+    try:
+        with pytest.raises(
+            OSError, match=r"checkpoint .*step_1: found .* MiB free on the disk, expected room"
+        ) as error:
+            two_ranks.write(tmp_path / "step_1")
+    finally:
+        two_ranks.apply(lambda trainer: resource.setrlimit(resource.RLIMIT_FSIZE, (-1, -1)))
+    assert "\n" not in str(error.value) and list(tmp_path.iterdir()) == []
 
 
 def test_a_loss_that_is_not_finite_arrives_as_its_own_error(two_ranks: TrainerGroup) -> None:

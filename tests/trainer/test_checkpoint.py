@@ -14,6 +14,7 @@ import torch
 from numerics.errors import UserError
 from tests.support.batches import cross_entropy, random_batch
 from tests.support.trainers import MakeTrainer
+from trainer import checkpoint_writer
 from trainer.checkpoint_files import DamagedCheckpointError, check_digests
 
 pytestmark = pytest.mark.slow
@@ -69,20 +70,58 @@ def test_a_checkpoint_is_replaced_whole(moe_path: Path, tmp_path: Path, make_tra
     assert [file.name for file in tmp_path.iterdir()] == ["last"]
 
 
-def test_an_interrupted_save_leaves_the_old_checkpoint(
-    moe_path: Path, tmp_path: Path, make_trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch
+def test_what_is_written_while_training_goes_on_is_what_was_staged(
+    moe_path: Path, tmp_path: Path, make_trainer: MakeTrainer
 ) -> None:
-    from trainer import checkpoint
+    trainer = make_trainer(moe_path, "fp8")
+    _train(trainer, 0, 2)
+    trainer.save(tmp_path / "at once", {})
+    staged = trainer.stage(tmp_path / "beside", {}, {})
+    after = _train(trainer, 2, 4)
+    staged.publish([staged.write()])
+    files = sorted(path.name for path in (tmp_path / "at once/state").glob("*.distcp"))
+    assert files == [path.name for path in (tmp_path / "beside/state").glob("*.distcp")] and len(files) == 1
+    at_once, beside = ((tmp_path / name / "state" / files[0]).read_bytes() for name in ("at once", "beside"))
+    assert at_once == beside
+    trainer.load(tmp_path / "beside")
+    assert _train(trainer, 2, 4) == after
 
+
+def test_a_checkpoint_that_is_never_finished_leaves_the_old_one(
+    moe_path: Path, tmp_path: Path, make_trainer: MakeTrainer
+) -> None:
     trainer = make_trainer(moe_path)
     trainer.save(tmp_path / "last", {"n": 1})
+    trainer.stage(tmp_path / "last", {"n": 2}, {}).write()
+    assert trainer.load(tmp_path / "last") == {"n": 1}
+    trainer.save(tmp_path / "last", {"n": 3})
+    assert [file.name for file in tmp_path.iterdir()] == ["last"] and trainer.load(tmp_path / "last") == {"n": 3}
 
-    def fail(*args: Any) -> None:
-        raise OSError("disk full")
 
-    monkeypatch.setattr(checkpoint.dist_checkpointing, "save", fail)
-    with pytest.raises(OSError, match="disk full"):
-        trainer.save(tmp_path / "last", {"n": 2})
+@pytest.mark.parametrize("where", ["in memory", "on the disk"])
+def test_a_bit_that_flips_before_a_checkpoint_has_its_name_is_found(
+    where: str, moe_path: Path, tmp_path: Path, make_trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = make_trainer(moe_path)
+    trainer.save(tmp_path / "last", {"n": 1})
+    staged = trainer.stage(tmp_path / "last", {"n": 2}, {})
+    (items,) = staged._plan.files.values()
+    (masters,) = [item for item in items if item.index.fqn == "optimizer.state.param.output_layer.weight"]
+    if where == "in memory":
+        masters.data.view(torch.int32).view(-1)[7] ^= 1 << 3
+    original = checkpoint_writer._write
+
+    def write(file: Path, items: Any) -> Any:
+        placed = original(file, items)
+        (place,) = [result.storage_data for result in placed if result.index == masters.index]
+        flip_bit(file, place.offset + place.length // 2)
+        return placed
+
+    if where == "on the disk":
+        monkeypatch.setattr(checkpoint_writer, "_write", write)
+    with pytest.raises(OSError, match="last: found other bytes of .*output_layer.weight in __0_0.distcp") as error:
+        staged.write()
+    assert "\n" not in str(error.value)
     assert trainer.load(tmp_path / "last") == {"n": 1}
 
 
@@ -110,6 +149,14 @@ def test_what_is_not_a_checkpoint_is_refused(moe_path: Path, tmp_path: Path, mak
     (tmp_path / "about.json").write_text(json.dumps({"format": 99}))
     with pytest.raises(UserError, match="format"):
         trainer.load(tmp_path)
+
+
+def flip_bit(file: Path, position: int) -> None:
+    with file.open("r+b") as opened:
+        opened.seek(position)
+        (byte,) = opened.read(1)
+        opened.seek(position)
+        opened.write(bytes([byte ^ 1 << 3]))
 
 
 def flip_bytes(file: Path) -> None:

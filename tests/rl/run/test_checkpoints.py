@@ -1,3 +1,4 @@
+import time
 from pathlib import Path
 from typing import Any
 
@@ -6,9 +7,11 @@ import pytest
 from numerics.errors import UserError
 from rl.guard.standing import Standing
 from rl.record.run_dir import RunDir
-from rl.run.checkpoints import changes, check_resumable, is_due, publish_checkpoint, with_older
-from tests.support.checkpoints import save, write
+from rl.run.checkpoints import Checkpoints, changes, check_resumable, is_due, with_older
+from rollout.errors import EngineError
+from tests.support.checkpoints import NOTHING, Describing, save
 from tests.support.experiments import experiment
+from trainer.actor import TrainerDiedError
 from trainer.checkpoint_files import DamagedCheckpointError, check_digests
 
 
@@ -21,15 +24,50 @@ def test_checkpoints_are_due_at_intervals_and_at_the_end() -> None:
     assert [step for step in range(1, 8) if is_due(settings, step)] == [3, 6, 7]
 
 
-def test_a_checkpoint_counts_once_published_and_the_newest_stay(tmp_path: Path) -> None:
+def test_a_checkpoint_counts_once_it_is_written_and_recorded_and_the_newest_stay(tmp_path: Path) -> None:
     run, settings = RunDir(tmp_path), experiment(checkpoint={"every": 2, "keep": 2})
     for step in (2, 4):
         save(run, settings, step)
     (run.checkpoints / "..step_5.pending.partial").mkdir()
-    write(run, settings, 6)
-    assert run.checkpoint_steps() == [2, 4], "the step has no row yet"
-    publish_checkpoint(run, 6, keep=2)
-    assert names(run) == ["step_4", "step_6"]
+    with Checkpoints(run, settings) as checkpoints:
+        trainer = Describing()
+        checkpoints.begin(trainer, Standing(), 6, NOTHING)
+        checkpoints.recorded()
+        assert run.checkpoint_steps() == [2, 4], "it is not written yet"
+        trainer.may_write.set()
+        checkpoints.wait()
+        assert names(run) == ["step_4", "step_6"]
+        checkpoints.begin(trainer, Standing(), 8, NOTHING)
+    assert run.checkpoint_steps() == [4, 6], "the step has no row"
+
+
+def test_what_goes_wrong_while_a_checkpoint_is_written_is_raised_after_a_step(tmp_path: Path) -> None:
+    run, settings = RunDir(tmp_path), experiment()
+    trainer = Describing()
+    trainer.failure = OSError("no room")
+    with pytest.raises(OSError, match="no room"), Checkpoints(run, settings) as checkpoints:
+        checkpoints.begin(trainer, Standing(), 2, NOTHING)
+        trainer.may_write.set()
+        for _ in range(1000):
+            checkpoints.recorded()
+            time.sleep(0.01)
+    assert run.checkpoint_steps() == []
+
+
+@pytest.mark.parametrize(
+    ("error", "kept"), [(KeyboardInterrupt(), []), (TrainerDiedError("rank 1"), []), (EngineError("its port"), [2])]
+)
+def test_a_run_that_fails_keeps_the_checkpoint_that_is_being_written_if_it_can(
+    tmp_path: Path, error: BaseException, kept: list[int]
+) -> None:
+    run, settings, trainer = RunDir(tmp_path), experiment(), Describing()
+    with pytest.raises(type(error)), Checkpoints(run, settings) as checkpoints:
+        checkpoints.begin(trainer, Standing(), 2, NOTHING)
+        checkpoints.recorded()
+        if kept:
+            trainer.may_write.set()
+        raise error
+    assert run.checkpoint_steps() == kept
 
 
 def test_what_gates_have_changed_comes_back_with_the_checkpoint(tmp_path: Path) -> None:
@@ -65,10 +103,7 @@ def test_a_run_resumes_only_what_it_can(tmp_path: Path) -> None:
     run, settings = RunDir(tmp_path), experiment(run={"steps": 6})
     with pytest.raises(UserError, match="--resume: found 'no checkpoint.*--overwrite"):
         check_resumable(run, settings)
-    write(run, settings, 6)
-    with pytest.raises(UserError, match="no checkpoint"):
-        check_resumable(run, settings)
-    publish_checkpoint(run, 6, keep=2)
+    save(run, settings, 6)
     check_resumable(run, settings)
     with pytest.raises(UserError, match=r"run\.steps: found 5, expected at least 6"):
         check_resumable(run, experiment(run={"steps": 5}))
@@ -102,3 +137,11 @@ def test_other_settings_may_change_and_are_said(tmp_path: Path) -> None:
     said = changes(run, after)
     assert [text.split("=")[0] for text in said] == ["gates", "run.steps", "trainer.lr"]
     assert said[2] == "trainer.lr=0.001 (was 0.0001)"
+
+
+@pytest.mark.parametrize("key", ["tp", "pp", "ep", "dp"])
+def test_another_layout_is_said_with_what_it_means(tmp_path: Path, key: str) -> None:
+    run = RunDir(tmp_path)
+    run.experiment.write_text(experiment().to_yaml())
+    changed, meaning = changes(run, experiment(trainer={"dp": 2, key: 2}))[-2:]
+    assert changed.startswith("trainer.") and "bits may differ from here on" in meaning
