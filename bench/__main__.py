@@ -16,11 +16,7 @@ from rich.console import Console
 
 from bench.measure import Result, in_own_process, run_benchmark, table_of
 
-<<<<<<< HEAD
-BENCHMARKS = ("rollout", "train", "sync", "churn", "loop", "agreement", "asynchrony")
-=======
-BENCHMARKS = ("rollout", "train", "sync", "loop", "checkpoint", "agreement", "asynchrony", "kills")
->>>>>>> 0ff66c102229781d54e0bced919ad6a9909a5b73
+BENCHMARKS = ("rollout", "train", "sync", "churn", "checkpoint", "loop", "agreement", "asynchrony", "kills")
 RESULTS = Path("bench/results.json")
 
 
