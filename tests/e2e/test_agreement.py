@@ -123,19 +123,16 @@ def test_tokens_of_a_stale_weight_version_are_refused(rig: Rig) -> None:
     assert rig.run(one_token(pipeline))[0].weight_versions == [version]
 
 
-@pytest.mark.parametrize("transport", ["distributed", "tensor"])
 @pytest.mark.parametrize("setup", [TWO_RANKS, BOTH_TWO_RANKS], ids=["one-engine-rank", "two-engine-ranks"])
-def test_only_changes_are_sent_and_an_engine_that_is_wrong_gets_everything(
-    rig: Rig, setup: Setup, transport: str
-) -> None:
+def test_only_changes_are_sent_and_an_engine_that_is_wrong_gets_everything(rig: Rig, setup: Setup) -> None:
     pipeline = rig.open(setup)
-    first = pipeline.sync(transport, delta=True)
+    first = pipeline.sync(delta=True)
     assert first.bytes == first.weight_bytes
-    unchanged = pipeline.sync(transport, delta=True)
+    unchanged = pipeline.sync("distributed", delta=True)
     assert (unchanged.mismatched_tensors, unchanged.weight_bytes) == (0, first.weight_bytes)
     assert unchanged.bytes < first.bytes / 100
     pipeline.train_step(pipeline.sample(1.0, count=4))
-    changed = pipeline.sync(transport, delta=True)
+    changed = pipeline.sync("distributed", delta=True)
     assert (changed.mismatched_tensors, changed.verified_tensors) == (0, served_tensors_of(setup))
     batch = pipeline.sample(0.7, count=4)
     assert_equal(pipeline.trainer.score(batch), batch)
@@ -143,7 +140,7 @@ def test_only_changes_are_sent_and_an_engine_that_is_wrong_gets_everything(
     version, spec = pipeline.trainer.weight_version, setup.numerics.rollout_spec
     tampered = faults.Tampered(TensorTransport(1 << 20), faults.flipped_bit)
     assert push(pipeline.trainer, tampered, spec, [pipeline.endpoint], version)[2]
-    mended = pipeline.sync(transport, delta=True)
+    mended = pipeline.sync(delta=True)
     assert mended.mismatched_tensors == 0 and mended.bytes == mended.weight_bytes
 
 

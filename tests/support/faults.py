@@ -55,8 +55,8 @@ def missed_expert(tensors: Iterable[Named]) -> Iterator[Named]:
 
 
 def broken_transport(tensors: Iterable[Named]) -> Iterator[Named]:
-    """Half of the tensors, several buckets, and then an error."""
+    """Half of a rank's tensors, several buckets, and then an error."""
     for index, item in enumerate(tensors):
-        if index == 100:
+        if index == 50:
             raise OSError("the cable was pulled")
         yield item
