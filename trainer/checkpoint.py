@@ -13,10 +13,10 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import distrib_optimizer
 
+from numerics.ranks import all_gathered, together
 from trainer.checkpoint_files import (
     STATE,
     About,
-    DamagedCheckpointError,
     check_digests,
     discard,
     read_about,
@@ -50,7 +50,7 @@ def save(
     path = Path(path).absolute()
     try:
         staged = stage(path, model, optimizer, step, extra, texts)
-        parts = _all_gathered(staged.write())
+        parts = all_gathered(staged.write())
         if dist.get_rank() == 0:
             staged.publish(parts)
     except BaseException:
@@ -83,21 +83,7 @@ def load(path: Path, model: GPTModel, optimizer: Optimizer) -> tuple[int, dict[s
 
 def _check_files(path: Path, names: list[str]) -> None:
     """Each rank reads its share, and all raise what one has found."""
-    try:
-        check_digests(path, names[dist.get_rank() :: dist.get_world_size()])
-        problem = None
-    except DamagedCheckpointError as error:
-        problem = str(error)
-    for found in _all_gathered(problem):
-        if found is not None:
-            raise DamagedCheckpointError(found)
-
-
-def _all_gathered(value: Any) -> list[Any]:
-    """Every rank's."""
-    values = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
+    together(lambda: check_digests(path, names[dist.get_rank() :: dist.get_world_size()]))
 
 
 def _load_weights(model: GPTModel, weights: dict[str, Any]) -> None:

@@ -159,7 +159,7 @@ def test_other_floats_are_rounded_to_bf16_before_they_are_quantized(
         source = Path(shutil.copytree(model, tmp_path / name))
         save_file(tensors, source / "model.safetensors", {"format": "pt"})
         assert CliRunner().invoke(app, ["convert", str(source), str(tmp_path / f"{name}_out")]).exit_code == 0
-    wide, rounded = (load_file(tmp_path / f"{name}_out" / "model-00000.safetensors") for name in variants)
+    wide, rounded = (load_file(tmp_path / f"{name}_out" / "model.safetensors") for name in variants)
     assert wide.keys() == rounded.keys()
     for name, tensor in wide.items():
         assert tensor.dtype == rounded[name].dtype
