@@ -122,7 +122,8 @@ def _measure(trainer: Trainer, numerics: NumericsConfig, served: Path, folder: P
         {"numerics": numerics.to_dict()},
         expected_report(numerics),
     )
-    endpoint = asyncio.run(engine.start(served))
+    runner = asyncio.Runner()  # the engine's event loop; a sync has its own
+    endpoint = runner.run(engine.start(served))
     transport, spec = TensorTransport(BUCKET_BYTES), numerics.rollout_spec
     share = Share(transport, spec, [endpoint], version=0)
     measured = Measured()
@@ -141,7 +142,8 @@ def _measure(trainer: Trainer, numerics: NumericsConfig, served: Path, folder: P
                 measured.verified.append(end - middle)
                 measured.copies.append(_copy_seconds(report.bytes))
     finally:
-        asyncio.run(engine.stop())
+        runner.run(engine.stop())
+        runner.close()
     return measured
 
 
