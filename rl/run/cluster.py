@@ -53,7 +53,7 @@ def ray_cluster(failure_logs: Path) -> Iterator[None]:
                 try:
                     _init(Path(folder), address=address)
                 except (ConnectionError, RuntimeError) as error:  # of another version, or with another token
-                    raise _no_cluster(address, str(error.__context__ or error).partition("\n")[0]) from None
+                    raise _no_cluster(address, _last_words(error.__context__ or error)) from None
             yield
         finally:
             ray.shutdown()
@@ -78,13 +78,17 @@ def _check_answers(address: str) -> None:
         raise _no_cluster(address, "a server that is not Ray's; its dashboard is for `fp8rl submit`")
 
 
+def _last_words(error: BaseException) -> str:
+    return str(error).strip().splitlines()[-1].partition(". ")[0]
+
+
 def _no_cluster(address: str, found: str) -> UserError:
     return user_error(
         "RAY_ADDRESS",
         found=f"{address} ({found})",
         expected="the head of a Ray cluster of this version, which answers and lets this process in",
-        remedy="Correct the address, such as 10.0.0.1:6379, start one with `ray start --head`, or unset RAY_ADDRESS for a "
-        "cluster of the run's own. If it asks for a token, put the token and RAY_AUTH_MODE into this environment too.",
+        remedy="Correct the address, such as 10.0.0.1:6379, start one with `ray start --head`, or unset it for "
+        "one of the run's own. If it asks for a token, put the token and RAY_AUTH_MODE into this environment too.",
     )
 
 
