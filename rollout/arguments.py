@@ -142,13 +142,13 @@ def server_environment(
     if plugin is not None:
         environment[CONFIG_VARIABLE] = json.dumps(plugin)
     environment["OMP_NUM_THREADS"] = "1"
-    if host == LOOPBACK:  # gloo would take an interface by the host's name; elsewhere the owner has named one
-        environment["GLOO_SOCKET_IFNAME"] = "lo"
     environment |= _CUDA_ENVIRONMENT | _CUDA_ENVIRONMENT_OF[mode] if cuda else _CPU_ENVIRONMENT
     if not cuda and ranks > 1:
         # By itself SGLang gives each rank a NUMA node, and there may be fewer.
         cores = sorted(os.sched_getaffinity(0))
         environment["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(str(cores[rank % len(cores)]) for rank in range(ranks))
+    if not cuda and host == LOOPBACK:  # gloo would take an interface by the host's name; elsewhere Ray's actor names it
+        environment["GLOO_SOCKET_IFNAME"] = "lo"
     # What torch.compile made outlives the server, whose scratch directory does not.
     cache = Path(tempfile.gettempdir()) / f"torchinductor_{getpass.getuser()}"
     environment.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache))

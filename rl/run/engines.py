@@ -7,7 +7,7 @@ import importlib.metadata
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,11 +17,11 @@ import ray
 from numerics.code import code_digest
 from numerics.config import NumericsConfig
 from numerics.errors import UserError
-from numerics.implementation import capability_of, implementation_for
+from numerics.implementation import implementation_for
 from rl.experiment import Experiment
 from rl.run.background import Background
+from rl.run.nodes import own_capability
 from rl.run.seats import NoRoomError, Seats
-from rollout.arguments import has_cuda
 from rollout.config import RolloutConfig
 from rollout.engine import EngineActor
 from rollout.errors import EngineDiedError, EngineError
@@ -116,6 +116,7 @@ class EnginePool:
         self._losses: deque[float] = deque()
         self._news: deque[News] = deque()
         self._failure: Exception | None = None
+        self._maker = ThreadPoolExecutor(1, "engine-maker")
         self._background = Background("engines") if count else None
         if self._background is not None:
             self._background.run(self._open(count))
@@ -203,6 +204,7 @@ class EnginePool:
             return
         background, self._background = self._background, None
         background.close()
+        self._maker.shutdown(wait=False, cancel_futures=True)
         actors = [slot.actor for slot in self._slots if slot.actor is not None]
         calls = [actor.stop.remote() for actor in actors]
         ray.wait(calls, num_returns=len(calls), timeout=_STOP_SECONDS)
@@ -270,7 +272,7 @@ class EnginePool:
         waits = False
         while True:
             try:
-                return await asyncio.to_thread(serving.make, slot.index)
+                return await asyncio.get_running_loop().run_in_executor(self._maker, serving.make, slot.index)
             except NoRoomError as error:
                 if not patient:
                     raise
@@ -401,7 +403,7 @@ def engine_maker(experiment: Experiment, seats: Seats, folder: Path, numerics: N
             experiment.rollout,
             folder / f"engine_{index}.log",
             {"numerics": numerics.to_dict()},
-            expected_report(numerics),
+            report_on(numerics, seats.capability(index)),
             seat.host,
         )
 
@@ -409,8 +411,13 @@ def engine_maker(experiment: Experiment, seats: Seats, folder: Path, numerics: N
 
 
 def expected_report(numerics: NumericsConfig) -> Report:
-    """What an engine's plugin must say before the engine is used."""
-    hooks = hooks_for(numerics, has_cuda())
+    """What an engine's plugin must say before the engine is used, on this machine."""
+    return report_on(numerics, own_capability())
+
+
+def report_on(numerics: NumericsConfig, capability: tuple[int, int] | None) -> Report:
+    """The same on a GPU of this compute capability; None: on a CPU."""
+    hooks = hooks_for(numerics, cuda=capability is not None)
     return Report(
         spec_digest=numerics.spec.digest(),
         numerics=numerics.to_dict(),
@@ -420,7 +427,7 @@ def expected_report(numerics: NumericsConfig) -> Report:
         code=code_digest(ENGINE_PACKAGES),
         weight_version="0",
         row_variant_ops=() if numerics.mode == "exact" else None,
-        implementation=implementation_for(capability_of("cuda" if has_cuda() else "cpu"), numerics.spec),
+        implementation=implementation_for(capability, numerics.spec),
         threads=1,
     )
 

@@ -13,9 +13,13 @@ from ray._private.state import available_resources_per_node
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from numerics.errors import user_error
+from numerics.implementation import capability_of
 from rl.run.placement import Node
+from rollout.arguments import has_cuda
 
 _EVERY_NODE_HAS = ("CPU", "GPU", "memory", "object_store_memory")
+SEES_ALL_GPUS = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
+"""Environment of a process that Ray is not to hide from what it has not reserved."""
 _LOOK_SECONDS = 120.0
 """For a node to start a process and look."""
 
@@ -43,9 +47,11 @@ def _names(resources: Mapping[str, float], labels: Mapping[str, str]) -> frozens
 
 @dataclass(frozen=True)
 class View:
-    """What a node sees. interface: that has its address. unseen: files that it does not see as this process does."""
+    """What a node sees. interface: that has its address. capability: of its GPUs, None on a CPU. unseen: files that it
+    does not see as this process does."""
 
     interface: str | None
+    capability: tuple[int, int] | None
     unseen: tuple[Path, ...]
 
 
@@ -59,7 +65,7 @@ def views(nodes: Sequence[Node], folder: Path, files: Sequence[Path]) -> dict[st
     mark, text = folder / f".seen-{secrets.token_hex(4)}", secrets.token_hex(16)
     mark.write_text(text)
     expected = {mark: text} | dict.fromkeys(files)
-    look = ray.remote(num_cpus=0, max_retries=0)(_look)
+    look = ray.remote(num_cpus=0, max_retries=0, runtime_env={"env_vars": SEES_ALL_GPUS})(_look)
     try:
         calls = {
             node.id: look.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node.id, soft=False)).remote(
@@ -76,7 +82,7 @@ def views(nodes: Sequence[Node], folder: Path, files: Sequence[Path]) -> dict[st
 def _look(address: str, expected: Mapping[Path, str | None]) -> View:
     """On a node."""
     unseen = [path for path, text in expected.items() if not path.is_file() or text not in (None, path.read_text())]
-    return View(interface_of(address), tuple(unseen))
+    return View(interface_of(address), own_capability(), tuple(unseen))
 
 
 def _checked(node: Node, call: ray.ObjectRef, answered: bool, mark: Path) -> View:
@@ -101,6 +107,11 @@ def _checked(node: Node, call: ray.ObjectRef, answered: bool, mark: Path) -> Vie
             remedy="Choose one on a shared disk, or use the nodes that see it (cluster.trainer_nodes, .engine_nodes).",
         )
     return view
+
+
+def own_capability() -> tuple[int, int] | None:
+    """Compute capability of this machine's GPUs, None where it computes on its CPU."""
+    return capability_of("cuda" if has_cuda() else "cpu")
 
 
 def interface_of(address: str) -> str | None:

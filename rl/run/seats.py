@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
@@ -14,8 +13,8 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from numerics.errors import UserError
 from rl.experiment import Experiment
-from rl.run.nodes import nodes_up, views
-from rl.run.placement import Node, place, place_engine, place_ranks
+from rl.run.nodes import SEES_ALL_GPUS, View, nodes_up, own_capability, views
+from rl.run.placement import Node, Place, place, place_engine, place_ranks
 from trainer.seat import LOOPBACK, Seat
 
 _RESERVE_SECONDS = 10.0
@@ -25,7 +24,6 @@ _ROOM_SECONDS = 60.0
 _AGAIN_SECONDS = 1.0
 _TOUCH = 0.001
 """Of a resource that every node has, where there is no GPU to reserve: a placement group cannot be of nothing."""
-_SEES_ALL_GPUS = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
 
 
 class NoRoomError(RuntimeError):
@@ -51,8 +49,7 @@ class Seats:
             UserError: it does not fit on the nodes, or one of them does not see what it has to.
         """
         self._experiment, self._folder = experiment, folder
-        self._lock = threading.Lock()
-        self._interfaces: dict[str, str | None] = {}
+        self._views: dict[str, View] = {}
         up = nodes_up()
         placement = place(up, experiment)
         self._spans = {node.id for node in placement.nodes} != {up[0].id}
@@ -74,17 +71,20 @@ class Seats:
 
     def engine(self, index: int) -> Seat:
         """The seat of this engine. Raises NoRoomError."""
-        with self._lock:
-            if index in self._places and not self._is_up([self._places[index].node]):
-                self._move(index)
-            place = self._places[index]
-            if place.shares is not None:
-                return self._seat(place.node, self._ranks.group, place.shares, 0.5, all_gpus=True)
-            if index not in self._engines:
-                self._engines[index] = _reserved((place.node,))
-            # CUDA IPC maps memory of the trainer's GPU.
-            all_gpus = not self._experiment.sync.engines_own_gpus
-            return self._seat(place.node, self._engines[index].group, 0, 1.0, all_gpus=all_gpus)
+        place = self._place(index)
+        if not self._is_up([place.node]):
+            self._places[index] = place = self._another(index)
+        if place.shares is not None:
+            return self._seat(place.node, self._ranks.group, place.shares, 0.5, all_gpus=True)
+        if index not in self._engines:
+            self._engines[index] = _reserved((place.node,))
+        # CUDA IPC maps memory of the trainer's GPU.
+        all_gpus = not self._experiment.sync.engines_own_gpus
+        return self._seat(place.node, self._engines[index].group, 0, 1.0, all_gpus=all_gpus)
+
+    def capability(self, index: int) -> tuple[int, int] | None:
+        """Of the GPU that this engine computes on; None: on a CPU."""
+        return self._views[self._place(index).node.id].capability if self._spans else own_capability()
 
     def close(self) -> None:
         """Give all of it back, with whatever still sits there."""
@@ -93,9 +93,8 @@ class Seats:
         self._engines.clear()
 
     def _seat(self, node: Node, group: PlacementGroup, bundle: int, gpus: float, *, all_gpus: bool = False) -> Seat:
-        environment = dict(_SEES_ALL_GPUS) if all_gpus and node.gpus is not None else {}
-        interface = self._interfaces.get(node.id)
-        if self._spans and interface is not None:
+        environment = dict(SEES_ALL_GPUS) if all_gpus and node.gpus is not None else {}
+        if self._spans and (interface := self._views[node.id].interface) is not None:
             environment["GLOO_SOCKET_IFNAME"] = interface
         strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle)
         options = {"num_gpus": 0.0 if node.gpus is None else gpus, "scheduling_strategy": strategy}
@@ -104,9 +103,17 @@ class Seats:
     def _is_up(self, nodes: Sequence[Node]) -> bool:
         return {node.id for node in nodes} <= {node.id for node in nodes_up()}
 
-    def _move(self, index: int) -> None:
+    def _place(self, index: int) -> Place:
+        """Of an engine; where it shares a rank's GPU, that is wherever the rank is now."""
+        place = self._places[index]
+        return place if place.shares is None else replace(place, node=self._ranks.nodes[place.shares])
+
+    def _another(self, index: int) -> Place:
         """Another place for an engine whose node has left."""
-        if self._experiment.sync.transport == "tensor" and not self._is_up(self._ranks.nodes):
+        old = self._place(index)
+        if (old.shares is not None or self._experiment.sync.transport == "tensor") and not self._is_up(
+            self._ranks.nodes
+        ):
             raise NoRoomError("with its node the trainer's has left, on which it has to be")
         if index in self._engines:
             remove_placement_group(self._engines.pop(index).group)
@@ -114,7 +121,9 @@ class Seats:
         with _no_room():
             place = place_engine(nodes_up(), self._experiment, self._ranks.nodes, others)
             self._look_at([place.node])
-        self._places[index] = place
+        if place.shares is not None:  # the rank holds its GPU whole
+            raise NoRoomError(f"no GPU is left on {place.node.address} but the trainer's")
+        return place
 
     def _seated_again(self) -> _Reserved:
         """Places for the ranks on nodes that are up; waits a while for them."""
@@ -134,9 +143,8 @@ class Seats:
 
     def _look_at(self, nodes: Sequence[Node]) -> None:
         """Whether these see what they have to; a run on the driver's node alone does."""
-        new = [node for node in nodes if self._spans and node.id not in self._interfaces]
-        seen = views(new, self._folder, [Path(self._experiment.model.path) / "config.json"])
-        self._interfaces |= {node: view.interface for node, view in seen.items()}
+        new = [node for node in nodes if self._spans and node.id not in self._views]
+        self._views |= views(new, self._folder, [Path(self._experiment.model.path) / "config.json"])
 
 
 def _reserved(nodes: Sequence[Node]) -> _Reserved:
