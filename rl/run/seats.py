@@ -144,7 +144,8 @@ class Seats:
     def _look_at(self, nodes: Sequence[Node]) -> None:
         """Whether these see what they have to; a run on the driver's node alone does."""
         new = [node for node in nodes if self._spans and node.id not in self._views]
-        self._views |= views(new, self._folder, [Path(self._experiment.model.path) / "config.json"])
+        if new:
+            self._views |= views(new, self._folder, [Path(self._experiment.model.path) / "config.json"])
 
 
 def _reserved(nodes: Sequence[Node]) -> _Reserved:
