@@ -85,11 +85,10 @@ def server_arguments(
     cuda: bool,
     mode: Mode = "native",
     routes: bool = False,
-    gpu: int = 0,
 ) -> list[str]:
     """Arguments of `sglang.launch_server`, without the keys: token ids in and out.
 
-    routes: record each token's experts, for requests that ask for them. gpu: index among the visible ones.
+    routes: record each token's experts, for requests that ask for them.
     """
     arguments = [
         *("--model-path", str(model_path), "--dtype", "bfloat16", "--skip-tokenizer-init"),
@@ -109,7 +108,7 @@ def server_arguments(
         arguments += ["--tp-size", str(config.tp), "--ep-size", str(config.tp)]
     if not cuda:
         return [*arguments, *_CPU_ARGUMENTS]
-    return [*arguments, "--base-gpu-id", str(gpu), *_CUDA_ARGUMENTS[mode]]
+    return [*arguments, *_CUDA_ARGUMENTS[mode]]
 
 
 def server_environment(

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import httpx
 import ray
+import torch
 from pydantic import ValidationError
 
 from models import read_model
@@ -75,6 +76,7 @@ class Engine:
         began = time.monotonic()
         routes = route_shape(read_model(Path(model_path), served=True).sizes) if self._routes else None
         cancelled = threading.Event()
+        _see_own_gpus_first()
         try:
             self._server = await asyncio.to_thread(
                 SGLangServer.start,
@@ -85,7 +87,6 @@ class Engine:
                 weight_version=weight_version,
                 routes=self._routes,
                 host=self._host,
-                gpu=_reserved_gpu(),
                 cancelled=cancelled,
             )
         except asyncio.CancelledError:
@@ -186,13 +187,13 @@ class Engine:
         return EngineError(f"the engine at {server.endpoint.url} broke the connection: {error!r}")
 
 
-def _reserved_gpu() -> int:
-    """Among the GPUs that this process sees, the index of the one that Ray has given to this actor; 0 without any."""
+def _see_own_gpus_first() -> None:
+    """Number the GPUs that this process and its server see: first those that Ray has given to this actor."""
     given = [str(gpu) for gpu in ray.get_gpu_ids()] if ray.is_initialized() else []
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-    if not given:
-        return 0
-    return visible.split(",").index(given[0]) if visible else int(given[0])
+    if given:
+        named = os.environ.get("CUDA_VISIBLE_DEVICES")
+        seen = named.split(",") if named else [str(gpu) for gpu in range(torch.cuda.device_count())]
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join([*given, *(gpu for gpu in seen if gpu not in given)])
 
 
 EngineActor = ray.remote(num_cpus=0, max_concurrency=64, max_restarts=0)(Engine)

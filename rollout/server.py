@@ -53,7 +53,6 @@ class SGLangServer:
         weight_version: int = 0,
         routes: bool = False,
         host: str = LOOPBACK,
-        gpu: int = 0,
         cancelled: threading.Event | None = None,
     ) -> SGLangServer:
         """Start a server and wait until it answers.
@@ -62,7 +61,6 @@ class SGLangServer:
         log_path: the server's output is appended to it.
         routes: record each token's experts; on a CPU that needs our plugin.
         host: address that it listens at, and no other.
-        gpu: which of the visible ones it runs on, where there are any.
         cancelled: set by another thread, gives up the start.
 
         Raises:
@@ -84,7 +82,6 @@ class SGLangServer:
             cuda=cuda,
             mode=mode,
             routes=routes,
-            gpu=gpu,
         )
         sweep()
         scratch, lock = make_scratch()

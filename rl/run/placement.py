@@ -61,7 +61,8 @@ def place(nodes: Sequence[Node], experiment: Experiment) -> Placement:
     for _ in range(experiment.rollout.engines if experiment.needs_engines else 0):
         engines.append(place_engine(left, experiment, ranks, engines))
         if engines[-1].shares is None:
-            left = [_with_one_less(node) if node.id == engines[-1].node.id else node for node in left]
+            width = experiment.rollout.tp
+            left = [_with_less(node, width) if node.id == engines[-1].node.id else node for node in left]
     whole = Placement(tuple(ranks), tuple(engines))
     if experiment.sync.transport == "tensor" and experiment.needs_engines:
         _check_one_node(whole)
@@ -74,7 +75,7 @@ def place_ranks(nodes: Sequence[Node], experiment: Experiment) -> list[Node]:
     able = _able(nodes, experiment.cluster.trainer_nodes, "cluster.trainer_nodes")
     seated: Counter[str] = Counter()
     for _ in range(count):
-        node = _choose(able, seated, experiment)
+        node = _choose(able, seated, 1, experiment)
         if node is None:
             raise user_error(
                 "trainer",
@@ -83,7 +84,7 @@ def place_ranks(nodes: Sequence[Node], experiment: Experiment) -> list[Node]:
                 remedy="Lower trainer.tp, trainer.pp or trainer.dp, or wait for GPUs that others use.",
             )
         seated[node.id] += 1
-        able = [_with_one_less(other) if other.id == node.id else other for other in able]
+        able = [_with_less(other, 1) if other.id == node.id else other for other in able]
     return [node for node in nodes for _ in range(seated[node.id])]
 
 
@@ -94,27 +95,27 @@ def place_engine(
 
     nodes: with the GPUs that are left.
 
-    Where no GPU is left it shares a rank's, one engine to a GPU. With the `distributed` transport it must not, as NCCL
-    refuses two processes on one GPU.
+    It takes rollout.tp GPUs of one node. Where none is left it shares a rank's, one engine to a GPU. With the
+    `distributed` transport it must not, as NCCL refuses two processes on one GPU.
     """
     cluster, transport = experiment.cluster, experiment.sync.transport
     able = _able(nodes, cluster.engine_nodes, "cluster.engine_nodes")
     if transport == "tensor" and cluster.placement == "pack":
         able = [node for node in able if node.id == ranks[0].id] or able
     seated = Counter([node.id for node in ranks] + [other.node.id for other in others])
-    node = _choose(able, seated, experiment)
+    node = _choose(able, seated, experiment.rollout.tp, experiment)
     if node is not None:
         return Place(node)
     ids = {node.id for node in able}
     shared = {other.shares for other in others}
     alone = [rank for rank, node in enumerate(ranks) if node.id in ids and rank not in shared]
-    if alone and not experiment.sync.engines_own_gpus:
+    if alone and experiment.rollout.tp == 1 and not experiment.sync.engines_own_gpus:
         return Place(ranks[alone[0]], alone[0])
     own = " (sync.transport=distributed: none that the trainer uses)" if experiment.sync.engines_own_gpus else ""
     raise user_error(
         "rollout.engines",
         found=experiment.rollout.engines,
-        expected=f"at most the {len(others)} GPUs for engines on {_listed(able)}, one for each{own}",
+        expected=f"at most {len(others)}, for which {_listed(able)} have GPUs: {experiment.rollout.tp} for each{own}",
         remedy="Lower rollout.engines, let them use other nodes (cluster.engine_nodes), or wait for GPUs that others "
         "use. With sync.transport=tensor engines share the trainer's GPUs.",
     )
@@ -145,17 +146,17 @@ def _able(nodes: Sequence[Node], name: str | None, key: str) -> list[Node]:
     return able
 
 
-def _choose(nodes: Sequence[Node], seated: Counter[str], experiment: Experiment) -> Node | None:
-    """The node for one more; the first of equals. None where no GPU is left."""
-    free = [node for node in nodes if node.gpus is None or node.gpus > 0]
+def _choose(nodes: Sequence[Node], seated: Counter[str], width: int, experiment: Experiment) -> Node | None:
+    """The node for one more that takes `width` GPUs; the first of equals. None where they are not left."""
+    free = [node for node in nodes if node.gpus is None or node.gpus >= width]
     if experiment.cluster.placement == "spread":
         return min(free, key=lambda node: seated[node.id], default=None)
     # Near the others; for the first, where most of the rest can follow.
     return max(free, key=lambda node: (seated[node.id], node.gpus or 0), default=None)
 
 
-def _with_one_less(node: Node) -> Node:
-    return node if node.gpus is None else replace(node, gpus=node.gpus - 1)
+def _with_less(node: Node, count: int) -> Node:
+    return node if node.gpus is None else replace(node, gpus=node.gpus - count)
 
 
 def _check_one_node(placement: Placement) -> None:

@@ -77,10 +77,11 @@ class Seats:
         if place.shares is not None:
             return self._seat(place.node, self._ranks.group, place.shares, 0.5, all_gpus=True)
         if index not in self._engines:
-            self._engines[index] = _reserved((place.node,))
+            self._engines[index] = _reserved((place.node,), self._experiment.rollout.tp)
         # CUDA IPC maps memory of the trainer's GPU.
         all_gpus = not self._experiment.sync.engines_own_gpus
-        return self._seat(place.node, self._engines[index].group, 0, 1.0, all_gpus=all_gpus)
+        width = float(self._experiment.rollout.tp)
+        return self._seat(place.node, self._engines[index].group, 0, width, all_gpus=all_gpus)
 
     def capability(self, index: int) -> tuple[int, int] | None:
         """Of the GPU that this engine computes on; None: on a CPU."""
@@ -148,10 +149,10 @@ class Seats:
             self._views |= views(new, self._folder, [Path(self._experiment.model.path) / "config.json"])
 
 
-def _reserved(nodes: Sequence[Node]) -> _Reserved:
-    """A placement group with a bundle on each of these. Raises NoRoomError."""
+def _reserved(nodes: Sequence[Node], gpus: int = 1) -> _Reserved:
+    """A placement group with a bundle on each of these, of so many GPUs where there are any. Raises NoRoomError."""
     group = placement_group(
-        [{"GPU": 1.0} if node.gpus is not None else {f"node:{node.address}": _TOUCH} for node in nodes],
+        [{"GPU": float(gpus)} if node.gpus is not None else {f"node:{node.address}": _TOUCH} for node in nodes],
         bundle_label_selector=[{"ray.io/node-id": node.id} for node in nodes],
     )
     if not group.wait(_RESERVE_SECONDS):

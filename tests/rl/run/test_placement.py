@@ -19,9 +19,13 @@ def nodes(*gpus: int | None, **names: str) -> list[Node]:
     ]
 
 
-def seated(cluster: list[Node], ranks: int = 1, engines: int = 1, transport: str = "tensor", **where: Any) -> str:
+def seated(
+    cluster: list[Node], ranks: int = 1, engines: int = 1, tp: int = 1, transport: str = "tensor", **where: Any
+) -> str:
     """Ranks, then engines: the node of each, with the rank that an engine shares a GPU with, such as "aa b0"."""
-    spec = experiment(trainer={"dp": ranks}, rollout={"engines": engines}, sync={"transport": transport}, cluster=where)
+    spec = experiment(
+        trainer={"dp": ranks}, rollout={"engines": engines, "tp": tp}, sync={"transport": transport}, cluster=where
+    )
     whole = place(cluster, spec)
     shares = ["" if each.shares is None else str(each.shares) for each in whole.engines]
     placed = [each.node.id + share for each, share in zip(whole.engines, shares, strict=True)]
@@ -50,6 +54,9 @@ APART = {"trainer_nodes": "left", "engine_nodes": "side=right"}
         (nodes(2, 8), {"ranks": 4, "engines": 5, "transport": "distributed"}, "bbbb b b b b a"),
         (nodes(4, 4), {"ranks": 6, "engines": 2, "transport": "distributed"}, "aaaabb b b"),
         (nodes(4, 4), {"ranks": 2, "engines": 2, "transport": "distributed", **SPREAD}, "ab a b"),
+        # An engine of two ranks takes two GPUs of one node.
+        (nodes(8), {"ranks": 4, "engines": 2, "tp": 2}, "aaaa a a"),
+        (nodes(3, 4), {"ranks": 2, "engines": 2, "tp": 2, "transport": "distributed"}, "bb b a"),
         # A head without GPUs only drives.
         (nodes(None, 2), {"engines": 1}, "b b"),
     ],
@@ -65,9 +72,10 @@ def test_by_hand(cluster: list[Node], settings: dict[str, Any], expected: str) -
         (
             nodes(2),
             {"engines": 3},
-            "rollout.engines: found 3, expected at most the 2 GPUs for engines on 10.0.0.1, one",
+            "rollout.engines: found 3, expected at most 2, for which 10.0.0.1 have GPUs: 1 for each",
         ),
-        (nodes(1), {"transport": "distributed"}, "rollout.engines: found 1, expected at most the 0 GPUs .* none that"),
+        (nodes(1), {"transport": "distributed"}, "rollout.engines: found 1, expected at most 0, .* none that"),
+        (nodes(4), {"engines": 2, "tp": 2}, "rollout.engines: found 2, expected at most 1, .* 2 for each"),
         (nodes(None, None), {"trainer_nodes": "h200"}, "cluster.trainer_nodes: found 'h200', .* 10.0.0.1; 10.0.0.2"),
         (nodes(None, 2, a="cpu"), {"engine_nodes": "cpu"}, "cluster.engine_nodes: found 'cpu, .*a node with GPUs"),
         (
@@ -95,7 +103,5 @@ def test_an_engine_that_lost_its_node_goes_where_room_is() -> None:
     spec = experiment(rollout={"engines": 2}, sync={"transport": "distributed"}, cluster=SPREAD)
     one, _, three = nodes(0, 1, 1)
     assert place_engine([one, three], spec, [one], [Place(one)]) == Place(three)
-    with pytest.raises(
-        UserError, match="rollout.engines: found 2, expected at most the 1 GPUs for engines on 10.0.0.1"
-    ):
+    with pytest.raises(UserError, match="rollout.engines: found 2, expected at most 1, for which 10.0.0.1"):
         place_engine([one], spec, [one], [Place(one)])
