@@ -43,10 +43,11 @@ class Seats:
     """
 
     def __init__(self, experiment: Experiment, folder: Path) -> None:
-        """Decide where everything goes and reserve the trainer's places. folder: that all nodes have to see.
+        """Decide where everything goes and reserve all of it. folder: that all nodes have to see.
 
         Raises:
             UserError: it does not fit on the nodes, or one of them does not see what it has to.
+            NoRoomError: another run was faster.
         """
         self._experiment, self._folder = experiment, folder
         self._views: dict[str, View] = {}
@@ -57,6 +58,12 @@ class Seats:
         self._places = dict(enumerate(placement.engines))
         self._engines: dict[int, _Reserved] = {}
         self._ranks = _reserved(placement.ranks)
+        try:
+            for index, each in self._places.items():
+                self._hold(index, each)
+        except NoRoomError:
+            self.close()
+            raise
 
     def trainer(self) -> list[Seat]:
         """The seat of each rank. Raises NoRoomError."""
@@ -76,8 +83,7 @@ class Seats:
             self._places[index] = place = self._another(index)
         if place.shares is not None:
             return self._seat(place.node, self._ranks.group, place.shares, 0.5, all_gpus=True)
-        if index not in self._engines:
-            self._engines[index] = _reserved((place.node,), self._experiment.rollout.tp)
+        self._hold(index, place)
         # CUDA IPC maps memory of the trainer's GPU.
         all_gpus = not self._experiment.sync.engines_own_gpus
         width = float(self._experiment.rollout.tp)
@@ -103,6 +109,11 @@ class Seats:
 
     def _is_up(self, nodes: Sequence[Node]) -> bool:
         return {node.id for node in nodes} <= {node.id for node in nodes_up()}
+
+    def _hold(self, index: int, place: Place) -> None:
+        """Reserve an engine's place, unless it has one or shares a rank's."""
+        if place.shares is None and index not in self._engines:
+            self._engines[index] = _reserved((place.node,), self._experiment.rollout.tp)
 
     def _place(self, index: int) -> Place:
         """Of an engine; where it shares a rank's GPU, that is wherever the rank is now."""

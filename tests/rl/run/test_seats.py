@@ -35,16 +35,6 @@ def cluster() -> Iterator[Cluster]:
     cluster.shutdown()
 
 
-@pytest.fixture
-def other(cluster: Cluster) -> Iterator[Any]:
-    """Another node, with one GPU, called `far`."""
-    node = cluster.add_node(num_cpus=1, num_gpus=1, resources={"far": 1})
-    yield node
-    if node in cluster.worker_nodes:
-        cluster.remove_node(node)
-    assert wait_until(lambda: [up.gpus for up in nodes_up()] == [2], 60)
-
-
 def spec(**sections: Any) -> Experiment:
     return experiment(model={"path": str(EXAMPLES / "models/tiny_qwen3_moe")}, **sections)
 
@@ -85,44 +75,31 @@ def test_an_engine_shares_a_ranks_gpu_once_the_others_are_taken(cluster: Cluster
     assert wait_until(lambda: nodes_up()[0].gpus == 2, 10)
 
 
-def test_sides_on_two_nodes_use_addresses_and_a_lost_one_is_seated_again(
-    cluster: Cluster, other: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_sides_on_two_nodes_use_addresses_and_are_seated_anew_when_one_leaves(
+    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(seats_module, "_ROOM_SECONDS", 0.0)
-    where = {"trainer_nodes": "far"}
-    seats = Seats(spec(sync={"transport": "distributed"}, rollout={"engines": 2}, cluster=where), tmp_path)
+    leaves = cluster.add_node(num_cpus=1, num_gpus=3, resources={"far": 1})
+    here, far = nodes_up()
+    one = Seats(spec(sync={"transport": "distributed"}, cluster={"trainer_nodes": "far"}), tmp_path)
+    other = Seats(spec(sync={"transport": "distributed"}, cluster={"placement": "spread"}), tmp_path)
     try:
-        here, far = nodes_up()
-        address = far.address
-        given = [*seats.trainer(), seats.engine(0), seats.engine(1)]
+        given = [*one.trainer(), one.engine(0), *other.trainer(), other.engine(0)]
         found = sees(*given)
-        assert [node for node, *_ in found] == [far.id, here.id, here.id]
-        assert {seat.host for seat in given} == {address}
-        assert {interface for *_, interface in found} == {interface_of(address)} != {None}
-        cluster.remove_node(other)
+        assert [node for node, *_ in found] == [far.id, far.id, here.id, far.id]
+        assert {seat.host for seat in given} == {far.address}
+        assert {interface for *_, interface in found} == {interface_of(far.address)} != {None}
+        cluster.remove_node(leaves)
         with pytest.raises(NoRoomError, match=r"a node of the trainer has left, .*cluster.trainer_nodes: found 'far'"):
-            seats.trainer()
+            one.trainer()
+        ((moved, *_),) = sees(other.engine(0))
+        assert moved == here.id
         cluster.add_node(num_cpus=1, num_gpus=1, resources={"far": 1})
-        ((again, *_),) = sees(*seats.trainer())
+        ((again, *_),) = sees(*one.trainer())
         assert again not in (here.id, far.id)
     finally:
-        seats.close()
-        for node in list(cluster.worker_nodes):
-            cluster.remove_node(node)
-
-
-def test_an_engine_moves_to_another_node_or_has_no_room(cluster: Cluster, other: Any, tmp_path: Path) -> None:
-    where = {"placement": "spread"}
-    seats = Seats(spec(sync={"transport": "distributed"}, rollout={"engines": 1}, cluster=where), tmp_path)
-    try:
-        here, far = nodes_up()
-        ((first, *_),) = sees(seats.engine(0))
-        assert first == far.id
-        cluster.remove_node(other)
-        ((second, *_),) = sees(seats.engine(0))
-        assert second == here.id
-    finally:
-        seats.close()
+        one.close()
+        other.close()
 
 
 def test_a_folder_that_a_node_does_not_see_is_refused_before_the_start(cluster: Cluster, tmp_path: Path) -> None:
