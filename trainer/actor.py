@@ -256,7 +256,8 @@ class TrainerGroup:
             except ray.exceptions.RayActorError as error:
                 rank = ranks[calls.index(done[0])]
                 raise TrainerDiedError(
-                    f"trainer rank {rank}: found its process ended (out of memory, a signal, or its node left?), expected it to answer"
+                    f"trainer rank {rank}: found its process ended (out of memory, a signal, or its node left?), "
+                    "expected it to answer"
                 ) from error
             except ray.exceptions.RayTaskError as error:
                 # The rank's own exception, so that callers can tell a UserError from a bug; Ray's shows where it rose.
