@@ -15,6 +15,7 @@ import torch
 from numerics.config import Mode
 from rollout.config import RolloutConfig
 from rollout.plugin import CONFIG_VARIABLE
+from rollout.types import LOOPBACK
 
 _SECRETS = ("RAY_AUTH_TOKEN", "WANDB_API_KEY")
 """What an engine has no use for."""
@@ -45,11 +46,7 @@ _CUDA_ARGUMENTS: dict[Mode, tuple[str, ...]] = {
     "native": ("--moe-runner-backend", "triton"),
 }
 
-_CPU_ENVIRONMENT = {
-    "SGLANG_USE_CPU_ENGINE": "1",
-    # gloo would take an interface by the host's name, and the trainer reaches this server on loopback.
-    "GLOO_SOCKET_IFNAME": "lo",
-}
+_CPU_ENVIRONMENT = {"SGLANG_USE_CPU_ENGINE": "1"}
 
 _CUDA_ENVIRONMENT = {
     # Interleaved, the rows of an expert's gate and up are not the checkpoint's.
@@ -82,20 +79,20 @@ def server_arguments(
     model_path: Path,
     config: RolloutConfig,
     *,
+    host: str = LOOPBACK,
     port: int,
     weight_version: int,
     cuda: bool,
     mode: Mode = "native",
     routes: bool = False,
-    gpu: int = 0,
 ) -> list[str]:
-    """Arguments of `sglang.launch_server`, without the keys: token ids in and out, loopback only.
+    """Arguments of `sglang.launch_server`, without the keys: token ids in and out.
 
-    routes: record each token's experts, for requests that ask for them. gpu: index among the visible ones.
+    routes: record each token's experts, for requests that ask for them.
     """
     arguments = [
         *("--model-path", str(model_path), "--dtype", "bfloat16", "--skip-tokenizer-init"),
-        *("--host", "127.0.0.1", "--port", str(port), "--log-level", "warning"),
+        *("--host", host, "--port", str(port), "--log-level", "warning"),
         *("--grammar-backend", "none"),
         *("--context-length", str(config.context_length), "--max-total-tokens", str(config.max_total_tokens)),
         *("--random-seed", "0", "--weight-version", str(weight_version)),
@@ -111,11 +108,17 @@ def server_arguments(
         arguments += ["--tp-size", str(config.tp), "--ep-size", str(config.tp)]
     if not cuda:
         return [*arguments, *_CPU_ARGUMENTS]
-    return [*arguments, "--base-gpu-id", str(gpu), *_CUDA_ARGUMENTS[mode]]
+    return [*arguments, *_CUDA_ARGUMENTS[mode]]
 
 
 def server_environment(
-    plugin: Mapping[str, Any] | None, scratch: Path, *, cuda: bool, mode: Mode = "native", ranks: int = 1
+    plugin: Mapping[str, Any] | None,
+    scratch: Path,
+    *,
+    host: str = LOOPBACK,
+    cuda: bool,
+    mode: Mode = "native",
+    ranks: int = 1,
 ) -> dict[str, str]:
     """Environment of the server: ours, with our plugin and no other (`plugin` None: no plugin at all).
 
@@ -130,8 +133,8 @@ def server_environment(
         "PYTHONWARNINGS": "ignore",
         # A file to meet at: torch's TCP store would listen on every interface.
         "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE": f"file://{scratch}/rendezvous",
-        "NO_PROXY": "127.0.0.1",
-        "no_proxy": "127.0.0.1",
+        "NO_PROXY": host,
+        "no_proxy": host,
     }
     for name in (CONFIG_VARIABLE, *_SECRETS):
         environment.pop(name, None)
@@ -143,6 +146,8 @@ def server_environment(
         # By itself SGLang gives each rank a NUMA node, and there may be fewer.
         cores = sorted(os.sched_getaffinity(0))
         environment["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(str(cores[rank % len(cores)]) for rank in range(ranks))
+    if not cuda and host == LOOPBACK:  # gloo would take an interface by the host's name; elsewhere Ray's actor names it
+        environment["GLOO_SOCKET_IFNAME"] = "lo"
     # What torch.compile made outlives the server, whose scratch directory does not.
     cache = Path(tempfile.gettempdir()) / f"torchinductor_{getpass.getuser()}"
     environment.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import socket
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
@@ -55,6 +56,14 @@ class EngineClient:
 
     async def close(self) -> None:
         await self._client.aclose()
+
+    @property
+    def seen_from(self) -> str:
+        """The address of this machine at which the engine's machine reaches it."""
+        url = httpx.URL(self._endpoint.url)
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((url.host, url.port))  # which sends nothing
+            return str(probe.getsockname()[0])
 
     async def complete(
         self,

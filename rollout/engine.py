@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -12,6 +13,7 @@ from typing import Any, TypeVar
 
 import httpx
 import ray
+import torch
 from pydantic import ValidationError
 
 from models import read_model
@@ -23,7 +25,7 @@ from rollout.protocol import Report
 from rollout.routes import route_shape
 from rollout.sampler import sample_groups
 from rollout.server import GRACE_S, SGLangServer
-from rollout.types import Endpoint, Group, Load, SamplingParams, Trajectory
+from rollout.types import LOOPBACK, Endpoint, Group, Load, SamplingParams, Trajectory
 
 Result = TypeVar("Result")
 
@@ -49,16 +51,16 @@ class Engine:
         log_path: str | Path,
         plugin: Mapping[str, Any] | None = None,
         expected: Report | None = None,
-        gpu: int = 0,
+        host: str = LOOPBACK,
     ) -> None:
         """plugin: configuration of our SGLang plugin, None for stock SGLang. expected: what the plugin must report
-        after each start; its weight version is replaced by that of the start. gpu: index among the visible ones."""
+        after each start; its weight version is replaced by that of the start. host: address to listen at."""
         self._config = config
         self._log_path = Path(log_path)
         self._plugin = plugin
         self._expected = expected
         self._routes = plugin is not None and plugin["numerics"]["router_replay"] != "off"
-        self._gpu = gpu
+        self._host = host
         self._server: SGLangServer | None = None
         self._client: EngineClient | None = None
         self._start_seconds = 0.0
@@ -74,6 +76,7 @@ class Engine:
         began = time.monotonic()
         routes = route_shape(read_model(Path(model_path), served=True).sizes) if self._routes else None
         cancelled = threading.Event()
+        _see_own_gpus_first()
         try:
             self._server = await asyncio.to_thread(
                 SGLangServer.start,
@@ -83,7 +86,7 @@ class Engine:
                 plugin=self._plugin,
                 weight_version=weight_version,
                 routes=self._routes,
-                gpu=self._gpu,
+                host=self._host,
                 cancelled=cancelled,
             )
         except asyncio.CancelledError:
@@ -182,6 +185,15 @@ class Engine:
                 return died
             await asyncio.sleep(0.1)
         return EngineError(f"the engine at {server.endpoint.url} broke the connection: {error!r}")
+
+
+def _see_own_gpus_first() -> None:
+    """Number the GPUs that this process and its server see: first those that Ray has given to this actor."""
+    given = [str(gpu) for gpu in ray.get_gpu_ids()] if ray.is_initialized() else []
+    if given:
+        named = os.environ.get("CUDA_VISIBLE_DEVICES")
+        seen = named.split(",") if named else [str(gpu) for gpu in range(torch.cuda.device_count())]
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join([*given, *(gpu for gpu in seen if gpu not in given)])
 
 
 EngineActor = ray.remote(num_cpus=0, max_concurrency=64, max_restarts=0)(Engine)

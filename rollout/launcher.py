@@ -35,6 +35,7 @@ walking through all that the imports have made, which would take 0.3 s in each f
 def main() -> None:
     """Serve until SIGTERM, or until standard input ends."""
     request = json.loads(_read_line(0))
+    _check_keys(request)
     threading.Thread(target=_die_with_owner, name="lifeline", daemon=True).start()
     # Until the first request SGLang does not handle SIGTERM, and the `finally` below would be skipped.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
@@ -64,6 +65,15 @@ def main() -> None:
     finally:
         kill_process_tree(os.getpid(), include_parent=False)
         remove_scratch(Path(os.environ["TMPDIR"]))
+
+
+def _check_keys(request: dict[str, Any]) -> None:
+    host = request["arguments"][request["arguments"].index("--host") + 1]
+    if not host.startswith("127.") and not (request["api_key"] and request["admin_api_key"]):
+        raise SystemExit(
+            f"rollout.launcher: found no two keys for an engine at {host}, expected one for generation and one for "
+            "administration: whoever reaches it could read and replace its weights. Give it both, or 127.0.0.1"
+        )
 
 
 def _read_line(descriptor: int) -> bytes:

@@ -25,7 +25,7 @@ from rollout.arguments import has_cuda, server_arguments, server_environment
 from rollout.config import RolloutConfig
 from rollout.errors import EngineDiedError, EngineError
 from rollout.scratch import make_scratch, remove_scratch, sweep
-from rollout.types import Endpoint
+from rollout.types import LOOPBACK, Endpoint
 
 GRACE_S = 4.0
 """Time for an orderly exit before the remaining processes are killed."""
@@ -52,15 +52,15 @@ class SGLangServer:
         plugin: Mapping[str, Any] | None = None,
         weight_version: int = 0,
         routes: bool = False,
-        gpu: int = 0,
+        host: str = LOOPBACK,
         cancelled: threading.Event | None = None,
     ) -> SGLangServer:
-        """Start a server on the loopback interface and wait until it answers.
+        """Start a server and wait until it answers.
 
         plugin: configuration for our SGLang plugin, as JSON-ready data; None runs stock SGLang.
         log_path: the server's output is appended to it.
         routes: record each token's experts; on a CPU that needs our plugin.
-        gpu: which of the visible ones it runs on, where there are any.
+        host: address that it listens at, and no other.
         cancelled: set by another thread, gives up the start.
 
         Raises:
@@ -70,18 +70,18 @@ class SGLangServer:
         architecture = ConfigFile.read(Path(model_path), "model.path").architecture()
         cuda = has_cuda()
         mode: Mode = plugin["numerics"]["mode"] if plugin is not None else "native"
-        port = _claim_port(config.port)
+        port = _claim_port(config.port, host)
         keys = secrets.token_urlsafe(24), secrets.token_urlsafe(24)
-        endpoint = Endpoint(f"http://127.0.0.1:{port}", *keys, ranks=config.tp)
+        endpoint = Endpoint(f"http://{host}:{port}", *keys, ranks=config.tp)
         arguments = server_arguments(
             Path(model_path),
             config,
+            host=host,
             port=port,
             weight_version=weight_version,
             cuda=cuda,
             mode=mode,
             routes=routes,
-            gpu=gpu,
         )
         sweep()
         scratch, lock = make_scratch()
@@ -93,7 +93,7 @@ class SGLangServer:
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env=server_environment(plugin, scratch, cuda=cuda, mode=mode, ranks=config.tp),
+                env=server_environment(plugin, scratch, host=host, cuda=cuda, mode=mode, ranks=config.tp),
                 start_new_session=True,
                 pass_fds=(lock,),
             )
@@ -215,14 +215,14 @@ def _group(process: psutil.Process) -> int:
         return -1
 
 
-def _claim_port(port: int | None) -> int:
+def _claim_port(port: int | None, host: str) -> int:
     """`port` if nobody listens there, or a free one for None."""
     if port is None:
-        return _free_port()
+        return _free_port(host)
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            probe.bind(("127.0.0.1", port))
+            probe.bind((host, port))
         except OSError:
             raise user_error(
                 "rollout.port",
@@ -233,13 +233,13 @@ def _claim_port(port: int | None) -> int:
     return port
 
 
-def _free_port() -> int:
+def _free_port(host: str) -> int:
     """One that stays free while the server imports: outgoing connections get theirs from above these."""
     first_outgoing = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     for port in random.SystemRandom().sample(range(_FIRST_PORT, max(first_outgoing, _FIRST_PORT + 1000)), 100):
         with socket.socket() as probe:
             try:
-                probe.bind(("127.0.0.1", port))
+                probe.bind((host, port))
             except OSError:
                 continue
             return port

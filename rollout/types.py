@@ -110,6 +110,9 @@ class Load:
     tokens: int
 
 
+LOOPBACK = "127.0.0.1"
+
+
 @dataclass(frozen=True)
 class Endpoint:
     """Where an engine listens, the key for generation and the key for administration (never shown in a repr).

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from numerics.config import NumericsConfig
-from numerics.errors import user_error
 from trainer.batch import UNKNOWN, TokenBatch
 from trainer.checkpoint_files import discard
 from trainer.config import TrainerConfig
 from trainer.objective import Objective
 from trainer.result import PassResult, RankPassResult, Scored
+from trainer.seat import Seat
 
 # Actors share the machine with the engine and mostly wait for each other, so that they ask Ray for no CPU of their own.
 _CPUS_PER_RANK = 0
@@ -59,10 +59,6 @@ class TrainerActor:
     def pulse(self) -> int:
         """The rank's process id, from a thread of its own: it answers while the rank computes."""
         return os.getpid()
-
-    def address(self) -> str:
-        """The address at which other ranks reach this one."""
-        return ray.util.get_node_ip_address()
 
     def open_rendezvous(self, host: str) -> int:
         """On rank 0: serve the rendezvous at `host` and return its port."""
@@ -153,21 +149,23 @@ class TrainerGroup:
         seed: int,
         total_steps: int,
         max_sequence_length: int,
+        seats: Sequence[Seat] | None = None,
     ) -> TrainerGroup:
         """Start the ranks on the running Ray cluster and load the model.
+
+        seats: where each rank runs; None: on one machine, without GPUs.
 
         Raises:
             UserError: the model, the layout and the sizes do not fit together.
         """
-        gpus = _gpus_per_rank(trainer.world_size)
-        environment = {"env_vars": RANK_ENVIRONMENT}
-        remote = ray.remote(
-            num_cpus=_CPUS_PER_RANK, num_gpus=gpus, runtime_env=environment, concurrency_groups={_WATCH: 1, _WRITER: 1}
-        )(TrainerActor)
-        actors = [remote.remote(rank, trainer) for rank in range(trainer.world_size)]
+        seats = seats or [Seat()] * trainer.world_size
+        remote = ray.remote(num_cpus=_CPUS_PER_RANK, concurrency_groups={_WATCH: 1, _WRITER: 1})(TrainerActor)
+        actors = [
+            remote.options(**seat.actor(RANK_ENVIRONMENT)).remote(rank, trainer) for rank, seat in enumerate(seats)
+        ]
         group = cls(actors, trainer.hung_after_s)
         try:
-            host = group._rendezvous_host()
+            host = seats[0].host
             port = group._one(0, "open_rendezvous", host) if trainer.world_size > 1 else 0
             group._all(
                 "start",
@@ -269,11 +267,6 @@ class TrainerGroup:
             ray.kill(actor)
         self._actors = []
 
-    def _rendezvous_host(self) -> str:
-        hosts = self._all("address")
-        # Ranks of one machine stay on loopback.
-        return hosts[0] if len(set(hosts)) > 1 else "127.0.0.1"
-
     def _one(self, rank: int, method: str, *args: Any) -> Any:
         return self._get([rank], [getattr(self._actors[rank], method).remote(*args)])[0]
 
@@ -295,7 +288,8 @@ class TrainerGroup:
             except ray.exceptions.RayActorError as error:
                 rank = ranks[calls.index(done[0])]
                 raise TrainerDiedError(
-                    f"trainer rank {rank}: found its process ended (out of memory, or a signal?), expected it to answer"
+                    f"trainer rank {rank}: found its process ended (out of memory, a signal, or its node left?), "
+                    "expected it to answer"
                 ) from error
             except ray.exceptions.RayTaskError as error:
                 # The rank's own exception, so that callers can tell a UserError from a bug; Ray's shows where it rose.
@@ -336,17 +330,3 @@ def _assemble(parts: list[tuple[list[int], Tensor]], whole: Tensor) -> Tensor:
     for rows, values in parts:
         whole[rows] = values
     return whole
-
-
-def _gpus_per_rank(world_size: int) -> float:
-    available = ray.cluster_resources().get("GPU", 0)
-    if not available:
-        return 0
-    if available < world_size:
-        raise user_error(
-            "trainer",
-            found=f"tp * pp * dp = {world_size} ranks",
-            expected=f"at most the cluster's {int(available)} GPUs",
-            remedy="Lower trainer.tp, trainer.pp or trainer.dp.",
-        )
-    return 1

@@ -14,8 +14,8 @@ import torch.distributed as dist
 
 from trainer import cpu_runtime, device
 from trainer.config import TrainerConfig
+from trainer.seat import LOOPBACK
 
-LOOPBACK = "127.0.0.1"
 TIMEOUT = timedelta(minutes=10)
 TURN = timedelta(minutes=5)
 

@@ -13,6 +13,7 @@ from rl.algorithms.grpo import Grpo
 from rl.experiment.gates import GateSection, GuardSection
 from rl.experiment.sections import (
     CheckpointSection,
+    ClusterSection,
     DataSection,
     EvalSection,
     ModelSection,
@@ -30,6 +31,7 @@ class Experiment(Section):
     """What `fp8rl train` runs: a YAML file, resolved. `rl.experiment.load_experiment` reads one."""
 
     run: RunSection = RunSection()
+    cluster: ClusterSection = ClusterSection()
     model: ModelSection
     numerics: NumericsSection = NumericsSection()
     data: DataSection

@@ -40,6 +40,18 @@ class RunSection(Section):
     """How often a run goes on from its last checkpoint by itself after it has lost a trainer rank."""
 
 
+class ClusterSection(Section):
+    """Which nodes of a Ray cluster compute. A side without a name may use all of them."""
+
+    placement: Literal["pack", "spread"] = "pack"
+    """`pack`: as few nodes as can be, engines beside the trainer. `spread`: evenly over the nodes."""
+    trainer_nodes: str | None = Field(default=None, min_length=1)
+    """Nodes for the trainer's ranks: an address, a custom resource (`ray start --resources='{"NAME": 1}'`), or a label
+    (`key=value`)."""
+    engine_nodes: str | None = Field(default=None, min_length=1)
+    """Nodes for the engines, named likewise."""
+
+
 class ModelSection(Section):
     path: PathText
     """Hugging Face directory: config.json, safetensors weights, tokenizer."""

@@ -13,12 +13,13 @@ from rl.run.ending import finish
 from rl.run.feed import FilterError
 from rl.run.interrupts import Closing
 from rl.run.run import Run
+from rl.run.seats import NoRoomError
 from rl.run.stack import Stack
 from rollout.errors import EngineError
 from trainer.actor import TrainerDiedError
 from weight_sync.manifest import SyncError
 
-FAILURES = (EngineError, FilterError, SyncError, TrainerDiedError, OSError, ray.exceptions.RayError)
+FAILURES = (EngineError, FilterError, NoRoomError, SyncError, TrainerDiedError, OSError, ray.exceptions.RayError)
 """What ends a run although neither its input nor its code is wrong, such as a full disk: it can be resumed."""
 
 
@@ -29,7 +30,7 @@ def attempted(experiment: Experiment, files: RunDir, loop: Callable[[Run], str])
     stay up meanwhile, and are synced back to that checkpoint's weights.
 
     Raises:
-        TrainerDiedError: once more often. EngineError, SyncError, RayError: as they came.
+        TrainerDiedError: once more often. EngineError, NoRoomError, SyncError, RayError: as they came.
     """
     stack: Stack | None = None
     lost = ""

@@ -7,6 +7,7 @@ import os
 import secrets
 import shutil
 import signal
+import socket
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,10 +18,14 @@ import ray
 from ray._private import ray_constants
 from ray._raylet import AuthenticationTokenLoader  # type: ignore[attr-defined]
 
+from numerics.errors import UserError, user_error
 from rollout.scratch import RAY, make_scratch, remove_scratch, sweep
 
 _PARENT = "/tmp"
 """Paths of sockets must stay short."""
+_ANSWER_SECONDS = 5.0
+_SETTINGS = bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
+"""HTTP/2's first frame, of type 4 and empty; a gRPC server answers with one."""
 
 
 @contextmanager
@@ -30,6 +35,9 @@ def ray_cluster(failure_logs: Path) -> Iterator[None]:
     A cluster that merely happens to run on this machine is never joined, so that two runs stay apart. A private one
     listens on loopback alone, lets in whoever has its token, and has a folder that nobody else can enter, with the
     token in it; its logs are kept in `failure_logs` only if the block fails.
+
+    Raises:
+        UserError: RAY_ADDRESS names no cluster that lets this process in.
     """
     # Ray would otherwise hide the GPUs from an actor that asks for none, and warn about it for each.
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
@@ -39,15 +47,49 @@ def ray_cluster(failure_logs: Path) -> Iterator[None]:
     if ray.is_initialized():
         yield
     elif address:
+        _check_answers(address)
         try:
             with tempfile.TemporaryDirectory() as folder:
-                _init(Path(folder), address=address)
+                try:
+                    _init(Path(folder), address=address)
+                except (ConnectionError, RuntimeError) as error:  # of another version, or with another token
+                    raise _no_cluster(address, _last_words(error.__context__ or error)) from None
             yield
         finally:
             ray.shutdown()
     else:
         with _private_cluster(failure_logs):
             yield
+
+
+def _check_answers(address: str) -> None:
+    """Whether a gRPC server is there. Ray itself would try for two minutes, and then end the process."""
+    host, _, port = address.rpartition(":")
+    if not port.isdigit():
+        return  # "auto": Ray looks for a cluster of this machine
+    try:
+        with socket.create_connection((host.strip("[]"), int(port)), timeout=_ANSWER_SECONDS) as connection:
+            connection.settimeout(_ANSWER_SECONDS)
+            connection.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + _SETTINGS)
+            greeting = connection.recv(9)
+    except OSError as error:
+        raise _no_cluster(address, str(error)) from None
+    if greeting[3:4] != _SETTINGS[3:4]:
+        raise _no_cluster(address, "a server that is not Ray's; its dashboard is for `fp8rl submit`")
+
+
+def _last_words(error: BaseException) -> str:
+    return str(error).strip().splitlines()[-1].partition(". ")[0]
+
+
+def _no_cluster(address: str, found: str) -> UserError:
+    return user_error(
+        "RAY_ADDRESS",
+        found=f"{address} ({found})",
+        expected="the head of a Ray cluster of this version, which answers and lets this process in",
+        remedy="Correct the address, such as 10.0.0.1:6379, start one with `ray start --head`, or unset it for "
+        "one of the run's own. If it asks for a token, put the token and RAY_AUTH_MODE into this environment too.",
+    )
 
 
 @contextmanager

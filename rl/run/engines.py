@@ -7,7 +7,7 @@ import importlib.metadata
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,14 +17,14 @@ import ray
 from numerics.code import code_digest
 from numerics.config import NumericsConfig
 from numerics.errors import UserError
-from numerics.implementation import capability_of, implementation_for
+from numerics.implementation import implementation_for
 from rl.experiment import Experiment
 from rl.run.background import Background
-from rollout.arguments import has_cuda
+from rl.run.nodes import own_capability
+from rl.run.seats import NoRoomError, Seats
 from rollout.config import RolloutConfig
 from rollout.engine import EngineActor
 from rollout.errors import EngineDiedError, EngineError
-from rollout.placement import placement
 from rollout.plugin.hooks import hooks_for
 from rollout.protocol import ENGINE_PACKAGES, LIBRARIES, Report
 from rollout.sampler import check_versions
@@ -42,12 +42,20 @@ _HOUR = 3600.0
 
 @dataclass(frozen=True)
 class Serving:
-    """What engines are started with. make: an actor for the engine of this index. checkpoint: an HF directory in the
-    served format. version: of its weights."""
+    """What engines are started with. make: an actor for the engine of this index, where it has room; it may block.
+    checkpoint: an HF directory in the served format. version: of its weights."""
 
     make: Callable[[int], Any]
     checkpoint: Path
     version: int
+
+
+@dataclass(frozen=True)
+class News:
+    """replaced: engines that are, of which this tells."""
+
+    replaced: int
+    text: str
 
 
 @dataclass
@@ -106,8 +114,9 @@ class EnginePool:
         self._newest = serving.version if serving is not None else 0
         self._slots: list[Slot] = []
         self._losses: deque[float] = deque()
-        self._news: deque[str] = deque()
+        self._news: deque[News] = deque()
         self._failure: Exception | None = None
+        self._maker = ThreadPoolExecutor(1, "engine-maker")
         self._background = Background("engines") if count else None
         if self._background is not None:
             self._background.run(self._open(count))
@@ -119,13 +128,19 @@ class EnginePool:
 
     @classmethod
     def start(
-        cls, experiment: Experiment, folder: Path, numerics: NumericsConfig, checkpoint: Path, version: int = 0
+        cls,
+        experiment: Experiment,
+        seats: Seats,
+        folder: Path,
+        numerics: NumericsConfig,
+        checkpoint: Path,
+        version: int = 0,
     ) -> EnginePool:
         """Begin to start all engines, on `numerics`, from an HF directory in the served format; `wait` for them.
 
         folder: for their logs.
         """
-        make = engine_maker(experiment, folder, numerics)
+        make = engine_maker(experiment, seats, folder, numerics)
         return cls(experiment.rollout.engines, Serving(make, checkpoint, version), experiment.rollout)
 
     def __len__(self) -> int:
@@ -179,7 +194,7 @@ class EnginePool:
         balance = {"perf/engine_balance": min(tokens) / max(tokens)} if len(tokens) > 1 and max(tokens) else {}
         return {"perf/engine_idle_seconds": sum(idle) / len(idle), **balance}
 
-    def news(self) -> list[str]:
+    def news(self) -> list[News]:
         """What has happened to engines since this was last asked."""
         return [self._news.popleft() for _ in range(len(self._news))]
 
@@ -189,6 +204,7 @@ class EnginePool:
             return
         background, self._background = self._background, None
         background.close()
+        self._maker.shutdown(wait=False, cancel_futures=True)
         actors = [slot.actor for slot in self._slots if slot.actor is not None]
         calls = [actor.stop.remote() for actor in actors]
         ray.wait(calls, num_returns=len(calls), timeout=_STOP_SECONDS)
@@ -213,9 +229,9 @@ class EnginePool:
         first, failures = True, 0
         while self._failure is None:
             try:
-                reason = await self._life(slot)
+                reason = await self._life(slot, first)
                 failures = 0
-            except (EngineError, UserError) as error:
+            except (EngineError, NoRoomError, UserError) as error:
                 if first:
                     self._failure = error
                 failures += 1
@@ -230,11 +246,11 @@ class EnginePool:
             await self._end(actor)
             await asyncio.sleep(min(2.0**failures, 30.0) if failures else 0.0)
 
-    async def _life(self, slot: Slot) -> str:
+    async def _life(self, slot: Slot, first: bool) -> str:
         """One engine from its start to where it has to be replaced; why, empty if that is nobody's fault."""
         serving, patience = self._serving, self._config.hung_after_s
         assert serving is not None
-        actor = slot.actor = serving.make(slot.index)
+        actor = slot.actor = await self._made(serving, slot, patient=not first)
         endpoint = await _call(actor.start.remote(serving.checkpoint, serving.version))
         if serving is not self._serving:
             return ""  # the pool was switched meanwhile
@@ -251,8 +267,24 @@ class EnginePool:
             except EngineError as error:
                 return str(error)
 
+    async def _made(self, serving: Serving, slot: Slot, patient: bool) -> Any:
+        """The actor of an engine; patient: once a node has room for it, which is said to be waited for."""
+        waits = False
+        while True:
+            try:
+                return await asyncio.get_running_loop().run_in_executor(self._maker, serving.make, slot.index)
+            except NoRoomError as error:
+                if not patient:
+                    raise
+                if not waits:
+                    self._news.append(News(0, f"engine {slot.index} waits for a node: {error}"))
+                waits = True
+            await asyncio.sleep(_PULSE_SECONDS)
+
     async def _end(self, actor: Any) -> None:
         """End an engine whatever state it is in. A process that is stopped would not notice that its owner died."""
+        if actor is None:
+            return
         try:
             await asyncio.wait_for(_call(actor.stop.remote(0.0)), _STOP_SECONDS)
         except (TimeoutError, EngineError):
@@ -271,7 +303,7 @@ class EnginePool:
                 f"(rollout.restarts_per_hour). The last one, engine {slot.index}: {reason}"
             )
         else:
-            self._news.append(f"engine {slot.index} is lost and replaced: {first_line}")
+            self._news.append(News(1, f"engine {slot.index} is lost and replaced: {first_line}"))
 
     async def _answer(self, group: Group, sampling: SamplingParams, oldest: int) -> list[Trajectory]:
         while True:
@@ -362,26 +394,30 @@ class EnginePool:
         self._change = asyncio.Event()
 
 
-def engine_maker(experiment: Experiment, folder: Path, numerics: NumericsConfig) -> Callable[[int], Any]:
+def engine_maker(experiment: Experiment, seats: Seats, folder: Path, numerics: NumericsConfig) -> Callable[[int], Any]:
     """Makes the actor of an engine, by its index, on `numerics`; folder: for its log."""
-    gpus = int(ray.cluster_resources().get("GPU", 0))
-    where = placement(experiment.rollout.engines, gpus, experiment.trainer.world_size, experiment.sync.engines_own_gpus)
 
     def make(index: int) -> Any:
-        return EngineActor.options(num_gpus=where.reserved).remote(
+        seat = seats.engine(index)
+        return EngineActor.options(**seat.actor()).remote(
             experiment.rollout,
             folder / f"engine_{index}.log",
             {"numerics": numerics.to_dict()},
-            expected_report(numerics),
-            where.gpus[index],
+            report_on(numerics, seats.capability(index)),
+            seat.host,
         )
 
     return make
 
 
 def expected_report(numerics: NumericsConfig) -> Report:
-    """What an engine's plugin must say before the engine is used."""
-    hooks = hooks_for(numerics, has_cuda())
+    """What an engine's plugin must say before the engine is used, on this machine."""
+    return report_on(numerics, own_capability())
+
+
+def report_on(numerics: NumericsConfig, capability: tuple[int, int] | None) -> Report:
+    """The same on a GPU of this compute capability; None: on a CPU."""
+    hooks = hooks_for(numerics, cuda=capability is not None)
     return Report(
         spec_digest=numerics.spec.digest(),
         numerics=numerics.to_dict(),
@@ -391,7 +427,7 @@ def expected_report(numerics: NumericsConfig) -> Report:
         code=code_digest(ENGINE_PACKAGES),
         weight_version="0",
         row_variant_ops=() if numerics.mode == "exact" else None,
-        implementation=implementation_for(capability_of("cuda" if has_cuda() else "cpu"), numerics.spec),
+        implementation=implementation_for(capability, numerics.spec),
         threads=1,
     )
 

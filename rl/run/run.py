@@ -199,7 +199,9 @@ class Run:
     def note_mended(self, metric: str, count: int, text: str) -> None:
         """Count what was mended without a gate, and announce it."""
         self.mended[metric] += count
-        self.announce(Event(self.step, metric, float(count), "above 0", _ACTIONS[metric], None, text))
+        self.announce(
+            Event(self.step, metric, float(count), "above 0", _ACTIONS[metric] if count else "go_on", None, text)
+        )
 
     def note_wandb_lost(self, text: str) -> None:
         """Announce it; the tracker gives it as a metric from the next row on."""

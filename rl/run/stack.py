@@ -21,6 +21,7 @@ from rl.experiment import Experiment
 from rl.run.cluster import ray_cluster
 from rl.run.engines import EnginePool, Serving, engine_maker
 from rl.run.interrupts import Closing
+from rl.run.seats import Seats
 from rollout.client import EngineClient
 from rollout.errors import StaleWeightsError
 from rollout.types import Endpoint, Group, Trajectory
@@ -85,6 +86,7 @@ class Stack:
         numerics: what both sides run now.
         folder: for engines' logs and for checkpoints that they start from.
         closing: what ends both sides.
+        seats: where they are.
         engines: none in a run that samples nothing.
         checkpoint: what the engines were last started from.
         tell: takes note of what was mended.
@@ -95,6 +97,7 @@ class Stack:
     folder: Path
     closing: Closing
     tokenizer: PreTrainedTokenizerBase
+    seats: Seats
     trainer: TrainerGroup
     engines: EnginePool
     checkpoint: Path
@@ -114,27 +117,29 @@ class Stack:
         say: told what is going on.
 
         Raises:
-            UserError: the model, the layout and the sizes do not fit together.
+            UserError: the model, the layout and the sizes do not fit together, or not onto the nodes of the cluster.
         """
         closing.enter_context(ray_cluster(folder / "ray_logs"))
         say(f"starting {'the engine and ' if experiment.needs_engines else ''}the trainer")
+        seats = Seats(experiment, folder)
+        closing.callback(seats.close)
         checkpoint = folder / "served" / "start"
         closing.callback(shutil.rmtree, checkpoint.parent, ignore_errors=True)
         engines = EnginePool.none()
         if experiment.needs_engines:  # they come up while the trainer does
             convert_checkpoint(Path(experiment.model.path), checkpoint, numerics.rollout_spec)
-            engines = EnginePool.start(experiment, folder, numerics, checkpoint)
+            engines = EnginePool.start(experiment, seats, folder, numerics, checkpoint)
         closing.callback(engines.stop)
-        trainer = _start_trainer(experiment, numerics)
+        trainer = _start_trainer(experiment, numerics, seats)
         closing.callback(trainer.shutdown)
         tokenizer = AutoTokenizer.from_pretrained(experiment.model.path)
-        return cls(experiment, numerics, folder, closing, tokenizer, trainer, engines, checkpoint)
+        return cls(experiment, numerics, folder, closing, tokenizer, seats, trainer, engines, checkpoint)
 
     def restart_trainer(self, numerics: NumericsConfig) -> None:
         """A new trainer in place of one that is lost, at the weights that the experiment starts from; then `numerics`
         on both sides. The engines stay up, and have to be synced before anything is sampled."""
         self.trainer.shutdown()
-        self.trainer = _start_trainer(self.experiment, self.numerics)
+        self.trainer = _start_trainer(self.experiment, self.numerics, self.seats)
         self.closing.callback(self.trainer.shutdown)
         if numerics != self.numerics:
             self.switch(numerics)
@@ -238,8 +243,8 @@ class Stack:
         return report
 
     def _hear(self) -> None:
-        for text in self.engines.news():
-            self.tell(ENGINES_REPLACED, 1, text)
+        for news in self.engines.news():
+            self.tell(ENGINES_REPLACED, news.replaced, news.text)
 
     def switch(self, numerics: NumericsConfig) -> None:
         """Run other numerics of the same mode on both sides: the trainer as it stands, the engines as new ones.
@@ -249,7 +254,7 @@ class Stack:
         self.trainer.apply(methodcaller("set_numerics", numerics))
         self.numerics = numerics
         self.checkpoint = self.bridge.write_checkpoint()
-        make = engine_maker(self.experiment, self.folder, numerics)
+        make = engine_maker(self.experiment, self.seats, self.folder, numerics)
         self.engines.switch(Serving(make, self.checkpoint, self.trainer.weight_version))
 
     def ask(self, use: Callable[[EngineClient], Awaitable[Result]]) -> Result:
@@ -262,7 +267,7 @@ class Stack:
         return asyncio.run(asked())
 
 
-def _start_trainer(experiment: Experiment, numerics: NumericsConfig) -> TrainerGroup:
+def _start_trainer(experiment: Experiment, numerics: NumericsConfig, seats: Seats) -> TrainerGroup:
     return TrainerGroup.start(
         Path(experiment.model.path),
         experiment.trainer,
@@ -270,6 +275,7 @@ def _start_trainer(experiment: Experiment, numerics: NumericsConfig) -> TrainerG
         seed=experiment.run.seed,
         total_steps=experiment.run.steps,
         max_sequence_length=experiment.rollout.context_length,
+        seats=seats.trainer(),
     )
 
 

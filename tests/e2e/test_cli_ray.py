@@ -15,10 +15,19 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
 import pytest
 
-from tests.support.cli_runs import MARK, PATIENCE_S, ROOT, SMALL, LiveRun, family_of, wait_until_gone
+from tests.support.cli_runs import (
+    MARK,
+    PATIENCE_S,
+    ROOT,
+    SMALL,
+    LiveRun,
+    command_of,
+    family_of,
+    of_runs,
+    wait_until_gone,
+)
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -32,6 +41,10 @@ class Head:
     folder: Path
     submission: str
     environment: dict[str, str]
+
+    @property
+    def mark(self) -> str:
+        return self.environment[MARK]
 
     def jobs(self, *arguments: str) -> str:
         """`ray job ...`; what it printed."""
@@ -107,7 +120,7 @@ def test_a_submitted_job_shows_its_steps_and_succeeds(head: Head) -> None:
     rows = [json.loads(line) for line in (head.folder / "runs/two/metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [0, 1, 2]
     assert {row["mismatch/train_rollout_logprob_abs_diff_max"] for row in rows} == {0.0}
-    assert of_run(head) == []
+    assert of_runs(head.mark) == []
 
 
 def test_a_stopped_job_leaves_no_process_and_whole_rows(head: Head) -> None:
@@ -117,13 +130,11 @@ def test_a_stopped_job_leaves_no_process_and_whole_rows(head: Head) -> None:
     while not metrics.is_file() or metrics.read_text().count("\n") < 3:
         assert time.monotonic() < deadline, head.jobs("logs", "long")
         time.sleep(0.2)
-    busy = of_run(head)
-    assert any("rollout.launcher" in command for command in busy)
+    busy = of_runs(head.mark)
+    assert any("rollout.launcher" in command_of(process) for process in busy)
     head.jobs("stop", "long")
-    deadline = time.monotonic() + 30
-    while of_run(head) and time.monotonic() < deadline:
-        time.sleep(0.2)
-    assert of_run(head) == []
+    assert wait_until_gone(busy, 15.0) == []
+    assert of_runs(head.mark) == []
     assert "Job 'long' was stopped" in head.jobs("status", "long")
     logs = head.jobs("logs", "long")
     assert "interrupted: ending every process of the run" in logs and "Traceback" not in logs, logs
@@ -138,19 +149,6 @@ def test_a_run_beside_a_cluster_does_not_join_it(head: Head, tmp_path: Path) -> 
         assert "gcs_server" in {process.name() for process in run.family()}
     finally:
         run.destroy()
-
-
-def of_run(head: Head) -> list[str]:
-    """The command lines of processes that belong to a run, and not to the cluster itself."""
-    commands = []
-    for process in family_of(head.environment[MARK]):
-        try:
-            command = " ".join(process.cmdline())
-        except psutil.Error:
-            continue
-        if re.search(r"rollout\.launcher|sglang::|ray::(TrainerActor|Engine)|fp8rl train|wandb-core", command):
-            commands.append(command)
-    return commands
 
 
 def free_port() -> int:

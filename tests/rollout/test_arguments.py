@@ -21,10 +21,10 @@ CPU = (
     "--disable-overlap-schedule"
 )
 EXACT = (
-    "--base-gpu-id 3 --attention-backend triton --sampling-backend pytorch --moe-runner-backend triton "
+    "--attention-backend triton --sampling-backend pytorch --moe-runner-backend triton "
     "--fp8-gemm-backend triton --bf16-gemm-backend torch --disable-prefill-cuda-graph"
 )
-NATIVE = "--base-gpu-id 3 --moe-runner-backend triton"
+NATIVE = "--moe-runner-backend triton"
 DEVICES = {(False, "exact"): CPU, (False, "native"): CPU, (True, "exact"): EXACT, (True, "native"): NATIVE}
 CASES = [(cuda, mode, extra) for (cuda, mode), extra in DEVICES.items()]
 
@@ -32,7 +32,7 @@ CASES = [(cuda, mode, extra) for (cuda, mode), extra in DEVICES.items()]
 def arguments_for(
     config: RolloutConfig, *, cuda: bool = False, mode: str = "exact", routes: bool = False, model: Path = Path("m")
 ) -> list[str]:
-    return server_arguments(model, config, port=4000, weight_version=2, cuda=cuda, mode=mode, routes=routes, gpu=3)
+    return server_arguments(model, config, port=4000, weight_version=2, cuda=cuda, mode=mode, routes=routes)
 
 
 @pytest.mark.parametrize(("cuda", "mode", "extra"), CASES)
@@ -65,7 +65,7 @@ def test_sglang_knows_every_argument(cuda: bool, mode: str, extra: str) -> None:
             NATIVE: (None, None, None, "triton"),
         }[extra]
     )
-    assert (parsed.base_gpu_id, parsed.disable_overlap_schedule) == ((3, False) if cuda else (0, True))
+    assert (parsed.base_gpu_id, parsed.disable_overlap_schedule) == (0, not cuda)
     assert parsed.disable_prefill_cuda_graph == (extra == EXACT)
     assert (parsed.fp8_gemm_runner_backend, parsed.bf16_gemm_backend) == (
         ("triton", "torch") if extra == EXACT else ("auto", "auto")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -209,3 +210,23 @@ def test_an_owner_that_dies_during_the_start_leaves_nothing(tiny_model: Path, tm
     finally:
         owner.kill()
         owner.wait()
+
+
+@pytest.mark.parametrize("missing", ["api_key", "admin_api_key"])
+def test_a_server_that_others_reach_does_not_start_without_its_keys(missing: str) -> None:
+    request = {
+        "arguments": ["--host", "192.0.2.7"],
+        "architecture": "",
+        "fork": True,
+        "api_key": "a",
+        "admin_api_key": "b",
+    }
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "rollout.launcher"],
+        input=json.dumps({**request, missing: ""}) + "\n",
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 1
+    assert "found no two keys for an engine at 192.0.2.7" in done.stderr and "Traceback" not in done.stderr

@@ -11,7 +11,7 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,10 +33,19 @@ MARK = "FP8RL_TEST_FAMILY"
 class LiveRun:
     """One `fp8rl train` of an example into `folder`/`name`, in a session of its own like a terminal's.
 
-    temporary: the directory for its temporary files.
+    temporary: the directory for its temporary files. within: a command that the run is an argument of, such as one that
+    enters a namespace. environment: more of it.
     """
 
-    def __init__(self, folder: Path, *arguments: str, name: str = "run", example: str = "arithmetic") -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *arguments: str,
+        name: str = "run",
+        example: str = "arithmetic",
+        within: Sequence[str] = (),
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
         self.path = folder / name
         self._mark = uuid.uuid4().hex
         self._folders: set[str] = set()
@@ -46,12 +55,26 @@ class LiveRun:
         self.started = time.monotonic()
         with self._console.open("wb") as output:
             self.process = subprocess.Popen(
-                [FP8RL, "train", f"examples/{example}.yaml", f"run.dir={folder}", f"run.name={name}", *arguments],
+                [
+                    *within,
+                    FP8RL,
+                    "train",
+                    f"examples/{example}.yaml",
+                    f"run.dir={folder}",
+                    f"run.name={name}",
+                    *arguments,
+                ],
                 cwd=ROOT,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env={**clean, MARK: self._mark, "OMP_NUM_THREADS": "1", "TMPDIR": str(self.temporary)},
+                env={
+                    **clean,
+                    MARK: self._mark,
+                    "OMP_NUM_THREADS": "1",
+                    "TMPDIR": str(self.temporary),
+                    **(environment or {}),
+                },
                 start_new_session=True,
             )
 
@@ -120,6 +143,20 @@ def family_of(mark: str) -> list[psutil.Process]:
         except psutil.NoSuchProcess:
             pass
     return [process for process in kin if _lives(process)]
+
+
+def of_runs(mark: str) -> list[psutil.Process]:
+    """Of the family of a Ray cluster, the processes that belong to a run, and not to the cluster itself."""
+    ours = re.compile(r"rollout\.launcher|sglang::|ray::(TrainerActor|Engine)|fp8rl train|wandb-core")
+    return [process for process in family_of(mark) if ours.search(command_of(process))]
+
+
+def command_of(process: psutil.Process) -> str:
+    """Its command line; empty if it is gone."""
+    try:
+        return " ".join(process.cmdline())
+    except psutil.Error:
+        return ""
 
 
 def wait_until_gone(processes: list[psutil.Process], timeout_s: float) -> list[psutil.Process]:

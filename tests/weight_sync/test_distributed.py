@@ -19,6 +19,7 @@ from rollout.arguments import server_environment
 from rollout.errors import EngineError
 from tests.support.definitions import every_tensor
 from trainer.actor import RANK_ENVIRONMENT
+from trainer.seat import LOOPBACK
 from weight_sync.buckets import Packer
 from weight_sync.quantized import served_tensors
 from weight_sync.transports import DistributedTransport
@@ -43,6 +44,8 @@ def test_both_ends_say_the_same_to_nccl(tmp_path: Path, monkeypatch: pytest.Monk
 
 class Receiver:
     """A rank. calls: what was asked of it; tensors: what arrived; refuses: it takes part in no broadcast."""
+
+    seen_from = LOOPBACK
 
     def __init__(self, refuses: bool = False) -> None:
         self.refuses, self.ranks = refuses, 1

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from rollout.client import EngineClient
 from rollout.errors import EngineError
-from trainer.parallel import LOOPBACK, in_turn, open_store
+from trainer.parallel import in_turn, open_store
 from weight_sync.buckets import Bucket, Named, Packer
 
 TIMEOUT = timedelta(minutes=2)
@@ -81,9 +81,10 @@ async def _process_group(engines: Sequence[EngineClient]) -> AsyncIterator[tuple
     first = list(itertools.accumulate((engine.ranks for engine in engines), initial=1))  # rank of each engine
     size = first[-1]
     with in_turn(_QUEUE):
-        store = open_store(LOOPBACK, size)
+        host = engines[0].seen_from
+        store = open_store(host, size)
         joining = [
-            engine.join_weights_group(name, LOOPBACK, store.port, rank, size, backend)
+            engine.join_weights_group(name, host, store.port, rank, size, backend)
             for rank, engine in zip(first, engines)
         ]
         group = await _joined(asyncio.to_thread(_join, name, store, size, backend), joining, engines)

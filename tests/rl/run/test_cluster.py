@@ -1,11 +1,17 @@
 """A private Ray cluster, in a process of its own since Ray is one per process."""
 
+import http.server
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
+from numerics.errors import UserError
+from rl.run.cluster import ray_cluster
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -88,3 +94,19 @@ def test_it_ends_with_the_block_and_keeps_its_logs_only_after_a_failure(
 ) -> None:
     run(SCRIPT)
     assert not (tmp_path / "home" / ".ray").exists(), "a token there would lock `ray job submit` out of other clusters"
+
+
+@pytest.mark.parametrize("kind", ["nobody", "a web server", "a word"])
+def test_an_address_that_does_not_answer_is_one_message_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    server = http.server.HTTPServer(("127.0.0.1", 0), http.server.BaseHTTPRequestHandler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    address = {"nobody": "127.0.0.1:9", "a web server": f"127.0.0.1:{server.server_port}", "a word": "nowhere:6379"}
+    monkeypatch.setenv("RAY_ADDRESS", address[kind])
+    began = time.monotonic()
+    with pytest.raises(UserError, match=f"RAY_ADDRESS: found .{address[kind]} .*start one with `ray start --head`"):
+        with ray_cluster(tmp_path):
+            pass
+    assert time.monotonic() - began < 10, "Ray itself takes two minutes"
+    server.shutdown()

@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 import rl.run.engines as engines_module
-from rl.run.engines import EnginePool, Serving
+from rl.run.engines import EnginePool, News, Serving
+from rl.run.seats import NoRoomError
 from rollout.config import RolloutConfig
 from rollout.engine import Health
 from rollout.errors import EngineDiedError, EngineError, StaleWeightsError
@@ -85,14 +86,18 @@ class Actor:
 
 
 class Stage:
-    """A pool and every actor that it has made; `next` is how the actors to come behave."""
+    """A pool and every actor that it has made; `next` is how the actors to come behave, `room` whether any may."""
 
     def __init__(self) -> None:
         self.made: list[Actor] = []
         self.next: dict[str, Any] = {}
         self.pool = EnginePool.none()
+        self.room, self.refused = True, 0
 
     def make(self, index: int) -> Actor:
+        if not self.room:
+            self.refused += 1
+            raise NoRoomError("none is left")
         self.made.append(Actor(f"engine-{index}.{len(self.made)}", **self.next))
         return self.made[-1]
 
@@ -171,7 +176,7 @@ def test_groups_of_an_engine_that_dies_are_asked_of_another_with_their_seeds(sta
     assert numbers(stage.made[1]) == [1, 0]
     assert wait_until(lambda: len(pool.up()) == 2, 5)
     assert [endpoint.url for endpoint in pool.waiting()] == ["engine-0.2"], "no groups before a sync"
-    assert pool.news() == ["engine 0 is lost and replaced: it was killed"]
+    assert pool.news() == [News(1, "engine 0 is lost and replaced: it was killed")]
     assert pool.news() == []
 
 
@@ -185,7 +190,7 @@ def test_an_engine_that_hangs_is_ended_and_replaced(stage: Stage) -> None:
     assert stage.made[0].ended
     stage.serve()
     assert len(answer.result(5)) == 2
-    assert "has not answered for 1 s (rollout.hung_after_s)" in pool.news()[0]
+    assert "has not answered for 1 s (rollout.hung_after_s)" in pool.news()[0].text
 
 
 def test_one_loss_too_many_within_an_hour_ends_the_run(stage: Stage) -> None:
@@ -208,6 +213,26 @@ def test_a_replacement_that_does_not_start_counts_as_lost(stage: Stage, monkeypa
     with pytest.raises(EngineError, match="no such GPU"):
         while True:
             pool.up()
+
+
+def test_a_replacement_waits_for_a_node_and_says_so_once(stage: Stage) -> None:
+    pool = stage.open(1, replace_config(restarts_per_hour=1))
+    stage.room = False
+    stage.made[0].dead = True
+    assert wait_until(lambda: stage.refused > 3, 10)
+    assert pool.news() == [
+        News(1, "engine 0 is lost and replaced: it was killed"),
+        News(0, "engine 0 waits for a node: none is left"),
+    ]
+    stage.room = True
+    assert wait_until(lambda: len(stage.made) == 2 and pool.waiting() != [], 10)
+    assert pool.news() == []
+
+
+def test_no_room_at_the_first_start_is_raised(stage: Stage) -> None:
+    stage.room = False
+    with pytest.raises(NoRoomError, match="none is left"):
+        stage.open(1)
 
 
 def test_what_goes_wrong_at_the_first_start_is_raised(stage: Stage) -> None:

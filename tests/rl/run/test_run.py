@@ -40,7 +40,17 @@ def test_what_was_started_is_ended_in_reverse_when_a_later_part_fails(
     def refuse(*_: object, **__: object) -> None:
         raise UserError("trainer: found no room")
 
+    class Seats:
+        def __init__(self, *_: object) -> None:
+            events.append("seats")
+
+        def trainer(self) -> None: ...
+
+        def close(self) -> None:
+            events.append("seats given back")
+
     monkeypatch.setattr(stack_module, "ray_cluster", Cluster)
+    monkeypatch.setattr(stack_module, "Seats", Seats)
     monkeypatch.setattr(
         stack_module, "convert_checkpoint", lambda *_: (files.path / "served/start").mkdir(parents=True)
     )
@@ -48,6 +58,6 @@ def test_what_was_started_is_ended_in_reverse_when_a_later_part_fails(
     monkeypatch.setattr(stack_module.TrainerGroup, "start", refuse)
     with pytest.raises(UserError, match="no room"):
         Run.open(experiment(run={"steps": 3}), files)
-    assert events == ["ray", "engines", "engines ended", "ray ended"]
+    assert events == ["ray", "seats", "engines", "engines ended", "seats given back", "ray ended"]
     assert not (files.path / "served").exists(), "the converted checkpoint is only for the start"
     assert "found no room" in files.log.read_text()
