@@ -17,8 +17,8 @@ class RolloutConfig(BaseModel):
     engines: int = Field(default=1, ge=1, le=4096)
     """SGLang server processes."""
     tp: int = Field(default=1, ge=1)
-    """Tensor-parallel ranks of one engine; of the experts each rank holds some, whole. In exact mode row-parallel
-    products are added up in as many parts on both sides."""
+    """Tensor-parallel ranks of one engine; of the experts each rank holds some, whole. In exact mode, on CPUs, both
+    sides add row-parallel products up in as many parts; on GPUs several ranks run in native mode."""
     prompts_per_step: int = Field(default=32, ge=1)
     """Problems drawn for each training step."""
     staleness: int = Field(default=0, ge=0, le=64)

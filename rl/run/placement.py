@@ -54,6 +54,7 @@ def place(nodes: Sequence[Node], experiment: Experiment) -> Placement:
     Raises:
         UserError: it does not fit on the nodes that the spec lets it use.
     """
+    _check_engine_ranks(nodes, experiment)
     ranks = place_ranks(nodes, experiment)
     taken = Counter(node.id for node in ranks)
     left = [node if node.gpus is None else replace(node, gpus=node.gpus - taken[node.id]) for node in nodes]
@@ -157,6 +158,19 @@ def _choose(nodes: Sequence[Node], seated: Counter[str], width: int, experiment:
 
 def _with_less(node: Node, count: int) -> Node:
     return node if node.gpus is None else replace(node, gpus=node.gpus - count)
+
+
+def _check_engine_ranks(nodes: Sequence[Node], experiment: Experiment) -> None:
+    """Engines of several ranks are exact on CPUs, where nothing captures what they exchange, and native on GPUs."""
+    exact, gpus = experiment.numerics.mode == "exact", any(node.gpus is not None for node in nodes)
+    where = "GPUs" if gpus else "CPUs"
+    if experiment.rollout.tp > 1 and exact is gpus:
+        raise user_error(
+            "rollout.tp",
+            found=f"{experiment.rollout.tp} with numerics.mode={experiment.numerics.mode} on {where}",
+            expected="1 there",
+            remedy=f"Set rollout.tp=1, or numerics.mode={'native' if exact else 'exact'}.",
+        )
 
 
 def _check_one_node(placement: Placement) -> None:

@@ -20,11 +20,21 @@ def nodes(*gpus: int | None, **names: str) -> list[Node]:
 
 
 def seated(
-    cluster: list[Node], ranks: int = 1, engines: int = 1, tp: int = 1, transport: str = "tensor", **where: Any
+    cluster: list[Node],
+    ranks: int = 1,
+    engines: int = 1,
+    tp: int = 1,
+    transport: str = "tensor",
+    mode: str = "exact",
+    **where: Any,
 ) -> str:
     """Ranks, then engines: the node of each, with the rank that an engine shares a GPU with, such as "aa b0"."""
     spec = experiment(
-        trainer={"dp": ranks}, rollout={"engines": engines, "tp": tp}, sync={"transport": transport}, cluster=where
+        numerics={"mode": mode},
+        trainer={"dp": ranks},
+        rollout={"engines": engines, "tp": tp},
+        sync={"transport": transport},
+        cluster=where,
     )
     whole = place(cluster, spec)
     shares = ["" if each.shares is None else str(each.shares) for each in whole.engines]
@@ -55,8 +65,9 @@ APART = {"trainer_nodes": "left", "engine_nodes": "side=right"}
         (nodes(4, 4), {"ranks": 6, "engines": 2, "transport": "distributed"}, "aaaabb b b"),
         (nodes(4, 4), {"ranks": 2, "engines": 2, "transport": "distributed", **SPREAD}, "ab a b"),
         # An engine of two ranks takes two GPUs of one node.
-        (nodes(8), {"ranks": 4, "engines": 2, "tp": 2}, "aaaa a a"),
-        (nodes(3, 4), {"ranks": 2, "engines": 2, "tp": 2, "transport": "distributed"}, "bb b a"),
+        (nodes(8), {"ranks": 4, "engines": 2, "tp": 2, "mode": "native"}, "aaaa a a"),
+        (nodes(3, 4), {"ranks": 2, "engines": 2, "tp": 2, "transport": "distributed", "mode": "native"}, "bb b a"),
+        (nodes(None), {"engines": 2, "tp": 2}, "a a a"),
         # A head without GPUs only drives.
         (nodes(None, 2), {"engines": 1}, "b b"),
     ],
@@ -75,7 +86,13 @@ def test_by_hand(cluster: list[Node], settings: dict[str, Any], expected: str) -
             "rollout.engines: found 3, expected at most 2, for which 10.0.0.1 have GPUs: 1 for each",
         ),
         (nodes(1), {"transport": "distributed"}, "rollout.engines: found 1, expected at most 0, .* none that"),
-        (nodes(4), {"engines": 2, "tp": 2}, "rollout.engines: found 2, expected at most 1, .* 2 for each"),
+        (
+            nodes(4),
+            {"engines": 2, "tp": 2, "mode": "native"},
+            "rollout.engines: found 2, expected at most 1, .* 2 for each",
+        ),
+        (nodes(8), {"tp": 2}, "rollout.tp: found '2 with numerics.mode=exact on GPUs', expected 1 there"),
+        (nodes(None), {"tp": 2, "mode": "native"}, "rollout.tp: found '2 with numerics.mode=native on CPUs', expected"),
         (nodes(None, None), {"trainer_nodes": "h200"}, "cluster.trainer_nodes: found 'h200', .* 10.0.0.1; 10.0.0.2"),
         (nodes(None, 2, a="cpu"), {"engine_nodes": "cpu"}, "cluster.engine_nodes: found 'cpu, .*a node with GPUs"),
         (
