@@ -69,7 +69,7 @@ def steps_per_hour() -> list[Result]:
         for index in range(1 + ROUNDS):
             for mode, values in MODES.items():
                 settings = [f"rollout.{key}={str(value).lower()}" for key, value in values.items()]
-                taken = _block(stack, settings)
+                taken = block(stack, settings)
                 if index:
                     seconds[mode].append(taken)
     base = seconds["synchronous"]
@@ -86,12 +86,12 @@ def steps_per_hour() -> list[Result]:
     ]
 
 
-def _block(stack: Stack, settings: list[str]) -> float:
-    """Median seconds of BLOCK steps, after one that fills what is ahead."""
-    experiment = load_experiment(Path("examples/arithmetic.yaml"), [*settings, f"run.steps={BLOCK + 20}"])
+def block(stack: Stack, settings: list[str], steps: int = BLOCK) -> float:
+    """Median seconds of some steps, after one that fills what is ahead."""
+    experiment = load_experiment(Path("examples/arithmetic.yaml"), [*settings, f"run.steps={steps + 20}"])
     feed, trainer = SampledFeed(experiment, stack), stack.trainer
     times = []
-    for step in range(1, BLOCK + 2):
+    for step in range(1, steps + 2):
         began = time.perf_counter()
         work = feed.take(step, trainer.weight_version, StepClock())
         trainer.forward_backward(work.batch, experiment.algorithm.objective(work.batch))

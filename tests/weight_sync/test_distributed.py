@@ -22,7 +22,7 @@ from trainer.actor import RANK_ENVIRONMENT
 from trainer.seat import LOOPBACK
 from weight_sync.buckets import Packer
 from weight_sync.quantized import served_tensors
-from weight_sync.transports import DistributedTransport
+from weight_sync.transports import DistributedTransport, distributed
 from weight_sync.transports.distributed import contents
 
 CPU = torch.device("cpu")
@@ -47,8 +47,10 @@ class Receiver:
 
     seen_from = LOOPBACK
 
+    patience = timedelta(seconds=30)
+
     def __init__(self, refuses: bool = False) -> None:
-        self.refuses, self.ranks = refuses, 1
+        self.refuses, self.ranks, self.url = refuses, 1, "http://engine"
         self.calls: list[str] = []
         self.tensors: dict[str, torch.Tensor] = {}
         self.group: Any = None
@@ -63,7 +65,7 @@ class Receiver:
         store: dist.Store = dist.TCPStore(address, port, size, is_master=False, wait_for_workers=False)
         for prefix in (name, f"{name}/", "cpu/"):
             store = dist.PrefixStore(prefix, store)
-        return dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=30))
+        return dist.ProcessGroupGloo(store, rank, size, Receiver.patience)
 
     async def update_weights_from_distributed(
         self, name: str, tensors: list[tuple[str, str, list[int]]], version: int, flush_cache: bool
@@ -130,6 +132,24 @@ def test_an_engine_that_refuses_frees_the_others_and_leaves_no_group() -> None:
     fresh = Receiver()
     send([fresh], [("a", torch.ones(3))])
     assert torch.equal(fresh.tensors["a"], torch.ones(3))
+
+
+class Absent(Receiver):
+    """It does not come to the group."""
+
+    async def join_weights_group(self, name: str, address: str, port: int, rank: int, size: int, backend: str) -> None:
+        await asyncio.sleep(600)
+
+
+def test_an_engine_that_does_not_join_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(distributed, "TIMEOUT", timedelta(seconds=2))
+    monkeypatch.setattr(Receiver, "patience", timedelta(seconds=3))
+    absent = Absent()
+    absent.url = "http://absent"
+    began = time.monotonic()
+    with pytest.raises(EngineError, match=r"found http://absent missing after 2 s, expected every engine to join"):
+        send([Receiver(), absent], [("a", torch.ones(3))])
+    assert time.monotonic() - began < 40
 
 
 def test_tensors_that_break_off_midway_leave_no_group() -> None:

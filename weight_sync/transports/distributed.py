@@ -83,11 +83,19 @@ async def _process_group(engines: Sequence[EngineClient]) -> AsyncIterator[tuple
     with in_turn(_QUEUE):
         host = engines[0].seen_from
         store = open_store(host, size)
-        joining = [
-            engine.join_weights_group(name, host, store.port, rank, size, backend)
+        joining = {
+            rank: engine.join_weights_group(name, host, store.port, rank, size, backend)
             for rank, engine in zip(first, engines)
-        ]
-        group = await _joined(asyncio.to_thread(_join, name, store, size, backend), joining, engines)
+        }
+        try:
+            group = await _all_of(asyncio.to_thread(_join, name, store, size, backend), joining.values())
+        except TimeoutError as error:
+            there = _arrived(store)
+            missing = [engine.url for rank, engine in zip(first, engines) if rank not in there]
+            raise EngineError(
+                f"the process group of a sync: found {' and '.join(missing)} missing after "
+                f"{TIMEOUT.total_seconds():g} s, expected every engine to join"
+            ) from error
     failed = True
     try:
         yield name, group
@@ -102,18 +110,22 @@ async def _process_group(engines: Sequence[EngineClient]) -> AsyncIterator[tuple
             )
 
 
-async def _joined(own: Awaitable[Any], joining: Sequence[Awaitable[None]], engines: Sequence[EngineClient]) -> Any:
-    """The group, once all are in it. Raises EngineError that names the engines which do not come."""
-    here, *there = [asyncio.ensure_future(call) for call in (own, *joining)]
+async def _all_of(own: Awaitable[Any], others: Iterable[Awaitable[None]]) -> Any:
+    """What `own` returns, once all are done. An engine's own word of what failed is worth more than that it is missed.
+
+    Raises TimeoutError if `own` has waited in vain.
+    """
+    here, *there = [asyncio.ensure_future(call) for call in (own, *others)]
     done, _ = await asyncio.wait([here, *there], return_when=asyncio.FIRST_EXCEPTION)
     for call in done - {here}:
-        call.result()  # an engine's own word is worth more than that it is missing
-    if missing := [engine.url for engine, call in zip(engines, there, strict=True) if call not in done]:
-        raise EngineError(
-            f"the process group of a sync: found {' and '.join(missing)} missing after {TIMEOUT.total_seconds():g} s, "
-            "expected every engine to join"
-        ) from here.exception()
+        call.result()
     return here.result()
+
+
+def _arrived(store: dist.TCPStore) -> set[int]:
+    """The ranks of which there is a sign: under gloo each leaves its address, under NCCL rank 0 alone leaves one."""
+    last = (key.rpartition("/")[2] for key in store.list_keys())
+    return {int(rank) for rank in last if rank.isdecimal()}
 
 
 def _join(name: str, store: dist.Store, size: int, backend: str) -> Any:
@@ -129,7 +141,7 @@ def _join(name: str, store: dist.Store, size: int, backend: str) -> Any:
             timeout=TIMEOUT,
         )
     except RuntimeError as error:
-        raise EngineError(f"the engines did not join the process group of the sync: {error}") from error
+        raise TimeoutError(f"the engines did not join the process group of the sync: {error}") from error
 
 
 def _broadcast(flat: Tensor, group: Any) -> None:
