@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -25,6 +26,7 @@ from rl.run.ahead import FeedState
 from rl.run.checkpoints import with_older
 from rl.run.interrupts import Closing
 from rl.run.stack import ENGINES_REPLACED, STALE_RESYNCS, Stack
+from rl.run.stopping import end_without_ray
 from trainer.checkpoint_files import DamagedCheckpointError
 from weight_sync.bridge import SyncReport
 
@@ -95,7 +97,8 @@ class Run:
             closing.callback(wandb_run.finish, {}, exit_code=1)  # unless it ends well before
             numerics = standing.numerics(experiment.numerics_config())
             if stack is None:
-                stack = Stack.open(experiment, numerics, files.path, outer or closing, console.note)
+                lost_ray = partial(end_without_ray, files)
+                stack = Stack.open(experiment, numerics, files.path, outer or closing, console.note, lost_ray)
             else:
                 console.note("starting another trainer beside the engines")
                 stack.restart_trainer(numerics)

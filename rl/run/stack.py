@@ -18,7 +18,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from numerics.config import NumericsConfig
 from rl.experiment import Experiment
-from rl.run.cluster import ray_cluster
+from rl.run.cluster import end_at_once, ray_cluster
 from rl.run.engines import EnginePool, Serving, engine_maker
 from rl.run.interrupts import Closing
 from rollout.client import EngineClient
@@ -108,15 +108,16 @@ class Stack:
         folder: Path,
         closing: Closing,
         say: Callable[[str], object],
+        lost: Callable[[str], object] = end_at_once,
     ) -> Stack:
         """Start Ray and both sides, to be ended by `closing`. The engines may still be coming up: `engines.wait()`.
 
-        say: told what is going on.
+        say: told what is going on. lost: see `ray_cluster`.
 
         Raises:
             UserError: the model, the layout and the sizes do not fit together.
         """
-        closing.enter_context(ray_cluster(folder / "ray_logs"))
+        closing.enter_context(ray_cluster(folder / "ray_logs", lost))
         say(f"starting {'the engine and ' if experiment.needs_engines else ''}the trainer")
         checkpoint = folder / "served" / "start"
         closing.callback(shutil.rmtree, checkpoint.parent, ignore_errors=True)

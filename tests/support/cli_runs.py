@@ -11,8 +11,9 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import psutil
@@ -33,10 +34,19 @@ MARK = "FP8RL_TEST_FAMILY"
 class LiveRun:
     """One `fp8rl train` of an example into `folder`/`name`, in a session of its own like a terminal's.
 
+    inside: a command that it is started by, such as one that gives it a network of its own. environment: additions.
     temporary: the directory for its temporary files.
     """
 
-    def __init__(self, folder: Path, *arguments: str, name: str = "run", example: str = "arithmetic") -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *arguments: str,
+        name: str = "run",
+        example: str = "arithmetic",
+        inside: Sequence[str] = (),
+        environment: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
         self.path = folder / name
         self._mark = uuid.uuid4().hex
         self._folders: set[str] = set()
@@ -44,14 +54,29 @@ class LiveRun:
         self._console = folder / f"console-{self._mark}.txt"
         clean = {key: value for key, value in os.environ.items() if not key.startswith(("RAY_", "WANDB_"))}
         self.started = time.monotonic()
+        where = [f"run.dir={folder}", f"run.name={name}"]
         with self._console.open("wb") as output:
             self.process = subprocess.Popen(
-                [FP8RL, "train", f"examples/{example}.yaml", f"run.dir={folder}", f"run.name={name}", *arguments],
+                [
+                    *inside,
+                    FP8RL,
+                    "train",
+                    f"examples/{example}.yaml",
+                    f"run.dir={folder}",
+                    f"run.name={name}",
+                    *arguments,
+                ],
                 cwd=ROOT,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env={**clean, MARK: self._mark, "OMP_NUM_THREADS": "1", "TMPDIR": str(self.temporary)},
+                env={
+                    **clean,
+                    **environment,
+                    MARK: self._mark,
+                    "OMP_NUM_THREADS": "1",
+                    "TMPDIR": str(self.temporary),
+                },
                 start_new_session=True,
             )
 
