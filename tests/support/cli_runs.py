@@ -57,15 +57,7 @@ class LiveRun:
         where = [f"run.dir={folder}", f"run.name={name}"]
         with self._console.open("wb") as output:
             self.process = subprocess.Popen(
-                [
-                    *inside,
-                    FP8RL,
-                    "train",
-                    f"examples/{example}.yaml",
-                    f"run.dir={folder}",
-                    f"run.name={name}",
-                    *arguments,
-                ],
+                [*inside, FP8RL, "train", f"examples/{example}.yaml", *where, *arguments],
                 cwd=ROOT,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
