@@ -35,6 +35,7 @@ Tell = Callable[[str, int, str], None]
 
 ENGINES_REPLACED = "rollout/engines_replaced"
 STALE_RESYNCS = "gates/stale_resyncs"
+SYNCS_REPEATED = "sync/repeated"
 
 _LOOK_SECONDS = 0.1
 """Between two looks at whether a new engine waits for weights."""
@@ -228,15 +229,23 @@ class Stack:
                 future.result()
 
     def _sent(self, endpoints: list[Endpoint], manifest: Path | None = None) -> SyncReport | None:
-        """A verified sync of these engines; None if one of them proves to be lost, and has to be left out."""
-        try:
-            report = self.bridge.sync(endpoints, manifest)
-        except SyncError:
-            if self.engines.any_lost(endpoints):
-                return None
-            raise
-        self.engines.verified(endpoints)
-        return report
+        """A verified sync of these engines; None if one of them proves to be lost, and has to be left out.
+
+        One that fails although all of them live is done again, once: whatever broke it may have been of that moment.
+        """
+        for again in (False, True):
+            try:
+                report = self.bridge.sync(endpoints, manifest)
+            except SyncError as error:
+                if self.engines.any_lost(endpoints):
+                    return None
+                if again:
+                    raise
+                self.tell(SYNCS_REPEATED, 1, f"a sync failed and is done again: {str(error).splitlines()[0]}")
+            else:
+                self.engines.verified(endpoints)
+                return report
+        raise AssertionError("unreachable")
 
     def _hear(self) -> None:
         for text in self.engines.news():
