@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import psutil
 
@@ -38,8 +38,33 @@ class Found:
     seconds: Mapping[str, float]
 
 
-Fault = Callable[["Lab"], Found]
-"""Its name is the fault, its docstring how it is injected. Raises `Wrong` if it does not end as it must."""
+@dataclass(frozen=True)
+class Outcome:
+    """injected: how, in words. found: what came of it. wrong: how it did not end as it must; empty if it did."""
+
+    injected: str
+    found: Found
+    wrong: str = ""
+
+
+Subject = TypeVar("Subject")
+
+
+def tried(
+    faults: Iterable[Callable[[Subject], Found]], subject: Subject, say: Callable[[str], object]
+) -> dict[str, Outcome]:
+    """The outcome of each fault, which is called as its function is, and described as its docstring does."""
+    outcomes = {}
+    for fault in faults:
+        say(f"{fault.__name__} ...")
+        found, wrong = Found("", {}), ""
+        try:
+            found = fault(subject)
+        except Wrong as error:
+            wrong = str(error)
+            say(f"{fault.__name__}: {wrong}")
+        outcomes[fault.__name__.replace("_", " ")] = Outcome(fault.__doc__ or "", found, wrong)
+    return outcomes
 
 
 @dataclass
@@ -134,11 +159,11 @@ def steps_said(run: LiveRun) -> int:
     return len(re.findall(rf"^step +\d+/{STEPS}", run.console(), re.MULTILINE))
 
 
-def process_of(run: LiveRun, name: str) -> psutil.Process:
-    """The one of the run's processes that is called `name`."""
+def processes_of(run: LiveRun, name: str, count: int = 1) -> list[psutil.Process]:
+    """The run's processes that are called `name`, of which there must be so many."""
     named = [process for process in run.family() if process.name() == name]
-    expect(len(named) == 1, f"found {len(named)} processes of {name}, expected 1")
-    return named[0]
+    expect(len(named) == count, f"found {len(named)} processes of {name}, expected {count}")
+    return named
 
 
 def bits(run: LiveRun) -> dict[str, object]:
@@ -148,5 +173,5 @@ def bits(run: LiveRun) -> dict[str, object]:
         "metrics": rows,
         "samples": [(run.path / f"rollouts/step_{step}.jsonl").read_bytes() for step in range(1, STEPS + 1)],
         "weights": (run.path / "model/model.safetensors").read_bytes(),
-        "versions": [json.loads((run.path / f"manifests/step_{s}.json").read_text())["version"] for s in range(STEPS)],
+        "manifests": [json.loads((run.path / f"manifests/step_{s}.json").read_text()) for s in range(STEPS + 1)],
     }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from bench.faults.lab import GONE_WITHIN_S, Found, Lab, expect, process_of
+from bench.faults.lab import GONE_WITHIN_S, Found, Lab, expect, processes_of
 from tests.support.cli_runs import LiveRun, wait_until_gone
 
 SAMPLING = 4
@@ -26,7 +26,7 @@ def engine_hung(lab: Lab) -> Found:
     """SIGSTOP of the only engine's scheduler while it samples."""
     run = lab.start_at(SAMPLING, "engine_hung")
     since = time.monotonic()
-    process_of(run, "sglang::scheduler").suspend()
+    processes_of(run, "sglang::scheduler")[0].suspend()
     seconds = lab.goes_on(run, since)
     expect("has not answered for 6 s" in run.console(), "found no word of the engine")
     return Found("noticed after rollout.hung_after_s (6 s), replaced, synced; the same bits", {"next step": seconds})
@@ -36,7 +36,7 @@ def trainer_killed(lab: Lab) -> Found:
     """SIGKILL of the trainer's rank."""
     run = lab.start_at(SAMPLING, "trainer_killed")
     since = time.monotonic()
-    process_of(run, "ray::TrainerActor").kill()
+    processes_of(run, "ray::TrainerActor")[0].kill()
     return Found("another trainer from the last checkpoint; the same bits", {"next step": lab.goes_on(run, since)})
 
 
@@ -44,7 +44,7 @@ def trainer_hung(lab: Lab) -> Found:
     """SIGSTOP of the trainer's rank."""
     run = lab.start_at(SAMPLING, "trainer_hung")
     since = time.monotonic()
-    process_of(run, "ray::TrainerActor").suspend()
+    processes_of(run, "ray::TrainerActor")[0].suspend()
     seconds = lab.goes_on(run, since)
     return Found("noticed after trainer.hung_after_s (6 s), then as a killed one", {"next step": seconds})
 
@@ -82,7 +82,7 @@ def wandb_killed(lab: Lab) -> Found:
     """SIGKILL of wandb's process."""
     run = lab.start_at(SAMPLING, "wandb_killed")
     since = time.monotonic()
-    process_of(run, "wandb-core").kill()
+    processes_of(run, "wandb-core")[0].kill()
     seconds = lab.goes_on(run, since)
     expect("wandb is lost" in run.console(), "found no word of wandb")
     return Found("the run goes on without it and says so; the same bits", {"next step": seconds})
@@ -99,6 +99,6 @@ def _gone_and_resumed(lab: Lab, run: LiveRun, since: float) -> Found:
 def _ray_killed(lab: Lab, name: str) -> Found:
     run = lab.start_at(SAMPLING, f"{name}_killed")
     since = time.monotonic()
-    process_of(run, name).kill()
+    processes_of(run, name)[0].kill()
     stopped = lab.stops(run, since, "Ray")
     return Found("one sentence, exit code 3; --resume: the same bits", {"end": stopped, "resumed": lab.resumes(run)})

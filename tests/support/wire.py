@@ -105,8 +105,22 @@ def flipped_in_memory(trainer: int, times: int = 1) -> Touch:
             buckets = {Path(m.path) for m in psutil.Process(trainer).memory_maps() if "/dev/shm/torch_" in m.path}
             assert buckets
             for path in buckets:
-                with path.open("r+b") as file, mmap.mmap(file.fileno(), 0) as shared:
-                    shared[1000] ^= 1
+                flip(path, 1000)
+        return chunk
+
+    return touch
+
+
+def flipped_on_disk(folder: Path, times: int = 1) -> Touch:
+    """Flip a bit of the weights in `folder`, just before an engine reads them; so often."""
+    left = times
+
+    def touch(chunk: bytes) -> bytes:
+        nonlocal left
+        if chunk.startswith(b"POST /update_weights_from_disk") and left:
+            left -= 1
+            (weights,) = folder.glob("*.safetensors")
+            flip(weights)
         return chunk
 
     return touch
@@ -126,3 +140,9 @@ def flipped_in_message(times: int = 1) -> Touch:
         return bytes(changed)
 
     return touch
+
+
+def flip(file: Path, position: int | None = None) -> None:
+    """Flip a bit of a file, in its middle unless said otherwise."""
+    with file.open("r+b") as opened, mmap.mmap(opened.fileno(), 0) as content:
+        content[len(content) // 2 if position is None else position] ^= 1
