@@ -48,7 +48,7 @@ class Pair:
 
     @property
     def trainer(self) -> int:
-        (pid,) = self.stack.trainer.apply(_own_pid)
+        (pid,) = self.stack.trainer.apply(lambda trainer: os.getpid())
         return pid
 
     def sync(self, touch: Touch) -> tuple[str, float]:
@@ -82,14 +82,18 @@ class Pair:
 
     def sample(self, touch: Touch) -> float:
         """Seconds of sampling through a proxy; the answers must be the same."""
+
+        def connect(engine: Any, endpoint: Endpoint) -> None:
+            engine._client = EngineClient(endpoint)
+
         actor = self.stack.engines._slots[0].actor
         true = ray.get(actor.endpoint.remote())
         with proxied(true.url, touch) as url:
-            ray.get(actor.__ray_call__.remote(_connect, replace(true, url=url)))
+            ray.get(actor.__ray_call__.remote(connect, replace(true, url=url)))
             since = time.monotonic()
             self.same()
             seconds = time.monotonic() - since
-            ray.get(actor.__ray_call__.remote(_connect, true))
+            ray.get(actor.__ray_call__.remote(connect, true))
         return seconds
 
     @contextmanager
@@ -187,12 +191,3 @@ def _open(folder: Path, closing: Closing) -> Pair:
     problems = load_problems(experiment.data.train)[:16]
     asked = to_groups(to_prompts(stack.tokenizer, problems), 4, run_seed=0, step=1)
     return Pair(stack, said, asked, stack.sample(asked, 1.0))
-
-
-def _own_pid(trainer: Any) -> int:
-    return os.getpid()
-
-
-def _connect(engine: Any, endpoint: Endpoint) -> None:
-    """In the engine's actor: reach the server by another address."""
-    engine._client = EngineClient(endpoint)
