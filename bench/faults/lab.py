@@ -60,7 +60,7 @@ def tried(
         found, wrong = Found("", {}), ""
         try:
             found = fault(subject)
-        except Wrong as error:
+        except AssertionError as error:  # Wrong, and what `LiveRun` raises
             wrong = str(error)
             say(f"{fault.__name__}: {wrong}")
         outcomes[fault.__name__.replace("_", " ")] = Outcome(fault.__doc__ or "", found, wrong)

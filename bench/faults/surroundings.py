@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 import statistics
+import subprocess
 import threading
+from contextlib import suppress
 from pathlib import Path
+
+import psutil
 
 from bench.faults.lab import STEPS, Found, Lab, expect, processes_of, reach
 from rl.record.sessions import sessions_found
@@ -21,22 +24,14 @@ PULLED = (
 
 
 def clock_set(lab: Lab) -> Found:
-    """libfaketime sets every process's wall clock an hour ahead in step 3, and two hours back in step 5."""
-    found = importlib.util.find_spec("libfaketime")
-    expect(found is not None, "found no libfaketime: pip install libfaketime")
-    assert found is not None and found.origin is not None
-    skew = lab.folder / "skew"
-    skew.write_text("+0\n")
-    faked = {
-        "LD_PRELOAD": str(Path(found.origin).parent / "vendor/libfaketime/src/libfaketime.so.1"),
-        "FAKETIME_TIMESTAMP_FILE": str(skew),
-        "FAKETIME_CACHE_DURATION": "1",
-        "FAKETIME_DONT_FAKE_MONOTONIC": "1",
-    }
-    run = lab.start_at(3, "clock_set", environment=faked)
-    skew.write_text(f"+{HOUR}\n")
+    """What Python's `time` says is an hour ahead in every process from step 3 on, and an hour late from step 5 on."""
+    library, skew = lab.folder / "clock.so", lab.folder / "skew"
+    subprocess.run(["cc", "-shared", "-fPIC", "-O1", "-o", library, Path(__file__).with_name("clock.c")], check=True)
+    skew.write_text("0")
+    run = lab.start_at(3, "clock_set", environment={"LD_PRELOAD": str(library), "CLOCK_SKEW": str(skew)})
+    skew.write_text(f"{HOUR}")
     reach(run, 5)
-    skew.write_text(f"-{HOUR}\n")
+    skew.write_text(f"-{HOUR}")
     lab.same(run)
     times = [value for row in run.rows() for name, value in row.items() if name.endswith("_seconds")]
     expect(0 <= min(times) <= max(times) < HOUR / 2, f"found times of {min(times):g} to {max(times):g} s")
@@ -54,11 +49,12 @@ def engine_slow(lab: Lab) -> Found:
     over = threading.Event()
 
     def slow_down() -> None:
-        while not over.is_set() and process.is_running():
-            process.suspend()
-            over.wait(0.4)
-            process.resume()
-            over.wait(0.1)
+        with suppress(psutil.NoSuchProcess):  # the run is over
+            while not over.is_set():
+                process.suspend()
+                over.wait(0.4)
+                process.resume()
+                over.wait(0.1)
 
     thread = threading.Thread(target=slow_down)
     thread.start()

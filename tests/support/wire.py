@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 import psutil
 
 Touch = Callable[[bytes], bytes | None]
-"""What goes on in place of a chunk that came; None breaks the connection."""
+"""What goes on in place of a chunk that came. None breaks the connection; nothing (`b""`) leaves it open and dead."""
 BUCKET = b"POST /update_weights_from_tensor"
 
 
@@ -30,7 +30,13 @@ def proxied(url: str, touch: Touch) -> Iterator[str]:
             with socket.create_connection((target.hostname, target.port)) as server:
                 back = threading.Thread(target=self._pass_back, args=[server], daemon=True)
                 back.start()
-                while (chunk := self.request.recv(1 << 20)) and (changed := touch(chunk)) is not None:
+                while chunk := self.request.recv(1 << 20):
+                    changed = touch(chunk)
+                    if changed is None:
+                        break
+                    if not changed:
+                        while self.request.recv(1 << 20):
+                            pass
                     server.sendall(changed)
                 server.shutdown(socket.SHUT_RDWR)
                 self.request.shutdown(socket.SHUT_RDWR)
@@ -127,16 +133,18 @@ def flipped_on_disk(folder: Path, times: int = 1) -> Touch:
 
 
 def flipped_in_message(times: int = 1) -> Touch:
-    """Flip a bit of the text that says where the tensors lie in a bucket; so often."""
+    """Flip bits of the text that says where the tensors lie in a bucket; so often."""
     left = times
 
     def touch(chunk: bytes) -> bytes:
         nonlocal left
-        if BUCKET in chunk or not left or not (text := re.search(rb"[A-Za-z0-9+/]{2000}", chunk)):
+        text = re.search(rb"[A-Za-z0-9+/]{2000,}", chunk)
+        if not text or not left:
             return chunk
         left -= 1
         changed = bytearray(chunk)
-        changed[text.start() + 1000] ^= 1
+        for place in range(*text.span(), 400):
+            changed[place] ^= 1
         return bytes(changed)
 
     return touch
