@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from bench.faults.lab import Found, Lab, expect
+from bench.faults.lab import Found, Lab, expect, reach
 from tests.support.paths import EXAMPLES
 from tests.support.wire import flip
 
@@ -72,7 +72,9 @@ def dataset_line_damaged_meanwhile(lab: Lab) -> Found:
 
 def _filled_up(lab: Lab, name: str, left: int) -> Found:
     with _tmpfs(lab.folder / f"{name}_disk") as disk:
-        run = lab.start_at(STEP, name, folder=disk)
+        run = lab.start(name, f"run.dir={disk}")
+        run.path = disk / name  # what it says goes elsewhere
+        reach(run, STEP)
         ballast = disk / "ballast"
         _fill(ballast)
         if left:
