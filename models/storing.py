@@ -11,7 +11,7 @@ from pathlib import Path
 from safetensors.torch import save_file
 from torch import Tensor
 
-from numerics.files import publish_directory
+from numerics.files import publish_directory, room_for
 from numerics.ranks import exhaust, rank, together
 from numerics.shards import shards
 
@@ -33,9 +33,10 @@ def write_directory(path: Path, tensors: Iterable[tuple[str, Tensor]], describe:
     partial = path.with_name(f".{path.name}.partial")
     first = rank() == 0
     try:
-        together(lambda: _begin(partial, describe) if first else None)
-        written = together(lambda: _write(tensors, partial))
-        together(lambda: _finish(partial, path, written) if first else None)
+        with room_for(path):
+            together(lambda: _begin(partial, describe) if first else None)
+            written = together(lambda: _write(tensors, partial))
+            together(lambda: _finish(partial, path, written) if first else None)
     except BaseException:
         if first:
             shutil.rmtree(partial, ignore_errors=True)

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import re
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from io import FileIO
 from pathlib import Path
 
 from numerics.errors import user_error
 from numerics.reading import check_path
+
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def check_writable(path: Path, key: str) -> None:
@@ -31,30 +38,74 @@ def check_writable(path: Path, key: str) -> None:
 def write_atomically(path: Path, content: str | bytes) -> None:
     """Write a file: temporary name, flush to disk, rename. Parent directories are made; a failure leaves no trace."""
     data = content.encode() if isinstance(content, str) else content
-    path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.partial")
-    try:
-        with partial.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, path)
-    except BaseException:
-        partial.unlink(missing_ok=True)
-        raise
-    flush_to_disk(path.parent)
+    with room_for(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with partial.open("wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(partial, path)
+        except BaseException:
+            partial.unlink(missing_ok=True)
+            raise
+        flush_to_disk(path.parent)
 
 
 def append_line(path: Path, line: str) -> None:
-    """Append a line by one unbuffered write, so that it is there whole or not at all, and flush it to disk.
+    """Append a line, which is there whole or not at all, and flush it to disk.
 
     What a power cut has left of the line before stays a line of its own.
     """
-    with path.open("a+b", buffering=0) as file:
+    with room_for(path), path.open("a+b", buffering=0) as file:
         end = file.seek(0, os.SEEK_END)
         torn = end > 0 and os.pread(file.fileno(), 1, end - 1) != b"\n"
-        file.write(("\n" * torn + line + "\n").encode())
+        append_whole(file, path, ("\n" * torn + line + "\n").encode())
+
+
+def append_whole(file: FileIO, path: Path, data: bytes) -> None:
+    """Append by one write to a file that is open unbuffered at `path`: a reader or a kill sees all of it or nothing.
+
+    What a disk has taken before it was full is taken back.
+    """
+    with room_for(path):
+        end = file.seek(0, os.SEEK_END)
+        if file.write(data) != len(data):
+            file.truncate(end)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         os.fsync(file.fileno())
+
+
+@contextmanager
+def new_directory(path: Path) -> Iterator[Path]:
+    """A directory to fill inside the block. Afterwards it is at `path`, in place of what stood there, or nowhere."""
+    partial = path.with_name(f".{path.name}.partial")
+    with room_for(path):
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        try:
+            yield partial
+            publish_directory(partial, path)
+        except BaseException:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
+
+
+@contextmanager
+def room_for(path: Path) -> Iterator[None]:
+    """Where the disk is full, the system's error names neither the file nor a way out; safetensors' is no OSError."""
+    try:
+        yield
+    except Exception as error:
+        number = re.search(r"(?:Errno|os error) (\d+)", str(error))
+        if number is None or int(number[1]) not in _NO_ROOM:
+            raise
+        free = shutil.disk_usage(path.parent).free >> 20
+        raise OSError(
+            f"{path}: found {os.strerror(int(number[1]))!r} with {free} MiB free, expected room to write it. "
+            "Free some, or write to another disk"
+        ) from error
 
 
 def publish_directory(partial: Path, path: Path) -> None:

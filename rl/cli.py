@@ -254,7 +254,7 @@ def _train(path: Path, overrides: list[str], *, resume: bool = False, overwrite:
         from rl.loop import train as run_loop
         from rl.run.attempts import FAILURES, attempted
         from rl.run.checkpoints import changes, check_resumable
-        from rl.run.ending import STOPPED, how_to_go_on
+        from rl.run.stopping import STOPPED, how_to_go_on, say_failed
 
         if resume:
             check_resumable(files, experiment)
@@ -267,8 +267,7 @@ def _train(path: Path, overrides: list[str], *, resume: bool = False, overwrite:
             print(how_to_go_on(files), file=sys.stderr)
             raise
         except FAILURES as error:
-            print(f"error: {error}\nlogs     {files.log}, {files.path}/engine_*.log", file=sys.stderr)
-            print(how_to_go_on(files), file=sys.stderr)
+            say_failed(files, error)
             raise typer.Exit(STOPPED) from None
     if stopped:
         raise typer.Exit(STOPPED)

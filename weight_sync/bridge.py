@@ -25,7 +25,7 @@ from rollout.errors import EngineError
 from rollout.types import Endpoint
 from trainer.actor import TrainerGroup
 from weight_sync.buckets import Named
-from weight_sync.config import SyncConfig
+from weight_sync.config import ANSWER_WITHIN_S, SyncConfig
 from weight_sync.delta import sender_of
 from weight_sync.hf_checkpoint import write_served_checkpoint
 from weight_sync.manifest import Manifest, Recorder, Sent, SyncError
@@ -96,7 +96,9 @@ class Bridge:
         """
         transport = make_transport(self.config, self.model_path, self.scratch / "sync_checkpoint", self.spec)
         version = self.trainer.weight_version
-        since = asyncio.run(_common_version(endpoints)) if self.config.delta else None
+        with _as_sync_error(version):
+            patience_s = self.config.answer_within_s
+            since = asyncio.run(_common_version(endpoints, patience_s)) if self.config.delta else None
         manifest, report, problems = self._attempt(transport, endpoints, version, since)
         if problems and since is not None:  # an engine did not hold what it had been sent
             manifest, report, problems = self._attempt(transport, endpoints, version, None)
@@ -113,9 +115,10 @@ class Bridge:
     def _attempt(
         self, transport: Transport, endpoints: Sequence[Endpoint], version: int, since: int | None
     ) -> tuple[Manifest, SyncReport, list[str]]:
-        share = Share(transport, self.spec, list(endpoints), version, self.config.delta, since)
+        pause, patience_s = self.config.pause, self.config.answer_within_s
+        share = Share(transport, self.spec, list(endpoints), version, self.config.delta, since, patience_s)
         return send_and_verify(
-            lambda: self.trainer.apply(send_share, share), self.spec, endpoints, version, self.config.pause
+            lambda: self.trainer.apply(send_share, share), self.spec, endpoints, version, pause, patience_s
         )
 
 
@@ -124,7 +127,7 @@ class Share:
     """What each trainer rank is asked for in a sync: to send its part of `version`, served under `spec`, to engines.
 
     delta: keep a copy, and send only what has changed since the version that all engines hold, `since`, if there is one
-    and it was the last to be sent.
+    and it was the last to be sent. patience_s: for one answer of an engine.
     """
 
     transport: Transport
@@ -133,6 +136,7 @@ class Share:
     version: int
     delta: bool = False
     since: int | None = None
+    patience_s: float = ANSWER_WITHIN_S
 
 
 def send_and_verify(
@@ -141,11 +145,12 @@ def send_and_verify(
     endpoints: Sequence[Endpoint],
     version: int,
     pause: PauseMode = "retract",
+    patience_s: float = ANSWER_WITHIN_S,
 ) -> tuple[Manifest, SyncReport, list[str]]:
     """A sync: pause, send, commit, compare; generation resumes if nothing differs. Also the lines that say what does.
 
     send: has every rank send its share of what is served under `spec`. pause: what becomes of answers that are under
-    way, see `SyncConfig.pause`.
+    way, see `SyncConfig.pause`. patience_s: for one answer of an engine.
     """
 
     async def commit(engine: EngineClient) -> dict[str, str]:
@@ -155,14 +160,14 @@ def send_and_verify(
 
     start = time.perf_counter()
     with _as_sync_error(version):
-        asyncio.run(_each(endpoints, lambda engine: engine.pause(pause)))
+        asyncio.run(_each(endpoints, lambda engine: engine.pause(pause), patience_s))
         parts = send()
         sent = time.perf_counter()
         manifest = Manifest.merged(version, spec, parts)
-        held = asyncio.run(_each(endpoints, commit))
+        held = asyncio.run(_each(endpoints, commit, patience_s))
         problems = _differences(manifest, endpoints, held)
         if not problems:
-            asyncio.run(_each(endpoints, lambda engine: engine.resume()))
+            asyncio.run(_each(endpoints, lambda engine: engine.resume(), patience_s))
         end = time.perf_counter()
     bad = set().union(*(manifest.mismatched(entries) for entries in held))
     report = SyncReport(
@@ -196,7 +201,7 @@ def send_share(trainer: Trainer, share: Share) -> Sent:
             yield name, tensor
 
     async def send() -> None:
-        engines = [EngineClient(endpoint) for endpoint in share.endpoints]
+        engines = [EngineClient(endpoint, timeout_s=share.patience_s) for endpoint in share.endpoints]
         try:
             await share.transport.send(to_send(), engines, share.version)
         finally:
@@ -210,16 +215,18 @@ def send_share(trainer: Trainer, share: Share) -> Sent:
         exhaust(weights)
 
 
-async def _common_version(endpoints: Sequence[Endpoint]) -> int | None:
+async def _common_version(endpoints: Sequence[Endpoint], patience_s: float) -> int | None:
     """The weight version of which all engines say that they hold it; None if there is none."""
-    held = set(await _each(endpoints, lambda engine: engine.ping()))
+    held = set(await _each(endpoints, lambda engine: engine.ping(), patience_s))
     version = held.pop() if len(held) == 1 else None
     return None if version is None else int(version)
 
 
-async def _each(endpoints: Sequence[Endpoint], use: Callable[[EngineClient], Awaitable[Result]]) -> list[Result]:
+async def _each(
+    endpoints: Sequence[Endpoint], use: Callable[[EngineClient], Awaitable[Result]], patience_s: float
+) -> list[Result]:
     """What `use` gets from each engine."""
-    engines = [EngineClient(endpoint) for endpoint in endpoints]
+    engines = [EngineClient(endpoint, timeout_s=patience_s) for endpoint in endpoints]
     try:
         return await asyncio.gather(*(use(engine) for engine in engines))
     finally:

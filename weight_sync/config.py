@@ -6,6 +6,8 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+ANSWER_WITHIN_S = 600.0
+
 
 class SyncConfig(BaseModel):
     """How weights travel from the trainer to the engines."""
@@ -25,6 +27,9 @@ class SyncConfig(BaseModel):
     finds a difference, all of them. Each trainer rank keeps a copy of what it sends."""
     bucket_mib: int = Field(default=256, ge=1)
     """Largest send buffer in MiB, of which a few are held; a larger tensor gets one of its own."""
+    answer_within_s: float = Field(default=ANSWER_WITHIN_S, ge=1.0)
+    """Seconds that an engine may take to answer one message of a sync. A connection may be gone without a word, while
+    both ends wait."""
 
     @property
     def engines_own_gpus(self) -> bool:

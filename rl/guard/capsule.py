@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 
 from numerics.config import NumericsConfig
 from numerics.errors import user_error
-from numerics.files import publish_directory
+from numerics.files import new_directory
 from numerics.reading import check_path, parsed, read_text
 from rl.experiment import Experiment, read_resolved
 from rl.guard.evidence import Evidence
@@ -102,10 +102,7 @@ def write_capsule(path: Path, case: Case, evidence: Evidence, export: Callable[[
         "tis_cap": case.tis_cap,
         "metrics": chosen.metrics(case.tis_cap),
     }
-    partial = path.with_name(f".{path.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    try:
+    with new_directory(path) as partial:
         (partial / _ABOUT).write_text(json.dumps(about, indent=1, allow_nan=False) + "\n")
         save_file(_tensors(chosen), partial / _TENSORS)
         shutil.copy(case.manifest, partial / _MANIFEST)
@@ -115,10 +112,6 @@ def write_capsule(path: Path, case: Case, evidence: Evidence, export: Callable[[
         files = sorted(file for file in partial.rglob("*") if file.is_file())
         sums = [f"{_sha256(file)}  {file.relative_to(partial)}\n" for file in files]
         (partial / _SUMS).write_text("".join(sums))
-        publish_directory(partial, path)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
 
 
 def read_capsule(path: Path) -> Capsule:

@@ -124,6 +124,7 @@ METRICS: dict[str, Metric] = {
     "sync/send_seconds": Metric("s", "Of which export, quantization, digests and loading."),
     "sync/verify_seconds": Metric("s", "Of which the engines' refresh and digests, and the comparison."),
     "sync/verified_tensors": Metric("tensors", "Engine tensors whose digest equals the trainer's."),
+    "sync/repeated": Metric("syncs", "Syncs of the step that failed although every engine lived, and were done again."),
     "sync/mismatched_tensors": Metric("tensors", "Engine tensors whose digest differs; the run does not go on."),
     "perf/step_seconds": Metric("s", "Wall time of the whole step."),
     "perf/rollout_seconds": Metric("s", "Time that the trainer waited for trajectories."),

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from numerics.files import write_atomically
+from numerics.files import append_whole, write_atomically
 from numerics.reading import BadLine, json_lines, whole_json_lines
 
 Row = dict[str, Any]
@@ -33,7 +32,7 @@ class MetricsLog:
         kept = [row for row in rows if resume_step is not None and row["step"] <= resume_step]
         write_atomically(path, "".join(_line(row) for row in kept))
         self._last_step: int | None = kept[-1]["step"] if kept else None
-        self._file = path.open("ab", buffering=0)
+        self._path, self._file = path, path.open("ab", buffering=0)
 
     def append(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
         """Write the row of `step` and return its metrics: the finite ones, and how many were dropped.
@@ -48,9 +47,7 @@ class MetricsLog:
         values = {name: value if isinstance(value, int) else float(value) for name, value in metrics.items()}
         finite = {name: value for name, value in values.items() if math.isfinite(value)}
         finite[DROPPED] = len(values) - len(finite)
-        # One unbuffered write per line: a reader or a kill sees a line whole or not at all.
-        self._file.write(_line({"step": step, **finite}).encode())
-        os.fsync(self._file.fileno())
+        append_whole(self._file, self._path, _line({"step": step, **finite}).encode())
         self._last_step = step
         return finite
 

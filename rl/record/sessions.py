@@ -29,7 +29,8 @@ _REPOSITORY = Path(__file__).parents[2]
 class Session:
     """One start of a run: when, where and with what code.
 
-    started, ended: seconds since 1970; ended is None while it lives, and for ever if it was killed.
+    started, ended: seconds since 1970; ended is None while it lives, and for ever if it was killed. It is the start
+    and how long it took since, as a clock may be set meanwhile.
 
     machine: what it is, in words. versions: of `LIBRARIES` and of Python. commit: of the code, if it lies in a git
     repository, with `+` for changes that are not committed. why: what ended it before its last step, empty if nothing

@@ -5,11 +5,14 @@ from __future__ import annotations
 import logging
 import os
 import secrets
+import select
 import shutil
 import signal
 import socket
+import sys
 import tempfile
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,6 +22,7 @@ from ray._private import ray_constants
 from ray._raylet import AuthenticationTokenLoader  # type: ignore[attr-defined]
 
 from numerics.errors import UserError, user_error
+from rl.run.stopping import STOPPED
 from rollout.scratch import RAY, make_scratch, remove_scratch, sweep
 
 _PARENT = "/tmp"
@@ -26,10 +30,18 @@ _PARENT = "/tmp"
 _ANSWER_SECONDS = 5.0
 _SETTINGS = bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
 """HTTP/2's first frame, of type 4 and empty; a gRPC server answers with one."""
+_HEAD = {ray_constants.PROCESS_TYPE_RAYLET: "raylet", ray_constants.PROCESS_TYPE_GCS_SERVER: "GCS server"}
+"""The processes without which a cluster of one node cannot go on, by Ray's names for them."""
+
+
+def end_at_once(why: str) -> None:
+    """Say it and end this process: without Ray nothing can be unwound. All else dies with its owner."""
+    print(f"error: {why}", file=sys.stderr, flush=True)
+    os._exit(STOPPED)
 
 
 @contextmanager
-def ray_cluster(failure_logs: Path) -> Iterator[None]:
+def ray_cluster(failure_logs: Path, lost: Callable[[str], object] = end_at_once) -> Iterator[None]:
     """Join the cluster of RAY_ADDRESS (`ray job submit` sets it), else start one that nobody else uses.
 
     A cluster that merely happens to run on this machine is never joined, so that two runs stay apart. A private one
@@ -38,6 +50,8 @@ def ray_cluster(failure_logs: Path) -> Iterator[None]:
 
     Raises:
         UserError: RAY_ADDRESS names no cluster that lets this process in.
+    lost: told by another thread, in words, that a private cluster has lost its head. It has to end this process: Ray
+    does so too, a moment later or after a minute of retries, in its own words.
     """
     # Ray would otherwise hide the GPUs from an actor that asks for none, and warn about it for each.
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
@@ -58,7 +72,7 @@ def ray_cluster(failure_logs: Path) -> Iterator[None]:
         finally:
             ray.shutdown()
     else:
-        with _private_cluster(failure_logs):
+        with _private_cluster(failure_logs, lost):
             yield
 
 
@@ -93,7 +107,7 @@ def _no_cluster(address: str, found: str) -> UserError:
 
 
 @contextmanager
-def _private_cluster(failure_logs: Path) -> Iterator[None]:
+def _private_cluster(failure_logs: Path, lost: Callable[[str], object]) -> Iterator[None]:
     sweep(RAY, _PARENT)
     folder, lock = make_scratch(RAY, _PARENT)
     token = folder / "token"
@@ -111,7 +125,8 @@ def _private_cluster(failure_logs: Path) -> Iterator[None]:
         with _environment(settings):
             try:
                 _init(folder, address="local", include_dashboard=False, _temp_dir=str(folder / "ray"))
-                yield
+                with _head_watched(lost):
+                    yield
             except Exception:
                 ray.shutdown(wait_for_processes=True)
                 logs = folder / "ray" / "session_latest" / "logs"
@@ -123,6 +138,29 @@ def _private_cluster(failure_logs: Path) -> Iterator[None]:
     finally:
         remove_scratch(folder)
         os.close(lock)
+
+
+@contextmanager
+def _head_watched(lost: Callable[[str], object]) -> Iterator[None]:
+    """Have `lost` told of the first of the head's processes that ends inside the block."""
+    processes = ray._private.worker._global_node.all_processes
+    names = {os.pidfd_open(info.process.pid): name for kind, name in _HEAD.items() for info in processes[kind]}
+    over, end = os.pipe()
+
+    def watch() -> None:
+        ready, _, _ = select.select([*names, over], [], [])
+        if over not in ready:
+            lost(f"found Ray's {names[ready[0]]} ended (killed, or out of memory?), expected it to outlive the run")
+
+    thread = threading.Thread(target=watch, name="ray-head", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        os.close(end)
+        thread.join()
+        for descriptor in (*names, over):
+            os.close(descriptor)
 
 
 @contextmanager

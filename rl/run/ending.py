@@ -10,13 +10,10 @@ from pathlib import Path
 
 from rl.record.events import read_events
 from rl.record.metrics_log import read_metrics
-from rl.record.run_dir import RunDir
 from rl.report.report import write_report
 from rl.report.summary import summarize, verdict
 from rl.run.run import Run
-
-STOPPED = 3
-"""Exit code of a run that a gate, or a loss that is not finite, has stopped."""
+from rl.run.stopping import STOPPED
 
 
 def finish(run: Run, stopped: str = "") -> None:
@@ -44,15 +41,6 @@ def finish(run: Run, stopped: str = "") -> None:
     if offline.exists():
         say(f"wandb    {_wandb()} leet inspect --summary {offline}")
         say(f"live     {_wandb()} leet {offline}    (in a second terminal, while a run goes on)")
-
-
-def how_to_go_on(files: RunDir) -> str:
-    """What to type after an interrupt."""
-    if files.checkpoint_steps():
-        return f"resume   fp8rl train {files.experiment} --resume"
-    if files.begun:
-        return f"{files.path} has no checkpoint yet: the same command with --overwrite begins again"
-    return "the run had not begun, and leaves nothing"
 
 
 def _wandb() -> str:

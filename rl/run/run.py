@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -24,14 +26,15 @@ from rl.record.wandb_run import WandbRun
 from rl.run.ahead import FeedState
 from rl.run.checkpoints import Checkpoints, with_older
 from rl.run.interrupts import Closing
-from rl.run.stack import ENGINES_REPLACED, STALE_RESYNCS, Stack
+from rl.run.stack import ENGINES_REPLACED, STALE_RESYNCS, SYNCS_REPEATED, Stack
+from rl.run.stopping import end_without_ray
 from trainer.checkpoint_files import DamagedCheckpointError
 from weight_sync.bridge import SyncReport
 
 RESUMED = "tracking/resumed"
 BEFORE_THE_FIRST = -1
 """In place of a step to resume after: everything is repeated, the row of step 0 too."""
-_ACTIONS = {ENGINES_REPLACED: "replace_engine", STALE_RESYNCS: "resync", RESUMED: "resume"}
+_ACTIONS = {ENGINES_REPLACED: "replace_engine", STALE_RESYNCS: "resync", SYNCS_REPEATED: "resync", RESUMED: "resume"}
 
 
 @dataclass
@@ -62,6 +65,7 @@ class Run:
     manifest: Path | None = None
     feed: FeedState | None = None
     mended: Counter[str] = field(default_factory=Counter)
+    _began: float = field(default_factory=time.monotonic)
 
     @classmethod
     def open(
@@ -97,7 +101,8 @@ class Run:
             closing.callback(wandb_run.finish, {}, exit_code=1)  # unless it ends well before
             numerics = standing.numerics(experiment.numerics_config())
             if stack is None:
-                stack = Stack.open(experiment, numerics, files.path, outer or closing, console.note)
+                lost_ray = partial(end_without_ray, files)
+                stack = Stack.open(experiment, numerics, files.path, outer or closing, console.note, lost_ray)
             else:
                 console.note("starting another trainer beside the engines")
                 stack.restart_trainer(numerics)
@@ -145,14 +150,16 @@ class Run:
     ) -> None:
         try:
             if kind is not None:
-                self.end("an interrupt" if kind is KeyboardInterrupt else f"{kind.__name__}: {error}".splitlines()[0])
+                why = "an interrupt" if kind is KeyboardInterrupt else f"{kind.__name__}: {error}".splitlines()[0]
+                with suppress(OSError):  # of a full disk, which is what ends the run and what is said
+                    self.end(why)
         finally:
             self._closing.__exit__(kind, error, trace)
 
     def end(self, why: str = "") -> None:
         """Record the end of this start; why: what came before the last step. A second call does nothing."""
         if self.session.ended is None:
-            self.session = replace(self.session, ended=time.time(), why=why)
+            self.session = replace(self.session, ended=self.session.started + time.monotonic() - self._began, why=why)
             append_session(self.files.sessions, self.session)
 
     @property
@@ -209,7 +216,7 @@ class Run:
 
     def mendings(self) -> dict[str, float]:
         """What was mended since this was last asked, as metrics."""
-        counts = {ENGINES_REPLACED: 0, STALE_RESYNCS: 0} if self.stack.engines else {}
+        counts = {ENGINES_REPLACED: 0, STALE_RESYNCS: 0, SYNCS_REPEATED: 0} if self.stack.engines else {}
         counts |= self.mended
         self.mended.clear()
         return {name: float(count) for name, count in counts.items()}

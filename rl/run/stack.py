@@ -18,7 +18,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from numerics.config import NumericsConfig
 from rl.experiment import Experiment
-from rl.run.cluster import ray_cluster
+from rl.run.cluster import end_at_once, ray_cluster
 from rl.run.engines import EnginePool, Serving, engine_maker
 from rl.run.interrupts import Closing
 from rl.run.seats import Seats
@@ -36,6 +36,7 @@ Tell = Callable[[str, int, str], None]
 
 ENGINES_REPLACED = "rollout/engines_replaced"
 STALE_RESYNCS = "gates/stale_resyncs"
+SYNCS_REPEATED = "sync/repeated"
 
 _LOOK_SECONDS = 0.1
 """Between two looks at whether a new engine waits for weights."""
@@ -111,15 +112,16 @@ class Stack:
         folder: Path,
         closing: Closing,
         say: Callable[[str], object],
+        lost: Callable[[str], object] = end_at_once,
     ) -> Stack:
         """Start Ray and both sides, to be ended by `closing`. The engines may still be coming up: `engines.wait()`.
 
-        say: told what is going on.
+        say: told what is going on. lost: see `ray_cluster`.
 
         Raises:
             UserError: the model, the layout and the sizes do not fit together, or not onto the nodes of the cluster.
         """
-        closing.enter_context(ray_cluster(folder / "ray_logs"))
+        closing.enter_context(ray_cluster(folder / "ray_logs", lost))
         say(f"starting {'the engine and ' if experiment.needs_engines else ''}the trainer")
         seats = Seats(experiment, folder)
         closing.callback(seats.close)
@@ -232,15 +234,23 @@ class Stack:
                 future.result()
 
     def _sent(self, endpoints: list[Endpoint], manifest: Path | None = None) -> SyncReport | None:
-        """A verified sync of these engines; None if one of them proves to be lost, and has to be left out."""
-        try:
-            report = self.bridge.sync(endpoints, manifest)
-        except SyncError:
-            if self.engines.any_lost(endpoints):
-                return None
-            raise
-        self.engines.verified(endpoints)
-        return report
+        """A verified sync of these engines; None if one of them proves to be lost, and has to be left out.
+
+        One that fails although all of them live is done again, once: whatever broke it may have been of that moment.
+        """
+        for again in (False, True):
+            try:
+                report = self.bridge.sync(endpoints, manifest)
+            except SyncError as error:
+                if self.engines.any_lost(endpoints):
+                    return None
+                if again:
+                    raise
+                self.tell(SYNCS_REPEATED, 1, f"a sync failed and is done again: {str(error).splitlines()[0]}")
+            else:
+                self.engines.verified(endpoints)
+                return report
+        raise AssertionError("unreachable")
 
     def _hear(self) -> None:
         for news in self.engines.news():

@@ -7,6 +7,8 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import psutil
@@ -16,11 +18,13 @@ import ray
 from rl.experiment import load_experiment
 from rl.run.feed import to_groups, to_prompts
 from rl.run.interrupts import Closing
-from rl.run.stack import ENGINES_REPLACED, Asked, Stack
+from rl.run.stack import Asked, Stack
 from rollout.tasks import load_problems
 from rollout.types import Group, Trajectory
+from tests.support import wire
 from tests.support.paths import ROOT
 from tests.support.servers import wait_until
+from weight_sync.manifest import SyncError
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -32,6 +36,7 @@ HUNG_AFTER_S = 10.0
 def stack(compiled: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     """A trainer and two engines, synced."""
     settings = ["rollout.engines=2", f"rollout.hung_after_s={HUNG_AFTER_S}", "rollout.max_new_tokens=60"]
+    settings += ["sync.bucket_mib=1"]  # several buckets
     experiment = load_experiment(ROOT / "examples/arithmetic.yaml", settings)
     folder = tmp_path_factory.mktemp("stack")
     with Closing() as closing:
@@ -43,9 +48,9 @@ def stack(compiled: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 
 @pytest.fixture
 def told(stack: Stack) -> Iterator[list[str]]:
-    """What the stack says of engines that it replaces; afterwards both serve again."""
+    """What the stack says that it has mended; afterwards both engines serve again."""
     said: list[str] = []
-    stack.tell = lambda metric, count, text: said.append(text) if metric == ENGINES_REPLACED else None
+    stack.tell = lambda metric, count, text: said.append(text)
     yield said
     assert wait_until(lambda: len(stack.engines.up()) == 2, 60)
     stack.sync()
@@ -142,3 +147,48 @@ def test_an_actor_that_is_gone_is_replaced_as_a_dead_engine_is(
     ray.kill(stack.engines._slots[0].actor)
     assert bits(collected(stack, admitted)) == bits(undisturbed)
     assert len(told) == 1 and "the actor of the engine is gone" in told[0]
+
+
+@pytest.mark.parametrize("fault", ["cut between buckets", "a bit flipped in transit"])
+def test_a_sync_that_the_way_breaks_is_done_again(
+    stack: Stack, told: list[str], asked: list[Group], undisturbed: list[Trajectory], fault: str
+) -> None:
+    touch = wire.cut_between_buckets() if fault.startswith("cut") else wire.flipped_in_memory(trainer_of(stack))
+    with engine_behind(stack, touch):
+        report = stack.sync()
+    assert (report.mismatched_tensors, len(told)) == (0, 1)
+    assert "a sync failed and is done again" in told[0]
+    assert ("are not what the trainer sent" in told[0]) == ("bit" in fault)
+    assert bits(stack.sample(asked, 1.0)) == bits(undisturbed)
+
+
+def test_engines_that_are_sent_wrong_bits_again_and_again_sample_nothing(
+    stack: Stack, told: list[str], asked: list[Group], undisturbed: list[Trajectory]
+) -> None:
+    with engine_behind(stack, wire.flipped_in_memory(trainer_of(stack), times=2)):
+        with pytest.raises(SyncError, match=r"tensors are not what the trainer sent; generation stays paused"):
+            stack.sync()
+    admitted = stack.admit(asked, 1.0)
+    time.sleep(2.0)
+    assert not any(item.answers.done() for item in admitted)
+    stack.sync()
+    assert bits(collected(stack, admitted)) == bits(undisturbed) and len(told) == 1
+
+
+def trainer_of(stack: Stack) -> int:
+    (pid,) = stack.trainer.apply(lambda trainer: os.getpid())
+    return pid
+
+
+@contextmanager
+def engine_behind(stack: Stack, touch: wire.Touch) -> Iterator[None]:
+    """Weights reach engine 1 through a proxy."""
+    slot = stack.engines._slots[1]
+    true = slot.endpoint
+    assert true is not None
+    with wire.proxied(true.url, touch) as url:
+        slot.endpoint = replace(true, url=url)
+        try:
+            yield
+        finally:
+            slot.endpoint = true

@@ -130,7 +130,7 @@ def test_trainer_and_engine_on_two_nodes_one_of_which_leaves(
         *nodes,
         "run.steps=1000",
         "eval.problems=0",
-        within=left.within,
+        inside=left.within,
         environment={key: value for key, value in left.environment.items() if key.startswith("RAY_AUTH")}
         | {"RAY_ADDRESS": head},
     )

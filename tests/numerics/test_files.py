@@ -1,10 +1,12 @@
+import resource
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
-from numerics.files import append_line, publish_directory, write_atomically
+from numerics.files import append_line, new_directory, publish_directory, write_atomically
 
 
 def test_a_file_is_replaced_whole(tmp_path):
@@ -52,3 +54,31 @@ def test_a_line_is_appended_whole_whatever_stands_before(tmp_path: Path, before:
         path.write_text(before)
     append_line(path, "b")
     assert path.read_text() == after
+
+
+@pytest.fixture
+def room() -> Iterator[Callable[[int], None]]:
+    """Sets how many bytes a file of this process may have, as a disk that fills up does."""
+    former = resource.getrlimit(resource.RLIMIT_FSIZE)
+    yield lambda size: resource.setrlimit(resource.RLIMIT_FSIZE, (size, former[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, former)
+
+
+def test_a_line_that_a_full_disk_cuts_off_is_taken_back(tmp_path: Path, room: Callable[[int], None]) -> None:
+    path = tmp_path / "lines"
+    append_line(path, "a" * 50)
+    room(80)
+    with pytest.raises(OSError, match=r"lines: found '.*' with \d+ MiB free, expected room to write it\. Free some"):
+        append_line(path, "b" * 50)
+    assert path.read_text() == "a" * 50 + "\n"
+    append_line(path, "c")
+    assert path.read_text().splitlines() == ["a" * 50, "c"]
+
+
+def test_a_full_disk_leaves_the_old_directory_and_nothing_else(tmp_path: Path, room: Callable[[int], None]) -> None:
+    with new_directory(tmp_path / "model") as partial:
+        (partial / "old").touch()
+    room(20_000)
+    with pytest.raises(OSError, match="model: found .* expected room"), new_directory(tmp_path / "model") as partial:
+        save_file({"a": torch.zeros(10_000)}, partial / "model.safetensors")
+    assert [str(entry.relative_to(tmp_path)) for entry in tmp_path.rglob("*")] == ["model", "model/old"]

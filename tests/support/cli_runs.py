@@ -13,6 +13,7 @@ import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import psutil
@@ -33,8 +34,8 @@ MARK = "FP8RL_TEST_FAMILY"
 class LiveRun:
     """One `fp8rl train` of an example into `folder`/`name`, in a session of its own like a terminal's.
 
-    temporary: the directory for its temporary files. within: a command that the run is an argument of, such as one that
-    enters a namespace. environment: more of it.
+    inside: a command that it is started by, such as one that gives it a network of its own. environment: additions.
+    temporary: the directory for its temporary files.
     """
 
     def __init__(
@@ -43,8 +44,8 @@ class LiveRun:
         *arguments: str,
         name: str = "run",
         example: str = "arithmetic",
-        within: Sequence[str] = (),
-        environment: Mapping[str, str] | None = None,
+        inside: Sequence[str] = (),
+        environment: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         self.path = folder / name
         self._mark = uuid.uuid4().hex
@@ -53,27 +54,20 @@ class LiveRun:
         self._console = folder / f"console-{self._mark}.txt"
         clean = {key: value for key, value in os.environ.items() if not key.startswith(("RAY_", "WANDB_"))}
         self.started = time.monotonic()
+        where = [f"run.dir={folder}", f"run.name={name}"]
         with self._console.open("wb") as output:
             self.process = subprocess.Popen(
-                [
-                    *within,
-                    FP8RL,
-                    "train",
-                    f"examples/{example}.yaml",
-                    f"run.dir={folder}",
-                    f"run.name={name}",
-                    *arguments,
-                ],
+                [*inside, FP8RL, "train", f"examples/{example}.yaml", *where, *arguments],
                 cwd=ROOT,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 env={
                     **clean,
+                    **environment,
                     MARK: self._mark,
                     "OMP_NUM_THREADS": "1",
                     "TMPDIR": str(self.temporary),
-                    **(environment or {}),
                 },
                 start_new_session=True,
             )

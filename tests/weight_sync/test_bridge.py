@@ -104,7 +104,7 @@ class SimulatedTrainer:
 def engines(monkeypatch: pytest.MonkeyPatch) -> list[SimulatedEngine]:
     made: list[SimulatedEngine] = []
 
-    def make(endpoint: Endpoint) -> SimulatedEngine:
+    def make(endpoint: Endpoint, timeout_s: float) -> SimulatedEngine:
         """A client; all of one engine are the engine."""
         if (known := next((engine for engine in made if engine.endpoint == endpoint), None)) is None:
             made.append(known := SimulatedEngine(endpoint))

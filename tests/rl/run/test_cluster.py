@@ -67,30 +67,43 @@ for _ in range(2):
         assert ray.get(ray.remote(num_cpus=0)(lambda: 3).remote()) == 3
 """
 
+HEADLESS = """
+import sys, time
+from pathlib import Path
+import psutil
+from rl.run.cluster import ray_cluster
+
+with ray_cluster(Path(sys.argv[1])):
+    (head,) = [child for child in psutil.Process().children(recursive=True) if child.name() == "gcs_server"]
+    head.kill()
+    time.sleep(30)
+"""
+
 
 @pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    """Runs a script in a new home, `tmp_path / "home"`, and in an environment without Ray's settings."""
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
+    """What a script says that runs in a new home, `tmp_path / "home"`, and in an environment without Ray's settings."""
     for name in ("RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     (tmp_path / "trainer.py").write_text("raise RuntimeError('of the current directory')")
 
-    def to_the_end(script: str) -> None:
+    def to_the_end(script: str, code: int = 0) -> str:
         command = [sys.executable, "-P", "-c", script, str(tmp_path / "logs")]
         done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
-        assert done.returncode == 0, done.stderr
+        assert done.returncode == code, done.stderr
+        return done.stderr
 
     return to_the_end
 
 
-def test_it_starts_in_a_process_that_has_used_another_token(tmp_path: Path, run: Callable[[str], None]) -> None:
+def test_it_starts_in_a_process_that_has_used_another_token(tmp_path: Path, run: Callable[..., str]) -> None:
     run(AFTER_ANOTHER)
     assert (tmp_path / "home" / ".ray" / "auth_token").is_file(), "Ray's own, of the first cluster"
 
 
 def test_it_ends_with_the_block_and_keeps_its_logs_only_after_a_failure(
-    tmp_path: Path, run: Callable[[str], None]
+    tmp_path: Path, run: Callable[..., str]
 ) -> None:
     run(SCRIPT)
     assert not (tmp_path / "home" / ".ray").exists(), "a token there would lock `ray job submit` out of other clusters"
@@ -110,3 +123,8 @@ def test_an_address_that_does_not_answer_is_one_message_at_once(
             pass
     assert time.monotonic() - began < 10, "Ray itself takes two minutes"
     server.shutdown()
+
+
+def test_a_head_that_is_killed_ends_the_process_in_one_sentence(run: Callable[..., str]) -> None:
+    """At once, and not after the minute in which Ray looks for it."""
+    assert run(HEADLESS, code=3).splitlines()[-1].startswith("error: found Ray's GCS server ended (killed, ")

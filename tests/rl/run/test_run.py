@@ -21,7 +21,7 @@ def test_what_was_started_is_ended_in_reverse_when_a_later_part_fails(
     events: list[str] = []
 
     class Cluster:
-        def __init__(self, logs: Path) -> None: ...
+        def __init__(self, logs: Path, lost: object) -> None: ...
 
         def __enter__(self) -> None:
             events.append("ray")

@@ -1,0 +1,34 @@
+"""What a run says that ends before its last step although neither its input nor its code is wrong."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from rl.record.log import CONSOLE
+from rl.record.run_dir import RunDir
+
+STOPPED = 3
+"""Exit code of a run that a gate, a loss that is not finite, or a failure of what it runs on has stopped."""
+
+
+def say_failed(files: RunDir, error: object) -> None:
+    """Say what the failure was, where its logs are, and how to go on."""
+    print(f"error: {error}\nlogs     {files.log}, {files.path}/engine_*.log", file=sys.stderr)
+    print(how_to_go_on(files), file=sys.stderr, flush=True)
+
+
+def end_without_ray(files: RunDir, why: str) -> None:
+    """Say it and end this process on the spot: without Ray nothing can be unwound. All else dies with its owner."""
+    CONSOLE.error(why)
+    say_failed(files, why)
+    os._exit(STOPPED)
+
+
+def how_to_go_on(files: RunDir) -> str:
+    """What to type after an interrupt."""
+    if files.checkpoint_steps():
+        return f"resume   fp8rl train {files.experiment} --resume"
+    if files.begun:
+        return f"{files.path} has no checkpoint yet: the same command with --overwrite begins again"
+    return "the run had not begun, and leaves nothing"
