@@ -48,10 +48,11 @@ def ray_cluster(failure_logs: Path, lost: Callable[[str], object] = end_at_once)
     listens on loopback alone, lets in whoever has its token, and has a folder that nobody else can enter, with the
     token in it; its logs are kept in `failure_logs` only if the block fails.
 
-    Raises:
-        UserError: RAY_ADDRESS names no cluster that lets this process in.
     lost: told by another thread, in words, that a private cluster has lost its head. It has to end this process: Ray
     does so too, a moment later or after a minute of retries, in its own words.
+
+    Raises:
+        UserError: RAY_ADDRESS names no cluster that lets this process in.
     """
     # Ray would otherwise hide the GPUs from an actor that asks for none, and warn about it for each.
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
