@@ -9,6 +9,8 @@ from __future__ import annotations
 import statistics
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from bench.agreement import MODEL, SETTINGS, deepen, exact_steps, trained
@@ -59,13 +61,8 @@ def run() -> list[Result]:
 
 def steps_per_hour() -> list[Result]:
     """Of each mode over those of the synchronous one, in blocks that take turns."""
-    experiment = load_experiment(Path("examples/arithmetic.yaml"), [])
     seconds: dict[str, list[float]] = {mode: [] for mode in MODES}
-    with Closing() as closing:
-        folder = Path(closing.enter_context(tempfile.TemporaryDirectory()))
-        stack = Stack.open(experiment, experiment.numerics_config(), folder, closing, lambda text: None)
-        stack.engines.wait()
-        stack.sync()
+    with demo_stack() as stack:
         for index in range(1 + ROUNDS):
             for mode, values in MODES.items():
                 settings = [f"rollout.{key}={str(value).lower()}" for key, value in values.items()]
@@ -84,6 +81,18 @@ def steps_per_hour() -> list[Result]:
         for mode, taken in seconds.items()
         if mode != "synchronous"
     ]
+
+
+@contextmanager
+def demo_stack() -> Iterator[Stack]:
+    """Trainer and engine of the demo, synced."""
+    experiment = load_experiment(Path("examples/arithmetic.yaml"), [])
+    with Closing() as closing:
+        folder = Path(closing.enter_context(tempfile.TemporaryDirectory()))
+        stack = Stack.open(experiment, experiment.numerics_config(), folder, closing, lambda text: None)
+        stack.engines.wait()
+        stack.sync()
+        yield stack
 
 
 def block(stack: Stack, settings: list[str], steps: int = BLOCK) -> float:

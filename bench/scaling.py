@@ -4,34 +4,24 @@ from __future__ import annotations
 
 import math
 import statistics
-import tempfile
-from pathlib import Path
 
-from bench.asynchrony import block
+from bench.asynchrony import block, demo_stack
 from bench.measure import Result
-from rl.experiment import load_experiment
-from rl.run.interrupts import Closing
-from rl.run.stack import Stack
 
 PROMPTS = (8, 16, 32, 64)
 ROUNDS, STEPS = 3, 3
 
 
 def run() -> list[Result]:
-    experiment = load_experiment(Path("examples/arithmetic.yaml"), [])
     seconds: dict[int, list[float]] = {prompts: [] for prompts in PROMPTS}
-    with Closing() as closing:
-        folder = Path(closing.enter_context(tempfile.TemporaryDirectory()))
-        stack = Stack.open(experiment, experiment.numerics_config(), folder, closing, lambda text: None)
-        stack.engines.wait()
-        stack.sync()
+    with demo_stack() as stack:
+        answers = stack.experiment.rollout.group_size
         for index in range(1 + ROUNDS):
             for prompts, times in seconds.items():
                 taken = block(stack, [f"rollout.prompts_per_step={prompts}"], STEPS)
                 if index:  # the first round compiles
                     times.append(taken)
     medians = {prompts: statistics.median(times) for prompts, times in seconds.items()}
-    answers = experiment.rollout.group_size
     return [
         Result(
             name="slope of log step time over log answers per step, 1 to 8 times (demo)",
