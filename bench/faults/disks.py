@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from bench.faults.lab import Found, Lab, expect, reach
+from rl.record.run_dir import RunDir
 from tests.support.paths import EXAMPLES
 from tests.support.wire import flip
 
@@ -32,13 +33,14 @@ def checkpoint_flipped(lab: Lab) -> Found:
     run = lab.start_at(6, "checkpoint_flipped")
     run.process.kill()
     run.ends()
-    newest = run.path / "checkpoints/step_4"
+    *_, older, step = RunDir(run.path).checkpoint_steps()
+    newest = RunDir(run.path).checkpoint(step)
     flip(max((file for file in newest.rglob("*") if file.is_file()), key=lambda file: file.stat().st_size))
     since = time.monotonic()
     refused = lab.start(run.path.name, "--resume")
     expect(refused.ends() == 2, f"found no refusal:\n{refused.console()}")
     seconds = time.monotonic() - since
-    expect(f"Delete {newest}: the next older one, of step 2, is whole" in refused.console(), refused.console())
+    expect(f"Delete {newest}: the next older one, of step {older}, is whole" in refused.console(), refused.console())
     shutil.rmtree(newest)
     resumed = lab.resumes(run)
     return Found(

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import time
+from contextlib import suppress
+
+import psutil
 
 from bench.faults.lab import GONE_WITHIN_S, Found, Lab, expect, processes_of
 from tests.support.cli_runs import LiveRun, wait_until_gone
@@ -63,7 +66,8 @@ def everything_killed(lab: Lab) -> Found:
     run = lab.start_at(SAMPLING, "everything_killed")
     since = time.monotonic()
     for process in run.family():
-        process.kill()
+        with suppress(psutil.NoSuchProcess):  # it died with another
+            process.kill()
     run.ends()
     return _gone_and_resumed(lab, run, since)
 

@@ -35,6 +35,7 @@ STALLED_S = 5
 SETTINGS = ["sync.bucket_mib=1", f"sync.answer_within_s={STALLED_S}", "rollout.hung_after_s=6"]
 DELAY_S = 0.2
 ALWAYS = 1 << 30
+ROUNDS = 3
 
 
 @dataclass
@@ -81,7 +82,7 @@ class Pair:
         expect(self.stack.sample(self.asked, 1.0) == self.answers, "found other answers than undisturbed")
 
     def sample(self, touch: Touch) -> float:
-        """Seconds of sampling through a proxy; the answers must be the same."""
+        """Seconds of sampling through a proxy, the fewest of `ROUNDS`; the answers must be the same."""
 
         def connect(engine: Any, endpoint: Endpoint) -> None:
             engine._client = EngineClient(endpoint)
@@ -90,11 +91,13 @@ class Pair:
         true = ray.get(actor.endpoint.remote())
         with proxied(true.url, touch) as url:
             ray.get(actor.__ray_call__.remote(connect, replace(true, url=url)))
-            since = time.monotonic()
-            self.same()
-            seconds = time.monotonic() - since
+            seconds = []
+            for _ in range(ROUNDS):
+                since = time.monotonic()
+                self.same()
+                seconds.append(time.monotonic() - since)
             ray.get(actor.__ray_call__.remote(connect, true))
-        return seconds
+        return min(seconds)
 
     @contextmanager
     def _through(self, touch: Touch) -> Iterator[None]:
@@ -168,7 +171,8 @@ def bits_flipped_in_a_message(pair: Pair) -> Found:
     """Bits of the request that says where the tensors lie in a bucket."""
     said, seconds = pair.sync(wire.flipped_in_message())
     expect(said, "found no word of it")
-    return Found("the engine dies of it, or fails: another, or another sync; verified", {"verified": seconds})
+    mended = "the engine refuses it: the sync" if said.startswith("a sync failed") else "the engine dies: another"
+    return Found(f"{mended} is {'done again' if 'sync' in mended else 'started'} and verified", {"verified": seconds})
 
 
 def served_file_flipped(pair: Pair) -> Found:

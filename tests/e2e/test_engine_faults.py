@@ -165,7 +165,7 @@ def test_a_sync_that_the_way_breaks_is_done_again(
 def test_engines_that_are_sent_wrong_bits_again_and_again_sample_nothing(
     stack: Stack, told: list[str], asked: list[Group], undisturbed: list[Trajectory]
 ) -> None:
-    with engine_behind(stack, wire.flipped_in_memory(trainer_of(stack), times=2)):
+    with engine_behind(stack, wire.flipped_in_memory(trainer_of(stack), times=1000)):
         with pytest.raises(SyncError, match=r"tensors are not what the trainer sent; generation stays paused"):
             stack.sync()
     admitted = stack.admit(asked, 1.0)
