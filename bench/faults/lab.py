@@ -56,13 +56,12 @@ def tried(
     """The outcome of each fault, which is called as its function is, and described as its docstring does."""
     outcomes = {}
     for fault in faults:
-        say(f"{fault.__name__} ...")
         found, wrong = Found("", {}), ""
         try:
             found = fault(subject)
         except AssertionError as error:  # Wrong, and what `LiveRun` raises
             wrong = str(error)
-            say(f"{fault.__name__}: {wrong}")
+        say(f"{fault.__name__}: {wrong or f'{found.happened} {dict(found.seconds)}'}")
         outcomes[fault.__name__.replace("_", " ")] = Outcome(fault.__doc__ or "", found, wrong)
     return outcomes
 
