@@ -119,7 +119,10 @@ METRICS: dict[str, Metric] = {
     "gates/router_replay": Metric("", "1 while the trainer takes the engine's experts, else 0."),
     "gates/bf16": Metric("", "1 once a gate has made both sides fall back to BF16, else 0."),
     "gates/stale_resyncs": Metric("", "Samplings of the step that were repeated for stale weights."),
-    "sync/bytes": Metric("bytes", "Bytes of weights sent to one engine."),
+    "sync/bytes": Metric("bytes", "Bytes sent to one engine."),
+    "sync/weight_bytes": Metric(
+        "bytes", "Bytes of the weights that an engine holds after it, of which sync.delta sends some."
+    ),
     "sync/seconds": Metric("s", "Time of the weight sync, digests and verification included."),
     "sync/send_seconds": Metric("s", "Of which export, quantization, digests and loading."),
     "sync/verify_seconds": Metric("s", "Of which the engines' refresh and digests, and the comparison."),

@@ -22,6 +22,7 @@ from ray._private import ray_constants
 from ray._raylet import AuthenticationTokenLoader  # type: ignore[attr-defined]
 
 from numerics.errors import UserError, user_error
+from rl.run.interrupts import is_ending
 from rl.run.stopping import STOPPED
 from rollout.scratch import RAY, make_scratch, remove_scratch, sweep
 
@@ -30,6 +31,8 @@ _PARENT = "/tmp"
 _ANSWER_SECONDS = 5.0
 _SETTINGS = bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
 """HTTP/2's first frame, of type 4 and empty; a gRPC server answers with one."""
+_SIGNALLED_SECONDS = 0.2
+"""After which this process has noticed a signal that has ended its Ray. Half a second after that, Ray would end it."""
 _HEAD = {ray_constants.PROCESS_TYPE_RAYLET: "raylet", ray_constants.PROCESS_TYPE_GCS_SERVER: "GCS server"}
 """The processes without which a cluster of one node cannot go on, by Ray's names for them."""
 
@@ -150,7 +153,8 @@ def _head_watched(lost: Callable[[str], object]) -> Iterator[None]:
 
     def watch() -> None:
         ready, _, _ = select.select([*names, over], [], [])
-        if over not in ready:
+        # A signal to the whole foreground group ends the head, too, while this process unwinds by itself.
+        if over not in ready and not select.select([over], [], [], _SIGNALLED_SECONDS)[0] and not is_ending():
             lost(f"found Ray's {names[ready[0]]} ended (killed, or out of memory?), expected it to outlive the run")
 
     thread = threading.Thread(target=watch, name="ray-head", daemon=True)

@@ -61,6 +61,11 @@ def interruptible() -> Iterator[None]:
         _handle(former)
 
 
+def is_ending() -> bool:
+    """Whether this process is about to end, or closes a run: signals do nothing any more."""
+    return all(signal.getsignal(signum) is signal.SIG_IGN for signum in SIGNALS)
+
+
 class Closing(ExitStack):
     """An ExitStack that closes what it holds with both signals ignored. outer: another one inside says that it does."""
 

@@ -91,12 +91,6 @@ _EXACT_OPS: tuple[Hook, ...] = (
 )
 
 _EXACT_OPS_CPU: tuple[Hook, ...] = (
-    Hook(
-        "model_executor.model_runner.adjust_config_with_unaligned_cpu_tp",
-        "replace",
-        lifecycle.unpadded,
-        "model_config load_config tp_size",
-    ),
     Hook("layers.layernorm.RMSNorm.forward_native", "replace", ops.rms_norm, _NORM),
     Hook("layers.rotary_embedding.base.RotaryEmbedding.forward_native", "replace", ops.rotary_embedding, _ROPE),
     Hook("layers.activation.SiluAndMul.forward_native", "replace", ops.silu_and_mul, "x"),
@@ -108,6 +102,12 @@ _EXACT_OPS_CPU: tuple[Hook, ...] = (
         f"{_CACHE} extend_prefix_lens extend_seq_lens {_MASK}",
     ),
     Hook(_TORCH_ATTENTION + "_run_sdpa_forward_decode", "replace", ops.attention_decode, f"{_CACHE} {_MASK}"),
+    Hook(
+        "model_executor.model_runner.adjust_config_with_unaligned_cpu_tp",
+        "replace",
+        lifecycle.unpadded,
+        "model_config load_config tp_size",
+    ),
 )
 
 _EXACT_OPS_CUDA: tuple[Hook, ...] = (

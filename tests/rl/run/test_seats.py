@@ -28,11 +28,14 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
     """The driver's node with two GPUs."""
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "num_gpus": 2, "include_dashboard": False})
-    ray.init(address=cluster.address, log_to_driver=False, logging_level=logging.ERROR)
-    yield cluster
-    ray.shutdown()
-    cluster.shutdown()
+    head = {"num_cpus": 1, "num_gpus": 2, "include_dashboard": False}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("GLOO_SOCKET_IFNAME", raising=False)  # of a trainer that was in this process
+        cluster = Cluster(initialize_head=True, head_node_args=head)
+        ray.init(address=cluster.address, log_to_driver=False, logging_level=logging.ERROR)
+        yield cluster
+        ray.shutdown()
+        cluster.shutdown()
 
 
 def spec(**sections: Any) -> Experiment:
