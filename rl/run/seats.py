@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -22,6 +23,7 @@ _RESERVE_SECONDS = 10.0
 _ROOM_SECONDS = 60.0
 """That a trainer which was lost with its node waits for room on another one."""
 _AGAIN_SECONDS = 1.0
+_GIVING_BACK_SECONDS = 2.0
 _TOUCH = 0.001
 """Of a resource that every node has, where there is no GPU to reserve: a placement group cannot be of nothing."""
 
@@ -94,10 +96,15 @@ class Seats:
         return self._views[self._place(index).node.id].capability if self._spans else own_capability()
 
     def close(self) -> None:
-        """Give all of it back, with whatever still sits there."""
-        for reserved in (self._ranks, *self._engines.values()):
-            remove_placement_group(reserved.group)
+        """Give all of it back, with whatever still sits there.
+
+        A head that is gone is not waited for: a signal to the whole foreground group ends it before this process.
+        """
+        groups = [reserved.group for reserved in (self._ranks, *self._engines.values())]
         self._engines.clear()
+        giving = threading.Thread(target=lambda: [remove_placement_group(group) for group in groups], daemon=True)
+        giving.start()
+        giving.join(_GIVING_BACK_SECONDS)
 
     def _seat(self, node: Node, group: PlacementGroup, bundle: int, gpus: float, *, all_gpus: bool = False) -> Seat:
         environment = dict(SEES_ALL_GPUS) if all_gpus and node.gpus is not None else {}
