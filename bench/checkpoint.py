@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, TypeVar
 import psutil
 import torch
 
+from bench.batch import random_batch
 from bench.measure import Result, median_ratio
 from bench.train import MODEL
 from examples.tiny_model import write_tiny_model
@@ -23,7 +24,6 @@ from numerics.config import NumericsConfig
 from numerics.spec import QuantSpec
 from rl.algorithms.sft import SftObjective
 from trainer import parallel
-from trainer.batch import TokenBatch
 from trainer.config import TrainerConfig
 
 if TYPE_CHECKING:
@@ -39,10 +39,7 @@ def run() -> list[Result]:
     layout = parallel.initialize(config)
     from trainer.trainer import Trainer
 
-    tokens = torch.randint(6, MODEL.vocab, (ROWS, WIDTH), generator=torch.Generator().manual_seed(0))
-    mask = torch.ones(ROWS, WIDTH, dtype=torch.bool)
-    mask[:, 0] = False
-    batch = TokenBatch(tokens, torch.full((ROWS,), WIDTH), mask)
+    batch = random_batch(ROWS, WIDTH, MODEL.vocab)
     with tempfile.TemporaryDirectory(dir=".") as name:
         folder = Path(name).absolute()
         write_tiny_model(folder / "model", MODEL)

@@ -9,9 +9,9 @@ import statistics
 import tempfile
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
+from bench.batch import random_batch
 from bench.measure import Result
 from examples.tiny_model import TinyModel, write_tiny_model
 from models.tensors import SCALE_SUFFIX
@@ -20,7 +20,6 @@ from numerics.config import NumericsConfig
 from numerics.spec import QuantSpec
 from rl.algorithms.sft import SftObjective
 from trainer import parallel
-from trainer.batch import TokenBatch
 from trainer.config import TrainerConfig
 from weight_sync.delta import Sender
 from weight_sync.quantized import served_tensors
@@ -52,7 +51,7 @@ def _measure(path: Path, rate: float, layout: parallel.Layout) -> Result:
     changed: dict[str, list[float]] = {"codes": [], "scales": [], "BF16 values": []}
     former: dict[str, Tensor] = {}
     for step in range(STEPS + 1):
-        batch = _batch(step)
+        batch = random_batch(ROWS, WIDTH, MODEL.vocab, seed=step)
         trainer.train_step(batch, SftObjective.of(batch))
         served = {
             name: tensor.clone()
@@ -83,10 +82,3 @@ def _fractions(new: dict[str, Tensor], old: dict[str, Tensor]) -> dict[str, floa
         differing[kind] = differing.get(kind, 0) + int((tensor.float() != old[name].float()).sum())
         total[kind] = total.get(kind, 0) + tensor.numel()
     return {kind: differing[kind] / total[kind] for kind in total}
-
-
-def _batch(seed: int) -> TokenBatch:
-    tokens = torch.randint(6, MODEL.vocab, (ROWS, WIDTH), generator=torch.Generator().manual_seed(seed))
-    mask = torch.ones(ROWS, WIDTH, dtype=torch.bool)
-    mask[:, 0] = False
-    return TokenBatch(tokens, torch.full((ROWS,), WIDTH), mask)

@@ -101,16 +101,12 @@ def train(sizes: Sizes, watch: Stopwatch) -> Measured:
 def _step_seconds(
     path: Path, config: Any, numerics: NumericsConfig, layout: Any, sizes: Sizes, watch: Stopwatch
 ) -> dict[str, float]:
+    from bench.batch import random_batch
     from rl.algorithms.sft import SftObjective
-    from trainer.batch import TokenBatch
     from trainer.trainer import Trainer
 
     trainer = Trainer(path, config, numerics, layout, seed=0, total_steps=100, max_sequence_length=sizes.length)
-    generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(6, sizes.stack.vocab, (sizes.batch, sizes.length), generator=generator)
-    mask = torch.ones_like(tokens, dtype=torch.bool)
-    mask[:, 0] = False
-    batch = TokenBatch(tokens, torch.full((sizes.batch,), sizes.length), mask)
+    batch = random_batch(sizes.batch, sizes.length, sizes.stack.vocab)
     objective = SftObjective.of(batch)
     step = watch.seconds(lambda: trainer.train_step(batch, objective), repeats=ROUNDS)
     rounds = ROUNDS if watch.device.type == "cuda" else 1

@@ -6,8 +6,7 @@ import statistics
 import tempfile
 from pathlib import Path
 
-import torch
-
+from bench.batch import random_batch
 from bench.measure import Result, interleaved, median_ratio
 from examples.tiny_model import TinyModel, write_tiny_model
 from numerics.compiler import enable_compiler
@@ -15,7 +14,6 @@ from numerics.config import Mode, NumericsConfig, TrainerPrecision
 from numerics.spec import QuantSpec
 from rl.algorithms.sft import SftObjective
 from trainer import parallel
-from trainer.batch import TokenBatch
 from trainer.config import TrainerConfig
 
 MODEL = TinyModel(layers=4, hidden=512, heads=4, kv_heads=2, intermediate=512, experts=8, top_k=2, vocab=1024)
@@ -28,10 +26,7 @@ def run() -> list[Result]:
     layout = parallel.initialize(config)
     from trainer.trainer import Trainer
 
-    tokens = torch.randint(6, MODEL.vocab, (ROWS, WIDTH), generator=torch.Generator().manual_seed(0))
-    mask = torch.ones(ROWS, WIDTH, dtype=torch.bool)
-    mask[:, 0] = False
-    batch = TokenBatch(tokens, torch.full((ROWS,), WIDTH), mask)
+    batch = random_batch(ROWS, WIDTH, MODEL.vocab)
     objective = SftObjective.of(batch)
 
     with tempfile.TemporaryDirectory() as folder:
