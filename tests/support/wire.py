@@ -18,6 +18,8 @@ import psutil
 Touch = Callable[[bytes], bytes | None]
 """What goes on in place of a chunk that came. None breaks the connection; nothing (`b""`) leaves it open and dead."""
 BUCKET = b"POST /update_weights_from_tensor"
+_DESCRIPTION = re.compile(rb"[A-Za-z0-9+/]{2000,}")
+"""Where the tensors lie in a bucket, in base64."""
 
 
 @contextmanager
@@ -80,16 +82,7 @@ def cut_between_buckets(times: int = 1) -> Touch:
 
 def swallowed(times: int = 1) -> Touch:
     """Lose the first bucket of a sync without a word, so often: both ends wait."""
-    left = times
-
-    def touch(chunk: bytes) -> bytes:
-        nonlocal left
-        if not chunk.startswith(BUCKET) or not left:
-            return chunk
-        left -= 1
-        return b""
-
-    return touch
+    return _so_often(times, _is_bucket, lambda chunk: b"")
 
 
 def delayed(seconds: float) -> Touch:
@@ -102,52 +95,58 @@ def delayed(seconds: float) -> Touch:
 
 def flipped_in_memory(trainer: int, times: int = 1) -> Touch:
     """Flip a bit of each bucket that the process `trainer` shares, just before an engine reads it; so often."""
-    left = times
 
-    def touch(chunk: bytes) -> bytes:
-        nonlocal left
-        if chunk.startswith(BUCKET) and left:
-            left -= 1
-            buckets = {Path(m.path) for m in psutil.Process(trainer).memory_maps() if "/dev/shm/torch_" in m.path}
-            assert buckets
-            for path in buckets:
-                flip(path, 1000)
+    def change(chunk: bytes) -> bytes:
+        buckets = {Path(m.path) for m in psutil.Process(trainer).memory_maps() if "/dev/shm/torch_" in m.path}
+        assert buckets
+        for path in buckets:
+            flip(path, 1000)
         return chunk
 
-    return touch
+    return _so_often(times, _is_bucket, change)
 
 
 def flipped_on_disk(folder: Path, times: int = 1) -> Touch:
     """Flip a bit of the weights in `folder`, just before an engine reads them; so often."""
-    left = times
 
-    def touch(chunk: bytes) -> bytes:
-        nonlocal left
-        if chunk.startswith(b"POST /update_weights_from_disk") and left:
-            left -= 1
-            (weights,) = folder.glob("*.safetensors")
-            flip(weights)
+    def change(chunk: bytes) -> bytes:
+        (weights,) = folder.glob("*.safetensors")
+        flip(weights)
         return chunk
 
-    return touch
+    return _so_often(times, lambda chunk: chunk.startswith(b"POST /update_weights_from_disk"), change)
 
 
 def flipped_in_message(times: int = 1) -> Touch:
     """Flip bits of the text that says where the tensors lie in a bucket; so often."""
-    left = times
 
-    def touch(chunk: bytes) -> bytes:
-        nonlocal left
-        text = re.search(rb"[A-Za-z0-9+/]{2000,}", chunk)
-        if not text or not left:
-            return chunk
-        left -= 1
+    def change(chunk: bytes) -> bytes:
+        text = _DESCRIPTION.search(chunk)
+        assert text is not None
         changed = bytearray(chunk)
         for place in range(*text.span(), 400):
             changed[place] ^= 1
         return bytes(changed)
 
+    return _so_often(times, lambda chunk: _DESCRIPTION.search(chunk) is not None, change)
+
+
+def _so_often(times: int, meant: Callable[[bytes], bool], change: Touch) -> Touch:
+    """Do `change` to the first chunks that are `meant`."""
+    left = times
+
+    def touch(chunk: bytes) -> bytes | None:
+        nonlocal left
+        if not left or not meant(chunk):
+            return chunk
+        left -= 1
+        return change(chunk)
+
     return touch
+
+
+def _is_bucket(chunk: bytes) -> bool:
+    return chunk.startswith(BUCKET)
 
 
 def flip(file: Path, position: int | None = None) -> None:
