@@ -17,7 +17,7 @@ def rank() -> int:
 
 def all_gathered(value: T) -> list[T]:
     """Every rank's value, in rank order."""
-    if not dist.is_initialized():
+    if not dist.is_initialized() or dist.get_world_size() == 1:
         return [value]
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)

@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
@@ -16,6 +15,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from numerics import ops
+from numerics.ranks import all_gathered
 from numerics.sampling import GREEDY, draw
 from trainer import device
 from trainer.batch import UNKNOWN, TokenBatch
@@ -175,11 +175,8 @@ def _reduce(outputs: list[_MicroOutput]) -> tuple[float, dict[str, float]]:
     for output in outputs:
         for name, value in {"": output.loss, **output.metrics}.items():
             sums[name] = sums.get(name, 0.0) + float(value)
-    gathered: list[Any] = [(sums, bad)]
-    if dist.get_world_size() > 1:
-        counts = parallel_state.is_pipeline_last_stage() and parallel_state.get_tensor_model_parallel_rank() == 0
-        gathered = [None] * dist.get_world_size()
-        dist.all_gather_object(gathered, (sums, bad) if counts else ({}, []))
+    counts = parallel_state.is_pipeline_last_stage() and parallel_state.get_tensor_model_parallel_rank() == 0
+    gathered = all_gathered((sums, bad) if counts else ({}, []))
     bad_rows = sorted(row for _, rows in gathered for row in rows)
     if bad_rows:
         raise NonFiniteLossError(
