@@ -11,8 +11,8 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -56,17 +56,9 @@ class SyncReport:
     mismatched_tensors: int
 
     def metrics(self) -> dict[str, float]:
-        """As `sync/...` metrics; seconds and bytes."""
-        names = (
-            "bytes",
-            "weight_bytes",
-            "seconds",
-            "send_seconds",
-            "verify_seconds",
-            "verified_tensors",
-            "mismatched_tensors",
-        )
-        return {f"sync/{name}": float(getattr(self, name)) for name in names}
+        """All but the version as `sync/...` metrics; seconds and bytes."""
+        values = dataclasses.asdict(self)
+        return {f"sync/{name}": float(value) for name, value in values.items() if name != "version"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -201,11 +193,8 @@ def send_share(trainer: Trainer, share: Share) -> Sent:
             yield name, tensor
 
     async def send() -> None:
-        engines = [EngineClient(endpoint, timeout_s=share.patience_s) for endpoint in share.endpoints]
-        try:
+        async with _clients(share.endpoints, share.patience_s) as engines:
             await share.transport.send(to_send(), engines, share.version)
-        finally:
-            await asyncio.gather(*(engine.close() for engine in engines))
 
     try:
         with _as_sync_error(share.version):
@@ -226,9 +215,16 @@ async def _each(
     endpoints: Sequence[Endpoint], use: Callable[[EngineClient], Awaitable[Result]], patience_s: float
 ) -> list[Result]:
     """What `use` gets from each engine."""
+    async with _clients(endpoints, patience_s) as engines:
+        return await asyncio.gather(*(use(engine) for engine in engines))
+
+
+@asynccontextmanager
+async def _clients(endpoints: Sequence[Endpoint], patience_s: float) -> AsyncIterator[list[EngineClient]]:
+    """Of each engine, for the block."""
     engines = [EngineClient(endpoint, timeout_s=patience_s) for endpoint in endpoints]
     try:
-        return await asyncio.gather(*(use(engine) for engine in engines))
+        yield engines
     finally:
         await asyncio.gather(*(engine.close() for engine in engines))
 
