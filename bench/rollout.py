@@ -13,8 +13,8 @@ from transformers import AutoTokenizer
 from bench.measure import Result, median_ratio
 from numerics.config import Mode, NumericsConfig, RolloutPrecision
 from numerics.spec import QuantSpec
-from rl.run.engines import expected_report
 from rl.run.feed import to_groups
+from rl.run.serving import expected_report
 from rollout.config import RolloutConfig
 from rollout.engine import Engine
 from rollout.tasks import load_problems, prompt_ids

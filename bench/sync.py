@@ -19,7 +19,7 @@ from examples.tiny_model import TinyModel, write_tiny_model
 from numerics.compiler import enable_compiler
 from numerics.config import NumericsConfig
 from numerics.spec import QuantSpec
-from rl.run.engines import expected_report
+from rl.run.serving import expected_report
 from rollout.client import EngineClient
 from rollout.config import RolloutConfig
 from rollout.engine import Engine

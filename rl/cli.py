@@ -15,7 +15,7 @@ import typer
 from rich.console import Console
 
 from numerics.errors import UserError
-from rl.run.interrupts import INTERRUPTED, end_at_once, interruptible
+from rl.run.interrupts import INTERRUPTED, end_on_signal, interruptible
 
 app = typer.Typer(
     help="FP8 reinforcement learning for Mixture-of-Experts models: one quantization spec for training and rollout.",
@@ -288,7 +288,7 @@ def _user_errors() -> Iterator[None]:
 
 def main() -> None:
     """The entry point."""
-    end_at_once()
+    end_on_signal()
     for stream in (sys.stdout, sys.stderr):  # a name of a file may hold what the terminal's encoding does not
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")

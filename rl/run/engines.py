@@ -3,34 +3,27 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.metadata
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import ray
 
-from numerics.code import code_digest
 from numerics.config import NumericsConfig
 from numerics.errors import UserError
-from numerics.implementation import implementation_for
 from rl.experiment import Experiment
 from rl.run.background import Background
-from rl.run.nodes import own_capability
 from rl.run.seats import NoRoomError, Seats
+from rl.run.serving import Serving, engine_maker
+from rl.run.slot import Slot
 from rollout.config import RolloutConfig
-from rollout.engine import EngineActor
 from rollout.errors import EngineDiedError, EngineError
-from rollout.plugin.hooks import hooks_for
-from rollout.protocol import ENGINE_PACKAGES, LIBRARIES, Report
 from rollout.sampler import check_versions
-from rollout.types import Endpoint, Group, Load, SamplingParams, Trajectory
-
-Result = TypeVar("Result")
+from rollout.types import Endpoint, Group, SamplingParams, Trajectory
 
 _STOP_SECONDS = 6.0
 _PULSE_SECONDS = 2.0
@@ -41,60 +34,11 @@ _HOUR = 3600.0
 
 
 @dataclass(frozen=True)
-class Serving:
-    """What engines are started with. make: an actor for the engine of this index, where it has room; it may block.
-    checkpoint: an HF directory in the served format. version: of its weights."""
-
-    make: Callable[[int], Any]
-    checkpoint: Path
-    version: int
-
-
-@dataclass(frozen=True)
 class News:
     """replaced: engines that are, of which this tells."""
 
     replaced: int
     text: str
-
-
-@dataclass
-class Slot:
-    """The place of one engine, in which one follows another if it has to.
-
-    endpoint: of the engine that is there now; None until it answers and has passed the handshake. serving: a sync has
-    verified what it holds, so that it gets groups. answers: under way. load: as it last said. tokens: it has generated.
-    idle: seconds that it had nothing to do. idle_since: monotonic, of its last answer.
-    """
-
-    index: int
-    lost: asyncio.Future[str]
-    actor: Any = None
-    endpoint: Endpoint | None = None
-    serving: bool = False
-    answers: int = 0
-    load: Load | None = None
-    tokens: int = 0
-    idle: float = 0.0
-    idle_since: float = field(default_factory=time.monotonic)
-
-    def give(self, answers: int) -> None:
-        """It is asked for so many more."""
-        if not self.answers:
-            self.idle += time.monotonic() - self.idle_since
-        self.answers += answers
-
-    def take(self, answers: int) -> None:
-        """So many are not under way any more."""
-        self.answers -= answers
-        if not self.answers:
-            self.idle_since = time.monotonic()
-
-    def lose(self, actor: Any, reason: str) -> None:
-        """The engine of this actor is no good any more, if it is still this slot's."""
-        if actor is self.actor and not self.lost.done():
-            self.serving = False
-            self.lost.set_result(reason)
 
 
 class EnginePool:
@@ -392,44 +336,6 @@ class EnginePool:
         """Wake whoever waits for an engine to be free, up or lost."""
         self._change.set()
         self._change = asyncio.Event()
-
-
-def engine_maker(experiment: Experiment, seats: Seats, folder: Path, numerics: NumericsConfig) -> Callable[[int], Any]:
-    """Makes the actor of an engine, by its index, on `numerics`; folder: for its log."""
-
-    def make(index: int) -> Any:
-        seat = seats.engine(index)
-        return EngineActor.options(**seat.actor()).remote(
-            experiment.rollout,
-            folder / f"engine_{index}.log",
-            {"numerics": numerics.to_dict()},
-            report_on(numerics, seats.capability(index)),
-            seat.host,
-        )
-
-    return make
-
-
-def expected_report(numerics: NumericsConfig) -> Report:
-    """What an engine's plugin must say before the engine is used, on this machine."""
-    return report_on(numerics, own_capability())
-
-
-def report_on(numerics: NumericsConfig, capability: tuple[int, int] | None) -> Report:
-    """The same on a GPU of this compute capability; None: on a CPU."""
-    hooks = hooks_for(numerics, cuda=capability is not None)
-    return Report(
-        spec_digest=numerics.spec.digest(),
-        numerics=numerics.to_dict(),
-        hooks=tuple(sorted(hook.target for hook in hooks)),
-        provides=tuple(sorted({hook.provides for hook in hooks if hook.provides})),
-        versions={name: importlib.metadata.version(name) for name in LIBRARIES},
-        code=code_digest(ENGINE_PACKAGES),
-        weight_version="0",
-        row_variant_ops=() if numerics.mode == "exact" else None,
-        implementation=implementation_for(capability, numerics.spec),
-        threads=1,
-    )
 
 
 async def _call(reference: Any) -> Any:

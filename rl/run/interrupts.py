@@ -24,7 +24,7 @@ _DEAF_SECONDS = 1.0
 Handler = Callable[[int, FrameType | None], None] | int | None
 
 
-def end_at_once() -> None:
+def end_on_signal() -> None:
     """Have both signals end this process on the spot, until something is opened that has to be closed."""
 
     def end(signum: int, frame: FrameType | None) -> None:

@@ -19,9 +19,10 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from numerics.config import NumericsConfig
 from rl.experiment import Experiment
 from rl.run.cluster import end_at_once, ray_cluster
-from rl.run.engines import EnginePool, Serving, engine_maker
+from rl.run.engines import EnginePool
 from rl.run.interrupts import Closing
 from rl.run.seats import Seats
+from rl.run.serving import Serving, engine_maker
 from rollout.client import EngineClient
 from rollout.errors import StaleWeightsError
 from rollout.types import Endpoint, Group, Trajectory

@@ -15,7 +15,7 @@ import pytest
 
 from numerics.config import NumericsConfig
 from numerics.spec import QuantSpec
-from rl.run.engines import expected_report
+from rl.run.serving import expected_report
 from rollout.engine import Engine, EngineActor
 from rollout.errors import EngineDiedError, EngineError, HandshakeError
 from rollout.scratch import sweep

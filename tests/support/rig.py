@@ -17,8 +17,8 @@ from numerics.config import NumericsConfig
 from numerics.spec import QuantSpec
 from rl.algorithms.sft import SftObjective
 from rl.run.batching import batch_from_trajectories
-from rl.run.engines import expected_report
 from rl.run.feed import to_groups
+from rl.run.serving import expected_report
 from rollout.config import RolloutConfig
 from rollout.engine import Engine
 from rollout.sampler import check_versions

@@ -14,7 +14,7 @@ from numerics.config import NumericsConfig
 from numerics.digest import tensor_digest
 from numerics.spec import Scale
 from rl.diagnose.preflight.check import Check, judged
-from rl.run.engines import expected_report
+from rl.run.serving import expected_report
 from rollout.errors import HandshakeError
 from rollout.handshake import differences
 from rollout.plugin.hooks import ROUTER

@@ -27,7 +27,7 @@ from rl.diagnose.preflight.check import Check
 from rl.diagnose.preflight.floor import Difference, difference
 from rl.diagnose.preflight.same_logprobs import NATIVE_LIMIT, described, noise_floor, trainer_against_engine
 from rl.experiment import Experiment, load_experiment, parse_experiment
-from rl.run.engines import expected_report
+from rl.run.serving import expected_report
 from rollout.plugin.hooks import hooks_for
 from tests.support.definitions import SIZES
 

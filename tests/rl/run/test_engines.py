@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 
 import rl.run.engines as engines_module
-from rl.run.engines import EnginePool, News, Serving
+from rl.run.engines import EnginePool, News
 from rl.run.seats import NoRoomError
+from rl.run.serving import Serving
 from rollout.config import RolloutConfig
 from rollout.engine import Health
 from rollout.errors import EngineDiedError, EngineError, StaleWeightsError

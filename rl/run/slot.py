@@ -1,0 +1,49 @@
+"""The place of one engine in the pool."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from rollout.types import Endpoint, Load
+
+
+@dataclass
+class Slot:
+    """The place of one engine, in which one follows another if it has to.
+
+    endpoint: of the engine that is there now; None until it answers and has passed the handshake. serving: a sync has
+    verified what it holds, so that it gets groups. answers: under way. load: as it last said. tokens: it has generated.
+    idle: seconds that it had nothing to do. idle_since: monotonic, of its last answer.
+    """
+
+    index: int
+    lost: asyncio.Future[str]
+    actor: Any = None
+    endpoint: Endpoint | None = None
+    serving: bool = False
+    answers: int = 0
+    load: Load | None = None
+    tokens: int = 0
+    idle: float = 0.0
+    idle_since: float = field(default_factory=time.monotonic)
+
+    def give(self, answers: int) -> None:
+        """It is asked for so many more."""
+        if not self.answers:
+            self.idle += time.monotonic() - self.idle_since
+        self.answers += answers
+
+    def take(self, answers: int) -> None:
+        """So many are not under way any more."""
+        self.answers -= answers
+        if not self.answers:
+            self.idle_since = time.monotonic()
+
+    def lose(self, actor: Any, reason: str) -> None:
+        """The engine of this actor is no good any more, if it is still this slot's."""
+        if actor is self.actor and not self.lost.done():
+            self.serving = False
+            self.lost.set_result(reason)
