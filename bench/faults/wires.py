@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import ray
+import torch
+from torch import Tensor
 
 from bench.faults.lab import Found, Outcome, Wrong, expect, tried
 from rl.experiment import load_experiment
@@ -29,7 +31,9 @@ from rollout.types import Endpoint, Group, Trajectory
 from tests.support import wire
 from tests.support.paths import EXAMPLES
 from tests.support.wire import Touch, proxied
+from trainer.trainer import Trainer
 from weight_sync.manifest import SyncError
+from weight_sync.transports import distributed
 
 STALLED_S = 5
 SETTINGS = ["sync.bucket_mib=1", f"sync.answer_within_s={STALLED_S}", "rollout.hung_after_s=6"]
@@ -78,6 +82,15 @@ class Pair:
             return str(error)
         raise Wrong("found a sync that was verified, expected an error")
 
+    @contextmanager
+    def over(self, transport: str) -> Iterator[None]:
+        """Syncs go this way."""
+        experiment = self.stack.experiment
+        sync = experiment.sync.model_copy(update={"transport": transport})
+        self.stack.experiment = experiment.model_copy(update={"sync": sync})
+        yield
+        self.stack.experiment = experiment
+
     def same(self) -> None:
         expect(self.stack.sample(self.asked, 1.0) == self.answers, "found other answers than undisturbed")
 
@@ -121,6 +134,7 @@ def run() -> dict[str, Outcome]:
         network_delayed,
         bit_flipped_in_transit,
         bit_flipped_in_transit_each_time,
+        broadcast_flipped,
         served_file_flipped,
         bits_flipped_in_a_message,
     ]
@@ -175,13 +189,30 @@ def bits_flipped_in_a_message(pair: Pair) -> Found:
     return Found(f"{mended} is {'done again' if 'sync' in mended else 'started'} and verified", {"verified": seconds})
 
 
+def broadcast_flipped(pair: Pair) -> Found:
+    """A bit of a bucket of `sync.transport=distributed`, in the trainer, as its broadcast begins."""
+
+    def flip_next(trainer: Trainer) -> None:
+        broadcast = distributed._broadcast
+
+        def flipped(flat: Tensor, group: Any) -> None:
+            distributed._broadcast = broadcast
+            flat.view(torch.uint8)[1000] ^= 1
+            broadcast(flat, group)
+
+        distributed._broadcast = flipped
+
+    pair.stack.trainer.apply(flip_next)
+    with pair.over("distributed"):
+        said, seconds = pair.sync(lambda chunk: chunk)
+    expect("are not what the trainer sent" in said, f"found {said!r}")
+    return Found("the digests differ: the sync is done again and verified", {"verified": seconds})
+
+
 def served_file_flipped(pair: Pair) -> Found:
     """A bit of the weights' file of `sync.transport=disk`, before the engine reads it."""
-    experiment = pair.stack.experiment
-    disk = experiment.sync.model_copy(update={"transport": "disk"})
-    pair.stack.experiment = experiment.model_copy(update={"sync": disk})
-    said, seconds = pair.sync(wire.flipped_on_disk(pair.stack.folder / "served/sync_checkpoint"))
-    pair.stack.experiment = experiment
+    with pair.over("disk"):
+        said, seconds = pair.sync(wire.flipped_on_disk(pair.stack.folder / "served/sync_checkpoint"))
     expect("a sync failed and is done again" in said, f"found {said!r}")
     return Found("the digests differ: the sync is done again and verified", {"verified": seconds})
 
