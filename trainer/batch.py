@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.nn.functional as F
@@ -83,6 +83,10 @@ class TokenBatch:
     def real_tokens(self) -> Tensor:
         """bool [B, S], False in the padding."""
         return torch.arange(self.width, device=self.lengths.device) < self.lengths[:, None]
+
+    def with_fields(self, **fields: Tensor) -> TokenBatch:
+        """The same with these fields too, float32 [B, S]."""
+        return replace(self, fields=self.fields | fields)
 
     def select(self, rows: Sequence[int] | Tensor) -> TokenBatch:
         """These rows in the order given, trimmed to the longest of them. The tensors are copies."""

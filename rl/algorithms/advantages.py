@@ -1,16 +1,23 @@
-"""Group-relative advantages: how much better a trajectory did than the others of its prompt."""
+"""Advantages: how much better an answer, or a token of it, did than was to be expected.
+
+Groups are known by their number, never by position: their members may come in any order and in any count.
+"""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 STD_EPSILON = 1e-6
 """Keeps a group of equal rewards at advantage 0 instead of 0/0."""
+VARIANCE_FLOOR = 1e-8
+"""Keeps equal advantages at 0 when they are whitened."""
 
 
 def group_advantages(rewards: Tensor, groups: Tensor, *, normalize_std: bool) -> Tensor:
-    """Advantage of each trajectory within its group.
+    """Advantage of each trajectory within its group, the others of its prompt.
 
     With `normalize_std` it is (R - mean) / (std + 1e-6) with the sample standard deviation (ddof 1), as in GRPO
     (DeepSeekMath); without, it is R - mean, as in Dr. GRPO. A group of one has nothing to compare with, so its mean
@@ -26,21 +33,86 @@ def group_advantages(rewards: Tensor, groups: Tensor, *, normalize_std: bool) ->
     Raises:
         ValueError: shapes differ or a reward is not finite.
     """
+    group = _grouped(rewards, groups)
+    alone = group.counts == 1
+    centred = torch.where(alone, group.rewards, group.centred)
+    if not normalize_std:
+        return centred.float()
+    variance = group.sums(centred.square()) / (group.counts - 1).clamp(min=1)
+    std = torch.where(alone, 1.0, variance.sqrt())
+    return (centred / (std + STD_EPSILON)).float()
+
+
+def leave_one_out(rewards: Tensor, groups: Tensor) -> Tensor:
+    """Reward less the mean of the *other* trajectories of the prompt, as in RLOO (Ahmadian et al. 2024, "Back to
+    Basics"). A group of one has no others and gives 0. Arguments, result and errors as of `group_advantages`.
+    """
+    group = _grouped(rewards, groups)
+    return (group.centred * group.counts / (group.counts - 1).clamp(min=1)).float()
+
+
+def relative_to_mean(rewards: Tensor, groups: Tensor) -> Tensor:
+    """(R - mean) / mean, 0 in a group of mean 0, as in MaxRL (Tajwar et al. 2026, "Maximum Likelihood Reinforcement
+    Learning"): the fewer answers of a prompt are right, the more each of them counts. Arguments and result as of
+    `group_advantages`.
+
+    Raises:
+        ValueError: as there, or a reward is negative.
+    """
+    group = _grouped(rewards, groups)
+    if bool((group.rewards < 0).any()):
+        raise ValueError(
+            f"rewards: found {float(group.rewards.min()):g}, expected none below 0, as MaxRL divides by a group's mean "
+            "reward; correct the reward function"
+        )
+    return torch.where(group.means > 0, group.centred / group.means, 0.0).float()
+
+
+def spread(values: Tensor, batch_mask: Tensor) -> Tensor:
+    """float32 [B, S]: the value [B] of each row at each of its target tokens, bool [B, S]; 0 elsewhere."""
+    return torch.where(batch_mask, values.float()[:, None], 0.0)
+
+
+def whitened(advantages: Tensor, used: Tensor) -> Tensor:
+    """(A - mean) / sqrt(variance + 1e-8) over all used tokens of the batch, as in REINFORCE++ (Hu et al. 2025). float32
+    [B, S], 0 on tokens that are not used; computed in float64.
+    """
+    values = advantages[used].double()
+    variance, mean = torch.var_mean(values, correction=0)
+    white = torch.zeros(advantages.shape, dtype=torch.float32)
+    white[used] = ((values - mean) / (variance + VARIANCE_FLOOR).sqrt()).float()
+    return white
+
+
+@dataclass(frozen=True)
+class _Grouped:
+    """Trajectories by group; float64 [N], each entry that of the trajectory's group where it is not its own."""
+
+    rewards: Tensor
+    member: Tensor
+    counts: Tensor
+    means: Tensor
+
+    @property
+    def centred(self) -> Tensor:
+        return self.rewards - self.means
+
+    def sums(self, values: Tensor) -> Tensor:
+        """Of the values [N] of each one's group."""
+        return _sums(values, self.member)
+
+
+def _grouped(rewards: Tensor, groups: Tensor) -> _Grouped:
     if rewards.dim() != 1 or rewards.shape != groups.shape:
         raise ValueError(f"groups: found shape {list(groups.shape)}, expected [N] like rewards {list(rewards.shape)}")
     if not bool(torch.isfinite(rewards).all()):
         bad = torch.nonzero(~torch.isfinite(rewards)).flatten().tolist()
         raise ValueError(f"rewards: found non-finite values at {bad}, expected numbers; correct the reward function")
     rewards = rewards.double()
-    _, member, counts = torch.unique(groups, return_inverse=True, return_counts=True)
-    zeros = torch.zeros(len(counts), dtype=torch.float64)
-    alone = counts == 1
+    _, member = torch.unique(groups, return_inverse=True)
+    counts = _sums(torch.ones_like(rewards), member)
+    return _Grouped(rewards, member, counts, _sums(rewards, member) / counts)
 
-    mean = zeros.index_add(0, member, rewards) / counts
-    mean = torch.where(alone, 0.0, mean)
-    centred = rewards - mean[member]
-    if not normalize_std:
-        return centred.float()
-    variance = zeros.index_add(0, member, centred.square()) / (counts - 1).clamp(min=1)
-    std = torch.where(alone, 1.0, variance.sqrt())
-    return (centred / (std + STD_EPSILON)[member]).float()
+
+def _sums(values: Tensor, member: Tensor) -> Tensor:
+    return torch.zeros_like(values).index_add(0, member, values)[member]

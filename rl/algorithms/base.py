@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import ClassVar, Self
 
 import torch
@@ -14,6 +15,21 @@ from trainer.objective import Objective
 
 CAP_WITHOUT_TIS = 2.0
 """C of the clip fractions where no cap is configured."""
+
+
+@dataclass(frozen=True)
+class Outcomes:
+    """What came of the trajectories of a batch, by row.
+
+    Attributes:
+        rewards: float [N].
+        groups: int64 [N], equal numbers for trajectories of one prompt, in any order.
+        finished: bool [N], False where the length ended the answer.
+    """
+
+    rewards: Tensor
+    groups: Tensor
+    finished: Tensor
 
 
 class AlgorithmConfig(BaseModel):
@@ -37,8 +53,8 @@ class AlgorithmConfig(BaseModel):
         """How many problems of the data a step takes."""
         return rollout.prompts_per_step
 
-    def advantages(self, rewards: Tensor, groups: Tensor) -> Tensor:
-        """The advantage of each trajectory, float32 [N]; rewards: float [N]; groups: int64 [N], equal within one."""
+    def advantages(self, outcomes: Outcomes, batch: TokenBatch) -> Tensor:
+        """The advantage of each token, float32 [B, S], 0 where the loss has no target."""
         raise NotImplementedError(f"{self.name} samples nothing, so it has no advantages")
 
     def keeps(self, rewards: Tensor) -> bool:
@@ -49,6 +65,14 @@ class AlgorithmConfig(BaseModel):
     def objective(self, batch: TokenBatch) -> Objective:
         """The loss of a step on `batch`, with the denominators of the whole batch."""
         raise NotImplementedError
+
+    def formula(self) -> str:
+        """What is minimised, in a few lines, as these settings make it."""
+        raise NotImplementedError
+
+    def remarks(self) -> list[str]:
+        """What somebody should know who comes from another framework, a sentence each."""
+        return []
 
     @property
     def cap(self) -> float | None:

@@ -12,6 +12,8 @@ logprob. A sequence's ratio is the product of its tokens' rho, its geometric rat
     geometric   the TIS weight in a sequence whose geometric ratio is within [low, high]; others are rejected. verl's
                 rollout correction does so with the bounds on the inverse ratio, rollout to trainer: its [low, high] is
                 [1/high, 1/low] here
+    veto        a sequence with a token of rho below it is rejected, whatever else holds (as in slime's and SkyRL's
+                mismatch helpers)
 
 `cap` bounds the weights of icepop and mis as well. A rejected token gives no loss and no gradient. The denominators of
 the loss stay those of the whole batch (verl divides by what is left): a rejected token counts as a zero, so rejection
@@ -84,6 +86,7 @@ class Correction:
         rejection: None keeps every token.
         low: least accepted ratio; None: no lower bound.
         high: largest accepted ratio; None: no upper bound.
+        veto: a token of a ratio below it rejects its sequence; None: none does.
     """
 
     cap: float | None = None
@@ -91,15 +94,20 @@ class Correction:
     rejection: Literal["icepop", "geometric", "mis"] | None = None
     low: float | None = None
     high: float | None = None
+    veto: float | None = None
 
     @classmethod
     def of(
-        cls, cap: float | None, level: Literal["token", "sequence"], rejection: RejectionConfig | None
+        cls,
+        cap: float | None,
+        level: Literal["token", "sequence"],
+        rejection: RejectionConfig | None,
+        veto: float | None = None,
     ) -> Correction:
         """The correction that an experiment's settings ask for."""
         if rejection is None:
-            return cls(cap, level)
-        return cls(cap, level, rejection.name, rejection.low, rejection.high)
+            return cls(cap, level, veto=veto)
+        return cls(cap, level, rejection.name, rejection.low, rejection.high, veto)
 
     @property
     def weighs(self) -> bool:
@@ -107,9 +115,31 @@ class Correction:
         return self.cap is not None or self.rejection in OWN_WEIGHT
 
     @property
+    def rejects(self) -> bool:
+        """Whether a token can be left out of the loss."""
+        return self.rejection is not None or self.veto is not None
+
+    @property
     def corrects(self) -> bool:
         """Whether it weighs or rejects; only then the rollout logprobs matter."""
-        return self.weighs or self.rejection is not None
+        return self.weighs or self.rejects
+
+    def formula(self) -> dict[str, str]:
+        """What w is and what is rejected, where there is any of it."""
+        lines = {}
+        if self.weighs:
+            level = "sequence" if self.rejection == "mis" else "token" if self.rejection == "icepop" else self.level
+            ratio = f"ratio trainer / rollout of the {level}"
+            lines["w"] = ratio if self.cap is None else f"min({ratio}, {self.cap:g})"
+        left_out = []
+        if self.rejection is not None:
+            what = {"icepop": "tokens by their ratio", "geometric": "sequences by the geometric mean of their ratios"}
+            judged = what.get(self.rejection, "sequences by the product of their ratios")
+            bounds = [f"below {self.low:g}"] * (self.low is not None) + [f"above {self.high:g}"]
+            left_out.append(f"{judged}, {' or '.join(bounds)}")
+        if self.veto is not None:
+            left_out.append(f"sequences with a token's ratio below {self.veto:g}")
+        return lines | ({"left out": "; ".join(left_out)} if left_out else {})
 
     def __call__(self, old: Tensor, rollout: Tensor, used: Tensor) -> tuple[Tensor, Tensor]:
         """Weights [B, S] in old's dtype without gradient, 1 on unused tokens; and bool [B, S], used and not rejected.
@@ -137,7 +167,10 @@ class Correction:
             weight = torch.ones_like(d)
         if self.cap is not None:
             weight = weight.clamp(max=self.cap)
-        return torch.where(used, weight, 1.0).to(old.dtype), used & ~self._is_outside(judged)
+        outside = self._is_outside(judged)
+        if self.veto is not None:
+            outside |= (token < self.veto).any(dim=1, keepdim=True)
+        return torch.where(used, weight, 1.0).to(old.dtype), used & ~outside
 
     def _is_outside(self, ratio: Tensor) -> Tensor:
         outside = torch.zeros_like(ratio, dtype=torch.bool)

@@ -26,6 +26,9 @@ class Sft(AlgorithmConfig):
     def problems_per_step(self, rollout: RolloutConfig) -> int:
         return self.batch_size
 
+    def formula(self) -> str:
+        return "loss = -Σ logprob / tokens, of the answers of the data"
+
     def objective(self, batch: TokenBatch) -> SftObjective:
         return SftObjective.of(batch)
 

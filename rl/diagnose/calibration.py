@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import torch
-
 from rl.run.batching import batch_from_trajectories
 from rl.run.feed import to_groups, to_prompts
 from rl.run.problems import of_step
@@ -32,7 +30,7 @@ def sampled_batch(stack: Stack, prompts: list[Prompt], group_size: int, temperat
     """`group_size` answers to each prompt, as a step would batch them, without advantages."""
     groups = to_groups(prompts, group_size, run_seed=stack.experiment.run.seed, step=0)
     answers = stack.sample(groups, temperature)
-    return batch_from_trajectories(answers, torch.zeros(len(answers)), temperature, replay=stack.replays)
+    return batch_from_trajectories(answers, temperature, replay=stack.replays)
 
 
 def _long(prompts: list[Prompt], tokens: int) -> Prompt:

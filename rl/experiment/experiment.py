@@ -65,5 +65,7 @@ class Experiment(Section):
         return self.model_dump(mode="json")
 
     def to_yaml(self) -> str:
-        """Everything written out; `parse_experiment(yaml.safe_load(text))` gives an equal object."""
-        return yaml.safe_dump(self.to_dict(), sort_keys=False, allow_unicode=True)
+        """Everything written out below what it minimises; `parse_experiment(yaml.safe_load(text))` gives an equal
+        object."""
+        formula = "".join(f"# {line}\n" for line in self.algorithm.formula().splitlines())
+        return formula + yaml.safe_dump(self.to_dict(), sort_keys=False, allow_unicode=True)

@@ -52,6 +52,8 @@ METRICS: dict[str, Metric] = {
     "train/entropy": Metric("nats", "Mean entropy of the distributions the target tokens were scored under."),
     "train/ratio_mean": Metric("", "Mean policy ratio, trained over scoring weights; 1 in an on-policy step."),
     "train/clip_fraction": Metric("", "Fraction of used tokens whose clipped term is the loss, so without gradient."),
+    "train/clip_fraction_low": Metric("", "Fraction of used tokens that the clip's lower bound changed."),
+    "train/clip_fraction_high": Metric("", "Fraction of used tokens that its upper bound changed, or the dual clip."),
     "train/tis_weight_mean": Metric("", "Mean importance weight of the used tokens; a rejected one counts as 0."),
     "train/rejected_tokens": Metric("", "Fraction of the used tokens that the rejection masks."),
     "train/rejected_sequences": Metric("", "Fraction of the sequences that the rejection leaves without a token."),

@@ -29,7 +29,6 @@ class SftExample:
 
 def batch_from_trajectories(
     trajectories: Sequence[Trajectory],
-    advantages: Tensor,
     temperature: float,
     *,
     replay: bool = False,
@@ -38,21 +37,18 @@ def batch_from_trajectories(
     """One row per trajectory: prompt then generation, the generated tokens as targets, the engine's routes if it
     reported them.
 
-    Fields: `rollout_logprobs`, the engine's logprob of each generated token as received (NaN and inf included), and
-    `advantages`, the trajectory's advantage on each of its generated tokens. Both are 0 elsewhere.
+    Its field `rollout_logprobs` is the engine's logprob of each generated token as received (NaN and inf included), 0
+    elsewhere.
 
     Args:
-        trajectories: in the order of `advantages`. One without generated tokens gives a row without targets.
-        advantages: float [N].
+        trajectories: one without generated tokens gives a row without targets.
         temperature: that the tokens were sampled with.
         replay: the trainer is to take the engine's routes.
         redraws: rows, spread over the batch, whose tokens the trainer is to draw again.
 
     Raises:
-        ValueError: numbers of trajectories, advantages, logprobs or routes do not fit, or a prompt is empty.
+        ValueError: numbers of logprobs or routes do not fit the tokens, or a prompt is empty.
     """
-    if tuple(advantages.shape) != (len(trajectories),):
-        raise ValueError(f"advantages: found shape {list(advantages.shape)}, expected [{len(trajectories)}]")
     for row, trajectory in enumerate(trajectories):
         if len(trajectory.logprobs) != len(trajectory.token_ids):
             raise ValueError(
@@ -63,11 +59,9 @@ def batch_from_trajectories(
     rollout_logprobs = torch.zeros(batch.tokens.shape)
     # Row-major, so the mask lists each row's generated tokens in order, row after row.
     rollout_logprobs[batch.loss_mask] = torch.tensor([x for t in trajectories for x in t.logprobs], dtype=torch.float32)
-    spread = torch.where(batch.loss_mask, advantages.float()[:, None], 0.0)
-    fields = {"rollout_logprobs": rollout_logprobs, "advantages": spread}
     return replace(
         batch,
-        fields=fields,
+        fields={"rollout_logprobs": rollout_logprobs},
         routes=_routes(trajectories, batch),
         replay=replay,
         seeds=_seeds(trajectories, redraws) if redraws else None,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from transformers import PreTrainedTokenizerBase
 
 from numerics.sampling import GREEDY
@@ -53,6 +52,6 @@ def agreement_on(answers: Sequence[Answer], trainer: TrainerGroup, *, replay: bo
     if not answers:
         return {}
     trajectories = [answer.trajectory for answer in answers]
-    batch = batch_from_trajectories(trajectories, torch.zeros(len(answers)), 1.0, replay=replay)
+    batch = batch_from_trajectories(trajectories, 1.0, replay=replay)
     scored, versions = trainer.score_routed(batch), token_versions(trajectories, batch.loss_mask)
     return Evidence(batch, versions, trainer.weight_version, scored.logprobs, scored.routes).metrics(tis_cap)

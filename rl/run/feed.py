@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from numerics.sampling import answer_seed
+from rl.algorithms.base import Outcomes
 from rl.experiment import Experiment
 from rl.mismatch import token_versions
 from rl.mismatch.drift import tokens_by_age
@@ -153,7 +154,9 @@ class SampledFeed:
             (answer for group in groups for answer in group),
             key=lambda answer: -max(answer.weight_versions, default=-1),
         )[:count]
-        return self._batch(answers, torch.zeros(len(answers)))
+        batch = self._batch(answers)
+        # They are put beside trained rows, and nothing is learnt from them.
+        return replace(batch, tokens=batch.tokens.with_fields(advantages=torch.zeros(batch.tokens.tokens.shape)))
 
     def state(self) -> FeedState:
         answered = [
@@ -229,9 +232,11 @@ class SampledFeed:
         trajectories = [answer.trajectory for answer in answers]
         rewards = torch.tensor([answer.reward for answer in answers])
         members = torch.tensor([trajectory.group for trajectory in trajectories])
-        batch = self._batch(trajectories, self._experiment.algorithm.advantages(rewards, members))
+        outcomes = Outcomes(rewards, members, torch.tensor([trajectory.finished for trajectory in trajectories]))
+        batch = self._batch(trajectories)
+        tokens = batch.tokens.with_fields(advantages=self._experiment.algorithm.advantages(outcomes, batch.tokens))
         metrics = rollout_metrics(trajectories, rewards, members, version)
-        return Work(batch.tokens, batch.versions, tuple(answers), metrics)
+        return Work(tokens, batch.versions, tuple(answers), metrics)
 
     def _figures(self) -> dict[str, float]:
         if not self._experiment.rollout.staleness:
@@ -242,9 +247,9 @@ class SampledFeed:
             "perf/groups_in_flight": float(answered.count(False)),
         }
 
-    def _batch(self, trajectories: Sequence[Trajectory], advantages: Tensor) -> Batch:
+    def _batch(self, trajectories: Sequence[Trajectory]) -> Batch:
         temperature, redraws = self._experiment.rollout.temperature, self._experiment.redraws
-        batch = batch_from_trajectories(trajectories, advantages, temperature, redraws=redraws)
+        batch = batch_from_trajectories(trajectories, temperature, redraws=redraws)
         return Batch(batch, token_versions(trajectories, batch.loss_mask))
 
 

@@ -90,6 +90,10 @@ class Run:
             console = closing.enter_context(StepConsole(experiment.run.steps, done=step))
             console.note(f"run {files.path}")
             console.note(f"spec {experiment.numerics_config().spec.digest()}, seed {experiment.run.seed}")
+            for line in experiment.algorithm.formula().splitlines():
+                console.note(line)
+            for remark in experiment.algorithm.remarks():
+                console.note(f"note: {remark}")
             standing = Standing.of_checkpoint(files, step or None)
             wandb_run = WandbRun(
                 files,

@@ -148,7 +148,7 @@ def sample(rig: Rig, engine: Engine, version: int) -> TokenBatch:
     ]
     groups = to_groups(prompts, 1, run_seed=0, step=1)
     trajectories = rig.run(engine.generate(groups, SamplingParams(max_new_tokens=NEW_TOKENS)))
-    return batch_from_trajectories(trajectories, torch.ones(SEQUENCES), 1.0)
+    return batch_from_trajectories(trajectories, 1.0)
 
 
 def set_precision(trainer: TrainerGroup, precision: str) -> None:

@@ -69,7 +69,7 @@ def differences_by_version(
     pipeline: Pipeline, trajectories: list[Trajectory], checkpoints: dict[int, Path]
 ) -> dict[int, torch.Tensor]:
     """d of the tokens that each version sampled, against a trainer that holds it, over the whole prefix."""
-    batch = batch_from_trajectories(trajectories, torch.zeros(len(trajectories)), 1.0, redraws=len(trajectories))
+    batch = batch_from_trajectories(trajectories, 1.0, redraws=len(trajectories))
     versions = token_versions(trajectories, batch.loss_mask)
     found = {}
     for version, path in checkpoints.items():

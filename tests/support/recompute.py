@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rl.algorithms.base import Outcomes
 from rl.experiment import read_resolved
 from rl.run.records import train_metrics
 from trainer.batch import TokenBatch
@@ -33,8 +34,9 @@ def first_step(run: Path, layout: Layout, config: TrainerConfig) -> tuple[dict[s
         total_steps=experiment.run.steps,
         max_sequence_length=experiment.rollout.context_length,
     )
-    advantages = experiment.algorithm.advantages(_column(lines, "reward"), _column(lines, "group").long())
-    batch = _batch(lines, advantages, experiment.rollout.temperature)
+    batch = _batch(lines, experiment.rollout.temperature)
+    outcomes = Outcomes(_column(lines, "reward"), _column(lines, "group").long(), _column(lines, "finished"))
+    batch = batch.with_fields(advantages=experiment.algorithm.advantages(outcomes, batch))
     done = trainer.forward_backward(batch, experiment.algorithm.objective(batch))
     logprobs = torch.empty_like(done.result.logprobs)
     logprobs[done.rows] = done.result.logprobs
@@ -46,15 +48,14 @@ def _column(lines: list[dict[str, Any]], name: str) -> Tensor:
     return torch.tensor([line[name] for line in lines])
 
 
-def _batch(lines: list[dict[str, Any]], advantages: Tensor, temperature: float) -> TokenBatch:
+def _batch(lines: list[dict[str, Any]], temperature: float) -> TokenBatch:
     rows = [line["prompt_ids"] + line["token_ids"] for line in lines]
     shape = len(rows), max(map(len, rows))
     tokens, mask = torch.zeros(shape, dtype=torch.int64), torch.zeros(shape, dtype=torch.bool)
-    fields = {"rollout_logprobs": torch.zeros(shape), "advantages": torch.zeros(shape)}
+    fields = {"rollout_logprobs": torch.zeros(shape)}
     for row, (ids, line) in enumerate(zip(rows, lines)):
         sampled = slice(len(line["prompt_ids"]), len(ids))
         tokens[row, : len(ids)] = torch.tensor(ids)
         mask[row, sampled] = True
         fields["rollout_logprobs"][row, sampled] = torch.tensor(line["rollout_logprobs"])
-        fields["advantages"][row, sampled] = advantages[row]
     return TokenBatch(tokens, torch.tensor([len(row) for row in rows]), mask, temperature, fields)

@@ -173,8 +173,7 @@ class Pipeline:
         sampling = SamplingParams(max_new_tokens=NEW_TOKENS, temperature=temperature)
         groups = to_groups(prompts(seed)[:count], 2, run_seed=seed, step=1)
         trajectories = self.generate(groups, sampling)
-        advantages = torch.randn(len(trajectories), generator=torch.Generator().manual_seed(seed))
-        return batch_from_trajectories(trajectories, advantages, temperature, redraws=len(trajectories))
+        return batch_from_trajectories(trajectories, temperature, redraws=len(trajectories))
 
     def train_step(self, batch: TokenBatch) -> PassResult:
         return self.trainer.train_step(batch, SftObjective.of(batch))

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from rl.algorithms.grpo import Grpo, GrpoObjective
+from rl.algorithms.grpo import Grpo
+from rl.algorithms.policy_gradient import PolicyObjective
 from rollout.config import RolloutConfig
 from trainer.batch import TokenBatch
 
@@ -25,7 +26,7 @@ def rows_batch(lengths: list[int], mask: list[list[int]], **fields: list[list[fl
 def run(batch: TokenBatch, logprobs: Any, settings: Grpo) -> tuple[float, dict[str, float], torch.Tensor]:
     """Loss, metrics and the gradient of the logprobs."""
     logprobs = torch.as_tensor(logprobs, dtype=torch.float32).clone().requires_grad_()
-    output = GrpoObjective.of(batch, settings)(logprobs, torch.full(batch.tokens.shape, 0.5), batch)
+    output = PolicyObjective.of(batch, settings)(logprobs, torch.full(batch.tokens.shape, 0.5), batch)
     output.loss.backward()
     return output.loss.item(), {name: value.item() for name, value in output.metrics.items()}, logprobs.grad
 
@@ -67,7 +68,7 @@ def test_clipped_and_weighted_loss_by_hand() -> None:
 
 def test_sequence_mean_by_hand() -> None:
     # Row means: (-1 - 2.56 - 0.25) / 3 = -1.27 and 1.6; their mean is 0.165.
-    loss, metrics, _ = run(hand_batch(), HAND_LOGPROBS, algorithm(loss_aggregation="seq_mean"))
+    loss, metrics, _ = run(hand_batch(), HAND_LOGPROBS, algorithm(loss_aggregation="seq_mean_token_mean"))
     assert loss == pytest.approx(0.165, abs=1e-6)
     assert metrics["train/ratio_mean"] == pytest.approx(1.0, abs=1e-6)  # metrics stay token means
 
@@ -111,7 +112,7 @@ def test_a_nonfinite_rollout_logprob_drops_its_token(bad: float) -> None:
 def test_a_fully_dropped_row_leaves_the_sequence_mean() -> None:
     batch = hand_batch()
     batch.fields["rollout_logprobs"][1, 1] = math.nan
-    loss, _, _ = run(batch, HAND_LOGPROBS, algorithm(loss_aggregation="seq_mean"))
+    loss, _, _ = run(batch, HAND_LOGPROBS, algorithm(loss_aggregation="seq_mean_token_mean"))
     assert loss == pytest.approx(-1.27, abs=1e-6)
 
 
@@ -164,12 +165,12 @@ def oracle(batch: TokenBatch, logprobs: torch.Tensor, aggregation: str) -> float
                 losses.append(surrogate * min(np.exp(old - rollout), 2.0))
         if losses:
             row_losses.append(losses)
-    if aggregation == "seq_mean":
+    if aggregation == "seq_mean_token_mean":
         return float(np.mean([np.mean(losses) for losses in row_losses]))
     return float(np.mean(np.concatenate(row_losses)))
 
 
-@pytest.mark.parametrize("aggregation", ["token_mean", "seq_mean"])
+@pytest.mark.parametrize("aggregation", ["token_mean", "seq_mean_token_mean"])
 @pytest.mark.parametrize("seed", range(5))
 def test_loss_against_a_float64_oracle(seed: int, aggregation: str) -> None:
     batch, logprobs = random_batch(seed)
@@ -177,7 +178,7 @@ def test_loss_against_a_float64_oracle(seed: int, aggregation: str) -> None:
     assert loss == pytest.approx(oracle(batch, logprobs, aggregation), rel=1e-5, abs=1e-6)
 
 
-@pytest.mark.parametrize("aggregation", ["token_mean", "seq_mean"])
+@pytest.mark.parametrize("aggregation", ["token_mean", "seq_mean_token_mean"])
 @pytest.mark.parametrize(
     "split", [[[0, 1, 2, 3, 4, 5, 6, 7, 8]], [[8, 0], [3, 4, 5, 1], [2, 6, 7]], [[r] for r in range(9)]]
 )
@@ -185,7 +186,7 @@ def test_micro_batches_add_up(split: list[list[int]], aggregation: str) -> None:
     batch, logprobs = random_batch(7)
     settings = algorithm(loss_aggregation=aggregation)
     whole_loss, whole_metrics, whole_grad = run(batch, logprobs, settings)
-    objective = GrpoObjective.of(batch, settings)
+    objective = PolicyObjective.of(batch, settings)
 
     loss, metrics, grad = 0.0, dict.fromkeys(whole_metrics, 0.0), torch.zeros_like(logprobs)
     for rows in split:
@@ -205,17 +206,19 @@ def test_micro_batches_add_up(split: list[list[int]], aggregation: str) -> None:
 def test_missing_fields_and_unusable_batches_are_refused() -> None:
     plain = rows_batch([2], [[0, 1]], advantages=[[0, 1]])
     with pytest.raises(ValueError, match="rollout_logprobs"):
-        GrpoObjective.of(plain, algorithm())
+        PolicyObjective.of(plain, algorithm())
     with pytest.raises(ValueError, match="advantages"):
-        GrpoObjective.of(rows_batch([2], [[0, 1]]), algorithm(tis_cap=None))
+        PolicyObjective.of(rows_batch([2], [[0, 1]]), algorithm(tis_cap=None))
     with pytest.raises(ValueError, match="no usable token among 1"):
-        GrpoObjective.of(rows_batch([2], [[0, 1]], advantages=[[0, 1]], rollout_logprobs=[[0, math.nan]]), algorithm())
+        PolicyObjective.of(
+            rows_batch([2], [[0, 1]], advantages=[[0, 1]], rollout_logprobs=[[0, math.nan]]), algorithm()
+        )
     with pytest.raises(ValueError, match="advantages: found non-finite"):
-        GrpoObjective.of(rows_batch([2], [[0, 1]], advantages=[[0, math.nan]]), algorithm(tis_cap=None))
+        PolicyObjective.of(rows_batch([2], [[0, 1]], advantages=[[0, math.nan]]), algorithm(tis_cap=None))
 
 
 def test_objective_travels_to_other_processes() -> None:
-    objective = GrpoObjective.of(hand_batch(), algorithm())
+    objective = PolicyObjective.of(hand_batch(), algorithm())
     assert pickle.loads(pickle.dumps(objective)) == objective
 
 

@@ -35,7 +35,8 @@ def trajectories() -> list[Trajectory]:
 
 @pytest.fixture
 def batch(trajectories: list[Trajectory]) -> TokenBatch:
-    return batch_from_trajectories(trajectories, torch.zeros(6), 1.0)
+    batch = batch_from_trajectories(trajectories, 1.0)
+    return batch.with_fields(advantages=torch.zeros(batch.tokens.shape))
 
 
 def result(logprobs: Tensor) -> PassResult:

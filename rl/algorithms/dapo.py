@@ -1,0 +1,17 @@
+"""DAPO: clip-higher, a mean over tokens, dynamic sampling and a price on overlong answers."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from rl.algorithms.grpo import GroupRelative
+from rl.algorithms.overlong import OverlongConfig
+
+
+class Dapo(GroupRelative):
+    """Decoupled clip and dynamic sampling (Yu et al. 2025, "DAPO"). Groups are judged by the rewards as they are,
+    before the price on length, which would give every group a spread."""
+
+    name: Literal["dapo"]
+    dynamic_sampling: bool = True
+    overlong: OverlongConfig | None = OverlongConfig()

@@ -1,0 +1,46 @@
+"""What becomes of answers that come near the length limit, or are cut by it (DAPO; Yu et al. 2025)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Self
+
+from pydantic import BaseModel, ConfigDict, Field
+from torch import Tensor
+
+from rl.algorithms.base import Outcomes
+
+
+class OverlongConfig(BaseModel):
+    """The rewards by which advantages are measured; those that are logged, and that filters see, stay as they were."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+    buffer: int | None = Field(default=None, ge=1)
+    """Tokens below the limit from which on an answer loses reward, more with each token. Null: a fifth of
+    `rollout.max_new_tokens`, as in the paper."""
+    penalty: float = Field(default=1.0, ge=0.0)
+    """What an answer at the limit loses."""
+    filter: bool = False
+    """Answers that the limit has cut teach nothing: their advantage is 0, and the denominators stay."""
+    limit: int | None = Field(default=None, ge=1)
+    """Null: `rollout.max_new_tokens`."""
+
+    def resolved(self, max_new_tokens: int) -> Self:
+        limit = self.limit or max_new_tokens
+        return self.model_copy(update={"limit": limit, "buffer": self.buffer or max(1, limit // 5)})
+
+    def shaped(self, outcomes: Outcomes, lengths: Tensor) -> Outcomes:
+        """The same with rewards + penalty · min(0, -(length - (limit - buffer)) / buffer); lengths: int64 [N], of the
+        answers, stop tokens included.
+        """
+        assert self.limit is not None and self.buffer is not None, "not resolved"
+        excess = (lengths - (self.limit - self.buffer)).clamp(0, self.buffer)
+        return replace(outcomes, rewards=outcomes.rewards - self.penalty * excess / self.buffer)
+
+    def formula(self) -> str:
+        """Of the reward that advantages are measured by."""
+        cut = ", and A = 0 where the length limit has cut the answer" * self.filter
+        return (
+            f"reward - {self.penalty:g} · min(1, max(0, length - ({self.limit} - {self.buffer})) / {self.buffer}){cut}"
+        )

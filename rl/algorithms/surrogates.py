@@ -1,0 +1,73 @@
+"""Surrogate losses of the policy gradient, per token, to be minimised.
+
+d = logprob - old is a token's log-ratio of the policy to what it was when the batch was sampled, r = e^d, A its
+advantage, sg a value without gradient.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+MAX_LOG_RATIO = 20.0
+"""Log ratios are clamped to ±20 before exp: e^20 is far outside every clip range and still far from overflow."""
+
+
+@dataclass(frozen=True)
+class Surrogate:
+    """losses: [B, S] with gradient. ratio: that was clipped. below, above: bool [B, S], where the clip changed a term.
+    Values of tokens that are not used mean nothing, and their gradients are 0 or finite.
+    """
+
+    losses: Tensor
+    ratio: Tensor
+    below: Tensor
+    above: Tensor
+
+
+def token_ratio(logprobs: Tensor, old: Tensor, used: Tensor) -> Tensor:
+    """r, 1 on unused tokens so that neither their values nor their gradients can be NaN."""
+    return _log_ratio(logprobs, old, used).exp()
+
+
+def sequence_ratio(logprobs: Tensor, old: Tensor, used: Tensor) -> Tensor:
+    """s = e^(mean of d over the sequence) at each of its tokens, with the gradient of the token's own logprob.
+
+    sg(s) · e^(logprob - sg(logprob)): with one advantage per sequence and the mean over its tokens, the gradient is
+    that of s itself (GSPO-token; Zheng et al. 2025, "Group Sequence Policy Optimization").
+    """
+    d = _log_ratio(logprobs, old, used)
+    mean = d.sum(dim=1, keepdim=True) / used.sum(dim=1, keepdim=True).clamp(min=1)
+    return torch.where(used, mean.detach() + d - d.detach(), 0.0).exp()
+
+
+def clipped(ratio: Tensor, advantages: Tensor, low: float, high: float, dual: float | None = None) -> Surrogate:
+    """max(-A r, -A clip(r, 1 - low, 1 + high)) (PPO; Schulman et al. 2017); where A < 0 at most -A dual, so that a
+    ratio that has run away does not rule the step (dual clip; Ye et al. 2020).
+    """
+    plain, cut = -advantages * ratio, -advantages * ratio.clamp(1.0 - low, 1.0 + high)
+    losses, changed = torch.maximum(plain, cut), cut > plain
+    above = changed & (advantages > 0)
+    if dual is not None:
+        bound = -advantages * dual
+        ruled = (advantages < 0) & (losses > bound)
+        losses, above = torch.where(ruled, bound, losses), above | ruled
+    return Surrogate(losses, ratio, changed & (advantages < 0), above)
+
+
+def clipped_weight(
+    logprobs: Tensor, ratio: Tensor, advantages: Tensor, used: Tensor, low: float, high: float
+) -> Surrogate:
+    """-sg(clip(r, 1 - low, 1 + high)) · A · logprob: a clipped token keeps its gradient, its weight is bounded (CISPO;
+    MiniMax 2025, "MiniMax-M1").
+    """
+    detached = ratio.detach()
+    weight = detached.clamp(1.0 - low, 1.0 + high)
+    losses = -weight * advantages * torch.where(used, logprobs, 0.0)
+    return Surrogate(losses, detached, detached < 1.0 - low, detached > 1.0 + high)
+
+
+def _log_ratio(logprobs: Tensor, old: Tensor, used: Tensor) -> Tensor:
+    return torch.where(used, logprobs - old, 0.0).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
