@@ -82,7 +82,7 @@ def train(run: Run) -> str:
 
         if evaluates:
             with clock.phase("eval"):
-                answers = evaluation.answer_greedily(experiment, stack, held_out)
+                answers = evaluation.answer_greedily(stack, held_out)
                 metrics |= evaluation.accuracy(answers)
         if is_due(experiment, step) or verdict.stop:
             with clock.phase("checkpoint"):
@@ -162,7 +162,7 @@ def _begin(run: Run, held_out: list[Prompt], replay: bool) -> None:
     run.stack.engines.figures()  # from here on they count
     if run.step == 0:
         experiment, stack = run.experiment, run.stack
-        answers = evaluation.answer_greedily(experiment, stack, held_out)
+        answers = evaluation.answer_greedily(stack, held_out)
         metrics = first.metrics() | evaluation.accuracy(answers)
         cap = experiment.algorithm.measured_cap
         metrics |= evaluation.agreement_on(answers, stack.trainer, replay=replay, tis_cap=cap)

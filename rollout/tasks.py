@@ -1,4 +1,4 @@
-"""Problems with verifiable answers: JSON lines in GSM8K's shape, and the reward of an answer."""
+"""Problems with reference answers: JSON lines in GSM8K's shape."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 from numerics.errors import UserError, user_error
 from numerics.reading import read_bytes
-from rollout.rewards import REWARDS, RewardKind
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -17,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Problem:
-    """A question and its reference solution, which ends in `#### ` and the final answer."""
+    """A question and its reference answer, in GSM8K a solution that ends in `#### ` and the result."""
 
     question: str
     answer: str
@@ -47,17 +46,6 @@ def prompt_ids(tokenizer: PreTrainedTokenizerBase, question: str) -> list[int]:
     """The question as one user turn of the tokenizer's chat template, up to where the assistant begins."""
     messages = [{"role": "user", "content": question}]
     return tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
-
-
-def verify(problem: Problem, text: str, finished: bool, kind: RewardKind) -> float:
-    """1.0 if `text`, the decoded answer without its EOS, solves the problem and the model ended it, else 0.0.
-
-    Raises:
-        UserError: the reference answer is not of the given kind.
-    """
-    if not finished:
-        return 0.0
-    return float(REWARDS[kind].judge(text, problem.answer))
 
 
 def _parse_line(line: bytes, number: int, path: Path, key: str) -> Problem:

@@ -135,8 +135,9 @@ class Correction:
         if self.rejection is not None:
             what = {"icepop": "tokens by their ratio", "geometric": "sequences by the geometric mean of their ratios"}
             judged = what.get(self.rejection, "sequences by the product of their ratios")
-            bounds = [f"below {self.low:g}"] * (self.low is not None) + [f"above {self.high:g}"]
-            left_out.append(f"{judged}, {' or '.join(bounds)}")
+            bounds = {"below": self.low, "above": self.high}
+            said = " or ".join(f"{side} {bound:g}" for side, bound in bounds.items() if bound is not None)
+            left_out.append(f"{judged}, {said}")
         if self.veto is not None:
             left_out.append(f"sequences with a token's ratio below {self.veto:g}")
         return lines | ({"left out": "; ".join(left_out)} if left_out else {})

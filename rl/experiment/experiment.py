@@ -23,6 +23,7 @@ from rl.experiment.sections import (
     TrackingSection,
 )
 from rollout.config import RolloutConfig
+from rollout.rewards.config import RewardsConfig
 from trainer.config import TrainerConfig
 from weight_sync.config import SyncConfig
 
@@ -35,6 +36,7 @@ class Experiment(Section):
     model: ModelSection
     numerics: NumericsSection = NumericsSection()
     data: DataSection
+    rewards: RewardsConfig = RewardsConfig()
     rollout: RolloutConfig = RolloutConfig()
     trainer: TrainerConfig = TrainerConfig()
     algorithm: Algorithm = Grpo()

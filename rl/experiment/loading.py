@@ -188,4 +188,15 @@ def _resolved(layer: DictConfig, directory: Path) -> DictConfig:
         value = OmegaConf.to_container(held).get(key) if OmegaConf.is_dict(held) else None
         if isinstance(value, str) and value and not value.startswith("${"):
             held[key] = os.path.normpath(directory / value)
+    for function in _reward_functions(layer):
+        path, colon, name = str(function.get("function")).rpartition(":")
+        if colon and path.endswith(".py"):
+            function["function"] = f"{os.path.normpath(directory / path)}:{name}"
     return layer
+
+
+def _reward_functions(layer: DictConfig) -> list[DictConfig]:
+    """The entries of `rewards`, or of `rewards.functions`, as far as they are mappings."""
+    held = layer._get_node("rewards")
+    held = held._get_node("functions") if OmegaConf.is_dict(held) else held
+    return [item for item in held._iter_ex(resolve=False) if OmegaConf.is_dict(item)] if OmegaConf.is_list(held) else []

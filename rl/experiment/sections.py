@@ -11,7 +11,6 @@ from numerics.errors import UserError
 from numerics.reading import check_path
 from numerics.spec import LAYER_EXCEPTIONS, ROLES, Format, Granularity, QuantSpec, Scale
 from rl.record.wandb_run import WandbConfig
-from rollout.rewards import RewardKind
 
 
 class Section(BaseModel):
@@ -142,8 +141,6 @@ class DataSection(Section):
     """JSON lines with `question` and `answer` (GSM8K's shape)."""
     eval: PathText | None = None
     """Held-out problems in the same form; needed unless `eval.problems` is 0."""
-    reward: RewardKind = "integer"
-    """`integer`: exact integer after the last `####`; `math`: math-verify."""
 
 
 class CheckpointSection(Section):

@@ -36,6 +36,7 @@ def _distribution(name: str, unit: str, of: str) -> dict[str, Metric]:
 METRICS: dict[str, Metric] = {
     "rollout/reward_mean": Metric("", "Mean reward of the sampled trajectories."),
     "rollout/reward_std": Metric("", "Standard deviation of the reward over all sampled trajectories."),
+    "rollout/reward_failures": Metric("calls", "Calls of reward functions that failed; each counts as a reward of 0."),
     "rollout/equal_reward_groups": Metric("", "Fraction of groups whose rewards are all equal: they teach nothing."),
     "rollout/finished_fraction": Metric("", "Fraction of trajectories that ended by themselves within the limit."),
     "rollout/response_tokens_mean": Metric("tokens", "Mean generated tokens per trajectory."),
@@ -134,7 +135,7 @@ METRICS: dict[str, Metric] = {
     "perf/step_seconds": Metric("s", "Wall time of the whole step."),
     "perf/rollout_seconds": Metric("s", "Time that the trainer waited for trajectories."),
     "perf/sampling_seconds": Metric("s", "From asking for the first group of the step to its last answer."),
-    "perf/reward_seconds": Metric("s", "Time of decoding and judging the answers."),
+    "perf/reward_seconds": Metric("s", "Wait for rewards once the answers are there; they are judged as they come in."),
     "perf/engine_idle_seconds": Metric(
         "s", "Mean over the engines of the time of the step in which it sampled nothing."
     ),
@@ -172,6 +173,9 @@ class Family:
 _AGES = range(OLDEST + 1)
 _LAYERS = range(1 << 16)
 
+REWARD_PARTS = "rollout/reward/"
+"""Metrics that the reward functions of an experiment name."""
+
 FAMILIES: dict[str, Family] = {
     "rollout/tokens_age_": Family(
         "tokens",
@@ -199,6 +203,8 @@ def describe(name: str) -> Metric | None:
     """The metric of this name, fixed or member of a family; None if a run has no such metric."""
     if name in METRICS:
         return METRICS[name]
+    if name.startswith(REWARD_PARTS):
+        return Metric("", f"Mean of `{name.removeprefix(REWARD_PARTS)}`, a part of the reward, unweighted.")
     match = re.fullmatch(r"(.*_)(0|[1-9]\d*)", name)
     family = FAMILIES.get(match[1]) if match else None
     if match is None or family is None or int(match[2]) not in family.numbers:

@@ -12,6 +12,7 @@ from rl.record.run_dir import RunDir
 from rl.run.ending import finish
 from rl.run.feed import FilterError
 from rl.run.interrupts import Closing
+from rl.run.judging import RewardError
 from rl.run.run import Run
 from rl.run.seats import NoRoomError
 from rl.run.stack import Stack
@@ -19,7 +20,16 @@ from rollout.errors import EngineError
 from trainer.actor import TrainerDiedError
 from weight_sync.manifest import SyncError
 
-FAILURES = (EngineError, FilterError, NoRoomError, SyncError, TrainerDiedError, OSError, ray.exceptions.RayError)
+FAILURES = (
+    EngineError,
+    FilterError,
+    NoRoomError,
+    RewardError,
+    SyncError,
+    TrainerDiedError,
+    OSError,
+    ray.exceptions.RayError,
+)
 """What ends a run although neither its input nor its code is wrong, such as a full disk: it can be resumed."""
 
 

@@ -11,7 +11,7 @@ from rl.experiment import Experiment
 from rl.guard.evidence import Evidence
 from rl.mismatch import token_versions
 from rl.run.batching import batch_from_trajectories
-from rl.run.feed import Answer, judge, to_prompts
+from rl.run.feed import Answer, to_prompts
 from rl.run.stack import Stack
 from rollout.tasks import load_problems
 from rollout.types import Group, Prompt
@@ -31,12 +31,16 @@ def is_due(experiment: Experiment, step: int) -> bool:
     return experiment.eval.problems > 0 and (step == experiment.run.steps or bool(every and step % every == 0))
 
 
-def answer_greedily(experiment: Experiment, stack: Stack, prompts: Sequence[Prompt]) -> list[Answer]:
+def answer_greedily(stack: Stack, prompts: Sequence[Prompt]) -> list[Answer]:
     """One greedy answer to each prompt, judged."""
     if not prompts:
         return []
     answers = stack.sample([Group(prompt, seeds=(GREEDY,)) for prompt in prompts], 0.0)
-    return judge(experiment, stack.tokenizer, prompts, answers)
+    verdicts = [stack.judge.begin(prompts[answer.group], [answer]) for answer in answers]
+    return [
+        Answer.of(prompts[answer.group], answer, *verdict.result())
+        for answer, verdict in zip(answers, verdicts, strict=True)
+    ]
 
 
 def accuracy(answers: Sequence[Answer]) -> dict[str, float]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -17,12 +19,15 @@ from rl.algorithms.base import Outcomes
 from rl.experiment import Experiment
 from rl.mismatch import token_versions
 from rl.mismatch.drift import tokens_by_age
+from rl.record.metrics import REWARD_PARTS
 from rl.run.ahead import Answered, FeedState
 from rl.run.batching import SftExample, batch_from_examples, batch_from_trajectories
 from rl.run.clock import StepClock
+from rl.run.judging import REWARD_FAILURES, Judge, Judged
 from rl.run.problems import nth, of_step
 from rl.run.stack import Asked, Stack, done
-from rollout.tasks import Problem, load_problems, prompt_ids, verify
+from rollout.rewards.functions import Parts
+from rollout.tasks import Problem, load_problems, prompt_ids
 from rollout.types import Group, Prompt, Trajectory
 from trainer.batch import TokenBatch
 
@@ -33,12 +38,17 @@ class FilterError(RuntimeError):
 
 @dataclass(frozen=True)
 class Answer:
-    """A sampled answer: its trajectory, its text without the stop token, and its reward."""
+    """A sampled answer: its trajectory, its text without the stop token, its reward and what that is the sum of."""
 
     problem: Problem
     trajectory: Trajectory
     text: str
     reward: float
+    parts: Parts = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, prompt: Prompt, trajectory: Trajectory, judged: Judged) -> Answer:
+        return cls(prompt.problem, trajectory, judged.text, judged.reward, judged.parts)
 
 
 @dataclass(frozen=True)
@@ -92,12 +102,30 @@ def open_feed(experiment: Experiment, stack: Stack) -> Feed:
     return SampledFeed(experiment, stack) if experiment.algorithm.samples else ExampleFeed(experiment, stack.tokenizer)
 
 
-@dataclass(frozen=True)
 class Admitted:
-    """A group that was admitted and not trained on yet. number: of its prompt in the run, from 0."""
+    """A group that was admitted and not trained on yet, and is judged as soon as its answers are there.
 
-    number: int
-    asked: Asked
+    number: of its prompt in the run, from 0.
+    """
+
+    def __init__(self, number: int, asked: Asked, judge: Judge) -> None:
+        self.number, self.asked = number, asked
+        self._judge, self._lock = judge, threading.Lock()
+        self._begun: tuple[list[Trajectory], Future[list[Judged]]] | None = None
+        asked.answers.add_done_callback(self._begin)
+
+    def judged(self) -> list[Judged]:
+        """The verdict on each answer, once it is there; the answers are."""
+        return self._begin(self.asked.answers).result()
+
+    def _begin(self, answers: Future[list[Trajectory]]) -> Future[list[Judged]]:
+        if answers.cancelled() or answers.exception() is not None:
+            return Future()
+        with self._lock:  # the end of the answers is noticed in a thread of its own
+            if self._begun is None or self._begun[0] is not answers.result():
+                prompt = self.asked.group.prompt
+                self._begun = answers.result(), self._judge.begin(prompt, answers.result())
+            return self._begun[1]
 
 
 class SampledFeed:
@@ -130,9 +158,13 @@ class SampledFeed:
             began = min(began, *(item.asked.began for item, _ in answered))
             with clock.phase("reward"):
                 for item, trajectories in answered:
-                    group = judge(self._experiment, self._stack.tokenizer, [item.asked.group.prompt], trajectories)
+                    prompt, judged = item.asked.group.prompt, item.judged()
+                    group = [Answer.of(prompt, *each) for each in zip(trajectories, judged, strict=True)]
                     rewards = torch.tensor([answer.reward for answer in group])
                     (kept if self._experiment.algorithm.keeps(rewards) else dropped).append(group)
+        if failures := self._stack.judge.failures():
+            text = "\n".join(filter(None, failures)) or f"{len(failures)} more calls of reward functions have failed"
+            self._stack.tell(REWARD_FAILURES, len(failures), text)
         work = self._work(kept, version)
         work.metrics.update(dropped_metrics(dropped), **self._figures())
         work.metrics["perf/sampling_seconds"] = time.monotonic() - began
@@ -208,8 +240,10 @@ class SampledFeed:
         (prompt,) = to_prompts(self._stack.tokenizer, [nth(self._problems, number, seed)])
         group = Group(prompt, answer_seeds(seed, step, place, rollout.group_size))
         if before is not None and before.answers(group):
-            return Admitted(number, Asked(group, rollout.temperature, done(before.trajectories())))
-        return Admitted(number, self._stack.admit([group], rollout.temperature)[0])
+            asked = Asked(group, rollout.temperature, done(before.trajectories()))
+        else:
+            (asked,) = self._stack.admit([group], rollout.temperature)
+        return Admitted(number, asked, self._stack.judge)
 
     def _answered(self, count: int) -> list[tuple[Admitted, list[Trajectory]]]:
         """The `count` oldest groups; where more were admitted than a step needs, the oldest that are answered."""
@@ -235,7 +269,7 @@ class SampledFeed:
         outcomes = Outcomes(rewards, members, torch.tensor([trajectory.finished for trajectory in trajectories]))
         batch = self._batch(trajectories)
         tokens = batch.tokens.with_fields(advantages=self._experiment.algorithm.advantages(outcomes, batch.tokens))
-        metrics = rollout_metrics(trajectories, rewards, members, version)
+        metrics = rollout_metrics(trajectories, rewards, members, version) | reward_metrics(answers)
         return Work(tokens, batch.versions, tuple(answers), metrics)
 
     def _figures(self) -> dict[str, float]:
@@ -294,22 +328,6 @@ def answer_seeds(run_seed: int, step: int, number: int, size: int) -> tuple[int,
     return tuple(answer_seed(run_seed, step, number, answer) for answer in range(size))
 
 
-def judge(
-    experiment: Experiment,
-    tokenizer: PreTrainedTokenizerBase,
-    prompts: Sequence[Prompt],
-    trajectories: Sequence[Trajectory],
-) -> list[Answer]:
-    """The trajectories, which name their prompts by `group`, with their texts and rewards."""
-    answers = []
-    for trajectory in trajectories:
-        problem = prompts[trajectory.group].problem
-        text = tokenizer.decode(trajectory.token_ids[:-1] if trajectory.finished else trajectory.token_ids)
-        reward = verify(problem, text, trajectory.finished, experiment.data.reward)
-        answers.append(Answer(problem, trajectory, text, reward))
-    return answers
-
-
 def rollout_metrics(
     trajectories: Sequence[Trajectory], rewards: Tensor, groups: Tensor, version: int
 ) -> dict[str, float]:
@@ -329,6 +347,16 @@ def rollout_metrics(
         "rollout/staleness_max": float(version - int(versions.min())),
         **{f"rollout/tokens_age_{age}": float(count) for age, count in tokens_by_age(versions, version).items()},
     }
+
+
+def reward_metrics(answers: Sequence[Answer]) -> dict[str, float]:
+    """The mean of each part of the reward, over the answers that have it, if there is more than one."""
+    parts: dict[str, list[float]] = {}
+    for answer in answers:
+        for name, value in answer.parts.items():
+            parts.setdefault(name, []).append(value)
+    means = {f"{REWARD_PARTS}{name}": sum(values) / len(values) for name, values in parts.items()}
+    return means if len(means) > 1 else {}
 
 
 def dropped_metrics(groups: Sequence[Sequence[Answer]]) -> dict[str, float]:

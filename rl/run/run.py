@@ -26,6 +26,7 @@ from rl.record.wandb_run import WandbRun
 from rl.run.ahead import FeedState
 from rl.run.checkpoints import Checkpoints, with_older
 from rl.run.interrupts import Closing
+from rl.run.judging import REWARD_FAILURES
 from rl.run.stack import ENGINES_REPLACED, STALE_RESYNCS, SYNCS_REPEATED, Stack
 from rl.run.stopping import end_without_ray
 from trainer.checkpoint_files import DamagedCheckpointError
@@ -34,7 +35,13 @@ from weight_sync.bridge import SyncReport
 RESUMED = "tracking/resumed"
 BEFORE_THE_FIRST = -1
 """In place of a step to resume after: everything is repeated, the row of step 0 too."""
-_ACTIONS = {ENGINES_REPLACED: "replace_engine", STALE_RESYNCS: "resync", SYNCS_REPEATED: "resync", RESUMED: "resume"}
+_ACTIONS = {
+    ENGINES_REPLACED: "replace_engine",
+    STALE_RESYNCS: "resync",
+    SYNCS_REPEATED: "resync",
+    RESUMED: "resume",
+    REWARD_FAILURES: "go_on",
+}
 
 
 @dataclass
@@ -220,7 +227,9 @@ class Run:
 
     def mendings(self) -> dict[str, float]:
         """What was mended since this was last asked, as metrics."""
-        counts = {ENGINES_REPLACED: 0, STALE_RESYNCS: 0, SYNCS_REPEATED: 0} if self.stack.engines else {}
+        counts = (
+            {ENGINES_REPLACED: 0, STALE_RESYNCS: 0, SYNCS_REPEATED: 0, REWARD_FAILURES: 0} if self.stack.engines else {}
+        )
         counts |= self.mended
         self.mended.clear()
         return {name: float(count) for name, count in counts.items()}

@@ -21,6 +21,7 @@ from rl.experiment import Experiment
 from rl.run.cluster import end_at_once, ray_cluster
 from rl.run.engines import EnginePool
 from rl.run.interrupts import Closing
+from rl.run.judging import Judge
 from rl.run.seats import Seats
 from rl.run.serving import Serving, engine_maker
 from rollout.client import EngineClient
@@ -88,6 +89,7 @@ class Stack:
         numerics: what both sides run now.
         folder: for engines' logs and for checkpoints that they start from.
         closing: what ends both sides.
+        judge: gives answers their rewards.
         seats: where they are.
         engines: none in a run that samples nothing.
         checkpoint: what the engines were last started from.
@@ -99,6 +101,7 @@ class Stack:
     folder: Path
     closing: Closing
     tokenizer: PreTrainedTokenizerBase
+    judge: Judge
     seats: Seats
     trainer: TrainerGroup
     engines: EnginePool
@@ -136,7 +139,9 @@ class Stack:
         trainer = _start_trainer(experiment, numerics, seats)
         closing.callback(trainer.shutdown)
         tokenizer = AutoTokenizer.from_pretrained(experiment.model.path)
-        return cls(experiment, numerics, folder, closing, tokenizer, seats, trainer, engines, checkpoint)
+        judge = Judge(experiment.rewards, tokenizer)
+        closing.callback(judge.close)
+        return cls(experiment, numerics, folder, closing, tokenizer, judge, seats, trainer, engines, checkpoint)
 
     def restart_trainer(self, numerics: NumericsConfig) -> None:
         """A new trainer in place of one that is lost, at the weights that the experiment starts from; then `numerics`

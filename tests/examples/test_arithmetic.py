@@ -9,7 +9,8 @@ from itertools import pairwise
 import pytest
 
 from examples.arithmetic import is_held_out, noisy_answer, sample_problem, write_files
-from rollout.tasks import load_problems, verify
+from rollout.rewards.integer import integer
+from rollout.tasks import load_problems
 from tests.support.paths import EXAMPLES
 
 
@@ -25,7 +26,7 @@ def test_every_committed_answer_is_right(name):
         totals = totals_of(problem.question)
         assert all(0 <= total <= 19 for total in totals)
         assert problem.answer == f"{totals[0]},{totals[1]},{totals[2]}\n#### {totals[2]}"
-        assert verify(problem, problem.answer, True, "integer") == 1.0
+        assert integer(problem.answer, problem.answer, finished=True) == 1.0
 
 
 def test_the_committed_files_are_those_of_the_generator(tmp_path):

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from numerics.errors import user_error
 from rl.experiment import Experiment
-from rollout.rewards import REWARDS
+from rollout.rewards.builtin import BUILT_IN
 from rollout.tasks import Problem, load_problems, prompt_ids
 
 if TYPE_CHECKING:
@@ -50,15 +50,16 @@ def check_data(experiment: Experiment, tokenizer: PreTrainedTokenizerBase) -> No
 
 
 def _check_answers(problems: list[Problem], key: str, experiment: Experiment) -> None:
-    kind = experiment.data.reward
-    for number, problem in enumerate(problems, start=1):
-        if not REWARDS[kind].reads(problem.answer):
-            raise user_error(
-                f"{key}: line {number}: answer",
-                found=problem.answer,
-                expected=f"{REWARDS[kind].reference}, as data.reward is {kind}",
-                remedy=f"Correct line {number}, or set another data.reward.",
-            )
+    for name in [config.function for config in experiment.rewards.functions if config.function in BUILT_IN]:
+        reads = BUILT_IN[name].reads
+        for number, problem in enumerate(problems, start=1):
+            if reads is not None and not reads(problem.answer):
+                raise user_error(
+                    f"{key}: line {number}: answer",
+                    found=problem.answer,
+                    expected=f"{BUILT_IN[name].reference}, as the reward {name} reads",
+                    remedy=f"Correct line {number}, or name other rewards.",
+                )
 
 
 def _check_lengths(

@@ -188,7 +188,6 @@ def test_keys_of_another_algorithm_are_refused():
         ("numerics", {"preset": "int4"}, "fp8_block_pow2"),
         ("numerics", {"mode": "fast"}, "'exact' or 'native'"),
         ("numerics", {"router_replay": "on"}, "'off', 'record' or 'replay'"),
-        ("data", {"train": "/t", "reward": "exact"}, "'math'"),
         ("algorithm", {"name": "none"}, " or ".join(map(repr, sorted(ALGORITHMS)))),
         ("algorithm", {"name": "grpo", "tis_cap": 0.5}, "greater than or equal to 1"),
         ("sync", {"transport": "rdma"}, "'disk'"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 from collections.abc import Sequence
@@ -15,7 +16,9 @@ import pytest
 from rl.run.ahead import FeedState, read_answered
 from rl.run.clock import StepClock
 from rl.run.feed import FilterError, SampledFeed, Work
+from rl.run.judging import Judge
 from rl.run.stack import Asked, Stack
+from rollout.rewards.config import RewardsConfig
 from rollout.types import Group, Trajectory
 from tests.support.experiments import experiment
 
@@ -23,19 +26,30 @@ PROMPTS, SIZE = 3, 2
 
 
 class Letters:
-    """A tokenizer whose every character is a token."""
+    """A tokenizer whose every character is a token; a first token 5 is a wrong answer."""
 
     def apply_chat_template(self, messages: list[dict[str, str]], **_: Any) -> list[int]:
         return [ord(letter) for letter in messages[-1]["content"]]
 
     def decode(self, ids: list[int]) -> str:
-        return "#### 1"
+        return "#### 0" if ids[:1] == [5] else "#### 1"
+
+
+@functools.cache
+def judge() -> Judge:
+    return Judge(RewardsConfig(), cast(Any, Letters()))
 
 
 class Engines(Stack):
-    """Admits groups; `answer` gives them their answers, sampled at the version of then."""
+    """Admits groups; `answer` gives them their answers, sampled at the version of then.
+
+    solved: the first answer to each of these questions is right and all others are wrong; None: all are right.
+    """
+
+    solved: set[str] | None = None
 
     def __init__(self) -> None:
+        self.judge = judge()
         self.version, self.asked = 0, cast(list[Asked], [])
         self.tokenizer = cast(Any, Letters())
         self.trainer = cast(Any, SimpleNamespace(weight_version=0))
@@ -49,8 +63,17 @@ class Engines(Stack):
         for item in self.asked if asked is None else asked:
             if not item.answers.done():
                 ids, version = item.group.prompt.token_ids, self.trainer.weight_version
+                tokens = [[5]] * SIZE
+                if self.solved is not None:
+                    tokens = [
+                        [1 if item.group.prompt.problem.question in self.solved else 5, 9],
+                        *[[5, 9]] * (SIZE - 1),
+                    ]
                 item.answers.set_result(
-                    [Trajectory(ids, [5], [-0.5], True, [version], 0, seed) for seed in item.group.seeds]
+                    [
+                        Trajectory(ids, said, [-0.5] * len(said), True, [version] * len(said), 0, seed)
+                        for said, seed in zip(tokens, item.group.seeds)
+                    ]
                 )
 
     def collect(self, asked: Sequence[Asked]) -> list[list[Trajectory]]:
@@ -204,43 +227,24 @@ def test_the_oldest_answered_groups_are_taken_and_stragglers_are_carried_over(da
     assert [tuple(answer.trajectory.prompt_ids) for answer in work.answers[::SIZE]] == [first[0], first[4], first[5]]
 
 
-def rewarded(feed: SampledFeed, solved: set[str]) -> None:
-    """The first answer to each of these questions is right, all others are wrong."""
-
-    def decode(ids: list[int]) -> str:
-        return "#### 1" if ids == [1] else "#### 0"
-
-    feed._stack.tokenizer.decode = decode  # type: ignore[method-assign, assignment]
-    answer = feed._stack.answer  # type: ignore[attr-defined]
-
-    def answered(asked: Sequence[Asked] | None = None) -> None:
-        answer(asked)
-        for item in feed._stack.asked if asked is None else asked:  # type: ignore[attr-defined]
-            first = item.answers.result()[0]
-            first.token_ids[:] = [1, 9] if item.group.prompt.problem.question in solved else [5, 9]
-            first.logprobs[:], first.weight_versions[:] = [-0.5, -0.5], [0, 0]
-
-    feed._stack.answer = answered  # type: ignore[attr-defined]
-
-
 def test_groups_of_equal_rewards_are_replaced_by_further_ones(data: Path) -> None:
     synchronous, everything = open_feed(data)
     for step in (1, 2, 3):
         take(synchronous, step)
     order = [item.group.prompt.problem.question for item in everything.asked]
-    feed, _ = open_feed(data, algorithm={"dynamic_sampling": True})
-    rewarded(feed, {order[0], order[4], order[6], order[7]})
+    feed, engines = open_feed(data, algorithm={"dynamic_sampling": True})
+    engines.solved = {order[0], order[4], order[6], order[7]}
     work = take(feed, 1)
     taken = [answer.problem.question for answer in work.answers[::SIZE]]
     assert taken == [order[0], order[4], order[6]]
-    assert work.metrics["rollout/dropped_groups"] == 4 and work.metrics["rollout/dropped_tokens_mean"] == 1.5
+    assert work.metrics["rollout/dropped_groups"] == 4 and work.metrics["rollout/dropped_tokens_mean"] == 2.0
     assert work.metrics["rollout/equal_reward_groups"] == 0
     assert feed.state().admitted == [] and feed.state().next == 7, "no more were admitted than it took"
 
 
 def test_a_filter_that_keeps_nothing_is_given_up_after_a_bounded_number_of_groups(data: Path) -> None:
     feed, engines = open_feed(data, filter_patience=4, algorithm={"dynamic_sampling": True})
-    rewarded(feed, set())
+    engines.solved = set()
     with pytest.raises(
         FilterError, match=r"found 12 groups that the grpo algorithm does not train on, of mean reward 0,"
     ):

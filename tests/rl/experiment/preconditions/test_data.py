@@ -35,13 +35,13 @@ def test_a_line_of_megabytes_is_refused_untokenized(values, tmp_path, monkeypatc
 
 def test_a_reference_that_math_verify_cannot_read_is_named_by_its_line(values, tmp_path):
     write_lines(tmp_path / "train.jsonl", [("q", "#### 3"), ("q", r"#### \frac{1}{2}"), ("q", "so #### $$ ")])
-    text = refusal(values, data={"reward": "math"})
+    text = refusal(values, rewards={"functions": [{"function": "math"}]})
     assert text.startswith("data.train: line 3: answer") and "math-verify" in text
 
 
 def test_answers_need_not_be_integers_for_the_math_reward_or_for_sft(values, tmp_path):
     write_lines(tmp_path / "train.jsonl", [("half of one?", r"$\frac{1}{2}$")])
-    check(parse_experiment(merged(values, data={"reward": "math"})))
+    check(parse_experiment(merged(values, rewards={"functions": [{"function": "math"}]})))
     check(parse_experiment(merged(values, algorithm={"name": "sft"})))
 
 

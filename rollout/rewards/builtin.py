@@ -1,0 +1,45 @@
+"""Our own reward functions by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from rollout.rewards.integer import final_integer
+
+
+@dataclass(frozen=True)
+class BuiltIn:
+    """A reward function of ours.
+
+    function: as an experiment could name it. cheap: so fast and safe that it needs no process of its own.
+    reads: whether it can use a reference answer, and reference: what one must be, in words; None: it needs none.
+    """
+
+    function: str
+    cheap: bool = False
+    reads: Callable[[str], bool] | None = None
+    reference: str = ""
+
+
+def _has_a_result(answer: str) -> bool:
+    """Of nearly anything but blanks math-verify makes an expression or a text to compare."""
+    return bool(answer.rpartition("####")[2].strip("$ \t\r\n"))
+
+
+BUILT_IN = {
+    "integer": BuiltIn(
+        "rollout.rewards.integer:integer",
+        cheap=True,
+        reads=lambda answer: final_integer(answer) is not None,
+        reference="text that ends in '#### ' and an integer",
+    ),
+    "math": BuiltIn(
+        "rollout.rewards.mathematics:math",
+        reads=_has_a_result,
+        reference="a result after '####' that math-verify can read",
+    ),
+    "format": BuiltIn("rollout.rewards.form:format"),
+    "length": BuiltIn("rollout.rewards.length:length", cheap=True),
+    "http": BuiltIn("rollout.rewards.http:http"),
+}

@@ -1,0 +1,113 @@
+"""Processes for plain reward functions: what hangs there is killed, with all that it has started."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from queue import SimpleQueue
+from typing import Any
+
+from rollout.rewards.config import RewardConfig
+from rollout.rewards.functions import Parts
+
+START_SECONDS = 120.0
+"""For a cold import of sympy on a busy machine."""
+
+
+class RewardFailure(Exception):
+    """A call that gave no reward; the message is its traceback, or says what happened."""
+
+
+class Workers:
+    """So many processes, each of which calls one function at a time. They end with this one, or at `close`."""
+
+    def __init__(self, configs: Sequence[RewardConfig], count: int) -> None:
+        self.threads = ThreadPoolExecutor(count, thread_name_prefix="reward")
+        self._idle: SimpleQueue[_Worker] = SimpleQueue()
+        self._all = [_Worker(configs) for _ in range(count)]
+        for worker in self._all:
+            self._idle.put(worker)
+
+    def call(self, index: int, offered: Mapping[str, Any], answers: int, timeout_s: float) -> list[Parts]:
+        """What function `index` says of so many answers; in a thread of `threads`. Raises RewardFailure."""
+        worker = self._idle.get()
+        try:
+            return worker.call(index, offered, answers, timeout_s)
+        finally:
+            self._idle.put(worker)
+
+    def close(self) -> None:
+        """Kill them; what is under way fails."""
+        self.threads.shutdown(wait=False, cancel_futures=True)
+        for worker in self._all:
+            worker.stop()
+
+
+class _Worker:
+    """One process, started when it is first needed and again after it was killed."""
+
+    def __init__(self, configs: Sequence[RewardConfig]) -> None:
+        self._configs = [config.model_dump() for config in configs]
+        self._process: subprocess.Popen[str] | None = None
+
+    def call(self, index: int, offered: Mapping[str, Any], answers: int, timeout_s: float) -> list[Parts]:
+        process = self._process or self._started()
+        reply = _asked(process, [index, offered, answers], timeout_s)
+        if "parts" in reply:
+            parts: list[Parts] = reply["parts"]
+            return parts
+        if "error" in reply:
+            raise RewardFailure(reply["error"])
+        self.stop()
+        raise RewardFailure("it ended its process" if "ended" in reply else f"it took more than {timeout_s:g} s")
+
+    def _started(self) -> subprocess.Popen[str]:
+        process = self._process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "rollout.rewards.worker"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        if "ready" not in _asked(process, self._configs, START_SECONDS):
+            self.stop()
+            raise RewardFailure("the process for rewards did not start; `fp8rl train` shows why on standard error")
+        return process
+
+    def stop(self) -> None:
+        """Kill the process and its children, if there are any."""
+        if self._process is None:
+            return
+        process, self._process = self._process, None
+        try:
+            os.killpg(process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+        process.wait()
+        process.stdout.close()  # type: ignore[union-attr]
+        try:
+            process.stdin.close()  # type: ignore[union-attr]
+        except BrokenPipeError:
+            pass  # an unsent question
+
+
+def _asked(process: subprocess.Popen[str], question: Any, seconds: float) -> dict[str, Any]:
+    """The reply to a question; `{}` if there is none in time, `{"ended": True}` if there will be none."""
+    assert process.stdin is not None and process.stdout is not None
+    try:
+        process.stdin.write(json.dumps(question) + "\n")
+        process.stdin.flush()
+    except BrokenPipeError:
+        return {"ended": True}
+    ready, _, _ = select.select([process.stdout], [], [], seconds)
+    if not ready:
+        return {}
+    line = process.stdout.readline()
+    reply: dict[str, Any] = json.loads(line) if line else {"ended": True}
+    return reply

@@ -1,0 +1,202 @@
+"""Rewards beside the loop: ours and users', plain and async, of answers and of groups, and those that misbehave."""
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from transformers import AutoTokenizer
+
+from rl.run.judging import Judge, Judged, RewardError
+from rollout.rewards.config import RewardsConfig
+from rollout.tasks import Problem
+from rollout.types import Prompt, Trajectory
+from tests.rollout.rewards.test_ours import service
+from tests.support.paths import EXAMPLES
+from tests.support.servers import group_members, wait_until
+
+MODULE = """
+import asyncio, os, sys, time
+
+def letters(answer):
+    return {"letters": len(answer), "digits": sum(letter.isdigit() for letter in answer)}
+
+def ranked(answers, tokens, finished, reference):
+    return [float(sorted(tokens).index(count)) for count in tokens]
+
+async def sleeps(answer):
+    await asyncio.sleep(0.2)
+    return 1.0
+
+def hangs(answer):
+    if "7" in answer:
+        time.sleep(1000)
+    return 1.0
+
+def stuck(answer):
+    import re
+    return float(bool(re.fullmatch(r"(a+)+b", "a" * 40)) or 1)
+
+def raises(answer):
+    raise KeyError("no such thing")
+
+def leaves(answer):
+    sys.exit(4)
+
+def dies(answer):
+    os._exit(4)
+
+def forks(answer):
+    os.fork()
+    return 1.0
+
+def leaves_children(answer):
+    if os.fork() == 0:
+        time.sleep(1000)
+    return 1.0
+
+def prints(answer):
+    for _ in range(1000):
+        print("x" * 1_000_000)
+    return 1.0
+
+def reads(answer):
+    return float(len(sys.stdin.read()))
+
+def eats(answer):
+    return float(len(bytearray(10 << 30)))
+
+def text(answer):
+    return "1.0"
+
+def whole(answers):
+    return [1.0]
+"""
+
+
+@pytest.fixture(scope="module")
+def module(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("mine") / "mine.py"
+    path.write_text(MODULE)
+    return path
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return AutoTokenizer.from_pretrained(EXAMPLES / "models/tiny_qwen3_moe")
+
+
+Make = Callable[..., Judge]
+
+
+@pytest.fixture
+def make(module: Path, tokenizer: Any) -> Iterator[Make]:
+    judges = []
+
+    def made(*functions: str | dict[str, Any], **settings: Any) -> Judge:
+        entries = [{"function": entry} if isinstance(entry, str) else entry for entry in functions]
+        named = [e | {"function": e["function"].replace("mine:", f"{module}:")} for e in entries]
+        judges.append(Judge(RewardsConfig.model_validate({"functions": named, **settings}), tokenizer))
+        return judges[-1]
+
+    yield made
+    for judge in judges:
+        judge.close()
+
+
+def group(tokenizer: Any, *answers: str) -> tuple[Prompt, list[Trajectory]]:
+    prompt = Prompt(Problem("1+2=?", "3\n#### 3"), [1])
+    trajectories = []
+    for answer in answers:
+        ids = [*tokenizer(answer, add_special_tokens=False).input_ids, tokenizer.eos_token_id]
+        trajectories.append(Trajectory([1], ids, [-1.0] * len(ids), True, [0] * len(ids), 0, seed=1))
+    return prompt, trajectories
+
+
+def judged(judge: Judge, tokenizer: Any, *answers: str) -> list[Judged]:
+    return judge.begin(*group(tokenizer, *answers)).result(timeout=60)
+
+
+def test_a_reward_is_the_weighted_sum_of_what_the_functions_say(make: Make, tokenizer: Any) -> None:
+    judge = make({"function": "integer", "weight": 2.0}, {"function": "mine:letters", "weight": 0.5}, "mine:ranked")
+    right, wrong = judged(judge, tokenizer, "3\n#### 3", "12")
+    assert (right.text, wrong.text) == ("3\n#### 3", "12")
+    assert right.parts == {"integer": 1.0, "letters/letters": 8.0, "letters/digits": 2.0, "ranked": 1.0}
+    assert right.reward == 2.0 + 0.5 * 10.0 + 1.0
+    assert wrong.parts == {"integer": 0.0, "letters/letters": 2.0, "letters/digits": 2.0, "ranked": 0.0}
+    assert wrong.reward == 2.0 and not judge.failures()
+
+
+def test_a_remote_reward_is_one_of_ours(make: Make, tokenizer: Any) -> None:
+    with service() as url:
+        judge = make({"function": "http", "kwargs": {"url": url}})
+        (answer,) = judged(judge, tokenizer, "1,2")
+        assert answer.parts == {"http/letters": 3.0, "http/tokens": 4.0}
+    (answer,) = judged(judge, tokenizer, "1")
+    assert answer.reward == 0.0 and "ConnectError" in judge.failures()[0]
+
+
+def test_hundreds_of_async_rewards_wait_together(make: Make, tokenizer: Any) -> None:
+    judge = make("mine:sleeps")
+    began = time.monotonic()
+    waiting = [judge.begin(*group(tokenizer, *["1"] * 8)) for _ in range(32)]
+    assert all(answer.reward == 1.0 for each in waiting for answer in each.result(timeout=60))
+    assert time.monotonic() - began < 0.2 * 256 / 10  # one after the other they take 51 s
+
+
+@pytest.mark.parametrize(
+    ("function", "expected"),
+    [
+        ("stuck", "it took more than 0.5 s"),
+        ("raises", "KeyError: 'no such thing'"),
+        ("leaves", "SystemExit: 4"),
+        ("dies", "it ended its process"),
+        ("eats", "MemoryError"),
+        ("text", "found str '1.0', expected a number or named numbers"),
+        ("whole", "expected a list of 2 rewards, one per answer"),
+    ],
+)
+def test_a_function_that_fails_is_counted_explained_once_and_worth_nothing(
+    make: Make, tokenizer: Any, function: str, expected: str
+) -> None:
+    judge = make({"function": f"mine:{function}", "timeout_s": 0.5}, "integer", workers=1)
+    answers = judged(judge, tokenizer, "3\n#### 3", "1")
+    assert [answer.reward for answer in answers] == [1.0, 0.0]
+    first, *others = judge.failures()
+    assert f"the reward {function} has failed, which counts as 0" in first and expected in first
+    assert others == [""] * (0 if function == "whole" else 1)
+    assert not judge.failures()
+
+
+def test_an_answer_on_which_a_function_hangs_costs_the_others_nothing(make: Make, tokenizer: Any) -> None:
+    judge = make({"function": "mine:hangs", "timeout_s": 1.0}, workers=1)
+    rewards = [answer.reward for answer in judged(judge, tokenizer, "1", "7", "2", "3")]
+    assert rewards == [1.0, 0.0, 1.0, 1.0]
+    assert len(judge.failures()) == 1
+
+
+@pytest.mark.parametrize("function", ["forks", "prints", "reads", "leaves_children"])
+def test_what_a_function_does_to_its_process_reaches_nobody(make: Make, tokenizer: Any, function: str) -> None:
+    judge = make({"function": f"mine:{function}", "timeout_s": 20.0}, workers=1)
+    for _ in range(2):
+        rewards = [answer.reward for answer in judged(judge, tokenizer, "1", "2")]
+        assert rewards == [0.0 if function == "reads" else 1.0] * 2
+    (worker,) = judge._workers._all
+    assert worker._process is not None
+    left = 5 if function == "leaves_children" else 1
+    assert wait_until(lambda: len(group_members(worker._process.pid)) == left, 10)  # type: ignore[union-attr]
+    processes = group_members(worker._process.pid)
+    judge.close()
+    assert not psutil.wait_procs(processes, timeout=10)[1]
+
+
+def test_too_many_failures_end_the_run(make: Make, tokenizer: Any) -> None:
+    judge = make("mine:raises", max_failures=2)
+    assert [answer.reward for answer in judged(judge, tokenizer, "1", "2")] == [0.0, 0.0]
+    expected = (
+        r"(?s)found 3 calls of reward functions that failed, expected at most 2 \(rewards.max_failures\).*KeyError"
+    )
+    with pytest.raises(RewardError, match=expected):
+        judged(judge, tokenizer, "1")
