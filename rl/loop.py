@@ -83,7 +83,7 @@ def train(run: Run) -> str:
         if evaluates:
             with clock.phase("eval"):
                 answers = evaluation.answer_greedily(stack, held_out)
-                metrics |= evaluation.accuracy(answers)
+                metrics |= evaluation.accuracy(experiment, answers)
         if is_due(experiment, step) or verdict.stop:
             with clock.phase("checkpoint"):
                 run.checkpoints.begin(trainer, run.standing, step, feed.state())
@@ -163,7 +163,7 @@ def _begin(run: Run, held_out: list[Prompt], replay: bool) -> None:
     if run.step == 0:
         experiment, stack = run.experiment, run.stack
         answers = evaluation.answer_greedily(stack, held_out)
-        metrics = first.metrics() | evaluation.accuracy(answers)
+        metrics = first.metrics() | evaluation.accuracy(experiment, answers)
         cap = experiment.algorithm.measured_cap
         metrics |= evaluation.agreement_on(answers, stack.trainer, replay=replay, tis_cap=cap)
         run.console.step(0, run.tracker.log(0, metrics))

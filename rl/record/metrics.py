@@ -149,7 +149,9 @@ METRICS: dict[str, Metric] = {
     "perf/overhead_seconds": Metric("s", "Step without all of the other parts."),
     "perf/rollout_tokens_per_second": Metric("tokens/s", "Generated tokens of the step over its sampling time."),
     "perf/train_tokens_per_second": Metric("tokens/s", "Tokens of the batch, prompts included, over the train time."),
-    "eval/accuracy": Metric("", "Fraction of the held-out problems solved with greedy decoding."),
+    "eval/accuracy": Metric(
+        "", "Mean of the first reward over greedy answers to held-out problems: the fraction solved, if it says that."
+    ),
     "eval/problems": Metric("problems", "Held-out problems evaluated."),
     "tracking/resumed": Metric("", "1 in the first step after a resume; absent in others."),
     "tracking/wandb_lost": Metric("", "1 from the step after wandb was lost; absent before."),

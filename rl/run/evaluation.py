@@ -43,12 +43,13 @@ def answer_greedily(stack: Stack, prompts: Sequence[Prompt]) -> list[Answer]:
     ]
 
 
-def accuracy(answers: Sequence[Answer]) -> dict[str, float]:
+def accuracy(experiment: Experiment, answers: Sequence[Answer]) -> dict[str, float]:
     """`eval/...` of judged answers; none without answers."""
     if not answers:
         return {}
-    rewards = [answer.reward for answer in answers]
-    return {"eval/accuracy": sum(rewards) / len(rewards), "eval/problems": float(len(rewards))}
+    first = experiment.rewards.functions[0].label
+    said = [value for answer in answers for name, value in answer.parts.items() if name.partition("/")[0] == first]
+    return {"eval/accuracy": sum(said) / len(answers), "eval/problems": float(len(answers))}
 
 
 def agreement_on(answers: Sequence[Answer], trainer: TrainerGroup, *, replay: bool, tis_cap: float) -> dict[str, float]:

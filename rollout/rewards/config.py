@@ -29,7 +29,10 @@ class RewardConfig(BaseModel):
 
 
 class RewardsConfig(BaseModel):
-    """The reward of an answer: the weighted sum of what these functions say. A list stands for `functions` alone."""
+    """The reward of an answer: the weighted sum of what these functions say. A list stands for `functions` alone.
+
+    Evaluation goes by the first one, unweighted.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 

@@ -1,0 +1,18 @@
+"""What docs/extending.md shows is what there is, and does what it says."""
+
+from rl.experiment import load_experiment
+from rollout.rewards.functions import load_function
+from tests.support.paths import EXAMPLES, ROOT
+
+
+def test_the_documented_reward_is_the_example_and_judges_as_it_says() -> None:
+    page = (ROOT / "docs/extending.md").read_text()
+    for name in ("shows_its_work.py", "custom_reward.yaml"):
+        assert (EXAMPLES / name).read_text() in page
+    assert len((EXAMPLES / "shows_its_work.py").read_text().splitlines()) <= 15
+    ours, own = load_experiment(EXAMPLES / "custom_reward.yaml").rewards.functions
+    assert (ours.function, own.weight) == ("integer", 0.2)
+    function = load_function(own, "rewards.functions.1")
+    offered = {"question": "9+4+5-8=?", "answer": "13,18,10\n#### 10", "reference": "", "finished": True, "tokens": 9}
+    assert function(offered) == {"shown": 0.5}
+    assert function(offered | {"answer": "13\n#### 10"}) == {"shown": 0.5 / 3}
