@@ -16,7 +16,10 @@ from rich.console import Console
 
 from bench.measure import Result, in_own_process, run_benchmark, table_of
 
-BENCHMARKS = ("rollout", "train", "sync", "churn", "checkpoint", "loop", "scaling", "agreement", "asynchrony", "kills")
+BENCHMARKS = (
+    *("rollout", "train", "sync", "churn", "checkpoint", "loop", "scaling"),
+    *("agreement", "algorithms", "asynchrony", "kills"),
+)
 RESULTS = Path("bench/results.json")
 
 

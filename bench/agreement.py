@@ -56,9 +56,14 @@ def exactness(folder: Path, model: Path, temperature: float, engines: int) -> Re
 
 def trained(folder: Path, name: str, **settings: object) -> list[Row]:
     """The rows of a whole run of the arithmetic example into `folder`/`name`."""
+    return run_example(Path("examples/arithmetic.yaml"), folder, name, **settings)
+
+
+def run_example(spec: Path, folder: Path, name: str, **settings: object) -> list[Row]:
+    """The rows of a whole run of a spec into `folder`/`name`."""
     subprocess.run(
         [
-            *(Path(sys.executable).with_name("fp8rl"), "train", "examples/arithmetic.yaml"),
+            *(Path(sys.executable).with_name("fp8rl"), "train", spec),
             *(f"run.dir={folder}", f"run.name={name}"),
             *(f"{key}={value}" for key, value in settings.items()),
         ],
