@@ -6,6 +6,8 @@ import io
 import json
 import os
 import sys
+import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
@@ -169,6 +171,34 @@ def attribute(
         Console(highlight=False).print(rendered(found, named.compared), f"\nreport   {page}", soft_wrap=True)
         if quick and named.numerics.mode == "native":
             Console(highlight=False).print("left out  quantization and op definitions (--quick)")
+
+
+@app.command()
+def serve(
+    subject: Annotated[Path, typer.Argument(metavar="RUN|MODEL", help="E.g. runs/demo, or a Hugging Face directory.")],
+    port: Annotated[int | None, typer.Option(min=1024, max=65535, help="Without one, any free one.")] = None,
+    mode: Annotated[str, typer.Option(help="Of a MODEL: exact or native.")] = "exact",
+    preset: Annotated[str, typer.Option(help="Of a MODEL: quantization preset.")] = "fp8_block_pow2",
+) -> None:
+    """Serve a trained model by OpenAI's API, in the numerics of its run, until Ctrl-C.
+
+    It listens on this machine alone. Log-probabilities are those that the trainer would give.
+    """
+    with _user_errors():
+        if mode not in ("exact", "native"):
+            raise UserError(f"--mode: found {mode!r}, expected exact or native. Correct it.")
+        from rl import serve as serving
+
+        served = serving.read_served(subject, "exact" if mode == "exact" else "native", preset)
+        say = Console(highlight=False, soft_wrap=True).print
+        say(f"starting an engine with {served.path}, {served.numerics.mode}, {served.numerics.rollout_spec.digest()}")
+        with interruptible(), tempfile.TemporaryDirectory(prefix="fp8rl-serve-") as folder:
+            with serving.serve(served, Path(folder) / "engine.log", port) as server:
+                at = server.endpoint
+                say(f"export OPENAI_BASE_URL={at.url}/v1 OPENAI_API_KEY={at.api_key}    # model {served.name}")
+                while True:
+                    server.check()
+                    time.sleep(1.0)
 
 
 @app.command()

@@ -85,13 +85,16 @@ def server_arguments(
     cuda: bool,
     mode: Mode = "native",
     routes: bool = False,
+    served_name: str | None = None,
 ) -> list[str]:
-    """Arguments of `sglang.launch_server`, without the keys: token ids in and out.
+    """Arguments of `sglang.launch_server`, without the keys.
 
-    routes: record each token's experts, for requests that ask for them.
+    routes: record each token's experts, for requests that ask for them. served_name: text in and out, by this name of
+    the model; None: token ids, and no tokenizer.
     """
     arguments = [
-        *("--model-path", str(model_path), "--dtype", "bfloat16", "--skip-tokenizer-init"),
+        *("--model-path", str(model_path), "--dtype", "bfloat16"),
+        *(("--skip-tokenizer-init",) if served_name is None else ("--served-model-name", served_name)),
         *("--host", host, "--port", str(port), "--log-level", "warning"),
         *("--grammar-backend", "none"),
         *("--context-length", str(config.context_length), "--max-total-tokens", str(config.max_total_tokens)),

@@ -54,6 +54,7 @@ class SGLangServer:
         routes: bool = False,
         host: str = LOOPBACK,
         cancelled: threading.Event | None = None,
+        served_name: str | None = None,
     ) -> SGLangServer:
         """Start a server and wait until it answers.
 
@@ -62,6 +63,7 @@ class SGLangServer:
         routes: record each token's experts; on a CPU that needs our plugin.
         host: address that it listens at, and no other.
         cancelled: set by another thread, gives up the start.
+        served_name: opens OpenAI's endpoints too, for a model of this name; its directory has a tokenizer.
 
         Raises:
             UserError: the configured port is taken, or the model directory has no config.json.
@@ -82,6 +84,7 @@ class SGLangServer:
             cuda=cuda,
             mode=mode,
             routes=routes,
+            served_name=served_name,
         )
         sweep()
         scratch, lock = make_scratch()
@@ -104,6 +107,7 @@ class SGLangServer:
                 arguments=arguments,
                 architecture=architecture,
                 fork=not cuda,
+                openai=served_name is not None,
                 api_key=endpoint.api_key,
                 admin_api_key=endpoint.admin_key,
             )

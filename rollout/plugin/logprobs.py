@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -24,12 +25,13 @@ def of_samples(
     """`Sampler.forward`: draws a token of each row of logits [B, V], and writes log-probabilities to `logits_output`.
 
     The most probable tokens, if they are asked for, are reported as SGLang computes them: on a copy, as it divides and
-    normalises in place.
+    normalises in place, and without seeds, for which it has a kernel of its own that no CPU runs.
     """
     logits = logits_output.next_token_logits
     if return_logprob and any(top_logprobs_nums):
         logits_output.next_token_logits = logits.clone()
-        original(self, logits_output, sampling_info, True, top_logprobs_nums, token_ids_logprobs, positions)
+        unseeded = dataclasses.replace(sampling_info, sampling_seed=None)
+        original(self, logits_output, unseeded, True, top_logprobs_nums, token_ids_logprobs, positions)
         logits_output.next_token_logits = logits
     tokens = draw_from_logits(logits, sampling_info, positions)
     if not return_logprob:

@@ -32,10 +32,31 @@ def seeds_of_batch(result: Any, cls: Any, batch: Any, vocab_size: int) -> Any:
 
 
 def draw_from_logits(logits: Tensor, sampling_info: Any, positions: Tensor) -> Tensor:
-    """The tokens, int64 [B], of logits [B, V] in exact mode; positions [B] are those of the last tokens seen."""
-    if sampling_info.need_top_p_sampling or sampling_info.need_min_p_sampling:
-        raise NotImplementedError("fp8rl plugin: found top-p or min-p in exact mode, expected neither")
+    """The tokens, int64 [B], of logits [B, V] in exact mode; positions [B] are those of the last tokens seen.
+
+    A run samples from all tokens; who asks an engine that is served may narrow the choice.
+    """
+    if _narrows(sampling_info, logits.shape[-1]):
+        logits = narrowed(logits, sampling_info)
     return draw(logits, sampling_info.temperatures.reshape(-1), sampling_info.sampling_seed, positions)
+
+
+def narrowed(logits: Tensor, sampling_info: Any) -> Tensor:
+    """Logits [B, V] without the tokens that top-k, top-p and min-p of their requests leave out: -inf there."""
+    probs = (logits.float() / sampling_info.temperatures.reshape(-1, 1)).softmax(-1)
+    ordered, order = probs.sort(dim=-1, descending=True, stable=True)
+    rank = torch.arange(logits.shape[-1], device=logits.device)
+    kept = rank < sampling_info.top_ks[:, None]
+    kept &= ordered.cumsum(-1) - ordered < sampling_info.top_ps[:, None]
+    kept &= ordered >= sampling_info.min_ps[:, None] * ordered[:, :1]
+    return logits.masked_fill(~kept.gather(-1, order.argsort(-1)), -torch.inf)
+
+
+def _narrows(sampling_info: Any, vocabulary: int) -> bool:
+    """Whether a request of the batch leaves tokens out; greedy ones, of top-k 1, do not count."""
+    top_k = sampling_info.top_ks
+    some = sampling_info.need_top_k_sampling and bool(((top_k > 1) & (top_k < vocabulary)).any())
+    return some or sampling_info.need_top_p_sampling or sampling_info.need_min_p_sampling
 
 
 def draw_from_probabilities(
@@ -51,9 +72,7 @@ def draw_from_probabilities(
     Where a request wants top-p, top-k or min-p, the draw is SGLang's own and not seeded: with seeds it stops the
     scheduler, or draws from what these leave without normalising it.
     """
-    top_k = sampling_info.top_ks
-    whole = not sampling_info.need_top_k_sampling or bool(((top_k == 1) | (top_k >= probs.shape[-1])).all())
-    if sampling_info.need_top_p_sampling or sampling_info.need_min_p_sampling or not whole:
+    if _narrows(sampling_info, probs.shape[-1]):
         unseeded = dataclasses.replace(sampling_info, sampling_seed=None)
         return original(self, probs, unseeded, positions, simple_sampling_case)
     ones = torch.ones(len(probs), device=probs.device)

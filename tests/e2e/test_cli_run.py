@@ -4,21 +4,28 @@ from __future__ import annotations
 
 import json
 import math
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import httpx
+import openai
+import psutil
 import pytest
 import yaml
+from transformers import AutoTokenizer
 
 from rl.record.metrics import METRICS, describe
+from rl.run.interrupts import INTERRUPTED
 from tests.support.cli_runs import SMALL, LiveRun
 from tests.support.ranks import run_on_ranks
-from tests.support.recompute import first_step
+from tests.support.recompute import first_step, trained_scores
 from trainer.config import TrainerConfig
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
@@ -160,3 +167,55 @@ def test_a_finished_run_is_not_overwritten_by_accident(run: LiveRun) -> None:
     assert again.ends() == 2
     assert "--resume" in again.console() and "--overwrite" in again.console()
     assert run.rows() == before
+
+
+def test_the_trained_model_is_served_as_it_was_trained(run: LiveRun, tmp_path: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(run.path / "model")
+    asked = [answer["prompt_ids"] for answer in rollouts(run, 1)[::4][:4]]
+    question: Any = [{"role": "user", "content": rollouts(run, 1)[0]["prompt"]}]
+    with served(run, tmp_path) as client:
+        (model,) = [model.id for model in client.models.list()]
+        answers = []
+        for seed, prompt in enumerate(asked):
+            sampled = partial(client.completions.create, model=model, prompt=prompt, max_tokens=12, logprobs=0)
+            (choice,) = sampled(temperature=1.0, seed=seed).choices
+            assert choice.logprobs == sampled(temperature=1.0, seed=seed).choices[0].logprobs
+            ids = [token_of(tokenizer)[token] for token in choice.logprobs.tokens]
+            answers.append({"prompt_ids": prompt, "token_ids": ids, "logprobs": choice.logprobs.token_logprobs})
+            assert sampled(temperature=1.0, top_p=1e-6).choices[0].text == sampled(temperature=0.0).choices[0].text
+        talked = partial(client.chat.completions.create, model=model, messages=question, temperature=0.0)
+        chat, parts = talked(logprobs=True, top_logprobs=2), talked(stream=True)
+        assert "".join(part.choices[0].delta.content or "" for part in parts) == chat.choices[0].message.content
+        (prompt,) = {tuple(a["prompt_ids"]) for a in rollouts(run, 1) if a["prompt"] == question[0]["content"]}
+        said = chat.choices[0].logprobs
+        assert said is not None and said.content is not None
+        ids = [token_of(tokenizer)[entry.token] for entry in said.content]
+        answers.append({"prompt_ids": [*prompt], "token_ids": ids, "logprobs": [e.logprob for e in said.content]})
+        for path, key, status in (("server_info", client.api_key, 404), ("v1/models", "another", 401)):
+            url = str(client.base_url.join(f"/{path}"))
+            assert httpx.get(url, headers={"Authorization": f"Bearer {key}"}).status_code == status
+    (scores,) = run_on_ranks(TrainerConfig(), tmp_path, partial(trained_scores, run.path, answers))
+    assert scores == [answer["logprobs"] for answer in answers], "bit for bit"
+
+
+@contextmanager
+def served(run: LiveRun, folder: Path) -> Iterator[openai.OpenAI]:
+    """A client of `fp8rl serve RUN`, which Ctrl-C ends without a trace."""
+    command = [Path(sys.executable).with_name("fp8rl"), "serve", run.path]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=folder) as process:
+        try:
+            assert process.stdout is not None
+            line = next((line for line in process.stdout if line.startswith("export")), "")
+            settings = dict(part.split("=", 1) for part in line.split() if "=" in part)
+            with openai.OpenAI(base_url=settings["OPENAI_BASE_URL"], api_key=settings["OPENAI_API_KEY"]) as client:
+                yield client
+            children = psutil.Process(process.pid).children(recursive=True)
+            process.send_signal(signal.SIGINT)
+            assert process.wait(20) == INTERRUPTED and not psutil.wait_procs(children, timeout=10)[1]
+        finally:
+            process.kill()
+
+
+def token_of(tokenizer: Any) -> dict[str, int]:
+    """Each token's number by its text."""
+    return {tokenizer.decode([number]): number for number in range(len(tokenizer))}

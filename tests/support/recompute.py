@@ -4,36 +4,27 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from rl.algorithms.base import Outcomes
-from rl.experiment import read_resolved
+from rl.experiment import Experiment, read_resolved
 from rl.run.records import train_metrics
 from trainer.batch import TokenBatch
 from trainer.config import TrainerConfig
 from trainer.parallel import Layout
 
+if TYPE_CHECKING:
+    from trainer.trainer import Trainer
+
 
 def first_step(run: Path, layout: Layout, config: TrainerConfig) -> tuple[dict[str, float], list[list[float]]]:
     """`train/...` of step 1, and the trainer's log-probabilities by trajectory, at the run's first weights."""
-    from trainer import device
-    from trainer.trainer import Trainer
-
     experiment = read_resolved(run / "spec.yaml")
     lines = [json.loads(line) for line in (run / "rollouts/step_1.jsonl").read_text().splitlines()]
-    device.start(0, experiment.numerics_config())
-    trainer = Trainer(
-        Path(experiment.model.path),
-        experiment.trainer,
-        experiment.numerics_config(),
-        layout,
-        seed=experiment.run.seed,
-        total_steps=experiment.run.steps,
-        max_sequence_length=experiment.rollout.context_length,
-    )
+    trainer = _trainer(experiment, Path(experiment.model.path), layout)
     batch = _batch(lines, experiment.rollout.temperature)
     outcomes = Outcomes(_column(lines, "reward"), _column(lines, "group").long(), _column(lines, "finished"))
     batch = batch.with_fields(advantages=experiment.algorithm.advantages(outcomes, batch))
@@ -42,6 +33,33 @@ def first_step(run: Path, layout: Layout, config: TrainerConfig) -> tuple[dict[s
     logprobs[done.rows] = done.result.logprobs
     by_row = [row[mask].tolist() for row, mask in zip(logprobs, batch.loss_mask)]
     return train_metrics(done.result, batch), by_row
+
+
+def trained_scores(
+    run: Path, answers: list[dict[str, Any]], layout: Layout, config: TrainerConfig
+) -> list[list[float]]:
+    """What a trainer at the run's last weights gives the `token_ids` of each answer after its `prompt_ids`, at
+    temperature 1."""
+    batch = _batch([{"rollout_logprobs": [0.0] * len(a["token_ids"]), **a} for a in answers], 1.0)
+    rows, logprobs = _trainer(read_resolved(run / "spec.yaml"), run / "model", layout).score(batch)
+    by_row = dict(zip(rows, logprobs))
+    return [by_row[row][mask].tolist() for row, mask in enumerate(batch.loss_mask)]
+
+
+def _trainer(experiment: Experiment, model: Path, layout: Layout) -> Trainer:
+    from trainer import device
+    from trainer.trainer import Trainer
+
+    device.start(0, experiment.numerics_config())
+    return Trainer(
+        model,
+        experiment.trainer,
+        experiment.numerics_config(),
+        layout,
+        seed=experiment.run.seed,
+        total_steps=experiment.run.steps,
+        max_sequence_length=experiment.rollout.context_length,
+    )
 
 
 def _column(lines: list[dict[str, Any]], name: str) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,12 +19,25 @@ TEMPERATURES = (1.0, 0.7, 2.5)
 SEEDS = torch.tensor([11, 12, GREEDY])
 
 
+@dataclass(frozen=True)
+class Info:
+    """What SGLang knows of a batch of three requests."""
+
+    temperatures: Tensor = field(default_factory=lambda: torch.tensor(TEMPERATURES)[:, None])
+    sampling_seed: Tensor | None = field(default_factory=lambda: SEEDS)
+    top_ks: Tensor = field(default_factory=lambda: torch.full((3,), 1 << 30))
+    need_top_p_sampling: bool = False
+    need_min_p_sampling: bool = False
+    need_top_k_sampling: bool = False
+
+
 def expected(logits: Tensor, temperature: float = 1.0) -> Tensor:
     return (logits.double() / temperature).log_softmax(-1)
 
 
 def stock_sampler(self: Any, output: Any, info: Any, return_logprob: bool, *others: Any) -> Tensor:
-    """What SGLang's does to the logits: they are divided and normalised in place."""
+    """What SGLang's does to the logits: they are divided and normalised in place. With seeds it needs a GPU."""
+    assert info.sampling_seed is None
     output.next_token_logits.div_(info.temperatures)
     output.next_token_logits[:] = output.next_token_logits.softmax(-1)
     if return_logprob:
@@ -34,12 +48,7 @@ def stock_sampler(self: Any, output: Any, info: Any, return_logprob: bool, *othe
 def sample(return_logprob: bool, top: list[int], ids: list[list[int] | None]) -> tuple[Tensor, Any, Tensor]:
     logits = torch.randn(3, VOCABULARY, generator=torch.Generator().manual_seed(0)) * 5
     output = SimpleNamespace(next_token_logits=logits.clone())
-    info = SimpleNamespace(
-        temperatures=torch.tensor(TEMPERATURES)[:, None],
-        sampling_seed=SEEDS,
-        need_top_p_sampling=False,
-        need_min_p_sampling=False,
-    )
+    info = Info()
     tokens = logprobs.of_samples(stock_sampler, None, output, info, return_logprob, top, ids, torch.arange(3))
     return logits, output, tokens
 

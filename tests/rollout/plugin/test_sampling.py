@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from transformers.generation.logits_process import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from numerics.sampling import GREEDY, draw
 from rollout.plugin import sampling
@@ -68,3 +70,26 @@ def test_restricted_draws_are_left_to_sglang_without_seeds(restricted: dict[str,
     tokens = sampling.draw_from_probabilities(stock, None, torch.ones(3, 9) / 9, whole, torch.arange(3), False)
     assert tokens.tolist() == [7, 7, 7]
     assert whole.sampling_seed is not None
+
+
+@pytest.mark.parametrize(
+    ("changes", "warper"),
+    [
+        ({"top_ks": torch.full((3,), 4), "need_top_k_sampling": True}, TopKLogitsWarper(4)),
+        ({"top_ps": torch.full((3,), 0.8), "need_top_p_sampling": True}, TopPLogitsWarper(0.8)),
+        ({"min_ps": torch.full((3,), 0.2), "need_min_p_sampling": True}, MinPLogitsWarper(0.2)),
+    ],
+    ids=["top-k", "top-p", "min-p"],
+)
+def test_exact_draws_of_a_narrowed_choice_are_those_of_what_is_left(changes: dict[str, Any], warper: Any) -> None:
+    positions, seeds = torch.arange(3), torch.tensor([3, 4, 5])
+    all_tokens, temperatures = torch.full((3,), TOP_K_ALL), torch.full((3, 1), 0.7)
+    batch = info(sampling_seed=seeds, top_ks=all_tokens, is_any_greedy=False, temperatures=temperatures)
+    batch = dataclasses.replace(batch, **changes)
+    for number in range(20):
+        logits = torch.randn(3, 9, generator=torch.Generator().manual_seed(number))
+        left = warper(torch.zeros(3, 1, dtype=torch.int64), logits / 0.7)
+        assert left.isneginf().any()
+        assert (sampling.narrowed(logits, batch).isneginf() == left.isneginf()).all()
+        expected = draw(logits.masked_fill(left.isneginf(), -torch.inf), torch.full((3,), 0.7), seeds, positions)
+        assert sampling.draw_from_logits(logits, batch, positions).equal(expected)
