@@ -45,6 +45,9 @@ METRICS: dict[str, Metric] = {
     "rollout/trajectories": Metric("trajectories", "Sampled trajectories of the step."),
     "rollout/dropped_groups": Metric("groups", "Groups that the algorithm did not keep; others took their place."),
     "rollout/dropped_tokens_mean": Metric("tokens", "Mean generated tokens of their answers; absent where none was."),
+    "rollout/dropped_reward_mean": Metric(
+        "", "Their mean reward: high where they are solved, low where they are too hard."
+    ),
     "rollout/engines_replaced": Metric("engines", "Engines that died in the step and were replaced."),
     "rollout/staleness_max": Metric("versions", "Largest trainer version minus the version that sampled a token."),
     "train/loss": Metric("", "Loss over the whole batch."),

@@ -362,8 +362,12 @@ def reward_metrics(answers: Sequence[Answer]) -> dict[str, float]:
 def dropped_metrics(groups: Sequence[Sequence[Answer]]) -> dict[str, float]:
     """`rollout/dropped_...` of the groups that the algorithm did not keep."""
     lengths = [len(answer.trajectory.token_ids) for group in groups for answer in group]
+    rewards = [answer.reward for group in groups for answer in group]
     metrics = {"rollout/dropped_groups": float(len(groups))}
-    return metrics | ({"rollout/dropped_tokens_mean": sum(lengths) / len(lengths)} if lengths else {})
+    if lengths:
+        metrics["rollout/dropped_tokens_mean"] = sum(lengths) / len(lengths)
+        metrics["rollout/dropped_reward_mean"] = sum(rewards) / len(rewards)
+    return metrics
 
 
 def _answer_ids(tokenizer: PreTrainedTokenizerBase, problem: Problem) -> list[int]:

@@ -91,3 +91,21 @@ def test_exit_codes(monkeypatch: pytest.MonkeyPatch, error: BaseException, code:
     monkeypatch.setattr(cli, "_train", fail)
     found, printed = invoke("train", "spec.yaml")
     assert found == code and "Traceback" not in printed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["{run}"], "found {run}, a run without model/, expected a run that has come to its end"),
+        (["{nothing}"], "RUN|MODEL: found"),
+        (["{model}", "--mode", "fast"], "--mode: found fast, expected exact or native"),
+        (["{model}", "--preset", "int4"], "expected one of"),
+    ],
+    ids=["unfinished", "nothing", "mode", "preset"],
+)
+def test_serve_says_what_it_cannot_serve(tmp_path: Path, arguments: list[str], expected: str) -> None:
+    run = new_run(tmp_path / "it")
+    run.experiment.write_text("run: {name: it}")
+    places = {"run": run.path, "nothing": tmp_path / "nothing", "model": ROOT / "examples/models/tiny_qwen3_moe"}
+    code, printed = invoke("serve", *(argument.format(**places) for argument in arguments))
+    assert code == 2 and expected.format(**places) in printed.replace("'", "")

@@ -238,6 +238,7 @@ def test_groups_of_equal_rewards_are_replaced_by_further_ones(data: Path) -> Non
     taken = [answer.problem.question for answer in work.answers[::SIZE]]
     assert taken == [order[0], order[4], order[6]]
     assert work.metrics["rollout/dropped_groups"] == 4 and work.metrics["rollout/dropped_tokens_mean"] == 2.0
+    assert work.metrics["rollout/dropped_reward_mean"] == 0.0
     assert work.metrics["rollout/equal_reward_groups"] == 0
     assert feed.state().admitted == [] and feed.state().next == 7, "no more were admitted than it took"
 
