@@ -10,6 +10,9 @@ from typing import Any, TypeVar
 
 Result = TypeVar("Result")
 
+_TURN_SECONDS = 2.0
+"""Within which a coroutine has its turn, on a busy machine too."""
+
 
 class Background:
     """Runs coroutines beside the thread that made it, one at a time and taking turns."""
@@ -27,9 +30,18 @@ class Background:
         """Wait for its result. An interrupt leaves it running."""
         return self.begin(coroutine).result()
 
+    def takes_turns(self) -> bool:
+        """Whether a coroutine gets its turn: one that never awaits keeps it from all others."""
+        try:
+            self.begin(asyncio.sleep(0)).result(_TURN_SECONDS)
+        except TimeoutError:
+            return False
+        return True
+
     def close(self) -> None:
-        """Cancel what still runs, and end the thread. A second call does nothing."""
-        if not self._loop.is_closed():
+        """Cancel what still runs, and end the thread; one that is held up ends with the process. A second call does
+        nothing."""
+        if not self._loop.is_closed() and self.takes_turns():
             self.run(_cancel_all())
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join()

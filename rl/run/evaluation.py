@@ -38,7 +38,7 @@ def answer_greedily(stack: Stack, prompts: Sequence[Prompt]) -> list[Answer]:
     answers = stack.sample([Group(prompt, seeds=(GREEDY,)) for prompt in prompts], 0.0)
     verdicts = [stack.judge.begin(prompts[answer.group], [answer]) for answer in answers]
     return [
-        Answer.of(prompts[answer.group], answer, *verdict.result())
+        Answer.of(prompts[answer.group], answer, *stack.judge.wait(verdict))
         for answer, verdict in zip(answers, verdicts, strict=True)
     ]
 

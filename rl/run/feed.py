@@ -116,7 +116,7 @@ class Admitted:
 
     def judged(self) -> list[Judged]:
         """The verdict on each answer, once it is there; the answers are."""
-        return self._begin(self.asked.answers).result()
+        return self._judge.wait(self._begin(self.asked.answers))
 
     def _begin(self, answers: Future[list[Trajectory]]) -> Future[list[Judged]]:
         if answers.cancelled() or answers.exception() is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import traceback
 from collections.abc import Sequence
+from concurrent import futures
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
@@ -53,8 +54,20 @@ class Judge:
         self._news: list[str] = []
 
     def begin(self, prompt: Prompt, trajectories: Sequence[Trajectory]) -> Future[list[Judged]]:
-        """The verdict on each answer to a prompt, in time. Its exception is a RewardError."""
+        """The verdict on each answer to a prompt, in time, for `wait`."""
         return self._background.begin(self._judged(prompt, trajectories))
+
+    def wait(self, verdict: Future[list[Judged]]) -> list[Judged]:
+        """What was begun. Raises RewardError: functions fail too often, or one that is `async` never awaits."""
+        patience = max(config.timeout_s for config in self._config.functions)
+        while not futures.wait([verdict], patience).done:
+            if not self._background.takes_turns():
+                named = ", ".join(function.config.label for function in self._functions if function.is_async)
+                raise RewardError(
+                    f"found an async reward ({named}) that has kept all others from their turn for {patience:g} s, "
+                    "expected functions that await what they wait for. Let it await, or make it a plain function"
+                )
+        return verdict.result()
 
     def failures(self) -> list[str]:
         """A text for each call that has failed since this was last asked: the traceback of a function's first one, and

@@ -30,6 +30,9 @@ async def sleeps(answer):
     await asyncio.sleep(0.2)
     return 1.0
 
+async def blocks(answer):
+    time.sleep(1000)
+
 def hangs(answer):
     if "7" in answer:
         time.sleep(1000)
@@ -200,3 +203,12 @@ def test_too_many_failures_end_the_run(make: Make, tokenizer: Any) -> None:
     )
     with pytest.raises(RewardError, match=expected):
         judged(judge, tokenizer, "1")
+
+
+def test_an_async_function_that_never_awaits_ends_the_run_instead_of_holding_it_up(make: Make, tokenizer: Any) -> None:
+    judge = make({"function": "mine:blocks", "timeout_s": 0.2}, "integer")
+    began = time.monotonic()
+    with pytest.raises(RewardError, match=r"found an async reward \(blocks\) that has kept all others from their turn"):
+        judge.wait(judge.begin(*group(tokenizer, "1")))
+    judge.close()
+    assert time.monotonic() - began < 20
