@@ -211,7 +211,7 @@ def served(run: LiveRun, folder: Path) -> Iterator[openai.OpenAI]:
                 yield client
             children = psutil.Process(process.pid).children(recursive=True)
             process.send_signal(signal.SIGINT)
-            assert process.wait(20) == INTERRUPTED and not psutil.wait_procs(children, timeout=10)[1]
+            assert process.wait(60) == INTERRUPTED and not psutil.wait_procs(children, timeout=10)[1]
         finally:
             process.kill()
 

@@ -152,7 +152,7 @@ def test_hundreds_of_async_rewards_wait_together(make: Make, tokenizer: Any) -> 
 @pytest.mark.parametrize(
     ("function", "expected"),
     [
-        ("stuck", "it took more than 0.5 s"),
+        ("stuck", "it took more than 3 s"),
         ("raises", "KeyError: 'no such thing'"),
         ("leaves", "SystemExit: 4"),
         ("dies", "it ended its process"),
@@ -164,7 +164,7 @@ def test_hundreds_of_async_rewards_wait_together(make: Make, tokenizer: Any) -> 
 def test_a_function_that_fails_is_counted_explained_once_and_worth_nothing(
     make: Make, tokenizer: Any, function: str, expected: str
 ) -> None:
-    judge = make({"function": f"mine:{function}", "timeout_s": 0.5}, "integer", workers=1)
+    judge = make({"function": f"mine:{function}", "timeout_s": 3.0}, "integer", workers=1)
     answers = judged(judge, tokenizer, "3\n#### 3", "1")
     assert [answer.reward for answer in answers] == [1.0, 0.0]
     first, *others = judge.failures()
@@ -174,7 +174,7 @@ def test_a_function_that_fails_is_counted_explained_once_and_worth_nothing(
 
 
 def test_an_answer_on_which_a_function_hangs_costs_the_others_nothing(make: Make, tokenizer: Any) -> None:
-    judge = make({"function": "mine:hangs", "timeout_s": 1.0}, workers=1)
+    judge = make({"function": "mine:hangs", "timeout_s": 3.0}, workers=1)
     rewards = [answer.reward for answer in judged(judge, tokenizer, "1", "7", "2", "3")]
     assert rewards == [1.0, 0.0, 1.0, 1.0]
     assert len(judge.failures()) == 1
@@ -211,4 +211,4 @@ def test_an_async_function_that_never_awaits_ends_the_run_instead_of_holding_it_
     with pytest.raises(RewardError, match=r"found an async reward \(blocks\) that has kept all others from their turn"):
         judge.wait(judge.begin(*group(tokenizer, "1")))
     judge.close()
-    assert time.monotonic() - began < 20
+    assert time.monotonic() - began < 40
