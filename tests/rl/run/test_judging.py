@@ -152,7 +152,7 @@ def test_hundreds_of_async_rewards_wait_together(make: Make, tokenizer: Any) -> 
 @pytest.mark.parametrize(
     ("function", "expected"),
     [
-        ("stuck", "it took more than 3 s"),
+        pytest.param("stuck", "it took more than 3 s", marks=pytest.mark.slow),
         ("raises", "KeyError: 'no such thing'"),
         ("leaves", "SystemExit: 4"),
         ("dies", "it ended its process"),
@@ -205,6 +205,7 @@ def test_too_many_failures_end_the_run(make: Make, tokenizer: Any) -> None:
         judged(judge, tokenizer, "1")
 
 
+@pytest.mark.slow
 def test_an_async_function_that_never_awaits_ends_the_run_instead_of_holding_it_up(make: Make, tokenizer: Any) -> None:
     judge = make({"function": "mine:blocks", "timeout_s": 0.2}, "integer")
     began = time.monotonic()
