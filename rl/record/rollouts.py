@@ -26,7 +26,7 @@ class RolloutRecord:
     None if none is finite. group: number of its prompt in the step. seed: of its draws. finished: the model ended the
     answer itself.
     prompt_ids: [P]. token_ids, rollout_logprobs, train_logprobs, weight_versions: [T], of the generated tokens; a
-    log-probability that is not finite is NaN. advantage: None before training.
+    log-probability that is not finite is NaN. advantage: None before training. reward_parts: what each function said.
     """
 
     prompt: str
@@ -42,6 +42,7 @@ class RolloutRecord:
     train_logprobs: list[float]
     weight_versions: list[int]
     advantage: float | None
+    reward_parts: dict[str, float] = dataclasses.field(default_factory=dict)
 
 
 def write_rollouts(path: Path, records: Iterable[RolloutRecord]) -> None:

@@ -53,8 +53,10 @@ class Tracker:
         if records:
             write_rollouts(self._run_dir.rollouts(step), records if self._all_rollouts else shown(records))
             if not self._wandb.is_lost and (step % TABLE_EVERY == 0 or step == self._last_step):
-                rows = [[record.prompt, record.text, record.reward, record.abs_diff_mean] for record in shown(records)]
-                row["rollout/samples"] = table(["prompt", "text", "reward", "mean abs d"], rows)
+                row["rollout/samples"] = table(
+                    ["prompt", "text", "reward", "parts of it", "mean abs d"],
+                    [[r.prompt, r.text, r.reward, _listed(r.reward_parts), r.abs_diff_mean] for r in shown(records)],
+                )
         self._wandb.log(row)
         return written
 
@@ -74,3 +76,7 @@ class Tracker:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.finish(exit_code=0 if kind is None else 1)
+
+
+def _listed(parts: Mapping[str, float]) -> str:
+    return ", ".join(f"{name} {value:g}" for name, value in parts.items())

@@ -57,6 +57,7 @@ def rollout_records(work: Work, train_logprobs: Tensor) -> list[RolloutRecord]:
                 train_logprobs=train_logprobs[row, sampled].tolist(),
                 weight_versions=trajectory.weight_versions,
                 advantage=advantages[0] if advantages else None,
+                reward_parts=answer.parts,
             )
         )
     return records

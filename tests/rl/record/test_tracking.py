@@ -40,7 +40,12 @@ def record(group: int, text: str, abs_diff_mean: float | None, **changes: Any) -
     return RolloutRecord(**{**values, **changes})
 
 
-RECORDS = [record(1, "2\n#### 2", 0.0), record(1, "not shown", 0.0), record(2, "é", None, advantage=None)]
+PARTS = {"integer": 1.0, "length/long": -0.25}
+RECORDS = [
+    record(1, "2\n#### 2", 0.0, reward_parts=PARTS),
+    record(1, "not shown", 0.0),
+    record(2, "é", None, advantage=None),
+]
 
 
 @pytest.fixture
@@ -90,8 +95,11 @@ def test_wandb_gets_the_same_rows_over_the_step_axis(run: RunDir) -> None:
     assert "eval/accuracy" not in history[0] and history[0]["tracking/nonfinite_dropped"] == 1
     (table_file,) = run.path.glob("wandb/offline-run-*/files/media/table/rollout/*.json")
     table = json.loads(table_file.read_text())
-    assert table["columns"] == ["prompt", "text", "reward", "mean abs d"]
-    assert table["data"] == [["1+1=?", "2\n#### 2", 1.0, 0.0], ["1+2=?", "é", 1.0, None]]
+    assert table["columns"] == ["prompt", "text", "reward", "parts of it", "mean abs d"]
+    assert table["data"] == [
+        ["1+1=?", "2\n#### 2", 1.0, "integer 1, length/long -0.25", 0.0],
+        ["1+2=?", "é", 1.0, "", None],
+    ]
     assert {"accuracy_after": 0.9} in [record["update"] for record in of_type(records, "summary")]
     assert [record["exit_code"] for record in of_type(records, "exit")] == [0]
 
