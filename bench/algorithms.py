@@ -12,6 +12,7 @@ from pathlib import Path
 
 from bench.agreement import run_example
 from bench.measure import Result
+from rl.experiment import load_experiment
 from rl.record.metrics_log import Row
 
 SEEDS = (0, 1, 2)
@@ -28,11 +29,11 @@ def run() -> list[Result]:
 
 
 def examples() -> Iterator[Path]:
-    """The specs that train the same model on the same data by another algorithm, and the one that they build on."""
-    base = Path("examples/arithmetic.yaml")
-    yield base
-    for spec in base.parent.glob("arithmetic_*.yaml"):
-        if "algorithm: {name:" in spec.read_text() and "defaults: arithmetic.yaml" in spec.read_text():
+    """The arithmetic example, and those that differ from it in their algorithm alone."""
+    base = load_experiment(Path("examples/arithmetic.yaml"))
+    for spec in Path("examples").glob("arithmetic*.yaml"):
+        other = load_experiment(spec)
+        if other.model_copy(update={"algorithm": base.algorithm, "run": base.run}) == base:
             yield spec
 
 
