@@ -196,8 +196,7 @@ def test_a_trainer_lost_once_too_often_ends_the_run_and_another_layout_goes_on(s
 
 
 def trainer_of(run: LiveRun) -> psutil.Process:
-    (trainer,) = [process for process in run.family() if "TrainerActor" in " ".join(process.cmdline())]
-    return trainer
+    return run.member("TrainerActor")
 
 
 def checkpoints(run: LiveRun) -> list[int]:

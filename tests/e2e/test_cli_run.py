@@ -83,6 +83,7 @@ def test_every_row_is_complete_and_finite(run: LiveRun) -> None:
         "perf/groups_",
         "perf/engine_balance",
         "rollout/dropped_t",
+        "rollout/dropped_r",
     )
     of_options = {name for name in METRICS if name.startswith(options)}
     for row in rows[1:]:

@@ -12,6 +12,7 @@ import tempfile
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -102,8 +103,18 @@ class LiveRun:
 
     def engine(self) -> psutil.Process:
         """The main process of the SGLang server."""
-        (main,) = [p for p in self.family() if "rollout.launcher" in p.cmdline()]
-        return main
+        return self.member("rollout.launcher")
+
+    def member(self, named: str) -> psutil.Process:
+        """The process with this in its command line; one that it is about to start has it too, for a moment."""
+        parents: dict[psutil.Process, int] = {}
+        for process in self.family():
+            with suppress(psutil.NoSuchProcess):
+                if named in " ".join(process.cmdline()):
+                    parents[process] = process.ppid()
+        pids = {process.pid for process in parents}
+        (first,) = [process for process, parent in parents.items() if parent not in pids]
+        return first
 
     def signal_all(self, signum: int) -> None:
         """What a terminal does on Ctrl-C: the signal goes to the foreground process group."""
