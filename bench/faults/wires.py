@@ -88,8 +88,10 @@ class Pair:
         experiment = self.stack.experiment
         sync = experiment.sync.model_copy(update={"transport": transport})
         self.stack.experiment = experiment.model_copy(update={"sync": sync})
-        yield
-        self.stack.experiment = experiment
+        try:
+            yield
+        finally:
+            self.stack.experiment = experiment
 
     def same(self) -> None:
         expect(self.stack.sample(self.asked, 1.0) == self.answers, "found other answers than undisturbed")

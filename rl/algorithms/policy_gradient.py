@@ -136,12 +136,11 @@ class PolicyGradient(AlgorithmConfig):
         return not self.dynamic_sampling or bool((rewards != rewards[0]).any())
 
     def advantages(self, outcomes: Outcomes, batch: TokenBatch) -> Tensor:
-        used = used_tokens(batch)
         if self.overlong is not None:
             outcomes = self.overlong.shaped(outcomes, batch.loss_mask.sum(dim=1))
         values = spread(self.trajectory_advantages(outcomes.rewards, outcomes.groups), batch.loss_mask)
         if self.whiten_advantages:
-            values = whitened(values, used)
+            values = whitened(values, used_tokens(batch))
         if self.overlong is not None and self.overlong.filter:
             values = spread(outcomes.finished, batch.loss_mask) * values
         return values

@@ -121,9 +121,7 @@ class Judge:
             )
         except TimeoutError:
             self._fail(function, f"it took more than {seconds:g} s")
-        except RewardFailure as failure:
-            self._fail(function, str(failure))
-        except RewardValueError as error:
+        except (RewardFailure, RewardValueError) as error:
             self._fail(function, str(error))
         except Exception:  # of a user's function
             self._fail(function, traceback.format_exc())

@@ -118,11 +118,9 @@ def _found(name: str, key: str) -> Callable[..., Any]:
         where, _, function = BUILT_IN[name].function.rpartition(":")
     try:
         module = _module_of_file(where) if where.endswith(".py") else _module(where)
-    except UserError:
+    except (UserError, KeyboardInterrupt):
         raise
     except BaseException as error:  # a module may do anything while it is imported, sys.exit() included
-        if isinstance(error, KeyboardInterrupt):
-            raise
         raise user_error(
             key,
             found=name,
