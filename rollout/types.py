@@ -84,11 +84,15 @@ class Completion:
 
 @dataclass(frozen=True)
 class Trajectory:
-    """One sampled answer with its prompt.
+    """One answer with its prompt, as it was sampled.
 
-    prompt_ids: [P]; token_ids (generated, with the stop token if one came), logprobs, weight_versions: [T].
-    finished: a stop token ended the answer, not the length. group: its group's place in the call that sampled it.
-    seed: that its tokens were drawn with. routed_experts: as in a Completion, int16 [P + T - 1, L, K].
+    prompt_ids: [P]. token_ids: [T], what follows, with the stop token if one came. told: spans of it, (begin, end) in
+    order, that an environment wrote; the model has sampled the others, M of them.
+    logprobs, weight_versions: [M].
+    finished: a stop token or the environment ended the answer, not the length. stopped: of a finished one, its last
+    token is a stop token. group: its group's place in the call that sampled it. seed: that its tokens were drawn with.
+    routed_experts: as in a Completion, int16 [P + T - 1, L, K]. outcome: what its environment said of it. failed: its
+    environment did, so that nothing can be learnt from it.
     """
 
     prompt_ids: list[int]
@@ -99,6 +103,10 @@ class Trajectory:
     group: int
     seed: int
     routed_experts: Tensor | None = field(default=None, repr=False)
+    told: tuple[tuple[int, int], ...] = ()
+    stopped: bool = True
+    outcome: dict[str, float] = field(default_factory=dict)
+    failed: bool = False
 
 
 @dataclass(frozen=True)

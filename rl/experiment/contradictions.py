@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from numerics.errors import UserError, user_error
 from rl.experiment.gates import LATE, SEVERITY, WITHHOLDING, GateSection
+from rollout.environments.config import SINGLE_TURN
 
 if TYPE_CHECKING:
     from rl.experiment.experiment import Experiment
@@ -15,6 +16,18 @@ DEFAULT_TIGHT_CAP = 1.0
 
 _SUPERVISED = ("train/loss", "train/grad_norm", "train/lr", "train/entropy", "train/tokens")
 """What a pass measures where nothing was sampled."""
+
+
+def check_environment(experiment: Experiment) -> None:
+    """Raise `UserError` if a reward asks for what an environment said, and there is none that says anything."""
+    asks = [config.label for config in experiment.rewards.functions if config.function == "environment"]
+    if asks and experiment.environment.function == SINGLE_TURN:
+        raise user_error(
+            "environment",
+            found=f"{SINGLE_TURN} with the reward {asks[0]}, which is what the environment returns",
+            expected="an environment that returns numbers",
+            remedy="Name one (environment: guess), or another reward.",
+        )
 
 
 def check_staleness(experiment: Experiment) -> None:

@@ -23,6 +23,7 @@ from rl.experiment.sections import (
     TrackingSection,
 )
 from rollout.config import RolloutConfig
+from rollout.environments.config import EnvironmentConfig
 from rollout.rewards.config import RewardsConfig
 from trainer.config import TrainerConfig
 from weight_sync.config import SyncConfig
@@ -36,6 +37,7 @@ class Experiment(Section):
     model: ModelSection
     numerics: NumericsSection = NumericsSection()
     data: DataSection
+    environment: EnvironmentConfig = EnvironmentConfig()
     rewards: RewardsConfig = RewardsConfig()
     rollout: RolloutConfig = RolloutConfig()
     trainer: TrainerConfig = TrainerConfig()

@@ -189,10 +189,20 @@ def _resolved(layer: DictConfig, directory: Path) -> DictConfig:
         if isinstance(value, str) and value and not value.startswith("${"):
             held[key] = os.path.normpath(directory / value)
     for function in _reward_functions(layer):
-        path, colon, name = str(function.get("function")).rpartition(":")
-        if colon and path.endswith(".py"):
-            function["function"] = f"{os.path.normpath(directory / path)}:{name}"
+        _resolve_file(function, "function", directory)
+    environment = layer._get_node("environment")
+    if OmegaConf.is_dict(environment):
+        _resolve_file(environment, "function", directory)
+    else:
+        _resolve_file(layer, "environment", directory)
     return layer
+
+
+def _resolve_file(held: DictConfig, key: str, directory: Path) -> None:
+    """Make the file of a function's name, `path/to/file.py:name`, absolute."""
+    path, colon, name = str(held.get(key)).rpartition(":")
+    if colon and path.endswith(".py"):
+        held[key] = f"{os.path.normpath(directory / path)}:{name}"
 
 
 def _reward_functions(layer: DictConfig) -> list[DictConfig]:

@@ -14,7 +14,7 @@ from pydantic_core import ErrorDetails
 
 from numerics.errors import UserError, shown
 from rl.algorithms import ALGORITHMS
-from rl.experiment.contradictions import check_gates, check_ranks, check_staleness, check_sync
+from rl.experiment.contradictions import check_environment, check_gates, check_ranks, check_staleness, check_sync
 from rl.experiment.experiment import Experiment
 
 
@@ -31,6 +31,7 @@ def parse_experiment(values: dict[str, Any]) -> Experiment:
         raise UserError("\n".join(dict.fromkeys(lines))) from None
     algorithm = experiment.algorithm.resolved(experiment.rollout)
     experiment = experiment.model_copy(update={"algorithm": algorithm})
+    check_environment(experiment)
     check_staleness(experiment)
     check_ranks(experiment)
     check_sync(experiment)

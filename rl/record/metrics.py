@@ -37,6 +37,9 @@ METRICS: dict[str, Metric] = {
     "rollout/reward_mean": Metric("", "Mean reward of the sampled trajectories."),
     "rollout/reward_std": Metric("", "Standard deviation of the reward over all sampled trajectories."),
     "rollout/reward_failures": Metric("calls", "Calls of reward functions that failed; each counts as a reward of 0."),
+    "rollout/environment_failures": Metric("answers", "Answers whose environment failed; nothing is learnt from them."),
+    "rollout/turns_mean": Metric("turns", "Mean turns of the model per trajectory, in a run with an environment."),
+    "rollout/environment_tokens_mean": Metric("tokens", "Mean tokens per trajectory that its environment wrote."),
     "rollout/equal_reward_groups": Metric("", "Fraction of groups whose rewards are all equal: they teach nothing."),
     "rollout/finished_fraction": Metric("", "Fraction of trajectories that ended by themselves within the limit."),
     "rollout/response_tokens_mean": Metric("tokens", "Mean generated tokens per trajectory."),
@@ -180,6 +183,8 @@ _LAYERS = range(1 << 16)
 
 REWARD_PARTS = "rollout/reward/"
 """Metrics that the reward functions of an experiment name."""
+OUTCOMES = "rollout/outcome/"
+"""Metrics that its environment names."""
 
 FAMILIES: dict[str, Family] = {
     "rollout/tokens_age_": Family(
@@ -210,6 +215,8 @@ def describe(name: str) -> Metric | None:
         return METRICS[name]
     if name.startswith(REWARD_PARTS):
         return Metric("", f"Mean of `{name.removeprefix(REWARD_PARTS)}`, a part of the reward, unweighted.")
+    if name.startswith(OUTCOMES):
+        return Metric("", f"Mean of `{name.removeprefix(OUTCOMES)}`, which the environment returned.")
     match = re.fullmatch(r"(.*_)(0|[1-9]\d*)", name)
     family = FAMILIES.get(match[1]) if match else None
     if match is None or family is None or int(match[2]) not in family.numbers:

@@ -7,7 +7,7 @@ import json
 import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import TypeAdapter
 
@@ -25,8 +25,10 @@ class RolloutRecord:
     prompt, text: of the question and of the answer. reward: of the answer. abs_diff_mean: mean abs(d) over its tokens,
     None if none is finite. group: number of its prompt in the step. seed: of its draws. finished: the model ended the
     answer itself.
-    prompt_ids: [P]. token_ids, rollout_logprobs, train_logprobs, weight_versions: [T], of the generated tokens; a
-    log-probability that is not finite is NaN. advantage: None before training. reward_parts: what each function said.
+    prompt_ids: [P]. token_ids: [T], what follows. told: spans of it that an environment wrote.
+    rollout_logprobs, train_logprobs, weight_versions: of the other tokens; a log-probability that is not finite is NaN.
+    advantage: None before training. reward_parts: what each function said. said: (model or environment, text) by turn,
+    where there was an environment that said something. outcome: what it returned.
     """
 
     prompt: str
@@ -43,6 +45,9 @@ class RolloutRecord:
     weight_versions: list[int]
     advantage: float | None
     reward_parts: dict[str, float] = dataclasses.field(default_factory=dict)
+    told: list[tuple[int, int]] = dataclasses.field(default_factory=list)
+    said: list[tuple[Literal["model", "environment"], str]] = dataclasses.field(default_factory=list)
+    outcome: dict[str, float] = dataclasses.field(default_factory=dict)
 
 
 def write_rollouts(path: Path, records: Iterable[RolloutRecord]) -> None:

@@ -54,8 +54,8 @@ class Tracker:
             write_rollouts(self._run_dir.rollouts(step), records if self._all_rollouts else shown(records))
             if not self._wandb.is_lost and (step % TABLE_EVERY == 0 or step == self._last_step):
                 row["rollout/samples"] = table(
-                    ["prompt", "text", "reward", "parts of it", "mean abs d"],
-                    [[r.prompt, r.text, r.reward, _listed(r.reward_parts), r.abs_diff_mean] for r in shown(records)],
+                    ["prompt", "conversation", "reward", "parts of it", "outcome", "mean abs d", "d by token"],
+                    [_row_of_table(record) for record in shown(records)],
                 )
         self._wandb.log(row)
         return written
@@ -76,6 +76,14 @@ class Tracker:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.finish(exit_code=0 if kind is None else 1)
+
+
+def _row_of_table(record: RolloutRecord) -> list[Any]:
+    turns = "\n".join(f"{by}: {text}" for by, text in record.said) or record.text
+    pairs = zip(record.train_logprobs, record.rollout_logprobs, strict=True)
+    by_token = " ".join(f"{train - rollout:.3g}" for train, rollout in pairs)
+    parts, outcome = _listed(record.reward_parts), _listed(record.outcome)
+    return [record.prompt, turns, record.reward, parts, outcome, record.abs_diff_mean, by_token]
 
 
 def _listed(parts: Mapping[str, float]) -> str:

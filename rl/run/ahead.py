@@ -26,8 +26,8 @@ GROUPS = "groups.jsonl"
 class Answered:
     """The answers to one prompt of a step to come.
 
-    number: of the prompt in the run. prompt_ids: [P]. The others by answer, in the order of the group's seeds, and
-    inside by token; see `rollout.types.Trajectory`.
+    number: of the prompt in the run. prompt_ids: [P]. The others by answer, in the order of the group's seeds; see
+    `rollout.types.Trajectory`.
     """
 
     number: int
@@ -37,6 +37,10 @@ class Answered:
     logprobs: list[list[float]]
     weight_versions: list[list[int]]
     finished: list[bool]
+    stopped: list[bool]
+    told: list[list[tuple[int, int]]]
+    outcome: list[dict[str, float]]
+    failed: list[bool]
 
     @classmethod
     def of(cls, number: int, answers: Sequence[Trajectory]) -> Answered:
@@ -48,6 +52,10 @@ class Answered:
             logprobs=[answer.logprobs for answer in answers],
             weight_versions=[answer.weight_versions for answer in answers],
             finished=[answer.finished for answer in answers],
+            stopped=[answer.stopped for answer in answers],
+            told=[list(answer.told) for answer in answers],
+            outcome=[answer.outcome for answer in answers],
+            failed=[answer.failed for answer in answers],
         )
 
     def answers(self, group: Group) -> bool:
@@ -55,10 +63,21 @@ class Answered:
         return self.prompt_ids == group.prompt.token_ids and tuple(self.seeds) == group.seeds
 
     def trajectories(self) -> list[Trajectory]:
-        each = zip(self.token_ids, self.logprobs, self.finished, self.weight_versions, self.seeds, strict=True)
         return [
-            Trajectory(self.prompt_ids, tokens, logprobs, finished, versions, 0, seed)
-            for tokens, logprobs, finished, versions, seed in each
+            Trajectory(
+                prompt_ids=self.prompt_ids,
+                token_ids=self.token_ids[row],
+                logprobs=self.logprobs[row],
+                finished=self.finished[row],
+                weight_versions=self.weight_versions[row],
+                group=0,
+                seed=seed,
+                told=tuple(self.told[row]),
+                stopped=self.stopped[row],
+                outcome=self.outcome[row],
+                failed=self.failed[row],
+            )
+            for row, seed in enumerate(self.seeds)
         ]
 
 

@@ -9,7 +9,9 @@ import ray
 
 from rl.experiment import Experiment
 from rl.record.run_dir import RunDir
+from rl.run.conversations import EnvironmentError
 from rl.run.ending import finish
+from rl.run.failures import TooManyFailuresError
 from rl.run.feed import FilterError
 from rl.run.interrupts import Closing
 from rl.run.judging import RewardError
@@ -22,10 +24,12 @@ from weight_sync.manifest import SyncError
 
 FAILURES = (
     EngineError,
+    EnvironmentError,
     FilterError,
     NoRoomError,
     RewardError,
     SyncError,
+    TooManyFailuresError,
     TrainerDiedError,
     OSError,
     ray.exceptions.RayError,

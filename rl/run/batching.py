@@ -34,14 +34,14 @@ def batch_from_trajectories(
     replay: bool = False,
     redraws: int = 0,
 ) -> TokenBatch:
-    """One row per trajectory: prompt then generation, the generated tokens as targets, the engine's routes if it
-    reported them.
+    """One row per trajectory: prompt then answer, the tokens that the model sampled as targets, the engine's routes if
+    it reported them.
 
-    Its field `rollout_logprobs` is the engine's logprob of each generated token as received (NaN and inf included), 0
+    Its field `rollout_logprobs` is the engine's logprob of each of them as received (NaN and inf included), 0
     elsewhere.
 
     Args:
-        trajectories: one without generated tokens gives a row without targets.
+        trajectories: one without sampled tokens gives a row without targets.
         temperature: that the tokens were sampled with.
         replay: the trainer is to take the engine's routes.
         redraws: rows, spread over the batch, whose tokens the trainer is to draw again.
@@ -50,14 +50,18 @@ def batch_from_trajectories(
         ValueError: numbers of logprobs or routes do not fit the tokens, or a prompt is empty.
     """
     for row, trajectory in enumerate(trajectories):
-        if len(trajectory.logprobs) != len(trajectory.token_ids):
+        told = sum(end - begin for begin, end in trajectory.told)
+        if len(trajectory.logprobs) != len(trajectory.token_ids) - told:
             raise ValueError(
                 f"trajectory {row}: found {len(trajectory.logprobs)} logprobs, "
-                f"expected {len(trajectory.token_ids)}, one per generated token"
+                f"expected {len(trajectory.token_ids) - told}, one per sampled token"
             )
     batch = _pad([t.prompt_ids for t in trajectories], [t.token_ids for t in trajectories], temperature)
+    for row, trajectory in enumerate(trajectories):
+        for begin, end in trajectory.told:  # nothing is learnt from an environment's words
+            batch.loss_mask[row, len(trajectory.prompt_ids) + begin : len(trajectory.prompt_ids) + end] = False
     rollout_logprobs = torch.zeros(batch.tokens.shape)
-    # Row-major, so the mask lists each row's generated tokens in order, row after row.
+    # Row-major, so the mask lists each row's sampled tokens in order, row after row.
     rollout_logprobs[batch.loss_mask] = torch.tensor([x for t in trajectories for x in t.logprobs], dtype=torch.float32)
     return replace(
         batch,

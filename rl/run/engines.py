@@ -10,6 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import ray
 
@@ -59,6 +60,7 @@ class EnginePool:
         self._slots: list[Slot] = []
         self._losses: deque[float] = deque()
         self._news: deque[News] = deque()
+        self._near: WeakKeyDictionary[object, Slot] = WeakKeyDictionary()
         self._failure: Exception | None = None
         self._maker = ThreadPoolExecutor(1, "engine-maker")
         self._background = Background("engines") if count else None
@@ -114,13 +116,17 @@ class EnginePool:
         """Whether one of these engines is gone. Looks for a while before it says no."""
         return self._run(self._any_lost(endpoints))
 
-    def admit(self, group: Group, sampling: SamplingParams, oldest: int) -> Future[list[Trajectory]]:
+    def admit(
+        self, group: Group, sampling: SamplingParams, oldest: int, near: object = None
+    ) -> Future[list[Trajectory]]:
         """Have a group answered, by the engine with the least to do. An engine's loss is not noticed in the answer.
+
+        near: groups with the same one go to the same engine, as long as it is there and has room.
 
         Raises StaleWeightsError, in time, for a token of weights before `oldest` or after those of `expect`.
         """
         assert self._background is not None
-        return self._background.begin(self._answer(group, sampling, oldest))
+        return self._background.begin(self._answer(group, sampling, oldest, near))
 
     def switch(self, serving: Serving) -> None:
         """Replace all engines by others; groups under way are answered by these."""
@@ -249,9 +255,9 @@ class EnginePool:
         else:
             self._news.append(News(1, f"engine {slot.index} is lost and replaced: {first_line}"))
 
-    async def _answer(self, group: Group, sampling: SamplingParams, oldest: int) -> list[Trajectory]:
+    async def _answer(self, group: Group, sampling: SamplingParams, oldest: int, near: object) -> list[Trajectory]:
         while True:
-            slot = await self._least_loaded(group, sampling)
+            slot = await self._chosen(group, sampling, near)
             actor = slot.actor
             slot.give(len(group.seeds))
             try:
@@ -270,8 +276,9 @@ class EnginePool:
             check_versions(answers, oldest, self._newest)
             return answers
 
-    async def _least_loaded(self, group: Group, sampling: SamplingParams) -> Slot:
-        """The serving engine with the fewest answers under way; among equals the one with the fewest tokens.
+    async def _chosen(self, group: Group, sampling: SamplingParams, near: object) -> Slot:
+        """The serving engine that `near` has been at; else the one with the fewest answers under way, and among equals
+        with the fewest tokens.
 
         No engine is given more than twice what its KV cache holds: the rest waits for whichever is free first.
         """
@@ -280,8 +287,13 @@ class EnginePool:
         while True:
             self._raise_failure()
             free = [slot for slot in self._slots if slot.serving and slot.answers + len(group.seeds) <= room]
+            if near is not None and (before := self._near.get(near)) in free:
+                return before
             if free:
-                return min(free, key=lambda slot: (slot.answers, slot.load.tokens if slot.load else 0, slot.index))
+                slot = min(free, key=lambda slot: (slot.answers, slot.load.tokens if slot.load else 0, slot.index))
+                if near is not None:
+                    self._near[near] = slot
+                return slot
             await self._change.wait()
 
     async def _all_up(self) -> None:

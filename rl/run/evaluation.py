@@ -38,7 +38,7 @@ def answer_greedily(stack: Stack, prompts: Sequence[Prompt]) -> list[Answer]:
     answers = stack.sample([Group(prompt, seeds=(GREEDY,)) for prompt in prompts], 0.0)
     verdicts = [stack.judge.begin(prompts[answer.group], [answer]) for answer in answers]
     return [
-        Answer.of(prompts[answer.group], answer, *stack.judge.wait(verdict))
+        Answer(prompts[answer.group].problem, answer, *stack.judge.wait(verdict))
         for answer, verdict in zip(answers, verdicts, strict=True)
     ]
 
@@ -48,7 +48,9 @@ def accuracy(experiment: Experiment, answers: Sequence[Answer]) -> dict[str, flo
     if not answers:
         return {}
     first = experiment.rewards.functions[0].label
-    said = [value for answer in answers for name, value in answer.parts.items() if name.partition("/")[0] == first]
+    said = [
+        value for answer in answers for name, value in answer.judged.parts.items() if name.partition("/")[0] == first
+    ]
     return {"eval/accuracy": sum(said) / len(answers), "eval/problems": float(len(answers))}
 
 

@@ -19,14 +19,14 @@ from rl.algorithms.base import Outcomes
 from rl.experiment import Experiment
 from rl.mismatch import token_versions
 from rl.mismatch.drift import tokens_by_age
-from rl.record.metrics import REWARD_PARTS
+from rl.record.metrics import OUTCOMES, REWARD_PARTS
 from rl.run.ahead import Answered, FeedState
 from rl.run.batching import SftExample, batch_from_examples, batch_from_trajectories
 from rl.run.clock import StepClock
+from rl.run.conversations import ENVIRONMENT_FAILURES
 from rl.run.judging import REWARD_FAILURES, Judge, Judged
 from rl.run.problems import nth, of_step
 from rl.run.stack import Asked, Stack, done
-from rollout.rewards.functions import Parts
 from rollout.tasks import Problem, load_problems, prompt_ids
 from rollout.types import Group, Prompt, Trajectory
 from trainer.batch import TokenBatch
@@ -38,17 +38,15 @@ class FilterError(RuntimeError):
 
 @dataclass(frozen=True)
 class Answer:
-    """A sampled answer: its trajectory, its text without the stop token, its reward and what that is the sum of."""
+    """A sampled answer and what became of it."""
 
     problem: Problem
     trajectory: Trajectory
-    text: str
-    reward: float
-    parts: Parts = field(default_factory=dict)
+    judged: Judged
 
-    @classmethod
-    def of(cls, prompt: Prompt, trajectory: Trajectory, judged: Judged) -> Answer:
-        return cls(prompt.problem, trajectory, judged.text, judged.reward, judged.parts)
+    @property
+    def reward(self) -> float:
+        return self.judged.reward
 
 
 @dataclass(frozen=True)
@@ -158,13 +156,12 @@ class SampledFeed:
             began = min(began, *(item.asked.began for item, _ in answered))
             with clock.phase("reward"):
                 for item, trajectories in answered:
-                    prompt, judged = item.asked.group.prompt, item.judged()
-                    group = [Answer.of(prompt, *each) for each in zip(trajectories, judged, strict=True)]
+                    problem = item.asked.group.prompt.problem
+                    answers = [Answer(problem, *each) for each in zip(trajectories, item.judged(), strict=True)]
+                    group = [answer for answer in answers if not answer.trajectory.failed]
                     rewards = torch.tensor([answer.reward for answer in group])
-                    (kept if self._experiment.algorithm.keeps(rewards) else dropped).append(group)
-        if failures := self._stack.judge.failures():
-            text = "\n".join(filter(None, failures)) or f"{len(failures)} more calls of reward functions have failed"
-            self._stack.tell(REWARD_FAILURES, len(failures), text)
+                    (kept if group and self._experiment.algorithm.keeps(rewards) else dropped).append(group)
+        self._tell_of_failures()
         work = self._work(kept, version)
         work.metrics.update(dropped_metrics(dropped), **self._figures())
         work.metrics["perf/sampling_seconds"] = time.monotonic() - began
@@ -215,14 +212,26 @@ class SampledFeed:
             count = -(-self._experiment.guard.fresh_answers // rollout.group_size)
             self._probes = [self._admit(number) for number in range(first, first + min(count, self._size))]
 
+    def _tell_of_failures(self) -> None:
+        """Of the user's functions, since the last time."""
+        talks = self._stack.conversations
+        for metric, news in (
+            (REWARD_FAILURES, self._stack.judge.failures.news()),
+            (ENVIRONMENT_FAILURES, talks.failures.news() if talks is not None else []),
+        ):
+            if news:
+                text = "\n".join(filter(None, news)) or f"{len(news)} more of {metric}, for reasons as before"
+                self._stack.tell(metric, len(news), text)
+
     def _admit_in_place_of(self, dropped: list[list[Answer]], count: int) -> None:
         """Further groups. Raises FilterError once too many were dropped."""
         patience = self._experiment.rollout.filter_patience
         if len(dropped) >= patience * self._size:
             rewards = [answer.reward for group in dropped for answer in group]
+            mean = f"{sum(rewards) / len(rewards):.3g}" if rewards else "none, as every environment failed"
             raise FilterError(
                 f"found {len(dropped)} groups that the {self._experiment.algorithm.name} algorithm does not train on, "
-                f"of mean reward {sum(rewards) / len(rewards):.3g}, expected {self._size} to train on before "
+                f"of mean reward {mean}, expected {self._size} to train on before "
                 f"{patience} times as many were dropped (rollout.filter_patience). If all problems are solved, or none "
                 "is, give it others"
             )
@@ -270,6 +279,8 @@ class SampledFeed:
         batch = self._batch(trajectories)
         tokens = batch.tokens.with_fields(advantages=self._experiment.algorithm.advantages(outcomes, batch.tokens))
         metrics = rollout_metrics(trajectories, rewards, members, version) | reward_metrics(answers)
+        if self._stack.conversations is not None:
+            metrics |= conversation_metrics(trajectories)
         return Work(tokens, batch.versions, tuple(answers), metrics)
 
     def _figures(self) -> dict[str, float]:
@@ -332,7 +343,7 @@ def rollout_metrics(
     trajectories: Sequence[Trajectory], rewards: Tensor, groups: Tensor, version: int
 ) -> dict[str, float]:
     """`rollout/...` of a step. rewards, groups: [N], one per trajectory; version: the trainer's while sampling."""
-    lengths = [len(t.token_ids) for t in trajectories]
+    lengths = [len(t.logprobs) for t in trajectories]
     by_group = [rewards[groups == group] for group in groups.unique()]
     versions = torch.tensor([v for t in trajectories for v in t.weight_versions] or [version])
     return {
@@ -353,15 +364,29 @@ def reward_metrics(answers: Sequence[Answer]) -> dict[str, float]:
     """The mean of each part of the reward, over the answers that have it, if there is more than one."""
     parts: dict[str, list[float]] = {}
     for answer in answers:
-        for name, value in answer.parts.items():
+        for name, value in answer.judged.parts.items():
             parts.setdefault(name, []).append(value)
     means = {f"{REWARD_PARTS}{name}": sum(values) / len(values) for name, values in parts.items()}
     return means if len(means) > 1 else {}
 
 
+def conversation_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """`rollout/...` of what environments said and did; a mean is over the answers that have such a number."""
+    outcomes: dict[str, list[float]] = {}
+    for trajectory in trajectories:
+        for name, value in trajectory.outcome.items():
+            outcomes.setdefault(name, []).append(value)
+    told = [sum(end - begin for begin, end in trajectory.told) for trajectory in trajectories]
+    return {
+        "rollout/turns_mean": sum(len(trajectory.told) + 1 for trajectory in trajectories) / len(trajectories),
+        "rollout/environment_tokens_mean": sum(told) / len(told),
+        **{f"{OUTCOMES}{name}": sum(values) / len(values) for name, values in outcomes.items()},
+    }
+
+
 def dropped_metrics(groups: Sequence[Sequence[Answer]]) -> dict[str, float]:
     """`rollout/dropped_...` of the groups that the algorithm did not keep."""
-    lengths = [len(answer.trajectory.token_ids) for group in groups for answer in group]
+    lengths = [len(answer.trajectory.logprobs) for group in groups for answer in group]
     rewards = [answer.reward for group in groups for answer in group]
     metrics = {"rollout/dropped_groups": float(len(groups))}
     if lengths:

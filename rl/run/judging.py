@@ -13,9 +13,12 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from rl.run.background import Background
+from rl.run.failures import Failures
+from rollout.environments.transcript import Said, transcript
+from rollout.returned import Numbers, ReturnError
 from rollout.rewards.builtin import BUILT_IN
 from rollout.rewards.config import RewardsConfig
-from rollout.rewards.functions import Parts, RewardFunction, RewardValueError, load_function
+from rollout.rewards.functions import EACH, load_function
 from rollout.rewards.workers import RewardFailure, Workers
 from rollout.types import Prompt, Trajectory
 
@@ -23,7 +26,7 @@ REWARD_FAILURES = "rollout/reward_failures"
 
 
 class RewardError(RuntimeError):
-    """Reward functions have failed more often than a run allows."""
+    """A reward function keeps all others from their turn."""
 
 
 @dataclass(frozen=True)
@@ -31,14 +34,19 @@ class Judged:
     """What became of an answer.
 
     Attributes:
-        text: without the stop token.
+        said: who said what in it.
         reward: the weighted sum of the parts.
         parts: what each function said, unweighted: by its name, and `name/part` where it gave named numbers.
     """
 
-    text: str
+    said: list[Said]
     reward: float
-    parts: Parts
+    parts: Numbers
+
+    @property
+    def text(self) -> str:
+        """All that was said, without the stop token."""
+        return "".join(text for _, text in self.said)
 
 
 class Judge:
@@ -49,16 +57,14 @@ class Judge:
         self._functions = [load_function(c, f"rewards.functions.{i}") for i, c in enumerate(config.functions)]
         self._workers = Workers(config.functions, config.workers)
         self._background = Background("rewards")
-        self._failed = 0
-        self._explained: set[str] = set()
-        self._news: list[str] = []
+        self.failures = Failures("reward", "which counts as 0", "rewards.max_failures", config.max_failures)
 
     def begin(self, prompt: Prompt, trajectories: Sequence[Trajectory]) -> Future[list[Judged]]:
         """The verdict on each answer to a prompt, in time, for `wait`."""
         return self._background.begin(self._judged(prompt, trajectories))
 
     def wait(self, verdict: Future[list[Judged]]) -> list[Judged]:
-        """What was begun. Raises RewardError: functions fail too often, or one that is `async` never awaits."""
+        """What was begun. Raises RewardError: a function that is `async` never awaits; TooManyFailuresError."""
         patience = max(config.timeout_s for config in self._config.functions)
         while not futures.wait([verdict], patience).done:
             if not self._background.takes_turns():
@@ -69,12 +75,6 @@ class Judge:
                 )
         return verdict.result()
 
-    def failures(self) -> list[str]:
-        """A text for each call that has failed since this was last asked: the traceback of a function's first one, and
-        nothing for its others."""
-        said, self._news = self._news, []
-        return said
-
     def close(self) -> None:
         """End the processes; what is under way is given up. A second call does nothing."""
         self._workers.close()
@@ -83,31 +83,42 @@ class Judge:
     # The rest runs in the background.
 
     async def _judged(self, prompt: Prompt, trajectories: Sequence[Trajectory]) -> list[Judged]:
-        texts = [self._tokenizer.decode(t.token_ids[:-1] if t.finished else t.token_ids) for t in trajectories]
+        """The verdicts in order; an answer whose environment failed is worth 0, and no function sees it."""
+        sound = [trajectory for trajectory in trajectories if not trajectory.failed]
+        verdicts = iter(await self._of_sound(prompt, sound) if sound else [])
+        return [
+            Judged(transcript(trajectory, self._tokenizer), 0.0, {}) if trajectory.failed else next(verdicts)
+            for trajectory in trajectories
+        ]
+
+    async def _of_sound(self, prompt: Prompt, trajectories: Sequence[Trajectory]) -> list[Judged]:
+        transcripts = [transcript(trajectory, self._tokenizer) for trajectory in trajectories]
         offered: list[dict[str, Any]] = [
             {
                 "question": prompt.problem.question,
                 "reference": prompt.problem.answer,
-                "answer": text,
+                "answer": "".join(text for _, text in said),
                 "finished": trajectory.finished,
-                "tokens": len(trajectory.token_ids),
+                "tokens": len(trajectory.logprobs),
+                "turns": said,
+                "outcome": trajectory.outcome,
             }
-            for text, trajectory in zip(texts, trajectories, strict=True)
+            for said, trajectory in zip(transcripts, trajectories, strict=True)
         ]
-        said = await asyncio.gather(*(self._of_all(index, offered) for index in range(len(self._functions))))
-        return [self._summed(text, [of_function[row] for of_function in said]) for row, text in enumerate(texts)]
+        verdicts = await asyncio.gather(*(self._of_all(index, offered) for index in range(len(self._functions))))
+        return [self._summed(said, [verdict[row] for verdict in verdicts]) for row, said in enumerate(transcripts)]
 
-    async def _of_all(self, index: int, offered: list[dict[str, Any]]) -> list[Parts | None]:
+    async def _of_all(self, index: int, offered: list[dict[str, Any]]) -> list[Numbers | None]:
         """What one function says of each answer of a group; None where it failed."""
         if not self._functions[index].of_group:
             each = await asyncio.gather(*(self._called(index, one, 1) for one in offered))
             return [None if parts is None else parts[0] for parts in each]
-        together = offered[0] | {name: [one[name] for one in offered] for name in ("finished", "tokens")}
+        together = offered[0] | {name: [one[name] for one in offered] for name in EACH}
         together["answers"] = [one["answer"] for one in offered]
         parts = await self._called(index, together, len(offered))
         return [None] * len(offered) if parts is None else [*parts]
 
-    async def _called(self, index: int, offered: dict[str, Any], answers: int) -> list[Parts] | None:
+    async def _called(self, index: int, offered: dict[str, Any], answers: int) -> list[Numbers] | None:
         function = self._functions[index]
         seconds = function.config.timeout_s
         try:
@@ -120,28 +131,17 @@ class Judge:
                 self._workers.threads, self._workers.call, index, offered, answers, seconds
             )
         except TimeoutError:
-            self._fail(function, f"it took more than {seconds:g} s")
-        except (RewardFailure, RewardValueError) as error:
-            self._fail(function, str(error))
+            self.failures.add(function.config.label, f"it took more than {seconds:g} s")
+        except (RewardFailure, ReturnError) as error:
+            self.failures.add(function.config.label, str(error))
         except Exception:  # of a user's function
-            self._fail(function, traceback.format_exc())
+            self.failures.add(function.config.label, traceback.format_exc())
         return None
 
-    def _fail(self, function: RewardFunction, why: str) -> None:
-        self._failed += 1
-        label, first = function.config.label, function.config.label not in self._explained
-        self._explained.add(label)
-        self._news.append(f"the reward {label} has failed, which counts as 0: {why.rstrip()}" if first else "")
-        if self._failed > self._config.max_failures:
-            raise RewardError(
-                f"found {self._failed} calls of reward functions that failed, expected at most "
-                f"{self._config.max_failures} (rewards.max_failures). The last one, {label}: {why.rstrip()}"
-            )
-
-    def _summed(self, text: str, said: list[Parts | None]) -> Judged:
+    def _summed(self, said: list[Said], verdicts: list[Numbers | None]) -> Judged:
         parts, reward = {}, 0.0
-        for function, of_function in zip(self._functions, said):
+        for function, of_function in zip(self._functions, verdicts):
             for name, value in (of_function or {}).items():
                 parts[f"{function.config.label}/{name}" if name else function.config.label] = value
                 reward += function.config.weight * value
-        return Judged(text, reward, parts)
+        return Judged(said, reward, parts)

@@ -45,7 +45,7 @@ def rollout_records(work: Work, train_logprobs: Tensor) -> list[RolloutRecord]:
         records.append(
             RolloutRecord(
                 prompt=answer.problem.question,
-                text=answer.text,
+                text=answer.judged.text,
                 reward=answer.reward,
                 abs_diff_mean=mean,
                 group=trajectory.group,
@@ -57,7 +57,10 @@ def rollout_records(work: Work, train_logprobs: Tensor) -> list[RolloutRecord]:
                 train_logprobs=train_logprobs[row, sampled].tolist(),
                 weight_versions=trajectory.weight_versions,
                 advantage=advantages[0] if advantages else None,
-                reward_parts=answer.parts,
+                reward_parts=answer.judged.parts,
+                told=list(trajectory.told),
+                said=list(answer.judged.said) if trajectory.told else [],
+                outcome=trajectory.outcome,
             )
         )
     return records

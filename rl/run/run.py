@@ -25,6 +25,7 @@ from rl.record.tracking import WANDB_LOST, Tracker
 from rl.record.wandb_run import WandbRun
 from rl.run.ahead import FeedState
 from rl.run.checkpoints import Checkpoints, with_older
+from rl.run.conversations import ENVIRONMENT_FAILURES
 from rl.run.interrupts import Closing
 from rl.run.judging import REWARD_FAILURES
 from rl.run.stack import ENGINES_REPLACED, STALE_RESYNCS, SYNCS_REPEATED, Stack
@@ -40,6 +41,7 @@ _ACTIONS = {
     STALE_RESYNCS: "resync",
     SYNCS_REPEATED: "resync",
     RESUMED: "resume",
+    ENVIRONMENT_FAILURES: "go_on",
     REWARD_FAILURES: "go_on",
 }
 
@@ -227,9 +229,11 @@ class Run:
 
     def mendings(self) -> dict[str, float]:
         """What was mended since this was last asked, as metrics."""
-        counts = (
-            {ENGINES_REPLACED: 0, STALE_RESYNCS: 0, SYNCS_REPEATED: 0, REWARD_FAILURES: 0} if self.stack.engines else {}
-        )
+        counts: dict[str, int] = {}
+        if self.stack.engines:
+            counts = dict.fromkeys((ENGINES_REPLACED, STALE_RESYNCS, SYNCS_REPEATED, REWARD_FAILURES), 0)
+        if self.stack.conversations is not None:
+            counts[ENVIRONMENT_FAILURES] = 0
         counts |= self.mended
         self.mended.clear()
         return {name: float(count) for name, count in counts.items()}

@@ -19,12 +19,14 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from numerics.config import NumericsConfig
 from rl.experiment import Experiment
 from rl.run.cluster import end_at_once, ray_cluster
+from rl.run.conversations import Conversations
 from rl.run.engines import EnginePool
 from rl.run.interrupts import Closing
 from rl.run.judging import Judge
 from rl.run.seats import Seats
 from rl.run.serving import Serving, engine_maker
 from rollout.client import EngineClient
+from rollout.environments.config import SINGLE_TURN
 from rollout.errors import StaleWeightsError
 from rollout.types import Endpoint, Group, Trajectory
 from trainer.actor import TrainerGroup
@@ -90,6 +92,7 @@ class Stack:
         folder: for engines' logs and for checkpoints that they start from.
         closing: what ends both sides.
         judge: gives answers their rewards.
+        conversations: of an experiment with an environment, where an answer is more than one turn of the model.
         seats: where they are.
         engines: none in a run that samples nothing.
         checkpoint: what the engines were last started from.
@@ -102,6 +105,7 @@ class Stack:
     closing: Closing
     tokenizer: PreTrainedTokenizerBase
     judge: Judge
+    conversations: Conversations | None
     seats: Seats
     trainer: TrainerGroup
     engines: EnginePool
@@ -141,7 +145,23 @@ class Stack:
         tokenizer = AutoTokenizer.from_pretrained(experiment.model.path)
         judge = Judge(experiment.rewards, tokenizer)
         closing.callback(judge.close)
-        return cls(experiment, numerics, folder, closing, tokenizer, judge, seats, trainer, engines, checkpoint)
+        conversations = None
+        if experiment.environment.function != SINGLE_TURN:  # one turn is asked for by groups, which is faster
+            conversations = Conversations(experiment.environment, tokenizer, engines.admit)
+            closing.callback(conversations.close)
+        return cls(
+            experiment=experiment,
+            numerics=numerics,
+            folder=folder,
+            closing=closing,
+            tokenizer=tokenizer,
+            judge=judge,
+            conversations=conversations,
+            seats=seats,
+            trainer=trainer,
+            engines=engines,
+            checkpoint=checkpoint,
+        )
 
     def restart_trainer(self, numerics: NumericsConfig) -> None:
         """A new trainer in place of one that is lost, at the weights that the experiment starts from; then `numerics`
@@ -182,7 +202,8 @@ class Stack:
         """
         oldest = self.trainer.weight_version
         sampling = self.experiment.rollout.sampling(temperature, (self.tokenizer.eos_token_id,))
-        return [Asked(group, temperature, self.engines.admit(group, sampling, oldest)) for group in groups]
+        ask = self.engines.admit if self.conversations is None else self.conversations.begin
+        return [Asked(group, temperature, ask(group, sampling, oldest)) for group in groups]
 
     def collect(self, asked: Sequence[Asked]) -> list[list[Trajectory]]:
         """The answers of each group, once all are there. Meanwhile new engines get the trainer's weights.
@@ -233,6 +254,8 @@ class Stack:
         """Wait for a moment, give engines that came up the trainer's weights, and raise what no sync can mend."""
         wait(answers, timeout=_LOOK_SECONDS, return_when=until)
         self._hear()
+        if self.conversations is not None:
+            self.conversations.check()
         if new := self.engines.waiting():
             self._sent(new)
         for future in answers:

@@ -41,5 +41,6 @@ BUILT_IN = {
     ),
     "format": BuiltIn("rollout.rewards.form:format"),
     "length": BuiltIn("rollout.rewards.length:length", cheap=True),
+    "environment": BuiltIn("rollout.rewards.environment:environment", cheap=True),
     "http": BuiltIn("rollout.rewards.http:http"),
 }

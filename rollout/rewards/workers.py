@@ -13,8 +13,8 @@ from concurrent.futures import ThreadPoolExecutor
 from queue import SimpleQueue
 from typing import Any
 
+from rollout.returned import Numbers
 from rollout.rewards.config import RewardConfig
-from rollout.rewards.functions import Parts
 
 START_SECONDS = 120.0
 """For a cold import of sympy on a busy machine."""
@@ -34,7 +34,7 @@ class Workers:
         for worker in self._all:
             self._idle.put(worker)
 
-    def call(self, index: int, offered: Mapping[str, Any], answers: int, timeout_s: float) -> list[Parts]:
+    def call(self, index: int, offered: Mapping[str, Any], answers: int, timeout_s: float) -> list[Numbers]:
         """What function `index` says of so many answers; in a thread of `threads`. Raises RewardFailure."""
         worker = self._idle.get()
         try:
@@ -56,11 +56,11 @@ class _Worker:
         self._configs = [config.model_dump() for config in configs]
         self._process: subprocess.Popen[str] | None = None
 
-    def call(self, index: int, offered: Mapping[str, Any], answers: int, timeout_s: float) -> list[Parts]:
+    def call(self, index: int, offered: Mapping[str, Any], answers: int, timeout_s: float) -> list[Numbers]:
         process = self._process or self._started()
         reply = _asked(process, [index, offered, answers], timeout_s)
         if "parts" in reply:
-            parts: list[Parts] = reply["parts"]
+            parts: list[Numbers] = reply["parts"]
             return parts
         if "error" in reply:
             raise RewardFailure(reply["error"])

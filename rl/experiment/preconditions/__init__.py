@@ -16,6 +16,7 @@ from rl.experiment.preconditions.model import check_model_layout, read_model
 from rl.experiment.preconditions.resources import check_memory, check_port
 from rl.experiment.preconditions.tokenizer import read_tokenizer
 from rl.record.wandb_run import check_wandb
+from rollout.environments.functions import load_environment
 from rollout.rewards.functions import load_function
 from trainer.device import has_transformer_engine
 from trainer.lowering import lower
@@ -40,6 +41,7 @@ def check(experiment: Experiment) -> Model:
     check_stored(path, model)
     check_memory(model.sizes, experiment)
     if experiment.needs_engines:
+        load_environment(experiment.environment)
         for index, config in enumerate(experiment.rewards.functions):
             load_function(config, f"rewards.functions.{index}")
         check_port(experiment.rollout)

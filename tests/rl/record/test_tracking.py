@@ -95,10 +95,11 @@ def test_wandb_gets_the_same_rows_over_the_step_axis(run: RunDir) -> None:
     assert "eval/accuracy" not in history[0] and history[0]["tracking/nonfinite_dropped"] == 1
     (table_file,) = run.path.glob("wandb/offline-run-*/files/media/table/rollout/*.json")
     table = json.loads(table_file.read_text())
-    assert table["columns"] == ["prompt", "text", "reward", "parts of it", "mean abs d"]
+    columns = ["prompt", "conversation", "reward", "parts of it", "outcome", "mean abs d", "d by token"]
+    assert table["columns"] == columns
     assert table["data"] == [
-        ["1+1=?", "2\n#### 2", 1.0, "integer 1, length/long -0.25", 0.0],
-        ["1+2=?", "é", 1.0, "", None],
+        ["1+1=?", "2\n#### 2", 1.0, "integer 1, length/long -0.25", "", 0.0, "0 -0.0179"],
+        ["1+2=?", "é", 1.0, "", "", None, "0 -0.0179"],
     ]
     assert {"accuracy_after": 0.9} in [record["update"] for record in of_type(records, "summary")]
     assert [record["exit_code"] for record in of_type(records, "exit")] == [0]

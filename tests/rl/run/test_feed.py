@@ -49,7 +49,7 @@ class Engines(Stack):
     solved: set[str] | None = None
 
     def __init__(self) -> None:
-        self.judge = judge()
+        self.judge, self.conversations = judge(), None
         self.version, self.asked = 0, cast(list[Asked], [])
         self.tokenizer = cast(Any, Letters())
         self.trainer = cast(Any, SimpleNamespace(weight_version=0))

@@ -9,6 +9,7 @@ import psutil
 import pytest
 from transformers import AutoTokenizer
 
+from rl.run.failures import TooManyFailuresError
 from rl.run.judging import Judge, Judged, RewardError
 from rollout.rewards.config import RewardsConfig
 from rollout.tasks import Problem
@@ -129,7 +130,7 @@ def test_a_reward_is_the_weighted_sum_of_what_the_functions_say(make: Make, toke
     assert right.parts == {"integer": 1.0, "letters/letters": 8.0, "letters/digits": 2.0, "ranked": 1.0}
     assert right.reward == 2.0 + 0.5 * 10.0 + 1.0
     assert wrong.parts == {"integer": 0.0, "letters/letters": 2.0, "letters/digits": 2.0, "ranked": 0.0}
-    assert wrong.reward == 2.0 and not judge.failures()
+    assert wrong.reward == 2.0 and not judge.failures.news()
 
 
 def test_a_remote_reward_is_one_of_ours(make: Make, tokenizer: Any) -> None:
@@ -138,7 +139,7 @@ def test_a_remote_reward_is_one_of_ours(make: Make, tokenizer: Any) -> None:
         (answer,) = judged(judge, tokenizer, "1,2")
         assert answer.parts == {"http/letters": 3.0, "http/tokens": 4.0}
     (answer,) = judged(judge, tokenizer, "1")
-    assert answer.reward == 0.0 and "ConnectError" in judge.failures()[0]
+    assert answer.reward == 0.0 and "ConnectError" in judge.failures.news()[0]
 
 
 def test_hundreds_of_async_rewards_wait_together(make: Make, tokenizer: Any) -> None:
@@ -167,17 +168,17 @@ def test_a_function_that_fails_is_counted_explained_once_and_worth_nothing(
     judge = make({"function": f"mine:{function}", "timeout_s": 3.0}, "integer", workers=1)
     answers = judged(judge, tokenizer, "3\n#### 3", "1")
     assert [answer.reward for answer in answers] == [1.0, 0.0]
-    first, *others = judge.failures()
+    first, *others = judge.failures.news()
     assert f"the reward {function} has failed, which counts as 0" in first and expected in first
     assert others == [""] * (0 if function == "whole" else 1)
-    assert not judge.failures()
+    assert not judge.failures.news()
 
 
 def test_an_answer_on_which_a_function_hangs_costs_the_others_nothing(make: Make, tokenizer: Any) -> None:
     judge = make({"function": "mine:hangs", "timeout_s": 3.0}, workers=1)
     rewards = [answer.reward for answer in judged(judge, tokenizer, "1", "7", "2", "3")]
     assert rewards == [1.0, 0.0, 1.0, 1.0]
-    assert len(judge.failures()) == 1
+    assert len(judge.failures.news()) == 1
 
 
 @pytest.mark.parametrize("function", ["forks", "prints", "reads", "leaves_children"])
@@ -198,10 +199,8 @@ def test_what_a_function_does_to_its_process_reaches_nobody(make: Make, tokenize
 def test_too_many_failures_end_the_run(make: Make, tokenizer: Any) -> None:
     judge = make("mine:raises", max_failures=2)
     assert [answer.reward for answer in judged(judge, tokenizer, "1", "2")] == [0.0, 0.0]
-    expected = (
-        r"(?s)found 3 calls of reward functions that failed, expected at most 2 \(rewards.max_failures\).*KeyError"
-    )
-    with pytest.raises(RewardError, match=expected):
+    expected = r"(?s)found 3 failures of rewards, expected at most 2 \(rewards.max_failures\).*KeyError"
+    with pytest.raises(TooManyFailuresError, match=expected):
         judged(judge, tokenizer, "1")
 
 

@@ -7,6 +7,7 @@ from torch import Tensor
 from rl.record.rollouts import shown
 from rl.run.batching import batch_from_trajectories
 from rl.run.feed import Answer, Work, rollout_metrics
+from rl.run.judging import Judged
 from rl.run.records import rollout_records, throughput, train_metrics
 from rollout.tasks import Problem
 from rollout.types import Trajectory
@@ -83,7 +84,10 @@ def test_records_keep_a_whole_trajectory_with_both_log_probabilities(
     trajectories: list[Trajectory], batch: TokenBatch
 ) -> None:
     problems = [Problem(f"question {group}", "#### 1") for group in range(3)]
-    answers = tuple(Answer(problems[t.group], t, f"text {row}", float(row == 4)) for row, t in enumerate(trajectories))
+    answers = tuple(
+        Answer(problems[t.group], t, Judged([("model", f"text {row}")], float(row == 4), {}))
+        for row, t in enumerate(trajectories)
+    )
     logprobs = batch.fields["rollout_logprobs"].clone()
     logprobs[4, 2] += 0.5  # one of the two tokens of row 4
     logprobs[5, 3] = math.nan

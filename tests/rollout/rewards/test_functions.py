@@ -7,9 +7,10 @@ import pytest
 from pydantic import ValidationError
 
 from numerics.errors import UserError
+from rollout.returned import ReturnError
 from rollout.rewards.builtin import BUILT_IN
 from rollout.rewards.config import RewardConfig, RewardsConfig
-from rollout.rewards.functions import RewardFunction, RewardValueError, load_function
+from rollout.rewards.functions import RewardFunction, load_function
 
 ALL = {"question": "q", "answer": "a", "reference": "r", "finished": True, "tokens": 3}
 MODULE = """
@@ -69,7 +70,7 @@ def test_ours_are_found_by_name_and_take_what_they_say(name: str) -> None:
 @pytest.mark.parametrize(
     ("function", "kwargs", "expected"),
     [
-        ("exact", {}, "found 'exact', expected integer, math, format, length, http, package.module:name"),
+        ("exact", {}, "found 'exact', expected integer, math, format, length, environment, http, package.module:name"),
         ("{}/mine.py:long", {}, "expected a function of {}/mine.py, which has short, ranked, asked"),
         (
             "{}/mine.py:number",
@@ -107,14 +108,14 @@ def test_what_cannot_be_called_is_refused(module: Path, function: str, kwargs: d
     ],
 )
 def test_only_numbers_are_rewards(module: Path, returned: Any, expected: str) -> None:
-    with pytest.raises(RewardValueError, match=expected.replace("{}", r"\{\}")):
+    with pytest.raises(ReturnError, match=expected.replace("{}", r"\{\}")):
         loaded(f"{module}/mine.py:short").parts(returned, 1)
 
 
 def test_a_group_gets_a_reward_for_each_answer(module: Path) -> None:
     ranked = loaded(f"{module}/mine.py:ranked")
     assert ranked.parts([1, {"a": 2.5, "b": True}], 2) == [{"": 1.0}, {"a": 2.5, "b": 1.0}]
-    with pytest.raises(RewardValueError, match="expected a list of 3 rewards, one per answer"):
+    with pytest.raises(ReturnError, match="expected a list of 3 rewards, one per answer"):
         ranked.parts([1.0, 2.0], 3)
 
 

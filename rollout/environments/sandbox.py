@@ -1,0 +1,54 @@
+"""Python code of a model, run in a process that has no network, little memory and little time.
+
+It is meant for code that goes wrong, not for an attacker: it can read what the user of the run can read.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+LONGEST_OUTPUT = 4096
+"""Characters of its output that are kept."""
+_WARDEN = Path(__file__).with_name("warden.py")
+_START_SECONDS = 20.0
+"""For the interpreter to start on a busy machine."""
+
+
+@dataclass(frozen=True)
+class Ran:
+    """What became of code. text: its output, or why there is none. ok: it ended by itself, without an error."""
+
+    text: str
+    ok: bool
+
+
+async def run_python(code: str, *, timeout_s: float = 5.0, memory_mib: int = 512) -> Ran:
+    """Run code in a process of its own, in an empty folder, and end it with all that it has started.
+
+    Raises RuntimeError: this machine cannot take the network away from a process.
+    """
+    request = json.dumps(
+        {"code": code, "timeout_s": timeout_s, "memory": memory_mib * 2**20, "longest": LONGEST_OUTPUT}
+    )
+    with tempfile.TemporaryDirectory(prefix="fp8rl-python-") as folder:
+        warden = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-I", "-S", str(_WARDEN)),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            cwd=folder,
+        )
+        try:
+            reply, error = await asyncio.wait_for(warden.communicate(request.encode()), timeout_s + _START_SECONDS)
+        finally:
+            if warden.returncode is None:
+                warden.terminate()  # which ends what it has started
+                await warden.wait()
+    if warden.returncode:
+        raise RuntimeError(f"the process for Python code has failed: {error.decode(errors='replace').strip()}")
+    return Ran(**json.loads(reply))

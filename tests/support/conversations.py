@@ -1,0 +1,64 @@
+"""A model whose lines are given, and the conversation that it has with an environment."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+from rollout.environments.conversation import Conversation
+from rollout.tasks import Problem
+from rollout.types import Group, Prompt, SamplingParams, Trajectory
+
+EOS = "<|im_end|>"
+
+
+class Model:
+    """Says its lines one after the other, each up to where the engine would end it; `asked` keeps what it was asked."""
+
+    def __init__(self, tokenizer: Any, *lines: str) -> None:
+        self.tokenizer, self.lines = tokenizer, list(lines)
+        self.asked: list[tuple[list[int], int, SamplingParams]] = []
+
+    async def __call__(self, group: Group, sampling: SamplingParams) -> Trajectory:
+        (seed,) = group.seeds
+        self.asked.append((group.prompt.token_ids, seed, sampling))
+        await asyncio.sleep(0)
+        said, finished = [], False
+        for token in self.tokenizer(self.lines.pop(0), add_special_tokens=False).input_ids[: sampling.max_new_tokens]:
+            said.append(token)
+            finished = token in sampling.stop_token_ids
+            if finished:
+                break
+        version = len(self.asked)
+        logprobs = [-float(token) for token in said]
+        return Trajectory(group.prompt.token_ids, said, logprobs, finished, [version] * len(said), 0, seed)
+
+
+@dataclass
+class Stage:
+    """Lets an environment talk to a model; `model` is the one of the last conversation."""
+
+    tokenizer: Any
+    model: Model | None = None
+
+    def __call__(
+        self,
+        environment: Callable[[Conversation], Awaitable[Any]],
+        *lines: str,
+        question: str = "1+2=?",
+        answer: str = "#### 3",
+        max_new_tokens: int = 64,
+    ) -> Trajectory:
+        """The trajectory of a conversation with these lines of the model."""
+        self.model = model = Model(self.tokenizer, *lines)
+        sampling = SamplingParams(max_new_tokens, stop_token_ids=(self.tokenizer.eos_token_id,))
+        prompt = Prompt(Problem(question, answer), self.tokenizer(question, add_special_tokens=False).input_ids)
+
+        async def run() -> Trajectory:
+            conversation = Conversation(prompt, 7, sampling, model, self.tokenizer, timeout_s=5.0)
+            outcome: Any = await conversation.run(environment)
+            return conversation.trajectory(outcome)
+
+        return asyncio.run(run())
