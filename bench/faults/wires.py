@@ -26,7 +26,7 @@ from rl.run.feed import to_groups, to_prompts
 from rl.run.interrupts import Closing
 from rl.run.stack import Stack
 from rollout.client import EngineClient
-from rollout.tasks import load_problems
+from rollout.data import load_problems
 from rollout.types import Endpoint, Group, Trajectory
 from tests.support import wire
 from tests.support.paths import EXAMPLES

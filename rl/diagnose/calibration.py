@@ -6,7 +6,7 @@ from rl.run.batching import batch_from_trajectories
 from rl.run.feed import to_groups, to_prompts
 from rl.run.problems import of_step
 from rl.run.stack import Stack
-from rollout.tasks import load_problems
+from rollout.data import load_problems
 from rollout.types import Prompt
 from trainer.batch import TokenBatch
 

@@ -13,7 +13,7 @@ from rl.mismatch import token_versions
 from rl.run.batching import batch_from_trajectories
 from rl.run.feed import Answer, to_prompts
 from rl.run.stack import Stack
-from rollout.tasks import load_problems
+from rollout.data import load_problems
 from rollout.types import Group, Prompt
 from trainer.actor import TrainerGroup
 

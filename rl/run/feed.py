@@ -26,8 +26,9 @@ from rl.run.clock import StepClock
 from rl.run.judging import REWARD_FAILURES, Judge, Judged
 from rl.run.problems import nth, of_step
 from rl.run.stack import Asked, Stack, done
+from rollout.data import load_problems
 from rollout.rewards.functions import Parts
-from rollout.tasks import Problem, load_problems, prompt_ids
+from rollout.tasks import Problem, prompt_ids
 from rollout.types import Group, Prompt, Trajectory
 from trainer.batch import TokenBatch
 
@@ -315,7 +316,7 @@ class ExampleFeed:
 
 def to_prompts(tokenizer: PreTrainedTokenizerBase, problems: Sequence[Problem]) -> list[Prompt]:
     """Each problem with the tokens of its question, in the tokenizer's chat template."""
-    return [Prompt(problem, prompt_ids(tokenizer, problem.question)) for problem in problems]
+    return [Prompt(problem, prompt_ids(tokenizer, problem)) for problem in problems]
 
 
 def to_groups(prompts: Sequence[Prompt], size: int, *, run_seed: int, step: int) -> list[Group]:

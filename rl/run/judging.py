@@ -88,6 +88,7 @@ class Judge:
             {
                 "question": prompt.problem.question,
                 "reference": prompt.problem.answer,
+                "fields": prompt.problem.fields,
                 "answer": text,
                 "finished": trajectory.finished,
                 "tokens": len(trajectory.token_ids),
@@ -117,7 +118,7 @@ class Judge:
                 return function.parts(function(offered), answers)
             loop = asyncio.get_running_loop()
             return await loop.run_in_executor(
-                self._workers.threads, self._workers.call, index, offered, answers, seconds
+                self._workers.threads, self._workers.call, index, function.asked(offered), answers, seconds
             )
         except TimeoutError:
             self._fail(function, f"it took more than {seconds:g} s")

@@ -2,8 +2,9 @@
 
 A function names what it wants to see as its parameters:
 
-    one answer        question, answer (its text), reference (the data's), finished, tokens (their number)
-    a whole group     question, answers, reference, finished, tokens: lists but for question and reference
+    one answer        question, answer (its text), reference (the data's), fields (the data's further columns), finished,
+                      tokens (their number)
+    a whole group     question, answers, reference, fields, finished, tokens: lists but for what is of the problem
 
 and returns a number or named numbers; for a group, a list of these. It may be `async`.
 """
@@ -26,7 +27,7 @@ from numerics.errors import UserError, user_error
 from rollout.rewards.builtin import BUILT_IN
 from rollout.rewards.config import RewardConfig
 
-OFFERED = ("question", "answer", "answers", "reference", "finished", "tokens")
+OFFERED = ("question", "answer", "answers", "reference", "fields", "finished", "tokens")
 Parts = dict[str, float]
 """What a function says of one answer; the name is empty where it returned a plain number."""
 
@@ -51,9 +52,13 @@ class RewardFunction:
     def is_async(self) -> bool:
         return inspect.iscoroutinefunction(self.call)
 
+    def asked(self, offered: Mapping[str, Any]) -> dict[str, Any]:
+        """What it wants to see of all that it could ask for."""
+        return {name: offered[name] for name in self.asks}
+
     def __call__(self, offered: Mapping[str, Any]) -> Any:
         """What it returns, of all that it could ask for."""
-        return self.call(**{name: offered[name] for name in self.asks}, **self.config.kwargs)
+        return self.call(**self.asked(offered), **self.config.kwargs)
 
     def parts(self, returned: Any, answers: int) -> list[Parts]:
         """Its verdict on each of the answers that a call was about. Raises RewardValueError."""

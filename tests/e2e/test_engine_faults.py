@@ -19,7 +19,7 @@ from rl.experiment import load_experiment
 from rl.run.feed import to_groups, to_prompts
 from rl.run.interrupts import Closing
 from rl.run.stack import Asked, Stack
-from rollout.tasks import load_problems
+from rollout.data import load_problems
 from rollout.types import Group, Trajectory
 from tests.support import wire
 from tests.support.paths import ROOT

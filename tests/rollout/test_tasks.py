@@ -3,15 +3,16 @@
 import pytest
 
 from numerics.errors import UserError
-from rollout.tasks import Problem, load_problems
+from rollout.data import load_problems
+from rollout.tasks import Problem
 
 GOOD = b'{"question": "2+3=?", "answer": "#### 5"}\n'
 
 
-def test_problems_are_read_in_order_and_extra_keys_ignored(tmp_path):
+def test_problems_are_read_in_order_with_their_further_keys(tmp_path):
     path = tmp_path / "p.jsonl"
     path.write_bytes(GOOD + '{"question": "é\u2028?", "answer": "x #### -1", "level": 3}'.encode())
-    assert load_problems(path) == [Problem("2+3=?", "#### 5"), Problem("é\u2028?", "x #### -1")]
+    assert load_problems(path) == [Problem("2+3=?", "#### 5"), Problem("é\u2028?", "x #### -1", fields={"level": 3})]
 
 
 @pytest.mark.parametrize(

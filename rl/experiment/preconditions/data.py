@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 
 from numerics.errors import user_error
 from rl.experiment import Experiment
+from rollout.data import load_problems
 from rollout.rewards.builtin import BUILT_IN
-from rollout.tasks import Problem, load_problems, prompt_ids
+from rollout.tasks import Problem, prompt_ids
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -68,7 +69,7 @@ def _check_lengths(
     """Prompt plus answer (given when supervised, else up to max_new_tokens) must fit rollout.context_length."""
     limit = experiment.rollout.context_length
     room = limit - (1 if supervised else experiment.rollout.max_new_tokens)
-    template = len(prompt_ids(tokenizer, ""))
+    template = len(prompt_ids(tokenizer, Problem("", "")))
     widest = functools.cache(lambda: max(len(token.encode()) for token in tokenizer.get_vocab()))  # few data need it
     for number, problem in enumerate(problems, start=1):
         size = len((problem.question + (problem.answer if supervised else "")).encode())
@@ -77,7 +78,7 @@ def _check_lengths(
         if size > room * widest():  # tokenizing megabytes takes minutes
             tokens = -(-size // widest())
         else:
-            tokens = len(prompt_ids(tokenizer, problem.question))
+            tokens = len(prompt_ids(tokenizer, problem))
             if supervised:
                 tokens += len(tokenizer(problem.answer, add_special_tokens=False).input_ids)
         if tokens > room:
