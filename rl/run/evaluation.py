@@ -22,7 +22,8 @@ def held_out_prompts(experiment: Experiment, tokenizer: PreTrainedTokenizerBase)
     """The problems of `data.eval`, as many as `eval.problems`; none if evaluation is off."""
     if experiment.data.eval is None or experiment.eval.problems == 0:
         return []
-    return to_prompts(tokenizer, load_problems(experiment.data.eval, "data.eval")[: experiment.eval.problems])
+    held_out = load_problems(experiment.data.source(experiment.data.eval, "data.eval"))
+    return to_prompts(tokenizer, held_out[: experiment.eval.problems])
 
 
 def is_due(experiment: Experiment, step: int) -> bool:

@@ -24,9 +24,8 @@ from rl.run.ahead import Answered, FeedState
 from rl.run.batching import SftExample, batch_from_examples, batch_from_trajectories
 from rl.run.clock import StepClock
 from rl.run.judging import REWARD_FAILURES, Judge, Judged
-from rl.run.problems import nth, of_step
+from rl.run.problems import training_problems
 from rl.run.stack import Asked, Stack, done
-from rollout.data import load_problems
 from rollout.rewards.functions import Parts
 from rollout.tasks import Problem, prompt_ids
 from rollout.types import Group, Prompt, Trajectory
@@ -138,7 +137,7 @@ class SampledFeed:
 
     def __init__(self, experiment: Experiment, stack: Stack) -> None:
         self._experiment, self._stack = experiment, stack
-        self._problems = load_problems(experiment.data.train, "data.train")
+        self._problems = training_problems(experiment)
         self._size = experiment.algorithm.problems_per_step(experiment.rollout)
         self._next = 0
         self._admitted: list[Admitted] = []
@@ -238,7 +237,7 @@ class SampledFeed:
         """before: the group's answers, if they are those that are asked for."""
         rollout, seed = self._experiment.rollout, self._experiment.run.seed
         step, place = number // self._size + 1, number % self._size
-        (prompt,) = to_prompts(self._stack.tokenizer, [nth(self._problems, number, seed)])
+        (prompt,) = to_prompts(self._stack.tokenizer, [self._problems.nth(number)])
         group = Group(prompt, answer_seeds(seed, step, place, rollout.group_size))
         if before is not None and before.answers(group):
             asked = Asked(group, rollout.temperature, done(before.trajectories()))
@@ -292,16 +291,16 @@ class ExampleFeed:
     """Questions with the answers of the data."""
 
     def __init__(self, experiment: Experiment, tokenizer: PreTrainedTokenizerBase) -> None:
-        self._experiment = experiment
-        problems = load_problems(experiment.data.train, "data.train")
-        self._examples = [
-            SftExample(prompt.token_ids, _answer_ids(tokenizer, prompt.problem))
-            for prompt in to_prompts(tokenizer, problems)
-        ]
+        self._experiment, self._tokenizer = experiment, tokenizer
+        self._problems = training_problems(experiment)
 
     def take(self, step: int, version: int, clock: StepClock) -> Work:
         count = self._experiment.algorithm.problems_per_step(self._experiment.rollout)
-        return Work(batch_from_examples(of_step(self._examples, step, count, self._experiment.run.seed)))
+        prompts = to_prompts(self._tokenizer, self._problems.of_step(step, count))
+        answers = [_answer_ids(self._tokenizer, prompt.problem) for prompt in prompts]
+        return Work(
+            batch_from_examples([SftExample(p.token_ids, ids) for p, ids in zip(prompts, answers, strict=True)])
+        )
 
     def ahead(self, clock: StepClock) -> Batch | None:
         return None

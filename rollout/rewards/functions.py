@@ -2,8 +2,8 @@
 
 A function names what it wants to see as its parameters:
 
-    one answer        question, answer (its text), reference (the data's), fields (the data's further columns), finished,
-                      tokens (their number)
+    one answer        question, answer (its text), reference (the data's), fields (the data's further columns),
+                      finished, tokens (their number)
     a whole group     question, answers, reference, fields, finished, tokens: lists but for what is of the problem
 
 and returns a number or named numbers; for a group, a list of these. It may be `async`.

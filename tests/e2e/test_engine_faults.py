@@ -60,7 +60,7 @@ def told(stack: Stack) -> Iterator[list[str]]:
 
 @pytest.fixture(scope="module")
 def asked(stack: Stack) -> list[Group]:
-    problems = load_problems(stack.experiment.data.train, "data.train")[:64]
+    problems = load_problems(stack.experiment.data.training[0])[:64]
     return to_groups(to_prompts(stack.tokenizer, problems), 8, run_seed=0, step=1)
 
 
