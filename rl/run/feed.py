@@ -23,7 +23,7 @@ from rl.record.metrics import REWARD_PARTS
 from rl.run.ahead import Answered, FeedState
 from rl.run.batching import SftExample, batch_from_examples, batch_from_trajectories
 from rl.run.clock import StepClock
-from rl.run.judging import REWARD_FAILURES, Judge, Judged
+from rl.run.judging import Judge, Judged
 from rl.run.problems import training_problems
 from rl.run.stack import Asked, Stack, done
 from rollout.rewards.functions import Parts
@@ -162,9 +162,7 @@ class SampledFeed:
                     group = [Answer.of(prompt, *each) for each in zip(trajectories, judged, strict=True)]
                     rewards = torch.tensor([answer.reward for answer in group])
                     (kept if self._experiment.algorithm.keeps(rewards) else dropped).append(group)
-        if failures := self._stack.judge.failures():
-            text = "\n".join(filter(None, failures)) or f"{len(failures)} more calls of reward functions have failed"
-            self._stack.tell(REWARD_FAILURES, len(failures), text)
+        self._stack.tell_failures(self._stack.judge)
         work = self._work(kept, version)
         work.metrics.update(dropped_metrics(dropped), **self._figures())
         work.metrics["perf/sampling_seconds"] = time.monotonic() - began

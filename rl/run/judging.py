@@ -44,9 +44,10 @@ class Judged:
 class Judge:
     """The reward functions of an experiment, called as answers come in."""
 
-    def __init__(self, config: RewardsConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(self, config: RewardsConfig, tokenizer: PreTrainedTokenizerBase, key: str = "rewards") -> None:
+        """key: where the spec has them."""
         self._config, self._tokenizer = config, tokenizer
-        self._functions = [load_function(c, f"rewards.functions.{i}") for i, c in enumerate(config.functions)]
+        self._functions = [load_function(c, f"{key}.functions.{i}") for i, c in enumerate(config.functions)]
         self._workers = Workers(config.functions, config.workers)
         self._background = Background("rewards")
         self._failed = 0
