@@ -16,8 +16,9 @@ from numerics.spec import QuantSpec
 from rl.run.feed import to_groups
 from rl.run.serving import expected_report
 from rollout.config import RolloutConfig
+from rollout.data import Source, load_problems
 from rollout.engine import Engine
-from rollout.tasks import load_problems, prompt_ids
+from rollout.tasks import prompt_ids
 from rollout.types import Prompt, SamplingParams
 from weight_sync.hf_checkpoint import convert_checkpoint
 
@@ -58,7 +59,7 @@ def run() -> list[Result]:
 
 async def _measure() -> dict[str, list[float]]:
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
-    prompts = [Prompt(p, prompt_ids(tokenizer, p.question)) for p in load_problems(PROBLEMS)]
+    prompts = [Prompt(p, prompt_ids(tokenizer, p)) for p in load_problems(Source(PROBLEMS))]
     sampling = SamplingParams(max_new_tokens=NEW_TOKENS, stop_token_ids=(tokenizer.eos_token_id,))
     rates: dict[str, list[float]] = {STOCK: [], BF16: [], FP8: [], NATIVE: []}
     with tempfile.TemporaryDirectory() as folder:

@@ -29,8 +29,15 @@ def answer_seed(run_seed: int, step: int, prompt: int, answer: int) -> int:
     step: that the answer was first asked for. prompt: the number of its prompt in that step. answer: its place among
     the answers to this prompt.
     """
-    text = f"{run_seed}:{step}:{prompt}:{answer}"
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest()) >> 2
+    return _hash62(f"{run_seed}:{step}:{prompt}:{answer}")
+
+
+def evaluation_seed(run_seed: int, name: str, problem: int, answer: int) -> int:
+    """The seed of an answer to a held-out problem, 2^62 to 2^63 - 1, where none of training is.
+
+    name: of the set. problem: its number in it. answer: its place among the answers to this problem.
+    """
+    return 1 << 62 | _hash62(f"{run_seed}:{name}:{problem}:{answer}")
 
 
 def draw(logits: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
@@ -60,6 +67,10 @@ def _draw(logits: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor
     scaled = (logits.float() / temperatures.float().unsqueeze(-1)).double().nan_to_num(nan=-torch.inf)
     noisy = scaled + gumbel(seeds, positions, logits.shape[-1])
     return torch.where((seeds == GREEDY).unsqueeze(-1), scaled, noisy).argmax(-1)
+
+
+def _hash62(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest()) >> 2
 
 
 def _mix(x: Tensor) -> Tensor:

@@ -278,7 +278,7 @@ def _train(path: Path, overrides: list[str], *, resume: bool = False, overwrite:
     from rl.record.run_dir import open_run_dir
 
     experiment = load_experiment(path, overrides)
-    check(experiment)
+    check(experiment, lambda text: print(f"note: {text}", flush=True))
     chosen = {"resume": resume, "overwrite": overwrite}
     with interruptible(), open_run_dir(experiment.run.dir, experiment.run.name, **chosen) as files:
         from rl.loop import train as run_loop

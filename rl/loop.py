@@ -13,13 +13,12 @@ from rl.guard.evidence import Evidence
 from rl.guard.gates import late_metrics
 from rl.guard.judge import Fault, Guard
 from rl.record.metrics_log import read_metrics
-from rl.run import evaluation
 from rl.run.checkpoints import is_due
 from rl.run.clock import StepClock
+from rl.run.evaluation import Evaluation, agreement_on
 from rl.run.feed import Batch, Work, open_feed
 from rl.run.records import rollout_records, throughput, train_metrics
 from rl.run.run import Run
-from rollout.types import Prompt
 from trainer.actor import TrainerGroup
 from trainer.errors import NonFiniteLossError
 from trainer.result import PassResult
@@ -38,9 +37,9 @@ def train(run: Run) -> str:
     if run.feed is not None:
         feed.restore(run.feed)
     guard = Guard(experiment.gates, experiment.guard, algorithm, run.standing, replays=stack.replays)
-    held_out = evaluation.held_out_prompts(experiment, stack.tokenizer)
+    evaluation = Evaluation(experiment, stack)
     if stack.engines:
-        _begin(run, held_out, guard.replays)
+        _begin(run, evaluation, guard.replays)
     row = _last_row(run)
 
     clock = StepClock()
@@ -51,6 +50,7 @@ def train(run: Run) -> str:
         with clock.phase("train"):
             attempt = _attempt(trainer, work, guard.algorithm, replay=guard.replays)
         ahead = feed.ahead(clock)
+        evaluated = _finished(evaluation, clock) if evaluation.under_way else {}
         # One update per batch: the training forward is the scoring at the trainer's weights. Where older ones have
         # sampled the batch, answers to later steps show whether both sides agree.
         with clock.phase("monitor"):
@@ -71,19 +71,19 @@ def train(run: Run) -> str:
                 run.keep(verdict, attempt.evidence, cap, attempt.faulty_rows)
             if not verdict.withheld:
                 metrics["train/lr"] = trainer.update()
-        evaluates = evaluation.is_due(experiment, step)
+        evaluates = evaluation.is_due(step)
         with clock.phase("sync"):
             if verdict.fall_back:
                 run.fall_back_to_bf16()
                 feed.renew()
             if verdict.resync or ((algorithm.samples or evaluates) and not verdict.withheld):
                 metrics |= run.sync().metrics()
-        metrics |= guard.metrics(verdict)
+        metrics |= guard.metrics(verdict) | evaluated
 
-        if evaluates:
-            with clock.phase("eval"):
-                answers = evaluation.answer_greedily(stack, held_out)
-                metrics |= evaluation.accuracy(experiment, answers)
+        if evaluates and not (verdict.stop and evaluation.goes_beside(step)):
+            evaluation.begin(step)
+            if not evaluation.goes_beside(step):
+                metrics |= _finished(evaluation, clock)
         if is_due(experiment, step) or verdict.stop:
             with clock.phase("checkpoint"):
                 run.checkpoints.begin(trainer, run.standing, step, feed.state())
@@ -155,18 +155,29 @@ def _fault(error: NonFiniteLossError, work: Work) -> Fault:
     return Fault("train/loss", None, "not finite", f"the {what} over {len(rows)} rows is not finite", rows)
 
 
-def _begin(run: Run, held_out: list[Prompt], replay: bool) -> None:
-    """The verified first sync, and in a new run the row of step 0: accuracy and agreement before training."""
+def _finished(evaluation: Evaluation, clock: StepClock) -> dict[str, float]:
+    with clock.phase("eval"):
+        metrics, _ = evaluation.finish()
+    return metrics
+
+
+def _begin(run: Run, evaluation: Evaluation, replay: bool) -> None:
+    """The verified first sync, and in a new run the row of step 0: accuracy and agreement before training.
+
+    A run that goes on begins again what went on beside its next step.
+    """
     first = run.sync()
     run.console.note(f"first sync verified: {first.verified_tensors} tensors, {first.bytes / 1e6:.1f} MB")
     run.stack.engines.figures()  # from here on they count
     if run.step == 0:
         experiment, stack = run.experiment, run.stack
-        answers = evaluation.answer_greedily(stack, held_out)
-        metrics = first.metrics() | evaluation.accuracy(experiment, answers)
+        evaluation.begin(0)
+        evaluated, greedy = evaluation.finish()
         cap = experiment.algorithm.measured_cap
-        metrics |= evaluation.agreement_on(answers, stack.trainer, replay=replay, tis_cap=cap)
+        metrics = first.metrics() | evaluated | agreement_on(greedy, stack.trainer, replay=replay, tis_cap=cap)
         run.console.step(0, run.tracker.log(0, metrics))
+    elif evaluation.is_due(run.step) and evaluation.goes_beside(run.step):
+        evaluation.begin(run.step)
 
 
 def _last_row(run: Run) -> Row:

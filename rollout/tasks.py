@@ -1,73 +1,46 @@
-"""Problems with reference answers: JSON lines in GSM8K's shape."""
+"""Problems with reference answers, and how one becomes a prompt."""
 
 from __future__ import annotations
 
-import json
-from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING
-
-from numerics.errors import UserError, user_error
-from numerics.reading import read_bytes
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+Message = Mapping[str, Any]
+"""One turn of a chat: `role`, `content`, and whatever else the chat template reads."""
+
 
 @dataclass(frozen=True)
 class Problem:
-    """A question and its reference answer, in GSM8K a solution that ends in `#### ` and the result."""
+    """A question and its reference answer, in GSM8K a solution that ends in `#### ` and the result.
+
+    question: as text; of a conversation, its last user turn. messages: the conversation that the model is to answer, a
+    system prompt included; empty: the question as one user turn. fields: the data's further columns, as JSON values.
+    chat_template: further arguments of the tokenizer's chat template.
+    """
 
     question: str
     answer: str
+    messages: Sequence[Message] = ()
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    chat_template: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def conversation(self) -> list[dict[str, Any]]:
+        """The turns that the model is to answer."""
+        return [dict(message) for message in self.messages] or [{"role": "user", "content": self.question}]
 
 
-def load_problems(path: str | Path, key: str = "data") -> list[Problem]:
-    """The problems of a JSONL file in file order; keys other than `question` and `answer` are ignored.
-
-    Raises:
-        UserError: the file is missing or empty, or a line is broken. The message names `key` and the line's number.
-    """
-    path = Path(path)
-    remedy = "Correct the path; a relative one is relative to the spec file that it is written in."
-    lines = read_bytes(path, key, "an existing JSONL file", remedy).splitlines(keepends=True)
-    problems = [_parse_line(line, number, path, key) for number, line in enumerate(lines, start=1)]
-    if not problems:
-        raise user_error(
-            key,
-            found=f"{path} without a line",
-            expected="at least one problem",
-            remedy='Add lines such as {"question": "2+3=?", "answer": "#### 5"}.',
-        )
-    return problems
-
-
-def prompt_ids(tokenizer: PreTrainedTokenizerBase, question: str) -> list[int]:
-    """The question as one user turn of the tokenizer's chat template, up to where the assistant begins."""
-    messages = [{"role": "user", "content": question}]
-    return tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
-
-
-def _parse_line(line: bytes, number: int, path: Path, key: str) -> Problem:
-    where = f"{key}: line {number} of {path}"
-    remedy = f"Correct or remove line {number}."
-    try:
-        record = json.loads(line.decode("utf-8"))
-    except UnicodeDecodeError as error:
-        raise user_error(where, found=line, expected="UTF-8 text", remedy=remedy) from error
-    except (ValueError, RecursionError) as error:  # besides bad syntax: numbers of thousands of digits, deep nesting
-        found = line.decode("utf-8").rstrip("\n")
-        raise user_error(where, found=found, expected=f"valid JSON ({error})", remedy=remedy) from error
-    if not isinstance(record, dict):
-        raise user_error(where, found=record, expected="a JSON object", remedy=remedy)
-    for field in ("question", "answer"):
-        if field not in record:
-            raise UserError(f"{where}: found no {field!r}, expected question and answer. {remedy}")
-        if not _is_text(record[field]):
-            raise user_error(f"{where}: {field}", found=record[field], expected="non-empty text", remedy=remedy)
-    return Problem(record["question"], record["answer"])
-
-
-def _is_text(value: object) -> bool:
-    """Non-blank text that UTF-8 can encode; JSON escapes may spell half of a surrogate pair, which it cannot."""
-    return isinstance(value, str) and bool(value.strip()) and value.encode("utf-8", "replace").decode() == value
+def prompt_ids(tokenizer: PreTrainedTokenizerBase, problem: Problem) -> list[int]:
+    """The problem's conversation in the tokenizer's chat template, up to where the assistant begins."""
+    ids: list[int] = tokenizer.apply_chat_template(
+        problem.conversation,
+        add_generation_prompt=True,
+        tokenize=True,
+        return_dict=False,
+        **problem.chat_template,
+    )
+    return ids

@@ -26,7 +26,7 @@ from rl.run.feed import to_groups, to_prompts
 from rl.run.interrupts import Closing
 from rl.run.stack import Stack
 from rollout.client import EngineClient
-from rollout.tasks import load_problems
+from rollout.data import load_problems
 from rollout.types import Endpoint, Group, Trajectory
 from tests.support import wire
 from tests.support.paths import EXAMPLES
@@ -226,6 +226,6 @@ def _open(folder: Path, closing: Closing) -> Pair:
     stack.sync()
     said: list[str] = []
     stack.tell = lambda metric, count, text: said.append(text)
-    problems = load_problems(experiment.data.train)[:16]
+    problems = load_problems(experiment.data.training[0])[:16]
     asked = to_groups(to_prompts(stack.tokenizer, problems), 4, run_seed=0, step=1)
     return Pair(stack, said, asked, stack.sample(asked, 1.0))

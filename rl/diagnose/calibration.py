@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from rl.run.batching import batch_from_trajectories
 from rl.run.feed import to_groups, to_prompts
-from rl.run.problems import of_step
+from rl.run.problems import training_problems
 from rl.run.stack import Stack
-from rollout.tasks import load_problems
 from rollout.types import Prompt
 from trainer.batch import TokenBatch
 
@@ -20,8 +19,7 @@ LONG_TOKENS = 320
 def calibration_prompts(stack: Stack) -> list[Prompt]:
     """The problems of the run's first step, at most PROBLEMS, and LONG_PROMPTS made of several of them in a row."""
     experiment = stack.experiment
-    drawn = of_step(load_problems(experiment.data.train, "data.train"), 1, PROBLEMS, experiment.run.seed)
-    prompts = to_prompts(stack.tokenizer, drawn)
+    prompts = to_prompts(stack.tokenizer, training_problems(experiment).of_step(1, PROBLEMS))
     room = experiment.rollout.context_length - experiment.rollout.max_new_tokens - 1
     return prompts + [_long(prompts[index:] + prompts[:index], min(LONG_TOKENS, room)) for index in range(LONG_PROMPTS)]
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from numerics.errors import UserError, user_error
@@ -185,10 +185,13 @@ def _resolved(layer: DictConfig, directory: Path) -> DictConfig:
     """The layer with its relative paths made absolute, from `directory`; the validation refuses what is no path."""
     for section, key in PATHS:
         held = layer._get_node(section)  # an interpolated section is not resolved, as the files below may define it
-        value = OmegaConf.to_container(held).get(key) if OmegaConf.is_dict(held) else None
-        if isinstance(value, str) and value and not value.startswith("${"):
-            held[key] = os.path.normpath(directory / value)
-    for function in _reward_functions(layer):
+        if OmegaConf.is_dict(held):
+            _resolve(held, key, directory)
+    held = layer._get_node("eval")
+    sets = _mappings(held._get_node("sets")) if OmegaConf.is_dict(held) else []
+    for each in sets:
+        _resolve(each, "path", directory)
+    for function in [function for holder in (layer, *sets) for function in _reward_functions(holder)]:
         _resolve_file(function, "function", directory)
     environment = layer._get_node("environment")
     if OmegaConf.is_dict(environment):
@@ -205,8 +208,24 @@ def _resolve_file(held: DictConfig, key: str, directory: Path) -> None:
         held[key] = f"{os.path.normpath(directory / path)}:{name}"
 
 
+def _resolve(held: DictConfig | ListConfig, key: Any, directory: Path) -> None:
+    """Make the path at `key` absolute, or each of a list there, or that of a source."""
+    node = held._get_node(key)
+    if OmegaConf.is_list(node):
+        for index in range(len(node)):
+            _resolve(node, index, directory)
+    elif OmegaConf.is_dict(node):
+        _resolve(node, "path", directory)
+    elif node is not None and isinstance(value := node._value(), str) and value and not value.startswith("${"):
+        held[key] = os.path.normpath(directory / value)
+
+
 def _reward_functions(layer: DictConfig) -> list[DictConfig]:
     """The entries of `rewards`, or of `rewards.functions`, as far as they are mappings."""
     held = layer._get_node("rewards")
-    held = held._get_node("functions") if OmegaConf.is_dict(held) else held
+    return _mappings(held._get_node("functions") if OmegaConf.is_dict(held) else held)
+
+
+def _mappings(held: Any) -> list[DictConfig]:
+    """The entries of a list, if it is one, that are mappings."""
     return [item for item in held._iter_ex(resolve=False) if OmegaConf.is_dict(item)] if OmegaConf.is_list(held) else []

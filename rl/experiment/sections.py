@@ -11,6 +11,8 @@ from numerics.errors import UserError
 from numerics.reading import check_path
 from numerics.spec import LAYER_EXCEPTIONS, ROLES, Format, Granularity, QuantSpec, Scale
 from rl.record.wandb_run import WandbConfig
+from rollout.data import Source
+from rollout.rewards.config import RewardsConfig
 
 
 class Section(BaseModel):
@@ -136,11 +138,77 @@ class NumericsSection(Section):
         return self
 
 
+class DataKeys(Section):
+    """Columns of the data; a dot leads into a nested one (`reward_model.ground_truth`)."""
+
+    question: str | None = Field(default=None, min_length=1)
+    """Text, or a list of chat messages (`role`, `content`). Null: that of `data.keys`, there `question`."""
+    answer: str | None = Field(default=None, min_length=1)
+    """The reference: text, or a whole number. Null: that of `data.keys`, there `answer`."""
+
+
+class DataSource(Section):
+    """Where problems are. A path alone stands for one with everything else left out."""
+
+    path: PathText
+    """A file of JSON lines, a `.parquet` file, a directory that `datasets` has saved, or one of parquet, JSON or CSV
+    files."""
+    split: str | None = Field(default=None, min_length=1)
+    """Of a directory with several."""
+    keys: DataKeys = DataKeys()
+    """Columns, where they are not those of `data.keys`."""
+    system_prompt: str | None = None
+    """In place of `data.system_prompt`; empty: none."""
+    chat_template: dict[str, Any] = {}
+    """Arguments beside and before those of `data.chat_template`."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _path_alone(cls, values: Any) -> Any:
+        return {"path": values} if isinstance(values, str) else values
+
+
+class TrainSource(DataSource):
+    weight: float = Field(default=1.0, gt=0.0)
+    """Its share of the prompts, over the sum of the weights."""
+
+
 class DataSection(Section):
-    train: PathText
-    """JSON lines with `question` and `answer` (GSM8K's shape)."""
-    eval: PathText | None = None
-    """Held-out problems in the same form; needed unless `eval.problems` is 0."""
+    train: Annotated[tuple[TrainSource, ...], Field(min_length=1, strict=False)]
+    """What is trained on: a path, a source, or a list of them."""
+    eval: DataSource | None = None
+    """Held-out problems; needed unless `eval.problems` is 0 or `eval.sets` has some."""
+    keys: DataKeys = DataKeys()
+    """Columns of all sources that name none of their own."""
+    system_prompt: str | None = None
+    """Begins each conversation that has no system prompt in the data."""
+    chat_template: dict[str, Any] = {}
+    """Arguments of the tokenizer's chat template, such as `{enable_thinking: false}`."""
+
+    @field_validator("train", mode="before")
+    @classmethod
+    def _one_or_more(cls, value: Any) -> Any:
+        return value if isinstance(value, list | tuple) else [value]
+
+    @property
+    def training(self) -> list[Source]:
+        """Each source of `train`, with what it takes from here."""
+        if len(self.train) == 1:
+            return [self.source(self.train[0], "data.train")]
+        return [self.source(own, f"data.train.{index}") for index, own in enumerate(self.train)]
+
+    def source(self, own: DataSource, key: str) -> Source:
+        """A source with what it takes from here; `key` is what messages call it."""
+        system = self.system_prompt if own.system_prompt is None else own.system_prompt
+        return Source(
+            path=own.path,
+            key=key,
+            split=own.split,
+            question=own.keys.question or self.keys.question or "question",
+            answer=own.keys.answer or self.keys.answer or "answer",
+            system_prompt=system or "",
+            chat_template={**self.chat_template, **own.chat_template},
+        )
 
 
 class CheckpointSection(Section):
@@ -150,11 +218,57 @@ class CheckpointSection(Section):
     """Newest checkpoints that stay on disk."""
 
 
+class EvalSet(DataSource):
+    """Held-out problems with a name, rewards and sampling of their own. Its metrics are `eval/NAME/...`."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$", max_length=64)
+    problems: int | None = Field(default=None, ge=1)
+    """The first so many. Null: `eval.problems` of them, or all there are."""
+    rewards: RewardsConfig | None = None
+    """In place of the run's; the first one decides."""
+    samples: int = Field(default=1, ge=1, le=1024)
+    """Answers to each problem."""
+    temperature: float = Field(default=0.0, ge=0.0, le=10.0)
+    """0 is greedy."""
+    top_p: float = Field(default=1.0, gt=0.0, le=1.0)
+    top_k: int = Field(default=-1, ge=-1)
+    min_p: float = Field(default=0.0, ge=0.0, le=1.0)
+    max_new_tokens: int | None = Field(default=None, ge=1)
+    """Longest answer. Null: `rollout.max_new_tokens`."""
+    pass_at: tuple[int, ...] = Field(default=(), strict=False)
+    """Each k of which `pass@k` is wanted: the chance that one of k answers is right, estimated from `samples`."""
+    right_from: float = 1.0
+    """The first reward from which on an answer is right, for `pass@k`."""
+
+    @model_validator(mode="after")
+    def _answers_differ_and_suffice(self) -> EvalSet:
+        if self.samples > 1 and self.temperature == 0:
+            raise ValueError(
+                f"found samples={self.samples} with temperature=0, expected a temperature above 0, as greedy answers "
+                "are all the same. Set temperature, or samples to 1"
+            )
+        if wrong := [k for k in self.pass_at if not 1 <= k <= self.samples]:
+            raise ValueError(
+                f"found pass_at {wrong[0]} with samples={self.samples}, expected 1 to samples. Raise samples"
+            )
+        return self
+
+
 class EvalSection(Section):
+    """Evaluation of the one set of `data.eval`, answered greedily (`eval/accuracy`), and of further ones by name."""
+
     every: int = Field(default=0, ge=0)
     """Steps between evaluations; 0 evaluates only before the first and after the last step."""
     problems: int = Field(default=200, ge=0)
-    """Held-out problems, answered greedily; 0 turns evaluation off."""
+    """Of `data.eval`; 0 turns all evaluation off."""
+    sets: tuple[EvalSet, ...] = Field(default=(), strict=False)
+
+    @model_validator(mode="after")
+    def _names_differ(self) -> EvalSection:
+        names = [each.name for each in self.sets]
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            raise ValueError(f"found two sets called {', '.join(twice)}, expected one. Name one otherwise")
+        return self
 
 
 class TrackingSection(Section):

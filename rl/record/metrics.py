@@ -150,7 +150,7 @@ METRICS: dict[str, Metric] = {
     "perf/groups_ahead": Metric("groups", "Groups of later steps that are answered by then."),
     "perf/train_seconds": Metric("s", "Time of forward, backward and optimizer step."),
     "perf/monitor_seconds": Metric("s", "Time of the mismatch metrics and the gates, with a capsule where one fired."),
-    "perf/eval_seconds": Metric("s", "Time of the evaluation, on steps with one."),
+    "perf/eval_seconds": Metric("s", "Wait for the evaluation, on steps with one."),
     "perf/checkpoint_seconds": Metric("s", "Wait for the checkpoint before and for the copy, on steps with one."),
     "perf/overhead_seconds": Metric("s", "Step without all of the other parts."),
     "perf/rollout_tokens_per_second": Metric("tokens/s", "Generated tokens of the step over its sampling time."),
@@ -159,6 +159,7 @@ METRICS: dict[str, Metric] = {
         "", "Mean of the first reward over greedy answers to held-out problems: the fraction solved, if it says that."
     ),
     "eval/problems": Metric("problems", "Held-out problems evaluated."),
+    "eval/at_step": Metric("", "Step whose weights were evaluated, where that goes on beside the next step."),
     "tracking/resumed": Metric("", "1 in the first step after a resume; absent in others."),
     "tracking/wandb_lost": Metric("", "1 from the step after wandb was lost; absent before."),
     "tracking/nonfinite_dropped": Metric("", "Metrics of this step left out because they were not finite."),
@@ -209,6 +210,17 @@ FAMILIES: dict[str, Family] = {
 """By the members' name without its number."""
 
 
+_OF_A_SET: dict[str, Metric] = {
+    "accuracy": Metric("", "Mean of the first reward over all answers of the set."),
+    "problems": Metric("problems", "Problems of the set that were evaluated."),
+    "finished_fraction": Metric("", "Fraction of its answers that ended by themselves within the limit."),
+    "response_tokens_mean": Metric("tokens", "Mean generated tokens of its answers."),
+    "avg@": Metric("", "Its accuracy, by the name of the field: the mean over {n} answers to each problem."),
+    "pass@": Metric("", "Mean chance that one of {n} answers to a problem is right, estimated without bias."),
+}
+"""Of `eval/NAME/...`, the metrics of an evaluation set."""
+
+
 def describe(name: str) -> Metric | None:
     """The metric of this name, fixed or member of a family; None if a run has no such metric."""
     if name in METRICS:
@@ -217,6 +229,10 @@ def describe(name: str) -> Metric | None:
         return Metric("", f"Mean of `{name.removeprefix(REWARD_PARTS)}`, a part of the reward, unweighted.")
     if name.startswith(OUTCOMES):
         return Metric("", f"Mean of `{name.removeprefix(OUTCOMES)}`, which the environment returned.")
+    if of_a_set := re.fullmatch(r"eval/[^/]+/([a-z_]+@?)([1-9]\d*)?", name):
+        member = _OF_A_SET.get(of_a_set[1])
+        counted = of_a_set[1].endswith("@") == (of_a_set[2] is not None)
+        return Metric(member.unit, member.meaning.format(n=of_a_set[2])) if member and counted else None
     match = re.fullmatch(r"(.*_)(0|[1-9]\d*)", name)
     family = FAMILIES.get(match[1]) if match else None
     if match is None or family is None or int(match[2]) not in family.numbers:

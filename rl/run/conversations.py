@@ -43,7 +43,11 @@ class Conversations:
         self._background = Background("environments")
         self._turn, self._asked = self._background.begin(asyncio.sleep(0)), time.monotonic()
         self.failures = Failures(
-            "environment", "so that nothing is learnt from its answer", "environment.max_failures", config.max_failures
+            "environment",
+            "so that nothing is learnt from its answer",
+            ENVIRONMENT_FAILURES,
+            "environment.max_failures",
+            config.max_failures,
         )
 
     def begin(self, group: Group, sampling: SamplingParams, oldest: int) -> Future[list[Trajectory]]:

@@ -1,57 +1,176 @@
-"""Held-out problems answered greedily."""
+"""Held-out problems, answered by the engines and judged: `data.eval` greedily, further sets as they say.
+
+Where sampling runs ahead of training, answers are sampled beside it: an evaluation is begun after the sync of its step,
+and waited for before the next update. So all of its tokens come from one version of the weights.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 from transformers import PreTrainedTokenizerBase
 
-from numerics.sampling import GREEDY
+from numerics.sampling import GREEDY, evaluation_seed
 from rl.experiment import Experiment
 from rl.guard.evidence import Evidence
 from rl.mismatch import token_versions
 from rl.run.batching import batch_from_trajectories
-from rl.run.feed import Answer, to_prompts
+from rl.run.feed import Admitted, Answer, to_prompts
+from rl.run.judging import Judge
 from rl.run.stack import Stack
-from rollout.tasks import load_problems
-from rollout.types import Group, Prompt
+from rollout.data import load_problems
+from rollout.rewards.config import RewardsConfig
+from rollout.types import Group, SamplingParams
 from trainer.actor import TrainerGroup
 
 
-def held_out_prompts(experiment: Experiment, tokenizer: PreTrainedTokenizerBase) -> list[Prompt]:
-    """The problems of `data.eval`, as many as `eval.problems`; none if evaluation is off."""
-    if experiment.data.eval is None or experiment.eval.problems == 0:
-        return []
-    return to_prompts(tokenizer, load_problems(experiment.data.eval, "data.eval")[: experiment.eval.problems])
+@dataclass(frozen=True)
+class HeldOut:
+    """What is asked of one set.
+
+    name: empty for `data.eval`. rewards_key: where the spec has its rewards; empty: those of the run. pass_at: each k
+    of which `pass@k` is wanted. right_from: the first reward from which on an answer is right.
+    """
+
+    name: str
+    groups: tuple[Group, ...]
+    sampling: SamplingParams
+    rewards: RewardsConfig
+    rewards_key: str = ""
+    pass_at: tuple[int, ...] = ()
+    right_from: float = 1.0
+
+    @property
+    def greedy(self) -> bool:
+        return self.sampling.temperature == 0
 
 
-def is_due(experiment: Experiment, step: int) -> bool:
-    """Whether `step` ends with an evaluation."""
-    every = experiment.eval.every
-    return experiment.eval.problems > 0 and (step == experiment.run.steps or bool(every and step % every == 0))
+def held_out(experiment: Experiment, tokenizer: PreTrainedTokenizerBase) -> Iterator[HeldOut]:
+    """Every set of the experiment, `data.eval` first; none if evaluation is off.
+
+    A set's seeds are of the run, the set, the problem and the answer, the same at every step.
+    """
+    count, data, stop = experiment.eval.problems, experiment.data, (tokenizer.eos_token_id,)
+    if count == 0:
+        return
+    if data.eval is not None:
+        prompts = to_prompts(tokenizer, load_problems(data.source(data.eval, "data.eval"))[:count])
+        greedily = experiment.rollout.sampling(0.0, stop)
+        yield HeldOut("", tuple(Group(prompt, (GREEDY,)) for prompt in prompts), greedily, experiment.rewards)
+    for index, own in enumerate(experiment.eval.sets):
+        key, seed = f"eval.sets.{index}", experiment.run.seed
+        prompts = to_prompts(tokenizer, load_problems(data.source(own, key))[: own.problems or count])
+        seeds = [
+            tuple(
+                evaluation_seed(seed, own.name, problem, answer) if own.temperature else GREEDY
+                for answer in range(own.samples)
+            )
+            for problem in range(len(prompts))
+        ]
+        longest = own.max_new_tokens or experiment.rollout.max_new_tokens
+        yield HeldOut(
+            own.name,
+            tuple(map(Group, prompts, seeds)),
+            SamplingParams(longest, own.temperature, stop, own.top_p, own.top_k, own.min_p),
+            own.rewards or experiment.rewards,
+            f"{key}.rewards" if own.rewards else "",
+            own.pass_at,
+            own.right_from,
+        )
 
 
-def answer_greedily(stack: Stack, prompts: Sequence[Prompt]) -> list[Answer]:
-    """One greedy answer to each prompt, judged."""
-    if not prompts:
-        return []
-    answers = stack.sample([Group(prompt, seeds=(GREEDY,)) for prompt in prompts], 0.0)
-    verdicts = [stack.judge.begin(prompts[answer.group], [answer]) for answer in answers]
-    return [
-        Answer(prompts[answer.group].problem, answer, *stack.judge.wait(verdict))
-        for answer, verdict in zip(answers, verdicts, strict=True)
+class Evaluation:
+    """The evaluation of a run, one at a time."""
+
+    def __init__(self, experiment: Experiment, stack: Stack) -> None:
+        self._experiment, self._stack = experiment, stack
+        self._sets = list(held_out(experiment, stack.tokenizer))
+        self._judges = [self._judge(each) for each in self._sets]
+        self._asked: list[list[Admitted]] = []
+        self._step = 0
+
+    def is_due(self, step: int) -> bool:
+        """Whether `step` ends with an evaluation."""
+        every, last = self._experiment.eval.every, self._experiment.run.steps
+        return bool(self._sets) and (step == last or bool(every and step % every == 0))
+
+    def goes_beside(self, step: int) -> bool:
+        """Whether that of `step` goes on beside the next one, whose row gets it. The last two have a row of their own:
+        that of the last step is its own."""
+        return bool(self._experiment.rollout.staleness) and 0 < step < self._experiment.run.steps - 1
+
+    @property
+    def under_way(self) -> bool:
+        """Whether one was begun and not finished."""
+        return bool(self._asked)
+
+    def begin(self, step: int) -> None:
+        """Ask the engines, which hold the weights of `step`."""
+        self._step = step
+        for each, judge in zip(self._sets, self._judges, strict=True):
+            asked = self._stack.admit(each.groups, each.sampling.temperature, each.sampling)
+            self._asked.append([Admitted(number, item, judge) for number, item in enumerate(asked)])
+
+    def finish(self) -> tuple[dict[str, float], list[Answer]]:
+        """`eval/...` of what was begun, once it is there, and the answers of the first set that is greedy."""
+        metrics: dict[str, float] = {}
+        greedy: list[Answer] = []
+        asked, self._asked = self._asked, []
+        self._stack.collect([item.asked for items in asked for item in items])
+        for each, items, judge in zip(self._sets, asked, self._judges, strict=True):
+            groups = [_answers(item) for item in items]
+            metrics |= set_metrics(each, groups)
+            if each.greedy and not greedy:
+                greedy = [answer for group in groups for answer in group]
+            if judge is not self._stack.judge:
+                self._stack.tell_failures(judge.failures)
+        if self._sets and self._experiment.rollout.staleness:
+            metrics["eval/at_step"] = float(self._step)
+        return metrics, greedy
+
+    def _judge(self, each: HeldOut) -> Judge:
+        if not each.rewards_key:
+            return self._stack.judge
+        judge = Judge(each.rewards, self._stack.tokenizer, each.rewards_key)
+        self._stack.closing.callback(judge.close)
+        return judge
+
+
+def set_metrics(each: HeldOut, groups: Sequence[Sequence[Answer]]) -> dict[str, float]:
+    """`eval/...` of the answers to each problem of a set."""
+    first = each.rewards.functions[0].label
+    values = [
+        [
+            sum(value for name, value in answer.judged.parts.items() if name.partition("/")[0] == first)
+            for answer in group
+        ]
+        for group in groups
     ]
+    answers = [answer for group in groups for answer in group]
+    mean = sum(map(sum, values)) / len(answers)
+    if not each.name:
+        return {"eval/accuracy": mean, "eval/problems": float(len(groups))}
+    metrics = {
+        "accuracy": mean,
+        "problems": float(len(groups)),
+        "finished_fraction": sum(answer.trajectory.finished for answer in answers) / len(answers),
+        "response_tokens_mean": sum(len(answer.trajectory.logprobs) for answer in answers) / len(answers),
+    }
+    samples = len(values[0])
+    if samples > 1:
+        metrics[f"avg@{samples}"] = mean
+    for k in each.pass_at:
+        right = [sum(value >= each.right_from for value in group) for group in values]
+        metrics[f"pass@{k}"] = sum(pass_at(k, samples, count) for count in right) / len(right)
+    return {f"eval/{each.name}/{name}": value for name, value in metrics.items()}
 
 
-def accuracy(experiment: Experiment, answers: Sequence[Answer]) -> dict[str, float]:
-    """`eval/...` of judged answers; none without answers."""
-    if not answers:
-        return {}
-    first = experiment.rewards.functions[0].label
-    said = [
-        value for answer in answers for name, value in answer.judged.parts.items() if name.partition("/")[0] == first
-    ]
-    return {"eval/accuracy": sum(said) / len(answers), "eval/problems": float(len(answers))}
+def pass_at(k: int, samples: int, right: int) -> float:
+    """The chance that one of k answers is right, without bias from `right` of `samples` (Chen et al. 2021): one minus
+    the share of the subsets of k answers in which none is."""
+    return 1.0 - math.comb(samples - right, k) / math.comb(samples, k)
 
 
 def agreement_on(answers: Sequence[Answer], trainer: TrainerGroup, *, replay: bool, tis_cap: float) -> dict[str, float]:
@@ -62,3 +181,10 @@ def agreement_on(answers: Sequence[Answer], trainer: TrainerGroup, *, replay: bo
     batch = batch_from_trajectories(trajectories, 1.0, replay=replay)
     scored, versions = trainer.score_routed(batch), token_versions(trajectories, batch.loss_mask)
     return Evidence(batch, versions, trainer.weight_version, scored.logprobs, scored.routes).metrics(tis_cap)
+
+
+def _answers(item: Admitted) -> list[Answer]:
+    """Those to one problem, with its number as their group."""
+    trajectories = [replace(trajectory, group=item.number) for trajectory in item.asked.answers.result()]
+    problem = item.asked.group.prompt.problem
+    return [Answer(problem, *each) for each in zip(trajectories, item.judged(), strict=True)]

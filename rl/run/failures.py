@@ -10,12 +10,13 @@ class TooManyFailuresError(RuntimeError):
 class Failures:
     """What has failed of one kind of functions in a run.
 
-    what: it in words, as in "the reward math". key: of the spec, that bounds their number by `limit`. meaning: of a
-    failure for the answer.
+    what: it in words, as in "the reward math". meaning: of a failure for the answer. metric: counts them. key: of the
+    spec, that bounds their number by `limit`.
     """
 
-    def __init__(self, what: str, meaning: str, key: str, limit: int) -> None:
-        self._what, self._meaning, self._key, self._limit = what, meaning, key, limit
+    def __init__(self, what: str, meaning: str, metric: str, key: str, limit: int) -> None:
+        self.what, self.metric = what, metric
+        self._meaning, self._key, self._limit = meaning, key, limit
         self._count = 0
         self._explained: set[str] = set()
         self._news: list[str] = []
@@ -25,10 +26,10 @@ class Failures:
         self._count += 1
         first = label not in self._explained
         self._explained.add(label)
-        self._news.append(f"the {self._what} {label} has failed, {self._meaning}: {why.rstrip()}" if first else "")
+        self._news.append(f"the {self.what} {label} has failed, {self._meaning}: {why.rstrip()}" if first else "")
         if self._count > self._limit:
             raise TooManyFailuresError(
-                f"found {self._count} failures of {self._what}s, expected at most {self._limit} ({self._key}). "
+                f"found {self._count} failures of {self.what}s, expected at most {self._limit} ({self._key}). "
                 f"The last one, of {label}: {why.rstrip()}"
             )
 

@@ -23,11 +23,10 @@ from rl.record.metrics import OUTCOMES, REWARD_PARTS
 from rl.run.ahead import Answered, FeedState
 from rl.run.batching import SftExample, batch_from_examples, batch_from_trajectories
 from rl.run.clock import StepClock
-from rl.run.conversations import ENVIRONMENT_FAILURES
-from rl.run.judging import REWARD_FAILURES, Judge, Judged
-from rl.run.problems import nth, of_step
+from rl.run.judging import Judge, Judged
+from rl.run.problems import training_problems
 from rl.run.stack import Asked, Stack, done
-from rollout.tasks import Problem, load_problems, prompt_ids
+from rollout.tasks import Problem, prompt_ids
 from rollout.types import Group, Prompt, Trajectory
 from trainer.batch import TokenBatch
 
@@ -135,7 +134,7 @@ class SampledFeed:
 
     def __init__(self, experiment: Experiment, stack: Stack) -> None:
         self._experiment, self._stack = experiment, stack
-        self._problems = load_problems(experiment.data.train, "data.train")
+        self._problems = training_problems(experiment)
         self._size = experiment.algorithm.problems_per_step(experiment.rollout)
         self._next = 0
         self._admitted: list[Admitted] = []
@@ -161,7 +160,7 @@ class SampledFeed:
                     group = [answer for answer in answers if not answer.trajectory.failed]
                     rewards = torch.tensor([answer.reward for answer in group])
                     (kept if group and self._experiment.algorithm.keeps(rewards) else dropped).append(group)
-        self._tell_of_failures()
+        self._stack.tell_failures(*self._stack.failures)
         work = self._work(kept, version)
         work.metrics.update(dropped_metrics(dropped), **self._figures())
         work.metrics["perf/sampling_seconds"] = time.monotonic() - began
@@ -212,17 +211,6 @@ class SampledFeed:
             count = -(-self._experiment.guard.fresh_answers // rollout.group_size)
             self._probes = [self._admit(number) for number in range(first, first + min(count, self._size))]
 
-    def _tell_of_failures(self) -> None:
-        """Of the user's functions, since the last time."""
-        talks = self._stack.conversations
-        for metric, news in (
-            (REWARD_FAILURES, self._stack.judge.failures.news()),
-            (ENVIRONMENT_FAILURES, talks.failures.news() if talks is not None else []),
-        ):
-            if news:
-                text = "\n".join(filter(None, news)) or f"{len(news)} more of {metric}, for reasons as before"
-                self._stack.tell(metric, len(news), text)
-
     def _admit_in_place_of(self, dropped: list[list[Answer]], count: int) -> None:
         """Further groups. Raises FilterError once too many were dropped."""
         patience = self._experiment.rollout.filter_patience
@@ -246,7 +234,7 @@ class SampledFeed:
         """before: the group's answers, if they are those that are asked for."""
         rollout, seed = self._experiment.rollout, self._experiment.run.seed
         step, place = number // self._size + 1, number % self._size
-        (prompt,) = to_prompts(self._stack.tokenizer, [nth(self._problems, number, seed)])
+        (prompt,) = to_prompts(self._stack.tokenizer, [self._problems.nth(number)])
         group = Group(prompt, answer_seeds(seed, step, place, rollout.group_size))
         if before is not None and before.answers(group):
             asked = Asked(group, rollout.temperature, done(before.trajectories()))
@@ -302,16 +290,16 @@ class ExampleFeed:
     """Questions with the answers of the data."""
 
     def __init__(self, experiment: Experiment, tokenizer: PreTrainedTokenizerBase) -> None:
-        self._experiment = experiment
-        problems = load_problems(experiment.data.train, "data.train")
-        self._examples = [
-            SftExample(prompt.token_ids, _answer_ids(tokenizer, prompt.problem))
-            for prompt in to_prompts(tokenizer, problems)
-        ]
+        self._experiment, self._tokenizer = experiment, tokenizer
+        self._problems = training_problems(experiment)
 
     def take(self, step: int, version: int, clock: StepClock) -> Work:
         count = self._experiment.algorithm.problems_per_step(self._experiment.rollout)
-        return Work(batch_from_examples(of_step(self._examples, step, count, self._experiment.run.seed)))
+        prompts = to_prompts(self._tokenizer, self._problems.of_step(step, count))
+        answers = [_answer_ids(self._tokenizer, prompt.problem) for prompt in prompts]
+        return Work(
+            batch_from_examples([SftExample(p.token_ids, ids) for p, ids in zip(prompts, answers, strict=True)])
+        )
 
     def ahead(self, clock: StepClock) -> Batch | None:
         return None
@@ -326,7 +314,7 @@ class ExampleFeed:
 
 def to_prompts(tokenizer: PreTrainedTokenizerBase, problems: Sequence[Problem]) -> list[Prompt]:
     """Each problem with the tokens of its question, in the tokenizer's chat template."""
-    return [Prompt(problem, prompt_ids(tokenizer, problem.question)) for problem in problems]
+    return [Prompt(problem, prompt_ids(tokenizer, problem)) for problem in problems]
 
 
 def to_groups(prompts: Sequence[Prompt], size: int, *, run_seed: int, step: int) -> list[Group]:

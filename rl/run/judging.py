@@ -52,12 +52,15 @@ class Judged:
 class Judge:
     """The reward functions of an experiment, called as answers come in."""
 
-    def __init__(self, config: RewardsConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(self, config: RewardsConfig, tokenizer: PreTrainedTokenizerBase, key: str = "rewards") -> None:
+        """key: where the spec has them."""
         self._config, self._tokenizer = config, tokenizer
-        self._functions = [load_function(c, f"rewards.functions.{i}") for i, c in enumerate(config.functions)]
+        self._functions = [load_function(c, f"{key}.functions.{i}") for i, c in enumerate(config.functions)]
         self._workers = Workers(config.functions, config.workers)
         self._background = Background("rewards")
-        self.failures = Failures("reward", "which counts as 0", "rewards.max_failures", config.max_failures)
+        self.failures = Failures(
+            "reward", "which counts as 0", REWARD_FAILURES, f"{key}.max_failures", config.max_failures
+        )
 
     def begin(self, prompt: Prompt, trajectories: Sequence[Trajectory]) -> Future[list[Judged]]:
         """The verdict on each answer to a prompt, in time, for `wait`."""
@@ -97,6 +100,7 @@ class Judge:
             {
                 "question": prompt.problem.question,
                 "reference": prompt.problem.answer,
+                "fields": prompt.problem.fields,
                 "answer": "".join(text for _, text in said),
                 "finished": trajectory.finished,
                 "tokens": len(trajectory.logprobs),
@@ -128,7 +132,7 @@ class Judge:
                 return function.parts(function(offered), answers)
             loop = asyncio.get_running_loop()
             return await loop.run_in_executor(
-                self._workers.threads, self._workers.call, index, offered, answers, seconds
+                self._workers.threads, self._workers.call, index, function.asked(offered), answers, seconds
             )
         except TimeoutError:
             self.failures.add(function.config.label, f"it took more than {seconds:g} s")

@@ -21,6 +21,7 @@ from rl.experiment import Experiment
 from rl.run.cluster import end_at_once, ray_cluster
 from rl.run.conversations import Conversations
 from rl.run.engines import EnginePool
+from rl.run.failures import Failures
 from rl.run.interrupts import Closing
 from rl.run.judging import Judge
 from rl.run.seats import Seats
@@ -28,7 +29,7 @@ from rl.run.serving import Serving, engine_maker
 from rollout.client import EngineClient
 from rollout.environments.config import SINGLE_TURN
 from rollout.errors import StaleWeightsError
-from rollout.types import Endpoint, Group, Trajectory
+from rollout.types import Endpoint, Group, SamplingParams, Trajectory
 from trainer.actor import TrainerGroup
 from weight_sync.bridge import Bridge, SyncReport
 from weight_sync.hf_checkpoint import convert_checkpoint
@@ -50,7 +51,7 @@ _LOOK_SECONDS = 0.1
 class Asked:
     """A group that engines have been asked to answer, and the answers, in time.
 
-    began, ended: monotonic seconds, of asking and of the last answer.
+    began, ended: monotonic seconds, of asking and of the last answer. sampling: if not as the experiment trains.
     """
 
     group: Group
@@ -58,6 +59,7 @@ class Asked:
     answers: Future[list[Trajectory]]
     began: float = field(default_factory=time.monotonic)
     ended: float | None = None
+    sampling: SamplingParams | None = None
 
     def __post_init__(self) -> None:
         self.expect(self.answers)
@@ -195,15 +197,15 @@ class Stack:
             if report is not None:
                 return report
 
-    def admit(self, groups: Sequence[Group], temperature: float) -> list[Asked]:
-        """Have groups answered, as the experiment says, at the trainer's weights or those of later syncs.
+    def admit(self, groups: Sequence[Group], temperature: float, sampling: SamplingParams | None = None) -> list[Asked]:
+        """Have groups answered at the trainer's weights or those of later syncs.
 
-        temperature: 0 is greedy.
+        temperature: 0 is greedy. sampling: if not as the experiment says for this temperature.
         """
         oldest = self.trainer.weight_version
-        sampling = self.experiment.rollout.sampling(temperature, (self.tokenizer.eos_token_id,))
+        chosen = sampling or self.experiment.rollout.sampling(temperature, (self.tokenizer.eos_token_id,))
         ask = self.engines.admit if self.conversations is None else self.conversations.begin
-        return [Asked(group, temperature, ask(group, sampling, oldest)) for group in groups]
+        return [Asked(group, temperature, ask(group, chosen, oldest), sampling=sampling) for group in groups]
 
     def collect(self, asked: Sequence[Asked]) -> list[list[Trajectory]]:
         """The answers of each group, once all are there. Meanwhile new engines get the trainer's weights.
@@ -219,7 +221,7 @@ class Stack:
             self.tell(STALE_RESYNCS, 1, f"stale weights: syncing and sampling again ({error})")
             self.sync()
             for item in stale:
-                (again,) = self.admit([item.group], item.temperature)
+                (again,) = self.admit([item.group], item.temperature, item.sampling)
                 item.expect(again.answers)
             self._wait(asked)
         return [item.answers.result() for item in asked]
@@ -284,6 +286,19 @@ class Stack:
     def _hear(self) -> None:
         for news in self.engines.news():
             self.tell(ENGINES_REPLACED, news.replaced, news.text)
+
+    @property
+    def failures(self) -> list[Failures]:
+        """Those of the user's functions that every answer meets."""
+        return [self.judge.failures] + ([] if self.conversations is None else [self.conversations.failures])
+
+    def tell_failures(self, *failures: Failures) -> None:
+        """Take note of what has failed since this was last asked."""
+        for each in failures:
+            if news := each.news():
+                self.tell(
+                    each.metric, len(news), "\n".join(filter(None, news)) or f"{len(news)} more {each.what}s failed"
+                )
 
     def switch(self, numerics: NumericsConfig) -> None:
         """Run other numerics of the same mode on both sides: the trainer as it stands, the engines as new ones.

@@ -2,9 +2,10 @@
 
 A function names what it wants to see as its parameters:
 
-    one answer        question, answer (its text), reference (the data's), finished, tokens (the model's, their number),
-                      turns ([(model or environment, text)]), outcome (what the environment returned)
-    a whole group     answers in place of answer; all are lists but question and reference
+    one answer        question, reference, fields (of the data; the last its further columns), answer (its text),
+                      finished, tokens (the model's, their number), turns ([(model or environment, text)]), outcome
+                      (what the environment returned)
+    a whole group     answers in place of answer; all are lists but what is of the data
 
 and returns a number or named numbers; for a group, a list of these. It may be `async`.
 """
@@ -24,7 +25,7 @@ from rollout.rewards.config import RewardConfig
 
 EACH = ("finished", "tokens", "turns", "outcome")
 """What each answer has of its own, besides its text."""
-OFFERED = ("question", "answer", "answers", "reference", *EACH)
+OFFERED = ("question", "answer", "answers", "reference", "fields", *EACH)
 
 
 @dataclass(frozen=True)
@@ -43,9 +44,13 @@ class RewardFunction:
     def is_async(self) -> bool:
         return inspect.iscoroutinefunction(self.call)
 
+    def asked(self, offered: Mapping[str, Any]) -> dict[str, Any]:
+        """What it wants to see of all that it could ask for."""
+        return {name: offered[name] for name in self.asks}
+
     def __call__(self, offered: Mapping[str, Any]) -> Any:
         """What it returns, of all that it could ask for."""
-        return self.call(**{name: offered[name] for name in self.asks}, **self.config.kwargs)
+        return self.call(**self.asked(offered), **self.config.kwargs)
 
     def parts(self, returned: Any, answers: int) -> list[Numbers]:
         """Its verdict on each of the answers that a call was about. Raises ReturnError."""

@@ -19,7 +19,7 @@ from rl.experiment import load_experiment
 from rl.run.feed import to_groups, to_prompts
 from rl.run.interrupts import Closing
 from rl.run.stack import Asked, Stack
-from rollout.tasks import load_problems
+from rollout.data import load_problems
 from rollout.types import Group, Trajectory
 from tests.support import wire
 from tests.support.paths import ROOT
@@ -60,7 +60,7 @@ def told(stack: Stack) -> Iterator[list[str]]:
 
 @pytest.fixture(scope="module")
 def asked(stack: Stack) -> list[Group]:
-    problems = load_problems(stack.experiment.data.train, "data.train")[:64]
+    problems = load_problems(stack.experiment.data.training[0])[:64]
     return to_groups(to_prompts(stack.tokenizer, problems), 8, run_seed=0, step=1)
 
 

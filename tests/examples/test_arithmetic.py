@@ -9,8 +9,8 @@ from itertools import pairwise
 import pytest
 
 from examples.arithmetic import is_held_out, noisy_answer, sample_problem, write_files
+from rollout.data import Source, load_problems
 from rollout.rewards.integer import integer
-from rollout.tasks import load_problems
 from tests.support.paths import EXAMPLES
 
 
@@ -22,7 +22,7 @@ def totals_of(question: str) -> list[int]:
 
 @pytest.mark.parametrize("name", ["train", "eval"])
 def test_every_committed_answer_is_right(name):
-    for problem in load_problems(EXAMPLES / "data" / f"arithmetic_{name}.jsonl"):
+    for problem in load_problems(Source(EXAMPLES / "data" / f"arithmetic_{name}.jsonl")):
         totals = totals_of(problem.question)
         assert all(0 <= total <= 19 for total in totals)
         assert problem.answer == f"{totals[0]},{totals[1]},{totals[2]}\n#### {totals[2]}"
@@ -37,7 +37,7 @@ def test_the_committed_files_are_those_of_the_generator(tmp_path):
 
 def test_held_out_problems_stay_out_of_training_and_warm_start():
     train, held_out, warm = (
-        {p.question for p in load_problems(EXAMPLES / "data" / f"arithmetic_{name}.jsonl")}
+        {p.question for p in load_problems(Source(EXAMPLES / "data" / f"arithmetic_{name}.jsonl"))}
         for name in ("train", "eval", "sft")
     )
     assert len(train) == 8000 and len(held_out) == 256, "problems repeat"
@@ -67,7 +67,7 @@ def test_the_teacher_errs_only_when_a_step_crosses_ten():
 
 
 def test_the_warm_start_file_is_wrong_as_often_as_the_noise_makes_it():
-    problems = load_problems(EXAMPLES / "data" / "arithmetic_sft.jsonl")
+    problems = load_problems(Source(EXAMPLES / "data" / "arithmetic_sft.jsonl"))
     crossings_wrong = Counter()
     for problem in problems:
         totals = [int(problem.question[0]), *totals_of(problem.question)]

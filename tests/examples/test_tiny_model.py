@@ -6,7 +6,7 @@ from safetensors.torch import load_file
 
 from examples.tiny_model import TinyModel, write_tiny_model
 from numerics.errors import UserError
-from rollout.tasks import prompt_ids
+from rollout.tasks import Problem, prompt_ids
 
 
 @pytest.fixture(scope="module")
@@ -21,7 +21,7 @@ def test_the_tiny_model_renders_prompts_and_decodes_characters(moe):
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(moe)
-    ids = prompt_ids(tokenizer, "9+4=?")
+    ids = prompt_ids(tokenizer, Problem("9+4=?", ""))
     assert tokenizer.decode(ids) == "<|user|>9+4=?<|assistant|>" and len(ids) == 7
     text = "a b\n c  d #### -7~"
     encoded = tokenizer(text, add_special_tokens=False).input_ids

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 from models import Model, ModelSizes
@@ -24,8 +25,10 @@ from trainer.lowering import lower
 __all__ = ["check", "read_model"]
 
 
-def check(experiment: Experiment) -> Model:
+def check(experiment: Experiment, say: Callable[[str], object] = lambda text: None) -> Model:
     """Check the spec against its model, its data and this machine; returns what was read of the model.
+
+    say: told what the user should know and need not mend.
 
     Raises:
         UserError: the first thing that stands in the way.
@@ -37,13 +40,16 @@ def check(experiment: Experiment) -> Model:
     check_model_layout(model.sizes, experiment)
     lower(experiment.numerics_config(), has_transformer_engine())
     _check_context(model.sizes, experiment)
-    check_data(experiment, read_tokenizer(path, model.sizes.vocab_size))
+    check_data(experiment, read_tokenizer(path, model.sizes.vocab_size), say)
     check_stored(path, model)
     check_memory(model.sizes, experiment)
     if experiment.needs_engines:
         load_environment(experiment.environment)
         for index, config in enumerate(experiment.rewards.functions):
             load_function(config, f"rewards.functions.{index}")
+        for place, own in enumerate(experiment.eval.sets):
+            for index, config in enumerate(own.rewards.functions if own.rewards else ()):
+                load_function(config, f"eval.sets.{place}.rewards.functions.{index}")
         check_port(experiment.rollout)
     return model
 

@@ -1,92 +1,269 @@
-"""The data files: every line whole, every reference answer of the reward's kind, every prompt short enough."""
+"""The data: every problem whole, every reference answer of the reward's kind, every prompt short enough."""
 
 from __future__ import annotations
 
 import functools
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING
+
+from jinja2 import Environment, TemplateSyntaxError, meta
+from jinja2.ext import loopcontrols
 
 from numerics.errors import user_error
 from rl.experiment import Experiment
+from rl.experiment.preconditions.tokenizer import RENDER_SECONDS, time_limit
+from rollout.data import Problems, Source, load_problems
 from rollout.rewards.builtin import BUILT_IN
-from rollout.tasks import Problem, load_problems, prompt_ids
+from rollout.rewards.config import RewardsConfig
+from rollout.tasks import Problem, prompt_ids
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 TOKENS_PER_BYTE = 4
 """No tokenizer in use yields more tokens for a byte of text; texts safely short by this bound need no tokenizing."""
+ALL_READ, SAMPLED = 100_000, 10_000
+"""Problems of a source that are all looked at, and how many of those beyond them."""
+_PASSED_BY_US = {"messages", "tools", "documents", "add_generation_prompt", "continue_final_message"}
+Say = Callable[[str], object]
 
 
-def check_data(experiment: Experiment, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Read both files and check each problem.
+def check_data(experiment: Experiment, tokenizer: PreTrainedTokenizerBase, say: Say = lambda text: None) -> None:
+    """Read each source and check its problems; of a very large one, many of them.
+
+    say: told what the user should know and need not mend.
 
     Raises:
-        UserError: a file is missing or empty, or one of its lines (named by number) cannot be used.
+        UserError: a source is missing or empty, or one of its problems (named by number) cannot be used.
     """
+    held_out = _HeldOut()
+    for source, problems, room, rewards in _evaluated(experiment):
+        found = load_problems(source)
+        if (asked := problems if problems is not None else min(experiment.eval.problems, len(found))) > len(found):
+            key = "eval.problems" if source.key == "data.eval" else f"{source.key}.problems"
+            raise user_error(
+                key,
+                found=asked,
+                expected=f"at most the {len(found)} problems of {source.key}",
+                remedy=f"Set {key}={len(found)} or add problems.",
+            )
+        check = _Check(found, experiment, tokenizer, room, rewards)
+        for index, problem in _looked_at(found, say):
+            check(problem, index)
+            if index < asked:
+                held_out.add(problem, index, found)
     supervised = not experiment.algorithm.samples
-    train = load_problems(experiment.data.train, "data.train")
-    _check_lengths(train, "data.train", experiment, tokenizer, supervised)
-    if not supervised:
-        _check_answers(train, "data.train", experiment)
-    if experiment.eval.problems == 0:
+    for source in experiment.data.training:
+        found = load_problems(source)
+        room = 1 if supervised else experiment.rollout.max_new_tokens
+        check = _Check(found, experiment, tokenizer, room, None if supervised else experiment.rewards)
+        for index, problem in _looked_at(found, say):
+            check(problem, index)
+            held_out.meet(problem, index, found)
+    for remark in held_out.remarks():
+        say(remark)
+
+
+def _evaluated(experiment: Experiment) -> Iterator[tuple[Source, int | None, int, RewardsConfig]]:
+    """Each evaluation set: its source, problems (None: all up to `eval.problems`), longest answer and rewards."""
+    data, rollout, evaluation = experiment.data, experiment.rollout, experiment.eval
+    if evaluation.problems == 0:
         return
-    if experiment.data.eval is None:
+    if data.eval is not None:
+        yield data.source(data.eval, "data.eval"), evaluation.problems, rollout.max_new_tokens, experiment.rewards
+    elif not evaluation.sets:
         raise user_error(
             "data.eval",
             found=None,
-            expected=f"a file, since eval.problems is {experiment.eval.problems}",
-            remedy="Set data.eval, or turn evaluation off by eval.problems=0.",
+            expected=f"a file, since eval.problems is {evaluation.problems}",
+            remedy="Set data.eval, name sets in eval.sets, or turn evaluation off by eval.problems=0.",
         )
-    held_out = load_problems(experiment.data.eval, "data.eval")
-    if len(held_out) < experiment.eval.problems:
-        raise user_error(
-            "eval.problems",
-            found=experiment.eval.problems,
-            expected=f"at most the {len(held_out)} problems of data.eval",
-            remedy=f"Set eval.problems={len(held_out)} or add problems.",
-        )
-    _check_lengths(held_out, "data.eval", experiment, tokenizer, supervised=False)
-    _check_answers(held_out, "data.eval", experiment)
+    for index, own in enumerate(evaluation.sets):
+        source = data.source(own, f"eval.sets.{index}")
+        yield source, own.problems, own.max_new_tokens or rollout.max_new_tokens, own.rewards or experiment.rewards
 
 
-def _check_answers(problems: list[Problem], key: str, experiment: Experiment) -> None:
-    for name in [config.function for config in experiment.rewards.functions if config.function in BUILT_IN]:
-        reads = BUILT_IN[name].reads
-        for number, problem in enumerate(problems, start=1):
-            if reads is not None and not reads(problem.answer):
+def _looked_at(problems: Problems, say: Say) -> Iterator[tuple[int, Problem]]:
+    """The first `ALL_READ` problems, and `SAMPLED` of those that follow, always the same ones."""
+    for index, problem in enumerate(problems):
+        if index == ALL_READ:
+            break
+        yield index, problem
+    if len(problems) > ALL_READ:
+        count = min(SAMPLED, len(problems) - ALL_READ)
+        for index in sorted(random.Random(0).sample(range(ALL_READ, len(problems)), count)):
+            yield index, problems[index]
+        unit = problems.name(0).partition(" ")[0]
+        say(
+            f"{problems.source.key}: looked at the first {ALL_READ} of {len(problems)} {unit}s and at {count} of the "
+            "others"
+        )
+
+
+class _HeldOut:
+    """The problems that evaluation asks for, and which of them are trained on as well."""
+
+    def __init__(self) -> None:
+        self._asked: dict[str, list[tuple[str, str]]] = {}
+        self._trained: dict[str, dict[str, str]] = {}
+        self._counts: dict[str, int] = {}
+
+    def add(self, problem: Problem, index: int, problems: Problems) -> None:
+        self._asked.setdefault(problem.question, []).append((problems.source.key, problems.name(index)))
+        self._counts[problems.source.key] = self._counts.get(problems.source.key, 0) + 1
+
+    def meet(self, problem: Problem, index: int, problems: Problems) -> None:
+        for key, name in self._asked.get(problem.question, ()):
+            at = f"{name} ({problems.name(index)} of {problems.source.key})"
+            self._trained.setdefault(key, {}).setdefault(name, at)
+
+    def remarks(self) -> Iterator[str]:
+        for key, found in self._trained.items():
+            first = ", ".join([*found.values()][:3])
+            yield (
+                f"{len(found)} of the {self._counts[key]} problems of {key} are trained on as well, the first of them: "
+                f"{first}. What it measures is not only what the model can do with problems that it has not seen"
+            )
+
+
+class _Check:
+    """Refuses what of a source cannot be used: a problem at a time.
+
+    after: tokens that must have room behind a prompt. rewards: that its answers must be references of; None: the
+    answers are what is trained on.
+    """
+
+    def __init__(
+        self,
+        problems: Problems,
+        experiment: Experiment,
+        tokenizer: PreTrainedTokenizerBase,
+        after: int,
+        rewards: RewardsConfig | None,
+    ) -> None:
+        self._problems, self._experiment, self._tokenizer = problems, experiment, tokenizer
+        self._key, self._after, self._rewards = problems.source.key, after, rewards
+        check_template(tokenizer, problems.source)
+        self._turn = len(prompt_ids(tokenizer, Problem("", "", chat_template=problems.source.chat_template)))
+        self._rendered: set[tuple[str, ...]] = set()
+
+    def __call__(self, problem: Problem, index: int) -> None:
+        name = self._problems.name(index)
+        self._check_roles(problem, name)
+        self._check_length(problem, name)
+        for config in self._rewards.functions if self._rewards is not None else ():
+            ours = BUILT_IN.get(config.function)
+            if ours is not None and ours.reads is not None and not ours.reads(problem.answer):
                 raise user_error(
-                    f"{key}: line {number}: answer",
+                    f"{self._key}: {name}: answer",
                     found=problem.answer,
-                    expected=f"{BUILT_IN[name].reference}, as the reward {name} reads",
-                    remedy=f"Correct line {number}, or name other rewards.",
+                    expected=f"{ours.reference}, as the reward {config.function} reads",
+                    remedy=f"Correct {name}, or name other rewards.",
                 )
 
+    def _check_roles(self, problem: Problem, name: str) -> None:
+        """Templates refuse some orders of turns; each order is rendered once."""
+        roles = tuple(message["role"] for message in problem.messages)
+        if roles in self._rendered:
+            return
+        self._rendered.add(roles)
+        try:
+            with time_limit(RENDER_SECONDS):
+                prompt_ids(
+                    self._tokenizer, replace(problem, messages=[{**turn, "content": "x"} for turn in problem.messages])
+                )
+        except Exception as error:  # whatever a program may raise
+            raise user_error(
+                f"{self._key}: {name}",
+                found=f"turns of {', '.join(roles)}, at which the chat template fails: {error}",
+                expected="turns that the chat template of model.path renders",
+                remedy=f"Correct or remove {name}.",
+            ) from error
 
-def _check_lengths(
-    problems: list[Problem], key: str, experiment: Experiment, tokenizer: PreTrainedTokenizerBase, supervised: bool
-) -> None:
-    """Prompt plus answer (given when supervised, else up to max_new_tokens) must fit rollout.context_length."""
-    limit = experiment.rollout.context_length
-    room = limit - (1 if supervised else experiment.rollout.max_new_tokens)
-    template = len(prompt_ids(tokenizer, ""))
-    widest = functools.cache(lambda: max(len(token.encode()) for token in tokenizer.get_vocab()))  # few data need it
-    for number, problem in enumerate(problems, start=1):
-        size = len((problem.question + (problem.answer if supervised else "")).encode())
-        if template + TOKENS_PER_BYTE * size <= room:
-            continue
-        if size > room * widest():  # tokenizing megabytes takes minutes
-            tokens = -(-size // widest())
+    def _check_length(self, problem: Problem, name: str) -> None:
+        """Prompt plus answer (given when supervised, else up to max_new_tokens) must fit rollout.context_length."""
+        supervised, tokenizer = self._rewards is None, self._tokenizer
+        limit = self._experiment.rollout.context_length
+        room = limit - self._after
+        turns = problem.conversation
+        texts = [str(message["content"]) for message in turns] + [problem.answer] * supervised
+        size = sum(len(text.encode()) for text in texts)
+        if self._turn * len(turns) + TOKENS_PER_BYTE * size <= room:
+            return
+        if size > room * self._widest:  # tokenizing megabytes takes minutes
+            tokens = -(-size // self._widest)
         else:
-            tokens = len(prompt_ids(tokenizer, problem.question))
+            tokens = len(prompt_ids(tokenizer, problem))
             if supervised:
                 tokens += len(tokenizer(problem.answer, add_special_tokens=False).input_ids)
         if tokens > room:
             what = "question and answer" if supervised else "a prompt"
-            answer = f"rollout.max_new_tokens = {experiment.rollout.max_new_tokens}"
-            rest = "the end of sequence" if supervised else answer
+            rest = "the end of sequence" if supervised else f"an answer of max_new_tokens = {self._after}"
             raise user_error(
-                f"{key}: line {number}",
+                f"{self._key}: {name}",
                 found=f"{what} of {size} bytes, at least {tokens} tokens",
                 expected=f"at most {room}, so that {rest} still fits rollout.context_length = {limit}",
-                remedy=f"Raise rollout.context_length, or shorten or remove line {number}.",
+                remedy=f"Raise rollout.context_length, or shorten or remove {name}.",
             )
+
+    @functools.cached_property
+    def _widest(self) -> int:
+        """Bytes of the longest token; few data need it."""
+        return max(len(token.encode()) for token in self._tokenizer.get_vocab())
+
+
+def check_template(tokenizer: PreTrainedTokenizerBase, source: Source) -> None:
+    """Whether the chat template takes a source's arguments and system prompt, and does something with them.
+
+    Raises:
+        UserError: it does not.
+    """
+    if unread := [name for name in source.chat_template if name not in (read := _reads(tokenizer))]:
+        raise user_error(
+            f"{source.key}: chat_template",
+            found=unread[0],
+            expected=f"what the chat template of model.path reads: {', '.join(sorted(read)) or 'it has no arguments'}",
+            remedy="Correct data.chat_template.",
+        )
+    if not source.chat_template and not source.system_prompt:
+        return
+    user = {"role": "user", "content": "2+3=?"}
+    prompts = []
+    for key, system in (("chat_template", ""), ("system_prompt", source.system_prompt)):
+        turns = [{"role": "system", "content": system}, user] if system else [user]
+        found = source.chat_template if key == "chat_template" else system
+        try:
+            with time_limit(RENDER_SECONDS):
+                prompts.append(prompt_ids(tokenizer, Problem("", "", turns, chat_template=source.chat_template)))
+        except Exception as error:  # whatever a program may raise
+            raise user_error(
+                f"{source.key}: {key}",
+                found=found,
+                expected=f"what the chat template of model.path renders; it fails: {type(error).__name__}: {error}",
+                remedy=f"Correct or remove data.{key}.",
+            ) from error
+    if source.system_prompt and prompts[0] == prompts[1]:
+        raise user_error(
+            f"{source.key}: system_prompt",
+            found=source.system_prompt,
+            expected="none, as the chat template of model.path leaves system prompts out",
+            remedy="Remove data.system_prompt.",
+        )
+
+
+def _reads(tokenizer: PreTrainedTokenizerBase) -> set[str]:
+    """The names of arguments that the chat template looks at; those of `apply_chat_template` are not among them."""
+    try:
+        tree = Environment(extensions=[loopcontrols]).parse(tokenizer.get_chat_template())
+    except TemplateSyntaxError:  # it marks generation, with a tag of the library's own
+        return _Anything()
+    special = set(tokenizer.special_tokens_map)
+    ours = {"raise_exception", "strftime_now"} | _PASSED_BY_US
+    return meta.find_undeclared_variables(tree) - ours - special
+
+
+class _Anything(set[str]):
+    def __contains__(self, name: object) -> bool:
+        return True

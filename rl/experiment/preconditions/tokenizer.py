@@ -11,7 +11,7 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from numerics.errors import UserError, user_error
-from rollout.tasks import prompt_ids
+from rollout.tasks import Problem, prompt_ids
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -82,8 +82,8 @@ def check_chat_template(tokenizer: PreTrainedTokenizerBase, path: str | Path, ke
     """
     remedy = "Correct the chat template, or copy that of the model again."
     try:
-        with _time_limit(RENDER_SECONDS):
-            prompts = [prompt_ids(tokenizer, question) for question in ("2+3=?", "7*8=?")]
+        with time_limit(RENDER_SECONDS):
+            prompts = [prompt_ids(tokenizer, Problem(question, "")) for question in ("2+3=?", "7*8=?")]
     except Exception as error:  # whatever a program may raise
         found = f"a chat template that fails: {type(error).__name__}: {error}"
         raise _refusal(key, path, found, "one that renders a user's question", remedy) from error
@@ -93,7 +93,7 @@ def check_chat_template(tokenizer: PreTrainedTokenizerBase, path: str | Path, ke
 
 
 @contextmanager
-def _time_limit(seconds: float) -> Iterator[None]:
+def time_limit(seconds: float) -> Iterator[None]:
     """Raise TimeoutError after so long. Without effect off the main thread, which alone gets signals."""
     if threading.current_thread() is not threading.main_thread():
         yield

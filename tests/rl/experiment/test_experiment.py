@@ -128,12 +128,69 @@ def test_paths_are_relative_to_the_file_that_names_them(write, tmp_path):
     path = write("sub/s.yaml", "defaults: ../base/base.yaml\ndata: {train: own.jsonl}\nrun: {dir: results}\n")
     spec = load_experiment(path, ["data.eval=there.jsonl"])
     assert Path(spec.model.path).resolve() == tmp_path / "base" / "m", "of the inherited file"
-    assert spec.data.train == str(tmp_path / "sub" / "own.jsonl")
+    assert spec.data.train[0].path == str(tmp_path / "sub" / "own.jsonl")
     assert spec.run.dir == str(tmp_path / "sub" / "results")
-    assert spec.data.eval == str(tmp_path / "there.jsonl"), "an override is typed in the current directory"
+    assert spec.data.eval.path == str(tmp_path / "there.jsonl"), "an override is typed in the current directory"
     assert load_experiment(path, ["run.dir=here"]).run.dir == str(tmp_path / "here")
     assert load_experiment(path, ["model.path=/else/where"]).model.path == "/else/where"
     assert load_experiment(write("s.yaml", BASE)).run.dir == str(tmp_path / "runs"), "left out"
+
+
+def test_data_may_be_a_path_a_source_or_several(write, tmp_path):
+    spec = load_experiment(write("s.yaml", BASE), ["data.train={path: a, split: x}"])
+    assert [(s.path, s.split, s.weight) for s in spec.data.train] == [(str(tmp_path / "a"), "x", 1.0)]
+    assert [source.key for source in spec.data.training] == ["data.train"]
+    path = write(
+        "sub/s.yaml",
+        """
+        defaults: ../s.yaml
+        data:
+          train: [one.jsonl, {path: two, weight: 3, keys: {answer: gold}, system_prompt: "", chat_template: {b: 2}}]
+          keys: {question: prompt}
+          system_prompt: Think.
+          chat_template: {a: 1, b: 1}
+        eval:
+          sets: [{name: hard, path: three, rewards: [{function: "own.py:f"}]}, {name: soft, path: /four}]
+        """,
+    )
+    spec = load_experiment(path, ["data.eval={path: held}"])
+    one, two = spec.data.training
+    assert (one.path, one.key, one.question, one.answer) == (
+        str(tmp_path / "sub/one.jsonl"),
+        "data.train.0",
+        "prompt",
+        "answer",
+    )
+    assert (one.system_prompt, one.chat_template) == ("Think.", {"a": 1, "b": 1})
+    assert (two.path, two.question, two.answer, two.system_prompt) == (str(tmp_path / "sub/two"), "prompt", "gold", "")
+    assert two.chat_template == {"a": 1, "b": 2} and spec.data.train[1].weight == 3.0
+    assert [each.path for each in spec.eval.sets] == [str(tmp_path / "sub/three"), "/four"]
+    assert spec.eval.sets[0].rewards.functions[0].function == f"{tmp_path / 'sub/own.py'}:f"
+    assert spec.data.eval.path == str(tmp_path / "held")
+    assert parse_experiment(yaml.safe_load(spec.to_yaml())) == spec
+    assert load_experiment(path, ["data.train=five"]).data.train[0].path == str(tmp_path / "five")
+
+
+@pytest.mark.parametrize(
+    ("section", "expected"),
+    [
+        ({"data": {"train": []}}, "data.train: found []"),
+        ({"data": {"train": ["/t", {"path": "/u", "weight": 0.0}]}}, "data.train.1.weight: found 0.0"),
+        ({"data": {"train": {"path": "/t", "split": 3}}}, "data.train.0.split: found 3"),
+        ({"data": {"train": 3}}, "data.train"),
+        ({"data": {"train": {"path": "/t", "weigth": 2.0}}}, "Did you mean data.train.weight?"),
+        ({"data": {"train": "/t", "keys": {"anser": "gold"}}}, "Did you mean data.keys.answer?"),
+        ({"eval": {"sets": [{"name": "a", "path": "/t", "samples": 4}]}}, "a temperature above 0"),
+        (
+            {"eval": {"sets": [{"name": "a", "path": "/t", "samples": 4, "temperature": 1.0, "pass_at": [1, 8]}]}},
+            "found pass_at 8 with samples=4",
+        ),
+        ({"eval": {"sets": [{"name": "a", "path": "/t"}, {"name": "a", "path": "/u"}]}}, "two sets called a"),
+        ({"eval": {"sets": [{"name": "a/b", "path": "/t"}]}}, "eval.sets.0.name: found 'a/b'"),
+    ],
+)
+def test_sources_and_sets_that_cannot_be_meant_are_refused(section, expected):
+    assert expected in message(section)
 
 
 def test_resolved_spec_round_trips(write):

@@ -1,31 +1,175 @@
-"""When and on what a run is evaluated; real evaluations are in tests/e2e."""
+"""When, on what and how a run is evaluated, over a stack that answers at once; real evaluations are in tests/e2e."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
+from concurrent.futures import Future
+from itertools import combinations
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
+import pytest
 from transformers import AutoTokenizer
 
-from rl.run.evaluation import held_out_prompts, is_due
+from numerics.sampling import GREEDY, answer_seed
+from rl.experiment import Experiment
+from rl.record.metrics import describe
+from rl.run.evaluation import Evaluation, held_out, pass_at
+from rl.run.interrupts import Closing
+from rl.run.judging import Judge
+from rl.run.stack import Asked, Stack
+from rollout.rewards.config import RewardsConfig
+from rollout.types import Group, SamplingParams, Trajectory
 from tests.support.experiments import experiment
 from tests.support.paths import EXAMPLES
 
+TOKENIZER = AutoTokenizer.from_pretrained(EXAMPLES / "models/tiny_qwen3_moe")
 
-def test_held_out_prompts_are_as_many_as_asked(tmp_path: Path) -> None:
+
+@pytest.fixture
+def data(tmp_path: Path) -> dict[str, str]:
     lines = [json.dumps({"question": f"eval {n}", "answer": "#### 1"}) + "\n" for n in range(4)]
     (tmp_path / "eval").write_text("".join(lines))
-    data = {"train": "unread", "eval": str(tmp_path / "eval")}
-    tokenizer = AutoTokenizer.from_pretrained(EXAMPLES / "models/tiny_qwen3_moe")
-    two = held_out_prompts(experiment(data=data, eval={"problems": 2}), tokenizer)
-    assert [prompt.problem.question for prompt in two] == ["eval 0", "eval 1"]
-    assert tokenizer.decode(two[1].token_ids) == "<|user|>eval 1<|assistant|>"
-    assert held_out_prompts(experiment(data=data, eval={"problems": 0}), tokenizer) == []
+    return {"train": "unread", "eval": str(tmp_path / "eval")}
 
 
-def test_it_is_due_at_intervals_and_at_the_end() -> None:
-    def steps(every: int, problems: int = 5) -> list[int]:
-        settings = experiment(run={"steps": 7}, eval={"every": every, "problems": problems})
-        return [step for step in range(1, 8) if is_due(settings, step)]
+class Engines(Stack):
+    """Answers `#### 1` to the seeds of `right` and to all greedy ones, and `#### 2` to others."""
 
-    assert steps(3) == [3, 6, 7] and steps(0) == [7] and steps(3, problems=0) == []
+    def __init__(self, right: set[int]) -> None:
+        self.right, self.tokenizer, self.closing = right, TOKENIZER, Closing()
+        self.judge = Judge(RewardsConfig(), TOKENIZER)
+        self.asked: list[tuple[float, SamplingParams | None]] = []
+        self.trainer = cast(Any, SimpleNamespace(weight_version=3))
+
+    def admit(self, groups: Sequence[Group], temperature: float, sampling: SamplingParams | None = None) -> list[Asked]:
+        self.asked.append((temperature, sampling))
+        found = []
+        for group in groups:
+            answers: Future[list[Trajectory]] = Future()
+            answers.set_result([self._answer(group, seed) for seed in group.seeds])
+            found.append(Asked(group, temperature, answers, sampling=sampling))
+        return found
+
+    def _answer(self, group: Group, seed: int) -> Trajectory:
+        text = "#### 1" if seed in {GREEDY, *self.right} else "#### 2"
+        ids = [*TOKENIZER(text, add_special_tokens=False).input_ids, TOKENIZER.eos_token_id]
+        return Trajectory(group.prompt.token_ids, ids, [-1.0] * len(ids), True, [3] * len(ids), 0, seed)
+
+    def collect(self, asked: Sequence[Asked]) -> list[list[Trajectory]]:
+        return [item.answers.result() for item in asked]
+
+
+def seeds_of(settings: Experiment, name: str) -> list[tuple[int, ...]]:
+    (found,) = [each for each in held_out(settings, TOKENIZER) if each.name == name]
+    return [group.seeds for group in found.groups]
+
+
+def test_held_out_problems_are_as_many_as_asked(data: dict[str, str]) -> None:
+    (two,) = held_out(experiment(data=data, eval={"problems": 2}), TOKENIZER)
+    assert [group.prompt.problem.question for group in two.groups] == ["eval 0", "eval 1"]
+    assert TOKENIZER.decode(two.groups[1].prompt.token_ids) == "<|user|>eval 1<|assistant|>"
+    assert all(group.seeds == (GREEDY,) for group in two.groups) and two.greedy
+    sets = [{"name": "three", "path": data["eval"], "problems": 3}, {"name": "some", "path": data["eval"]}]
+    found = held_out(experiment(data=data, eval={"problems": 2, "sets": sets}), TOKENIZER)
+    assert [(each.name, len(each.groups)) for each in found] == [("", 2), ("three", 3), ("some", 2)]
+    found = held_out(experiment(data=data, eval={"problems": 9, "sets": sets}), TOKENIZER)
+    assert [len(each.groups) for each in found] == [4, 3, 4]
+    assert list(held_out(experiment(data=data, eval={"problems": 0, "sets": sets}), TOKENIZER)) == []
+
+
+def test_seeds_are_of_run_set_problem_and_answer_and_never_those_of_training(data: dict[str, str]) -> None:
+    def seeds(name: str, run: int = 0) -> list[int]:
+        own = {"name": name, "path": data["eval"], "samples": 3, "temperature": 0.7}
+        found = seeds_of(experiment(data=data, run={"seed": run}, eval={"sets": [own], "problems": 4}), name)
+        return [seed for group in found for seed in group]
+
+    assert seeds("a") == seeds("a") and len({*seeds("a"), *seeds("b"), *seeds("a", run=1)}) == 36
+    assert all(2**62 <= seed < 2**63 for seed in seeds("a"))
+    assert all(answer_seed(0, step, prompt, 0) < 2**62 for step in range(40) for prompt in range(40))
+
+
+def test_each_set_has_its_own_sampling_rewards_and_metrics(data: dict[str, str], tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text("def short(answer):\n    return {'a': 0.5, 'b': 0.25 * len(answer)}\n")
+    hard = {"name": "hard", "path": data["eval"], "samples": 4, "temperature": 0.7, "top_p": 0.9, "max_new_tokens": 7}
+    own = {"name": "own", "path": data["eval"], "problems": 1, "rewards": [{"function": f"{tmp_path}/own.py:short"}]}
+    settings = experiment(data=data, eval={"problems": 2, "sets": [{**hard, "pass_at": [1, 2, 4]}, own]})
+    first, second = seeds_of(settings, "hard")
+    engines = Engines(right={first[0], first[2], second[3]})
+    with engines.closing, Closing() as closing:
+        closing.callback(engines.judge.close)
+        evaluation = Evaluation(settings, engines)
+        evaluation.begin(0)
+        assert evaluation.under_way
+        metrics, greedy = evaluation.finish()
+        assert not evaluation.under_way
+    assert [temperature for temperature, _ in engines.asked] == [0.0, 0.7, 0.0]
+    stop = (TOKENIZER.eos_token_id,)
+    assert engines.asked[1][1] == SamplingParams(7, 0.7, stop, top_p=0.9)
+    assert engines.asked[0][1] == SamplingParams(20, 0.0, stop) == engines.asked[2][1]
+    length = len(TOKENIZER("#### 1", add_special_tokens=False).input_ids) + 1
+    assert metrics == pytest.approx(
+        {
+            "eval/accuracy": 1.0,
+            "eval/problems": 2.0,
+            "eval/hard/accuracy": 3 / 8,
+            "eval/hard/avg@4": 3 / 8,
+            "eval/hard/problems": 2.0,
+            "eval/hard/finished_fraction": 1.0,
+            "eval/hard/response_tokens_mean": length,
+            "eval/hard/pass@1": 3 / 8,
+            "eval/hard/pass@2": (5 / 6 + 3 / 6) / 2,
+            "eval/hard/pass@4": 1.0,
+            "eval/own/accuracy": 0.5 + 0.25 * 6,
+            "eval/own/problems": 1.0,
+            "eval/own/finished_fraction": 1.0,
+            "eval/own/response_tokens_mean": length,
+        }
+    )
+    assert all(describe(name) for name in metrics)
+    assert [answer.trajectory.group for answer in greedy] == [0, 1], "of the first greedy set"
+
+
+def test_metrics_of_sets_are_known_and_others_are_not() -> None:
+    known = ["eval/a/accuracy", "eval/a.b-c/pass@16", "eval/x/avg@8", "eval/at_step"]
+    assert all(describe(name) for name in known)
+    unknown = ["eval/a/pass", "eval/a/pass@", "eval/a/pass@0", "eval/a/accuracy3", "eval/a/b/accuracy", "eval/a/loss"]
+    assert not any(describe(name) for name in unknown)
+
+
+@pytest.mark.parametrize("samples", range(1, 8))
+def test_pass_at_k_is_the_share_of_subsets_with_a_right_answer(samples: int) -> None:
+    for right in range(samples + 1):
+        answers = [True] * right + [False] * (samples - right)
+        for k in range(1, samples + 1):
+            subsets = list(combinations(answers, k))
+            assert pass_at(k, samples, right) == pytest.approx(sum(map(any, subsets)) / len(subsets), abs=1e-15)
+
+
+def test_pass_at_k_of_many_answers_does_not_overflow() -> None:
+    assert pass_at(512, 1024, 1) == pytest.approx(0.5) and pass_at(1024, 1024, 1) == 1.0
+
+
+def test_it_is_due_at_intervals_and_at_the_end(data: dict[str, str]) -> None:
+    def steps(every: int, problems: int = 4, **rollout: Any) -> tuple[list[int], list[int]]:
+        settings = experiment(run={"steps": 7}, data=data, eval={"every": every, "problems": problems}, rollout=rollout)
+        engines = Engines(right=set())
+        engines.judge.close()
+        evaluation = Evaluation(settings, engines)
+        due = [step for step in range(1, 8) if evaluation.is_due(step)]
+        return due, [step for step in due if evaluation.goes_beside(step)]
+
+    assert steps(3) == ([3, 6, 7], []) and steps(0) == ([7], []) and steps(3, problems=0) == ([], [])
+    assert steps(1, staleness=1) == ([1, 2, 3, 4, 5, 6, 7], [1, 2, 3, 4, 5]), "a row holds one evaluation"
+    assert steps(3, staleness=2) == ([3, 6, 7], [3])
+
+
+def test_a_row_that_has_the_evaluation_of_another_step_says_so(data: dict[str, str]) -> None:
+    engines = Engines(right=set())
+    evaluation = Evaluation(experiment(data=data, eval={"problems": 2}, rollout={"staleness": 1}), engines)
+    evaluation.begin(4)
+    metrics, _ = evaluation.finish()
+    engines.judge.close()
+    assert metrics == {"eval/accuracy": 1.0, "eval/problems": 2.0, "eval/at_step": 4.0}

@@ -27,6 +27,9 @@ def letters(answer):
 def ranked(answers, tokens, finished, reference):
     return [float(sorted(tokens).index(count)) for count in tokens]
 
+def levelled(answer, fields):
+    return fields["level"]
+
 async def sleeps(answer):
     await asyncio.sleep(0.2)
     return 1.0
@@ -110,8 +113,8 @@ def make(module: Path, tokenizer: Any) -> Iterator[Make]:
         judge.close()
 
 
-def group(tokenizer: Any, *answers: str) -> tuple[Prompt, list[Trajectory]]:
-    prompt = Prompt(Problem("1+2=?", "3\n#### 3"), [1])
+def group(tokenizer: Any, *answers: str, **fields: Any) -> tuple[Prompt, list[Trajectory]]:
+    prompt = Prompt(Problem("1+2=?", "3\n#### 3", fields=fields), [1])
     trajectories = []
     for answer in answers:
         ids = [*tokenizer(answer, add_special_tokens=False).input_ids, tokenizer.eos_token_id]
@@ -131,6 +134,12 @@ def test_a_reward_is_the_weighted_sum_of_what_the_functions_say(make: Make, toke
     assert right.reward == 2.0 + 0.5 * 10.0 + 1.0
     assert wrong.parts == {"integer": 0.0, "letters/letters": 2.0, "letters/digits": 2.0, "ranked": 0.0}
     assert wrong.reward == 2.0 and not judge.failures.news()
+
+
+def test_a_reward_may_see_the_further_columns_of_the_data(make: Make, tokenizer: Any) -> None:
+    judge = make("mine:levelled", "mine:ranked")
+    (answer,) = judge.begin(*group(tokenizer, "3", level=4)).result(timeout=60)
+    assert answer.parts == {"levelled": 4.0, "ranked": 0.0}
 
 
 def test_a_remote_reward_is_one_of_ours(make: Make, tokenizer: Any) -> None:

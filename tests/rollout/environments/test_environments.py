@@ -70,12 +70,12 @@ def test_the_last_whole_block_counts() -> None:
         (
             "{}:nothing",
             {},
-            "found 'nothing()', expected a function of a conversation; too many positional arguments",
+            "found 'nothing()', expected a function of a conversation; too many",
         ),
         (
             "guess",
             {"tires": 3},
-            "environment.kwargs: found 'guess(conversation, tries, tokens)', expected a function of a conversation, tires",
+            ("{}:nothing", {}, "found 'nothing()', expected a function of a conversation; too many positional"),
         ),
         ("{}:missing", {}, "which has plain, nothing"),
         ("no.such:thing", {}, "expected a module that can be imported; this one ends in ModuleNotFoundError"),

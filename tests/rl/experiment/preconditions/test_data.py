@@ -1,5 +1,7 @@
 """Data that cannot be used is refused by its line before anything starts."""
 
+import json
+
 import pytest
 
 from rl.experiment import parse_experiment
@@ -27,7 +29,7 @@ def test_bad_data_files_are_refused(values, tmp_path, key, content, expected):
 def test_a_line_of_megabytes_is_refused_untokenized(values, tmp_path, monkeypatch):
     write_lines(tmp_path / "train.jsonl", [("1+1=?", "#### 2"), ("1+1=?" * 2_000_000, "#### 2")])
     tokenized = []
-    monkeypatch.setattr(data, "prompt_ids", lambda tokenizer, text: tokenized.append(len(text)) or [1])
+    monkeypatch.setattr(data, "prompt_ids", lambda tokenizer, problem: tokenized.append(len(problem.question)) or [1])
     text = refusal(values)
     assert text.startswith("data.train: line 2") and "10000000 bytes" in text
     assert max(tokenized) < 100
@@ -64,3 +66,88 @@ def test_a_supervised_pair_must_fit_with_its_end_of_sequence(values, tmp_path):
     sft = {"algorithm": {"name": "sft"}, "eval": {"problems": 0}}
     check(parse_experiment(merged(values, **sft, rollout={"context_length": 73})))
     assert "72 tokens" in refusal(values, **sft, rollout={"context_length": 72})
+
+
+def said(values: dict, **sections: dict) -> list[str]:
+    remarks: list[str] = []
+    check(parse_experiment(merged(values, **sections)), remarks.append)
+    return remarks
+
+
+def test_problems_that_are_held_out_and_trained_on_are_said(values, tmp_path):
+    assert said(values) == []
+    write_lines(tmp_path / "train.jsonl", [("9+4=?", "#### 13"), ("1+4=?", "#### 5"), ("1+4=?", "#### 5")])
+    (remark,) = said(values)
+    assert remark.startswith(
+        "2 of the 2 problems of data.eval are trained on as well, the first of them: line 1 (line 2 of data.train), "
+        "line 2 (line 2 of data.train)."
+    )
+    own = {"sets": [{"name": "own", "path": str(tmp_path / "train.jsonl"), "problems": 1}]}
+    assert any(text.startswith("1 of the 1 problems of eval.sets.0") for text in said(values, eval=own))
+    assert said(values, eval={"problems": 0}) == []
+
+
+def test_of_many_problems_a_sample_is_looked_at_and_that_is_said(values, tmp_path, monkeypatch):
+    monkeypatch.setattr(data, "ALL_READ", 100)
+    monkeypatch.setattr(data, "SAMPLED", 50)
+    problems = [("9+4=?", "#### 13")] * 1000
+    write_lines(tmp_path / "train.jsonl", problems)
+    assert said(values) == ["data.train: looked at the first 100 of 1000 lines and at 50 of the others"]
+    write_lines(tmp_path / "train.jsonl", [*problems[:99], ("q", "no number")])
+    assert refusal(values).startswith("data.train: line 100: answer")
+    write_lines(tmp_path / "train.jsonl", [*problems[:100], *[("q", "no number")] * 100])
+    number = int(refusal(values).split()[2].rstrip(":"))
+    assert 100 < number <= 200
+
+
+def test_each_source_and_each_set_is_looked_at(values, tmp_path):
+    write_lines(tmp_path / "more.jsonl", [("q", "#### 1"), ("q", "none")])
+    more = str(tmp_path / "more.jsonl")
+    text = refusal(values, data={"train": [values["data"]["train"], {"path": more, "weight": 2.0}]})
+    assert text.startswith("data.train.1: line 2: answer")
+    assert refusal(values, eval={"sets": [{"name": "m", "path": more}]}).startswith("eval.sets.0: line 2: answer")
+    own = {"name": "m", "path": more, "rewards": [{"function": "math"}]}
+    check(parse_experiment(merged(values, eval={"sets": [own]})))
+    text = refusal(values, eval={"sets": [{**own, "problems": 3}]})
+    assert text.startswith("eval.sets.0.problems: found 3, expected at most the 2 problems")
+    text = refusal(values, eval={"sets": [{**own, "max_new_tokens": 1022}]})
+    assert text.startswith("eval.sets.0: line 1: found 'a prompt of 1 bytes") and "max_new_tokens = 1022" in text
+    text = refusal(values, eval={"sets": [{**own, "rewards": [{"function": "mathh"}]}]})
+    assert text.startswith("eval.sets.0.rewards.functions.0.function: found 'mathh'")
+    check(parse_experiment(merged(values, data={"eval": None}, eval={"problems": 1, "sets": [own]})))
+
+
+TEMPLATE = (
+    "{% if style == 'loud' %}!{% elif style %}{{ raise_exception('no such style') }}{% endif %}"
+    "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"
+    "{% if m.role != 'system' or systems %}<|{{ m.role }}|>{{ m.content }}{% endif %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("section", "expected"),
+    [
+        ({"chat_template": {"style": "loud"}}, None),
+        ({"chat_template": {"style": "loud", "systems": True}, "system_prompt": "S"}, None),
+        ({"chat_template": {"style": "soft"}}, "data.train: chat_template: found {'style': 'soft'}"),
+        ({"chat_template": {"stile": "loud"}}, "found 'stile', expected what the chat template of model.path reads: "),
+        ({"chat_template": {"tokenize": False}}, "found 'tokenize', expected what"),
+        ({"system_prompt": "S"}, "data.train: system_prompt: found 'S', expected none"),
+    ],
+)
+def test_arguments_that_the_chat_template_does_not_take_are_refused(values, model, section, expected):
+    (model / "chat_template.jinja").write_text(TEMPLATE)
+    if expected is None:
+        check(parse_experiment(merged(values, eval={"problems": 0}, data=section)))
+    else:
+        assert expected in refusal(values, eval={"problems": 0}, data=section)
+
+
+def test_turns_that_the_chat_template_refuses_are_named(values, model, tmp_path):
+    (model / "chat_template.jinja").write_text(TEMPLATE)
+    turns = [{"role": "user", "content": "q"}, {"role": "tool", "content": "3"}]
+    lines = [{"question": "q", "answer": "#### 1"}, {"question": turns, "answer": "#### 1"}]
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert refusal(values).startswith(
+        "data.train: line 2: found 'turns of user, tool, at which the chat template fails"
+    )
