@@ -32,6 +32,9 @@ from rollout.types import Completion, Endpoint, Load, SamplingParams
 
 PauseMode = Literal["abort", "retract", "in_place"]
 
+SCORED_SHORT_OF = 6
+"""Tokens that a prompt must be shorter than the context length of SGLang 0.5.19, at least."""
+
 
 class EngineClient:
     """Generation with the one key, administration with the other. Belongs to the event loop that first uses it."""
@@ -92,7 +95,8 @@ class EngineClient:
         """Log-probabilities of the tokens of each sequence from index 1 on, at the loaded weights and temperature 1.
 
         By prefill, in chunks as the server is set, without reuse of cached prefixes. SGLang 0.5.19 applies no
-        temperature to the log-probabilities of a prompt, and takes prompts up to 6 tokens short of its context length.
+        temperature to the log-probabilities of a prompt, and takes prompts up to `SCORED_SHORT_OF` tokens short of its
+        context length.
         A value that is not finite is NaN, as in `complete`.
         """
         if not sequences:

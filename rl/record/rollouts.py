@@ -26,7 +26,8 @@ class RolloutRecord:
     None if none is finite. group: number of its prompt in the step. seed: of its draws. finished: the model ended the
     answer itself.
     prompt_ids: [P]. token_ids, rollout_logprobs, train_logprobs, weight_versions: [T], of the generated tokens; a
-    log-probability that is not finite is NaN. advantage: None before training. reward_parts: what each function said.
+    log-probability that is not finite is NaN. advantage: of its first token, None before training. reward_parts: what
+    each function said. teacher_logprobs: [T]; None without a teacher.
     """
 
     prompt: str
@@ -43,6 +44,7 @@ class RolloutRecord:
     weight_versions: list[int]
     advantage: float | None
     reward_parts: dict[str, float] = dataclasses.field(default_factory=dict)
+    teacher_logprobs: list[float] | None = None
 
 
 def write_rollouts(path: Path, records: Iterable[RolloutRecord]) -> None:

@@ -26,6 +26,7 @@ from rl.run.clock import StepClock
 from rl.run.judging import REWARD_FAILURES, Judge, Judged
 from rl.run.problems import nth, of_step
 from rl.run.stack import Asked, Stack, done
+from rl.run.teacher import TEACHER_LOGPROBS, teacher_logprobs
 from rollout.rewards.functions import Parts
 from rollout.tasks import Problem, load_problems, prompt_ids
 from rollout.types import Group, Prompt, Trajectory
@@ -38,17 +39,20 @@ class FilterError(RuntimeError):
 
 @dataclass(frozen=True)
 class Answer:
-    """A sampled answer: its trajectory, its text without the stop token, its reward and what that is the sum of."""
+    """A sampled answer: its trajectory, its text without the stop token, its reward and what that is the sum of.
+
+    teacher_logprobs: the teacher's, of each token; None where it was not asked."""
 
     problem: Problem
     trajectory: Trajectory
     text: str
     reward: float
     parts: Parts = field(default_factory=dict)
+    teacher_logprobs: list[float] | None = None
 
     @classmethod
     def of(cls, prompt: Prompt, trajectory: Trajectory, judged: Judged) -> Answer:
-        return cls(prompt.problem, trajectory, judged.text, judged.reward, judged.parts)
+        return cls(prompt.problem, trajectory, judged.text, judged.reward, judged.parts, judged.teacher_logprobs)
 
 
 @dataclass(frozen=True)
@@ -124,7 +128,7 @@ class Admitted:
         with self._lock:  # the end of the answers is noticed in a thread of its own
             if self._begun is None or self._begun[0] is not answers.result():
                 prompt = self.asked.group.prompt
-                self._begun = answers.result(), self._judge.begin(prompt, answers.result())
+                self._begun = answers.result(), self._judge.begin(prompt, answers.result(), taught=True)
             return self._begun[1]
 
 
@@ -188,7 +192,9 @@ class SampledFeed:
         )[:count]
         batch = self._batch(answers)
         # They are put beside trained rows, and nothing is learnt from them.
-        return replace(batch, tokens=batch.tokens.with_fields(advantages=torch.zeros(batch.tokens.tokens.shape)))
+        nothing = torch.zeros(batch.tokens.tokens.shape)
+        fields = ("advantages", TEACHER_LOGPROBS) if self._experiment.algorithm.taught else ("advantages",)
+        return replace(batch, tokens=batch.tokens.with_fields(**dict.fromkeys(fields, nothing)))
 
     def state(self) -> FeedState:
         answered = [
@@ -268,7 +274,10 @@ class SampledFeed:
         members = torch.tensor([trajectory.group for trajectory in trajectories])
         outcomes = Outcomes(rewards, members, torch.tensor([trajectory.finished for trajectory in trajectories]))
         batch = self._batch(trajectories)
-        tokens = batch.tokens.with_fields(advantages=self._experiment.algorithm.advantages(outcomes, batch.tokens))
+        tokens = batch.tokens
+        if self._experiment.algorithm.taught:
+            tokens = tokens.with_fields(**{TEACHER_LOGPROBS: teacher_logprobs(answers, tokens)})
+        tokens = tokens.with_fields(advantages=self._experiment.algorithm.advantages(outcomes, tokens))
         metrics = rollout_metrics(trajectories, rewards, members, version) | reward_metrics(answers)
         return Work(tokens, batch.versions, tuple(answers), metrics)
 

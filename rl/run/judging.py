@@ -7,12 +7,13 @@ import traceback
 from collections.abc import Sequence
 from concurrent import futures
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from rl.run.background import Background
+from rl.run.teacher import Teacher
 from rollout.rewards.builtin import BUILT_IN
 from rollout.rewards.config import RewardsConfig
 from rollout.rewards.functions import Parts, RewardFunction, RewardValueError, load_function
@@ -34,18 +35,22 @@ class Judged:
         text: without the stop token.
         reward: the weighted sum of the parts.
         parts: what each function said, unweighted: by its name, and `name/part` where it gave named numbers.
+        teacher_logprobs: the teacher's, of each token; None where it was not asked.
     """
 
     text: str
     reward: float
     parts: Parts
+    teacher_logprobs: list[float] | None = None
 
 
 class Judge:
-    """The reward functions of an experiment, called as answers come in."""
+    """The reward functions of an experiment, and its teacher if it has one, asked as answers come in."""
 
-    def __init__(self, config: RewardsConfig, tokenizer: PreTrainedTokenizerBase) -> None:
-        self._config, self._tokenizer = config, tokenizer
+    def __init__(
+        self, config: RewardsConfig, tokenizer: PreTrainedTokenizerBase, teacher: Teacher | None = None
+    ) -> None:
+        self._config, self._tokenizer, self._teacher = config, tokenizer, teacher
         self._functions = [load_function(c, f"rewards.functions.{i}") for i, c in enumerate(config.functions)]
         self._workers = Workers(config.functions, config.workers)
         self._background = Background("rewards")
@@ -53,12 +58,20 @@ class Judge:
         self._explained: set[str] = set()
         self._news: list[str] = []
 
-    def begin(self, prompt: Prompt, trajectories: Sequence[Trajectory]) -> Future[list[Judged]]:
-        """The verdict on each answer to a prompt, in time, for `wait`."""
+    def begin(
+        self, prompt: Prompt, trajectories: Sequence[Trajectory], *, taught: bool = False
+    ) -> Future[list[Judged]]:
+        """The verdict on each answer to a prompt, in time, for `wait`. taught: ask the teacher too, if there is one."""
+        if taught and self._teacher is not None:
+            return self._background.begin(self._judged_and_scored(self._teacher, prompt, trajectories))
         return self._background.begin(self._judged(prompt, trajectories))
 
     def wait(self, verdict: Future[list[Judged]]) -> list[Judged]:
-        """What was begun. Raises RewardError: functions fail too often, or one that is `async` never awaits."""
+        """What was begun.
+
+        Raises RewardError: functions fail too often, or one that is `async` never awaits; EngineError: no teacher is
+        left.
+        """
         patience = max(config.timeout_s for config in self._config.functions)
         while not futures.wait([verdict], patience).done:
             if not self._background.takes_turns():
@@ -81,6 +94,12 @@ class Judge:
         self._background.close()
 
     # The rest runs in the background.
+
+    async def _judged_and_scored(
+        self, teacher: Teacher, prompt: Prompt, trajectories: Sequence[Trajectory]
+    ) -> list[Judged]:
+        judged, scores = await asyncio.gather(self._judged(prompt, trajectories), teacher.logprobs(trajectories))
+        return [replace(each, teacher_logprobs=values) for each, values in zip(judged, scores, strict=True)]
 
     async def _judged(self, prompt: Prompt, trajectories: Sequence[Trajectory]) -> list[Judged]:
         texts = [self._tokenizer.decode(t.token_ids[:-1] if t.finished else t.token_ids) for t in trajectories]

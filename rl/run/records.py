@@ -58,6 +58,7 @@ def rollout_records(work: Work, train_logprobs: Tensor) -> list[RolloutRecord]:
                 weight_versions=trajectory.weight_versions,
                 advantage=advantages[0] if advantages else None,
                 reward_parts=answer.parts,
+                teacher_logprobs=answer.teacher_logprobs,
             )
         )
     return records

@@ -14,6 +14,7 @@ from rl.experiment import Experiment
 from rl.experiment.preconditions.data import check_data
 from rl.experiment.preconditions.model import check_model_layout, read_model
 from rl.experiment.preconditions.resources import check_memory, check_port
+from rl.experiment.preconditions.teacher import check_teacher
 from rl.experiment.preconditions.tokenizer import read_tokenizer
 from rl.record.wandb_run import check_wandb
 from rollout.rewards.functions import load_function
@@ -36,9 +37,11 @@ def check(experiment: Experiment) -> Model:
     check_model_layout(model.sizes, experiment)
     lower(experiment.numerics_config(), has_transformer_engine())
     _check_context(model.sizes, experiment)
-    check_data(experiment, read_tokenizer(path, model.sizes.vocab_size))
+    tokenizer = read_tokenizer(path, model.sizes.vocab_size)
+    check_data(experiment, tokenizer)
     check_stored(path, model)
-    check_memory(model.sizes, experiment)
+    teacher = check_teacher(experiment, model.sizes, tokenizer)
+    check_memory(model.sizes, experiment, teacher)
     if experiment.needs_engines:
         for index, config in enumerate(experiment.rewards.functions):
             load_function(config, f"rewards.functions.{index}")

@@ -119,6 +119,6 @@ def test_a_run_that_samples_nothing_is_placed_without_engines() -> None:
 def test_an_engine_that_lost_its_node_goes_where_room_is() -> None:
     spec = experiment(rollout={"engines": 2}, sync={"transport": "distributed"}, cluster=SPREAD)
     one, _, three = nodes(0, 1, 1)
-    assert place_engine([one, three], spec, [one], [Place(one)]) == Place(three)
+    assert place_engine([one, three], spec, [one], [Place(one)], 1) == Place(three)
     with pytest.raises(UserError, match="rollout.engines: found 2, expected at most 1, for which 10.0.0.1"):
-        place_engine([one], spec, [one], [Place(one)])
+        place_engine([one], spec, [one], [Place(one)], 1)
