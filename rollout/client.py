@@ -28,7 +28,7 @@ from rollout.protocol import (
     to_action,
 )
 from rollout.routes import RouteShape, parse_routes
-from rollout.types import Completion, Endpoint, Load, SamplingParams
+from rollout.types import IDLE_S, Completion, Endpoint, Load, SamplingParams
 
 PauseMode = Literal["abort", "retract", "in_place"]
 
@@ -41,7 +41,7 @@ class EngineClient:
 
     def __init__(self, endpoint: Endpoint, timeout_s: float = 3600.0, routes: RouteShape | None = None) -> None:
         """routes: ask for the experts of every token, which the server must have been started to report."""
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=16)
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=16, keepalive_expiry=IDLE_S)
         self._client = httpx.AsyncClient(
             base_url=endpoint.url, timeout=httpx.Timeout(timeout_s, connect=5.0), limits=limits, trust_env=False
         )

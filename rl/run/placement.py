@@ -59,8 +59,8 @@ def place(nodes: Sequence[Node], experiment: Experiment) -> Placement:
     taken = Counter(node.id for node in ranks)
     left = [node if node.gpus is None else replace(node, gpus=node.gpus - taken[node.id]) for node in nodes]
     engines: list[Place] = []
-    for width in experiment.engine_ranks:
-        engines.append(place_engine(left, experiment, ranks, engines, width))
+    for index, width in enumerate(experiment.engine_ranks):
+        engines.append(place_engine(left, experiment, ranks, engines, index))
         if engines[-1].shares is None:
             left = [_with_less(node, width) if node.id == engines[-1].node.id else node for node in left]
     whole = Placement(tuple(ranks), tuple(engines))
@@ -89,18 +89,19 @@ def place_ranks(nodes: Sequence[Node], experiment: Experiment) -> list[Node]:
 
 
 def place_engine(
-    nodes: Sequence[Node], experiment: Experiment, ranks: Sequence[Node], others: Sequence[Place], width: int
+    nodes: Sequence[Node], experiment: Experiment, ranks: Sequence[Node], others: Sequence[Place], index: int
 ) -> Place:
     """The place of one more engine beside these ranks and engines; Raises UserError.
 
-    nodes: with the GPUs that are left. width: ranks of the engine.
+    nodes: with the GPUs that are left. index: of the engine, the policy's before the teacher's.
 
     It takes as many GPUs of one node. Where none is left it shares a rank's, one engine to a GPU. With the
     `distributed` transport it must not, as NCCL refuses two processes on one GPU.
     """
-    cluster, transport = experiment.cluster, experiment.sync.transport
+    cluster, width = experiment.cluster, experiment.engine_ranks[index]
+    shares_memory = experiment.sync.transport == "tensor" and index < experiment.rollout.engines
     able = _able(nodes, cluster.engine_nodes, "cluster.engine_nodes")
-    if transport == "tensor" and cluster.placement == "pack":
+    if shares_memory and cluster.placement == "pack":
         able = [node for node in able if node.id == ranks[0].id] or able
     seated = Counter([node.id for node in ranks] + [other.node.id for other in others])
     node = _choose(able, seated, width, experiment)
@@ -112,12 +113,10 @@ def place_engine(
     if alone and width == 1 and not experiment.sync.engines_own_gpus:
         return Place(ranks[alone[0]], alone[0])
     own = " (sync.transport=distributed: none that the trainer uses)" if experiment.sync.engines_own_gpus else ""
-    key, found = "rollout.engines", str(experiment.rollout.engines)
-    if experiment.teacher is not None:
-        key, found = f"{key} and teacher.engines", f"{found} and {experiment.teacher.engines}"
+    key = "rollout.engines" if experiment.teacher is None else "rollout.engines + teacher.engines"
     raise user_error(
         key,
-        found=found,
+        found=len(experiment.engine_ranks),
         expected=f"at most {len(others)}, for which {_listed(able)} have GPUs: {width} for each{own}",
         remedy=f"Lower {key}, let them use other nodes (cluster.engine_nodes), or wait for GPUs that others "
         "use. With sync.transport=tensor engines share the trainer's GPUs.",

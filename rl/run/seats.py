@@ -130,16 +130,14 @@ class Seats:
     def _another(self, index: int) -> Place:
         """Another place for an engine whose node has left."""
         old = self._place(index)
-        if (old.shares is not None or self._experiment.sync.transport == "tensor") and not self._is_up(
-            self._ranks.nodes
-        ):
+        tensor = self._experiment.sync.transport == "tensor" and index < self._experiment.rollout.engines
+        if (old.shares is not None or tensor) and not self._is_up(self._ranks.nodes):
             raise NoRoomError("with its node the trainer's has left, on which it has to be")
         if index in self._engines:
             remove_placement_group(self._engines.pop(index).group)
         others = [place for other, place in self._places.items() if other != index and self._is_up([place.node])]
         with _no_room():
-            width = self._experiment.engine_ranks[index]
-            place = place_engine(nodes_up(), self._experiment, self._ranks.nodes, others, width)
+            place = place_engine(nodes_up(), self._experiment, self._ranks.nodes, others, index)
             self._look_at([place.node])
         if place.shares is not None:  # the rank holds its GPU whole
             raise NoRoomError(f"no GPU is left on {place.node.address} but the trainer's")
