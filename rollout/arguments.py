@@ -15,7 +15,7 @@ import torch
 from numerics.config import Mode
 from rollout.config import RolloutConfig
 from rollout.plugin import CONFIG_VARIABLE
-from rollout.types import LOOPBACK
+from rollout.types import IDLE_S, LOOPBACK
 
 _SECRETS = ("RAY_AUTH_TOKEN", "WANDB_API_KEY")
 """What an engine has no use for."""
@@ -134,6 +134,7 @@ def server_environment(
         "PYTHONUNBUFFERED": "1",
         "HF_HUB_OFFLINE": "1",  # model paths are directories
         "PYTHONWARNINGS": "ignore",
+        "SGLANG_TIMEOUT_KEEP_ALIVE": str(int(10 * IDLE_S)),
         # A file to meet at: torch's TCP store would listen on every interface.
         "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE": f"file://{scratch}/rendezvous",
         "NO_PROXY": host,

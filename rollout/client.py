@@ -28,9 +28,12 @@ from rollout.protocol import (
     to_action,
 )
 from rollout.routes import RouteShape, parse_routes
-from rollout.types import Completion, Endpoint, Load, SamplingParams
+from rollout.types import IDLE_S, Completion, Endpoint, Load, SamplingParams
 
 PauseMode = Literal["abort", "retract", "in_place"]
+
+SCORED_SHORT_OF = 6
+"""Tokens that a prompt must be shorter than the context length of SGLang 0.5.19, at least."""
 
 
 class EngineClient:
@@ -38,7 +41,7 @@ class EngineClient:
 
     def __init__(self, endpoint: Endpoint, timeout_s: float = 3600.0, routes: RouteShape | None = None) -> None:
         """routes: ask for the experts of every token, which the server must have been started to report."""
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=16)
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=16, keepalive_expiry=IDLE_S)
         self._client = httpx.AsyncClient(
             base_url=endpoint.url, timeout=httpx.Timeout(timeout_s, connect=5.0), limits=limits, trust_env=False
         )
@@ -92,7 +95,8 @@ class EngineClient:
         """Log-probabilities of the tokens of each sequence from index 1 on, at the loaded weights and temperature 1.
 
         By prefill, in chunks as the server is set, without reuse of cached prefixes. SGLang 0.5.19 applies no
-        temperature to the log-probabilities of a prompt, and takes prompts up to 6 tokens short of its context length.
+        temperature to the log-probabilities of a prompt, and takes prompts up to `SCORED_SHORT_OF` tokens short of its
+        context length.
         A value that is not finite is NaN, as in `complete`.
         """
         if not sequences:

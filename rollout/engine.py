@@ -120,6 +120,10 @@ class Engine:
         """See `EngineClient.score`."""
         return await self._call(lambda c: c.score(sequences))
 
+    async def held(self) -> dict[str, str]:
+        """Digests of the weights that the engine holds, see `EngineClient.manifest`."""
+        return (await self._call(lambda c: c.manifest())).entries
+
     async def pause(self, mode: PauseMode = "abort") -> None:
         await self._call(lambda c: c.pause(mode))
 

@@ -119,6 +119,9 @@ class Load:
 
 
 LOOPBACK = "127.0.0.1"
+IDLE_S = 5.0
+"""Seconds that a client keeps an idle connection. A server must keep it longer: by itself SGLang closes it after 5 s,
+and a request that is sent at that moment is lost."""
 
 
 @dataclass(frozen=True)

@@ -60,11 +60,11 @@ def check_split(sizes: ModelSizes, tp: int, spec: QuantSpec, key: str) -> None:
     _check_quantization(sizes, tp, spec, key)
 
 
-def check_engine_layout(sizes: ModelSizes, tp: int, spec: QuantSpec) -> None:
-    """Check that the model divides over the ranks of an engine. Raises UserError."""
-    check_split(sizes, tp, spec, "rollout.tp")
+def check_engine_layout(sizes: ModelSizes, tp: int, spec: QuantSpec, key: str = "rollout.tp") -> None:
+    """Check that the model divides over the ranks of an engine; messages speak of them as `key`. Raises UserError."""
+    check_split(sizes, tp, spec, key)
     if sizes.moe:
-        _require_divisor("rollout.tp", tp, "num_experts", sizes.experts)
+        _require_divisor(key, tp, "num_experts", sizes.experts)
 
 
 def _check_quantization(sizes: ModelSizes, tp: int, spec: QuantSpec, key: str) -> None:

@@ -14,6 +14,7 @@ from models.stored import check_finite, stored_tensors
 from models.storing import INDEX, write_directory
 from numerics.reading import read_bytes
 from numerics.spec import QuantSpec
+from weight_sync.manifest import Recorder
 from weight_sync.quantized import is_quantized, served_tensors
 
 _COPIED = ("*.json", "*.jinja", "*.txt", "*.model")
@@ -56,10 +57,11 @@ def _unquantized_modules(spec: QuantSpec, model: Model) -> list[str]:
     return list(dict.fromkeys(modules))
 
 
-def convert_checkpoint(source: Path, path: Path, spec: QuantSpec) -> None:
+def convert_checkpoint(source: Path, path: Path, spec: QuantSpec, recorder: Recorder | None = None) -> None:
     """The weights of an HF directory, quantized by the spec, as a directory that an engine loads.
 
-    Weights of another float format are rounded first to what the trainer holds them in.
+    Weights of another float format are rounded first to what the trainer holds them in. recorder: digests what is
+    written.
     """
     model = read_model(source)
 
@@ -68,7 +70,8 @@ def convert_checkpoint(source: Path, path: Path, spec: QuantSpec) -> None:
             check_finite(name, tensor)
             yield name, tensor.to(model.tensors[name].served)
 
-    write_served_checkpoint(served_tensors(weights(), spec, model), source, path, spec)
+    tensors = served_tensors(weights(), spec, model)
+    write_served_checkpoint(recorder.watch(tensors) if recorder else tensors, source, path, spec)
 
 
 def _copy_description(source: Path, partial: Path, spec: QuantSpec) -> None:

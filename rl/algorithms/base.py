@@ -45,6 +45,9 @@ class AlgorithmConfig(BaseModel):
     samples: ClassVar[bool] = True
     """Whether it learns from answers that the engines sample, or from the answers of the data."""
 
+    taught: ClassVar[bool] = False
+    """Whether its advantages need the log-probabilities of a teacher, `fields["teacher_logprobs"]` of a batch."""
+
     def resolved(self, rollout: RolloutConfig) -> Self:
         """The same with the settings decided that depend on how answers are sampled."""
         return self

@@ -203,7 +203,7 @@ class PolicyObjective:
     aggregate: Aggregation
 
     @classmethod
-    def of(cls, batch: TokenBatch, algorithm: PolicyGradient) -> PolicyObjective:
+    def of(cls, batch: TokenBatch, algorithm: PolicyGradient) -> Self:
         """The objective of a step on `batch`, which needs `advantages`, and `rollout_logprobs` unless the
         experiment turns the correction off.
 

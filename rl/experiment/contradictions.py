@@ -79,6 +79,33 @@ def check_sync(experiment: Experiment) -> None:
         )
 
 
+def check_teacher(experiment: Experiment) -> None:
+    """Raise `UserError` if the algorithm and the teacher are not both there, or cannot be at one temperature."""
+    name, teacher = experiment.algorithm.name, experiment.teacher
+    if experiment.algorithm.taught and teacher is None:
+        raise user_error(
+            "teacher",
+            found=f"null with algorithm.name={name}",
+            expected="the model that it learns from",
+            remedy="Give teacher.path=DIR, a Hugging Face directory with the tokenizer of model.path.",
+        )
+    if teacher is not None and not experiment.algorithm.taught:
+        raise user_error(
+            "teacher",
+            found=f"{teacher.path} with algorithm.name={name}, which asks no teacher",
+            expected="null, or an algorithm that does: opd",
+            remedy="Set algorithm.name=opd, or remove the teacher section.",
+        )
+    if teacher is not None and experiment.rollout.temperature != 1.0:
+        raise user_error(
+            "rollout.temperature",
+            found=f"{experiment.rollout.temperature:g} with a teacher",
+            expected="1: SGLang applies no temperature where it scores given tokens, so policy and teacher would be "
+            "compared at two",
+            remedy="Set rollout.temperature=1.0.",
+        )
+
+
 def check_gates(experiment: Experiment) -> None:
     """Raise `UserError` for the first gate that contradicts another one or another section."""
     if not experiment.algorithm.samples and experiment.guard.nonfinite_loss == "skip":

@@ -22,6 +22,7 @@ from rl.experiment.sections import (
     Section,
     TrackingSection,
 )
+from rl.experiment.teacher import TeacherSection
 from rollout.config import RolloutConfig
 from rollout.environments.config import EnvironmentConfig
 from rollout.rewards.config import RewardsConfig
@@ -40,6 +41,8 @@ class Experiment(Section):
     environment: EnvironmentConfig = EnvironmentConfig()
     rewards: RewardsConfig = RewardsConfig()
     rollout: RolloutConfig = RolloutConfig()
+    teacher: TeacherSection | None = None
+    """None but for `algorithm.name=opd`."""
     trainer: TrainerConfig = TrainerConfig()
     algorithm: Algorithm = Grpo()
     sync: SyncConfig = SyncConfig()
@@ -59,6 +62,12 @@ class Experiment(Section):
     def redraws(self) -> int:
         """Answers of a step whose tokens the trainer draws again: those of another sampler would be others."""
         return self.guard.redraws if self.numerics.mode == "exact" else 0
+
+    @property
+    def engine_ranks(self) -> tuple[int, ...]:
+        """Tensor-parallel ranks of each engine that is started: the policy's, then the teacher's."""
+        policy = (self.rollout.tp,) * self.rollout.engines if self.needs_engines else ()
+        return policy if self.teacher is None else policy + (self.teacher.tp,) * self.teacher.engines
 
     def numerics_config(self) -> NumericsConfig:
         """The numerics of both sides, with the reduction order of the side that has several ranks."""

@@ -22,7 +22,7 @@ from rl.experiment.validation import parse_experiment
 
 _DEEPEST = 50
 """No spec nests its lists and mappings so far."""
-PATHS = (("model", "path"), ("data", "train"), ("data", "eval"), ("run", "dir"))
+PATHS = (("model", "path"), ("data", "train"), ("data", "eval"), ("run", "dir"), ("teacher", "path"))
 
 
 def load_experiment(path: str | Path, overrides: Sequence[str] = ()) -> Experiment:

@@ -14,7 +14,14 @@ from pydantic_core import ErrorDetails
 
 from numerics.errors import UserError, shown
 from rl.algorithms import ALGORITHMS
-from rl.experiment.contradictions import check_environment, check_gates, check_ranks, check_staleness, check_sync
+from rl.experiment.contradictions import (
+    check_environment,
+    check_gates,
+    check_ranks,
+    check_staleness,
+    check_sync,
+    check_teacher,
+)
 from rl.experiment.experiment import Experiment
 
 
@@ -35,6 +42,7 @@ def parse_experiment(values: dict[str, Any]) -> Experiment:
     check_staleness(experiment)
     check_ranks(experiment)
     check_sync(experiment)
+    check_teacher(experiment)
     check_gates(experiment)
     return experiment
 

@@ -64,6 +64,9 @@ METRICS: dict[str, Metric] = {
     "train/tis_weight_mean": Metric("", "Mean importance weight of the used tokens; a rejected one counts as 0."),
     "train/rejected_tokens": Metric("", "Fraction of the used tokens that the rejection masks."),
     "train/rejected_sequences": Metric("", "Fraction of the sequences that the rejection leaves without a token."),
+    "train/teacher_kl": Metric(
+        "nats", "Mean of the trainer's logprob minus the teacher's, an estimate of KL(policy || teacher); opd only."
+    ),
     "train/dropped_tokens": Metric("tokens", "Target tokens left out because their rollout logprob is not finite."),
     "train/tokens": Metric("tokens", "Target tokens of the step."),
     "mismatch/tokens": Metric("tokens", "Sampled tokens with finite d: the denominator of the token metrics."),
@@ -141,7 +144,9 @@ METRICS: dict[str, Metric] = {
     "perf/step_seconds": Metric("s", "Wall time of the whole step."),
     "perf/rollout_seconds": Metric("s", "Time that the trainer waited for trajectories."),
     "perf/sampling_seconds": Metric("s", "From asking for the first group of the step to its last answer."),
-    "perf/reward_seconds": Metric("s", "Wait for rewards once the answers are there; they are judged as they come in."),
+    "perf/reward_seconds": Metric(
+        "s", "Wait for rewards, and the teacher, once the answers are there; both begin as these come in."
+    ),
     "perf/engine_idle_seconds": Metric(
         "s", "Mean over the engines of the time of the step in which it sampled nothing."
     ),

@@ -27,8 +27,9 @@ class RolloutRecord:
     answer itself.
     prompt_ids: [P]. token_ids: [T], what follows. told: spans of it that an environment wrote.
     rollout_logprobs, train_logprobs, weight_versions: of the other tokens; a log-probability that is not finite is NaN.
-    advantage: None before training. reward_parts: what each function said. said: (model or environment, text) by turn,
-    where there was an environment that said something. outcome: what it returned.
+    advantage: of its first token, None before training. reward_parts: what each function said. said: (model or
+    environment, text) by turn, where there was an environment that said something. outcome: what it returned.
+    teacher_logprobs: [T]; None without a teacher.
     """
 
     prompt: str
@@ -48,6 +49,7 @@ class RolloutRecord:
     told: list[tuple[int, int]] = dataclasses.field(default_factory=list)
     said: list[tuple[Literal["model", "environment"], str]] = dataclasses.field(default_factory=list)
     outcome: dict[str, float] = dataclasses.field(default_factory=dict)
+    teacher_logprobs: list[float] | None = None
 
 
 def write_rollouts(path: Path, records: Iterable[RolloutRecord]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,15 +47,16 @@ class EnginePool:
     to the engine that it was given to.
 
     Engines are watched and replaced in a thread of the pool's own, also while the trainer trains. A new one gets no
-    group before a sync: the owner of the trainer's weights asks `up` whom to send them, and says `verified`.
+    group before a sync: the owner of the trainer's weights asks `up` whom to send them, and says `verified`. One whose
+    weights never change has its digests compared with those of its files instead (`Serving.manifest`).
 
     Raises:
         EngineError: from any method that waits, when more engines were lost within an hour than the spec allows.
     """
 
-    def __init__(self, count: int, serving: Serving | None, config: RolloutConfig) -> None:
-        """Begin to start `count` engines."""
-        self._serving, self._config = serving, config
+    def __init__(self, count: int, serving: Serving | None, config: RolloutConfig, name: str = "engine") -> None:
+        """Begin to start `count` engines. name: what messages call one."""
+        self._serving, self._config, self._name = serving, config, name
         self._newest = serving.version if serving is not None else 0
         self._slots: list[Slot] = []
         self._losses: deque[float] = deque()
@@ -127,6 +128,11 @@ class EnginePool:
         """
         assert self._background is not None
         return self._background.begin(self._answer(group, sampling, oldest, near))
+
+    def score(self, sequences: list[list[int]]) -> Future[list[list[float]]]:
+        """Have sequences scored, see `EngineClient.score`, by the engine with the least to do."""
+        assert self._background is not None
+        return self._background.begin(self._scores(sequences))
 
     def switch(self, serving: Serving) -> None:
         """Replace all engines by others; groups under way are answered by these."""
@@ -204,7 +210,14 @@ class EnginePool:
         endpoint = await _call(actor.start.remote(serving.checkpoint, serving.version))
         if serving is not self._serving:
             return ""  # the pool was switched meanwhile
-        slot.endpoint = endpoint
+        if serving.manifest is not None:
+            differing = serving.manifest.differences(await _call(actor.held.remote()))
+            if differing:
+                raise EngineError(
+                    f"{self._name} {slot.index} does not hold what its checkpoint {serving.checkpoint} holds; give the "
+                    "run another disk, or this one a look:\n" + "\n".join(differing[:20])
+                )
+        slot.endpoint, slot.serving = endpoint, serving.manifest is not None
         self._changed()
         while True:
             await asyncio.wait([slot.lost], timeout=_PULSE_SECONDS)
@@ -227,7 +240,7 @@ class EnginePool:
                 if not patient:
                     raise
                 if not waits:
-                    self._news.append(News(0, f"engine {slot.index} waits for a node: {error}"))
+                    self._news.append(News(0, f"{self._name} {slot.index} waits for a node: {error}"))
                 waits = True
             await asyncio.sleep(_PULSE_SECONDS)
 
@@ -249,44 +262,61 @@ class EnginePool:
         first_line = reason.splitlines()[0]
         if len(self._losses) > budget:
             self._failure = EngineError(
-                f"found {len(self._losses)} engines lost within an hour, expected at most {budget} "
-                f"(rollout.restarts_per_hour). The last one, engine {slot.index}: {reason}"
+                f"found {len(self._losses)} {self._name}s lost within an hour, expected at most {budget} "
+                f"(rollout.restarts_per_hour). The last one, {self._name} {slot.index}: {reason}"
             )
         else:
-            self._news.append(News(1, f"engine {slot.index} is lost and replaced: {first_line}"))
+            self._news.append(News(1, f"{self._name} {slot.index} is lost and replaced: {first_line}"))
 
     async def _answer(self, group: Group, sampling: SamplingParams, oldest: int, near: object) -> list[Trajectory]:
+        longest = len(group.prompt.token_ids) + sampling.max_new_tokens
+        answers: list[Trajectory]
+        slot, answers = await self._asked(
+            len(group.seeds), longest, lambda actor: actor.generate.remote([group], sampling), near
+        )
+        slot.tokens += sum(len(answer.token_ids) for answer in answers)
+        check_versions(answers, oldest, self._newest)
+        return answers
+
+    async def _scores(self, sequences: list[list[int]]) -> list[list[float]]:
+        longest = max(map(len, sequences))
+        scores: list[list[float]]
+        _, scores = await self._asked(len(sequences), longest, lambda actor: actor.score.remote(sequences))
+        return scores
+
+    async def _asked(
+        self, count: int, longest: int, ask: Callable[[Any], Any], near: object = None
+    ) -> tuple[Slot, Any]:
+        """What an engine answers to a request for `count` sequences, and which one: another if the first is lost.
+
+        longest: tokens that one of them may have in the end. near: see `admit`.
+        """
         while True:
-            slot = await self._chosen(group, sampling, near)
+            slot = await self._chosen(count, longest, near)
             actor = slot.actor
-            slot.give(len(group.seeds))
+            slot.give(count)
             try:
-                answers: list[Trajectory] = await _call(actor.generate.remote([group], sampling))
+                return slot, await _call(ask(actor))
             except EngineDiedError as died:
                 slot.lose(actor, str(died))
-                continue
             except EngineError:
                 if actor is slot.actor and not slot.lost.done():
                     raise
-                continue  # it was ended while it worked
+                # else it was ended while it worked
             finally:
-                slot.take(len(group.seeds))
+                slot.take(count)
                 self._changed()
-            slot.tokens += sum(len(answer.token_ids) for answer in answers)
-            check_versions(answers, oldest, self._newest)
-            return answers
 
-    async def _chosen(self, group: Group, sampling: SamplingParams, near: object) -> Slot:
+    async def _chosen(self, count: int, longest: int, near: object) -> Slot:
         """The serving engine that `near` has been at; else the one with the fewest answers under way, and among equals
         with the fewest tokens.
 
         No engine is given more than twice what its KV cache holds: the rest waits for whichever is free first.
         """
-        longest = len(group.prompt.token_ids) + sampling.max_new_tokens
-        room = max(2 * self._config.max_total_tokens // longest, len(group.seeds))
+        room = max(2 * self._config.max_total_tokens // longest, count)
         while True:
             self._raise_failure()
-            free = [slot for slot in self._slots if slot.serving and slot.answers + len(group.seeds) <= room]
+            free = [slot for slot in self._slots if slot.serving and slot.answers + count <= room]
             if near is not None and (before := self._near.get(near)) in free:
                 return before
             if free:

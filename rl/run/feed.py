@@ -26,6 +26,7 @@ from rl.run.clock import StepClock
 from rl.run.judging import Judge, Judged
 from rl.run.problems import training_problems
 from rl.run.stack import Asked, Stack, done
+from rl.run.teacher import TEACHER_LOGPROBS, teacher_logprobs
 from rollout.tasks import Problem, prompt_ids
 from rollout.types import Group, Prompt, Trajectory
 from trainer.batch import TokenBatch
@@ -46,6 +47,10 @@ class Answer:
     @property
     def reward(self) -> float:
         return self.judged.reward
+
+    @property
+    def teacher_logprobs(self) -> list[float] | None:
+        return self.judged.teacher_logprobs
 
 
 @dataclass(frozen=True)
@@ -121,7 +126,7 @@ class Admitted:
         with self._lock:  # the end of the answers is noticed in a thread of its own
             if self._begun is None or self._begun[0] is not answers.result():
                 prompt = self.asked.group.prompt
-                self._begun = answers.result(), self._judge.begin(prompt, answers.result())
+                self._begun = answers.result(), self._judge.begin(prompt, answers.result(), taught=True)
             return self._begun[1]
 
 
@@ -184,7 +189,9 @@ class SampledFeed:
         )[:count]
         batch = self._batch(answers)
         # They are put beside trained rows, and nothing is learnt from them.
-        return replace(batch, tokens=batch.tokens.with_fields(advantages=torch.zeros(batch.tokens.tokens.shape)))
+        nothing = torch.zeros(batch.tokens.tokens.shape)
+        fields = ("advantages", TEACHER_LOGPROBS) if self._experiment.algorithm.taught else ("advantages",)
+        return replace(batch, tokens=batch.tokens.with_fields(**dict.fromkeys(fields, nothing)))
 
     def state(self) -> FeedState:
         answered = [
@@ -265,7 +272,10 @@ class SampledFeed:
         members = torch.tensor([trajectory.group for trajectory in trajectories])
         outcomes = Outcomes(rewards, members, torch.tensor([trajectory.finished for trajectory in trajectories]))
         batch = self._batch(trajectories)
-        tokens = batch.tokens.with_fields(advantages=self._experiment.algorithm.advantages(outcomes, batch.tokens))
+        tokens = batch.tokens
+        if self._experiment.algorithm.taught:
+            tokens = tokens.with_fields(**{TEACHER_LOGPROBS: teacher_logprobs(answers, tokens)})
+        tokens = tokens.with_fields(advantages=self._experiment.algorithm.advantages(outcomes, tokens))
         metrics = rollout_metrics(trajectories, rewards, members, version) | reward_metrics(answers)
         if self._stack.conversations is not None:
             metrics |= conversation_metrics(trajectories)

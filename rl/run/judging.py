@@ -7,13 +7,14 @@ import traceback
 from collections.abc import Sequence
 from concurrent import futures
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from rl.run.background import Background
 from rl.run.failures import Failures
+from rl.run.teacher import Teacher
 from rollout.environments.transcript import Said, transcript
 from rollout.returned import Numbers, ReturnError
 from rollout.rewards.builtin import BUILT_IN
@@ -37,11 +38,13 @@ class Judged:
         said: who said what in it.
         reward: the weighted sum of the parts.
         parts: what each function said, unweighted: by its name, and `name/part` where it gave named numbers.
+        teacher_logprobs: the teacher's, of each token; None where it was not asked.
     """
 
     said: list[Said]
     reward: float
     parts: Numbers
+    teacher_logprobs: list[float] | None = None
 
     @property
     def text(self) -> str:
@@ -50,11 +53,17 @@ class Judged:
 
 
 class Judge:
-    """The reward functions of an experiment, called as answers come in."""
+    """The reward functions of an experiment, and its teacher if it has one, asked as answers come in."""
 
-    def __init__(self, config: RewardsConfig, tokenizer: PreTrainedTokenizerBase, key: str = "rewards") -> None:
-        """key: where the spec has them."""
-        self._config, self._tokenizer = config, tokenizer
+    def __init__(
+        self,
+        config: RewardsConfig,
+        tokenizer: PreTrainedTokenizerBase,
+        key: str = "rewards",
+        teacher: Teacher | None = None,
+    ) -> None:
+        """key: where the spec has the functions."""
+        self._config, self._tokenizer, self._teacher = config, tokenizer, teacher
         self._functions = [load_function(c, f"{key}.functions.{i}") for i, c in enumerate(config.functions)]
         self._workers = Workers(config.functions, config.workers)
         self._background = Background("rewards")
@@ -62,12 +71,20 @@ class Judge:
             "reward", "which counts as 0", REWARD_FAILURES, f"{key}.max_failures", config.max_failures
         )
 
-    def begin(self, prompt: Prompt, trajectories: Sequence[Trajectory]) -> Future[list[Judged]]:
-        """The verdict on each answer to a prompt, in time, for `wait`."""
+    def begin(
+        self, prompt: Prompt, trajectories: Sequence[Trajectory], *, taught: bool = False
+    ) -> Future[list[Judged]]:
+        """The verdict on each answer to a prompt, in time, for `wait`. taught: ask the teacher too, if there is one."""
+        if taught and self._teacher is not None:
+            return self._background.begin(self._judged_and_scored(self._teacher, prompt, trajectories))
         return self._background.begin(self._judged(prompt, trajectories))
 
     def wait(self, verdict: Future[list[Judged]]) -> list[Judged]:
-        """What was begun. Raises RewardError: a function that is `async` never awaits; TooManyFailuresError."""
+        """What was begun.
+
+        Raises RewardError: a function that is `async` never awaits; TooManyFailuresError; EngineError: no teacher is
+        left.
+        """
         patience = max(config.timeout_s for config in self._config.functions)
         while not futures.wait([verdict], patience).done:
             if not self._background.takes_turns():
@@ -84,6 +101,12 @@ class Judge:
         self._background.close()
 
     # The rest runs in the background.
+
+    async def _judged_and_scored(
+        self, teacher: Teacher, prompt: Prompt, trajectories: Sequence[Trajectory]
+    ) -> list[Judged]:
+        judged, scores = await asyncio.gather(self._judged(prompt, trajectories), teacher.logprobs(trajectories))
+        return [replace(each, teacher_logprobs=values) for each, values in zip(judged, scores, strict=True)]
 
     async def _judged(self, prompt: Prompt, trajectories: Sequence[Trajectory]) -> list[Judged]:
         """The verdicts in order; an answer whose environment failed is worth 0, and no function sees it."""

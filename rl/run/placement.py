@@ -59,14 +59,13 @@ def place(nodes: Sequence[Node], experiment: Experiment) -> Placement:
     taken = Counter(node.id for node in ranks)
     left = [node if node.gpus is None else replace(node, gpus=node.gpus - taken[node.id]) for node in nodes]
     engines: list[Place] = []
-    for _ in range(experiment.rollout.engines if experiment.needs_engines else 0):
-        engines.append(place_engine(left, experiment, ranks, engines))
+    for index, width in enumerate(experiment.engine_ranks):
+        engines.append(place_engine(left, experiment, ranks, engines, index))
         if engines[-1].shares is None:
-            width = experiment.rollout.tp
             left = [_with_less(node, width) if node.id == engines[-1].node.id else node for node in left]
     whole = Placement(tuple(ranks), tuple(engines))
     if experiment.sync.transport == "tensor" and experiment.needs_engines:
-        _check_one_node(whole)
+        _check_one_node(replace(whole, engines=whole.engines[: experiment.rollout.engines]))  # those that are synced
     return whole
 
 
@@ -90,34 +89,36 @@ def place_ranks(nodes: Sequence[Node], experiment: Experiment) -> list[Node]:
 
 
 def place_engine(
-    nodes: Sequence[Node], experiment: Experiment, ranks: Sequence[Node], others: Sequence[Place]
+    nodes: Sequence[Node], experiment: Experiment, ranks: Sequence[Node], others: Sequence[Place], index: int
 ) -> Place:
     """The place of one more engine beside these ranks and engines; Raises UserError.
 
-    nodes: with the GPUs that are left.
+    nodes: with the GPUs that are left. index: of the engine, the policy's before the teacher's.
 
-    It takes rollout.tp GPUs of one node. Where none is left it shares a rank's, one engine to a GPU. With the
+    It takes as many GPUs of one node. Where none is left it shares a rank's, one engine to a GPU. With the
     `distributed` transport it must not, as NCCL refuses two processes on one GPU.
     """
-    cluster, transport = experiment.cluster, experiment.sync.transport
+    cluster, width = experiment.cluster, experiment.engine_ranks[index]
+    shares_memory = experiment.sync.transport == "tensor" and index < experiment.rollout.engines
     able = _able(nodes, cluster.engine_nodes, "cluster.engine_nodes")
-    if transport == "tensor" and cluster.placement == "pack":
+    if shares_memory and cluster.placement == "pack":
         able = [node for node in able if node.id == ranks[0].id] or able
     seated = Counter([node.id for node in ranks] + [other.node.id for other in others])
-    node = _choose(able, seated, experiment.rollout.tp, experiment)
+    node = _choose(able, seated, width, experiment)
     if node is not None:
         return Place(node)
     ids = {node.id for node in able}
     shared = {other.shares for other in others}
     alone = [rank for rank, node in enumerate(ranks) if node.id in ids and rank not in shared]
-    if alone and experiment.rollout.tp == 1 and not experiment.sync.engines_own_gpus:
+    if alone and width == 1 and not experiment.sync.engines_own_gpus:
         return Place(ranks[alone[0]], alone[0])
     own = " (sync.transport=distributed: none that the trainer uses)" if experiment.sync.engines_own_gpus else ""
+    key = "rollout.engines" if experiment.teacher is None else "rollout.engines + teacher.engines"
     raise user_error(
-        "rollout.engines",
-        found=experiment.rollout.engines,
-        expected=f"at most {len(others)}, for which {_listed(able)} have GPUs: {experiment.rollout.tp} for each{own}",
-        remedy="Lower rollout.engines, let them use other nodes (cluster.engine_nodes), or wait for GPUs that others "
+        key,
+        found=len(experiment.engine_ranks),
+        expected=f"at most {len(others)}, for which {_listed(able)} have GPUs: {width} for each{own}",
+        remedy=f"Lower {key}, let them use other nodes (cluster.engine_nodes), or wait for GPUs that others "
         "use. With sync.transport=tensor engines share the trainer's GPUs.",
     )
 
@@ -164,13 +165,15 @@ def _check_engine_ranks(nodes: Sequence[Node], experiment: Experiment) -> None:
     """Engines of several ranks are exact on CPUs, where nothing captures what they exchange, and native on GPUs."""
     exact, gpus = experiment.numerics.mode == "exact", any(node.gpus is not None for node in nodes)
     where = "GPUs" if gpus else "CPUs"
-    if experiment.rollout.tp > 1 and exact is gpus:
-        raise user_error(
-            "rollout.tp",
-            found=f"{experiment.rollout.tp} with numerics.mode={experiment.numerics.mode} on {where}",
-            expected="1 there",
-            remedy=f"Set rollout.tp=1, or numerics.mode={'native' if exact else 'exact'}.",
-        )
+    teacher = 1 if experiment.teacher is None else experiment.teacher.tp
+    for key, width in (("rollout.tp", experiment.rollout.tp), ("teacher.tp", teacher)):
+        if width > 1 and exact is gpus:
+            raise user_error(
+                key,
+                found=f"{width} with numerics.mode={experiment.numerics.mode} on {where}",
+                expected="1 there",
+                remedy=f"Set {key}=1, or numerics.mode={'native' if exact else 'exact'}.",
+            )
 
 
 def _check_one_node(placement: Placement) -> None:

@@ -61,6 +61,7 @@ def rollout_records(work: Work, train_logprobs: Tensor) -> list[RolloutRecord]:
                 told=list(trajectory.told),
                 said=list(answer.judged.said) if trajectory.told else [],
                 outcome=trajectory.outcome,
+                teacher_logprobs=answer.teacher_logprobs,
             )
         )
     return records

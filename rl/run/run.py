@@ -125,8 +125,10 @@ class Run:
                 cut_events(files.events, resume_step)
                 cut_capsules(files, resume_step)
             if stack.engines:
-                stack.engines.wait()
+                stack.wait_for_engines()
                 console.note("the engine is up; its report matches the spec")
+                if experiment.teacher is not None:
+                    console.note(f"the teacher is up; it holds what was quantized of {experiment.teacher.path}")
             tracker = Tracker(
                 files,
                 wandb_run,

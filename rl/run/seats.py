@@ -88,7 +88,7 @@ class Seats:
         self._hold(index, place)
         # CUDA IPC maps memory of the trainer's GPU.
         all_gpus = not self._experiment.sync.engines_own_gpus
-        width = float(self._experiment.rollout.tp)
+        width = float(self._experiment.engine_ranks[index])
         return self._seat(place.node, self._engines[index].group, 0, width, all_gpus=all_gpus)
 
     def capability(self, index: int) -> tuple[int, int] | None:
@@ -120,7 +120,7 @@ class Seats:
     def _hold(self, index: int, place: Place) -> None:
         """Reserve an engine's place, unless it has one or shares a rank's."""
         if place.shares is None and index not in self._engines:
-            self._engines[index] = _reserved((place.node,), self._experiment.rollout.tp)
+            self._engines[index] = _reserved((place.node,), self._experiment.engine_ranks[index])
 
     def _place(self, index: int) -> Place:
         """Of an engine; where it shares a rank's GPU, that is wherever the rank is now."""
@@ -130,15 +130,14 @@ class Seats:
     def _another(self, index: int) -> Place:
         """Another place for an engine whose node has left."""
         old = self._place(index)
-        if (old.shares is not None or self._experiment.sync.transport == "tensor") and not self._is_up(
-            self._ranks.nodes
-        ):
+        tensor = self._experiment.sync.transport == "tensor" and index < self._experiment.rollout.engines
+        if (old.shares is not None or tensor) and not self._is_up(self._ranks.nodes):
             raise NoRoomError("with its node the trainer's has left, on which it has to be")
         if index in self._engines:
             remove_placement_group(self._engines.pop(index).group)
         others = [place for other, place in self._places.items() if other != index and self._is_up([place.node])]
         with _no_room():
-            place = place_engine(nodes_up(), self._experiment, self._ranks.nodes, others)
+            place = place_engine(nodes_up(), self._experiment, self._ranks.nodes, others, index)
             self._look_at([place.node])
         if place.shares is not None:  # the rank holds its GPU whole
             raise NoRoomError(f"no GPU is left on {place.node.address} but the trainer's")

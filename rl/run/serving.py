@@ -12,37 +12,46 @@ from numerics.code import code_digest
 from numerics.config import NumericsConfig
 from numerics.implementation import implementation_for
 from rl.experiment import Experiment
+from rl.experiment.teacher import TeacherSection
 from rl.run.nodes import own_capability
 from rl.run.seats import Seats
+from rollout.config import RolloutConfig
 from rollout.engine import EngineActor
 from rollout.plugin.hooks import hooks_for
 from rollout.protocol import ENGINE_PACKAGES, LIBRARIES, Report
+from weight_sync.manifest import Manifest
 
 
 @dataclass(frozen=True)
 class Serving:
     """What engines are started with. make: an actor for the engine of this index, where it has room; it may block.
-    checkpoint: an HF directory in the served format. version: of its weights."""
+    checkpoint: an HF directory in the served format. version: of its weights. manifest: what it holds, for engines that
+    work as soon as they hold the same; None: they wait for a sync."""
 
     make: Callable[[int], Any]
     checkpoint: Path
     version: int
+    manifest: Manifest | None = None
 
 
 def engine_maker(experiment: Experiment, seats: Seats, folder: Path, numerics: NumericsConfig) -> Callable[[int], Any]:
-    """Makes the actor of an engine, by its index, on `numerics`; folder: for its log."""
+    """Makes the actor of an engine of the policy, by its index, on `numerics`; folder: for its log."""
+    return lambda index: _actor(experiment.rollout, seats, index, folder / f"engine_{index}.log", numerics)
 
-    def make(index: int) -> Any:
-        seat = seats.engine(index)
-        return EngineActor.options(**seat.actor()).remote(
-            experiment.rollout,
-            folder / f"engine_{index}.log",
-            {"numerics": numerics.to_dict()},
-            report_on(numerics, seats.capability(index)),
-            seat.host,
-        )
 
-    return make
+def teacher_maker(
+    experiment: Experiment, teacher: TeacherSection, seats: Seats, folder: Path, numerics: NumericsConfig
+) -> Callable[[int], Any]:
+    """The same of the teacher, whose engines are seated behind those of the policy."""
+    config, before = teacher.engine(experiment.rollout), len(experiment.engine_ranks) - teacher.engines
+    return lambda index: _actor(config, seats, before + index, folder / f"teacher_{index}.log", numerics)
+
+
+def _actor(config: RolloutConfig, seats: Seats, number: int, log: Path, numerics: NumericsConfig) -> Any:
+    seat = seats.engine(number)
+    return EngineActor.options(**seat.actor()).remote(
+        config, log, {"numerics": numerics.to_dict()}, report_on(numerics, seats.capability(number)), seat.host
+    )
 
 
 def expected_report(numerics: NumericsConfig) -> Report:

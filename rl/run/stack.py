@@ -26,6 +26,7 @@ from rl.run.interrupts import Closing
 from rl.run.judging import Judge
 from rl.run.seats import Seats
 from rl.run.serving import Serving, engine_maker
+from rl.run.teacher import Teacher
 from rollout.client import EngineClient
 from rollout.environments.config import SINGLE_TURN
 from rollout.errors import StaleWeightsError
@@ -99,6 +100,7 @@ class Stack:
         engines: none in a run that samples nothing.
         checkpoint: what the engines were last started from.
         tell: takes note of what was mended.
+        teacher: what the policy learns from, if that is a model.
     """
 
     experiment: Experiment
@@ -113,6 +115,7 @@ class Stack:
     engines: EnginePool
     checkpoint: Path
     tell: Tell = field(default=lambda metric, count, text: None)
+    teacher: Teacher | None = None
 
     @classmethod
     def open(
@@ -124,7 +127,7 @@ class Stack:
         say: Callable[[str], object],
         lost: Callable[[str], object] = end_at_once,
     ) -> Stack:
-        """Start Ray and both sides, to be ended by `closing`. The engines may still be coming up: `engines.wait()`.
+        """Start Ray and both sides, to be ended by `closing`. The engines may still be coming up: `wait_for_engines()`.
 
         say: told what is going on. lost: see `ray_cluster`.
 
@@ -142,10 +145,13 @@ class Stack:
             convert_checkpoint(Path(experiment.model.path), checkpoint, numerics.rollout_spec)
             engines = EnginePool.start(experiment, seats, folder, numerics, checkpoint)
         closing.callback(engines.stop)
+        teacher = Teacher.start(experiment, seats, folder)
+        if teacher is not None:
+            closing.callback(teacher.engines.stop)
         trainer = _start_trainer(experiment, numerics, seats)
         closing.callback(trainer.shutdown)
         tokenizer = AutoTokenizer.from_pretrained(experiment.model.path)
-        judge = Judge(experiment.rewards, tokenizer)
+        judge = Judge(experiment.rewards, tokenizer, teacher=teacher)
         closing.callback(judge.close)
         conversations = None
         if experiment.environment.function != SINGLE_TURN:  # one turn is asked for by groups, which is faster
@@ -163,7 +169,14 @@ class Stack:
             trainer=trainer,
             engines=engines,
             checkpoint=checkpoint,
+            teacher=teacher,
         )
+
+    def wait_for_engines(self) -> None:
+        """Until every engine answers and has passed the handshake. Raises what went wrong at the first start."""
+        self.engines.wait()
+        if self.teacher is not None:
+            self.teacher.engines.wait()
 
     def restart_trainer(self, numerics: NumericsConfig) -> None:
         """A new trainer in place of one that is lost, at the weights that the experiment starts from; then `numerics`
@@ -284,7 +297,7 @@ class Stack:
         raise AssertionError("unreachable")
 
     def _hear(self) -> None:
-        for news in self.engines.news():
+        for news in (*self.engines.news(), *(self.teacher.engines.news() if self.teacher else ())):
             self.tell(ENGINES_REPLACED, news.replaced, news.text)
 
     @property
@@ -344,9 +357,9 @@ def open_pair(
     Raises HandshakeError, and what the start of either side raises.
     """
     alone = {"engines": 1, "port": None}
-    experiment = experiment.model_copy(update={"rollout": experiment.rollout.model_copy(update=alone)})
+    experiment = experiment.model_copy(update={"rollout": experiment.rollout.model_copy(update=alone), "teacher": None})
     with Closing() as closing:
         folder = Path(closing.enter_context(tempfile.TemporaryDirectory(prefix="fp8rl-pair-")))
         stack = Stack.open(experiment, numerics or experiment.numerics_config(), folder, closing, say)
-        stack.engines.wait()
+        stack.wait_for_engines()
         yield stack

@@ -79,6 +79,7 @@ def test_every_row_is_complete_and_finite(run: LiveRun) -> None:
     options = (
         "mismatch/router_",
         "train/rejected_",
+        "train/teacher_kl",
         "drift/",
         "perf/groups_",
         "perf/engine_balance",

@@ -10,6 +10,7 @@ import pytest
 from rollout.arguments import server_arguments, server_environment
 from rollout.config import RolloutConfig
 from rollout.plugin import CONFIG_VARIABLE
+from rollout.types import IDLE_S
 from tests.support.paths import EXAMPLES
 
 COMMON = (
@@ -104,6 +105,11 @@ def test_environment_of_a_device_by_hand(
 def test_sglang_reads_the_variables(name: str) -> None:
     environ = pytest.importorskip("sglang.srt.environ")
     assert f"    {name} = EnvBool(" in inspect.getsource(environ)
+
+
+def test_a_server_keeps_an_idle_connection_for_longer_than_a_client_does(tmp_path: Path) -> None:
+    """One that the server closes just when a request is sent takes the request with it."""
+    assert int(environment_for(tmp_path, False, "exact")["SGLANG_TIMEOUT_KEEP_ALIVE"]) >= 2 * IDLE_S
 
 
 def test_environment_restricts_the_plugins(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

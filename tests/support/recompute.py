@@ -35,13 +35,27 @@ def first_step(run: Path, layout: Layout, config: TrainerConfig) -> tuple[dict[s
     return train_metrics(done.result, batch), by_row
 
 
+def taught_step(
+    run: Path, teacher: Path, answers: list[dict[str, Any]], layout: Layout, config: TrainerConfig
+) -> tuple[dict[str, float], list[list[float]]]:
+    """`train/...` of step 1, and what a trainer at the weights of `teacher` says of the answers of another step."""
+    return first_step(run, layout, config)[0], scores_of(run, teacher, answers, layout, config)
+
+
 def trained_scores(
     run: Path, answers: list[dict[str, Any]], layout: Layout, config: TrainerConfig
 ) -> list[list[float]]:
     """What a trainer at the run's last weights gives the `token_ids` of each answer after its `prompt_ids`, at
     temperature 1."""
+    return scores_of(run, run / "model", answers, layout, config)
+
+
+def scores_of(
+    run: Path, model: Path, answers: list[dict[str, Any]], layout: Layout, config: TrainerConfig
+) -> list[list[float]]:
+    """The same at the weights of a model directory."""
     batch = _batch([{"rollout_logprobs": [0.0] * len(a["token_ids"]), **a} for a in answers], 1.0)
-    rows, logprobs = _trainer(read_resolved(run / "spec.yaml"), run / "model", layout).score(batch)
+    rows, logprobs = _trainer(read_resolved(run / "spec.yaml"), model, layout).score(batch)
     by_row = dict(zip(rows, logprobs))
     return [by_row[row][mask].tolist() for row, mask in enumerate(batch.loss_mask)]
 
@@ -70,10 +84,12 @@ def _batch(lines: list[dict[str, Any]], temperature: float) -> TokenBatch:
     rows = [line["prompt_ids"] + line["token_ids"] for line in lines]
     shape = len(rows), max(map(len, rows))
     tokens, mask = torch.zeros(shape, dtype=torch.int64), torch.zeros(shape, dtype=torch.bool)
-    fields = {"rollout_logprobs": torch.zeros(shape)}
+    names = ["rollout_logprobs"] + ["teacher_logprobs"] * (lines[0].get("teacher_logprobs") is not None)
+    fields = {name: torch.zeros(shape) for name in names}
     for row, (ids, line) in enumerate(zip(rows, lines)):
         sampled = slice(len(line["prompt_ids"]), len(ids))
         tokens[row, : len(ids)] = torch.tensor(ids)
         mask[row, sampled] = True
-        fields["rollout_logprobs"][row, sampled] = torch.tensor(line["rollout_logprobs"])
+        for name in names:
+            fields[name][row, sampled] = torch.tensor(line[name])
     return TokenBatch(tokens, torch.tensor([len(row) for row in rows]), mask, temperature, fields)

@@ -15,6 +15,7 @@ from rl.experiment import Experiment
 from rl.experiment.preconditions.data import check_data
 from rl.experiment.preconditions.model import check_model_layout, read_model
 from rl.experiment.preconditions.resources import check_memory, check_port
+from rl.experiment.preconditions.teacher import check_teacher
 from rl.experiment.preconditions.tokenizer import read_tokenizer
 from rl.record.wandb_run import check_wandb
 from rollout.environments.functions import load_environment
@@ -40,9 +41,11 @@ def check(experiment: Experiment, say: Callable[[str], object] = lambda text: No
     check_model_layout(model.sizes, experiment)
     lower(experiment.numerics_config(), has_transformer_engine())
     _check_context(model.sizes, experiment)
-    check_data(experiment, read_tokenizer(path, model.sizes.vocab_size), say)
+    tokenizer = read_tokenizer(path, model.sizes.vocab_size)
+    check_data(experiment, tokenizer, say)
     check_stored(path, model)
-    check_memory(model.sizes, experiment)
+    teacher = check_teacher(experiment, model.sizes, tokenizer)
+    check_memory(model.sizes, experiment, teacher)
     if experiment.needs_engines:
         load_environment(experiment.environment)
         for index, config in enumerate(experiment.rewards.functions):

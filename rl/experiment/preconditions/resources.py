@@ -13,6 +13,7 @@ import torch
 from models import ModelSizes
 from numerics.errors import user_error
 from rl.experiment import Experiment
+from rl.experiment.teacher import TeacherSection
 from rollout.config import RolloutConfig
 
 BF16_BYTES = 2
@@ -22,9 +23,9 @@ RANK_BYTES, ENGINE_BYTES = 250 * 2**20, 350 * 2**20
 """Memory that a trainer rank and an engine share with no other process before they have a model (measured)."""
 
 
-def kv_cache_bytes(sizes: ModelSizes, rollout: RolloutConfig) -> int:
-    """Bytes of all engines' BF16 key and value caches."""
-    return rollout.engines * rollout.max_total_tokens * bytes_per_token(sizes)
+def kv_cache_bytes(sizes: ModelSizes, engines: RolloutConfig | TeacherSection) -> int:
+    """Bytes of all these engines' BF16 key and value caches."""
+    return engines.engines * engines.max_total_tokens * bytes_per_token(sizes)
 
 
 def bytes_per_token(sizes: ModelSizes) -> int:
@@ -32,9 +33,11 @@ def bytes_per_token(sizes: ModelSizes) -> int:
     return 2 * sizes.layers * sizes.kv_heads * sizes.head_dim * BF16_BYTES
 
 
-def check_memory(sizes: ModelSizes, experiment: Experiment) -> None:
+def check_memory(sizes: ModelSizes, experiment: Experiment, teacher: ModelSizes | None = None) -> None:
     """Whether the run's processes and, on CPUs, its KV caches fit the memory that is free now; weights and activations
     come on top. A GPU's engine sizes its cache by the device, and a cluster that is not ours knows its machines.
+
+    teacher: its sizes, if there is one.
 
     Raises:
         UserError: they do not.
@@ -42,7 +45,7 @@ def check_memory(sizes: ModelSizes, experiment: Experiment) -> None:
     if "RAY_ADDRESS" in os.environ:
         return
     ranks, rollout = experiment.trainer.world_size, experiment.rollout
-    engines = rollout.engines if experiment.needs_engines else 0
+    engines = len(experiment.engine_ranks)
     available = available_memory()
     processes = ranks * RANK_BYTES + engines * ENGINE_BYTES
     if processes > available:
@@ -55,14 +58,27 @@ def check_memory(sizes: ModelSizes, experiment: Experiment) -> None:
             f"than {processes / 2**30:.1f} GiB, {available / 2**30:.1f} GiB are available",
             remedy=f"Lower {key}, or submit the run to a Ray cluster that has the memory.",
         )
-    caches = 0 if torch.cuda.is_available() or not engines else kv_cache_bytes(sizes, rollout)
+    if torch.cuda.is_available() or not experiment.needs_engines:
+        return
+    if teacher is not None and experiment.teacher is not None:
+        taken = kv_cache_bytes(teacher, experiment.teacher)
+        if processes + taken > available:
+            raise user_error(
+                "teacher.max_total_tokens",
+                found=experiment.teacher.max_total_tokens,
+                expected=f"a KV cache that fits the free memory: the teacher's would take {taken / 2**30:.1f} GiB, "
+                f"{(available - processes) / 2**30:.1f} GiB are left beside the processes",
+                remedy="Lower teacher.max_total_tokens or teacher.engines, or free memory.",
+            )
+        processes += taken
+    caches = kv_cache_bytes(sizes, rollout)
     if processes + caches > available:
-        most = (available - processes) // (engines * bytes_per_token(sizes))
+        most = (available - processes) // (rollout.engines * bytes_per_token(sizes))
         raise user_error(
             "rollout.max_total_tokens",
             found=rollout.max_total_tokens,
-            expected=f"a KV cache that fits the free memory: {engines} engine(s) would need {caches / 2**30:.1f} GiB, "
-            f"{(available - processes) / 2**30:.1f} GiB are left beside the processes",
+            expected=f"a KV cache that fits the free memory: {rollout.engines} engine(s) would need "
+            f"{caches / 2**30:.1f} GiB, {(available - processes) / 2**30:.1f} GiB are left beside the processes",
             remedy=f"Set rollout.max_total_tokens well below {most}, or free memory.",
         )
 

@@ -22,6 +22,7 @@ from rollout.engine import Health
 from rollout.errors import EngineDiedError, EngineError, StaleWeightsError
 from rollout.types import Endpoint, Group, Load, SamplingParams, Trajectory
 from tests.support.servers import groups, wait_until
+from weight_sync.manifest import Manifest
 
 SAMPLING = SamplingParams(max_new_tokens=8)
 CONFIG = RolloutConfig(max_total_tokens=1000, hung_after_s=1.0)
@@ -43,6 +44,8 @@ class Actor:
     dead: bool = False
     hangs: bool = False
     failure: Exception | None = None
+    holds: dict[str, str] = field(default_factory=lambda: {"a": "1@3"})
+    scored: list[list[int]] = field(default_factory=list)
     got: list[Group] = field(default_factory=list)
     ended: bool = False
 
@@ -71,6 +74,16 @@ class Actor:
             for group in asked
             for seed in group.seeds
         ]
+
+    async def _score(self, sequences: list[list[int]]) -> list[list[float]]:
+        self.scored += sequences
+        await asyncio.sleep(0.05)
+        if self.dead:
+            raise EngineDiedError("it was killed\nand more")
+        return [[-float(token) for token in sequence[1:]] for sequence in sequences]
+
+    async def _held(self) -> dict[str, str]:
+        return self.holds
 
     async def _pulse(self) -> Load:
         if self.hangs:
@@ -102,8 +115,8 @@ class Stage:
         self.made.append(Actor(f"engine-{index}.{len(self.made)}", **self.next))
         return self.made[-1]
 
-    def open(self, count: int, config: RolloutConfig = CONFIG) -> EnginePool:
-        self.pool = EnginePool(count, Serving(self.make, Path("served"), 3), config)
+    def open(self, count: int, config: RolloutConfig = CONFIG, manifest: Manifest | None = None) -> EnginePool:
+        self.pool = EnginePool(count, Serving(self.make, Path("served"), 3, manifest), config)
         self.pool.wait()
         return self.pool
 
@@ -276,6 +289,34 @@ def test_an_engine_that_dies_within_a_sync_is_noticed(stage: Stage) -> None:
     assert pool.any_lost(there)
     assert wait_until(lambda: len(pool.up()) == 2, 5)
     assert not pool.any_lost(pool.up())
+
+
+MANIFEST = Manifest("3", "spec", {"a": "1@3"})
+"""Of weights that never change."""
+
+
+def test_engines_that_hold_what_their_files_say_work_without_a_sync(stage: Stage) -> None:
+    pool = stage.open(2, manifest=MANIFEST)
+    assert pool.waiting() == []
+    scores = [pool.score([[1, 2, 3], [4, 5]]) for _ in range(2)]
+    assert [score.result(5) for score in scores] == [[[-2.0, -3.0], [-5.0]]] * 2
+    assert [len(actor.scored) for actor in stage.made] == [2, 2], "each gets what the other has no time for"
+
+
+def test_what_a_dead_engine_was_to_score_another_scores(stage: Stage) -> None:
+    pool = stage.open(1, manifest=MANIFEST)
+    score = pool.score([[1, 2]])
+    assert wait_until(lambda: stage.made[0].scored != [], 5)
+    stage.made[0].dead = True
+    assert score.result(10) == [[-2.0]] and len(stage.made) == 2
+    assert [news.text for news in pool.news()] == ["engine 0 is lost and replaced: it was killed"]
+
+
+def test_an_engine_that_holds_other_weights_than_its_files_is_refused(stage: Stage) -> None:
+    stage.next = {"holds": {"a": "2@3"}}
+    with pytest.raises(EngineError, match="engine 0 does not hold what its checkpoint served holds.*\n.*a: found 2@3"):
+        stage.open(1, manifest=MANIFEST)
+    assert wait_until(lambda: stage.made[0].ended, 5)
 
 
 def replace_config(**changes: Any) -> RolloutConfig:

@@ -7,16 +7,19 @@ import json
 import math
 from collections.abc import Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+import torch
 
 from rl.run.ahead import FeedState, read_answered
 from rl.run.clock import StepClock
 from rl.run.feed import FilterError, SampledFeed, Work
-from rl.run.judging import Judge
+from rl.run.judging import Judge, Judged
+from rl.run.records import rollout_records
 from rl.run.stack import Asked, Stack
 from rollout.rewards.config import RewardsConfig
 from rollout.types import Group, Trajectory
@@ -100,6 +103,7 @@ def open_feed(data: Path, steps: int = 9, **rollout: Any) -> tuple[SampledFeed, 
         data={"train": str(data)},
         rollout={"prompts_per_step": PROMPTS, "group_size": SIZE, **rollout},
         algorithm={"name": "grpo", **algorithm},
+        teacher={"path": "/t"} if algorithm.get("name") == "opd" else None,
         guard={"fresh_answers": 4, "redraws": 2},
     )
     engines = Engines()
@@ -260,3 +264,30 @@ def test_what_was_answered_in_other_numerics_is_asked_again(data: Path) -> None:
     feed.renew()
     assert prompts(engines.asked[-PROMPTS:]) == prompts(engines.asked[PROMPTS : 2 * PROMPTS])
     assert not engines.asked[-1].answers.done() and feed.state().answered == []
+
+
+class Taught(Judge):
+    """A judge whose teacher finds the n-th token of any answer as likely as e^-n."""
+
+    def begin(self, prompt: Any, trajectories: Any, *, taught: bool = False) -> Future[list[Judged]]:
+        assert taught
+        judged = super().begin(prompt, trajectories).result()
+        found = [[-float(n) for n in range(1, len(each.token_ids) + 1)] for each in trajectories]
+        both: Future[list[Judged]] = Future()
+        both.set_result([replace(j, teacher_logprobs=values) for j, values in zip(judged, found, strict=True)])
+        return both
+
+
+def test_a_teachers_logprobs_stand_beside_the_engines_and_make_the_advantages(data: Path) -> None:
+    feed, engines = open_feed(data, algorithm={"name": "opd"}, staleness=1)
+    engines.judge, engines.solved = Taught(RewardsConfig(), cast(Any, Letters())), set()
+    work = take(feed, 1)
+    batch, mask = work.batch, work.batch.loss_mask
+    assert batch.fields["teacher_logprobs"][mask].tolist() == [-1.0, -2.0] * PROMPTS * SIZE
+    assert batch.fields["advantages"][mask].tolist() == [-0.5, -1.5] * PROMPTS * SIZE, "the engine says -0.5"
+    assert (batch.fields["teacher_logprobs"][~mask] == 0).all()
+    records = rollout_records(work, torch.zeros(batch.tokens.shape))
+    assert [record.teacher_logprobs for record in records] == [[-1.0, -2.0]] * PROMPTS * SIZE
+    ahead = feed.ahead(StepClock())
+    assert ahead is not None and ahead.tokens.fields.keys() == batch.fields.keys(), "they are put beside each other"
+    engines.judge.close()

@@ -1,7 +1,11 @@
 """Rewards beside the loop: ours and users', plain and async, of answers and of groups, and those that misbehave."""
 
+import math
+import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +15,8 @@ from transformers import AutoTokenizer
 
 from rl.run.failures import TooManyFailuresError
 from rl.run.judging import Judge, Judged, RewardError
+from rl.run.teacher import Teacher
+from rollout.errors import EngineError
 from rollout.rewards.config import RewardsConfig
 from rollout.tasks import Problem
 from rollout.types import Prompt, Trajectory
@@ -149,6 +155,42 @@ def test_a_remote_reward_is_one_of_ours(make: Make, tokenizer: Any) -> None:
         assert answer.parts == {"http/letters": 3.0, "http/tokens": 4.0}
     (answer,) = judged(judge, tokenizer, "1")
     assert answer.reward == 0.0 and "ConnectError" in judge.failures.news()[0]
+
+
+class Pool:
+    """Scores sequences after 0.2 s: the n-th token of one is as likely as e^-n."""
+
+    def __init__(self, value: float | None = None) -> None:
+        self.value, self.asked = value, [0]
+
+    def score(self, sequences: list[list[int]]) -> Future[list[list[float]]]:
+        self.asked += map(len, sequences)
+        scores: Future[list[list[float]]] = Future()
+        found = [[-float(n) if self.value is None else self.value for n in range(1, len(s))] for s in sequences]
+        threading.Timer(0.2, scores.set_result, [found]).start()
+        return scores
+
+
+def test_a_teacher_is_asked_beside_the_rewards_about_what_is_trained_on(make: Make, tokenizer: Any) -> None:
+    judge, pool = make("mine:sleeps"), Pool()
+    judge._teacher = Teacher(pool)  # type: ignore[arg-type]
+    assert [each.teacher_logprobs for each in judged(judge, tokenizer, "1", "2")] == [None] * 2 and pool.asked == [0]
+    prompt, answers = group(tokenizer, "12", "3")
+    prompt, answers = Prompt(prompt.problem, [1, 1, 1]), [replace(a, prompt_ids=[1, 1, 1]) for a in answers]
+    began = time.monotonic()
+    first, second = judge.wait(judge.begin(prompt, answers, taught=True))
+    assert time.monotonic() - began < 0.39, "both wait 0.2 s, together"
+    assert (first.teacher_logprobs, second.teacher_logprobs) == ([-3.0, -4.0, -5.0], [-3.0, -4.0])
+    assert first.reward == 1.0
+
+
+def test_a_teacher_that_finds_a_token_impossible_ends_the_run(make: Make, tokenizer: Any) -> None:
+    judge = make("integer")
+    judge._teacher = Teacher(Pool(math.nan))  # type: ignore[arg-type]
+    with pytest.raises(
+        EngineError, match=r"found 2 log-probabilities of the teacher that are not finite.*teacher.path"
+    ):
+        judge.wait(judge.begin(*group(tokenizer, "1"), taught=True))
 
 
 def test_hundreds_of_async_rewards_wait_together(make: Make, tokenizer: Any) -> None:

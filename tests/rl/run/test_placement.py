@@ -116,9 +116,23 @@ def test_a_run_that_samples_nothing_is_placed_without_engines() -> None:
     assert [node.id for node in place(nodes(1, 1), spec).ranks] == ["a", "b"]
 
 
+def test_a_teachers_engines_are_placed_behind_the_policys_and_need_not_share_its_node() -> None:
+    taught = {"algorithm": {"name": "opd"}, "teacher": {"path": "/t", "engines": 2}}
+    spec = experiment(**taught)
+    assert [each.node.id for each in place(nodes(4), spec).engines] == ["a", "a", "a"]
+    assert [each.shares for each in place(nodes(3), spec).engines] == [None, None, 0]
+    assert [each.node.id for each in place(nodes(2, 2), spec).engines] == ["a", "b", "b"], "the policy's is synced"
+    with pytest.raises(UserError, match=r"rollout.engines \+ teacher.engines: found 3, expected at most 2"):
+        place(nodes(2), spec)
+    wide = experiment(**taught | {"teacher": {"path": "/t", "tp": 2}, "numerics": {"mode": "native"}})
+    assert [each.node.id for each in place(nodes(4), wide).engines] == ["a", "a"]
+    with pytest.raises(UserError, match="teacher.tp: found '2 with numerics.mode=native on CPUs'"):
+        place(nodes(None), wide)
+
+
 def test_an_engine_that_lost_its_node_goes_where_room_is() -> None:
     spec = experiment(rollout={"engines": 2}, sync={"transport": "distributed"}, cluster=SPREAD)
     one, _, three = nodes(0, 1, 1)
-    assert place_engine([one, three], spec, [one], [Place(one)]) == Place(three)
+    assert place_engine([one, three], spec, [one], [Place(one)], 1) == Place(three)
     with pytest.raises(UserError, match="rollout.engines: found 2, expected at most 1, for which 10.0.0.1"):
-        place_engine([one], spec, [one], [Place(one)])
+        place_engine([one], spec, [one], [Place(one)], 1)

@@ -67,15 +67,11 @@ def test_the_last_whole_block_counts() -> None:
     [
         ("chess", {}, "environment.function: found 'chess', expected single_turn, calculator, python, guess, package"),
         ("{}:plain", {}, ":plain', expected an async function"),
-        (
-            "{}:nothing",
-            {},
-            "found 'nothing()', expected a function of a conversation; too many",
-        ),
+        ("{}:nothing", {}, "found 'nothing()', expected a function of a conversation; too many positional"),
         (
             "guess",
             {"tires": 3},
-            ("{}:nothing", {}, "found 'nothing()', expected a function of a conversation; too many positional"),
+            "found 'guess(conversation, tries, tokens)', expected a function of a conversation, tires",
         ),
         ("{}:missing", {}, "which has plain, nothing"),
         ("no.such:thing", {}, "expected a module that can be imported; this one ends in ModuleNotFoundError"),

@@ -1,0 +1,71 @@
+"""On-policy distillation: a teacher says of each token that the policy has sampled how likely it finds it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal, Self
+
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor
+
+from rl.algorithms.base import Outcomes, used_tokens
+from rl.algorithms.grpo import GroupRelative
+from rl.algorithms.policy_gradient import PolicyObjective
+from trainer.batch import TokenBatch
+from trainer.objective import ObjectiveOutput
+
+
+class Opd(GroupRelative):
+    """The gradient of KL(policy || teacher), estimated on the policy's own tokens (Agarwal et al. 2024, "On-Policy
+    Distillation of Language Models"; as an advantage of each token: Thinking Machines 2025, slime and miles)."""
+
+    taught: ClassVar[bool] = True
+    name: Literal["opd"]
+    teacher_weight: float = Field(default=1.0, gt=0.0)
+    """k, by which the teacher counts."""
+    reward_weight: float = Field(default=0.0, ge=0.0)
+    """By which the advantage of the answer's reward counts, as `grpo` has it. 0: the teacher alone teaches."""
+
+    @model_validator(mode="after")
+    def _what_acts_on_rewards_has_some(self) -> Self:
+        named = [name for name in ("dynamic_sampling", "whiten_advantages") if getattr(self, name)]
+        if named and not self.reward_weight:
+            raise ValueError(
+                f"found {named[0]}=true with reward_weight=0, expected false: the teacher teaches alone, and does in "
+                f"every group and on a scale of its own. Set algorithm.reward_weight, or remove algorithm.{named[0]}"
+            )
+        return self
+
+    def advantages(self, outcomes: Outcomes, batch: TokenBatch) -> Tensor:
+        used = used_tokens(batch)
+        if self.overlong is not None and self.overlong.filter:
+            used = used & outcomes.finished[:, None]
+        gap = batch.fields["teacher_logprobs"] - batch.fields["rollout_logprobs"]
+        taught = self.teacher_weight * torch.where(used, gap, 0.0)
+        return taught + self.reward_weight * super().advantages(outcomes, batch) if self.reward_weight else taught
+
+    def objective(self, batch: TokenBatch) -> Distillation:
+        return Distillation.of(batch, self)
+
+    def formula(self) -> str:
+        text = f"A    = {self.teacher_weight:g} · (teacher's logprob - engine's logprob)"
+        before, _, after = super().formula().partition("A    = ")
+        if self.reward_weight:
+            return f"{before}{text} + {self.reward_weight:g} · A_R\nA_R  = {after}"
+        return "\n".join([before + text, *after.splitlines()[1:]])
+
+    def remarks(self) -> list[str]:
+        said = "teacher_weight: 1, as slime's and miles' opd-kl-coef; verl and NeMo-RL can take the teacher's most "
+        return [*super().remarks(), said + "probable tokens instead of the sampled one"]
+
+
+@dataclass(frozen=True)
+class Distillation(PolicyObjective):
+    """The policy gradient, with the distance to the teacher as a metric."""
+
+    def __call__(self, logprobs: Tensor, entropy: Tensor, batch: TokenBatch) -> ObjectiveOutput:
+        output = super().__call__(logprobs, entropy, batch)
+        gap = logprobs.detach() - batch.fields["teacher_logprobs"]
+        kl = torch.where(used_tokens(batch), gap, 0.0).sum() / self.aggregate.tokens
+        return ObjectiveOutput(output.loss, output.metrics | {"train/teacher_kl": kl})

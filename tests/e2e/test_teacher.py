@@ -1,0 +1,47 @@
+"""A run that learns from a teacher as well as from rewards. The teacher is the model that the policy starts from."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from tests.support.cli_runs import LiveRun
+from tests.support.ranks import run_on_ranks
+from tests.support.recompute import taught_step
+from trainer.config import TrainerConfig
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+
+
+@pytest.mark.usefixtures("compiled")
+def test_a_teacher_says_what_the_trainer_would_at_its_weights_bit_for_bit(tmp_path: Path) -> None:
+    start = Path("examples/models/tiny_qwen3_moe").absolute()
+    settings = ["run.steps=2", "rollout.prompts_per_step=8", "rollout.group_size=4", "eval.problems=0"]
+    taught = [f"teacher.path={start}", "algorithm.reward_weight=1.0"]
+    run = LiveRun(tmp_path, *settings, *taught, example="arithmetic_opd")
+    try:
+        assert run.ends() == 0, run.console()
+        assert "A    = 1 · (teacher's logprob - engine's logprob) + 1 · A_R" in run.console()
+        assert run.family() == []
+    finally:
+        run.destroy()
+
+    first, second = ([json.loads(line) for line in path.read_text().splitlines()] for path in rollouts(run.path))
+    assert all(answer["teacher_logprobs"] == answer["rollout_logprobs"] for answer in first), "it is the policy"
+    _, one, two = run.rows()
+    assert one["train/teacher_kl"] == 0.0 and one["mismatch/exact_frac"] == two["mismatch/exact_frac"] == 1.0
+
+    # The policy has moved, and the teacher has not.
+    assert two["train/teacher_kl"] != 0.0
+    assert all(answer["teacher_logprobs"] != answer["rollout_logprobs"] for answer in second)
+    again = partial(taught_step, run.path, start, second)
+    ((metrics, scores),) = run_on_ranks(TrainerConfig(), tmp_path / "again", again)
+    assert scores == [answer["teacher_logprobs"] for answer in second]
+    assert metrics == {name: one[name] for name in metrics} and "train/teacher_kl" in metrics
+
+
+def rollouts(run: Path) -> list[Path]:
+    return [run / f"rollouts/step_{step}.jsonl" for step in (1, 2)]

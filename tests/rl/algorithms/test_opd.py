@@ -1,0 +1,111 @@
+"""On-policy distillation against loops in float64 and numbers worked by hand; what all algorithms share is beside."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from pydantic import TypeAdapter, ValidationError
+
+from rl.algorithms import Algorithm
+from rl.algorithms.base import Outcomes
+from rl.algorithms.opd import Opd
+from rollout.config import RolloutConfig
+from trainer.batch import TokenBatch
+
+OUTCOMES = Outcomes(torch.tensor([1.0, 0.0]), torch.tensor([4, 4]), torch.tensor([True, False]))
+"""Two answers to one prompt; the length has cut the second."""
+
+
+def opd(**settings: Any) -> Opd:
+    found: Opd = TypeAdapter(Algorithm).validate_python({"name": "opd", **settings})
+    return found.resolved(RolloutConfig(max_new_tokens=3))
+
+
+def batch() -> TokenBatch:
+    """One prompt token; an answer of two tokens and one of three, of which the engine lost a log-probability."""
+    mask = torch.tensor([[False, True, True, False], [False, True, True, True]])
+    rollout = torch.tensor([[0.0, -1.0, -0.5, 0.0], [0.0, -2.0, math.nan, -0.25]])
+    teacher = torch.tensor([[0.0, -0.25, -1.5, 0.0], [0.0, -2.0, -3.0, -0.75]])
+    fields = {"rollout_logprobs": rollout, "teacher_logprobs": teacher}
+    return TokenBatch(torch.ones(2, 4, dtype=torch.int64), torch.tensor([3, 4]), mask, 1.0, fields)
+
+
+def test_a_token_that_the_teacher_finds_likelier_than_the_policy_did_is_encouraged() -> None:
+    advantages = opd(teacher_weight=2.0).advantages(OUTCOMES, batch())
+    assert advantages.tolist() == [[0.0, 1.5, -2.0, 0.0], [0.0, 0.0, 0.0, -1.0]]
+
+
+def test_a_reward_is_added_by_its_weight() -> None:
+    """Of two answers with rewards 1 and 0 the standard deviation is sqrt(1/2)."""
+    scale = 0.5 / (math.sqrt(0.5) + 1e-6)
+    found = opd(reward_weight=0.5).advantages(OUTCOMES, batch())
+    expected = [
+        [0.0, 0.75 + 0.5 * scale, -1.0 + 0.5 * scale, 0.0],
+        [0.0, -0.5 * scale, -0.5 * scale, -0.5 - 0.5 * scale],
+    ]
+    assert torch.allclose(found, torch.tensor(expected), atol=1e-6)
+
+
+def test_a_filtered_answer_has_nothing_to_learn_from_the_teacher_either() -> None:
+    found = opd(overlong={"filter": True, "penalty": 0.0}).advantages(OUTCOMES, batch())
+    assert found.tolist() == [[0.0, 0.75, -1.0, 0.0], [0.0] * 4]
+
+
+def test_the_gradient_is_that_of_the_divergence_from_the_teacher() -> None:
+    """Over all tokens of a softmax, weighted by how often they are sampled: the estimate's mean is d KL / d logits."""
+    logits = torch.tensor([0.3, -1.0, 0.8, 0.1], dtype=torch.float64, requires_grad=True)
+    teacher = torch.log_softmax(torch.tensor([1.0, 0.0, -0.5, 0.2], dtype=torch.float64), 0)
+    policy = torch.log_softmax(logits, 0)
+    (expected,) = torch.autograd.grad((policy.exp() * (policy - teacher)).sum(), logits, retain_graph=True)
+    found = torch.zeros_like(logits)
+    for token, probability in enumerate(policy.detach().exp()):
+        row = torch.stack([torch.zeros(()), policy[token].float()])[None]
+        fields = {
+            "rollout_logprobs": row.detach().clone(),
+            "teacher_logprobs": torch.tensor([[0.0, float(teacher[token])]]),
+        }
+        mask = torch.tensor([[False, True]])
+        one = TokenBatch(torch.ones(1, 2, dtype=torch.int64), torch.tensor([2]), mask, 1.0, fields)
+        outcome = Outcomes(torch.zeros(1), torch.zeros(1, dtype=torch.int64), torch.ones(1, dtype=torch.bool))
+        one = one.with_fields(advantages=opd().advantages(outcome, one))
+        loss = opd().objective(one)(row, torch.zeros(1, 2), one).loss
+        (gradient,) = torch.autograd.grad(loss, logits, retain_graph=True)
+        found += probability * gradient
+    assert torch.allclose(found, expected, atol=1e-6)
+
+
+def test_the_distance_to_the_teacher_is_the_mean_over_the_used_tokens() -> None:
+    given = batch().with_fields(advantages=torch.zeros(2, 4))
+    logprobs = torch.tensor([[9.0, -1.0, -0.5, 9.0], [9.0, -1.75, -1.0, -0.25]])
+    objective = opd().objective(given)
+    whole = objective(logprobs, torch.zeros(2, 4), given).metrics["train/teacher_kl"]
+    assert whole.item() == pytest.approx((-0.75 + 1.0 + 0.25 + 0.5) / 4)
+    parts = [given.select([row]) for row in (0, 1)]
+    shares = [
+        objective(logprobs[[row], : part.width], torch.zeros(1, part.width), part).metrics["train/teacher_kl"]
+        for row, part in enumerate(parts)
+    ]
+    assert sum(shares).item() == pytest.approx(whole.item())  # type: ignore[union-attr]
+
+
+def test_its_formula_has_both_parts() -> None:
+    assert opd().formula().splitlines()[1:] == [
+        "r    = e^(logprob - old), clipped to [0.8, 1.28]",
+        "old  = the trainer's before the update",
+        "A    = 1 · (teacher's logprob - engine's logprob)",
+        "w    = min(ratio trainer / rollout of the token, 2)",
+    ]
+    assert opd(reward_weight=0.5, whiten_advantages=True).formula().splitlines()[3:5] == [
+        "A    = 1 · (teacher's logprob - engine's logprob) + 0.5 · A_R",
+        "A_R  = (R - mean) / (std + 1e-6), whitened over the tokens of the batch",
+    ]
+
+
+@pytest.mark.parametrize("key", ["dynamic_sampling", "whiten_advantages"])
+def test_what_acts_on_rewards_is_refused_without_any(key: str) -> None:
+    with pytest.raises(ValidationError, match=f"found {key}=true with reward_weight=0, expected false"):
+        opd(**{key: True})
+    assert getattr(opd(**{key: True}, reward_weight=1.0), key)
