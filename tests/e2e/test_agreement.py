@@ -14,6 +14,8 @@ import httpx
 import pytest
 import torch
 
+from rl.run.batching import batch_from_trajectories
+from rollout.environments.conversation import Conversation
 from rollout.errors import StaleWeightsError
 from rollout.types import Group, SamplingParams
 from tests.support import faults
@@ -121,6 +123,33 @@ def test_tokens_of_a_stale_weight_version_are_refused(rig: Rig) -> None:
         pipeline.sample(1.0, count=1)
     pipeline.sync()
     assert rig.run(one_token(pipeline))[0].weight_versions == [version]
+
+
+def test_every_token_of_the_model_agrees_in_a_conversation_and_what_it_is_told_has_no_loss(rig: Rig) -> None:
+    pipeline = rig.open(TWO_RANKS)
+    told = ("13),", "?", " and once more" * 4)
+
+    async def environment(conversation: Conversation) -> None:
+        for words in told:
+            await conversation.sample(max_new_tokens=9)
+            conversation.tell(words)
+        await conversation.sample(max_new_tokens=5)
+
+    answers = pipeline.converse(environment, count=5, new_tokens=200)
+    batch = batch_from_trajectories(answers, 1.0, redraws=len(answers))
+    assert batch.loss_mask.sum() == sum(len(answer.logprobs) for answer in answers) >= 5 * 5
+    words = pipeline.tokenizer("".join(told), add_special_tokens=False).input_ids
+    for row, answer in enumerate(answers):
+        begin = len(answer.prompt_ids)
+        after = slice(begin, begin + len(answer.token_ids))
+        assert batch.tokens[row, after][~batch.loss_mask[row, after]].tolist() == words
+    scored = pipeline.trainer.score_routed(batch)
+    assert_equal(scored.logprobs, batch)
+    assert scored.draws is not None
+    assert scored.draws[batch.loss_mask].equal(batch.tokens[batch.loss_mask]), "the trainer draws them all again"
+    longest = max(answers, key=lambda answer: len(answer.prompt_ids))
+    whole = longest.prompt_ids + longest.token_ids
+    assert cached_tokens(pipeline, whole) >= len(whole) - 6, "each turn is in the cache when the next one begins"
 
 
 @pytest.mark.parametrize("setup", [TWO_RANKS, BOTH_TWO_RANKS], ids=["one-engine-rank", "two-engine-ranks"])

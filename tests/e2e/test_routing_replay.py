@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from rl.run.batching import batch_from_trajectories
+from rollout.environments.conversation import Conversation
 from tests.support.rig import NEW_TOKENS, Rig, Setup, differences
 from trainer.batch import UNKNOWN, TokenBatch
 from trainer.result import PassResult, Scored
@@ -29,6 +31,19 @@ def test_engine_and_trainer_choose_the_same_experts_before_and_after_an_update(r
     # The update moved routes, so that those of prompts that were cached before it are new ones.
     prompts = slice(0, 300)
     assert (after.routes[-1, prompts] != first.routes[-1, prompts]).any()
+
+
+def test_experts_are_reported_for_every_turn_of_a_conversation_and_what_it_is_told(rig: Rig) -> None:
+    pipeline = rig.open(SETUP)
+
+    async def environment(conversation: Conversation) -> None:
+        for _ in range(3):
+            await conversation.sample(max_new_tokens=NEW_TOKENS // 4)
+            conversation.tell("13),")
+        await conversation.sample(max_new_tokens=NEW_TOKENS - 3 * (NEW_TOKENS // 4))
+
+    batch = batch_from_trajectories(pipeline.converse(environment, count=3), 1.0)
+    assert_agree(pipeline.trainer.score_routed(batch), batch)
 
 
 def test_replay_brings_a_trainer_with_another_router_closer(rig: Rig) -> None:

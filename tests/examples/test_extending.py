@@ -1,8 +1,26 @@
 """What docs/extending.md shows is what there is, and does what it says."""
 
+from transformers import AutoTokenizer
+
 from rl.experiment import load_experiment
+from rollout.environments.functions import load_environment
 from rollout.rewards.functions import load_function
+from tests.support.conversations import EOS, Stage
 from tests.support.paths import EXAMPLES, ROOT
+
+
+def test_the_documented_environment_is_the_example_and_plays_as_it_says() -> None:
+    page = (ROOT / "docs/extending.md").read_text()
+    for name in ("second_chance.py", "second_chance.yaml"):
+        assert (EXAMPLES / name).read_text() in page
+    assert len((EXAMPLES / "second_chance.py").read_text().splitlines()) <= 15
+    experiment = load_experiment(EXAMPLES / "second_chance.yaml")
+    environment = load_environment(experiment.environment)
+    play = Stage(AutoTokenizer.from_pretrained(experiment.model.path))
+    right, wrong = "1,3\n#### 3" + EOS, "4" + EOS
+    assert play(environment, right).outcome == {"reward": 1.0, "turns": 1.0}
+    assert play(environment, wrong, right).outcome == {"reward": 0.5, "turns": 2.0}
+    assert play(environment, wrong, wrong).outcome == {"reward": 0.0, "turns": 2.0}
 
 
 def test_the_documented_reward_is_the_example_and_judges_as_it_says() -> None:

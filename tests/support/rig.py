@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import random
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoTokenizer
 
 from examples.tiny_model import TinyModel, write_tiny_model
 from models import Model, read_model
@@ -21,6 +23,7 @@ from rl.run.feed import to_groups
 from rl.run.serving import expected_report
 from rollout.config import RolloutConfig
 from rollout.engine import Engine
+from rollout.environments.conversation import Conversation
 from rollout.sampler import check_versions
 from rollout.tasks import Problem
 from rollout.types import Endpoint, Group, Prompt, SamplingParams, Trajectory
@@ -154,6 +157,10 @@ class Pipeline:
     def definition(self) -> Model:
         return read_model(self.rig.models[self.setup.model])
 
+    @property
+    def tokenizer(self) -> Any:
+        return AutoTokenizer.from_pretrained(self.rig.models[self.setup.model])
+
     def sync(self, transport: str = "tensor", manifest: Path | None = None, delta: bool = False) -> SyncReport:
         """A sync through real buckets: of one MiB, so that a model needs several."""
         return self.bridge(transport, delta=delta).sync([self.endpoint], manifest)
@@ -174,6 +181,27 @@ class Pipeline:
         groups = to_groups(prompts(seed)[:count], 2, run_seed=seed, step=1)
         trajectories = self.generate(groups, sampling)
         return batch_from_trajectories(trajectories, temperature, redraws=len(trajectories))
+
+    def converse(
+        self, environment: Callable[[Conversation], Awaitable[object]], count: int, new_tokens: int = 64
+    ) -> list[Trajectory]:
+        """One conversation about each of the first `count` prompts, all at the same time."""
+        tokenizer = self.tokenizer
+
+        async def sample(group: Group, sampling: SamplingParams) -> Trajectory:
+            (answer,) = await self.engine.generate([group], sampling)
+            return answer
+
+        async def run(prompt: Prompt, seed: int) -> Trajectory:
+            conversation = Conversation(prompt, seed, SamplingParams(new_tokens), sample, tokenizer, 60.0)
+            await conversation.run(environment)
+            return conversation.trajectory({})
+
+        async def all_of_them() -> list[Trajectory]:
+            return list(await asyncio.gather(*(run(p, seed) for seed, p in enumerate(prompts(3)[-count:]))))
+
+        trajectories: list[Trajectory] = self.rig.run(all_of_them())
+        return trajectories
 
     def train_step(self, batch: TokenBatch) -> PassResult:
         return self.trainer.train_step(batch, SftObjective.of(batch))
