@@ -8,8 +8,8 @@ from typing import Any
 
 import psutil
 import pytest
-import wandb
 
+import wandb
 from numerics.errors import UserError
 from rl.record.metrics_log import read_metrics
 from rl.record.rollouts import RolloutRecord, read_rollouts
