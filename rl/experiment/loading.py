@@ -19,6 +19,7 @@ from numerics.errors import UserError, user_error
 from numerics.reading import check_path, read_text
 from rl.experiment.experiment import Experiment
 from rl.experiment.validation import parse_experiment
+from rollout.rewards.builtin import BUILT_IN
 
 _DEEPEST = 50
 """No spec nests its lists and mappings so far."""
@@ -193,6 +194,9 @@ def _resolved(layer: DictConfig, directory: Path) -> DictConfig:
         _resolve(each, "path", directory)
     for function in [function for holder in (layer, *sets) for function in _reward_functions(holder)]:
         _resolve_file(function, "function", directory)
+        name, kwargs = str(function.get("function")), function._get_node("kwargs")
+        if name in BUILT_IN and BUILT_IN[name].tokenizer and OmegaConf.is_dict(kwargs):
+            _resolve(kwargs, BUILT_IN[name].tokenizer, directory)
     environment = layer._get_node("environment")
     if OmegaConf.is_dict(environment):
         _resolve_file(environment, "function", directory)

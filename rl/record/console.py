@@ -1,4 +1,4 @@
-"""What a person sees while a run goes on: one line per step, and a progress bar where there is a terminal."""
+"""What a person sees while a run goes on: one line per step, and on a terminal a live table below."""
 
 from __future__ import annotations
 
@@ -7,15 +7,19 @@ from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Self
 
-from rich.console import Console
+from rich.box import SIMPLE_HEAD
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
 from rich.text import Text
 
 from rl.record.log import CONSOLE
 
 
 class StepConsole:
-    """Prints steps as they complete. Without a terminal, as in the logs of a Ray job, it prints plain lines only.
+    """Prints steps as they complete. Without a terminal, as in the logs of a Ray job, it prints plain lines only; on
+    one, a table below the lines compares the last step with earlier ones, and bars show how far step and run are.
 
     Args:
         steps: of the whole run.
@@ -26,23 +30,30 @@ class StepConsole:
     def __init__(self, steps: int, *, done: int = 0, console: Console | None = None) -> None:
         self._steps = steps
         self._console = console or Console(highlight=False)
-        self._progress = Progress(
-            TextColumn("steps"),
-            BarColumn(bar_width=None),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TextColumn("left"),
-            TimeRemainingColumn(),
-            console=self._console,
-            transient=True,
-            disable=not self._console.is_terminal,
+        self._rows: dict[int, Mapping[str, float]] = {}
+        counts = (TextColumn("{task.description}"), BarColumn(bar_width=None), MofNCompleteColumn())
+        self._groups = Progress(*counts, TimeElapsedColumn(), console=self._console)
+        self._within = self._groups.add_task("groups", total=None)
+        self._whole = Progress(
+            *counts, TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(), console=self._console
         )
-        self._task = self._progress.add_task("steps", total=steps, completed=done)
+        self._task = self._whole.add_task("steps ", total=steps, completed=done)
+        self._live: Live | None = None
+        if self._console.is_terminal:
+            self._live = Live(get_renderable=self._view, console=self._console, transient=True)
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Print the line of a step and move the bar."""
+        """Print the line of a step, and move table and bar."""
+        self._rows = {n: row for n, row in self._rows.items() if n > step - _BACK or n == min(self._rows)}
+        self._rows[step] = dict(metrics)
         self._print(step_line(step, self._steps, metrics))
-        self._progress.update(self._task, completed=step)
+        self._whole.update(self._task, completed=step)
+
+    def progress(self, done: int, wanted: int) -> None:
+        """Within a step, or an evaluation: so many groups of those that are waited for are answered."""
+        if done < self._groups.tasks[0].completed:
+            self._groups.reset(self._within)
+        self._groups.update(self._within, completed=done, total=wanted)
 
     def note(self, text: str, style: str = "") -> None:
         """Print a line between the steps, e.g. that the engine is ready or that a gate fired."""
@@ -54,13 +65,42 @@ class StepConsole:
         CONSOLE.info(text.plain)
 
     def __enter__(self) -> Self:
-        self._progress.start()
+        if self._live is not None:
+            self._live.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._progress.stop()
+        if self._live is not None:
+            self._live.stop()
+
+    def _view(self) -> RenderableType:
+        bars = (self._groups, self._whole) if self._groups.tasks[0].total is not None else (self._whole,)
+        return Group(*([steps_table(self._rows)] if self._rows else []), *bars)
+
+
+def steps_table(rows: Mapping[int, Mapping[str, float]]) -> Table:
+    """The figures of a step's line, one a row: of the first step, of the last ones, and the newest at the right.
+
+    rows: by step, rising.
+    """
+    shown = [step for step in rows if step == min(rows) or step > max(rows) - _SHOWN]
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    table.add_column("step", style="dim")
+    for step in shown:
+        table.add_column(str(step), justify="right")
+    for label, name, format_value, style_of in _COLUMNS:
+        values = [rows[step].get(name) for step in shown]
+        if any(value is not None for value in values):
+            cells = [Text("") if v is None else Text(format_value(v), style=style_of(v)) for v in values]
+            table.add_row(label, *cells)
+    return table
+
+
+_SHOWN = 5
+"""Newest steps of the table, beside the first one."""
+_BACK = 2 * _SHOWN
 
 
 def step_line(step: int, steps: int, metrics: Mapping[str, float]) -> Text:

@@ -52,7 +52,7 @@ class Tracker:
         row: dict[str, Any] = {"step": step, **written}
         if records:
             write_rollouts(self._run_dir.rollouts(step), records if self._all_rollouts else shown(records))
-            if not self._wandb.is_lost and (step % TABLE_EVERY == 0 or step == self._last_step):
+            if step % TABLE_EVERY == 0 or step == self._last_step:
                 row["rollout/samples"] = table(
                     ["prompt", "conversation", "reward", "parts of it", "outcome", "mean abs d", "d by token"],
                     [_row_of_table(record) for record in shown(records)],

@@ -10,6 +10,7 @@ import os
 import uuid
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -18,6 +19,7 @@ from numerics.errors import UserError, user_error
 from numerics.files import write_atomically
 from rl.record.metrics import METRICS
 from rl.record.run_dir import RunDir
+from rl.record.wandb_upload import Upload
 
 if TYPE_CHECKING:
     import wandb
@@ -34,7 +36,7 @@ SUMMARIES = {
 """Metrics whose worst or last value, not the last row's, stands for the run in wandb's summary."""
 
 _FINISH_SECONDS = 120.0
-"""For what is not uploaded yet at the end. What stays behind is in the run's directory: `wandb sync` sends it."""
+"""For what is not uploaded yet at the end."""
 _DATA_DIR = "WANDB_DATA_DIR"
 _KEY = "tracking.wandb"
 
@@ -45,6 +47,7 @@ class WandbConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
     mode: Literal["offline", "online", "disabled"] = "offline"
+    """`online` records as `offline` does, into the run's directory, and a process beside the run uploads the file."""
     project: str = Field(default="fp8rl", min_length=1)
 
 
@@ -78,7 +81,8 @@ def check_wandb(config: WandbConfig) -> None:
 
 
 class WandbRun:
-    """A started run. The first call that fails loses it: `lost` is told once, and further calls do nothing.
+    """A started run. The first call that fails loses it: `lost` is told once, and further calls do nothing. Online,
+    `lost` is told too when the upload has ended; the file is then written on.
 
     Args:
         run: the run's directory, already created.
@@ -103,18 +107,26 @@ class WandbRun:
         self._sets_data_dir = _DATA_DIR not in os.environ
         if self._sets_data_dir:  # wandb would stage its tables in the user's home
             os.environ[_DATA_DIR] = str(run.path / "wandb" / "data")
+        self._upload: Upload | None = None
+        self._run: wandb.Run | None = None
         try:
-            self._run: wandb.Run | None = _start(run, experiment, config, resumed)
+            self._run = _start(run, experiment, config, resumed)
+            if config.mode == "online":
+                self._upload = Upload(Path(self._run.dir).parent, run.path / "wandb" / "upload.log")
         except BaseException:
             self._restore()
             raise
+        self._upload_lost = False
 
     @property
     def is_lost(self) -> bool:
-        return self._run is None
+        """Whether it is not recorded, or not uploaded, any more."""
+        return self._run is None or self._upload_lost
 
     def log(self, row: Mapping[str, Any]) -> None:
         self._send(lambda run: run.log(dict(row)))
+        if self._upload is not None and self._upload.ended and not self._upload_lost:
+            self._lose_upload(self._upload)
 
     def alert(self, title: str, text: str) -> None:
         """For what somebody should look at."""
@@ -132,6 +144,13 @@ class WandbRun:
         self._send(close)
         self._run = None
         self._restore()
+        upload, self._upload = self._upload, None
+        if upload is not None and not upload.finish(_FINISH_SECONDS) and not self._upload_lost:
+            self._lose_upload(upload)
+
+    def _lose_upload(self, upload: Upload) -> None:
+        self._upload_lost = True
+        self.lost(f"the upload to wandb has ended ({upload.remedy}")
 
     def _restore(self) -> None:
         if self._sets_data_dir:
@@ -161,18 +180,17 @@ def table(columns: list[str], rows: list[list[Any]]) -> wandb.Table:
 def _start(run: RunDir, experiment: Mapping[str, Any], config: WandbConfig, resumed: bool) -> wandb.Run:
     import wandb
 
-    online = config.mode == "online"
     try:
         started = wandb.init(
-            mode=config.mode,
+            mode="disabled" if config.mode == "disabled" else "offline",
             project=config.project,
             name=run.name,
             id=_id_of(run),
-            resume="allow" if online and resumed else None,
+            resume="allow" if resumed else None,  # for whoever uploads the file
             dir=run.path,
             config=dict(experiment),
             # The console stays ours: wandb would wrap stdout and print its own summary between the lines of the run.
-            settings=wandb.Settings(console="off", silent=not online, finish_timeout=_FINISH_SECONDS),
+            settings=wandb.Settings(console="off", silent=True),
         )
     except wandb.Error as error:
         raise UserError(f"{_KEY}: found {error}, expected that wandb starts. Set {_KEY}.mode=offline.") from error

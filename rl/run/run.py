@@ -151,6 +151,7 @@ class Run:
             )
             append_session(files.sessions, run.session)
             wandb_run.lost, stack.tell = run.note_wandb_lost, run.note_mended
+            stack.progress = console.progress
             if resume_step is not None:
                 why = f"lost the trainer ({lost}), and " if lost else ""
                 run.note_mended(RESUMED, 1, f"{why}resumed after step {step}")

@@ -100,6 +100,7 @@ class Stack:
         engines: none in a run that samples nothing.
         checkpoint: what the engines were last started from.
         tell: takes note of what was mended.
+        progress: told, while groups are waited for, how many of how many are answered.
         teacher: what the policy learns from, if that is a model.
     """
 
@@ -115,6 +116,7 @@ class Stack:
     engines: EnginePool
     checkpoint: Path
     tell: Tell = field(default=lambda metric, count, text: None)
+    progress: Callable[[int, int], object] = field(default=lambda done, wanted: None)
     teacher: Teacher | None = None
 
     @classmethod
@@ -246,7 +248,8 @@ class Stack:
 
     def wait_for_some(self, asked: Sequence[Asked], count: int) -> None:
         """Until `count` of the groups, or all of them, have their answers; see `collect`."""
-        while sum(item.answered for item in asked) < min(count, len(asked)):
+        while (answered := sum(item.answered for item in asked)) < min(count, len(asked)):
+            self.progress(answered, min(count, len(asked)))
             self._look_after([item.answers for item in asked if not item.answers.done()], FIRST_COMPLETED)
         self._hear()
 
@@ -262,7 +265,9 @@ class Stack:
 
     def _wait(self, asked: Sequence[Asked]) -> None:
         while not all(item.answers.done() for item in asked):
+            self.progress(sum(item.answered for item in asked), len(asked))
             self._look_after([item.answers for item in asked], FIRST_EXCEPTION)
+        self.progress(len(asked), len(asked))
         self._hear()
 
     def _look_after(self, answers: list[Future[list[Trajectory]]], until: str) -> None:

@@ -14,12 +14,14 @@ class BuiltIn:
 
     function: as an experiment could name it. cheap: so fast and safe that it needs no process of its own.
     reads: whether it can use a reference answer, and reference: what one must be, in words; None: it needs none.
+    tokenizer: the argument that names a directory with one, which is read before the start; empty: none does.
     """
 
     function: str
     cheap: bool = False
     reads: Callable[[str], bool] | None = None
     reference: str = ""
+    tokenizer: str = ""
 
 
 def _has_a_result(answer: str) -> bool:
@@ -43,4 +45,5 @@ BUILT_IN = {
     "length": BuiltIn("rollout.rewards.length:length", cheap=True),
     "environment": BuiltIn("rollout.rewards.environment:environment", cheap=True),
     "http": BuiltIn("rollout.rewards.http:http"),
+    "model": BuiltIn("rollout.rewards.model:model", tokenizer="tokenizer"),
 }

@@ -13,7 +13,7 @@ class RewardConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
     function: str = Field(min_length=1)
-    """One of ours (`integer`, `math`, `format`, `length`, `environment`, `http`), `package.module:name`, or
+    """One of ours (`integer`, `math`, `format`, `length`, `environment`, `http`, `model`), `package.module:name`, or
     `path/to/file.py:name`."""
     name: str | None = Field(default=None, pattern=r"^[A-Za-z0-9_.+-]+$")
     """In metrics, `rollout/reward/NAME`. Null: that of the function."""

@@ -8,6 +8,9 @@ from weakref import WeakKeyDictionary
 
 import httpx
 
+_IDLE_S = 1.0
+"""For which a connection is kept that nobody uses: services close theirs after 5 s or so, and a question that is asked
+at that moment would be lost."""
 _clients: WeakKeyDictionary[asyncio.AbstractEventLoop, httpx.AsyncClient] = WeakKeyDictionary()
 
 
@@ -17,10 +20,16 @@ async def http(question: str, answer: str, reference: str, finished: bool, token
     Raises:
         httpx.HTTPError: it does not answer, or with a status that is no success.
     """
+    asked = {"question": question, "answer": answer, "reference": reference, "finished": finished, "tokens": tokens}
+    return await posted(url, asked)
+
+
+async def posted(url: str, body: Any, headers: dict[str, str] | None = None) -> Any:
+    """What a service answers to a POST; both are JSON. Raises httpx.HTTPError, as `http` does."""
     loop = asyncio.get_running_loop()
     if loop not in _clients:
-        _clients[loop] = httpx.AsyncClient(timeout=None, limits=httpx.Limits(max_connections=256))
-    asked = {"question": question, "answer": answer, "reference": reference, "finished": finished, "tokens": tokens}
-    response = await _clients[loop].post(url, json=asked)
+        limits = httpx.Limits(max_connections=256, keepalive_expiry=_IDLE_S)
+        _clients[loop] = httpx.AsyncClient(timeout=None, limits=limits)
+    response = await _clients[loop].post(url, json=body, headers=headers)
     response.raise_for_status()
     return response.json()

@@ -16,9 +16,11 @@ from rl.experiment.preconditions.data import check_data
 from rl.experiment.preconditions.model import check_model_layout, read_model
 from rl.experiment.preconditions.resources import check_memory, check_port
 from rl.experiment.preconditions.teacher import check_teacher
-from rl.experiment.preconditions.tokenizer import read_tokenizer
+from rl.experiment.preconditions.tokenizer import check_chat_template, load_tokenizer, read_tokenizer
 from rl.record.wandb_run import check_wandb
 from rollout.environments.functions import load_environment
+from rollout.rewards.builtin import BUILT_IN
+from rollout.rewards.config import RewardConfig
 from rollout.rewards.functions import load_function
 from trainer.device import has_transformer_engine
 from trainer.lowering import lower
@@ -49,12 +51,20 @@ def check(experiment: Experiment, say: Callable[[str], object] = lambda text: No
     if experiment.needs_engines:
         load_environment(experiment.environment)
         for index, config in enumerate(experiment.rewards.functions):
-            load_function(config, f"rewards.functions.{index}")
+            _check_reward(config, f"rewards.functions.{index}")
         for place, own in enumerate(experiment.eval.sets):
             for index, config in enumerate(own.rewards.functions if own.rewards else ()):
-                load_function(config, f"eval.sets.{place}.rewards.functions.{index}")
+                _check_reward(config, f"eval.sets.{place}.rewards.functions.{index}")
         check_port(experiment.rollout)
     return model
+
+
+def _check_reward(config: RewardConfig, key: str) -> None:
+    """Whether the function is there, and a tokenizer that it needs."""
+    load_function(config, key)
+    if config.function in BUILT_IN and (name := BUILT_IN[config.function].tokenizer):
+        key, directory = f"{key}.kwargs.{name}", str(config.kwargs[name])
+        check_chat_template(load_tokenizer(directory, key), directory, key)
 
 
 def _check_sampling(experiment: Experiment) -> None:

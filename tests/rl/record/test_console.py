@@ -1,8 +1,10 @@
 import io
+import re
+import time
 
 from rich.console import Console
 
-from rl.record.console import StepConsole, format_difference, format_fraction, step_line
+from rl.record.console import StepConsole, format_difference, format_fraction, step_line, steps_table
 
 METRICS = {
     "rollout/reward_mean": 0.4321,
@@ -50,6 +52,40 @@ def test_without_a_terminal_lines_are_plain_whole_and_without_a_bar() -> None:
         console.step(2, METRICS)
     lines = output.getvalue().splitlines()
     assert lines == ["engine ready [1/1]", step_line(1, 2, METRICS).plain, step_line(2, 2, METRICS).plain]
+
+
+def test_progress_within_a_step_says_nothing_without_a_terminal() -> None:
+    output = io.StringIO()
+    with StepConsole(2, console=Console(file=output, width=40)) as console:
+        for done in range(9):
+            console.progress(done, 8)
+        console.step(1, METRICS)
+    assert output.getvalue().splitlines() == [step_line(1, 2, METRICS).plain]
+
+
+def test_a_terminal_shows_how_many_groups_of_the_step_are_answered() -> None:
+    output = io.StringIO()
+    terminal = Console(file=output, force_terminal=True, width=160, color_system=None)
+    with StepConsole(4, console=terminal) as console:
+        for done, wanted in ((3, 32), (32, 32), (1, 16)):
+            console.progress(done, wanted)
+            time.sleep(0.6)  # it is drawn four times a second
+        console.step(1, METRICS)
+    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", output.getvalue())
+    bars = [line for line in text.splitlines() if line.startswith("groups")]
+    assert list(dict.fromkeys(bar.split()[-2] for bar in bars)) == ["3/32", "32/32", "1/16"]
+
+
+def test_the_table_has_the_first_step_and_the_newest() -> None:
+    rows = {step: METRICS | {"rollout/reward_mean": step / 100} for step in (0, 10, 11, 12, 13, 14, 15)}
+    rows[0] = {"eval/accuracy": 0.387}
+    output = io.StringIO()
+    Console(file=output, width=120).print(steps_table(rows))
+    lines = [line.split() for line in output.getvalue().splitlines()]
+    assert lines[1] == ["step", "0", "11", "12", "13", "14", "15"]
+    assert ["reward", "0.110", "0.120", "0.130", "0.140", "0.150"] in lines
+    assert ["accuracy", "0.387"] in lines
+    assert not any("loss" in line for line in lines[2:3]), "reward comes first"
 
 
 def test_a_terminal_gets_lines_and_a_bar() -> None:

@@ -2,7 +2,9 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ import psutil
 import pytest
 import wandb
 
+import rl.record.wandb_run as wandb_run
 from numerics.errors import UserError
 from rl.record.metrics_log import read_metrics
 from rl.record.rollouts import RolloutRecord, read_rollouts
@@ -17,6 +20,8 @@ from rl.record.run_dir import RunDir
 from rl.record.tracking import WANDB_LOST, Tracker
 from rl.record.wandb_run import METRIC_GROUPS, WandbConfig, WandbRun, check_wandb
 from tests.support.paths import new_run
+from tests.support.servers import wait_until
+from tests.support.wandb_server import WandbServer, wandb_server
 
 SPEC = {"run": {"name": "demo", "steps": 2}, "trainer": {"lr": 1e-4}}
 
@@ -62,8 +67,8 @@ def tracking(
     lost: Callable[[str], object] = pytest.fail,
     resume_step: int | None = None,
 ) -> Tracker:
-    wandb_run = WandbRun(run, spec, config, resumed=resume_step is not None, lost=lost)
-    return Tracker(run, wandb_run, last_step=spec["run"]["steps"], resume_step=resume_step)
+    recording = WandbRun(run, spec, config, resumed=resume_step is not None, lost=lost)
+    return Tracker(run, recording, last_step=spec["run"]["steps"], resume_step=resume_step)
 
 
 def wandb_records(run: RunDir) -> list[dict[str, Any]]:
@@ -80,7 +85,7 @@ def of_type(records: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
 
 def test_wandb_gets_the_same_rows_over_the_step_axis(run: RunDir) -> None:
     with tracking(run, WandbConfig(mode="offline", project="test")) as tracker:
-        tracker.log(1, {"train/loss": 0.5, "eval/accuracy": float("nan")})
+        tracker.log(1, {"train/loss": 0.5, "eval/accuracy": float("nan"), "rollout/reward/length/long": -0.25})
         tracker.log(2, {"train/loss": 0.25}, RECORDS)
         tracker.finish({"accuracy_after": 0.9})
 
@@ -92,6 +97,9 @@ def test_wandb_gets_the_same_rows_over_the_step_axis(run: RunDir) -> None:
     assert axes == {f"{group}/*": "step" for group in METRIC_GROUPS}
     history = [record["item"] for record in of_type(records, "history")]
     assert [(row["step"], row["train/loss"]) for row in history] == [(1, 0.5), (2, 0.25)]
+    panels = {name.partition("/")[0] for row in history for name in row if not name.startswith("_")}
+    assert panels <= {*METRIC_GROUPS, "step"}, "nothing lands in wandb's unnamed group; the axis is hidden"
+    assert [m["name"] for m in of_type(records, "metric") if m.get("options", {}).get("hidden")] == ["step"]
     assert "eval/accuracy" not in history[0] and history[0]["tracking/nonfinite_dropped"] == 1
     (table_file,) = run.path.glob("wandb/offline-run-*/files/media/table/rollout/*.json")
     table = json.loads(table_file.read_text())
@@ -166,6 +174,120 @@ def test_a_resumed_run_continues_file_and_wandb_id(run: RunDir) -> None:
     assert [row["train/loss"] for row in read_metrics(run.metrics)] == [1.0, 2.0, 30.0]
     (resumed,) = of_type(wandb_records(run), "run")
     assert resumed["run_id"] == first_id
+
+
+@pytest.fixture
+def online(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[WandbServer]:
+    """A server of ours that wandb takes for its own, and an account there."""
+    wandb.teardown()  # it keeps what it once found in the environment
+    with wandb_server() as server:
+        account = {"WANDB_BASE_URL": server.url, "WANDB_API_KEY": "k" * 40}
+        for name, value in {**account, "HOME": str(tmp_path), "WANDB__FILE_STREAM_TRANSMIT_INTERVAL": "0.5"}.items():
+            monkeypatch.setenv(name, value)
+        yield server
+    wandb.teardown()
+
+
+ONLINE = WandbConfig(mode="online", project="test")
+
+
+def uploaded(run: RunDir, server: WandbServer) -> list[int]:
+    """The steps that the server has."""
+    return [row["step"] for row in server.history.get((run.path / "wandb/run_id").read_text(), [])]
+
+
+def sent_by_hand(run: RunDir) -> str:
+    """What `wandb sync` says of the run's newest file."""
+    (folder,) = sorted(run.path.glob("wandb/offline-run-*"))[-1:]
+    command = [sys.executable, "-m", "wandb", "sync", str(folder)]
+    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=120).stderr
+
+
+@pytest.mark.slow
+def test_a_run_is_uploaded_and_a_resumed_one_behind_it(run: RunDir, online: WandbServer) -> None:
+    with tracking(run, ONLINE) as tracker:
+        tracker.log(1, {"train/loss": 0.5})
+        tracker.log(2, {"train/loss": 0.25}, RECORDS)
+    assert uploaded(run, online) == [1, 2] and "CreateArtifact" in online.calls, "the table too"
+    with tracking(run, ONLINE, resume_step=2) as tracker:
+        tracker.log(3, {"train/loss": 0.125})
+    assert uploaded(run, online) == [1, 2, 3], "rows of before stay"
+    assert not children("wandb")
+
+
+@pytest.mark.slow
+def test_a_server_that_stalls_and_dies_costs_no_step_and_no_row(
+    run: RunDir, online: WandbServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(wandb_run, "_FINISH_SECONDS", 2.0)
+    said: list[str] = []
+    steps, seconds = list(range(1, 22)), []
+    with tracking(run, ONLINE, spec={"run": {"steps": 21}}, lost=said.append) as tracker:
+        for step in steps:
+            if step == 4:
+                assert wait_until(lambda: uploaded(run, online) == [1, 2, 3], 120), "while the run goes on"
+                online.stalls.set()
+            if step == 15:
+                online.die()
+            began = time.perf_counter()
+            tracker.log(step, {"train/loss": 1.0 / step}, RECORDS)
+            seconds.append(time.perf_counter() - began)
+    assert max(seconds[3:]) < 10.0, "wandb's own online mode waits for 31 s at a table, and gives up the run"
+    check_whole(run, steps, said, monkeypatch)
+
+
+@pytest.mark.slow
+def test_a_server_that_refuses_the_key_is_noticed_while_the_run_goes_on(
+    run: RunDir, online: WandbServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    online.refuses.set()
+    said: list[str] = []
+    with tracking(run, ONLINE, lost=said.append) as tracker:
+        tracker.log(1, {})
+        assert wait_until(lambda: not children("rl.record.wandb_upload"), 120)
+        tracker.log(2, {}, RECORDS)
+        assert tracker.log(3, {})[WANDB_LOST] == 1.0
+    check_whole(run, [1, 2, 3], said, monkeypatch)
+
+
+@pytest.mark.slow
+def test_an_upload_ends_with_a_driver_that_is_killed(run: RunDir, online: WandbServer) -> None:
+    with tracking(run, WandbConfig()) as tracker:
+        tracker.log(1, {"train/loss": 0.5})
+        (folder,) = run.path.glob("wandb/offline-run-*")
+        upload = f"from pathlib import Path as P; Upload(P({str(folder)!r}), P({str(run.path / 'upload.log')!r}))"
+        code = f"from rl.record.wandb_upload import Upload; {upload}; import time; time.sleep(600)"
+        driver = subprocess.Popen([sys.executable, "-c", code])
+        assert wait_until(lambda: online.calls != [], 120)
+        processes = psutil.Process(driver.pid).children(recursive=True)
+        driver.kill()
+        driver.wait()
+        assert len(processes) == 2 and not psutil.wait_procs(processes, timeout=20)[1], "wandb's own process too"
+
+
+def check_whole(run: RunDir, steps: list[int], said: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loss was said once, both files have every step, no process is left, and `wandb sync` uploads all."""
+    (sentence,) = said
+    assert sentence.startswith("the upload to wandb has ended (") and f"`wandb sync {run.path}" in sentence
+    assert [row["step"] for row in read_metrics(run.metrics)] == steps
+    records = wandb_records(run)
+    assert [row["item"]["step"] for row in of_type(records, "history")] == steps
+    assert [record["exit_code"] for record in of_type(records, "exit")] == [0]
+    assert not children("wandb")
+    with wandb_server() as other:
+        monkeypatch.setenv("WANDB_BASE_URL", other.url)
+        assert "Finished syncing" in sent_by_hand(run)
+        assert uploaded(run, other) == steps
+
+
+def children(named: str) -> list[psutil.Process]:
+    """Of this process, directly or not, with this in their command lines."""
+    found = []
+    for process in psutil.Process().children(recursive=True):
+        with suppress(psutil.NoSuchProcess):
+            if named in " ".join(process.cmdline()):
+                found.append(process)
+    return found
 
 
 def test_training_goes_on_without_wandbs_process(run: RunDir) -> None:

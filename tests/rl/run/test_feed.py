@@ -53,6 +53,7 @@ class Engines(Stack):
 
     def __init__(self) -> None:
         self.judge, self.conversations = judge(), None
+        self.progress = lambda done, wanted: None
         self.version, self.asked = 0, cast(list[Asked], [])
         self.tokenizer = cast(Any, Letters())
         self.trainer = cast(Any, SimpleNamespace(weight_version=0))
