@@ -51,7 +51,7 @@ def service() -> Iterator[str]:
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             asked = json.loads(self.rfile.read(int(self.headers["content-length"])))
-            body = json.dumps({"letters": len(asked["answer"]), "tokens": asked["tokens"]}).encode()
+            body = json.dumps({"letters": len(asked["answer"]), "tokens": asked["tokens"], **asked["fields"]}).encode()
             self.send_response(500 if asked["answer"] == "bad" else 200)
             self.send_header("content-length", str(len(body)))
             self.end_headers()
