@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -14,14 +15,25 @@ at that moment would be lost."""
 _clients: WeakKeyDictionary[asyncio.AbstractEventLoop, httpx.AsyncClient] = WeakKeyDictionary()
 
 
-async def http(question: str, answer: str, reference: str, finished: bool, tokens: int, url: str) -> Any:
+async def http(
+    question: str,
+    answer: str,
+    reference: str,
+    fields: Mapping[str, Any],
+    finished: bool,
+    tokens: int,
+    turns: Sequence[Any],
+    outcome: Mapping[str, float],
+    url: str,
+) -> Any:
     """What the service at `url` answers to a POST of all of this as JSON: a number, or named numbers.
 
     Raises:
         httpx.HTTPError: it does not answer, or with a status that is no success.
     """
-    asked = {"question": question, "answer": answer, "reference": reference, "finished": finished, "tokens": tokens}
-    return await posted(url, asked)
+    asked = {"question": question, "answer": answer, "reference": reference, "fields": fields}
+    more = {"finished": finished, "tokens": tokens, "turns": turns, "outcome": outcome}
+    return await posted(url, asked | more)
 
 
 async def posted(url: str, body: Any, headers: dict[str, str] | None = None) -> Any:

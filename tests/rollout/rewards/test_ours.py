@@ -194,7 +194,7 @@ def test_what_a_reward_model_may_answer(
 
 
 def letters(path: str, headers: Any, body: Any) -> Any:
-    return {"letters": len(body["answer"]), "tokens": body["tokens"]}
+    return {"letters": len(body["answer"]), "tokens": body["tokens"], **body["fields"]}
 
 
 @contextmanager
@@ -205,7 +205,7 @@ def service(reply: Callable[[str, Any, Any], Any] = letters) -> Iterator[str]:
         def do_POST(self) -> None:
             asked = json.loads(self.rfile.read(int(self.headers["content-length"])))
             body = json.dumps(reply(self.path, self.headers, asked)).encode()
-            self.send_response(200)
+            self.send_response(500 if asked.get("answer") == "bad" else 200)
             self.send_header("content-length", str(len(body)))
             self.end_headers()
             self.wfile.write(body)
