@@ -16,7 +16,7 @@ class ObjectiveOutput:
 
     Attributes:
         loss: scalar with gradient.
-        metrics: detached scalars by name, e.g. `train/entropy`.
+        metrics: scalars by name, e.g. `train/entropy`; their gradients are dropped.
     """
 
     loss: Tensor
@@ -35,7 +35,8 @@ class Objective(Protocol):
 
         Args:
             logprobs: fp32 [B, S] with gradient, aligned as in :class:`TokenBatch`; index 0 and padding are ignored.
-            entropy: fp32 [B, S], detached, of the distribution each token was scored under.
+            entropy: fp32 [B, S] with gradient, of the distribution each token was scored under, at the temperature of
+                the batch and over the whole vocabulary.
             batch: the same rows; its tensors are on the device of `logprobs`.
         """
         ...

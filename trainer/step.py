@@ -144,7 +144,8 @@ def _loss(
         loss = logprobs.sum() * 0.0
     else:
         output = objective(logprobs, F.pad(torch.where(real, entropy, 0.0), (1, 0)), batch)
-        loss, metrics = output.loss, output.metrics
+        loss = output.loss
+        metrics = {name: value.detach() for name, value in output.metrics.items()}
     kept = _MicroOutput(micro.rows, logprobs.detach(), loss.detach().float(), metrics, routes, _draws(logits, batch))
     return loss, torch.zeros([], dtype=torch.int, device=loss.device), kept
 

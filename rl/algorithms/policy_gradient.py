@@ -1,6 +1,6 @@
 """What the algorithms that learn from rewards share: the settings, and the objective that they make.
 
-loss = aggregation over the used tokens of  surrogate(logprob, old, advantage) · w,  0 if rejected
+loss = aggregation over the used tokens of  surrogate(logprob, old, advantage) · w,  0 if rejected,  - entropy bonus
 
 An algorithm is a file beside this one: a subclass with its name, its defaults and its advantages, and its surrogate if
 that is another.
@@ -53,6 +53,9 @@ class PolicyGradient(AlgorithmConfig):
     clip_dual: float | None = Field(default=None, gt=1.0)
     """Where the advantage is negative, the loss is at most this times its size (dual clip). Null: off, as in the paper;
     verl has 3.0."""
+    entropy: float = Field(default=0.0, ge=0.0)
+    """What a nat of the policy's entropy takes off the loss of a token, so that the policy stays varied. 0: no bonus,
+    and the entropy is a metric alone."""
     ratio: RatioSource | None = None
     """Where the policy ratio's old log-probabilities come from. `recompute`: the trainer's, from before the update; as
     a batch gets one update, the training forward is that pass, and the ratio is 1. `bypass`: the engine's, so that
@@ -165,14 +168,18 @@ class PolicyGradient(AlgorithmConfig):
     def formula(self) -> str:
         mean = FORMULAS[self.loss_aggregation].format(length=self.loss_length or "rollout.max_new_tokens")
         dual = "" if self.clip_dual is None else f", at most {self.clip_dual:g} |A| where A < 0"
+        surrogate = f"{self.surrogate_text}{dual}{' · w' * self.correction.weighs}"
+        bonus = f" - {self.entropy:g} H" * (self.entropy > 0)
         lines = {
-            "loss": f"{mean}; a token's loss is {self.surrogate_text}{dual}{' · w' * self.correction.weighs}",
+            "loss": f"{mean}; a token's loss is {surrogate}{bonus}",
             "r": f"{self.ratio_text}, clipped to [{1 - self.clip_low:g}, {1 + self.clip_high:g}]",
             "old": OLD[self.ratio or "recompute"],
             "A": self.advantage_text + ", whitened over the tokens of the batch" * self.whiten_advantages,
         }
         if self.overlong is not None:
             lines["R"] = self.overlong.formula()
+        if self.entropy:
+            lines["H"] = "entropy of the policy where it chose the token, over the whole vocabulary, in nats"
         return "\n".join(f"{name:<4} = {text}" for name, text in (lines | self.correction.formula()).items())
 
     def remarks(self) -> list[str]:
@@ -190,7 +197,7 @@ class PolicyGradient(AlgorithmConfig):
 
 @dataclass(frozen=True)
 class PolicyObjective:
-    """The loss of a step: surrogate · w per token, 0 if rejected, and their mean.
+    """The loss of a step: surrogate · w per token, 0 if rejected, less the entropy bonus, and their mean.
 
     old is the rollout logprob under `bypass`, else `fields["old_logprobs"]` where present, else the logprob itself,
     detached. The weight w and the rejection come from old and rollout logprobs, see `rl.algorithms.corrections`,
@@ -234,7 +241,10 @@ class PolicyObjective:
         term = self.algorithm.surrogate(logprobs, old, advantages, used)
         # Without rollout logprobs nothing is corrected: every ratio is 1.
         weight, kept = self.correction(old, fields.get("rollout_logprobs", old), used)
-        loss = self.aggregate(torch.where(kept, term.losses * weight, 0.0), used)
+        losses = torch.where(kept, term.losses * weight, 0.0)
+        if self.algorithm.entropy:
+            losses = losses - self.algorithm.entropy * torch.where(used, entropy, 0.0)
+        loss = self.aggregate(losses, used)
 
         def token_mean(values: Tensor) -> Tensor:
             return torch.where(used, values, 0.0).sum().detach() / self.aggregate.tokens

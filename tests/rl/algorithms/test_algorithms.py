@@ -205,6 +205,33 @@ def test_on_fresh_tokens_with_equal_logprobs_every_correction_is_the_identity_bi
         assert torch.equal(without, with_it)
 
 
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", LEARNS_FROM_REWARDS)
+def test_the_entropy_bonus_is_a_mean_of_the_same_kind_as_the_loss(name: str, mode: Mode) -> None:
+    plain, chosen = (algorithm(name, loss_aggregation=mode, entropy=c) for c in (0.0, 0.01))
+    batch, logprobs = sampled(seed=1)
+    batch = with_advantages(batch, plain)
+    entropy = torch.rand(logprobs.shape, generator=torch.Generator().manual_seed(5)).requires_grad_()
+    without, with_it = (each.objective(batch)(logprobs, entropy, batch) for each in (plain, chosen))
+    sequences = []
+    for row, length in enumerate(LENGTHS):
+        used = [PROMPT + i for i in range(length) if math.isfinite(batch.fields["rollout_logprobs"][row, PROMPT + i])]
+        sequences += [[entropy[row, i].double() for i in used]] if used else []
+    sums = [torch.stack(each).sum() for each in sequences]
+    expected = {
+        "token_mean": torch.stack(sums).sum() / sum(map(len, sequences)),
+        "seq_mean_token_mean": torch.stack([total / len(each) for total, each in zip(sums, sequences)]).mean(),
+        "seq_mean_token_sum": torch.stack(sums).mean(),
+        "seq_mean_token_sum_norm": torch.stack(sums).mean() / 20,
+    }[mode]
+    assert (without.loss - with_it.loss).item() == pytest.approx(0.01 * expected.item(), rel=1e-3)
+    (grad,) = torch.autograd.grad(with_it.loss, entropy)
+    (grad64,) = torch.autograd.grad(-0.01 * expected, entropy)
+    assert torch.allclose(grad, grad64, rtol=1e-5)
+    assert not without.loss.requires_grad, "without a coefficient nothing of it reaches the loss"
+    assert with_it.metrics["train/entropy"] == without.metrics["train/entropy"]
+
+
 def one_row(advantage: float, log_ratios: list[float]) -> tuple[TokenBatch, torch.Tensor]:
     """A row of one prompt token and targets of these log-ratios to the old ones."""
     width = 1 + len(log_ratios)
@@ -317,6 +344,7 @@ def test_a_formula_says_what_the_settings_make_of_it() -> None:
     ]
     assert "reward - 1 · min(1, max(0, length - (20 - 4)) / 4)" in algorithm("dapo").formula()
     assert "mean over sequences of Σ loss / 20" in algorithm("drgrpo").formula()
+    assert "max(-A r, -A clip(r)) · w - 0.01 H\n" in algorithm("grpo", entropy=0.01).formula()
     for name in ALGORITHMS:
         assert algorithm(name).formula().startswith("loss = ")
 
