@@ -334,14 +334,17 @@ class Stack:
 
 
 def _start_trainer(experiment: Experiment, numerics: NumericsConfig, seats: Seats) -> TrainerGroup:
+    algorithm = experiment.algorithm
     return TrainerGroup.start(
         Path(experiment.model.path),
         experiment.trainer,
         numerics,
         seed=experiment.run.seed,
-        total_steps=experiment.run.steps,
+        total_steps=experiment.run.steps * algorithm.updates,
         max_sequence_length=experiment.rollout.context_length,
         seats=seats.trainer(),
+        reference="reference_logprobs" in algorithm.scored_fields,
+        critic=algorithm.critic_config(experiment.trainer),
     )
 
 
