@@ -246,7 +246,7 @@ class PolicyGradient(AlgorithmConfig):
         lines = {
             "loss": f"{mean}; a token's loss is {surrogate}{bonus}",
             "r": f"{self.ratio_text}, clipped to [{1 - self.clip_low:g}, {1 + self.clip_high:g}]",
-            "old": OLD[self.ratio or "recompute"],
+            "old": OLD[self.ratio or "recompute"] + f", the first of {self.updates} of a batch" * (self.updates > 1),
             "A": self.advantage_text + ", whitened over the tokens of the batch" * self.whiten_advantages,
         }
         if self.overlong is not None:

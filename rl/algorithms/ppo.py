@@ -75,14 +75,15 @@ class Ppo(PolicyGradient):
 
     @property
     def advantage_text(self) -> str:
-        return f"GAE over the tokens with a loss, gamma {self.gamma:g}, lambda {self.gae_lambda:g}"
+        return f"GAE of q over the tokens with a loss, gamma {self.gamma:g}, lambda {self.gae_lambda:g}"
 
     def formula_lines(self) -> dict[str, str]:
-        bound = f", V within {self.value_clip:g} of what it was" * (self.value_clip is not None)
+        bound = "" if self.value_clip is None else f", the larger of it and of V held within {self.value_clip:g}"
         price = f" - {self.kl.reward.coefficient:g} (old - reference) at each token" * (self.kl.reward.coefficient > 0)
         return super().formula_lines() | {
             "q": f"R at the last token{price}",
-            "V": f"the critic's, by Σ max (V - (A + V))² / 2 / tokens{bound}, A before whitening",
+            "V": f"the critic's, of loss Σ (V - G)² / 2 / tokens{bound}",
+            "G": "A before it is whitened + V before the update",
         }
 
     def remarks(self) -> list[str]:

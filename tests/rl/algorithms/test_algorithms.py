@@ -359,6 +359,11 @@ def test_a_formula_says_what_the_settings_make_of_it() -> None:
     ]
     assert "reward - 1 · min(1, max(0, length - (20 - 4)) / 4)" in algorithm("dapo").formula()
     assert "mean over sequences of Σ loss / 20" in algorithm("drgrpo").formula()
+    several = algorithm("grpo", updates_per_batch=2, epochs=3).formula()
+    assert "old  = the trainer's before the update, the first of 6 of a batch\n" in several
+    assert "q    = R at the last token - 0.1 (old - reference) at each token\n" in (
+        algorithm("ppo", kl={"reward": {"coefficient": 0.1}}).formula()
+    )
     assert "max(-A r, -A clip(r)) · w - 0.01 H\n" in algorithm("grpo", entropy=0.01).formula()
     for name in ALGORITHMS:
         assert algorithm(name).formula().startswith("loss = ")
