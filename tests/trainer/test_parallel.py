@@ -71,6 +71,7 @@ class Case:
         out["resumed"] = two_steps(trainer)
         trainer.save(self.saved, {"layout": config.model_dump()})
         out["non-finite"] = self._non_finite(trainer)
+        out["reference"] = self._frozen(layout, config)
         out["critic"] = valued(layout, config, self.moe_path, self.k_splits)
         out["gradients"] = gradients(self._trainer(layout, config, self.moe_path, "bf16", torch.float32))
         return out
@@ -95,6 +96,14 @@ class Case:
 
         numerics = NumericsConfig(spec=QuantSpec.preset("fp8_block_pow2"), trainer=precision, k_splits=self.k_splits)
         return Trainer(path, config, numerics, layout, seed=0, total_steps=100, max_sequence_length=LENGTH, dtype=dtype)
+
+    def _frozen(self, layout: Layout, config: TrainerConfig) -> Any:
+        """What a model without an optimizer makes of the batch."""
+        from trainer.scorer import Scorer
+
+        numerics = NumericsConfig(spec=QuantSpec.preset("fp8_block_pow2"), trainer="fp8", k_splits=self.k_splits)
+        frozen = Scorer(self.moe_path, config, numerics, layout, max_sequence_length=LENGTH)
+        return reported(layout, frozen.score(random_batch(**BATCH)))
 
     def _routed(self, layout: Layout, trainer: Any) -> Any:
         if trainer.config.pp == 1:
@@ -245,6 +254,7 @@ def test_logprobs_are_bit_equal(outcome: Outcome, one_rank: Any, moe_path: Path,
         expected = torch.empty_like(values)
         expected[rows] = values
         assert torch.equal(outcome.scores(key), expected), key
+    assert torch.equal(outcome.scores("reference"), outcome.scores("moe/fp8"))
 
 
 @pytest.mark.slow
