@@ -20,6 +20,7 @@ from rl.record.metrics_log import Row
 from rl.run.clock import StepClock
 from rl.run.feed import SampledFeed
 from rl.run.interrupts import Closing
+from rl.run.learning import Lesson
 from rl.run.stack import Stack
 
 ROUNDS, BLOCK = 5, 6
@@ -103,11 +104,12 @@ def block(stack: Stack, settings: list[str], steps: int = BLOCK) -> float:
     for step in range(1, steps + 2):
         began = time.perf_counter()
         work = feed.take(step, trainer.weight_version, StepClock())
-        trainer.forward_backward(work.batch, experiment.algorithm.objective(work.batch))
+        lesson = Lesson.of(trainer, work.batch, work.outcomes, experiment.algorithm)
+        first = lesson.gradients(trainer, 0)
         ahead = feed.ahead(StepClock())
         if ahead is not None:
             trainer.score_routed(ahead.tokens)
-        trainer.update()
+        lesson.learn(trainer, first, step)
         stack.sync()
         times.append(time.perf_counter() - began)
     feed.ahead(StepClock())

@@ -17,9 +17,11 @@ from rl.run.checkpoints import is_due
 from rl.run.clock import StepClock
 from rl.run.evaluation import Evaluation, agreement_on
 from rl.run.feed import Batch, Work, open_feed
+from rl.run.learning import Lesson
 from rl.run.records import rollout_records, throughput, train_metrics
 from rl.run.run import Run
 from trainer.actor import TrainerGroup
+from trainer.batch import TokenBatch
 from trainer.errors import NonFiniteLossError
 from trainer.result import PassResult
 
@@ -45,14 +47,15 @@ def train(run: Run) -> str:
     clock = StepClock()
     for step in range(run.step + 1, experiment.run.steps + 1):
         run.step = step
-        work = feed.take(step, trainer.weight_version, clock)
+        version = trainer.weight_version
+        work = feed.take(step, version, clock)
 
         with clock.phase("train"):
             attempt = _attempt(trainer, work, guard.algorithm, replay=guard.replays)
         ahead = feed.ahead(clock)
         evaluated = _finished(evaluation, clock) if evaluation.under_way else {}
-        # One update per batch: the training forward is the scoring at the trainer's weights. Where older ones have
-        # sampled the batch, answers to later steps show whether both sides agree.
+        # The scoring is of the trainer's weights before the first update: the training forward, where there is one
+        # update alone. Where older ones have sampled the batch, answers to later steps show whether both sides agree.
         with clock.phase("monitor"):
             fresh = _scored(trainer, ahead)
             attempt = attempt.beside(fresh)
@@ -69,14 +72,19 @@ def train(run: Run) -> str:
                 metrics |= again
                 verdict = guard.recheck(step, verdict, again, attempt.fault, capsule)
                 run.keep(verdict, attempt.evidence, cap, attempt.faulty_rows)
-            if not verdict.withheld:
-                metrics["train/lr"] = trainer.update()
+            if not verdict.withheld and attempt.lesson is not None:
+                learnt, error = attempt.lesson.learn(trainer, attempt.result, step)
+                metrics |= learnt
+                if error is not None:  # in a later update than the first; those before it stay
+                    verdict = guard.recheck(step, verdict, {}, _fault(error, work), None)
+                    run.keep(verdict, None, cap)
         evaluates = evaluation.is_due(step)
         with clock.phase("sync"):
             if verdict.fall_back:
                 run.fall_back_to_bf16()
                 feed.renew()
-            if verdict.resync or ((algorithm.samples or evaluates) and not verdict.withheld):
+            trained = trainer.weight_version != version
+            if verdict.resync or ((algorithm.samples or evaluates) and trained):
                 metrics |= run.sync().metrics()
         metrics |= guard.metrics(verdict) | evaluated
 
@@ -87,7 +95,7 @@ def train(run: Run) -> str:
         if is_due(experiment, step) or verdict.stop:
             with clock.phase("checkpoint"):
                 run.checkpoints.begin(trainer, run.standing, step, feed.state())
-        row = _record(run, metrics, clock, work, logprobs)
+        row = _record(run, metrics, clock, dataclasses.replace(work, batch=attempt.batch), logprobs)
         if verdict.stop:
             return verdict.stop
     trainer.export_hf(run.files.model)
@@ -96,11 +104,15 @@ def train(run: Run) -> str:
 
 @dataclass(frozen=True)
 class Attempt:
-    """A pass over a batch. With a `fault` there are no gradients to apply, and loss and norm are NaN.
+    """A pass over a batch, or over the rows of its first update. With a `fault` there are no gradients to apply, and
+    loss and norm are NaN.
 
+    batch: the whole, with what it teaches. lesson: what its updates take; None where a fault came before.
     evidence: both sides' view of the batch; None where nothing was sampled.
     """
 
+    batch: TokenBatch
+    lesson: Lesson | None
     result: PassResult
     evidence: Evidence | None
     fault: Fault | None
@@ -122,20 +134,22 @@ class Attempt:
 
 
 def _attempt(trainer: TrainerGroup, work: Work, algorithm: AlgorithmConfig, *, replay: bool) -> Attempt:
-    """The gradients of a batch, which `update` may apply; replay: at the engine's choice of experts."""
-    batch, fault = dataclasses.replace(work.batch, replay=replay), None
+    """The gradients of a batch's first update, which may be applied; replay: at the engine's choice of experts."""
+    batch, lesson, fault = dataclasses.replace(work.batch, replay=replay), None, None
     try:
         if not bool(used_tokens(batch).any()):
             raise NonFiniteLossError("found no finite rollout logprob, so check the engine", range(batch.rows))
-        result = trainer.forward_backward(batch, algorithm.objective(batch))
+        lesson = Lesson.of(trainer, batch, work.outcomes, algorithm)
+        result = lesson.gradients(trainer, 0)
     except NonFiniteLossError as error:
         fault, scored = _fault(error, work), trainer.score_routed(batch)
         result = PassResult(scored.logprobs, {}, math.nan, math.nan, 0.0, scored.routes, scored.draws)
     evidence = None
     if work.versions is not None:
         at = trainer.weight_version
-        evidence = Evidence(batch, work.versions, at, result.logprobs, result.routes, result.draws)
-    return Attempt(result, evidence, fault)
+        seen = dataclasses.replace(batch, fields={"rollout_logprobs": batch.fields["rollout_logprobs"]})
+        evidence = Evidence(seen, work.versions, at, result.logprobs, result.routes, result.draws)
+    return Attempt(batch if lesson is None else lesson.batch, lesson, result, evidence, fault)
 
 
 def _scored(trainer: TrainerGroup, ahead: Batch | None) -> Evidence | None:

@@ -7,7 +7,7 @@ import pickle
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import ray
 import torch
@@ -20,6 +20,9 @@ from trainer.config import TrainerConfig
 from trainer.objective import Objective
 from trainer.result import PassResult, RankPassResult, Scored
 from trainer.seat import Seat
+
+if TYPE_CHECKING:
+    from trainer.roles import Role
 
 # Actors share the machine with the engine and mostly wait for each other, so that they ask Ray for no CPU of their own.
 _CPUS_PER_RANK = 0
@@ -47,11 +50,11 @@ class TrainerDiedError(RuntimeError):
 
 
 class TrainerActor:
-    """One rank. It holds a `trainer.trainer.Trainer` from `start` on."""
+    """One rank. It holds its models, `trainer.roles.Roles`, from `start` on."""
 
     def __init__(self, rank: int, config: TrainerConfig) -> None:
         self.rank, self.config = rank, config
-        self._trainer: Any = None
+        self._roles: Any = None
         self._store: Any = None
         self._staged: Any = None
 
@@ -68,35 +71,39 @@ class TrainerActor:
         return self._store.port
 
     def start(self, host: str, port: int, model_path: Path, numerics: NumericsConfig, **options: Any) -> None:
-        """Join the other ranks and build the trainer; `options` are the keywords of `Trainer`."""
+        """Join the other ranks and build the models; `options` are the keywords of `Roles`."""
         from trainer import device, parallel
 
         device.start(self.rank, numerics)
-        from trainer.trainer import Trainer, check_row_invariance
+        from trainer.roles import Roles
+        from trainer.trainer import check_row_invariance
 
         if numerics.mode == "exact":
             check_row_invariance()
         if self._store is None and self.config.world_size > 1:
             self._store = parallel.join_store(host, port, self.config.world_size)
         layout = parallel.initialize(self.config, self.rank, self._store, host)
-        self._trainer = Trainer(model_path, self.config, numerics, layout, **options)
+        self._roles = Roles(model_path, self.config, numerics, layout, **options)
 
-    def forward_backward(self, batch: TokenBatch, objective: Objective) -> RankPassResult | None:
+    def forward_backward(self, batch: TokenBatch, objective: Objective, role: Role) -> RankPassResult | None:
         """The rank's pass; None on ranks that another one of the same data-parallel share speaks for."""
-        done = self._trainer.forward_backward(batch, objective)
-        return done if self._trainer.layout.reports else None
+        done = self._roles.trained(role).forward_backward(batch, objective)
+        return done if self._roles.policy.layout.reports else None
 
-    def update(self) -> float:
-        lr: float = self._trainer.update()
+    def update(self, role: Role) -> float:
+        lr: float = self._roles.trained(role).update()
         return lr
 
-    def score_routed(self, batch: TokenBatch) -> tuple[list[int], Scored] | None:
+    def score_routed(self, batch: TokenBatch, role: Role) -> tuple[list[int], Scored] | None:
         """The rank's rows and their scores, as in :meth:`forward_backward`."""
-        scored = self._trainer.score_routed(batch)
-        return scored if self._trainer.layout.reports else None
+        scored = self._roles.models[role].score_routed(batch)
+        return scored if self._roles.policy.layout.reports else None
+
+    def set_numerics(self, numerics: NumericsConfig) -> None:
+        self._roles.set_numerics(numerics)
 
     def stage(self, path: Path, extra: dict[str, Any], texts: Mapping[str, str]) -> None:
-        self._staged = self._trainer.stage(path, extra, texts)
+        self._staged = self._roles.stage(path, extra, texts)
 
     @ray.method(concurrency_group=_WRITER)
     def write(self) -> bytes:
@@ -109,27 +116,27 @@ class TrainerActor:
         self._staged.publish([pickle.loads(part) for part in parts])
 
     def load(self, path: Path) -> tuple[int, dict[str, Any]]:
-        extra = self._trainer.load(path)
-        return self._trainer.weight_version, extra
+        extra = self._roles.load(path)
+        return self._roles.policy.weight_version, extra
 
     def export_hf(self, path: Path) -> None:
-        self._trainer.export_hf(path)
+        self._roles.policy.export_hf(path)
 
     def apply(self, function: Callable[..., T], *args: Any) -> T:
-        return function(self._trainer, *args)
+        return function(self._roles.policy, *args)
 
     def stop(self) -> None:
         from trainer import parallel
 
-        self._trainer = None
+        self._roles = None
         parallel.shutdown()
 
 
 class TrainerGroup:
-    """All ranks of one trainer. Calls block until every rank is done.
+    """All ranks of one trainer. Calls block until every rank is done, and speak of the policy unless they name a role.
 
     Attributes:
-        weight_version: optimizer steps taken.
+        weight_version: optimizer steps of the policy.
 
     Raises:
         TrainerDiedError: from any method, when a rank's process has ended.
@@ -150,10 +157,13 @@ class TrainerGroup:
         total_steps: int,
         max_sequence_length: int,
         seats: Sequence[Seat] | None = None,
+        reference: bool = False,
+        critic: TrainerConfig | None = None,
     ) -> TrainerGroup:
         """Start the ranks on the running Ray cluster and load the model.
 
-        seats: where each rank runs; None: on one machine, without GPUs.
+        seats: where each rank runs; None: on one machine, without GPUs. reference: hold a copy of the model that stays
+        as it is. critic: how a critic is trained, if there is one.
 
         Raises:
             UserError: the model, the layout and the sizes do not fit together.
@@ -176,6 +186,8 @@ class TrainerGroup:
                 seed=seed,
                 total_steps=total_steps,
                 max_sequence_length=max_sequence_length,
+                reference=reference,
+                critic=critic,
             )
         except BaseException:
             group.shutdown()
@@ -183,13 +195,13 @@ class TrainerGroup:
         group._started = True
         return group
 
-    def forward_backward(self, batch: TokenBatch, objective: Objective) -> PassResult:
-        """The gradients of a batch, which `update` applies and another pass forgets.
+    def forward_backward(self, batch: TokenBatch, objective: Objective, role: Role = "policy") -> PassResult:
+        """The gradients of a batch, which `update` applies and another pass of that role forgets.
 
         Raises:
             NonFiniteLossError: a loss or the gradient norm is not finite; there is nothing to apply.
         """
-        parts = self._all("forward_backward", ray.put(batch), ray.put(objective))
+        parts = self._all("forward_backward", ray.put(batch), ray.put(objective), role)
         parts = [part for part in parts if part is not None]
         return replace(
             parts[0].result,
@@ -199,10 +211,10 @@ class TrainerGroup:
             seconds=max(part.result.seconds for part in parts),
         )
 
-    def update(self) -> float:
+    def update(self, role: Role = "policy") -> float:
         """One optimizer step with the gradients of the last `forward_backward`; the learning rate used."""
-        lr: float = self._all("update")[0]
-        self.weight_version += 1
+        lr: float = self._all("update", role)[0]
+        self.weight_version += role == "policy"
         return lr
 
     def train_step(self, batch: TokenBatch, objective: Objective) -> PassResult:
@@ -211,18 +223,26 @@ class TrainerGroup:
         self.update()
         return result
 
-    def score(self, batch: TokenBatch) -> Tensor:
-        """Log-probabilities fp32 [B, S] of the batch, zero at index 0 and in the padding."""
-        return self.score_routed(batch).logprobs
+    def score(self, batch: TokenBatch, role: Role = "policy") -> Tensor:
+        """Log-probabilities, or a critic's values, fp32 [B, S] of the batch, zero at index 0 and in the padding."""
+        return self.score_routed(batch, role).logprobs
 
-    def score_routed(self, batch: TokenBatch) -> Scored:
+    def score_routed(self, batch: TokenBatch, role: Role = "policy") -> Scored:
         """Log-probabilities, the router's own choice for a batch with routes, and draws for one with seeds."""
-        parts = [part for part in self._all("score_routed", ray.put(batch)) if part is not None]
+        parts = [part for part in self._all("score_routed", ray.put(batch), role) if part is not None]
         return Scored(
             logprobs=_logprobs([(rows, scored.logprobs) for rows, scored in parts], batch),
             routes=_routes([(rows, scored.routes) for rows, scored in parts], batch),
             draws=_draws([(rows, scored.draws) for rows, scored in parts], batch),
         )
+
+    def set_numerics(self, numerics: NumericsConfig) -> None:
+        """Have every model compute in other numerics of the same mode from now on, with the same weights.
+
+        Raises:
+            UserError: the model's sizes do not fit the spec; nothing has changed then.
+        """
+        self._all("set_numerics", numerics)
 
     def save(self, path: Path, extra: dict[str, Any], texts: Mapping[str, str] | None = None) -> None:
         """Write a checkpoint with `extra` (JSON values) and `texts` (further files, by name): `stage` and `write`."""
@@ -258,7 +278,7 @@ class TrainerGroup:
         self._all("export_hf", Path(path).absolute())
 
     def apply(self, function: Callable[..., T], *args: Any) -> list[T]:
-        """Run `function(trainer, *args)` on every rank; the results in rank order."""
+        """Run `function(trainer, *args)` on every rank, with the policy's trainer; the results in rank order."""
         return self._all("apply", function, *args)
 
     def shutdown(self) -> None:

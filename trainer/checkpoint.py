@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import distrib_optimizer
 
@@ -28,9 +30,19 @@ _EXTRA = "_extra_state"
 """In the names of what TransformerEngine's modules keep for other recipes than block scaling, which has no history."""
 
 
-def stage(
-    path: Path, model: GPTModel, optimizer: Optimizer, step: int, extra: dict[str, Any], texts: Mapping[str, str]
-) -> Staged:
+@dataclass(frozen=True)
+class Trained:
+    """What training changes of one model."""
+
+    model: GPTModel
+    optimizer: Optimizer
+
+
+Parts = Mapping[str, Trained]
+"""What a checkpoint holds, by name: `""` is the policy, others lie beside it."""
+
+
+def stage(path: Path, parts: Parts, step: int, extra: dict[str, Any], texts: Mapping[str, str]) -> Staged:
     """Copy weights, FP32 masters, moments, schedule, step, `extra` (JSON values) and `texts` (further files, by name).
 
     All ranks take part, and each then has its part written; the model may be trained on meanwhile. The directory
@@ -40,26 +52,24 @@ def stage(
         discard(path)
     dist.barrier()
     contents = {name: text.encode() for name, text in texts.items()}
-    return Staged(path, About(step, extra, {}), contents, _copied(_state(model, optimizer, step, loading=False)))
+    return Staged(path, About(step, extra, {}), contents, _copied(_state(parts, step, loading=False)))
 
 
-def save(
-    path: Path, model: GPTModel, optimizer: Optimizer, step: int, extra: dict[str, Any], texts: Mapping[str, str]
-) -> None:
+def save(path: Path, parts: Parts, step: int, extra: dict[str, Any], texts: Mapping[str, str]) -> None:
     """`stage`, and wait until it is written."""
     path = Path(path).absolute()
     try:
-        staged = stage(path, model, optimizer, step, extra, texts)
-        parts = all_gathered(staged.write())
+        staged = stage(path, parts, step, extra, texts)
+        written = all_gathered(staged.write())
         if dist.get_rank() == 0:
-            staged.publish(parts)
+            staged.publish(written)
     except BaseException:
         discard(path)
         raise
     dist.barrier()
 
 
-def load(path: Path, model: GPTModel, optimizer: Optimizer) -> tuple[int, dict[str, Any]]:
+def load(path: Path, parts: Parts) -> tuple[int, dict[str, Any]]:
     """Restore what :func:`save` wrote, on this layout. All ranks take part.
 
     Returns:
@@ -72,13 +82,18 @@ def load(path: Path, model: GPTModel, optimizer: Optimizer) -> tuple[int, dict[s
     path = Path(path).absolute()
     about = read_about(path)
     _check_files(path, sorted(about.files))
-    state = dist_checkpointing.load(_state(model, optimizer, about.step, loading=True), str(path / STATE))
-    _load_weights(model, state["model"])
-    optimizer.inner.load_state_dict(state["optimizer"])
-    optimizer.write_weights()
-    optimizer.schedule.num_steps = 0
-    optimizer.schedule.load_state_dict(state["schedule"])
+    state = dist_checkpointing.load(_state(parts, about.step, loading=True), str(path / STATE))
+    for name, part in parts.items():
+        _restore(part, state[name] if name else state)
     return about.step, about.extra
+
+
+def _restore(part: Trained, state: dict[str, Any]) -> None:
+    _load_weights(part.model, state["model"])
+    part.optimizer.inner.load_state_dict(state["optimizer"])
+    part.optimizer.write_weights()
+    part.optimizer.schedule.num_steps = 0
+    part.optimizer.schedule.load_state_dict(state["schedule"])
 
 
 def _check_files(path: Path, names: list[str]) -> None:
@@ -94,12 +109,27 @@ def _load_weights(model: GPTModel, weights: dict[str, Any]) -> None:
 
 def _copied(state: dict[str, Any]) -> dict[str, Any]:
     """The same with weights in memory of their own, on the CPU; masters and moments Megatron has gathered into some."""
+    for part in state.values():
+        if isinstance(part, dict) and "model" in part:
+            _copied(part)
     for tensor in nested_values(state["model"]):
         tensor.data = tensor.data.detach().to("cpu", copy=True)
     return state
 
 
-def _state(model: GPTModel, optimizer: Optimizer, step: int, loading: bool) -> dict[str, Any]:
+def _state(parts: Parts, step: int, loading: bool) -> dict[str, Any]:
+    """The policy's at the top, the others' by their names."""
+    state: dict[str, Any] = {"step": step}
+    for name, part in parts.items():
+        held = _state_of(part, loading)
+        if name:
+            add_prefix_for_sharding(held, f"{name}.")
+        state |= {name: held} if name else held
+    return state
+
+
+def _state_of(part: Trained, loading: bool) -> dict[str, Any]:
+    model, optimizer = part.model, part.optimizer
     # For runs without garbage collection Megatron collects after each gather, which takes as long as the gather.
     distrib_optimizer.gc = SimpleNamespace(collect=lambda: None)
     metadata = {
@@ -114,5 +144,4 @@ def _state(model: GPTModel, optimizer: Optimizer, step: int, loading: bool) -> d
         "model": {name: value for name, value in weights.items() if _EXTRA not in name},
         "optimizer": optimizer.inner.sharded_state_dict(weights, is_loading=loading, metadata=metadata),
         "schedule": optimizer.schedule.state_dict(),
-        "step": step,
     }

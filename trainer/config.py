@@ -2,15 +2,35 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 
-class TrainerConfig(BaseModel):
-    """Parallel layout, optimizer, learning-rate schedule and micro-batch size of the Megatron trainer."""
+class RateConfig(BaseModel):
+    """The learning rate over a run's steps."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+    lr: float = Field(default=1e-4, gt=0.0, le=100.0)
+    """Peak learning rate."""
+    min_lr: float = Field(default=0.0, ge=0.0)
+    """Learning rate at the end of the decay; at most `lr`."""
+    warmup_steps: int = Field(default=5, ge=0)
+    """Optimizer steps of linear warm-up from zero; a run with fewer ends before it reaches `lr`."""
+    decay: Literal["constant", "linear", "cosine"] = "constant"
+    decay_steps: int | None = Field(default=None, ge=1)
+    """The decay covers the last `decay_steps` optimizer steps; null means everything after the warm-up."""
+
+    @model_validator(mode="after")
+    def _decays_downward(self) -> Self:
+        if self.min_lr > self.lr:
+            raise ValueError(f"found min_lr={self.min_lr}, expected at most lr={self.lr}. Lower min_lr")
+        return self
+
+
+class TrainerConfig(RateConfig):
+    """Parallel layout, optimizer, learning-rate schedule and micro-batch size of the Megatron trainer."""
 
     tp: int = Field(default=1, ge=1)
     """Tensor-parallel ranks."""
@@ -20,15 +40,6 @@ class TrainerConfig(BaseModel):
     """Expert-parallel ranks; they are taken from the tp * dp ranks, so ep divides that product."""
     dp: int = Field(default=1, ge=1)
     """Data-parallel replicas; the trainer has tp * pp * dp ranks."""
-    lr: float = Field(default=1e-4, gt=0.0, le=100.0)
-    """Peak learning rate."""
-    min_lr: float = Field(default=0.0, ge=0.0)
-    """Learning rate at the end of the decay; at most `lr`."""
-    warmup_steps: int = Field(default=5, ge=0)
-    """Steps of linear warm-up from zero; a run with fewer steps ends before it reaches `lr`."""
-    decay: Literal["constant", "linear", "cosine"] = "constant"
-    decay_steps: int | None = Field(default=None, ge=1)
-    """The decay covers the last `decay_steps` steps; null means everything after the warm-up."""
     weight_decay: float = Field(default=0.0, ge=0.0, le=100.0)
     adam_beta1: float = Field(default=0.9, ge=0.0, lt=1.0)
     adam_beta2: float = Field(default=0.95, ge=0.0, lt=1.0)
@@ -40,12 +51,6 @@ class TrainerConfig(BaseModel):
 
     hung_after_s: float = Field(default=120.0, ge=1.0)
     """Seconds after which a rank whose process is there and does not answer, not even that it lives, counts as lost."""
-
-    @model_validator(mode="after")
-    def _decays_downward(self) -> TrainerConfig:
-        if self.min_lr > self.lr:
-            raise ValueError(f"found min_lr={self.min_lr}, expected at most lr={self.lr}. Lower min_lr")
-        return self
 
     @property
     def world_size(self) -> int:

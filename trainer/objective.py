@@ -16,7 +16,7 @@ class ObjectiveOutput:
 
     Attributes:
         loss: scalar with gradient.
-        metrics: detached scalars by name, e.g. `train/entropy`.
+        metrics: scalars by name, e.g. `train/entropy`; their gradients are dropped.
     """
 
     loss: Tensor
@@ -30,12 +30,14 @@ class Objective(Protocol):
     how rows fall into micro-batches nor how many ranks there are changes the result. The same holds for its metrics.
     """
 
-    def __call__(self, logprobs: Tensor, entropy: Tensor, batch: TokenBatch) -> ObjectiveOutput:
+    def __call__(self, logprobs: Tensor, entropy: Tensor, batch: TokenBatch, /) -> ObjectiveOutput:
         """The share of the rows in `batch`.
 
         Args:
-            logprobs: fp32 [B, S] with gradient, aligned as in :class:`TokenBatch`; index 0 and padding are ignored.
-            entropy: fp32 [B, S], detached, of the distribution each token was scored under.
+            logprobs: fp32 [B, S] with gradient, aligned as in :class:`TokenBatch`; index 0 and padding are ignored. For
+                a critic's objective its values.
+            entropy: fp32 [B, S] with gradient, of the distribution each token was scored under, at the temperature of
+                the batch and over the whole vocabulary.
             batch: the same rows; its tensors are on the device of `logprobs`.
         """
         ...

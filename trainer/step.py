@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -10,9 +10,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from megatron.core import parallel_state
-from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
+from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from torch import Tensor
+from megatron.core.utils import get_model_config
+from torch import Tensor, nn
 
 from numerics import ops
 from numerics.ranks import all_gathered
@@ -25,6 +26,14 @@ from trainer.objective import Objective
 from trainer.parallel import Layout
 from trainer.routing import Routing, routing_of
 
+Reading = Callable[[Tensor, TokenBatch], tuple[Tensor, Tensor]]
+"""What an objective gets of a model's output [B, S, ...] for tokens 1 to S - 1: two FP32 [B, S - 1]."""
+
+
+def logprobs_of(logits: Tensor, batch: TokenBatch) -> tuple[Tensor, Tensor]:
+    """The `Reading` of a policy: log-probabilities and entropies. Logits at t speak of the token at t + 1."""
+    return ops.token_logprobs(logits[:, :-1], batch.tokens[:, 1:], batch.temperature)
+
 
 @dataclass(frozen=True)
 class RankPass:
@@ -32,7 +41,7 @@ class RankPass:
 
     Attributes:
         rows: rows of the batch that this rank's data-parallel share holds.
-        logprobs: fp32 [len(rows), S], zero at index 0 and in the padding.
+        logprobs: fp32 [len(rows), S], zero at index 0 and in the padding; of a critic its values.
         loss, metrics: of the whole batch, the same on every rank.
         routes: int16 [len(rows), S, L, K], the router's own choice for a batch with routes; -1 in the padding.
         draws: int64 [len(rows), S], the tokens drawn again for a batch with seeds.
@@ -47,12 +56,13 @@ class RankPass:
 
 
 def run_pass(
-    model: DistributedDataParallel,
+    model: nn.Module,
     batch: TokenBatch,
     layout: Layout,
     budget: int,
     multiple: int,
     objective: Objective | None,
+    read: Reading = logprobs_of,
 ) -> RankPass:
     """Score the batch and, with an objective, accumulate its summed gradients in `model`.
 
@@ -61,19 +71,19 @@ def run_pass(
     Args:
         budget: padded tokens of a micro-batch.
         multiple: rows are padded to a multiple of this.
-        objective: None for scoring only.
+        objective: None for scoring only. Otherwise `model` is in Megatron's data-parallel wrapper.
+        read: what is made of the model's output.
 
     Raises:
         NonFiniteLossError: on all ranks, naming the rows of the micro-batches whose loss is not finite.
         UserError, ValueError: the batch has routes that this model cannot take; see :func:`trainer.routing.routing_of`.
     """
     groups = plan(batch.lengths.tolist(), layout.dp_size, budget, multiple)[layout.dp_rank]
-    config = model.module.config
-    config.finalize_model_grads_func = _finalize_sums
-    with routing_of(model.module, batch) as routing:
+    get_model_config(model).finalize_model_grads_func = _finalize_sums
+    with routing_of(model, batch) as routing:
         # The last stage alone sees logits; the shapes given here are replaced by those of each micro-batch.
         outputs: list[_MicroOutput] = get_forward_backward_func()(
-            forward_step_func=partial(_forward, objective=objective, routing=routing),
+            forward_step_func=partial(_forward, objective=objective, read=read, routing=routing),
             data_iterator=_micro_batches(batch, groups, multiple),
             model=[model],
             num_microbatches=len(groups),
@@ -122,30 +132,35 @@ def _micro_batches(batch: TokenBatch, groups: list[list[int]], multiple: int) ->
 
 
 def _forward(
-    micro_batches: Iterator[_MicroBatch], model: torch.nn.Module, objective: Objective | None, routing: Routing
+    micro_batches: Iterator[_MicroBatch],
+    model: nn.Module,
+    objective: Objective | None,
+    read: Reading,
+    routing: Routing,
 ) -> Any:
     micro = next(micro_batches)
     routing.begin(micro.batch)
-    logits = model(micro.batch.tokens, position_ids=None, attention_mask=None)
-    return logits, partial(_loss, micro=micro, objective=objective, routes=routing.own_choice(micro.batch))
+    output = model(micro.batch.tokens, position_ids=None, attention_mask=None)
+    routes = routing.own_choice(micro.batch)
+    return output, partial(_loss, micro=micro, objective=objective, read=read, routes=routes)
 
 
 def _loss(
-    logits: Tensor, micro: _MicroBatch, objective: Objective | None, routes: Tensor | None
+    output: Tensor, micro: _MicroBatch, objective: Objective | None, read: Reading, routes: Tensor | None
 ) -> tuple[Tensor, Tensor, _MicroOutput]:
     """Megatron's loss function: (loss to differentiate, a token count that is not used, what to keep)."""
     batch = micro.batch
-    # Logits at t speak of the token at t + 1.
-    logprobs, entropy = ops.token_logprobs(logits[:, :-1], batch.tokens[:, 1:], batch.temperature)
+    logprobs, entropy = read(output, batch)
     real = torch.arange(1, batch.width, device=logprobs.device) < batch.lengths[:, None]
     logprobs = F.pad(torch.where(real, logprobs, 0.0), (1, 0))
     metrics: dict[str, Tensor] = {}
     if objective is None or not micro.rows:
         loss = logprobs.sum() * 0.0
     else:
-        output = objective(logprobs, F.pad(torch.where(real, entropy, 0.0), (1, 0)), batch)
-        loss, metrics = output.loss, output.metrics
-    kept = _MicroOutput(micro.rows, logprobs.detach(), loss.detach().float(), metrics, routes, _draws(logits, batch))
+        share = objective(logprobs, F.pad(torch.where(real, entropy, 0.0), (1, 0)), batch)
+        loss = share.loss
+        metrics = {name: value.detach() for name, value in share.metrics.items()}
+    kept = _MicroOutput(micro.rows, logprobs.detach(), loss.detach().float(), metrics, routes, _draws(output, batch))
     return loss, torch.zeros([], dtype=torch.int, device=loss.device), kept
 
 

@@ -28,7 +28,7 @@ def token_logprobs(
     """log_softmax(logits / temperature) at `tokens`, and the entropy of that distribution in nats.
 
     logits BF16 or FP32 [..., V], tokens int64 [...], temperature a number or FP32 [...], one of each row. Returns FP32
-    [...] twice; the entropy carries no gradient. A token outside the vocabulary has log-probability NaN.
+    [...] twice, both with gradient. A token outside the vocabulary has log-probability NaN.
     """
     # Batch, sequence and vocabulary with whatever strides; a copy only of more axes.
     matrices = logits[(None,) * max(0, 3 - logits.dim())].flatten(0, -3)
@@ -54,20 +54,25 @@ class _TokenLogprobs(torch.autograd.Function):
             EACH=each,
             **_OPTIONS,
         )
-        ctx.save_for_backward(logits, tokens, logsumexp, *([temperature] if each else []))
+        ctx.save_for_backward(logits, tokens, logsumexp, entropy, *([temperature] if each else []))
         ctx.temperature = None if each else temperature
-        ctx.mark_non_differentiable(entropy)
+        ctx.set_materialize_grads(False)  # so that an entropy that nobody asked for is told from one that is
         return logprobs, entropy
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        """(1[token] - softmax) / temperature, in the dtype of the logits."""
-        logits, tokens, logsumexp, *each = ctx.saved_tensors
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor, None, None]:
+        """((1[token] - p) · grad of the logprob - p (log p + entropy) · grad of the entropy) / temperature, p the
+        softmax, in the dtype of the logits."""
+        logits, tokens, logsumexp, entropy, *each = ctx.saved_tensors
+        dlogprobs, dentropy = grads
+        dlogprobs = torch.zeros_like(logsumexp) if dlogprobs is None else dlogprobs.contiguous()
         dlogits = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
         _backward_kernel[len(tokens), triton.cdiv(logits.shape[2], _BLOCK)](
-            *(logits, tokens, each[0] if each else ctx.temperature, logsumexp, grads[0].contiguous(), dlogits),
+            *(logits, tokens, each[0] if each else ctx.temperature, logsumexp, dlogprobs),
+            *(entropy, dlogprobs if dentropy is None else dentropy.contiguous(), dlogits),
             *(*logits.shape[1:], *logits.stride()[:2]),
             EACH=bool(each),
+            ENTROPY=dentropy is not None,
             **_OPTIONS,
         )
         return dlogits, None, None
@@ -110,16 +115,21 @@ def _forward_kernel(
 
 @triton.jit
 def _backward_kernel(
-    logits_ptr, tokens_ptr, temperature, logsumexp_ptr, dlogprobs_ptr, dlogits_ptr,
-    length, vocabulary, batch_stride, stride, EACH: tl.constexpr, BLOCK: tl.constexpr,
+    logits_ptr, tokens_ptr, temperature, logsumexp_ptr, dlogprobs_ptr, entropy_ptr, dentropy_ptr, dlogits_ptr,
+    length, vocabulary, batch_stride, stride, EACH: tl.constexpr, ENTROPY: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row // length * batch_stride + row % length * stride
     temperature = tl.load(temperature + row) if EACH else temperature
     index = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    prob = tl.exp(_scaled(logits_ptr, index, vocabulary, temperature) - tl.load(logsumexp_ptr + row))
+    logprob = _scaled(logits_ptr, index, vocabulary, temperature) - tl.load(logsumexp_ptr + row)
+    prob = tl.exp(logprob)
     hit = tl.where(index == tl.load(tokens_ptr + row), 1.0, 0.0)
     dlogits = (hit - prob) * (tl.load(dlogprobs_ptr + row) / temperature)
+    if ENTROPY:
+        # Where a token is excluded its probability is 0, and stays so with a finite factor.
+        spread = prob * (tl.maximum(logprob, _FAR) + tl.load(entropy_ptr + row))
+        dlogits -= spread * (tl.load(dentropy_ptr + row) / temperature)
     where = dlogits_ptr + row * vocabulary + index
     tl.store(where, cast(dlogits, dlogits_ptr.dtype.element_ty), mask=index < vocabulary)
 

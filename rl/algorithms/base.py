@@ -11,6 +11,7 @@ from torch import Tensor
 
 from rollout.config import RolloutConfig
 from trainer.batch import TokenBatch
+from trainer.config import TrainerConfig
 from trainer.objective import Objective
 
 CAP_WITHOUT_TIS = 2.0
@@ -52,6 +53,29 @@ class AlgorithmConfig(BaseModel):
         """The same with the settings decided that depend on how answers are sampled."""
         return self
 
+    @property
+    def updates(self) -> int:
+        """Optimizer steps that a batch gets."""
+        return 1
+
+    def mini_batches(self, groups: Tensor) -> list[list[int]]:
+        """The rows of each update, in their order. groups: as in `Outcomes`."""
+        return [list(range(len(groups)))]
+
+    @property
+    def scored_fields(self) -> tuple[str, ...]:
+        """What each token is given before the first update: `old_logprobs` of the policy, `reference_logprobs` of the
+        reference, `values` of the critic. These models are loaded only where they are named here."""
+        return ()
+
+    def critic_config(self, trainer: TrainerConfig) -> TrainerConfig | None:
+        """How the critic is trained beside a policy that is trained so; None: there is none."""
+        return None
+
+    def learns(self, step: int) -> bool:
+        """Whether the policy is updated in this step of the run, counted from 1."""
+        return True
+
     def problems_per_step(self, rollout: RolloutConfig) -> int:
         """How many problems of the data a step takes."""
         return rollout.prompts_per_step
@@ -60,6 +84,10 @@ class AlgorithmConfig(BaseModel):
         """The advantage of each token, float32 [B, S], 0 where the loss has no target."""
         raise NotImplementedError(f"{self.name} samples nothing, so it has no advantages")
 
+    def lesson(self, outcomes: Outcomes, batch: TokenBatch) -> dict[str, Tensor]:
+        """What a scored batch is to teach, as fields float32 [B, S]."""
+        return {"advantages": self.advantages(outcomes, batch)}
+
     def keeps(self, rewards: Tensor) -> bool:
         """Whether a group of these rewards, float [G], is worth training on; another is sampled in place of one that is
         not."""
@@ -67,6 +95,10 @@ class AlgorithmConfig(BaseModel):
 
     def objective(self, batch: TokenBatch) -> Objective:
         """The loss of a step on `batch`, with the denominators of the whole batch."""
+        raise NotImplementedError
+
+    def critic_objective(self, batch: TokenBatch) -> Objective:
+        """The critic's loss, likewise."""
         raise NotImplementedError
 
     def formula(self) -> str:

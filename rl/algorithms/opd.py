@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rl.algorithms.base import Outcomes, used_tokens
 from rl.algorithms.grpo import GroupRelative
-from rl.algorithms.policy_gradient import PolicyObjective
+from rl.algorithms.policy_objective import PolicyObjective
 from trainer.batch import TokenBatch
 from trainer.objective import ObjectiveOutput
 

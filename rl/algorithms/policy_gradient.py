@@ -1,6 +1,7 @@
 """What the algorithms that learn from rewards share: the settings, and the objective that they make.
 
-loss = aggregation over the used tokens of  surrogate(logprob, old, advantage) · w,  0 if rejected
+loss = aggregation over the used tokens of  (surrogate(logprob, old, advantage) + KL term) · w,  0 if rejected,
+       less an entropy bonus
 
 An algorithm is a file beside this one: a subclass with its name, its defaults and its advantages, and its surrogate if
 that is another.
@@ -8,7 +9,7 @@ that is another.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, ClassVar, Literal, Self
 
 import torch
@@ -16,17 +17,19 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from rl.algorithms.advantages import spread, whitened
-from rl.algorithms.aggregation import FORMULAS, Aggregation, Mode
+from rl.algorithms.aggregation import FORMULAS, Mode
 from rl.algorithms.base import AlgorithmConfig, Outcomes, used_tokens
 from rl.algorithms.corrections import OWN_WEIGHT, Correction, RejectionConfig
+from rl.algorithms.kl import FORMULAS as KL_FORMULAS
+from rl.algorithms.kl import KlConfig
+from rl.algorithms.kl import X as KL_X
 from rl.algorithms.overlong import OverlongConfig
+from rl.algorithms.policy_objective import PolicyObjective
 from rl.algorithms.surrogates import Surrogate, clipped, token_ratio
 from rollout.config import RolloutConfig
 from trainer.batch import TokenBatch
-from trainer.objective import ObjectiveOutput
 
 RatioSource = Literal["recompute", "bypass", "on_policy"]
-
 
 OLD = {
     "recompute": "the trainer's before the update",
@@ -36,8 +39,10 @@ OLD = {
 
 
 class PolicyGradient(AlgorithmConfig):
-    """Settings that every algorithm has which learns from rewards; one update per batch."""
+    """Settings that every algorithm has which learns from rewards."""
 
+    token_rewards: ClassVar[bool] = False
+    """Whether tokens have rewards of their own, from which a price can be taken."""
     surrogate_text: ClassVar[str] = "max(-A r, -A clip(r))"
     ratio_text: ClassVar[str] = "e^(logprob - old)"
 
@@ -53,12 +58,23 @@ class PolicyGradient(AlgorithmConfig):
     clip_dual: float | None = Field(default=None, gt=1.0)
     """Where the advantage is negative, the loss is at most this times its size (dual clip). Null: off, as in the paper;
     verl has 3.0."""
+    entropy: float = Field(default=0.0, ge=0.0)
+    """What a nat of the policy's entropy takes off the loss of a token, so that the policy stays varied. 0: no bonus,
+    and the entropy is a metric alone."""
+    kl: KlConfig = KlConfig()
+    """What keeps the policy near the model that the run started from."""
+    updates_per_batch: int = Field(default=1, ge=1)
+    """Mini-batches of whole groups, in the batch's order, with an optimizer step each. From the second on the policy is
+    another than the one that the batch was scored with, and the clip acts."""
+    epochs: int = Field(default=1, ge=1)
+    """How often all mini-batches of a batch are gone through."""
     ratio: RatioSource | None = None
-    """Where the policy ratio's old log-probabilities come from. `recompute`: the trainer's, from before the update; as
-    a batch gets one update, the training forward is that pass, and the ratio is 1. `bypass`: the engine's, so that
-    the clip acts on what the policy has moved since weights sampled a token, and there is no further weight.
-    `on_policy`: the ratio is 1 by definition. On tokens that the trainer's own weights have sampled the three are one,
-    in exact mode bit for bit. Null: bypass with `rollout.staleness`, else recompute."""
+    """Where the policy ratio's old log-probabilities come from. `recompute`: the trainer's, from before the first
+    update of the batch; where there is only one, the training forward is that pass, and the ratio is 1. `bypass`: the
+    engine's, so that the clip acts on what the policy has moved since weights sampled a token, and there is no further
+    weight. `on_policy`: the ratio is 1 by definition, as in one update alone. On tokens that the trainer's own
+    weights have sampled the three are one there, in exact mode bit for bit. Null: bypass with `rollout.staleness`,
+    else recompute."""
     tis_cap: float | None = Field(default=2.0, ge=1.0)
     """Cap of the importance weight trainer / rollout. Null leaves the weight out, or that of `icepop` and `mis` as it
     is, which is the default with these two."""
@@ -109,6 +125,25 @@ class PolicyGradient(AlgorithmConfig):
             )
         return self
 
+    @model_validator(mode="after")
+    def _one_update_is_on_policy(self) -> Self:
+        if self.ratio == "on_policy" and self.updates > 1:
+            raise ValueError(
+                f"found updates_per_batch={self.updates_per_batch} and epochs={self.epochs} with ratio=on_policy, "
+                "expected 1 and 1, as later updates find another policy than has sampled. Set algorithm.ratio=recompute"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _only_tokens_with_rewards_pay(self) -> Self:
+        if self.kl.reward.coefficient and not self.token_rewards:
+            raise ValueError(
+                f"found kl.reward.coefficient={self.kl.reward.coefficient:g} with {self.name}, expected 0: it compares "
+                "whole answers, and has no rewards of tokens that could pay for each token's distance. Set "
+                "algorithm.kl.loss.coefficient, or choose ppo, reinforce++ or reinforce++-baseline"
+            )
+        return self
+
     def resolved(self, rollout: RolloutConfig) -> Self:
         stale = rollout.staleness > 0 and not self._rejects
         found: dict[str, Any] = {"ratio": self.ratio or ("bypass" if stale else "recompute")}
@@ -135,19 +170,53 @@ class PolicyGradient(AlgorithmConfig):
     def keeps(self, rewards: Tensor) -> bool:
         return not self.dynamic_sampling or bool((rewards != rewards[0]).any())
 
+    @property
+    def updates(self) -> int:
+        return self.updates_per_batch * self.epochs
+
+    def mini_batches(self, groups: Tensor) -> list[list[int]]:
+        once = [
+            [row for row, group in enumerate(groups.tolist()) if group in part]
+            for part in _split(list(dict.fromkeys(groups.tolist())), self.updates_per_batch)
+        ]
+        return once * self.epochs
+
+    @property
+    def scored_fields(self) -> tuple[str, ...]:
+        priced = self.kl.reward.coefficient > 0 and self.ratio != "bypass"
+        old = ("old_logprobs",) if self.updates > 1 or priced else ()
+        return old + (("reference_logprobs",) if self.kl.needs_reference else ())
+
     def advantages(self, outcomes: Outcomes, batch: TokenBatch) -> Tensor:
-        if self.overlong is not None:
-            outcomes = self.overlong.shaped(outcomes, batch.loss_mask.sum(dim=1))
-        values = spread(self.trajectory_advantages(outcomes.rewards, outcomes.groups), batch.loss_mask)
+        outcomes = self.shaped(outcomes, batch)
+        return self.finished(self.token_advantages(outcomes, batch), outcomes, batch)
+
+    def shaped(self, outcomes: Outcomes, batch: TokenBatch) -> Outcomes:
+        """The outcomes with the rewards that advantages are measured by."""
+        return outcomes if self.overlong is None else self.overlong.shaped(outcomes, batch.loss_mask.sum(dim=1))
+
+    def finished(self, advantages: Tensor, outcomes: Outcomes, batch: TokenBatch) -> Tensor:
+        """The advantages as the loss takes them: whitened, and 0 in answers that teach nothing."""
         if self.whiten_advantages:
-            values = whitened(values, used_tokens(batch))
+            advantages = whitened(advantages, used_tokens(batch))
         if self.overlong is not None and self.overlong.filter:
-            values = spread(outcomes.finished, batch.loss_mask) * values
-        return values
+            advantages = spread(outcomes.finished, batch.loss_mask) * advantages
+        return advantages
+
+    def token_advantages(self, outcomes: Outcomes, batch: TokenBatch) -> Tensor:
+        """The advantage of each token, float32 [B, S]: that of its trajectory."""
+        return spread(self.trajectory_advantages(outcomes.rewards, outcomes.groups), batch.loss_mask)
 
     def trajectory_advantages(self, rewards: Tensor, groups: Tensor) -> Tensor:
         """The advantage of each trajectory, float32 [N]; arguments as of `Outcomes`."""
         raise NotImplementedError
+
+    def kl_price(self, batch: TokenBatch) -> Tensor:
+        """What each token pays for being likelier than with the reference, at the weights that the batch was scored
+        with (under `bypass`, sampled with): float64 [B, S], 0 on tokens that are not used."""
+        old = batch.fields["rollout_logprobs" if self.ratio == "bypass" else "old_logprobs"]
+        x = old.double() - batch.fields["reference_logprobs"].double()
+        return torch.where(used_tokens(batch), self.kl.reward.coefficient * x, 0.0)
 
     @property
     def advantage_text(self) -> str:
@@ -163,17 +232,30 @@ class PolicyGradient(AlgorithmConfig):
         return PolicyObjective.of(batch, self)
 
     def formula(self) -> str:
+        return "\n".join(f"{name:<4} = {text}" for name, text in self.formula_lines().items())
+
+    def formula_lines(self) -> dict[str, str]:
+        """What each name of the formula stands for, `loss` first."""
         mean = FORMULAS[self.loss_aggregation].format(length=self.loss_length or "rollout.max_new_tokens")
         dual = "" if self.clip_dual is None else f", at most {self.clip_dual:g} |A| where A < 0"
+        surrogate = f"{self.surrogate_text}{dual}"
+        if self.kl.loss.coefficient:
+            surrogate = f"({surrogate} + {self.kl.loss.coefficient:g} sg(e^(logprob - old)) KL)"
+        surrogate += " · w" * self.correction.weighs
+        bonus = f" - {self.entropy:g} H" * (self.entropy > 0)
         lines = {
-            "loss": f"{mean}; a token's loss is {self.surrogate_text}{dual}{' · w' * self.correction.weighs}",
+            "loss": f"{mean}; a token's loss is {surrogate}{bonus}",
             "r": f"{self.ratio_text}, clipped to [{1 - self.clip_low:g}, {1 + self.clip_high:g}]",
-            "old": OLD[self.ratio or "recompute"],
+            "old": OLD[self.ratio or "recompute"] + f", the first of {self.updates} of a batch" * (self.updates > 1),
             "A": self.advantage_text + ", whitened over the tokens of the batch" * self.whiten_advantages,
         }
         if self.overlong is not None:
             lines["R"] = self.overlong.formula()
-        return "\n".join(f"{name:<4} = {text}" for name, text in (lines | self.correction.formula()).items())
+        if self.kl.loss.coefficient:
+            lines |= {"KL": KL_FORMULAS[self.kl.loss.estimator], "x": KL_X}
+        if self.entropy:
+            lines["H"] = "entropy of the policy where it chose the token, over the whole vocabulary, in nats"
+        return lines | self.correction.formula()
 
     def remarks(self) -> list[str]:
         said = []
@@ -181,6 +263,8 @@ class PolicyGradient(AlgorithmConfig):
             said.append("loss_aggregation: token_mean, as in verl and NeMo-RL; slime and miles: seq_mean_token_mean")
         if self.clip_dual is None and "clip_dual" in type(self).model_fields:
             said.append("clip_dual: off; verl always bounds the loss at 3 |A| where A < 0")
+        if self.kl.loss.coefficient and self.kl.loss.estimator == "k3":
+            said.append("kl.loss.estimator: k3, as in verl and NeMo-RL, has not the gradient of the KL; k2 has")
         return said
 
     @property
@@ -188,69 +272,7 @@ class PolicyGradient(AlgorithmConfig):
         return self.rejection is not None or self.veto is not None
 
 
-@dataclass(frozen=True)
-class PolicyObjective:
-    """The loss of a step: surrogate · w per token, 0 if rejected, and their mean.
-
-    old is the rollout logprob under `bypass`, else `fields["old_logprobs"]` where present, else the logprob itself,
-    detached. The weight w and the rejection come from old and rollout logprobs, see `rl.algorithms.corrections`,
-    without gradient. The denominators, of metrics too, count rejected tokens. A token whose rollout logprob is not
-    finite leaves the loss, the denominators and the metrics, and is counted.
-    """
-
-    algorithm: PolicyGradient
-    correction: Correction
-    aggregate: Aggregation
-
-    @classmethod
-    def of(cls, batch: TokenBatch, algorithm: PolicyGradient) -> Self:
-        """The objective of a step on `batch`, which needs `advantages`, and `rollout_logprobs` unless the
-        experiment turns the correction off.
-
-        Raises:
-            ValueError: a field is missing, an advantage of a used token is not finite, or no token is usable.
-        """
-        correction = algorithm.correction
-        engines = correction.corrects or algorithm.ratio == "bypass"
-        needed = ["advantages"] + (["rollout_logprobs"] if engines else [])
-        missing = [name for name in needed if name not in batch.fields]
-        if missing:
-            raise ValueError(f"fields: found {sorted(batch.fields)}, expected also {missing}; add them to the batch")
-        used = used_tokens(batch)
-        if not bool(torch.isfinite(batch.fields["advantages"][used]).all()):
-            raise ValueError("advantages: found non-finite values on target tokens, expected finite ones")
-        if not bool(used.any()):
-            raise ValueError(
-                f"found no usable token among {int(batch.loss_mask.sum())} target tokens, expected at least one; "
-                "the rollout logprobs are missing or not finite, so check the engine"
-            )
-        return cls(algorithm, correction, Aggregation.of(used, algorithm.loss_aggregation, algorithm.loss_length or 1))
-
-    def __call__(self, logprobs: Tensor, entropy: Tensor, batch: TokenBatch) -> ObjectiveOutput:
-        used, fields = used_tokens(batch), batch.fields
-        bypass = self.algorithm.ratio == "bypass"
-        old = fields["rollout_logprobs"] if bypass else fields.get("old_logprobs", logprobs.detach())
-        advantages = torch.where(used, fields["advantages"], 0.0)
-        term = self.algorithm.surrogate(logprobs, old, advantages, used)
-        # Without rollout logprobs nothing is corrected: every ratio is 1.
-        weight, kept = self.correction(old, fields.get("rollout_logprobs", old), used)
-        loss = self.aggregate(torch.where(kept, term.losses * weight, 0.0), used)
-
-        def token_mean(values: Tensor) -> Tensor:
-            return torch.where(used, values, 0.0).sum().detach() / self.aggregate.tokens
-
-        metrics = {
-            "train/ratio_mean": token_mean(term.ratio),
-            "train/clip_fraction": token_mean((term.below | term.above).float()),
-            "train/clip_fraction_low": token_mean(term.below.float()),
-            "train/clip_fraction_high": token_mean(term.above.float()),
-            "train/entropy": token_mean(entropy),
-            "train/dropped_tokens": (batch.loss_mask & ~used).sum().float(),
-        }
-        if self.correction.weighs:
-            metrics["train/tis_weight_mean"] = token_mean(weight * kept)
-        if self.correction.rejects:
-            metrics["train/rejected_tokens"] = token_mean((~kept).float())
-            rejected = used.any(dim=1) & ~kept.any(dim=1)
-            metrics["train/rejected_sequences"] = rejected.sum() / self.aggregate.sequences
-        return ObjectiveOutput(loss, metrics)
+def _split(groups: list[int], count: int) -> list[set[int]]:
+    """The groups, in their order, in `count` parts that differ by one at most; empty ones are left out."""
+    bounds = [len(groups) * part // count for part in range(count + 1)]
+    return [set(groups[first:end]) for first, end in pairwise(bounds) if first < end]

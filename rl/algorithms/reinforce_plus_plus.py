@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import ClassVar, Literal
 
+import torch
 from torch import Tensor
 
+from rl.algorithms.base import Outcomes
+from rl.algorithms.gae import to_go
 from rl.algorithms.policy_gradient import PolicyGradient
+from trainer.batch import TokenBatch
 
 
 class ReinforcePlusPlus(PolicyGradient):
@@ -14,10 +18,18 @@ class ReinforcePlusPlus(PolicyGradient):
 
     name: Literal["reinforce++"]
     whiten_advantages: bool = True
+    token_rewards: ClassVar[bool] = True
+
+    def token_advantages(self, outcomes: Outcomes, batch: TokenBatch) -> Tensor:
+        advantages = super().token_advantages(outcomes, batch)
+        if not self.kl.reward.coefficient:
+            return advantages
+        return torch.where(batch.loss_mask, advantages - to_go(self.kl_price(batch)), 0.0).float()
 
     def trajectory_advantages(self, rewards: Tensor, groups: Tensor) -> Tensor:
         return rewards.float()
 
     @property
     def advantage_text(self) -> str:
-        return "R"
+        price = self.kl.reward.coefficient
+        return "R" + f" - {price:g} Σ (old - reference) from the token to the last" * (price > 0)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 from torch import Tensor
 
 from rl.algorithms.advantages import group_advantages
+from rl.algorithms.base import Outcomes
 from rl.algorithms.policy_gradient import PolicyGradient
+from trainer.batch import TokenBatch
 
 
 class ReinforcePlusPlusBaseline(PolicyGradient):
@@ -16,10 +18,16 @@ class ReinforcePlusPlusBaseline(PolicyGradient):
 
     name: Literal["reinforce++-baseline"]
     whiten_advantages: bool = True
+    token_rewards: ClassVar[bool] = True
+
+    def token_advantages(self, outcomes: Outcomes, batch: TokenBatch) -> Tensor:
+        advantages = super().token_advantages(outcomes, batch)
+        return (advantages - self.kl_price(batch)).float() if self.kl.reward.coefficient else advantages
 
     def trajectory_advantages(self, rewards: Tensor, groups: Tensor) -> Tensor:
         return group_advantages(rewards, groups, normalize_std=False)
 
     @property
     def advantage_text(self) -> str:
-        return "R - mean"
+        price = self.kl.reward.coefficient
+        return "R - mean" + f" - {price:g} (old - reference) of the token" * (price > 0)

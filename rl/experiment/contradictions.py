@@ -6,16 +6,20 @@ from itertools import combinations
 from typing import TYPE_CHECKING
 
 from numerics.errors import UserError, user_error
+from rl.algorithms.policy_gradient import PolicyGradient
 from rl.experiment.gates import LATE, SEVERITY, WITHHOLDING, GateSection
 from rollout.environments.config import SINGLE_TURN
 
 if TYPE_CHECKING:
+    from rl.algorithms.base import AlgorithmConfig
     from rl.experiment.experiment import Experiment
 
 DEFAULT_TIGHT_CAP = 1.0
 
 _SUPERVISED = ("train/loss", "train/grad_norm", "train/lr", "train/entropy", "train/tokens")
 """What a pass measures where nothing was sampled."""
+_NONE_AT_FIRST = ("train/ratio_mean", "train/clip_fraction", "train/clip_fraction_low", "train/clip_fraction_high")
+"""What is always the same in the first update of a batch."""
 
 
 def check_environment(experiment: Experiment) -> None:
@@ -106,6 +110,19 @@ def check_teacher(experiment: Experiment) -> None:
         )
 
 
+def check_updates(experiment: Experiment) -> None:
+    """Raise `UserError` if a batch has not enough groups for its updates."""
+    algorithm, prompts = experiment.algorithm, experiment.rollout.prompts_per_step
+    parts = algorithm.updates_per_batch if isinstance(algorithm, PolicyGradient) else 1
+    if parts > prompts:
+        raise user_error(
+            "algorithm.updates_per_batch",
+            found=f"{parts} with rollout.prompts_per_step={prompts}",
+            expected=f"at most {prompts}, as each update takes whole groups",
+            remedy="Lower it, or give a step more prompts.",
+        )
+
+
 def check_gates(experiment: Experiment) -> None:
     """Raise `UserError` for the first gate that contradicts another one or another section."""
     if not experiment.algorithm.samples and experiment.guard.nonfinite_loss == "skip":
@@ -137,6 +154,22 @@ def _against_the_spec(key: str, rule: GateSection, experiment: Experiment) -> Us
         )
     if not algorithm.samples:
         return _without_samples(key, rule, experiment)
+    if rule.metric in _NONE_AT_FIRST and algorithm.updates > 1:
+        return user_error(
+            f"{key}.metric",
+            found=f"{rule.metric} with {algorithm.updates} updates of a batch",
+            expected="another: a gate sees the first pass of a step, whose policy is the one that the batch was scored "
+            "with",
+            remedy="Choose another metric, such as train/grad_norm, or set algorithm.updates_per_batch=1 and epochs=1.",
+        )
+    missing = _of_others(rule.metric, algorithm)
+    if missing is not None:
+        return user_error(
+            f"{key}.metric",
+            found=f"{rule.metric} with algorithm.name={algorithm.name}",
+            expected=f"{missing}, without which there is no such metric",
+            remedy="Choose another metric, or another algorithm.",
+        )
     if rule.metric.startswith("drift/") and not experiment.rollout.staleness:
         return user_error(
             f"{key}.metric",
@@ -191,6 +224,15 @@ def _against_the_spec(key: str, rule: GateSection, experiment: Experiment) -> Us
             expected="a side in FP8 to fall back from",
             remedy="Choose another action, or set numerics.trainer or numerics.rollout to fp8.",
         )
+    return None
+
+
+def _of_others(metric: str, algorithm: AlgorithmConfig) -> str | None:
+    """What the algorithm would need to have for this metric; None: nothing."""
+    if metric.startswith("critic/") and "values" not in algorithm.scored_fields:
+        return "an algorithm with a critic"
+    if metric == "train/kl" and "reference_logprobs" not in algorithm.scored_fields:
+        return "a coefficient of algorithm.kl above 0"
     return None
 
 

@@ -18,7 +18,17 @@ SEVERITY: tuple[Action, ...] = get_args(Action)
 WITHHOLDING: frozenset[Action] = frozenset({"skip_step", "resync", "bf16_both", "checkpoint_and_stop"})
 """Actions under which the batch that fired the gate is not trained on."""
 
-LATE = ("train/lr", "rollout/engines_replaced", "gates/", "sync/", "perf/", "eval/", "tracking/")
+LATE = (
+    "train/lr",
+    "critic/lr",
+    "critic/explained_variance",
+    "rollout/engines_replaced",
+    "gates/",
+    "sync/",
+    "perf/",
+    "eval/",
+    "tracking/",
+)
 """How the names of metrics begin that are known only after a step's decision."""
 
 

@@ -21,6 +21,7 @@ from rl.experiment.contradictions import (
     check_staleness,
     check_sync,
     check_teacher,
+    check_updates,
 )
 from rl.experiment.experiment import Experiment
 
@@ -41,6 +42,7 @@ def parse_experiment(values: dict[str, Any]) -> Experiment:
     check_environment(experiment)
     check_staleness(experiment)
     check_ranks(experiment)
+    check_updates(experiment)
     check_sync(experiment)
     check_teacher(experiment)
     check_gates(experiment)

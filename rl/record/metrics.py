@@ -1,9 +1,10 @@
 """Every metric of a run: its unit and what it means. Gates, the report and wandb read this table.
 
-A name is `group/name`. Groups: `rollout/` sampling and rewards, `train/` the optimizer step, `mismatch/` trainer
-against engine on tokens that the trainer's own weights have sampled, `drift/` the same on older ones, `gates/` what
-followed from it, `sync/` weight synchronisation, `perf/` time, `eval/` held-out problems, `tracking/` the log itself.
-Unless said otherwise a metric describes one step; d is trainer minus rollout logprob of a sampled token, rho = e^d.
+A name is `group/name`. Groups: `rollout/` sampling and rewards, `train/` the optimizer steps, `critic/` the critic's,
+`mismatch/` trainer against engine on tokens that the trainer's own weights have sampled, `drift/` the same on older
+ones, `gates/` what followed from it, `sync/` weight synchronisation, `perf/` time, `eval/` held-out problems,
+`tracking/` the log itself. Unless said otherwise a metric describes one step, those of `train/` and `critic/` as means
+over its updates; d is trainer minus rollout logprob of a sampled token, rho = e^d.
 
 The denominator of a mean or fraction over tokens is `mismatch/tokens`, over sequences `mismatch/sequences`, unless its
 meaning names another. `p50` and `p99` are percentiles by nearest rank. Exponents are clamped to ±20.
@@ -55,8 +56,12 @@ METRICS: dict[str, Metric] = {
     "rollout/staleness_max": Metric("versions", "Largest trainer version minus the version that sampled a token."),
     "train/loss": Metric("", "Loss over the whole batch."),
     "train/grad_norm": Metric("", "Global gradient norm before clipping."),
-    "train/lr": Metric("", "Learning rate of the step."),
+    "train/lr": Metric("", "Learning rate of the step's last update."),
     "train/entropy": Metric("nats", "Mean entropy of the distributions the target tokens were scored under."),
+    "train/kl": Metric(
+        "nats",
+        "Mean of e^-x - 1 + x over the used tokens, x being policy minus reference logprob: their KL divergence.",
+    ),
     "train/ratio_mean": Metric("", "Mean policy ratio, trained over scoring weights; 1 in an on-policy step."),
     "train/clip_fraction": Metric("", "Fraction of used tokens whose clipped term is the loss, so without gradient."),
     "train/clip_fraction_low": Metric("", "Fraction of used tokens that the clip's lower bound changed."),
@@ -69,6 +74,16 @@ METRICS: dict[str, Metric] = {
     ),
     "train/dropped_tokens": Metric("tokens", "Target tokens left out because their rollout logprob is not finite."),
     "train/tokens": Metric("tokens", "Target tokens of the step."),
+    "critic/loss": Metric("", "The critic's loss over the whole batch."),
+    "critic/grad_norm": Metric("", "Its global gradient norm before clipping."),
+    "critic/lr": Metric("", "Its learning rate in the step's last update."),
+    "critic/values_mean": Metric("", "Mean value of the used tokens."),
+    "critic/returns_mean": Metric("", "Mean return of the used tokens, which the values are to foresee."),
+    "critic/explained_variance": Metric(
+        "",
+        "1 - variance(return - value) / variance(return), values from before the update: 1 foresees all, 0 the mean.",
+    ),
+    "critic/clip_fraction": Metric("", "Fraction of used tokens whose value's move the clip has bounded."),
     "mismatch/tokens": Metric("tokens", "Sampled tokens with finite d: the denominator of the token metrics."),
     "mismatch/nonfinite_count": Metric("tokens", "Sampled tokens whose d is not finite; dropped from the others."),
     "mismatch/sequences": Metric("sequences", "Sequences with a token of finite d: the denominator over sequences."),
@@ -126,7 +141,7 @@ METRICS: dict[str, Metric] = {
     "drift/logprob_abs_diff_max": Metric("nats", "Largest abs(d) of these tokens."),
     "drift/k3_kl": Metric("nats", "Mean of rho - 1 - d of these tokens, an estimate of KL(older || current policy)."),
     "gates/fired": Metric("gates", "Gates that fired in the step."),
-    "gates/withheld": Metric("", "1 if the batch was not trained on, else 0."),
+    "gates/withheld": Metric("", "1 if the batch was not trained on, or not to its last update, else 0."),
     "gates/tis_cap": Metric("", "Cap of the importance weight in force; absent where TIS is off."),
     "gates/router_replay": Metric("", "1 while the trainer takes the engine's experts, else 0."),
     "gates/bf16": Metric("", "1 once a gate has made both sides fall back to BF16, else 0."),

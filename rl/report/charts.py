@@ -199,14 +199,20 @@ def _time(rows: Sequence[Row]) -> list[Chart]:
 def _optimization(rows: Sequence[Row]) -> list[Chart]:
     norm = [_trace(rows, "train/grad_norm", "gradient norm")]
     entropy = [_trace(rows, "train/entropy", "entropy")]
+    kl = [_trace(rows, "train/kl", "KL")]
+    clipped = [_trace(rows, f"train/clip_fraction_{side}", side) for side in ("low", "high")]
+    explained = [_trace(rows, "critic/explained_variance", "explained variance")]
     return [
         _chart("Loss", "Of the whole batch, before the update.", [_trace(rows, "train/loss", "loss")], "loss"),
         _chart("Gradient norm", "Before clipping.", norm, "global L2 norm", rangemode="tozero"),
         _chart("Entropy", "Mean over the target tokens.", entropy, "nats", rangemode="tozero"),
+        _chart("KL to the reference", "Over the target tokens, k3; 0 at the start.", kl, "nats", rangemode="tozero"),
+        _chart("Clipped tokens", "None in the first update of a fresh batch.", clipped, "fraction of tokens"),
+        _chart("The critic", "1 where it foresees every return, 0 where it knows their mean.", explained, "share"),
         _chart(
             "Learning rate",
             "Warm-up and decay included.",
-            [_trace(rows, "train/lr", "lr")],
+            [_trace(rows, "train/lr", "lr"), _trace(rows, "critic/lr", "critic", dash="dot")],
             "learning rate",
             rangemode="tozero",
         ),

@@ -59,12 +59,14 @@ class Work:
 
     Attributes:
         versions: int64 [B, S], the weight version that sampled each token; None where nothing was sampled.
+        outcomes: of the rows, from which advantages are made; None likewise.
         answers: by row of the batch; empty where nothing was sampled.
         metrics: `rollout/...`.
     """
 
     batch: TokenBatch
     versions: Tensor | None = None
+    outcomes: Outcomes | None = None
     answers: tuple[Answer, ...] = ()
     metrics: dict[str, float] = field(default_factory=dict)
 
@@ -187,11 +189,7 @@ class SampledFeed:
             (answer for group in groups for answer in group),
             key=lambda answer: -max(answer.weight_versions, default=-1),
         )[:count]
-        batch = self._batch(answers)
-        # They are put beside trained rows, and nothing is learnt from them.
-        nothing = torch.zeros(batch.tokens.tokens.shape)
-        fields = ("advantages", TEACHER_LOGPROBS) if self._experiment.algorithm.taught else ("advantages",)
-        return replace(batch, tokens=batch.tokens.with_fields(**dict.fromkeys(fields, nothing)))
+        return self._batch(answers)
 
     def state(self) -> FeedState:
         answered = [
@@ -275,11 +273,10 @@ class SampledFeed:
         tokens = batch.tokens
         if self._experiment.algorithm.taught:
             tokens = tokens.with_fields(**{TEACHER_LOGPROBS: teacher_logprobs(answers, tokens)})
-        tokens = tokens.with_fields(advantages=self._experiment.algorithm.advantages(outcomes, tokens))
         metrics = rollout_metrics(trajectories, rewards, members, version) | reward_metrics(answers)
         if self._stack.conversations is not None:
             metrics |= conversation_metrics(trajectories)
-        return Work(tokens, batch.versions, tuple(answers), metrics)
+        return Work(tokens, batch.versions, outcomes, tuple(answers), metrics)
 
     def _figures(self) -> dict[str, float]:
         if not self._experiment.rollout.staleness:

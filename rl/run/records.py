@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from rl.algorithms.base import used_tokens
 from rl.mismatch import row_abs_diff_means
 from rl.record.rollouts import RolloutRecord
 from rl.run.feed import Work
@@ -12,13 +13,16 @@ from trainer.result import PassResult
 
 
 def train_metrics(result: PassResult, batch: TokenBatch) -> dict[str, float]:
-    """`train/...` of a pass."""
-    return {
+    """`train/...` of a pass over the batch, or of the mean of several."""
+    metrics = {
         "train/loss": result.loss,
         "train/grad_norm": result.grad_norm,
         "train/tokens": float(batch.loss_mask.sum()),
         **result.metrics,
     }
+    if "rollout_logprobs" in batch.fields:
+        metrics["train/dropped_tokens"] = float((batch.loss_mask & ~used_tokens(batch)).sum())
+    return metrics
 
 
 def throughput(metrics: dict[str, float], batch: TokenBatch) -> dict[str, float]:
@@ -41,7 +45,7 @@ def rollout_records(work: Work, train_logprobs: Tensor) -> list[RolloutRecord]:
     records = []
     for row, (answer, mean) in enumerate(zip(work.answers, means, strict=True)):
         trajectory, sampled = answer.trajectory, batch.loss_mask[row]
-        advantages = batch.fields["advantages"][row, sampled].tolist()
+        advantages = batch.fields["advantages"][row, sampled].tolist() if "advantages" in batch.fields else []
         records.append(
             RolloutRecord(
                 prompt=answer.problem.question,

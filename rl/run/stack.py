@@ -10,7 +10,6 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, FIRST_EXCEPTION, Future, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from operator import methodcaller
 from pathlib import Path
 from typing import TypeVar
 
@@ -323,7 +322,7 @@ class Stack:
 
         Their handshake says what they run. They start from the trainer's weights, and a sync has to verify that.
         """
-        self.trainer.apply(methodcaller("set_numerics", numerics))
+        self.trainer.set_numerics(numerics)
         self.numerics = numerics
         self.checkpoint = self.bridge.write_checkpoint()
         make = engine_maker(self.experiment, self.seats, self.folder, numerics)
@@ -340,14 +339,17 @@ class Stack:
 
 
 def _start_trainer(experiment: Experiment, numerics: NumericsConfig, seats: Seats) -> TrainerGroup:
+    algorithm = experiment.algorithm
     return TrainerGroup.start(
         Path(experiment.model.path),
         experiment.trainer,
         numerics,
         seed=experiment.run.seed,
-        total_steps=experiment.run.steps,
+        total_steps=experiment.run.steps * algorithm.updates,
         max_sequence_length=experiment.rollout.context_length,
         seats=seats.trainer(),
+        reference="reference_logprobs" in algorithm.scored_fields,
+        critic=algorithm.critic_config(experiment.trainer),
     )
 
 

@@ -19,6 +19,8 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 GONE_WITHIN_S = 30.0
 RAY_AGENTS = {"ray::DashboardAgent", "ray::RuntimeEnvAgent"}
 Start = Callable[..., LiveRun]
+EVERYTHING_LEARNT = ["algorithm.name=ppo", "algorithm.updates_per_batch=2", "algorithm.kl.loss.coefficient=0.001"]
+"""A critic and a reference beside the policy, and two weight versions a step."""
 
 
 @pytest.fixture
@@ -138,7 +140,14 @@ def test_a_run_outlives_interrupts_kills_and_the_death_of_its_engine(start: Star
 
 def test_a_run_that_samples_ahead_ends_in_the_same_bits_whatever_dies_on_the_way(start: Start) -> None:
     """Metrics, tokens and weights, also with another number of engines and other chunks."""
-    settings = [*SMALL, "run.steps=8", "rollout.staleness=1", "eval.every=2", "trainer.hung_after_s=15"]
+    settings = [
+        *SMALL,
+        *EVERYTHING_LEARNT,
+        "run.steps=8",
+        "rollout.staleness=1",
+        "eval.every=2",
+        "trainer.hung_after_s=15",
+    ]
     whole = start(*settings, "rollout.engines=2", "rollout.chunked_prefill_size=16", name="whole")
 
     # Everything at once, as when a machine loses its power.
@@ -170,14 +179,16 @@ def test_a_run_that_samples_ahead_ends_in_the_same_bits_whatever_dies_on_the_way
     assert weights(parts) == weights(whole)
     for row in whole.rows()[1:]:
         assert row["mismatch/exact_frac"] == row["mismatch/redraw_frac"] == 1.0 and row["mismatch/tokens"] > 0
-    assert [row.get("drift/tokens_age_1", 0) > 0 for row in whole.rows()[1:]] == [False] + [True] * 7
+    assert [row.get("drift/tokens_age_2", 0) > 0 for row in whole.rows()[1:]] == [False] + [True] * 7
+    assert [row["train/kl"] > 0 for row in whole.rows()[1:]] == [True] * 8
+    assert whole.rows()[8]["critic/values_mean"] > whole.rows()[1]["critic/values_mean"] > 0
     evaluated = [(row["step"], row["eval/at_step"]) for row in whole.rows() if "eval/accuracy" in row]
     assert evaluated == [(0, 0), (3, 2), (5, 4), (7, 6), (8, 8)], "beside the step that follows"
     assert {row["train/clip_fraction"] > 0 for row in whole.rows()[4:]} == {True}
 
 
 def test_a_trainer_lost_once_too_often_ends_the_run_and_another_layout_goes_on(start: Start) -> None:
-    run = start(*SMALL, "run.steps=9", "run.restarts=0", "eval.problems=0")
+    run = start(*SMALL, *EVERYTHING_LEARNT, "run.steps=9", "run.restarts=0", "eval.problems=0")
     run.wait_for("step 3/9")
     trainer_of(run).kill()
     assert run.ends() == 3, run.console()
@@ -187,7 +198,8 @@ def test_a_trainer_lost_once_too_often_ends_the_run_and_another_layout_goes_on(s
     assert run.family() == []
 
     newest = checkpoints(run)[-1]
-    run = start(*SMALL, f"run.steps={newest + 2}", "eval.problems=0", "trainer.dp=2", "trainer.ep=2", "--resume")
+    layout = ("trainer.dp=2", "trainer.ep=2")
+    run = start(*SMALL, *EVERYTHING_LEARNT, f"run.steps={newest + 2}", "eval.problems=0", *layout, "--resume")
     assert run.ends() == 0, run.console()
     assert "resuming with trainer.ep=2 (was 1)\n" in run.console()
     assert "resuming with another layout of the trainer" in run.console()

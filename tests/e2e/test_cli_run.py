@@ -86,6 +86,8 @@ def test_every_row_is_complete_and_finite(run: LiveRun) -> None:
         "mismatch/router_",
         "train/rejected_",
         "train/teacher_kl",
+        "train/kl",
+        "critic/",
         "drift/",
         "perf/groups_",
         "perf/engine_balance",

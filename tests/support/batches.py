@@ -24,6 +24,16 @@ class CrossEntropy:
 
 
 @dataclass(frozen=True)
+class Entropy:
+    """Mean entropy over `targets` tokens, to be made larger."""
+
+    targets: int
+
+    def __call__(self, logprobs: Tensor, entropy: Tensor, batch: TokenBatch) -> ObjectiveOutput:
+        return ObjectiveOutput(-(entropy * batch.loss_mask).sum() / self.targets)
+
+
+@dataclass(frozen=True)
 class Poisoned:
     """A loss that is NaN for the micro-batch with the longest row, or whose gradient is NaN everywhere."""
 

@@ -71,6 +71,8 @@ class Case:
         out["resumed"] = two_steps(trainer)
         trainer.save(self.saved, {"layout": config.model_dump()})
         out["non-finite"] = self._non_finite(trainer)
+        out["reference"] = self._frozen(layout, config)
+        out["critic"] = valued(layout, config, self.moe_path, self.k_splits)
         out["gradients"] = gradients(self._trainer(layout, config, self.moe_path, "bf16", torch.float32))
         return out
 
@@ -95,6 +97,14 @@ class Case:
         numerics = NumericsConfig(spec=QuantSpec.preset("fp8_block_pow2"), trainer=precision, k_splits=self.k_splits)
         return Trainer(path, config, numerics, layout, seed=0, total_steps=100, max_sequence_length=LENGTH, dtype=dtype)
 
+    def _frozen(self, layout: Layout, config: TrainerConfig) -> Any:
+        """What a model without an optimizer makes of the batch."""
+        from trainer.scorer import Scorer
+
+        numerics = NumericsConfig(spec=QuantSpec.preset("fp8_block_pow2"), trainer="fp8", k_splits=self.k_splits)
+        frozen = Scorer(self.moe_path, config, numerics, layout, max_sequence_length=LENGTH)
+        return reported(layout, frozen.score(random_batch(**BATCH)))
+
     def _routed(self, layout: Layout, trainer: Any) -> Any:
         if trainer.config.pp == 1:
             return reported(layout, trainer.score_routed(routed_batch()))
@@ -108,6 +118,19 @@ class Case:
         with pytest.raises(NonFiniteLossError) as error:
             trainer.train_step(random_batch(**BATCH), Poisoned(150))
         return str(error.value)
+
+
+def valued(layout: Layout, config: TrainerConfig, path: Path, k_splits: int) -> Any:
+    """What a critic with a head of its own says of a batch, and loss and norm of two steps of it."""
+    from trainer.critic import Critic
+
+    numerics = NumericsConfig(spec=QuantSpec.preset("fp8_block_pow2"), trainer="fp8", k_splits=k_splits)
+    critic = Critic(path, config, numerics, layout, seed=0, total_steps=100, max_sequence_length=LENGTH)
+    if critic.model.post_process:
+        with torch.no_grad():
+            critic.model.output_layer.weight.copy_(torch.linspace(-0.1, 0.1, critic.model.config.hidden_size)[None])
+    critic.optimizer.inner.reload_model_params()
+    return reported(layout, critic.score(random_batch(**BATCH))), two_steps(critic)
 
 
 def turns(layout: Layout) -> dict[str, Any]:
@@ -231,6 +254,24 @@ def test_logprobs_are_bit_equal(outcome: Outcome, one_rank: Any, moe_path: Path,
         expected = torch.empty_like(values)
         expected[rows] = values
         assert torch.equal(outcome.scores(key), expected), key
+    assert torch.equal(outcome.scores("reference"), outcome.scores("moe/fp8"))
+
+
+@pytest.mark.slow
+def test_a_critic_s_values_are_bit_equal_and_its_steps_those_of_one_rank(
+    outcome: Outcome, layout: Layout, moe_path: Path
+) -> None:
+    (rows, expected), steps = valued(layout, TrainerConfig(**SETTINGS), moe_path, outcome.k_splits)
+    assert expected.abs().max() > 0.1
+    place = torch.tensor(rows).argsort()
+    parts = [rank["critic"][0] for rank in outcome.ranks if rank["critic"][0] is not None]
+    for own_rows, values in parts:
+        assert torch.equal(values, expected[place[own_rows]])
+    assert sorted(row for own_rows, _ in parts for row in own_rows) == list(range(BATCH["rows"]))
+    for rank in outcome.ranks:
+        assert rank["critic"][1] == outcome.ranks[0]["critic"][1]
+        for found, wanted in zip(rank["critic"][1], steps, strict=True):
+            assert found == pytest.approx(wanted, rel=2e-2)
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from numerics import ops
-from tests.support.batches import Poisoned, cross_entropy, random_batch
+from tests.support.batches import Entropy, Poisoned, cross_entropy, random_batch
 from tests.support.models import reference
 from tests.support.trainers import MakeTrainer
 from trainer.config import TrainerConfig
@@ -179,3 +179,19 @@ def test_rows_are_padded_as_fp8_products_want(moe_path: Path, make_trainer: Make
     found = trainer.score(batch)
     assert {width % 16 for width in widths} == {0} and int(batch.lengths.max()) % 16
     assert torch.equal(found[1][torch.tensor(found[0]).argsort()], expected[1][torch.tensor(expected[0]).argsort()])
+
+
+def test_the_entropy_of_a_pass_has_the_gradient_of_the_whole_vocabulary(
+    moe_path: Path, make_trainer: MakeTrainer
+) -> None:
+    from trainer.step import run_pass
+
+    batch = random_batch(temperature=0.7)
+    trainer = make_trainer(moe_path, dtype=torch.float32)
+    run_pass(trainer.optimizer.model, batch, trainer.layout, 100, 1, Entropy(int(batch.loss_mask.sum())))
+    model = reference(moe_path)
+    logits = model(batch.tokens, attention_mask=batch.real_tokens().long()).logits[:, :-1] / 0.7
+    entropy = torch.distributions.Categorical(logits=logits).entropy()
+    (-(entropy * batch.loss_mask[:, 1:]).sum() / batch.loss_mask.sum()).backward()
+    ours, theirs = trainer.model.output_layer.weight.main_grad, model.lm_head.weight.grad
+    torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-6)

@@ -27,7 +27,7 @@ def case(vocabulary, dtype=torch.float32, rows=6):
 
 def exact(logits, tokens, temperature):
     logps = (logits.double() / torch.as_tensor(temperature).float().double().to(DEVICE).unsqueeze(-1)).log_softmax(-1)
-    entropy = -torch.where(logps.exp() == 0, 0.0, logps.exp() * logps).sum(-1)
+    entropy = -(logps.exp() * logps.masked_fill(logps.exp() == 0, 0.0)).sum(-1)
     return logps.gather(-1, tokens.unsqueeze(-1)).squeeze(-1), entropy
 
 
@@ -42,13 +42,27 @@ def test_logprobs_entropy_and_gradient(vocabulary, dtype, op):
     # y - max - log(sum), each within an FP32 rounding of a number up to 50, which is 2e-6.
     assert torch.allclose(logprobs.double(), expected, rtol=0, atol=8e-6)
     assert torch.allclose(entropy.double(), expected_entropy, rtol=0, atol=1e-5)
-    assert not entropy.requires_grad
     given = torch.linspace(-1, 1, len(logits), device=DEVICE)
-    logprobs.backward(given)
-    expected.backward(given.double())
-    assert leaf.grad.dtype == dtype
     rounding = 2**-8 if dtype == torch.bfloat16 else 0
-    assert torch.allclose(leaf.grad.double(), leaf64.grad, rtol=rounding, atol=1e-5)
+    for chosen in ((0,), (1,), (0, 1)):  # the logprobs alone, the entropy alone, both
+        weights = [(given, given.flip(0))[index] for index in chosen]
+        found = [(logprobs, entropy)[index] for index in chosen]
+        oracle = [(expected, expected_entropy)[index] for index in chosen]
+        (grad,) = torch.autograd.grad(found, leaf, weights, retain_graph=True)
+        (grad64,) = torch.autograd.grad(oracle, leaf64, [each.double() for each in weights], retain_graph=True)
+        assert grad.dtype == dtype
+        assert torch.allclose(grad.double(), grad64, rtol=rounding, atol=1e-5)
+
+
+@pytest.mark.parametrize("op", (token_logprobs, ops.token_logprobs), ids=("triton", "torch"))
+def test_an_entropy_that_is_not_asked_for_changes_no_bit(op):
+    logits, tokens = case(9001, torch.bfloat16)
+    leaf = logits.clone().requires_grad_()
+    logprobs, entropy = op(leaf, tokens, 0.7)
+    alone = torch.autograd.grad(logprobs.sum(), leaf, retain_graph=True)[0]
+    beside = torch.autograd.grad(logprobs.sum() + 0.0 * entropy.detach().sum(), leaf, retain_graph=True)[0]
+    weightless = torch.autograd.grad(logprobs.sum() + 0.0 * entropy.sum(), leaf)[0]
+    assert torch.equal(alone, beside) and torch.equal(alone, weightless)
 
 
 def test_each_row_has_its_own_temperature():

@@ -24,6 +24,8 @@ REWARDS = torch.tensor([1.0, 0.0, 0.0, 1.0, 1.0, 0.5, 1.0, 1.0])
 LENGTHS = [6, 20, 9, 17, 1, 0, 12, 18]
 """Of the answers: one is empty, one is cut by the length."""
 PROMPT = 3
+VALUES = torch.rand(len(LENGTHS), PROMPT + max(LENGTHS), generator=torch.Generator().manual_seed(9))
+"""A critic's, where there is one."""
 
 
 def algorithm(name: str, **settings: Any) -> PolicyGradient:
@@ -49,7 +51,7 @@ def sampled(seed: int = 0, *, fresh: bool = False) -> tuple[TokenBatch, torch.Te
         rollout[1, PROMPT + 4] = -math.inf
     lengths = torch.tensor(LENGTHS) + PROMPT
     tokens = torch.ones(mask.shape, dtype=torch.int64)
-    fields = {"rollout_logprobs": rollout} if fresh else {"rollout_logprobs": rollout, "old_logprobs": old}
+    fields = {"rollout_logprobs": rollout, "values": VALUES} | ({} if fresh else {"old_logprobs": old})
     fields["teacher_logprobs"] = -2.0 * torch.rand(mask.shape, generator=noise)
     return TokenBatch(tokens, lengths, mask, 1.0, fields), logprobs
 
@@ -68,6 +70,8 @@ def computed(chosen: PolicyGradient, batch: TokenBatch, logprobs: torch.Tensor) 
 
 def expected_advantages(name: str, batch: TokenBatch) -> list[list[float]]:
     """By the published formulas, with loops: of each token of each answer."""
+    if name == "ppo":
+        return advantages_over_a_critic()
     if name == "opd":
         teacher, engine = (batch.fields[field].double() for field in ("teacher_logprobs", "rollout_logprobs"))
         return [
@@ -97,6 +101,16 @@ def expected_advantages(name: str, batch: TokenBatch) -> list[list[float]]:
         used = np.repeat(answers, lengths - (np.arange(len(lengths)) == 1))
         answers = [(value - used.mean()) / math.sqrt(used.var() + 1e-8) for value in answers]
     return [[value] * length for value, length in zip(answers, LENGTHS)]
+
+
+def advantages_over_a_critic() -> list[list[float]]:
+    """What came less what was expected, with gamma and lambda 1, whitened; the fifth token of row 1 is not used."""
+    rows = [
+        [float(reward) - float(VALUES[row, PROMPT + i]) for i in range(length)]
+        for row, (reward, length) in enumerate(zip(REWARDS, LENGTHS))
+    ]
+    used = np.array([value for row, values in enumerate(rows) for i, value in enumerate(values) if (row, i) != (1, 4)])
+    return [[(value - used.mean()) / math.sqrt(used.var() + 1e-8) for value in values] for values in rows]
 
 
 def expected_loss(chosen: PolicyGradient, batch: TokenBatch, logprobs: torch.Tensor) -> torch.Tensor:
@@ -140,7 +154,8 @@ def test_advantages_are_those_of_the_formula(name: str) -> None:
     advantages = with_advantages(batch, algorithm(name)).fields["advantages"]
     for row, expected in enumerate(expected_advantages(name, batch)):
         found = advantages[row, PROMPT : PROMPT + LENGTHS[row]].tolist()
-        unused = [4] if row == 1 and name.startswith(("reinforce++", "opd")) else []  # 0 there, and never looked at
+        looks_at_used = name.startswith(("reinforce++", "opd", "ppo"))
+        unused = [4] if row == 1 and looks_at_used else []  # 0 there, and never looked at
         for place in range(LENGTHS[row]):
             if place not in unused:
                 assert found[place] == pytest.approx(expected[place], abs=1e-6)
@@ -203,6 +218,33 @@ def test_on_fresh_tokens_with_equal_logprobs_every_correction_is_the_identity_bi
     batch = with_advantages(batch, plain)
     for without, with_it in zip(computed(plain, batch, logprobs), computed(corrected, batch, logprobs)):
         assert torch.equal(without, with_it)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", LEARNS_FROM_REWARDS)
+def test_the_entropy_bonus_is_a_mean_of_the_same_kind_as_the_loss(name: str, mode: Mode) -> None:
+    plain, chosen = (algorithm(name, loss_aggregation=mode, entropy=c) for c in (0.0, 0.01))
+    batch, logprobs = sampled(seed=1)
+    batch = with_advantages(batch, plain)
+    entropy = torch.rand(logprobs.shape, generator=torch.Generator().manual_seed(5)).requires_grad_()
+    without, with_it = (each.objective(batch)(logprobs, entropy, batch) for each in (plain, chosen))
+    sequences = []
+    for row, length in enumerate(LENGTHS):
+        used = [PROMPT + i for i in range(length) if math.isfinite(batch.fields["rollout_logprobs"][row, PROMPT + i])]
+        sequences += [[entropy[row, i].double() for i in used]] if used else []
+    sums = [torch.stack(each).sum() for each in sequences]
+    expected = {
+        "token_mean": torch.stack(sums).sum() / sum(map(len, sequences)),
+        "seq_mean_token_mean": torch.stack([total / len(each) for total, each in zip(sums, sequences)]).mean(),
+        "seq_mean_token_sum": torch.stack(sums).mean(),
+        "seq_mean_token_sum_norm": torch.stack(sums).mean() / 20,
+    }[mode]
+    assert (without.loss - with_it.loss).item() == pytest.approx(0.01 * expected.item(), rel=1e-3)
+    (grad,) = torch.autograd.grad(with_it.loss, entropy)
+    (grad64,) = torch.autograd.grad(-0.01 * expected, entropy)
+    assert torch.allclose(grad, grad64, rtol=1e-5)
+    assert not without.loss.requires_grad, "without a coefficient nothing of it reaches the loss"
+    assert with_it.metrics["train/entropy"] == without.metrics["train/entropy"]
 
 
 def one_row(advantage: float, log_ratios: list[float]) -> tuple[TokenBatch, torch.Tensor]:
@@ -296,7 +338,7 @@ def test_maxrl_refuses_rewards_below_zero() -> None:
         algorithm("maxrl").advantages(Outcomes(-REWARDS, GROUPS, outcomes().finished), batch)
 
 
-@pytest.mark.parametrize("name", sorted({*LEARNS_FROM_REWARDS} - {"opd"}))
+@pytest.mark.parametrize("name", sorted({*LEARNS_FROM_REWARDS} - {"opd", "ppo"}))
 def test_equal_rewards_give_no_gradient(name: str) -> None:
     batch, logprobs = sampled(fresh=True)
     chosen = algorithm(name, overlong=None)
@@ -317,6 +359,12 @@ def test_a_formula_says_what_the_settings_make_of_it() -> None:
     ]
     assert "reward - 1 · min(1, max(0, length - (20 - 4)) / 4)" in algorithm("dapo").formula()
     assert "mean over sequences of Σ loss / 20" in algorithm("drgrpo").formula()
+    several = algorithm("grpo", updates_per_batch=2, epochs=3).formula()
+    assert "old  = the trainer's before the update, the first of 6 of a batch\n" in several
+    assert "q    = R at the last token - 0.1 (old - reference) at each token\n" in (
+        algorithm("ppo", kl={"reward": {"coefficient": 0.1}}).formula()
+    )
+    assert "max(-A r, -A clip(r)) · w - 0.01 H\n" in algorithm("grpo", entropy=0.01).formula()
     for name in ALGORITHMS:
         assert algorithm(name).formula().startswith("loss = ")
 

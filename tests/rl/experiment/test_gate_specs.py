@@ -88,6 +88,22 @@ def gate(action: str = "warn", **fields: Any) -> dict[str, Any]:
                 ("skip_step", "tracking/nonfinite_dropped"),
             ]
         ),
+        (
+            [gate(metric="train/kl")],
+            {},
+            ["gates.0.metric", "train/kl with algorithm.name=grpo", "algorithm.kl above 0"],
+        ),
+        ([gate(metric="critic/loss")], {}, ["gates.0.metric", "expected an algorithm with a critic"]),
+        (
+            [gate(metric="train/clip_fraction")],
+            {"algorithm": {"name": "grpo", "updates_per_batch": 2, "epochs": 3}},
+            ["gates.0.metric", "train/clip_fraction with 6 updates of a batch", "the first pass of a step"],
+        ),
+        (
+            [gate("skip_step", metric="critic/explained_variance")],
+            {"algorithm": {"name": "ppo"}},
+            ["after a step's dec"],
+        ),
         ([gate(above=0.2), gate(below=0.3)], {}, ["gates.1", "below 0.3", "gates.0 has above 0.2", "at most 0.2"]),
         ([gate(below=0.3), gate(above=0.2)], {}, ["gates.1", "above 0.2", "gates.0 has below 0.3"]),
         ([gate(), gate(for_steps=3)], {}, ["gates.1", "warn on mismatch/tis_clipfrac above 0.05", "Remove one"]),

@@ -1,4 +1,5 @@
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -63,12 +64,10 @@ def test_rollout_metrics_against_hand_counts(trajectories: list[Trajectory]) -> 
 
 
 def test_train_metrics_count_the_target_tokens(batch: TokenBatch) -> None:
-    assert train_metrics(result(torch.zeros(6, 8)), batch) == {
-        "train/loss": 0.25,
-        "train/grad_norm": 2.0,
-        "train/tokens": 24.0,
-        "train/entropy": 0.5,
-    }
+    batch.fields["rollout_logprobs"][4, 2] = math.nan
+    metrics = {"train/loss": 0.25, "train/grad_norm": 2.0, "train/tokens": 24.0, "train/entropy": 0.5}
+    assert train_metrics(result(torch.zeros(6, 8)), batch) == metrics | {"train/dropped_tokens": 1.0}
+    assert train_metrics(result(torch.zeros(6, 8)), replace(batch, fields={})) == metrics, "of examples"
 
 
 def test_throughput_counts_prompts_for_training_and_answers_for_sampling(batch: TokenBatch) -> None:

@@ -1,0 +1,98 @@
+"""The loss of an update by the policy gradient: what a surrogate, a KL term and an entropy bonus add up to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Self
+
+import torch
+from torch import Tensor
+
+from rl.algorithms.aggregation import Aggregation
+from rl.algorithms.base import used_tokens
+from rl.algorithms.corrections import Correction
+from rl.algorithms.kl import ESTIMATORS, k3
+from rl.algorithms.surrogates import token_ratio
+from trainer.batch import TokenBatch
+from trainer.objective import ObjectiveOutput
+
+if TYPE_CHECKING:
+    from rl.algorithms.policy_gradient import PolicyGradient
+
+
+@dataclass(frozen=True)
+class PolicyObjective:
+    """The loss of an update: per token (surrogate + KL term) · w, 0 if rejected, less the entropy bonus; their mean.
+
+    old is the rollout logprob under `bypass`, else `fields["old_logprobs"]` where present, else the logprob itself,
+    detached. The KL term needs `fields["reference_logprobs"]`. The weight w and the rejection come from old and rollout
+    logprobs, see `rl.algorithms.corrections`, without gradient. The denominators, of metrics too, count rejected
+    tokens. A token whose rollout logprob is not finite leaves the loss, the denominators and the metrics.
+    """
+
+    algorithm: PolicyGradient
+    correction: Correction
+    aggregate: Aggregation
+
+    @classmethod
+    def of(cls, batch: TokenBatch, algorithm: PolicyGradient) -> Self:
+        """The objective of a step on `batch`, which needs `advantages`, and `rollout_logprobs` unless the
+        experiment turns the correction off.
+
+        Raises:
+            ValueError: a field is missing, an advantage of a used token is not finite, or no token is usable.
+        """
+        correction = algorithm.correction
+        engines = correction.corrects or algorithm.ratio == "bypass"
+        needed = ["advantages"] + (["rollout_logprobs"] if engines else [])
+        needed += ["reference_logprobs"] if algorithm.kl.needs_reference else []
+        missing = [name for name in needed if name not in batch.fields]
+        if missing:
+            raise ValueError(f"fields: found {sorted(batch.fields)}, expected also {missing}; add them to the batch")
+        used = used_tokens(batch)
+        if not bool(torch.isfinite(batch.fields["advantages"][used]).all()):
+            raise ValueError("advantages: found non-finite values on target tokens, expected finite ones")
+        if not bool(used.any()):
+            raise ValueError(
+                f"found no usable token among {int(batch.loss_mask.sum())} target tokens, expected at least one; "
+                "the rollout logprobs are missing or not finite, so check the engine"
+            )
+        return cls(algorithm, correction, Aggregation.of(used, algorithm.loss_aggregation, algorithm.loss_length or 1))
+
+    def __call__(self, logprobs: Tensor, entropy: Tensor, batch: TokenBatch) -> ObjectiveOutput:
+        used, fields = used_tokens(batch), batch.fields
+        bypass = self.algorithm.ratio == "bypass"
+        old = fields["rollout_logprobs"] if bypass else fields.get("old_logprobs", logprobs.detach())
+        advantages = torch.where(used, fields["advantages"], 0.0)
+        term = self.algorithm.surrogate(logprobs, old, advantages, used)
+        # Without rollout logprobs nothing is corrected: every ratio is 1.
+        weight, kept = self.correction(old, fields.get("rollout_logprobs", old), used)
+        losses, kl = term.losses, self.algorithm.kl
+        x = torch.where(used, logprobs - fields["reference_logprobs"], 0.0) if kl.needs_reference else None
+        if kl.loss.coefficient and x is not None:
+            sampled_by = token_ratio(logprobs, old, used).detach()
+            losses = losses + kl.loss.coefficient * sampled_by * ESTIMATORS[kl.loss.estimator](x)
+        losses = torch.where(kept, losses * weight, 0.0)
+        if self.algorithm.entropy:
+            losses = losses - self.algorithm.entropy * torch.where(used, entropy, 0.0)
+        loss = self.aggregate(losses, used)
+
+        def token_mean(values: Tensor) -> Tensor:
+            return torch.where(used, values, 0.0).sum().detach() / self.aggregate.tokens
+
+        metrics = {
+            "train/ratio_mean": token_mean(term.ratio),
+            "train/clip_fraction": token_mean((term.below | term.above).float()),
+            "train/clip_fraction_low": token_mean(term.below.float()),
+            "train/clip_fraction_high": token_mean(term.above.float()),
+            "train/entropy": token_mean(entropy),
+        }
+        if x is not None:
+            metrics["train/kl"] = token_mean(k3(x))
+        if self.correction.weighs:
+            metrics["train/tis_weight_mean"] = token_mean(weight * kept)
+        if self.correction.rejects:
+            metrics["train/rejected_tokens"] = token_mean((~kept).float())
+            rejected = used.any(dim=1) & ~kept.any(dim=1)
+            metrics["train/rejected_sequences"] = rejected.sum() / self.aggregate.sequences
+        return ObjectiveOutput(loss, metrics)

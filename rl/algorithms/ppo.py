@@ -1,0 +1,127 @@
+"""PPO: a critic says what was to be expected at each token, and the advantage is what came of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from rl.algorithms.base import Outcomes, used_tokens
+from rl.algorithms.gae import generalised_advantages, last_of_each_row
+from rl.algorithms.policy_gradient import PolicyGradient
+from trainer.batch import TokenBatch
+from trainer.config import RateConfig, TrainerConfig
+from trainer.objective import Objective, ObjectiveOutput
+
+
+class CriticConfig(RateConfig):
+    """How the critic is trained; what is not here is as in the `trainer` section."""
+
+    lr: float = Field(default=1e-5, gt=0.0, le=100.0)
+    """Peak learning rate."""
+    warmup_steps: int = Field(default=0, ge=0)
+    """Optimizer steps of linear warm-up from zero."""
+
+
+class Ppo(PolicyGradient):
+    """Proximal policy optimisation with generalised advantages (Schulman et al. 2017). The critic is a second model of
+    the same directory with a value head, on the policy's ranks and in its layout and numerics."""
+
+    name: Literal["ppo"]
+    clip_high: float = Field(default=0.2, gt=0.0)
+    whiten_advantages: bool = True
+    token_rewards: ClassVar[bool] = True
+
+    gamma: float = Field(default=1.0, gt=0.0, le=1.0)
+    """What a reward counts less for each token that it is away."""
+    gae_lambda: float = Field(default=1.0, ge=0.0, le=1.0)
+    """1: advantages are what came less what was expected, 0: by how much the next expectation is another."""
+    critic: CriticConfig = CriticConfig()
+    critic_warmup: int = Field(default=0, ge=0)
+    """Steps of the run in which the critic learns alone."""
+    value_clip: float | None = Field(default=0.2, gt=0.0)
+    """How far a value may move from what it was before the first update of a batch, before the move stops to pay. Null:
+    no such bound."""
+
+    @property
+    def scored_fields(self) -> tuple[str, ...]:
+        return (*super().scored_fields, "values")
+
+    def critic_config(self, trainer: TrainerConfig) -> TrainerConfig:
+        return trainer.model_copy(update=self.critic.model_dump())
+
+    def learns(self, step: int) -> bool:
+        return step > self.critic_warmup
+
+    def lesson(self, outcomes: Outcomes, batch: TokenBatch) -> dict[str, Tensor]:
+        outcomes = self.shaped(outcomes, batch)
+        advantages = self.token_advantages(outcomes, batch)
+        returns = torch.where(used_tokens(batch), advantages + batch.fields["values"], 0.0)
+        return {"advantages": self.finished(advantages, outcomes, batch), "returns": returns}
+
+    def token_advantages(self, outcomes: Outcomes, batch: TokenBatch) -> Tensor:
+        used = used_tokens(batch)
+        rewards = torch.where(last_of_each_row(used), outcomes.rewards.double()[:, None], 0.0)
+        if self.kl.reward.coefficient:
+            rewards = rewards - self.kl_price(batch)
+        values = batch.fields["values"]
+        return generalised_advantages(rewards, values, used, self.gamma, self.gae_lambda).float()
+
+    def critic_objective(self, batch: TokenBatch) -> Objective:
+        return ValueObjective(int(used_tokens(batch).sum()), self.value_clip)
+
+    @property
+    def advantage_text(self) -> str:
+        return f"GAE of q over the tokens with a loss, gamma {self.gamma:g}, lambda {self.gae_lambda:g}"
+
+    def formula_lines(self) -> dict[str, str]:
+        bound = "" if self.value_clip is None else f", the larger of it and of V held within {self.value_clip:g}"
+        price = f" - {self.kl.reward.coefficient:g} (old - reference) at each token" * (self.kl.reward.coefficient > 0)
+        return super().formula_lines() | {
+            "q": f"R at the last token{price}",
+            "V": f"the critic's, of loss Σ (V - G)² / 2 / tokens{bound}",
+            "G": "A before it is whitened + V before the update",
+        }
+
+    def remarks(self) -> list[str]:
+        return [
+            *super().remarks(),
+            "value_clip: 0.2 as in slime and miles, 0.5 in verl, OpenRLHF and AReaL; the factor 1/2 of the critic's "
+            "loss is verl's and OpenRLHF's, not slime's",
+        ]
+
+
+@dataclass(frozen=True)
+class ValueObjective:
+    """The critic's loss: max((V - G)², (V_old + clamp(V - V_old, ±clip) - G)²) / 2 per token, and its mean over the
+    used tokens. G and V_old are `fields["returns"]` and `fields["values"]`.
+
+    Attributes:
+        tokens: used tokens of the whole batch.
+        clip: None: the first of both alone.
+    """
+
+    tokens: int
+    clip: float | None
+
+    def __call__(self, values: Tensor, entropy: Tensor, batch: TokenBatch) -> ObjectiveOutput:
+        used, returns, old = used_tokens(batch), batch.fields["returns"], batch.fields["values"]
+        losses = (values - returns).square()
+        clipped = torch.zeros_like(used)
+        if self.clip is not None:
+            bounded = (old + (values - old).clamp(-self.clip, self.clip) - returns).square()
+            clipped = bounded > losses
+            losses = torch.maximum(losses, bounded)
+
+        def token_mean(per_token: Tensor) -> Tensor:
+            return torch.where(used, per_token, 0.0).sum() / self.tokens
+
+        metrics = {
+            "critic/values_mean": token_mean(values),
+            "critic/returns_mean": token_mean(returns),
+            "critic/clip_fraction": token_mean(clipped.float()),
+        }
+        return ObjectiveOutput(token_mean(losses) / 2, metrics)

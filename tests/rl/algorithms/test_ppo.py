@@ -1,0 +1,179 @@
+"""PPO's advantages and its critic's loss: hand-worked numbers, float64 loops, cut-out spans, any split."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from pydantic import TypeAdapter, ValidationError
+
+from rl.algorithms import Algorithm
+from rl.algorithms.base import Outcomes
+from rl.algorithms.gae import generalised_advantages, last_of_each_row
+from rl.algorithms.ppo import Ppo, ValueObjective
+from rollout.config import RolloutConfig
+from trainer.batch import TokenBatch
+from trainer.config import TrainerConfig
+
+
+def ppo(**settings: Any) -> Ppo:
+    found: Ppo = TypeAdapter(Algorithm).validate_python({"name": "ppo", **settings})
+    return found.resolved(RolloutConfig(max_new_tokens=20))
+
+
+def one_row(values: list[float], rewards: list[float]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return torch.tensor([rewards]), torch.tensor([values]), torch.ones(1, len(values), dtype=torch.bool)
+
+
+def test_advantages_worked_by_hand() -> None:
+    rewards, values, used = one_row([0.5, 0.25, 0.75], [0.0, 0.0, 1.0])
+    # d = 0.25 - 0.5, 0.75 - 0.25, 1 - 0.75 with gamma 1.
+    assert generalised_advantages(rewards, values, used, 1.0, 0.0)[0].tolist() == [-0.25, 0.5, 0.25]
+    assert generalised_advantages(rewards, values, used, 1.0, 1.0)[0].tolist() == [0.5, 0.75, 0.25]
+    assert generalised_advantages(rewards, values, used, 1.0, 0.5)[0].tolist() == [0.0625, 0.625, 0.25]
+    # With gamma 0.5: d = 0.125 - 0.5, 0.375 - 0.25, 0.25; then with lambda 1 each takes half of the next.
+    found = generalised_advantages(rewards, values, used, 0.5, 1.0)[0].tolist()
+    assert found == [-0.375 + 0.5 * 0.25, 0.125 + 0.5 * 0.25, 0.25]
+
+
+def random_rows(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Rewards, values and used tokens with spans, one row of none, and one that ends in a span."""
+    noise = torch.Generator().manual_seed(seed)
+    rewards, values = torch.randn(2, 6, 30, generator=noise)
+    used = torch.rand(6, 30, generator=noise) < 0.6
+    used[2], used[3, 20:] = False, False
+    return rewards, values, used
+
+
+@pytest.mark.parametrize(("gamma", "trace"), [(1.0, 1.0), (0.97, 0.9), (1.0, 0.0)])
+def test_against_a_loop_over_the_tokens_with_the_spans_cut_out(gamma: float, trace: float) -> None:
+    rewards, values, used = random_rows()
+    found = generalised_advantages(rewards, values, used, gamma, trace)
+    for row in range(6):
+        kept = [(float(rewards[row, t]), float(values[row, t])) for t in range(30) if used[row, t]]
+        expected = []
+        for start in range(len(kept)):
+            total = 0.0
+            for ahead, (reward, value) in enumerate(kept[start:]):
+                after = kept[start + ahead + 1][1] if start + ahead + 1 < len(kept) else 0.0
+                total += (gamma * trace) ** ahead * (reward + gamma * after - value)
+            expected.append(total)
+        assert found[row, used[row]].tolist() == pytest.approx(expected, abs=1e-12)
+    assert (found[~used] == 0).all()
+
+
+def test_the_reward_comes_with_the_last_token_that_is_trained() -> None:
+    used = torch.tensor([[0, 1, 1, 0], [0, 0, 0, 0], [1, 0, 0, 1]]).bool()
+    assert last_of_each_row(used).int().tolist() == [[0, 0, 1, 0], [0, 0, 0, 0], [0, 0, 0, 1]]
+
+
+def with_spans(cut: bool) -> tuple[TokenBatch, Outcomes, torch.Tensor]:
+    """Three answers with tokens of a tool between their own, or without them; and where the own tokens are."""
+    own = torch.tensor(
+        [[0, 0, 1, 1, 0, 0, 1, 1, 1], [0, 0, 1, 0, 1, 1, 0, 0, 0], [0, 0, 1, 1, 1, 1, 0, 0, 0]], dtype=torch.bool
+    )
+    noise = torch.Generator().manual_seed(2)
+    fields = {
+        name: torch.rand(own.shape, generator=noise)
+        for name in ("values", "old_logprobs", "reference_logprobs", "rollout_logprobs")
+    }
+    if cut:
+        width = 2 + int(own.sum(1).max())
+        kept = torch.zeros(3, width, dtype=torch.bool)
+        for row in range(3):
+            kept[row, 2 : 2 + int(own[row].sum())] = True
+        narrow = {name: torch.zeros(3, width) for name in fields}
+        for name, values in fields.items():
+            narrow[name][kept] = values[own]
+        own, fields = kept, narrow
+    lengths = torch.tensor([int(row.nonzero().max()) + 1 for row in own])
+    batch = TokenBatch(torch.ones(own.shape, dtype=torch.int64), lengths, own, 1.0, fields)
+    return batch, Outcomes(torch.tensor([1.0, 0.0, 0.5]), torch.tensor([0, 0, 1]), torch.ones(3).bool()), own
+
+
+@pytest.mark.parametrize("reward_kl", [0.0, 0.2])
+def test_advantages_and_returns_are_those_of_the_answer_with_the_tool_s_tokens_cut_out(reward_kl: float) -> None:
+    chosen = ppo(gae_lambda=0.9, gamma=0.99, kl={"reward": {"coefficient": reward_kl}})
+    whole, outcomes, own = with_spans(cut=False)
+    cut, _, kept = with_spans(cut=True)
+    lessons = [chosen.lesson(outcomes, batch) for batch in (whole, cut)]
+    for name in ("advantages", "returns"):
+        assert torch.equal(lessons[0][name][own], lessons[1][name][kept])
+        assert (lessons[0][name][~own] == 0).all()
+
+
+def test_returns_are_advantages_before_whitening_and_values() -> None:
+    batch, outcomes, own = with_spans(cut=False)
+    lesson = ppo().lesson(outcomes, batch)
+    # With gamma and lambda 1 what is still to come is the reward, whatever was expected.
+    assert torch.allclose(lesson["returns"][own], outcomes.rewards.repeat_interleave(own.sum(1)), atol=1e-6)
+    white = lesson["advantages"][own].double()
+    assert white.mean().item() == pytest.approx(0, abs=1e-6) and white.var(correction=0).item() == pytest.approx(1)
+    raw = lesson["returns"][own].double() - batch.fields["values"][own].double()
+    assert torch.allclose(white, (raw - raw.mean()) / raw.std(correction=0), atol=1e-5)
+
+
+def test_a_price_on_length_and_one_on_distance_compose() -> None:
+    batch, outcomes, own = with_spans(cut=False)
+    overlong = {"limit": 5, "buffer": 2, "penalty": 1.0}
+    kl = {"reward": {"coefficient": 0.5}}
+    lesson = ppo(overlong=overlong, kl=kl).lesson(outcomes, batch)
+    x = (batch.fields["old_logprobs"] - batch.fields["reference_logprobs"]).double()
+    for row, reward in enumerate((1.0 - 1.0, 0.0, 0.5 - 0.5)):  # 5, 3 and 4 tokens of at most 5, priced from the 4th
+        places = own[row].nonzero().flatten().tolist()
+        for index, t in enumerate(places):
+            expected = reward - 0.5 * sum(float(x[row, s]) for s in places[index:])
+            assert lesson["returns"][row, t].item() == pytest.approx(expected, abs=1e-6)
+
+
+def value_batch(old: list[list[float]], returns: list[list[float]], mask: list[list[int]]) -> TokenBatch:
+    chosen = torch.tensor(mask).bool()
+    fields = {"values": torch.tensor(old), "returns": torch.tensor(returns)}
+    lengths = torch.full((len(mask),), len(mask[0]))
+    return TokenBatch(torch.ones(chosen.shape, dtype=torch.int64), lengths, chosen, 1.0, fields)
+
+
+def test_the_value_clip_worked_by_hand() -> None:
+    # V, V_old, G:  0.3, 0.0, 1.0  ->  max(0.49, (0.2 - 1)² = 0.64), clipped, no gradient.
+    #              -0.3, 0.0, 1.0  ->  max(1.69, (-0.2 - 1)² = 1.44), V moved away: the gradient stays.
+    #               0.1, 0.0, 1.0  ->  within the bound: 0.81 both.
+    batch = value_batch([[0.0] * 4], [[0.0, 1.0, 1.0, 1.0]], [[0, 1, 1, 1]])
+    values = torch.tensor([[0.0, 0.3, -0.3, 0.1]]).requires_grad_()
+    output = ValueObjective(3, 0.2)(values, torch.zeros_like(values), batch)
+    assert output.loss.item() == pytest.approx((0.64 + 1.69 + 0.81) / 6)
+    (grad,) = torch.autograd.grad(output.loss, values)
+    assert grad[0].tolist() == pytest.approx([0.0, 0.0, -1.3 / 3, -0.9 / 3])
+    assert output.metrics["critic/clip_fraction"].item() == pytest.approx(1 / 3)
+    plain = ValueObjective(3, None)(values, torch.zeros_like(values), batch)
+    assert plain.loss.item() == pytest.approx((0.49 + 1.69 + 0.81) / 6) and plain.metrics["critic/clip_fraction"] == 0
+
+
+def test_the_critic_s_denominator_is_that_of_the_batch_under_any_split() -> None:
+    rewards, old, used = random_rows(3)
+    used[:, 0] = False
+    batch = TokenBatch(
+        torch.ones(6, 30, dtype=torch.int64), torch.full((6,), 30), used, 1.0, {"values": old, "returns": rewards}
+    )
+    objective = ppo().critic_objective(batch)
+    values = old + 0.3 * torch.randn(old.shape, generator=torch.Generator().manual_seed(1))
+    whole = objective(values, torch.zeros_like(values), batch)
+    for split in ([[0, 1, 2, 3, 4, 5]], [[5, 0], [2], [1, 4, 3]], [[row] for row in range(6)]):
+        parts = [objective(values[rows], torch.zeros_like(values[rows]), batch.select(rows)) for rows in split]
+        assert sum(part.loss.item() for part in parts) == pytest.approx(whole.loss.item(), rel=1e-5)
+        for name, value in whole.metrics.items():
+            assert sum(part.metrics[name].item() for part in parts) == pytest.approx(value.item(), rel=1e-5, abs=1e-7)
+
+
+def test_the_critic_s_optimizer_is_the_policy_s_with_its_own_rate() -> None:
+    trainer = TrainerConfig(lr=1e-4, warmup_steps=5, adam_beta2=0.99, tp=2)
+    critic = ppo(critic={"lr": 3e-4, "decay": "linear"}).critic_config(trainer)
+    assert (critic.lr, critic.warmup_steps, critic.decay, critic.adam_beta2, critic.tp) == (3e-4, 0, "linear", 0.99, 2)
+    assert ppo().critic_config(trainer).lr == 1e-5
+    with pytest.raises(ValidationError, match="found min_lr=1e-05, expected at most lr=1e-06"):
+        ppo(critic={"lr": 1e-6, "min_lr": 1e-5})
+
+
+def test_the_policy_waits_for_the_critic() -> None:
+    assert [ppo(critic_warmup=2).learns(step) for step in (1, 2, 3)] == [False, False, True]
+    assert ppo().learns(1)

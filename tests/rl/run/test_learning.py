@@ -1,0 +1,188 @@
+"""What a step does with its batch, on a real model in this process: which passes, on which rows, at which weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pydantic import TypeAdapter, ValidationError
+
+from rl.algorithms import Algorithm
+from rl.algorithms.base import Outcomes
+from rl.algorithms.policy_gradient import PolicyGradient
+from rl.run.learning import Lesson, explained_variance
+from rollout.config import RolloutConfig
+from tests.support.batches import random_batch
+from tests.support.local_group import LocalGroup
+from tests.support.models import write_model
+from trainer.batch import TokenBatch
+from trainer.errors import NonFiniteLossError
+from trainer.parallel import Layout
+
+GROUPS = torch.tensor([4, 4, 9, 1, 9, 1, 4, 7])
+"""Of eight answers, out of order and of unequal sizes."""
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("model") / "moe")
+
+
+def opened(path: Path, layout: Layout, **options: Any) -> Any:
+    return LocalGroup(path, layout, **options)
+
+
+def algorithm(name: str = "grpo", **settings: Any) -> PolicyGradient:
+    found: PolicyGradient = TypeAdapter(Algorithm).validate_python({"name": name, **settings})
+    return found.resolved(RolloutConfig(max_new_tokens=40))
+
+
+def sampled(group: Any) -> tuple[TokenBatch, Outcomes]:
+    """Answers whose rollout log-probabilities are the trainer's, as in exact mode."""
+    batch = random_batch(rows=8, longest=40)
+    rollout = group.score(batch)
+    group.calls.clear()
+    rewards = torch.tensor([1.0, 0.0, 0.0, 1.0, 1.0, 0.0, 0.5, 1.0])
+    return batch.with_fields(rollout_logprobs=rollout), Outcomes(rewards, GROUPS, torch.ones(8, dtype=torch.bool))
+
+
+def step(group: Any, chosen: PolicyGradient, batch: TokenBatch, outcomes: Outcomes) -> dict[str, float]:
+    lesson = Lesson.of(group, batch, outcomes, chosen)
+    first = lesson.gradients(group, 0)
+    metrics, error = lesson.learn(group, first, step=1)
+    assert error is None
+    return metrics
+
+
+def test_one_update_is_one_pass_over_the_whole_batch_bit_for_bit(path: Path, layout: Layout) -> None:
+    group, plain = opened(path, layout), opened(path, layout)
+    batch, outcomes = sampled(group)
+    metrics = step(group, algorithm(), batch, outcomes)
+    assert group.calls == [("pass", "policy"), ("update", "policy")], "nothing else is scored"
+    given = batch.with_fields(advantages=algorithm().advantages(outcomes, batch))
+    done = plain.roles.policy.train_step(given, algorithm().objective(given)).result
+    assert (metrics["train/loss"], metrics["train/grad_norm"]) == (done.loss, done.grad_norm)
+    ours, theirs = group.parameters(), plain.parameters()
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+@pytest.mark.parametrize("epochs", [1, 2])
+def test_two_updates_are_two_passes_with_the_old_logprobs_of_the_first_weights(
+    epochs: int, path: Path, layout: Layout
+) -> None:
+    group, plain = opened(path, layout), opened(path, layout)
+    batch, outcomes = sampled(group)
+    chosen = algorithm(updates_per_batch=2, epochs=epochs, clip_low=1e-3, clip_high=1e-3)
+    metrics = step(group, chosen, batch, outcomes)
+
+    whole = batch.with_fields(
+        advantages=chosen.advantages(outcomes, batch), old_logprobs=batch.fields["rollout_logprobs"]
+    )
+    results = []
+    for rows in [[0, 1, 2, 4, 6], [3, 5, 7]] * epochs:  # the groups 4 and 9, then 1 and 7
+        part = whole.select(rows)
+        results.append(plain.roles.policy.train_step(part, chosen.objective(part)).result)
+    ours, theirs = group.parameters(), plain.parameters()
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    assert group.weight_version == 2 * epochs
+    assert metrics["train/loss"] == pytest.approx(sum(result.loss for result in results) / len(results), rel=1e-12)
+    clipped = [result.metrics["train/clip_fraction"] for result in results]
+    assert clipped[0] == 0 and clipped[1] > 0, "the second update finds another policy than has sampled"
+    assert metrics["train/clip_fraction"] == pytest.approx(sum(clipped) / len(clipped))
+
+
+def test_what_the_monitors_see_is_the_whole_batch_at_the_first_weights(path: Path, layout: Layout) -> None:
+    group = opened(path, layout)
+    batch, outcomes = sampled(group)
+    lesson = Lesson.of(group, batch, outcomes, algorithm(updates_per_batch=4))
+    assert [sorted(set(GROUPS[rows].tolist())) for rows in lesson.parts] == [[4], [9], [1], [7]]
+    for number in range(2):
+        result = lesson.gradients(group, number)
+        assert torch.equal(result.logprobs, batch.fields["rollout_logprobs"])
+        lesson.update(group, step=1)
+
+
+@pytest.mark.parametrize("ratio", ["recompute", "bypass"])
+def test_the_clip_acts_whatever_the_ratio_is_to(ratio: str, path: Path, layout: Layout) -> None:
+    group = opened(path, layout)
+    batch, outcomes = sampled(group)
+    metrics = step(group, algorithm(ratio=ratio, updates_per_batch=2, clip_low=1e-3, clip_high=1e-3), batch, outcomes)
+    assert metrics["train/clip_fraction"] > 0
+    with pytest.raises(
+        ValidationError, match="found updates_per_batch=2 and epochs=1 with ratio=on_policy, expected 1"
+    ):
+        algorithm(ratio="on_policy", updates_per_batch=2)
+
+
+def test_more_updates_than_groups_and_groups_without_a_token_make_fewer(path: Path, layout: Layout) -> None:
+    group = opened(path, layout)
+    batch, outcomes = sampled(group)
+    batch.loss_mask[7] = False  # all of group 7
+    lesson = Lesson.of(group, batch, outcomes, algorithm(updates_per_batch=9))
+    assert lesson.parts == [[0, 1, 6], [2, 4], [3, 5]]
+
+
+def test_a_fault_in_a_later_update_names_its_rows_and_leaves_the_earlier_ones(path: Path, layout: Layout) -> None:
+    group = opened(path, layout)
+    batch, outcomes = sampled(group)
+    lesson = Lesson.of(group, batch, outcomes, algorithm(updates_per_batch=2))
+    first = lesson.gradients(group, 0)
+    lesson.batch.fields["old_logprobs"][5] = torch.nan
+    metrics, error = lesson.learn(group, first, step=1)
+    assert isinstance(error, NonFiniteLossError) and 5 in error.rows and set(error.rows) <= {3, 5, 7}
+    assert group.weight_version == 1 and metrics["train/loss"] == first.loss
+
+
+def test_a_reference_is_the_start_of_the_run_in_the_same_forward(path: Path, layout: Layout) -> None:
+    group = opened(path, layout, reference=True)
+    batch, outcomes = sampled(group)
+    chosen = algorithm(kl={"loss": {"coefficient": 0.1}})
+    first = step(group, chosen, batch, outcomes)
+    assert first["train/kl"] == 0.0, "exactly: the policy is its reference"
+    assert group.calls[0] == ("score", "reference")
+    second = step(group, chosen, batch, outcomes)
+    assert second["train/kl"] > 0 and group.weight_version == 2
+    assert torch.equal(group.score(batch, "reference"), batch.fields["rollout_logprobs"])
+
+
+def test_a_critic_learns_beside_the_policy_and_alone_while_it_warms_up(path: Path, layout: Layout) -> None:
+    from trainer.config import TrainerConfig
+
+    critic = TrainerConfig(lr=2e-3, warmup_steps=0, micro_batch_tokens=256)
+    group = opened(path, layout, critic=critic)
+    batch, outcomes = sampled(group)
+    chosen = algorithm("ppo", critic_warmup=1, updates_per_batch=2)
+    before = group.parameters()
+    metrics = step(group, chosen, batch, outcomes)
+    assert group.weight_version == 0 and "train/lr" not in metrics and metrics["critic/lr"] == 2e-3
+    assert all(torch.equal(value, before[name]) for name, value in group.parameters().items())
+    assert group.calls.count(("update", "critic")) == 2 and ("score", "critic") in group.calls
+    assert metrics["critic/explained_variance"] == 0.0, "a head of zeros knows nothing"
+    losses = [metrics["critic/loss"]]
+    for _ in range(12):
+        lesson = Lesson.of(group, batch, outcomes, chosen)
+        losses.append(lesson.learn(group, lesson.gradients(group, 0), step=1)[0]["critic/loss"])
+    assert losses[-1] < losses[0] / 4
+    lesson = Lesson.of(group, batch, outcomes, chosen)
+    metrics, _ = lesson.learn(group, lesson.gradients(group, 0), step=2)
+    assert group.weight_version == 2 and metrics["train/lr"] == 1e-3
+    assert metrics["critic/explained_variance"] > 0.5
+
+
+def test_a_score_that_is_not_finite_is_a_fault_of_its_rows(path: Path, layout: Layout) -> None:
+    group = opened(path, layout, reference=True)
+    batch, outcomes = sampled(group)
+    with torch.no_grad():
+        group.roles.models["reference"].model.output_layer.weight[:] = torch.nan
+    with pytest.raises(NonFiniteLossError, match="reference_logprobs: found values that are not finite in rows"):
+        Lesson.of(group, batch, outcomes, algorithm(kl={"loss": {"coefficient": 0.1}}))
+
+
+def test_explained_variance_worked_by_hand() -> None:
+    returns = torch.tensor([0.0, 1.0, 0.0, 1.0]).double()
+    assert explained_variance(returns, returns) == 1.0
+    assert explained_variance(torch.full((4,), 0.3).double(), returns) == 0.0
+    assert explained_variance(torch.tensor([0.0, 0.5, 0.0, 0.5]).double(), returns) == 0.75
+    assert explained_variance(torch.zeros(4).double(), torch.ones(4).double()) == 0.0

@@ -1,0 +1,61 @@
+"""The models of one rank in this process, with the calls of a trainer group that a step learns by."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from numerics.config import NumericsConfig
+from numerics.spec import QuantSpec
+from tests.support.models import LENGTH
+from trainer.batch import TokenBatch
+from trainer.config import TrainerConfig
+from trainer.objective import Objective
+from trainer.parallel import Layout
+from trainer.result import PassResult, Scored
+
+
+class LocalGroup:
+    """calls: what was asked of which role, in order."""
+
+    def __init__(self, path: Path, layout: Layout, **options: Any) -> None:
+        from trainer.roles import Roles
+
+        numerics = NumericsConfig(spec=QuantSpec.preset("fp8_block_pow2"), trainer="fp8")
+        config = TrainerConfig(lr=1e-3, warmup_steps=0, micro_batch_tokens=256)
+        sizes = {"seed": 0, "total_steps": 100, "max_sequence_length": LENGTH}
+        self.roles = Roles(path, config, numerics, layout, **sizes, **options)
+        self.calls: list[tuple[str, str]] = []
+
+    @property
+    def weight_version(self) -> int:
+        return self.roles.policy.weight_version
+
+    def forward_backward(self, batch: TokenBatch, objective: Objective, role: Any = "policy") -> PassResult:
+        self.calls.append(("pass", role))
+        done = self.roles.trained(role).forward_backward(batch, objective)
+        return replace(done.result, logprobs=_ordered(done.rows, done.result.logprobs))
+
+    def update(self, role: Any = "policy") -> float:
+        self.calls.append(("update", role))
+        return self.roles.trained(role).update()
+
+    def score(self, batch: TokenBatch, role: Any = "policy") -> Tensor:
+        return self.score_routed(batch, role).logprobs
+
+    def score_routed(self, batch: TokenBatch, role: Any = "policy") -> Scored:
+        self.calls.append(("score", role))
+        rows, scored = self.roles.models[role].score_routed(batch)
+        draws = None if scored.draws is None else _ordered(rows, scored.draws)
+        return replace(scored, logprobs=_ordered(rows, scored.logprobs), draws=draws)
+
+    def parameters(self, role: Any = "policy") -> dict[str, Tensor]:
+        return {name: p.detach().clone() for name, p in self.roles.models[role].model.named_parameters()}
+
+
+def _ordered(rows: list[int], values: Tensor) -> Tensor:
+    return values[torch.tensor(rows).argsort()]

@@ -1,0 +1,133 @@
+"""The critic on one rank: its values and gradients against transformers, and its state beside the policy's."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from numerics.config import NumericsConfig
+from numerics.spec import QuantSpec
+from tests.support.batches import cross_entropy, random_batch
+from tests.support.models import LENGTH, reference
+from trainer.batch import TokenBatch
+from trainer.config import TrainerConfig
+from trainer.objective import ObjectiveOutput
+from trainer.parallel import Layout
+
+CONFIG = TrainerConfig(lr=1e-3, warmup_steps=0, micro_batch_tokens=256)
+CRITIC = CONFIG.model_copy(update={"lr": 2e-3, "decay": "linear"})
+OPTIONS: dict[str, Any] = {"seed": 0, "total_steps": 9, "max_sequence_length": LENGTH}
+
+
+def numerics(precision: str = "fp8") -> NumericsConfig:
+    return NumericsConfig(spec=QuantSpec.preset("fp8_block_pow2"), trainer=precision)
+
+
+@dataclass(frozen=True)
+class Squares:
+    """Mean squared distance of the values from `fields["returns"]`."""
+
+    targets: int
+
+    def __call__(self, values: Tensor, entropy: Tensor, batch: TokenBatch) -> ObjectiveOutput:
+        errors = torch.where(batch.loss_mask, values - batch.fields["returns"], 0.0)
+        return ObjectiveOutput(errors.square().sum() / self.targets)
+
+
+def batch_with_returns(seed: int = 0) -> TokenBatch:
+    batch = random_batch(seed=seed)
+    returns = torch.rand(batch.tokens.shape, generator=torch.Generator().manual_seed(seed))
+    return batch.with_fields(returns=returns)
+
+
+@pytest.mark.parametrize("kind", ["moe", "dense"])
+def test_gradients_are_those_of_plain_autograd(
+    kind: str, moe_path: Path, dense_path: Path, layout: Layout, tmp_path: Path
+) -> None:
+    from trainer.critic import Critic
+
+    path = {"moe": moe_path, "dense": dense_path}[kind]  # the dense one ties its output to its embedding
+    critic = Critic(path, CRITIC, numerics("bf16"), layout, **OPTIONS, dtype=torch.float32)
+    batch = batch_with_returns()
+    assert not critic.score(batch)[1].any(), "a head of zeros"
+    head = torch.randn(256, generator=torch.Generator().manual_seed(1)) / 16
+    with torch.no_grad():
+        critic.model.output_layer.weight.copy_(head[None])
+    done = critic.forward_backward(batch, Squares(int(batch.loss_mask.sum())))
+
+    model = reference(path)
+    weight = head.clone().requires_grad_()
+    hidden = model.model(batch.tokens, attention_mask=batch.real_tokens().long()).last_hidden_state
+    values = (hidden @ weight)[:, :-1]
+    errors = (values - batch.fields["returns"][:, 1:])[batch.loss_mask[:, 1:]]
+    (errors.square().sum() / errors.numel()).backward()
+    found = torch.zeros(batch.rows, batch.width)
+    found[done.rows] = done.result.logprobs
+    assert torch.allclose(found[:, 1:][batch.loss_mask[:, 1:]], values[batch.loss_mask[:, 1:]], atol=1e-4)
+    ours = {name: p.main_grad for name, p in critic.model.named_parameters()}
+    theirs = {name: p.grad for name, p in model.named_parameters()}
+    torch.testing.assert_close(ours["output_layer.weight"][0], weight.grad, rtol=1e-3, atol=1e-6)
+    for megatron_name, hf_name in {
+        "embedding.word_embeddings.weight": "model.embed_tokens.weight",
+        "decoder.layers.1.self_attention.linear_proj.weight": "model.layers.1.self_attn.o_proj.weight",
+        "decoder.layers.0.self_attention.q_layernorm.weight": "model.layers.0.self_attn.q_norm.weight",
+    }.items():
+        torch.testing.assert_close(ours[megatron_name], theirs[hf_name], rtol=1e-3, atol=1e-6)
+
+
+def roles(path: Path, layout: Layout) -> Any:
+    from trainer.roles import Roles
+
+    return Roles(path, CONFIG, numerics(), layout, reference=True, critic=CRITIC, **OPTIONS)
+
+
+def trained(held: Any, first: int, last: int) -> list[tuple[float, ...]]:
+    """What the steps say of policy, critic and reference."""
+    out = []
+    for step in range(first, last):
+        batch = batch_with_returns(seed=step)
+        policy = held.trained("policy").train_step(batch, cross_entropy(batch)).result
+        critic = held.trained("critic").train_step(batch, Squares(int(batch.loss_mask.sum()))).result
+        rates = [held.trained(role).optimizer.lr for role in ("policy", "critic")]
+        frozen = held.models["reference"].score(batch)[1].double().sum().item()
+        out.append((policy.loss, policy.grad_norm, critic.loss, critic.grad_norm, *rates, frozen))
+    return out
+
+
+@pytest.mark.slow
+def test_policy_and_critic_go_on_from_a_checkpoint_bit_for_bit_and_the_reference_is_the_run_s_model(
+    moe_path: Path, layout: Layout, tmp_path: Path
+) -> None:
+    straight = roles(moe_path, layout)
+    start = batch_with_returns(seed=3)
+    policy, frozen = (straight.models[role].score(start)[1] for role in ("policy", "reference"))
+    assert torch.equal(policy, frozen), "the same forward of the same weights"
+    expected = trained(straight, 0, 4)
+    assert len({step[2] for step in expected}) == 4 and expected[0][3] > 0, "the critic learns"
+    first = roles(moe_path, layout)
+    assert trained(first, 0, 2) == expected[:2]
+    staged = first.stage(tmp_path / "step_2", {"seed": 7}, {})
+    staged.publish([staged.write()])
+    resumed = roles(moe_path, layout)
+    trained(resumed, 10, 11)  # another past must leave no trace
+    assert resumed.load(tmp_path / "step_2") == {"seed": 7} and resumed.policy.weight_version == 2
+    assert trained(resumed, 2, 4) == expected[2:]
+    for role in ("policy", "critic"):
+        ours, theirs = (dict(held.models[role].model.named_parameters()) for held in (resumed, straight))
+        assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    assert torch.equal(resumed.models["reference"].score(start)[1], frozen)
+
+
+def test_the_critic_computes_in_the_trainer_s_numerics(moe_path: Path, layout: Layout) -> None:
+    held = roles(moe_path, layout)
+    batch, critic = batch_with_returns(), held.models["critic"]
+    trained(held, 0, 2)  # a head that is not zero
+    in_fp8, _ = critic.score(batch)[1], held.policy.score(batch)
+    assert critic.quantized_parameters() == held.policy.quantized_parameters() != []
+    held.set_numerics(numerics("bf16"))
+    assert not torch.equal(critic.score(batch)[1], in_fp8) and critic.quantized_parameters() == []

@@ -1,0 +1,56 @@
+"""One rank of a critic: a model that says what reward is still to come, in place of what token comes next."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+from megatron.core.transformer import TransformerConfig
+from torch import Tensor, nn
+
+from trainer.batch import TokenBatch
+from trainer.trainer import Trainer
+
+
+class Critic(Trainer):
+    """Trains a model with a value head on this rank. Values stand wherever a `Trainer` has log-probabilities: that at t
+    is what is expected, before the token at t is chosen, of what is still to come.
+    """
+
+    def _read(self, output: Tensor, batch: TokenBatch) -> tuple[Tensor, Tensor]:
+        """The value before each token but the first, [B, S - 1], of output [B, S, 1]; a value has no entropy."""
+        values = output[:, :-1, 0]
+        return values, torch.zeros_like(values)
+
+    def _finish(self, model: GPTModel) -> None:
+        model.share_embeddings_and_output_weights = False
+        if model.post_process:
+            model.output_layer = ValueHead(model.config)
+
+
+class ValueHead(nn.Module):
+    """An FP32 product with one vector that starts at zero, in place of the output projection. Every tensor-parallel
+    rank holds it and takes the whole sequence.
+
+    The vector has the dtype of the other weights, and like them an FP32 master: megatron-core 0.16.1 cannot write
+    checkpoints of an optimizer over weights of two dtypes.
+    """
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        self.config = config
+        device = torch.cuda.current_device()
+        self.weight = nn.Parameter(torch.zeros(1, config.hidden_size, dtype=config.params_dtype, device=device))
+
+    def forward(self, hidden: Tensor, weight: Tensor | None = None, **unused: Any) -> tuple[Tensor, None]:
+        """[S, B, H], or this rank's part of S -> [S, B, 1]; `weight` is the embedding, where a policy's is tied to its
+        output."""
+        if self.config.sequence_parallel:
+            group = parallel_state.get_tensor_model_parallel_group()
+            # Every rank goes on with the whole, so that each has the whole gradient and takes its own part of it.
+            hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False, group=group)
+        # A sum for each token by itself, so that a value does not depend on its batch.
+        return (hidden.float() * self.weight[0].float()).sum(-1, keepdim=True), None

@@ -1,0 +1,76 @@
+"""The models of one rank by what they are for: a policy that learns, and what some algorithms put beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from numerics.config import NumericsConfig
+from trainer import checkpoint
+from trainer.config import TrainerConfig
+from trainer.critic import Critic
+from trainer.parallel import Layout
+from trainer.scorer import Scorer
+from trainer.trainer import Trainer
+
+Role = Literal["policy", "reference", "critic"]
+
+
+class Roles:
+    """What one rank holds; all of it from one model directory, in one layout and one numerics.
+
+    Attributes:
+        models: by role. The policy is always there.
+    """
+
+    def __init__(
+        self,
+        model_path: Path,
+        config: TrainerConfig,
+        numerics: NumericsConfig,
+        layout: Layout,
+        *,
+        reference: bool = False,
+        critic: TrainerConfig | None = None,
+        **options: Any,
+    ) -> None:
+        """reference: whether a copy is to stay as the directory has it. critic: its optimizer's settings, if there is
+        to be one. options: the keywords of `Trainer`.
+
+        Raises:
+            UserError: as `Trainer` does.
+        """
+        self.policy = Trainer(model_path, config, numerics, layout, **options)
+        self.models: dict[Role, Scorer] = {"policy": self.policy}
+        if reference:
+            length = options["max_sequence_length"]
+            self.models["reference"] = Scorer(model_path, config, numerics, layout, max_sequence_length=length)
+        if critic is not None:
+            self.models["critic"] = Critic(model_path, critic, numerics, layout, **options)
+
+    def trained(self, role: Role) -> Trainer:
+        """The model of a role that has an optimizer."""
+        model = self.models[role]
+        assert isinstance(model, Trainer), role
+        return model
+
+    def stage(self, path: Path, extra: dict[str, Any], texts: Mapping[str, str]) -> checkpoint.Staged:
+        """Copy what a checkpoint holds of all that is trained; see :func:`trainer.checkpoint.stage`."""
+        return checkpoint.stage(path, self._parts(), self.policy.weight_version, extra, texts)
+
+    def load(self, path: Path) -> dict[str, Any]:
+        """Restore a checkpoint and return its `extra`. A reference stays what it was."""
+        self.policy.weight_version, extra = checkpoint.load(path, self._parts())
+        for model in self.models.values():
+            model.weights_changed()
+        return extra
+
+    def set_numerics(self, numerics: NumericsConfig) -> None:
+        """Have all of them compute in other numerics; see :meth:`Scorer.set_numerics`."""
+        for model in self.models.values():
+            model.set_numerics(numerics)
+
+    def _parts(self) -> checkpoint.Parts:
+        trained = {role: model.trained for role, model in self.models.items() if isinstance(model, Trainer)}
+        return {"" if role == "policy" else role: part for role, part in trained.items()}

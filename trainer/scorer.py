@@ -1,0 +1,151 @@
+"""One rank of a model that scores batches: what a trainer, a critic and a frozen reference have in common."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from megatron.core.models.gpt import GPTModel
+from torch import Tensor, nn
+
+from models import read_model
+from numerics.config import NumericsConfig
+from numerics.errors import user_error
+from numerics.weight_cache import WeightCache
+from trainer import device, te_runtime, te_weights
+from trainer.batch import TokenBatch
+from trainer.config import TrainerConfig
+from trainer.hf_weights import HFWeights
+from trainer.lowering import lower
+from trainer.model import build_model
+from trainer.model_checks import check_layout
+from trainer.modules.precision import Precision
+from trainer.objective import Objective
+from trainer.parallel import Layout
+from trainer.result import Scored
+from trainer.step import RankPass, logprobs_of, run_pass
+
+
+class Scorer:
+    """Scores batches with one model on this rank. Every public method needs all ranks, with equal arguments.
+
+    Attributes:
+        definition: what is known of the model before it is built. model: Megatron's, this rank's part of it.
+        cache: the quantized weights that the forward uses, under its own count of weight changes.
+    """
+
+    def __init__(
+        self,
+        model_path: Path,
+        config: TrainerConfig,
+        numerics: NumericsConfig,
+        layout: Layout,
+        *,
+        max_sequence_length: int,
+        dtype: torch.dtype = torch.bfloat16,
+    ) -> None:
+        """Build the model and load the weights of the Hugging Face directory `model_path`.
+
+        Raises:
+            UserError: the directory, the layout or the sizes do not fit together.
+        """
+        self.config, self.numerics, self.layout = config, numerics, layout
+        self.definition = read_model(model_path)
+        sizes = self.definition.sizes
+        check_layout(sizes, config, numerics.trainer_spec)
+        _check_sequence_length(max_sequence_length, sizes.max_positions)
+        _check_k_splits(config, numerics)
+        self.max_sequence_length = max_sequence_length
+        self.cache = WeightCache()
+        self.lowering = lower(numerics, device.has_transformer_engine())
+        self._precision = Precision(numerics, self.cache, sizes.layers)
+        self.model = build_model(self.definition, config, self._precision, self.lowering, max_sequence_length, dtype)
+        self.weights = HFWeights(model_path, self.definition.tensors, self.model.config, numerics.spec.weight, dtype)
+        self.weights.load(self.model)
+        self._finish(self.model)
+
+    def score(self, batch: TokenBatch) -> tuple[list[int], Tensor]:
+        """This rank's rows and their log-probabilities fp32 [len(rows), S]."""
+        rows, scored = self.score_routed(batch)
+        return rows, scored.logprobs
+
+    def score_routed(self, batch: TokenBatch) -> tuple[list[int], Scored]:
+        """Like `score`, with the router's own choice for a batch with routes, and draws for one with seeds."""
+        self._check_width(batch)
+        with torch.no_grad():
+            done = self._pass(batch, None)
+        return done.rows, Scored(done.logprobs, done.routes, done.draws)
+
+    def weights_changed(self) -> None:
+        """Retire all quantized weights. Whoever writes parameters calls it."""
+        self.cache.advance(self.cache.version + 1)
+
+    def set_numerics(self, numerics: NumericsConfig) -> None:
+        """Compute in another precision or spec from now on, with the same weights.
+
+        Raises:
+            UserError: another mode, or the model's sizes do not fit the spec; nothing has changed then.
+        """
+        if numerics.mode != self.numerics.mode:
+            raise user_error(
+                "numerics.mode",
+                found=numerics.mode,
+                expected=f"{self.numerics.mode}, which the model was built for",
+                remedy="Keep the mode; only the spec and the precision of a live trainer can change.",
+            )
+        check_layout(self.definition.sizes, self.config, numerics.trainer_spec)
+        _check_k_splits(self.config, numerics)
+        te_runtime.switch(self.lowering, lower(numerics, self.lowering.transformer_engine), self.model.config)
+        self.numerics = self._precision.numerics = numerics
+        self.weights_changed()
+
+    def quantized_parameters(self) -> list[str]:
+        """The parameters that the last forward multiplied with in FP8, by Megatron's name."""
+        if self.lowering.transformer_engine:
+            in_fp8 = self.model.config.fp8 is not None
+            return [name for name, p in self.model.named_parameters() if in_fp8 and te_weights.is_quantized(p)]
+        used = {id(weight) for weight in self.cache.weights()}
+        return [name for name, p in self.model.named_parameters() if id(p) in used]
+
+    def _finish(self, model: GPTModel) -> None:
+        """What else is done to the model once its weights are loaded."""
+
+    @property
+    def _runs(self) -> nn.Module:
+        """What Megatron's schedule runs: the model, or its wrapper."""
+        return self.model
+
+    def _pass(self, batch: TokenBatch, objective: Objective | None) -> RankPass:
+        budget, multiple = self.config.micro_batch_tokens, self.layout.tp_size * self.lowering.row_multiple
+        return run_pass(self._runs, batch, self.layout, budget, multiple, objective, self._read)
+
+    def _read(self, output: Tensor, batch: TokenBatch) -> tuple[Tensor, Tensor]:
+        """What an objective gets of the model's output; see :data:`trainer.step.Reading`."""
+        return logprobs_of(output, batch)
+
+    def _check_width(self, batch: TokenBatch) -> None:
+        if batch.width > self.max_sequence_length:
+            raise ValueError(
+                f"batch: found rows of {batch.width} tokens, expected at most max_sequence_length="
+                f"{self.max_sequence_length}; start the trainer with a larger one"
+            )
+
+
+def _check_sequence_length(wanted: int, limit: int) -> None:
+    if wanted > limit:
+        raise user_error(
+            "max_sequence_length",
+            found=wanted,
+            expected=f"at most the model's max_position_embeddings={limit}",
+            remedy="Lower rollout.context_length, or use a model with more positions.",
+        )
+
+
+def _check_k_splits(config: TrainerConfig, numerics: NumericsConfig) -> None:
+    if numerics.mode == "exact" and config.tp > 1 and numerics.k_splits != config.tp:
+        raise user_error(
+            "numerics.k_splits",
+            found=numerics.k_splits,
+            expected=f"trainer.tp={config.tp}",
+            remedy="Set both to the same number, so that the engine adds partial sums in the trainer's order.",
+        )
