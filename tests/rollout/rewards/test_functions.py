@@ -63,14 +63,24 @@ def test_a_function_is_found_in_a_module_of_the_current_directory(
 
 @pytest.mark.parametrize("name", BUILT_IN)
 def test_ours_are_found_by_name_and_take_what_they_say(name: str) -> None:
-    kwargs = {"format": {"pattern": ".*"}, "length": {"free": 10}, "http": {"url": "http://127.0.0.1:1"}}
+    service = {"url": "http://127.0.0.1:1"}
+    kwargs = {
+        "format": {"pattern": ".*"},
+        "length": {"free": 10},
+        "http": service,
+        "model": {**service, "tokenizer": "reward_model"},
+    }
     assert loaded(name, **kwargs.get(name, {})).config.label == name
 
 
 @pytest.mark.parametrize(
     ("function", "kwargs", "expected"),
     [
-        ("exact", {}, "found 'exact', expected integer, math, format, length, environment, http, package.module:name"),
+        (
+            "exact",
+            {},
+            "found 'exact', expected integer, math, format, length, environment, http, model, package.module:name",
+        ),
         ("{}/mine.py:long", {}, "expected a function of {}/mine.py, which has short, ranked, asked"),
         (
             "{}/mine.py:number",
