@@ -62,3 +62,11 @@ def layout() -> Iterator[Any]:
 
     yield parallel.initialize(TrainerConfig())
     parallel.shutdown()
+
+
+@pytest.fixture
+def data_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tables that `datasets` writes on its way go with the test."""
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "datasets_cache")

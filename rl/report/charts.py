@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from rl.report.summary import Row
+from rl.report.summary import Row, evaluated_at
 
 Chart = dict[str, Any]
 """`title`, `note` (what to look for), `traces` with x, y, name, and `y`: plotly settings of the value axis."""
 
 PREFIX = "mismatch/train_rollout_logprob_abs_diff"
 MIB = 2.0**20
+_OF_A_SET = re.compile(r"eval/[^/]+/(accuracy|pass@\d+)")
 
 
 def sections(rows: Sequence[Row]) -> list[tuple[str, list[Chart]]]:
@@ -29,7 +31,12 @@ def sections(rows: Sequence[Row]) -> list[tuple[str, list[Chart]]]:
 
 
 def _learning(rows: Sequence[Row]) -> list[Chart]:
-    accuracy = [_trace(rows, "eval/accuracy", "accuracy", markers=True)]
+    evaluated = [{**row, "step": evaluated_at(row)} for row in rows]
+    sets = [name for name in dict.fromkeys(name for row in rows for name in row) if _OF_A_SET.fullmatch(name)]
+    accuracy = [
+        _trace(evaluated, "eval/accuracy", "accuracy", markers=True),
+        *(_trace(evaluated, name, name.removeprefix("eval/"), markers=True) for name in sets),
+    ]
     reward = [_trace(rows, "rollout/reward_mean", "mean reward")]
     length = [
         _trace(rows, "rollout/response_tokens_mean", "mean"),
@@ -39,7 +46,7 @@ def _learning(rows: Sequence[Row]) -> list[Chart]:
         _chart("Reward", "Mean over the sampled trajectories of each step.", reward, "mean reward"),
         _chart(
             "Held-out accuracy",
-            "Greedy decoding; step 0 is before training.",
+            "Greedy decoding, but for sets that say otherwise; step 0 is before training.",
             accuracy,
             "fraction solved",
             range=[0, 1.02],

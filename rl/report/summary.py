@@ -86,6 +86,11 @@ class RunSummary:
         return "good" if self.verified_syncs == self.syncs else "bad"
 
 
+def evaluated_at(row: Row) -> int:
+    """The step whose weights a row's evaluation is of: an earlier one where it went on beside the row's."""
+    return int(row["eval/at_step"] if "eval/at_step" in row else row["step"])
+
+
 def summarize(rows: Sequence[Row], events: Sequence[Event] = ()) -> RunSummary:
     """Summarize metric rows in step order, and the run's events. Row 0 holds what was measured before training."""
     steps = [row for row in rows if row["step"] > 0]
@@ -102,7 +107,7 @@ def summarize(rows: Sequence[Row], events: Sequence[Event] = ()) -> RunSummary:
         steps=len(steps),
         accuracy_before=evaluations[0]["eval/accuracy"] if len(evaluations) > 1 else None,
         accuracy_after=evaluations[-1]["eval/accuracy"] if evaluations else None,
-        accuracy_after_step=evaluations[-1]["step"] if evaluations else None,
+        accuracy_after_step=evaluated_at(evaluations[-1]) if evaluations else None,
         reward_first=rewards[0] if rewards else None,
         reward_last=rewards[-1] if rewards else None,
         equal_reward_groups=statistics.fmean(equal) if equal else None,

@@ -1,8 +1,17 @@
 """What docs/extending.md shows is what there is, and does what it says."""
 
+import runpy
+import sys
+from pathlib import Path
+
+import pyarrow.parquet
+import pytest
 from transformers import AutoTokenizer
 
 from rl.experiment import load_experiment
+from rl.experiment.preconditions.data import check_data
+from rl.experiment.preconditions.tokenizer import load_tokenizer
+from rl.run.problems import training_problems
 from rollout.environments.functions import load_environment
 from rollout.rewards.functions import load_function
 from tests.support.conversations import EOS, Stage
@@ -34,3 +43,21 @@ def test_the_documented_reward_is_the_example_and_judges_as_it_says() -> None:
     offered = {"question": "9+4+5-8=?", "answer": "13,18,10\n#### 10", "reference": "", "finished": True, "tokens": 9}
     assert function(offered) == {"shown": 0.5}
     assert function(offered | {"answer": "13\n#### 10"}) == {"shown": 0.5 / 3}
+
+
+def test_the_documented_data_are_the_example_and_are_read_as_it_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, data_cache: None
+) -> None:
+    page = (ROOT / "docs/extending.md").read_text()
+    for name in ("short_chains.py", "two_sources.yaml"):
+        assert (EXAMPLES / name).read_text() in page
+    monkeypatch.setattr(sys, "argv", ["short_chains.py", str(tmp_path / "made.parquet")])
+    runpy.run_path(str(EXAMPLES / "short_chains.py"))
+    made = pyarrow.parquet.read_table(tmp_path / "made.parquet")
+    assert made == pyarrow.parquet.read_table(EXAMPLES / "data/short_chains.parquet")
+    spec = load_experiment(EXAMPLES / "two_sources.yaml")
+    check_data(spec, load_tokenizer(spec.model.path, "model.path"))
+    drawn = training_problems(spec).of_step(1, 400)
+    short = [problem for problem in drawn if "crosses_ten" in problem.fields]
+    assert len({problem.question for problem in short}) == len(short) == pytest.approx(100, abs=2), "a quarter"
+    assert short[0].messages == ({"role": "user", "content": short[0].question},)

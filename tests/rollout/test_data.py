@@ -60,15 +60,7 @@ TURNS = [{"role": "system", "content": "Be brief."}, {"role": "user", "content":
 
 
 @pytest.fixture
-def cache(tmp_path, monkeypatch):
-    """Tables that are written on the way go with the test."""
-    import datasets
-
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-
-
-@pytest.fixture
-def saved(tmp_path, cache):
+def saved(tmp_path, data_cache):
     """The same problems in each form that they may have, by name."""
     from datasets import Dataset, DatasetDict
 
@@ -105,7 +97,7 @@ def test_a_file_too_large_for_memory_is_read_line_by_line(saved, monkeypatch):
     assert [problem.question for problem in problems] == [row["question"] for row in QUESTIONS]
 
 
-def test_columns_have_names_of_the_users_and_may_be_nested(tmp_path, cache):
+def test_columns_have_names_of_the_users_and_may_be_nested(tmp_path, data_cache):
     from datasets import Dataset
 
     rows = [

@@ -1,6 +1,7 @@
 from typing import Any
 
 from rl.record.events import Event
+from rl.report.charts import sections
 from rl.report.summary import RunSummary, summarize, verdict
 
 PREFIX = "mismatch/train_rollout_logprob_abs_diff"
@@ -107,6 +108,16 @@ def test_a_supervised_run_claims_nothing_it_did_not_measure() -> None:
         "No sampled tokens were compared between trainer and engine.",
         "No weight sync was recorded.",
     ]
+
+
+def test_an_evaluation_belongs_to_the_step_that_it_is_of() -> None:
+    rows = [start(0.25), row(1), row(2, eval__accuracy=0.5, eval__at_step=1)]
+    assert summarize(rows).accuracy_after_step == 1
+    (chart,) = [chart for chart in sections(rows)[0][1] if chart["title"] == "Held-out accuracy"]
+    assert chart["traces"][0]["x"] == [0, 1]
+    hard = [rows[0] | {"eval/hard/accuracy": 0.1, "eval/hard/pass@4": 0.3, "eval/hard/problems": 9}, *rows[1:]]
+    (chart,) = [chart for chart in sections(hard)[0][1] if chart["title"] == "Held-out accuracy"]
+    assert [trace["name"] for trace in chart["traces"]] == ["accuracy", "hard/accuracy", "hard/pass@4"]
 
 
 def test_accuracy_that_falls_or_stays_is_said_to() -> None:
