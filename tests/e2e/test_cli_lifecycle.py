@@ -138,7 +138,7 @@ def test_a_run_outlives_interrupts_kills_and_the_death_of_its_engine(start: Star
 
 def test_a_run_that_samples_ahead_ends_in_the_same_bits_whatever_dies_on_the_way(start: Start) -> None:
     """Metrics, tokens and weights, also with another number of engines and other chunks."""
-    settings = [*SMALL, "run.steps=8", "rollout.staleness=1", "eval.problems=0", "trainer.hung_after_s=15"]
+    settings = [*SMALL, "run.steps=8", "rollout.staleness=1", "eval.every=2", "trainer.hung_after_s=15"]
     whole = start(*settings, "rollout.engines=2", "rollout.chunked_prefill_size=16", name="whole")
 
     # Everything at once, as when a machine loses its power.
@@ -171,6 +171,8 @@ def test_a_run_that_samples_ahead_ends_in_the_same_bits_whatever_dies_on_the_way
     for row in whole.rows()[1:]:
         assert row["mismatch/exact_frac"] == row["mismatch/redraw_frac"] == 1.0 and row["mismatch/tokens"] > 0
     assert [row.get("drift/tokens_age_1", 0) > 0 for row in whole.rows()[1:]] == [False] + [True] * 7
+    evaluated = [(row["step"], row["eval/at_step"]) for row in whole.rows() if "eval/accuracy" in row]
+    assert evaluated == [(0, 0), (3, 2), (5, 4), (7, 6), (8, 8)], "beside the step that follows"
     assert {row["train/clip_fraction"] > 0 for row in whole.rows()[4:]} == {True}
 
 

@@ -24,6 +24,7 @@ from transformers import AutoTokenizer
 from rl.record.metrics import METRICS, describe
 from rl.run.interrupts import INTERRUPTED
 from tests.support.cli_runs import SMALL, LiveRun
+from tests.support.paths import EXAMPLES
 from tests.support.ranks import run_on_ranks
 from tests.support.recompute import first_step, trained_scores
 from trainer.config import TrainerConfig
@@ -36,7 +37,12 @@ STEPS = 3
 @pytest.fixture(scope="module")
 def run(compiled: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveRun]:
     """A finished run of the arithmetic example."""
-    run = LiveRun(tmp_path_factory.mktemp("run"), *SMALL, f"run.steps={STEPS}", "rollout.prompts_per_step=32")
+    sampled = (
+        f"eval.sets=[{{name: sampled, path: {EXAMPLES / 'data/arithmetic_eval.jsonl'}, problems: 8, samples: 3, "
+        "temperature: 1.0, top_p: 0.9, pass_at: [1, 3], rewards: [{function: integer}]}]"
+    )
+    small = [*SMALL, f"run.steps={STEPS}", "rollout.prompts_per_step=32"]
+    run = LiveRun(tmp_path_factory.mktemp("run"), *small, sampled)
     try:
         run.wait_for("fp8rl: checking")
         run.first_line_s = time.monotonic() - run.started
@@ -85,6 +91,7 @@ def test_every_row_is_complete_and_finite(run: LiveRun) -> None:
         "perf/engine_balance",
         "rollout/dropped_t",
         "rollout/dropped_r",
+        "eval/at_step",
     )
     of_options = {name for name in METRICS if name.startswith(options)}
     for row in rows[1:]:
@@ -104,6 +111,14 @@ def test_trainer_and_engine_agree_on_every_token(run: LiveRun) -> None:
     assert all(row["train/grad_norm"] > 0 for row in rows[1:]), "the weights moved between the syncs"
     digests = [(run.path / f"manifests/step_{step}.json").read_text() for step in range(STEPS + 1)]
     assert len(set(digests)) == STEPS + 1
+
+
+def test_a_set_of_its_own_is_sampled_and_judged_by_its_rewards(run: LiveRun) -> None:
+    for row in (run.rows()[0], run.rows()[-1]):
+        assert row["eval/sampled/problems"] == 8 and 0 < row["eval/sampled/finished_fraction"] <= 1
+        assert row["eval/sampled/accuracy"] == row["eval/sampled/avg@3"]
+        assert row["eval/sampled/pass@1"] == pytest.approx(row["eval/sampled/accuracy"])
+        assert 0 < row["eval/sampled/pass@1"] < row["eval/sampled/pass@3"] <= 1, "answers to a problem differ"
 
 
 def test_the_loop_itself_costs_little(run: LiveRun) -> None:
