@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 
 from transformers import PreTrainedTokenizerBase
 
@@ -22,6 +23,7 @@ from rl.run.judging import Judge
 from rl.run.stack import Stack
 from rollout.data import load_problems
 from rollout.rewards.config import RewardsConfig
+from rollout.sampler import check_versions
 from rollout.types import Group, SamplingParams
 from trainer.actor import TrainerGroup
 
@@ -89,17 +91,17 @@ class Evaluation:
         self._sets = list(held_out(experiment, stack.tokenizer))
         self._judges = [self._judge(each) for each in self._sets]
         self._asked: list[list[Admitted]] = []
-        self._step = 0
+        self._step = self._version = 0
 
     def is_due(self, step: int) -> bool:
-        """Whether `step` ends with an evaluation."""
+        """Whether `step` ends with an evaluation. None goes on beside the last step, whose row has its own."""
         every, last = self._experiment.eval.every, self._experiment.run.steps
-        return bool(self._sets) and (step == last or bool(every and step % every == 0))
+        due = step == last or bool(every and step % every == 0)
+        return bool(self._sets) and due and not (step == last - 1 and self.goes_beside(step))
 
     def goes_beside(self, step: int) -> bool:
-        """Whether that of `step` goes on beside the next one, whose row gets it. The last two have a row of their own:
-        that of the last step is its own."""
-        return bool(self._experiment.rollout.staleness) and 0 < step < self._experiment.run.steps - 1
+        """Whether that of `step` goes on beside the next one, whose row gets it; that of the last step cannot."""
+        return bool(self._experiment.rollout.staleness) and 0 < step < self._experiment.run.steps
 
     @property
     def under_way(self) -> bool:
@@ -108,17 +110,21 @@ class Evaluation:
 
     def begin(self, step: int) -> None:
         """Ask the engines, which hold the weights of `step`."""
-        self._step = step
+        self._step, self._version = step, self._stack.trainer.weight_version
         for each, judge in zip(self._sets, self._judges, strict=True):
             asked = self._stack.admit(each.groups, each.sampling.temperature, each.sampling)
             self._asked.append([Admitted(number, item, judge) for number, item in enumerate(asked)])
 
     def finish(self) -> tuple[dict[str, float], list[Answer]]:
-        """`eval/...` of what was begun, once it is there, and the answers of the first set that is greedy."""
+        """`eval/...` of what was begun, once it is there, and the answers of the first set that is greedy.
+
+        Raises StaleWeightsError for a token of other weights than the trainer had when it was begun.
+        """
         metrics: dict[str, float] = {}
         greedy: list[Answer] = []
         asked, self._asked = self._asked, []
-        self._stack.collect([item.asked for items in asked for item in items])
+        found = self._stack.collect([item.asked for items in asked for item in items])
+        check_versions(chain.from_iterable(found), self._version, self._version)
         for each, items, judge in zip(self._sets, asked, self._judges, strict=True):
             groups = [_answers(item) for item in items]
             metrics |= set_metrics(each, groups)

@@ -20,6 +20,7 @@ from rl.run.evaluation import Evaluation, held_out, pass_at
 from rl.run.interrupts import Closing
 from rl.run.judging import Judge
 from rl.run.stack import Asked, Stack
+from rollout.errors import StaleWeightsError
 from rollout.rewards.config import RewardsConfig
 from rollout.types import Group, SamplingParams, Trajectory
 from tests.support.experiments import experiment
@@ -162,8 +163,18 @@ def test_it_is_due_at_intervals_and_at_the_end(data: dict[str, str]) -> None:
         return due, [step for step in due if evaluation.goes_beside(step)]
 
     assert steps(3) == ([3, 6, 7], []) and steps(0) == ([7], []) and steps(3, problems=0) == ([], [])
-    assert steps(1, staleness=1) == ([1, 2, 3, 4, 5, 6, 7], [1, 2, 3, 4, 5]), "a row holds one evaluation"
-    assert steps(3, staleness=2) == ([3, 6, 7], [3])
+    assert steps(1, staleness=1) == ([1, 2, 3, 4, 5, 7], [1, 2, 3, 4, 5]), "a row holds one evaluation"
+    assert steps(2, staleness=2) == ([2, 4, 7], [2, 4])
+
+
+def test_an_answer_of_two_versions_is_no_evaluation(data: dict[str, str]) -> None:
+    engines = Engines(right=set())
+    evaluation = Evaluation(experiment(data=data, eval={"problems": 2}, rollout={"staleness": 2}), engines)
+    engines.trainer.weight_version = 4
+    evaluation.begin(4)
+    engines.judge.close()
+    with pytest.raises(StaleWeightsError, match="at version 3, expected all at version 4"):
+        evaluation.finish()
 
 
 def test_a_row_that_has_the_evaluation_of_another_step_says_so(data: dict[str, str]) -> None:
