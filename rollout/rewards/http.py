@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -14,13 +15,16 @@ at that moment would be lost."""
 _clients: WeakKeyDictionary[asyncio.AbstractEventLoop, httpx.AsyncClient] = WeakKeyDictionary()
 
 
-async def http(question: str, answer: str, reference: str, finished: bool, tokens: int, url: str) -> Any:
+async def http(
+    question: str, answer: str, reference: str, fields: Mapping[str, Any], finished: bool, tokens: int, url: str
+) -> Any:
     """What the service at `url` answers to a POST of all of this as JSON: a number, or named numbers.
 
     Raises:
         httpx.HTTPError: it does not answer, or with a status that is no success.
     """
-    asked = {"question": question, "answer": answer, "reference": reference, "finished": finished, "tokens": tokens}
+    asked: dict[str, Any] = {"question": question, "answer": answer, "reference": reference, "fields": fields}
+    asked |= {"finished": finished, "tokens": tokens}
     return await posted(url, asked)
 
 

@@ -151,8 +151,8 @@ def test_a_reward_may_see_the_further_columns_of_the_data(make: Make, tokenizer:
 def test_a_remote_reward_is_one_of_ours(make: Make, tokenizer: Any) -> None:
     with service() as url:
         judge = make({"function": "http", "kwargs": {"url": url}})
-        (answer,) = judged(judge, tokenizer, "1,2")
-        assert answer.parts == {"http/letters": 3.0, "http/tokens": 4.0}
+        (answer,) = judge.begin(*group(tokenizer, "1,2", level=7)).result(timeout=60)
+        assert answer.parts == {"http/letters": 3.0, "http/tokens": 4.0, "http/level": 7.0}
     (answer,) = judged(judge, tokenizer, "1")
     assert answer.reward == 0.0 and "ConnectError" in judge.failures.news()[0]
 

@@ -194,7 +194,7 @@ def test_what_a_reward_model_may_answer(
 
 
 def letters(path: str, headers: Any, body: Any) -> Any:
-    return {"letters": len(body["answer"]), "tokens": body["tokens"]}
+    return {"letters": len(body["answer"]), "tokens": body["tokens"], **body["fields"]}
 
 
 @contextmanager
