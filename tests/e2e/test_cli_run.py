@@ -94,6 +94,8 @@ def test_every_row_is_complete_and_finite(run: LiveRun) -> None:
         "rollout/dropped_t",
         "rollout/dropped_r",
         "eval/at_step",
+        "rollout/turns_",
+        "rollout/environment_",
     )
     of_options = {name for name in METRICS if name.startswith(options)}
     for row in rows[1:]:
