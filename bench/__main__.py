@@ -17,7 +17,7 @@ from rich.console import Console
 from bench.measure import Result, in_own_process, run_benchmark, table_of
 
 BENCHMARKS = (
-    *("rollout", "train", "sync", "churn", "checkpoint", "loop", "scaling"),
+    *("rollout", "train", "sync", "churn", "checkpoint", "loop", "functions", "scaling"),
     *("agreement", "algorithms", "asynchrony", "kills"),
 )
 RESULTS = Path("bench/results.json")
