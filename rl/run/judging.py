@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import traceback
 from collections.abc import Sequence
 from concurrent import futures
@@ -148,15 +149,14 @@ class Judge:
     async def _called(self, index: int, offered: dict[str, Any], answers: int) -> list[Numbers] | None:
         function = self._functions[index]
         seconds = function.config.timeout_s
+        asked = copy.deepcopy(function.asked(offered))  # it may do with its arguments what it likes
         try:
             if function.is_async:
-                return function.parts(await asyncio.wait_for(function(offered), seconds), answers)
+                return function.parts(await asyncio.wait_for(function(asked), seconds), answers)
             if function.config.function in BUILT_IN and BUILT_IN[function.config.function].cheap:
-                return function.parts(function(offered), answers)
+                return function.parts(function(asked), answers)
             loop = asyncio.get_running_loop()
-            return await loop.run_in_executor(
-                self._workers.threads, self._workers.call, index, function.asked(offered), answers, seconds
-            )
+            return await loop.run_in_executor(self._workers.threads, self._workers.call, index, asked, answers, seconds)
         except TimeoutError:
             self.failures.add(function.config.label, f"it took more than {seconds:g} s")
         except (RewardFailure, ReturnError) as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +15,7 @@ import httpx
 import pytest
 import torch
 
+from rl.mismatch import token_versions
 from rl.run.batching import batch_from_trajectories
 from rollout.environments.conversation import Conversation
 from rollout.errors import StaleWeightsError
@@ -150,6 +152,38 @@ def test_every_token_of_the_model_agrees_in_a_conversation_and_what_it_is_told_h
     longest = max(answers, key=lambda answer: len(answer.prompt_ids))
     whole = longest.prompt_ids + longest.token_ids
     assert cached_tokens(pipeline, whole) >= len(whole) - 6, "each turn is in the cache when the next one begins"
+
+
+def test_a_conversation_goes_on_under_new_weights_and_its_later_turns_are_theirs(rig: Rig) -> None:
+    pipeline = rig.open(TWO_RANKS)
+    first, endpoint = pipeline.trainer.weight_version, pipeline.endpoint
+    batch, turns = pipeline.sample(1.0, count=4), []
+
+    def update() -> None:
+        if pipeline.trainer.weight_version == first:
+            pipeline.train_step(batch)
+            pipeline.bridge("tensor").sync([endpoint])
+
+    async def environment(conversation: Conversation) -> None:
+        turns.append(await conversation.sample(max_new_tokens=9))
+        while len(turns) < 4:  # all conversations have had their first turn
+            await asyncio.sleep(0.05)
+        await asyncio.to_thread(lambda: turn_by_turn(update))
+        conversation.tell("13),")
+        await conversation.sample(max_new_tokens=9)
+
+    lock = threading.Lock()
+
+    def turn_by_turn(do: Callable[[], None]) -> None:
+        with lock:
+            do()
+
+    answers = pipeline.converse(environment, count=4)
+    assert {tuple(dict.fromkeys(answer.weight_versions)) for answer in answers} == {(first, first + 1)}
+    talk = batch_from_trajectories(answers, 1.0)
+    fresh = token_versions(answers, talk.loss_mask) == first + 1
+    d = (pipeline.trainer.score(talk) - talk.fields["rollout_logprobs"])[talk.loss_mask]
+    assert (d[fresh[talk.loss_mask]] == 0).all() and (d[~fresh[talk.loss_mask]] != 0).float().mean() > 0.5
 
 
 @pytest.mark.parametrize("setup", [TWO_RANKS, BOTH_TWO_RANKS], ids=["one-engine-rank", "two-engine-ranks"])

@@ -1,6 +1,9 @@
 """What docs/extending.md shows is what there is, and does what it says."""
 
+import os
 import runpy
+import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -30,6 +33,29 @@ def test_the_documented_environment_is_the_example_and_plays_as_it_says() -> Non
     assert play(environment, right).outcome == {"reward": 1.0, "turns": 1.0}
     assert play(environment, wrong, right).outcome == {"reward": 0.5, "turns": 2.0}
     assert play(environment, wrong, wrong).outcome == {"reward": 0.0, "turns": 2.0}
+
+
+@pytest.mark.slow
+def test_the_documented_algorithm_is_the_example_and_joins_by_being_there(tmp_path: Path) -> None:
+    """In a copy of the package, with the advantages of a hand-worked case."""
+    assert (EXAMPLES / "median.py").read_text() in (ROOT / "docs/extending.md").read_text()
+    assert len((EXAMPLES / "median.py").read_text().splitlines()) <= 40
+    shutil.copytree(ROOT / "rl", tmp_path / "rl", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(EXAMPLES / "median.py", tmp_path / "rl/algorithms")
+    program = f"""
+import torch
+from rl.experiment import load_experiment
+overrides = ["algorithm.name=median", "algorithm.clip_high=0.3"]
+algorithm = load_experiment({str(EXAMPLES / "arithmetic.yaml")!r}, overrides).algorithm
+print(algorithm.formula())
+rewards, groups = torch.tensor([1.0, 0.0, 0.0, 3.0, 1.0]), torch.tensor([0, 1, 0, 0, 1])
+print(algorithm.trajectory_advantages(rewards, groups).tolist())
+"""
+    environment = os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
+    command = [sys.executable, "-c", program]
+    said = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True).stdout
+    assert "clipped to [0.8, 1.3]" in said and "A    = R - median" in said
+    assert said.splitlines()[-1] == "[0.0, -0.5, -1.0, 2.0, 0.5]"
 
 
 def test_the_documented_reward_is_the_example_and_judges_as_it_says() -> None:

@@ -46,10 +46,12 @@ def judge() -> Judge:
 class Engines(Stack):
     """Admits groups; `answer` gives them their answers, sampled at the version of then.
 
-    solved: the first answer to each of these questions is right and all others are wrong; None: all are right.
+    solved: the first answer to each of these questions is right and all others are wrong; None: all are right. failed:
+    answers whose environment did, by question.
     """
 
     solved: set[str] | None = None
+    failed: dict[str, set[int]] | None = None
 
     def __init__(self) -> None:
         self.judge, self.conversations = judge(), None
@@ -73,10 +75,13 @@ class Engines(Stack):
                         [1 if item.group.prompt.problem.question in self.solved else 5, 9],
                         *[[5, 9]] * (SIZE - 1),
                     ]
+                failed = (self.failed or {}).get(item.group.prompt.problem.question, set())
                 item.answers.set_result(
                     [
-                        Trajectory(ids, said, [-0.5] * len(said), True, [version] * len(said), 0, seed)
-                        for said, seed in zip(tokens, item.group.seeds)
+                        Trajectory(
+                            ids, said, [-0.5] * len(said), True, [version] * len(said), 0, seed, failed=i in failed
+                        )
+                        for i, (said, seed) in enumerate(zip(tokens, item.group.seeds))
                     ]
                 )
 
@@ -145,6 +150,18 @@ def test_never_more_groups_are_admitted_than_staleness_allows_and_all_are_traine
     for step in range(1, 10):
         take(synchronous, step)
     assert trained == prompts(others.asked)
+
+
+def test_an_answer_whose_environment_failed_leaves_its_group_and_a_group_of_none_else_is_replaced(data: Path) -> None:
+    feed, engines = open_feed(data)
+    questions = [feed._problems.nth(number).question for number in range(PROMPTS)]
+    engines.failed = {questions[0]: {1}, questions[1]: set(range(SIZE))}
+    work = take(feed, 1)
+    assert len(engines.asked) == PROMPTS + 1
+    assert [answer.trajectory.group for answer in work.answers] == [0, *[1] * SIZE, *[2] * SIZE]
+    assert work.outcomes is not None and work.outcomes.groups.tolist() == [0, *[1] * SIZE, *[2] * SIZE]
+    assert not any(answer.trajectory.failed for answer in work.answers)
+    assert work.metrics["rollout/dropped_groups"] == 1.0
 
 
 def test_what_is_drained_is_there_before_the_update_and_some_of_it_is_scored(data: Path) -> None:

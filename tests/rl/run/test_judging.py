@@ -36,6 +36,11 @@ def ranked(answers, tokens, finished, reference):
 def levelled(answer, fields):
     return fields["level"]
 
+async def changes(answer, turns, outcome, fields):
+    turns.append(("model", "#### 3"))
+    outcome["won"] = fields["level"] = 100.0
+    return 1.0
+
 async def sleeps(answer):
     await asyncio.sleep(0.2)
     return 1.0
@@ -146,6 +151,28 @@ def test_a_reward_may_see_the_further_columns_of_the_data(make: Make, tokenizer:
     judge = make("mine:levelled", "mine:ranked")
     (answer,) = judge.begin(*group(tokenizer, "3", level=4)).result(timeout=60)
     assert answer.parts == {"levelled": 4.0, "ranked": 0.0}
+
+
+def test_what_a_function_does_to_its_arguments_reaches_nobody(make: Make, tokenizer: Any) -> None:
+    prompt, (answer,) = group(tokenizer, "12")
+    prompt = replace(prompt, problem=replace(prompt.problem, fields={"level": 1.0}))
+    answer = replace(answer, outcome={"won": 0.5})
+    judge = make("mine:changes", {"function": "environment", "kwargs": {"part": "won"}}, "mine:levelled")
+    (verdict,) = judge.begin(prompt, [answer]).result(timeout=60)
+    assert verdict.parts == {"changes": 1.0, "environment": 0.5, "levelled": 1.0}
+    assert verdict.said == [("model", "12")] and answer.outcome == {"won": 0.5}
+    assert prompt.problem.fields == {"level": 1.0}
+
+
+def test_an_answer_whose_environment_failed_is_worth_nothing_and_no_function_sees_it(
+    make: Make, tokenizer: Any
+) -> None:
+    prompt, answers = group(tokenizer, "3\n#### 3", "1", "2")
+    judge = make("mine:ranked", "integer")
+    verdicts = judge.begin(prompt, [answers[0], replace(answers[1], failed=True), answers[2]]).result(timeout=60)
+    assert [verdict.parts for verdict in verdicts] == [
+        {"ranked": 1.0, "integer": 1.0}, {}, {"ranked": 0.0, "integer": 0.0}
+    ]  # fmt: skip
 
 
 def test_a_remote_reward_is_one_of_ours(make: Make, tokenizer: Any) -> None:
