@@ -3,6 +3,7 @@
 from typing import Literal
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
 from rl.algorithms.policy_gradient import PolicyGradient
@@ -12,12 +13,14 @@ class Median(PolicyGradient):
     """Half of a prompt's answers are reinforced, whatever the outliers among its rewards."""
 
     name: Literal["median"]
+    quantile: float = Field(default=0.5, ge=0.0, le=1.0)
+    """Which of the sorted rewards an answer is measured by; 0.5 is the median."""
 
     def trajectory_advantages(self, rewards: Tensor, groups: Tensor) -> Tensor:
         advantages = torch.empty(len(rewards))
         for group in groups.unique():
             members = groups == group
-            advantages[members] = rewards[members] - rewards[members].quantile(0.5)
+            advantages[members] = rewards[members] - rewards[members].quantile(self.quantile)
         return advantages
 
     @property

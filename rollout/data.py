@@ -88,8 +88,9 @@ class Problems(Sequence[Problem]):
             values[what] = _value(row, getattr(source, what))
             if values[what] is _ABSENT:
                 raise UserError(
-                    f"{where}: found no {getattr(source, what)!r} but {', '.join(row) or 'nothing'}, expected question "
-                    f"and answer. {remedy} If all have it under another name, set data.keys.{what}."
+                    f"{where}: found no {getattr(source, what)!r} but {', '.join(_names(row)) or 'nothing'}, "
+                    f"expected the {what}. {remedy} If all have it under another name, set data.keys.{what}, or "
+                    f"keys.{what} of the source itself."
                 )
         question, answer = values["question"], values["answer"]
         if isinstance(answer, int) and not isinstance(answer, bool):
@@ -138,6 +139,12 @@ def _messages(turns: list[Any], where: str, remedy: str) -> list[Message]:
             remedy=remedy,
         )
     return [{name: value for name, value in turn.items() if value is not None} for turn in turns]
+
+
+def _names(row: Row) -> list[str]:
+    """The names of a row's values, with a dot for those inside of one."""
+    inner = {name: _names(value) if isinstance(value, dict) else [] for name, value in row.items()}
+    return [path for name, parts in inner.items() for path in ([f"{name}.{part}" for part in parts] or [name])]
 
 
 def _is_text(value: object) -> bool:

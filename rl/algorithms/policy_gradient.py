@@ -221,7 +221,7 @@ class PolicyGradient(AlgorithmConfig):
     @property
     def advantage_text(self) -> str:
         """The formula of a trajectory's advantage; R is its reward, mean and std are those of its prompt's answers."""
-        raise NotImplementedError
+        return f"as {type(self).__name__}.trajectory_advantages says"
 
     def surrogate(self, logprobs: Tensor, old: Tensor, advantages: Tensor, used: Tensor) -> Surrogate:
         """The loss of each token before weight and aggregation; all are [b, S], the rows whole sequences."""

@@ -89,7 +89,9 @@ def _explain(detail: ErrorDetails, values: dict[str, Any]) -> str:
     if kind in ("union_tag_not_found", "union_tag_invalid"):
         name = found.get("name") if isinstance(found, dict) else None
         names = " or ".join(map(repr, sorted(ALGORITHMS)))
-        return f"{key}.name: found {shown(name)}, expected {names}. {_remedy('Set it in', key + '.name')}"
+        close = difflib.get_close_matches(str(name), ALGORITHMS, n=1)
+        meant = f" Did you mean {close[0]}?" if close else ""
+        return f"{key}.name: found {shown(name)}, expected {names}.{meant} {_remedy('Set it in', key + '.name')}"
     return f"{key}: found {shown(found)}, expected {_expected(detail)}. {_remedy('Correct it in', key)}"
 
 

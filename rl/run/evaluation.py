@@ -132,6 +132,7 @@ class Evaluation:
                 greedy = [answer for group in groups for answer in group]
             if judge is not self._stack.judge:
                 self._stack.tell_failures(judge.failures)
+        self._stack.tell_failures(*self._stack.failures)
         if self._sets and self._experiment.rollout.staleness:
             metrics["eval/at_step"] = float(self._step)
         return metrics, greedy

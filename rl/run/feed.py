@@ -221,10 +221,16 @@ class SampledFeed:
         patience = self._experiment.rollout.filter_patience
         if len(dropped) >= patience * self._size:
             rewards = [answer.reward for group in dropped for answer in group]
-            mean = f"{sum(rewards) / len(rewards):.3g}" if rewards else "none, as every environment failed"
+            self._stack.tell_failures(*self._stack.failures)
+            if not rewards:
+                raise FilterError(
+                    f"found {len(dropped)} groups of which every answer's environment "
+                    f"({self._experiment.environment.label}) failed, expected {self._size} to train on. See above why, "
+                    "and correct it"
+                )
             raise FilterError(
                 f"found {len(dropped)} groups that the {self._experiment.algorithm.name} algorithm does not train on, "
-                f"of mean reward {mean}, expected {self._size} to train on before "
+                f"of mean reward {sum(rewards) / len(rewards):.3g}, expected {self._size} to train on before "
                 f"{patience} times as many were dropped (rollout.filter_patience). If all problems are solved, or none "
                 "is, give it others"
             )

@@ -91,7 +91,7 @@ def test_each_token_is_one_of_the_weights_that_it_names(rig: Rig, tmp_path: Path
     assert sum(len(set(t.weight_versions)) == 1 + UPDATES for t in trajectories) > 10
     assert max(len(t.token_ids) for t in trajectories) == SAMPLING.max_new_tokens
     for version, d in differences_by_version(pipeline, trajectories, checkpoints).items():
-        assert len(d) > 50, f"version {version} has sampled {len(d)} tokens"
+        assert len(d) > 10, f"version {version} has sampled {len(d)} tokens"
         assert (d == 0).all(), f"version {version}: {int((d != 0).sum())} of {len(d)} tokens differ"
 
 

@@ -246,6 +246,7 @@ def test_keys_of_another_algorithm_are_refused():
         ("numerics", {"mode": "fast"}, "'exact' or 'native'"),
         ("numerics", {"router_replay": "on"}, "'off', 'record' or 'replay'"),
         ("algorithm", {"name": "none"}, " or ".join(map(repr, sorted(ALGORITHMS)))),
+        ("algorithm", {"name": "gsop"}, "Did you mean gspo? Set it in"),
         ("algorithm", {"name": "grpo", "tis_cap": 0.5}, "greater than or equal to 1"),
         ("sync", {"transport": "rdma"}, "'disk'"),
         ("tracking", {"wandb": {"mode": "on"}}, "'offline'"),

@@ -17,6 +17,7 @@ import torch
 
 from rl.run.ahead import FeedState, read_answered
 from rl.run.clock import StepClock
+from rl.run.failures import Failures
 from rl.run.feed import FilterError, SampledFeed, Work
 from rl.run.judging import Judge, Judged
 from rl.run.records import rollout_records
@@ -162,6 +163,20 @@ def test_an_answer_whose_environment_failed_leaves_its_group_and_a_group_of_none
     assert work.outcomes is not None and work.outcomes.groups.tolist() == [0, *[1] * SIZE, *[2] * SIZE]
     assert not any(answer.trajectory.failed for answer in work.answers)
     assert work.metrics["rollout/dropped_groups"] == 1.0
+
+
+def test_environments_that_always_fail_end_the_step_with_their_cause(data: Path) -> None:
+    feed, engines = open_feed(data)
+    engines.failed = {str(number): set(range(SIZE)) for number in range(60)}
+    failures = Failures("environment", "so that nothing is learnt", "rollout/environment_failures", "limit", 1000)
+    failures.add("mine", "KeyError: 'no such thing'")
+    engines.conversations = cast(Any, SimpleNamespace(failures=failures))
+    told: list[tuple[str, int, str]] = []
+    engines.tell = lambda metric, count, text: told.append((metric, count, text))
+    with pytest.raises(FilterError, match=r"groups of which every answer's environment \(single_turn\) failed"):
+        take(feed, 1)
+    ((metric, count, text),) = told
+    assert (metric, count) == ("rollout/environment_failures", 1) and "KeyError" in text
 
 
 def test_what_is_drained_is_there_before_the_update_and_some_of_it_is_scored(data: Path) -> None:
