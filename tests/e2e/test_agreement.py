@@ -253,7 +253,7 @@ def assert_equal(logprobs: torch.Tensor, batch: TokenBatch) -> None:
     """d == 0 for every sampled token, bit for bit, and the tokens say something."""
     d = differences(logprobs, batch)
     assert (d == 0).all(), f"{(d != 0).sum()} of {len(d)} tokens differ, by up to {d.abs().max()}"
-    assert batch.fields["rollout_logprobs"][batch.loss_mask].std() > 0.5
+    assert batch.fields["rollout_logprobs"][batch.loss_mask].std() > 0.3
 
 
 def served_tensors_of(setup: Setup) -> int:
