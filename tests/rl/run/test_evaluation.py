@@ -41,7 +41,7 @@ class Engines(Stack):
 
     def __init__(self, right: set[int]) -> None:
         self.right, self.tokenizer, self.closing = right, TOKENIZER, Closing()
-        self.judge = Judge(RewardsConfig(), TOKENIZER)
+        self.judge, self.conversations = Judge(RewardsConfig(), TOKENIZER), None
         self.asked: list[tuple[float, SamplingParams | None]] = []
         self.trainer = cast(Any, SimpleNamespace(weight_version=3))
 
