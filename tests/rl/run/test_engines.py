@@ -78,6 +78,8 @@ class Actor:
     async def _score(self, sequences: list[list[int]]) -> list[list[float]]:
         self.scored += sequences
         await asyncio.sleep(0.05)
+        while not self.finish.is_set() and not self.dead:
+            await asyncio.sleep(0.01)
         if self.dead:
             raise EngineDiedError("it was killed\nand more")
         return [[-float(token) for token in sequence[1:]] for sequence in sequences]
@@ -305,6 +307,7 @@ def test_engines_that_hold_what_their_files_say_work_without_a_sync(stage: Stage
 
 def test_what_a_dead_engine_was_to_score_another_scores(stage: Stage) -> None:
     pool = stage.open(1, manifest=MANIFEST)
+    stage.made[0].finish.clear()
     score = pool.score([[1, 2]])
     assert wait_until(lambda: stage.made[0].scored != [], 5)
     stage.made[0].dead = True
