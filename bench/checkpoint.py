@@ -18,7 +18,7 @@ import torch
 from bench.batch import random_batch
 from bench.measure import Result, median_ratio
 from bench.train import MODEL
-from examples.tiny_model import write_tiny_model
+from models.tiny import write_tiny_model
 from numerics.compiler import enable_compiler
 from numerics.config import NumericsConfig
 from numerics.spec import QuantSpec

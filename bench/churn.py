@@ -13,8 +13,8 @@ from torch import Tensor
 
 from bench.batch import random_batch
 from bench.measure import Result
-from examples.tiny_model import TinyModel, write_tiny_model
 from models.tensors import SCALE_SUFFIX
+from models.tiny import TinyModel, write_tiny_model
 from numerics.compiler import enable_compiler
 from numerics.config import NumericsConfig
 from numerics.spec import QuantSpec

@@ -115,7 +115,7 @@ def _step_seconds(
 
 
 def _write_model(shape: Layers, path: Path) -> Path:
-    from examples.tiny_model import TinyModel, write_tiny_model
+    from models.tiny import TinyModel, write_tiny_model
 
     model = TinyModel(
         layers=shape.layers,

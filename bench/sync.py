@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from bench.measure import Result, median_ratio
-from examples.tiny_model import TinyModel, write_tiny_model
+from models.tiny import TinyModel, write_tiny_model
 from numerics.compiler import enable_compiler
 from numerics.config import NumericsConfig
 from numerics.spec import QuantSpec

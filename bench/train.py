@@ -8,7 +8,7 @@ from pathlib import Path
 
 from bench.batch import random_batch
 from bench.measure import Result, interleaved, median_ratio
-from examples.tiny_model import TinyModel, write_tiny_model
+from models.tiny import TinyModel, write_tiny_model
 from numerics.compiler import enable_compiler
 from numerics.config import Mode, NumericsConfig, TrainerPrecision
 from numerics.spec import QuantSpec

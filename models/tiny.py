@@ -1,4 +1,4 @@
-"""Write a small random Qwen3-MoE or dense Qwen3 as a Hugging Face directory: `python -m examples.tiny_model --out DIR`.
+"""Writes small random Qwen3-MoE and dense Qwen3 models as Hugging Face directories.
 
 Every quantized matrix is aligned to the 128 x 128 blocks. The tokenizer is character level: printable ASCII, newline
 and six special tokens in the first 102 ids, the rest of the vocabulary unused. A chat renders as
@@ -7,7 +7,6 @@ and six special tokens in the first 102 ids, the rest of the vocabulary unused. 
 
 from __future__ import annotations
 
-import argparse
 import json
 import shutil
 import tempfile
@@ -26,7 +25,7 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from numerics.errors import UserError, user_error
+from numerics.errors import user_error
 
 SPECIAL = ("<|pad|>", "<|endoftext|>", "<|im_end|>", "<|system|>", "<|user|>", "<|assistant|>")
 CHARACTERS = ("\n", *(chr(code) for code in range(32, 127)))
@@ -164,32 +163,3 @@ def _update_json(path: Path, changes: dict[str, Any]) -> None:
     values = json.loads(path.read_text(encoding="utf-8"))
     values.pop("backend", None)
     path.write_text(json.dumps(values | changes, indent=2) + "\n", encoding="utf-8")
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m examples.tiny_model", description="Write a small random model.")
-    parser.add_argument("--out", type=Path, required=True, help="directory to create")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--layers", type=int, default=TinyModel.layers)
-    parser.add_argument("--hidden", type=int, default=TinyModel.hidden)
-    parser.add_argument("--heads", type=int, default=TinyModel.heads)
-    parser.add_argument("--kv-heads", type=int, default=TinyModel.kv_heads)
-    parser.add_argument("--head-dim", type=int, default=TinyModel.head_dim)
-    parser.add_argument("--intermediate", type=int, default=TinyModel.intermediate, help="width of an expert or MLP")
-    parser.add_argument("--experts", type=int, default=TinyModel.experts)
-    parser.add_argument("--top-k", type=int, default=TinyModel.top_k)
-    parser.add_argument("--vocab", type=int, default=TinyModel.vocab)
-    parser.add_argument("--max-positions", type=int, default=TinyModel.max_positions)
-    parser.add_argument("--dense", action="store_true", help="a dense Qwen3 instead of a mixture of experts")
-    values = vars(parser.parse_args())
-    out, seed = values.pop("out"), values.pop("seed")
-    if values.pop("dense"):
-        values["experts"] = 0
-    try:
-        write_tiny_model(out, TinyModel(**values), seed)
-    except UserError as error:
-        parser.exit(2, f"{error}\n")
-
-
-if __name__ == "__main__":
-    main()

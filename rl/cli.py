@@ -111,6 +111,28 @@ def preflight(
 
 
 @app.command()
+def study(
+    names: Annotated[list[str] | None, typer.Argument(metavar="[NAME]...", help="Of the studies.")] = None,
+    every: Annotated[bool, typer.Option("--all", help="Run all of them.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Smaller sizes, for a look; no verdicts.")] = False,
+    seeds: Annotated[int | None, typer.Option(help="Repetitions; by default what a verdict needs.")] = None,
+    keep: Annotated[bool, typer.Option("--keep", help="Copy results into docs/studies; needs a clean tree.")] = False,
+) -> None:
+    """Measure what is claimed about FP8, and write studies/NAME with results, tables and figures.
+
+    Exit code 0, 1 if a control does not hold, 2 for bad input.
+    """
+    with _user_errors(), redirect_stdout(sys.stderr):
+        from rl.studies.run import run_studies
+
+        progress = Console(stderr=True, highlight=False)
+        with interruptible():
+            sound = run_studies(names or [], every=every, quick=quick, seeds=seeds, keep=keep, say=progress.print)
+    if not sound:
+        raise typer.Exit(1)
+
+
+@app.command()
 def doctor(
     spec: Annotated[
         Path | None, typer.Argument(metavar="[SPEC]", help="YAML experiment spec; without one, the default numerics.")

@@ -27,6 +27,7 @@ FLOORS = (
     "report",
     "run",
     "diagnose",
+    "studies",
     "loop",
     "serve",
     "cli",

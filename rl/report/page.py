@@ -16,10 +16,11 @@ from numerics.files import write_atomically
 from rl.record.console import format_difference
 
 
-def write_page(path: Path, template: str, charts: Sequence[dict[str, Any]], **content: Any) -> None:
+def write_page(path: Path, template: str, charts: Sequence[dict[str, Any]] | None, **content: Any) -> None:
     """Render `template`.html, which extends page.html, to `path`.
 
-    charts: what `template`.js draws, in the order of the template's elements.
+    charts: what `template`.js draws, in the order of the template's elements; None: it draws nothing, and needs no
+        plotly.
     content: the template's variables; page.html itself needs `name`, `kind` and `verdict`, its sentences.
     """
     page = _environment().get_template(f"{template}.html")
@@ -30,8 +31,8 @@ def write_page(path: Path, template: str, charts: Sequence[dict[str, Any]], **co
         # JSON inside a script element must not contain "</script" or "<!--".
         charts_json=json.dumps(charts, allow_nan=False).replace("<", "\\u003c"),
         style=_read("page.css"),
-        script=_read("page.js") + _read(f"{template}.js"),
-        plotly=plotly.offline.get_plotlyjs(),
+        script="" if charts is None else _read("page.js") + _read(f"{template}.js"),
+        plotly="" if charts is None else plotly.offline.get_plotlyjs(),
     )
     write_atomically(path, text)
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from examples.tiny_model import TinyModel, write_tiny_model
+from models.tiny import TinyModel, write_tiny_model
 from numerics.config import NumericsConfig
 from rl.run.batching import batch_from_trajectories
 from rl.run.feed import to_groups

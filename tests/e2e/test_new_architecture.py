@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from examples.tiny_model import TinyModel, write_tiny_model
 from models import architecture, register
+from models.tiny import TinyModel, write_tiny_model
 from numerics.config import NumericsConfig
 from numerics.spec import QuantSpec
 from rl.diagnose.attribution.compare import op_differences, stream_differences

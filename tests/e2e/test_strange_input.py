@@ -23,7 +23,7 @@ import torch
 import yaml
 from typer.testing import CliRunner
 
-from examples.tiny_model import TinyModel, write_tiny_model
+from models.tiny import TinyModel, write_tiny_model
 from rl.cli import app
 from rl.experiment import load_experiment
 from rl.experiment.validation import valid_keys

@@ -4,7 +4,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from examples.tiny_model import TinyModel, write_tiny_model
+from models.tiny import TinyModel, write_tiny_model
 from numerics.errors import UserError
 from rollout.tasks import Problem, prompt_ids
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from examples.tiny_model import TinyModel, write_tiny_model
 from models import Model, read_model
 from models.stored import check_stored
+from models.tiny import TinyModel, write_tiny_model
 from numerics.errors import UserError
 
 EXPERT = "model.layers.1.mlp.experts.7.up_proj.weight"

@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
-from examples.tiny_model import TinyModel, write_tiny_model
 from models import Model, read_model
+from models.tiny import TinyModel, write_tiny_model
 from numerics.config import NumericsConfig
 from numerics.spec import QuantSpec
 from rl.algorithms.sft import SftObjective

@@ -14,10 +14,10 @@ from safetensors.torch import load_file
 from transformers import AutoTokenizer
 from transformers.quantizers.quantizers_utils import should_convert_module
 
-from examples.tiny_model import TinyModel, write_tiny_model
 from models import Model, read_model, storing
 from models.architecture import architectures
 from models.stored import weight_files
+from models.tiny import TinyModel, write_tiny_model
 from numerics.spec import QuantSpec
 from tests.support.definitions import SIZES
 from weight_sync.hf_checkpoint import convert_checkpoint, quantization_config, write_served_checkpoint

@@ -15,8 +15,8 @@ from click.testing import Result
 from rich.console import Console
 from typer.testing import CliRunner
 
-from examples.tiny_model import TinyModel, write_tiny_model
 from models.sizes import ModelSizes
+from models.tiny import TinyModel, write_tiny_model
 from numerics.config import NumericsConfig
 from numerics.errors import UserError
 from numerics.quantize import quantize

@@ -2,7 +2,7 @@ import shutil
 
 import pytest
 
-from examples.tiny_model import TinyModel, write_tiny_model
+from models.tiny import TinyModel, write_tiny_model
 from tests.support.preconditions import write_lines
 
 

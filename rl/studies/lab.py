@@ -1,0 +1,75 @@
+"""What a study works with: its seeds, its scratch folder, and processes to measure in."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ParamSpec, TypeVar
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+AT_ONCE = 2
+
+
+@dataclass
+class Lab:
+    """One run of one study.
+
+    Attributes:
+        quick: smaller sizes, for a look; no verdicts.
+        seeds: the measurements are repeated with each.
+        scratch: a folder of the run's own, gone afterwards.
+        say: told what is going on.
+        specs: name to digest of each quantization spec that was measured; studies add to it.
+    """
+
+    quick: bool
+    seeds: tuple[int, ...]
+    scratch: Path
+    say: Callable[[str], None]
+    specs: dict[str, str] = field(default_factory=dict)
+
+    def each(self, function: Callable[..., T], jobs: Sequence[tuple[Any, ...]], what: str) -> list[T]:
+        """`function` of each job's arguments, each in a process of its own with one thread, two at a time.
+
+        Results come in the order of the jobs. Megatron's process groups, the ops in use and torch's settings are a
+        process's; and in its own process no job can depend on the one before.
+        """
+        results: list[T] = []
+        with _processes(AT_ONCE) as pool:
+            for done in pool.map(_call, [(function, job) for job in jobs]):
+                results.append(done)
+                self.say(f"{what}: {len(results)} of {len(jobs)}")
+        return results
+
+    def alone(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """What `function` returns in a process of its own."""
+        return in_own_process(function, *args, **kwargs)
+
+
+def in_own_process(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """What `function`, which can be pickled, returns in a fresh process; raises what it raises there."""
+    with _processes(1) as pool:
+        return pool.submit(function, *args, **kwargs).result()
+
+
+def _processes(count: int) -> ProcessPoolExecutor:
+    context = multiprocessing.get_context("spawn")
+    return ProcessPoolExecutor(count, mp_context=context, initializer=_start, max_tasks_per_child=1)
+
+
+def _start() -> None:
+    os.environ["OMP_NUM_THREADS"] = "1"
+    import torch
+
+    torch.set_num_threads(1)
+
+
+def _call(job: tuple[Callable[..., T], tuple[Any, ...]]) -> T:
+    function, args = job
+    return function(*args)

@@ -1,0 +1,23 @@
+"""The studies by name."""
+
+from __future__ import annotations
+
+import importlib
+
+from numerics.errors import user_error
+from rl.studies.study import Study
+
+NAMES = ("gemm_error",)
+"""In the order in which they run."""
+
+
+def load(name: str) -> Study:
+    """The study of a name.
+
+    Raises:
+        UserError: there is none.
+    """
+    if name not in NAMES:
+        raise user_error("study", found=name, expected=f"one of {', '.join(NAMES)}", remedy="Or say --all.")
+    found: Study = importlib.import_module(f"rl.studies.{name}").STUDY
+    return found

@@ -1,0 +1,91 @@
+"""A study's `table.md` and `index.html`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from rl.report import page
+from rl.studies.claims import Judged
+from rl.studies.result import Result
+from rl.studies.study import TextTable
+
+CLAIMS_COLUMNS = ("claim", "it says", "found", "95% interval", "verdict")
+
+
+def claims_table(result: Result) -> TextTable:
+    """What each claim came to."""
+    rows = [[judged.claim.id, judged.claim.says, *_found(judged), _verdict(judged)] for judged in result.judged]
+    return TextTable("Claims", CLAIMS_COLUMNS, rows)
+
+
+def markdown(table: TextTable) -> str:
+    """A table in Markdown, under its title in bold."""
+    lines = [" | ".join(cell.replace("|", "\\|") for cell in row) for row in [table.columns, *table.rows]]
+    rule = " | ".join("---" for _ in table.columns)
+    return "\n".join(
+        [f"**{table.title}**", "", f"| {lines[0]} |", f"| {rule} |", *(f"| {line} |" for line in lines[1:])]
+    )
+
+
+def write_tables(path: Path, result: Result) -> None:
+    """`table.md`."""
+    tables = [claims_table(result), *result.study.tables(result.measurement)]
+    head = f"# {result.study.name}\n\n{result.study.question}\n\n{result.caption()}"
+    path.write_text("\n\n".join([head, *map(markdown, tables)]) + "\n", encoding="utf-8")
+
+
+def write_index(path: Path, result: Result, figures: Mapping[str, str]) -> None:
+    """`index.html`: verdicts, figures and tables in one file that needs no network."""
+    page.write_page(
+        path,
+        "study",
+        None,
+        kind="study",
+        name=result.study.name,
+        verdict=_sentences(result),
+        question=result.study.question,
+        figures=list(figures.values()),
+        tables=[claims_table(result), *result.study.tables(result.measurement)],
+        caption=result.caption(),
+    )
+
+
+def sentence(judged: Judged) -> str:
+    """A claim and what it came to, for a terminal."""
+    value, interval = _found(judged)
+    return f"  {judged.claim.id}: {_verdict(judged).replace('**', '')}: {value} ({interval}). {judged.claim.says}"
+
+
+def _sentences(result: Result) -> Sequence[str]:
+    counts: dict[str, int] = {}
+    for judged in result.judged:
+        if not judged.claim.control:
+            counts[judged.verdict] = counts.get(judged.verdict, 0) + 1
+    told = ", ".join(f"{count} {verdict}" for verdict, count in counts.items())
+    withheld = next((judged.why for judged in result.judged if judged.why), "")
+    return [f"Claims: {told}." + (f" No verdicts: {withheld}." if withheld else "")]
+
+
+def _found(judged: Judged) -> tuple[str, str]:
+    found, kind = judged.found, judged.claim.contrast
+    shown = {"ratio": "×{}", "difference": "{:+}", "value": "{}"}[kind]
+
+    def text(value: float) -> str:
+        rounded = float(f"{value:.3g}")
+        return shown.format(rounded)
+
+    interval = "exact" if found.low == found.high else f"{text(found.low)} to {text(found.high)}"
+    return text(found.value), f"{interval} (n = {found.count})"
+
+
+def _verdict(judged: Judged) -> str:
+    if judged.claim.control:
+        return f"{judged.claim.control} control: {'holds' if judged.verdict == 'confirmed' else 'FAILS'}"
+    if judged.verdict == "undecided":
+        return f"undecided; an effect of {judged.visible:.3g} could have been seen"
+    if judged.verdict == "withheld":
+        return f"none: {judged.why}"
+    strong = judged.verdict in ("confirmed", "contradicted")
+    text = f"**{judged.verdict}**" if strong else judged.verdict
+    return f"{text} (p {'< 1e-4' if judged.p < 1e-4 else f'= {judged.p:.2g}'})"

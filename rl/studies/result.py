@@ -1,0 +1,83 @@
+"""`results.json` of a study: everything that its tables and figures are made from, and what the claims came to."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from numerics.reading import read_text
+from rl.studies.claims import Judged, digest, judge
+from rl.studies.study import Measurement, Study
+
+RESULTS = "results.json"
+
+
+@dataclass(frozen=True)
+class Result:
+    """A study that has run.
+
+    Attributes:
+        seeds: of its measurements.
+        made: commit, versions, machine and date; see `provenance`.
+        specs: quantization specs by name, their digests.
+    """
+
+    study: Study
+    measurement: Measurement
+    judged: Sequence[Judged]
+    quick: bool
+    seeds: Sequence[int]
+    seconds: float
+    made: dict[str, Any]
+    specs: dict[str, str]
+
+    def to_json(self) -> str:
+        """Numbers that are not finite are refused: a study says what became of them."""
+        data = {
+            "study": self.study.name,
+            "question": self.study.question,
+            "quick": self.quick,
+            "seeds": list(self.seeds),
+            "subject": self.measurement.subject,
+            "claims_digest": digest(self.study.claims),
+            "claims": [judged.to_dict() for judged in self.judged],
+            "values": self.measurement.values,
+            "details": self.measurement.details,
+            "specs": self.specs,
+            "seconds": round(self.seconds, 1),
+            "made": self.made,
+        }
+        return json.dumps(data, indent=1, allow_nan=False) + "\n"
+
+    def caption(self) -> str:
+        """What a figure says at its foot."""
+        specs = ", ".join(f"{name} {value}" for name, value in self.specs.items())
+        length = "quick run: no verdicts" if self.quick else "full run"
+        commit = (self.made["commit"] or "no commit")[:10] + ("+" if self.made["dirty"] else "")
+        seeds = f"seeds {', '.join(map(str, self.seeds))}"
+        measured = f"{self.study.name}, {length}, {commit} · {self.measurement.subject} · {seeds}"
+        return measured + (f"\nspecs: {specs}" if specs else "")
+
+
+def result_of(study: Study, data: dict[str, Any]) -> Result:
+    """A result from the JSON of an earlier run, judged anew by the claims as they are now."""
+    measurement = Measurement(data["values"], data["subject"], data["details"])
+    return Result(
+        study=study,
+        measurement=measurement,
+        judged=judge(study.claims, measurement.values, full=not data["quick"]),
+        quick=data["quick"],
+        seeds=data["seeds"],
+        seconds=data["seconds"],
+        made=data["made"],
+        specs=data["specs"],
+    )
+
+
+def read_result(path: Path) -> dict[str, Any]:
+    """The JSON of a run."""
+    data: dict[str, Any] = json.loads(read_text(path, "study", "a study's results.json"))
+    return data

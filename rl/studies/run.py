@@ -1,0 +1,126 @@
+"""`fp8rl study`: measure, judge, draw, write."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from numerics.errors import user_error
+from numerics.files import check_writable, new_directory
+from rl.studies import figures, keeping, page
+from rl.studies.claims import judge
+from rl.studies.lab import Lab
+from rl.studies.names import NAMES, load
+from rl.studies.provenance import provenance
+from rl.studies.result import RESULTS, Result
+from rl.studies.study import Study
+from rl.studies.subjects import MODEL
+
+QUICK_SEEDS = 2
+FOLDER = Path("studies")
+
+
+def run_studies(
+    names: Sequence[str],
+    *,
+    every: bool,
+    quick: bool,
+    seeds: int | None,
+    keep: bool,
+    say: Callable[[str], None],
+) -> bool:
+    """Run studies one after the other into `studies/`. Returns whether their controls hold.
+
+    Raises:
+        UserError: an unknown study, too few seeds, results that may not be kept, or this is not the repository's root.
+    """
+    chosen = studies_named(names, every)
+    if not MODEL.is_dir():
+        raise user_error(
+            "study",
+            found=f"no {MODEL} here",
+            expected="the repository's root, with the model that is studied",
+            remedy="Change there.",
+        )
+    if keep:
+        keeping.check(quick)
+    sound = True
+    for study in chosen:
+        say(f"{study.name}: {study.question}")
+        result = run_study(study, quick=quick, seeds=seeds, folder=FOLDER, say=say)
+        failed = [judged.claim.id for judged in result.judged if judged.claim.control and judged.verdict != "confirmed"]
+        sound = sound and not failed
+        for judged in result.judged:
+            say(page.sentence(judged))
+        say(f"{FOLDER / study.name / 'index.html'}, {result.seconds:.0f} s")
+        if keep and not failed:
+            keeping.keep(FOLDER / study.name)
+    if keep:
+        keeping.write_docs()
+    return sound
+
+
+def run_study(study: Study, *, quick: bool, seeds: int | None, folder: Path, say: Callable[[str], None]) -> Result:
+    """Run a study and write `folder`/NAME, which appears whole or not at all.
+
+    Args:
+        seeds: how many; by default as few as a verdict needs, or 2 in a quick run.
+
+    Raises:
+        UserError: too few seeds, or nothing can be written.
+    """
+    count = seeds or (QUICK_SEEDS if quick else study.fewest_seeds)
+    fewest = QUICK_SEEDS if quick else study.fewest_seeds
+    if count < fewest:
+        raise user_error("--seeds", found=count, expected=f"at least {fewest} for {study.name}", remedy="Raise it.")
+    check_writable(folder / study.name, "study")
+    made = provenance()
+    with tempfile.TemporaryDirectory() as scratch:
+        lab = Lab(quick, tuple(range(count)), Path(scratch), lambda text: say(f"{study.name}: {text}"))
+        began = time.monotonic()
+        measurement = study.measure(lab)
+        seconds = time.monotonic() - began
+    result = Result(
+        study=study,
+        measurement=measurement,
+        judged=judge(study.claims, measurement.values, full=not quick),
+        quick=quick,
+        seeds=lab.seeds,
+        seconds=seconds,
+        made=made,
+        specs=lab.specs,
+    )
+    write(result, folder / study.name)
+    return result
+
+
+def write(result: Result, path: Path) -> None:
+    """`results.json`, `table.md`, the figures and `index.html`."""
+    drawn = {
+        name: figures.to_svg(figure, result.caption()) for name, figure in result.study.draw(result.measurement).items()
+    }
+    with new_directory(path) as partial:
+        (partial / RESULTS).write_text(result.to_json(), encoding="utf-8")
+        page.write_tables(partial / "table.md", result)
+        for name, svg in drawn.items():
+            (partial / f"{name}.svg").write_text(svg, encoding="utf-8")
+        page.write_index(partial / "index.html", result, drawn)
+
+
+def studies_named(names: Sequence[str], every: bool) -> list[Study]:
+    """The studies to run, in the order of `NAMES`.
+
+    Raises:
+        UserError: an unknown name, or none.
+    """
+    if every == bool(names):
+        raise user_error(
+            "study",
+            found="names and --all" if every else "no name",
+            expected=f"names out of {', '.join(NAMES)}, or --all",
+            remedy="Say one or the other.",
+        )
+    loaded = [load(name) for name in names or NAMES]
+    return sorted(loaded, key=lambda study: NAMES.index(study.name))

@@ -1,0 +1,73 @@
+"""What a study is: a question, claims that are fixed before it is measured, a measurement, and pictures of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from rl.studies.claims import Claim, Measured
+from rl.studies.lab import Lab
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+FEWEST_SEEDS = 3
+FEWEST_SEEDS_TRAINED = 5
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """What a study found.
+
+    Attributes:
+        values: by arm, then metric: a number for each seed, or for each seed one for each sequence.
+        subject: what was measured on, for the figures: model, parameters, steps.
+        details: more for tables and figures, as JSON values.
+    """
+
+    values: Measured
+    subject: str
+    details: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class TextTable:
+    """A table of the study's page."""
+
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Study:
+    """One file of `rl.studies`.
+
+    Attributes:
+        name: of the file, and of the command's argument.
+        question: in a sentence.
+        trained: whether arms are trained, which asks for 5 seeds instead of 3.
+        claims: with a negative and a positive control among them.
+        measure: runs the arms.
+        draw: figures by file name, without suffix.
+        tables: what was measured, in numbers.
+    """
+
+    name: str
+    question: str
+    trained: bool = False
+    claims: Sequence[Claim]
+    measure: Callable[[Lab], Measurement]
+    draw: Callable[[Measurement], Mapping[str, Figure]]
+    tables: Callable[[Measurement], Sequence[TextTable]]
+
+    def __post_init__(self) -> None:
+        for control in ("negative", "positive"):
+            if not any(claim.control == control for claim in self.claims):
+                raise ValueError(f"{self.name}: found no {control} control, expected one among the claims")
+
+    @property
+    def fewest_seeds(self) -> int:
+        """Seeds of a full run, at least."""
+        return FEWEST_SEEDS_TRAINED if self.trained else FEWEST_SEEDS

@@ -1,0 +1,87 @@
+"""Trained arms: the demo model taught right chains for 100 steps under one numerics, and what it knows then."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from numerics.config import NumericsConfig
+from rl.algorithms.sft import SftObjective
+from rl.studies import live
+from rl.studies.subjects import MODEL
+from trainer.config import TrainerConfig
+from trainer.errors import NonFiniteLossError
+
+if TYPE_CHECKING:
+    from trainer.trainer import Trainer
+
+STEPS, QUICK_STEPS = 100, 20
+CHAINS_PER_STEP = 64
+HELD_OUT_CHAINS, QUICK_HELD_OUT_CHAINS = 512, 128
+RATE = TrainerConfig(lr=3e-4, min_lr=0.0, warmup_steps=5, decay="linear")
+LOST = 50.0
+"""Stands for the held-out loss, in nats, of a model whose loss or gradients stopped being finite."""
+
+Change = Callable[["Trainer"], AbstractContextManager[None]]
+"""Makes a live trainer other than it is, as long as the block lasts."""
+AfterStep = Callable[["Trainer"], None]
+
+
+@dataclass(frozen=True)
+class TrainedArm:
+    """How a model is taught. Every part can be pickled: functions are a module's own.
+
+    Attributes:
+        config: of optimizer and rate; the rate falls to 0 over the run.
+        change: of the trainer, from before the first step until after the evaluation.
+        after_step: called when an update is done.
+    """
+
+    numerics: NumericsConfig = field(default_factory=live.exact)
+    config: TrainerConfig = RATE
+    change: Change | None = None
+    after_step: AfterStep | None = None
+    model: Path = MODEL
+
+
+@dataclass(frozen=True)
+class Taught:
+    """What came of it.
+
+    Attributes:
+        nll: held-out negative log-likelihood per token, nats; LOST where training broke down.
+        losses: of each step, before its update; shorter where training broke down.
+    """
+
+    nll: float
+    losses: list[float]
+
+
+def teach(arm: TrainedArm, seed: int, quick: bool) -> Taught:
+    """Train on right chains, other ones for each seed and the same for every arm."""
+    steps = QUICK_STEPS if quick else STEPS
+    held_out = live.chain_batch(live.HELD_OUT, 0, QUICK_HELD_OUT_CHAINS if quick else HELD_OUT_CHAINS)
+    losses: list[float] = []
+    with live.world(arm.config) as layout:
+        trainer = live.trainer_of(arm.model, arm.numerics, layout, config=arm.config, steps=steps)
+        with arm.change(trainer) if arm.change else nullcontext():
+            try:
+                for step in range(steps):
+                    batch = live.chain_batch(live.TRAIN, seed * STEPS + step, CHAINS_PER_STEP)
+                    losses.append(trainer.train_step(batch, SftObjective.of(batch)).result.loss)
+                    if arm.after_step:
+                        arm.after_step(trainer)
+                found = live.nll(trainer, held_out)
+            except NonFiniteLossError:
+                found = math.nan
+    return Taught(min(found, LOST) if math.isfinite(found) else LOST, losses)
+
+
+def smoothed(losses: Iterable[float], over: int = 10) -> list[float]:
+    """Means of each `over` steps, for curves."""
+    known = list(losses)
+    return [sum(known[at : at + over]) / len(known[at : at + over]) for at in range(0, len(known), over)]
