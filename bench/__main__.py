@@ -14,7 +14,9 @@ from pathlib import Path
 
 from rich.console import Console
 
-from bench.measure import Result, in_own_process, run_benchmark, table_of
+from bench.measure import Result, run_benchmark, table_of
+from rl.studies.lab import in_own_process
+from rl.studies.provenance import processor
 
 BENCHMARKS = (
     *("rollout", "train", "sync", "churn", "checkpoint", "loop", "functions", "scaling"),
@@ -36,7 +38,7 @@ def main() -> int:
         # Megatron's process groups and torch's settings are global.
         results += in_own_process(run_benchmark, name)
     machine = {
-        "processor": _processor(),
+        "processor": processor(),
         "cores": os.cpu_count(),
         "python": platform.python_version(),
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
@@ -47,11 +49,6 @@ def main() -> int:
         RESULTS.write_text(json.dumps(data, indent=1) + "\n")
     Console().print(table_of(results))
     return 0 if all(result.passed for result in results) else 1
-
-
-def _processor() -> str:
-    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
-    return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.processor())
 
 
 if __name__ == "__main__":

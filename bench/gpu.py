@@ -24,7 +24,8 @@ from typing import Any
 import torch
 
 from bench.gpu_measure import Measured, Sizes, Stopwatch
-from bench.measure import Result, in_own_process, table_of
+from bench.measure import Result, table_of
+from rl.studies.lab import in_own_process
 
 BUDGET_S = 450
 PARTS = ("exactness", "quantizers", "gemms", "grouped", "sync", "stack")

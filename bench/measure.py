@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-import multiprocessing
 import statistics
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import ProcessPoolExecutor
 from importlib import import_module
-from typing import TYPE_CHECKING, ParamSpec, TypeVar
+from typing import TYPE_CHECKING
 
 import torch
 
 if TYPE_CHECKING:
     from rich.table import Table
-
-P = ParamSpec("P")
-T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,12 +49,6 @@ def interleaved(sides: Mapping[str, Callable[[], object]], rounds: int, warmup: 
 def median_ratio(numerator: list[float], denominator: list[float]) -> float:
     """Median over the rounds of the ratio within a round."""
     return statistics.median(a / b for a, b in zip(numerator, denominator, strict=True))
-
-
-def in_own_process(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """What `function`, which can be pickled, returns in a fresh process; raises what it raises there."""
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-        return pool.submit(function, *args, **kwargs).result()
 
 
 def run_benchmark(name: str) -> list[Result]:

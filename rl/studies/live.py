@@ -31,6 +31,7 @@ DATA = Path("examples/data")
 TRAIN, HELD_OUT = DATA / "arithmetic_train.jsonl", DATA / "arithmetic_eval.jsonl"
 EOS, MAX_NEW_TOKENS = 2, 20
 LONGEST = 64
+ONE_RANK = TrainerConfig()
 
 
 def exact(spec: QuantSpec | str = "fp8_block_pow2", precision: str = "fp8", mode: str = "exact") -> NumericsConfig:
@@ -41,7 +42,7 @@ def exact(spec: QuantSpec | str = "fp8_block_pow2", precision: str = "fp8", mode
 
 
 @contextmanager
-def world(config: TrainerConfig = TrainerConfig()) -> Iterator[Layout]:
+def world(config: TrainerConfig = ONE_RANK) -> Iterator[Layout]:
     """One rank in this process, as a trainer's actor starts it."""
     from numerics.compiler import enable_compiler
     from trainer import parallel
@@ -59,7 +60,7 @@ def trainer_of(
     numerics: NumericsConfig,
     layout: Layout,
     *,
-    config: TrainerConfig = TrainerConfig(),
+    config: TrainerConfig = ONE_RANK,
     steps: int = 1,
     dtype: torch.dtype = torch.bfloat16,
 ) -> Trainer:
