@@ -103,8 +103,11 @@ def judge(claims: Sequence[Claim], measured: Measured, *, full: bool) -> list[Ju
     """What the measurements say of each claim.
 
     Verdicts need a full run and controls that hold: the negative one finds nothing, the positive one finds its harm.
-    The p-values of a study's claims are corrected together (Holm); a control stands for itself.
+    A quick run may leave arms out, and their claims with them. The p-values of a study's claims are corrected together
+    (Holm); a control stands for itself.
     """
+    if not full:
+        claims = [claim for claim in claims if _is_measured(claim, measured)]
     found = {claim.id: _found(claim, measured) for claim in claims}
     if len(found) != len(claims):
         raise ValueError(f"claims: found {[claim.id for claim in claims]}, expected a different id for each")
@@ -126,6 +129,10 @@ def judge(claims: Sequence[Claim], measured: Measured, *, full: bool) -> list[Ju
         visible = (estimated.high - estimated.low) / 2 if verdict == "undecided" else None
         judged[claim.id] = Judged(claim, estimated, "withheld" if why else verdict, p, None if why else visible, why)
     return [judged[claim.id] for claim in claims]
+
+
+def _is_measured(claim: Claim, measured: Measured) -> bool:
+    return all(claim.metric in measured.get(arm, {}) for arm in (claim.arm, claim.against) if arm is not None)
 
 
 def _found(claim: Claim, measured: Measured) -> Estimate:

@@ -11,10 +11,10 @@ from rl.studies.result import Result, read_result
 
 HEAD = """# Studies
 
-What the field claims about FP8 training, measured by commands that anyone can run again: `fp8rl study --all`. Written
-from `docs/studies/*.json` by `fp8rl study --keep`. Claims are numbered as in the four documents that the project grew from:
-000 (FP8 on Ironwood), 001 (BF16 on TPUs), 002 (what stays in BF16 and FP32), 003 (unified FP8). Everything here was
-measured on tiny models and a CPU whose FP8 is emulated; nothing is extrapolated to larger ones.
+What the field claims about FP8 training, measured by commands that anyone can run: `fp8rl study --all`. This page is
+written from `docs/studies/*.json` by `fp8rl study --keep`. Claims are numbered as in the four documents that the
+project grew from: 000 (FP8 on Ironwood), 001 (BF16 on TPUs), 002 (what stays in BF16 and FP32), 003 (unified FP8).
+Everything here was measured on tiny models and a CPU whose FP8 is emulated; nothing is extrapolated to larger ones.
 """
 
 

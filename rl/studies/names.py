@@ -7,7 +7,7 @@ import importlib
 from numerics.errors import user_error
 from rl.studies.study import Study
 
-NAMES = ("gemm_error",)
+NAMES = ("gemm_error", "failure_modes")
 """In the order in which they run."""
 
 

@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from statistics import fmean
+from typing import TYPE_CHECKING, Protocol
 
 from numerics.config import NumericsConfig
 from rl.algorithms.sft import SftObjective
@@ -23,12 +24,24 @@ STEPS, QUICK_STEPS = 100, 20
 CHAINS_PER_STEP = 64
 HELD_OUT_CHAINS, QUICK_HELD_OUT_CHAINS = 512, 128
 RATE = TrainerConfig(lr=3e-4, min_lr=0.0, warmup_steps=5, decay="linear")
-LOST = 50.0
-"""Stands for the held-out loss, in nats, of a model whose loss or gradients stopped being finite."""
+LOST = 5.0
+"""The largest held-out loss that is told apart, nats; a guess among M's 128 tokens has 4.85. Also that of a model whose
+loss or gradients stopped being finite."""
 
 Change = Callable[["Trainer"], AbstractContextManager[None]]
 """Makes a live trainer other than it is, as long as the block lasts."""
-AfterStep = Callable[["Trainer"], None]
+
+
+class AfterStep(Protocol):
+    """Called when an update is done.
+
+    Attributes:
+        noted: numbers of the steps so far, by name.
+    """
+
+    noted: dict[str, list[float]]
+
+    def __call__(self, trainer: Trainer) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -38,7 +51,6 @@ class TrainedArm:
     Attributes:
         config: of optimizer and rate; the rate falls to 0 over the run.
         change: of the trainer, from before the first step until after the evaluation.
-        after_step: called when an update is done.
     """
 
     numerics: NumericsConfig = field(default_factory=live.exact)
@@ -53,12 +65,14 @@ class Taught:
     """What came of it.
 
     Attributes:
-        nll: held-out negative log-likelihood per token, nats; LOST where training broke down.
+        noted: what `after_step` noted, means over the steps.
+        nll: held-out negative log-likelihood per token, nats, at most LOST, as where training broke down.
         losses: of each step, before its update; shorter where training broke down.
     """
 
     nll: float
     losses: list[float]
+    noted: dict[str, float]
 
 
 def teach(arm: TrainedArm, seed: int, quick: bool) -> Taught:
@@ -78,7 +92,8 @@ def teach(arm: TrainedArm, seed: int, quick: bool) -> Taught:
                 found = live.nll(trainer, held_out)
             except NonFiniteLossError:
                 found = math.nan
-    return Taught(min(found, LOST) if math.isfinite(found) else LOST, losses)
+    noted = {name: fmean(values) for name, values in arm.after_step.noted.items()} if arm.after_step else {}
+    return Taught(min(found, LOST) if math.isfinite(found) else LOST, losses, noted)
 
 
 def smoothed(losses: Iterable[float], over: int = 10) -> list[float]:
