@@ -1,4 +1,4 @@
-"""What must not be in FP8: state and ops in formats that are too narrow, their arithmetic and what training makes of it."""
+"""What must not be in FP8: state and ops in too narrow formats, in arithmetic and in training."""
 
 from __future__ import annotations
 
@@ -257,7 +257,7 @@ def _above(measurement: Measurement, name: str) -> tuple[float, float, float]:
 STUDY = Study(
     name="failure_modes",
     question="What must not be in FP8, and what does it cost where it is?",
-    trained=True,
+    seeds=5,
     claims=(*CONTROLS, *ARITHMETIC, *TRAINED),
     measure=measure,
     draw=draw,

@@ -71,8 +71,8 @@ def run_study(study: Study, *, quick: bool, seeds: int | None, folder: Path, say
     Raises:
         UserError: too few seeds, or nothing can be written.
     """
-    count = seeds or (QUICK_SEEDS if quick else study.fewest_seeds)
-    fewest = QUICK_SEEDS if quick else study.fewest_seeds
+    count = seeds or (QUICK_SEEDS if quick else study.seeds)
+    fewest = QUICK_SEEDS if quick else study.seeds
     if count < fewest:
         raise user_error("--seeds", found=count, expected=f"at least {fewest} for {study.name}", remedy="Raise it.")
     check_writable(folder / study.name, "study")

@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 FEWEST_SEEDS = 3
-FEWEST_SEEDS_TRAINED = 5
 
 
 @dataclass(frozen=True)
@@ -47,7 +46,7 @@ class Study:
     Attributes:
         name: of the file, and of the command's argument.
         question: in a sentence.
-        trained: whether arms are trained, which asks for 5 seeds instead of 3.
+        seeds: of a full run, at least; 5 where arms are trained.
         claims: with a negative and a positive control among them.
         measure: runs the arms.
         draw: figures by file name, without suffix.
@@ -56,18 +55,15 @@ class Study:
 
     name: str
     question: str
-    trained: bool = False
+    seeds: int = FEWEST_SEEDS
     claims: Sequence[Claim]
     measure: Callable[[Lab], Measurement]
     draw: Callable[[Measurement], Mapping[str, Figure]]
     tables: Callable[[Measurement], Sequence[TextTable]]
 
     def __post_init__(self) -> None:
+        if self.seeds < FEWEST_SEEDS:
+            raise ValueError(f"{self.name}: found seeds={self.seeds}, expected at least {FEWEST_SEEDS}")
         for control in ("negative", "positive"):
             if not any(claim.control == control for claim in self.claims):
                 raise ValueError(f"{self.name}: found no {control} control, expected one among the claims")
-
-    @property
-    def fewest_seeds(self) -> int:
-        """Seeds of a full run, at least."""
-        return FEWEST_SEEDS_TRAINED if self.trained else FEWEST_SEEDS
