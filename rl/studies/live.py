@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,11 +20,18 @@ from torch import Tensor
 from numerics.config import NumericsConfig
 from numerics.sampling import answer_seed
 from numerics.spec import QuantSpec
+from rl.algorithms.base import Outcomes
 from rl.run.batching import SftExample, batch_from_examples
+from rl.studies.subjects import MODEL
+from rollout.data import Source, load_problems
+from rollout.rewards.integer import integer
+from rollout.tasks import prompt_ids
 from trainer.batch import TokenBatch
 from trainer.config import TrainerConfig
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from trainer.parallel import Layout
     from trainer.trainer import Trainer
 
@@ -72,20 +80,21 @@ def trainer_of(
 
 
 @cache
-def chains(path: Path) -> tuple[SftExample, ...]:
-    """Questions and right answers of a data file, as token ids."""
+def tokenizer() -> PreTrainedTokenizerBase:
+    """That of all models that are studied."""
     from transformers import AutoTokenizer
 
-    from rl.studies.subjects import MODEL
-    from rollout.data import Source, load_problems
+    loaded: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(MODEL)
+    return loaded
 
-    tokenizer = AutoTokenizer.from_pretrained(MODEL)
+
+@cache
+def chains(path: Path) -> tuple[SftExample, ...]:
+    """Questions and right answers of a data file, as token ids."""
     return tuple(
         SftExample(
-            tokenizer.apply_chat_template(
-                [{"role": "user", "content": p.question}], add_generation_prompt=True, return_dict=False
-            ),
-            [*tokenizer.encode(p.answer, add_special_tokens=False), EOS],
+            prompt_ids(tokenizer(), p),
+            [*tokenizer().encode(p.answer, add_special_tokens=False), EOS],
         )
         for p in load_problems(Source(path))
     )
@@ -98,15 +107,33 @@ def chain_batch(path: Path, seed: int, count: int) -> TokenBatch:
     return batch_from_examples([known[index] for index in order.tolist()])
 
 
-def sampled(trainer: Trainer, seed: int, prompts: int, answers: int, temperature: float = 1.0) -> TokenBatch:
-    """Answers that the trainer samples: `answers` to each of `prompts` questions, row by row.
+@dataclass(frozen=True)
+class Sample:
+    """Answers to some questions, those of one question in a row.
 
-    Each token is drawn as the engine draws it, from the logits of a forward over the whole prefix. Its field
-    `rollout_logprobs` is the trainer's log-probability of each.
+    Attributes:
+        batch: its field `rollout_logprobs` is the sampler's log-probability of each token.
+        outcomes: reward 1 for a right answer.
     """
+
+    batch: TokenBatch
+    outcomes: Outcomes
+
+
+def questions(seed: int, count: int) -> list[SftExample]:
+    """`count` chains to learn from, chosen by a seed."""
     known = chains(TRAIN)
-    order = torch.randperm(len(known), generator=torch.Generator().manual_seed(seed))[:prompts].tolist()
-    rows = [list(known[index].prompt_ids) for index in order for _ in range(answers)]
+    order = torch.randperm(len(known), generator=torch.Generator().manual_seed(seed))[:count]
+    return [known[index] for index in order.tolist()]
+
+
+def sampled(trainer: Trainer, seed: int, prompts: int, answers: int, temperature: float = 1.0) -> Sample:
+    """`answers` to each of `prompts` questions that the trainer samples.
+
+    Each token is drawn as the engine draws it, from the logits of a forward over the whole prefix.
+    """
+    asked = questions(seed, prompts)
+    rows = [list(question.prompt_ids) for question in asked for _ in range(answers)]
     starts = [len(row) for row in rows]
     seeds = torch.tensor(
         [answer_seed(seed, 0, prompt, answer) for prompt in range(prompts) for answer in range(answers)]
@@ -114,16 +141,38 @@ def sampled(trainer: Trainer, seed: int, prompts: int, answers: int, temperature
     open_rows = list(range(len(rows)))
     for _ in range(MAX_NEW_TOKENS):
         batch = _padded([rows[index] + [EOS] for index in open_rows], temperature, seeds[open_rows])
-        order_of_rows, scored = trainer.score_routed(batch)
-        assert scored.draws is not None
-        for at, row in enumerate(order_of_rows):
+        order, done = trainer.score_routed(batch)
+        assert done.draws is not None
+        for at, row in enumerate(order):
             index = open_rows[row]
-            rows[index].append(int(scored.draws[at, len(rows[index])]))
+            rows[index].append(int(done.draws[at, len(rows[index])]))
         open_rows = [index for index in open_rows if rows[index][-1] != EOS]
         if not open_rows:
             break
     batch = batch_from_examples([SftExample(row[:start], row[start:]) for row, start in zip(rows, starts, strict=True)])
-    return batch.with_fields(rollout_logprobs=torch.where(batch.loss_mask, logprobs(trainer, batch), 0.0))
+    scored = torch.where(batch.loss_mask, logprobs(trainer, batch), 0.0)
+    return Sample(batch.with_fields(rollout_logprobs=scored), _outcomes(asked, batch, answers))
+
+
+def _outcomes(asked: Sequence[SftExample], batch: TokenBatch, answers: int) -> Outcomes:
+    decode, rewards, finished = tokenizer().decode, [], []
+    for row, mask in enumerate(batch.loss_mask):
+        answer, reference = batch.tokens[row, mask].tolist(), asked[row // answers].target_ids
+        ended = answer[-1] == EOS
+        rewards.append(integer(decode(answer[:-1] if ended else answer), decode(reference[:-1]), ended))
+        finished.append(ended)
+    groups = torch.arange(len(asked)).repeat_interleave(answers)
+    return Outcomes(torch.tensor(rewards), groups, torch.tensor(finished))
+
+
+def log_policy(trainer: Trainer, batch: TokenBatch, rows_at_once: int = 32) -> Tensor:
+    """fp32 [B, S - 1, V]: the log-probability of every token of the vocabulary at the places of tokens 1 to S - 1."""
+    parts = []
+    with torch.no_grad():
+        for tokens in batch.tokens.split(rows_at_once):
+            logits = trainer.model(tokens, position_ids=None, attention_mask=None)
+            parts.append((logits[:, :-1].float() / batch.temperature).log_softmax(-1))
+    return torch.cat(parts)
 
 
 def logprobs(trainer: Trainer, batch: TokenBatch) -> Tensor:

@@ -7,7 +7,7 @@ import importlib
 from numerics.errors import user_error
 from rl.studies.study import Study
 
-NAMES = ("gemm_error", "failure_modes")
+NAMES = ("gemm_error", "failure_modes", "precision_cases", "gradient_direction")
 """In the order in which they run."""
 
 

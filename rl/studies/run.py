@@ -18,7 +18,7 @@ from rl.studies.result import RESULTS, Result
 from rl.studies.study import Study
 from rl.studies.subjects import MODEL
 
-QUICK_SEEDS = 2
+QUICK_SEEDS = 3
 FOLDER = Path("studies")
 
 
@@ -66,7 +66,7 @@ def run_study(study: Study, *, quick: bool, seeds: int | None, folder: Path, say
     """Run a study and write `folder`/NAME, which appears whole or not at all.
 
     Args:
-        seeds: how many; by default as few as a verdict needs, or 2 in a quick run.
+        seeds: how many; by default as few as a verdict needs, or 3 in a quick run.
 
     Raises:
         UserError: too few seeds, or nothing can be written.
