@@ -50,18 +50,23 @@ class NumericsConfig:
             allowed = get_args(kind)
             if getattr(self, key) not in allowed:
                 raise UserError(f"numerics.{key}: found {getattr(self, key)!r}, expected one of {', '.join(allowed)}")
-        shared = self.spec.activation.granularity
-        if self.mode == "exact" and self.spec.quantized and shared not in ("token_group", "channel"):
+        activation, weight = self.spec.activation, self.rollout_spec.weight
+        own_scale = activation.granularity in ("token_group", "channel") or activation.fixed is not None
+        if self.mode == "exact" and self.spec.quantized and not own_scale:
             raise UserError(
-                f"activation.granularity: found {shared!r}, expected token_group or channel in exact mode; a scale "
-                "that tokens share would make a token's logprob depend on its batch. Change activation, or set "
-                "numerics.mode to native"
+                f"activation.granularity: found {activation.granularity!r}, expected token_group or channel in exact "
+                "mode; a scale that tokens share would make a token's logprob depend on its batch. Change activation, "
+                "give it a static range (activation.fixed), or set numerics.mode to native"
             )
-        weight = self.rollout_spec.weight
         if self.rollout_spec.quantized and (weight.format, weight.granularity) != ("e4m3", "block"):
             raise UserError(
                 f"weight: found {weight.format} in {weight.granularity} granularity, expected e4m3 in block "
                 "granularity: that is how the engine holds FP8 weights. Change weight, or set numerics.rollout to bf16"
+            )
+        if self.rollout_spec.quantized and weight.scale == "e8m0":
+            raise UserError(
+                "weight.scale: found 'e8m0', expected pow2 or fp32; the engine holds scales in FP32. Change weight, or "
+                "set numerics.rollout to bf16"
             )
         if self.rollout_spec.quantized and self.spec.scope != frozenset(MODULE_KINDS):
             raise UserError(

@@ -1,7 +1,8 @@
 """Fake quantization of activations and gradients on the way into a GEMM: the values after storing them in FP8.
 
 Same values as `quantize(x, spec).dequantize()`, without FP8 casts, which are slow on a CPU, for the case that every
-step runs: BF16 rows in power-of-two token groups. Everything else takes the general quantizer.
+step runs: BF16 rows in token groups whose scales are powers of two, rounded to nearest. Everything else takes the
+general quantizer.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import torch.nn.functional as F
 from numerics.compiler import compilable
 from numerics.quantize import fake_quantize
 from numerics.rounding import group_amax, round_to_grid, scale_from_amax
-from numerics.spec import TensorSpec
+from numerics.spec import Scale, TensorSpec
 
 
 def fake_quantize_rows(x: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
@@ -20,8 +21,7 @@ def fake_quantize_rows(x: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
     if not spec.quantized or x.numel() == 0:
         return x
     if _is_fast(x, spec) and x.shape[1] % spec.group == 0:
-        groups = x.reshape(-1, spec.group)
-        return _round(groups, *_scales(groups, 1, spec.dtype), spec.dtype).view(x.shape)
+        return _of_groups(x.reshape(-1, spec.group), spec).view(x.shape)
     return fake_quantize(x, spec)
 
 
@@ -32,22 +32,29 @@ def fake_quantize_columns(x: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
     if _is_fast(x, spec):
         tokens = x.shape[0]
         padded = F.pad(x, (0, 0, 0, -tokens % spec.group))
-        blocks = padded.unflatten(0, (-1, spec.group))
-        return _round(blocks, *_scales(blocks, 1, spec.dtype), spec.dtype).flatten(0, 1)[:tokens]
+        return _of_groups(padded.unflatten(0, (-1, spec.group)), spec).flatten(0, 1)[:tokens]
     return fake_quantize(x.t().contiguous(), spec).t()
 
 
 def _is_fast(x: torch.Tensor, spec: TensorSpec) -> bool:
-    return x.dtype == torch.bfloat16 and spec.granularity == "token_group" and spec.scale == "pow2"
+    grouped = spec.granularity == "token_group" and spec.rounding == "nearest"
+    return grouped and spec.scale != "fp32" and x.dtype == torch.bfloat16
+
+
+def _of_groups(x: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
+    """Groups lie along axis 1."""
+    return _round(x, *_scales(x, 1, spec.dtype, spec.scale, spec.fixed), spec.dtype)
 
 
 @compilable
-def _scales(x: torch.Tensor, dim: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+def _scales(
+    x: torch.Tensor, dim: int, dtype: torch.dtype, kind: Scale, fixed: float | None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Scale and its inverse, FP32, of each group of x along `dim`, which stays as 1.
 
     Apart from `_round`, because a compiler that fuses the two computes the scale anew for every element.
     """
-    scale = scale_from_amax(group_amax(x, (dim,)), dtype, True, x.dtype)
+    scale = scale_from_amax(group_amax(x, (dim,), fixed), dtype, kind, x.dtype)
     return scale, 1.0 / scale
 
 

@@ -12,7 +12,7 @@ from typing import Literal
 import torch
 
 from numerics import dispatch
-from numerics.spec import QuantSpec
+from numerics.spec import Granularity, QuantSpec, TensorSpec
 
 Implementation = Literal["torch", "triton"]
 
@@ -22,7 +22,7 @@ _SMALL_CAPABILITY = (12, 0)
 """From which GPUs have less shared memory again (99 KiB) than a product's tile takes."""
 _GROUP = 128
 # Weights in blocks alone: the gradient of the input sums over their rows, where the scales of groups change at each.
-_GRANULARITY = {"weight": "block", "activation": "token_group", "gradient": "token_group"}
+_GRANULARITY: dict[str, Granularity] = {"weight": "block", "activation": "token_group", "gradient": "token_group"}
 
 
 def choose(device: torch.device | str, spec: QuantSpec) -> Implementation:
@@ -43,11 +43,14 @@ def implementation_for(capability: tuple[int, int] | None, spec: QuantSpec) -> I
     if capability is None or not FEWEST_CAPABILITY <= capability < _SMALL_CAPABILITY:
         return "torch"
     roles = {name: getattr(spec, name) for name in _GRANULARITY}
-    known = all(
-        not role.quantized or (role.granularity == _GRANULARITY[name] and role.group == _GROUP)
-        for name, role in roles.items()
-    )
+    known = all(not role.quantized or _known(role, _GRANULARITY[name]) for name, role in roles.items())
     return "triton" if known else "torch"
+
+
+def _known(role: TensorSpec, granularity: Granularity) -> bool:
+    """Whether the kernels have a form for a role that must be of this granularity."""
+    scaled = role.scale in ("pow2", "fp32") and role.rounding == "nearest"
+    return scaled and role.granularity == granularity and role.group == _GROUP
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from numerics.compiler import compilable
 from numerics.dispatch import op
 from numerics.errors import UserError
-from numerics.rounding import fp8_max, group_amax, scale_from_amax
+from numerics.rounding import fp8_max, group_amax, round_stochastically, scale_from_amax
 from numerics.spec import TensorSpec
 
 
@@ -21,7 +21,7 @@ class QuantizedTensor:
 
     data: FP8, the shape of the tensor that was quantized.
     scale_inv: FP32, one per block; multiplied to dequantize (the convention of HF checkpoints). Its shape is
-        [..., ceil(rows / block rows), ceil(columns / block columns)].
+        [..., ceil(rows / block rows), ceil(columns / block columns)]. E8M0 scales are in torch's float8_e8m0fnu.
     spec: how it was quantized.
     """
 
@@ -40,19 +40,21 @@ class QuantizedTensor:
 
 @op
 def quantize(x: torch.Tensor, spec: TensorSpec, out: QuantizedTensor | None = None) -> QuantizedTensor:
-    """Quantize a BF16 or FP32 tensor [..., rows, columns], rounding to nearest even and saturating.
+    """Quantize a BF16 or FP32 tensor [..., rows, columns], saturating.
 
     A block of zeros has scale_inv 1. NaN is left out of a block's amax and stays NaN (of either sign); an infinite
-    value makes the scale 1 and saturates. Blocks at ragged edges are smaller; nothing is padded in the result.
+    value makes the scale 1 and saturates. With a static range all scales are alike whatever the values. Blocks at
+    ragged edges are smaller; nothing is padded in the result.
     out: tensors of the result's shapes and dtypes to write into, contiguous but for the scales; it is returned.
     Raises `UserError` for a spec that does not quantize, a dtype or shape that cannot be quantized.
     """
     check_quantizable(x, spec)
     matrix = _as_matrices(x, spec)
     blocks = _to_blocks(matrix, spec)
-    scale = scale_from_amax(_block_amax(blocks), spec.dtype, spec.scale == "pow2", x.dtype)
-    data = _from_blocks(_encode(blocks, scale, spec.dtype), matrix.shape).reshape(x.shape)
-    scale_inv = (1.0 / scale).reshape(scale_shape(x.shape, spec))
+    scale = scale_from_amax(_block_amax(blocks, spec.fixed), spec.dtype, spec.scale, x.dtype)
+    encode = _encode if spec.rounding == "nearest" else _encode_stochastically
+    data = _from_blocks(encode(blocks, scale, spec.dtype), matrix.shape).reshape(x.shape)
+    scale_inv = (1.0 / scale).reshape(scale_shape(x.shape, spec)).to(spec.scale_dtype)
     if out is None:
         return QuantizedTensor(data, scale_inv, spec)
     out.data.copy_(data)
@@ -122,8 +124,8 @@ def fake_quantize(x: torch.Tensor, spec: TensorSpec, dtype: torch.dtype | None =
 
 
 @compilable
-def _block_amax(blocks: torch.Tensor) -> torch.Tensor:
-    return group_amax(blocks, (1, 3))
+def _block_amax(blocks: torch.Tensor, fixed: float | None) -> torch.Tensor:
+    return group_amax(blocks, (1, 3), fixed)
 
 
 @compilable
@@ -134,13 +136,20 @@ def _encode(blocks: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> to
 
 
 @compilable
+def _encode_stochastically(blocks: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    across, columns = blocks.shape[2:]
+    column = torch.arange(across * columns, device=blocks.device).reshape(1, 1, across, columns)
+    return round_stochastically(blocks.float() * scale, column, dtype).to(dtype)
+
+
+@compilable
 def _scaled(blocks: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return (blocks.float() * scale).to(dtype)
+    return (blocks.float() * scale.float()).to(dtype)
 
 
 @compilable
 def _write_scaled(blocks: torch.Tensor, scale: torch.Tensor, out: torch.Tensor) -> None:
-    out.copy_(blocks.float() * scale)
+    out.copy_(blocks.float() * scale.float())
 
 
 def _as_matrices(x: torch.Tensor, spec: TensorSpec) -> torch.Tensor:

@@ -3,16 +3,25 @@
 The scale formula is TransformerEngine's `Float8BlockScaling`: scale = fp8_max / amax with IEEE division, optionally
 rounded down to a power of two by clearing the mantissa; a block whose amax is 0 or infinite has scale 1. Where the
 division overflows FP32, the scale is the largest finite value of the input's dtype.
+
+E8M0 scales are those of OCP MX 1.0: amax's exponent is brought to that of the format's largest value, so the largest
+values of a block may saturate: above 448, of up to 512 in E4M3.
 """
 
 from __future__ import annotations
 
+import math
+
 import torch
+
+from numerics.hashing import GOLDEN, mix, shifted
+from numerics.spec import Scale
 
 _EXPONENT = 0x7F800000
 
 # dtype -> (largest finite value, bits of the mantissa, exponent of the smallest normal number)
 _GRIDS = {torch.float8_e4m3fn: (448.0, 3, -6), torch.float8_e5m2: (57344.0, 2, -14)}
+_PLACES = 128  # a multiple of it divides a tensor that is split
 
 
 def fp8_max(dtype: torch.dtype) -> float:
@@ -20,26 +29,34 @@ def fp8_max(dtype: torch.dtype) -> float:
     return _GRIDS[dtype][0]
 
 
-def group_amax(x: torch.Tensor, dims: tuple[int, ...]) -> torch.Tensor:
-    """Largest |x| along `dims`, which stay as 1; NaN is left out, nothing but NaN gives 0. FP32 out."""
+def group_amax(x: torch.Tensor, dims: tuple[int, ...], fixed: float | None = None) -> torch.Tensor:
+    """Largest |x| along `dims`, which stay as 1; NaN is left out, nothing but NaN gives 0. FP32 out.
+
+    fixed: a static range, which takes its place.
+    """
+    if fixed is not None:
+        shape = [1 if dim in dims else size for dim, size in enumerate(x.shape)]
+        return x.new_full(shape, fixed, dtype=torch.float32)
     wide = x.float()
     # `x == x` and not isnan(), for which a compiler leaves the vector registers: 1.4 against 0.2 ns per element.
     return torch.where(wide == wide, wide.abs(), 0.0).amax(dims, keepdim=True)
 
 
-def scale_from_amax(
-    amax: torch.Tensor, dtype: torch.dtype, power_of_two: bool, input_dtype: torch.dtype
-) -> torch.Tensor:
+def scale_from_amax(amax: torch.Tensor, dtype: torch.dtype, kind: Scale, input_dtype: torch.dtype) -> torch.Tensor:
     """The factor that a block is multiplied with before the cast to FP8 `dtype`.
 
     amax: FP32, of what is held in `input_dtype`. FP32 out, in its shape.
     """
+    usual = (amax != 0) & ~torch.isinf(amax)
+    if kind == "e8m0":
+        exponent = 254 + math.frexp(fp8_max(dtype))[1] - 1 - (amax.view(torch.int32) >> 23)
+        return torch.where(usual, (exponent.clamp(max=254) << 23).view(torch.float32), 1.0)
     # torch.div of two tensors is IEEE; `448 / amax` would be reciprocal() * 448, which rounds twice.
     scale = torch.div(torch.full_like(amax, fp8_max(dtype)), amax)
     scale = torch.where(torch.isinf(scale), torch.full_like(scale, torch.finfo(input_dtype).max), scale)
-    if power_of_two:
+    if kind == "pow2":
         scale = (scale.view(torch.int32) & _EXPONENT).view(torch.float32)
-    return torch.where((amax == 0) | torch.isinf(amax), torch.ones_like(scale), scale)
+    return torch.where(usual, scale, 1.0)
 
 
 def round_to_grid(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -57,3 +74,25 @@ def round_to_grid(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     far = x * 2.0**shift
     fixed = 1.5 * 2.0 ** (smallest_exponent + shift)
     return torch.where(x.abs() < 2.0**smallest_exponent, (x + fixed) - fixed, (far + x) - far)
+
+
+def round_stochastically(x: torch.Tensor, column: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Values rounded to one of the two values of an FP8 dtype around them, the nearer the likelier: x in the mean.
+
+    Saturating, NaN kept. FP32 in and out. column: int64, of x's last axis before it was cut into blocks; it broadcasts.
+
+    The random number of an element is a hash of its bits and of its column modulo 128, and of nothing else. So equal
+    tensors give equal bits, whenever, in whatever batch and on whatever rank: scoring a token twice, recomputing a
+    forward, resuming a run, splitting or fusing a weight in whole blocks. An element that changes draws anew.
+    """
+    largest, mantissa_bits, smallest_exponent = _GRIDS[dtype]
+    fraction_bits = 23 - mantissa_bits
+    magnitude = torch.where(x == x, x.abs().clamp(max=largest), 0.0)
+    exponent = ((magnitude.view(torch.int32) >> 23) - 127).clamp(min=smallest_exponent)
+    step = ((exponent + (127 - mantissa_bits)) << 23).view(torch.float32)
+    # In units of the grid's step with 2^-fraction_bits as the least: exact for all normal numbers of the format.
+    units = (magnitude / step * 2.0**fraction_bits).to(torch.int64)
+    seed = (x.view(torch.int32).to(torch.int64) << 7) + column % _PLACES
+    draw = shifted(mix(seed * GOLDEN), 64 - fraction_bits)
+    rounded = ((units + draw) >> fraction_bits).to(torch.float32) * step
+    return torch.where(x == x, torch.copysign(rounded, x), x)

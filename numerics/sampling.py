@@ -15,11 +15,11 @@ import hashlib
 import torch
 from torch import Tensor
 
+from numerics.hashing import GOLDEN, mix, shifted
+
 GREEDY = -1
 """In place of a seed: the most probable token is taken."""
 
-_GOLDEN = -0x61C8864680B583EB  # 2^64 / golden ratio, as int64
-_MIX = (-0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15)  # of splitmix64 (Steele, Lea and Flood 2014)
 _BLOCK = 1 << 18  # logits at a time: more fall out of a CPU's caches
 
 
@@ -56,10 +56,10 @@ def draw(logits: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor)
 
 def gumbel(seeds: Tensor, positions: Tensor, count: int) -> Tensor:
     """The noise of tokens 0 to count - 1, FP64 [B, count]; seeds and positions: int64 [B]."""
-    row = _mix(_mix(seeds + _GOLDEN) ^ _mix(positions * _GOLDEN + 1))
-    column = torch.arange(1, count + 1, device=seeds.device) * _GOLDEN
-    bits = _mix(row.unsqueeze(-1) + column)
-    uniform = (_shifted(bits, 12).double() + 0.5) * 2.0**-52  # never 0 nor 1
+    row = mix(mix(seeds + GOLDEN) ^ mix(positions * GOLDEN + 1))
+    column = torch.arange(1, count + 1, device=seeds.device) * GOLDEN
+    bits = mix(row.unsqueeze(-1) + column)
+    uniform = (shifted(bits, 12).double() + 0.5) * 2.0**-52  # never 0 nor 1
     return -(-uniform.log()).log()
 
 
@@ -71,15 +71,3 @@ def _draw(logits: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor
 
 def _hash62(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest()) >> 2
-
-
-def _mix(x: Tensor) -> Tensor:
-    """splitmix64's finalizer: a bijection of int64 in which each bit depends on every bit. Products wrap around."""
-    x = (x ^ _shifted(x, 30)) * _MIX[0]
-    x = (x ^ _shifted(x, 27)) * _MIX[1]
-    return x ^ _shifted(x, 31)
-
-
-def _shifted(x: Tensor, bits: int) -> Tensor:
-    """x >> bits with zeros shifted in."""
-    return (x >> bits) & ((1 << (64 - bits)) - 1)

@@ -19,7 +19,8 @@ from numerics.errors import UserError
 
 Format = Literal["bf16", "e4m3", "e5m2"]
 Granularity = Literal["tensor", "channel", "token_group", "block"]
-Scale = Literal["fp32", "pow2"]
+Scale = Literal["fp32", "pow2", "e8m0"]
+Rounding = Literal["nearest", "stochastic"]
 Role = Literal["weight", "activation", "gradient"]
 
 FORMATS: dict[str, torch.dtype] = {
@@ -28,7 +29,8 @@ FORMATS: dict[str, torch.dtype] = {
     "e5m2": torch.float8_e5m2,
 }
 GRANULARITIES = ("tensor", "channel", "token_group", "block")
-SCALES = ("fp32", "pow2")
+SCALES = ("fp32", "pow2", "e8m0")
+ROUNDINGS = ("nearest", "stochastic")
 ROLES = ("weight", "activation", "gradient")
 LAYER_EXCEPTIONS = ("first_layers_bf16", "last_layers_bf16")
 
@@ -43,6 +45,9 @@ FUSED_KINDS: tuple[tuple[str, ...], ...] = (
 )
 MODULE_KINDS: tuple[str, ...] = tuple(kind for fused in FUSED_KINDS for kind in fused)
 
+# Of a static range: where scales and their inverses are normal FP32 numbers.
+_SMALLEST_RANGE, _LARGEST_RANGE = 1e-30, 1e30
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TensorSpec:
@@ -53,19 +58,37 @@ class TensorSpec:
         row), or a `block` (n x n).
     group: n of `token_group` and `block`, in elements.
     scale: `pow2` rounds the scale down to a power of two, so that dequantized values are exact in BF16; `fp32` does
-        not.
+        not. `e8m0` is the MX formats' (OCP MX 1.0): a power of two in one byte, chosen by the largest value's exponent
+        alone, so that a block's values above 1.75 times a power of two saturate, which `pow2` does not let happen.
+        TransformerEngine's MXFP8 is `pow2` in groups of 32.
+    fixed: a static range: scales are those of a block whose largest absolute value is this, whatever the block holds,
+        and values outside saturate. None: each block's own largest value, which is dynamic. Qwix's `fixed,-224,224` is
+        224: codes are twice the values, and every scale_inv is 0.5.
+    rounding: to the `nearest` value of the format, ties to even; or `stochastic`: to one of the two around it, the
+        nearer the likelier, so that the error is 0 in the mean. See `numerics.rounding.round_stochastically`.
     """
 
     format: Format = "e4m3"
     granularity: Granularity = "token_group"
     group: int = 128
     scale: Scale = "pow2"
+    fixed: float | None = None
+    rounding: Rounding = "nearest"
 
     def __post_init__(self) -> None:
-        for key, allowed in (("format", FORMATS), ("granularity", GRANULARITIES), ("scale", SCALES)):
+        choices = {"format": FORMATS, "granularity": GRANULARITIES, "scale": SCALES, "rounding": ROUNDINGS}
+        for key, allowed in choices.items():
             _check_choice(key, getattr(self, key), tuple(allowed))
         if not isinstance(self.group, int) or isinstance(self.group, bool) or self.group < 1:
             raise UserError(f"group: found {self.group!r}, expected a positive number of elements, e.g. 128")
+        if self.fixed is not None:
+            number = isinstance(self.fixed, int | float) and not isinstance(self.fixed, bool)
+            if not (number and _SMALLEST_RANGE <= self.fixed <= _LARGEST_RANGE):
+                raise UserError(
+                    f"fixed: found {self.fixed!r}, expected the largest absolute value of a static range, "
+                    f"{_SMALLEST_RANGE:g} to {_LARGEST_RANGE:g}, e.g. 224, or null for a dynamic one"
+                )
+            object.__setattr__(self, "fixed", float(self.fixed))
 
     @property
     def quantized(self) -> bool:
@@ -74,6 +97,11 @@ class TensorSpec:
     @property
     def dtype(self) -> torch.dtype:
         return FORMATS[self.format]
+
+    @property
+    def scale_dtype(self) -> torch.dtype:
+        """What a scale is stored in."""
+        return torch.float8_e8m0fnu if self.scale == "e8m0" else torch.float32
 
     @property
     def dequantized_dtype(self) -> torch.dtype:
@@ -132,7 +160,12 @@ class QuantSpec:
 
     @classmethod
     def preset(cls, name: str) -> QuantSpec:
-        """A named spec: `bf16`, `fp8_block_pow2` (the default of the project) or `fp8_block_fp32` (DeepSeek-style)."""
+        """A named spec.
+
+        `bf16`. `fp8_block_pow2`, the default of the project. `fp8_block_fp32` (DeepSeek-style). `mxfp8` (OCP MX 1.0:
+        1x32 with E8M0 scales in all roles). `ironwood` (Qwix on TPUs: weights and activations in the static range
+        +-224, gradients in E5M2 with a dynamic scale per row).
+        """
         _check_choice("preset", name, tuple(PRESETS))
         return PRESETS[name]
 
@@ -169,7 +202,7 @@ class QuantSpec:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for YAML and JSON; `from_dict` restores an equal spec."""
-        roles = {role: dataclasses.asdict(getattr(self, role)) for role in ROLES}
+        roles = {role: _fields(getattr(self, role)) for role in ROLES}
         return roles | {"scope": sorted(self.scope)} | {key: getattr(self, key) for key in LAYER_EXCEPTIONS}
 
     @classmethod
@@ -183,6 +216,13 @@ class QuantSpec:
         """16 hex digits of the SHA-256 over the canonical JSON; equal specs have equal digests."""
         canonical = json.dumps(self.to_dict(), sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(canonical.encode()).hexdigest()[:16]
+
+
+def _fields(tensor: TensorSpec) -> dict[str, Any]:
+    """Without what is dynamic and to nearest, as specs were before there was anything else: digests go on to hold."""
+    fields = dataclasses.asdict(tensor)
+    defaults = {"fixed": None, "rounding": "nearest"}
+    return {key: value for key, value in fields.items() if key not in defaults or value != defaults[key]}
 
 
 def _check_choice(key: str, found: Any, allowed: tuple[str, ...]) -> None:
@@ -199,8 +239,16 @@ def _block_fp8(scale: Scale) -> QuantSpec:
 
 
 _BF16 = TensorSpec(format="bf16", granularity="tensor")
+_MX = TensorSpec(group=32, scale="e8m0")
 PRESETS: dict[str, QuantSpec] = {
     "bf16": QuantSpec(weight=_BF16, activation=_BF16, gradient=_BF16, scope=frozenset()),
     "fp8_block_pow2": _block_fp8("pow2"),
     "fp8_block_fp32": _block_fp8("fp32"),
+    "mxfp8": QuantSpec(weight=_MX, activation=_MX, gradient=_MX),
+    # A static scale is one number, whatever shares it: in blocks and groups an engine and kernels know their way.
+    "ironwood": QuantSpec(
+        weight=TensorSpec(granularity="block", fixed=224.0),
+        activation=TensorSpec(fixed=224.0),
+        gradient=TensorSpec(format="e5m2", granularity="channel", scale="fp32"),
+    ),
 }

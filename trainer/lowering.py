@@ -13,12 +13,13 @@ from typing import Any
 
 from numerics.config import NumericsConfig
 from numerics.errors import UserError, user_error
-from numerics.spec import MODULE_KINDS, QuantSpec, TensorSpec
+from numerics.spec import MODULE_KINDS, QuantSpec, Scale, TensorSpec
 
 FP32_SCALES = "NVTE_FP8_BLOCK_SCALING_FP32_SCALES"
 BACKWARD = "NVTE_BACKWARD_OVERRIDE"
 
 _BLOCK = 128
+_SCALES: tuple[Scale, ...] = ("pow2", "fp32")
 _ROWS = 16
 """FP8 products want a multiple of it in every dimension, tokens included."""
 
@@ -107,15 +108,21 @@ def _check(spec: QuantSpec) -> None:
         "activation": {"format": ("e4m3",), "granularity": ("token_group",)},
         "gradient": {"format": ("e4m3", "e5m2"), "granularity": ("token_group",)},
     }
+    scales = (spec.weight.scale,) if spec.weight.scale in _SCALES else _SCALES
     for role, fields in offered.items():
         tensor: TensorSpec = getattr(spec, role)
         if not tensor.quantized:  # a gradient
             continue
-        for name, choices in {**fields, "group": (_BLOCK,), "scale": (spec.weight.scale,)}.items():
+        alike = {"group": (_BLOCK,), "scale": scales, "fixed": (None,), "rounding": ("nearest",)}
+        for name, choices in {**fields, **alike}.items():
             if getattr(tensor, name) not in choices:
-                raise _refusal(f"numerics.{role}.{name}", getattr(tensor, name), " or ".join(map(str, choices)))
+                raise _refusal(f"numerics.{role}.{name}", getattr(tensor, name), " or ".join(map(_yaml, choices)))
     if spec.scope != frozenset(MODULE_KINDS):
         raise _refusal("numerics.scope", sorted(spec.scope), f"all of {list(MODULE_KINDS)}")
+
+
+def _yaml(value: object) -> str:
+    return "null" if value is None else str(value)
 
 
 def _refusal(key: str, found: object, expected: str) -> UserError:

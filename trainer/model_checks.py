@@ -79,12 +79,13 @@ def _check_quantization(sizes: ModelSizes, tp: int, spec: QuantSpec, key: str) -
             remedy="Lower them, or run both sides in BF16 "
             "(numerics.preset=bf16 numerics.trainer=bf16 numerics.rollout=bf16).",
         )
-    if spec.weight.granularity == "tensor":
+    if spec.weight.granularity == "tensor" and spec.weight.fixed is None:
         raise user_error(
             "numerics.weight.granularity",
             found="tensor",
             expected="block, token_group or channel",
-            remedy="A fused weight has one scale here and several in a checkpoint; choose a finer granularity.",
+            remedy="A fused weight has one scale here and several in a checkpoint; choose a finer granularity, "
+            "or a static range (numerics.weight.fixed).",
         )
     block = _block(spec)
     shares = f" / {key} = {sizes.ffn_size} / {tp}" if tp > 1 else ""

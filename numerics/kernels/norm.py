@@ -133,7 +133,7 @@ def _sum(x, ROWS: tl.constexpr, COUNT: tl.constexpr):
 def _forward_kernel(
     x_ptr, residual_ptr, weight_ptr, normed_ptr, total_ptr, inverse_ptr, codes_ptr, scale_ptr,
     rows, hidden, stride, eps, scale_row, scale_group,
-    ADD: tl.constexpr, QUANTIZE: tl.constexpr, E5M2: tl.constexpr, POW2: tl.constexpr,
+    ADD: tl.constexpr, QUANTIZE: tl.constexpr, E5M2: tl.constexpr, POW2: tl.constexpr, FIXED: tl.constexpr,
     ROWS: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
@@ -153,7 +153,7 @@ def _forward_kernel(
     tl.store(inverse_ptr + row, inverse_rms, mask=row < rows)
     if QUANTIZE:
         rounded = normed.to(tl.float32)
-        scale = scale_from_amax(tl.max(absolute(rounded), 2), E5M2, POW2, x_ptr.dtype.element_ty == tl.float32)
+        scale = scale_from_amax(tl.max(absolute(rounded), 2), E5M2, POW2, FIXED, x_ptr.dtype.element_ty == tl.float32)
         tl.store(codes_ptr + at, encode(rounded * scale[:, :, None], E5M2), mask=inside)
         held = (row < rows)[:, None] & (group < tl.cdiv(hidden, GROUP))[None, :]
         where = scale_ptr + row[:, None] * scale_row + group[None, :] * scale_group

@@ -32,14 +32,15 @@ _GROUP = GROUP.value
 
 def supports(spec: TensorSpec) -> bool:
     """Whether these kernels quantize by `spec`."""
-    return spec.quantized and spec.granularity in ("token_group", "block") and spec.group == _GROUP
+    shaped = spec.granularity in ("token_group", "block") and spec.group == _GROUP
+    return spec.quantized and shaped and spec.scale in ("pow2", "fp32") and spec.rounding == "nearest"
 
 
 def quantize(x: torch.Tensor, spec: TensorSpec, out: QuantizedTensor | None = None) -> QuantizedTensor:
     """`numerics.quantize.quantize`.
 
     Raises:
-        UserError: another granularity or group than these kernels have a form for.
+        UserError: another granularity, group, scale or rounding than these kernels have a form for.
     """
     definitions.check_quantizable(x, spec)
     _check_supported(spec)
@@ -51,7 +52,8 @@ def _check_supported(spec: TensorSpec) -> None:
         raise user_error(
             "quantization spec",
             found=spec,
-            expected=f"blocks or token groups of {_GROUP}, where the GPU kernels run",
+            expected=f"blocks or token groups of {_GROUP}, scales pow2 or fp32 and rounding to nearest, where the GPU "
+            "kernels run",
             remedy="Use a preset, or a CPU.",
         )
 
@@ -162,8 +164,7 @@ def _quantize_two_ways(
             *(tokens, k, x.stride(0), count, *other.scale_inv.stride(), *columns.scale_inv.stride()),
             **format_constants(columns.spec),
             ROWS=rows is not None,
-            ROW_E5M2=other.spec.format == "e5m2",
-            ROW_POW2=other.spec.scale == "pow2",
+            **{f"ROW_{name}": value for name, value in format_constants(other.spec).items()},
             TILES=tiles is not None,
             num_warps=16,
         )
@@ -213,25 +214,28 @@ def _quantize_matrices(
     )
 
 
-def format_constants(spec: TensorSpec | None) -> dict[str, bool]:
+def format_constants(spec: TensorSpec | None) -> dict[str, bool | float]:
     """A kernel's constants for the format that it quantizes to; of a kernel that does not, they mean nothing."""
+    if spec is not None:
+        _check_supported(spec)
     return {
         "E5M2": spec is not None and spec.format == "e5m2",
         "POW2": spec is not None and spec.scale == "pow2",
+        "FIXED": (spec and spec.fixed) or 0.0,
     }
 
 
 @triton.jit
 def _rows_kernel(
     x_ptr, codes_ptr, scale_ptr, rows, k, stride, scale_row, scale_group,
-    ROWS: tl.constexpr, GROUPS: tl.constexpr, E5M2: tl.constexpr, POW2: tl.constexpr,
+    ROWS: tl.constexpr, GROUPS: tl.constexpr, E5M2: tl.constexpr, POW2: tl.constexpr, FIXED: tl.constexpr,
 ):  # fmt: skip
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
     group = (tl.program_id(1) * GROUPS + tl.arange(0, GROUPS))[None, :]
     column = group[:, :, None] * GROUP + tl.arange(0, GROUP)[None, None, :]
     inside = (row < rows)[:, :, None] & (column < k)
     x = tl.load(x_ptr + row[:, :, None] * stride + column, mask=inside, other=0.0).to(tl.float32)
-    scale = scale_from_amax(tl.max(absolute(x), 2), E5M2, POW2, x_ptr.dtype.element_ty == tl.float32)
+    scale = scale_from_amax(tl.max(absolute(x), 2), E5M2, POW2, FIXED, x_ptr.dtype.element_ty == tl.float32)
     codes = encode(x * scale[:, :, None], E5M2)
     tl.store(codes_ptr + row[:, :, None] * k + column, codes, mask=inside)
     where = scale_ptr + row * scale_row + group * scale_group
@@ -242,8 +246,8 @@ def _rows_kernel(
 def _two_way_kernel(
     x_ptr, codes_ptr, scale_ptr, codes_t_ptr, scale_t_ptr, first_ptr, filled_ptr, tokens, k, stride, count,
     scale_row, scale_group, scale_t_row, scale_t_group,
-    ROWS: tl.constexpr, TILES: tl.constexpr, ROW_E5M2: tl.constexpr, ROW_POW2: tl.constexpr,
-    E5M2: tl.constexpr, POW2: tl.constexpr,
+    ROWS: tl.constexpr, TILES: tl.constexpr, ROW_E5M2: tl.constexpr, ROW_POW2: tl.constexpr, ROW_FIXED: tl.constexpr,
+    E5M2: tl.constexpr, POW2: tl.constexpr, FIXED: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(1)
     if TILES:
@@ -259,11 +263,11 @@ def _two_way_kernel(
     sizes = absolute(x)
     WIDE: tl.constexpr = x_ptr.dtype.element_ty == tl.float32
     if ROWS:
-        scale = scale_from_amax(tl.max(sizes, 1), ROW_E5M2, ROW_POW2, WIDE)
+        scale = scale_from_amax(tl.max(sizes, 1), ROW_E5M2, ROW_POW2, ROW_FIXED, WIDE)
         tl.store(codes_ptr + token * k + column, encode(x * scale[:, None], ROW_E5M2), mask=inside)
         where = scale_ptr + (first + lane).to(tl.int64) * scale_row + tl.program_id(0) * scale_group
         tl.store(where, inverse(scale), mask=lane < filled)
-    scale_t = scale_from_amax(tl.max(sizes, 0), E5M2, POW2, WIDE)
+    scale_t = scale_from_amax(tl.max(sizes, 0), E5M2, POW2, FIXED, WIDE)
     feature = (tl.program_id(0) * GROUP + lane).to(tl.int64)
     where = feature[:, None] * (count * GROUP) + tile * GROUP + lane[None, :]
     tl.store(codes_t_ptr + where, tl.trans(encode(x * scale_t[None, :], E5M2)), mask=(feature < k)[:, None])
@@ -272,8 +276,9 @@ def _two_way_kernel(
 
 @triton.jit
 def _blocks_kernel(
-    table_ptr, E5M2: tl.constexpr, POW2: tl.constexpr, WIDE: tl.constexpr, WHOLE: tl.constexpr, TRANSPOSED: tl.constexpr
-):
+    table_ptr, E5M2: tl.constexpr, POW2: tl.constexpr, FIXED: tl.constexpr, WIDE: tl.constexpr, WHOLE: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+):  # fmt: skip
     """One block of one matrix. table: a row of 8 numbers for each, 5 addresses, N, K and the stride of its rows.
 
     WHOLE: all matrices consist of whole blocks and their rows begin at 16 bytes.
@@ -297,7 +302,7 @@ def _blocks_kernel(
         column = (first_column + tl.arange(0, GROUP))[None, :]
         inside = (row < n) & (column < k)
         w = tl.load(w_ptr + row * stride + column, mask=inside, other=0.0).to(tl.float32)
-        scale = scale_from_amax(tl.max(tl.max(absolute(w), 1), 0), E5M2, POW2, WIDE)
+        scale = scale_from_amax(tl.max(tl.max(absolute(w), 1), 0), E5M2, POW2, FIXED, WIDE)
         codes = encode(w * scale, E5M2)
         tl.store(codes_ptr + row * k + column, codes, mask=inside)
         tl.store(tl.load(row_of_table + 2).to(tl.pointer_type(tl.float32)) + place, inverse(scale))

@@ -75,7 +75,8 @@ def _grid(tokens: int, features: int) -> tuple[int, int]:
 @triton.jit
 def _forward_kernel(
     gate_up_ptr, out_ptr, scale_ptr, tokens, features, stride, scale_row, scale_group,
-    QUANTIZE: tl.constexpr, E5M2: tl.constexpr, POW2: tl.constexpr, ROWS: tl.constexpr, GROUPS: tl.constexpr,
+    QUANTIZE: tl.constexpr, E5M2: tl.constexpr, POW2: tl.constexpr, FIXED: tl.constexpr,
+    ROWS: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
     group = (tl.program_id(1) * GROUPS + tl.arange(0, GROUPS))[None, :]
@@ -89,7 +90,8 @@ def _forward_kernel(
     at = row[:, :, None] * features + column
     if QUANTIZE:
         rounded = result.to(tl.float32)
-        scale = scale_from_amax(tl.max(absolute(rounded), 2), E5M2, POW2, gate_up_ptr.dtype.element_ty == tl.float32)
+        WIDE: tl.constexpr = gate_up_ptr.dtype.element_ty == tl.float32
+        scale = scale_from_amax(tl.max(absolute(rounded), 2), E5M2, POW2, FIXED, WIDE)
         tl.store(out_ptr + at, encode(rounded * scale[:, :, None], E5M2), mask=inside)
         where = scale_ptr + row * scale_row + group * scale_group
         tl.store(where, inverse(scale), mask=(row < tokens) & (group < tl.cdiv(features, GROUP)))

@@ -9,7 +9,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validat
 from numerics.config import Mode, NumericsConfig, RolloutPrecision, RouterReplay, TrainerPrecision
 from numerics.errors import UserError
 from numerics.reading import check_path
-from numerics.spec import LAYER_EXCEPTIONS, ROLES, Format, Granularity, QuantSpec, Scale
+from numerics.spec import LAYER_EXCEPTIONS, ROLES, Format, Granularity, QuantSpec, Rounding, Scale
 from rl.record.wandb_run import WandbConfig
 from rollout.data import Source
 from rollout.rewards.config import RewardsConfig
@@ -65,6 +65,10 @@ class TensorOverride(Section):
     granularity: Granularity | None = None
     group: int | None = Field(default=None, ge=1)
     scale: Scale | None = None
+    fixed: float | None = Field(default=None, gt=0.0)
+    """A static range, -fixed to fixed, in place of scales by each block's largest value; beyond it values saturate."""
+    rounding: Rounding | None = None
+    """`nearest`, or `stochastic`: up or down by chance, in the mean the value itself."""
 
 
 class NumericsSection(Section):
@@ -73,7 +77,7 @@ class NumericsSection(Section):
     mode: Mode = "exact"
     """`exact`: both sides run the shared ops, so that their logprobs are equal. `native`: each runs its library's own
     ops, and only the FP8 products are shared."""
-    preset: Literal["bf16", "fp8_block_pow2", "fp8_block_fp32"] = "fp8_block_pow2"
+    preset: Literal["bf16", "fp8_block_pow2", "fp8_block_fp32", "mxfp8", "ironwood"] = "fp8_block_pow2"
     weight: TensorOverride = TensorOverride()
     activation: TensorOverride = TensorOverride()
     gradient: TensorOverride = TensorOverride()

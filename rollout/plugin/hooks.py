@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from numerics.config import NumericsConfig
+from numerics.spec import TensorSpec
 from rollout.plugin import lifecycle, logprobs, native, ops, pausing, sampling
 from rollout.plugin.state import state
 
@@ -139,7 +140,8 @@ _NATIVE_FP8_CPU: tuple[Hook, ...] = (
 )
 
 # SGLang's scales are FP32 below Blackwell, whatever the checkpoint's scale_fmt says.
-_NATIVE_POW2_CUDA: tuple[Hook, ...] = (
+_SGLANGS = TensorSpec(scale="fp32")
+_NATIVE_QUANTIZER_CUDA: tuple[Hook, ...] = (
     Hook(
         _FP8_KERNEL + "_run_per_token_group_quant_8bit_kernel",
         "replace",
@@ -201,14 +203,14 @@ def hooks_for(numerics: NumericsConfig, cuda: bool) -> tuple[Hook, ...]:
     """What is hooked in an engine of these numerics on a GPU or a CPU, no more and no less.
 
     Exact mode replaces every op. Native mode replaces the draw, the FP8 products on a CPU, and on a GPU the quantizer
-    of activations where scales are powers of two; in a BF16 engine the draw alone.
+    of activations unless they are rounded under FP32 scales as SGLang does; in a BF16 engine the draw alone.
     """
     if numerics.mode == "exact":
         return (*(_EXACT_OPS_CUDA if cuda else _EXACT_OPS_CPU), *_EXACT_OPS, *_FP8_LAYOUT, *_EVERY_MODE)
     if not numerics.rollout_spec.quantized:
         return (*_NATIVE_DRAW, *_EVERY_MODE)
-    pow2 = _NATIVE_POW2_CUDA if numerics.rollout_spec.activation.scale == "pow2" else ()
-    return (*(pow2 if cuda else _NATIVE_FP8_CPU), *_NATIVE_DRAW, *_FP8_LAYOUT, *_EVERY_MODE)
+    quantizer = () if numerics.rollout_spec.activation == _SGLANGS else _NATIVE_QUANTIZER_CUDA
+    return (*(quantizer if cuda else _NATIVE_FP8_CPU), *_NATIVE_DRAW, *_FP8_LAYOUT, *_EVERY_MODE)
 
 
 def install(hooks: Sequence[Hook]) -> None:

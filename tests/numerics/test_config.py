@@ -16,7 +16,8 @@ POW2 = QuantSpec.preset("fp8_block_pow2")
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_it_survives_json(preset: str) -> None:
-    numerics = NumericsConfig(spec=QuantSpec.preset(preset), trainer="fp8_forward", k_splits=2)
+    rollout: Any = "bf16" if preset == "mxfp8" else "fp8"
+    numerics = NumericsConfig(spec=QuantSpec.preset(preset), trainer="fp8_forward", rollout=rollout, k_splits=2)
     assert NumericsConfig.from_dict(json.loads(json.dumps(numerics.to_dict()))) == numerics
 
 
@@ -40,6 +41,8 @@ def test_each_side_runs_the_spec_or_bf16() -> None:
         ({"spec": POW2.override({"activation": {"granularity": "tensor"}})}, "activation.granularity: found 'tensor'"),
         ({"spec": POW2.override({"weight": {"granularity": "channel"}})}, "found e4m3 in channel granularity"),
         ({"spec": POW2.override({"weight": {"format": "e5m2"}})}, "found e5m2 in block granularity"),
+        ({"spec": QuantSpec.preset("mxfp8")}, "found e4m3 in token_group granularity"),
+        ({"spec": POW2.override({"weight": {"scale": "e8m0"}})}, "weight.scale: found 'e8m0', expected pow2 or fp32"),
         ({"spec": POW2.override({"scope": ["o_proj"]})}, r"scope: found \['o_proj'\]"),
     ],
 )
@@ -53,6 +56,7 @@ def test_a_scale_that_tokens_share_is_refused_in_exact_mode_only() -> None:
     NumericsConfig(mode="native", spec=shared)
     with pytest.raises(UserError, match="set numerics.mode to native"):
         NumericsConfig(mode="exact", spec=shared)
+    NumericsConfig(mode="exact", spec=shared.override({"activation": {"fixed": 224}}))
 
 
 @pytest.mark.parametrize("changes", [{"weight": {"granularity": "channel"}}, {"scope": ["o_proj"]}])

@@ -22,6 +22,16 @@ ALL_SPECS = [
     TensorSpec(format=f, granularity=g, scale=s)
     for f, g, s in itertools.product(("e4m3", "e5m2"), ("tensor", "channel", "token_group", "block"), ("pow2", "fp32"))
 ]
+OTHER_SPECS = [
+    TensorSpec(group=32, scale="e8m0"),
+    TensorSpec(format="e5m2", group=32, scale="e8m0"),
+    TensorSpec(granularity="block", scale="e8m0"),
+    TensorSpec(group=32),
+    TensorSpec(granularity="tensor", fixed=224.0, scale="fp32"),
+    TensorSpec(granularity="block", fixed=224.0),
+    TensorSpec(fixed=0.7),
+    TensorSpec(format="e5m2", granularity="channel", fixed=3.0, scale="fp32"),
+]
 
 
 def grid_of(dtype):
@@ -52,19 +62,29 @@ def te_scale(amax, largest, power_of_two, dtype=torch.bfloat16):
     return np.float32(2.0 ** math.floor(math.log2(scale))) if power_of_two else scale
 
 
+def mx_scale(amax, dtype):
+    """OCP MX 1.0, 6.3: the shared exponent is that of the largest value less that of the format's largest number."""
+    if amax == 0 or math.isinf(amax):
+        return np.float32(1.0)
+    shared = math.floor(math.log2(amax)) - {E4M3: 8, E5M2: 15}[dtype]
+    return np.float32(2.0 ** -min(max(shared, -127), 127))
+
+
 def oracle(x, spec):
     """Block by block in numpy: codes as float64 values, and scale_inv."""
     rows, columns = x.shape
-    r, c = {"tensor": (rows, columns), "channel": (1, columns), "token_group": (1, 128), "block": (128, 128)}[
-        spec.granularity
-    ]
+    group = spec.group
+    shapes = {"tensor": (rows, columns), "channel": (1, columns), "token_group": (1, group), "block": (group, group)}
+    r, c = shapes[spec.granularity]
     largest = grid_of(spec.dtype)[-1]
     values = np.zeros((rows, columns))
     scale_inv = np.zeros((-(-rows // r), -(-columns // c)), dtype=np.float32)
     for i, j in np.ndindex(*scale_inv.shape):
         at = np.s_[i * r : (i + 1) * r, j * c : (j + 1) * c]
         block = x[at].astype(np.float32)
-        scale = te_scale(np.nanmax(np.abs(block), initial=0.0), largest, spec.scale == "pow2")
+        amax = spec.fixed or np.nanmax(np.abs(block), initial=0.0)
+        e8m0 = spec.scale == "e8m0"
+        scale = mx_scale(amax, spec.dtype) if e8m0 else te_scale(amax, largest, spec.scale == "pow2")
         values[at] = nearest_even(block * scale, spec.dtype)
         scale_inv[i, j] = np.float32(1.0) / scale
     return values, scale_inv
@@ -80,7 +100,13 @@ def test_rounding_is_exact_for_every_bf16_number(dtype):
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.integers(1, 200), st.integers(1, 300), st.sampled_from(ALL_SPECS), st.integers(0, 10**6), st.floats(-30, 30))
+@given(
+    st.integers(1, 200),
+    st.integers(1, 300),
+    st.sampled_from(ALL_SPECS + OTHER_SPECS),
+    st.integers(0, 10**6),
+    st.floats(-30, 30),
+)
 def test_codes_and_scales_equal_the_oracle(rows, columns, spec, seed, magnitude):
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(rows, columns, generator=generator) * torch.randn(rows, 1, generator=generator).mul(2).exp()
@@ -89,7 +115,7 @@ def test_codes_and_scales_equal_the_oracle(rows, columns, spec, seed, magnitude)
     result = quantize(x, spec)
     values, scale_inv = oracle(x.float().numpy(), spec)
     assert result.data.shape == x.shape and result.data.dtype == spec.dtype
-    assert np.array_equal(result.scale_inv.numpy(), scale_inv)
+    assert np.array_equal(result.scale_inv.float().numpy(), scale_inv)
     assert np.array_equal(result.data.double().numpy(), values)
 
 
@@ -107,7 +133,7 @@ def test_error_is_bounded_by_the_format(rows, columns, spec, seed):
 
 
 @settings(max_examples=30, deadline=None)
-@given(st.sampled_from([s for s in ALL_SPECS if s.scale == "pow2"]), st.integers(0, 10**6))
+@given(st.sampled_from([s for s in ALL_SPECS + OTHER_SPECS if s.scale != "fp32"]), st.integers(0, 10**6))
 def test_power_of_two_values_are_exact_in_bf16_and_survive_requantization(spec, seed):
     x = torch.randn(130, 260, generator=torch.Generator().manual_seed(seed)).mul(2).exp().bfloat16()
     once = quantize(x, spec)
@@ -154,6 +180,28 @@ def test_scales_equal_sglang_ue8m0_for_every_bf16_amax_from_1e_10():
     assert torch.equal(ours, ue8m0)
 
 
+def test_mx_scales_are_one_byte_and_those_of_a_power_of_two_unless_the_largest_value_saturates():
+    """TransformerEngine's MXFP8 rounds amax / 448 up to a power of two, which is `pow2` in groups of 32."""
+    amax = torch.arange(0x80, 0x7F80, dtype=torch.int16).view(torch.bfloat16)[:, None]
+    mx, pow2 = quantize(amax, TensorSpec(group=32, scale="e8m0")), quantize(amax, TensorSpec(group=32))
+    assert mx.scale_inv.dtype is torch.float8_e8m0fnu and mx.scale_inv.element_size() == 1
+    exponent = np.floor(np.log2(amax.double().numpy())) - 8
+    assert np.array_equal(mx.scale_inv.float().numpy(), 2.0 ** np.maximum(exponent, -127))
+    saturates = (torch.frexp(amax.float())[0] > 0.875) & (amax.float() > 2.0**-119)
+    assert torch.equal(mx.scale_inv.float() * (1 + saturates.float()), pow2.scale_inv)
+    assert (mx.data.float()[saturates] == 448).all()
+
+
+def test_a_static_range_is_one_scale_whatever_the_values_and_saturates_beyond():
+    """Qwix's fixed,-224,224: the codes are twice the values."""
+    x = torch.tensor([[0.0, 1.0, -224.0, 225.0, 1e30, -math.inf, math.nan, 0.01]]).bfloat16()
+    for spec in (TensorSpec(fixed=224), TensorSpec(granularity="tensor", fixed=224.0, scale="fp32")):
+        result = quantize(x, spec)
+        assert result.scale_inv.tolist() == [[0.5]]
+        assert result.data.float()[0, :6].tolist() == [0, 2, -448, 448, 448, -448] and result.data.float()[0, 6].isnan()
+        assert result.dequantize()[0, 7] == nearest_even(x[0, 7].double() * 2, E4M3) / 2
+
+
 def test_zero_nan_and_infinite_blocks():
     x = torch.zeros(4, 128, dtype=torch.bfloat16)
     x[1, 3], x[1, 4] = math.nan, 7.0
@@ -186,7 +234,13 @@ def test_leading_dimensions_are_more_rows_or_more_matrices():
 
 
 @settings(max_examples=30, deadline=None)
-@given(st.integers(1, 3), st.integers(1, 260), st.integers(1, 390), st.sampled_from(ALL_SPECS), st.booleans())
+@given(
+    st.integers(1, 3),
+    st.integers(1, 260),
+    st.integers(1, 390),
+    st.sampled_from(ALL_SPECS + OTHER_SPECS),
+    st.booleans(),
+)
 def test_memory_that_is_used_again_holds_the_same_values(matrices, rows, columns, spec, wide):
     x = torch.randn(matrices, rows, columns)
     result, dtype = quantize(x, spec), torch.float32 if wide else torch.bfloat16
@@ -195,10 +249,13 @@ def test_memory_that_is_used_again_holds_the_same_values(matrices, rows, columns
     assert torch.equal(out, result.dequantize(dtype))
 
 
-@pytest.mark.parametrize("format", ("e4m3", "e5m2"))
+@pytest.mark.parametrize(
+    "spec",
+    (TensorSpec(), TensorSpec(format="e5m2"), TensorSpec(group=32, scale="e8m0"), TensorSpec(fixed=224.0)),
+    ids=str,
+)
 @pytest.mark.parametrize("shape", ((1, 128), (5, 256), (128, 128), (300, 384)))
-def test_fast_paths_equal_the_quantizer(shape, format):
-    spec = TensorSpec(format=format)
+def test_fast_paths_equal_the_quantizer(shape, spec):
     x = torch.randn(*shape).mul(2).exp().bfloat16() * torch.randn(shape[0], 1).sign().bfloat16()
     x[0, :128] = 0
     x[-1, 1], x[-1, 2] = math.inf, math.nan
@@ -224,6 +281,9 @@ def results():
         x[-1, 3], x[-1, 4], x[0, :128] = math.inf, math.nan, 0
         yield fake_quantize_rows(x, TensorSpec())
         yield fake_quantize_columns(x, TensorSpec())
+        yield fake_quantize_rows(x, TensorSpec(group=32, scale="e8m0"))
+        for spec in (TensorSpec(rounding="stochastic"), TensorSpec(granularity="block", fixed=224.0)):
+            yield quantize(x, spec).dequantize()
         for format, scale in (("e4m3", "pow2"), ("e5m2", "fp32")):
             for granularity in ("block", "token_group", "tensor"):
                 q = quantize(x, TensorSpec(format=format, scale=scale, granularity=granularity))

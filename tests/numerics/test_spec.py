@@ -22,6 +22,9 @@ def test_digest_tells_specs_apart_and_nothing_else():
     assert spec.override({"weight": {"scale": "fp32"}}).digest() != spec.digest()
     assert spec.override({"scope": sorted(spec.scope, reverse=True)}).digest() == spec.digest()
     assert spec.digest() == "3a8681a8b79b83d4", "the digest is stored in checkpoints: it must not change by accident"
+    assert spec.override({"gradient": {"rounding": "stochastic"}}).digest() != spec.digest()
+    assert spec.override({"gradient": {"fixed": 224}}) == spec.override({"gradient": {"fixed": 224.0}})
+    assert spec.override({"gradient": {"fixed": 224}}).digest() not in digests | {spec.digest()}
 
 
 def test_default_preset_quantizes_every_gemm_of_the_layers():
@@ -59,9 +62,19 @@ def test_a_number_of_layers_is_a_number(count):
         QuantSpec.preset("fp8_block_pow2").override({"last_layers_bf16": count})
 
 
+@pytest.mark.parametrize("range_", [0, -224.0, True, "224", float("nan"), float("inf"), 1e-40, [-224, 224]])
+def test_a_static_range_is_a_positive_number(range_):
+    with pytest.raises(UserError, match=r"fixed: found .* expected the largest absolute value .* or null"):
+        TensorSpec(fixed=range_)
+
+
 def test_wrong_values_are_refused_with_the_choices():
     with pytest.raises(UserError, match="e4m3, e5m2"):
         TensorSpec(format="fp8")
+    with pytest.raises(UserError, match="rounding: found 'up', expected one of nearest, stochastic"):
+        TensorSpec(rounding="up")
+    with pytest.raises(UserError, match="scale: found 'e4m0', expected one of fp32, pow2, e8m0"):
+        TensorSpec(scale="e4m0")
     with pytest.raises(UserError, match="fp8_block_pow2"):
         QuantSpec.preset("fp8")
     with pytest.raises(UserError, match="granularity"):

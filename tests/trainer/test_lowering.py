@@ -80,6 +80,9 @@ def test_nothing_is_lowered_in_exact_mode_or_without_transformer_engine() -> Non
         ({"activation": {"scale": "fp32"}}, "numerics.activation.scale: found 'fp32', expected pow2"),
         ({"gradient": {"granularity": "channel"}}, "numerics.gradient.granularity: found 'channel', expected token_gr"),
         ({"gradient": {"scale": "fp32"}}, "numerics.gradient.scale: found 'fp32', expected pow2"),
+        ({"weight": {"scale": "e8m0"}}, "numerics.weight.scale: found 'e8m0', expected pow2 or fp32, as"),
+        ({"activation": {"fixed": 224.0}}, "numerics.activation.fixed: found 224.0, expected null, as"),
+        ({"gradient": {"rounding": "stochastic"}}, "numerics.gradient.rounding: found 'stochastic', expected nearest"),
         ({"scope": ["o_proj"]}, r"numerics.scope: found \['o_proj'\], expected all of"),
     ],
 )

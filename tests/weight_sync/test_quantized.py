@@ -67,6 +67,14 @@ def test_bytes_are_the_quantizers(weights: dict[str, torch.Tensor], preset: str)
         assert held == pytest.approx(largest, rel=2**-4)  # E4M3 keeps three bits behind the leading one
 
 
+def test_a_static_range_is_served_as_a_scale_of_one_half_in_every_block(weights: dict[str, torch.Tensor]) -> None:
+    served = dict(served_tensors(weights.items(), QuantSpec.preset("ironwood"), MODEL))
+    for name, (_, blocks) in WEIGHTS.items():
+        if blocks is not None:
+            assert served[name + "_scale_inv"].shape == blocks and (served[name + "_scale_inv"] == 0.5).all()
+            assert torch.equal(served[name].float(), (weights[name].float() * 2).to(torch.float8_e4m3fn).float())
+
+
 def test_a_kind_outside_the_scope_is_served_as_it_is(weights: dict[str, torch.Tensor]) -> None:
     spec = POW2.override({"scope": ["experts.gate_proj", "experts.up_proj", "experts.down_proj"]})
     scales = {name for name, _ in served_tensors(weights.items(), spec, MODEL) if name.endswith("_scale_inv")}

@@ -5,6 +5,8 @@ import hypothesis.strategies as st
 import pytest
 import torch
 
+from numerics.errors import UserError
+from numerics.implementation import implementation_for
 from numerics.kernels.quantize import (
     empty_blocks,
     quantize_blocks,
@@ -14,8 +16,9 @@ from numerics.kernels.quantize import (
     quantize_rows,
     quantize_rows_and_columns,
 )
+from numerics.kernels.quantize import quantize as quantize_kernel
 from numerics.quantize import quantize
-from numerics.spec import TensorSpec
+from numerics.spec import QuantSpec, TensorSpec
 from tests.support.kernels import DEVICE
 
 FORMATS, SCALES = ("e4m3", "e5m2"), ("pow2", "fp32")
@@ -125,6 +128,39 @@ def test_no_rows_as_on_a_rank_whose_experts_nobody_chose_and_a_single_one(shape)
     found, expected = quantize_rows(x.to(DEVICE), TensorSpec()), quantize(x, TensorSpec())
     same(found, expected)
     assert found.scale_inv.shape == expected.scale_inv.shape
+
+
+@pytest.mark.parametrize("scale", SCALES)
+def test_a_static_range(scale):
+    rows, blocks = (TensorSpec(granularity=g, fixed=200.0, scale=scale) for g in ("token_group", "block"))
+    x = numbers(130, 260)
+    same(quantize_rows(x.to(DEVICE), rows), quantize(x, rows))
+    same(quantize_blocks(x.to(DEVICE), blocks), quantize(x, blocks))
+    by_row, by_column = quantize_rows_and_columns(x.to(DEVICE), rows, TensorSpec(format="e5m2"))
+    same(by_row, quantize(x, rows))
+    filled = torch.nn.functional.pad(x, (0, 0, 0, 126)).t().contiguous()
+    same(by_column, quantize(filled, TensorSpec(format="e5m2")))
+    same(quantize_columns(x.to(DEVICE), rows), quantize(filled, rows))
+
+
+@pytest.mark.parametrize("changes", [{"scale": "e8m0"}, {"rounding": "stochastic"}, {"group": 32}])
+def test_what_there_is_no_kernel_for_is_refused(changes):
+    spec, x = TensorSpec(**changes), numbers(4, 256).to(DEVICE)
+    blocks = TensorSpec(granularity="block", **changes)
+    for refused in (
+        lambda: quantize_kernel(x, spec),
+        lambda: quantize_rows(x, spec),
+        lambda: quantize_columns(x, spec),
+        lambda: quantize_both_ways([x], blocks),
+    ):
+        with pytest.raises(
+            UserError, match="quantization spec: found .* rounding to nearest, where the GPU kernels run"
+        ):
+            refused()
+    run = QuantSpec.preset("fp8_block_pow2")
+    assert implementation_for((9, 0), run) == "triton"
+    assert implementation_for((9, 0), run.override({"activation": changes})) == "torch"
+    assert implementation_for((9, 0), run.override({"activation": {"fixed": 224}})) == "triton"
 
 
 def test_results_go_where_they_are_asked_to_go():

@@ -10,6 +10,7 @@ from numerics.quantize import fake_quantize, quantize
 from numerics.spec import QuantSpec
 
 POW2, FP32 = QuantSpec.preset("fp8_block_pow2"), QuantSpec.preset("fp8_block_fp32")
+MX, IRONWOOD = QuantSpec.preset("mxfp8"), QuantSpec.preset("ironwood")
 E5M2_GRADIENTS = POW2.override({"gradient": {"format": "e5m2"}})
 
 
@@ -31,7 +32,14 @@ def close(found, expected):
     assert (found.double() - expected).abs().max() <= 2**-7 * expected.abs().max()
 
 
-@pytest.mark.parametrize("spec", (POW2, FP32, E5M2_GRADIENTS), ids=("pow2", "fp32", "e5m2 gradients"))
+STOCHASTIC = POW2.override({role: {"rounding": "stochastic"} for role in ("weight", "activation", "gradient")})
+
+
+@pytest.mark.parametrize(
+    "spec",
+    (POW2, FP32, E5M2_GRADIENTS, MX, IRONWOOD, STOCHASTIC),
+    ids=("pow2", "fp32", "e5m2 gradients", "mxfp8", "ironwood", "stochastic"),
+)
 @pytest.mark.parametrize("tokens", (5, 128, 200))
 def test_fp8_gradients_are_those_of_the_quantized_operands(spec, tokens):
     x, weight, dy = operands(tokens)
@@ -42,6 +50,16 @@ def test_fp8_gradients_are_those_of_the_quantized_operands(spec, tokens):
     close(y, xq @ wq.t())
     close(x.grad, quantize(dy, spec.gradient).dequantize(torch.float64) @ wq)
     close(weight.grad, along_tokens(dy, spec.gradient).t() @ along_tokens(x, spec.activation))
+
+
+@pytest.mark.parametrize("spec", (IRONWOOD, STOCHASTIC, IRONWOOD.override({"activation": {"granularity": "tensor"}})))
+def test_a_static_range_and_stochastic_rounding_are_the_same_for_a_row_in_every_batch(spec):
+    """So an exact engine may run them: trainer and engine put a token into other batches."""
+    x, weight, _ = operands(tokens=200, k=512)
+    operand = ops.weight_operand(quantize(weight.detach(), spec.weight))
+    whole = ops.fp8_linear(x.detach(), weight, operand, spec, k_splits=2)
+    for rows in (slice(0, 1), slice(17, 18), slice(100, 131)):
+        assert torch.equal(ops.fp8_linear(x.detach()[rows], weight, operand, spec, k_splits=2), whole[rows])
 
 
 def test_bf16_backward_is_straight_through():

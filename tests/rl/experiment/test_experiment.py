@@ -244,6 +244,9 @@ def test_keys_of_another_algorithm_are_refused():
         ("rollout", {"port": 80}, "greater than or equal to 1024"),
         ("numerics", {"preset": "int4"}, "fp8_block_pow2"),
         ("numerics", {"mode": "fast"}, "'exact' or 'native'"),
+        ("numerics", {"weight": {"fixed": 0}}, "greater than 0"),
+        ("numerics", {"gradient": {"rounding": "up"}}, "'nearest' or 'stochastic'"),
+        ("numerics", {"preset": "mxfp8"}, "set numerics.rollout to bf16"),
         ("numerics", {"router_replay": "on"}, "'off', 'record' or 'replay'"),
         ("algorithm", {"name": "none"}, " or ".join(map(repr, sorted(ALGORITHMS)))),
         ("algorithm", {"name": "gsop"}, "Did you mean gspo? Set it in"),
@@ -311,7 +314,7 @@ def test_numerics_follow_the_spec():
 @pytest.mark.parametrize(
     ("values", "expected"),
     [
-        ({"weight": {"scale": "decimal"}}, "numerics.weight.scale: found 'decimal', expected 'fp32' or 'pow2'"),
+        ({"weight": {"scale": "decimal"}}, "numerics.weight.scale: found 'decimal', expected 'fp32', 'pow2' or 'e8m0'"),
         ({"weight": {"format": "bf16"}}, "quantize both or neither"),
         ({"weight": {"format": "e5m2"}}, "e4m3 in block"),
         ({"weight": {"granularity": "channel"}}, "e4m3 in block"),
