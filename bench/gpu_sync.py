@@ -17,7 +17,7 @@ from numerics.digest import tensor_digests
 from numerics.spec import QuantSpec
 from weight_sync.buckets import Bucket, Packer
 from weight_sync.manifest import Recorder
-from weight_sync.quantized import is_quantized, served_tensors
+from weight_sync.quantized import served_tensors
 
 SPEC = QuantSpec.preset("fp8_block_pow2")
 BUCKET_BYTES = 256 << 20
@@ -86,7 +86,7 @@ def _model(layers: Layers) -> Model:
 def _weights(model: Model, device: torch.device) -> Iterator[tuple[str, Tensor]]:
     """The stack's quantized matrices by their HF names, as a trainer exports them."""
     for row in model.tensors.rows.values():
-        if is_quantized(row, SPEC, model):
+        if model.quantizes(row, SPEC):
             yield row.name, random(*row.shape, device=device, scale=0.02)
 
 

@@ -14,6 +14,7 @@ from models.config_file import ConfigFile
 from models.sizes import ModelSizes
 from models.tensors import TensorRow, TensorTable
 from models.trace import Forward
+from numerics.spec import QuantSpec
 
 MOST_EXPERTS = 1 << 20
 """Of a model: its table would take minutes to make before a tensor is missed."""
@@ -53,6 +54,12 @@ class Model:
     @functools.cached_property
     def forward(self) -> Forward:
         return self.architecture.forward(self.sizes)
+
+    def quantizes(self, row: TensorRow, spec: QuantSpec) -> bool:
+        """Whether a tensor of the table is in FP8 under `spec`."""
+        if row.kind is None or row.layer is None:
+            return False
+        return spec.of_layer(row.layer, self.sizes.layers).quantizes(row.kind)
 
 
 _known: dict[str, Architecture] = {}

@@ -48,18 +48,33 @@ def quantize(x: torch.Tensor, spec: TensorSpec, out: QuantizedTensor | None = No
     out: tensors of the result's shapes and dtypes to write into, contiguous but for the scales; it is returned.
     Raises `UserError` for a spec that does not quantize, a dtype or shape that cannot be quantized.
     """
+    quantized = quantize_by(x, spec, block_amax(x, spec))
+    if out is None:
+        return quantized
+    out.data.copy_(quantized.data)
+    out.scale_inv.copy_(quantized.scale_inv)
+    return out
+
+
+def block_amax(x: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
+    """What scales are made of, FP32 in the shape of `scale_inv`: the largest |x| of each block, or the static range.
+
+    A block of which several ranks hold parts has the largest of theirs.
+    """
     check_quantizable(x, spec)
+    blocks = _to_blocks(_as_matrices(x, spec), spec)
+    return _block_amax(blocks, spec.fixed).reshape(scale_shape(x.shape, spec))
+
+
+def quantize_by(x: torch.Tensor, spec: TensorSpec, amax: torch.Tensor) -> QuantizedTensor:
+    """`quantize` with the scales of these `block_amax`."""
     matrix = _as_matrices(x, spec)
     blocks = _to_blocks(matrix, spec)
-    scale = scale_from_amax(_block_amax(blocks, spec.fixed), spec.dtype, spec.scale, x.dtype)
+    scale = scale_from_amax(amax, spec.dtype, spec.scale, x.dtype)
     encode = _encode if spec.rounding == "nearest" else _encode_stochastically
-    data = _from_blocks(encode(blocks, scale, spec.dtype), matrix.shape).reshape(x.shape)
-    scale_inv = (1.0 / scale).reshape(scale_shape(x.shape, spec)).to(spec.scale_dtype)
-    if out is None:
-        return QuantizedTensor(data, scale_inv, spec)
-    out.data.copy_(data)
-    out.scale_inv.copy_(scale_inv)
-    return out
+    codes = encode(blocks, scale.reshape(blocks.shape[0], 1, blocks.shape[2], 1), spec.dtype)
+    data = _from_blocks(codes, matrix.shape).reshape(x.shape)
+    return QuantizedTensor(data, (1.0 / scale).to(spec.scale_dtype), spec)
 
 
 @op

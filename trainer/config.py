@@ -6,6 +6,9 @@ from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+GradientWire = Literal["fp32", "bf16", "e4m3", "e5m2"]
+WeightGather = Literal["bf16", "e4m3"]
+
 
 class RateConfig(BaseModel):
     """The learning rate over a run's steps."""
@@ -48,6 +51,14 @@ class TrainerConfig(RateConfig):
     """Largest global gradient norm."""
     micro_batch_tokens: int = Field(default=4096, ge=1)
     """Padded tokens of one micro-batch; a longer row gets a micro-batch of its own."""
+
+    gradient_wire: GradientWire = "fp32"
+    """What gradients are sent in between data-parallel ranks, FP8 with an FP32 scale per 128 numbers. Whatever it is,
+    they are gathered over micro-batches and added over ranks in FP32."""
+    weight_gather: WeightGather = "bf16"
+    """What updated weights are sent in. `e4m3`: those that FP8 products take, as the codes that these would quantize
+    them to anyway, so that no log-probability changes; the model that is written at the end holds the rounded values.
+    Everything else, such as norms, router and embeddings, is sent in BF16."""
 
     hung_after_s: float = Field(default=120.0, ge=1.0)
     """Seconds after which a rank whose process is there and does not answer, not even that it lives, counts as lost."""

@@ -11,6 +11,7 @@ from models.sizes import ModelSizes
 from numerics.errors import user_error
 from numerics.spec import QuantSpec
 from trainer.config import TrainerConfig
+from trainer.weight_gather import travels_in_fp8
 
 
 def check_layout(sizes: ModelSizes, config: TrainerConfig, spec: QuantSpec) -> None:
@@ -45,6 +46,40 @@ def check_layout(sizes: ModelSizes, config: TrainerConfig, spec: QuantSpec) -> N
             remedy=f"Set trainer.dp={config.ep} or another multiple, or lower trainer.ep.",
         )
     _require_divisor("trainer.pp", config.pp, "num_hidden_layers", sizes.layers)
+
+
+def check_wires(sizes: ModelSizes, config: TrainerConfig, spec: QuantSpec) -> None:
+    """Check that gradients and weights that are to be sent in another format are sent at all, and can be.
+
+    Args:
+        spec: what the trainer quantizes when it starts.
+
+    Raises:
+        UserError: nothing is sent in this layout, or the weights that products take are not those that would arrive.
+    """
+    wires = {
+        "trainer.gradient_wire": (config.gradient_wire, "fp32"),
+        "trainer.weight_gather": (config.weight_gather, "bf16"),
+    }
+    alone = config.dp == 1 and not (sizes.moe and config.tp > config.ep)  # experts are not split by tp
+    for key, (wire, default) in wires.items():
+        if alone and wire != default:
+            raise user_error(
+                key,
+                found=f"{wire} with trainer.dp={config.dp}",
+                expected=f"{default} where no two ranks train the same parameters, and nothing is sent",
+                remedy=f"Set {key}={default}, or trainer.dp=2 or more.",
+            )
+    if config.weight_gather != "bf16" and not (spec.quantized and travels_in_fp8(spec.weight)):
+        weight = spec.weight
+        form = f"{weight.format}, {weight.granularity}, {weight.scale}, {weight.rounding}"
+        raise user_error(
+            "trainer.weight_gather",
+            found=f"{config.weight_gather} with " + (f"weights in {form}" if spec.quantized else "a BF16 trainer"),
+            expected="weights that the trainer quantizes to e4m3, block, pow2, nearest; others would not arrive as the "
+            "forward's own",
+            remedy="Set trainer.weight_gather=bf16, or numerics.preset=fp8_block_pow2 and numerics.trainer=fp8.",
+        )
 
 
 def check_split(sizes: ModelSizes, tp: int, spec: QuantSpec, key: str) -> None:

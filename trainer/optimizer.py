@@ -15,7 +15,7 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-from trainer import cpu_runtime
+from trainer import cpu_runtime, wires
 from trainer.config import TrainerConfig
 from trainer.lowering import Lowering
 from trainer.modules.weights import tag_split
@@ -26,10 +26,22 @@ class Optimizer:
 
     Gradients are summed over micro-batches and data-parallel ranks in FP32 and are never averaged: the objective
     carries its own denominators.
+
+    Attributes:
+        traffic: the bytes that this rank has sent to its data-parallel peers.
     """
 
-    def __init__(self, model: GPTModel, config: TrainerConfig, lowering: Lowering, total_steps: int) -> None:
+    def __init__(
+        self,
+        model: GPTModel,
+        config: TrainerConfig,
+        lowering: Lowering,
+        total_steps: int,
+        in_fp8: wires.InFp8 = dict,
+    ) -> None:
+        """in_fp8: the parameters that may be gathered as FP8 codes, asked for at each gather."""
         self.model = wrap(model, lowering)
+        self.traffic = wires.install(self.model, config.gradient_wire, in_fp8)
         self._config = config
         optimizer_config = OptimizerConfig(
             optimizer="adam",

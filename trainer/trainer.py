@@ -11,19 +11,23 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from models.tensors import TensorRow
 from numerics.config import NumericsConfig
 from numerics.errors import user_error
 from numerics.probe import row_variant_ops
 from numerics.quantize import QuantizedTensor
+from numerics.spec import TensorSpec
 from trainer import checkpoint, device
 from trainer.batch import TokenBatch
 from trainer.config import TrainerConfig
 from trainer.errors import NonFiniteLossError
+from trainer.model_checks import check_wires
 from trainer.objective import Objective
 from trainer.optimizer import Optimizer
 from trainer.parallel import Layout
 from trainer.result import PassResult, RankPassResult
 from trainer.scorer import Scorer
+from trainer.weight_gather import travels_in_fp8
 
 
 class Trainer(Scorer):
@@ -52,8 +56,10 @@ class Trainer(Scorer):
         """
         torch.manual_seed(seed)
         super().__init__(model_path, config, numerics, layout, max_sequence_length=max_sequence_length, dtype=dtype)
+        check_wires(self.definition.sizes, config, numerics.trainer_spec)
         self.weight_version = 0
-        self.optimizer = Optimizer(self.model, config, self.lowering, total_steps)
+        self._rows = self._tensors_of_parameters()
+        self.optimizer = Optimizer(self.model, config, self.lowering, total_steps, self._gathered_in_fp8)
         self._ready_norm: float | None = None
 
     def forward_backward(self, batch: TokenBatch, objective: Objective) -> RankPassResult:
@@ -127,6 +133,20 @@ class Trainer(Scorer):
         self.weight_version, extra = checkpoint.load(path, {"": self.trained})
         self.weights_changed()
         return extra
+
+    def _tensors_of_parameters(self) -> dict[nn.Parameter, list[TensorRow]]:
+        """The tensors of the table that each parameter holds, whole or in part."""
+        names, table = self.weights.names(self.model), self.definition.tensors
+        return {p: [table[hf] for hf in names[name]] for name, p in self.model.named_parameters()}
+
+    def _gathered_in_fp8(self) -> dict[nn.Parameter, TensorSpec]:
+        """The parameters that ranks send each other as FP8 codes after an update: those that products take as such."""
+        spec = self.numerics.trainer_spec
+        if self.config.weight_gather == "bf16" or self.lowering.recipe or not travels_in_fp8(spec.weight):
+            return {}
+        quantizes = self.definition.quantizes
+        chosen = (p for p, rows in self._rows.items() if rows and all(quantizes(row, spec) for row in rows))
+        return dict.fromkeys(chosen, spec.weight)
 
     @property
     def trained(self) -> checkpoint.Trained:

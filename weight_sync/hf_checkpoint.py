@@ -15,7 +15,7 @@ from models.storing import INDEX, write_directory
 from numerics.reading import read_bytes
 from numerics.spec import QuantSpec
 from weight_sync.manifest import Recorder
-from weight_sync.quantized import is_quantized, served_tensors
+from weight_sync.quantized import served_tensors
 
 _COPIED = ("*.json", "*.jinja", "*.txt", "*.model")
 
@@ -49,7 +49,7 @@ def quantization_config(spec: QuantSpec, model: Model) -> dict[str, Any]:
 
 def _unquantized_modules(spec: QuantSpec, model: Model) -> list[str]:
     """Of a layer's experts their common module. Never a layer's prefix: transformers takes that of 1 for 10's, too."""
-    kept = (row for row in model.tensors.rows.values() if row.product and not is_quantized(row, spec, model))
+    kept = (row for row in model.tensors.rows.values() if row.product and not model.quantizes(row, spec))
     modules = (
         row.name.removesuffix(".weight") if row.expert is None else row.name.rpartition(f".{row.expert}.")[0]
         for row in kept

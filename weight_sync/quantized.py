@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from models import Model
-from models.tensors import SCALE_SUFFIX, TensorRow
+from models.tensors import SCALE_SUFFIX
 from numerics.errors import UserError
 from numerics.quantize import QuantizedTensor, check_quantizable, quantize_many, scale_shape
 from numerics.ranks import exhaust
@@ -37,7 +37,7 @@ def served_tensors(
     try:
         for batch in shards(weights, _BATCH_BYTES):
             rows = {name: model.tensors[name] for name, _ in batch}
-            to_quantize = {name: weight for name, weight in batch if is_quantized(rows[name], spec, model)}
+            to_quantize = {name: weight for name, weight in batch if model.quantizes(rows[name], spec)}
             quantized = _quantized(to_quantize, spec, allocate)
             for name, weight in batch:
                 if name in quantized:
@@ -58,13 +58,6 @@ def would_send(
     recorder = Recorder(model.tensors, engine_ranks)
     exhaust(recorder.watch(served_tensors(weights, spec, model)))
     return recorder.sent()
-
-
-def is_quantized(row: TensorRow, spec: QuantSpec, model: Model) -> bool:
-    """Whether a tensor is served in FP8 under `spec`."""
-    if row.kind is None or row.layer is None:
-        return False
-    return spec.of_layer(row.layer, model.sizes.layers).quantizes(row.kind)
 
 
 def _quantized(

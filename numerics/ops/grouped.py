@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
@@ -69,8 +70,10 @@ class _GroupedProduct(torch.autograd.Function):
             ]
             dx = torch.cat(parts).to(ctx.dtype)
         if spec is not None:
-            rows, _ = _quantize_groups(rows, counts, spec.activation)
-            dy, counts = _quantize_groups(dy, counts, spec.gradient)
+            roles = (spec.gradient, spec.activation)
+            multiple = math.lcm(*(r.group for r in roles if r.quantized and r.granularity == "token_group"))
+            (dy, rows), counts = _padded((dy, rows), counts, multiple)
+            dy, rows = (_quantize_groups(x, counts, role) for x, role in zip((dy, rows), roles, strict=True))
         dws = [
             wide_mm(d.t(), r).to(ctx.weight_dtype) if d.shape[0] else None
             for d, r in zip(dy.split(list(counts)), rows.split(list(counts)), strict=True)
@@ -90,13 +93,24 @@ def _span_product(rows: torch.Tensor, start: int, stop: int, weight: torch.Tenso
     return product(rows[first:last], weight, dtype)[start - first : stop - first]
 
 
-def _quantize_groups(x: torch.Tensor, counts: Sequence[int], spec: TensorSpec) -> tuple[torch.Tensor, Sequence[int]]:
-    """x quantized along the tokens of each group, and the rows per group, with zeros where blocks had to be filled."""
-    if spec.granularity != "token_group":
-        return torch.cat([fake_quantize_columns(part, spec) for part in x.split(list(counts))]), counts
-    padded = [-(-count // spec.group) * spec.group for count in counts]
+def _padded(
+    tensors: Sequence[torch.Tensor], counts: Sequence[int], multiple: int
+) -> tuple[Sequence[torch.Tensor], Sequence[int]]:
+    """Tensors [T, ...] with each group filled up to a multiple of rows with zeros, and the rows per group then."""
+    if multiple == 1:
+        return tensors, counts
+    padded = [-(-count // multiple) * multiple for count in counts]
     shifts = torch.tensor([0, *accumulate(p - c for p, c in zip(padded, counts, strict=True))][:-1])
-    shift = torch.repeat_interleave(shifts, torch.tensor(list(counts))).to(x.device)
-    spread = x.new_zeros(sum(padded), x.shape[1])
-    spread[torch.arange(x.shape[0], device=x.device) + shift] = x
-    return fake_quantize_columns(spread, spec), padded
+    shift = torch.repeat_interleave(shifts, torch.tensor(list(counts))).to(tensors[0].device)
+    place = torch.arange(len(shift), device=shift.device) + shift
+    spread = [x.new_zeros(sum(padded), x.shape[1]) for x in tensors]
+    for x, room in zip(tensors, spread, strict=True):
+        room[place] = x
+    return spread, padded
+
+
+def _quantize_groups(x: torch.Tensor, counts: Sequence[int], spec: TensorSpec) -> torch.Tensor:
+    """x quantized along the tokens of each group; where tokens share scales in groups, counts are whole ones."""
+    if spec.granularity == "token_group":
+        return fake_quantize_columns(x, spec)
+    return torch.cat([fake_quantize_columns(part, spec) for part in x.split(list(counts))])

@@ -9,7 +9,7 @@ from models import Model, ModelSizes
 from numerics.errors import user_error
 from numerics.spec import QuantSpec
 from rl.experiment import Experiment
-from trainer.model_checks import check_engine_layout, check_layout
+from trainer.model_checks import check_engine_layout, check_layout, check_wires
 
 
 def read_model(path: Path, key: str = "model.path") -> Model:
@@ -53,4 +53,5 @@ def check_model_layout(sizes: ModelSizes, experiment: Experiment) -> None:
     # A spec that one side quantizes by binds the other too: blocks are the same bytes on both.
     quant = experiment.numerics.quant_spec() if experiment.numerics.quantizes else QuantSpec.preset("bf16")
     check_layout(sizes, experiment.trainer, quant)
+    check_wires(sizes, experiment.trainer, experiment.numerics_config().trainer_spec)
     check_engine_layout(sizes, experiment.rollout.tp, quant)

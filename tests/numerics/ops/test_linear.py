@@ -109,7 +109,11 @@ def test_k_splits_really_is_another_order():
     assert not torch.equal(ops.linear(x, weight, k_splits=1), ops.linear(x, weight, k_splits=2))
 
 
-@pytest.mark.parametrize("spec", (None, POW2, FP32), ids=("bf16", "pow2", "fp32"))
+@pytest.mark.parametrize(
+    "spec",
+    (None, POW2, FP32, IRONWOOD, MX, POW2.override({"activation": {"group": 32}})),
+    ids=("bf16", "pow2", "fp32", "ironwood", "mxfp8", "groups of 32 and of 128"),
+)
 @pytest.mark.parametrize("counts", ([7, 0, 130, 1], [0, 0, 0, 64], [3, 1, 0, 2]))
 def test_grouped_product_is_each_group_on_its_own(spec, counts):
     generator = torch.Generator().manual_seed(1)
