@@ -214,14 +214,14 @@ def _quantize_matrices(
     )
 
 
-def format_constants(spec: TensorSpec | None) -> dict[str, bool | float]:
+def format_constants(spec: TensorSpec | None) -> dict[str, bool | float | None]:
     """A kernel's constants for the format that it quantizes to; of a kernel that does not, they mean nothing."""
     if spec is not None:
         _check_supported(spec)
     return {
         "E5M2": spec is not None and spec.format == "e5m2",
         "POW2": spec is not None and spec.scale == "pow2",
-        "FIXED": (spec and spec.fixed) or 0.0,
+        "FIXED": spec.fixed if spec is not None else None,
     }
 
 

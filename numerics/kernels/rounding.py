@@ -25,9 +25,9 @@ def absolute(x):
 def scale_from_amax(amax, E5M2: tl.constexpr, POW2: tl.constexpr, FIXED: tl.constexpr, WIDE: tl.constexpr):
     """fp8_max / amax by IEEE division; a power of two by clearing the mantissa; 1 where amax is 0 or infinite.
 
-    FIXED: a static range in place of amax; 0 for none. WIDE: the input is FP32, not BF16.
+    FIXED: a static range in place of amax, or None. WIDE: the input is FP32, not BF16.
     """
-    if FIXED:
+    if FIXED is not None:
         amax = tl.where(amax >= 0.0, FIXED, FIXED)
     LARGEST: tl.constexpr = 57344.0 if E5M2 else 448.0
     usual = (amax != 0.0) & (amax != float("inf"))

@@ -63,6 +63,7 @@ class Case:
     """What each of two data-parallel ranks does."""
 
     moe_path: Path
+    folder: Path
 
     def __call__(self, layout: Layout, config: TrainerConfig) -> dict[str, Any]:
         out = {wire: self._sum(layout, wire) for wire in NARROW}
@@ -110,7 +111,13 @@ class Case:
             out[f"scores {step}"] = trainer.score(batch)
         out["weights"] = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
         out["in fp8"] = trainer.quantized_parameters()
-        out["export"] = {name: tensor.clone() for name, tensor in trainer.export_weights()}
+        saved = self.folder / config.weight_gather
+        trainer.save(saved, {})
+        resumed = self._trainer(layout, config)
+        resumed.load(saved)
+        for each in (trainer, resumed):
+            each.train_step(batch, cross_entropy(batch))
+        out["resumed"] = torch.equal(trainer.score(batch)[1], resumed.score(batch)[1])
         trainer.set_numerics(replace(trainer.numerics, trainer="bf16"))
         trainer.train_step(batch, cross_entropy(batch))
         out["bf16 trainer"] = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
@@ -141,7 +148,8 @@ def group_max(x: Tensor) -> Tensor:
 @pytest.fixture(scope="module")
 def ranks(moe_path: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     config = TrainerConfig(dp=2, lr=1e-2, warmup_steps=0, micro_batch_tokens=256)
-    return run_on_ranks(config, tmp_path_factory.mktemp("wires"), Case(moe_path))
+    folder = tmp_path_factory.mktemp("wires")
+    return run_on_ranks(config, folder / "ranks", Case(moe_path, folder))
 
 
 @pytest.mark.slow
@@ -188,6 +196,7 @@ def test_weights_that_arrive_as_codes_are_what_the_forward_would_have_quantized(
             expected = fake_quantize(weight, POW2.weight) if name in quantized else weight
             assert torch.equal(coded["weights"][name], expected), name
             assert torch.equal(coded["weights"][name], ranks[0]["gathers"]["e4m3"]["weights"][name])
+        assert plain["resumed"] and coded["resumed"]
         assert any(not torch.equal(coded["weights"][name], plain["weights"][name]) for name in quantized)
 
 
