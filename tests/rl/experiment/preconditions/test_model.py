@@ -109,6 +109,7 @@ def test_tensor_parallel_slices_must_hold_whole_blocks(values, models):
         ({"ep": 3, "dp": 3}, "trainer.ep", "num_experts = 8"),
         ({"ep": 2}, "trainer.ep", "tp * dp = 1 * 1"),
         ({"ep": 4, "tp": 2}, "trainer.ep", "tp * dp = 2 * 1"),
+        ({"gradient_wire": "e4m3"}, "trainer.gradient_wire", "found 'e4m3 with trainer.dp=1', expected fp32"),
     ],
 )
 def test_layouts_that_do_not_divide_the_model_are_refused(values, trainer, key, reason):
