@@ -25,6 +25,8 @@ from trainer.weight_gather import gather_weights
 
 Narrow = Literal["bf16", "e4m3", "e5m2"]
 """Wires in which nothing is added on the way."""
+SPECS: dict[str, TensorSpec] = {wire: TensorSpec(format=wire, scale="fp32") for wire in ("e4m3", "e5m2")}
+"""How gradients are quantized for a wire: 1 x 128, along the buffer, whatever parameters lie there."""
 InFp8 = Callable[[], Mapping[nn.Parameter, TensorSpec]]
 """The parameters that travel as FP8 codes now, and how they are quantized."""
 
@@ -92,7 +94,7 @@ def reduce_scatter(gradients: Tensor, wire: Narrow, ranks: dist.ProcessGroup) ->
         payloads = [parts.bfloat16()]
         values = _exchanged(payloads[0], ranks).float()
     else:
-        quantized = quantize(torch.where(parts.isfinite(), parts, math.nan), TensorSpec(format=wire, scale="fp32"))
+        quantized = quantize(torch.where(parts.isfinite(), parts, math.nan), SPECS[wire])
         payloads = [quantized.data, quantized.scale_inv.contiguous()]
         codes, scale_inv = (_exchanged(payload, ranks) for payload in payloads)
         values = dequantize(codes, scale_inv, quantized.spec)

@@ -32,6 +32,8 @@ def write_served_checkpoint(tensors: Iterable[tuple[str, Tensor]], source: Path,
 def quantization_config(spec: QuantSpec, model: Model) -> dict[str, Any]:
     """The HF `quantization_config` of a spec with block-quantized weights.
 
+    It cannot say that activations have a static range or are rounded stochastically: an engine of this project knows
+    from the run's numerics, any other quantizes them dynamically to nearest.
     `modules_to_not_convert` names every product that stays as it is, without which transformers and vLLM take a router
     for quantized. They are path prefixes: SGLang's `is_layer_skipped` takes them for whole path components, and so for
     the fused projections and the experts of a layer alike.

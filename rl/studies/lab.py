@@ -8,7 +8,10 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+
+if TYPE_CHECKING:
+    from trainer.config import TrainerConfig
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -52,6 +55,16 @@ class Lab:
         return in_own_process(function, *args, **kwargs)
 
 
+def on_ranks(config: TrainerConfig, function: Callable[..., T], *args: Any) -> list[T]:
+    """What `function(layout, *args)` returns on each rank of a trainer, in rank order, each in a process of its own."""
+    from trainer import parallel
+
+    store = parallel.open_store(parallel.LOOPBACK, config.world_size)
+    with _processes(config.world_size) as pool:
+        ranks = [pool.submit(_rank, rank, store.port, config, function, args) for rank in range(config.world_size)]
+        return [rank.result() for rank in ranks]
+
+
 def in_own_process(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     """What `function`, which can be pickled, returns in a fresh process; raises what it raises there."""
     with _processes(1) as pool:
@@ -73,3 +86,11 @@ def _start() -> None:
 def _call(job: tuple[Callable[..., T], tuple[Any, ...]]) -> T:
     function, args = job
     return function(*args)
+
+
+def _rank(rank: int, port: int, config: TrainerConfig, function: Callable[..., T], args: tuple[Any, ...]) -> T:
+    from rl.studies import live
+    from trainer import parallel
+
+    with live.world(config, rank, parallel.join_store(parallel.LOOPBACK, port, config.world_size)) as layout:
+        return function(layout, *args)

@@ -31,6 +31,7 @@ from trainer.config import TrainerConfig
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+    from torch.distributed import Store
 
     from trainer.parallel import Layout
     from trainer.trainer import Trainer
@@ -50,13 +51,13 @@ def exact(spec: QuantSpec | str = "fp8_block_pow2", precision: str = "fp8", mode
 
 
 @contextmanager
-def world(config: TrainerConfig = ONE_RANK) -> Iterator[Layout]:
-    """One rank in this process, as a trainer's actor starts it."""
+def world(config: TrainerConfig = ONE_RANK, rank: int = 0, store: Store | None = None) -> Iterator[Layout]:
+    """One rank in this process, as a trainer's actor starts it; of several, which meet in the store."""
     from numerics.compiler import enable_compiler
     from trainer import parallel
 
     enable_compiler()
-    layout = parallel.initialize(config)
+    layout = parallel.initialize(config, rank, store)
     try:
         yield layout
     finally:

@@ -18,6 +18,7 @@ from trainer.config import TrainerConfig
 from trainer.errors import NonFiniteLossError
 
 if TYPE_CHECKING:
+    from trainer.parallel import Layout
     from trainer.trainer import Trainer
 
 STEPS, QUICK_STEPS = 100, 20
@@ -77,21 +78,28 @@ class Taught:
 
 def teach(arm: TrainedArm, seed: int, quick: bool) -> Taught:
     """Train on right chains, other ones for each seed and the same for every arm."""
+    with live.world(arm.config) as layout:
+        return taught(arm, seed, quick, layout)
+
+
+def taught(
+    arm: TrainedArm, seed: int, quick: bool, layout: Layout, evaluate: Callable[..., float] = live.nll
+) -> Taught:
+    """`teach` on this rank. evaluate: as `live.nll`, where several ranks score their own rows."""
     steps = QUICK_STEPS if quick else STEPS
     held_out = live.chain_batch(live.HELD_OUT, 0, QUICK_HELD_OUT_CHAINS if quick else HELD_OUT_CHAINS)
     losses: list[float] = []
-    with live.world(arm.config) as layout:
-        trainer = live.trainer_of(arm.model, arm.numerics, layout, config=arm.config, steps=steps)
-        with arm.change(trainer) if arm.change else nullcontext():
-            try:
-                for step in range(steps):
-                    batch = live.chain_batch(live.TRAIN, seed * STEPS + step, CHAINS_PER_STEP)
-                    losses.append(trainer.train_step(batch, SftObjective.of(batch)).result.loss)
-                    if arm.after_step:
-                        arm.after_step(trainer)
-                found = live.nll(trainer, held_out)
-            except NonFiniteLossError:
-                found = math.nan
+    trainer = live.trainer_of(arm.model, arm.numerics, layout, config=arm.config, steps=steps)
+    with arm.change(trainer) if arm.change else nullcontext():
+        try:
+            for step in range(steps):
+                batch = live.chain_batch(live.TRAIN, seed * STEPS + step, CHAINS_PER_STEP)
+                losses.append(trainer.train_step(batch, SftObjective.of(batch)).result.loss)
+                if arm.after_step:
+                    arm.after_step(trainer)
+            found = evaluate(trainer, held_out)
+        except NonFiniteLossError:
+            found = math.nan
     noted = {name: fmean(values) for name, values in arm.after_step.noted.items()} if arm.after_step else {}
     return Taught(min(found, LOST) if math.isfinite(found) else LOST, losses, noted)
 
