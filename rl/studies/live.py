@@ -30,8 +30,8 @@ from trainer.batch import TokenBatch
 from trainer.config import TrainerConfig
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
     from torch.distributed import Store
+    from transformers import PreTrainedTokenizerBase
 
     from trainer.parallel import Layout
     from trainer.trainer import Trainer
