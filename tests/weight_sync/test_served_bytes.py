@@ -1,96 +1,50 @@
-"""What the engine is sent is what the trainer's own forward multiplies with, bit for bit: codes and scales."""
+"""Bytes of a sync and of an engine, calculated. `test_quantized.py` holds them against what is sent."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
-
 import pytest
-import torch
-from torch import Tensor
 
-from numerics.config import NumericsConfig
-from numerics.quantize import dequantize
+from models.shape import read_shape
 from numerics.spec import QuantSpec
-from tests.support.batches import cross_entropy, random_batch
-from tests.support.models import LENGTH, write_model
-from tests.support.ranks import run_on_ranks
-from trainer.config import TrainerConfig
-from trainer.parallel import Layout
+from tests.support.paths import EXAMPLES
+from weight_sync.served_bytes import served_bytes
 
-pytestmark = pytest.mark.slow
-HEADS, KEY_HEADS, HEAD_DIM = 4, 2, 128
-PRESETS = ("fp8_block_pow2", "fp8_block_fp32")
+FP8, BF16 = QuantSpec.preset("fp8_block_pow2"), QuantSpec.preset("bf16")
 
 
-@dataclass(frozen=True)
-class Case:
-    """Run on the one rank: train a step, run a forward, and collect what is served and what the forward cached."""
-
-    paths: dict[str, Path]
-
-    def __call__(self, layout: Layout, config: TrainerConfig) -> dict[str, Any]:
-        from trainer.trainer import Trainer
-        from weight_sync.quantized import served_tensors
-
-        found = {}
-        for preset in PRESETS:
-            numerics = NumericsConfig(spec=QuantSpec.preset(preset))
-            for kind, path in self.paths.items():
-                trainer = Trainer(path, config, numerics, layout, seed=0, total_steps=9, max_sequence_length=LENGTH)
-                batch = random_batch(rows=8)
-                trainer.train_step(batch, cross_entropy(batch))
-                trainer.score(batch)
-                names = {id(parameter): name for name, parameter in trainer.model.named_parameters()}
-                cached = {
-                    names[id(weight)]: operand
-                    for (weights, _), made in trainer.cache._operands.items()
-                    for weight, operand in zip(weights, made if isinstance(made, list) else [made], strict=True)
-                }
-                tensors = served_tensors(trainer.export_weights(), numerics.spec, trainer.definition)
-                served = {name: tensor.clone() for name, tensor in tensors}
-                found[f"{kind}/{preset}"] = {"cached": cached, "served": served}
-        return found
+def test_bf16_takes_two_bytes_of_a_parameter() -> None:
+    shape = read_shape(EXAMPLES / "models/configs/qwen3_4b")
+    assert served_bytes(shape, BF16) == 2 * shape.parameters
 
 
-@pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    folder = tmp_path_factory.mktemp("served_bytes")
-    paths = {"moe": write_model(folder / "moe"), "dense": write_model(folder / "dense", moe=False)}
-    return run_on_ranks(TrainerConfig(lr=1e-3, warmup_steps=0), folder / "rank", Case(paths))[0]
+def test_the_demo_model_worked_by_hand() -> None:
+    """Two layers of 13 x 3 blocks of 128 x 128 less the norms, the router and both ends."""
+    quantized = 2 * (128 * 512 + 256 * 128 + 8 * 3 * 128 * 128)
+    shape = read_shape(EXAMPLES / "models/tiny_qwen3_moe")
+    assert served_bytes(shape, FP8) == 2 * (shape.parameters - quantized) + quantized + 4 * quantized // 128**2
 
 
-@pytest.mark.parametrize("preset", PRESETS)
-@pytest.mark.parametrize("kind", ["moe", "dense"])
-def test_the_forward_computes_with_what_is_served(found: dict[str, Any], kind: str, preset: str) -> None:
-    cached, served = found[f"{kind}/{preset}"]["cached"], found[f"{kind}/{preset}"]["served"]
-    computed = {hf_name: part for name, operand in cached.items() for hf_name, part in hf_parts(name, operand)}
-    quantized_names = {name for name in served if name + "_scale_inv" in served}
-    assert len(quantized_names) == 2 * (4 + 3 * (8 if kind == "moe" else 1))
-    assert computed.keys() == quantized_names
-    for name, values in computed.items():
-        held = dequantize(served[name], served[name + "_scale_inv"], QuantSpec.preset(preset).weight)
-        assert torch.equal(values, held), name
+def test_an_engine_of_qwen3_30b_takes_what_the_review_found() -> None:
+    assert served_bytes(read_shape(EXAMPLES / "models/configs/qwen3_30b_a3b"), FP8) / 2**30 == pytest.approx(
+        29.0, abs=0.05
+    )
 
 
-def hf_parts(name: str, operand: Tensor) -> list[tuple[str, Tensor]]:
-    """(HF name, values) of the matrices in one parameter of Megatron's, cut at whole blocks."""
-    _, _, layer, module, linear, leaf = name.removeprefix("module.").replace("mlp.experts.", "mlp.").split(".")
-    prefix = f"model.layers.{layer}." + {"self_attention": "self_attn.", "mlp": "mlp."}[module]
-    if leaf != "weight":
-        prefix += f"experts.{leaf.removeprefix('weight')}."
-    match linear:
-        case "linear_qkv":
-            # Each key head's group is its query heads, its key head and its value head; a head is one block high.
-            kinds = (*["q"] * (HEADS // KEY_HEADS), "k", "v") * KEY_HEADS
-            rows = {kind: [i for i, other in enumerate(kinds) if other == kind] for kind in "qkv"}
-            heads = operand.unflatten(0, (len(kinds), HEAD_DIM))
-            return [(f"{prefix}{k}_proj.weight", heads[rows[k]].flatten(0, 1)) for k in "qkv"]
-        case "linear_fc1":
-            return [(f"{prefix}{kind}_proj.weight", half) for kind, half in zip(("gate", "up"), operand.chunk(2))]
-        case "linear_fc2":
-            return [(f"{prefix}down_proj.weight", operand)]
-        case "linear_proj":
-            return [(f"{prefix}o_proj.weight", operand)]
-    raise AssertionError(f"unknown parameter {name}")
+def test_ranks_of_an_engine_share_all_but_norms_and_routers() -> None:
+    shape = read_shape(EXAMPLES / "models/configs/qwen3_30b_a3b")
+    replicated = sum(2 * w.size * w.count for w in shape.weights if w.share == "replicated")
+    assert 8 * served_bytes(shape, FP8, 8) == served_bytes(shape, FP8) + 7 * replicated
+
+
+def test_layers_in_bf16_and_ragged_blocks_are_counted_as_such() -> None:
+    shape = read_shape(EXAMPLES / "models/configs/deepseek_v3")
+    spec = FP8.override({"first_layers_bf16": 61})
+    assert served_bytes(shape, spec) == 2 * shape.parameters
+    (kv_a,) = (weight for weight in shape.weights if weight.name == "kv_a")
+    one = FP8.override({"first_layers_bf16": 60})
+    # 576 rows are four and a half blocks: five rows of scales.
+    quantized = [w for w in shape.weights if w.kind and 60 in w.layers]
+    scales = sum(w.copies * sum(-(-n // 128) for n in w.pieces or (w.rows,)) * -(-w.columns // 128) for w in quantized)
+    assert -(-kv_a.rows // 128) == 5
+    saved = sum(w.size * w.copies for w in quantized) - 4 * scales
+    assert served_bytes(shape, spec) - served_bytes(shape, one) == saved

@@ -1,0 +1,261 @@
+"""What a model weighs and computes, by closed formula from its sizes.
+
+No tensor is named and no table is made, so that architectures are calculated too which nothing here can train.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Literal
+
+from models import deepseek_v3
+from models.architecture import architectures, read_model
+from models.config_file import ConfigFile
+from models.latent import Latent
+from models.sizes import ModelSizes
+
+Share = Literal["split", "experts", "replicated"]
+"""How the ranks of a pipeline stage share a weight: `split` over tensor-parallel ranks; `experts`: whole ones, spread
+over expert-parallel ranks; `replicated`: each has it."""
+Place = Literal["first", "layers", "last"]
+"""Before the layers, in them, behind them."""
+
+BF16_BYTES = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Weight:
+    """Weights of a model that are alike.
+
+    Attributes:
+        name: of the product or vector, e.g. `qkv`.
+        rows, columns: N and K of a product x [T, K] @ W [N, K]^T; a vector has one column.
+        pieces: rows of each tensor that the checkpoint has of it.
+        kind: module kind by which a quantization spec decides; None: no spec quantizes it.
+        place, layers: where they are; layers counted from 0, and empty outside `layers`.
+        copies: in each such layer. taken: of them by a token; 0 for what is no product.
+        tied: the same tensor as another one, which only a last pipeline stage of its own holds again.
+        trained: whether it is a parameter; the others are FP32 buffers.
+    """
+
+    name: str
+    rows: int
+    columns: int
+    pieces: tuple[int, ...] = ()
+    kind: str | None = None
+    share: Share
+    place: Place = "layers"
+    layers: range = range(0)
+    copies: int = 1
+    taken: int = 0
+    tied: bool = False
+    trained: bool = True
+
+    @property
+    def size(self) -> int:
+        """Elements of one."""
+        return self.rows * self.columns
+
+    @property
+    def count(self) -> int:
+        """How many the model has."""
+        return self.copies * (len(self.layers) if self.place == "layers" else 1)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A model in numbers.
+
+    Attributes:
+        sizes: heads and widths. Where there is a `latent`, `head_dim` is the width of a query, and `kv_heads` all.
+        latent: of multi-head latent attention; None for grouped queries.
+        expert_bias: the router has a bias for each expert, which is no parameter (DeepSeek-V3).
+    """
+
+    sizes: ModelSizes
+    latent: Latent | None = None
+    expert_bias: bool = False
+
+    @cached_property
+    def weights(self) -> tuple[Weight, ...]:
+        """Everything that a checkpoint has, in the order of the forward."""
+        return tuple(self._weights())
+
+    @cached_property
+    def parameters(self) -> int:
+        """Elements of all weights, a tied one counted once."""
+        return sum(weight.size * weight.count for weight in self.weights if not weight.tied)
+
+    @cached_property
+    def active_parameters(self) -> int:
+        """Elements of the products that one token takes, the output projection among them, the embedding not."""
+        return sum(weight.size * self._taken(weight) for weight in self.weights)
+
+    @property
+    def kv_elements(self) -> int:
+        """Elements that one token occupies in a KV cache: a key and a value per layer and key-value head, or one latent
+        row per layer."""
+        sizes = self.sizes
+        if self.latent is not None:
+            return sizes.layers * (self.latent.kv_rank + self.latent.rope_dim)
+        return 2 * sizes.layers * sizes.kv_heads * sizes.head_dim
+
+    def kv_bytes(self, each: int = BF16_BYTES) -> int:
+        """Bytes of one token in a KV cache of `each` bytes an element."""
+        return self.kv_elements * each
+
+    @property
+    def value_dim(self) -> int:
+        return self.latent.value_dim if self.latent is not None else self.sizes.head_dim
+
+    def attention_flops(self, context: float) -> float:
+        """Of one query in all layers against so many keys, forward: queries times keys, weights times values."""
+        return 2.0 * context * self.sizes.heads * (self.sizes.head_dim + self.value_dim) * self.sizes.layers
+
+    def training_flops(self, length: int, causal: bool = True) -> float:
+        """Of one token in a sequence of `length`, forward and backward, without recomputation: 6 per active parameter,
+        and three times the forward's attention. causal: half of the keys count."""
+        return 6.0 * self.active_parameters + 3 * self.attention_flops(length / 2 if causal else length)
+
+    def activation_bytes(self, layer: int) -> tuple[float, float]:
+        """Per token of a layer: bytes that BF16 training keeps for the backward, and what FP8 changes of them.
+
+        With H hidden, D head, F expert width, k of E experts: 8H + 6D(h + kv) + k(4H + 6F) + 4E. An FP8 product keeps
+        1.03 bytes of an element of its input in place of 2, and the output projection's input beside the attention's:
+        less 0.97(H + k(H + F)), more 1.03hD. A dense MLP counts as one expert without a router, and so do shared
+        experts; latent attention counts by the mean of its head sizes.
+        """
+        s = self.sizes
+        head = (s.head_dim + self.value_dim) / 2
+        mlps = [(s.top_k, s.expert_size), (1, s.shared_size)] if s.has_experts(layer) else [(1, s.ffn_size)]
+        mlps = [(taken, width) for taken, width in mlps if width]
+        router = 4 * s.experts if s.has_experts(layer) else 0
+        held = 8 * s.hidden_size + 6 * head * (s.heads + s.kv_heads) + router
+        held += sum(taken * (4 * s.hidden_size + 6 * width) for taken, width in mlps)
+        inputs = s.hidden_size + sum(taken * (s.hidden_size + width) for taken, width in mlps)
+        return held, 1.03 * s.heads * head - 0.97 * inputs
+
+    def _taken(self, weight: Weight) -> int:
+        return weight.taken * (len(weight.layers) if weight.place == "layers" else 1)
+
+    def _weights(self) -> Iterator[Weight]:
+        s = self.sizes
+        every, dense, moe = range(s.layers), range(s.layers - s.moe_layers), range(s.layers - s.moe_layers, s.layers)
+        yield Weight(name="embedding", rows=s.vocab_size, columns=s.hidden_size, share="split", place="first")
+        yield _vector("input_norm", s.hidden_size, every)
+        yield from self._attention(every)
+        yield _vector("post_norm", s.hidden_size, every)
+        yield from _mlp("mlp", s.hidden_size, s.ffn_size, "", "split", dense)
+        if s.moe:
+            yield Weight(name="router", rows=s.experts, columns=s.hidden_size, share="replicated", layers=moe, taken=1)
+            if self.expert_bias:
+                yield _vector("expert_bias", s.experts, moe, trained=False)
+            yield from _mlp("experts", s.hidden_size, s.expert_size, "experts.", "experts", moe, s.experts, s.top_k)
+            if s.shared_size:
+                yield from _mlp("shared", s.hidden_size, s.shared_size, "", "split", moe)
+        yield Weight(name="final_norm", rows=s.hidden_size, columns=1, share="replicated", place="last")
+        yield Weight(
+            name="head", rows=s.vocab_size, columns=s.hidden_size, share="split", place="last", taken=1, tied=s.tied
+        )
+
+    def _attention(self, layers: range) -> Iterator[Weight]:
+        s, latent = self.sizes, self.latent
+        out = Weight(
+            name="o",
+            rows=s.hidden_size,
+            columns=s.heads * self.value_dim,
+            kind="o_proj",
+            share="split",
+            layers=layers,
+            taken=1,
+        )
+        if latent is None:
+            pieces = (s.heads * s.head_dim, s.kv_heads * s.head_dim, s.kv_heads * s.head_dim)
+            yield Weight(
+                name="qkv",
+                rows=sum(pieces),
+                columns=s.hidden_size,
+                pieces=pieces,
+                kind="q_proj",
+                share="split",
+                layers=layers,
+                taken=1,
+            )
+            yield _vector("q_norm", s.head_dim, layers)
+            yield _vector("k_norm", s.head_dim, layers)
+            yield out
+            return
+        down = latent.kv_rank + latent.rope_dim
+        up = s.heads * (s.head_dim - latent.rope_dim + latent.value_dim)
+        for name, rows, columns, share in (
+            ("q_a", latent.q_rank, s.hidden_size, "replicated"),
+            ("q_b", s.heads * s.head_dim, latent.q_rank, "split"),
+            ("kv_a", down, s.hidden_size, "replicated"),
+            ("kv_b", up, latent.kv_rank, "split"),
+        ):
+            yield Weight(
+                name=name,
+                rows=rows,
+                columns=columns,
+                kind="q_proj",
+                share="split" if share == "split" else "replicated",
+                layers=layers,
+                taken=1,
+            )
+        yield _vector("q_a_norm", latent.q_rank, layers)
+        yield _vector("kv_a_norm", latent.kv_rank, layers)
+        yield out
+
+
+def read_shape(path: Path, key: str = "model.path") -> Shape:
+    """The shape of a Hugging Face directory, from its config.json alone; messages speak of the directory as `key`.
+
+    Whether the weights are quantized makes no difference. Draft layers (multi-token prediction) are not counted.
+
+    Raises:
+        UserError: no readable config, an unknown architecture, or a value that is missing or wrong.
+    """
+    config = ConfigFile.read(Path(path), key)
+    choice = " or ".join((*architectures(), deepseek_v3.NAME))
+    if config.architecture(choice) == deepseek_v3.NAME:
+        sizes, latent = deepseek_v3.sizes(config)
+        return Shape(sizes, latent, expert_bias=True)
+    if config.architecture(choice) not in architectures():
+        raise config.refusal("architectures", config.architecture(choice), choice, f"Choose a model of {choice}.")
+    return Shape(read_model(path, key, served=True).sizes)
+
+
+def _vector(name: str, size: int, layers: range, trained: bool = True) -> Weight:
+    return Weight(name=name, rows=size, columns=1, share="replicated", layers=layers, trained=trained)
+
+
+def _mlp(
+    name: str, hidden: int, width: int, prefix: str, share: Share, layers: range, copies: int = 1, taken: int = 1
+) -> Iterator[Weight]:
+    """Gate and up, and down, of an MLP or of the experts of a layer."""
+    if not layers:
+        return
+    yield Weight(
+        name=f"{name}_gate_up",
+        rows=2 * width,
+        columns=hidden,
+        pieces=(width, width),
+        kind=f"{prefix}gate_proj",
+        share=share,
+        layers=layers,
+        copies=copies,
+        taken=taken,
+    )
+    yield Weight(
+        name=f"{name}_down",
+        rows=hidden,
+        columns=width,
+        kind=f"{prefix}down_proj",
+        share=share,
+        layers=layers,
+        copies=copies,
+        taken=taken,
+    )

@@ -1,0 +1,135 @@
+"""Bytes on a GPU: by class, by phase of a step, on the fullest rank; colocated with an engine, or apart."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from models.shape import BF16_BYTES
+from rl.diagnose.plan.job import Job
+from trainer.state_bytes import StateBytes, layers_of_stage, state_bytes
+from weight_sync.served_bytes import served_bytes
+
+Phase = Literal["rollout", "train", "update", "sync"]
+PHASES: tuple[Phase, ...] = ("rollout", "train", "update", "sync")
+RUNTIME_BYTES = 2 << 30
+"""Of a GPU process beside tensors: the CUDA context, NCCL's buffers, workspaces. Assumed: nothing has measured it."""
+BUCKETS = 2
+"""Of a sync that are alive at a time: one is filled while the other travels."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of one GPU by class of tensor, as long as they are held.
+
+    Attributes:
+        rank: the trainer's, whose stage holds most; None for a GPU with an engine alone.
+        held: by class, in each phase. Classes of no bytes are left out.
+    """
+
+    rank: int | None
+    held: Mapping[str, Mapping[Phase, float]]
+
+    def in_phase(self, phase: Phase) -> float:
+        return sum(bytes_of.get(phase, 0.0) for bytes_of in self.held.values())
+
+    @property
+    def peak(self) -> float:
+        """Of the fullest phase."""
+        return max(self.in_phase(phase) for phase in PHASES)
+
+    @property
+    def always(self) -> float:
+        """What is held in every phase."""
+        return sum(min(bytes_of.get(phase, 0.0) for phase in PHASES) for bytes_of in self.held.values())
+
+
+def trainer_state(job: Job, rank: int) -> dict[str, StateBytes]:
+    """What a rank holds from step to step on its GPU, by `dense` and `experts`."""
+    found = state_bytes(job.shape, job.layout, job.numerics, job.storage, rank)
+    if job.offload:
+        return {name: replace(state, masters=0, moments=0) for name, state in found.items()}
+    return {name: replace(state, moments=state.moments * job.moment_bytes // 4) for name, state in found.items()}
+
+
+def fullest_rank(job: Job) -> int:
+    """Of the first replica, where nothing is rounded down, in the stage with most bytes in training."""
+    stages = [stage * job.layout.tp * job.layout.dp for stage in range(job.layout.pp)]
+    return max(stages, key=lambda rank: Memory(rank, _trainer(job, rank)).peak)
+
+
+def trainer_memory(job: Job) -> Memory:
+    """Of a GPU with a trainer rank alone."""
+    rank = fullest_rank(job)
+    return Memory(rank, _trainer(job, rank) | {"runtime": _through(RUNTIME_BYTES)})
+
+
+def engine_memory(job: Job) -> Memory:
+    """Of a GPU with a rank of an engine alone, which is sent to, and receives in buckets."""
+    return Memory(None, _engine(job) | {"engine runtime": _through(RUNTIME_BYTES)})
+
+
+def colocated_memory(job: Job) -> Memory:
+    """Of a GPU with a trainer rank and a rank of an engine, neither of which sleeps while the other works."""
+    rank, engine = fullest_rank(job), _engine(job)
+    engine.pop("engine buckets")  # the same memory, mapped
+    both = _trainer(job, rank) | engine
+    return Memory(rank, both | {"runtime": _through(RUNTIME_BYTES), "engine runtime": _through(RUNTIME_BYTES)})
+
+
+def activation_bytes(job: Job, stage: int = 0, tokens: int | None = None) -> float:
+    """Of a pipeline stage in training, without logits: those of all micro-batches that are under way.
+
+    Stage s of p holds p - s of them (1F1B). tokens: of a micro-batch, if not the job's.
+    """
+    layers = layers_of_stage(job.shape.sizes.layers, job.layout.pp, stage)
+    per_token = sum(_of_layer(job, layer) for layer in layers)
+    under_way = min(job.micro_batches, job.layout.pp - stage)
+    if job.recompute:  # one layer at a time comes back
+        per_token += max(_kept(job, layer) for layer in layers) / under_way
+    return per_token * (tokens or job.micro_batch) / job.layout.tp * under_way
+
+
+def logit_bytes(job: Job, tokens: int | None = None) -> float:
+    """6 bytes for each of the whole vocabulary's logits of a micro-batch; tensor parallelism does not share them."""
+    return 6.0 * job.shape.sizes.vocab_size * (tokens or job.micro_batch)
+
+
+def _of_layer(job: Job, layer: int) -> float:
+    return 2.0 * job.shape.sizes.hidden_size if job.recompute else _kept(job, layer)
+
+
+def _kept(job: Job, layer: int) -> float:
+    """Bytes per token of a layer's activations. The shared kernels keep inputs in BF16 and quantize them anew."""
+    held, fp8 = job.shape.activation_bytes(layer)
+    quantized = job.numerics.trainer_spec.of_layer(layer, job.shape.sizes.layers).quantized
+    return held + (fp8 if quantized and job.storage == "transformer_engine" else 0.0)
+
+
+def _trainer(job: Job, rank: int) -> dict[str, Mapping[Phase, float]]:
+    states, stage = trainer_state(job, rank), rank // (job.layout.tp * job.layout.dp)
+    found: dict[str, Mapping[Phase, float]] = {}
+    for kind in ("parameters", "operands", "gradients", "masters", "moments", "padding"):
+        for where, state in states.items():
+            found[f"{where} {kind}"] = _through(getattr(state, kind))
+    found["activations"] = {"train": activation_bytes(job, stage)}
+    if stage == job.layout.pp - 1:
+        found["logits"] = {"train": logit_bytes(job)}
+    found["buckets"] = {"sync": float(BUCKETS * job.bucket_bytes)}
+    return {name: held for name, held in found.items() if any(held.values())}
+
+
+def _engine(job: Job) -> dict[str, Mapping[Phase, float]]:
+    sizes = job.shape.sizes
+    heads = 1 if job.shape.latent is not None else min(job.engine_tp, sizes.kv_heads)
+    return {
+        "engine weights": _through(served_bytes(job.shape, job.numerics.rollout_spec, job.engine_tp)),
+        "KV cache": _through(job.kv_tokens * job.shape.kv_bytes(BF16_BYTES) / heads),
+        "engine buckets": {"sync": float(BUCKETS * job.bucket_bytes)},
+    }
+
+
+def _through(held: float) -> dict[Phase, float]:
+    """In every phase."""
+    return {phase: float(held) for phase in PHASES}

@@ -1,0 +1,113 @@
+"""Weights, caches and FLOPs by closed formula, against published counts, the table of tensors, and transformers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from models import read_model
+from models.shape import read_shape
+from numerics.errors import UserError
+from tests.support.paths import EXAMPLES
+
+CONFIGS = EXAMPLES / "models/configs"
+PUBLISHED = {
+    "qwen3_4b": (4_022_468_096, 147_456),
+    "qwen3_8b": (8_190_735_360, 147_456),
+    "qwen3_30b_a3b": (30_532_122_624, 98_304),
+    "qwen3_235b_a22b": (235_093_634_560, 192_512),
+    "deepseek_v3": (671_026_419_200, 70_272),
+}
+"""Parameters, and bytes of a token in a BF16 KV cache."""
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_parameters_and_cache_are_the_published_ones(name: str) -> None:
+    shape = read_shape(CONFIGS / name)
+    assert (shape.parameters, shape.kv_bytes()) == PUBLISHED[name]
+
+
+def test_every_shipped_config_is_one_of_them() -> None:
+    assert {path.name for path in CONFIGS.iterdir()} == PUBLISHED.keys()
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_parameters_are_those_of_transformers_model(name: str) -> None:
+    values = json.loads((CONFIGS / name / "config.json").read_text())
+    values.pop("quantization_config", None)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**values))
+    bias = sum(buffer.numel() for key, buffer in model.named_buffers() if key.endswith("e_score_correction_bias"))
+    assert sum(parameter.numel() for parameter in model.parameters()) + bias == read_shape(CONFIGS / name).parameters
+
+
+@pytest.mark.parametrize("path", ["configs/qwen3_4b", "configs/qwen3_30b_a3b", "tiny_qwen3_moe"])
+def test_weights_are_those_of_the_table_of_tensors(path: str) -> None:
+    rows = read_model(EXAMPLES / "models" / path).tensors.rows.values()
+    shape = read_shape(EXAMPLES / "models" / path)
+    products = [row for row in rows if row.product]
+    ours = [weight for weight in shape.weights if weight.taken and not weight.tied]
+    assert sum(torch.Size(row.shape).numel() for row in rows) == shape.parameters
+    assert sum(torch.Size(row.shape).numel() for row in products) == sum(w.size * w.count for w in ours)
+    # A fused product is as many tensors as it has pieces.
+    assert len(products) == sum(max(1, len(w.pieces)) * w.count for w in ours)
+
+
+def test_flops_of_deepseek_v3_are_those_of_its_report() -> None:
+    """Pretraining took 272.8 G tokens a day on 2,048 H800."""
+    shape = read_shape(CONFIGS / "deepseek_v3")
+    assert shape.training_flops(4096) == pytest.approx(250e9, rel=0.01)
+    rate = 272.8e9 / 86400 / 2048
+    assert rate * shape.training_flops(4096) == pytest.approx(385e12, rel=0.01)
+    assert rate * shape.training_flops(4096, causal=False) == pytest.approx(432e12, rel=0.01)
+
+
+def test_active_parameters_worked_by_hand() -> None:
+    """The demo model: hidden 128, heads 2 and 1 of 128, 2 of 8 experts 128 wide, 2 layers, a vocabulary of 128."""
+    attention, experts, router, head = 128 * 128 * (2 + 1 + 1) + 128 * 256, 2 * 3 * 128 * 128, 8 * 128, 128 * 128
+    shape = read_shape(EXAMPLES / "models/tiny_qwen3_moe")
+    assert shape.active_parameters == 2 * (attention + experts + router) + head
+    assert shape.attention_flops(100) == 2 * (2 * 100 * 2 * 128 * 2)
+
+
+def test_activations_worked_by_hand() -> None:
+    """Qwen3-30B-A3B: the review of the GPU path found 140 KB per token and layer."""
+    held, change = read_shape(CONFIGS / "qwen3_30b_a3b").activation_bytes(0)
+    assert held == 8 * 2048 + 6 * 128 * 36 + 8 * (4 * 2048 + 6 * 768) + 4 * 128
+    assert held == pytest.approx(140 * 1024, rel=0.03)
+    assert change == pytest.approx(1.03 * 32 * 128 - 0.97 * (2048 + 8 * (2048 + 768)))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"q_lora_rank": None}, "q_lora_rank"),
+        ({"v_head_dim": "wide"}, "v_head_dim in .*: found 'wide', expected a positive integer"),
+        ({"first_k_dense_replace": 61}, "first_k_dense_replace in .*: found 61, expected less than num_hidden_layers"),
+        ({"num_experts_per_tok": 300}, "num_experts_per_tok in .*: found 300, expected at most n_routed_experts = 256"),
+        ({"moe_layer_freq": 2}, "moe_layer_freq in .*: found 2, expected 1"),
+        ({"model_type": "deepseek_v2"}, "model_type in .*: found 'deepseek_v2', expected 'deepseek_v3'"),
+        (
+            {"architectures": ["MambaForCausalLM"]},
+            "architectures in .*: found 'MambaForCausalLM'.* DeepseekV3ForCausalLM",
+        ),
+    ],
+)
+def test_a_wrong_config_is_refused(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    values = json.loads((CONFIGS / "deepseek_v3/config.json").read_text()) | changes
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    with pytest.raises(UserError, match=message):
+        read_shape(tmp_path)
+
+
+def test_a_missing_key_is_refused(tmp_path: Path) -> None:
+    values = json.loads((CONFIGS / "deepseek_v3/config.json").read_text())
+    del values["kv_lora_rank"]
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    with pytest.raises(UserError, match="found 'no kv_lora_rank', expected its value"):
+        read_shape(tmp_path)

@@ -1,0 +1,190 @@
+"""What a trainer rank will hold from step to step, in bytes: calculated, before there is a trainer.
+
+`trainer.inventory` says the same of a live one. Weights, FP32 gradients, FP32 masters and Adam's moments are counted as
+Megatron lays them out (0.16.1, `distributed/param_and_grad_buffer.py`): dense weights in one flat buffer, experts in
+another, each sharded over the ranks that hold the same.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from typing import Literal
+
+from models.shape import Shape, Weight
+from numerics.config import NumericsConfig
+from numerics.quantize import scale_shape
+from numerics.spec import QuantSpec, TensorSpec
+from trainer.config import TrainerConfig
+
+Storage = Literal["torch", "kernels", "transformer_engine"]
+"""What computes FP8 products, and so in which form quantized weights are kept: `torch`: beside the BF16 weight, what it
+dequantizes to; `kernels`: beside it, codes and their transpose; `transformer_engine`: these in its place."""
+
+BF16, FP32 = 2, 4
+_BUCKET, _PARAMETER = 128, 64
+"""Elements that a buffer's end, shared by the ranks, and a parameter's start in it are a multiple of."""
+
+
+@dataclass(frozen=True)
+class StateBytes:
+    """Bytes by kind, as `trainer.inventory.Kind` has them.
+
+    Attributes:
+        parameters: what the forward reads. operands: of quantized weights, kept beside them.
+        gradients: FP32 sums. masters: FP32, this rank's share. moments: Adam's two, likewise.
+        padding: of parameters and gradients in Megatron's buffers.
+    """
+
+    parameters: int = 0
+    operands: int = 0
+    gradients: int = 0
+    masters: int = 0
+    moments: int = 0
+    padding: int = 0
+
+    @property
+    def total(self) -> int:
+        return sum(getattr(self, field.name) for field in fields(self))
+
+    def __add__(self, other: StateBytes) -> StateBytes:
+        return StateBytes(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
+
+
+@dataclass(frozen=True)
+class Seat:
+    """Where a rank stands: its pipeline stage, and its place among those that hold the same dense weights, and the same
+    experts."""
+
+    stage: int
+    replica: int
+    expert_replica: int
+
+    @classmethod
+    def of(cls, rank: int, config: TrainerConfig) -> Seat:
+        """Megatron's order: tensor-parallel ranks are neighbours, so are those of experts, and stages are far apart."""
+        stage, inside = divmod(rank, config.tp * config.dp)
+        return cls(stage, inside // config.tp, inside // config.ep)
+
+
+def state_bytes(
+    shape: Shape, config: TrainerConfig, numerics: NumericsConfig, storage: Storage, rank: int = 0
+) -> dict[str, StateBytes]:
+    """What one rank holds of `dense` weights (replicated ones among them) and of `experts`, in training.
+
+    Exact where every parameter's size is a multiple of 64 elements.
+    """
+    seat = Seat.of(rank, config)
+    experts_share = config.tp * config.dp // config.ep
+    found = {"dense": StateBytes(), "experts": StateBytes()}
+    for buffer in buffers(shape, config, numerics.trainer_spec, storage, seat.stage):
+        ranks, replica = (experts_share, seat.expert_replica) if buffer.experts else (config.dp, seat.replica)
+        found["experts" if buffer.experts else "dense"] += _held(buffer, ranks, replica)
+    return found
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """One flat buffer of Megatron's.
+
+    Attributes:
+        experts: whether it holds experts. elements: of its parameters. fp8: they are FP8, with codes both ways.
+        operands, scales: bytes of operands kept beside, and of scales within.
+    """
+
+    experts: bool
+    elements: int
+    fp8: bool = False
+    operands: int = 0
+    scales: int = 0
+
+
+def buffers(shape: Shape, config: TrainerConfig, spec: QuantSpec, storage: Storage, stage: int) -> Iterator[Buffer]:
+    """Of one rank of a pipeline stage. Parameters in FP8 have a buffer of their own, and with several stages so has an
+    embedding that is the output projection too."""
+    held = list(_of_stage(shape, config, stage))
+    for experts in (False, True):
+        mine = [each for each in held if (each.weight.share == "experts") is experts and not each.apart]
+        for fp8 in (False, True):
+            own = [e for e in mine if e.is_fp8(shape, spec, storage) is fp8]
+            if own:
+                elements = sum(-(-e.elements // _PARAMETER) * _PARAMETER * e.count for e in own)
+                yield Buffer(
+                    experts,
+                    elements,
+                    fp8,
+                    operands=0 if fp8 else sum(e.operand_bytes(shape, spec, storage) for e in own),
+                    scales=sum(2 * e.scale_bytes(spec.weight) for e in own) if fp8 else 0,
+                )
+    for each in held:
+        if each.apart:
+            yield Buffer(False, each.elements)
+
+
+def layers_of_stage(layers: int, stages: int, stage: int) -> range:
+    """Which of the model's layers are a stage's: evenly, as far as they go."""
+    return range(round(stage * layers / stages), round((stage + 1) * layers / stages))
+
+
+@dataclass(frozen=True)
+class _Held:
+    """Alike weights in alike layers of one rank. elements: of one, this rank's part; count: how many."""
+
+    weight: Weight
+    elements: int
+    count: int
+    layer: int | None
+    apart: bool = False
+
+    def quantized(self, shape: Shape, spec: QuantSpec) -> bool:
+        kind = self.weight.kind
+        if kind is None or self.layer is None:
+            return False
+        return spec.of_layer(self.layer, shape.sizes.layers).quantizes(kind)
+
+    def is_fp8(self, shape: Shape, spec: QuantSpec, storage: Storage) -> bool:
+        return storage == "transformer_engine" and self.quantized(shape, spec)
+
+    def operand_bytes(self, shape: Shape, spec: QuantSpec, storage: Storage) -> int:
+        if not self.quantized(shape, spec):
+            return 0
+        if storage == "torch":
+            return self.elements * self.count * spec.weight.dequantized_dtype.itemsize
+        return 2 * (self.elements * self.count + self.scale_bytes(spec.weight))
+
+    def scale_bytes(self, spec: TensorSpec) -> int:
+        rows = self.elements // self.weight.columns
+        return FP32 * math.prod(scale_shape((rows, self.weight.columns), spec)) * self.count
+
+
+def _of_stage(shape: Shape, config: TrainerConfig, stage: int) -> Iterator[_Held]:
+    """What each rank of a stage holds;"""
+    layers = set(layers_of_stage(shape.sizes.layers, config.pp, stage))
+    first, last = stage == 0, stage == config.pp - 1
+    for weight in shape.weights:
+        if not weight.trained:
+            continue
+        parts = config.tp if weight.share == "split" else 1
+        copies = weight.copies // config.ep if weight.share == "experts" else weight.copies
+        if weight.place == "layers":
+            for layer in sorted(set(weight.layers) & layers):
+                yield _Held(weight, weight.size // parts, copies, layer)
+        elif (weight.place == "first" and first) or (weight.place == "last" and last and not (weight.tied and first)):
+            apart = config.pp > 1 and shape.sizes.tied and weight.share == "split"
+            yield _Held(weight, weight.size // parts, copies, None, apart)
+
+
+def _held(buffer: Buffer, ranks: int, replica: int) -> StateBytes:
+    whole = math.lcm(ranks, _BUCKET)
+    padded = -(-buffer.elements // whole) * whole
+    mine = max(0, min(buffer.elements - replica * (padded // ranks), padded // ranks))
+    each = 2 if buffer.fp8 else BF16  # codes and their transpose, or BF16
+    return StateBytes(
+        parameters=buffer.elements * each + buffer.scales,
+        operands=buffer.operands,
+        gradients=buffer.elements * FP32,
+        masters=mine * FP32,
+        moments=mine * 2 * FP32,
+        padding=(padded - buffer.elements) * (each + FP32),
+    )
