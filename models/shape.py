@@ -16,6 +16,7 @@ from models.architecture import architectures, read_model
 from models.config_file import ConfigFile
 from models.latent import Latent
 from models.sizes import ModelSizes
+from numerics.spec import QuantSpec
 
 Share = Literal["split", "experts", "replicated"]
 """How the ranks of a pipeline stage share a weight: `split` over tensor-parallel ranks; `experts`: whole ones, spread
@@ -106,6 +107,13 @@ class Shape:
     def kv_bytes(self, each: int = BF16_BYTES) -> int:
         """Bytes of one token in a KV cache of `each` bytes an element."""
         return self.kv_elements * each
+
+    def quantized_layers(self, weight: Weight, spec: QuantSpec) -> range:
+        """The layers whose weights of this kind `spec` quantizes."""
+        if weight.kind is None or not spec.quantizes(weight.kind):
+            return range(0)
+        inner = range(spec.first_layers_bf16, self.sizes.layers - spec.last_layers_bf16)
+        return overlap(weight.layers, inner)
 
     @property
     def value_dim(self) -> int:
@@ -226,6 +234,12 @@ def read_shape(path: Path, key: str = "model.path") -> Shape:
     if config.architecture(choice) not in architectures():
         raise config.refusal("architectures", config.architecture(choice), choice, f"Choose a model of {choice}.")
     return Shape(read_model(path, key, served=True).sizes)
+
+
+def overlap(one: range, other: range) -> range:
+    """What two runs of layers have in common."""
+    start = max(one.start, other.start)
+    return range(start, max(start, min(one.stop, other.stop)))
 
 
 def _vector(name: str, size: int, layers: range, trained: bool = True) -> Weight:

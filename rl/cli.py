@@ -165,6 +165,40 @@ def doctor(
 
 
 @app.command()
+def plan(
+    subject: Annotated[
+        str, typer.Argument(metavar="SPEC|MODEL", help="YAML spec, Hugging Face directory, or a name: qwen3_30b_a3b.")
+    ],
+    overrides: Overrides = None,
+    gpu: Annotated[str, typer.Option(help="h100, h200, h800, h20 or b200.")] = "h100",
+    gpus: Annotated[int | None, typer.Option(help="Of the trainer; engines share them, or have others.")] = None,
+    length: Annotated[int | None, typer.Option(min=1, help="Tokens of a row; else as long as they may be.")] = None,
+    assume: Annotated[
+        str | None, typer.Option(help="Some of recompute, offload, sleep, bf16_moments, with commas.")
+    ] = None,
+    bench: Annotated[Path | None, typer.Option(help="gpu.json of `python -m bench.gpu` on such a GPU.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON, and nothing else.")] = False,
+) -> None:
+    """Calculate from the configuration alone what fits, how long a step takes, and whether FP8 pays.
+
+    Exit code 0, 1 if it does not fit or settings conflict, 2 for bad input.
+    """
+    with _user_errors():
+        from rl.diagnose import plan as planning
+
+        found, kind = planning.read_subject(subject, overrides or []), planning.gpu_named(gpu)
+        mode = found.experiment.numerics.mode
+        efficiency = planning.measured(bench, mode, kind) if bench else planning.assumed(mode)
+        made = planning.make_plan(found, kind, efficiency, gpus, length, planning.read_assumed(assume))
+    if as_json:
+        print(planning.to_json(made))
+    else:
+        Console(highlight=False).print(planning.rendered(made))
+    if not made.ok:
+        raise typer.Exit(1)
+
+
+@app.command()
 def attribute(
     subject: Annotated[Path, typer.Argument(metavar="RUN|CAPSULE", help="E.g. runs/demo, runs/demo/capsules/step_7.")],
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON, and nothing else.")] = False,

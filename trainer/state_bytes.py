@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import Literal
 
-from models.shape import Shape, Weight
+from models.shape import Shape, Weight, overlap
 from numerics.config import NumericsConfig
 from numerics.quantize import scale_shape
 from numerics.spec import QuantSpec, TensorSpec
@@ -103,19 +103,18 @@ class Buffer:
 def buffers(shape: Shape, config: TrainerConfig, spec: QuantSpec, storage: Storage, stage: int) -> Iterator[Buffer]:
     """Of one rank of a pipeline stage. Parameters in FP8 have a buffer of their own, and with several stages so has an
     embedding that is the output projection too."""
-    held = list(_of_stage(shape, config, stage))
+    held = list(_of_stage(shape, config, spec, stage))
     for experts in (False, True):
         mine = [each for each in held if (each.weight.share == "experts") is experts and not each.apart]
         for fp8 in (False, True):
-            own = [e for e in mine if e.is_fp8(shape, spec, storage) is fp8]
+            own = [each for each in mine if (each.quantized and storage == "transformer_engine") is fp8]
             if own:
-                elements = sum(-(-e.elements // _PARAMETER) * _PARAMETER * e.count for e in own)
                 yield Buffer(
                     experts,
-                    elements,
+                    sum(-(-each.elements // _PARAMETER) * _PARAMETER * each.count for each in own),
                     fp8,
-                    operands=0 if fp8 else sum(e.operand_bytes(shape, spec, storage) for e in own),
-                    scales=sum(2 * e.scale_bytes(spec.weight) for e in own) if fp8 else 0,
+                    operands=0 if fp8 else sum(each.operand_bytes(spec.weight, storage) for each in own),
+                    scales=sum(2 * each.scale_bytes(spec.weight) for each in own) if fp8 else 0,
                 )
     for each in held:
         if each.apart:
@@ -129,50 +128,43 @@ def layers_of_stage(layers: int, stages: int, stage: int) -> range:
 
 @dataclass(frozen=True)
 class _Held:
-    """Alike weights in alike layers of one rank. elements: of one, this rank's part; count: how many."""
+    """Alike weights of one rank. elements: of one, this rank's part; count: how many; apart: in a buffer of its own."""
 
     weight: Weight
     elements: int
     count: int
-    layer: int | None
+    quantized: bool = False
     apart: bool = False
 
-    def quantized(self, shape: Shape, spec: QuantSpec) -> bool:
-        kind = self.weight.kind
-        if kind is None or self.layer is None:
-            return False
-        return spec.of_layer(self.layer, shape.sizes.layers).quantizes(kind)
-
-    def is_fp8(self, shape: Shape, spec: QuantSpec, storage: Storage) -> bool:
-        return storage == "transformer_engine" and self.quantized(shape, spec)
-
-    def operand_bytes(self, shape: Shape, spec: QuantSpec, storage: Storage) -> int:
-        if not self.quantized(shape, spec):
+    def operand_bytes(self, spec: TensorSpec, storage: Storage) -> int:
+        if not self.quantized:
             return 0
         if storage == "torch":
-            return self.elements * self.count * spec.weight.dequantized_dtype.itemsize
-        return 2 * (self.elements * self.count + self.scale_bytes(spec.weight))
+            return self.elements * self.count * spec.dequantized_dtype.itemsize
+        return 2 * (self.elements * self.count + self.scale_bytes(spec))
 
     def scale_bytes(self, spec: TensorSpec) -> int:
         rows = self.elements // self.weight.columns
         return FP32 * math.prod(scale_shape((rows, self.weight.columns), spec)) * self.count
 
 
-def _of_stage(shape: Shape, config: TrainerConfig, stage: int) -> Iterator[_Held]:
-    """What each rank of a stage holds;"""
-    layers = set(layers_of_stage(shape.sizes.layers, config.pp, stage))
+def _of_stage(shape: Shape, config: TrainerConfig, spec: QuantSpec, stage: int) -> Iterator[_Held]:
+    """What each rank of a stage holds."""
+    layers = layers_of_stage(shape.sizes.layers, config.pp, stage)
     first, last = stage == 0, stage == config.pp - 1
     for weight in shape.weights:
         if not weight.trained:
             continue
-        parts = config.tp if weight.share == "split" else 1
-        copies = weight.copies // config.ep if weight.share == "experts" else weight.copies
+        elements = weight.size // (config.tp if weight.share == "split" else 1)
+        copies = weight.copies // (config.ep if weight.share == "experts" else 1)
         if weight.place == "layers":
-            for layer in sorted(set(weight.layers) & layers):
-                yield _Held(weight, weight.size // parts, copies, layer)
+            fp8 = len(overlap(shape.quantized_layers(weight, spec), layers))
+            for count, quantized in ((len(overlap(weight.layers, layers)) - fp8, False), (fp8, True)):
+                if count:
+                    yield _Held(weight, elements, copies * count, quantized)
         elif (weight.place == "first" and first) or (weight.place == "last" and last and not (weight.tied and first)):
             apart = config.pp > 1 and shape.sizes.tied and weight.share == "split"
-            yield _Held(weight, weight.size // parts, copies, None, apart)
+            yield _Held(weight, elements, copies, apart=apart)
 
 
 def _held(buffer: Buffer, ranks: int, replica: int) -> StateBytes:

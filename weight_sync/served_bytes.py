@@ -19,26 +19,20 @@ def served_bytes(shape: Shape, spec: QuantSpec, engine_ranks: int = 1) -> int:
     products and experts; the rest each of them has.
     """
     return sum(
-        _bytes_of(shape, weight, spec) // (1 if weight.share == "replicated" else engine_ranks)
+        weight_bytes(shape, weight, spec) // (1 if weight.share == "replicated" else engine_ranks)
         for weight in shape.weights
         if not weight.tied
     )
 
 
-def _bytes_of(shape: Shape, weight: Weight, spec: QuantSpec) -> int:
-    """Of all weights that are alike."""
-    if weight.place != "layers":
-        return weight.size * BF16_BYTES
-    return sum(
-        weight.copies * _bytes_of_one(weight, spec.of_layer(layer, shape.sizes.layers)) for layer in weight.layers
-    )
-
-
-def _bytes_of_one(weight: Weight, spec: QuantSpec) -> int:
-    if weight.kind is None or not spec.quantizes(weight.kind):
-        return weight.size * BF16_BYTES
-    scales = sum(math.prod(shape) for shape in _scale_shapes(weight, spec))
-    return weight.size * spec.weight.dtype.itemsize + scales * _SCALE_BYTES
+def weight_bytes(shape: Shape, weight: Weight, spec: QuantSpec) -> int:
+    """Bytes of all weights of the model that are alike, as an engine holds them under `spec`."""
+    quantized = weight.copies * len(shape.quantized_layers(weight, spec))
+    plain = (weight.count - quantized) * weight.size * BF16_BYTES
+    if not quantized:
+        return plain
+    scales = sum(math.prod(scales) for scales in _scale_shapes(weight, spec))
+    return plain + quantized * (weight.size * spec.weight.dtype.itemsize + scales * _SCALE_BYTES)
 
 
 def _scale_shapes(weight: Weight, spec: QuantSpec) -> Iterator[tuple[int, ...]]:

@@ -39,7 +39,15 @@ def load_experiment(path: str | Path, overrides: Sequence[str] = ()) -> Experime
     """
     path = Path(path)
     check_path(path, "spec")
-    config = _read_layers(path, ancestors=())
+    return _overridden(_read_layers(path, ancestors=()), overrides, path)
+
+
+def compose_experiment(values: dict[str, Any], overrides: Sequence[str], source: str | Path) -> Experiment:
+    """Like `load_experiment`, of `values` in place of a file; messages speak of `source`."""
+    return _overridden(OmegaConf.create(values), overrides, Path(source))
+
+
+def _overridden(config: DictConfig, overrides: Sequence[str], path: Path) -> Experiment:
     for override in overrides:
         config = _merge(config, _resolved(_parse_override(override), Path.cwd()))
     values = _plain(_merge(OmegaConf.create({"run": {"dir": str(Path.cwd() / "runs")}}), config), path)

@@ -1,0 +1,20 @@
+"""Before there is a machine: what a model or a spec takes in bytes and time, and whether FP8 pays, by calculation."""
+
+from rl.diagnose.plan.efficiency import assumed, measured
+from rl.diagnose.plan.gpus import GPUS, gpu_named
+from rl.diagnose.plan.page import rendered, to_json
+from rl.diagnose.plan.plan import Plan, make_plan
+from rl.diagnose.plan.subject import read_assumed, read_subject
+
+__all__ = [
+    "GPUS",
+    "Plan",
+    "assumed",
+    "gpu_named",
+    "make_plan",
+    "measured",
+    "read_assumed",
+    "read_subject",
+    "rendered",
+    "to_json",
+]

@@ -1,4 +1,4 @@
-"""What the GPUs can do, as their makers publish it: dense rates, one direction of a link."""
+"""What the GPUs can do: dense rates and one direction of a link, as published; the memory that torch finds."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Gpu:
     """One GPU.
 
     Attributes:
-        memory: bytes, a GB counted as 10^9 (what a driver reports is up to 7% more). bandwidth: of it, bytes/s.
+        memory: bytes that a process can allocate, as torch's messages name them. bandwidth: of it, bytes/s.
         bf16, fp8: FLOP/s without sparsity.
         nvlink, network: bytes/s that one GPU sends within its node, and to others (400 Gbit/s InfiniBand).
         source: of the figures.
@@ -34,14 +34,14 @@ class Gpu:
         return self.fp8 if fp8 else self.bf16
 
 
-_IB = 50e9
+_IB, _GIB = 50e9, 2**30
 
 GPUS = {
-    "h100": Gpu("H100 SXM", 80e9, 3.35e12, 989e12, 1979e12, 450e9, _IB, "NVIDIA H100 data sheet"),
-    "h200": Gpu("H200 SXM", 141e9, 4.8e12, 989e12, 1979e12, 450e9, _IB, "NVIDIA H200 data sheet"),
-    "h800": Gpu("H800 SXM", 80e9, 3.35e12, 989e12, 1979e12, 200e9, _IB, "H100 with NVLink of 400 GB/s both ways"),
-    "h20": Gpu("H20", 96e9, 4.0e12, 148e12, 296e12, 450e9, _IB, "press reports of NVIDIA's data sheet (2023)"),
-    "b200": Gpu("B200 SXM", 180e9, 7.7e12, 2250e12, 4500e12, 900e9, _IB, "NVIDIA HGX B200 data sheet"),
+    "h100": Gpu("H100 SXM", 79 * _GIB, 3.35e12, 989e12, 1979e12, 450e9, _IB, "NVIDIA H100 data sheet"),
+    "h200": Gpu("H200 SXM", 139 * _GIB, 4.8e12, 989e12, 1979e12, 450e9, _IB, "NVIDIA H200 data sheet"),
+    "h800": Gpu("H800 SXM", 79 * _GIB, 3.35e12, 989e12, 1979e12, 200e9, _IB, "H100 with NVLink of 400 GB/s both ways"),
+    "h20": Gpu("H20", 95 * _GIB, 4.0e12, 148e12, 296e12, 450e9, _IB, "press reports of NVIDIA's data sheet (2023)"),
+    "b200": Gpu("B200 SXM", 178 * _GIB, 7.7e12, 2250e12, 4500e12, 900e9, _IB, "NVIDIA HGX B200 data sheet"),
 }
 
 

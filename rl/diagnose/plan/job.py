@@ -21,6 +21,7 @@ class Job:
         engines, engine_tp: their number and ranks. kv_tokens: that the KV cache of one holds.
         bucket_bytes: of a sync.
         recompute: activations of a layer are computed again in the backward. offload: masters and moments on the host.
+        sleep: of trainer and engine on one GPU, one leaves it while the other works.
         moment_bytes: of one of Adam's two, 4 or 2.
     """
 
@@ -36,6 +37,7 @@ class Job:
     bucket_bytes: int = 256 << 20
     recompute: bool = False
     offload: bool = False
+    sleep: bool = False
     moment_bytes: int = 4
 
     @property

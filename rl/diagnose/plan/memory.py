@@ -59,9 +59,9 @@ def fullest_rank(job: Job) -> int:
     return max(stages, key=lambda rank: Memory(rank, _trainer(job, rank)).peak)
 
 
-def trainer_memory(job: Job) -> Memory:
-    """Of a GPU with a trainer rank alone."""
-    rank = fullest_rank(job)
+def trainer_memory(job: Job, stage: int | None = None) -> Memory:
+    """Of a GPU with a trainer rank alone: the fullest one of all, or of a pipeline stage."""
+    rank = fullest_rank(job) if stage is None else stage * job.layout.tp * job.layout.dp
     return Memory(rank, _trainer(job, rank) | {"runtime": _through(RUNTIME_BYTES)})
 
 
@@ -71,11 +71,18 @@ def engine_memory(job: Job) -> Memory:
 
 
 def colocated_memory(job: Job) -> Memory:
-    """Of a GPU with a trainer rank and a rank of an engine, neither of which sleeps while the other works."""
+    """Of a GPU with a trainer rank and a rank of an engine; both stay, unless the job has them sleep in turns."""
     rank, engine = fullest_rank(job), _engine(job)
     engine.pop("engine buckets")  # the same memory, mapped
-    both = _trainer(job, rank) | engine
-    return Memory(rank, both | {"runtime": _through(RUNTIME_BYTES), "engine runtime": _through(RUNTIME_BYTES)})
+    trainer = _trainer(job, rank)
+    if job.sleep:  # a sync needs the weights of both, and nothing else
+        sent = {name for name in trainer if name.endswith((" parameters", "buckets"))}
+        trainer = {name: _without(held, ("rollout",)) for name, held in trainer.items()}
+        trainer = {name: held if name in sent else _without(held, ("sync",)) for name, held in trainer.items()}
+        engine = {name: _without(held, ("train", "update")) for name, held in engine.items()}
+        engine["KV cache"] = _without(engine["KV cache"], ("sync",))
+    runtimes = {"runtime": _through(RUNTIME_BYTES), "engine runtime": _through(RUNTIME_BYTES)}
+    return Memory(rank, trainer | engine | runtimes)
 
 
 def activation_bytes(job: Job, stage: int = 0, tokens: int | None = None) -> float:
@@ -128,6 +135,10 @@ def _engine(job: Job) -> dict[str, Mapping[Phase, float]]:
         "KV cache": _through(job.kv_tokens * job.shape.kv_bytes(BF16_BYTES) / heads),
         "engine buckets": {"sync": float(BUCKETS * job.bucket_bytes)},
     }
+
+
+def _without(held: Mapping[Phase, float], away: tuple[Phase, ...]) -> dict[Phase, float]:
+    return {phase: each for phase, each in held.items() if phase not in away}
 
 
 def _through(held: float) -> dict[Phase, float]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from models.shape import Weight
+from models.shape import Weight, overlap
 from rl.diagnose.plan.efficiency import Rates
 from rl.diagnose.plan.gpus import GPUS_PER_NODE, Gpu
 from rl.diagnose.plan.job import Job
@@ -78,7 +78,7 @@ def _of_stage(job: Job, gpu: Gpu, rates: Rates, stage: int) -> StepTime:
     layers = _layers(job, stage)
     share = len(layers) / job.shape.sizes.layers / job.layout.tp
     forward = job.shape.attention_flops(job.length / 2) * share * job.micro_batch
-    attention = forward * (again * 1.5 - 0.5 + BACKWARD_ATTENTION) / (gpu.bf16 * rates.attention)
+    attention = forward * (1 + job.recompute + BACKWARD_ATTENTION) / (gpu.bf16 * rates.attention)
     kept = sum(job.shape.activation_bytes(layer)[0] for layer in layers) * job.micro_batch / job.layout.tp
     logits = logit_bytes(job) if stage == job.layout.pp - 1 else 0.0
     elementwise = PASSES * (kept + logits) / bandwidth
@@ -128,13 +128,13 @@ class _Product:
 
 
 def _products(job: Job, stage: int) -> Iterator[_Product]:
-    here = set(_layers(job, stage))
+    here = _layers(job, stage)
     for weight in job.shape.weights:
         if not weight.taken or (weight.place == "last" and stage < job.layout.pp - 1):
             continue
-        layers = sorted(set(weight.layers) & here) if weight.place == "layers" else [None]
-        fp8 = [layer for layer in layers if _quantized(job, weight, layer)]
-        for count, quantized in ((len(layers) - len(fp8), False), (len(fp8), True)):
+        layers = len(overlap(weight.layers, here)) if weight.place == "layers" else 1
+        fp8 = len(overlap(job.shape.quantized_layers(weight, job.numerics.trainer_spec), here))
+        for count, quantized in ((layers - fp8, False), (fp8, True)):
             if count:
                 yield _product(job, weight, count, quantized)
 
@@ -147,12 +147,6 @@ def _product(job: Job, weight: Weight, layers: int, fp8: bool) -> _Product:
     rows = job.micro_batch if weight.share == "split" else job.micro_batch / tp
     parts = tp if weight.share == "split" else 1
     return _Product(rows, weight.rows // parts, weight.columns, 1, layers, experts, fp8)
-
-
-def _quantized(job: Job, weight: Weight, layer: int | None) -> bool:
-    if weight.kind is None or layer is None:
-        return False
-    return job.numerics.trainer_spec.of_layer(layer, job.shape.sizes.layers).quantizes(weight.kind)
 
 
 def _product_seconds(job: Job, gpu: Gpu, rates: Rates, each: _Product) -> float:
@@ -181,6 +175,30 @@ def _operand_bytes(job: Job, each: _Product) -> float:
     return each.layers * (3 * each.rows * each.k + backward)
 
 
+def product_bytes(job: Job) -> float:
+    """Moved by the products of a step on the first stage, and by the passes that quantize their operands."""
+    total = 0.0
+    for each in _products(job, 0):
+        backward = each.fp8 and job.numerics.trainer == "fp8"
+        moved = sum(each.layers * _product_bytes(each, fp8) for fp8 in (each.fp8, backward, backward))
+        total += moved + (_operand_bytes(job, each) if each.fp8 else 0.0)
+    return job.micro_batches * total
+
+
+def expert_bytes(job: Job, stage: int = 0) -> float:
+    """That a rank sends in a step to other ranks' experts, and back: forward and backward."""
+    return job.micro_batches * _expert_bytes(job, _layers(job, stage)) * (job.layout.ep - 1) / job.layout.ep
+
+
+def dense_sum_bytes(job: Job, stage: int = 0) -> tuple[float, float]:
+    """That a rank sends in a step to gather weights, and to sum FP32 gradients, dense and experts'."""
+    gathered = summed = 0.0
+    for elements, ranks, _ in _shared(job, stage):
+        gathered += elements * _gathered_bytes(job) * (ranks - 1) / ranks
+        summed += 4 * elements * (ranks - 1) / ranks
+    return gathered, summed
+
+
 def _layer_transfers(job: Job, gpu: Gpu, rates: Rates, layers: range) -> float:
     """Seconds of a micro-batch's transfers in these layers: sequence-parallel gathers and sums, tokens to experts."""
     sizes, layout = job.shape.sizes, job.layout
@@ -191,24 +209,36 @@ def _layer_transfers(job: Job, gpu: Gpu, rates: Rates, layers: range) -> float:
         blocks = 2 * len(layers) - moe
         seconds += 5 * blocks * token * (layout.tp - 1) / layout.tp / (gpu.nvlink * rates.link)
     if layout.ep > 1:  # there and back, forward and backward
-        sent = 4 * moe * sizes.top_k * token / layout.tp
-        seconds += sent * _per_byte(layout.ep, 1, gpu, rates)
+        seconds += _expert_bytes(job, layers) * _per_byte(layout.ep, 1, gpu, rates)
     return seconds
+
+
+def _expert_bytes(job: Job, layers: range) -> float:
+    """Of one micro-batch's tokens to experts and back, forward and backward, those of a rank to itself among them."""
+    sizes = job.shape.sizes
+    moe = sum(sizes.has_experts(layer) for layer in layers)
+    return 4.0 * moe * sizes.top_k * 2 * sizes.hidden_size * job.micro_batch / job.layout.tp
 
 
 def _sums(job: Job, gpu: Gpu, rates: Rates, stage: int) -> float:
     """Seconds of the gradients' sum (FP32) and the weights' gather over ranks that hold the same."""
+    return sum(
+        elements * (4 + _gathered_bytes(job)) * _per_byte(ranks, apart, gpu, rates)
+        for elements, ranks, apart in _shared(job, stage)
+    )
+
+
+def _shared(job: Job, stage: int) -> Iterator[tuple[float, int, int]]:
+    """Elements of a rank's dense weights, and of its experts: with how many ranks it shares them, how far apart."""
     layout = job.layout
     states = state_bytes(job.shape, layout, job.numerics, job.storage, stage * layout.tp * layout.dp)
-    sharing = {"dense": (layout.dp, layout.tp), "experts": (layout.tp * layout.dp // layout.ep, layout.ep)}
-    seconds = 0.0
-    for name, state in states.items():
-        ranks, apart = sharing[name]
-        if ranks > 1:
-            elements = state.gradients / 4
-            gathered = elements * (1 if job.storage == "transformer_engine" and job.fp8 else 2)
-            seconds += (state.gradients + gathered) * _per_byte(ranks, apart, gpu, rates)
-    return seconds
+    yield states["dense"].gradients / 4, layout.dp, layout.tp
+    yield states["experts"].gradients / 4, layout.tp * layout.dp // layout.ep, layout.ep
+
+
+def _gathered_bytes(job: Job) -> int:
+    """Of an element: weights that are held in FP8 are gathered so."""
+    return 1 if job.storage == "transformer_engine" and job.fp8 else 2
 
 
 def _per_byte(ranks: int, apart: int, gpu: Gpu, rates: Rates) -> float:
