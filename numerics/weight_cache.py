@@ -6,7 +6,7 @@ explicit: whoever changes the weights calls `advance`, and nothing of an older v
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -30,6 +30,10 @@ class WeightCache:
     def weights(self) -> list[torch.Tensor]:
         """The weights that a forward has asked for at this version."""
         return [weight for weights, _ in self._operands for weight in weights]
+
+    def operands(self) -> Iterator[tuple[tuple[torch.Tensor, ...], Any]]:
+        """What is held at this version: the weights of a product, and their operand."""
+        return ((weights, operand) for (weights, _), operand in self._operands.items())
 
     def operand(self, weight: torch.Tensor, spec: TensorSpec) -> Any:
         """`ops.trained_operand` of weight [N, K]."""

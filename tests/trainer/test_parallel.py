@@ -55,6 +55,8 @@ class Case:
     k_splits: int
 
     def __call__(self, layout: Layout, config: TrainerConfig) -> dict[str, Any]:
+        from trainer.inventory import inventory, transfers
+
         out: dict[str, Any] = {}
         paths = {"moe": self.moe_path} if config.ep > 1 else {"moe": self.moe_path, "dense": self.dense_path}
         for kind, path in paths.items():
@@ -68,7 +70,9 @@ class Case:
         out["turns"] = turns(layout)
         out["routed"] = self._routed(layout, trainer)
         out["extra"] = trainer.load(self.checkpoint)
-        out["resumed"] = two_steps(trainer)
+        with transfers(trainer) as sent:
+            out["resumed"] = two_steps(trainer)
+        out["inventory"] = inventory(trainer), sent
         trainer.save(self.saved, {"layout": config.model_dump()})
         out["non-finite"] = self._non_finite(trainer)
         out["reference"] = self._frozen(layout, config)
@@ -349,3 +353,30 @@ def test_a_checkpoint_moves_between_layouts(outcome: Outcome, checkpoint: Path, 
 def test_every_rank_learns_of_a_loss_that_is_not_finite(outcome: Outcome) -> None:
     assert len({rank["non-finite"] for rank in outcome.ranks}) == 1
     assert "rows [0" in outcome.ranks[0]["non-finite"]
+
+
+def test_ranks_share_the_state_of_what_they_hold_alike_and_send_it_each_step(outcome: Outcome) -> None:
+    """Gradients in FP32, summed; weights gathered in BF16."""
+    config = outcome.config
+    shared = {False: config.dp, True: config.dp * config.tp // config.ep}
+    for held, sent in (rank["inventory"] for rank in outcome.ranks):
+        for experts, ranks in shared.items():
+            sizes = dict.fromkeys(("gradients", "masters", "moments"), 0)
+            for each in held:
+                if each.kind in sizes and (".experts." in each.name) == experts:
+                    sizes[each.kind] += each.bytes
+            assert sizes["moments"] == 2 * sizes["masters"]
+            assert abs(sizes["masters"] * ranks - sizes["gradients"]) <= 0.05 * sizes["gradients"]  # cut where it falls
+        for kind, form in (("gradients", "fp32"), ("parameters", "bf16")):
+            of_kind = [each for each in sent if each.kind == kind]
+            assert {each.format for each in of_kind} == {form}
+            assert {each.ranks for each in of_kind} == set(shared.values())
+    for kind in ("masters", "moments"):
+        total = sum(each.bytes for rank in outcome.ranks for each in rank["inventory"][0] if each.kind == kind)
+        whole = sum(
+            each.bytes / shared[".experts." in each.name]
+            for rank in outcome.ranks
+            for each in rank["inventory"][0]
+            if each.kind == "gradients"
+        )
+        assert total == (1 if kind == "masters" else 2) * whole

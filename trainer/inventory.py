@@ -1,0 +1,178 @@
+"""What one rank of a trainer holds from step to step, and what it sends in one: tensor by tensor, with its bytes.
+
+What a step holds besides, the activations, is not in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from numerics.holdings import Holding, format_of, holding, tensors_in, total_bytes
+from trainer import te_weights
+
+if TYPE_CHECKING:
+    from trainer.trainer import Trainer
+
+Kind = Literal["parameters", "operands", "gradients", "masters", "moments", "rest"]
+"""Of what a rank holds. `parameters`: what the forward reads. `operands`: quantized weights in the form that products
+take, of those that were asked for since the last update. `gradients`: the buffers that they are added up in. `masters`:
+the weights that the optimizer updates, this rank's share. `moments`: of Adam, likewise. `rest`: the padding of
+Megatron's buffers, and counters."""
+
+
+def inventory(trainer: Trainer) -> list[Holding]:
+    """Everything that this rank keeps of its model and its optimizer."""
+    return [
+        *_parameters(trainer),
+        *_operands(trainer),
+        *_gradients(trainer),
+        *_optimizer_state(trainer),
+        *_padding(trainer),
+    ]
+
+
+def bytes_held(trainer: Trainer) -> dict[Kind, int]:
+    """Bytes by kind; 0 for what there is none of."""
+    sums = total_bytes(inventory(trainer))
+    return {kind: sums.get(kind, 0) for kind in get_args(Kind)}
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """One call of a collective.
+
+    Attributes:
+        collective: as torch names it, e.g. `reduce_scatter_tensor_coalesced_`.
+        kind: `gradients` and `parameters` of Megatron's buffers, `rest` of everything else.
+        format, shape, bytes: of what this rank hands in.
+        ranks: that take part. With one, nothing leaves the rank.
+    """
+
+    collective: str
+    kind: Kind
+    format: str
+    shape: tuple[int, ...]
+    bytes: int
+    ranks: int
+
+
+@contextmanager
+def transfers(trainer: Trainer) -> Iterator[list[Transfer]]:
+    """Listen to the collectives of this rank inside the block."""
+    listener = _Listener(trainer)
+    with listener:
+        yield listener.heard
+
+
+class _Listener(TorchDispatchMode):
+    def __init__(self, trainer: Trainer) -> None:
+        super().__init__()
+        self.heard: list[Transfer] = []
+        self._buffers = buffer_kinds(trainer)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            self.heard.append(transfer(func, args, kwargs or {}, self._buffers))
+        return func(*args, **(kwargs or {}))
+
+
+def transfer(func: Any, args: Any, kwargs: Any, buffers: dict[int, Kind]) -> Transfer:
+    """The record of one call of torch's c10d operators. buffers: `buffer_kinds`."""
+    leaves = tree_leaves((args, kwargs))
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    kinds = [buffers[place] for tensor in tensors if (place := _storage(tensor)) in buffers]
+    groups = [_group_size(leaf) for leaf in leaves if isinstance(leaf, torch.ScriptObject)]
+    # Where it writes to comes first: a rank hands in the last of the tensors.
+    sent = tensors[-1] if tensors else torch.empty(0)
+    return Transfer(
+        collective=func.__name__.partition(".")[0],
+        kind=kinds[0] if kinds else "rest",
+        format=format_of(sent.dtype),
+        shape=tuple(sent.shape),
+        bytes=sent.nbytes,
+        ranks=max(groups, default=1),
+    )
+
+
+def buffer_kinds(trainer: Trainer) -> dict[int, Kind]:
+    """Where Megatron's buffers of parameters and of gradients lie, by address."""
+    kinds: dict[int, Kind] = {}
+    for buffer in _buffers(trainer):
+        kinds[_storage(buffer.grad_data)] = "gradients"
+        if buffer.param_data is not None:
+            kinds[_storage(buffer.param_data)] = "parameters"
+    return kinds
+
+
+def _parameters(trainer: Trainer) -> Iterator[Holding]:
+    for name, parameter in trainer.model.named_parameters():
+        if te_weights.is_quantized(parameter):
+            weight = te_weights.quantized(parameter)
+            inner = [value for value in vars(parameter).values() if isinstance(value, Tensor) and value.is_cuda]
+            total = sum(value.nbytes for value in inner)
+            yield Holding(name, "parameters", format_of(weight.data.dtype), tuple(parameter.shape), total)
+        else:
+            yield holding(name, "parameters", parameter.data)
+
+
+def _operands(trainer: Trainer) -> Iterator[Holding]:
+    names = {id(parameter): name for name, parameter in trainer.model.named_parameters()}
+    for weights, operand in trainer.cache.operands():
+        of_each = operand if isinstance(operand, list) and len(operand) == len(weights) else [operand]
+        for weight, value in zip(weights, of_each):
+            yield holding(names[id(weight)], "operands", *tensors_in(value))
+
+
+def _gradients(trainer: Trainer) -> Iterator[Holding]:
+    for name, parameter in trainer.model.named_parameters():
+        yield holding(name, "gradients", parameter.main_grad)
+
+
+def _optimizer_state(trainer: Trainer) -> Iterator[Holding]:
+    names = {id(parameter): name for name, parameter in trainer.model.named_parameters()}
+    for optimizer in trainer.optimizer.inner.chained_optimizers:
+        if optimizer.is_stub_optimizer:  # of a rank without such parameters
+            continue
+        for parameter, (group, order) in optimizer.model_param_group_index_map.items():
+            master, name = optimizer.optimizer.param_groups[group]["params"][order], names[id(parameter)]
+            if _storage(master) != _storage(parameter):  # an FP32 parameter is its own master
+                yield holding(name, "masters", master.data)
+            for key, value in optimizer.optimizer.state[master].items():
+                if isinstance(value, Tensor):
+                    yield holding(f"{name}:{key}", "moments" if key.startswith("exp_avg") else "rest", value)
+
+
+def _padding(trainer: Trainer) -> Iterator[Holding]:
+    parameters = list(trainer.model.parameters())
+    for index, buffer in enumerate(_buffers(trainer)):
+        own = [parameter for parameter in parameters if parameter in buffer.param_to_bucket]
+        spare = buffer.grad_data.numel() - sum(parameter.main_grad.numel() for parameter in own)
+        for part, data in (("gradients", buffer.grad_data), ("parameters", buffer.param_data)):
+            if data is not None and spare:
+                yield Holding(
+                    f"buffer {index} of {part}: padding", "rest", format_of(data.dtype), (spare,), spare * data.itemsize
+                )
+
+
+def _buffers(trainer: Trainer) -> list[Any]:
+    model = trainer.optimizer.model
+    return [*model.buffers, *model.expert_parallel_buffers]
+
+
+def _group_size(boxed: torch.ScriptObject) -> int:
+    """Of an argument that may be a process group, or what its ranks do with the numbers."""
+    kind = boxed._type().qualified_name()
+    return dist.ProcessGroup.unbox(boxed).size() if kind.endswith(".ProcessGroup") else 1
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
