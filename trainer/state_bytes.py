@@ -68,6 +68,15 @@ class Seat:
         return cls(stage, inside // config.tp, inside // config.ep)
 
 
+def storage_on(numerics: NumericsConfig, cuda: bool, transformer_engine: bool) -> Storage:
+    """How a trainer keeps its quantized weights on a machine with or without GPUs and TransformerEngine."""
+    if not cuda:
+        return "torch"
+    if numerics.mode == "exact":
+        return "kernels"
+    return "transformer_engine" if transformer_engine else "torch"
+
+
 def state_bytes(
     shape: Shape, config: TrainerConfig, numerics: NumericsConfig, storage: Storage, rank: int = 0
 ) -> dict[str, StateBytes]:

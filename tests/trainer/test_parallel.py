@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from models import read_model
+from models.shape import read_shape
 from models.stored import stored_tensors
 from numerics.config import NumericsConfig
 from numerics.errors import UserError
@@ -30,6 +31,9 @@ from trainer import parallel
 from trainer.batch import TokenBatch
 from trainer.config import TrainerConfig
 from trainer.parallel import Layout
+from trainer.state_bytes import state_bytes
+from weight_sync.quantized import served_tensors
+from weight_sync.served_bytes import served_bytes
 
 SETTINGS = {"lr": 1e-3, "warmup_steps": 0, "micro_batch_tokens": 512}
 LAYOUTS = {
@@ -353,6 +357,18 @@ def test_a_checkpoint_moves_between_layouts(outcome: Outcome, checkpoint: Path, 
 def test_every_rank_learns_of_a_loss_that_is_not_finite(outcome: Outcome) -> None:
     assert len({rank["non-finite"] for rank in outcome.ranks}) == 1
     assert "rows [0" in outcome.ranks[0]["non-finite"]
+
+
+def test_ranks_hold_and_send_the_bytes_that_are_calculated(outcome: Outcome, moe_path: Path) -> None:
+    """To the byte; what is quantized has been forgotten after an update."""
+    shape, numerics = read_shape(moe_path), NumericsConfig(spec=QuantSpec.preset("fp8_block_pow2"))
+    for rank, found in enumerate(outcome.ranks):
+        states = state_bytes(shape, outcome.config, numerics, "torch", rank)
+        for kind in ("parameters", "gradients", "masters", "moments"):
+            held = sum(each.bytes for each in found["inventory"][0] if each.kind == kind)
+            assert held == sum(getattr(state, kind) for state in states.values()), (rank, kind)
+    served = served_tensors(outcome.union("export").items(), numerics.spec, read_model(moe_path))
+    assert sum(tensor.nbytes for _, tensor in served) == served_bytes(shape, numerics.spec)
 
 
 def test_ranks_share_the_state_of_what_they_hold_alike_and_send_it_each_step(outcome: Outcome) -> None:

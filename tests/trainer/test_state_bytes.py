@@ -6,14 +6,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from models.shape import Shape, read_shape
 from numerics.config import NumericsConfig
 from numerics.spec import QuantSpec
+from tests.support.batches import random_batch
 from tests.support.paths import EXAMPLES
+from tests.support.trainers import MakeTrainer
 from trainer.config import TrainerConfig
+from trainer.inventory import bytes_held
 from trainer.state_bytes import StateBytes, Storage, state_bytes
 
 EXACT = NumericsConfig(spec=QuantSpec.preset("fp8_block_pow2"))
@@ -99,3 +103,18 @@ def test_a_tied_embedding_is_held_by_the_first_and_by_the_last_stage() -> None:
     states = [total("configs/qwen3_4b", rank=stage, pp=2) for stage in range(2)]
     assert sum(state.gradients for state in states) == 4 * (n.parameters + 151_936 * 2560)
     assert total("configs/qwen3_4b").gradients == 4 * n.parameters
+
+
+@pytest.mark.parametrize("kind", ["moe", "dense"])
+@pytest.mark.parametrize("precision", ["bf16", "fp8"])
+def test_a_live_trainer_holds_them(
+    kind: str, precision: str, make_trainer: MakeTrainer, moe_path: Path, dense_path: Path
+) -> None:
+    path = {"moe": moe_path, "dense": dense_path}[kind]
+    trainer = make_trainer(path, precision)
+    trainer.score(random_batch(rows=2, longest=8))
+    numerics = NumericsConfig(spec=QuantSpec.preset("fp8_block_pow2"), trainer=precision)
+    states = state_bytes(read_shape(path), trainer.config, numerics, "torch").values()
+    held = bytes_held(trainer)
+    for name in ("parameters", "operands", "gradients", "masters", "moments"):
+        assert held[name] == sum(getattr(state, name) for state in states), name

@@ -17,7 +17,7 @@ from rl.diagnose.plan.subject import Assumed, Subject
 from rl.diagnose.plan.time import StepTime, step_time
 from rl.diagnose.plan.verdict import Bracket, Pays
 from rl.experiment import Experiment
-from trainer.state_bytes import Storage
+from trainer.state_bytes import Storage, storage_on
 from weight_sync.served_bytes import served_bytes
 
 DECODED = (1, 32, 256)
@@ -111,7 +111,7 @@ def make_plan(
 ) -> Plan:
     """Raises UserError: the GPUs cannot be divided over the layout, or the model over any."""
     experiment, shape = subject.experiment, subject.shape
-    storage: Storage = "kernels" if experiment.numerics.mode == "exact" else "transformer_engine"
+    storage = storage_on(experiment.numerics_config(), cuda=True, transformer_engine=True)
     job = job_of(experiment, shape, storage, length, assumed)
     if not subject.engines_chosen:
         job = replace(job, engine_tp=layouts.engine_ranks(job, gpu))

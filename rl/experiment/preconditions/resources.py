@@ -11,12 +11,15 @@ import psutil
 import torch
 
 from models import ModelSizes
+from models.shape import Shape
 from numerics.errors import user_error
 from rl.experiment import Experiment
 from rl.experiment.teacher import TeacherSection
 from rollout.config import RolloutConfig
+from trainer.device import has_transformer_engine
+from trainer.state_bytes import Storage, state_bytes, storage_on
+from weight_sync.served_bytes import served_bytes
 
-BF16_BYTES = 2
 CGROUPS = Path("/sys/fs/cgroup")
 OWN_CGROUP = Path("/proc/self/cgroup")
 RANK_BYTES, ENGINE_BYTES = 250 * 2**20, 350 * 2**20
@@ -25,17 +28,13 @@ RANK_BYTES, ENGINE_BYTES = 250 * 2**20, 350 * 2**20
 
 def kv_cache_bytes(sizes: ModelSizes, engines: RolloutConfig | TeacherSection) -> int:
     """Bytes of all these engines' BF16 key and value caches."""
-    return engines.engines * engines.max_total_tokens * bytes_per_token(sizes)
-
-
-def bytes_per_token(sizes: ModelSizes) -> int:
-    """Bytes that one token occupies in one KV cache: a key and a value per layer and key-value head."""
-    return 2 * sizes.layers * sizes.kv_heads * sizes.head_dim * BF16_BYTES
+    return engines.engines * engines.max_total_tokens * Shape(sizes).kv_bytes()
 
 
 def check_memory(sizes: ModelSizes, experiment: Experiment, teacher: ModelSizes | None = None) -> None:
-    """Whether the run's processes and, on CPUs, its KV caches fit the memory that is free now; weights and activations
-    come on top. A GPU's engine sizes its cache by the device, and a cluster that is not ours knows its machines.
+    """Whether what a run holds from step to step fits the free memory: on a GPU the trainer's state; on CPUs
+    the processes, the trainer's state, and the engines' weights and KV caches. Activations come on top. A GPU's engine
+    sizes its cache by the device, and a cluster that is not ours knows its machines.
 
     teacher: its sizes, if there is one.
 
@@ -44,13 +43,21 @@ def check_memory(sizes: ModelSizes, experiment: Experiment, teacher: ModelSizes 
     """
     if "RAY_ADDRESS" in os.environ:
         return
+    numerics, cuda = experiment.numerics_config(), torch.cuda.is_available()
+    storage = storage_on(numerics, cuda, cuda and has_transformer_engine())
+    states = [_state(sizes, experiment, storage, stage) for stage in range(experiment.trainer.pp)]
+    if cuda:
+        _check_gpu(max(states), torch.cuda.get_device_properties(0).total_memory)
+        states = [0]
     ranks, rollout = experiment.trainer.world_size, experiment.rollout
     engines = len(experiment.engine_ranks)
     available = available_memory()
-    processes = ranks * RANK_BYTES + engines * ENGINE_BYTES
+    trainer = ranks * RANK_BYTES + ranks * sum(states) // len(states)
+    weights = served_bytes(Shape(sizes), numerics.rollout_spec) if experiment.needs_engines and not cuda else 0
+    serving = engines * ENGINE_BYTES + rollout.engines * weights
+    processes = trainer + serving
     if processes > available:
-        many = engines * ENGINE_BYTES > ranks * RANK_BYTES
-        key, found = ("rollout.engines", engines) if many else ("trainer.dp", experiment.trainer.dp)
+        key, found = ("rollout.engines", engines) if serving > trainer else ("trainer.dp", experiment.trainer.dp)
         raise user_error(
             key,
             found=found,
@@ -58,7 +65,7 @@ def check_memory(sizes: ModelSizes, experiment: Experiment, teacher: ModelSizes 
             f"than {processes / 2**30:.1f} GiB, {available / 2**30:.1f} GiB are available",
             remedy=f"Lower {key}, or submit the run to a Ray cluster that has the memory.",
         )
-    if torch.cuda.is_available() or not experiment.needs_engines:
+    if cuda or not experiment.needs_engines:
         return
     if teacher is not None and experiment.teacher is not None:
         taken = kv_cache_bytes(teacher, experiment.teacher)
@@ -73,13 +80,32 @@ def check_memory(sizes: ModelSizes, experiment: Experiment, teacher: ModelSizes 
         processes += taken
     caches = kv_cache_bytes(sizes, rollout)
     if processes + caches > available:
-        most = (available - processes) // (rollout.engines * bytes_per_token(sizes))
+        most = (available - processes) // (rollout.engines * Shape(sizes).kv_bytes())
         raise user_error(
             "rollout.max_total_tokens",
             found=rollout.max_total_tokens,
             expected=f"a KV cache that fits the free memory: {rollout.engines} engine(s) would need "
             f"{caches / 2**30:.1f} GiB, {(available - processes) / 2**30:.1f} GiB are left beside the processes",
             remedy=f"Set rollout.max_total_tokens well below {most}, or free memory.",
+        )
+
+
+def _state(sizes: ModelSizes, experiment: Experiment, storage: Storage, stage: int) -> int:
+    """Bytes that a rank of a pipeline stage holds from step to step."""
+    layout = experiment.trainer
+    rank = stage * layout.tp * layout.dp
+    states = state_bytes(Shape(sizes), layout, experiment.numerics_config(), storage, rank)
+    return sum(state.total for state in states.values())
+
+
+def _check_gpu(state: int, memory: int) -> None:
+    """Whether a GPU holds the trainer's state of its rank. Raises UserError."""
+    if state > memory:
+        raise user_error(
+            "trainer",
+            found=f"{state / 2**30:.1f} GiB of weights, gradients and optimizer state on a rank",
+            expected=f"less than the {memory / 2**30:.1f} GiB of a GPU, with room for activations",
+            remedy="Raise trainer.ep, trainer.tp, trainer.pp or trainer.dp; `fp8rl plan` says what a layout takes.",
         )
 
 
