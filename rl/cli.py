@@ -133,6 +133,32 @@ def study(
 
 
 @app.command()
+def audit(
+    spec: SpecPath,
+    overrides: Overrides = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON, and nothing else.")] = False,
+) -> None:
+    """Start both sides, watch one training step op by op, and say whether every tensor is in its planned format.
+
+    Exit code 0, 1 if one is not, 2 for bad input.
+    """
+    with _user_errors(), redirect_stdout(sys.stderr):
+        from rl.diagnose.audit import audit as examine
+        from rl.diagnose.audit import rendered
+        from rl.experiment import load_experiment
+
+        progress = Console(stderr=True, highlight=False)
+        with interruptible():
+            found = examine(load_experiment(spec, overrides or []), say=progress.print)
+    if as_json:
+        print(found.to_json())
+    else:
+        Console(highlight=False).print(rendered(found))
+    if not found.ok:
+        raise typer.Exit(1)
+
+
+@app.command()
 def doctor(
     spec: Annotated[
         Path | None, typer.Argument(metavar="[SPEC]", help="YAML experiment spec; without one, the default numerics.")

@@ -12,15 +12,18 @@ from typing import Any, Literal
 
 import httpx
 
+from numerics.holdings import Holding
 from rollout.errors import EngineError
 from rollout.protocol import (
     Call,
     Commit,
     Held,
+    Inventory,
     Ping,
     Pong,
     Probe,
     Probed,
+    ReadInventory,
     ReadManifest,
     ReadReport,
     Report,
@@ -208,6 +211,11 @@ class EngineClient:
     async def report(self) -> Report:
         """What runs in the engine, on each of its ranks alike."""
         return Report.model_validate_json(_only(await self._ask_plugin(ReadReport())))
+
+    async def inventory(self) -> list[tuple[Holding, ...]]:
+        """What each of the engine's ranks holds, tensor by tensor."""
+        answers = await self._ask_plugin(ReadInventory())
+        return [Inventory.model_validate_json(answer).held for answer in answers]
 
     async def ping(self) -> str | None:
         """The weight version that the scheduler itself says it holds, also beside long requests and while paused."""

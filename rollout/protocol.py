@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
+from numerics.holdings import Holding
 from numerics.implementation import Implementation
 
 _PREFIX = "fp8rl:"
@@ -48,13 +49,19 @@ class ReadReport(_Message):
     call: Literal["report"] = "report"
 
 
+class ReadInventory(_Message):
+    """Say what the engine holds, tensor by tensor. Answer: Inventory."""
+
+    call: Literal["inventory"] = "inventory"
+
+
 class Ping(_Message):
     """Say that the scheduler lives. Answer: Pong."""
 
     call: Literal["ping"] = "ping"
 
 
-Call = Commit | ReadManifest | Probe | ReadReport | Ping
+Call = Commit | ReadManifest | Probe | ReadReport | ReadInventory | Ping
 _CALLS: TypeAdapter[Call] = TypeAdapter(Annotated[Call, Field(discriminator="call")])
 
 
@@ -96,6 +103,12 @@ class Report(_Message):
     threads: int
     dtype: str = "bfloat16"
     kv_cache_dtype: str = "bfloat16"
+
+
+class Inventory(_Message):
+    """held: what one rank of an engine holds; see `rollout.plugin.inventory`."""
+
+    held: tuple[Holding, ...]
 
 
 class Pong(_Message):

@@ -138,6 +138,11 @@ def _gradients(trainer: Trainer) -> Iterator[Holding]:
 
 
 def _optimizer_state(trainer: Trainer) -> Iterator[Holding]:
+    return (holding(name, kind, tensor) for name, kind, tensor in optimizer_state(trainer))
+
+
+def optimizer_state(trainer: Trainer) -> Iterator[tuple[str, Kind, Tensor]]:
+    """The tensors of this rank's optimizer: of which parameter, what for, and itself."""
     names = {id(parameter): name for name, parameter in trainer.model.named_parameters()}
     for optimizer in trainer.optimizer.inner.chained_optimizers:
         if optimizer.is_stub_optimizer:  # of a rank without such parameters
@@ -145,10 +150,10 @@ def _optimizer_state(trainer: Trainer) -> Iterator[Holding]:
         for parameter, (group, order) in optimizer.model_param_group_index_map.items():
             master, name = optimizer.optimizer.param_groups[group]["params"][order], names[id(parameter)]
             if _storage(master) != _storage(parameter):  # an FP32 parameter is its own master
-                yield holding(name, "masters", master.data)
+                yield name, "masters", master.data
             for key, value in optimizer.optimizer.state[master].items():
                 if isinstance(value, Tensor):
-                    yield holding(f"{name}:{key}", "moments" if key.startswith("exp_avg") else "rest", value)
+                    yield f"{name}:{key}", "moments" if key.startswith("exp_avg") else "rest", value
 
 
 def _padding(trainer: Trainer) -> Iterator[Holding]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from numerics.errors import user_error
+from rl.experiment import Experiment
 from rl.run.batching import batch_from_trajectories
 from rl.run.feed import to_groups, to_prompts
 from rl.run.problems import training_problems
@@ -29,6 +31,17 @@ def sampled_batch(stack: Stack, prompts: list[Prompt], group_size: int, temperat
     groups = to_groups(prompts, group_size, run_seed=stack.experiment.run.seed, step=0)
     answers = stack.sample(groups, temperature)
     return batch_from_trajectories(answers, temperature, replay=stack.replays)
+
+
+def check_has_engine(experiment: Experiment) -> None:
+    """Raise `UserError` for an experiment that samples nothing."""
+    if not experiment.needs_engines:
+        raise user_error(
+            "algorithm.name",
+            found="sft with eval.problems = 0",
+            expected="a run with an engine: there is nothing for its trainer to agree with",
+            remedy="Train it as it is, or set eval.problems.",
+        )
 
 
 def _long(prompts: list[Prompt], tokens: int) -> Prompt:

@@ -14,8 +14,21 @@ from numerics.compiler import enable_compiler
 from numerics.implementation import choose
 from rollout import protocol
 from rollout.plugin import op_probe
+from rollout.plugin.inventory import inventory
 from rollout.plugin.state import report, state
-from rollout.protocol import Commit, Held, Ping, Pong, Probe, Probed, ReadManifest, ReadReport, Report
+from rollout.protocol import (
+    Commit,
+    Held,
+    Inventory,
+    Ping,
+    Pong,
+    Probe,
+    Probed,
+    ReadInventory,
+    ReadManifest,
+    ReadReport,
+    Report,
+)
 
 
 def after_load_model(result: Any, self: Any, *args: Any, **kwargs: Any) -> None:
@@ -60,7 +73,7 @@ def before_update(*args: Any, **kwargs: Any) -> None:
 
 def check_weights(original: Any, self: Any, action: str, allow_quant_error: bool = False) -> Any:
     """`ModelRunner.check_weights`: answer a call of ours (`rollout.protocol`), in SGLang's form of an answer."""
-    answer: Held | Probed | Report | Pong
+    answer: Held | Probed | Report | Inventory | Pong
     match protocol.from_action(action):
         case None:
             return original(self, action=action, allow_quant_error=allow_quant_error)
@@ -72,6 +85,8 @@ def check_weights(original: Any, self: Any, action: str, allow_quant_error: bool
             answer = Probed(sha256=op_probe.answer(self, recording))
         case ReadReport():
             answer = report(self)
+        case ReadInventory():
+            answer = Inventory(held=inventory(state().weights, self))
         case Ping():
             answer = Pong(weight_version=state().weights.version)
     own = state().weights.rank

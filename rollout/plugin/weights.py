@@ -17,6 +17,7 @@ from models import Model
 from models.tensors import SCALE_SUFFIX, WHOLE, EngineRank, TensorRow, TensorTable
 from numerics import delta, ops
 from numerics.digest import tensor_digests
+from numerics.holdings import tensors_in
 from numerics.quantize import QuantizedTensor
 from numerics.spec import TensorSpec
 from rollout.protocol import DELTA
@@ -105,15 +106,23 @@ class ServedWeights:
 
     def manifest(self) -> dict[str, str]:
         """`commit`'s manifest, taken anew from the parameters as they are now."""
-        model, definition = self._loaded()
-        held = hf_tensors(model, definition.tensors, self._spec.group, self.rank)
-        names, parameters, views = zip(*held, strict=True)
+        names, parameters, views = zip(*self.tensors(), strict=True)
         entries = dict(zip(names, tensor_digests(views), strict=True))
         for name, parameter in zip(names, parameters, strict=True):
             operand = self._operands.get(parameter)
             if operand is not None and operand.version is not None:
                 entries[name] += f"@{operand.version}"
         return entries
+
+    def tensors(self) -> Iterator[Served]:
+        """What this rank has of the checkpoint, as it is held."""
+        model, definition = self._loaded()
+        return hf_tensors(model, definition.tensors, self._spec.group, self.rank)
+
+    def operands(self) -> Iterator[tuple[str, list[Tensor]]]:
+        """The engine's name of each FP8 parameter, and the tensors of which its operand is made."""
+        names: dict[Tensor, str] = {parameter: name for name, parameter in self._loaded()[0].named_parameters()}
+        return ((names[parameter], list(tensors_in(held.value))) for parameter, held in self._operands.items())
 
     def load(self, original: Callable[[Iterable[tuple[str, Tensor]]], object], weights: Iterable[Any]) -> None:
         """In place of the model's `load_weights`, here `original`: tensors of the checkpoint, and deltas.
@@ -132,9 +141,7 @@ class ServedWeights:
     def _held_as(self) -> dict[str, Tensor]:
         """Where each tensor is, by its label."""
         if not self._places:
-            model, definition = self._loaded()
-            served = hf_tensors(model, definition.tensors, self._spec.group, self.rank)
-            self._places = {label: view for label, _, view in served}
+            self._places = {label: view for label, _, view in self.tensors()}
         return self._places
 
     def _loaded(self) -> tuple[nn.Module, Model]:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from models.stored import check_stored
 from numerics.errors import user_error
-from rl.diagnose.calibration import ANSWERS, calibration_prompts, sampled_batch
+from rl.diagnose.calibration import ANSWERS, calibration_prompts, check_has_engine, sampled_batch
 from rl.diagnose.preflight import floor, same_bytes, same_logprobs, same_spec
 from rl.diagnose.preflight.check import Check
 from rl.diagnose.preflight.floor import Difference
@@ -61,7 +61,7 @@ def preflight(experiment: Experiment, *, quick: bool = False, say: Callable[[str
         check_stored(path, model)  # which `check` does too
     else:
         check(experiment)
-        _check_engine(experiment)
+        check_has_engine(experiment)
         try:
             with open_pair(experiment, say=say) as stack:
                 _examine(stack, so_far, quick, say)
@@ -137,13 +137,3 @@ def _examine_logprobs(stack: Stack, batch: TokenBatch, so_far: SoFar, quick: boo
         temperature,
         *same_logprobs.noise_floor(numerics.mode, floors),
     ]
-
-
-def _check_engine(experiment: Experiment) -> None:
-    if not experiment.needs_engines:
-        raise user_error(
-            "algorithm.name",
-            found="sft with eval.problems = 0",
-            expected="a run with an engine: there is nothing for its trainer to agree with",
-            remedy="Train it as it is, or set eval.problems.",
-        )

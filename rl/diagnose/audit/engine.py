@@ -1,0 +1,33 @@
+"""What the engine holds, class by class of the precision map."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from models import Model
+from models.tensors import SCALE_SUFFIX, TensorRow, base_name
+from numerics.config import NumericsConfig
+from numerics.holdings import Holding
+from numerics.precision_map import precision_map
+from rl.diagnose.audit.sighting import Sighting
+from rollout.plugin.inventory import DERIVED, KV_CACHE, SCALES
+
+
+def engine_sightings(held: Iterable[Holding], model: Model, numerics: NumericsConfig) -> list[Sighting]:
+    """held: one rank's inventory (`rollout.plugin.inventory`). numerics: as planned."""
+    plan = precision_map(numerics)
+    kinds = {SCALES: "engine.scale", DERIVED: "engine.derived", KV_CACHE: "engine.kv_cache"}
+    found = []
+    for each in held:
+        key = kinds.get(each.kind)
+        if key is None:
+            row = model.tensors[base_name(each.name)[0].removesuffix(SCALE_SUFFIX)]
+            key = "engine.weight" if _quantized(row, model, numerics) else "engine.leftover"
+        found.append(Sighting(key, each.name, each.format, plan[key].formats, bytes=each.bytes))
+    return found
+
+
+def _quantized(row: TensorRow, model: Model, numerics: NumericsConfig) -> bool:
+    if row.kind is None:
+        return False
+    return numerics.rollout_spec.of_layer(row.layer or 0, model.sizes.layers).quantizes(row.kind)

@@ -1,0 +1,71 @@
+"""In which format a tensor is, by its values: FP8 arithmetic that is emulated leaves BF16 tensors of FP8 values."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from numerics.config import NumericsConfig
+from numerics.holdings import format_of
+from numerics.quantize import fake_quantize
+from numerics.spec import QuantSpec, Role, TensorSpec
+
+ROWS = 256
+"""That are looked at, of a larger matrix."""
+FEWEST = 64
+"""Numbers that are not zero, below which values say nothing: any few of them may be on a grid by chance."""
+SAME = 2.0**-18
+"""Relative difference of two FP32 numbers that stand for the same code: scales that are not powers of two round."""
+
+
+class Grids:
+    """The FP8 grids on which the operands of one run may lie, coarse ones first."""
+
+    def __init__(self, numerics: NumericsConfig) -> None:
+        default = QuantSpec.preset("fp8_block_pow2")
+        self._specs: dict[Role, list[TensorSpec]] = {}
+        for role in ("weight", "activation", "gradient"):
+            planned: TensorSpec = getattr(numerics.spec, role)
+            basis = planned if planned.quantized else getattr(default, role)
+            scales = dict.fromkeys((basis.scale, "pow2"))
+            self._specs[role] = [replace(basis, format=f, scale=s) for f in ("e5m2", "e4m3") for s in scales]
+
+    def format(self, x: Tensor, role: Role) -> str | None:
+        """The narrowest format that holds a matrix [.., R, C] as it is, in groups along either axis.
+
+        None where too few numbers are there to say.
+        """
+        if x.dtype not in (torch.bfloat16, torch.float32):
+            return format_of(x.dtype)
+        matrix = x.detach().reshape(-1, x.shape[-1])
+        ways = [_sample(way, block=role == "weight") for way in (matrix, matrix.t())]
+        if not (ways := [way for way in ways if int(way.count_nonzero()) >= FEWEST]):
+            return None
+        on_grid = (spec.format for spec in self._specs[role] for way in ways if _unchanged(way, spec))
+        return next(on_grid, format_of(x.dtype))
+
+
+def _sample(x: Tensor, *, block: bool) -> Tensor:
+    """Rows of a matrix: the fullest, as what is not learnt from has gradients of zero, or whole blocks of them."""
+    if block or len(x) <= ROWS:
+        return x[:ROWS].contiguous()
+    return x[(x != 0).sum(1).topk(ROWS).indices]
+
+
+def stored(x: Tensor) -> str | None:
+    """The format of what is kept from step to step: BF16 if FP32 numbers are all of them BF16 ones.
+
+    None where too few numbers are there to say.
+    """
+    if x.dtype is not torch.float32:
+        return format_of(x.dtype)
+    if int(x.count_nonzero()) < FEWEST:
+        return None
+    return "bf16" if torch.equal(x.bfloat16().float(), x) else "fp32"
+
+
+def _unchanged(x: Tensor, spec: TensorSpec) -> bool:
+    again, x = fake_quantize(x, spec, torch.float32), x.float()
+    return bool(((again - x).abs() <= SAME * x.abs()).all())

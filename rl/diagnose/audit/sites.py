@@ -1,0 +1,109 @@
+"""Where in the trainer's model each op of the forward is computed, and what the spec plans for it there."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from models.tensors import TensorRow
+from numerics.config import NumericsConfig
+
+if TYPE_CHECKING:
+    from trainer.trainer import Trainer
+
+Part = Literal["embedding", "head", "router", "attention", "product", "experts", "norm"]
+"""What a module is. A product may have a norm inside, a layer of experts has its products inside."""
+_NORMS = {"norm", "add_norm", "head_norm"}
+
+
+@dataclass(frozen=True)
+class Site:
+    """One module of the trainer.
+
+    Attributes:
+        path: Megatron's, of this rank. quantized: what the spec says of the products in it; both where it says no to
+            one and yes to another.
+    """
+
+    path: str
+    part: Part
+    quantized: frozenset[bool] = frozenset({False})
+
+
+class Sites:
+    """The modules of one rank, found by path, and its parameters by what they are."""
+
+    def __init__(self, trainer: Trainer, numerics: NumericsConfig) -> None:
+        """numerics: as planned."""
+        self._by_path: dict[str, Site] = {}
+        self.parameters: dict[str, Part] = {}
+        names = trainer.weights.names(trainer.model)
+        definition, spec = trainer.definition, numerics.trainer_spec
+        layers = definition.sizes.layers
+        rows = {name: definition.tensors[held[0]] for name, held in names.items() if held}
+        heads = _heads(trainer)
+        for path, seen in _forms(trainer).items():
+            kinds = {(row.kind, row.layer) for name, row in rows.items() if name.startswith(f"{path}.") and row.kind}
+            quantized = {spec.of_layer(layer or 0, layers).quantizes(kind) for kind, layer in kinds if kind}
+            part = _part(seen, bool(kinds), path in heads)
+            if part is not None:
+                self._by_path[path] = Site(path, part, frozenset(quantized) or frozenset({False}))
+        for name, row in rows.items():
+            self.parameters[name] = self._part_of(name, row)
+
+    def at(self, path: str) -> Site | None:
+        """The innermost module that is known, of those around a path."""
+        while path:
+            if path in self._by_path:
+                return self._by_path[path]
+            path = path.rpartition(".")[0]
+        return None
+
+    def exactly(self, path: str) -> Site | None:
+        return self._by_path.get(path)
+
+    def __len__(self) -> int:
+        return len(self._by_path)
+
+    def _part_of(self, name: str, row: TensorRow) -> Part:
+        if row.kind is not None:
+            return "product" if row.expert is None else "experts"
+        site = self.at(name)
+        if not row.product and site is not None and site.part != "embedding":
+            return "norm"  # also inside another module
+        return site.part if site is not None else "norm"
+
+
+def _forms(trainer: Trainer) -> Mapping[str, set[str]]:
+    """The forms of the ops that each module computes, by its path on this rank."""
+    local = {layer.layer_number - 1: index for index, layer in enumerate(trainer.model.decoder.layers)}
+    forms: dict[str, set[str]] = {}
+    for place in trainer.definition.forward.places():
+        if not place.op.megatron or (place.layer is not None and place.layer not in local):
+            continue
+        layer = "" if place.layer is None else f"decoder.layers.{local[place.layer]}."
+        forms.setdefault(layer + place.op.megatron, set()).add(place.op.form)
+    return forms
+
+
+def _heads(trainer: Trainer) -> set[str]:
+    """The products outside the layers."""
+    places = trainer.definition.forward.places()
+    return {place.op.megatron for place in places if place.layer is None and place.op.form == "linear"}
+
+
+def _part(forms: set[str], has_kinds: bool, is_head: bool) -> Part | None:
+    if "embed" in forms:
+        return "embedding"
+    if is_head:
+        return "head"
+    if "topk" in forms:
+        return "router"
+    if "attention" in forms:
+        return "attention"
+    if "experts" in forms:
+        return "experts"
+    if has_kinds:
+        return "product"
+    return "norm" if forms & _NORMS else None
