@@ -12,10 +12,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from models import read_model
 from models.tiny import TinyModel, write_tiny_model
 from numerics.config import NumericsConfig
+from numerics.holdings import Holding
+from rl.diagnose.audit.engine import engine_sightings
+from rl.diagnose.audit.report import differences_of
 from rl.run.batching import batch_from_trajectories
 from rl.run.feed import to_groups
+from rollout.client import EngineClient
 from rollout.config import RolloutConfig
 from rollout.engine import Engine
 from rollout.protocol import Report
@@ -86,6 +91,22 @@ def test_only_the_draw_and_the_fp8_products_are_hooked(rig: Rig, sides: Sides) -
         for kind in ("Linear", "MoE")
         for method in ("apply", "process_weights_after_loading_block_quant")
     ] + [draw]
+
+
+@pytest.mark.parametrize("rollout", ["bf16", "fp8"])
+def test_an_engine_holds_what_the_precision_map_plans(rollout: str, rig: Rig, sides: Sides) -> None:
+    async def inventory(engine: Engine) -> list[tuple[Holding, ...]]:
+        async with EngineClient(await engine.endpoint()) as client:
+            return await client.inventory()
+
+    (held,) = rig.run(inventory(sides.engines[rollout]))
+    numerics = dataclasses.replace(FP8, rollout=rollout).numerics
+    sightings = engine_sightings(held, read_model(rig.models[FP8.model]), numerics)
+    assert differences_of(sightings) == []
+    assert {each.found for each in sightings if each.key == "engine.weight"} == (
+        {"e4m3"} if rollout == "fp8" else set()
+    )
+    assert {each.found for each in sightings if each.key == "engine.kv_cache"} == {"bf16"}
 
 
 @pytest.mark.parametrize(("replay", "bar"), [(False, 0.55), (True, 0.5)])

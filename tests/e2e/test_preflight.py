@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from operator import methodcaller
 from pathlib import Path
@@ -13,7 +13,10 @@ import pytest
 from click.testing import Result
 from typer.testing import CliRunner
 
+from models import read_model
 from rl.cli import app
+from rl.diagnose.audit import Report as Audit
+from rl.diagnose.audit import run as audit
 from rl.diagnose.preflight import Report, run
 from rl.experiment import load_experiment
 from rl.run.stack import Stack, open_pair
@@ -35,17 +38,23 @@ def stack() -> Iterator[Stack]:
 def preflight(stack: Stack, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Result, Report]]:
     """Run the command on the stack that is up already."""
 
-    @contextmanager
-    def opened(*_: object, **__: object) -> Iterator[Stack]:
-        yield stack
-
     def invoke(*arguments: str) -> tuple[Result, Report]:
         result = CliRunner().invoke(app, ["preflight", SPEC, *arguments, "--json"])
         assert result.exit_code in (0, 1), (result.output, result.exception)
         return result, Report.from_json(result.stdout)
 
-    monkeypatch.setattr(run, "open_pair", opened)
+    monkeypatch.setattr(run, "open_pair", opened_as(stack))
     return invoke
+
+
+def opened_as(stack: Stack) -> Callable[..., AbstractContextManager[Stack]]:
+    """In place of `open_pair`."""
+
+    @contextmanager
+    def opened(*_: object, **__: object) -> Iterator[Stack]:
+        yield stack
+
+    return opened
 
 
 def test_a_bf16_trainer_beside_an_fp8_engine_fails(
@@ -69,6 +78,26 @@ def test_a_bf16_trainer_beside_an_fp8_engine_fails(
     assert measured.mean is not None and measured.mean > 1e-3
     # The engine agrees with itself all the same.
     assert report.differences["prefill against decode"].zero and report.differences["alone against together"].zero
+
+
+def test_an_audit_of_the_example_finds_every_row_as_planned(stack: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The step that it watches is taken back, and the sides agree again."""
+    monkeypatch.setattr(audit, "open_pair", opened_as(stack))
+    before = stack.folder / "before"
+    stack.trainer.save(before, {})
+    result = CliRunner().invoke(app, ["audit", SPEC, "--json"])
+    stack.trainer.load(before)
+    stack.sync()
+    assert result.exit_code == 0, (result.output, result.exception)
+    found = Audit.from_json(result.stdout)
+    assert found.ok and found.unseen == [] and found.differences == []
+    rows = {row.key: row for row in found.rows}
+    assert {key for key, row in rows.items() if not row.found} == {"wire.layer"}  # of one rank
+    sizes = read_model(Path(stack.experiment.model.path)).sizes
+    slots = stack.experiment.rollout.max_total_tokens + 1  # and SGLang's padding slot
+    assert rows["engine.kv_cache"].bytes == 2 * 2 * sizes.layers * sizes.kv_heads * sizes.head_dim * slots
+    assert rows["engine.weight"].found == {"e4m3": sizes.layers * (4 + 3 * sizes.experts)}
+    assert [claim["id"] for claim in json.loads(result.stdout)["claims"]] == [f"002-{n}" for n in range(15, 20)]
 
 
 def test_the_example_passes_with_equal_logprobs_and_no_noise(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from numerics.config import NumericsConfig
@@ -15,7 +16,7 @@ from numerics.spec import QuantSpec, Role, TensorSpec
 ROWS = 256
 """That are looked at, of a larger matrix."""
 FEWEST = 64
-"""Numbers that are not zero, below which values say nothing: any few of them may be on a grid by chance."""
+"""Numbers, below which values say nothing: any few of them may be on a grid by chance."""
 SAME = 2.0**-18
 """Relative difference of two FP32 numbers that stand for the same code: scales that are not powers of two round."""
 
@@ -41,10 +42,17 @@ class Grids:
             return format_of(x.dtype)
         matrix = x.detach().reshape(-1, x.shape[-1])
         ways = [_sample(way, block=role == "weight") for way in (matrix, matrix.t())]
-        if not (ways := [way for way in ways if int(way.count_nonzero()) >= FEWEST]):
-            return None
-        on_grid = (spec.format for spec in self._specs[role] for way in ways if _unchanged(way, spec))
-        return next(on_grid, format_of(x.dtype))
+        specs = self._specs[role]
+        telling = [way for way in ways if _evidence(way, specs[0]) >= FEWEST]
+        on_grid = (spec.format for spec in specs for way in telling if _unchanged(way, spec))
+        return next(on_grid, format_of(x.dtype) if len(telling) == len(ways) else None)
+
+
+def _evidence(x: Tensor, spec: TensorSpec) -> int:
+    """How many numbers say something: those that are not zero, without one of each group, whose scale fits it."""
+    width = spec.block_shape(*x.shape)[1]
+    full = F.pad(x, (0, -x.shape[1] % width)).reshape(-1, width).count_nonzero(1)
+    return int((full - 1).clamp(min=0).sum())
 
 
 def _sample(x: Tensor, *, block: bool) -> Tensor:

@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 from numerics.compiler import uncompiled
 from numerics.config import NumericsConfig
 from numerics.holdings import format_of, tensors_in
+from numerics.implementation import using
 from numerics.precision_map import precision_map, unquantized
 from numerics.spec import Role
 from rl.diagnose.audit.formats import Grids, stored
@@ -69,11 +70,13 @@ _LEAVES: dict[Part, str] = {
 def watch_step(trainer: Trainer, batch: TokenBatch, objective: Objective, numerics: NumericsConfig) -> list[Sighting]:
     """Train on `batch`, uncompiled, and report all that the precision map speaks of. All ranks take part.
 
+    Shared ops run on their torch definitions, whose bits are the kernels' and whose insides can be seen.
+
     numerics: what is planned, which the trainer may no longer run.
     """
     from trainer.inventory import inventory, optimizer_state
 
-    with uncompiled():
+    with uncompiled(), using("torch"):
         trainer.score(batch)  # what is done once and for all, such as probes of the machine, is no part of a step
         trainer.weights_changed()
         sites = Sites(trainer, numerics)
