@@ -23,6 +23,7 @@ from models.stored import stored_tensors
 from numerics.config import NumericsConfig
 from numerics.errors import UserError
 from numerics.spec import QuantSpec
+from rl.diagnose.audit.report import differences_of
 from tests.support.batches import Poisoned, cross_entropy, random_batch, random_routes
 from tests.support.models import LENGTH
 from tests.support.ranks import run_on_ranks
@@ -59,6 +60,7 @@ class Case:
     k_splits: int
 
     def __call__(self, layout: Layout, config: TrainerConfig) -> dict[str, Any]:
+        from rl.diagnose.audit.watch import watch_step
         from trainer.inventory import inventory, transfers
 
         out: dict[str, Any] = {}
@@ -77,6 +79,8 @@ class Case:
         with transfers(trainer) as sent:
             out["resumed"] = two_steps(trainer)
         out["inventory"] = inventory(trainer), sent
+        batch = random_batch(**BATCH)
+        out["audit"] = watch_step(trainer, batch, cross_entropy(batch), trainer.numerics)
         trainer.save(self.saved, {"layout": config.model_dump()})
         out["non-finite"] = self._non_finite(trainer)
         out["reference"] = self._frozen(layout, config)
@@ -396,3 +400,11 @@ def test_ranks_share_the_state_of_what_they_hold_alike_and_send_it_each_step(out
             if each.kind == "gradients"
         )
         assert total == (1 if kind == "masters" else 2) * whole
+
+
+def test_every_rank_computes_as_the_precision_map_plans(outcome: Outcome) -> None:
+    assert [differences_of(rank["audit"]) for rank in outcome.ranks] == [[], []]
+    seen = {each.key for rank in outcome.ranks for each in rank["audit"]}
+    config = outcome.config
+    assert ("wire.layer" in seen) == (config.tp > 1 or config.ep > 1 or config.pp > 1)
+    assert {"gradient.wire", "wire.weights", "product.gradient", "softmax.reduction", "loss.reduction"} <= seen
