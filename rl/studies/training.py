@@ -10,6 +10,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Protocol
 
+import torch
+
 from numerics.config import NumericsConfig
 from rl.algorithms.sft import SftObjective
 from rl.studies import live
@@ -52,6 +54,7 @@ class TrainedArm:
     Attributes:
         config: of optimizer and rate; the rate falls to 0 over the run.
         change: of the trainer, from before the first step until after the evaluation.
+        dtype: of the model's weights.
     """
 
     numerics: NumericsConfig = field(default_factory=live.exact)
@@ -59,6 +62,7 @@ class TrainedArm:
     change: Change | None = None
     after_step: AfterStep | None = None
     model: Path = MODEL
+    dtype: torch.dtype = torch.bfloat16
 
 
 @dataclass(frozen=True)
@@ -89,7 +93,8 @@ def taught(
     steps = QUICK_STEPS if quick else STEPS
     held_out = live.chain_batch(live.HELD_OUT, 0, QUICK_HELD_OUT_CHAINS if quick else HELD_OUT_CHAINS)
     losses: list[float] = []
-    trainer = live.trainer_of(arm.model, arm.numerics, layout, config=arm.config, steps=steps)
+    config, dtype = arm.config, arm.dtype
+    trainer = live.trainer_of(arm.model, arm.numerics, layout, config=config, steps=steps, dtype=dtype)
     with arm.change(trainer) if arm.change else nullcontext():
         try:
             for step in range(steps):
