@@ -100,7 +100,7 @@ def rounded(x: Tensor, to: Narrow) -> Tensor:
 
 
 @contextmanager
-def _with_ops(**replaced: Callable[..., Any]) -> Iterator[None]:
+def with_ops(**replaced: Callable[..., Any]) -> Iterator[None]:
     """Ops of this process by other functions, which may call the definitions that they replace."""
     previous = dispatch.installed()
     dispatch.install({**dispatch.OPS, **(previous or {}), **replaced})
@@ -131,22 +131,22 @@ def _attention(scores_to: Narrow | None, probs_to: Narrow | None, inputs_to: Nar
 
 def wide_attention(trainer: Trainer) -> Any:
     """The attention of the arms below without their roundings: what they are compared with."""
-    return _with_ops(attention=_attention(None, None, None))
+    return with_ops(attention=_attention(None, None, None))
 
 
 def fp8_softmax(trainer: Trainer) -> Any:
     """Probabilities of the attention stored as plain E4M3 numbers."""
-    return _with_ops(attention=_attention(None, "fp8 unscaled", None))
+    return with_ops(attention=_attention(None, "fp8 unscaled", None))
 
 
 def fp8_scores(trainer: Trainer) -> Any:
     """Scores of the attention stored as plain E4M3 numbers."""
-    return _with_ops(attention=_attention("fp8 unscaled", None, None))
+    return with_ops(attention=_attention("fp8 unscaled", None, None))
 
 
 def fp8_attention(trainer: Trainer) -> Any:
     """Queries, keys, values and probabilities in E4M3 with scales, as FP8 attention kernels take them."""
-    return _with_ops(attention=_attention(None, "fp8 1x128", "fp8 1x128"))
+    return with_ops(attention=_attention(None, "fp8 1x128", "fp8 1x128"))
 
 
 def fp8_norm(trainer: Trainer) -> Any:
@@ -157,7 +157,7 @@ def fp8_norm(trainer: Trainer) -> Any:
         inverse = torch.rsqrt(rounded(wide.square(), "fp8 unscaled").mean(-1, keepdim=True) + eps)
         return (wide * inverse * weight.float()).to(x.dtype)
 
-    return _with_ops(rms_norm=rms_norm)
+    return with_ops(rms_norm=rms_norm)
 
 
 @contextmanager
