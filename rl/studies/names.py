@@ -7,7 +7,16 @@ import importlib
 from numerics.errors import user_error
 from rl.studies.study import Study
 
-NAMES = ("precision_cases", "gradient_direction", "gemm_error", "gemm_trace", "failure_modes", "wire_formats", "bf16")
+NAMES = (
+    "precision_cases",
+    "gradient_direction",
+    "gemm_error",
+    "gemm_trace",
+    "failure_modes",
+    "model_scale",
+    "wire_formats",
+    "bf16",
+)
 """In the order in which they run."""
 
 

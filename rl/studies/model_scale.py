@@ -1,0 +1,314 @@
+"""Does the mismatch between trainer and rollout grow with the model, and more where only the rollout is in FP8?
+
+In native mode each side computes with its library's own ops. No engine runs here, so as to reach models of many sizes:
+the shared ops of exact mode stand for the engine's, and Megatron's own for the trainer's, on the same weights. That is
+two implementations of one model which round in different places, as trainer and engine are; one arm of a full run says
+what a live engine finds on one of the models.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from models.tiny import TinyModel
+from rl.studies import figures, live
+from rl.studies.claims import Claim
+from rl.studies.lab import Lab
+from rl.studies.statistics import Estimate, estimate
+from rl.studies.study import Measurement, Study, TextTable
+from rl.studies.subjects import random_model
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from trainer.scorer import Scorer
+
+BASE = TinyModel(layers=4, hidden=256, intermediate=256, experts=8, top_k=2)
+GROWING = (
+    TinyModel(layers=1, hidden=128, intermediate=128, experts=4, top_k=2),
+    TinyModel(layers=2, hidden=128, intermediate=128, experts=8, top_k=2),
+    BASE,
+    TinyModel(layers=8, hidden=256, intermediate=256, experts=16, top_k=2),
+    TinyModel(layers=16, hidden=256, intermediate=256, experts=16, top_k=2),
+)
+"""In everything at once: 0.3M to 55M parameters."""
+QUICK_GROWING = GROWING[:3]
+AXES: dict[str, tuple[TinyModel, ...]] = {
+    "layers": tuple(replace(BASE, layers=count) for count in (1, 2, 4, 8, 16)),
+    "hidden": tuple(replace(BASE, hidden=size, intermediate=size) for size in (128, 256, 512)),
+    "experts": tuple(replace(BASE, experts=count) for count in (4, 8, 16, 64)),
+    "top_k": tuple(replace(BASE, top_k=count) for count in (1, 2, 4, 8)),
+}
+"""In one thing alone."""
+QUICK_AXES = {"layers": AXES["layers"][:4]}
+
+SEQUENCES, LENGTH = 16, 64
+ENTROPY = 2.0
+"""Mean entropy of the next token in nats, to which the logits of every model are scaled; M's vocabulary has 4.85."""
+
+
+@dataclass(frozen=True)
+class Pair:
+    """What the two sides compute with: a precision, and a preset. native: the trainer has Megatron's own ops."""
+
+    trainer: str
+    rollout: str
+    spec: str = "fp8_block_pow2"
+    rollout_spec: str = "fp8_block_pow2"
+    native: bool = True
+
+
+PAIRS = {
+    "BF16/BF16": Pair("bf16", "bf16"),
+    "BF16/FP8": Pair("bf16", "fp8"),
+    "FP8/FP8": Pair("fp8", "fp8"),
+    "FP8/FP8, same ops": Pair("fp8", "fp8", native=False),
+    "FP8/FP8, mixed scales": Pair("fp8", "fp8", rollout_spec="fp8_block_fp32"),
+}
+"""Trainer / rollout."""
+SLOPE = "slope over {}"
+"""Of the logarithm of abs d over the logarithm of the size."""
+
+
+def _grows(id: str, says: str, over: str, pair: str = "BF16/FP8") -> Claim:
+    return Claim(id=id, says=says, metric=SLOPE.format(over), arm=pair, rule="above", bounds=(0.0,), margin=0.05)
+
+
+CLAIMS = (
+    Claim(
+        id="same ops",
+        says="Where both sides have the same ops, d is 0 in every model.",
+        metric="largest abs d",
+        arm="FP8/FP8, same ops",
+        rule="within",
+        bounds=(0.0, 0.0),
+        control="negative",
+    ),
+    Claim(
+        id="mixed scales",
+        says="Power-of-two scales on one side and FP32 scales on the other make d at least 1.25 times as large.",
+        metric="abs d/base",
+        arm="FP8/FP8, mixed scales",
+        against="FP8/FP8",
+        contrast="ratio",
+        rule="above",
+        bounds=(1.25,),
+        control="positive",
+    ),
+    _grows("003-2a", "The mismatch of BF16 training and FP8 rollout grows with the model.", "parameters"),
+    Claim(
+        id="003-2b",
+        says="It grows faster than where both sides are in FP8.",
+        metric=SLOPE.format("parameters"),
+        arm="BF16/FP8",
+        against="FP8/FP8",
+        contrast="difference",
+        rule="above",
+        bounds=(0.0,),
+        margin=0.02,
+    ),
+    Claim(
+        id="003-2c",
+        says="In the largest model it is larger than where both sides are in FP8.",
+        metric="abs d/largest",
+        arm="BF16/FP8",
+        against="FP8/FP8",
+        contrast="ratio",
+        rule="above",
+        bounds=(1.0,),
+        margin=0.05,
+    ),
+    _grows("003-2d", "It grows with the depth.", "layers"),
+    _grows("003-2e", "It grows with the width.", "hidden"),
+    _grows("003-2f", "It grows with the number of experts.", "experts"),
+    _grows("003-2g", "It grows with the experts of a token.", "top_k"),
+)
+
+
+def measure(lab: Lab) -> Measurement:
+    """Every pair on every model; a seed has weights and contexts of its own."""
+    growing, axes = (QUICK_GROWING, QUICK_AXES) if lab.quick else (GROWING, AXES)
+    shapes = list(dict.fromkeys([*growing, *(shape for shapes in axes.values() for shape in shapes)]))
+    jobs = [(shape, seed, lab.scratch) for seed in lab.seeds for shape in shapes]
+    found = dict(zip([job[:2] for job in jobs], lab.each(mismatch, jobs, "models"), strict=True))
+    lab.specs |= {preset: live.exact(preset).spec.digest() for preset in ("fp8_block_pow2", "fp8_block_fp32")}
+    parameters = {shape: found[shape, lab.seeds[0]].parameters for shape in shapes}
+    sizes = {"parameters": [parameters[shape] for shape in growing]} | {
+        axis: [getattr(shape, axis) for shape in shapes] for axis, shapes in axes.items()
+    }
+    along = {"parameters": growing, **axes}
+    values: dict[str, dict[str, list[float]]] = {pair: {} for pair in PAIRS}
+    for pair, metrics in values.items():
+
+        def of(shape: TinyModel, seed: int, pair: str = pair) -> float:
+            return found[shape, seed].abs_d[pair]
+
+        for axis, models in along.items():
+            for size, shape in zip(sizes[axis], models, strict=True):
+                metrics[f"abs d/{axis}={size}"] = [of(shape, seed) for seed in lab.seeds]
+            if not pair.endswith("same ops"):
+                each = [[of(shape, seed) for shape in models] for seed in lab.seeds]
+                metrics[SLOPE.format(axis)] = [slope(sizes[axis], numbers) for numbers in each]
+        metrics["abs d/base"] = [of(BASE, seed) for seed in lab.seeds]
+        metrics["abs d/largest"] = [of(growing[-1], seed) for seed in lab.seeds]
+        metrics["largest abs d"] = [max(of(shape, seed) for shape in shapes) for seed in lab.seeds]
+    low, high = (f"{number / 1e6:.1f}M" for number in (min(parameters.values()), max(parameters.values())))
+    return Measurement(
+        values=values,
+        subject=f"random Qwen3-MoE of {low} to {high} parameters, logits scaled to {ENTROPY:g} nats of entropy, native "
+        "mode, the shared ops in place of an engine's",
+        details={"sizes": sizes, "shapes": [[str(shape), parameters[shape]] for shape in shapes]},
+    )
+
+
+@dataclass(frozen=True)
+class Found:
+    """Of one model: its parameters, and the mean abs d of each pair in nats."""
+
+    parameters: int
+    abs_d: dict[str, float]
+
+
+def mismatch(shape: TinyModel, seed: int, scratch: Path) -> Found:
+    """The expected abs d of a token that the rollout would sample, for every pair, over random contexts.
+
+    Over each context the expectation over the vocabulary is taken, instead of one token. The logits are divided by the
+    number that gives the BF16 rollout `ENTROPY`, in FP32: a head scaled by it gives the same, as rounding is relative.
+    """
+    from trainer.scorer import Scorer
+
+    path = random_model(scratch, shape, seed)
+    generator = torch.Generator().manual_seed(seed)
+    contexts = torch.randint(0, shape.vocab, (SEQUENCES, LENGTH), generator=generator)
+    with live.world() as layout:
+        sides = {
+            native: Scorer(path, live.ONE_RANK, _numerics("bf16", native=native), layout, max_sequence_length=LENGTH)
+            for native in (False, True)
+        }
+        parameters = sum(parameter.numel() for parameter in sides[True].model.parameters())
+        scale = _scale(logits(sides[False], contexts))
+        abs_d = {}
+        for name, pair in PAIRS.items():
+            sides[pair.native].set_numerics(_numerics(pair.trainer, pair.spec, native=pair.native))
+            trainer = logits(sides[pair.native], contexts) / scale
+            sides[False].set_numerics(_numerics(pair.rollout, pair.rollout_spec, native=False))
+            rollout = logits(sides[False], contexts) / scale
+            abs_d[name] = expected_abs_d(trainer, rollout)
+    shutil.rmtree(path)
+    return Found(parameters, abs_d)
+
+
+def expected_abs_d(trainer: Tensor, rollout: Tensor) -> float:
+    """Of logits [..., V]: abs(log p_trainer - log p_rollout), weighted by p_rollout, mean over the contexts, nats."""
+    theirs = rollout.double().log_softmax(-1)
+    d = trainer.double().log_softmax(-1) - theirs
+    return float((theirs.exp() * d.abs()).sum(-1).mean())
+
+
+def entropy(logits: Tensor) -> float:
+    """Of the softmax of [..., V], mean, nats."""
+    logprobs = logits.double().log_softmax(-1)
+    return float(-(logprobs.exp() * logprobs).sum(-1).mean())
+
+
+def slope(sizes: Sequence[float], values: Sequence[float]) -> float:
+    """Of the logarithms, by least squares."""
+    return float(np.polyfit(np.log(sizes), np.log(values), 1)[0])
+
+
+@torch.no_grad()
+def logits(scorer: Scorer, tokens: Tensor) -> Tensor:
+    """FP32 [B, S, V] of a live model."""
+    out: Tensor = scorer.model(tokens, position_ids=None, attention_mask=None)
+    return out.float()
+
+
+def _numerics(precision: str, spec: str = "fp8_block_pow2", *, native: bool) -> Any:
+    return live.exact(spec, precision, "native" if native else "exact")
+
+
+def _scale(logits: Tensor) -> float:
+    """By which logits are divided to have the mean entropy `ENTROPY`."""
+    low, high = -20.0, 20.0
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (low, middle) if entropy(logits / 2**middle) > ENTROPY else (middle, high)
+    return float(2**middle)
+
+
+def draw(measurement: Measurement) -> Mapping[str, Figure]:
+    sizes = measurement.details["sizes"]
+    return {f"abs_d_over_{axis}": _over(measurement, axis, sizes[axis]) for axis in sizes}
+
+
+def _over(measurement: Measurement, axis: str, sizes: Sequence[float]) -> Figure:
+    figure = figures.figure(f"Mismatch over {NAMES[axis]}")
+    axes = figure.axes[0]
+    shown = [pair for pair in PAIRS if not pair.endswith("same ops")]
+    for index, pair in enumerate(shown):
+        values = [_of(measurement, pair, f"abs d/{axis}={size}") for size in sizes]
+        value, low, high = _of(measurement, pair, SLOPE.format(axis))
+        name = f"{pair}: slope {value:.2f} ({low:.2f} to {high:.2f})"
+        points = [(middle, max(low, middle / 10), high) for middle, low, high in values]
+        figures.curve(axes, sizes, points, name=name, index=index, marker="o")
+    axes.set(xscale="log", yscale="log", xlabel=NAMES[axis], ylabel="mean abs d, nats")
+    axes.legend()
+    return figure
+
+
+NAMES = {
+    "parameters": "parameters",
+    "layers": "layers",
+    "hidden": "hidden size",
+    "experts": "experts of a layer",
+    "top_k": "experts of a token",
+}
+
+
+def tables(measurement: Measurement) -> Sequence[TextTable]:
+    sizes = measurement.details["sizes"]
+    shown = [pair for pair in PAIRS if not pair.endswith("same ops")]
+    return [
+        TextTable(
+            f"Mean abs d over {NAMES[axis]}, nats",
+            (NAMES[axis], *shown),
+            [
+                *(
+                    [
+                        f"{size:,}",
+                        *(f"{_of(measurement, pair, f'abs d/{axis}={size}')[0]:.4g}" for pair in shown),
+                    ]
+                    for size in numbers
+                ),
+                ["slope of the logarithms", *(_text(_of(measurement, pair, SLOPE.format(axis))) for pair in shown)],
+            ],
+        )
+        for axis, numbers in sizes.items()
+    ]
+
+
+def _of(measurement: Measurement, pair: str, metric: str) -> tuple[float, float, float]:
+    found: Estimate = estimate(measurement.values[pair][metric], None, "value")
+    return found.value, found.low, found.high
+
+
+def _text(interval: tuple[float, float, float]) -> str:
+    return "{:.3f} ({:.3f} to {:.3f})".format(*interval)
+
+
+STUDY = Study(
+    name="model_scale",
+    question="Does the mismatch grow with the model, and more where only the rollout is in FP8?",
+    claims=CLAIMS,
+    measure=measure,
+    draw=draw,
+    tables=tables,
+)
