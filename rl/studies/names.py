@@ -12,6 +12,7 @@ NAMES = (
     "gradient_direction",
     "gemm_error",
     "gemm_trace",
+    "scale_formats",
     "failure_modes",
     "model_scale",
     "wire_formats",

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from numerics import dispatch
-from numerics.quantize import fake_quantize
+from numerics.quantize import quantize
 from numerics.spec import TensorSpec
 
 if TYPE_CHECKING:
@@ -28,12 +28,21 @@ LARGEST = torch.finfo(torch.float8_e4m3fn).max
 
 def narrowed(x: Tensor, to: Narrow) -> Tensor:
     """x with every value rounded to E4M3 or BF16, in x's dtype. Scales are FP32; `unscaled` is the plain cast."""
+    return stored(x, to)[0]
+
+
+def stored(x: Tensor, to: Narrow) -> tuple[Tensor, Tensor]:
+    """`narrowed` x, and the codes that would be stored beside the scales, as int64."""
     if to == "bf16":
-        return x.bfloat16().to(x.dtype)
+        codes = x.bfloat16()
+        return codes.to(x.dtype), codes.view(torch.int16).long()
     if to == "fp8 unscaled":
-        return x.clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn).to(x.dtype)
+        codes = x.clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn)
+        return codes.to(x.dtype), codes.view(torch.uint8).long()
     matrix = x.reshape(1, -1) if x.dim() < 2 else x.reshape(-1, x.shape[-1])
-    return fake_quantize(matrix, GROUPS if to == "fp8 1x128" else TENSOR).to(x.dtype).reshape(x.shape)
+    quantized = quantize(matrix, GROUPS if to == "fp8 1x128" else TENSOR)
+    values = quantized.dequantize().to(x.dtype).reshape(x.shape)
+    return values, quantized.data.view(torch.uint8).long().reshape(x.shape)
 
 
 @dataclass
@@ -42,15 +51,15 @@ class NarrowState:
 
     Attributes:
         masters, first, second: formats of the weights' masters and of Adam's m and v; None: FP32.
-        noted: what was lost, by name, added up over the steps: `lost_updates`, the share of weights that an update
-            did not move although it was not 0, and `lost_second`, the share of v above 0 that became 0.
+        noted: what was lost, by name, added up over the steps: `lost_updates`, the share of updates other than
+            0 that left a weight's code as it was, and `lost_second`, the share of v above 0 that became 0.
     """
 
     masters: Narrow | None = None
     first: Narrow | None = None
     second: Narrow | None = None
     noted: dict[str, list[float]] = field(default_factory=dict)
-    _before: dict[int, Tensor] = field(default_factory=dict)
+    _before: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     @torch.no_grad()
     def __call__(self, trainer: Trainer) -> None:
@@ -69,13 +78,13 @@ class NarrowState:
                         vanished += int(((state["exp_avg_sq"] > 0) & (kept == 0)).sum())
                         state["exp_avg_sq"].copy_(kept)
                     if self.masters:
-                        stored = narrowed(master, self.masters)
-                        before = self._before.get(id(master))
-                        if before is not None:
+                        values, codes = stored(master, self.masters)
+                        if id(master) in self._before:
+                            before, codes_before = self._before[id(master)]
                             moved += int((master != before).sum())
-                            stayed += int(((master != before) & (stored == before)).sum())
-                        master.copy_(stored)
-                        self._before[id(master)] = stored.clone()
+                            stayed += int(((master != before) & (codes == codes_before)).sum())
+                        master.copy_(values)
+                        self._before[id(master)] = values, codes
             megatron._copy_main_params_to_model_params()
         trainer.weights_changed()
         if moved:
