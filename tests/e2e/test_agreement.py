@@ -38,11 +38,13 @@ EXACT = {
     "moe-tp2": TWO_RANKS,
     "moe": Setup("moe"),
     "moe-pp3": Setup("moe", layout=(("pp", 3),)),
-    "moe-ep2": Setup("moe", layout=(("ep", 2), ("dp", 2))),
+    "moe-ep2-fp8-wires": Setup(
+        "moe", layout=(("ep", 2), ("dp", 2), ("gradient_wire", "e4m3"), ("weight_gather", "e4m3"))
+    ),
     "dense-tp2": Setup("dense", k_splits=2, layout=(("tp", 2),)),
     "dense-pp2-tp2": Setup("dense", k_splits=2, layout=(("pp", 2), ("tp", 2))),
     "dense": Setup("dense", k_splits=2),
-    "dense-engine-tp2": Setup("dense", k_splits=2, engine_tp=2),
+    "dense-engine-tp2-ironwood": Setup("dense", preset="ironwood", k_splits=2, engine_tp=2),
     "moe-fp32-scales-bf16-ends": Setup("moe", preset="fp8_block_fp32", bf16_ends=1),
 }
 ROUNDS = ((1.0, "tensor"), (0.7, "disk"))

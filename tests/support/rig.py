@@ -58,7 +58,7 @@ class Setup:
     trainer: str = "fp8"
     rollout: str = "fp8"
     k_splits: int = 1
-    layout: tuple[tuple[str, int], ...] = ()
+    layout: tuple[tuple[str, int | str], ...] = ()
     bf16_ends: int = 0
     """Layers that stay in BF16, at the start and at the end."""
     mode: str = "exact"
