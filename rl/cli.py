@@ -193,8 +193,9 @@ def doctor(
 @app.command()
 def plan(
     subject: Annotated[
-        str, typer.Argument(metavar="SPEC|MODEL", help="YAML spec, Hugging Face directory, or a name: qwen3_30b_a3b.")
-    ],
+        str | None,
+        typer.Argument(metavar="SPEC|MODEL", help="YAML spec, Hugging Face directory, or a name: qwen3_30b_a3b."),
+    ] = None,
     overrides: Overrides = None,
     gpu: Annotated[str, typer.Option(help="h100, h200, h800, h20 or b200.")] = "h100",
     gpus: Annotated[int | None, typer.Option(help="Of the trainer; engines share them, or have others.")] = None,
@@ -203,6 +204,7 @@ def plan(
         str | None, typer.Option(help="Some of recompute, offload, sleep, bf16_moments, with commas.")
     ] = None,
     bench: Annotated[Path | None, typer.Option(help="gpu.json of `python -m bench.gpu` on such a GPU.")] = None,
+    claims: Annotated[bool, typer.Option("--claims", help="What calculation says to published claims.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON, and nothing else.")] = False,
 ) -> None:
     """Calculate from the configuration alone what fits, how long a step takes, and whether FP8 pays.
@@ -212,6 +214,9 @@ def plan(
     with _user_errors():
         from rl.diagnose import plan as planning
 
+        if claims:
+            print(planning.claims_json()) if as_json else Console(highlight=False).print(planning.rendered_claims())
+            return
         found, kind = planning.read_subject(subject, overrides or []), planning.gpu_named(gpu)
         mode = found.experiment.numerics.mode
         efficiency = planning.measured(bench, mode, kind) if bench else planning.assumed(mode)

@@ -21,6 +21,8 @@ import pytest
 import yaml
 from transformers import AutoTokenizer
 
+from models.shape import read_shape
+from numerics.spec import QuantSpec
 from rl.record.metrics import METRICS, describe
 from rl.run.interrupts import INTERRUPTED
 from tests.support.cli_runs import SMALL, LiveRun
@@ -28,6 +30,7 @@ from tests.support.paths import EXAMPLES
 from tests.support.ranks import run_on_ranks
 from tests.support.recompute import first_step, trained_scores
 from trainer.config import TrainerConfig
+from weight_sync.served_bytes import served_bytes
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -115,6 +118,11 @@ def test_trainer_and_engine_agree_on_every_token(run: LiveRun) -> None:
     assert all(row["train/grad_norm"] > 0 for row in rows[1:]), "the weights moved between the syncs"
     digests = [(run.path / f"manifests/step_{step}.json").read_text() for step in range(STEPS + 1)]
     assert len(set(digests)) == STEPS + 1
+
+
+def test_a_sync_sends_the_bytes_that_are_calculated(run: LiveRun) -> None:
+    served = served_bytes(read_shape(EXAMPLES / "models/tiny_qwen3_moe"), QuantSpec.preset("fp8_block_pow2"))
+    assert {row["sync/bytes"] for row in run.rows()} == {served} == {1_055_216}
 
 
 def test_a_set_of_its_own_is_sampled_and_judged_by_its_rewards(run: LiveRun) -> None:

@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rl.diagnose.doctor.judge import Remark
+from rl.diagnose.plan.claims import answers
 from rl.diagnose.plan.memory import PHASES
 from rl.diagnose.plan.plan import Plan
 from rl.diagnose.plan.time import StepTime
@@ -56,6 +57,19 @@ def rendered(plan: Plan) -> RenderableType:
         *_verdict(plan),
     )
     return Group(*parts)
+
+
+def claims_json() -> str:
+    """What calculation says to published claims."""
+    return json.dumps([dataclasses.asdict(answer) for answer in answers()], indent=1)
+
+
+def rendered_claims() -> Table:
+    """The same as a table."""
+    table = Table("claim", "", "calculated", "verdict", "why", box=None, pad_edge=False)
+    for each in answers():
+        table.add_row(each.id, each.claim, each.figure, each.verdict, each.why)
+    return table
 
 
 def _heading(plan: Plan) -> RenderableType:

@@ -40,14 +40,14 @@ class Subject:
     engines_chosen: bool = True
 
 
-def read_subject(subject: str, overrides: Sequence[str] = ()) -> Subject:
+def read_subject(subject: str | None, overrides: Sequence[str] = ()) -> Subject:
     """Raises UserError: there is no such thing, or a key or value of it is wrong."""
-    path = Path(subject)
+    path = Path(subject := subject or "")
     if path.is_file():
         experiment = load_experiment(path, overrides)
         return Subject(subject, read_shape(Path(experiment.model.path)), experiment, chosen=True)
     directory = CONFIGS / subject if not path.exists() and (CONFIGS / subject / "config.json").is_file() else path
-    if not directory.is_dir():
+    if not subject or not directory.is_dir():
         known = ", ".join(sorted(each.name for each in CONFIGS.iterdir())) if CONFIGS.is_dir() else "none"
         raise user_error(
             "SPEC|MODEL",

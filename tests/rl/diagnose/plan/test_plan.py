@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -231,6 +231,11 @@ def test_the_command_prints_json_and_says_by_its_exit_code_whether_it_holds() ->
     assert values["memory"]["colocated"]["held"]["dense masters"]["train"] > 0
     assert values["fp8"]["slow"]["total"] > values["fp8"]["fast"]["total"]
     assert runner.invoke(app, ["plan", "qwen3_235b_a22b", "--gpus", "8"]).exit_code == 1
+    claims = json.loads(runner.invoke(app, ["plan", "--claims", "--json"]).stdout)
+    assert claims == [asdict(answer) for answer in answers()]
+    assert "1.277" in runner.invoke(app, ["plan", "--claims"]).stdout
+    nothing = runner.invoke(app, ["plan"])
+    assert nothing.exit_code == 2 and "SPEC|MODEL: found ''" in nothing.stderr
     wrong = runner.invoke(app, ["plan", "qwen3_8b", "--gpu", "a100"])
     assert wrong.exit_code == 2 and "--gpu: found 'a100'" in wrong.stderr
 
