@@ -36,8 +36,8 @@ def answers(found: Found) -> list[Claim]:
 def _leaves_as_bf16(found: Found) -> Claim:
     """002-15: FP8 is a decision of kernels; results leave as BF16."""
     if not FP8 & _seen(found, "product.activation") or not _seen(found, "product.output"):
-        return Claim("002-15", "this run has no FP8 products", "undecided")
-    outputs = _seen(found, "product.output", "attention.output", "norm.output", "residual")
+        return Claim("002-15", "no FP8 product was seen", "undecided")
+    outputs = _seen(found, "product.output", "experts.output", "attention.output", "norm.output", "residual")
     finding = f"products take {_said(found, 'product.activation')}, and what leaves modules is {_list(outputs)}"
     return Claim("002-15", finding, "confirmed" if outputs == {"bf16"} else "contradicted")
 

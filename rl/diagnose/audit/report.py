@@ -19,8 +19,12 @@ from rl.diagnose.audit.sighting import Sighting
 
 SCHEMA = 1
 """Of the JSON; it grows when a key changes its meaning or goes."""
-_NOT_IN_EVERY_RUN = {"head.weight", "product.cached"}
-"""A head may be tied to the embedding, and a run in BF16 has no codes."""
+_NOT_IN_EVERY_RUN = {
+    "head.weight",
+    "product.cached",
+    *(each.key for each in CLASSES if each.key.startswith("experts.")),
+}
+"""A head may be tied to the embedding, a run in BF16 has no codes, and a dense model no experts."""
 _SHOWN = 3
 """Names that a difference spells out."""
 

@@ -62,7 +62,7 @@ _LEAVES: dict[Part, str] = {
     "router": "router.probabilities",
     "attention": "attention.output",
     "product": "product.output",
-    "experts": "product.output",
+    "experts": "experts.output",
     "norm": "norm.output",
 }
 
@@ -250,14 +250,11 @@ class _Watcher(TorchDispatchMode):
                 self._note(key, site.path, format_of(out.dtype if first else left.dtype))
             return
         with_weight = not backward or _storage(right) in self._weight_places()
-        operands: tuple[tuple[str, Tensor, Role], ...] = (
-            ("product.gradient", left, "gradient") if backward else ("product.activation", left, "activation"),
-            ("product.weight", right, "weight") if with_weight else ("product.activation", right, "activation"),
-        )
-        for key, operand, role in operands:
+        roles: tuple[Role, Role] = "gradient" if backward else "activation", "weight" if with_weight else "activation"
+        for role, operand in zip(roles, (left, right), strict=True):
             found = self._operand(operand, role)
             if site.part in ("product", "experts"):
-                self._note(key, site.path, found, site)
+                self._note(f"{site.part}.{role}", site.path, found, site)
             elif site.part in ("head", "router"):
                 self._note(f"{site.part}.operands", site.path, found)
         if site.part == "router" and not backward:
@@ -301,7 +298,7 @@ class _Watcher(TorchDispatchMode):
             return
         plan = self._plan[key]
         formats = plan.formats
-        if site is not None and key != "product.output":
+        if site is not None:
             plans = [plan if quantized else unquantized(plan) for quantized in sorted(site.quantized)]
             formats = tuple(dict.fromkeys(form for each in plans for form in each.formats))
         seen = (key, name, found, formats)

@@ -12,12 +12,14 @@ import pytest
 import torch
 from rich.console import Console
 from torch import Tensor
+from typer.testing import CliRunner
 
 from numerics import ops
 from numerics.config import NumericsConfig
 from numerics.precision_map import CLASSES, DOCUMENTED, precision_map
 from numerics.quantize import fake_quantize
 from numerics.spec import QuantSpec, TensorSpec
+from rl.cli import app
 from rl.diagnose.audit import Report, rendered, run
 from rl.diagnose.audit.claims import answers
 from rl.diagnose.audit.formats import Grids, stored
@@ -79,6 +81,8 @@ def test_a_step_is_as_planned_and_every_row_is_seen(kind: str, mode: str, make: 
     sightings = watched(make(numerics, kind), numerics, rows=12)  # in several micro-batches
     assert differences_of(sightings) == []
     assert report(*sightings).unseen == []
+    keys = {each.key for each in sightings}
+    assert ({"experts.activation", "experts.weight", "experts.gradient", "experts.output"} <= keys) == (kind == "moe")
     assert ("router" in {row.row for row in rows_of(sightings) if row.found}) == (kind == "moe")
     formats = found(sightings)
     assert formats["product.activation"] == formats["product.weight"] == formats["product.gradient"] == {"e4m3"}
@@ -194,8 +198,8 @@ def test_what_is_planted_is_found_and_named(planted: str, mode: str, make: Calla
     assert key in found
     assert (found[key].found, found[key].planned) == (wrong, planned)
     assert name in found[key].names and found[key].why and found[key].remedy
-    # And nothing else, but for what BF16 masters are: of gains, too.
-    assert found.keys() <= {key, "gain.master"}
+    # And nothing else, but for what goes with it: gains have masters, too, and experts gradients.
+    assert found.keys() <= {key, "gain.master", "experts.gradient"}
 
 
 def test_a_softmax_in_bf16_and_a_residual_on_the_fp8_grid_are_found(make: Callable[..., Any]) -> None:
@@ -327,6 +331,21 @@ def run_keys() -> tuple[str, ...]:
     from rl.diagnose.audit.claims import BACKWARD, OPTIMIZER
 
     return (*BACKWARD, *OPTIMIZER)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["numerics.modes=exact"], "numerics.mode"),
+        (["algorithm.name=sft", "eval.problems=0", "gates=[]"], "expected a run with an engine"),
+    ],
+)
+def test_bad_input_is_refused_before_anything_starts(
+    arguments: list[str], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(run, "open_pair")
+    result = CliRunner().invoke(app, ["audit", "examples/arithmetic.yaml", *arguments])
+    assert result.exit_code == 2 and result.stdout == "" and said in result.stderr
 
 
 def test_an_engine_that_is_refused_is_a_difference(monkeypatch: pytest.MonkeyPatch) -> None:

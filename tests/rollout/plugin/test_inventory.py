@@ -1,0 +1,59 @@
+"""What an engine says that it holds: every tensor under its name in the checkpoint, and the cache of its pool."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from numerics.holdings import Holding, total_bytes
+from rollout.plugin.inventory import inventory
+from rollout.plugin.weights import ServedWeights
+from rollout.protocol import Inventory, from_checksums, to_checksums
+from tests.support.served_model import DEFINITION, SPEC, build, hf_tensors_served
+
+SERVED = hf_tensors_served(0)
+
+
+def held(pool: Any) -> tuple[Holding, ...]:
+    weights = ServedWeights(SPEC.weight)
+    weights.attach(build(SERVED), DEFINITION, "0")
+    return inventory(weights, SimpleNamespace(token_to_kv_pool=pool))
+
+
+def pool(dtype: torch.dtype, **buffers: list[torch.Tensor]) -> SimpleNamespace:
+    return SimpleNamespace(dtype=dtype, **buffers)
+
+
+def test_weights_and_scales_have_the_names_and_bytes_of_the_checkpoint() -> None:
+    found = {each.name: each for each in held(pool(torch.bfloat16)) if each.kind in ("weights", "scales")}
+    assert found.keys() == SERVED.keys()
+    for name, tensor in SERVED.items():
+        assert (found[name].shape, found[name].bytes) == (tuple(tensor.shape), tensor.nbytes), name
+        assert found[name].kind == ("scales" if name.endswith("_scale_inv") else "weights")
+    assert {each.format for each in found.values() if each.kind == "scales"} == {"fp32"}
+
+
+def test_what_products_take_in_place_of_codes_is_counted_once() -> None:
+    found = held(pool(torch.bfloat16))
+    codes = sum(each.bytes for each in found if each.format == "e4m3")
+    assert codes > 0 and total_bytes(found)["derived"] == 2 * codes  # in BF16
+
+
+@pytest.mark.parametrize(
+    ("dtype", "stored", "form"),
+    [(torch.bfloat16, torch.bfloat16, "bf16"), (torch.float8_e4m3fn, torch.uint8, "e4m3")],
+)
+def test_the_cache_is_in_the_format_of_its_pool(dtype: torch.dtype, stored: torch.dtype, form: str) -> None:
+    """SGLang stores FP8 as bytes."""
+    buffers = [torch.zeros(9, 2, 128, dtype=stored) for _ in range(2)]
+    found = [each for each in held(pool(dtype, k_buffer=buffers, v_buffer=buffers)) if each.kind == "kv_cache"]
+    assert [each.name for each in found] == [f"{kind} of layer {layer}" for kind in "kv" for layer in range(2)]
+    assert {(each.format, each.bytes) for each in found} == {(form, 9 * 2 * 128 * stored.itemsize)}
+
+
+def test_an_answer_survives_the_way() -> None:
+    answer = Inventory(held=held(pool(torch.bfloat16)))
+    assert Inventory.model_validate_json(from_checksums(to_checksums(answer))) == answer
