@@ -38,8 +38,9 @@ class TensorClass:
     """One class of tensors and its plan.
 
     A format is `fp32`, `bf16`, `e4m3` or `e5m2`; several that will do stand with a bar between them. In braces stands
-    what the quantization spec says: `{weight}`, `{activation}`, `{gradient}` of the trainer, `{served}` of the engine's
-    weights; `{operand}` and `{dequantized}` for the narrowest format that holds what the weights of either stand for.
+    what a spec says: `{weight}`, `{activation}`, `{gradient}` of the trainer's products, `{served}` of the engine's
+    weights, `{wire}` and `{gather}` between data-parallel ranks; `{operand}` and `{dequantized}` are the narrowest
+    formats that hold what the codes of either side's weights stand for.
 
     Attributes:
         key: by which audits name it. row: of the map. tensors: which they are, in words.
@@ -66,8 +67,10 @@ class Planned:
     formats: tuple[str, ...]
 
 
-def precision_map(numerics: NumericsConfig) -> dict[str, Planned]:
-    """What the numerics of a run plan for each class of tensors, by key."""
+def precision_map(
+    numerics: NumericsConfig, *, gradient_wire: str = "fp32", weight_gather: str = "bf16"
+) -> dict[str, Planned]:
+    """What the numerics of a run, and the wires between its data-parallel ranks, plan for each class, by key."""
     spec, served = numerics.trainer_spec, numerics.rollout_spec.weight
     # A backward in BF16 takes gradients as they are.
     gradient = spec.gradient.format if numerics.trainer == "fp8" else "bf16"
@@ -76,6 +79,8 @@ def precision_map(numerics: NumericsConfig) -> dict[str, Planned]:
         "activation": spec.activation.format,
         "gradient": gradient,
         "served": served.format,
+        "wire": gradient_wire,
+        "gather": weight_gather,
         "operand": format_of(spec.weight.dequantized_dtype),
         "dequantized": format_of(served.dequantized_dtype),
     }
@@ -349,9 +354,10 @@ CLASSES: tuple[TensorClass, ...] = (
         "gradient.wire",
         ROWS[7],
         "gradients between data-parallel ranks",
-        "fp32",
+        "{wire}",
         document="e4m3",
-        why="The published map sends them in FP8 and averages in BF16; here they are summed in FP32, as they are.",
+        why="The published map sends them in FP8 and averages in BF16. Here they travel in FP32 unless the spec says "
+        "otherwise, and are added up in FP32 in any case.",
         remedy=_OPTIMIZER,
     ),
     _both(
@@ -447,8 +453,9 @@ CLASSES: tuple[TensorClass, ...] = (
         "wire.weights",
         ROWS[13],
         "weights that data-parallel ranks gather after an update",
-        "bf16",
-        why="The shadows: half the bytes of the masters, and the bits that every rank's forward reads.",
+        "bf16|{gather}",
+        why="The shadows: half the bytes of the masters, and the bits that every rank's forward reads; where the spec "
+        "says so, the codes that FP8 products would make of them.",
         remedy=_OPTIMIZER,
     ),
     _both(

@@ -80,7 +80,7 @@ class Case:
             out["resumed"] = two_steps(trainer)
         out["inventory"] = inventory(trainer), sent
         batch = random_batch(**BATCH)
-        out["audit"] = watch_step(trainer, batch, cross_entropy(batch), trainer.numerics)
+        out["audit"] = watch_step(trainer, batch, cross_entropy(batch), trainer.numerics, config)
         trainer.save(self.saved, {"layout": config.model_dump()})
         out["non-finite"] = self._non_finite(trainer)
         out["reference"] = self._frozen(layout, config)

@@ -20,6 +20,8 @@ from numerics.config import NumericsConfig
 from numerics.errors import UserError
 from numerics.quantize import fake_quantize
 from numerics.spec import QuantSpec
+from rl.diagnose.audit.report import differences_of
+from rl.diagnose.audit.sighting import Sighting
 from tests.support.batches import cross_entropy, random_batch
 from tests.support.definitions import SIZES
 from tests.support.models import LENGTH
@@ -73,7 +75,15 @@ class Case:
         gathers = {
             form: self._gathered(layout, config.model_copy(update={"weight_gather": form})) for form in ("bf16", "e4m3")
         }
-        return {"sums": out, "steps": steps, "gathers": gathers}
+        narrow = config.model_copy(update={"gradient_wire": "e5m2", "weight_gather": "e4m3"})
+        audits = {form: self._watched(layout, narrow, plan) for form, plan in (("narrow", narrow), ("wide", config))}
+        return {"sums": out, "steps": steps, "gathers": gathers, "audits": audits}
+
+    def _watched(self, layout: Layout, config: TrainerConfig, planned: TrainerConfig) -> list[Sighting]:
+        from rl.diagnose.audit.watch import watch_step
+
+        trainer, batch = self._trainer(layout, config), random_batch(**BATCH)
+        return watch_step(trainer, batch, cross_entropy(batch), trainer.numerics, planned)
 
     def _sum(self, layout: Layout, wire: Any) -> dict[str, Any]:
         from trainer.wires import reduce_scatter
@@ -244,3 +254,12 @@ def test_what_is_not_sent_or_would_not_arrive_is_refused(config: Any, spec: Quan
 )
 def test_what_is_sent_may_be_sent_narrow(config: Any, spec: QuantSpec) -> None:
     check_wires(SIZES, TrainerConfig(**config), spec)
+
+
+@pytest.mark.slow
+def test_an_audit_finds_what_a_wire_carries(ranks: Any) -> None:
+    """As planned; and beside a plan of wide wires, as two differences."""
+    for rank in ranks:
+        assert differences_of(rank["audits"]["narrow"]) == []
+        found = {each.key: (each.found, each.planned) for each in differences_of(rank["audits"]["wide"])}
+        assert found == {"gradient.wire": ("e5m2", "fp32"), "wire.weights": ("e4m3", "bf16")}

@@ -13,10 +13,12 @@ _SPEC = {
     "weight": "`weight`",
     "gradient": "`gradient`",
     "served": "`weight`",
+    "wire": "`gradient_wire`",
+    "gather": "`weight_gather`",
     "operand": "what holds it",
     "dequantized": "what holds it",
 }
-"""What the spec says, in words: the key of the numerics section, or the narrowest format that is exact."""
+"""What a spec says, in words: the key of the numerics or the trainer section, or the narrowest format that is exact."""
 
 
 def table() -> str:

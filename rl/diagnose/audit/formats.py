@@ -31,7 +31,9 @@ class Grids:
             planned: TensorSpec = getattr(numerics.spec, role)
             basis = planned if planned.quantized else getattr(default, role)
             scales = dict.fromkeys((basis.scale, "pow2"))
-            self._specs[role] = [replace(basis, format=f, scale=s) for f in ("e5m2", "e4m3") for s in scales]
+            self._specs[role] = [
+                replace(basis, format=f, scale=s, rounding="nearest") for f in ("e5m2", "e4m3") for s in scales
+            ]
 
     def format(self, x: Tensor, role: Role) -> str | None:
         """The narrowest format that holds a matrix [.., R, C] as it is, in groups along either axis.

@@ -70,7 +70,8 @@ def examine(
 
 def trainer_sightings(stack: Stack, batch: TokenBatch, numerics: NumericsConfig) -> list[Sighting]:
     """Of all ranks. The loss is the likelihood of the answers: it needs no rewards, and no precision depends on it."""
-    ranks: list[list[Sighting]] = stack.trainer.apply(watch_step, batch, SftObjective.of(batch), numerics)
+    planned = numerics, stack.experiment.trainer
+    ranks: list[list[Sighting]] = stack.trainer.apply(watch_step, batch, SftObjective.of(batch), *planned)
     stack.trainer.weight_version += 1  # of the update, which its ranks made by themselves
     return [sighting for rank in ranks for sighting in rank]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -22,12 +22,13 @@ from numerics.compiler import uncompiled
 from numerics.config import NumericsConfig
 from numerics.holdings import format_of, tensors_in
 from numerics.implementation import using
-from numerics.precision_map import precision_map, unquantized
+from numerics.precision_map import Planned, precision_map, unquantized
 from numerics.spec import Role
 from rl.diagnose.audit.formats import Grids, stored
 from rl.diagnose.audit.sighting import Sighting
 from rl.diagnose.audit.sites import Part, Site, Sites
 from trainer.batch import TokenBatch
+from trainer.config import TrainerConfig
 from trainer.objective import Objective
 
 if TYPE_CHECKING:
@@ -39,7 +40,11 @@ SOFTMAX = {"exp", "amax", "max"}
 """Of a softmax that is put together by hand."""
 BACKWARD = {"_softmax_backward_data", "_log_softmax_backward_data", "_fused_rms_norm_backward"}
 ACCUMULATE = "torch::autograd::AccumulateGrad"
+FORMATS = {"fp32", "bf16", "fp16", "e4m3", "e5m2"}
+CAST = "_to_copy"
 CLIPPING, UPDATE = "clipping", "update"
+WIRES = {"start_grad_sync": "gradient.wire", "start_param_sync": "wire.weights"}
+"""Methods of Megatron's groups of buffers, and what they send."""
 _STATE = ("masters", "moments")
 """Looked at after the update, by value: before the first, masters are what a BF16 checkpoint holds."""
 _WEIGHTS: dict[Part, str] = {
@@ -67,12 +72,14 @@ _LEAVES: dict[Part, str] = {
 }
 
 
-def watch_step(trainer: Trainer, batch: TokenBatch, objective: Objective, numerics: NumericsConfig) -> list[Sighting]:
+def watch_step(
+    trainer: Trainer, batch: TokenBatch, objective: Objective, numerics: NumericsConfig, config: TrainerConfig
+) -> list[Sighting]:
     """Train on `batch`, uncompiled, and report all that the precision map speaks of. All ranks take part.
 
     Shared ops run on their torch definitions, whose bits are the kernels' and whose insides can be seen.
 
-    numerics: what is planned, which the trainer may no longer run.
+    numerics, config: what is planned, which the trainer may no longer run.
     """
     from trainer.inventory import inventory, optimizer_state
 
@@ -80,7 +87,9 @@ def watch_step(trainer: Trainer, batch: TokenBatch, objective: Objective, numeri
         trainer.score(batch)  # what is done once and for all, such as probes of the machine, is no part of a step
         trainer.weights_changed()
         sites = Sites(trainer, numerics)
-        watcher = _Watcher(trainer, sites, numerics)
+        wires = {"gradient_wire": config.gradient_wire, "weight_gather": config.weight_gather}
+        plan = precision_map(numerics, **wires)
+        watcher = _Watcher(trainer, sites, plan, Grids(numerics))
         with watcher.hooked(), watcher:
             trainer.forward_backward(batch, objective)
         held = inventory(trainer)
@@ -88,7 +97,7 @@ def watch_step(trainer: Trainer, batch: TokenBatch, objective: Objective, numeri
             trainer.update()
     state = list(_stored(optimizer_state(trainer)))
     memory = [(each.name, each.kind, each.format, each.bytes) for each in held if each.kind not in _STATE] + state
-    return [*watcher.sightings(), *_held(memory, sites, numerics)]
+    return [*watcher.sightings(), *_held(memory, sites, plan)]
 
 
 def _stored(state: Iterable[tuple[str, str, Tensor]]) -> Iterator[tuple[str, str, str | None, int]]:
@@ -100,10 +109,9 @@ def _stored(state: Iterable[tuple[str, str, Tensor]]) -> Iterator[tuple[str, str
 
 
 def _held(
-    memory: Sequence[tuple[str, str, str | None, int]], sites: Sites, numerics: NumericsConfig
+    memory: Sequence[tuple[str, str, str | None, int]], sites: Sites, plan: Mapping[str, Planned]
 ) -> Iterator[Sighting]:
     """What stands in memory, tensor by tensor: its name, kind, format and bytes."""
-    plan = precision_map(numerics)
     for name, kind, found, size in memory:
         part = sites.parameters.get(name.partition(":")[0])
         if part is None or found is None:  # padding, counters, buffers of the model
@@ -120,16 +128,16 @@ def _held(
 
 
 class _Watcher(TorchDispatchMode):
-    def __init__(self, trainer: Trainer, sites: Sites, numerics: NumericsConfig) -> None:
+    def __init__(self, trainer: Trainer, sites: Sites, plan: Mapping[str, Planned], grids: Grids) -> None:
         super().__init__()
         from trainer.inventory import buffer_kinds
 
         self._trainer, self._sites = trainer, sites
-        self._plan, self._grids = precision_map(numerics), Grids(numerics)
+        self._plan, self._grids = plan, grids
         self._seen: Counter[tuple[str, str, str, tuple[str, ...]]] = Counter()
         self._bytes: Counter[tuple[str, str, str, tuple[str, ...]]] = Counter()
         self._modules: list[str] = []
-        self._phase = ""
+        self._phase = self._cast = ""
         self._places: list[tuple[int, str]] = [(0, "")]
         self._attention_products = 0
         self._buffers = buffer_kinds(trainer)
@@ -143,6 +151,9 @@ class _Watcher(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         if func.namespace == "c10d":
             self._sent(func, args, kwargs or {})
+        elif self._phase in WIRES.values():
+            if func.__name__.partition(".")[0] == CAST and out.is_floating_point() and out.dtype.itemsize < 4:
+                self._cast = format_of(out.dtype)
         elif self._phase != UPDATE:
             self._computed(func.__name__.partition(".")[0], args, out)
         return out
@@ -156,27 +167,31 @@ class _Watcher(TorchDispatchMode):
             for path, module in self._trainer.model.named_modules():
                 undo.callback(module.register_forward_pre_hook(self._entering(path)).remove)
                 undo.callback(module.register_forward_hook(self._leaving(path), always_call=True).remove)
-            for method, phase in (("grad_norm", CLIPPING), ("step", UPDATE)):
-                undo.enter_context(self._within(method, phase))
+            optimizer = self._trainer.optimizer
+            undo.enter_context(self._within(optimizer, "grad_norm", CLIPPING))
+            undo.enter_context(self._within(optimizer, "step", UPDATE))
+            for group in (*optimizer.model.bucket_groups, *optimizer.model.expert_parallel_bucket_groups):
+                for method, key in WIRES.items():
+                    undo.enter_context(self._within(group, method, key))
             yield
 
     @contextmanager
-    def _within(self, method: str, phase: str) -> Iterator[None]:
-        optimizer: Any = self._trainer.optimizer
-        inner = getattr(optimizer, method)
+    def _within(self, owner: Any, method: str, phase: str) -> Iterator[None]:
+        """Name what goes on while a method runs."""
+        inner = getattr(owner, method)
 
-        def noted(*args: Any) -> Any:
-            self._phase = phase
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            outer, self._phase, self._cast = self._phase, phase, ""
             try:
-                return inner(*args)
+                return inner(*args, **kwargs)
             finally:
-                self._phase = ""
+                self._phase = outer
 
-        setattr(optimizer, method, noted)  # hides the class's method until it is deleted
+        setattr(owner, method, noted)  # hides the class's method until it is deleted
         try:
             yield
         finally:
-            delattr(optimizer, method)
+            delattr(owner, method)
 
     def _entering(self, path: str) -> Callable[..., None]:
         def enter(*_: Any) -> None:
@@ -285,13 +300,13 @@ class _Watcher(TorchDispatchMode):
         from trainer.inventory import transfer
 
         call = transfer(func, args, kwargs, self._buffers)
-        if call.format not in ("fp32", "bf16", "fp16", "e4m3", "e5m2", "fp64"):
-            return  # counts and words
-        if call.kind == "rest":
-            key = "clipping.norm" if self._phase == CLIPPING else "wire.layer"
-        else:
-            key = "gradient.wire" if call.kind == "gradients" else "wire.weights"
-        self._note(key, f"{call.collective} of {call.ranks} ranks", call.format, size=call.bytes)
+        name = f"{call.collective} of {call.ranks} ranks"
+        if self._phase in WIRES.values():
+            # What is not sent as it stands was cast before, and travels as bytes, with its scales.
+            if call.kind != "rest" or not call.collective.startswith("allreduce"):  # of largest values, for scales
+                self._note(self._phase, name, self._cast or call.format, size=call.bytes)
+        elif call.format in FORMATS:  # others are counts and words
+            self._note("clipping.norm" if self._phase == CLIPPING else "wire.layer", name, call.format, size=call.bytes)
 
     def _note(self, key: str, name: str, found: str | None, site: Site | None = None, size: int = 0) -> None:
         if found is None:

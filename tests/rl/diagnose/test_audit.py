@@ -63,7 +63,7 @@ def plan(mode: str, **changes: Any) -> NumericsConfig:
 
 def watched(trainer: Any, numerics: NumericsConfig, rows: int = 4) -> list[Sighting]:
     batch = random_batch(rows=rows, longest=40)
-    return watch_step(trainer, batch, cross_entropy(batch), numerics)
+    return watch_step(trainer, batch, cross_entropy(batch), numerics, trainer.config)
 
 
 def found(sightings: list[Sighting]) -> dict[str, set[str]]:
@@ -109,6 +109,9 @@ def test_a_step_that_is_watched_is_a_step(make: Callable[..., Any]) -> None:
         ({"trainer": "bf16"}, "bf16", "bf16"),
         ({"trainer": "fp8_forward"}, "bf16", "e4m3"),
         ({"spec": QuantSpec.preset("fp8_block_fp32")}, "e4m3", "e4m3"),
+        ({"spec": QuantSpec.preset("ironwood")}, "e5m2", "e4m3"),
+        ({"spec": QuantSpec.preset("mxfp8"), "rollout": "bf16"}, "e4m3", "e4m3"),
+        ({"spec": SPEC.override({"gradient": {"rounding": "stochastic"}})}, "e4m3", "e4m3"),
         ({"spec": SPEC.override({"gradient": {"format": "e5m2"}})}, "e5m2", "e4m3"),
         (
             {"spec": SPEC.override({role: {"granularity": "channel"} for role in ("activation", "gradient")})},
