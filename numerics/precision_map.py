@@ -84,7 +84,8 @@ def precision_map(
         "operand": format_of(spec.weight.dequantized_dtype),
         "dequantized": format_of(served.dequantized_dtype),
     }
-    return {each.key: Planned(each, tuple(getattr(each, numerics.mode).format(**names).split("|"))) for each in CLASSES}
+    said = {each: str(getattr(each, numerics.mode)).format(**names).split("|") for each in CLASSES}
+    return {each.key: Planned(each, tuple(dict.fromkeys(formats))) for each, formats in said.items()}
 
 
 def unquantized(planned: Planned) -> Planned:
