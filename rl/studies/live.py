@@ -33,10 +33,13 @@ if TYPE_CHECKING:
     from torch.distributed import Store
     from transformers import PreTrainedTokenizerBase
 
+    from rl.run.stack import Stack
     from trainer.parallel import Layout
+    from trainer.scorer import Scorer
     from trainer.trainer import Trainer
 
-DATA = Path("examples/data")
+EXAMPLES = Path("examples")
+DATA = EXAMPLES / "data"
 TRAIN, HELD_OUT = DATA / "arithmetic_train.jsonl", DATA / "arithmetic_eval.jsonl"
 EOS, MAX_NEW_TOKENS = 2, 20
 LONGEST = 64
@@ -166,7 +169,30 @@ def _outcomes(asked: Sequence[SftExample], batch: TokenBatch, answers: int) -> O
     return Outcomes(torch.tensor(rewards), groups, torch.tensor(finished))
 
 
-def log_policy(trainer: Trainer, batch: TokenBatch, rows_at_once: int = 32) -> Tensor:
+@contextmanager
+def beside_engine(model: Path, mode: str = "exact") -> Iterator[Stack]:
+    """An FP8 trainer and a live FP8 engine, synced; without routing replay and gates."""
+    from rl.experiment import load_experiment
+    from rl.run.stack import open_pair
+
+    file = "arithmetic.yaml" if mode == "exact" else "arithmetic_native.yaml"
+    settings = [f"model.path={model.absolute()}", "numerics.router_replay=off", "gates=[]"]
+    with open_pair(load_experiment(EXAMPLES / file, settings), say=lambda text: None) as stack:
+        stack.sync()
+        yield stack
+
+
+def sampled_by_engine(stack: Stack, seed: int, prompts: int, answers: int, temperature: float = 1.0) -> TokenBatch:
+    """`answers` to each of `prompts` questions that the engine samples, with its log-probabilities."""
+    from rl.diagnose.calibration import sampled_batch
+    from rl.run.feed import to_prompts
+    from rl.run.problems import training_problems
+
+    problems = training_problems(stack.experiment).of_step(seed + 1, prompts)
+    return sampled_batch(stack, to_prompts(stack.tokenizer, problems), answers, temperature)
+
+
+def log_policy(trainer: Scorer, batch: TokenBatch, rows_at_once: int = 32) -> Tensor:
     """fp32 [B, S - 1, V]: the log-probability of every token of the vocabulary at the places of tokens 1 to S - 1."""
     parts = []
     with torch.no_grad():
@@ -176,7 +202,7 @@ def log_policy(trainer: Trainer, batch: TokenBatch, rows_at_once: int = 32) -> T
     return torch.cat(parts)
 
 
-def logprobs(trainer: Trainer, batch: TokenBatch) -> Tensor:
+def logprobs(trainer: Scorer, batch: TokenBatch) -> Tensor:
     """fp32 [B, S], of the batch's tokens, in the order of its rows."""
     rows, scored = trainer.score(batch)
     return scored[torch.tensor(rows).argsort()]

@@ -2,21 +2,17 @@
 
 In native mode each side computes with its library's own ops. No engine runs here, so as to reach models of many sizes:
 the shared ops of exact mode stand for the engine's, and Megatron's own for the trainer's, on the same weights. That is
-two implementations of one model which round in different places, as trainer and engine are; one arm of a full run says
-what a live engine finds on one of the models.
+two implementations of one model which round in different places, as trainer and engine are; a full run holds one of the
+models against a live engine.
 """
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from models.tiny import TinyModel
 from rl.studies import figures, live
@@ -24,12 +20,10 @@ from rl.studies.claims import Claim
 from rl.studies.lab import Lab
 from rl.studies.statistics import Estimate, estimate
 from rl.studies.study import Measurement, Study, TextTable
-from rl.studies.subjects import random_model
+from rl.studies.two_sides import ENTROPY, PAIRS, beside_engine, mismatch
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-    from trainer.scorer import Scorer
 
 BASE = TinyModel(layers=4, hidden=256, intermediate=256, experts=8, top_k=2)
 GROWING = (
@@ -41,6 +35,8 @@ GROWING = (
 )
 """In everything at once: 0.3M to 55M parameters."""
 QUICK_GROWING = GROWING[:3]
+LIVE = GROWING[1]
+"""What is held against a live engine."""
 AXES: dict[str, tuple[TinyModel, ...]] = {
     "layers": tuple(replace(BASE, layers=count) for count in (1, 2, 4, 8, 16)),
     "hidden": tuple(replace(BASE, hidden=size, intermediate=size) for size in (128, 256, 512)),
@@ -50,30 +46,6 @@ AXES: dict[str, tuple[TinyModel, ...]] = {
 """In one thing alone."""
 QUICK_AXES = {"layers": AXES["layers"][:4]}
 
-SEQUENCES, LENGTH = 16, 64
-ENTROPY = 2.0
-"""Mean entropy of the next token in nats, to which the logits of every model are scaled; M's vocabulary has 4.85."""
-
-
-@dataclass(frozen=True)
-class Pair:
-    """What the two sides compute with: a precision, and a preset. native: the trainer has Megatron's own ops."""
-
-    trainer: str
-    rollout: str
-    spec: str = "fp8_block_pow2"
-    rollout_spec: str = "fp8_block_pow2"
-    native: bool = True
-
-
-PAIRS = {
-    "BF16/BF16": Pair("bf16", "bf16"),
-    "BF16/FP8": Pair("bf16", "fp8"),
-    "FP8/FP8": Pair("fp8", "fp8"),
-    "FP8/FP8, same ops": Pair("fp8", "fp8", native=False),
-    "FP8/FP8, mixed scales": Pair("fp8", "fp8", rollout_spec="fp8_block_fp32"),
-}
-"""Trainer / rollout."""
 SLOPE = "slope over {}"
 """Of the logarithm of abs d over the logarithm of the size."""
 
@@ -130,6 +102,19 @@ CLAIMS = (
     _grows("003-2e", "It grows with the width.", "hidden"),
     _grows("003-2f", "It grows with the number of experts.", "experts"),
     _grows("003-2g", "It grows with the experts of a token.", "top_k"),
+    *(
+        Claim(
+            id=f"the engine's stand-in, {pair}",
+            says=f"Beside a live native engine d is what it is beside the shared ops, to a half ({pair}).",
+            metric="abs d",
+            arm=f"live: {pair}",
+            against=f"stand-in: {pair}",
+            contrast="ratio",
+            rule="within",
+            bounds=(2 / 3, 3 / 2),
+        )
+        for pair in ("BF16/FP8", "FP8/FP8")
+    ),
 )
 
 
@@ -145,7 +130,7 @@ def measure(lab: Lab) -> Measurement:
         axis: [getattr(shape, axis) for shape in shapes] for axis, shapes in axes.items()
     }
     along = {"parameters": growing, **axes}
-    values: dict[str, dict[str, list[float]]] = {pair: {} for pair in PAIRS}
+    values: dict[str, dict[str, Any]] = {pair: {} for pair in PAIRS}
     for pair, metrics in values.items():
 
         def of(shape: TinyModel, seed: int, pair: str = pair) -> float:
@@ -160,6 +145,9 @@ def measure(lab: Lab) -> Measurement:
         metrics["abs d/base"] = [of(BASE, seed) for seed in lab.seeds]
         metrics["abs d/largest"] = [of(growing[-1], seed) for seed in lab.seeds]
         metrics["largest abs d"] = [max(of(shape, seed) for shape in shapes) for seed in lab.seeds]
+    if not lab.quick:
+        lab.say("beside a live engine")
+        values |= lab.alone(beside_engine, LIVE, lab.seeds, lab.scratch)
     low, high = (f"{number / 1e6:.1f}M" for number in (min(parameters.values()), max(parameters.values())))
     return Measurement(
         values=values,
@@ -169,79 +157,9 @@ def measure(lab: Lab) -> Measurement:
     )
 
 
-@dataclass(frozen=True)
-class Found:
-    """Of one model: its parameters, and the mean abs d of each pair in nats."""
-
-    parameters: int
-    abs_d: dict[str, float]
-
-
-def mismatch(shape: TinyModel, seed: int, scratch: Path) -> Found:
-    """The expected abs d of a token that the rollout would sample, for every pair, over random contexts.
-
-    Over each context the expectation over the vocabulary is taken, instead of one token. The logits are divided by the
-    number that gives the BF16 rollout `ENTROPY`, in FP32: a head scaled by it gives the same, as rounding is relative.
-    """
-    from trainer.scorer import Scorer
-
-    path = random_model(scratch, shape, seed)
-    generator = torch.Generator().manual_seed(seed)
-    contexts = torch.randint(0, shape.vocab, (SEQUENCES, LENGTH), generator=generator)
-    with live.world() as layout:
-        sides = {
-            native: Scorer(path, live.ONE_RANK, _numerics("bf16", native=native), layout, max_sequence_length=LENGTH)
-            for native in (False, True)
-        }
-        parameters = sum(parameter.numel() for parameter in sides[True].model.parameters())
-        scale = _scale(logits(sides[False], contexts))
-        abs_d = {}
-        for name, pair in PAIRS.items():
-            sides[pair.native].set_numerics(_numerics(pair.trainer, pair.spec, native=pair.native))
-            trainer = logits(sides[pair.native], contexts) / scale
-            sides[False].set_numerics(_numerics(pair.rollout, pair.rollout_spec, native=False))
-            rollout = logits(sides[False], contexts) / scale
-            abs_d[name] = expected_abs_d(trainer, rollout)
-    shutil.rmtree(path)
-    return Found(parameters, abs_d)
-
-
-def expected_abs_d(trainer: Tensor, rollout: Tensor) -> float:
-    """Of logits [..., V]: abs(log p_trainer - log p_rollout), weighted by p_rollout, mean over the contexts, nats."""
-    theirs = rollout.double().log_softmax(-1)
-    d = trainer.double().log_softmax(-1) - theirs
-    return float((theirs.exp() * d.abs()).sum(-1).mean())
-
-
-def entropy(logits: Tensor) -> float:
-    """Of the softmax of [..., V], mean, nats."""
-    logprobs = logits.double().log_softmax(-1)
-    return float(-(logprobs.exp() * logprobs).sum(-1).mean())
-
-
 def slope(sizes: Sequence[float], values: Sequence[float]) -> float:
     """Of the logarithms, by least squares."""
     return float(np.polyfit(np.log(sizes), np.log(values), 1)[0])
-
-
-@torch.no_grad()
-def logits(scorer: Scorer, tokens: Tensor) -> Tensor:
-    """FP32 [B, S, V] of a live model."""
-    out: Tensor = scorer.model(tokens, position_ids=None, attention_mask=None)
-    return out.float()
-
-
-def _numerics(precision: str, spec: str = "fp8_block_pow2", *, native: bool) -> Any:
-    return live.exact(spec, precision, "native" if native else "exact")
-
-
-def _scale(logits: Tensor) -> float:
-    """By which logits are divided to have the mean entropy `ENTROPY`."""
-    low, high = -20.0, 20.0
-    for _ in range(60):
-        middle = (low + high) / 2
-        low, high = (low, middle) if entropy(logits / 2**middle) > ENTROPY else (middle, high)
-    return float(2**middle)
 
 
 def draw(measurement: Measurement) -> Mapping[str, Figure]:
@@ -274,25 +192,20 @@ NAMES = {
 
 
 def tables(measurement: Measurement) -> Sequence[TextTable]:
-    sizes = measurement.details["sizes"]
+    found = [_table(measurement, axis, sizes) for axis, sizes in measurement.details["sizes"].items()]
+    engine = [[arm, _text(_of(measurement, arm, "abs d"))] for arm in measurement.values if arm not in PAIRS]
+    beside = TextTable("Mean abs d beside a live engine, and beside the shared ops", ("", "nats"), engine)
+    return [*found, beside] if engine else found
+
+
+def _table(measurement: Measurement, axis: str, sizes: Sequence[float]) -> TextTable:
     shown = [pair for pair in PAIRS if not pair.endswith("same ops")]
-    return [
-        TextTable(
-            f"Mean abs d over {NAMES[axis]}, nats",
-            (NAMES[axis], *shown),
-            [
-                *(
-                    [
-                        f"{size:,}",
-                        *(f"{_of(measurement, pair, f'abs d/{axis}={size}')[0]:.4g}" for pair in shown),
-                    ]
-                    for size in numbers
-                ),
-                ["slope of the logarithms", *(_text(_of(measurement, pair, SLOPE.format(axis))) for pair in shown)],
-            ],
-        )
-        for axis, numbers in sizes.items()
+    rows = [
+        [f"{size:,}", *(f"{_of(measurement, pair, f'abs d/{axis}={size}')[0]:.4g}" for pair in shown)] for size in sizes
     ]
+    slopes = [_text(_of(measurement, pair, SLOPE.format(axis))) for pair in shown]
+    columns = (NAMES[axis], *shown)
+    return TextTable(f"Mean abs d over {NAMES[axis]}, nats", columns, [*rows, ["slope of the logarithms", *slopes]])
 
 
 def _of(measurement: Measurement, pair: str, metric: str) -> tuple[float, float, float]:
@@ -309,6 +222,7 @@ STUDY = Study(
     question="Does the mismatch grow with the model, and more where only the rollout is in FP8?",
     claims=CLAIMS,
     measure=measure,
+    seeds=5,
     draw=draw,
     tables=tables,
 )

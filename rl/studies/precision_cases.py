@@ -30,6 +30,7 @@ from trainer.batch import TokenBatch
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+    from rl.run.stack import Stack
     from trainer.trainer import Trainer
 
 PROMPTS, QUICK_PROMPTS, ANSWERS = 32, 8, 8
@@ -40,7 +41,6 @@ MIXED, PLAIN = "mixed scale formats", "BF16 both"
 TRAINED_STEPS = 20
 """Of the GRPO runs."""
 TRAINED_SEEDS = 5
-EXAMPLES = Path("examples")
 Found = dict[str, dict[str, list[float]]]
 """By arm, then metric: a number for each sequence."""
 
@@ -264,25 +264,13 @@ def _beside_engine(
     name: str, model: Path, mode: str, seeds: Sequence[int], prompts: int, others: bool
 ) -> dict[str, Any]:
     """Of a trainer beside a live engine, which samples. others: BF16 on both sides and mixed scale formats too."""
-    from rl.diagnose.calibration import sampled_batch
-    from rl.experiment import load_experiment
-    from rl.run.feed import to_prompts
-    from rl.run.problems import training_problems
-    from rl.run.stack import Stack, open_pair
-
-    file = "arithmetic.yaml" if mode == "exact" else "arithmetic_native.yaml"
-    settings = [f"model.path={model.absolute()}", "numerics.router_replay=off", "gates=[]"]
-    experiment = load_experiment(EXAMPLES / file, settings)
-    problems = training_problems(experiment)
 
     def batches(stack: Stack) -> Iterator[TokenBatch]:
         for seed in seeds:
-            asked = to_prompts(stack.tokenizer, problems.of_step(seed + 1, prompts))
-            yield sampled_batch(stack, asked, ANSWERS, 1.0)
+            yield live.sampled_by_engine(stack, seed, prompts, ANSWERS)
 
     found: dict[str, dict[str, list[list[float]]]] = {}
-    with open_pair(experiment, say=lambda text: None) as stack:
-        stack.sync()
+    with live.beside_engine(model, mode) as stack:
         for batch in batches(stack):
             _gather(found, name, stack.trainer.apply(snapshot, batch)[0])
         if others:
@@ -330,7 +318,7 @@ def _trained(precision: str, seed: int, folder: Path) -> dict[str, float]:
         "checkpoint.every": TRAINED_STEPS,
         "tracking.wandb.mode": "disabled",
     }
-    command = [sys.executable, "-m", "rl.cli", "train", str(EXAMPLES / "arithmetic_native.yaml")]
+    command = [sys.executable, "-m", "rl.cli", "train", str(live.EXAMPLES / "arithmetic_native.yaml")]
     command += [f"{key}={value}" for key, value in settings.items()]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
