@@ -302,7 +302,8 @@ def _figure(trace: str, drawn: Mapping[str, Any]) -> Figure:
             x, y = zip(*shown, strict=True)
             axes.scatter(x, y, s=5, color=figures.COLORS[index], label=SERIES[series])
         axes.axvline(backward - 0.5, color="#94a3b8", linewidth=0.8)
-        axes.set(yscale="log", ylabel="relative error", title=metric)
+        axes.set(yscale="log", ylabel="relative error")
+        axes.set_title(metric, fontsize=9, loc="left")
     figure.axes[0].legend()
     figure.axes[1].set_xlabel("product; behind the line: the backward")
     return figure

@@ -178,7 +178,7 @@ def _over(measurement: Measurement, axis: str, sizes: Sequence[float]) -> Figure
         points = [(middle, max(low, middle / 10), high) for middle, low, high in values]
         figures.curve(axes, sizes, points, name=name, index=index, marker="o")
     axes.set(xscale="log", yscale="log", xlabel=NAMES[axis], ylabel="mean abs d, nats")
-    axes.legend()
+    axes.legend(fontsize=7, loc="lower right")
     return figure
 
 
