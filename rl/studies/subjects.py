@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from transformers.utils.logging import disable_progress_bar
+
 from models.tiny import TinyModel, write_tiny_model
 
 MODEL = Path("examples/models/tiny_qwen3_moe")
@@ -16,5 +18,6 @@ def random_model(folder: Path, shape: TinyModel = N, seed: int = 0) -> Path:
     """A Hugging Face directory in `folder` with random weights."""
     path = folder / f"random_{abs(hash((shape, seed)))}"
     if not path.exists():
+        disable_progress_bar()  # studies say how far they are
         write_tiny_model(path, shape, seed)
     return path
