@@ -14,8 +14,7 @@ from rl.studies.claims import Claim
 from rl.studies.conversions import Convert, facts
 from rl.studies.lab import Lab
 from rl.studies.spoiled import NarrowState
-from rl.studies.statistics import Contrast, Estimate, estimate
-from rl.studies.study import Measurement, Study, TextTable
+from rl.studies.study import Measurement, Study, TextTable, by_arm
 from rl.studies.subjects import MODEL
 from rl.studies.training import QUICK_STEPS, STEPS, TrainedArm, teach
 
@@ -223,7 +222,7 @@ def measure(lab: Lab) -> Measurement:
     jobs = [(arm, seed) for seed in lab.seeds for arm in arms]
     taught = lab.each(teach, [(TRAINED[arm], seed, lab.quick) for arm, seed in jobs], "trainings")
     trained = dict(zip(jobs, taught, strict=True))
-    values = {arm: {metric: [found[arm][metric] for found in small] for metric in small[0][arm]} for arm in small[0]}
+    values = by_arm(small)
     for arm in arms:
         runs = [trained[arm, seed] for seed in lab.seeds]
         values[arm] = {
@@ -286,30 +285,30 @@ def draw(measurement: Measurement) -> Mapping[str, Figure]:
     added = figures.figure("Error of a BF16 product, by what its sum is kept in")
     axes = added.axes[0]
     for index, arm in enumerate(("product", "added in FP32", "added in BF16")):
-        errors = [_of(measurement, arm, f"relative_error/{k}") for k in lengths]
+        errors = [measurement.of(arm, f"relative_error/{k}") for k in lengths]
         figures.curve(axes, lengths, errors, name=arm, index=index, marker="o")
     axes.set(xscale="log", yscale="log", xlabel="K", ylabel="relative error")
     axes.legend()
     trained = figures.figure("Held-out loss after training, less the FP32 trainer's")
     arms = _trained(measurement)[1:]
-    differences = [_of(measurement, arm, "nll", "FP32 trainer") for arm in arms]
+    differences = [measurement.of(arm, "nll", "FP32 trainer") for arm in arms]
     figures.bars(trained.axes[0], arms, {"difference": differences}, label="nats")
     return {"products": added, "trained": trained}
 
 
 def tables(measurement: Measurement) -> Sequence[TextTable]:
     names = measurement.values["conversion"]
-    conversions = [[name, *(f"{_of(measurement, arm, name)[0]:.7g}" for arm in CONVERSIONS)] for name in names]
+    conversions = [[name, *(f"{measurement.of(arm, name)[0]:.7g}" for arm in CONVERSIONS)] for name in names]
     lengths = measurement.details["lengths"]
-    products = [[arm, *(f"{_of(measurement, arm, f'relative_error/{k}')[0]:.3g}" for k in lengths)] for arm in PRODUCTS]
+    products = [[arm, *(f"{measurement.of(arm, f'relative_error/{k}')[0]:.3g}" for k in lengths)] for arm in PRODUCTS]
     kinds = ("weights", "gradients", "masters", "moments", "all")
     states = [
-        [arm, *(f"{_of(measurement, arm, f'bytes per parameter/{kind}')[0]:g}" for kind in kinds)] for arm in STATES
+        [arm, *(f"{measurement.of(arm, f'bytes per parameter/{kind}')[0]:g}" for kind in kinds)] for arm in STATES
     ]
     trained = []
     for arm in _trained(measurement):
-        value, low, high = _of(measurement, arm, "nll", "FP32 trainer")
-        loss, mean = (_of(measurement, arm, metric)[0] for metric in ("nll", "mean loss"))
+        value, low, high = measurement.of(arm, "nll", "FP32 trainer")
+        loss, mean = (measurement.of(arm, metric)[0] for metric in ("nll", "mean loss"))
         trained.append([arm, f"{loss:.5f}", f"{value:+.5f} ({low:+.5f} to {high:+.5f})", f"{mean:.5f}"])
     return [
         TextTable("Conversions: share of the values, or a number", ("", *CONVERSIONS), conversions),
@@ -321,13 +320,6 @@ def tables(measurement: Measurement) -> Sequence[TextTable]:
 
 def _trained(measurement: Measurement) -> list[str]:
     return [arm for arm in TRAINED if arm in measurement.values]
-
-
-def _of(measurement: Measurement, arm: str, metric: str, against: str | None = None) -> tuple[float, float, float]:
-    other = None if against is None else measurement.values[against][metric]
-    contrast: Contrast = "value" if against is None else "difference"
-    found: Estimate = estimate(measurement.values[arm][metric], other, contrast)
-    return found.value, found.low, found.high
 
 
 STUDY = Study(

@@ -11,8 +11,7 @@ from rl.studies.claims import Claim
 from rl.studies.failure_facts import facts
 from rl.studies.lab import Lab
 from rl.studies.spoiled import Narrow, NarrowState
-from rl.studies.statistics import estimate
-from rl.studies.study import Measurement, Study, TextTable
+from rl.studies.study import Band, Measurement, Study, TextTable
 from rl.studies.training import LOST, RATE, TrainedArm, smoothed, teach
 
 if TYPE_CHECKING:
@@ -229,10 +228,10 @@ def tables(measurement: Measurement) -> Sequence[TextTable]:
     for name, metrics in measurement.values.items():
         if name == "arithmetic":
             continue
-        nll = estimate(metrics["nll"], None, "value")
+        nll = measurement.of(name, "nll")[0]
         value, low, high = _above(measurement, name)
-        lost = "broke down" if nll.value == LOST else f"{nll.value:.5f}"
-        noted = [f"{estimate(metrics[m], None, 'value').value:.3g}" if m in metrics else "" for m in NOTED]
+        lost = "broke down" if nll == LOST else f"{nll:.5f}"
+        noted = [f"{measurement.of(name, m)[0]:.3g}" if m in metrics else "" for m in NOTED]
         rows.append([name, lost, f"{value:+.5f} ({low:+.5f} to {high:+.5f})", *noted])
     known = [[name, f"{found[0]:.6g}"] for name, found in measurement.values["arithmetic"].items()]
     columns = ("arm", "held-out NLL", "above its pair", "updates lost", "v lost")
@@ -242,7 +241,7 @@ def tables(measurement: Measurement) -> Sequence[TextTable]:
 NOTED: tuple[Literal["lost_updates", "lost_second"], ...] = ("lost_updates", "lost_second")
 
 
-def _above(measurement: Measurement, name: str) -> tuple[float, float, float]:
+def _above(measurement: Measurement, name: str) -> Band:
     """Held-out loss above that of the arm which differs in one thing."""
     pair = PLAIN
     if name.startswith("β₂"):
@@ -250,8 +249,7 @@ def _above(measurement: Measurement, name: str) -> tuple[float, float, float]:
     elif name in ("softmax FP8", "scores FP8", "attention FP8"):
         pair = "attention by autograd"
     pair = pair if pair in measurement.values else PLAIN
-    found = estimate(measurement.values[name]["nll"], measurement.values[pair]["nll"], "difference")
-    return found.value, found.low, found.high
+    return measurement.of(name, "nll", against=pair)
 
 
 STUDY = Study(

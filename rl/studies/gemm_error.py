@@ -14,8 +14,7 @@ from numerics.spec import QuantSpec
 from rl.studies import figures
 from rl.studies.claims import Claim
 from rl.studies.lab import Lab
-from rl.studies.statistics import Estimate, estimate
-from rl.studies.study import Measurement, Study, TextTable
+from rl.studies.study import Band, Measurement, Study, TextTable, by_arm
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -219,11 +218,8 @@ def measure(lab: Lab) -> Measurement:
     shapes = QUICK_SHAPES if lab.quick else SHAPES
     lab.specs |= {"fp32 scales": FP32.digest(), "pow2 scales": POW2.digest(), "e5m2": E5M2.digest()}
     by_seed = lab.each(_errors, [(seed, shapes) for seed in lab.seeds], "seeds")
-    values = {
-        arm: {metric: [found[arm][metric] for found in by_seed] for metric in by_seed[0][arm]} for arm in by_seed[0]
-    }
     return Measurement(
-        values=values,
+        values=by_arm(by_seed),
         subject=f"{len(shapes)} shapes, BF16 operands from a standard normal distribution",
         details={"shapes": [list(shape) for shape in shapes]},
     )
@@ -279,9 +275,9 @@ def draw(measurement: Measurement) -> Mapping[str, Figure]:
     kernels = figures.figure(f"Error of the addition alone, K = {max(k for _, k, _ in shapes)}")
     arms = ("both operands", "FP22 promoted", "FP22")
     values = {
-        "Gaussian": [_of(measurement, arm, "kernel_error/longest") for arm in arms],
+        "Gaussian": [measurement.of(arm, "kernel_error/longest") for arm in arms],
         "positive": [
-            _of(measurement, arm, "kernel_error/longest")
+            measurement.of(arm, "kernel_error/longest")
             for arm in ("positive", "positive FP22 promoted", "positive FP22")
         ],
     }
@@ -304,10 +300,7 @@ def tables(measurement: Measurement) -> Sequence[TextTable]:
     errors = [
         [
             arm,
-            *(
-                f"{_of(measurement, arm, metric)[0]:.3g}"
-                for metric in ("relative_error/longest", "kernel_error/longest")
-            ),
+            *(f"{measurement.of(arm, metric)[0]:.3g}" for metric in ("relative_error/longest", "kernel_error/longest")),
         ]
         for arm in ARMS
     ]
@@ -321,13 +314,8 @@ def _shapes(measurement: Measurement) -> list[list[int]]:
     return list(measurement.details["shapes"])
 
 
-def _of(measurement: Measurement, arm: str, metric: str) -> tuple[float, float, float]:
-    found: Estimate = estimate(measurement.values[arm][metric], None, "value")
-    return found.value, found.low, found.high
-
-
-def _by_shape(measurement: Measurement, arm: str, metric: str) -> list[tuple[float, float, float]]:
-    return [_of(measurement, arm, f"{metric}/{m}x{k}x{n}") for m, k, n in _shapes(measurement)]
+def _by_shape(measurement: Measurement, arm: str, metric: str) -> list[Band]:
+    return [measurement.of(arm, f"{metric}/{m}x{k}x{n}") for m, k, n in _shapes(measurement)]
 
 
 STUDY = Study(

@@ -17,8 +17,7 @@ from rl.algorithms.sft import SftObjective
 from rl.studies import figures, live
 from rl.studies.claims import Claim
 from rl.studies.lab import Lab
-from rl.studies.statistics import estimate
-from rl.studies.study import Measurement, Study, TextTable
+from rl.studies.study import Measurement, Study, TextTable, by_arm
 from rl.studies.subjects import MODEL
 from trainer.batch import TokenBatch
 from trainer.objective import Objective
@@ -128,12 +127,10 @@ def measure(lab: Lab) -> Measurement:
     lab.specs |= {"E4M3": SPEC.digest(), "E5M2 gradients": E5M2_GRADIENTS.digest(), "E5M2": E5M2.digest()}
     prompts = QUICK_PROMPTS if lab.quick else PROMPTS
     by_seed = lab.each(_turned, [(seed, prompts) for seed in lab.seeds], "seeds")
-    arms = by_seed[0]
-    values = {arm: {metric: [found[arm][metric] for found in by_seed] for metric in arms[arm]} for arm in arms}
     return Measurement(
-        values=values,
+        values=by_arm(by_seed),
         subject=f"M, 1.0M parameters, {prompts * ANSWERS} chains or answers, exact mode",
-        details={"layers": sorted({name for found in arms.values() for name in found if name != "turned"})},
+        details={"layers": sorted({name for found in by_seed[0].values() for name in found if name != "turned"})},
     )
 
 
@@ -222,7 +219,7 @@ def _part(name: str) -> str:
 def draw(measurement: Measurement) -> Mapping[str, Figure]:
     drawn = figures.figure("1 − cos of the gradient to that of BF16", width=7.5, height=3.8)
     shown = ("halves", "forward", "both", "backward", "backward E5M2")
-    series = {what: [_of(measurement, f"{loss}: {what}") for loss in LOSSES] for what in shown}
+    series = {what: [measurement.of(f"{loss}: {what}", "turned") for loss in LOSSES] for what in shown}
     figures.bars(drawn.axes[0], list(LOSSES), series, label="1 − cos", log=True)
     return {"gradient_direction": drawn}
 
@@ -230,14 +227,9 @@ def draw(measurement: Measurement) -> Mapping[str, Figure]:
 def tables(measurement: Measurement) -> Sequence[TextTable]:
     parts = measurement.details["layers"]
     rows = [
-        [arm, *(f"{_of(measurement, arm, part)[0]:.3g}" for part in ("turned", *parts))] for arm in measurement.values
+        [arm, *(f"{measurement.of(arm, part)[0]:.3g}" for part in ("turned", *parts))] for arm in measurement.values
     ]
     return [TextTable("1 − cos, mean over the seeds", ("arm", "whole", *parts), rows)]
-
-
-def _of(measurement: Measurement, arm: str, metric: str = "turned") -> tuple[float, float, float]:
-    found = estimate(measurement.values[arm][metric], None, "value")
-    return found.value, found.low, found.high
 
 
 STUDY = Study(

@@ -18,7 +18,6 @@ from models.tiny import TinyModel
 from rl.studies import figures, live
 from rl.studies.claims import Claim
 from rl.studies.lab import Lab
-from rl.studies.statistics import Estimate, estimate
 from rl.studies.study import Measurement, Study, TextTable
 from rl.studies.two_sides import ENTROPY, PAIRS, beside_engine, mismatch
 
@@ -172,8 +171,8 @@ def _over(measurement: Measurement, axis: str, sizes: Sequence[float]) -> Figure
     axes = figure.axes[0]
     shown = [pair for pair in PAIRS if not pair.endswith("same ops")]
     for index, pair in enumerate(shown):
-        values = [_of(measurement, pair, f"abs d/{axis}={size}") for size in sizes]
-        value, low, high = _of(measurement, pair, SLOPE.format(axis))
+        values = [measurement.of(pair, f"abs d/{axis}={size}") for size in sizes]
+        value, low, high = measurement.of(pair, SLOPE.format(axis))
         name = f"{pair}: slope {value:.2f} ({low:.2f} to {high:.2f})"
         points = [(middle, max(low, middle / 10), high) for middle, low, high in values]
         figures.curve(axes, sizes, points, name=name, index=index, marker="o")
@@ -193,7 +192,7 @@ NAMES = {
 
 def tables(measurement: Measurement) -> Sequence[TextTable]:
     found = [_table(measurement, axis, sizes) for axis, sizes in measurement.details["sizes"].items()]
-    engine = [[arm, _text(_of(measurement, arm, "abs d"))] for arm in measurement.values if arm not in PAIRS]
+    engine = [[arm, _text(measurement.of(arm, "abs d"))] for arm in measurement.values if arm not in PAIRS]
     beside = TextTable("Mean abs d beside a live engine, and beside the shared ops", ("", "nats"), engine)
     return [*found, beside] if engine else found
 
@@ -201,16 +200,11 @@ def tables(measurement: Measurement) -> Sequence[TextTable]:
 def _table(measurement: Measurement, axis: str, sizes: Sequence[float]) -> TextTable:
     shown = [pair for pair in PAIRS if not pair.endswith("same ops")]
     rows = [
-        [f"{size:,}", *(f"{_of(measurement, pair, f'abs d/{axis}={size}')[0]:.4g}" for pair in shown)] for size in sizes
+        [f"{size:,}", *(f"{measurement.of(pair, f'abs d/{axis}={size}')[0]:.4g}" for pair in shown)] for size in sizes
     ]
-    slopes = [_text(_of(measurement, pair, SLOPE.format(axis))) for pair in shown]
+    slopes = [_text(measurement.of(pair, SLOPE.format(axis))) for pair in shown]
     columns = (NAMES[axis], *shown)
     return TextTable(f"Mean abs d over {NAMES[axis]}, nats", columns, [*rows, ["slope of the logarithms", *slopes]])
-
-
-def _of(measurement: Measurement, pair: str, metric: str) -> tuple[float, float, float]:
-    found: Estimate = estimate(measurement.values[pair][metric], None, "value")
-    return found.value, found.low, found.high
 
 
 def _text(interval: tuple[float, float, float]) -> str:

@@ -22,7 +22,6 @@ from numerics.spec import QuantSpec
 from rl.studies import figures, live
 from rl.studies.claims import Claim
 from rl.studies.lab import Lab
-from rl.studies.statistics import estimate
 from rl.studies.study import Measurement, Study, TextTable
 from rl.studies.subjects import MODEL, random_model
 from trainer.batch import TokenBatch
@@ -345,7 +344,7 @@ def draw(measurement: Measurement) -> Mapping[str, Figure]:
     shown = ("case 1", "case 2", "case 3", MIXED)
     for axes, metric, label in zip(snapshots.axes, ("abs_d", "kl"), ("abs d, nats", "KL, nats per token"), strict=True):
         have = [case for case in shown if all(f"{group}: {case}" in measurement.values for group in groups)]
-        series = {case: [_of(measurement, f"{group}: {case}", metric) for group in groups] for case in have}
+        series = {case: [measurement.of(f"{group}: {case}", metric) for group in groups] for case in have}
         figures.bars(axes, groups, series, label=label)
     drawn = {"snapshots": snapshots}
     if "GRPO: case 1" in measurement.values:
@@ -353,7 +352,7 @@ def draw(measurement: Measurement) -> Mapping[str, Figure]:
         for axes, metric, label in zip(runs.axes, ("abs_d", "reward"), ("abs d, nats", "mean reward"), strict=True):
             for index, case in enumerate(CASES):
                 steps = range(1, TRAINED_STEPS + 1)
-                points = [_of(measurement, f"GRPO: {case}", f"{metric}/{step}") for step in steps]
+                points = [measurement.of(f"GRPO: {case}", f"{metric}/{step}") for step in steps]
                 figures.curve(axes, list(steps), points, name=case, index=index)
             axes.set(xlabel="step", ylabel=label)
         runs.axes[0].legend()
@@ -364,15 +363,10 @@ def draw(measurement: Measurement) -> Mapping[str, Figure]:
 def tables(measurement: Measurement) -> Sequence[TextTable]:
     metrics = ("kl", "abs_d", *(f"clip_{cap:g}" for cap in CAPS), "reward")
     rows = [
-        [arm, *(f"{_of(measurement, arm, m)[0]:.3g}" if m in found else "" for m in metrics)]
+        [arm, *(f"{measurement.of(arm, m)[0]:.3g}" if m in found else "" for m in metrics)]
         for arm, found in measurement.values.items()
     ]
     return [TextTable("Means over tokens; clip: ρ > C", ("arm", *metrics), rows)]
-
-
-def _of(measurement: Measurement, arm: str, metric: str) -> tuple[float, float, float]:
-    found = estimate(measurement.values[arm][metric], None, "value")
-    return found.value, found.low, found.high
 
 
 STUDY = Study(

@@ -19,8 +19,7 @@ from rl.studies.claims import Claim
 from rl.studies.lab import Lab
 from rl.studies.products import Operands, Recorder
 from rl.studies.spoiled import NarrowState, with_ops
-from rl.studies.statistics import estimate
-from rl.studies.study import Measurement, Study, TextTable
+from rl.studies.study import Measurement, Study, TextTable, by_arm
 from rl.studies.subjects import random_model
 from rl.studies.training import RATE, TrainedArm, teach
 
@@ -218,9 +217,7 @@ def measure(lab: Lab) -> Measurement:
     lab.specs |= {name: spec.digest() for name, spec in SPECS.items()}
     count, chains = len(lab.seeds), QUICK_CHAINS if lab.quick else CHAINS
     errors = lab.each(_errors, [(seed, chains, lab.scratch) for seed in lab.seeds], "errors")
-    values: dict[str, dict[str, list[float]]] = {
-        arm: {metric: [found[arm][metric] for found in errors] for metric in errors[0][arm]} for arm in errors[0]
-    }
+    values = by_arm(errors)
     arms = {name: arm for name, arm in trained_arms().items() if not lab.quick or name in QUICK_TRAINED}
     taught = lab.each(teach, [(arm, seed, lab.quick) for arm in arms.values() for seed in lab.seeds], "trained")
     for index, name in enumerate(arms):
@@ -284,13 +281,13 @@ def draw(measurement: Measurement) -> Mapping[str, Figure]:
     errors = figures.figure("Error of products whose activations are quantized, over the size of outliers", height=3.8)
     shown = ("FP32 1x32", "FP32 1x128", "FP32 axis", "FP32 tensor", "pow2 1x128", "MX 1x32", "static 224")
     for index, arm in enumerate(shown):
-        points = [_of(measurement, arm, error_name("activation", factor)) for factor in OUTLIERS]
+        points = [measurement.of(arm, error_name("activation", factor)) for factor in OUTLIERS]
         figures.curve(errors.axes[0], OUTLIERS, points, name=arm, index=index, marker="o")
     errors.axes[0].set(xscale="log", yscale="log", xlabel="outlier channels × (1% of them)", ylabel="relative error")
     errors.axes[0].legend(ncols=2)
     trained = [name for name in measurement.values if name.startswith("trained: ") and name not in (BF16, AGAIN)]
     drawn = figures.figure("Held-out loss above BF16's, 100 SFT steps")
-    bars = {"nats": [_above(measurement, name) for name in trained]}
+    bars = {"nats": [measurement.of(name, "nll", against=BF16) for name in trained]}
     figures.bars(drawn.axes[0], [name.removeprefix("trained: ") for name in trained], bars, label="nats per token")
     return {"outliers": errors, "trained": drawn}
 
@@ -301,30 +298,20 @@ def tables(measurement: Measurement) -> Sequence[TextTable]:
         error_name("gradient", 1.0),
     ]
     rows = [
-        [arm, *(f"{_of(measurement, arm, m)[0]:.4g}" if m in measurement.values[arm] else "" for m in metrics)]
+        [arm, *(f"{measurement.of(arm, m)[0]:.4g}" if m in measurement.values[arm] else "" for m in metrics)]
         for arm in (*ROWS, *BLOCKS)
     ]
     trained = []
     for name in measurement.values:
         if name.startswith("trained: "):
-            value, low, high = _above(measurement, name)
-            nll = _of(measurement, name, "nll")[0]
+            value, low, high = measurement.of(name, "nll", against=BF16)
+            nll = measurement.of(name, "nll")[0]
             trained.append([name, f"{nll:.5f}", f"{value:+.5f} ({low:+.5f} to {high:+.5f})"])
     columns = [metric.removeprefix("error/").replace("/outliers ", " ") for metric in metrics]
     return [
         TextTable("Relative error of a product of which one operand is quantized", ("arm", *columns), rows),
         TextTable("Trained", ("arm", "held-out NLL", "above BF16"), trained),
     ]
-
-
-def _of(measurement: Measurement, arm: str, metric: str) -> tuple[float, float, float]:
-    found = estimate(measurement.values[arm][metric], None, "value")
-    return found.value, found.low, found.high
-
-
-def _above(measurement: Measurement, arm: str) -> tuple[float, float, float]:
-    found = estimate(measurement.values[arm]["nll"], measurement.values[BF16]["nll"], "difference")
-    return found.value, found.low, found.high
 
 
 STUDY = Study(

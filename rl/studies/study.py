@@ -8,11 +8,21 @@ from typing import TYPE_CHECKING, Any
 
 from rl.studies.claims import Claim, Measured
 from rl.studies.lab import Lab
+from rl.studies.statistics import estimate
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 FEWEST_SEEDS = 3
+
+
+Band = tuple[float, float, float]
+"""A value and the ends of its interval."""
+
+
+def by_arm(found: Sequence[Mapping[str, Mapping[str, float]]]) -> dict[str, dict[str, list[float]]]:
+    """Values by arm and metric, of one mapping by arm and metric for each seed."""
+    return {arm: {metric: [one[arm][metric] for one in found] for metric in found[0][arm]} for arm in found[0]}
 
 
 @dataclass(frozen=True)
@@ -28,6 +38,12 @@ class Measurement:
     values: Measured
     subject: str
     details: Mapping[str, Any] = field(default_factory=dict)
+
+    def of(self, arm: str, metric: str, against: str | None = None) -> Band:
+        """An arm's metric, or its difference from another's: the mean and its 95% interval."""
+        other = None if against is None else self.values[against][metric]
+        found = estimate(self.values[arm][metric], other, "value" if other is None else "difference")
+        return found.value, found.low, found.high
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,6 @@ from rl.algorithms.sft import SftObjective
 from rl.studies import figures, live
 from rl.studies.claims import Claim
 from rl.studies.lab import Lab, on_ranks
-from rl.studies.statistics import estimate
 from rl.studies.study import Measurement, Study, TextTable
 from rl.studies.subjects import MODEL
 from rl.studies.training import CHAINS_PER_STEP, RATE, STEPS, TrainedArm, taught
@@ -233,15 +232,15 @@ def draw(measurement: Measurement) -> Mapping[str, Figure]:
     drawn = figures.figure("Bytes that a rank sends in a step, of FP32 gradients and BF16 weights", height=3.6)
     names = list(measurement.values)
     shares = {
-        label: [_of(measurement, name, metric) for name in names]
+        label: [measurement.of(name, metric) for name in names]
         for label, metric in (("gradients", "gradient_bytes"), ("weights", "weight_bytes"))
     }
     figures.bars(drawn.axes[0], names, shares, label="share")
     wrong = figures.figure("What is wrong with the sum of two gradients")
-    sent = [name for name in names if _of(measurement, name, "relative_error")[0] > 0]
+    sent = [name for name in names if measurement.of(name, "relative_error")[0] > 0]
     series = {
-        "relative error": [_of(measurement, name, "relative_error") for name in sent],
-        "1 - cosine": [_of(measurement, name, "turned") for name in sent],
+        "relative error": [measurement.of(name, "relative_error") for name in sent],
+        "1 - cosine": [measurement.of(name, "turned") for name in sent],
     }
     figures.bars(wrong.axes[0], sent, series, label="against float64", log=True)
     return {"bytes": drawn, "error": wrong}
@@ -249,19 +248,14 @@ def draw(measurement: Measurement) -> Mapping[str, Figure]:
 
 def tables(measurement: Measurement) -> Sequence[TextTable]:
     rows = []
-    for name, metrics in measurement.values.items():
-        above = estimate(metrics["nll"], measurement.values[PLAIN]["nll"], "difference")
-        numbers = [f"{_of(measurement, name, metric)[0]:.4f}" for metric in ("gradient_bytes", "weight_bytes")]
-        errors = [f"{_of(measurement, name, metric)[0]:.3g}" for metric in ("relative_error", "turned")]
-        trained = f"{above.value:+.5f} ({above.low:+.5f} to {above.high:+.5f})"
-        rows.append([name, *numbers, *errors, f"{_of(measurement, name, 'nll')[0]:.5f}", trained])
+    for name in measurement.values:
+        above, low, high = measurement.of(name, "nll", against=PLAIN)
+        numbers = [f"{measurement.of(name, metric)[0]:.4f}" for metric in ("gradient_bytes", "weight_bytes")]
+        errors = [f"{measurement.of(name, metric)[0]:.3g}" for metric in ("relative_error", "turned")]
+        trained = f"{above:+.5f} ({low:+.5f} to {high:+.5f})"
+        rows.append([name, *numbers, *errors, f"{measurement.of(name, 'nll')[0]:.5f}", trained])
     columns = ("arm", "gradient bytes", "weight bytes", "error of the sum", "1 - cosine", "held-out NLL", "above FP32")
     return [TextTable("Two data-parallel ranks", columns, rows)]
-
-
-def _of(measurement: Measurement, arm: str, metric: str) -> tuple[float, float, float]:
-    found = estimate(measurement.values[arm][metric], None, "value")
-    return found.value, found.low, found.high
 
 
 STUDY = Study(
