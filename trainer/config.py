@@ -58,7 +58,8 @@ class TrainerConfig(RateConfig):
     weight_gather: WeightGather = "bf16"
     """What updated weights are sent in. `e4m3`: those that FP8 products take, as the codes that these would quantize
     them to anyway, so that no log-probability changes; the model that is written at the end holds the rounded values.
-    Everything else, such as norms, router and embeddings, is sent in BF16."""
+    Everything else, such as norms, router and embeddings, is sent in BF16. Where TransformerEngine holds weights in FP8
+    (native mode on a GPU), it sends them so whatever this says."""
 
     hung_after_s: float = Field(default=120.0, ge=1.0)
     """Seconds after which a rank whose process is there and does not answer, not even that it lives, counts as lost."""
