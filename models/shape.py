@@ -67,6 +67,20 @@ class Weight:
 
 
 @dataclass(frozen=True)
+class Activations:
+    """Bytes per token of a layer that a BF16 trainer keeps for the backward: of the attention with both norms and
+    residuals, and of the MLP. fp8: what TransformerEngine's FP8 products change of them."""
+
+    attention: float
+    mlp: float
+    fp8: float
+
+    @property
+    def bf16(self) -> float:
+        return self.attention + self.mlp
+
+
+@dataclass(frozen=True)
 class Shape:
     """A model in numbers.
 
@@ -128,8 +142,8 @@ class Shape:
         and three times the forward's attention. causal: half of the keys count."""
         return 6.0 * self.active_parameters + 3 * self.attention_flops(length / 2 if causal else length)
 
-    def activation_bytes(self, layer: int) -> tuple[float, float]:
-        """Per token of a layer: bytes that BF16 training keeps for the backward, and what FP8 changes of them.
+    def activations(self, layer: int) -> Activations:
+        """What training keeps of a layer for the backward.
 
         With H hidden, D head, F expert width, k of E experts: 8H + 6D(h + kv) + k(4H + 6F) + 4E. An FP8 product keeps
         1.03 bytes of an element of its input in place of 2, and the output projection's input beside the attention's:
@@ -141,10 +155,12 @@ class Shape:
         mlps = [(s.top_k, s.expert_size), (1, s.shared_size)] if s.has_experts(layer) else [(1, s.ffn_size)]
         mlps = [(taken, width) for taken, width in mlps if width]
         router = 4 * s.experts if s.has_experts(layer) else 0
-        held = 8 * s.hidden_size + 6 * head * (s.heads + s.kv_heads) + router
-        held += sum(taken * (4 * s.hidden_size + 6 * width) for taken, width in mlps)
         inputs = s.hidden_size + sum(taken * (s.hidden_size + width) for taken, width in mlps)
-        return held, 1.03 * s.heads * head - 0.97 * inputs
+        return Activations(
+            attention=8 * s.hidden_size + 6 * head * (s.heads + s.kv_heads),
+            mlp=router + sum(taken * (4 * s.hidden_size + 6 * width) for taken, width in mlps),
+            fp8=1.03 * s.heads * head - 0.97 * inputs,
+        )
 
     def _taken(self, weight: Weight) -> int:
         return weight.taken * (len(weight.layers) if weight.place == "layers" else 1)

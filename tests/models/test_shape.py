@@ -77,10 +77,10 @@ def test_active_parameters_worked_by_hand() -> None:
 
 def test_activations_worked_by_hand() -> None:
     """Qwen3-30B-A3B: the review of the GPU path found 140 KB per token and layer."""
-    held, change = read_shape(CONFIGS / "qwen3_30b_a3b").activation_bytes(0)
-    assert held == 8 * 2048 + 6 * 128 * 36 + 8 * (4 * 2048 + 6 * 768) + 4 * 128
-    assert held == pytest.approx(140 * 1024, rel=0.03)
-    assert change == pytest.approx(1.03 * 32 * 128 - 0.97 * (2048 + 8 * (2048 + 768)))
+    kept = read_shape(CONFIGS / "qwen3_30b_a3b").activations(0)
+    assert kept.bf16 == 8 * 2048 + 6 * 128 * 36 + 8 * (4 * 2048 + 6 * 768) + 4 * 128
+    assert kept.bf16 == pytest.approx(140 * 1024, rel=0.03)
+    assert kept.fp8 == pytest.approx(1.03 * 32 * 128 - 0.97 * (2048 + 8 * (2048 + 768)))
 
 
 @pytest.mark.parametrize(

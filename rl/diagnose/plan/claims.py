@@ -21,7 +21,8 @@ from rl.diagnose.plan.gpus import GPUS
 from rl.diagnose.plan.job import Job
 from rl.diagnose.plan.memory import colocated_memory, trainer_memory
 from rl.diagnose.plan.subject import CONFIGS
-from rl.diagnose.plan.time import StepTime, dense_sum_bytes, expert_bytes, product_bytes, step_time
+from rl.diagnose.plan.time import StepTime, product_bytes, step_time
+from rl.diagnose.plan.transfers import expert_bytes, gathered_and_summed_bytes
 from rl.diagnose.plan.verdict import fp8_over_bf16
 from trainer.config import TrainerConfig
 from weight_sync.served_bytes import served_bytes
@@ -190,7 +191,7 @@ def _map() -> Iterator[Answer]:
         "the table itself keeps both",
     )
     job = deepseek_on_h800()
-    gathered, summed, sent = *dense_sum_bytes(job, 8), expert_bytes(job, 8)
+    gathered, summed, sent = *gathered_and_summed_bytes(job, 8), expert_bytes(job, 8)
     yield Answer(
         "002-25",
         "ZeRO-1 shards masters and moments; the gather is the most communication-heavy part",
@@ -216,7 +217,8 @@ def _map() -> Iterator[Answer]:
 
 def _unified() -> Iterator[Answer]:
     job, shape = on_h200(), _shape("qwen3_30b_a3b")
-    held, change = shape.activation_bytes(0)
+    kept = shape.activations(0)
+    held, change = kept.bf16, kept.fp8
     served = served_bytes(shape, SPEC) / (2 * shape.parameters)
     exact = replace(job, numerics=EXACT, storage="kernels")
     weights = [_weights(each) / _weights(job.in_bf16()) for each in (job, exact)]

@@ -15,6 +15,17 @@ Phase = Literal["rollout", "train", "update", "sync"]
 PHASES: tuple[Phase, ...] = ("rollout", "train", "update", "sync")
 RUNTIME_BYTES = 2 << 30
 """Of a GPU process beside tensors: the CUDA context, NCCL's buffers, workspaces. Assumed: nothing has measured it."""
+CPU_PROCESS_BYTES = 605e6
+"""Of a trainer rank's process on a CPU beside tensors: Python, torch, Megatron, compiled code (measured)."""
+CPU_KEPT = {
+    ("exact", True): (0.0, 3.2, 3.9, 1.6),
+    ("exact", False): (0.65, 1.95, 2.2, 0.0),
+    ("native", True): (1.96, 4.75, 0.0, 0.0),
+    ("native", False): (2.5, 1.86, 0.0, 0.0),
+}
+"""What is alive at the peak of a step on a CPU, by mode and FP8: bytes for each that the formula has of all layers'
+attention, of all MLPs, of one layer's attention, and for each parameter. Fitted to 2 to 6 measured steps of each mode;
+the ops in torch keep FP32 copies where kernels have registers."""
 BUCKETS = 2
 """Of a sync that are alive at a time: one is filled while the other travels."""
 
@@ -98,6 +109,25 @@ def activation_bytes(job: Job, stage: int = 0, tokens: int | None = None) -> flo
     return per_token * (tokens or job.micro_batch) / job.layout.tp * under_way
 
 
+def peak_on_a_cpu(job: Job) -> tuple[float, float]:
+    """Bytes of a trainer rank's process at the peak of its first step on a CPU: of its tensors, and of all of it.
+
+    Of a process whose C library hands large blocks back (`MALLOC_MMAP_THRESHOLD_=262144`); left alone it keeps more.
+    """
+    rank = fullest_rank(job)
+    state = sum(each.total for each in trainer_state(job, rank).values())
+    stage = rank // (job.layout.tp * job.layout.dp)
+    layers = layers_of_stage(job.shape.sizes.layers, job.layout.pp, stage)
+    kept = [job.shape.activations(layer) for layer in layers]
+    attention, mlps, once, each = CPU_KEPT[job.numerics.mode, job.fp8]
+    per_token = sum(attention * layer.attention + mlps * layer.mlp for layer in kept) + once * kept[0].attention
+    under_way = min(job.micro_batches, job.layout.pp - stage)
+    tensors = state + per_token * job.micro_batch / job.layout.tp * under_way + each * job.shape.parameters
+    if stage == job.layout.pp - 1:
+        tensors += logit_bytes(job)
+    return tensors, tensors + CPU_PROCESS_BYTES
+
+
 def logit_bytes(job: Job, tokens: int | None = None) -> float:
     """6 bytes for each of the whole vocabulary's logits of a micro-batch; tensor parallelism does not share them."""
     return 6.0 * job.shape.sizes.vocab_size * (tokens or job.micro_batch)
@@ -109,9 +139,9 @@ def _of_layer(job: Job, layer: int) -> float:
 
 def _kept(job: Job, layer: int) -> float:
     """Bytes per token of a layer's activations. The shared kernels keep inputs in BF16 and quantize them anew."""
-    held, fp8 = job.shape.activation_bytes(layer)
+    kept = job.shape.activations(layer)
     quantized = job.numerics.trainer_spec.of_layer(layer, job.shape.sizes.layers).quantized
-    return held + (fp8 if quantized and job.storage == "transformer_engine" else 0.0)
+    return kept.bf16 + (kept.fp8 if quantized and job.storage == "transformer_engine" else 0.0)
 
 
 def _trainer(job: Job, rank: int) -> dict[str, Mapping[Phase, float]]:

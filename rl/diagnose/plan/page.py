@@ -141,6 +141,7 @@ def _verdict(plan: Plan) -> list[Text]:
         f"memory: {peak:.1f} of {plan.gpu.memory / 1e9:.0f} GB colocated, "
         f"{plan.memory['trainer'].peak / 1e9:.1f} and {plan.memory['engine'].peak / 1e9:.1f} apart; "
         f"micro-batches of up to {own:,} tokens colocated, {alone:,} apart",
+        f"on CPUs a trainer rank's process would peak at {plan.on_a_cpu[1] / 1e9:.3g} GB",
         f"a sync sends {plan.sync_bytes[0] / 1e9:.3g} GB to each engine ({plan.sync_bytes[1] / 1e9:.3g} in BF16)",
         f"a GPU trains {plan.tokens_per_second.low:,.0f} to {plan.tokens_per_second.high:,.0f} tokens a second",
     ]

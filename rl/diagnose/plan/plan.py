@@ -12,7 +12,7 @@ from rl.diagnose.plan.decode import Decode, decode_step
 from rl.diagnose.plan.efficiency import Efficiency
 from rl.diagnose.plan.gpus import Gpu
 from rl.diagnose.plan.job import Job
-from rl.diagnose.plan.memory import Memory, colocated_memory, engine_memory, trainer_memory
+from rl.diagnose.plan.memory import Memory, colocated_memory, engine_memory, peak_on_a_cpu, trainer_memory
 from rl.diagnose.plan.subject import Assumed, Subject
 from rl.diagnose.plan.time import StepTime, step_time
 from rl.diagnose.plan.verdict import Bracket, Pays
@@ -34,6 +34,7 @@ class Plan:
         gpus: of the trainer; `job.engines` * `job.engine_tp` more where engines have their own.
         memory: of the fullest GPU: `colocated`, `trainer`, `engine`.
         stages: of each pipeline stage's first rank, the trainer's alone.
+        on_a_cpu: peak of a trainer rank there, where nothing has a GPU: its tensors, and its whole process.
         largest_micro_batch: tokens that fit, colocated, and with the trainer alone.
         sync_bytes: to each engine, and what it would be in BF16.
         fp8, bf16: a training step in each, at both corners. tokens_per_second: of it, on one GPU.
@@ -53,6 +54,7 @@ class Plan:
     training_flops: float
     memory: Mapping[str, Memory]
     stages: tuple[Memory, ...]
+    on_a_cpu: tuple[float, float]
     largest_micro_batch: Mapping[str, int]
     sync_bytes: tuple[int, ...]
     fp8: Mapping[str, StepTime]
@@ -145,6 +147,7 @@ def _calculated(
         training_flops=shape.training_flops(job.length),
         memory=memory,
         stages=tuple(trainer_memory(job, stage) for stage in range(job.layout.pp)),
+        on_a_cpu=peak_on_a_cpu(replace(job, storage="torch")),
         largest_micro_batch={
             name: verdict.largest_micro_batch(job, gpu, memory[name]) for name in ("colocated", "trainer")
         },

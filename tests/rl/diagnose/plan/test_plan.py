@@ -95,7 +95,7 @@ def test_asleep_only_one_side_is_there() -> None:
 
 def test_recomputing_keeps_two_hidden_rows_a_layer(eight_h200: Plan) -> None:
     job = eight_h200.job
-    held, _ = job.shape.activation_bytes(0)
+    held = job.shape.activations(0).bf16
     kept = activation_bytes(replace(job, recompute=True)) / job.micro_batch
     assert kept == pytest.approx(48 * 2 * 2048 + held)
 

@@ -13,7 +13,8 @@ from rl.diagnose.plan.efficiency import Rates, assumed
 from rl.diagnose.plan.gpus import GPUS
 from rl.diagnose.plan.job import Job
 from rl.diagnose.plan.subject import CONFIGS
-from rl.diagnose.plan.time import expert_bytes, kernels, step_time
+from rl.diagnose.plan.time import kernels, step_time
+from rl.diagnose.plan.transfers import expert_bytes
 from rl.diagnose.plan.verdict import Bracket, break_even, fp8_over_bf16, pays
 from trainer.config import TrainerConfig
 
