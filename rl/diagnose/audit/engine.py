@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from models import Model
-from models.tensors import SCALE_SUFFIX, TensorRow, base_name
+from models.tensors import base_name
 from numerics.config import NumericsConfig
 from numerics.holdings import Holding
 from numerics.precision_map import precision_map
@@ -21,13 +21,7 @@ def engine_sightings(held: Iterable[Holding], model: Model, numerics: NumericsCo
     for each in held:
         key = kinds.get(each.kind)
         if key is None:
-            row = model.tensors[base_name(each.name)[0].removesuffix(SCALE_SUFFIX)]
-            key = "engine.weight" if _quantized(row, model, numerics) else "engine.leftover"
+            row = model.tensors[base_name(each.name)[0]]
+            key = "engine.weight" if model.quantizes(row, numerics.rollout_spec) else "engine.leftover"
         found.append(Sighting(key, each.name, each.format, plan[key].formats, bytes=each.bytes))
     return found
-
-
-def _quantized(row: TensorRow, model: Model, numerics: NumericsConfig) -> bool:
-    if row.kind is None:
-        return False
-    return numerics.rollout_spec.of_layer(row.layer or 0, model.sizes.layers).quantizes(row.kind)

@@ -40,15 +40,13 @@ class Sites:
         self.parameters: dict[str, Part] = {}
         names = trainer.weights.names(trainer.model)
         definition, spec = trainer.definition, numerics.trainer_spec
-        layers = definition.sizes.layers
         rows = {name: definition.tensors[held[0]] for name, held in names.items() if held}
         heads = _heads(trainer)
         for path, seen in _forms(trainer).items():
-            kinds = {(row.kind, row.layer) for name, row in rows.items() if name.startswith(f"{path}.") and row.kind}
-            quantized = {spec.of_layer(layer or 0, layers).quantizes(kind) for kind, layer in kinds if kind}
-            part = _part(seen, bool(kinds), path in heads)
-            if part is not None:
-                self._by_path[path] = Site(path, part, frozenset(quantized) or frozenset({False}))
+            inside = [row for name, row in rows.items() if name.startswith(f"{path}.") and row.kind]
+            quantized = frozenset(definition.quantizes(row, spec) for row in inside)
+            if part := _part(seen, bool(inside), path in heads):
+                self._by_path[path] = Site(path, part, quantized or frozenset({False}))
         for name, row in rows.items():
             self.parameters[name] = self._part_of(name, row)
 
@@ -62,9 +60,6 @@ class Sites:
 
     def exactly(self, path: str) -> Site | None:
         return self._by_path.get(path)
-
-    def __len__(self) -> int:
-        return len(self._by_path)
 
     def _part_of(self, name: str, row: TensorRow) -> Part:
         if row.kind is not None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +24,8 @@ from numerics.holdings import format_of, tensors_in
 from numerics.implementation import using
 from numerics.precision_map import Planned, precision_map, unquantized
 from numerics.spec import Role
-from rl.diagnose.audit.formats import Grids, stored
+from rl.diagnose.audit.formats import Grids
+from rl.diagnose.audit.memory import held_by_optimizer, held_in_pass
 from rl.diagnose.audit.sighting import Sighting
 from rl.diagnose.audit.sites import Part, Site, Sites
 from trainer.batch import TokenBatch
@@ -45,16 +46,6 @@ CAST = "_to_copy"
 CLIPPING, UPDATE = "clipping", "update"
 WIRES = {"start_grad_sync": "gradient.wire", "start_param_sync": "wire.weights"}
 """Methods of Megatron's groups of buffers, and what they send."""
-_STATE = ("masters", "moments")
-"""Looked at after the update, by value: before the first, masters are what a BF16 checkpoint holds."""
-_WEIGHTS: dict[Part, str] = {
-    "embedding": "embedding.weight",
-    "head": "head.weight",
-    "router": "router.weight",
-    "norm": "gain.weight",
-    "product": "product.shadow",
-    "experts": "product.shadow",
-}
 _SUMMED: dict[Part, str] = {
     "router": "router.softmax",
     "norm": "norm.reduction",
@@ -81,8 +72,6 @@ def watch_step(
 
     numerics, config: what is planned, which the trainer may no longer run.
     """
-    from trainer.inventory import inventory, optimizer_state
-
     with uncompiled(), using("torch"):
         trainer.score(batch)  # what is done once and for all, such as probes of the machine, is no part of a step
         trainer.weights_changed()
@@ -92,39 +81,10 @@ def watch_step(
         watcher = _Watcher(trainer, sites, plan, Grids(numerics))
         with watcher.hooked(), watcher:
             trainer.forward_backward(batch, objective)
-        held = inventory(trainer)
+        held = list(held_in_pass(trainer, sites, plan))
         with watcher.hooked(), watcher:
             trainer.update()
-    state = list(_stored(optimizer_state(trainer)))
-    memory = [(each.name, each.kind, each.format, each.bytes) for each in held if each.kind not in _STATE] + state
-    return [*watcher.sightings(), *_held(memory, sites, plan)]
-
-
-def _stored(state: Iterable[tuple[str, str, Tensor]]) -> Iterator[tuple[str, str, str | None, int]]:
-    """The optimizer's state after the update. A master that nothing has updated is still what a checkpoint had."""
-    held = list(state)
-    idle = {name.partition(":")[0] for name, kind, tensor in held if kind == "moments" and not tensor.any()}
-    for name, kind, tensor in held:
-        yield name, kind, format_of(tensor.dtype) if name in idle else stored(tensor), tensor.nbytes
-
-
-def _held(
-    memory: Sequence[tuple[str, str, str | None, int]], sites: Sites, plan: Mapping[str, Planned]
-) -> Iterator[Sighting]:
-    """What stands in memory, tensor by tensor: its name, kind, format and bytes."""
-    for name, kind, found, size in memory:
-        part = sites.parameters.get(name.partition(":")[0])
-        if part is None or found is None:  # padding, counters, buffers of the model
-            continue
-        key = {
-            "parameters": _WEIGHTS[part],
-            "operands": "product.cached",
-            "gradients": "gradient.buffer",
-            "masters": "gain.master" if part == "norm" else "master",
-            "moments": "moment",
-        }.get(kind)
-        if key is not None:
-            yield Sighting(key, name, found, plan[key].formats, bytes=size)
+    return [*watcher.sightings(), *held, *held_by_optimizer(trainer, sites, plan)]
 
 
 class _Watcher(TorchDispatchMode):
@@ -292,8 +252,7 @@ class _Watcher(TorchDispatchMode):
             if not backward or op in BACKWARD:
                 self._note("softmax.reduction", site.path, found)
         elif op not in SOFTMAX:
-            key = _SUMMED.get(site.part)
-            if key is not None:
+            if (key := _SUMMED.get(site.part)) is not None:
                 self._note(key, site.path, found)
 
     def _sent(self, func: Any, args: Any, kwargs: Any) -> None:
