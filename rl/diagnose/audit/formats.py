@@ -64,16 +64,10 @@ def _sample(x: Tensor, *, block: bool) -> Tensor:
     return x[(x != 0).sum(1).topk(ROWS).indices]
 
 
-def stored(x: Tensor) -> str | None:
-    """The format of what is kept from step to step: BF16 if FP32 numbers are all of them BF16 ones.
-
-    None where too few numbers are there to say.
-    """
-    if x.dtype is not torch.float32:
-        return format_of(x.dtype)
-    if int(x.count_nonzero()) < FEWEST:
-        return None
-    return "bf16" if torch.equal(x.bfloat16().float(), x) else "fp32"
+def stored(x: Tensor) -> str:
+    """The format of what is kept from step to step: BF16 if FP32 numbers are all of them BF16 ones, and not too few."""
+    judged = x.dtype is torch.float32 and int(x.count_nonzero()) >= FEWEST
+    return "bf16" if judged and torch.equal(x.bfloat16().float(), x) else format_of(x.dtype)
 
 
 def _unchanged(x: Tensor, spec: TensorSpec) -> bool:

@@ -48,10 +48,10 @@ def held_by_optimizer(trainer: Trainer, sites: Sites, plan: Mapping[str, Planned
     from trainer.inventory import optimizer_state
 
     held = [(name.partition(":")[0], name, kind, tensor) for name, kind, tensor in optimizer_state(trainer)]
-    idle = {parameter for parameter, _, kind, tensor in held if kind == "moments" and not tensor.any()}
+    updated = {parameter for parameter, _, kind, tensor in held if kind == "moments" and tensor.any()}
     for parameter, name, kind, tensor in held:
-        found = format_of(tensor.dtype) if parameter in idle else stored(tensor)
-        if kind != "rest" and found is not None:
+        if kind != "rest":
             gain = sites.parameters[parameter] == "norm"
             key = "moment" if kind == "moments" else "gain.master" if gain else "master"
+            found = stored(tensor) if parameter in updated else format_of(tensor.dtype)
             yield Sighting(key, name, found, plan[key].formats, bytes=tensor.nbytes)
