@@ -68,7 +68,7 @@ TRAINED = {
     "BF16 masters": TrainedArm(BF16, after_step=NarrowState(masters="bf16")),
     "FP8 trainer": TrainedArm(FP8),
 }
-QUICK_TRAINED = [arm for arm in TRAINED if arm != "FP8 trainer"]
+QUICK_TRAINED = ("FP32 trainer", "BF16 trainer", "BF16 masters")
 STATES = {"FP32 trainer": torch.float32, "BF16 trainer": torch.bfloat16}
 
 
@@ -218,7 +218,7 @@ def measure(lab: Lab) -> Measurement:
     lab.specs |= {"FP8": FP8.spec.digest()}
     small = lab.each(_small, [(seed, lengths) for seed in lab.seeds], "conversions and products")
     states = dict(zip(STATES, lab.each(_state, [(dtype,) for dtype in STATES.values()], "state"), strict=True))
-    arms = QUICK_TRAINED if lab.quick else list(TRAINED)
+    arms = QUICK_TRAINED if lab.quick else tuple(TRAINED)
     jobs = [(arm, seed) for seed in lab.seeds for arm in arms]
     taught = lab.each(teach, [(TRAINED[arm], seed, lab.quick) for arm, seed in jobs], "trainings")
     trained = dict(zip(jobs, taught, strict=True))
