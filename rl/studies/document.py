@@ -1,33 +1,96 @@
-"""`docs/studies.md`: the advice first, then every study with its claims, figures and tables."""
+"""`docs/studies.md`: advice, what did not hold, what held, all 82 claims, and every study.
+
+`fp8rl study --keep` writes it, and `python -m rl.studies.document` from what is kept already.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
-from rl.studies.claims import digest
-from rl.studies.keeping import KEPT
+from rl.studies.advice import CHOICES, advise
+from rl.studies.catalogue import CATALOGUE, link, place, standings
+from rl.studies.findings import Finding, findings
+from rl.studies.keeping import KEPT, kept_figures, write_docs
 from rl.studies.page import claims_table, markdown
-from rl.studies.result import Result, read_result
+from rl.studies.result import Result
+from rl.studies.study import TextTable
+
+if TYPE_CHECKING:
+    from rl.diagnose.audit import Report
 
 HEAD = """# Studies
 
-What the field claims about FP8 training, measured by commands that anyone can run: `fp8rl study --all`. This page is
-written from `docs/studies/*.json` by `fp8rl study --keep`. Claims are numbered as in the four documents that the
+What the field claims about FP8 training, measured by commands that anyone can run: `fp8rl study --all`, `fp8rl audit`,
+`fp8rl plan`. `fp8rl study --all --keep` writes this page, from `docs/studies/` and what the planner calculates;
+`python -m rl.studies.document` writes it anew without measuring. Claims are numbered as in the four documents that the
 project grew from: 000 (FP8 on Ironwood), 001 (BF16 on TPUs), 002 (what stays in BF16 and FP32), 003 (unified FP8).
-Everything here was measured on tiny models and a CPU whose FP8 is emulated; nothing is extrapolated to larger ones.
-"""
+
+A claim says what is measured, in which direction and by what margin; it is data, committed before the full run.
+Verdicts: **confirmed**, **contradicted**, equivalent (the interval lies inside the margin), undecided. Intervals are of
+95%, p-values are corrected within a study (Holm). Everything here was measured on tiny models and a CPU whose FP8 is
+emulated; nothing is extrapolated to larger ones. What a GPU alone can show says so."""
+CHANGED = "**The claims were changed after they were measured.**"
 
 
-def document(results: Sequence[Result]) -> str:
-    """The whole page in Markdown."""
-    return "\n\n".join([HEAD.strip(), *(_section(result) for result in results)]) + "\n"
+def document(results: Sequence[Result], audited: Report | None) -> str:
+    """The whole page in Markdown.
+
+    Args:
+        results: what is kept. audited: a kept audit, if there is one.
+    """
+    found = findings(results, audited)
+    parts = (HEAD, *_advice(found), *_outcomes(found), *_catalogue(found), *map(_section, results))
+    return "\n\n".join(parts) + "\n"
+
+
+def _advice(found: Sequence[Finding]) -> Iterator[str]:
+    yield "## Advice\n\nEach sentence stands for the verdicts behind it, and changes with them."
+    for choice in CHOICES:
+        advised = advise(choice, found)
+        lines = [f"- {sentence}" for sentence in advised.sentences]
+        if advised.missing:
+            studies = ", ".join(f"`fp8rl study {source}`" for source in advised.missing)
+            lines.append(f"- No {'more ' if lines else ''}advice without evidence; no result is kept of {studies}.")
+        yield "\n".join([f"**{advised.name}**", "", *lines])
+
+
+def _outcomes(found: Sequence[Finding]) -> Iterator[str]:
+    """First what did not hold. Controls are no claims, and the claims of every study stand with it as well."""
+    says = {one.id: one.says for one in CATALOGUE}
+    groups = (
+        ("What did not hold", ("contradicted",)),
+        ("What held", ("confirmed", "equivalent")),
+        ("What is undecided", ("undecided", "withheld", "waits for a GPU")),
+    )
+    for title, outcomes in groups:
+        mine = [one for one in found if one.outcome in outcomes and not one.control]
+        rows = [[one.id, one.says or says[one.number or ""], one.told, place(one.source)] for one in mine]
+        rows += [
+            [one.id, one.says, one.shown.why, link(one.shown.by)]
+            for one in CATALOGUE
+            if one.shown and one.shown.outcome in outcomes
+        ]
+        yield f"## {title}\n\n" + (_table(("claim", "it says", "found", "where"), rows) if rows else "Nothing.")
+
+
+def _catalogue(found: Sequence[Finding]) -> Iterator[str]:
+    rows = [[one.claim.id, one.claim.says, one.verdict, one.where] for one in standings(found)]
+    yield f"## All {len(rows)} claims\n\n" + _table(("claim", "it says", "verdict", "where"), rows)
 
 
 def _section(result: Result) -> str:
     name = result.study.name
-    stored = read_result(KEPT / f"{name}.json")["claims_digest"]
-    changed = [] if stored == digest(result.study.claims) else ["**The claims were changed after they were measured.**"]
-    figures = [f"![{figure.stem}](studies/{figure.name})" for figure in sorted(KEPT.glob(f"{name}-*.svg"))]
+    changed = [CHANGED] if result.claims_changed else []
+    figures = [f"![{path.stem}]({path.relative_to(KEPT.parent).as_posix()})" for path in kept_figures(name)]
     tables = [markdown(table) for table in [claims_table(result), *result.study.tables(result.measurement)]]
     caption = result.caption().replace("\n", "; ")
     return "\n\n".join([f"## {name}", result.study.question, *changed, caption, *figures, *tables])
+
+
+def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    return markdown(TextTable("", columns, rows)).partition("\n\n")[2]
+
+
+if __name__ == "__main__":
+    write_docs()

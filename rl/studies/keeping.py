@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from numerics.errors import user_error
-from numerics.files import write_atomically
+from numerics.files import new_directory, write_atomically
+from numerics.reading import read_text
 from rl.studies.names import NAMES, load
 from rl.studies.provenance import provenance
 from rl.studies.result import RESULTS, Result, read_result, result_of
 
+if TYPE_CHECKING:
+    from rl.diagnose.audit import Report
+
 KEPT = Path("docs/studies")
+KEPT_AUDIT = KEPT / "audit.json"
+"""What `fp8rl audit examples/arithmetic.yaml --json` has printed on a clean checkout."""
 PAGE = Path("docs/studies.md")
 
 
@@ -38,30 +46,48 @@ def check(quick: bool) -> None:
         )
 
 
-def keep(run: Path) -> None:
-    """Copy a study's JSON and figures."""
-    KEPT.mkdir(parents=True, exist_ok=True)
-    name = run.name
-    for old in KEPT.glob(f"{name}.*"):
-        old.unlink()
-    for old in KEPT.glob(f"{name}-*.svg"):
-        old.unlink()
-    shutil.copyfile(run / RESULTS, KEPT / f"{name}.json")
-    for figure in run.glob("*.svg"):
-        shutil.copyfile(figure, KEPT / f"{name}-{figure.name}")
+def keep(result: Result, run: Path, say: Callable[[str], None]) -> None:
+    """Copy a study's JSON and figures into a folder of its own, which appears whole or not at all.
+
+    Results whose controls do not hold, or that were measured on a checkout that was changed meanwhile, are not kept:
+    what was kept before stays, and `say` is told.
+    """
+    name = result.study.name
+    if result.broken_controls:
+        say(f"{name}: not kept, as controls do not hold: {', '.join(result.broken_controls)}")
+        return
+    if result.made["dirty"]:
+        say(f"{name}: not kept, as files were changed before it began")
+        return
+    with new_directory(KEPT / name) as partial:
+        for file in (run / RESULTS, *run.glob("*.svg")):
+            shutil.copyfile(file, partial / file.name)
 
 
-def kept(folder: Path = KEPT) -> list[Result]:
+def kept() -> list[Result]:
     """The kept results of the studies that there are, in their order."""
-    return [
-        result_of(load(name), read_result(folder / f"{name}.json"))
-        for name in NAMES
-        if (folder / f"{name}.json").is_file()
-    ]
+    paths = {name: KEPT / name / RESULTS for name in NAMES}
+    return [result_of(load(name), read_result(path)) for name, path in paths.items() if path.is_file()]
+
+
+def kept_figures(name: str) -> list[Path]:
+    """Of a kept study."""
+    return sorted((KEPT / name).glob("*.svg"))
+
+
+def kept_audit() -> Report | None:
+    """The audit that is kept, if one is."""
+    from rl.diagnose.audit import Report
+
+    return (
+        Report.from_json(read_text(KEPT_AUDIT, "audit", "what fp8rl audit --json prints"))
+        if KEPT_AUDIT.is_file()
+        else None
+    )
 
 
 def write_docs() -> None:
     """Write `docs/studies.md`."""
     from rl.studies.document import document
 
-    write_atomically(PAGE, document(kept()))
+    write_atomically(PAGE, document(kept(), kept_audit()))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
 
 from numerics.errors import user_error
@@ -28,6 +29,8 @@ def load(name: str) -> Study:
         UserError: there is none.
     """
     if name not in NAMES:
-        raise user_error("study", found=name, expected=f"one of {', '.join(NAMES)}", remedy="Or say --all.")
+        nearest = difflib.get_close_matches(name, NAMES, n=1, cutoff=0.0)[0]
+        remedy = f"Did you mean {nearest}? Correct it, or say --all."
+        raise user_error("study", found=name, expected=f"one of {', '.join(NAMES)}", remedy=remedy)
     found: Study = importlib.import_module(f"rl.studies.{name}").STUDY
     return found

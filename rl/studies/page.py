@@ -15,7 +15,7 @@ CLAIMS_COLUMNS = ("claim", "it says", "found", "95% interval", "verdict")
 
 def claims_table(result: Result) -> TextTable:
     """What each claim came to."""
-    rows = [[judged.claim.id, judged.claim.says, *_found(judged), _verdict(judged)] for judged in result.judged]
+    rows = [[judged.claim.id, judged.claim.says, *found_of(judged), verdict_of(judged)] for judged in result.judged]
     return TextTable("Claims", CLAIMS_COLUMNS, rows)
 
 
@@ -53,8 +53,8 @@ def write_index(path: Path, result: Result, figures: Mapping[str, str]) -> None:
 
 def sentence(judged: Judged) -> str:
     """A claim and what it came to, for a terminal."""
-    value, interval = _found(judged)
-    return f"  {judged.claim.id}: {_verdict(judged).replace('**', '')}: {value} ({interval}). {judged.claim.says}"
+    value, interval = found_of(judged)
+    return f"  {judged.claim.id}: {verdict_of(judged).replace('**', '')}: {value} ({interval}). {judged.claim.says}"
 
 
 def _sentences(result: Result) -> Sequence[str]:
@@ -67,7 +67,8 @@ def _sentences(result: Result) -> Sequence[str]:
     return [f"Claims: {told}." + (f" No verdicts: {withheld}." if withheld else "")]
 
 
-def _found(judged: Judged) -> tuple[str, str]:
+def found_of(judged: Judged) -> tuple[str, str]:
+    """The estimate, and its interval with the number of seeds or sequences."""
     found, kind = judged.found, judged.claim.contrast
     shown = {"ratio": "×{}", "difference": "{:+}", "value": "{}"}[kind]
 
@@ -79,7 +80,8 @@ def _found(judged: Judged) -> tuple[str, str]:
     return text(found.value), f"{interval} (n = {found.count})"
 
 
-def _verdict(judged: Judged) -> str:
+def verdict_of(judged: Judged) -> str:
+    """The verdict in Markdown, with its p-value or the reason why there is none."""
     if judged.claim.control:
         return f"{judged.claim.control} control: {'holds' if judged.verdict == 'confirmed' else 'FAILS'}"
     if judged.verdict == "undecided":

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+_WRITTEN_HERE = (":(top,exclude)docs/studies", ":(top,exclude)docs/studies.md")
+"""By the studies before this one, and read by none."""
 PACKAGES = ("torch", "sglang", "megatron-core", "transformers", "numpy", "scipy")
 
 
@@ -18,7 +20,7 @@ def provenance() -> dict[str, Any]:
     """As JSON values. `commit` is null outside a checkout; `dirty`: the checkout has changes that are not committed."""
     return {
         "commit": _git("rev-parse", "HEAD"),
-        "dirty": bool(_git("status", "--porcelain", "--untracked-files=no")),
+        "dirty": bool(_git("status", "--porcelain", "--untracked-files=no", "--", ":(top)", *_WRITTEN_HERE)),
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
         "python": platform.python_version(),
         "versions": {name: importlib.metadata.version(name) for name in PACKAGES},

@@ -20,6 +20,7 @@ class Result:
     """A study that has run.
 
     Attributes:
+        claims_digest: of the claims as they were when it was measured.
         seeds: of its measurements.
         made: commit, versions, machine and date; see `provenance`.
         specs: quantization specs by name, their digests.
@@ -28,11 +29,22 @@ class Result:
     study: Study
     measurement: Measurement
     judged: Sequence[Judged]
+    claims_digest: str
     quick: bool
     seeds: Sequence[int]
     seconds: float
     made: dict[str, Any]
     specs: dict[str, str]
+
+    @property
+    def claims_changed(self) -> bool:
+        """Whether the claims are others now than they were when it was measured."""
+        return self.claims_digest != digest(self.study.claims)
+
+    @property
+    def broken_controls(self) -> list[str]:
+        """Names of the controls that do not hold."""
+        return [one.claim.id for one in self.judged if one.claim.control and one.verdict != "confirmed"]
 
     def to_json(self) -> str:
         """Numbers that are not finite are refused: a study says what became of them."""
@@ -42,7 +54,7 @@ class Result:
             "quick": self.quick,
             "seeds": list(self.seeds),
             "subject": self.measurement.subject,
-            "claims_digest": digest(self.study.claims),
+            "claims_digest": self.claims_digest,
             "claims": [judged.to_dict() for judged in self.judged],
             "values": self.measurement.values,
             "details": self.measurement.details,
@@ -69,6 +81,7 @@ def result_of(study: Study, data: dict[str, Any]) -> Result:
         study=study,
         measurement=measurement,
         judged=judge(study.claims, measurement.values, full=not data["quick"]),
+        claims_digest=data["claims_digest"],
         quick=data["quick"],
         seeds=data["seeds"],
         seconds=data["seconds"],

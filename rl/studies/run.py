@@ -10,7 +10,7 @@ from pathlib import Path
 from numerics.errors import user_error
 from numerics.files import check_writable, new_directory
 from rl.studies import figures, keeping, page
-from rl.studies.claims import judge
+from rl.studies.claims import digest, judge
 from rl.studies.lab import Lab
 from rl.studies.names import NAMES, load
 from rl.studies.provenance import provenance
@@ -44,19 +44,21 @@ def run_studies(
             expected="the repository's root, with the model that is studied",
             remedy="Change there.",
         )
+    counts = [seeds_of(study, quick, seeds) for study in chosen]
+    for study in chosen:
+        check_writable(FOLDER / study.name, "study")
     if keep:
         keeping.check(quick)
     sound = True
-    for study in chosen:
+    for study, count in zip(chosen, counts, strict=True):
         say(f"{study.name}: {study.question}")
-        result = run_study(study, quick=quick, seeds=seeds, folder=FOLDER, say=say)
-        failed = [judged.claim.id for judged in result.judged if judged.claim.control and judged.verdict != "confirmed"]
-        sound = sound and not failed
+        result = run_study(study, quick=quick, seeds=count, folder=FOLDER, say=say)
+        sound = sound and not result.broken_controls
         for judged in result.judged:
             say(page.sentence(judged))
         say(f"{FOLDER / study.name / 'index.html'}, {result.seconds:.0f} s")
-        if keep and not failed:
-            keeping.keep(FOLDER / study.name)
+        if keep:
+            keeping.keep(result, FOLDER / study.name, say)
     if keep:
         keeping.write_docs()
     return sound
@@ -71,10 +73,7 @@ def run_study(study: Study, *, quick: bool, seeds: int | None, folder: Path, say
     Raises:
         UserError: too few seeds, or nothing can be written.
     """
-    count = seeds or (QUICK_SEEDS if quick else study.seeds)
-    fewest = QUICK_SEEDS if quick else study.seeds
-    if count < fewest:
-        raise user_error("--seeds", found=count, expected=f"at least {fewest} for {study.name}", remedy="Raise it.")
+    count = seeds_of(study, quick, seeds)
     check_writable(folder / study.name, "study")
     made = provenance()
     with tempfile.TemporaryDirectory() as scratch:
@@ -86,6 +85,7 @@ def run_study(study: Study, *, quick: bool, seeds: int | None, folder: Path, say
         study=study,
         measurement=measurement,
         judged=judge(study.claims, measurement.values, full=not quick),
+        claims_digest=digest(study.claims),
         quick=quick,
         seeds=lab.seeds,
         seconds=seconds,
@@ -94,6 +94,18 @@ def run_study(study: Study, *, quick: bool, seeds: int | None, folder: Path, say
     )
     write(result, folder / study.name)
     return result
+
+
+def seeds_of(study: Study, quick: bool, asked: int | None) -> int:
+    """How many seeds a study runs with.
+
+    Raises:
+        UserError: fewer are asked for than it takes.
+    """
+    fewest = QUICK_SEEDS if quick else study.seeds
+    if asked is not None and asked < fewest:
+        raise user_error("--seeds", found=asked, expected=f"at least {fewest} for {study.name}", remedy="Raise it.")
+    return fewest if asked is None else asked
 
 
 def write(result: Result, path: Path) -> None:
@@ -122,5 +134,5 @@ def studies_named(names: Sequence[str], every: bool) -> list[Study]:
             expected=f"names out of {', '.join(NAMES)}, or --all",
             remedy="Say one or the other.",
         )
-    loaded = [load(name) for name in names or NAMES]
+    loaded = [load(name) for name in dict.fromkeys(names or NAMES)]
     return sorted(loaded, key=lambda study: NAMES.index(study.name))

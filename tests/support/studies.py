@@ -1,0 +1,75 @@
+"""A study that takes no time, and a repository to run and keep studies in."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from rl.studies import figures, keeping, names, run
+from rl.studies.claims import Claim
+from rl.studies.lab import Lab
+from rl.studies.study import Measurement, Study, TextTable
+from rl.studies.subjects import MODEL
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+NAME = "made_up"
+
+
+def made_up(twice: float = 0.0, loss: float = 0.5) -> Study:
+    """One whose arm has this loss, give or take a hundredth, beside one of 0.4.
+
+    Args:
+        twice: what the negative control finds; it holds if that is 0.
+    """
+
+    def claim(id: str, arm: str, **more: object) -> Claim:
+        settings = {"says": f"{id} it is.", "metric": "loss", "arm": arm, "against": "plain", "contrast": "difference"}
+        return Claim(id=id, **{**settings, "rule": "above", "bounds": (0.0,), **more})  # type: ignore[arg-type]
+
+    def measure(lab: Lab) -> Measurement:
+        noise = [0.01 * seed for seed in range(len(lab.seeds))]
+        arms = {"plain": 0.4, "again": 0.4 + twice, "bad": 9.0, "arm": loss}
+        values = {name: {"loss": [value + n * (name == "arm") for n in noise]} for name, value in arms.items()}
+        return Measurement(values, subject="nothing")
+
+    def draw(measurement: Measurement) -> Mapping[str, Figure]:
+        return {"losses": figures.figure("Losses")}
+
+    def tables(measurement: Measurement) -> Sequence[TextTable]:
+        return [TextTable("Losses", ("arm", "loss"), [["arm", "0.5"]])]
+
+    claims = (
+        claim("same arm twice", "again", rule="within", bounds=(0.0, 0.0), control="negative"),
+        claim("harm", "bad", bounds=(1.0,), control="positive"),
+        claim("003-16", "arm"),
+    )
+    return Study(name=NAME, question="Is it?", claims=claims, measure=measure, draw=draw, tables=tables)
+
+
+def repository(folder: Path, patch: pytest.MonkeyPatch, study: Study) -> None:
+    """Make a folder a committed checkout with the model in its place, go there, and have this study alone."""
+    (folder / MODEL).mkdir(parents=True)
+    (folder / MODEL / "config.json").write_text("{}\n")
+    (folder / ".gitignore").write_text("/studies/\n")
+    git(folder, "init", "-q")
+    commit(folder)
+    patch.chdir(folder)
+    for module in (names, run, keeping):
+        patch.setattr(module, "NAMES", (NAME,))
+    for module in (run, keeping):
+        patch.setattr(module, "load", lambda name: study)
+
+
+def commit(folder: Path) -> None:
+    git(folder, "add", "-A")
+    git(folder, "-c", "user.name=a", "-c", "user.email=a@b", "commit", "-q", "-m", "all")
+
+
+def git(folder: Path, *arguments: str) -> None:
+    subprocess.run(["git", *arguments], cwd=folder, check=True)
