@@ -8,12 +8,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from rl.studies.advice import CHOICES, advise
-from rl.studies.catalogue import CATALOGUE, link, place, standings
+from rl.studies.advice import advise
+from rl.studies.catalogue import CATALOGUE
+from rl.studies.choices import CHOICES
 from rl.studies.findings import Finding, findings
 from rl.studies.keeping import KEPT, kept_figures, write_docs
 from rl.studies.page import claims_table, markdown
 from rl.studies.result import Result
+from rl.studies.standings import link, place, standings
 from rl.studies.study import TextTable
 
 if TYPE_CHECKING:

@@ -2,8 +2,9 @@
 
 import pytest
 
-from rl.studies.advice import CHOICES, Choice, Point, advise
+from rl.studies.advice import Choice, Point, advise
 from rl.studies.catalogue import CATALOGUE
+from rl.studies.choices import CHOICES
 from rl.studies.findings import PLAN, Finding, Outcome
 from rl.studies.names import load
 

@@ -5,9 +5,10 @@ from collections import Counter
 import pytest
 
 from rl.diagnose.audit.claims import answers as audit_answers
-from rl.studies.catalogue import CATALOGUE, Listed, standings
+from rl.studies.catalogue import CATALOGUE, Listed
 from rl.studies.findings import AUDIT, PLAN, Finding, Outcome, findings, number_of
 from rl.studies.names import NAMES, load
+from rl.studies.standings import standings
 from tests.support.paths import ROOT
 
 BY_ID = {claim.id: claim for claim in CATALOGUE}
