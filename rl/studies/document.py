@@ -1,4 +1,4 @@
-"""`docs/studies.md`: advice, what did not hold, what held, all 82 claims, and every study.
+"""`docs/studies.md`: advice, what did not hold and what did, all 82 claims, and every study.
 
 `fp8rl study --keep` writes it, and `python -m rl.studies.document` from what is kept already.
 """
@@ -29,9 +29,9 @@ What the field claims about FP8 training, measured by commands that anyone can r
 project grew from: 000 (FP8 on Ironwood), 001 (BF16 on TPUs), 002 (what stays in BF16 and FP32), 003 (unified FP8).
 
 A claim says what is measured, in which direction and by what margin; it is data, committed before the full run.
-Verdicts: **confirmed**, **contradicted**, equivalent (the interval lies inside the margin), undecided. Intervals are of
-95%, p-values are corrected within a study (Holm). Everything here was measured on tiny models and a CPU whose FP8 is
-emulated; nothing is extrapolated to larger ones. What a GPU alone can show says so."""
+Verdicts: **confirmed**, **contradicted**, equivalent (the difference that was claimed is smaller than the margin),
+undecided. Intervals are of 95%, p-values are corrected within a study (Holm). Everything here was measured on tiny
+models and a CPU whose FP8 is emulated; nothing is extrapolated to larger ones. What a GPU alone can show says so."""
 CHANGED = "**The claims were changed after they were measured.**"
 
 
@@ -62,7 +62,8 @@ def _outcomes(found: Sequence[Finding]) -> Iterator[str]:
     says = {one.id: one.says for one in CATALOGUE}
     groups = (
         ("What did not hold", ("contradicted",)),
-        ("What held", ("confirmed", "equivalent")),
+        ("What makes no difference", ("equivalent",)),
+        ("What held", ("confirmed",)),
         ("What is undecided", ("undecided", "withheld", "waits for a GPU")),
     )
     for title, outcomes in groups:

@@ -63,7 +63,7 @@ def _measured(result: Result) -> Iterator[Finding]:
     for judged in result.judged:
         claim, (value, interval) = judged.claim, found_of(judged)
         outcome = "withheld" if claim.control and judged.verdict != "confirmed" else judged.verdict
-        told = f"{value} ({interval}); {verdict_of(judged)}"
+        told = f"{value}, {interval}; {verdict_of(judged)}"
         control = claim.control is not None
         yield Finding(result.study.name, claim.id, claim.says, value, told, outcome, judged.why, control)
 

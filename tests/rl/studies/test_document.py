@@ -1,6 +1,7 @@
 """The page that is committed is the one that the kept results make."""
 
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -37,19 +38,25 @@ def headings(page: str) -> Sequence[str]:
 def test_the_committed_page_is_written_from_what_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """Written anew by `python -m rl.studies.document`."""
     monkeypatch.chdir(ROOT)
-    assert PAGE.read_text() == document(kept(), kept_audit())
+    page = PAGE.read_text()
+    assert page == document(kept(), kept_audit())
+    anchors = {f"#{heading}" for heading in headings(page)}
+    for link in re.findall(r"\]\(([^)]+)\)", page):
+        assert link in anchors or (PAGE.parent / link).is_file(), link
 
 
 def test_contradicted_claims_come_before_confirmed_ones(tmp_path: Path) -> None:
     result = run_study(made_up(loss=0.3), quick=False, seeds=None, folder=tmp_path, say=print)
     page = document([result], REPORT)
     assert headings(page) == [
-        *("Advice", "What did not hold", "What held", "What is undecided", "All 82 claims", "made_up")
+        *("Advice", "What did not hold", "What makes no difference", "What held", "What is undecided"),
+        *("All 82 claims", "made_up"),
     ]
     sections = dict(zip(headings(page), page.split("\n## ")[1:], strict=True))
     assert "| 003-16 | 003-16 it is. | -0.09" in sections["What did not hold"]
     assert "| 002-18 | Softmax is the only op of the forward that escapes to FP32 |" in sections["What did not hold"]
     assert "| 003-10 | The scale is max \\|X\\|" in sections["What did not hold"]
+    assert sections["What makes no difference"].endswith("Nothing.\n")
     assert "| 002-15 |" in sections["What held"] and "| 002-16 |" in sections["What is undecided"]
     assert sections["All 82 claims"].count("\n| 00") == 82
     tables = "".join(sections[name] for name in ("What did not hold", "What held", "What is undecided"))

@@ -62,7 +62,7 @@ def test_results_and_figures_are_kept_and_the_page_is_written_from_them(
     assert contents().keys() == {f"{KEPT}/{NAME}/losses.svg", f"{KEPT}/{NAME}/{RESULTS}", str(PAGE)}
     page = PAGE.read_text()
     assert f"## {NAME}\n\nIs it?" in page and f"![losses](studies/{NAME}/losses.svg)" in page
-    assert "| 003-16 | 003-16 it is. | +0.11 (+0.0852 to +0.135 (n = 3)" in page
+    assert "| 003-16 | 003-16 it is. | +0.11, +0.0852 to +0.135 (n = 3); **confirmed**" in page
     before = contents()
     write_docs()
     assert contents() == before
