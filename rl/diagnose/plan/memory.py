@@ -16,8 +16,8 @@ PHASES: tuple[Phase, ...] = ("rollout", "train", "update", "sync")
 RUNTIME_BYTES = 2 << 30
 """Of a GPU process beside tensors: the CUDA context, NCCL's buffers, workspaces. Assumed: nothing has measured it."""
 CPU_PROCESS_BYTES = 715e6
-"""Of a trainer rank's actor on a CPU beside tensors: Python, torch, Megatron, compiled code, and 110 MB for Ray and what
-a sync needs (measured)."""
+"""Of a trainer rank's actor on a CPU beside tensors: Python, torch, Megatron, compiled code, and 110 MB for Ray and
+what a sync needs (measured)."""
 CPU_KEPT = {
     ("exact", True): (0.0, 3.2, 3.9, 1.6),
     ("exact", False): (0.65, 1.95, 2.2, 0.0),
