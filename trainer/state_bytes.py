@@ -154,7 +154,7 @@ class _Held:
 
     def scale_bytes(self, spec: TensorSpec) -> int:
         rows = self.elements // self.weight.columns
-        return FP32 * math.prod(scale_shape((rows, self.weight.columns), spec)) * self.count
+        return spec.scale_dtype.itemsize * math.prod(scale_shape((rows, self.weight.columns), spec)) * self.count
 
 
 def _of_stage(shape: Shape, config: TrainerConfig, spec: QuantSpec, stage: int) -> Iterator[_Held]:

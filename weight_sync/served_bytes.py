@@ -9,13 +9,11 @@ from models.shape import BF16_BYTES, Shape, Weight
 from numerics.quantize import scale_shape
 from numerics.spec import QuantSpec
 
-_SCALE_BYTES = 4
-
 
 def served_bytes(shape: Shape, spec: QuantSpec, engine_ranks: int = 1) -> int:
     """Bytes of what one rank of an engine holds of the weights under `spec`; with one rank, what a sync sends.
 
-    A quantized weight has one byte an element and an FP32 scale per block, any other two bytes. Ranks share dense
+    A quantized weight has one byte an element and a scale per block, any other two bytes. Ranks share dense
     products and experts; the rest each of them has.
     """
     return sum(
@@ -32,7 +30,7 @@ def weight_bytes(shape: Shape, weight: Weight, spec: QuantSpec) -> int:
     if not quantized:
         return plain
     scales = sum(math.prod(scales) for scales in _scale_shapes(weight, spec))
-    return plain + quantized * (weight.size * spec.weight.dtype.itemsize + scales * _SCALE_BYTES)
+    return plain + quantized * (weight.size * spec.weight.dtype.itemsize + scales * spec.weight.scale_dtype.itemsize)
 
 
 def _scale_shapes(weight: Weight, spec: QuantSpec) -> Iterator[tuple[int, ...]]:

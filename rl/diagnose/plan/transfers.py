@@ -9,6 +9,9 @@ from rl.diagnose.plan.gpus import GPUS_PER_NODE, Gpu
 from rl.diagnose.plan.job import Job
 from trainer.state_bytes import layers_of_stage, state_bytes
 
+GRADIENT_BYTES = {"fp32": 4.0, "bf16": 2.0, "e4m3": 1 + 4 / 128, "e5m2": 1 + 4 / 128}
+"""Of a number on its way to be summed, by `trainer.gradient_wire`."""
+
 
 def expert_bytes(job: Job, stage: int = 0) -> float:
     """That a rank sends in a step to other ranks' experts, and back: forward and backward."""
@@ -23,9 +26,9 @@ def expert_bytes(job: Job, stage: int = 0) -> float:
 def gathered_and_summed_bytes(job: Job, stage: int = 0) -> tuple[float, float]:
     """That a rank sends in a step to gather weights, and to sum FP32 gradients, dense and experts'."""
     gathered = summed = 0.0
-    for elements, ranks, _ in _shared(job, stage):
-        gathered += elements * _gathered_bytes(job) * (ranks - 1) / ranks
-        summed += 4 * elements * (ranks - 1) / ranks
+    for elements, ranks, _, gather in _shared(job, stage):
+        gathered += elements * gather * (ranks - 1) / ranks
+        summed += elements * GRADIENT_BYTES[job.layout.gradient_wire] * (ranks - 1) / ranks
     return gathered, summed
 
 
@@ -53,22 +56,29 @@ def _expert_bytes(job: Job, layers: range) -> float:
 def sums(job: Job, gpu: Gpu, rates: Rates, stage: int) -> float:
     """Seconds of the gradients' sum (FP32) and the weights' gather over ranks that hold the same."""
     return sum(
-        elements * (4 + _gathered_bytes(job)) * _per_byte(ranks, apart, gpu, rates)
-        for elements, ranks, apart in _shared(job, stage)
+        elements * (GRADIENT_BYTES[job.layout.gradient_wire] + gather) * _per_byte(ranks, apart, gpu, rates)
+        for elements, ranks, apart, gather in _shared(job, stage)
     )
 
 
-def _shared(job: Job, stage: int) -> Iterator[tuple[float, int, int]]:
-    """Elements of a rank's dense weights, and of its experts: with how many ranks it shares them, how far apart."""
+def _shared(job: Job, stage: int) -> Iterator[tuple[float, int, int, float]]:
+    """Elements of a rank's dense weights, and of its experts: with how many ranks it shares them, how far apart these
+    are, and in how many bytes one is gathered."""
     layout = job.layout
     states = state_bytes(job.shape, layout, job.numerics, job.storage, stage * layout.tp * layout.dp)
-    yield states["dense"].gradients / 4, layout.dp, layout.tp
-    yield states["experts"].gradients / 4, layout.tp * layout.dp // layout.ep, layout.ep
+    yield states["dense"].gradients / 4, layout.dp, layout.tp, _gathered_bytes(job, experts=False)
+    experts = layout.tp * layout.dp // layout.ep
+    yield states["experts"].gradients / 4, experts, layout.ep, _gathered_bytes(job, experts=True)
 
 
-def _gathered_bytes(job: Job) -> int:
-    """Of an element: weights that are held in FP8 are gathered so."""
-    return 1 if job.storage == "transformer_engine" and job.fp8 else 2
+def _gathered_bytes(job: Job, experts: bool) -> float:
+    """Of an element: 2, or 1 where weights that FP8 products take are held in FP8, or gathered so."""
+    if job.storage != "transformer_engine" and job.layout.weight_gather == "bf16":
+        return 2.0
+    spec = job.numerics.trainer_spec
+    mine = [weight for weight in job.shape.weights if (weight.share == "experts") is experts]
+    fp8 = sum(weight.size * weight.copies * len(job.shape.quantized_layers(weight, spec)) for weight in mine)
+    return 2 - fp8 / max(1, sum(weight.size * weight.count for weight in mine))
 
 
 def _per_byte(ranks: int, apart: int, gpu: Gpu, rates: Rates) -> float:

@@ -14,7 +14,7 @@ from rl.diagnose.plan.gpus import GPUS
 from rl.diagnose.plan.job import Job
 from rl.diagnose.plan.subject import CONFIGS
 from rl.diagnose.plan.time import kernels, step_time
-from rl.diagnose.plan.transfers import expert_bytes
+from rl.diagnose.plan.transfers import expert_bytes, gathered_and_summed_bytes
 from rl.diagnose.plan.verdict import Bracket, break_even, fp8_over_bf16, pays
 from trainer.config import TrainerConfig
 
@@ -115,6 +115,20 @@ def test_tokens_travel_to_experts_and_back_twice() -> None:
     job = on_h200()
     per_token = 4 * 48 * 8 * 2048 * 2 * 7 / 8
     assert expert_bytes(job) == pytest.approx(job.tokens / 8 * per_token)
+
+
+def test_narrow_wires_carry_less() -> None:
+    """Experts are on all of 4 ranks: 28.99 G elements; so are dense weights, of which 59% are quantized."""
+    layout = TrainerConfig(dp=4)
+    job = Job(QWEN, layout, NATIVE, "kernels", 256, 4096)
+    dense = sum(weight.size * weight.count for weight in QWEN.weights if weight.share != "experts")
+    quantized = 48 * (2048 * (32 + 8) * 128 + 4096 * 2048) + QWEN.parameters - dense
+    gathered, summed = gathered_and_summed_bytes(job)
+    assert (gathered, summed) == (2 * QWEN.parameters * 3 / 4, 4 * QWEN.parameters * 3 / 4)
+    narrow = layout.model_copy(update={"gradient_wire": "e4m3", "weight_gather": "e4m3"})
+    gathered, summed = gathered_and_summed_bytes(replace(job, layout=narrow))
+    assert gathered == pytest.approx((2 * QWEN.parameters - quantized) * 3 / 4)
+    assert summed == pytest.approx((1 + 1 / 32) * QWEN.parameters * 3 / 4)
 
 
 def test_recomputing_costs_a_forward() -> None:
