@@ -79,9 +79,9 @@ class Case:
         with transfers(trainer) as sent:
             out["resumed"] = two_steps(trainer)
         out["inventory"] = inventory(trainer), sent
+        trainer.save(self.saved, {"layout": config.model_dump()})
         batch = random_batch(**BATCH)
         out["audit"] = watch_step(trainer, batch, cross_entropy(batch), trainer.numerics, config)
-        trainer.save(self.saved, {"layout": config.model_dump()})
         out["non-finite"] = self._non_finite(trainer)
         out["reference"] = self._frozen(layout, config)
         out["critic"] = valued(layout, config, self.moe_path, self.k_splits)
