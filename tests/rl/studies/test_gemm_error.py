@@ -37,6 +37,7 @@ def test_both_operands_err_twice_as_much_as_one() -> None:
     assert both["relative_error"] ** 2 / 2 == pytest.approx(both["calc_diff"], rel=0.05)
 
 
+@pytest.mark.slow
 def test_a_quick_study_is_written_whole_and_the_same_twice(tmp_path: Path) -> None:
     study = load("gemm_error")
     for name in ("first", "second"):
