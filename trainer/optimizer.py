@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Callable
+
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.gpt import GPTModel
@@ -107,6 +110,18 @@ class Optimizer:
         return float(self.inner.param_groups[0]["lr"])
 
 
+class _DataParallel(DistributedDataParallel):  # type: ignore[misc]
+    """Megatron's, without hooks that keep it alive: they hang on nodes of autograd, where no collector sees them."""
+
+    def _make_backward_post_hook(self, param: torch.nn.Parameter) -> Callable[..., None]:
+        this, own, make = weakref.ref(self), weakref.ref(param), DistributedDataParallel._make_backward_post_hook
+
+        def hook(*unused: object) -> None:
+            make(this(), own())(*unused)
+
+        return hook
+
+
 def wrap(model: GPTModel, lowering: Lowering) -> DistributedDataParallel:
     """Megatron's data-parallel wrapper with FP32 gradient buffers, sharded for the distributed optimizer."""
     for name, parameter in model.named_parameters():
@@ -124,7 +139,7 @@ def wrap(model: GPTModel, lowering: Lowering) -> DistributedDataParallel:
         average_in_collective=False,
         **lowering.ddp,
     )
-    return DistributedDataParallel(model.config, config, model)
+    return _DataParallel(model.config, config, model)
 
 
 def schedule(optimizer: ChainedOptimizer, config: TrainerConfig, total_steps: int) -> OptimizerParamScheduler:

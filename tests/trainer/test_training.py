@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from trainer.config import TrainerConfig
 from trainer.lowering import Lowering
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["bf16", "fp8_forward", "fp8"])
 def test_a_tiny_batch_is_overfitted(precision: str, moe_path: Path, make_trainer: MakeTrainer) -> None:
     trainer = make_trainer(moe_path, precision, lr=3e-3)
@@ -195,3 +198,14 @@ def test_the_entropy_of_a_pass_has_the_gradient_of_the_whole_vocabulary(
     (-(entropy * batch.loss_mask[:, 1:]).sum() / batch.loss_mask.sum()).backward()
     ours, theirs = trainer.model.output_layer.weight.main_grad, model.lm_head.weight.grad
     torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-6)
+
+
+def test_a_trainer_that_nobody_holds_is_gone(moe_path: Path, make_trainer: MakeTrainer) -> None:
+    """Megatron's own hooks would keep model, buffers and process groups for as long as the process lasts."""
+    trainer = make_trainer(moe_path)
+    batch = random_batch(rows=4, longest=12)
+    trainer.train_step(batch, cross_entropy(batch))
+    model = weakref.ref(trainer.optimizer.model)
+    del trainer
+    gc.collect()
+    assert model() is None
