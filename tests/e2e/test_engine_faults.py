@@ -86,7 +86,7 @@ def family_of(stack: Stack, index: int) -> dict[str, psutil.Process]:
 def begin(stack: Stack, asked: list[Group]) -> list[Asked]:
     """Groups under way on both engines."""
     admitted = stack.admit(asked, 1.0)
-    assert wait_until(lambda: all(slot.answers for slot in stack.engines._slots), 10)
+    assert wait_until(lambda: all(slot.answers for slot in stack.engines._slots), START_S)
     time.sleep(0.2)
     return admitted
 
@@ -129,7 +129,7 @@ def test_an_engine_that_hangs_is_told_from_a_dead_one_and_replaced(
     answers = collected(stack, admitted)
     assert bits(answers) == bits(undisturbed)
     assert any(f"has not answered for {HUNG_AFTER_S:g} s" in line for line in told)
-    assert wait_until(lambda: not any(process.is_running() for process in family.values()), 10), (
+    assert wait_until(lambda: not any(process.is_running() for process in family.values()), START_S), (
         "a stopped process was left"
     )
 

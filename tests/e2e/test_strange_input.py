@@ -35,6 +35,8 @@ from tests.support.checkpoints import save
 from tests.support.evidence import CapsuleRun, evidence
 from tests.support.paths import new_run
 
+pytestmark = pytest.mark.slow
+
 SECONDS = 30.0
 """For a case that takes a tenth of one on a quiet machine."""
 JUNK = [b"\0\0\0\0", b"\xff\xfe\x00", b"null", b"NaN", b"{", b"]", b"\n\n", b'"', b"\xc3\x28", b"1e999", b"-"]

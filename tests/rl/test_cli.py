@@ -34,6 +34,7 @@ def test_the_command_line_starts_without_the_heavy_libraries() -> None:
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "[]\n"
 
 
+@pytest.mark.slow
 def test_the_driver_never_imports_megatron_or_sglang() -> None:
     code = (
         "import rl.experiment.preconditions, rl.run.run, rl.loop, rl.run.ending, rl.diagnose.preflight; "

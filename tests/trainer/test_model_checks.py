@@ -71,6 +71,7 @@ def test_what_cannot_be_quantized_so_is_refused(changes: dict[str, Any], said: s
         check_layout(MOE, TrainerConfig(), SPEC.override(changes))
 
 
+@pytest.mark.slow
 def test_the_checks_of_the_driver_do_not_import_megatron() -> None:
     source = (
         "import sys, rl.experiment.preconditions; sys.exit(any(name.startswith('megatron') for name in sys.modules))"

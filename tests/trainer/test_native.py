@@ -92,6 +92,7 @@ def test_probabilities_multiply_the_experts_output(precision: str, moe_path: Pat
     assert torch.equal(weighted, whole * probs[:, None])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["bf16", "fp8_forward", "fp8"])
 def test_a_tiny_batch_is_overfitted(precision: str, moe_path: Path, make: MakeTrainer) -> None:
     trainer = make(moe_path, precision, lr=3e-3)

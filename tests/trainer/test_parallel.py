@@ -36,6 +36,8 @@ from trainer.state_bytes import state_bytes
 from weight_sync.quantized import served_tensors
 from weight_sync.served_bytes import served_bytes
 
+pytestmark = pytest.mark.slow
+
 SETTINGS = {"lr": 1e-3, "warmup_steps": 0, "micro_batch_tokens": 512}
 LAYOUTS = {
     "tp2": {"tp": 2},
@@ -255,7 +257,6 @@ def one_rank(make_trainer: MakeTrainer) -> Any:
     return functools.partial(make_trainer, **SETTINGS)
 
 
-@pytest.mark.slow
 def test_logprobs_are_bit_equal(outcome: Outcome, one_rank: Any, moe_path: Path, dense_path: Path) -> None:
     keys = [key for key in outcome.ranks[0] if key.endswith(("/bf16", "/fp8"))]
     assert keys
@@ -269,7 +270,6 @@ def test_logprobs_are_bit_equal(outcome: Outcome, one_rank: Any, moe_path: Path,
     assert torch.equal(outcome.scores("reference"), outcome.scores("moe/fp8"))
 
 
-@pytest.mark.slow
 def test_a_critic_s_values_are_bit_equal_and_its_steps_those_of_one_rank(
     outcome: Outcome, layout: Layout, moe_path: Path
 ) -> None:
@@ -286,7 +286,6 @@ def test_a_critic_s_values_are_bit_equal_and_its_steps_those_of_one_rank(
             assert found == pytest.approx(wanted, rel=2e-2)
 
 
-@pytest.mark.slow
 def test_replayed_routes_are_bit_equal(outcome: Outcome, one_rank: Any, moe_path: Path) -> None:
     rows, expected = one_rank(moe_path, "fp8", k_splits=outcome.k_splits).score_routed(routed_batch())
     place = torch.tensor(rows).argsort()
@@ -298,7 +297,6 @@ def test_replayed_routes_are_bit_equal(outcome: Outcome, one_rank: Any, moe_path
     assert everyone == (list(range(BATCH["rows"])) if outcome.config.pp == 1 else [])
 
 
-@pytest.mark.slow
 def test_gradients_are_the_sums_of_one_rank(outcome: Outcome, one_rank: Any, moe_path: Path) -> None:
     trainer = one_rank(moe_path, dtype=torch.float32, k_splits=outcome.k_splits)
     expected = gradients(trainer)
@@ -308,7 +306,6 @@ def test_gradients_are_the_sums_of_one_rank(outcome: Outcome, one_rank: Any, moe
         torch.testing.assert_close(found[name], value, rtol=1e-3, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
 
 
-@pytest.mark.slow
 def test_weights_leave_as_they_came(outcome: Outcome, moe_path: Path) -> None:
     stored = load_file(moe_path / "model.safetensors")
     exported = outcome.union("export")
@@ -318,13 +315,11 @@ def test_weights_leave_as_they_came(outcome: Outcome, moe_path: Path) -> None:
     assert all(torch.equal(written[name], stored[name]) for name in stored)
 
 
-@pytest.mark.slow
 def test_what_one_rank_cannot_write_all_know_of_and_nothing_appears(outcome: Outcome) -> None:
     assert [rank["one rank fails"] for rank in outcome.ranks] == ["no space left"] * len(outcome.ranks)
     assert not outcome.saved.with_name("failed").exists()
 
 
-@pytest.mark.slow
 def test_every_rank_hands_out_about_as_much_and_nothing_twice(outcome: Outcome) -> None:
     names = [name for rank in outcome.ranks for name in rank["export"]]
     assert len(names) == len(set(names))
@@ -333,7 +328,6 @@ def test_every_rank_hands_out_about_as_much_and_nothing_twice(outcome: Outcome) 
     assert max(sizes) - min(sizes) <= 2 * largest
 
 
-@pytest.mark.slow
 def test_ranks_take_turns_and_say_for_whom_they_wait(outcome: Outcome) -> None:
     times = sorted(turn for rank in outcome.ranks for turn in rank["turns"]["times"])
     assert len(times) == 3 * len(outcome.ranks)
@@ -343,7 +337,6 @@ def test_ranks_take_turns_and_say_for_whom_they_wait(outcome: Outcome) -> None:
     assert all("found trainer rank" in text for text in said)
 
 
-@pytest.mark.slow
 def test_a_checkpoint_moves_between_layouts(outcome: Outcome, checkpoint: Path, one_rank: Any, moe_path: Path) -> None:
     trainer = one_rank(moe_path, "fp8", k_splits=outcome.k_splits)
     trainer.load(checkpoint)
@@ -357,7 +350,6 @@ def test_a_checkpoint_moves_between_layouts(outcome: Outcome, checkpoint: Path, 
     assert trainer.weight_version == 4
 
 
-@pytest.mark.slow
 def test_every_rank_learns_of_a_loss_that_is_not_finite(outcome: Outcome) -> None:
     assert len({rank["non-finite"] for rank in outcome.ranks}) == 1
     assert "rows [0" in outcome.ranks[0]["non-finite"]

@@ -141,6 +141,7 @@ class Absent(Receiver):
         await asyncio.sleep(600)
 
 
+@pytest.mark.slow
 def test_an_engine_that_does_not_join_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(distributed, "TIMEOUT", timedelta(seconds=2))
     monkeypatch.setattr(Receiver, "patience", timedelta(seconds=3))

@@ -84,6 +84,7 @@ def _load(payload: str) -> list[int]:
     return MultiprocessingSerializer.deserialize(payload)["flattened_tensor"][:1].tolist()
 
 
+@pytest.mark.slow
 def test_memory_that_is_used_again_stays_until_every_engine_has_read_it() -> None:
     """torch frees shared memory after as many readers as messages were made of it."""
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:

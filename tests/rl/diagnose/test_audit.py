@@ -123,6 +123,7 @@ def test_a_step_that_is_watched_is_a_step(make: Callable[..., Any]) -> None:
         ),
     ],
 )
+@pytest.mark.slow
 def test_other_numerics_have_their_own_plan(
     changes: dict[str, Any], gradient: str, operands: str, make: Callable[..., Any]
 ) -> None:

@@ -290,6 +290,7 @@ def children(named: str) -> list[psutil.Process]:
     return found
 
 
+@pytest.mark.slow
 def test_training_goes_on_without_wandbs_process(run: RunDir) -> None:
     """Killed twice: between rows, and before the end. A run loses the rest in wandb, and nothing of its own files."""
     for resume_step in (None, 1):

@@ -147,6 +147,7 @@ def test_a_reference_is_the_start_of_the_run_in_the_same_forward(path: Path, lay
     assert torch.equal(group.score(batch, "reference"), batch.fields["rollout_logprobs"])
 
 
+@pytest.mark.slow
 def test_a_critic_learns_beside_the_policy_and_alone_while_it_warms_up(path: Path, layout: Layout) -> None:
     from trainer.config import TrainerConfig
 
