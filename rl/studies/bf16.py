@@ -10,11 +10,11 @@ from torch import Tensor
 
 from numerics import ops
 from rl.studies import figures, live
-from rl.studies.claims import Claim
+from rl.studies.claims import Claim, difference, ratio, value
 from rl.studies.conversions import Convert, facts
 from rl.studies.lab import Lab
 from rl.studies.spoiled import NarrowState
-from rl.studies.study import Measurement, Study, TextTable, by_arm
+from rl.studies.study import Measurement, Study, TextTable, by_arm, with_interval
 from rl.studies.subjects import MODEL
 from rl.studies.training import QUICK_STEPS, STEPS, TrainedArm, teach
 
@@ -75,123 +75,122 @@ STATES = {"FP32 trainer": torch.float32, "BF16 trainer": torch.bfloat16}
 
 def _fact(id: str, says: str, metric: str, expected: float, arm: str = "conversion") -> Claim:
     """A claim that one number is met exactly."""
-    return Claim(id=id, says=says, metric=metric, arm=arm, rule="within", bounds=(expected, expected))
+    return value(id, says, metric, arm, "within", expected, expected)
 
 
 CLAIMS = (
-    Claim(
-        id="same product twice",
-        says="The same product of the same data has the same error.",
-        metric="relative_error",
-        arm="product again",
-        against="product",
-        contrast="difference",
-        rule="within",
-        bounds=(0.0, 0.0),
+    difference(
+        "same product twice",
+        "The same product of the same data has the same error.",
+        "relative_error",
+        "product again",
+        "product",
+        "within",
+        0.0,
+        0.0,
         control="negative",
     ),
-    Claim(
-        id="same training twice",
-        says="The same training with the same data ends in the same loss.",
-        metric="nll",
-        arm="BF16 trainer again",
-        against="BF16 trainer",
-        contrast="difference",
-        rule="within",
-        bounds=(0.0, 0.0),
+    difference(
+        "same training twice",
+        "The same training with the same data ends in the same loss.",
+        "nll",
+        "BF16 trainer again",
+        "BF16 trainer",
+        "within",
+        0.0,
+        0.0,
         control="negative",
     ),
-    Claim(
-        id="cut off",
-        says="Cutting bits off is told from rounding: at most 0.9 of the values come out rounded to the nearest.",
-        metric="rounded to nearest even",
-        arm="cut off",
-        rule="below",
-        bounds=(0.9,),
+    value(
+        "cut off",
+        "Cutting bits off is told from rounding: at most 0.9 of the values come out rounded to the nearest.",
+        "rounded to nearest even",
+        "cut off",
+        "below",
+        0.9,
         control="positive",
     ),
-    Claim(
-        id="BF16 accumulator",
-        says="Adding products in BF16 at least doubles the error.",
-        metric="relative_error",
-        arm="added in BF16",
-        against="product",
-        contrast="ratio",
-        rule="above",
-        bounds=(2.0,),
+    ratio(
+        "BF16 accumulator",
+        "Adding products in BF16 at least doubles the error.",
+        "relative_error",
+        "added in BF16",
+        "product",
+        "above",
+        2.0,
         control="positive",
     ),
-    Claim(
-        id="BF16 masters",
-        says="Master weights in BF16 cost at least 0.001 nats of held-out loss.",
-        metric="nll",
-        arm="BF16 masters",
-        against="BF16 trainer",
-        contrast="difference",
-        rule="above",
-        bounds=(0.001,),
+    difference(
+        "BF16 masters",
+        "Master weights in BF16 cost at least 0.001 nats of held-out loss.",
+        "nll",
+        "BF16 masters",
+        "BF16 trainer",
+        "above",
+        0.001,
         control="positive",
     ),
-    Claim(
-        id="001-1",
-        says="BF16 products are added in FP32 by default: the error of a product is that of adding in FP32.",
-        metric="relative_error",
-        arm="product",
-        against="added in FP32",
-        contrast="ratio",
-        rule="within",
-        bounds=(0.99, 1.01),
+    ratio(
+        "001-1",
+        "BF16 products are added in FP32 by default: the error of a product is that of adding in FP32.",
+        "relative_error",
+        "product",
+        "added in FP32",
+        "within",
+        0.99,
+        1.01,
     ),
-    Claim(
-        id="001-2a",
-        says="No loss of accuracy: a BF16 trainer's held-out loss is an FP32 trainer's, to 0.001 nats.",
-        metric="nll",
-        arm="BF16 trainer",
-        against="FP32 trainer",
-        contrast="difference",
-        rule="within",
-        bounds=(0.0, 0.0),
+    difference(
+        "001-2a",
+        "No loss of accuracy: a BF16 trainer's held-out loss is an FP32 trainer's, to 0.001 nats.",
+        "nll",
+        "BF16 trainer",
+        "FP32 trainer",
+        "within",
+        0.0,
+        0.0,
         margin=0.001,
     ),
-    Claim(
-        id="001-2b",
-        says="It needs no more steps: the mean loss over the steps is an FP32 trainer's, to 0.001 nats.",
-        metric="mean loss",
-        arm="BF16 trainer",
-        against="FP32 trainer",
-        contrast="difference",
-        rule="within",
-        bounds=(0.0, 0.0),
+    difference(
+        "001-2b",
+        "It needs no more steps: the mean loss over the steps is an FP32 trainer's, to 0.001 nats.",
+        "mean loss",
+        "BF16 trainer",
+        "FP32 trainer",
+        "within",
+        0.0,
+        0.0,
         margin=0.001,
     ),
-    Claim(
-        id="001-3a",
-        says="The range of FP32: the largest value is at least 0.99 of FP32's.",
-        metric="largest over FP32's",
-        arm="conversion",
-        rule="within",
-        bounds=(0.99, 1.0),
+    value(
+        "001-3a",
+        "The range of FP32: the largest value is at least 0.99 of FP32's.",
+        "largest over FP32's",
+        "conversion",
+        "within",
+        0.99,
+        1.0,
     ),
     _fact("001-3b", "The range of FP32: the smallest normal value is FP32's.", "smallest normal over FP32's", 1.0),
-    Claim(
-        id="001-3c",
-        says="Half the memory: the bytes of a trainer's weights.",
-        metric="bytes per parameter/weights",
-        arm="BF16 trainer",
-        against="FP32 trainer",
-        contrast="ratio",
-        rule="within",
-        bounds=(0.5, 0.5),
+    ratio(
+        "001-3c",
+        "Half the memory: the bytes of a trainer's weights.",
+        "bytes per parameter/weights",
+        "BF16 trainer",
+        "FP32 trainer",
+        "within",
+        0.5,
+        0.5,
     ),
-    Claim(
-        id="001-3d",
-        says="Half the memory: the bytes of weights, gradients, masters and moments together.",
-        metric="bytes per parameter/all",
-        arm="BF16 trainer",
-        against="FP32 trainer",
-        contrast="ratio",
-        rule="within",
-        bounds=(0.45, 0.55),
+    ratio(
+        "001-3d",
+        "Half the memory: the bytes of weights, gradients, masters and moments together.",
+        "bytes per parameter/all",
+        "BF16 trainer",
+        "FP32 trainer",
+        "within",
+        0.45,
+        0.55,
     ),
     _fact("001-5a", "FP32 to BF16 rounds to the nearest value, halves to the even one.", "rounded to nearest even", 1),
     _fact("001-5b", "FP32 to BF16 overflows to infinity.", "overflows to inf", 1),
@@ -202,13 +201,14 @@ CLAIMS = (
     _fact("001-8", "BF16 to FP32 is exact: 16 zero bits are added.", "widened by zeros", 1),
     _fact("002-5a", "BF16 stores 8 bits of mantissa.", "stored bits", 8),
     _fact("002-5b", "The spacing of BF16 at x = 1 is x / 256.", "spacing at 1", 2**-8),
-    Claim(
-        id="002-5c",
-        says="The spacing of FP32 at x = 1 is 1.2e-7.",
-        metric="FP32 spacing at 1",
-        arm="conversion",
-        rule="within",
-        bounds=(1.15e-7, 1.25e-7),
+    value(
+        "002-5c",
+        "The spacing of FP32 at x = 1 is 1.2e-7.",
+        "FP32 spacing at 1",
+        "conversion",
+        "within",
+        1.15e-7,
+        1.25e-7,
     ),
 )
 
@@ -289,7 +289,7 @@ def draw(measurement: Measurement) -> Mapping[str, Figure]:
         errors = [measurement.of(arm, f"relative_error/{k}") for k in lengths]
         figures.curve(axes, lengths, errors, name=arm, index=index, marker="o")
     axes.set(xscale="log", yscale="log", xlabel="K", ylabel="relative error")
-    axes.legend()
+    figures.legend(axes)
     trained = figures.figure("Held-out loss after training, less the FP32 trainer's")
     arms = _trained(measurement)[1:]
     differences = [measurement.of(arm, "nll", "FP32 trainer") for arm in arms]
@@ -299,18 +299,16 @@ def draw(measurement: Measurement) -> Mapping[str, Figure]:
 
 def tables(measurement: Measurement) -> Sequence[TextTable]:
     names = measurement.values["conversion"]
-    conversions = [[name, *(f"{measurement.of(arm, name)[0]:.7g}" for arm in CONVERSIONS)] for name in names]
+    conversions = [[name, *(f"{measurement.mean(arm, name):.7g}" for arm in CONVERSIONS)] for name in names]
     lengths = measurement.details["lengths"]
-    products = [[arm, *(f"{measurement.of(arm, f'relative_error/{k}')[0]:.3g}" for k in lengths)] for arm in PRODUCTS]
+    products = [[arm, *(f"{measurement.mean(arm, f'relative_error/{k}'):.3g}" for k in lengths)] for arm in PRODUCTS]
     kinds = ("weights", "gradients", "masters", "moments", "all")
-    states = [
-        [arm, *(f"{measurement.of(arm, f'bytes per parameter/{kind}')[0]:g}" for kind in kinds)] for arm in STATES
-    ]
+    states = [[arm, *(f"{measurement.mean(arm, f'bytes per parameter/{kind}'):g}" for kind in kinds)] for arm in STATES]
     trained = []
     for arm in _trained(measurement):
-        value, low, high = measurement.of(arm, "nll", "FP32 trainer")
-        loss, mean = (measurement.of(arm, metric)[0] for metric in ("nll", "mean loss"))
-        trained.append([arm, f"{loss:.5f}", f"{value:+.5f} ({low:+.5f} to {high:+.5f})", f"{mean:.5f}"])
+        above = with_interval(measurement.of(arm, "nll", "FP32 trainer"), "+.5f")
+        loss, mean = (measurement.mean(arm, metric) for metric in ("nll", "mean loss"))
+        trained.append([arm, f"{loss:.5f}", above, f"{mean:.5f}"])
     return [
         TextTable("Conversions: share of the values, or a number", ("", *CONVERSIONS), conversions),
         TextTable("Relative error of a product", ("", *(f"K = {k}" for k in lengths)), products),

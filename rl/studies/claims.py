@@ -9,8 +9,8 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal, TypedDict, Unpack
 
 from rl.studies.statistics import Contrast, Estimate, Values, estimate, holm
 
@@ -53,6 +53,41 @@ class Claim:
             raise ValueError(f"{self.id}: found contrast={self.contrast} with against={self.against}")
         if len(self.bounds) != (2 if self.rule == "within" else 1):
             raise ValueError(f"{self.id}: found bounds={self.bounds}, expected {self.rule}'s")
+
+
+class Settings(TypedDict, total=False):
+    """What only some claims have; see Claim."""
+
+    margin: float
+    control: Control | None
+
+
+def value(id: str, says: str, metric: str, arm: str, rule: Rule, *bounds: float, **more: Unpack[Settings]) -> Claim:
+    """A claim about an arm alone."""
+    return Claim(id=id, says=says, metric=metric, arm=arm, rule=rule, bounds=bounds, **more)
+
+
+def difference(
+    id: str, says: str, metric: str, arm: str, against: str, rule: Rule, *bounds: float, **more: Unpack[Settings]
+) -> Claim:
+    """A claim about how much an arm has above another."""
+    return replace(value(id, says, metric, arm, rule, *bounds, **more), against=against, contrast="difference")
+
+
+def ratio(
+    id: str, says: str, metric: str, arm: str, against: str, rule: Rule, *bounds: float, **more: Unpack[Settings]
+) -> Claim:
+    """A claim about how many times another arm's an arm's is."""
+    return replace(value(id, says, metric, arm, rule, *bounds, **more), against=against, contrast="ratio")
+
+
+def twice(says: str, metric: str, arm: str, against: str | None = None) -> Claim:
+    """The negative control: the same arm once more, which differs in nothing; against: the arm that it repeats, where
+    its metric is not a difference already."""
+    bounds: tuple[Rule, float, float] = ("within", 0.0, 0.0)
+    if against is None:
+        return value("same arm twice", says, metric, arm, *bounds, control="negative")
+    return difference("same arm twice", says, metric, arm, against, *bounds, control="negative")
 
 
 @dataclass(frozen=True)
@@ -107,7 +142,7 @@ def judge(claims: Sequence[Claim], measured: Measured, *, full: bool) -> list[Ju
     (Holm); a control stands for itself.
     """
     if not full:
-        claims = [claim for claim in claims if _is_measured(claim, measured)]
+        claims = [claim for claim in claims if is_measured(claim, measured)]
     found = {claim.id: _found(claim, measured) for claim in claims}
     if len(found) != len(claims):
         raise ValueError(f"claims: found {[claim.id for claim in claims]}, expected a different id for each")
@@ -131,7 +166,8 @@ def judge(claims: Sequence[Claim], measured: Measured, *, full: bool) -> list[Ju
     return [judged[claim.id] for claim in claims]
 
 
-def _is_measured(claim: Claim, measured: Measured) -> bool:
+def is_measured(claim: Claim, measured: Measured) -> bool:
+    """Whether its arms and metric are among the measurements."""
     return all(claim.metric in measured.get(arm, {}) for arm in (claim.arm, claim.against) if arm is not None)
 
 

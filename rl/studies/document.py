@@ -13,10 +13,9 @@ from rl.studies.catalogue import CATALOGUE
 from rl.studies.choices import CHOICES
 from rl.studies.findings import Finding, findings
 from rl.studies.keeping import KEPT, kept_figures, write_docs
-from rl.studies.page import claims_table, markdown
+from rl.studies.page import claims_table, grid, markdown
 from rl.studies.result import Result
 from rl.studies.standings import link, place, standings
-from rl.studies.study import TextTable
 
 if TYPE_CHECKING:
     from rl.diagnose.audit import Report
@@ -74,12 +73,12 @@ def _outcomes(found: Sequence[Finding]) -> Iterator[str]:
             for one in CATALOGUE
             if one.shown and one.shown.outcome in outcomes
         ]
-        yield f"## {title}\n\n" + (_table(("claim", "it says", "found", "where"), rows) if rows else "Nothing.")
+        yield f"## {title}\n\n" + (grid(("claim", "it says", "found", "where"), rows) if rows else "Nothing.")
 
 
 def _catalogue(found: Sequence[Finding]) -> Iterator[str]:
     rows = [[one.claim.id, one.claim.says, one.verdict, one.where] for one in standings(found)]
-    yield f"## All {len(rows)} claims\n\n" + _table(("claim", "it says", "verdict", "where"), rows)
+    yield f"## All {len(rows)} claims\n\n" + grid(("claim", "it says", "verdict", "where"), rows)
 
 
 def _section(result: Result) -> str:
@@ -89,10 +88,6 @@ def _section(result: Result) -> str:
     tables = [markdown(table) for table in [claims_table(result), *result.study.tables(result.measurement)]]
     caption = result.caption().replace("\n", "; ")
     return "\n\n".join([f"## {name}", result.study.question, *changed, caption, *figures, *tables])
-
-
-def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    return markdown(TextTable("", columns, rows)).partition("\n\n")[2]
 
 
 if __name__ == "__main__":

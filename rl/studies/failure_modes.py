@@ -7,18 +7,19 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from rl.studies import figures, live, spoiled
-from rl.studies.claims import Claim
+from rl.studies.claims import Claim, Control, difference, twice, value
 from rl.studies.failure_facts import facts
 from rl.studies.lab import Lab
 from rl.studies.spoiled import Narrow, NarrowState
-from rl.studies.study import Band, Measurement, Study, TextTable
-from rl.studies.training import LOST, RATE, TrainedArm, smoothed, teach
+from rl.studies.study import Band, Measurement, Study, TextTable, with_interval
+from rl.studies.training import LOST, NOISE, RATE, TrainedArm, smoothed, teach
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 SLOW = RATE.model_copy(update={"adam_beta2": 0.999})
-PLAIN = "FP32 state, FP8 products"
+PLAIN, SLOW_PLAIN = "FP32 state, FP8 products", "β₂ 0.999"
+WIDE = "attention by autograd"
 
 STATES: dict[str, dict[str, Narrow]] = {
     "masters BF16": {"masters": "bf16"},
@@ -43,6 +44,11 @@ SLOW_STATES: dict[str, dict[str, Narrow]] = {
     "β₂ 0.999, v BF16": {"second": "bf16"},
     "β₂ 0.999, v FP8 1x128": {"second": "fp8 1x128"},
 }
+PAIRS = {
+    **dict.fromkeys(SLOW_STATES, SLOW_PLAIN),
+    **dict.fromkeys(("softmax FP8", "scores FP8", "attention FP8"), WIDE),
+}
+"""The arm from which an arm differs in one thing, where that is not PLAIN."""
 
 
 def arms() -> dict[str, TrainedArm]:
@@ -53,9 +59,9 @@ def arms() -> dict[str, TrainedArm]:
     return {
         PLAIN: plain,
         f"{PLAIN}, again": plain,
-        "attention by autograd": wide,
+        WIDE: wide,
         **{name: replace(plain, after_step=_stored(**state)) for name, state in STATES.items()},
-        "β₂ 0.999": slow,
+        SLOW_PLAIN: slow,
         **{name: replace(slow, after_step=_stored(**state)) for name, state in SLOW_STATES.items()},
         **{name: replace(plain, change=change) for name, change in CHANGES.items()},
     }
@@ -66,32 +72,27 @@ def _stored(**formats: Narrow) -> NarrowState:
 
 
 QUICK_ARMS = (PLAIN, f"{PLAIN}, again", "masters BF16", "v FP8 unscaled", "softmax FP8")
-NOISE = 0.0005
-"""Nats of held-out loss that make no difference: seeds scatter by 0.0003."""
 
 
 def _fact(id: str, says: str, metric: str, low: float, high: float) -> Claim:
-    return Claim(id=id, says=says, metric=metric, arm="arithmetic", rule="within", bounds=(low, high))
+    return value(id, says, metric, "arithmetic", "within", low, high)
 
 
-def _harm(id: str, says: str, arm: str, than: float = 0.0, against: str = PLAIN, **more: Any) -> Claim:
+def _harm(
+    id: str,
+    says: str,
+    arm: str,
+    than: float = 0.0,
+    against: str = PLAIN,
+    margin: float = NOISE,
+    control: Control | None = None,
+) -> Claim:
     """That an arm loses more than so many nats of held-out loss."""
-    difference: dict[str, Any] = {"metric": "nll", "contrast": "difference", "rule": "above", "bounds": (than,)}
-    return Claim(id=id, says=says, arm=arm, against=against, **difference, **{"margin": NOISE, **more})
+    return difference(id, says, "nll", arm, against, "above", than, margin=margin, control=control)
 
 
 CONTROLS = (
-    Claim(
-        id="same arm twice",
-        says="The same training twice ends at the same loss, bit for bit.",
-        metric="nll",
-        arm=f"{PLAIN}, again",
-        against=PLAIN,
-        contrast="difference",
-        rule="within",
-        bounds=(0.0, 0.0),
-        control="negative",
-    ),
+    twice("The same training twice ends at the same loss, bit for bit.", "nll", f"{PLAIN}, again", PLAIN),
     _harm("BF16 masters", "Masters in BF16 cost held-out loss.", "masters BF16", control="positive", margin=0.0),
     _harm("v without scales", "v as a plain FP8 number ends training.", "v FP8 unscaled", 1.0, control="positive"),
 )
@@ -133,41 +134,35 @@ ARITHMETIC = (
     ),
 )
 TRAINED = (
-    Claim(
-        id="002-3",
-        says="Masters in FP8 freeze: every update is lost.",
-        metric="lost_updates",
-        arm="masters FP8 1x128",
-        rule="above",
-        bounds=(0.999,),
-    ),
+    value("002-3", "Masters in FP8 freeze: every update is lost.", "lost_updates", "masters FP8 1x128", "above", 0.999),
     _harm("002-10c", "Masters in FP8 cost held-out loss.", "masters FP8 1x128"),
     _harm("002-11b", "Masters in BF16 cost 0.05 nats or more.", "masters BF16", 0.05),
-    Claim(
-        id="002-12",
-        says="The harm is silent: training with BF16 masters goes on to its last step.",
-        metric="completed",
-        arm="masters BF16",
-        rule="within",
-        bounds=(1.0, 1.0),
+    value(
+        "002-12",
+        "The harm is silent: training with BF16 masters goes on to its last step.",
+        "completed",
+        "masters BF16",
+        "within",
+        1.0,
+        1.0,
     ),
-    Claim(
-        id="002-8b",
-        says="v underflows in FP8 with a scale per block: at least 1% of it becomes 0.",
-        metric="lost_second",
-        arm="v FP8 1x128",
-        rule="above",
-        bounds=(0.01,),
+    value(
+        "002-8b",
+        "v underflows in FP8 with a scale per block: at least 1% of it becomes 0.",
+        "lost_second",
+        "v FP8 1x128",
+        "above",
+        0.01,
     ),
     _harm("002-8c", "v in FP8 with a scale per block costs held-out loss.", "v FP8 1x128"),
     _harm("002-8d", "v in FP8 with one scale costs held-out loss.", "v FP8 tensor"),
     _harm("002-17a", "m and v have to be in FP32: in BF16 they cost held-out loss.", "m and v BF16"),
     _harm("002-17b", "m in FP8 costs held-out loss.", "m FP8 1x128"),
-    _harm("002-17c", "With β₂ = 0.999, v in BF16 costs held-out loss.", "β₂ 0.999, v BF16", against="β₂ 0.999"),
-    _harm("002-17d", "With β₂ = 0.999, v in FP8 costs held-out loss.", "β₂ 0.999, v FP8 1x128", against="β₂ 0.999"),
-    _harm("002-7d", "Softmax in FP8 costs held-out loss.", "softmax FP8", against="attention by autograd"),
-    _harm("002-16a", "Attention scores in FP8 cost held-out loss.", "scores FP8", against="attention by autograd"),
-    _harm("000-10", "FP8 attention costs held-out loss.", "attention FP8", against="attention by autograd"),
+    _harm("002-17c", "With β₂ = 0.999, v in BF16 costs held-out loss.", "β₂ 0.999, v BF16", against=SLOW_PLAIN),
+    _harm("002-17d", "With β₂ = 0.999, v in FP8 costs held-out loss.", "β₂ 0.999, v FP8 1x128", against=SLOW_PLAIN),
+    _harm("002-7d", "Softmax in FP8 costs held-out loss.", "softmax FP8", against=WIDE),
+    _harm("002-16a", "Attention scores in FP8 cost held-out loss.", "scores FP8", against=WIDE),
+    _harm("000-10", "FP8 attention costs held-out loss.", "attention FP8", against=WIDE),
     _harm("002-16b", "The mean of squares of RMSNorm in FP8 costs held-out loss.", "norm FP8"),
     _harm("002-16c", "The router in FP8 costs held-out loss.", "router FP8"),
     _harm("002-27", "The residual in FP8 costs held-out loss (2 layers here).", "residual FP8"),
@@ -184,9 +179,7 @@ def measure(lab: Lab) -> Measurement:
     jobs = [(arm, seed, lab.quick) for arm in chosen.values() for seed in lab.seeds]
     taught = lab.each(teach, jobs, "trained")
     count = len(lab.seeds)
-    values: dict[str, dict[str, list[float]]] = {
-        "arithmetic": {name: [value] * count for name, value in known.items()},
-    }
+    values: dict[str, dict[str, list[float]]] = {"arithmetic": {name: [value] * count for name, value in known.items()}}
     curves: dict[str, list[float]] = {}
     steps = max(len(one.losses) for one in taught)
     for index, name in enumerate(chosen):
@@ -199,16 +192,14 @@ def measure(lab: Lab) -> Measurement:
         shortest = min(len(one.losses) for one in mine)
         curves[name] = smoothed(sum(one.losses[at] for one in mine) / count for at in range(shortest))
     return Measurement(
-        values=values,
-        subject=f"M, 1.0M parameters, {steps} SFT steps on right chains",
-        details={"curves": curves},
+        values=values, subject=f"M, 1.0M parameters, {steps} SFT steps on right chains", details={"curves": curves}
     )
 
 
 def draw(measurement: Measurement) -> Mapping[str, Figure]:
     trained = [name for name in measurement.values if name != "arithmetic"]
     drawn = figures.figure("Held-out loss after training, above that with FP32 state", width=8.0, height=4.4)
-    shown = [name for name in trained if not name.startswith((PLAIN, "attention by")) and name != "β₂ 0.999"]
+    shown = [name for name in trained if not name.startswith((PLAIN, WIDE)) and name != SLOW_PLAIN]
     bars = {"nats": [_above(measurement, name) for name in shown]}
     figures.bars(drawn.axes[0], shown, bars, label="nats per token, above its pair")
     drawn.axes[0].set_yscale("symlog", linthresh=1e-4)
@@ -219,7 +210,7 @@ def draw(measurement: Measurement) -> Mapping[str, Figure]:
         figures.curve(curves.axes[0], x, [(y, y, y) for y in points], name=name, index=index, band=False)
     curves.axes[0].set_yscale("log")
     curves.axes[0].set(xlabel="step", ylabel="nats per token, mean of 10 steps")
-    curves.axes[0].legend()
+    figures.legend(curves.axes[0])
     return {"held_out": drawn, "curves": curves}
 
 
@@ -228,11 +219,11 @@ def tables(measurement: Measurement) -> Sequence[TextTable]:
     for name, metrics in measurement.values.items():
         if name == "arithmetic":
             continue
-        nll = measurement.of(name, "nll")[0]
-        value, low, high = _above(measurement, name)
+        nll = measurement.mean(name, "nll")
+        above = with_interval(_above(measurement, name), "+.5f")
         lost = "broke down" if nll == LOST else f"{nll:.5f}"
-        noted = [f"{measurement.of(name, m)[0]:.3g}" if m in metrics else "" for m in NOTED]
-        rows.append([name, lost, f"{value:+.5f} ({low:+.5f} to {high:+.5f})", *noted])
+        noted = [f"{measurement.mean(name, m):.3g}" if m in metrics else "" for m in NOTED]
+        rows.append([name, lost, above, *noted])
     known = [[name, f"{found[0]:.6g}"] for name, found in measurement.values["arithmetic"].items()]
     columns = ("arm", "held-out NLL", "above its pair", "updates lost", "v lost")
     return [TextTable("Trained", columns, rows), TextTable("The chapter's arithmetic", ("what", "found"), known)]
@@ -243,13 +234,8 @@ NOTED: tuple[Literal["lost_updates", "lost_second"], ...] = ("lost_updates", "lo
 
 def _above(measurement: Measurement, name: str) -> Band:
     """Held-out loss above that of the arm which differs in one thing."""
-    pair = PLAIN
-    if name.startswith("β₂"):
-        pair = "β₂ 0.999"
-    elif name in ("softmax FP8", "scores FP8", "attention FP8"):
-        pair = "attention by autograd"
-    pair = pair if pair in measurement.values else PLAIN
-    return measurement.of(name, "nll", against=pair)
+    pair = PAIRS.get(name, PLAIN)
+    return measurement.of(name, "nll", against=pair if pair in measurement.values else PLAIN)
 
 
 STUDY = Study(

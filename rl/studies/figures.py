@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import textwrap
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +22,6 @@ _STYLE: Any = {
     "axes.grid": True,
     "grid.color": "#e2e8f0",
     "axes.axisbelow": True,
-    "legend.frameon": False,
 }
 
 
@@ -54,12 +54,13 @@ def bars(
         color = COLORS[index % len(COLORS)]
         axes.bar(at, heights, wide, label=name, color=color)
         axes.errorbar(at, heights, errors, fmt="none", ecolor="#0f172a", elinewidth=0.8, capsize=2)
-    axes.set_xticks(range(len(groups)), groups, rotation=20 if max(map(len, groups)) > 10 else 0)
+    slanted: Any = {"rotation": 20, "ha": "right", "rotation_mode": "anchor"}
+    axes.set_xticks(range(len(groups)), groups, **(slanted if max(map(len, groups)) > 10 else {}))
     axes.set_ylabel(label)
     if log:
         axes.set_yscale("log")
     if len(series) > 1:
-        axes.legend()
+        legend(axes)
 
 
 def curve(
@@ -80,11 +81,18 @@ def curve(
         axes.fill_between(x, lows, highs, color=color, alpha=0.15, linewidth=0)
 
 
+def legend(axes: Axes, columns: int = 4) -> None:
+    """What the colors mean, above the axes, where nothing is drawn."""
+    axes.legend(loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=columns, fontsize=7.5, frameon=False)
+
+
 def to_svg(drawn: Figure, caption: str) -> str:
     """The figure's SVG with `caption` at its foot."""
     import matplotlib
 
-    drawn.supxlabel(caption, fontsize=6.5, color="#64748b", x=0.01, ha="left")
+    wide = int(20 * drawn.get_figwidth())  # letters of this size in an inch
+    lines = [line for part in caption.splitlines() for line in textwrap.wrap(part, wide)]
+    drawn.supxlabel("\n".join(lines), fontsize=6.5, color="#64748b", x=0.01, ha="left")
     buffer = io.StringIO()
     with matplotlib.rc_context(_STYLE):
         drawn.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})

@@ -12,7 +12,7 @@ from torch import Tensor
 from numerics.quantize import fake_quantize
 from numerics.spec import QuantSpec
 from rl.studies import figures
-from rl.studies.claims import Claim
+from rl.studies.claims import ratio, twice, value
 from rl.studies.lab import Lab
 from rl.studies.study import Band, Measurement, Study, TextTable, by_arm
 
@@ -95,120 +95,109 @@ ARMS = {
 }
 
 CLAIMS = (
-    Claim(
-        id="same arm twice",
-        says="The same product with the same data has the same error.",
-        metric="calc_diff",
-        arm="both operands again",
-        against="both operands",
-        contrast="difference",
-        rule="within",
-        bounds=(0.0, 0.0),
-        control="negative",
+    twice(
+        "The same product with the same data has the same error.", "calc_diff", "both operands again", "both operands"
     ),
-    Claim(
-        id="two bits of mantissa",
-        says="E5M2 operands, with a bit less, at least double the error.",
-        metric="calc_diff",
-        arm="e5m2",
-        against="both operands",
-        contrast="ratio",
-        rule="above",
-        bounds=(2.0,),
+    ratio(
+        "two bits of mantissa",
+        "E5M2 operands, with a bit less, at least double the error.",
+        "calc_diff",
+        "e5m2",
+        "both operands",
+        "above",
+        2.0,
         control="positive",
     ),
-    Claim(
-        id="003-16",
-        says="One FP8 product is wrong by about 0.0007 (1 - cosine-like similarity to the BF16 product).",
-        metric="calc_diff",
-        arm="both operands",
-        rule="within",
-        bounds=(0.00065, 0.00075),
+    value(
+        "003-16",
+        "One FP8 product is wrong by about 0.0007 (1 - cosine-like similarity to the BF16 product).",
+        "calc_diff",
+        "both operands",
+        "within",
+        0.00065,
+        0.00075,
     ),
-    Claim(
-        id="003-23a",
-        says="The cuBLAS column, 0.00067 to 0.000684: the smallest of the shapes.",
-        metric="calc_diff/smallest",
-        arm="both operands",
-        rule="within",
-        bounds=(0.00065, 0.0007),
+    value(
+        "003-23a",
+        "The cuBLAS column, 0.00067 to 0.000684: the smallest of the shapes.",
+        "calc_diff/smallest",
+        "both operands",
+        "within",
+        0.00065,
+        0.0007,
     ),
-    Claim(
-        id="003-23b",
-        says="The cuBLAS column, 0.00067 to 0.000684: the largest of the shapes.",
-        metric="calc_diff/largest",
-        arm="both operands",
-        rule="within",
-        bounds=(0.00065, 0.0007),
+    value(
+        "003-23b",
+        "The cuBLAS column, 0.00067 to 0.000684: the largest of the shapes.",
+        "calc_diff/largest",
+        "both operands",
+        "within",
+        0.00065,
+        0.0007,
     ),
-    Claim(
-        id="003-23c",
-        says="The DeepGEMM column: the error of one kernel grows 2.7 times over these shapes (here: at least 1.5).",
-        metric="calc_diff/spread",
-        arm="FP22 promoted",
-        rule="above",
-        bounds=(1.5,),
+    value(
+        "003-23c",
+        "The DeepGEMM column: the error of one kernel grows 2.7 times over these shapes (here: at least 1.5).",
+        "calc_diff/spread",
+        "FP22 promoted",
+        "above",
+        1.5,
     ),
-    Claim(
-        id="003-23d",
-        says="An error of 0.00036, DeepGEMM's at small shapes, is that of both operands (and not of one).",
-        metric="calc_diff",
-        arm="weight alone",
-        against="both operands",
-        contrast="ratio",
-        rule="above",
-        bounds=(0.8,),
+    ratio(
+        "003-23d",
+        "An error of 0.00036, DeepGEMM's at small shapes, is that of both operands (and not of one).",
+        "calc_diff",
+        "weight alone",
+        "both operands",
+        "above",
+        0.8,
     ),
-    Claim(
-        id="003-23e",
-        says="Kernels do not differ much: FP22 promoted every 128 products against FP32 throughout.",
-        metric="calc_diff",
-        arm="FP22 promoted",
-        against="both operands",
-        contrast="ratio",
-        rule="within",
-        bounds=(0.99, 1.01),
+    ratio(
+        "003-23e",
+        "Kernels do not differ much: FP22 promoted every 128 products against FP32 throughout.",
+        "calc_diff",
+        "FP22 promoted",
+        "both operands",
+        "within",
+        0.99,
+        1.01,
     ),
-    Claim(
-        id="003-9",
-        says="FP32 scales are more precise than powers of two (Gaussian data).",
-        metric="relative_error",
-        arm="pow2 scales",
-        against="both operands",
-        contrast="ratio",
-        rule="above",
-        bounds=(1.0,),
+    ratio(
+        "003-9",
+        "FP32 scales are more precise than powers of two (Gaussian data).",
+        "relative_error",
+        "pow2 scales",
+        "both operands",
+        "above",
+        1.0,
         margin=0.01,
     ),
-    Claim(
-        id="003-4",
-        says="Hopper's FP22 accumulator alone loses precision: error of the addition ten times that of promoting.",
-        metric="kernel_error/longest",
-        arm="FP22",
-        against="FP22 promoted",
-        contrast="ratio",
-        rule="above",
-        bounds=(10.0,),
+    ratio(
+        "003-4",
+        "Hopper's FP22 accumulator alone loses precision: error of the addition ten times that of promoting.",
+        "kernel_error/longest",
+        "FP22",
+        "FP22 promoted",
+        "above",
+        10.0,
     ),
-    Claim(
-        id="002-21a",
-        says="Adding in FP32 prevents catastrophic error: without it the whole error doubles (Gaussian data).",
-        metric="relative_error/longest",
-        arm="FP22",
-        against="both operands",
-        contrast="ratio",
-        rule="above",
-        bounds=(2.0,),
+    ratio(
+        "002-21a",
+        "Adding in FP32 prevents catastrophic error: without it the whole error doubles (Gaussian data).",
+        "relative_error/longest",
+        "FP22",
+        "both operands",
+        "above",
+        2.0,
     ),
-    Claim(
-        id="002-21b",
-        says="The same where all products are positive.",
-        metric="relative_error/longest",
-        arm="positive FP22",
-        against="positive",
-        contrast="ratio",
-        rule="above",
-        bounds=(2.0,),
+    ratio(
+        "002-21b",
+        "The same where all products are positive.",
+        "relative_error/longest",
+        "positive FP22",
+        "positive",
+        "above",
+        2.0,
     ),
 )
 
@@ -300,7 +289,7 @@ def tables(measurement: Measurement) -> Sequence[TextTable]:
     errors = [
         [
             arm,
-            *(f"{measurement.of(arm, metric)[0]:.3g}" for metric in ("relative_error/longest", "kernel_error/longest")),
+            *(f"{measurement.mean(arm, metric):.3g}" for metric in ("relative_error/longest", "kernel_error/longest")),
         ]
         for arm in ARMS
     ]

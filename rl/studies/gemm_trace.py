@@ -14,7 +14,7 @@ from torch import Tensor
 from numerics.spec import QuantSpec
 from rl.algorithms.sft import SftObjective
 from rl.studies import figures, live
-from rl.studies.claims import Claim
+from rl.studies.claims import Claim, ratio, value
 from rl.studies.gemm_error import in_fp22, in_fp32, promoted
 from rl.studies.lab import Lab
 from rl.studies.products import ROLES, Operands, Probe, Recorder, Role, Take, library
@@ -57,74 +57,71 @@ TWO_ORDERS = 10**1.5
 
 
 def _two_orders(id: str, says: str, metric: str, model: str, step: int) -> Claim:
-    return Claim(
-        id=id,
-        says=f"{says} (at least {TWO_ORDERS:.0f} times; {model}, step {step}).",
-        metric=metric,
-        arm=arm(model, step, QUANTIZATION),
-        against=arm(model, step, KERNEL),
-        contrast="ratio",
-        rule="above",
-        bounds=(TWO_ORDERS,),
+    return ratio(
+        id,
+        f"{says} (at least {TWO_ORDERS:.0f} times; {model}, step {step}).",
+        metric,
+        arm(model, step, QUANTIZATION),
+        arm(model, step, KERNEL),
+        "above",
+        TWO_ORDERS,
     )
 
 
 def _holds(id: str, role: Role) -> Claim:
-    return Claim(
-        id=id,
-        says=f"The scheme holds in {role}: its errors are at most a quarter above fprop's (N, step 0).",
-        metric=SAME,
-        arm=arm("N", 0, QUANTIZATION, role),
-        against=arm("N", 0, QUANTIZATION, "fprop"),
-        contrast="ratio",
-        rule="below",
-        bounds=(1.25,),
+    return ratio(
+        id,
+        f"The scheme holds in {role}: its errors are at most a quarter above fprop's (N, step 0).",
+        SAME,
+        arm("N", 0, QUANTIZATION, role),
+        arm("N", 0, QUANTIZATION, "fprop"),
+        "below",
+        1.25,
     )
 
 
 def _grows(id: str, says: str, model: str, role: Role) -> Claim:
-    return Claim(
-        id=id,
-        says=f"Errors accumulate from layer to layer: {says} ({model}, step 0).",
-        metric="last over first layer",
-        arm=arm(model, 0, QUANTIZATION, role),
-        rule="above",
-        bounds=(1.0,),
+    return value(
+        id,
+        f"Errors accumulate from layer to layer: {says} ({model}, step 0).",
+        "last over first layer",
+        arm(model, 0, QUANTIZATION, role),
+        "above",
+        1.0,
         margin=0.1,
     )
 
 
 SAID = "Fake-quantized products differ from BF16 ones two orders more than a kernel's from them"
 CLAIMS = (
-    Claim(
-        id="same products twice",
-        says="The same forward and backward twice gives the same bits.",
-        metric=GROWN,
-        arm=arm("N", 0, "again"),
-        rule="within",
-        bounds=(0.0, 0.0),
+    value(
+        "same products twice",
+        "The same forward and backward twice gives the same bits.",
+        GROWN,
+        arm("N", 0, "again"),
+        "within",
+        0.0,
+        0.0,
         control="negative",
     ),
-    Claim(
-        id="two bits of mantissa",
-        says="E5M2, with a bit less, makes at least 1.5 times the error of quantization.",
-        metric=SAME,
-        arm=arm("N", 0, "E5M2"),
-        against=arm("N", 0, QUANTIZATION),
-        contrast="ratio",
-        rule="above",
-        bounds=(1.5,),
+    ratio(
+        "two bits of mantissa",
+        "E5M2, with a bit less, makes at least 1.5 times the error of quantization.",
+        SAME,
+        arm("N", 0, "E5M2"),
+        arm("N", 0, QUANTIZATION),
+        "above",
+        1.5,
         control="positive",
     ),
-    Claim(
-        id="FP22 alone",
-        says="A kernel that never promotes its FP22 sum makes more than 1.5 times the error of one that does.",
-        metric="unrounded",
-        arm=arm("N", 0, "FP22 alone"),
-        against=arm("N", 0, KERNEL),
-        contrast="ratio",
-        rule="above",
-        bounds=(1.5,),
+    ratio(
+        "FP22 alone",
+        "A kernel that never promotes its FP22 sum makes more than 1.5 times the error of one that does.",
+        "unrounded",
+        arm("N", 0, "FP22 alone"),
+        arm("N", 0, KERNEL),
+        "above",
+        1.5,
         control="positive",
     ),
     *(
@@ -152,8 +149,8 @@ def measure(lab: Lab) -> Measurement:
     values: dict[str, dict[str, list[float]]] = {}
     for traces, _ in found:
         for name, metrics in traces.items():
-            for metric, value in metrics.items():
-                values.setdefault(name, {}).setdefault(metric, []).append(value)
+            for metric, number in metrics.items():
+                values.setdefault(name, {}).setdefault(metric, []).append(number)
     shown = {name: one for _, drawn in found[: len(MODELS)] for name, one in drawn.items()}
     return Measurement(
         values=values,
@@ -304,7 +301,7 @@ def _figure(trace: str, drawn: Mapping[str, Any]) -> Figure:
         axes.axvline(backward - 0.5, color="#94a3b8", linewidth=0.8)
         axes.set(yscale="log", ylabel="relative error")
         axes.set_title(metric, fontsize=9, loc="left")
-    figure.axes[0].legend()
+    figures.legend(figure.axes[0])
     figure.axes[1].set_xlabel("product; behind the line: the backward")
     return figure
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from numerics.spec import QuantSpec
 from rl.algorithms.grpo import Grpo
 from rl.algorithms.sft import SftObjective
 from rl.studies import figures, live
-from rl.studies.claims import Claim
+from rl.studies.claims import ratio, twice, value
 from rl.studies.lab import Lab
 from rl.studies.study import Measurement, Study, TextTable, by_arm
 from rl.studies.subjects import MODEL
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from trainer.trainer import Trainer
 
 PROMPTS, QUICK_PROMPTS, ANSWERS = 64, 16, 8
+ENGINE = "GRPO vs rollout: live engine"
 LOSSES = {"SFT": "SFT", "GRPO": "GRPO on policy", "GRPO vs rollout": "GRPO against rollout log-probabilities"}
 SPEC = QuantSpec.preset("fp8_block_pow2")
 E5M2_GRADIENTS = SPEC.override({"gradient": {"format": "e5m2"}})
@@ -53,71 +54,69 @@ ARMS = {
 }
 
 
-def _smaller(id: str, says: str, arm: str, against: str, bound: float, **more: Any) -> Claim:
-    ratio: dict[str, Any] = {"metric": "turned", "contrast": "ratio", "bounds": (bound,)}
-    return Claim(id=id, says=says, arm=arm, against=against, **ratio, **{"rule": "below", **more})
-
-
 CLAIMS = (
-    Claim(
-        id="same arm twice",
-        says="The same gradient twice is not turned.",
-        metric="turned",
-        arm="GRPO: again",
-        rule="within",
-        bounds=(0.0, 0.0),
-        control="negative",
-    ),
-    _smaller(
+    twice("The same gradient twice is not turned.", "turned", "GRPO: again"),
+    ratio(
         "two bits of mantissa",
         "A forward in E5M2 turns the gradient at least twice as far as one in E4M3.",
+        "turned",
         "SFT: forward E5M2",
         "SFT: forward",
+        "above",
         2.0,
-        rule="above",
         control="positive",
     ),
-    _smaller(
+    ratio(
         "003-27a",
         "The backward's quantization turns the SFT gradient less than a tenth as far as the forward's.",
+        "turned",
         "SFT: backward",
         "SFT: forward",
+        "below",
         0.1,
     ),
-    _smaller("003-27b", "The same of the GRPO gradient.", "GRPO: backward", "GRPO: forward", 0.1),
-    _smaller(
+    ratio("003-27b", "The same of the GRPO gradient.", "turned", "GRPO: backward", "GRPO: forward", "below", 0.1),
+    ratio(
         "003-18a",
         "FP8 turns the gradient of RL further than that of SFT.",
+        "turned",
         "GRPO: both",
         "SFT: both",
+        "above",
         1.0,
-        rule="above",
         margin=0.05,
     ),
-    Claim(
-        id="003-18b",
-        says="In RL it may point the wrong way: 1 - cos above 1.",
-        metric="turned",
-        arm="GRPO vs rollout: both",
-        rule="above",
-        bounds=(1.0,),
+    value(
+        "003-18b", "In RL it may point the wrong way: 1 - cos above 1.", "turned", "GRPO vs rollout: both", "above", 1.0
     ),
-    _smaller(
+    ratio(
         "003-18c",
         "The mismatch of a BF16 trainer with an FP8 rollout turns its gradient further than FP8 on both sides does.",
+        "turned",
         "GRPO vs rollout: mixed",
         "GRPO: both",
+        "above",
         1.0,
-        rule="above",
         margin=0.05,
     ),
-    _smaller(
+    ratio(
         "000-3",
         "Gradients want E5M2's range: with it the gradient is turned less than with E4M3 in blocks.",
+        "turned",
         "GRPO: backward E5M2",
         "GRPO: backward",
+        "below",
         1.0,
         margin=0.05,
+    ),
+    value(
+        "engine: same gradient",
+        "The gradient of what a live engine samples is that of what the trainer samples itself, bit for bit.",
+        "turned",
+        ENGINE,
+        "within",
+        0.0,
+        0.0,
     ),
 )
 
@@ -127,6 +126,10 @@ def measure(lab: Lab) -> Measurement:
     lab.specs |= {"E4M3": SPEC.digest(), "E5M2 gradients": E5M2_GRADIENTS.digest(), "E5M2": E5M2.digest()}
     prompts = QUICK_PROMPTS if lab.quick else PROMPTS
     by_seed = lab.each(_turned, [(seed, prompts) for seed in lab.seeds], "seeds")
+    if not lab.quick:
+        lab.say("beside a live engine")
+        for found, angles in zip(by_seed, lab.alone(_beside_engine, lab.seeds, prompts), strict=True):
+            found[ENGINE] = angles
     return Measurement(
         values=by_arm(by_seed),
         subject=f"M, 1.0M parameters, {prompts * ANSWERS} chains or answers, exact mode",
@@ -152,6 +155,20 @@ def _turned(seed: int, prompts: int) -> dict[str, dict[str, float]]:
                 on_policy = gradients(trainer, BF16, batch, objective("GRPO", batch))
                 found[f"{loss}: mixed"] = _angles(gradient(BF16), on_policy)
     return found
+
+
+def _beside_engine(seeds: Sequence[int], prompts: int) -> list[dict[str, float]]:
+    """By seed: from the gradient of a live engine's answers to that of the trainer's own."""
+    with live.world() as layout:
+        trainer = live.trainer_of(MODEL, live.exact(SPEC), layout)
+        own = [_with_advantages(live.sampled(trainer, seed, prompts, ANSWERS)) for seed in seeds]
+    with live.beside_engine(MODEL) as stack:
+        engines = [_with_advantages(live.sampled_by_engine(stack, seed, prompts, ANSWERS)) for seed in seeds]
+        return [stack.trainer.apply(_between, *pair)[0] for pair in zip(own, engines, strict=True)]
+
+
+def _between(trainer: Trainer, *batches: TokenBatch) -> dict[str, float]:
+    return _angles(*(gradients(trainer, trainer.numerics, x, objective("GRPO vs rollout", x)) for x in batches))
 
 
 class _Gradients:
@@ -226,9 +243,7 @@ def draw(measurement: Measurement) -> Mapping[str, Figure]:
 
 def tables(measurement: Measurement) -> Sequence[TextTable]:
     parts = measurement.details["layers"]
-    rows = [
-        [arm, *(f"{measurement.of(arm, part)[0]:.3g}" for part in ("turned", *parts))] for arm in measurement.values
-    ]
+    rows = [[arm, *(f"{measurement.mean(arm, part):.3g}" for part in ("turned", *parts))] for arm in measurement.values]
     return [TextTable("1 − cos, mean over the seeds", ("arm", "whole", *parts), rows)]
 
 

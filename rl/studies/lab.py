@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+
+from rl.run.interrupts import interruptible, is_ending
 
 if TYPE_CHECKING:
     from trainer.config import TrainerConfig
@@ -43,12 +49,12 @@ class Lab:
         A process takes one job after the other, as starting one costs as much as a small job: a function leaves
         nothing behind that another would compute differently with.
         """
-        results: list[T] = []
         with _processes(AT_ONCE) as pool:
-            for done in pool.map(_call, [(function, job) for job in jobs]):
-                results.append(done)
-                self.say(f"{what}: {len(results)} of {len(jobs)}")
-        return results
+            running = [pool.submit(_run, partial(function, *job)) for job in jobs]
+            for count, done in enumerate(as_completed(running), start=1):
+                done.result()  # the first failure ends the others
+                self.say(f"{what}: {count} of {len(jobs)}")
+            return [job.result() for job in running]
 
     def alone(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """What `function` returns in a process of its own."""
@@ -61,31 +67,51 @@ def on_ranks(config: TrainerConfig, function: Callable[..., T], *args: Any) -> l
 
     store = parallel.open_store(parallel.LOOPBACK, config.world_size)
     with _processes(config.world_size) as pool:
-        ranks = [pool.submit(_rank, rank, store.port, config, function, args) for rank in range(config.world_size)]
+        calls = [partial(_rank, rank, store.port, config, function, args) for rank in range(config.world_size)]
+        ranks = [pool.submit(_run, call) for call in calls]
         return [rank.result() for rank in ranks]
 
 
 def in_own_process(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     """What `function`, which can be pickled, returns in a fresh process; raises what it raises there."""
     with _processes(1) as pool:
-        return pool.submit(function, *args, **kwargs).result()
+        return pool.submit(_run, partial(function, *args, **kwargs)).result()
 
 
-def _processes(count: int) -> ProcessPoolExecutor:
+@contextmanager
+def _processes(count: int) -> Iterator[ProcessPoolExecutor]:
+    """Where one fails, or this one is interrupted, the jobs of all are ended at once, and close what they opened."""
     context = multiprocessing.get_context("spawn")
-    return ProcessPoolExecutor(count, mp_context=context, initializer=_start)
+    pool = ProcessPoolExecutor(count, mp_context=context, initializer=_start)
+    try:
+        yield pool
+    except BaseException:
+        for process in multiprocessing.active_children():
+            process.terminate()
+        raise
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 def _start() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; who started this process tells it
+    signal.signal(signal.SIGTERM, _end_between_jobs)
     os.environ["OMP_NUM_THREADS"] = "1"
     import torch
 
     torch.set_num_threads(1)
 
 
-def _call(job: tuple[Callable[..., T], tuple[Any, ...]]) -> T:
-    function, args = job
-    return function(*args)
+def _end_between_jobs(signum: int, frame: FrameType | None) -> None:
+    """Start no more. Raised outside of a job, an interrupt would break the pool and end the other processes hard."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+
+def _run(job: Callable[[], T]) -> T:
+    if is_ending():  # it was queued here before this process was told
+        raise KeyboardInterrupt
+    with interruptible():
+        return job()
 
 
 def _rank(rank: int, port: int, config: TrainerConfig, function: Callable[..., T], args: tuple[Any, ...]) -> T:

@@ -1,27 +1,28 @@
 """The instruments of studies: one live trainer, chains of sums to teach it, and answers that it samples by itself.
 
 In exact mode the engine's log-probabilities are the trainer's, and its tokens are a function of seeds and logits; so a
-trainer that draws its own tokens samples what an engine would, and no engine is needed. Each study that samples proves
-that on an engine.
+trainer that draws its own tokens samples what an engine would, and no engine is needed; `precision_cases` and
+`gradient_direction` compare that with a live one.
 """
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from numerics.config import NumericsConfig
+from numerics.config import NumericsConfig, TrainerPrecision
 from numerics.sampling import answer_seed
 from numerics.spec import QuantSpec
 from rl.algorithms.base import Outcomes
-from rl.run.batching import SftExample, batch_from_examples
+from rl.run.batching import SftExample, batch_from_examples, batch_from_trajectories
 from rl.studies.subjects import MODEL
 from rollout.data import Source, load_problems
 from rollout.rewards.integer import integer
@@ -46,11 +47,10 @@ LONGEST = 64
 ONE_RANK = TrainerConfig()
 
 
-def exact(spec: QuantSpec | str = "fp8_block_pow2", precision: str = "fp8", mode: str = "exact") -> NumericsConfig:
-    """Numerics of a trainer: the engine beside it, if there is one, runs the same spec, or BF16 where it cannot."""
+def exact(spec: QuantSpec | str = "fp8_block_pow2", precision: TrainerPrecision = "fp8") -> NumericsConfig:
+    """Numerics of a trainer without an engine, of which nothing is asked that this spec would not allow."""
     chosen = QuantSpec.preset(spec) if isinstance(spec, str) else spec
-    both: dict[str, Any] = {"spec": chosen, "mode": mode, "trainer": precision}
-    return NumericsConfig(**both, rollout="bf16")
+    return NumericsConfig(spec=chosen, trainer=precision, rollout="bf16")
 
 
 @contextmanager
@@ -65,6 +65,7 @@ def world(config: TrainerConfig = ONE_RANK, rank: int = 0, store: Store | None =
         yield layout
     finally:
         parallel.shutdown()
+        gc.collect()  # a trainer is full of cycles, and the threads of its process groups end with it
 
 
 def trainer_of(
@@ -104,11 +105,19 @@ def chains(path: Path) -> tuple[SftExample, ...]:
     )
 
 
-def chain_batch(path: Path, seed: int, count: int) -> TokenBatch:
+def chosen_chains(path: Path, seed: int, count: int) -> list[SftExample]:
     """`count` chains of a file, chosen by a seed."""
     known = chains(path)
-    order = torch.randperm(len(known), generator=torch.Generator().manual_seed(seed))[:count]
-    return batch_from_examples([known[index] for index in order.tolist()])
+    return [known[index] for index in _chosen(len(known), seed, count)]
+
+
+def _chosen(known: int, seed: int, count: int) -> list[int]:
+    return torch.randperm(known, generator=torch.Generator().manual_seed(seed))[:count].tolist()
+
+
+def chain_batch(path: Path, seed: int, count: int) -> TokenBatch:
+    """`count` chains of a file, chosen by a seed, to learn from."""
+    return batch_from_examples(chosen_chains(path, seed, count))
 
 
 @dataclass(frozen=True)
@@ -124,19 +133,12 @@ class Sample:
     outcomes: Outcomes
 
 
-def questions(seed: int, count: int) -> list[SftExample]:
-    """`count` chains to learn from, chosen by a seed."""
-    known = chains(TRAIN)
-    order = torch.randperm(len(known), generator=torch.Generator().manual_seed(seed))[:count]
-    return [known[index] for index in order.tolist()]
-
-
 def sampled(trainer: Trainer, seed: int, prompts: int, answers: int, temperature: float = 1.0) -> Sample:
     """`answers` to each of `prompts` questions that the trainer samples.
 
     Each token is drawn as the engine draws it, from the logits of a forward over the whole prefix.
     """
-    asked = questions(seed, prompts)
+    asked = chosen_chains(TRAIN, seed, prompts)
     rows = [list(question.prompt_ids) for question in asked for _ in range(answers)]
     starts = [len(row) for row in rows]
     seeds = torch.tensor(
@@ -182,14 +184,15 @@ def beside_engine(model: Path, mode: str = "exact") -> Iterator[Stack]:
         yield stack
 
 
-def sampled_by_engine(stack: Stack, seed: int, prompts: int, answers: int, temperature: float = 1.0) -> TokenBatch:
-    """`answers` to each of `prompts` questions that the engine samples, with its log-probabilities."""
-    from rl.diagnose.calibration import sampled_batch
-    from rl.run.feed import to_prompts
-    from rl.run.problems import training_problems
+def sampled_by_engine(stack: Stack, seed: int, prompts: int, answers: int, temperature: float = 1.0) -> Sample:
+    """What `sampled` asks, of the engine: the same questions and seeds, so in exact mode the same tokens."""
+    from rl.run.feed import to_groups, to_prompts
 
-    problems = training_problems(stack.experiment).of_step(seed + 1, prompts)
-    return sampled_batch(stack, to_prompts(stack.tokenizer, problems), answers, temperature)
+    known = load_problems(Source(TRAIN))
+    asked = to_prompts(tokenizer(), [known[index] for index in _chosen(len(known), seed, prompts)])
+    told = stack.sample(to_groups(asked, answers, run_seed=seed, step=0), temperature)
+    batch = batch_from_trajectories(told, temperature)
+    return Sample(batch, _outcomes(chosen_chains(TRAIN, seed, prompts), batch, answers))
 
 
 def log_policy(trainer: Scorer, batch: TokenBatch, rows_at_once: int = 32) -> Tensor:

@@ -16,9 +16,9 @@ import numpy as np
 
 from models.tiny import TinyModel
 from rl.studies import figures, live
-from rl.studies.claims import Claim
+from rl.studies.claims import Claim, difference, ratio, value
 from rl.studies.lab import Lab
-from rl.studies.study import Measurement, Study, TextTable
+from rl.studies.study import Measurement, Study, TextTable, with_interval
 from rl.studies.two_sides import ENTROPY, PAIRS, beside_engine, mismatch
 
 if TYPE_CHECKING:
@@ -50,51 +50,49 @@ SLOPE = "slope over {}"
 
 
 def _grows(id: str, says: str, over: str, pair: str = "BF16/FP8") -> Claim:
-    return Claim(id=id, says=says, metric=SLOPE.format(over), arm=pair, rule="above", bounds=(0.0,), margin=0.05)
+    return value(id, says, SLOPE.format(over), pair, "above", 0.0, margin=0.05)
 
 
 CLAIMS = (
-    Claim(
-        id="same ops",
-        says="Where both sides have the same ops, d is 0 in every model.",
-        metric="largest abs d",
-        arm="FP8/FP8, same ops",
-        rule="within",
-        bounds=(0.0, 0.0),
+    value(
+        "same ops",
+        "Where both sides have the same ops, d is 0 in every model.",
+        "largest abs d",
+        "FP8/FP8, same ops",
+        "within",
+        0.0,
+        0.0,
         control="negative",
     ),
-    Claim(
-        id="mixed scales",
-        says="Power-of-two scales on one side and FP32 scales on the other make d at least 1.25 times as large.",
-        metric="abs d/base",
-        arm="FP8/FP8, mixed scales",
-        against="FP8/FP8",
-        contrast="ratio",
-        rule="above",
-        bounds=(1.25,),
+    ratio(
+        "mixed scales",
+        "Power-of-two scales on one side and FP32 scales on the other make d at least 1.25 times as large.",
+        "abs d/base",
+        "FP8/FP8, mixed scales",
+        "FP8/FP8",
+        "above",
+        1.25,
         control="positive",
     ),
     _grows("003-2a", "The mismatch of BF16 training and FP8 rollout grows with the model.", "parameters"),
-    Claim(
-        id="003-2b",
-        says="It grows faster than where both sides are in FP8.",
-        metric=SLOPE.format("parameters"),
-        arm="BF16/FP8",
-        against="FP8/FP8",
-        contrast="difference",
-        rule="above",
-        bounds=(0.0,),
+    difference(
+        "003-2b",
+        "It grows faster than where both sides are in FP8.",
+        SLOPE.format("parameters"),
+        "BF16/FP8",
+        "FP8/FP8",
+        "above",
+        0.0,
         margin=0.02,
     ),
-    Claim(
-        id="003-2c",
-        says="In the largest model it is larger than where both sides are in FP8.",
-        metric="abs d/largest",
-        arm="BF16/FP8",
-        against="FP8/FP8",
-        contrast="ratio",
-        rule="above",
-        bounds=(1.0,),
+    ratio(
+        "003-2c",
+        "In the largest model it is larger than where both sides are in FP8.",
+        "abs d/largest",
+        "BF16/FP8",
+        "FP8/FP8",
+        "above",
+        1.0,
         margin=0.05,
     ),
     _grows("003-2d", "It grows with the depth.", "layers"),
@@ -102,15 +100,15 @@ CLAIMS = (
     _grows("003-2f", "It grows with the number of experts.", "experts"),
     _grows("003-2g", "It grows with the experts of a token.", "top_k"),
     *(
-        Claim(
-            id=f"the engine's stand-in, {pair}",
-            says=f"Beside a live native engine d is what it is beside the shared ops, to a half ({pair}).",
-            metric="abs d",
-            arm=f"live: {pair}",
-            against=f"stand-in: {pair}",
-            contrast="ratio",
-            rule="within",
-            bounds=(2 / 3, 3 / 2),
+        ratio(
+            f"the engine's stand-in, {pair}",
+            f"Beside a live native engine d is what it is beside the shared ops, to a half ({pair}).",
+            "abs d",
+            f"live: {pair}",
+            f"stand-in: {pair}",
+            "within",
+            2 / 3,
+            3 / 2,
         )
         for pair in ("BF16/FP8", "FP8/FP8")
     ),
@@ -177,7 +175,7 @@ def _over(measurement: Measurement, axis: str, sizes: Sequence[float]) -> Figure
         points = [(middle, max(low, middle / 10), high) for middle, low, high in values]
         figures.curve(axes, sizes, points, name=name, index=index, marker="o")
     axes.set(xscale="log", yscale="log", xlabel=NAMES[axis], ylabel="mean abs d, nats")
-    axes.legend(fontsize=7, loc="lower right")
+    figures.legend(axes, columns=2)
     return figure
 
 
@@ -192,7 +190,9 @@ NAMES = {
 
 def tables(measurement: Measurement) -> Sequence[TextTable]:
     found = [_table(measurement, axis, sizes) for axis, sizes in measurement.details["sizes"].items()]
-    engine = [[arm, _text(measurement.of(arm, "abs d"))] for arm in measurement.values if arm not in PAIRS]
+    engine = [
+        [arm, with_interval(measurement.of(arm, "abs d"), ".3f")] for arm in measurement.values if arm not in PAIRS
+    ]
     beside = TextTable("Mean abs d beside a live engine, and beside the shared ops", ("", "nats"), engine)
     return [*found, beside] if engine else found
 
@@ -200,15 +200,11 @@ def tables(measurement: Measurement) -> Sequence[TextTable]:
 def _table(measurement: Measurement, axis: str, sizes: Sequence[float]) -> TextTable:
     shown = [pair for pair in PAIRS if not pair.endswith("same ops")]
     rows = [
-        [f"{size:,}", *(f"{measurement.of(pair, f'abs d/{axis}={size}')[0]:.4g}" for pair in shown)] for size in sizes
+        [f"{size:,}", *(f"{measurement.mean(pair, f'abs d/{axis}={size}'):.4g}" for pair in shown)] for size in sizes
     ]
-    slopes = [_text(measurement.of(pair, SLOPE.format(axis))) for pair in shown]
+    slopes = [with_interval(measurement.of(pair, SLOPE.format(axis)), ".3f") for pair in shown]
     columns = (NAMES[axis], *shown)
     return TextTable(f"Mean abs d over {NAMES[axis]}, nats", columns, [*rows, ["slope of the logarithms", *slopes]])
-
-
-def _text(interval: tuple[float, float, float]) -> str:
-    return "{:.3f} ({:.3f} to {:.3f})".format(*interval)
 
 
 STUDY = Study(

@@ -21,11 +21,14 @@ def claims_table(result: Result) -> TextTable:
 
 def markdown(table: TextTable) -> str:
     """A table in Markdown, under its title in bold."""
-    lines = [" | ".join(cell.replace("|", "\\|") for cell in row) for row in [table.columns, *table.rows]]
-    rule = " | ".join("---" for _ in table.columns)
-    return "\n".join(
-        [f"**{table.title}**", "", f"| {lines[0]} |", f"| {rule} |", *(f"| {line} |" for line in lines[1:])]
-    )
+    return f"**{table.title}**\n\n{grid(table.columns, table.rows)}"
+
+
+def grid(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table in Markdown."""
+    head, *lines = [" | ".join(cell.replace("|", "\\|") for cell in row) for row in [columns, *rows]]
+    rule = " | ".join("---" for _ in columns)
+    return "\n".join(f"| {line} |" for line in [head, rule, *lines])
 
 
 def write_tables(path: Path, result: Result) -> None:

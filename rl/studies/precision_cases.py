@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from numerics.config import NumericsConfig
+from numerics.config import NumericsConfig, TrainerPrecision
 from numerics.spec import QuantSpec
 from rl.studies import figures, live
-from rl.studies.claims import Claim
+from rl.studies.claims import difference, ratio, twice, value
 from rl.studies.lab import Lab
 from rl.studies.study import Measurement, Study, TextTable
 from rl.studies.subjects import MODEL, random_model
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 PROMPTS, QUICK_PROMPTS, ANSWERS = 32, 8, 8
 CAPS = (2.0, 1.2, 1.05)
 POW2, FP32 = QuantSpec.preset("fp8_block_pow2"), QuantSpec.preset("fp8_block_fp32")
-CASES = {"case 1": "bf16", "case 2": "fp8_forward", "case 3": "fp8"}
+CASES: dict[str, TrainerPrecision] = {"case 1": "bf16", "case 2": "fp8_forward", "case 3": "fp8"}
 MIXED, PLAIN = "mixed scale formats", "BF16 both"
 TRAINED_STEPS = 20
 """Of the GRPO runs."""
@@ -44,22 +44,9 @@ Found = dict[str, dict[str, list[float]]]
 """By arm, then metric: a number for each sequence."""
 
 
-def _compare(
-    id: str, says: str, metric: str, arm: str, against: str, rule: str, bound: float = 1.0, **more: Any
-) -> Claim:
-    both: dict[str, Any] = {"metric": metric, "contrast": "ratio", "rule": rule, "bounds": (bound,)}
-    return Claim(id=id, says=says, arm=arm, against=against, **{**both, **more})
-
-
-def _same(id: str, says: str, metric: str, arm: str, against: str | None, **more: Any) -> Claim:
-    contrast = "value" if against is None else "difference"
-    settings: dict[str, Any] = {"contrast": contrast, "rule": "within", "bounds": (0.0, 0.0)}
-    return Claim(id=id, says=says, metric=metric, arm=arm, against=against, **{**settings, **more})
-
-
 CLAIMS = (
-    _same("same arm twice", "The same scoring twice agrees.", "kl", "M exact: again", None, control="negative"),
-    _compare(
+    twice("The same scoring twice agrees.", "kl", "M exact: again"),
+    ratio(
         "E5M2",
         "A policy in E5M2 is at least twice as far from BF16 as one in E4M3.",
         "kl",
@@ -69,101 +56,91 @@ CLAIMS = (
         2.0,
         control="positive",
     ),
-    _same("exact: case 3 is 0", "In exact mode case 3 agrees on every token.", "abs_d", "M exact: case 3", None),
-    _same("engine: case 3 is 0", "The same against a live engine.", "abs_d", "M engine: case 3", None),
-    _same("003-25a", "The KL of cases 2 and 3 is one (exact).", "kl", "M exact: case 3", "M exact: case 2"),
-    Claim(
-        id="003-22",
-        says="An FP8 trainer starts with a KL to the BF16 policy, above 0.",
-        metric="kl",
-        arm="M exact: case 3",
-        rule="above",
-        bounds=(0.0,),
+    value(
+        "exact: case 3 is 0",
+        "In exact mode case 3 agrees on every token.",
+        "abs_d",
+        "M exact: case 3",
+        "within",
+        0.0,
+        0.0,
     ),
-    _compare(
+    value("engine: case 3 is 0", "The same against a live engine.", "abs_d", "M engine: case 3", "within", 0.0, 0.0),
+    difference(
+        "003-25a",
+        "The KL of cases 2 and 3 is one (exact).",
+        "kl",
+        "M exact: case 3",
+        "M exact: case 2",
+        "within",
+        0.0,
+        0.0,
+    ),
+    value(
+        "003-22", "An FP8 trainer starts with a KL to the BF16 policy, above 0.", "kl", "M exact: case 3", "above", 0.0
+    ),
+    ratio(
         "003-1a",
         "FP8 on both sides narrows the difference of log-probabilities (native, M).",
         "abs_d",
         "M native: case 3",
         "M native: case 1",
         "below",
+        1.0,
         margin=0.05,
     ),
-    _compare(
-        "003-1b",
-        "The same on N.",
-        "abs_d",
-        "N native: case 3",
-        "N native: case 1",
-        "below",
-        margin=0.05,
-    ),
-    _compare(
+    ratio("003-1b", "The same on N.", "abs_d", "N native: case 3", "N native: case 1", "below", 1.0, margin=0.05),
+    ratio(
         "003-26a",
         "FP8 on both sides clips less (native, M, C = 1.05).",
         "clip_1.05",
         "M native: case 3",
         "M native: case 1",
         "below",
+        1.0,
     ),
-    _compare(
-        "003-26b",
-        "The same on N.",
-        "clip_1.05",
-        "N native: case 3",
-        "N native: case 1",
-        "below",
-    ),
-    _compare(
+    ratio("003-26b", "The same on N.", "clip_1.05", "N native: case 3", "N native: case 1", "below", 1.0),
+    ratio(
         "003-9a",
         "FP8 on both sides with two scale formats, the libraries' defaults, is better than a BF16 trainer (exact, M).",
         "abs_d",
         f"M exact: {MIXED}",
         "M exact: case 1",
         "below",
+        1.0,
     ),
-    _compare(
-        "003-9b",
-        "The same natively, on N.",
-        "abs_d",
-        f"N native: {MIXED}",
-        "N native: case 1",
-        "below",
+    ratio("003-9b", "The same natively, on N.", "abs_d", f"N native: {MIXED}", "N native: case 1", "below", 1.0),
+    value(
+        "003-25b", "KL of the exact policies on N: above 0 in cases 2, 3 and 4.", "kl", "N exact: case 3", "above", 0.0
     ),
-    Claim(
-        id="003-25b",
-        says="KL of the exact policies on N: above 0 in cases 2, 3 and 4.",
-        metric="kl",
-        arm="N exact: case 3",
-        rule="above",
-        bounds=(0.0,),
-    ),
-    _compare(
+    ratio(
         "003-26c",
         "Over 20 GRPO steps (native, M) case 3 differs less than case 1.",
         "abs_d",
         "GRPO: case 3",
         "GRPO: case 1",
         "below",
+        1.0,
     ),
-    _compare(
+    ratio(
         "003-26d",
         "Over 20 GRPO steps cases 2 and 3 differ alike.",
         "abs_d",
         "GRPO: case 3",
         "GRPO: case 2",
         "within",
-        bounds=(0.8, 1.25),
+        0.8,
+        1.25,
     ),
-    Claim(
-        id="003-27c",
-        says="The backward's quantization costs no reward over 20 GRPO steps: case 3 against case 2.",
-        metric="reward",
-        arm="GRPO: case 3",
-        against="GRPO: case 2",
-        contrast="difference",
-        rule="within",
-        bounds=(-0.05, 0.05),
+    difference(
+        "003-27c",
+        "The backward's quantization costs no reward over 20 GRPO steps: case 3 against case 2.",
+        "reward",
+        "GRPO: case 3",
+        "GRPO: case 2",
+        "within",
+        -0.05,
+        0.05,
     ),
 )
 
@@ -174,7 +151,6 @@ def measure(lab: Lab) -> Measurement:
     prompts = QUICK_PROMPTS if lab.quick else PROMPTS
     models = {"M": MODEL} if lab.quick else {"M": MODEL, "N": random_model(lab.scratch)}
     jobs = [(name, path, lab.seeds, prompts) for name, path in models.items()]
-    pairs = [*jobs] if not lab.quick else []
     values: dict[str, dict[str, Any]] = {}
     for found in lab.each(_exact_snapshots, jobs, "snapshots, exact"):
         values |= found
@@ -182,7 +158,7 @@ def measure(lab: Lab) -> Measurement:
         values |= lab.alone(_beside_engine, "M native", MODEL, "native", lab.seeds, prompts, False)
     else:
         values |= lab.alone(_beside_engine, "M engine", MODEL, "exact", lab.seeds, prompts, False)
-        for name, path, seeds, count in pairs:
+        for name, path, seeds, count in jobs:
             lab.say(f"{name} beside a native engine")
             values |= lab.alone(_beside_engine, f"{name} native", path, "native", seeds, count, True)
         values |= _grpo(lab)
@@ -194,21 +170,16 @@ def measure(lab: Lab) -> Measurement:
     )
 
 
-def numerics_of(mode: str, precision: str, spec: QuantSpec = POW2) -> NumericsConfig:
-    """A trainer of this precision beside an FP8 rollout."""
-    return NumericsConfig(mode=mode, spec=spec, trainer=precision, rollout="fp8")  # type: ignore[arg-type]
-
-
 def snapshot(trainer: Trainer, batch: TokenBatch, spec: QuantSpec = POW2) -> dict[str, dict[str, list[float]]]:
     """Every case on one sampled batch: by case, then metric, a number for each sequence. The trainer stays as it was.
 
     batch: sampled by an FP8 rollout of `spec`, by whose log-probabilities, its field `rollout_logprobs`, d is taken.
     """
     before = trainer.numerics
-    reference = _policy(trainer, batch, numerics_of(before.mode, "bf16", spec))
+    reference = _policy(trainer, batch, replace(before, spec=spec, trainer="bf16"))
     found = {}
     for case, precision in CASES.items():
-        policy = _policy(trainer, batch, numerics_of(before.mode, precision, spec))
+        policy = _policy(trainer, batch, replace(before, spec=spec, trainer=precision))
         found[case] = _metrics(policy, reference, batch)
     trainer.set_numerics(before)
     return found
@@ -217,8 +188,8 @@ def snapshot(trainer: Trainer, batch: TokenBatch, spec: QuantSpec = POW2) -> dic
 def mixed(trainer: Trainer, batch: TokenBatch) -> dict[str, list[float]]:
     """A batch of a rollout with FP32 scales under a trainer with powers of two: the libraries' defaults."""
     before = trainer.numerics
-    reference = _policy(trainer, batch, numerics_of(before.mode, "bf16"))
-    found = _metrics(_policy(trainer, batch, numerics_of(before.mode, "fp8")), reference, batch)
+    reference = _policy(trainer, batch, replace(before, spec=POW2, trainer="bf16"))
+    found = _metrics(_policy(trainer, batch, replace(before, spec=POW2, trainer="fp8")), reference, batch)
     trainer.set_numerics(before)
     return found
 
@@ -266,7 +237,7 @@ def _beside_engine(
 
     def batches(stack: Stack) -> Iterator[TokenBatch]:
         for seed in seeds:
-            yield live.sampled_by_engine(stack, seed, prompts, ANSWERS)
+            yield live.sampled_by_engine(stack, seed, prompts, ANSWERS).batch
 
     found: dict[str, dict[str, list[list[float]]]] = {}
     with live.beside_engine(model, mode) as stack:
@@ -317,11 +288,17 @@ def _trained(precision: str, seed: int, folder: Path) -> dict[str, float]:
         "checkpoint.every": TRAINED_STEPS,
         "tracking.wandb.mode": "disabled",
     }
-    command = [sys.executable, "-m", "rl.cli", "train", str(live.EXAMPLES / "arithmetic_native.yaml")]
+    command = [str(Path(sys.executable).with_name("fp8rl")), "train", str(live.EXAMPLES / "arithmetic_native.yaml")]
     command += [f"{key}={value}" for key, value in settings.items()]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        raise RuntimeError(f"{' '.join(command)} ended with {done.returncode}: {done.stderr[-2000:]}")
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as run:
+        try:
+            errors = run.communicate()[1]
+        except KeyboardInterrupt:
+            run.terminate()
+            run.communicate()  # until it has ended its engine
+            raise
+    if run.returncode:
+        raise RuntimeError(f"{' '.join(command)} ended with {run.returncode}: {errors[-2000:]}")
     rows = [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
     steps = [row for row in rows if row["step"] > 0]
     d = [row["mismatch/train_rollout_logprob_abs_diff_mean"] for row in steps]
@@ -355,7 +332,7 @@ def draw(measurement: Measurement) -> Mapping[str, Figure]:
                 points = [measurement.of(f"GRPO: {case}", f"{metric}/{step}") for step in steps]
                 figures.curve(axes, list(steps), points, name=case, index=index)
             axes.set(xlabel="step", ylabel=label)
-        runs.axes[0].legend()
+        figures.legend(runs.axes[0])
         drawn["grpo"] = runs
     return drawn
 
@@ -363,7 +340,7 @@ def draw(measurement: Measurement) -> Mapping[str, Figure]:
 def tables(measurement: Measurement) -> Sequence[TextTable]:
     metrics = ("kl", "abs_d", *(f"clip_{cap:g}" for cap in CAPS), "reward")
     rows = [
-        [arm, *(f"{measurement.of(arm, m)[0]:.3g}" if m in found else "" for m in metrics)]
+        [arm, *(f"{measurement.mean(arm, m):.3g}" if m in found else "" for m in metrics)]
         for arm, found in measurement.values.items()
     ]
     return [TextTable("Means over tokens; clip: ρ > C", ("arm", *metrics), rows)]

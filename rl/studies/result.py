@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from numerics.reading import read_text
-from rl.studies.claims import Judged, digest, judge
+from rl.studies.claims import Judged, digest, is_measured, judge
 from rl.studies.study import Measurement, Study
 
 RESULTS = "results.json"
+_NUMBERS = re.compile(r'\[\n[^\[\]{}"]*\]')
+"""A list of numbers in indented JSON, which goes onto one line: an arm has a value for each of its sequences."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +65,8 @@ class Result:
             "seconds": round(self.seconds, 1),
             "made": self.made,
         }
-        return json.dumps(data, indent=1, allow_nan=False) + "\n"
+        text = json.dumps(data, indent=1, allow_nan=False) + "\n"
+        return _NUMBERS.sub(lambda numbers: json.dumps(json.loads(numbers[0])), text)
 
     def caption(self) -> str:
         """What a figure says at its foot."""
@@ -75,12 +79,16 @@ class Result:
 
 
 def result_of(study: Study, data: dict[str, Any]) -> Result:
-    """A result from the JSON of an earlier run, judged anew by the claims as they are now."""
+    """A result from the JSON of an earlier run, judged anew by the claims as they are now.
+
+    Claims that came later, of arms that it did not have, wait for the next run; `claims_changed` is then true.
+    """
     measurement = Measurement(data["values"], data["subject"], data["details"])
+    claims = [claim for claim in study.claims if is_measured(claim, measurement.values)]
     return Result(
         study=study,
         measurement=measurement,
-        judged=judge(study.claims, measurement.values, full=not data["quick"]),
+        judged=judge(claims, measurement.values, full=not data["quick"]),
         claims_digest=data["claims_digest"],
         quick=data["quick"],
         seeds=data["seeds"],

@@ -59,8 +59,7 @@ def run_studies(
         say(f"{FOLDER / study.name / 'index.html'}, {result.seconds:.0f} s")
         if keep:
             keeping.keep(result, FOLDER / study.name, say)
-    if keep:
-        keeping.write_docs()
+            keeping.write_docs()
     return sound
 
 

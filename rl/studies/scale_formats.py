@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -15,13 +15,13 @@ from numerics.ops.linear import wide_mm
 from numerics.spec import QuantSpec, TensorSpec
 from rl.algorithms.sft import SftObjective
 from rl.studies import figures, live
-from rl.studies.claims import Claim
+from rl.studies.claims import Claim, Rule, difference, ratio, twice
 from rl.studies.lab import Lab
 from rl.studies.products import Operands, Recorder
 from rl.studies.spoiled import NarrowState, with_ops
-from rl.studies.study import Measurement, Study, TextTable, by_arm
+from rl.studies.study import Measurement, Study, TextTable, by_arm, with_interval
 from rl.studies.subjects import random_model
-from rl.studies.training import RATE, TrainedArm, teach
+from rl.studies.training import NOISE, RATE, TrainedArm, teach
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -63,8 +63,6 @@ SPECS = {
     "stochastic gradients": FP8.override({"gradient": {"rounding": "stochastic"}}),
 }
 BF16, AGAIN, SPOILED = "trained: BF16", "trained: FP8, pow2 scales, again", "trained: masters BF16"
-NOISE = 0.0005
-"""Nats of held-out loss that make no difference: seeds scatter by 0.0003."""
 FREE = 0.001
 """Nats that a format may cost and still count as free, by the claims."""
 
@@ -79,18 +77,15 @@ def trained_arms() -> dict[str, TrainedArm]:
 QUICK_TRAINED = (BF16, "trained: FP8, pow2 scales", AGAIN, SPOILED, "trained: ironwood")
 
 
-def _error(
-    id: str, says: str, arm: str, against: str, rule: str, bound: float = 1.0, *, role: str = "activation", **more: Any
-) -> Claim:
-    factor = more.pop("outliers", 1.0)
-    settings: dict[str, Any] = {"contrast": "ratio", "rule": rule, "bounds": (bound,)}
-    metric = error_name(role, factor)
-    return Claim(id=id, says=says, metric=metric, arm=arm, against=against, **{**settings, **more})
-
-
 def _free(id: str, says: str, arm: str) -> Claim:
-    difference: dict[str, Any] = {"contrast": "difference", "rule": "within", "bounds": (-FREE, FREE)}
-    return Claim(id=id, says=says, metric="nll", arm=arm, against=BF16, **difference)
+    return difference(id, says, "nll", arm, BF16, "within", -FREE, FREE)
+
+
+def _without_and_with_outliers(id: str, says: str, arm: str, against: str, rule: Rule) -> Iterator[Claim]:
+    """That the one arm's error is above or below the other's."""
+    for letter, ending, factor in (("a", ".", 1.0), ("b", ", outliers × 10⁴.", 1e4)):
+        metric = error_name("activation", factor)
+        yield ratio(f"{id}{letter}", f"{says}{ending}", metric, arm, against, rule, 1.0, margin=0.01)
 
 
 def error_name(role: str, factor: float) -> str:
@@ -99,86 +94,65 @@ def error_name(role: str, factor: float) -> str:
 
 
 CLAIMS = (
-    Claim(
-        id="same arm twice",
-        says="The same training twice ends at the same loss, bit for bit.",
-        metric="nll",
-        arm=AGAIN,
-        against="trained: FP8, pow2 scales",
-        contrast="difference",
-        rule="within",
-        bounds=(0.0, 0.0),
-        control="negative",
-    ),
-    Claim(
-        id="BF16 masters",
-        says="Masters in BF16 cost held-out loss.",
-        metric="nll",
-        arm=SPOILED,
-        against="trained: FP8, pow2 scales",
-        contrast="difference",
-        rule="above",
-        bounds=(0.0,),
+    twice("The same training twice ends at the same loss, bit for bit.", "nll", AGAIN, "trained: FP8, pow2 scales"),
+    difference(
+        "BF16 masters",
+        "Masters in BF16 cost held-out loss.",
+        "nll",
+        SPOILED,
+        "trained: FP8, pow2 scales",
+        "above",
+        0.0,
         control="positive",
     ),
-    _error("003-8", "E4M3 is finer than E5M2.", "E5M2 1x128", "pow2 1x128", "above", 1.5),
-    _error("003-9a", "FP32 scales are more precise.", "pow2 1x128", "FP32 1x128", "above", margin=0.01),
-    _error(
-        "003-9b",
-        "FP32 scales are more precise, outliers × 10⁴.",
-        "pow2 1x128",
-        "FP32 1x128",
-        "above",
-        margin=0.01,
-        outliers=1e4,
-    ),
-    _error("000-5a", "Per axis is better than per tensor.", "FP32 axis", "FP32 tensor", "below", margin=0.01),
-    _error(
-        "000-5b",
-        "Per axis is better than per tensor, outliers × 10⁴.",
-        "FP32 axis",
-        "FP32 tensor",
-        "below",
-        margin=0.01,
-        outliers=1e4,
-    ),
-    _error(
+    ratio("003-8", "E4M3 is finer than E5M2.", error_name("activation", 1.0), "E5M2 1x128", "pow2 1x128", "above", 1.5),
+    *_without_and_with_outliers("003-9", "FP32 scales are more precise", "pow2 1x128", "FP32 1x128", "above"),
+    *_without_and_with_outliers("000-5", "Per axis is better than per tensor", "FP32 axis", "FP32 tensor", "below"),
+    ratio(
         "000-6a",
         "Groups of 128 are not needed without outliers: per axis is at most 5% worse.",
+        error_name("activation", 1.0),
         "FP32 axis",
         "FP32 1x128",
         "below",
         1.05,
     ),
-    _error(
+    ratio(
         "000-6b",
         "With outliers × 10⁴ groups of 128 are needed: per axis is at least 1.5 times worse.",
+        error_name("activation", 1e4),
         "FP32 axis",
         "FP32 1x128",
         "above",
         1.5,
-        outliers=1e4,
     ),
-    _error(
+    ratio(
         "000-7a",
         "Static scales suffice for activations without outliers: at most 5% worse than dynamic ones.",
+        error_name("activation", 1.0),
         "static 224",
         "pow2 1x128",
         "below",
         1.05,
     ),
-    _error("000-7b", "The same for weights.", "static 224", "pow2 1x128", "below", 1.05, role="weight"),
-    _error(
+    ratio("000-7b", "The same for weights.", error_name("weight", 1.0), "static 224", "pow2 1x128", "below", 1.05),
+    ratio(
         "000-7c",
         "Static scales suffice with outliers × 10⁴: at most 5% worse than dynamic ones.",
+        error_name("activation", 1e4),
         "static 224",
         "pow2 1x128",
         "below",
         1.05,
-        outliers=1e4,
     ),
-    _error(
-        "000-4a", "Rounding to nearest is better than stochastic rounding.", "stochastic 1x128", "pow2 1x128", "above"
+    ratio(
+        "000-4a",
+        "Rounding to nearest is better than stochastic rounding.",
+        error_name("activation", 1.0),
+        "stochastic 1x128",
+        "pow2 1x128",
+        "above",
+        1.0,
     ),
     _free("000-2", "FP8 trains like BF16 (within 0.001 nats, as all that follow).", "trained: FP8, pow2 scales"),
     _free("003-9c", "So it does with FP32 scales.", "trained: FP8, FP32 scales"),
@@ -187,26 +161,24 @@ CLAIMS = (
     ),
     _free("000-6c", "So it does in MX.", "trained: MX"),
     _free("000-14", "So it does by the recipe for Ironwood: static scales, E5M2 gradients.", "trained: ironwood"),
-    Claim(
-        id="000-3",
-        says="E5M2 is the format of gradients: with E4M3 more is lost.",
-        metric="nll",
-        arm="trained: FP8, pow2 scales",
-        against="trained: E5M2 gradients",
-        contrast="difference",
-        rule="above",
-        bounds=(0.0,),
+    difference(
+        "000-3",
+        "E5M2 is the format of gradients: with E4M3 more is lost.",
+        "nll",
+        "trained: FP8, pow2 scales",
+        "trained: E5M2 gradients",
+        "above",
+        0.0,
         margin=NOISE,
     ),
-    Claim(
-        id="000-4b",
-        says="Stochastic rounding of gradients costs held-out loss.",
-        metric="nll",
-        arm="trained: stochastic gradients",
-        against="trained: FP8, pow2 scales",
-        contrast="difference",
-        rule="above",
-        bounds=(0.0,),
+    difference(
+        "000-4b",
+        "Stochastic rounding of gradients costs held-out loss.",
+        "nll",
+        "trained: stochastic gradients",
+        "trained: FP8, pow2 scales",
+        "above",
+        0.0,
         margin=NOISE,
     ),
 )
@@ -284,7 +256,7 @@ def draw(measurement: Measurement) -> Mapping[str, Figure]:
         points = [measurement.of(arm, error_name("activation", factor)) for factor in OUTLIERS]
         figures.curve(errors.axes[0], OUTLIERS, points, name=arm, index=index, marker="o")
     errors.axes[0].set(xscale="log", yscale="log", xlabel="outlier channels × (1% of them)", ylabel="relative error")
-    errors.axes[0].legend(ncols=2)
+    figures.legend(errors.axes[0])
     trained = [name for name in measurement.values if name.startswith("trained: ") and name not in (BF16, AGAIN)]
     drawn = figures.figure("Held-out loss above BF16's, 100 SFT steps")
     bars = {"nats": [measurement.of(name, "nll", against=BF16) for name in trained]}
@@ -298,15 +270,15 @@ def tables(measurement: Measurement) -> Sequence[TextTable]:
         error_name("gradient", 1.0),
     ]
     rows = [
-        [arm, *(f"{measurement.of(arm, m)[0]:.4g}" if m in measurement.values[arm] else "" for m in metrics)]
+        [arm, *(f"{measurement.mean(arm, m):.4g}" if m in measurement.values[arm] else "" for m in metrics)]
         for arm in (*ROWS, *BLOCKS)
     ]
     trained = []
     for name in measurement.values:
         if name.startswith("trained: "):
-            value, low, high = measurement.of(name, "nll", against=BF16)
-            nll = measurement.of(name, "nll")[0]
-            trained.append([name, f"{nll:.5f}", f"{value:+.5f} ({low:+.5f} to {high:+.5f})"])
+            above = with_interval(measurement.of(name, "nll", against=BF16), "+.5f")
+            nll = measurement.mean(name, "nll")
+            trained.append([name, f"{nll:.5f}", above])
     columns = [metric.removeprefix("error/").replace("/outliers ", " ") for metric in metrics]
     return [
         TextTable("Relative error of a product of which one operand is quantized", ("arm", *columns), rows),

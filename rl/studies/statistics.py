@@ -89,6 +89,16 @@ def estimate(arm: Values, against: Values | None, contrast: Contrast) -> Estimat
     return _over_sequences(rows, others, contrast)
 
 
+def mean(arm: Values) -> float:
+    """The mean over seeds, of the means over sequences: the value of `estimate` without its interval."""
+    return _mean(np.array([column.mean() for column in _columns(arm)]))
+
+
+def _mean(numbers: NDArray[np.float64]) -> float:
+    """Without the rounding of a mean where all numbers are one."""
+    return float(numbers[0] if (numbers == numbers[0]).all() else numbers.mean())
+
+
 def _columns(values: Values) -> list[NDArray[np.float64]]:
     return [np.atleast_1d(np.asarray(value, dtype=np.float64)) for value in values]
 
@@ -105,13 +115,11 @@ def _contrast(arm: NDArray[np.float64], against: NDArray[np.float64] | None, con
 
 def _over_seeds(arm: NDArray[np.float64], against: NDArray[np.float64] | None, contrast: Contrast) -> Estimate:
     numbers = _contrast(arm, against, contrast)
-    center, count = float(numbers.mean()), len(numbers)
+    center, count = _mean(numbers), len(numbers)
     if count == 1 and contrast != "value":
         raise ValueError("seeds: found 1, expected at least 2 for an interval")
-    error = float(numbers.std(ddof=1)) / math.sqrt(count) if count > 1 else 0.0
-    if not (numbers != numbers[0]).any():
-        error = 0.0  # and not the rounding of a mean
-        center = float(numbers[0])
+    alike = (numbers == numbers[0]).all()
+    error = 0.0 if alike else float(numbers.std(ddof=1)) / math.sqrt(count)
     reach = float(stats.t.ppf((1 + CONFIDENCE) / 2, count - 1)) * error if error else 0.0
     tail = _Tail(center, error, count - 1, None, contrast == "ratio")
     return Estimate(*_scaled((center, center - reach, center + reach), contrast), count, tail)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from rl.studies.claims import Claim, Measured
 from rl.studies.lab import Lab
-from rl.studies.statistics import estimate
+from rl.studies.statistics import estimate, mean
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -18,6 +18,12 @@ FEWEST_SEEDS = 3
 
 Band = tuple[float, float, float]
 """A value and the ends of its interval."""
+
+
+def with_interval(band: Band, form: str) -> str:
+    """A value and its interval; form: of each number, as `+.5f`."""
+    value, low, high = (format(number, form) for number in band)
+    return f"{value} ({low} to {high})"
 
 
 def by_arm(found: Sequence[Mapping[str, Mapping[str, float]]]) -> dict[str, dict[str, list[float]]]:
@@ -38,6 +44,10 @@ class Measurement:
     values: Measured
     subject: str
     details: Mapping[str, Any] = field(default_factory=dict)
+
+    def mean(self, arm: str, metric: str) -> float:
+        """An arm's metric over all seeds and sequences."""
+        return mean(self.values[arm][metric])
 
     def of(self, arm: str, metric: str, against: str | None = None) -> Band:
         """An arm's metric, or its difference from another's: the mean and its 95% interval."""

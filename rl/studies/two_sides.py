@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from models.tiny import TinyModel
-from numerics.config import NumericsConfig
+from numerics.config import NumericsConfig, RolloutPrecision, TrainerPrecision
 from rl.studies import live
 from rl.studies.subjects import random_model
 from trainer.batch import TokenBatch
@@ -35,8 +35,8 @@ POW2, FP32 = "fp8_block_pow2", "fp8_block_fp32"
 class Pair:
     """What the two sides compute with: a precision, and a preset. native: the trainer has Megatron's own ops."""
 
-    trainer: str
-    rollout: str
+    trainer: TrainerPrecision
+    rollout: RolloutPrecision
     rollout_spec: str = POW2
     native: bool = True
 
@@ -93,7 +93,7 @@ def beside_engine(shape: TinyModel, seeds: Sequence[int], scratch: Path) -> dict
         contexts = live.chain_batch(live.TRAIN, 0, SEQUENCES)
         temperature = temperature_for(live.log_policy(_side(path, layout, native=False), contexts))
     with live.beside_engine(path, "native") as stack:
-        batches = [live.sampled_by_engine(stack, seed, PROMPTS, ANSWERS, temperature) for seed in seeds]
+        batches = [live.sampled_by_engine(stack, seed, PROMPTS, ANSWERS, temperature).batch for seed in seeds]
         trainers = {
             pair: [
                 stack.trainer.apply(partial(_logprobs, precision=PAIRS[pair].trainer), batch)[0] for batch in batches
@@ -117,8 +117,8 @@ def beside_engine(shape: TinyModel, seeds: Sequence[int], scratch: Path) -> dict
     }
 
 
-def _logprobs(trainer: Scorer, batch: TokenBatch, *, precision: str) -> Tensor:
-    trainer.set_numerics(replace(trainer.numerics, trainer=precision))  # type: ignore[arg-type]
+def _logprobs(trainer: Scorer, batch: TokenBatch, *, precision: TrainerPrecision) -> Tensor:
+    trainer.set_numerics(replace(trainer.numerics, trainer=precision))
     return live.logprobs(trainer, batch)
 
 
@@ -150,5 +150,5 @@ def _side(path: Path, layout: Layout, native: bool) -> Scorer:
     return Scorer(path, live.ONE_RANK, numerics, layout, max_sequence_length=LENGTH)
 
 
-def _numerics(precision: str, spec: str, native: bool) -> NumericsConfig:
-    return live.exact(spec, precision, "native" if native else "exact")
+def _numerics(precision: TrainerPrecision, spec: str, native: bool) -> NumericsConfig:
+    return replace(live.exact(spec, precision), mode="native" if native else "exact")

@@ -14,11 +14,11 @@ from torch import Tensor
 from numerics.ranks import all_gathered
 from rl.algorithms.sft import SftObjective
 from rl.studies import figures, live
-from rl.studies.claims import Claim
+from rl.studies.claims import Claim, difference, ratio, twice, value
 from rl.studies.lab import Lab, on_ranks
-from rl.studies.study import Measurement, Study, TextTable
+from rl.studies.study import Measurement, Study, TextTable, with_interval
 from rl.studies.subjects import MODEL
-from rl.studies.training import CHAINS_PER_STEP, RATE, STEPS, TrainedArm, taught
+from rl.studies.training import CHAINS_PER_STEP, NOISE, RATE, STEPS, TrainedArm, taught
 from trainer.config import GradientWire, WeightGather
 
 if TYPE_CHECKING:
@@ -54,63 +54,62 @@ ARMS = {
     "weights E4M3": Arm(weights="e4m3"),
 }
 QUICK_ARMS = (PLAIN, f"{PLAIN}, again", "gradients E4M3", UNSCALED, "weights E4M3")
-NOISE = 0.0005
-"""Nats of held-out loss that make no difference: seeds scatter by 0.0003."""
-
-
-def _nll(id: str, says: str, arm: str, **rule: Any) -> Claim:
-    return Claim(id=id, says=says, metric="nll", arm=arm, against=PLAIN, contrast="difference", **rule)
-
-
-def _value(id: str, says: str, metric: str, arm: str, below: float) -> Claim:
-    return Claim(id=id, says=says, metric=metric, arm=arm, rule="below", bounds=(below,))
 
 
 def _harmless(id: str, what: str, arm: str) -> Claim:
-    return _nll(id, f"{what} cost no held-out loss.", arm, rule="within", bounds=(-NOISE, NOISE))
+    return difference(id, f"{what} cost no held-out loss.", "nll", arm, PLAIN, "within", -NOISE, NOISE)
 
 
 CLAIMS = (
-    _nll(
-        "same arm twice",
-        "The same training twice on two ranks ends at the same loss, bit for bit.",
-        f"{PLAIN}, again",
-        rule="within",
-        bounds=(0.0, 0.0),
-        control="negative",
-    ),
-    _nll(
+    twice("The same training twice on two ranks ends at the same loss, bit for bit.", "nll", f"{PLAIN}, again", PLAIN),
+    difference(
         "no scales",
         "Gradients sent as plain FP8 numbers cost held-out loss.",
+        "nll",
         UNSCALED,
-        rule="above",
-        bounds=(0.0,),
+        PLAIN,
+        "above",
+        0.0,
         control="positive",
     ),
-    _value(
-        "002-26a", "Gradients in FP8 are sent in 0.27 of FP32's bytes.", "gradient_bytes", "gradients E4M3", below=0.27
+    value(
+        "002-26a",
+        "Gradients in FP8 are sent in 0.27 of FP32's bytes.",
+        "gradient_bytes",
+        "gradients E4M3",
+        "below",
+        0.27,
     ),
-    _value("002-26b", "E4M3 with block scales turns a gradient by 1 - cos < 0.001.", "turned", "gradients E4M3", 0.001),
+    value(
+        "002-26b",
+        "E4M3 with block scales turns a gradient by 1 - cos < 0.001.",
+        "turned",
+        "gradients E4M3",
+        "below",
+        0.001,
+    ),
     _harmless("002-26c", "Gradients sent in E4M3", "gradients E4M3"),
     _harmless("002-26d", "Gradients sent in E5M2", "gradients E5M2"),
     _harmless("002-26e", "Gradients sent in BF16", "gradients BF16"),
-    Claim(
-        id="000-3",
-        says="E5M2 is the format for gradients: on the wire it is less wrong than E4M3.",
-        metric="relative_error",
-        arm="gradients E5M2",
-        against="gradients E4M3",
-        contrast="ratio",
-        rule="below",
-        bounds=(1.0,),
+    ratio(
+        "000-3",
+        "E5M2 is the format for gradients: on the wire it is less wrong than E4M3.",
+        "relative_error",
+        "gradients E5M2",
+        "gradients E4M3",
+        "below",
+        1.0,
     ),
-    _value("000-9a", "Weights gathered in FP8 take 0.6 of BF16's bytes.", "weight_bytes", "weights E4M3", below=0.6),
-    _nll(
+    value("000-9a", "Weights gathered in FP8 take 0.6 of BF16's bytes.", "weight_bytes", "weights E4M3", "below", 0.6),
+    difference(
         "000-9b",
         "Weights gathered as the codes that products take change nothing, bit for bit.",
+        "nll",
         "weights E4M3",
-        rule="within",
-        bounds=(0.0, 0.0),
+        PLAIN,
+        "within",
+        0.0,
+        0.0,
     ),
 )
 
@@ -237,7 +236,7 @@ def draw(measurement: Measurement) -> Mapping[str, Figure]:
     }
     figures.bars(drawn.axes[0], names, shares, label="share")
     wrong = figures.figure("What is wrong with the sum of two gradients")
-    sent = [name for name in names if measurement.of(name, "relative_error")[0] > 0]
+    sent = [name for name in names if measurement.mean(name, "relative_error") > 0]
     series = {
         "relative error": [measurement.of(name, "relative_error") for name in sent],
         "1 - cosine": [measurement.of(name, "turned") for name in sent],
@@ -249,11 +248,10 @@ def draw(measurement: Measurement) -> Mapping[str, Figure]:
 def tables(measurement: Measurement) -> Sequence[TextTable]:
     rows = []
     for name in measurement.values:
-        above, low, high = measurement.of(name, "nll", against=PLAIN)
-        numbers = [f"{measurement.of(name, metric)[0]:.4f}" for metric in ("gradient_bytes", "weight_bytes")]
-        errors = [f"{measurement.of(name, metric)[0]:.3g}" for metric in ("relative_error", "turned")]
-        trained = f"{above:+.5f} ({low:+.5f} to {high:+.5f})"
-        rows.append([name, *numbers, *errors, f"{measurement.of(name, 'nll')[0]:.5f}", trained])
+        numbers = [f"{measurement.mean(name, metric):.4f}" for metric in ("gradient_bytes", "weight_bytes")]
+        errors = [f"{measurement.mean(name, metric):.3g}" for metric in ("relative_error", "turned")]
+        trained = with_interval(measurement.of(name, "nll", against=PLAIN), "+.5f")
+        rows.append([name, *numbers, *errors, f"{measurement.mean(name, 'nll'):.5f}", trained])
     columns = ("arm", "gradient bytes", "weight bytes", "error of the sum", "1 - cosine", "held-out NLL", "above FP32")
     return [TextTable("Two data-parallel ranks", columns, rows)]
 

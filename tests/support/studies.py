@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from rl.studies import figures, keeping, names, run
-from rl.studies.claims import Claim
+from rl.studies.claims import Claim, difference
 from rl.studies.lab import Lab
 from rl.studies.study import Measurement, Study, TextTable
 from rl.studies.subjects import MODEL
@@ -21,16 +21,12 @@ if TYPE_CHECKING:
 NAME = "made_up"
 
 
-def made_up(twice: float = 0.0, loss: float = 0.5) -> Study:
+def made_up(twice: float = 0.0, loss: float = 0.5, more: Sequence[Claim] = ()) -> Study:
     """One whose arm has this loss, give or take a hundredth, beside one of 0.4.
 
     Args:
-        twice: what the negative control finds; it holds if that is 0.
+        twice: what the negative control finds; it holds if that is 0. more: claims.
     """
-
-    def claim(id: str, arm: str, **more: object) -> Claim:
-        settings = {"says": f"{id} it is.", "metric": "loss", "arm": arm, "against": "plain", "contrast": "difference"}
-        return Claim(id=id, **{**settings, "rule": "above", "bounds": (0.0,), **more})  # type: ignore[arg-type]
 
     def measure(lab: Lab) -> Measurement:
         noise = [0.01 * seed for seed in range(len(lab.seeds))]
@@ -45,9 +41,10 @@ def made_up(twice: float = 0.0, loss: float = 0.5) -> Study:
         return [TextTable("Losses", ("arm", "loss"), [["arm", "0.5"]])]
 
     claims = (
-        claim("same arm twice", "again", rule="within", bounds=(0.0, 0.0), control="negative"),
-        claim("harm", "bad", bounds=(1.0,), control="positive"),
-        claim("003-16", "arm"),
+        difference("same arm twice", "", "loss", "again", "plain", "within", 0.0, 0.0, control="negative"),
+        difference("harm", "Harm is found.", "loss", "bad", "plain", "above", 1.0, control="positive"),
+        difference("003-16", "003-16 it is.", "loss", "arm", "plain", "above", 0.0),
+        *more,
     )
     return Study(name=NAME, question="Is it?", claims=claims, measure=measure, draw=draw, tables=tables)
 

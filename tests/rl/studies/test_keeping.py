@@ -8,6 +8,7 @@ import pytest
 
 from numerics.errors import UserError
 from rl.studies import findings, keeping
+from rl.studies.claims import value
 from rl.studies.keeping import KEPT, PAGE, check, kept, write_docs
 from rl.studies.provenance import provenance
 from rl.studies.result import RESULTS
@@ -143,3 +144,12 @@ def test_claims_that_were_changed_after_their_measurement_show(tmp_path: Path, m
     assert "claims were changed" not in PAGE.read_text()
     write_docs()
     assert "**The claims were changed after they were measured.**" in PAGE.read_text()
+
+
+def test_a_claim_that_came_later_waits_for_the_next_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    repository(tmp_path, monkeypatch, made_up())
+    run_and_keep()
+    more = made_up(more=[value("003-17", "One more.", "loss", "a new arm", "above", 0.0)])
+    monkeypatch.setattr(keeping, "load", lambda name: more)
+    (result,) = kept()
+    assert result.claims_changed and [judged.claim.id for judged in result.judged][2:] == ["003-16"]
