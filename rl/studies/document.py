@@ -30,7 +30,9 @@ project grew from: 000 (FP8 on Ironwood), 001 (BF16 on TPUs), 002 (what stays in
 A claim says what is measured, in which direction and by what margin; it is data, committed before the full run.
 Verdicts: **confirmed**, **contradicted**, equivalent (the difference that was claimed is smaller than the margin),
 undecided. Intervals are of 95%, p-values are corrected within a study (Holm). Everything here was measured on tiny
-models and a CPU whose FP8 is emulated; nothing is extrapolated to larger ones. What a GPU alone can show says so."""
+models and a CPU whose FP8 is emulated; nothing is extrapolated to larger ones. What a GPU alone can show says so. Equal
+seeds give equal bits on one kind of processor. Another kind rounds otherwise: between the two that this was measured
+on, no verdict turned into its opposite, and 7 of 136 became undecided or ceased to be ([log](log.md), 2026-11-23)."""
 CHANGED = "**The claims were changed after they were measured.**"
 
 
