@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -20,6 +21,8 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 _DEAF_SECONDS = 1.0
 """How long further signals are ignored, for the first one to unwind to where the closing begins."""
+_posts: list[socket.socket] = []
+"""Where the numbers of signals arrive at once, of every block that is interruptible now."""
 
 Handler = Callable[[int, FrameType | None], None] | int | None
 
@@ -48,22 +51,46 @@ def interruptible() -> Iterator[None]:
             last = time.monotonic()
             raise KeyboardInterrupt
 
-    former = _handle(dict.fromkeys(SIGNALS, interrupt))
-    try:
-        yield
-    except KeyboardInterrupt:
-        _handle(dict.fromkeys(SIGNALS, signal.SIG_IGN))
-        raise
-    except BaseException:
-        _handle(former)
-        raise
-    else:
-        _handle(former)
+    with _posted():
+        former = _handle(dict.fromkeys(SIGNALS, interrupt))
+        try:
+            yield
+        except KeyboardInterrupt:
+            _handle(dict.fromkeys(SIGNALS, signal.SIG_IGN))
+            raise
+        except BaseException:
+            _handle(former)
+            raise
+        else:
+            _handle(former)
 
 
 def is_ending() -> bool:
-    """Whether this process is about to end, or closes a run: signals do nothing any more."""
-    return all(signal.getsignal(signum) is signal.SIG_IGN for signum in SIGNALS)
+    """Whether this process is about to end, or closes a run: a signal has come, or they do nothing any more."""
+    return any(map(_holds_signal, _posts)) or all(signal.getsignal(signum) is signal.SIG_IGN for signum in SIGNALS)
+
+
+@contextmanager
+def _posted() -> Iterator[None]:
+    """Have signals noted as they come. A handler in Python waits for the main thread, which may be busy elsewhere."""
+    post, sender = socket.socketpair()
+    with post, sender:
+        sender.setblocking(False)
+        former = signal.set_wakeup_fd(sender.fileno(), warn_on_full_buffer=False)
+        _posts.append(post)
+        try:
+            yield
+        finally:
+            _posts.remove(post)
+            signal.set_wakeup_fd(former)
+
+
+def _holds_signal(post: socket.socket) -> bool:
+    try:
+        came = post.recv(4096, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+    except BlockingIOError:
+        return False
+    return any(signum in came for signum in SIGNALS)
 
 
 class Closing(ExitStack):

@@ -1,11 +1,12 @@
 import os
 import signal
+import threading
 import time
 
 import pytest
 
 from rl.run import interrupts
-from rl.run.interrupts import SIGNALS, Closing, interruptible
+from rl.run.interrupts import SIGNALS, Closing, interruptible, is_ending
 
 
 @pytest.mark.parametrize("signum", SIGNALS)
@@ -23,6 +24,31 @@ def test_handlers_come_back_when_nothing_happened(handlers: list[object]) -> Non
     with pytest.raises(ValueError, match="own"), interruptible():
         raise ValueError("own")
     assert [signal.getsignal(signum) for signum in SIGNALS] == handlers
+
+
+@pytest.mark.parametrize("signum", SIGNALS)
+def test_a_signal_is_known_before_the_main_thread_gets_to_handle_it(signum: int) -> None:
+    known = []
+
+    def look() -> None:  # nothing in between lets another thread run
+        known.append(is_ending())
+        signal.raise_signal(signum)
+        known.append(is_ending())
+
+    thread = threading.Thread(target=look)
+    with pytest.raises(KeyboardInterrupt), interruptible():
+        thread.start()
+        thread.join()
+    thread.join()
+    assert known == [False, True]
+
+
+def test_other_signals_do_not_end_it() -> None:
+    with interruptible():
+        former = signal.signal(signal.SIGUSR1, lambda *unused: None)
+        signal.raise_signal(signal.SIGUSR1)
+        assert not is_ending()
+        signal.signal(signal.SIGUSR1, former)
 
 
 def test_a_burst_interrupts_once_and_a_swallowed_interrupt_not_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
