@@ -97,7 +97,7 @@ class Judged:
     Attributes:
         p: of the verdict, corrected for the other claims of the study.
         visible: of an undecided claim, the smallest effect that these data could have shown: half the interval.
-        why: of a withheld verdict.
+        why: of a withheld verdict, and of a positive control that may stay undecided.
     """
 
     claim: Claim
@@ -138,8 +138,8 @@ def judge(claims: Sequence[Claim], measured: Measured, *, full: bool) -> list[Ju
     """What the measurements say of each claim.
 
     Verdicts need a full run and controls that hold: the negative one finds nothing, the positive one finds its harm.
-    A quick run may leave arms out, and their claims with them. The p-values of a study's claims are corrected together
-    (Holm); a control stands for itself.
+    A quick run may leave arms out, and their claims with them, and be too short for the positive one. The p-values of a
+    study's claims are corrected together (Holm); a control stands for itself.
     """
     if not full:
         claims = [claim for claim in claims if is_measured(claim, measured)]
@@ -148,11 +148,7 @@ def judge(claims: Sequence[Claim], measured: Measured, *, full: bool) -> list[Ju
         raise ValueError(f"claims: found {[claim.id for claim in claims]}, expected a different id for each")
     leaning = {claim.id: _leaning(claim, found[claim.id]) for claim in claims}
     corrected = holm({claim.id: leaning[claim.id][1] for claim in claims if not claim.control})
-    controls = [
-        Judged(claim, found[claim.id], *_decided(leaning[claim.id], leaning[claim.id][1]))
-        for claim in claims
-        if claim.control
-    ]
+    controls = [_control(claim, found[claim.id], leaning[claim.id], full) for claim in claims if claim.control]
     broken = [control.claim.id for control in controls if control.verdict != "confirmed"]
     why = "a quick run" if not full else f"controls that do not hold: {', '.join(broken)}" if broken else ""
     judged = {control.claim.id: control for control in controls}
@@ -169,6 +165,12 @@ def judge(claims: Sequence[Claim], measured: Measured, *, full: bool) -> list[Ju
 def is_measured(claim: Claim, measured: Measured) -> bool:
     """Whether its arms and metric are among the measurements."""
     return all(claim.metric in measured.get(arm, {}) for arm in (claim.arm, claim.against) if arm is not None)
+
+
+def _control(claim: Claim, found: Estimate, leaning: tuple[Verdict, float], full: bool) -> Judged:
+    verdict, p = _decided(leaning, leaning[1])
+    may_wait = not full and claim.control == "positive" and verdict == "undecided"
+    return Judged(claim, found, verdict, p, why="a quick run" if may_wait else "")
 
 
 def _found(claim: Claim, measured: Measured) -> Estimate:

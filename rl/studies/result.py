@@ -47,7 +47,8 @@ class Result:
     @property
     def broken_controls(self) -> list[str]:
         """Names of the controls that do not hold."""
-        return [one.claim.id for one in self.judged if one.claim.control and one.verdict != "confirmed"]
+        controls = [one for one in self.judged if one.claim.control]
+        return [one.claim.id for one in controls if one.verdict != "confirmed" and not one.why]
 
     def to_json(self) -> str:
         """Numbers that are not finite are refused: a study says what became of them."""

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from rl.studies.claims import Claim, digest, judge
+from rl.studies.page import verdict_of
 
 NEGATIVE = Claim(
     id="twice",
@@ -64,6 +65,19 @@ def test_a_quick_run_has_no_verdicts_and_may_leave_arms_out() -> None:
     assert [one.verdict for one in found] == ["confirmed", "confirmed", "withheld"] and found[2].why == "a quick run"
     with pytest.raises(KeyError):
         judge([claim("absent")], MEASURED, full=True)
+
+
+def test_a_quick_run_may_be_too_short_to_find_the_harm() -> None:
+    wild, none = MEASURED["wild"], {"m": [1.0, 1.1, 0.9001]}
+
+    def said(arm: str, values: dict[str, list[float]], full: bool) -> list[str]:
+        found = judge([NEGATIVE, POSITIVE, claim("b")], {**MEASURED, arm: values}, full=full)
+        return [verdict_of(control).partition(": ")[2] for control in found[:2]]
+
+    assert said("bad", wild, full=False) == ["holds", "undecided in a quick run"]
+    assert said("bad", wild, full=True) == ["holds", "FAILS"]
+    assert said("bad", none, full=False) == ["holds", "FAILS"]
+    assert said("a again", wild, full=False) == ["FAILS", "holds"]
 
 
 @pytest.mark.parametrize("arm, name", [("a again", "twice"), ("bad", "harm")])
