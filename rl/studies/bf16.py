@@ -10,7 +10,7 @@ from torch import Tensor
 
 from numerics import ops
 from rl.studies import figures, live
-from rl.studies.claims import Claim, difference, ratio, value
+from rl.studies.claims import Claim, difference, ratio, twice, value
 from rl.studies.conversions import Convert, facts
 from rl.studies.lab import Lab
 from rl.studies.spoiled import NarrowState
@@ -79,27 +79,19 @@ def _fact(id: str, says: str, metric: str, expected: float, arm: str = "conversi
 
 
 CLAIMS = (
-    difference(
-        "same product twice",
+    twice(
         "The same product of the same data has the same error.",
         "relative_error",
         "product again",
         "product",
-        "within",
-        0.0,
-        0.0,
-        control="negative",
+        id="same product twice",
     ),
-    difference(
-        "same training twice",
+    twice(
         "The same training with the same data ends in the same loss.",
         "nll",
         "BF16 trainer again",
         "BF16 trainer",
-        "within",
-        0.0,
-        0.0,
-        control="negative",
+        id="same training twice",
     ),
     value(
         "cut off",

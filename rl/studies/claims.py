@@ -81,13 +81,13 @@ def ratio(
     return replace(value(id, says, metric, arm, rule, *bounds, **more), against=against, contrast="ratio")
 
 
-def twice(says: str, metric: str, arm: str, against: str | None = None) -> Claim:
+def twice(says: str, metric: str, arm: str, against: str | None = None, id: str = "same arm twice") -> Claim:
     """The negative control: the same arm once more, which differs in nothing; against: the arm that it repeats, where
     its metric is not a difference already."""
     bounds: tuple[Rule, float, float] = ("within", 0.0, 0.0)
     if against is None:
-        return value("same arm twice", says, metric, arm, *bounds, control="negative")
-    return difference("same arm twice", says, metric, arm, against, *bounds, control="negative")
+        return value(id, says, metric, arm, *bounds, control="negative")
+    return difference(id, says, metric, arm, against, *bounds, control="negative")
 
 
 @dataclass(frozen=True)

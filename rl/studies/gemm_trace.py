@@ -14,7 +14,7 @@ from torch import Tensor
 from numerics.spec import QuantSpec
 from rl.algorithms.sft import SftObjective
 from rl.studies import figures, live
-from rl.studies.claims import Claim, ratio, value
+from rl.studies.claims import Claim, ratio, twice, value
 from rl.studies.gemm_error import in_fp22, in_fp32, promoted
 from rl.studies.lab import Lab
 from rl.studies.products import ROLES, Operands, Probe, Recorder, Role, Take, library
@@ -94,15 +94,11 @@ def _grows(id: str, says: str, model: str, role: Role) -> Claim:
 
 SAID = "Fake-quantized products differ from BF16 ones two orders more than a kernel's from them"
 CLAIMS = (
-    value(
-        "same products twice",
+    twice(
         "The same forward and backward twice gives the same bits.",
         GROWN,
         arm("N", 0, "again"),
-        "within",
-        0.0,
-        0.0,
-        control="negative",
+        id="same products twice",
     ),
     ratio(
         "two bits of mantissa",

@@ -86,8 +86,8 @@ def found_of(judged: Judged) -> tuple[str, str]:
 def verdict_of(judged: Judged) -> str:
     """The verdict in Markdown, with its p-value or the reason why there is none."""
     if judged.claim.control:
-        failed = f"undecided in {judged.why}" if judged.why else "FAILS"
-        return f"{judged.claim.control} control: {'holds' if judged.verdict == 'confirmed' else failed}"
+        unless_confirmed = f"undecided in {judged.why}" if judged.why else "FAILS"
+        return f"{judged.claim.control} control: {'holds' if judged.verdict == 'confirmed' else unless_confirmed}"
     if judged.verdict == "undecided":
         return f"undecided; an effect of {judged.visible:.3g} could have been seen"
     if judged.verdict == "withheld":
