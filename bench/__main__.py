@@ -15,8 +15,8 @@ from pathlib import Path
 from rich.console import Console
 
 from bench.measure import Result, run_benchmark, table_of
-from rl.studies.lab import in_own_process
-from rl.studies.provenance import processor
+from studies.harness.lab import in_own_process
+from studies.harness.provenance import processor
 
 BENCHMARKS = (
     *("rollout", "train", "sync", "churn", "checkpoint", "loop", "functions", "scaling"),

@@ -18,9 +18,9 @@ from bench.measure import Result
 from rl.experiment import load_experiment
 from rl.record.metrics_log import Row
 from rl.run.clock import StepClock
-from rl.run.feed import SampledFeed
-from rl.run.interrupts import Closing
+from rl.run.feed.feed import SampledFeed
 from rl.run.learning import Lesson
+from rl.run.lifecycle.interrupts import Closing
 from rl.run.stack import Stack
 
 ROUNDS, BLOCK = 5, 6

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from trainer.batch import TokenBatch
+from trainer.step.batch import TokenBatch
 
 
 def random_batch(rows: int, width: int, vocab: int, seed: int = 0) -> TokenBatch:

@@ -19,12 +19,12 @@ from bench.batch import random_batch
 from bench.measure import Result, median_ratio
 from bench.train import MODEL
 from models.tiny import write_tiny_model
-from numerics.compiler import enable_compiler
+from numerics.backend.compiler import enable_compiler
 from numerics.config import NumericsConfig
 from numerics.spec import QuantSpec
 from rl.algorithms.sft import SftObjective
-from trainer import parallel
 from trainer.config import TrainerConfig
+from trainer.distributed import parallel
 
 if TYPE_CHECKING:
     from trainer.trainer import Trainer

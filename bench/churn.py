@@ -15,12 +15,12 @@ from bench.batch import random_batch
 from bench.measure import Result
 from models.tensors import SCALE_SUFFIX
 from models.tiny import TinyModel, write_tiny_model
-from numerics.compiler import enable_compiler
+from numerics.backend.compiler import enable_compiler
 from numerics.config import NumericsConfig
 from numerics.spec import QuantSpec
 from rl.algorithms.sft import SftObjective
-from trainer import parallel
 from trainer.config import TrainerConfig
+from trainer.distributed import parallel
 from weight_sync.delta import Sender
 from weight_sync.quantized import served_tensors
 

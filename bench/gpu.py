@@ -25,7 +25,7 @@ import torch
 
 from bench.gpu_measure import Measured, Sizes, Stopwatch
 from bench.measure import Result, table_of
-from rl.studies.lab import in_own_process
+from studies.harness.lab import in_own_process
 
 BUDGET_S = 450
 PARTS = ("exactness", "quantizers", "gemms", "grouped", "sync", "stack")
@@ -74,7 +74,7 @@ def measure(part: str, rehearse: bool) -> Measured:
     if rehearse:
         os.environ["TRITON_INTERPRET"] = "1"  # before anything imports Triton
     from bench import gpu_kernels, gpu_stack, gpu_sync
-    from numerics.implementation import using
+    from numerics.backend.implementation import using
 
     run = {
         "exactness": gpu_stack.exactness,

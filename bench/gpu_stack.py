@@ -21,9 +21,9 @@ from torch import Tensor
 from bench.gpu_measure import Layers, Measured, Sizes, Stopwatch, random
 from bench.measure import Result
 from numerics import ops
+from numerics.backend.probe import row_variant_ops
 from numerics.config import NumericsConfig
 from numerics.ops import ExpertWeights
-from numerics.probe import row_variant_ops
 from numerics.quantize import quantize
 from numerics.spec import QuantSpec
 
@@ -60,8 +60,9 @@ def train(sizes: Sizes, watch: Stopwatch) -> Measured:
     if missing:
         done.left_out["training the stack"] = f"not installed: {', '.join(missing)}"
         return done
-    from trainer import device, parallel
+    from trainer import device
     from trainer.config import TrainerConfig
+    from trainer.distributed import parallel
 
     sides = {
         "BF16 native": NumericsConfig(mode="native", spec=SPEC, trainer="bf16"),

@@ -13,12 +13,12 @@ from transformers import AutoTokenizer
 from bench.measure import Result, median_ratio
 from numerics.config import Mode, NumericsConfig, RolloutPrecision
 from numerics.spec import QuantSpec
-from rl.run.feed import to_groups
-from rl.run.serving import expected_report
+from rl.run.engines.serving import expected_report
+from rl.run.feed.feed import to_groups
 from rollout.config import RolloutConfig
-from rollout.data import Source, load_problems
+from rollout.data.sources import Source, load_problems
+from rollout.data.tasks import prompt_ids
 from rollout.engine import Engine
-from rollout.tasks import prompt_ids
 from rollout.types import Prompt, SamplingParams
 from weight_sync.hf_checkpoint import convert_checkpoint
 

@@ -16,16 +16,16 @@ from torch import Tensor
 
 from bench.measure import Result, median_ratio
 from models.tiny import TinyModel, write_tiny_model
-from numerics.compiler import enable_compiler
+from numerics.backend.compiler import enable_compiler
 from numerics.config import NumericsConfig
 from numerics.spec import QuantSpec
-from rl.run.serving import expected_report
-from rollout.client import EngineClient
+from rl.run.engines.serving import expected_report
 from rollout.config import RolloutConfig
 from rollout.engine import Engine
+from rollout.server.client import EngineClient
 from rollout.types import Endpoint
-from trainer import parallel
 from trainer.config import TrainerConfig
+from trainer.distributed import parallel
 from weight_sync.bridge import Share, SyncReport, send_and_verify, send_share
 from weight_sync.hf_checkpoint import convert_checkpoint
 from weight_sync.quantized import served_tensors

@@ -9,12 +9,12 @@ from pathlib import Path
 from bench.batch import random_batch
 from bench.measure import Result, interleaved, median_ratio
 from models.tiny import TinyModel, write_tiny_model
-from numerics.compiler import enable_compiler
+from numerics.backend.compiler import enable_compiler
 from numerics.config import Mode, NumericsConfig, TrainerPrecision
 from numerics.spec import QuantSpec
 from rl.algorithms.sft import SftObjective
-from trainer import parallel
 from trainer.config import TrainerConfig
+from trainer.distributed import parallel
 
 MODEL = TinyModel(layers=4, hidden=512, heads=4, kv_heads=2, intermediate=512, experts=8, top_k=2, vocab=1024)
 ROWS, WIDTH, ROUNDS = 64, 128, 5

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from numerics.errors import UserError, user_error
-from numerics.reading import read_json
+from numerics.io.reading import read_json
 
 LARGEST = 1 << 31
 """Of any size: a larger one would be worked on for ever before the tensors say that it is wrong."""

@@ -12,7 +12,7 @@ from torch import Tensor
 from models.architecture import Model
 from models.storing import INDEX
 from numerics.errors import UserError, user_error
-from numerics.reading import parsed
+from numerics.io.reading import parsed
 
 FLOAT_DTYPES = ("BF16", "F16", "F32")
 """safetensors' names of what is read; it is rounded to the dtype that a side holds."""

@@ -11,7 +11,7 @@ from pathlib import Path
 from safetensors.torch import save_file
 from torch import Tensor
 
-from numerics.files import publish_directory, room_for
+from numerics.io.files import publish_directory, room_for
 from numerics.ranks import exhaust, rank, together
 from numerics.shards import shards
 

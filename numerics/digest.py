@@ -15,8 +15,8 @@ from collections.abc import Sequence
 
 import torch
 
-from numerics.compiler import compilable
-from numerics.dispatch import op
+from numerics.backend.compiler import compilable
+from numerics.backend.dispatch import op
 
 CHUNK = 1 << 14
 """Words that share one table of weights: 64 KiB of data, and a table that fits into a cache."""

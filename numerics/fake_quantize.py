@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from numerics.compiler import compilable
+from numerics.backend.compiler import compilable
 from numerics.quantize import fake_quantize
 from numerics.rounding import group_amax, round_to_grid, scale_from_amax
 from numerics.spec import Scale, TensorSpec

@@ -94,9 +94,11 @@ def unquantized(planned: Planned) -> Planned:
 
 
 _MODULES = "A module of another precision is in place: look at trainer/modules, and reinstall this distribution."
-_OPTIMIZER = "Look at how trainer/optimizer.py makes the optimizer, and at what has replaced its tensors since."
+_OPTIMIZER = (
+    "Look at how trainer/distributed/optimizer.py makes the optimizer, and at what has replaced its tensors since."
+)
 _SPEC = "Compare the numerics section with what was set since: numerics.preset, numerics.scope, Trainer.set_numerics."
-_ENGINE = "Start the engine from this spec, with the arguments of rollout/arguments.py."
+_ENGINE = "Start the engine from this spec, with the arguments of rollout/server/arguments.py."
 
 
 def _both(key: str, row: str, tensors: str, planned: str, *, document: str = "", why: str, remedy: str) -> TensorClass:

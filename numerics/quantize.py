@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 
-from numerics.compiler import compilable
-from numerics.dispatch import op
+from numerics.backend.compiler import compilable
+from numerics.backend.dispatch import op
 from numerics.errors import UserError
 from numerics.rounding import fp8_max, group_amax, round_stochastically, scale_from_amax
 from numerics.spec import TensorSpec

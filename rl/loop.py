@@ -16,14 +16,14 @@ from rl.record.metrics_log import read_metrics
 from rl.run.checkpoints import is_due
 from rl.run.clock import StepClock
 from rl.run.evaluation import Evaluation, agreement_on
-from rl.run.feed import Batch, Work, open_feed
+from rl.run.feed.feed import Batch, Work, open_feed
 from rl.run.learning import Lesson
 from rl.run.records import rollout_records, throughput, train_metrics
 from rl.run.run import Run
 from trainer.actor import TrainerGroup
-from trainer.batch import TokenBatch
 from trainer.errors import NonFiniteLossError
-from trainer.result import PassResult
+from trainer.step.batch import TokenBatch
+from trainer.step.result import PassResult
 
 Row = dict[str, float]
 

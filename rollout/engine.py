@@ -17,14 +17,14 @@ import torch
 from pydantic import ValidationError
 
 from models import read_model
-from rollout import handshake
-from rollout.client import EngineClient, PauseMode
 from rollout.config import RolloutConfig
 from rollout.errors import EngineDiedError, EngineError
 from rollout.protocol import Report
 from rollout.routes import route_shape
 from rollout.sampler import sample_groups
-from rollout.server import GRACE_S, SGLangServer
+from rollout.server import handshake
+from rollout.server.client import EngineClient, PauseMode
+from rollout.server.server import GRACE_S, SGLangServer
 from rollout.types import LOOPBACK, Endpoint, Group, Load, SamplingParams, Trajectory
 
 Result = TypeVar("Result")

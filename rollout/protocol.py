@@ -12,8 +12,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
+from numerics.backend.implementation import Implementation
 from numerics.holdings import Holding
-from numerics.implementation import Implementation
 
 _PREFIX = "fp8rl:"
 _ANSWER = "answer"
@@ -84,7 +84,7 @@ class Report(_Message):
         spec_digest: of the QuantSpec. numerics: NumericsConfig.to_dict().
         hooks: targets of the installed hooks, sorted. provides: what they put in place of SGLang's own, such as
             `router`.
-        versions: of libraries, by name. code: digest of the packages that the engine imports (`numerics.code`).
+        versions: of libraries, by name. code: digest of the packages that the engine imports (`numerics.io.code`).
         weight_version: of the loaded weights; None within an update.
         row_variant_ops: those whose result depends on the batch; None in native mode, which does not look for them.
         implementation: of the ops. threads: of the scheduler.

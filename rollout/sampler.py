@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from rollout.client import EngineClient
 from rollout.errors import EngineError, StaleWeightsError
+from rollout.server.client import EngineClient
 from rollout.types import Completion, Group, SamplingParams, Trajectory
 
 _MOST_CUTS = 1000

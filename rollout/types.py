@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from rollout.tasks import Problem
+from rollout.data.tasks import Problem
 
 
 @dataclass(frozen=True)

@@ -57,8 +57,8 @@ def seeded() -> None:
 @pytest.fixture(scope="session")
 def layout() -> Iterator[Any]:
     """This process as the one rank of a trainer."""
-    from trainer import parallel
     from trainer.config import TrainerConfig
+    from trainer.distributed import parallel
 
     yield parallel.initialize(TrainerConfig())
     parallel.shutdown()

@@ -19,7 +19,7 @@ from rollout.plugin.hooks import SGLANG_VERSION
 from tests.support.paths import ROOT
 
 DOCKERFILE = (ROOT / "Dockerfile").read_text()
-PACKAGES = ["numerics", "models", "rollout", "trainer", "weight_sync", "rl"]
+PACKAGES = ["numerics", "models", "rollout", "trainer", "weight_sync", "rl", "diagnose", "studies", "fp8rl"]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 PROJECT = PYPROJECT["project"]
 DECLARED = {

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from numerics.config import NumericsConfig
-from trainer.batch import UNKNOWN, TokenBatch
-from trainer.checkpoint_files import discard
+from trainer.checkpoint.files import discard
 from trainer.config import TrainerConfig
-from trainer.objective import Objective
-from trainer.result import PassResult, RankPassResult, Scored
 from trainer.seat import Seat
+from trainer.step.batch import UNKNOWN, TokenBatch
+from trainer.step.objective import Objective
+from trainer.step.result import PassResult, RankPassResult, Scored
 
 if TYPE_CHECKING:
     from trainer.roles import Role
@@ -65,14 +65,15 @@ class TrainerActor:
 
     def open_rendezvous(self, host: str) -> int:
         """On rank 0: serve the rendezvous at `host` and return its port."""
-        from trainer import parallel
+        from trainer.distributed import parallel
 
         self._store = parallel.open_store(host, self.config.world_size)
         return self._store.port
 
     def start(self, host: str, port: int, model_path: Path, numerics: NumericsConfig, **options: Any) -> None:
         """Join the other ranks and build the models; `options` are the keywords of `Roles`."""
-        from trainer import device, parallel
+        from trainer import device
+        from trainer.distributed import parallel
 
         device.start(self.rank, numerics)
         from trainer.roles import Roles
@@ -126,7 +127,7 @@ class TrainerActor:
         return function(self._roles.policy, *args)
 
     def stop(self) -> None:
-        from trainer import parallel
+        from trainer.distributed import parallel
 
         self._roles = None
         parallel.shutdown()

@@ -11,7 +11,7 @@ from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor, nn
 
-from trainer.batch import TokenBatch
+from trainer.step.batch import TokenBatch
 from trainer.trainer import Trainer
 
 

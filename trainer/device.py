@@ -10,11 +10,11 @@ import importlib.util
 
 import torch
 
-from numerics import implementation
-from numerics.compiler import enable_compiler
+from numerics.backend import implementation
+from numerics.backend.compiler import enable_compiler
 from numerics.config import NumericsConfig
-from trainer import te_runtime
-from trainer.lowering import lower
+from trainer.megatron import te_runtime
+from trainer.megatron.lowering import lower
 
 CPU = torch.device("cpu")
 

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from numerics.holdings import Holding, format_of, holding, tensors_in, total_bytes
-from trainer import te_weights
+from trainer.weights import te_weights
 
 if TYPE_CHECKING:
     from trainer.trainer import Trainer

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from numerics.config import NumericsConfig
-from trainer import checkpoint
+from trainer.checkpoint import checkpoint
 from trainer.config import TrainerConfig
 from trainer.critic import Critic
-from trainer.parallel import Layout
+from trainer.distributed.parallel import Layout
 from trainer.scorer import Scorer
 from trainer.trainer import Trainer
 
@@ -56,7 +56,7 @@ class Roles:
         return model
 
     def stage(self, path: Path, extra: dict[str, Any], texts: Mapping[str, str]) -> checkpoint.Staged:
-        """Copy what a checkpoint holds of all that is trained; see :func:`trainer.checkpoint.stage`."""
+        """Copy what a checkpoint holds of all that is trained; see :func:`trainer.checkpoint.checkpoint.stage`."""
         return checkpoint.stage(path, self._parts(), self.policy.weight_version, extra, texts)
 
     def load(self, path: Path) -> dict[str, Any]:

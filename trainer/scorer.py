@@ -12,18 +12,20 @@ from models import read_model
 from numerics.config import NumericsConfig
 from numerics.errors import user_error
 from numerics.weight_cache import WeightCache
-from trainer import device, te_runtime, te_weights
-from trainer.batch import TokenBatch
+from trainer import device
 from trainer.config import TrainerConfig
-from trainer.hf_weights import HFWeights
-from trainer.lowering import lower
-from trainer.model import build_model
-from trainer.model_checks import check_layout
+from trainer.distributed.parallel import Layout
+from trainer.megatron import te_runtime
+from trainer.megatron.lowering import lower
+from trainer.megatron.model import build_model
+from trainer.megatron.model_checks import check_layout
 from trainer.modules.precision import Precision
-from trainer.objective import Objective
-from trainer.parallel import Layout
-from trainer.result import Scored
-from trainer.step import RankPass, logprobs_of, run_pass
+from trainer.step.batch import TokenBatch
+from trainer.step.objective import Objective
+from trainer.step.passes import RankPass, logprobs_of, run_pass
+from trainer.step.result import Scored
+from trainer.weights import te_weights
+from trainer.weights.hf_weights import HFWeights
 
 
 class Scorer:
@@ -120,7 +122,7 @@ class Scorer:
         return run_pass(self._runs, batch, self.layout, budget, multiple, objective, self._read)
 
     def _read(self, output: Tensor, batch: TokenBatch) -> tuple[Tensor, Tensor]:
-        """What an objective gets of the model's output; see :data:`trainer.step.Reading`."""
+        """What an objective gets of the model's output; see :data:`trainer.step.passes.Reading`."""
         return logprobs_of(output, batch)
 
     def _check_width(self, batch: TokenBatch) -> None:

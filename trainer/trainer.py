@@ -12,22 +12,23 @@ import torch
 from torch import Tensor, nn
 
 from models.tensors import TensorRow
+from numerics.backend.probe import row_variant_ops
 from numerics.config import NumericsConfig
 from numerics.errors import user_error
-from numerics.probe import row_variant_ops
 from numerics.quantize import QuantizedTensor
 from numerics.spec import TensorSpec
-from trainer import checkpoint, device
-from trainer.batch import TokenBatch
+from trainer import device
+from trainer.checkpoint import checkpoint
 from trainer.config import TrainerConfig
+from trainer.distributed.optimizer import Optimizer
+from trainer.distributed.parallel import Layout
+from trainer.distributed.weight_gather import travels_in_fp8
 from trainer.errors import NonFiniteLossError
-from trainer.model_checks import check_wires
-from trainer.objective import Objective
-from trainer.optimizer import Optimizer
-from trainer.parallel import Layout
-from trainer.result import PassResult, RankPassResult
+from trainer.megatron.model_checks import check_wires
 from trainer.scorer import Scorer
-from trainer.weight_gather import travels_in_fp8
+from trainer.step.batch import TokenBatch
+from trainer.step.objective import Objective
+from trainer.step.result import PassResult, RankPassResult
 
 
 class Trainer(Scorer):
@@ -125,7 +126,7 @@ class Trainer(Scorer):
         checkpoint.save(path, {"": self.trained}, self.weight_version, extra, texts or {})
 
     def stage(self, path: Path, extra: dict[str, Any], texts: Mapping[str, str]) -> checkpoint.Staged:
-        """Copy what a checkpoint holds, to be written while training goes on; see :func:`trainer.checkpoint.stage`."""
+        """Copy what a checkpoint holds, to be written while training goes on; see `trainer.checkpoint.checkpoint`."""
         return checkpoint.stage(path, {"": self.trained}, self.weight_version, extra, texts)
 
     def load(self, path: Path) -> dict[str, Any]:

@@ -20,8 +20,8 @@ import httpx
 
 from numerics.ranks import exhaust
 from numerics.spec import QuantSpec
-from rollout.client import EngineClient, PauseMode
 from rollout.errors import EngineError
+from rollout.server.client import EngineClient, PauseMode
 from rollout.types import Endpoint
 from trainer.actor import TrainerGroup
 from weight_sync.buckets import Named

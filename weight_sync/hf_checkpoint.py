@@ -12,7 +12,7 @@ from torch import Tensor
 from models import Model, read_model
 from models.stored import check_finite, stored_tensors
 from models.storing import INDEX, write_directory
-from numerics.reading import read_bytes
+from numerics.io.reading import read_bytes
 from numerics.spec import QuantSpec
 from weight_sync.manifest import Recorder
 from weight_sync.quantized import served_tensors

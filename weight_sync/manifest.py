@@ -11,7 +11,7 @@ from torch import Tensor
 
 from models.tensors import SCALE_SUFFIX, EngineRank, TensorTable, base_name
 from numerics.digest import tensor_digests
-from numerics.files import write_atomically
+from numerics.io.files import write_atomically
 from numerics.shards import shards
 from numerics.spec import QuantSpec
 

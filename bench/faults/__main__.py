@@ -16,7 +16,7 @@ from rich.table import Table
 
 from bench.faults import disks, processes, surroundings, wires
 from bench.faults.lab import Found, Lab, Outcome, tried
-from rl.studies.lab import in_own_process
+from studies.harness.lab import in_own_process
 
 RUNS: tuple[Callable[[Lab], Found], ...] = (
     processes.engine_killed,

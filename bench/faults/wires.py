@@ -22,11 +22,11 @@ from torch import Tensor
 
 from bench.faults.lab import Found, Outcome, Wrong, expect, tried
 from rl.experiment import load_experiment
-from rl.run.feed import to_groups, to_prompts
-from rl.run.interrupts import Closing
+from rl.run.feed.feed import to_groups, to_prompts
+from rl.run.lifecycle.interrupts import Closing
 from rl.run.stack import Stack
-from rollout.client import EngineClient
-from rollout.data import load_problems
+from rollout.data.sources import load_problems
+from rollout.server.client import EngineClient
 from rollout.types import Endpoint, Group, Trajectory
 from tests.support import wire
 from tests.support.paths import EXAMPLES

@@ -1,4 +1,4 @@
-"""The kernels by the name of the op that they implement (`numerics.dispatch`)."""
+"""The kernels by the name of the op that they implement (`numerics.backend.dispatch`)."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from numerics.dispatch import op
+from numerics.backend.dispatch import op
 from numerics.ops.linear import FEWEST_ROWS
 
 KEY_SPLIT = 128

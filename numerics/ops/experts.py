@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from numerics.dispatch import op
+from numerics.backend.dispatch import op
 from numerics.ops.grouped import grouped_linear
 from numerics.ops.linear import Backward
 from numerics.ops.swiglu import swiglu

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from numerics.dispatch import op
+from numerics.backend.dispatch import op
 from numerics.fake_quantize import fake_quantize_columns, fake_quantize_rows
 from numerics.ops.linear import FEWEST_ROWS, Backward, product, wide_mm
 from numerics.spec import QuantSpec, TensorSpec

@@ -16,7 +16,7 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 
-from numerics.dispatch import op
+from numerics.backend.dispatch import op
 from numerics.fake_quantize import fake_quantize_columns, fake_quantize_rows
 from numerics.ops.norm import rms_norm
 from numerics.quantize import QuantizedTensor, quantize

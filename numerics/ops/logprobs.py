@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from numerics.dispatch import op
+from numerics.backend.dispatch import op
 
 
 @op

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from numerics.dispatch import op
+from numerics.backend.dispatch import op
 
 
 @op

@@ -10,9 +10,9 @@ from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 
 from rollout.config import RolloutConfig
-from trainer.batch import TokenBatch
 from trainer.config import TrainerConfig
-from trainer.objective import Objective
+from trainer.step.batch import TokenBatch
+from trainer.step.objective import Objective
 
 CAP_WITHOUT_TIS = 2.0
 """C of the clip fractions where no cap is configured."""

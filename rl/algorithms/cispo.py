@@ -8,7 +8,7 @@ from pydantic import Field
 from torch import Tensor
 
 from rl.algorithms.grpo import GroupRelative
-from rl.algorithms.surrogates import Surrogate, clipped_weight, token_ratio
+from rl.algorithms.parts.surrogates import Surrogate, clipped_weight, token_ratio
 
 
 class Cispo(GroupRelative):

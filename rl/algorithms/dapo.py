@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from rl.algorithms.grpo import GroupRelative
-from rl.algorithms.overlong import OverlongConfig
+from rl.algorithms.parts.overlong import OverlongConfig
 
 
 class Dapo(GroupRelative):

@@ -6,7 +6,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from rl.algorithms.advantages import group_advantages
+from rl.algorithms.parts.advantages import group_advantages
 from rl.algorithms.policy_gradient import PolicyGradient
 
 

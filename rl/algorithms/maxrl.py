@@ -6,7 +6,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from rl.algorithms.advantages import relative_to_mean
+from rl.algorithms.parts.advantages import relative_to_mean
 from rl.algorithms.policy_gradient import PolicyGradient
 
 

@@ -12,8 +12,8 @@ from torch import Tensor
 from rl.algorithms.base import Outcomes, used_tokens
 from rl.algorithms.grpo import GroupRelative
 from rl.algorithms.policy_objective import PolicyObjective
-from trainer.batch import TokenBatch
-from trainer.objective import ObjectiveOutput
+from trainer.step.batch import TokenBatch
+from trainer.step.objective import ObjectiveOutput
 
 
 class Opd(GroupRelative):

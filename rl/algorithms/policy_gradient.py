@@ -16,18 +16,18 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from rl.algorithms.advantages import spread, whitened
-from rl.algorithms.aggregation import FORMULAS, Mode
 from rl.algorithms.base import AlgorithmConfig, Outcomes, used_tokens
-from rl.algorithms.corrections import OWN_WEIGHT, Correction, RejectionConfig
-from rl.algorithms.kl import FORMULAS as KL_FORMULAS
-from rl.algorithms.kl import KlConfig
-from rl.algorithms.kl import X as KL_X
-from rl.algorithms.overlong import OverlongConfig
+from rl.algorithms.parts.advantages import spread, whitened
+from rl.algorithms.parts.aggregation import FORMULAS, Mode
+from rl.algorithms.parts.corrections import OWN_WEIGHT, Correction, RejectionConfig
+from rl.algorithms.parts.kl import FORMULAS as KL_FORMULAS
+from rl.algorithms.parts.kl import KlConfig
+from rl.algorithms.parts.kl import X as KL_X
+from rl.algorithms.parts.overlong import OverlongConfig
+from rl.algorithms.parts.surrogates import Surrogate, clipped, token_ratio
 from rl.algorithms.policy_objective import PolicyObjective
-from rl.algorithms.surrogates import Surrogate, clipped, token_ratio
 from rollout.config import RolloutConfig
-from trainer.batch import TokenBatch
+from trainer.step.batch import TokenBatch
 
 RatioSource = Literal["recompute", "bypass", "on_policy"]
 
@@ -85,7 +85,7 @@ class PolicyGradient(AlgorithmConfig):
     veto: float | None = Field(default=None, gt=0.0, lt=1.0)
     """A sequence with a token whose ratio trainer / rollout is below this is not trained on; 1e-4 is usual."""
     loss_aggregation: Mode = "token_mean"
-    """Which mean the loss is; see `rl.algorithms.aggregation`."""
+    """Which mean the loss is; see `rl.algorithms.parts.aggregation`."""
     loss_length: int | None = Field(default=None, ge=1)
     """The length that `seq_mean_token_sum_norm` divides by. Null: `rollout.max_new_tokens`."""
 

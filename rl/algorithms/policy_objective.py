@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Self
 import torch
 from torch import Tensor
 
-from rl.algorithms.aggregation import Aggregation
 from rl.algorithms.base import used_tokens
-from rl.algorithms.corrections import Correction
-from rl.algorithms.kl import ESTIMATORS, k3
-from rl.algorithms.surrogates import token_ratio
-from trainer.batch import TokenBatch
-from trainer.objective import ObjectiveOutput
+from rl.algorithms.parts.aggregation import Aggregation
+from rl.algorithms.parts.corrections import Correction
+from rl.algorithms.parts.kl import ESTIMATORS, k3
+from rl.algorithms.parts.surrogates import token_ratio
+from trainer.step.batch import TokenBatch
+from trainer.step.objective import ObjectiveOutput
 
 if TYPE_CHECKING:
     from rl.algorithms.policy_gradient import PolicyGradient
@@ -26,7 +26,7 @@ class PolicyObjective:
 
     old is the rollout logprob under `bypass`, else `fields["old_logprobs"]` where present, else the logprob itself,
     detached. The KL term needs `fields["reference_logprobs"]`. The weight w and the rejection come from old and rollout
-    logprobs, see `rl.algorithms.corrections`, without gradient. The denominators, of metrics too, count rejected
+    logprobs, see `rl.algorithms.parts.corrections`, without gradient. The denominators, of metrics too, count rejected
     tokens. A token whose rollout logprob is not finite leaves the loss, the denominators and the metrics.
     """
 

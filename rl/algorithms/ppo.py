@@ -10,11 +10,11 @@ from pydantic import Field
 from torch import Tensor
 
 from rl.algorithms.base import Outcomes, used_tokens
-from rl.algorithms.gae import generalised_advantages, last_of_each_row
+from rl.algorithms.parts.gae import generalised_advantages, last_of_each_row
 from rl.algorithms.policy_gradient import PolicyGradient
-from trainer.batch import TokenBatch
 from trainer.config import RateConfig, TrainerConfig
-from trainer.objective import Objective, ObjectiveOutput
+from trainer.step.batch import TokenBatch
+from trainer.step.objective import Objective, ObjectiveOutput
 
 
 class CriticConfig(RateConfig):

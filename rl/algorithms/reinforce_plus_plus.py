@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from rl.algorithms.base import Outcomes
-from rl.algorithms.gae import to_go
+from rl.algorithms.parts.gae import to_go
 from rl.algorithms.policy_gradient import PolicyGradient
-from trainer.batch import TokenBatch
+from trainer.step.batch import TokenBatch
 
 
 class ReinforcePlusPlus(PolicyGradient):

@@ -6,10 +6,10 @@ from typing import ClassVar, Literal
 
 from torch import Tensor
 
-from rl.algorithms.advantages import group_advantages
 from rl.algorithms.base import Outcomes
+from rl.algorithms.parts.advantages import group_advantages
 from rl.algorithms.policy_gradient import PolicyGradient
-from trainer.batch import TokenBatch
+from trainer.step.batch import TokenBatch
 
 
 class ReinforcePlusPlusBaseline(PolicyGradient):

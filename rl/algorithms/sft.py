@@ -11,8 +11,8 @@ from torch import Tensor
 
 from rl.algorithms.base import AlgorithmConfig
 from rollout.config import RolloutConfig
-from trainer.batch import TokenBatch
-from trainer.objective import ObjectiveOutput
+from trainer.step.batch import TokenBatch
+from trainer.step.objective import ObjectiveOutput
 
 
 class Sft(AlgorithmConfig):

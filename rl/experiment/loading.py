@@ -16,7 +16,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from numerics.errors import UserError, user_error
-from numerics.reading import check_path, read_text
+from numerics.io.reading import check_path, read_text
 from rl.experiment.experiment import Experiment
 from rl.experiment.validation import parse_experiment
 from rollout.rewards.builtin import BUILT_IN

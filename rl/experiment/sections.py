@@ -8,10 +8,10 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validat
 
 from numerics.config import Mode, NumericsConfig, RolloutPrecision, RouterReplay, TrainerPrecision
 from numerics.errors import UserError
-from numerics.reading import check_path
+from numerics.io.reading import check_path
 from numerics.spec import LAYER_EXCEPTIONS, ROLES, Format, Granularity, QuantSpec, Rounding, Scale
 from rl.record.wandb_run import WandbConfig
-from rollout.data import Source
+from rollout.data.sources import Source
 from rollout.rewards.config import RewardsConfig
 
 

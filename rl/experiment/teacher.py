@@ -8,8 +8,8 @@ from pydantic import Field
 
 from numerics.config import NumericsConfig, RolloutPrecision
 from rl.experiment.sections import NumericsSection, PathText, Section
-from rollout.client import SCORED_SHORT_OF
 from rollout.config import RolloutConfig
+from rollout.server.client import SCORED_SHORT_OF
 
 
 class TeacherSection(Section):

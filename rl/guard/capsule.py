@@ -20,12 +20,12 @@ from safetensors.torch import load_file, save_file
 
 from numerics.config import NumericsConfig
 from numerics.errors import user_error
-from numerics.files import new_directory
-from numerics.reading import check_path, parsed, read_text
+from numerics.io.files import new_directory
+from numerics.io.reading import check_path, parsed, read_text
 from rl.experiment import Experiment, read_resolved
 from rl.guard.evidence import Evidence
 from rl.record.run_dir import RunDir
-from trainer.batch import TokenBatch
+from trainer.step.batch import TokenBatch
 from weight_sync.manifest import Manifest
 
 FORMAT = 1

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rl.mismatch import agreement, drift_metrics, redraw_metrics, router_agreement
 from rl.mismatch.redraw import NOT_DRAWN
-from trainer.batch import TokenBatch
+from trainer.step.batch import TokenBatch
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,7 +8,7 @@ from typing import Any
 
 from numerics.config import NumericsConfig
 from rl.record.run_dir import RunDir
-from trainer.checkpoint_files import read_about
+from trainer.checkpoint.files import read_about
 
 
 @dataclasses.dataclass

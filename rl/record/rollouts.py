@@ -11,8 +11,8 @@ from typing import Any, Literal
 
 from pydantic import TypeAdapter
 
-from numerics.files import write_atomically
-from numerics.reading import BadLine, json_lines, whole_json_lines
+from numerics.io.files import write_atomically
+from numerics.io.reading import BadLine, json_lines, whole_json_lines
 
 SHOWN = 8
 """Trajectories of a step that a person is shown."""

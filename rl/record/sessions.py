@@ -18,8 +18,8 @@ import psutil
 import torch
 from pydantic import TypeAdapter
 
-from numerics.files import append_line
-from numerics.reading import BadLine, json_lines
+from numerics.io.files import append_line
+from numerics.io.reading import BadLine, json_lines
 
 LIBRARIES = ("fp8rl", "sglang", "megatron-core", "mbridge", "torch", "ray", "transformers")
 _REPOSITORY = Path(__file__).parents[2]

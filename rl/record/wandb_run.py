@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from numerics.errors import UserError, user_error
-from numerics.files import write_atomically
+from numerics.io.files import write_atomically
 from rl.record.metrics import METRICS
 from rl.record.run_dir import RunDir
 from rl.record.wandb_upload import Upload

@@ -12,7 +12,7 @@ from typing import Any
 import jinja2
 import plotly.offline
 
-from numerics.files import write_atomically
+from numerics.io.files import write_atomically
 from rl.record.console import format_difference
 
 

@@ -10,8 +10,8 @@ from typing import Any
 import yaml
 
 from numerics.errors import UserError
-from numerics.files import check_writable
-from numerics.reading import BadLine, check_path, read_text
+from numerics.io.files import check_writable
+from numerics.io.reading import BadLine, check_path, read_text
 from rl.record.console import format_percent
 from rl.record.events import events_found
 from rl.record.metrics import metric

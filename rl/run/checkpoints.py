@@ -9,15 +9,15 @@ from types import TracebackType
 from typing import Any, Self
 
 from numerics.errors import UserError, shown, user_error
-from numerics.files import flush_to_disk
+from numerics.io.files import flush_to_disk
 from rl.experiment import Experiment, read_resolved
 from rl.guard.standing import Standing
 from rl.record.events import read_events
 from rl.record.metrics_log import read_metrics
 from rl.record.run_dir import RunDir
-from rl.run.ahead import FeedState
+from rl.run.feed.ahead import FeedState
 from trainer.actor import TrainerDiedError, TrainerGroup
-from trainer.checkpoint_files import DamagedCheckpointError, check_digests, check_sizes, read_about
+from trainer.checkpoint.files import DamagedCheckpointError, check_digests, check_sizes, read_about
 
 _LAYOUT = {"trainer.tp", "trainer.pp", "trainer.ep", "trainer.dp"}
 

@@ -17,11 +17,11 @@ from numerics.sampling import GREEDY, evaluation_seed
 from rl.experiment import Experiment
 from rl.guard.evidence import Evidence
 from rl.mismatch import token_versions
-from rl.run.batching import batch_from_trajectories
-from rl.run.feed import Admitted, Answer, to_prompts
-from rl.run.judging import Judge
+from rl.run.feed.batching import batch_from_trajectories
+from rl.run.feed.feed import Admitted, Answer, to_prompts
+from rl.run.feed.judging import Judge
 from rl.run.stack import Stack
-from rollout.data import load_problems
+from rollout.data.sources import load_problems
 from rollout.rewards.config import RewardsConfig
 from rollout.sampler import check_versions
 from rollout.types import Group, SamplingParams

@@ -12,9 +12,9 @@ from torch import Tensor
 from rl.algorithms.base import AlgorithmConfig, Outcomes, used_tokens
 from rl.run.records import train_metrics
 from trainer.actor import TrainerGroup
-from trainer.batch import TokenBatch
 from trainer.errors import NonFiniteLossError
-from trainer.result import PassResult, Scored
+from trainer.step.batch import TokenBatch
+from trainer.step.result import PassResult, Scored
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,9 @@ from torch import Tensor
 from rl.algorithms.base import used_tokens
 from rl.mismatch import row_abs_diff_means
 from rl.record.rollouts import RolloutRecord
-from rl.run.feed import Work
-from trainer.batch import TokenBatch
-from trainer.result import PassResult
+from rl.run.feed.feed import Work
+from trainer.step.batch import TokenBatch
+from trainer.step.result import PassResult
 
 
 def train_metrics(result: PassResult, batch: TokenBatch) -> dict[str, float]:

@@ -23,14 +23,14 @@ from rl.record.run_dir import RunDir
 from rl.record.sessions import Session, append_session, this_session
 from rl.record.tracking import WANDB_LOST, Tracker
 from rl.record.wandb_run import WandbRun
-from rl.run.ahead import FeedState
 from rl.run.checkpoints import Checkpoints, with_older
-from rl.run.conversations import ENVIRONMENT_FAILURES
-from rl.run.interrupts import Closing
-from rl.run.judging import REWARD_FAILURES
+from rl.run.feed.ahead import FeedState
+from rl.run.feed.conversations import ENVIRONMENT_FAILURES
+from rl.run.feed.judging import REWARD_FAILURES
+from rl.run.lifecycle.interrupts import Closing
+from rl.run.lifecycle.stopping import end_without_ray
 from rl.run.stack import ENGINES_REPLACED, STALE_RESYNCS, SYNCS_REPEATED, Stack
-from rl.run.stopping import end_without_ray
-from trainer.checkpoint_files import DamagedCheckpointError
+from trainer.checkpoint.files import DamagedCheckpointError
 from weight_sync.bridge import SyncReport
 
 RESUMED = "tracking/resumed"

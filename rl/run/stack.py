@@ -17,18 +17,18 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from numerics.config import NumericsConfig
 from rl.experiment import Experiment
-from rl.run.cluster import end_at_once, ray_cluster
-from rl.run.conversations import Conversations
-from rl.run.engines import EnginePool
-from rl.run.failures import Failures
-from rl.run.interrupts import Closing
-from rl.run.judging import Judge
-from rl.run.seats import Seats
-from rl.run.serving import Serving, engine_maker
-from rl.run.teacher import Teacher
-from rollout.client import EngineClient
+from rl.run.cluster.cluster import end_at_once, ray_cluster
+from rl.run.cluster.seats import Seats
+from rl.run.engines.pool import EnginePool
+from rl.run.engines.serving import Serving, engine_maker
+from rl.run.engines.teacher import Teacher
+from rl.run.feed.conversations import Conversations
+from rl.run.feed.failures import Failures
+from rl.run.feed.judging import Judge
+from rl.run.lifecycle.interrupts import Closing
 from rollout.environments.config import SINGLE_TURN
 from rollout.errors import StaleWeightsError
+from rollout.server.client import EngineClient
 from rollout.types import Endpoint, Group, SamplingParams, Trajectory
 from trainer.actor import TrainerGroup
 from weight_sync.bridge import Bridge, SyncReport

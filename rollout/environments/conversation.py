@@ -20,7 +20,7 @@ from rollout.types import Group, Prompt, SamplingParams, Trajectory
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from rollout.tasks import Problem
+    from rollout.data.tasks import Problem
 
 Sampler = Callable[[Group, SamplingParams], Awaitable[Trajectory]]
 """One answer to a prompt."""

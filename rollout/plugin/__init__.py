@@ -1,9 +1,9 @@
 """The SGLang plugin: puts the run's ops into the engine, holds its quantized weights, and reports what it did.
 
 SGLang calls `register` in each of its processes (entry point group `sglang.srt.plugins`). Without the environment
-variable FP8RL_PLUGIN, which `rollout.server` sets, it does nothing: an SGLang that merely shares the environment stays
-stock. SGLang logs and swallows whatever a plugin raises and serves on stock ops, which is why the engine's owner asks
-for the report (`rollout.handshake`) before it uses the engine.
+variable FP8RL_PLUGIN, which `rollout.server.server` sets, it does nothing: an SGLang that merely shares the environment
+stays stock. SGLang logs and swallows whatever a plugin raises and serves on stock ops, which is why the engine's owner
+asks for the report (`rollout.server.handshake`) before it uses the engine.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ def register() -> None:
     if text is None:
         return
     from numerics.config import NumericsConfig
-    from rollout.arguments import has_cuda
     from rollout.plugin import hooks, state
+    from rollout.server.arguments import has_cuda
 
     numerics = NumericsConfig.from_dict(json.loads(text)["numerics"])
     state.configure(numerics)

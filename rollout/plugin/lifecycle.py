@@ -10,8 +10,8 @@ import torch
 
 from models import read_model
 from models.tensors import EngineRank
-from numerics.compiler import enable_compiler
-from numerics.implementation import choose
+from numerics.backend.compiler import enable_compiler
+from numerics.backend.implementation import choose
 from rollout import protocol
 from rollout.plugin import op_probe
 from rollout.plugin.inventory import inventory

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from numerics.code import code_digest
+from numerics.backend.implementation import Implementation
+from numerics.backend.probe import row_variant_ops
 from numerics.config import NumericsConfig
-from numerics.implementation import Implementation
-from numerics.probe import row_variant_ops
+from numerics.io.code import code_digest
 from rollout.plugin.weights import ServedWeights
 from rollout.protocol import ENGINE_PACKAGES, LIBRARIES, Report
 

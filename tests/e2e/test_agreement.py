@@ -16,14 +16,14 @@ import pytest
 import torch
 
 from rl.mismatch import token_versions
-from rl.run.batching import batch_from_trajectories
+from rl.run.feed.batching import batch_from_trajectories
 from rollout.environments.conversation import Conversation
 from rollout.errors import StaleWeightsError
 from rollout.types import Group, SamplingParams
 from tests.support import faults
 from tests.support.rig import MODELS, SHARED_PREFIX, Pipeline, Rig, Setup, differences, prompts
 from tests.support.syncs import push
-from trainer.batch import TokenBatch
+from trainer.step.batch import TokenBatch
 from weight_sync import bridge
 from weight_sync.manifest import SyncError
 from weight_sync.transports import TensorTransport

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 
+from diagnose.attribution import Attribution, attribute
 from numerics import ops
-from rl.diagnose.attribution import Attribution, attribute
-from rollout.client import EngineClient
+from rollout.server.client import EngineClient
 from tests.support import faults
 from tests.support.rig import Pipeline, Rig, Setup
-from trainer.batch import TokenBatch
+from trainer.step.batch import TokenBatch
 from weight_sync import bridge
 from weight_sync.manifest import SyncError
 from weight_sync.quantized import served_tensors

@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 
+from diagnose.audit.engine import engine_sightings
+from diagnose.audit.report import differences_of
 from models import read_model
 from numerics.holdings import Holding
-from rl.diagnose.audit.engine import engine_sightings
-from rl.diagnose.audit.report import differences_of
-from rl.run.serving import expected_report
-from rollout import arguments
-from rollout.client import EngineClient
-from rollout.handshake import differences
+from rl.run.engines.serving import expected_report
 from rollout.protocol import Report
+from rollout.server import arguments
+from rollout.server.client import EngineClient
+from rollout.server.handshake import differences
 from tests.support.rig import MODELS, Setup, make_engine
 from weight_sync.hf_checkpoint import convert_checkpoint
 

@@ -17,8 +17,8 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 import rl.experiment.preconditions.resources as resources
+from fp8rl.cli import app
 from models.tiny import TinyModel, write_tiny_model
-from rl.cli import app
 from tests.support.cli_runs import FP8RL, ROOT
 
 

@@ -24,7 +24,7 @@ from transformers import AutoTokenizer
 from models.shape import read_shape
 from numerics.spec import QuantSpec
 from rl.record.metrics import METRICS, describe
-from rl.run.interrupts import INTERRUPTED
+from rl.run.lifecycle.interrupts import INTERRUPTED
 from tests.support.cli_runs import SMALL, LiveRun
 from tests.support.paths import EXAMPLES
 from tests.support.ranks import run_on_ranks

@@ -16,10 +16,10 @@ import pytest
 import ray
 
 from rl.experiment import load_experiment
-from rl.run.feed import to_groups, to_prompts
-from rl.run.interrupts import Closing
+from rl.run.feed.feed import to_groups, to_prompts
+from rl.run.lifecycle.interrupts import Closing
 from rl.run.stack import Asked, Stack
-from rollout.data import load_problems
+from rollout.data.sources import load_problems
 from rollout.types import Group, Trajectory
 from tests.support import wire
 from tests.support.paths import ROOT

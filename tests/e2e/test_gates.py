@@ -25,11 +25,11 @@ from rl.loop import train
 from rl.record.events import Event, read_events
 from rl.record.metrics_log import read_metrics
 from rl.record.run_dir import RunDir
-from rl.run.ending import finish
-from rl.run.feed import SampledFeed, Work
+from rl.run.feed.feed import SampledFeed, Work
+from rl.run.lifecycle.ending import finish
 from rl.run.run import Run
 from rl.run.stack import Stack
-from rollout.client import EngineClient
+from rollout.server.client import EngineClient
 from rollout.types import Trajectory
 from tests.support.cli_runs import FP8RL, ROOT, SMALL
 from tests.support.faults import MATRIX, Named, Tampered

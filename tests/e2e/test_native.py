@@ -12,24 +12,24 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from diagnose.audit.engine import engine_sightings
+from diagnose.audit.report import differences_of
 from models import read_model
 from models.tiny import TinyModel, write_tiny_model
 from numerics.config import NumericsConfig
 from numerics.holdings import Holding
-from rl.diagnose.audit.engine import engine_sightings
-from rl.diagnose.audit.report import differences_of
-from rl.run.batching import batch_from_trajectories
-from rl.run.feed import to_groups
-from rollout.client import EngineClient
+from rl.run.feed.batching import batch_from_trajectories
+from rl.run.feed.feed import to_groups
 from rollout.config import RolloutConfig
+from rollout.data.tasks import Problem
 from rollout.engine import Engine
 from rollout.protocol import Report
-from rollout.tasks import Problem
+from rollout.server.client import EngineClient
 from rollout.types import Prompt, SamplingParams
 from tests.support.rig import Pipeline, Rig, Setup, differences, make_engine
 from trainer.actor import TrainerGroup
-from trainer.batch import TokenBatch
 from trainer.config import TrainerConfig
+from trainer.step.batch import TokenBatch
 from weight_sync.hf_checkpoint import convert_checkpoint
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]

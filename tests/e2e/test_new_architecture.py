@@ -14,21 +14,21 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from diagnose.attribution.compare import op_differences, stream_differences
+from diagnose.attribution.probe import ask_engine
 from models import architecture, register
 from models.tiny import TinyModel, write_tiny_model
 from numerics.config import NumericsConfig
 from numerics.spec import QuantSpec
-from rl.diagnose.attribution.compare import op_differences, stream_differences
-from rl.diagnose.attribution.probe import ask_engine
-from rollout.client import EngineClient
+from rollout.server.client import EngineClient
 from rollout.types import SamplingParams
 from tests.support.batches import cross_entropy
 from tests.support.made_up.definition import ARCHITECTURE, EXPERTS
 from tests.support.rig import make_engine
 from tests.support.syncs import push
-from trainer.batch import TokenBatch
 from trainer.config import TrainerConfig
-from trainer.parallel import Layout
+from trainer.distributed.parallel import Layout
+from trainer.step.batch import TokenBatch
 from weight_sync.hf_checkpoint import convert_checkpoint
 from weight_sync.transports.tensor import TensorTransport
 
@@ -42,7 +42,7 @@ OUT_NORM = "model.layers.{}.self_attn.out_norm.weight"
 @pytest.fixture(scope="module", autouse=True)
 def known() -> Iterator[None]:
     from tests.support.made_up.megatron import MAPPING
-    from trainer.mapping import MAPPINGS
+    from trainer.megatron.mapping import MAPPINGS
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(architecture, "_known", {})
@@ -146,7 +146,7 @@ def assert_equal_logprobs(trainer: Any, batch: TokenBatch) -> None:
 
 
 def assert_equal_ops(trainer: Any, batch: TokenBatch, runner: asyncio.Runner, endpoint: Any) -> None:
-    from trainer.op_trace import trace_ops
+    from trainer.step.op_trace import trace_ops
 
     trace = trace_ops(trainer, batch)
 

@@ -13,11 +13,11 @@ import pytest
 from click.testing import Result
 from typer.testing import CliRunner
 
+from diagnose.audit import Report as Audit
+from diagnose.audit import run as audit
+from diagnose.preflight import Report, run
+from fp8rl.cli import app
 from models import read_model
-from rl.cli import app
-from rl.diagnose.audit import Report as Audit
-from rl.diagnose.audit import run as audit
-from rl.diagnose.preflight import Report, run
 from rl.experiment import load_experiment
 from rl.run.stack import Stack, open_pair
 

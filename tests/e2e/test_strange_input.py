@@ -23,8 +23,8 @@ import torch
 import yaml
 from typer.testing import CliRunner
 
+from fp8rl.cli import app
 from models.tiny import TinyModel, write_tiny_model
-from rl.cli import app
 from rl.experiment import load_experiment
 from rl.experiment.validation import valid_keys
 from rl.record.events import Event, append_event
@@ -125,7 +125,7 @@ def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         "diagnose.preflight.preflight",
     ):
         monkeypatch.setattr(f"rl.{name}", start)
-    monkeypatch.setattr("rl.diagnose.attribution.offline._stack_of", start)
+    monkeypatch.setattr("diagnose.attribution.offline._stack_of", start)
     before = psutil.Process().children(recursive=True)
     yield
     assert psutil.Process().children(recursive=True) == before

@@ -12,10 +12,10 @@ import torch
 
 from numerics.spec import QuantSpec
 from rl.mismatch import token_versions
-from rl.run.batching import batch_from_trajectories
-from rl.run.feed import to_groups
-from rollout.client import EngineClient
+from rl.run.feed.batching import batch_from_trajectories
+from rl.run.feed.feed import to_groups
 from rollout.sampler import sample_groups
+from rollout.server.client import EngineClient
 from rollout.types import Endpoint, SamplingParams, Trajectory
 from tests.support.rig import Pipeline, Rig, Setup, prompts
 from tests.support.syncs import push

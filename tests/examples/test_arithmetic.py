@@ -9,7 +9,7 @@ from itertools import pairwise
 import pytest
 
 from examples.arithmetic import is_held_out, noisy_answer, sample_problem, write_files
-from rollout.data import Source, load_problems
+from rollout.data.sources import Source, load_problems
 from rollout.rewards.integer import integer
 from tests.support.paths import EXAMPLES
 

@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 from rl.experiment import load_experiment
 from rl.experiment.preconditions.data import check_data
 from rl.experiment.preconditions.tokenizer import load_tokenizer
-from rl.run.problems import training_problems
+from rl.run.feed.problems import training_problems
 from rollout.environments.functions import load_environment
 from rollout.rewards.functions import load_function
 from tests.support.conversations import EOS, Stage

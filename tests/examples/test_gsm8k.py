@@ -11,10 +11,10 @@ from rl.experiment import Experiment, load_experiment
 from rl.experiment.preconditions.data import check_data
 from rl.experiment.preconditions.tokenizer import load_tokenizer
 from rl.run.evaluation import held_out
-from rl.run.problems import training_problems
-from rollout.data import load_problems
+from rl.run.feed.problems import training_problems
+from rollout.data.sources import load_problems
+from rollout.data.tasks import prompt_ids
 from rollout.rewards.integer import integer
-from rollout.tasks import prompt_ids
 from tests.support.paths import EXAMPLES
 
 SAMPLE = EXAMPLES / "data/gsm8k_sample.jsonl"

@@ -6,7 +6,7 @@ from safetensors.torch import load_file
 
 from models.tiny import TinyModel, write_tiny_model
 from numerics.errors import UserError
-from rollout.tasks import Problem, prompt_ids
+from rollout.data.tasks import Problem, prompt_ids
 
 
 @pytest.fixture(scope="module")

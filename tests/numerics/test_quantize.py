@@ -270,7 +270,7 @@ def test_compiled_kernels_give_the_same_bits(compiled):
     script = """
 import math
 import torch
-from numerics.compiler import enable_compiler
+from numerics.backend.compiler import enable_compiler
 from numerics.digest import tensor_digest
 from numerics.fake_quantize import fake_quantize_columns, fake_quantize_rows
 from numerics.quantize import quantize

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from rl.run.interrupts import SIGNALS
+from rl.run.lifecycle.interrupts import SIGNALS
 
 
 @pytest.fixture(autouse=True)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rollout.server import SGLangServer
+from rollout.server.server import SGLangServer
 from tests.support.servers import EOS, VOCABULARY, small_config
 
 

@@ -15,10 +15,10 @@ import pytest
 
 from numerics.config import NumericsConfig
 from numerics.spec import QuantSpec
-from rl.run.serving import expected_report
+from rl.run.engines.serving import expected_report
 from rollout.engine import Engine, EngineActor
 from rollout.errors import EngineDiedError, EngineError, HandshakeError
-from rollout.scratch import sweep
+from rollout.server.scratch import sweep
 from rollout.types import SamplingParams
 from tests.support.servers import EOS, group_members, groups, shared_memory, small_config, wait_until
 

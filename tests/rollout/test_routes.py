@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from numerics.errors import UserError
-from rollout.client import parse_completion
 from rollout.errors import EngineError
 from rollout.routes import RouteShape, parse_routes, route_shape
+from rollout.server.client import parse_completion
 from tests.support.definitions import SIZES
 
 SHAPE = RouteShape(layers=2, top_k=3)

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from rollout.client import EngineClient
 from rollout.errors import EngineError, StaleWeightsError
 from rollout.sampler import check_versions, sample_groups
-from rollout.server import SGLangServer
+from rollout.server.client import EngineClient
+from rollout.server.server import SGLangServer
 from rollout.types import Completion, SamplingParams, Trajectory
 from tests.support.servers import EOS, groups, use
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from tests.support.models import EXPERTS, LAYERS, TOP_K, VOCAB
-from trainer.batch import UNKNOWN, TokenBatch
-from trainer.objective import ObjectiveOutput
+from trainer.step.batch import UNKNOWN, TokenBatch
+from trainer.step.objective import ObjectiveOutput
 
 
 @dataclass(frozen=True)

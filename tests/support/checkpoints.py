@@ -10,10 +10,10 @@ from typing import Any
 from rl.experiment import Experiment
 from rl.guard.standing import Standing
 from rl.record.run_dir import RunDir
-from rl.run.ahead import FeedState
 from rl.run.checkpoints import Checkpoints
+from rl.run.feed.ahead import FeedState
 from trainer.actor import TrainerDiedError, TrainerGroup
-from trainer.checkpoint_files import About, digests, write_about
+from trainer.checkpoint.files import About, digests, write_about
 
 NOTHING = FeedState(0, [], [])
 

@@ -103,7 +103,7 @@ class LiveRun:
 
     def engine(self) -> psutil.Process:
         """The main process of the SGLang server."""
-        return self.member("rollout.launcher")
+        return self.member("rollout.server.launcher")
 
     def member(self, named: str) -> psutil.Process:
         """The process with this in its command line; one that it is about to start has it too, for a moment."""

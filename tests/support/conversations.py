@@ -7,8 +7,8 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
+from rollout.data.tasks import Problem
 from rollout.environments.conversation import Conversation
-from rollout.tasks import Problem
 from rollout.types import Group, Prompt, SamplingParams, Trajectory
 
 EOS = "<|im_end|>"

@@ -16,7 +16,7 @@ from rl.guard.evidence import Evidence
 from rl.record.run_dir import RunDir
 from tests.support.experiments import experiment
 from tests.support.paths import new_run
-from trainer.batch import TokenBatch
+from trainer.step.batch import TokenBatch
 from weight_sync.manifest import Manifest
 
 WIDTH, LAYERS, TOP_K = 6, 2, 3

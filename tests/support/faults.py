@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rollout.client import EngineClient
+from rollout.server.client import EngineClient
 from weight_sync.transports import Transport
 
 Named = tuple[str, Tensor]

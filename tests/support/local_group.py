@@ -12,11 +12,11 @@ from torch import Tensor
 from numerics.config import NumericsConfig
 from numerics.spec import QuantSpec
 from tests.support.models import LENGTH
-from trainer.batch import TokenBatch
 from trainer.config import TrainerConfig
-from trainer.objective import Objective
-from trainer.parallel import Layout
-from trainer.result import PassResult, Scored
+from trainer.distributed.parallel import Layout
+from trainer.step.batch import TokenBatch
+from trainer.step.objective import Objective
+from trainer.step.result import PassResult, Scored
 
 
 class LocalGroup:

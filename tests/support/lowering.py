@@ -6,7 +6,7 @@ from typing import Any
 
 from numerics.config import NumericsConfig
 from numerics.spec import QuantSpec
-from trainer.lowering import Lowering
+from trainer.megatron.lowering import Lowering
 
 FUSED = {"bias_activation_fusion": True, "apply_rope_fusion": True}
 # Megatron 0.16.1: TransformerConfig.

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from trainer import parallel
 from trainer.config import TrainerConfig
-from trainer.parallel import Layout
+from trainer.distributed import parallel
+from trainer.distributed.parallel import Layout
 
 TIMEOUT_S = 900
 

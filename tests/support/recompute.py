@@ -12,9 +12,9 @@ from torch import Tensor
 from rl.algorithms.base import Outcomes
 from rl.experiment import Experiment, read_resolved
 from rl.run.records import train_metrics
-from trainer.batch import TokenBatch
 from trainer.config import TrainerConfig
-from trainer.parallel import Layout
+from trainer.distributed.parallel import Layout
+from trainer.step.batch import TokenBatch
 
 if TYPE_CHECKING:
     from trainer.trainer import Trainer

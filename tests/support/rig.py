@@ -18,19 +18,19 @@ from models.tiny import TinyModel, write_tiny_model
 from numerics.config import NumericsConfig
 from numerics.spec import QuantSpec
 from rl.algorithms.sft import SftObjective
-from rl.run.batching import batch_from_trajectories
-from rl.run.feed import to_groups
-from rl.run.serving import expected_report
+from rl.run.engines.serving import expected_report
+from rl.run.feed.batching import batch_from_trajectories
+from rl.run.feed.feed import to_groups
 from rollout.config import RolloutConfig
+from rollout.data.tasks import Problem
 from rollout.engine import Engine
 from rollout.environments.conversation import Conversation
 from rollout.sampler import check_versions
-from rollout.tasks import Problem
 from rollout.types import Endpoint, Group, Prompt, SamplingParams, Trajectory
 from trainer.actor import TrainerGroup
-from trainer.batch import TokenBatch
 from trainer.config import TrainerConfig
-from trainer.result import PassResult
+from trainer.step.batch import TokenBatch
+from trainer.step.result import PassResult
 from weight_sync.bridge import Bridge, SyncReport
 from weight_sync.config import SyncConfig
 from weight_sync.hf_checkpoint import convert_checkpoint

@@ -11,10 +11,10 @@ from typing import TypeVar
 
 import psutil
 
-from rollout.client import EngineClient
 from rollout.config import RolloutConfig
-from rollout.server import SGLangServer
-from rollout.tasks import Problem
+from rollout.data.tasks import Problem
+from rollout.server.client import EngineClient
+from rollout.server.server import SGLangServer
 from rollout.types import Endpoint, Group, Prompt
 
 Result = TypeVar("Result")

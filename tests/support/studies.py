@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from rl.studies import figures, keeping, names, run
-from rl.studies.claims import Claim, difference
-from rl.studies.lab import Lab
-from rl.studies.study import Measurement, Study, TextTable
-from rl.studies.subjects import MODEL
+from studies.harness import figures, keeping, names, run
+from studies.harness.claims import Claim, difference
+from studies.harness.lab import Lab
+from studies.harness.study import Measurement, Study, TextTable
+from studies.harness.subjects import MODEL
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -53,7 +53,7 @@ def repository(folder: Path, patch: pytest.MonkeyPatch, study: Study) -> None:
     """Make a folder a committed checkout with the model in its place, go there, and have this study alone."""
     (folder / MODEL).mkdir(parents=True)
     (folder / MODEL / "config.json").write_text("{}\n")
-    (folder / ".gitignore").write_text("/studies/\n")
+    (folder / ".gitignore").write_text("/runs/\n")
     git(folder, "init", "-q")
     commit(folder)
     patch.chdir(folder)

@@ -14,10 +14,10 @@ from numerics.config import NumericsConfig
 from numerics.spec import QuantSpec
 from tests.support.batches import cross_entropy, random_batch
 from tests.support.models import LENGTH, reference
-from trainer.batch import TokenBatch
 from trainer.config import TrainerConfig
-from trainer.objective import ObjectiveOutput
-from trainer.parallel import Layout
+from trainer.distributed.parallel import Layout
+from trainer.step.batch import TokenBatch
+from trainer.step.objective import ObjectiveOutput
 
 CONFIG = TrainerConfig(lr=1e-3, warmup_steps=0, micro_batch_tokens=256)
 CRITIC = CONFIG.model_copy(update={"lr": 2e-3, "decay": "linear"})

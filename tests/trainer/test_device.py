@@ -8,8 +8,10 @@ from types import ModuleType
 import pytest
 import torch
 
-from trainer import cpu_runtime, device, parallel
+from trainer import device
 from trainer.config import TrainerConfig
+from trainer.distributed import parallel
+from trainer.megatron import cpu_runtime
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from tests.support.batches import Entropy, Poisoned, cross_entropy, random_batch
 from tests.support.models import reference
 from tests.support.trainers import MakeTrainer
 from trainer.config import TrainerConfig
-from trainer.lowering import Lowering
+from trainer.megatron.lowering import Lowering
 
 
 @pytest.mark.slow
@@ -29,7 +29,7 @@ def test_a_tiny_batch_is_overfitted(precision: str, moe_path: Path, make_trainer
 
 
 def test_gradients_equal_transformers_in_fp32(moe_path: Path, make_trainer: MakeTrainer) -> None:
-    from trainer.step import run_pass
+    from trainer.step.passes import run_pass
 
     trainer = make_trainer(moe_path, dtype=torch.float32)
     batch = random_batch()
@@ -144,7 +144,7 @@ def test_weights_are_quantized_once_per_version(
 
 
 def test_learning_rate_schedules(moe_path: Path, make_trainer: MakeTrainer) -> None:
-    from trainer.optimizer import schedule
+    from trainer.distributed.optimizer import schedule
 
     def rates(steps: int, **changes: Any) -> list[float]:
         optimizer = make_trainer(moe_path, lr=1.0, **changes).optimizer.inner
@@ -187,7 +187,7 @@ def test_rows_are_padded_as_fp8_products_want(moe_path: Path, make_trainer: Make
 def test_the_entropy_of_a_pass_has_the_gradient_of_the_whole_vocabulary(
     moe_path: Path, make_trainer: MakeTrainer
 ) -> None:
-    from trainer.step import run_pass
+    from trainer.step.passes import run_pass
 
     batch = random_batch(temperature=0.7)
     trainer = make_trainer(moe_path, dtype=torch.float32)

@@ -13,9 +13,9 @@ from models import Model
 from models.tensors import EngineRank
 from numerics.digest import tensor_digest
 from numerics.spec import QuantSpec
-from rollout.client import merged
 from rollout.errors import EngineError
 from rollout.protocol import Held
+from rollout.server.client import merged
 from rollout.types import Endpoint
 from tests.support.definitions import every_tensor
 from weight_sync import bridge

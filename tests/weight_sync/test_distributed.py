@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 
 from numerics.spec import QuantSpec
-from rollout.arguments import server_environment
 from rollout.errors import EngineError
+from rollout.server.arguments import server_environment
 from tests.support.definitions import every_tensor
 from trainer.actor import RANK_ENVIRONMENT
 from trainer.seat import LOOPBACK

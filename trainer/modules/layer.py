@@ -20,7 +20,7 @@ from megatron.core.transformer.transformer_layer import (
 from torch import nn
 
 from models.sizes import ModelSizes
-from trainer.mapping import MegatronMapping
+from trainer.megatron.mapping import MegatronMapping
 from trainer.modules.precision import LayerPrecision, Precision
 
 

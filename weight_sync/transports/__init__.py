@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from numerics.spec import QuantSpec
-from rollout.client import EngineClient
+from rollout.server.client import EngineClient
 from weight_sync.config import SyncConfig
 from weight_sync.transports.disk import DiskTransport
 from weight_sync.transports.distributed import DistributedTransport

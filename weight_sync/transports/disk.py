@@ -12,7 +12,7 @@ from torch import Tensor
 
 from numerics.ranks import rank
 from numerics.spec import QuantSpec
-from rollout.client import EngineClient
+from rollout.server.client import EngineClient
 from weight_sync.hf_checkpoint import write_served_checkpoint
 
 

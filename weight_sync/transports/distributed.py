@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rollout.client import EngineClient
 from rollout.errors import EngineError
-from trainer.parallel import in_turn, open_store
+from rollout.server.client import EngineClient
+from trainer.distributed.parallel import in_turn, open_store
 from weight_sync.buckets import Bucket, Named, Packer
 
 TIMEOUT = timedelta(minutes=2)

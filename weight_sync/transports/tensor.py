@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing import reductions
 
-from rollout.client import EngineClient
+from rollout.server.client import EngineClient
 from weight_sync.buckets import Bucket, Named, Packer
 
 _DEVICE = 6

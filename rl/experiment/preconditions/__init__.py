@@ -23,7 +23,7 @@ from rollout.rewards.builtin import BUILT_IN
 from rollout.rewards.config import RewardConfig
 from rollout.rewards.functions import load_function
 from trainer.device import has_transformer_engine
-from trainer.lowering import lower
+from trainer.megatron.lowering import lower
 
 __all__ = ["check", "read_model"]
 

@@ -14,10 +14,10 @@ from jinja2.ext import loopcontrols
 from numerics.errors import user_error
 from rl.experiment import Experiment
 from rl.experiment.preconditions.tokenizer import RENDER_SECONDS, time_limit
-from rollout.data import Problems, Source, load_problems
+from rollout.data.sources import Problems, Source, load_problems
+from rollout.data.tasks import Problem, prompt_ids
 from rollout.rewards.builtin import BUILT_IN
 from rollout.rewards.config import RewardsConfig
-from rollout.tasks import Problem, prompt_ids
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

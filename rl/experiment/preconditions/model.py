@@ -9,7 +9,7 @@ from models import Model, ModelSizes
 from numerics.errors import user_error
 from numerics.spec import QuantSpec
 from rl.experiment import Experiment
-from trainer.model_checks import check_engine_layout, check_layout, check_wires
+from trainer.megatron.model_checks import check_engine_layout, check_layout, check_wires
 
 
 def read_model(path: Path, key: str = "model.path") -> Model:

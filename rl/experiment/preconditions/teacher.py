@@ -12,8 +12,8 @@ from rl.experiment import Experiment
 from rl.experiment.preconditions.model import read_model
 from rl.experiment.preconditions.tokenizer import load_tokenizer
 from rl.experiment.teacher import TeacherSection
-from rollout.client import SCORED_SHORT_OF
-from trainer.model_checks import check_engine_layout
+from rollout.server.client import SCORED_SHORT_OF
+from trainer.megatron.model_checks import check_engine_layout
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

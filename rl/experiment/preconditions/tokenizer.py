@@ -11,7 +11,7 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from numerics.errors import UserError, user_error
-from rollout.tasks import Problem, prompt_ids
+from rollout.data.tasks import Problem, prompt_ids
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

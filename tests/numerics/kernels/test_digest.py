@@ -2,8 +2,8 @@
 
 import torch
 
+from numerics.backend.implementation import using
 from numerics.digest import CHUNK, chunk_sums, tensor_digest, tensor_digests
-from numerics.implementation import using
 from numerics.kernels import digest
 from tests.support.kernels import DEVICE
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from numerics import ops
-from numerics.implementation import using
+from numerics.backend.implementation import using
 from numerics.kernels import combine as triton_combine
 from numerics.kernels import norm, rope, swiglu
 from numerics.ops.router import route

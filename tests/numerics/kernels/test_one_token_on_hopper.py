@@ -9,7 +9,7 @@ pytestmark = pytest.mark.slow  # two dozen kernels to compile
 SCRIPT = """
 import torch
 from numerics import ops
-from numerics.implementation import using
+from numerics.backend.implementation import using
 from numerics.ops import ExpertWeights
 from numerics.quantize import QuantizedTensor, scale_shape
 from numerics.spec import QuantSpec

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from numerics import ops
-from numerics.implementation import using
+from numerics.backend.implementation import using
 from numerics.ops import ExpertWeights
 from numerics.ops.grouped import grouped_linear
 from numerics.quantize import quantize

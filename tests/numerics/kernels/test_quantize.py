@@ -5,8 +5,8 @@ import hypothesis.strategies as st
 import pytest
 import torch
 
+from numerics.backend.implementation import implementation_for
 from numerics.errors import UserError
-from numerics.implementation import implementation_for
 from numerics.kernels.quantize import (
     empty_blocks,
     quantize_blocks,

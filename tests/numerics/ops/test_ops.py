@@ -5,8 +5,8 @@ import torch
 import torch.nn.functional as F
 
 from numerics import ops
+from numerics.backend.probe import row_variant_ops
 from numerics.ops import ExpertWeights
-from numerics.probe import row_variant_ops
 from numerics.quantize import fake_quantize
 from numerics.spec import QuantSpec
 

@@ -9,11 +9,11 @@ import torch
 from pydantic import TypeAdapter, ValidationError
 
 from rl.algorithms import ALGORITHMS, Algorithm
-from rl.algorithms.aggregation import Mode
 from rl.algorithms.base import Outcomes
+from rl.algorithms.parts.aggregation import Mode
 from rl.algorithms.policy_gradient import PolicyGradient
 from rollout.config import RolloutConfig
-from trainer.batch import TokenBatch
+from trainer.step.batch import TokenBatch
 
 LEARNS_FROM_REWARDS = sorted(name for name, kind in ALGORITHMS.items() if issubclass(kind, PolicyGradient))
 MODES: list[Mode] = ["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm"]

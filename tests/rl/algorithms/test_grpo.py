@@ -9,7 +9,7 @@ import torch
 from rl.algorithms.grpo import Grpo
 from rl.algorithms.policy_gradient import PolicyObjective
 from rollout.config import RolloutConfig
-from trainer.batch import TokenBatch
+from trainer.step.batch import TokenBatch
 
 
 def algorithm(**changes: Any) -> Grpo:

@@ -13,7 +13,7 @@ from rl.algorithms import Algorithm
 from rl.algorithms.base import Outcomes
 from rl.algorithms.opd import Opd
 from rollout.config import RolloutConfig
-from trainer.batch import TokenBatch
+from trainer.step.batch import TokenBatch
 
 OUTCOMES = Outcomes(torch.tensor([1.0, 0.0]), torch.tensor([4, 4]), torch.tensor([True, False]))
 """Two answers to one prompt; the length has cut the second."""

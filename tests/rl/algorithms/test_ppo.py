@@ -10,11 +10,11 @@ from pydantic import TypeAdapter, ValidationError
 
 from rl.algorithms import Algorithm
 from rl.algorithms.base import Outcomes
-from rl.algorithms.gae import generalised_advantages, last_of_each_row
+from rl.algorithms.parts.gae import generalised_advantages, last_of_each_row
 from rl.algorithms.ppo import Ppo, ValueObjective
 from rollout.config import RolloutConfig
-from trainer.batch import TokenBatch
 from trainer.config import TrainerConfig
+from trainer.step.batch import TokenBatch
 
 
 def ppo(**settings: Any) -> Ppo:

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from rl.algorithms.sft import SftObjective
-from trainer.batch import TokenBatch
+from trainer.step.batch import TokenBatch
 
 
 def make_batch() -> TokenBatch:

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from numerics.errors import UserError
-from numerics.files import write_atomically
+from numerics.io.files import write_atomically
 from rl.record.run_dir import RunDir, open_run_dir
 from tests.support.paths import ROOT, new_run
 
@@ -205,7 +205,7 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path: Path, mon
     def fail(*_: object) -> None:
         raise OSError("disk full")
 
-    monkeypatch.setattr("numerics.files.os.fsync", fail)
+    monkeypatch.setattr("numerics.io.files.os.fsync", fail)
     with pytest.raises(OSError, match="disk full"):
         write_atomically(path, b"new")
     assert path.read_text() == "old"

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from numerics.errors import UserError
-from numerics.files import write_atomically
+from numerics.io.files import write_atomically
 from rl.record.events import Event, append_event
 from rl.record.metrics_log import MetricsLog
 from rl.record.run_dir import RunDir

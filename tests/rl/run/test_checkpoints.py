@@ -12,7 +12,7 @@ from rollout.errors import EngineError
 from tests.support.checkpoints import NOTHING, Describing, save
 from tests.support.experiments import experiment
 from trainer.actor import TrainerDiedError
-from trainer.checkpoint_files import DamagedCheckpointError, check_digests
+from trainer.checkpoint.files import DamagedCheckpointError, check_digests
 
 
 def names(run: RunDir) -> list[str]:

@@ -17,8 +17,8 @@ from numerics.sampling import GREEDY, answer_seed
 from rl.experiment import Experiment
 from rl.record.metrics import describe
 from rl.run.evaluation import Evaluation, held_out, pass_at
-from rl.run.interrupts import Closing
-from rl.run.judging import Judge
+from rl.run.feed.judging import Judge
+from rl.run.lifecycle.interrupts import Closing
 from rl.run.stack import Asked, Stack
 from rollout.errors import StaleWeightsError
 from rollout.rewards.config import RewardsConfig

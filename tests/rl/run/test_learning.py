@@ -17,9 +17,9 @@ from rollout.config import RolloutConfig
 from tests.support.batches import random_batch
 from tests.support.local_group import LocalGroup
 from tests.support.models import write_model
-from trainer.batch import TokenBatch
+from trainer.distributed.parallel import Layout
 from trainer.errors import NonFiniteLossError
-from trainer.parallel import Layout
+from trainer.step.batch import TokenBatch
 
 GROUPS = torch.tensor([4, 4, 9, 1, 9, 1, 4, 7])
 """Of eight answers, out of order and of unequal sizes."""

@@ -6,14 +6,14 @@ import torch
 from torch import Tensor
 
 from rl.record.rollouts import shown
-from rl.run.batching import batch_from_trajectories
-from rl.run.feed import Answer, Work, rollout_metrics
-from rl.run.judging import Judged
+from rl.run.feed.batching import batch_from_trajectories
+from rl.run.feed.feed import Answer, Work, rollout_metrics
+from rl.run.feed.judging import Judged
 from rl.run.records import rollout_records, throughput, train_metrics
-from rollout.tasks import Problem
+from rollout.data.tasks import Problem
 from rollout.types import Trajectory
-from trainer.batch import TokenBatch
-from trainer.result import PassResult
+from trainer.step.batch import TokenBatch
+from trainer.step.result import PassResult
 
 
 def trajectory(group: int, tokens: int, *, finished: bool = True, version: int = 4) -> Trajectory:

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from numerics.errors import UserError
+from rollout.data.tasks import Problem
 from rollout.environments.conversation import Conversation, Turn, message_ids
 from rollout.environments.transcript import transcript
-from rollout.tasks import Problem
 from rollout.types import Group, Prompt, SamplingParams, Trajectory
 from tests.support.conversations import EOS, Stage
 

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from models import architecture
-from numerics.code import code_digest
 from numerics.config import NumericsConfig
 from numerics.delta import as_bytes, encode
+from numerics.io.code import code_digest
 from rollout.plugin import lifecycle, state
 from rollout.protocol import DELTA, Commit, Held, ReadManifest, ReadReport, Report, from_checksums, to_action
 from tests.support.served_model import DEFINITION, SPEC, build, hf_tensors_served, load

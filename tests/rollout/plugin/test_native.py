@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from models import Model, ModelSizes
 from models.qwen3_moe import moe_tensors
 from models.tensors import TensorRow
+from numerics.backend.implementation import Implementation, using
 from numerics.config import NumericsConfig
-from numerics.implementation import Implementation, using
 from numerics.quantize import fake_quantize, quantize
 from numerics.spec import QuantSpec
 from rollout.plugin import native, state

@@ -19,13 +19,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer, Qwen3Config, Qwen3ForSequenceClassification
 
-from rollout.launcher import _import_one_model_only
 from rollout.rewards.config import RewardConfig
 from rollout.rewards.form import format
 from rollout.rewards.functions import load_function
 from rollout.rewards.length import length
 from rollout.rewards.mathematics import math
-from rollout.server import _free_port
+from rollout.server.launcher import _import_one_model_only
+from rollout.server.server import _free_port
 from tests.support.paths import EXAMPLES
 from tests.support.servers import wait_until
 

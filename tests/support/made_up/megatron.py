@@ -8,7 +8,7 @@ from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.spec_utils import build_module
 from torch import Tensor, nn
 
-from trainer.mapping import MegatronMapping
+from trainer.megatron.mapping import MegatronMapping
 from trainer.modules.exact.norm import RMSNorm
 from trainer.modules.precision import LayerPrecision
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from functools import partial
 
 from models.sizes import ModelSizes
-from trainer.lowering import Lowering
+from trainer.megatron.lowering import Lowering
 from trainer.modules.layer import LayerModules
 from trainer.modules.native import provider
 from trainer.modules.precision import LayerPrecision

@@ -5,7 +5,7 @@ import json
 import pytest
 from typer.testing import CliRunner
 
-from rl.cli import app
+from fp8rl.cli import app
 from rl.experiment.preconditions import tokenizer
 from tests.support.preconditions import edit_config, refusal
 

@@ -1,0 +1,162 @@
+"""Attribution of a run that is over, or of a capsule: a trainer of one rank and an engine are started for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from diagnose.attribution.attribute import Pair, attribute
+from diagnose.attribution.result import Attribution
+from diagnose.calibration import ANSWERS, LONG_PROMPTS, LONG_TOKENS, calibration_prompts, sampled_batch
+from models import read_model
+from numerics.config import NumericsConfig
+from numerics.errors import user_error
+from numerics.io.reading import check_path
+from rl.experiment import Experiment, read_resolved
+from rl.guard.capsule import read_capsule
+from rl.guard.standing import Standing
+from rl.record.run_dir import RunDir
+from rl.run.stack import Stack, open_pair
+from trainer.config import TrainerConfig
+from trainer.step.batch import TokenBatch
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is attributed.
+
+    name: of the run or capsule. page: where its result is written. experiment: with the model directory to start from.
+    numerics: that were in force. checkpoint: whose weights are loaded over those of the directory, if any.
+    batch: None if it is still to be sampled.
+    """
+
+    name: str
+    page: Path
+    experiment: Experiment
+    numerics: NumericsConfig
+    checkpoint: Path | None = None
+    batch: TokenBatch | None = None
+
+    @property
+    def compared(self) -> str:
+        """Why |d| of the batch is not that of the run, if it is sampled anew."""
+        if self.batch is not None:
+            return ""
+        return (
+            f"Sampled anew, at the weights of now: answers to problems of the run, and to {LONG_PROMPTS} prompts of up "
+            f"to {LONG_TOKENS} tokens made of several of them. Over more tokens attention adds in more pieces, so in "
+            "native mode |d| grows with the length: compare it with the run's at short positions only."
+        )
+
+
+def read_subject(path: Path) -> Subject:
+    """A run directory or a capsule.
+
+    Raises:
+        UserError: it is neither, it has no weights, or it is damaged.
+    """
+    check_path(path, "attribute")
+    path = Path(path).absolute()
+    if (path / "capsule.json").is_file():
+        return _capsule(path)
+    run = RunDir(path)
+    if not run.experiment.is_file():
+        raise user_error(
+            "attribute",
+            found=str(path),
+            expected="the directory of a run or of a capsule",
+            remedy="Give for example runs/demo, or runs/demo/capsules/step_7.",
+        )
+    return _run(run)
+
+
+def attribute_offline(subject: Subject, *, quick: bool, say: Callable[[str], object]) -> Attribution:
+    """Start both sides and attribute; everything started ends with the call.
+
+    A run's batch is sampled anew: problems of its data, at its temperature, from its last weights. quick: leave out the
+    causes that take another trainer and engine to switch, in native mode.
+
+    Raises:
+        UserError: what both sides refuse at their start.
+    """
+    say(f"attribute {subject.name}")
+    with _stack_of(subject, subject.numerics, say) as stack:
+        batch = subject.batch
+        if batch is None:
+            say("sampling a calibration batch")
+            batch = sampled_batch(stack, calibration_prompts(stack), ANSWERS, stack.experiment.rollout.temperature)
+        say("comparing op by op, then one cause at a time")
+        (endpoint,) = stack.engines.up()
+        return attribute(
+            stack.trainer,
+            endpoint,
+            batch,
+            subject.numerics,
+            read_model(Path(subject.experiment.model.path)),
+            resync=stack.sync,
+            other_pair=None if quick else partial(_pair, subject, say),
+        )
+
+
+def _run(run: RunDir) -> Subject:
+    experiment = read_resolved(run.experiment)
+    step = max(run.checkpoint_steps(), default=None)
+    if step is None and run.model.is_dir():
+        experiment = _with_model(experiment, run.model)
+    elif step is None:
+        raise user_error(
+            "attribute",
+            found=f"{run.path} with neither model/ nor a checkpoint",
+            expected="weights to compare",
+            remedy="Let the run reach its first checkpoint, or attribute one of its capsules.",
+        )
+    numerics = Standing.of_checkpoint(run, step).numerics(experiment.numerics_config())
+    checkpoint = None if step is None else run.checkpoint(step)
+    return Subject(run.name, run.path / "attribution.html", experiment, numerics, checkpoint)
+
+
+def _capsule(path: Path) -> Subject:
+    capsule = read_capsule(path)
+    if capsule.weights is None:
+        raise user_error(
+            "attribute",
+            found=f"{path} without weights",
+            expected="a capsule with its weights",
+            remedy="Set guard.capsule_weights=true in runs to come, or attribute the run.",
+        )
+    experiment = _with_model(capsule.experiment, capsule.weights)
+    # Beside the capsule, whose files are sealed.
+    page = path.with_name(f"{path.name}.attribution.html")
+    return Subject(
+        f"{experiment.run.name} {path.name}", page, experiment, capsule.numerics, batch=capsule.evidence.batch
+    )
+
+
+def _with_model(experiment: Experiment, path: Path) -> Experiment:
+    return experiment.model_copy(update={"model": experiment.model.model_copy(update={"path": str(path)})})
+
+
+@contextmanager
+def _pair(subject: Subject, say: Callable[[str], object], numerics: NumericsConfig) -> Iterator[Pair]:
+    with _stack_of(subject, numerics, say) as stack:
+        (endpoint,) = stack.engines.up()
+        yield stack.trainer, endpoint
+
+
+@contextmanager
+def _stack_of(subject: Subject, numerics: NumericsConfig, say: Callable[[str], object]) -> Iterator[Stack]:
+    """An engine and a trainer of one rank each with the subject's weights.
+
+    `numerics.k_splits` stays that of the run, so that one rank adds in the order of the run's layout.
+    """
+    trainer = TrainerConfig(micro_batch_tokens=subject.experiment.trainer.micro_batch_tokens)
+    rollout = subject.experiment.rollout.model_copy(update={"tp": 1})
+    experiment = subject.experiment.model_copy(update={"trainer": trainer, "rollout": rollout})
+    with open_pair(experiment, numerics, say) as stack:
+        if subject.checkpoint is not None:
+            stack.trainer.load(subject.checkpoint)
+            stack.sync()
+        yield stack

@@ -1,0 +1,27 @@
+"""What the engine holds, class by class of the precision map."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from diagnose.audit.sighting import Sighting
+from models import Model
+from models.tensors import base_name
+from numerics.config import NumericsConfig
+from numerics.holdings import Holding
+from numerics.precision_map import precision_map
+from rollout.plugin.inventory import DERIVED, KV_CACHE, SCALES
+
+
+def engine_sightings(held: Iterable[Holding], model: Model, numerics: NumericsConfig) -> list[Sighting]:
+    """held: one rank's inventory (`rollout.plugin.inventory`). numerics: as planned."""
+    plan = precision_map(numerics)
+    kinds = {SCALES: "engine.scale", DERIVED: "engine.derived", KV_CACHE: "engine.kv_cache"}
+    found = []
+    for each in held:
+        key = kinds.get(each.kind)
+        if key is None:
+            row = model.tensors[base_name(each.name)[0]]
+            key = "engine.weight" if model.quantizes(row, numerics.rollout_spec) else "engine.leftover"
+        found.append(Sighting(key, each.name, each.format, plan[key].formats, bytes=each.bytes))
+    return found

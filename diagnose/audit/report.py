@@ -1,0 +1,186 @@
+"""The verdict of an audit: the precision map with what was found beside it, as a table and as JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from diagnose.audit.claims import Claim, answers
+from diagnose.audit.sighting import Sighting
+from numerics.precision_map import CLASSES, DOCUMENTED
+
+SCHEMA = 1
+"""Of the JSON; it grows when a key changes its meaning or goes."""
+_NOT_IN_EVERY_RUN = {
+    "head.weight",
+    "product.cached",
+    *(each.key for each in CLASSES if each.key.startswith("experts.")),
+}
+"""A head may be tied to the embedding, a run in BF16 has no codes, and a dense model no experts."""
+_SHOWN = 3
+"""Names that a difference spells out."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One class of tensors.
+
+    Attributes:
+        key, row, tensors, document: of the class; see `numerics.precision_map.TensorClass`.
+        planned: formats that will do. found: how often each was seen; none where no such tensor was, because the run
+            has none or a kernel fuses what is around it.
+        bytes: of what is held or sent.
+    """
+
+    key: str
+    row: str
+    tensors: str
+    document: str
+    planned: list[str]
+    found: dict[str, int]
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Tensors of one class that are not as planned.
+
+    Attributes:
+        names: of all of them. planned, found: formats. why: what the plan is for. remedy: where to look.
+    """
+
+    key: str
+    names: list[str]
+    planned: str
+    found: str
+    why: str
+    remedy: str
+
+
+@dataclass(frozen=True)
+class Report:
+    """What an audit found. Its JSON has these keys, and `schema`, `ok`, `unseen` and `claims`.
+
+    Attributes:
+        spec_digest, mode, trainer, rollout: of the numerics.
+        rows: the precision map. differences: what is not as planned. tokens: of the step that was watched.
+        seconds: of the whole audit.
+    """
+
+    spec_digest: str
+    mode: str
+    trainer: str
+    rollout: str
+    rows: list[Row]
+    differences: list[Difference]
+    tokens: int
+    seconds: float
+
+    @property
+    def ok(self) -> bool:
+        return not self.differences
+
+    @property
+    def unseen(self) -> list[str]:
+        """Classes in the rows of the published map of which nothing was seen, though every model has them."""
+        return [r.key for r in self.rows if r.row in DOCUMENTED and not r.found and r.key not in _NOT_IN_EVERY_RUN]
+
+    @property
+    def claims(self) -> list[Claim]:
+        return answers({row.key: row.found for row in self.rows})
+
+    def to_json(self) -> str:
+        values = {"schema": SCHEMA, "ok": self.ok, "unseen": self.unseen} | dataclasses.asdict(self)
+        values["claims"] = [dataclasses.asdict(claim) for claim in self.claims]
+        return json.dumps(values, indent=1, allow_nan=False)
+
+    @classmethod
+    def from_json(cls, text: str) -> Report:
+        """Raises ValueError for another schema."""
+        values: dict[str, Any] = json.loads(text)
+        if values.get("schema") != SCHEMA:
+            raise ValueError(f"schema: found {values.get('schema')}, expected {SCHEMA}")
+        fields = {field.name: values[field.name] for field in dataclasses.fields(cls)}
+        fields["rows"] = [Row(**row) for row in fields["rows"]]
+        fields["differences"] = [Difference(**each) for each in fields["differences"]]
+        return cls(**fields)
+
+
+def rows_of(sightings: Iterable[Sighting]) -> list[Row]:
+    """The precision map with all that was seen of each class."""
+    by_key: dict[str, list[Sighting]] = {each.key: [] for each in CLASSES}
+    for sighting in sightings:
+        by_key[sighting.key].append(sighting)
+    rows = []
+    for each in CLASSES:
+        seen, found = by_key[each.key], Counter[str]()
+        for sighting in seen:
+            found[sighting.found] += sighting.calls
+        rows.append(
+            Row(
+                key=each.key,
+                row=each.row,
+                tensors=each.tensors,
+                document=each.document,
+                planned=list(dict.fromkeys(form for sighting in seen for form in sighting.planned)),
+                found=dict(found),
+                bytes=sum(sighting.bytes for sighting in seen),
+            )
+        )
+    return rows
+
+
+def differences_of(sightings: Sequence[Sighting]) -> list[Difference]:
+    """What is not as planned, in the order of the map, tensors of one class and format together."""
+    wrong: dict[tuple[str, tuple[str, ...], str], dict[str, None]] = {}
+    for sighting in sightings:
+        if sighting.found not in sighting.planned:
+            wrong.setdefault((sighting.key, sighting.planned, sighting.found), {})[sighting.name] = None
+    classes = {each.key: each for each in CLASSES}
+    order = list(classes)
+    return [
+        Difference(key, list(names), " or ".join(planned), found, classes[key].why, classes[key].remedy)
+        for (key, planned, found), names in sorted(wrong.items(), key=lambda item: order.index(item[0][0]))
+    ]
+
+
+def rendered(report: Report) -> RenderableType:
+    """The map as a table, what differs with the reason and the remedy, and the verdict."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for heading in ("", "tensors", "planned", "found", "bytes"):
+        table.add_column(heading, justify="right" if heading == "bytes" else "left", overflow="fold")
+    wrong, last = {difference.key for difference in report.differences}, ""
+    for row in report.rows:
+        if not row.found:
+            continue
+        if row.row != last:
+            table.add_row("", Text(row.row, style="bold"))
+        last = row.row
+        verdict = Text("FAIL", style="bold red") if row.key in wrong else Text("pass", style="bold green")
+        found = ", ".join(f"{form} x {count:,}" for form, count in row.found.items())
+        size = f"{row.bytes:,}" if row.bytes else ""
+        table.add_row(verdict, f"  {row.key}", " or ".join(row.planned), found, size)
+    parts: list[RenderableType] = [table]
+    for each in report.differences:
+        rest = f" and {len(each.names) - _SHOWN} more" if len(each.names) > _SHOWN else ""
+        parts += [
+            Text(),
+            Text(
+                f"{each.key}: found {each.found}, planned {each.planned}: {', '.join(each.names[:_SHOWN])}{rest}",
+                style="yellow",
+            ),
+            Text(f"{each.why} {each.remedy}", style="yellow"),
+        ]
+    if report.unseen:
+        parts += [Text(), Text(f"not seen, inside kernels that fuse it: {', '.join(report.unseen)}", style="yellow")]
+    what = "everything is as planned" if report.ok else f"{len(report.differences)} differences"
+    said = f"audit {'passed' if report.ok else 'failed'} in {report.seconds:.0f} s: {what}"
+    return Group(*parts, Text(), Text(said, style="bold green" if report.ok else "bold red"))

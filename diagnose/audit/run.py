@@ -1,0 +1,88 @@
+"""The audit from top to bottom: start both sides, watch one training step, ask the engine, compare with the plan."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from diagnose.audit.engine import engine_sightings
+from diagnose.audit.report import Difference, Report, differences_of, rows_of
+from diagnose.audit.sighting import Sighting
+from diagnose.audit.watch import watch_step
+from diagnose.calibration import ANSWERS, calibration_prompts, check_has_engine, sampled_batch
+from models import Model
+from numerics.config import NumericsConfig
+from rl.algorithms.sft import SftObjective
+from rl.experiment import Experiment
+from rl.experiment.preconditions import check, read_model
+from rl.run.stack import Stack, open_pair
+from rollout.errors import HandshakeError
+from trainer.step.batch import TokenBatch
+
+
+def audit(experiment: Experiment, *, say: Callable[[str], None] = print) -> Report:
+    """Hold what a spec's trainer and engine compute, hold and send against the precision map of its numerics.
+
+    Args:
+        say: told what is going on.
+
+    Raises:
+        UserError: no run of the spec could start.
+    """
+    began, numerics = time.monotonic(), experiment.numerics_config()
+    model = read_model(Path(experiment.model.path))
+    check(experiment)
+    check_has_engine(experiment)
+    seen: list[Sighting] = []
+    tokens, refused = 0, []
+    try:
+        with open_pair(experiment, say=say) as stack:
+            tokens, seen = examine(stack, model, numerics, say)
+    except HandshakeError as error:
+        refused = [refused_engine(error)]
+    return Report(
+        spec_digest=numerics.spec.digest(),
+        mode=numerics.mode,
+        trainer=numerics.trainer,
+        rollout=numerics.rollout,
+        rows=rows_of(seen),
+        differences=[*refused, *differences_of(seen)],
+        tokens=tokens,
+        seconds=time.monotonic() - began,
+    )
+
+
+def examine(
+    stack: Stack, model: Model, numerics: NumericsConfig, say: Callable[[str], None]
+) -> tuple[int, list[Sighting]]:
+    """How many tokens the step had, and all that was seen. The trainer has learnt from it; its engine holds the weights
+    from before."""
+    say("syncing the weights")
+    stack.sync()
+    say("sampling answers and learning from them, uncompiled")
+    batch = sampled_batch(stack, calibration_prompts(stack), ANSWERS, stack.experiment.rollout.temperature)
+    seen = trainer_sightings(stack, batch, numerics)
+    for held in stack.ask(lambda client: client.inventory()):
+        seen += engine_sightings(held, model, numerics)
+    return int(batch.real_tokens().sum()), seen
+
+
+def trainer_sightings(stack: Stack, batch: TokenBatch, numerics: NumericsConfig) -> list[Sighting]:
+    """Of all ranks. The loss is the likelihood of the answers: it needs no rewards, and no precision depends on it."""
+    planned = numerics, stack.experiment.trainer
+    ranks: list[list[Sighting]] = stack.trainer.apply(watch_step, batch, SftObjective.of(batch), *planned)
+    stack.trainer.weight_version += 1  # of the update, which its ranks made by themselves
+    return [sighting for rank in ranks for sighting in rank]
+
+
+def refused_engine(error: HandshakeError) -> Difference:
+    """An engine that said at its start that it runs something else."""
+    return Difference(
+        key="engine",
+        names=["handshake"],
+        planned="an engine that runs what the experiment says",
+        found=str(error),
+        why="Nothing was sampled, and no step was watched.",
+        remedy="Start the engine from this spec, in this environment.",
+    )

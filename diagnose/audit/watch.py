@@ -1,0 +1,291 @@
+"""One training step of the live trainer, every op of it watched. Runs on the trainer's ranks.
+
+A dispatch mode sees each op with its tensors, in the backward as well; hooks of modules say where in the model it is.
+An op of the backward belongs where its node of autograd was made: nodes are numbered in the order of the forward.
+What one kernel fuses is not seen inside, and is missing in what is returned.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from diagnose.audit.formats import Grids
+from diagnose.audit.memory import held_by_optimizer, held_in_pass
+from diagnose.audit.sighting import Sighting
+from diagnose.audit.sites import Part, Site, Sites
+from numerics.backend.compiler import uncompiled
+from numerics.backend.implementation import using
+from numerics.config import NumericsConfig
+from numerics.holdings import format_of, tensors_in
+from numerics.precision_map import Planned, precision_map, unquantized
+from numerics.spec import Role
+from trainer.config import TrainerConfig
+from trainer.step.batch import TokenBatch
+from trainer.step.objective import Objective
+
+if TYPE_CHECKING:
+    from trainer.trainer import Trainer  # megatron is for the ranks, not for the driver
+
+PRODUCTS = {"mm", "bmm", "addmm", "baddbmm", "_scaled_mm", "_grouped_mm"}
+SUMS = {"mean", "sum", "norm", "linalg_vector_norm", "logsumexp", "_softmax", "_log_softmax", "_fused_rms_norm"}
+SOFTMAX = {"exp", "amax", "max"}
+"""Of a softmax that is put together by hand."""
+BACKWARD = {"_softmax_backward_data", "_log_softmax_backward_data", "_fused_rms_norm_backward"}
+ACCUMULATE = "torch::autograd::AccumulateGrad"
+FORMATS = {"fp32", "bf16", "fp16", "e4m3", "e5m2"}
+CAST = "_to_copy"
+CLIPPING, UPDATE = "clipping", "update"
+WIRES = {"start_grad_sync": "gradient.wire", "start_param_sync": "wire.weights"}
+"""Methods of Megatron's groups of buffers, and what they send."""
+_SUMMED: dict[Part, str] = {
+    "router": "router.softmax",
+    "norm": "norm.reduction",
+    "product": "norm.reduction",
+    "experts": "router.gradient",
+}
+_LEAVES: dict[Part, str] = {
+    "embedding": "embedding.output",
+    "head": "head.logits",
+    "router": "router.probabilities",
+    "attention": "attention.output",
+    "product": "product.output",
+    "experts": "experts.output",
+    "norm": "norm.output",
+}
+
+
+def watch_step(
+    trainer: Trainer, batch: TokenBatch, objective: Objective, numerics: NumericsConfig, config: TrainerConfig
+) -> list[Sighting]:
+    """Train on `batch`, uncompiled, and report all that the precision map speaks of. All ranks take part.
+
+    Shared ops run on their torch definitions, whose bits are the kernels' and whose insides can be seen.
+
+    numerics, config: what is planned, which the trainer may no longer run.
+    """
+    with uncompiled(), using("torch"):
+        trainer.score(batch)  # what is done once and for all, such as probes of the machine, is no part of a step
+        trainer.weights_changed()
+        sites = Sites(trainer, numerics)
+        wires = {"gradient_wire": config.gradient_wire, "weight_gather": config.weight_gather}
+        plan = precision_map(numerics, **wires)
+        watcher = _Watcher(trainer, sites, plan, Grids(numerics))
+        with watcher.hooked(), watcher:
+            trainer.forward_backward(batch, objective)
+        held = list(held_in_pass(trainer, sites, plan))
+        with watcher.hooked(), watcher:
+            trainer.update()
+    return [*watcher.sightings(), *held, *held_by_optimizer(trainer, sites, plan)]
+
+
+class _Watcher(TorchDispatchMode):
+    def __init__(self, trainer: Trainer, sites: Sites, plan: Mapping[str, Planned], grids: Grids) -> None:
+        super().__init__()
+        from trainer.inventory import buffer_kinds
+
+        self._trainer, self._sites = trainer, sites
+        self._plan, self._grids = plan, grids
+        self._seen: Counter[tuple[str, str, str, tuple[str, ...]]] = Counter()
+        self._bytes: Counter[tuple[str, str, str, tuple[str, ...]]] = Counter()
+        self._modules: list[str] = []
+        self._phase = self._cast = ""
+        self._places: list[tuple[int, str]] = [(0, "")]
+        self._attention_products = 0
+        self._buffers = buffer_kinds(trainer)
+        self._parameters = {_storage(parameter) for parameter in trainer.model.parameters()}
+        self._weights: set[int] | None = None
+
+    def sightings(self) -> list[Sighting]:
+        return [Sighting(*seen, calls, self._bytes[seen]) for seen, calls in self._seen.items()]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func.namespace == "c10d":
+            self._sent(func, args, kwargs or {})
+        elif self._phase in WIRES.values():
+            if func.__name__.partition(".")[0] == CAST and out.is_floating_point() and out.dtype.itemsize < 4:
+                self._cast = format_of(out.dtype)
+        elif self._phase != UPDATE:
+            self._computed(func.__name__.partition(".")[0], args, out)
+        return out
+
+    # Where
+
+    @contextmanager
+    def hooked(self) -> Iterator[None]:
+        """Follow the forward from module to module, and note when the optimizer is at work."""
+        with ExitStack() as undo:
+            for path, module in self._trainer.model.named_modules():
+                undo.callback(module.register_forward_pre_hook(self._entering(path)).remove)
+                undo.callback(module.register_forward_hook(self._leaving(path), always_call=True).remove)
+            optimizer = self._trainer.optimizer
+            undo.enter_context(self._within(optimizer, "grad_norm", CLIPPING))
+            undo.enter_context(self._within(optimizer, "step", UPDATE))
+            for group in (*optimizer.model.bucket_groups, *optimizer.model.expert_parallel_bucket_groups):
+                for method, key in WIRES.items():
+                    undo.enter_context(self._within(group, method, key))
+            yield
+
+    @contextmanager
+    def _within(self, owner: Any, method: str, phase: str) -> Iterator[None]:
+        """Name what goes on while a method runs."""
+        inner = getattr(owner, method)
+
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            outer, self._phase, self._cast = self._phase, phase, ""
+            try:
+                return inner(*args, **kwargs)
+            finally:
+                self._phase = outer
+
+        setattr(owner, method, noted)  # hides the class's method until it is deleted
+        try:
+            yield
+        finally:
+            delattr(owner, method)
+
+    def _entering(self, path: str) -> Callable[..., None]:
+        def enter(*_: Any) -> None:
+            self._modules.append(path)
+            self._places.append((torch.autograd._get_sequence_nr(), path))
+            if (site := self._sites.exactly(path)) and site.part == "attention":
+                self._attention_products = 0
+
+        return enter
+
+    def _leaving(self, path: str) -> Callable[..., None]:
+        layers = {f"decoder.layers.{index}" for index in range(len(self._trainer.model.decoder.layers))}
+
+        def leave(_: Any, __: Any, out: Any) -> None:
+            self._modules.pop()
+            self._places.append((torch.autograd._get_sequence_nr(), self._modules[-1] if self._modules else ""))
+            tensors = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+            if not tensors:
+                return
+            if path in layers:
+                self._note("residual", path, self._grids.format(tensors[0], "activation"))
+                if tensors[0].requires_grad:
+                    tensors[0].register_hook(
+                        lambda grad: self._note("gradient.stream", path, self._grids.format(grad, "gradient"))
+                    )
+            if site := self._sites.exactly(path):
+                self._left(site, tensors[0])
+
+        return leave
+
+    def _place(self, node: Any) -> str:
+        """The module that runs, or the one whose backward runs."""
+        if node is None:
+            return self._modules[-1] if self._modules else ""
+        return self._places[bisect_right(self._places, node._sequence_nr(), key=lambda place: place[0]) - 1][1]
+
+    # What
+
+    def _left(self, site: Site, out: Tensor) -> None:
+        """A module's output."""
+        # Most probabilities are zero, and those of one expert 1.
+        found = format_of(out.dtype) if site.part == "router" else self._grids.format(out, "activation")
+        self._note(_LEAVES[site.part], site.path, found)
+
+    def _computed(self, op: str, args: Any, out: Any) -> None:
+        if op not in PRODUCTS | SUMS | SOFTMAX | BACKWARD | {"add_"}:
+            return
+        tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
+        if not tensors or not tensors[0].is_floating_point():
+            return
+        node = torch._C._current_autograd_node()
+        if node is not None and node.name() == ACCUMULATE:
+            if op == "add_" and len(tensors) == 2 and _storage(tensors[0]) in self._buffers:
+                self._note("gradient.weight", "the model's parameters", format_of(tensors[1].dtype))
+            return
+        path = self._place(node)
+        site = self._sites.at(path)
+        if op in PRODUCTS:
+            if site is not None:
+                self._multiplied(site, node is not None, tensors[-2], tensors[-1], out)
+        elif op != "add_":
+            self._reduced(site, path, op, node is not None, format_of(tensors[0].dtype))
+
+    def _multiplied(self, site: Site, backward: bool, left: Tensor, right: Tensor, out: Tensor) -> None:
+        """One matrix product. Both operands are grouped along what is summed over, if they are quantized."""
+        if site.part == "attention":
+            if not backward:  # in turns: queries and keys, weights and values
+                first = self._attention_products % 2 == 0
+                self._attention_products += 1
+                key = "scores.output" if first else "softmax.output"
+                self._note(key, site.path, format_of(out.dtype if first else left.dtype))
+            return
+        with_weight = not backward or _storage(right) in self._weight_places()
+        roles: tuple[Role, Role] = "gradient" if backward else "activation", "weight" if with_weight else "activation"
+        for role, operand in zip(roles, (left, right), strict=True):
+            found = self._operand(operand, role)
+            if site.part in ("product", "experts"):
+                self._note(f"{site.part}.{role}", site.path, found, site)
+            elif site.part in ("head", "router"):
+                self._note(f"{site.part}.operands", site.path, found)
+        if site.part == "router" and not backward:
+            self._note("router.logits", site.path, format_of(out.dtype))
+
+    def _operand(self, operand: Tensor, role: Role) -> str | None:
+        """A parameter is what its dtype says, whatever its values: they may come from a checkpoint in FP8."""
+        own = role == "weight" and _storage(operand) in self._parameters
+        return format_of(operand.dtype) if own else self._grids.format(operand, role)
+
+    def _reduced(self, site: Site | None, path: str, op: str, backward: bool, found: str) -> None:
+        """The operand of a reduction. The maxima that quantizers take are none of the map's business."""
+        if self._phase == CLIPPING:
+            self._note("clipping.norm", "gradients", found)
+        elif site is None:
+            if not path and op not in SOFTMAX:
+                self._note("loss.reduction", "loss", found)
+        elif site.part == "attention":
+            # What else is summed in the backward are gradients of heads that share their keys.
+            if not backward or op in BACKWARD:
+                self._note("softmax.reduction", site.path, found)
+        elif op not in SOFTMAX:
+            if (key := _SUMMED.get(site.part)) is not None:
+                self._note(key, site.path, found)
+
+    def _sent(self, func: Any, args: Any, kwargs: Any) -> None:
+        from trainer.inventory import transfer
+
+        call = transfer(func, args, kwargs, self._buffers)
+        name = f"{call.collective} of {call.ranks} ranks"
+        if self._phase in WIRES.values():
+            # What is not sent as it stands was cast before, and travels as bytes, with its scales.
+            if call.kind != "rest" or not call.collective.startswith("allreduce"):  # of largest values, for scales
+                self._note(self._phase, name, self._cast or call.format, size=call.bytes)
+        elif call.format in FORMATS:  # others are counts and words
+            self._note("clipping.norm" if self._phase == CLIPPING else "wire.layer", name, call.format, size=call.bytes)
+
+    def _note(self, key: str, name: str, found: str | None, site: Site | None = None, size: int = 0) -> None:
+        if found is None:
+            return
+        plan = self._plan[key]
+        formats = plan.formats
+        if site is not None:
+            plans = [plan if quantized else unquantized(plan) for quantized in sorted(site.quantized)]
+            formats = tuple(dict.fromkeys(form for each in plans for form in each.formats))
+        seen = (key, name, found, formats)
+        self._seen[seen] += 1
+        self._bytes[seen] += size
+
+    def _weight_places(self) -> set[int]:
+        """Where weights lie, and what products take for them. There are no more of them once the backward begins."""
+        if self._weights is None:
+            operands = [tensor for _, operand in self._trainer.cache.operands() for tensor in tensors_in(operand)]
+            self._weights = {_storage(tensor) for tensor in operands} | self._parameters
+        return self._weights
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()

@@ -1,0 +1,255 @@
+"""What a spec would run on, on a given machine, and what stands in the way. A function of data: nothing is probed here.
+
+The rules are those that a run goes by: `numerics.backend.dispatch` for kernels, `trainer.megatron.lowering` for
+TransformerEngine, `rollout.server.arguments` for the engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from packaging.specifiers import SpecifierSet
+
+from diagnose.doctor.machine import Gpu, Machine
+from numerics.backend.implementation import FEWEST_CAPABILITY, implementation_for
+from numerics.config import NumericsConfig
+from numerics.errors import UserError
+from numerics.spec import QuantSpec
+from rollout.config import RolloutConfig
+from rollout.server.arguments import server_arguments
+from trainer.megatron.lowering import lower
+
+Blocks = Literal["native", "by MX", "no"]
+
+HOPPER, BLACKWELL = (9, 0), (10, 0)
+BLOCK_CUDA = (12, 9)
+"""cuBLASLt multiplies with 128-blocks from this CUDA release on, and TransformerEngine asks for it."""
+
+_ALWAYS = ("torch", "megatron-core", "mbridge", "transformers", "sglang", "ray", "wandb")
+_WITH_GPU = ("triton", "sglang-kernel", "sgl-deep-gemm", "flashinfer-python")
+_TE = ("transformer_engine", "transformer_engine_torch")
+_PATCHED = {"torch", "megatron-core", "sglang"}
+"""Their inner workings are hooked or patched, so another version is refused; others may do."""
+_INSTALL = {"cpu": "Run `make install`.", "cuda": "Run `make install-gpu`, or use the image of the Dockerfile."}
+
+
+@dataclass(frozen=True)
+class Remark:
+    """One thing about a machine or spec that its user should know.
+
+    blocks: the spec cannot run before it is mended; the others cost speed, or are not known to work.
+    """
+
+    blocks: bool
+    key: str
+    found: str
+    expected: str
+    remedy: str
+
+
+@dataclass(frozen=True)
+class Side:
+    """Where one side runs. name: trainer or engine. precision: of its products. device: cpu or cuda.
+
+    ops: what computes them. attention: the engine's attention backend.
+    """
+
+    name: str
+    precision: str
+    device: str
+    ops: str
+    attention: str = ""
+
+
+@dataclass(frozen=True)
+class Features:
+    """What a GPU can do by itself: FP8 products; products with 128 x 128 and 1 x 128 scales; MX formats."""
+
+    fp8: bool
+    blocks: Blocks
+    mx: bool
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    machine: Machine
+    mode: str
+    spec_digest: str
+    sides: tuple[Side, Side]
+    features: tuple[Features, ...]
+    remarks: tuple[Remark, ...]
+
+    @property
+    def ok(self) -> bool:
+        return not any(remark.blocks for remark in self.remarks)
+
+
+def judge(machine: Machine, numerics: NumericsConfig) -> Diagnosis:
+    """Where both sides of `numerics` run on `machine`, and every obstacle, the gravest first."""
+    remarks = [
+        *_of_the_install(machine, numerics),
+        *_of_the_gpus(machine),
+        *_of_the_compilers(machine),
+        *_of_the_arithmetic(machine, numerics),
+        *_of_native_mode(machine, numerics),
+    ]
+    return Diagnosis(
+        machine,
+        numerics.mode,
+        numerics.spec.digest(),
+        (_trainer(machine, numerics), _engine(machine, numerics)),
+        tuple(features(gpu, machine.torch_cuda) for gpu in machine.gpus),
+        tuple(sorted(remarks, key=lambda remark: not remark.blocks)),
+    )
+
+
+def features(gpu: Gpu, torch_cuda: str | None) -> Features:
+    """Of one GPU under torch's CUDA release. Blackwell multiplies blocks as MX, with power-of-two scales alone."""
+    recent = torch_cuda is not None and _numbers(torch_cuda) >= BLOCK_CUDA
+    hopper, blackwell = HOPPER <= gpu.capability < BLACKWELL, gpu.capability >= BLACKWELL
+    blocks: Blocks = "native" if hopper and recent else "by MX" if blackwell and recent else "no"
+    return Features(gpu.capability >= FEWEST_CAPABILITY, blocks, blackwell)
+
+
+def _device(machine: Machine) -> str:
+    return "cuda" if machine.torch_sees else "cpu"
+
+
+def _weakest(machine: Machine) -> Gpu | None:
+    """A run may use any of them."""
+    return min(machine.gpus, key=lambda gpu: gpu.capability) if machine.torch_sees else None
+
+
+def _shared_ops(machine: Machine, spec: QuantSpec) -> str:
+    gpu = _weakest(machine)
+    kernels = implementation_for(gpu.capability if gpu else None, spec) == "triton"
+    return "shared ops, Triton kernels" if kernels else "shared ops, torch" + ", emulated FP8" * spec.quantized
+
+
+def _trainer(machine: Machine, numerics: NumericsConfig) -> Side:
+    spec, device = numerics.trainer_spec, _device(machine)
+    if numerics.mode == "exact":
+        return Side("trainer", numerics.trainer, device, _shared_ops(machine, spec))
+    ops = "TransformerEngine" if _has_te(machine) else "Megatron-core" + ", emulated FP8" * spec.quantized
+    return Side("trainer", numerics.trainer, device, ops)
+
+
+def _engine(machine: Machine, numerics: NumericsConfig) -> Side:
+    spec, device = numerics.rollout_spec, _device(machine)
+    arguments = server_arguments(
+        Path(), RolloutConfig(), port=0, weight_version=0, cuda=machine.torch_sees, mode=numerics.mode
+    )
+    attention = _value(arguments, "--attention-backend") or "SGLang's choice"
+    if numerics.mode == "exact":
+        ops = _shared_ops(machine, spec)
+    else:
+        ops = "SGLang" + ", emulated FP8" * (spec.quantized and device == "cpu")
+    return Side("engine", numerics.rollout, device, ops, attention)
+
+
+def _value(arguments: list[str], option: str) -> str | None:
+    return arguments[arguments.index(option) + 1] if option in arguments else None
+
+
+def _of_the_install(machine: Machine, numerics: NumericsConfig) -> Iterator[Remark]:
+    device = _device(machine)
+    for name in (*_ALWAYS, *(_WITH_GPU if machine.torch_sees else ())):
+        version, wanted = machine.libraries.get(name), machine.wanted.get(name, "")
+        if version is None:
+            yield Remark(True, name, "not installed", wanted or "installed", _INSTALL[device])
+        elif not SpecifierSet(wanted).contains(version, prereleases=True):
+            yield Remark(name in _PATCHED, name, version, wanted, _INSTALL[device])
+    if machine.torch_sees and numerics.mode == "native":
+        yield from _of_transformer_engine(machine)
+    stubs = machine.libraries.get("fp8rl-cpu-stubs") is not None
+    if machine.torch_sees and stubs:
+        expected = "SGLang's own kernels, beside a GPU"
+        yield Remark(True, "fp8rl-cpu-stubs", "installed", expected, "Run `pip uninstall fp8rl-cpu-stubs`.")
+    if not machine.torch_sees and not stubs:
+        expected = "the stand-ins for SGLang's CUDA kernels, without which its CPU engine does not start"
+        yield Remark(True, "fp8rl-cpu-stubs", "not installed", expected, _INSTALL["cpu"])
+
+
+def _of_transformer_engine(machine: Machine) -> Iterator[Remark]:
+    """Without it native mode's trainer runs on Megatron-core's own ops and emulates FP8."""
+    (name, extension), wanted = _TE, machine.wanted.get(_TE[0], "")
+    version = machine.libraries.get(name)
+    if version is None:
+        expected = f"{wanted}; FP8 is emulated without it, which is slow"
+        yield Remark(False, name, "not installed", expected, _INSTALL["cuda"])
+    elif machine.libraries.get(extension) is None:
+        yield Remark(True, extension, "not installed", f"{version}, as {name} is", _INSTALL["cuda"])
+    elif not SpecifierSet(wanted).contains(version, prereleases=True):
+        yield Remark(False, name, version, wanted, _INSTALL["cuda"])
+
+
+def _of_the_gpus(machine: Machine) -> Iterator[Remark]:
+    if not machine.gpus or machine.torch_sees:
+        return
+    found = f"{len(machine.gpus)} x {machine.gpus[0].name}, which torch does not see: the run stays on the CPU"
+    if machine.torch_cuda is None:
+        expected, remedy = "a torch that is built for CUDA", _INSTALL["cuda"]
+    elif machine.driver_cuda and _numbers(machine.driver_cuda)[0] < _numbers(machine.torch_cuda)[0]:
+        found = f"driver {machine.driver}, which serves CUDA {machine.driver_cuda}: the run stays on the CPU"
+        expected, remedy = f"a driver for CUDA {machine.torch_cuda}, as torch is built for", "Update the driver."
+    else:
+        expected, remedy = "GPUs that torch can use", "Look at CUDA_VISIBLE_DEVICES, and at what the container may use."
+    yield Remark(False, "gpu", found, expected, remedy)
+
+
+def _of_the_compilers(machine: Machine) -> Iterator[Remark]:
+    if machine.torch_sees:
+        if machine.cc is None:
+            yield Remark(True, "C compiler", "none", "gcc or clang, for Triton's launchers", "Install gcc, or set CC.")
+        if machine.nvcc is None:
+            expected = "nvcc, with which SGLang makes some of its kernels as it starts"
+            yield Remark(False, "nvcc", "none", expected, "Install the CUDA toolkit, or set CUDA_HOME.")
+    elif machine.compiles is False:
+        found = f"torch.compile does not work with {machine.cxx}" if machine.cxx else "none"
+        yield Remark(False, "C++ compiler", found, "one, for speed: the bits are the same", "Install g++, or set CXX.")
+
+
+def _of_the_arithmetic(machine: Machine, numerics: NumericsConfig) -> Iterator[Remark]:
+    if numerics.mode != "exact":
+        return
+    if machine.row_variant is None:
+        remedy = "Mend what it says, or set numerics.mode=native."
+        yield Remark(True, "row invariance", f"the probe failed: {machine.probe_error}", "its result", remedy)
+    elif machine.row_variant:
+        found = f"a token's result depends on its batch: {', '.join(machine.row_variant)}"
+        expected = "row-invariant ops, in exact mode"
+        yield Remark(True, "row invariance", found, expected, "Use another machine, or set numerics.mode=native.")
+
+
+def _has_te(machine: Machine) -> bool:
+    """As `trainer.device` asks: wherever it is installed, native mode's trainer is made of it."""
+    return machine.torch_sees and machine.libraries.get(_TE[0]) is not None
+
+
+def _of_native_mode(machine: Machine, numerics: NumericsConfig) -> Iterator[Remark]:
+    """On a GPU the libraries multiply by themselves: whether they can, and what the spec asks of them."""
+    gpu = _weakest(machine)
+    if gpu is None or numerics.mode != "native":
+        return
+    can, place = features(gpu, machine.torch_cuda), f"fp8 on {gpu.name} with CUDA {machine.torch_cuda}"
+    trainer, remedy = numerics.trainer_spec, "Set it to bf16, or numerics.mode=exact."
+    if numerics.rollout_spec.quantized and not can.fp8:
+        yield Remark(True, "numerics.rollout", place, "compute capability 8.9 or higher, for SGLang's kernels", remedy)
+    if trainer.quantized and _has_te(machine):
+        if can.blocks == "no":
+            expected = "compute capability 9.0 and CUDA 12.9 or higher, for TransformerEngine's 128-blocks"
+            yield Remark(True, "numerics.trainer", place, expected, remedy)
+        if can.blocks == "by MX" and trainer.weight.scale != "pow2":
+            expected = f"power-of-two scales, as {gpu.name} multiplies 128-blocks as MX"
+            yield Remark(True, "numerics.preset", "FP32 scales", expected, "Set numerics.preset=fp8_block_pow2.")
+    try:
+        lower(numerics, _has_te(machine))
+    except UserError as error:
+        yield Remark(True, error.key, error.found, error.expected, error.remedy)
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in version.split(".")[:2])

@@ -1,0 +1,225 @@
+"""What a machine has: libraries, GPUs, compilers. Data, so that a machine can be judged that is not at hand."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.metadata
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+
+import torch
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from numerics.config import NumericsConfig
+
+LIBRARIES = (
+    *("torch", "triton", "transformer_engine", "transformer_engine_torch", "megatron-core", "mbridge"),
+    *("sglang", "sglang-kernel", "sgl-deep-gemm", "flashinfer-python", "transformers", "ray", "wandb"),
+    "fp8rl-cpu-stubs",
+)
+"""Distributions that decide where a run's parts run."""
+PROBE = """
+import json, sys
+from numerics.backend.compiler import enable_compiler
+from numerics.config import NumericsConfig
+from numerics.backend.probe import row_variant_ops
+from trainer import device
+device.start(0, NumericsConfig.from_dict(json.loads(sys.argv[1])))
+here = device.current()
+print(json.dumps([enable_compiler() if here == device.CPU else None, row_variant_ops(here)]))
+"""
+PROBE_SECONDS = 120
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One GPU as the driver shows it.
+
+    memory: bytes. capability: compute capability, (9, 0) for an H200.
+    """
+
+    name: str
+    memory: int
+    capability: tuple[int, int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """What a machine has, for `judge` to judge.
+
+    Attributes:
+    python, system: versions as text.
+    libraries: version of each of LIBRARIES, None for one that is not installed.
+    wanted: the versions that this release and its SGLang are written for, as specifiers (`==0.5.19`); those they name.
+    gpus: all that the driver shows; `torch_sees` says whether torch can use them.
+    torch_cuda: CUDA version that torch is built for, None for a CPU build.
+    driver, driver_cuda: NVIDIA's driver and the newest CUDA version that it serves.
+    cublaslt, cudnn, nccl: versions of the loaded libraries.
+    nvcc: path of CUDA's compiler, which SGLang's kernels are made with at run time.
+    cc: path of the C compiler, which Triton's launchers are made with. cxx: the same for C++, which torch.compile uses
+        on a CPU. compiles: whether it works.
+    row_variant: ops that give a row other bits in another batch; None if the probe died, and `probe_error` is its end.
+    """
+
+    python: str
+    system: str
+    libraries: Mapping[str, str | None]
+    wanted: Mapping[str, str]
+    gpus: tuple[Gpu, ...] = ()
+    torch_sees: bool = False
+    torch_cuda: str | None = None
+    driver: str | None = None
+    driver_cuda: str | None = None
+    cublaslt: str | None = None
+    cudnn: str | None = None
+    nccl: str | None = None
+    nvcc: str | None = None
+    cc: str | None = None
+    cxx: str | None = None
+    compiles: bool | None = None
+    row_variant: tuple[str, ...] | None = ()
+    probe_error: str = ""
+
+
+def gather(numerics: NumericsConfig, say: Callable[[str], object]) -> Machine:
+    """This machine. Takes seconds: a process starts as a trainer's would, and tries the ops.
+
+    say: told what is going on.
+    """
+    say("trying the ops as a trainer would start them")
+    probe = _start_probe(numerics)
+    say("looking at libraries, GPUs and compilers")
+    torch_sees = torch.cuda.is_available()
+    driver, shown = _nvidia_smi()
+    shown_libraries = {name: _version(name) for name in LIBRARIES}
+    _import_what_conditions_need()
+    compiles, row_variant, probe_error = _answer(probe)
+    return Machine(
+        python=platform.python_version(),
+        system=f"{platform.system()} {platform.machine()}",
+        libraries=shown_libraries,
+        wanted=_specifiers("sglang") | _specifiers("fp8rl"),
+        gpus=tuple(_seen(index) for index in range(torch.cuda.device_count())) if torch_sees else shown,
+        torch_sees=torch_sees,
+        torch_cuda=torch.version.cuda,
+        driver=driver,
+        driver_cuda=_driver_cuda(),
+        cublaslt=_cublaslt() if torch_sees else None,
+        cudnn=_dotted(torch.backends.cudnn.version()) if torch_sees else None,
+        nccl=".".join(map(str, torch.cuda.nccl.version())) if torch_sees else None,
+        nvcc=_nvcc(),
+        cc=shutil.which(os.environ.get("CC", "gcc")) or shutil.which("clang"),
+        cxx=shutil.which(os.environ.get("CXX", "g++")),
+        compiles=compiles,
+        row_variant=row_variant,
+        probe_error=probe_error,
+    )
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _specifiers(distribution: str) -> dict[str, str]:
+    """What an installed distribution asks for among LIBRARIES, whatever the machine."""
+    if _version(distribution) is None:
+        return {}
+    requirements = map(Requirement, importlib.metadata.requires(distribution) or [])
+    asked = {canonicalize_name(r.name): str(r.specifier) for r in requirements if r.specifier}
+    return {name: asked[canonicalize_name(name)] for name in LIBRARIES if canonicalize_name(name) in asked}
+
+
+def _seen(index: int) -> Gpu:
+    properties = torch.cuda.get_device_properties(index)
+    return Gpu(properties.name, properties.total_memory, (properties.major, properties.minor))
+
+
+def _nvidia_smi() -> tuple[str | None, tuple[Gpu, ...]]:
+    """The driver's version and its GPUs, also where torch cannot use them."""
+    query = ["nvidia-smi", "--query-gpu=driver_version,name,memory.total,compute_cap", "--format=csv,noheader,nounits"]
+    try:
+        lines = subprocess.run(query, capture_output=True, text=True, check=True, timeout=30).stdout.splitlines()
+    except (OSError, subprocess.SubprocessError):
+        return None, ()
+    return parse_nvidia_smi(lines)
+
+
+def parse_nvidia_smi(lines: list[str]) -> tuple[str | None, tuple[Gpu, ...]]:
+    """Lines such as `580.95.05, NVIDIA H200, 143771, 9.0` (memory in MiB)."""
+    rows = [[cell.strip() for cell in line.split(",")] for line in lines if line.count(",") == 3]
+    gpus = []
+    for _, name, mib, capability in rows:
+        major, _, minor = capability.partition(".")
+        if major.isdigit() and minor.isdigit():
+            # A GPU that shares the machine's memory has `[N/A]` there.
+            gpus.append(Gpu(name, int(mib) << 20 if mib.isdigit() else 0, (int(major), int(minor))))
+    return (rows[0][0] if rows else None), tuple(gpus)
+
+
+def _driver_cuda() -> str | None:
+    try:
+        version = ctypes.c_int()
+        ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
+    except OSError:
+        return None
+    return f"{version.value // 1000}.{version.value % 1000 // 10}"
+
+
+def _cublaslt() -> str | None:
+    """Of the library that torch has loaded."""
+    try:
+        get_version = ctypes.CDLL(f"libcublasLt.so.{(torch.version.cuda or '').split('.')[0]}").cublasLtGetVersion
+    except OSError:
+        return None
+    get_version.restype = ctypes.c_size_t
+    return _dotted(get_version())
+
+
+def _dotted(number: int | None) -> str | None:
+    """NVIDIA's 130101 as 13.1.1, and cuDNN's 92000 as 9.20.0."""
+    if not number:
+        return None
+    return f"{number // 10000}.{number // 100 % 100}.{number % 100}"
+
+
+def _nvcc() -> str | None:
+    home = os.environ.get("CUDA_HOME") or "/usr/local/cuda"
+    return shutil.which("nvcc") or shutil.which("nvcc", path=f"{home}/bin")
+
+
+def _import_what_conditions_need() -> None:
+    """Two seconds of imports, while the probe is at work. None where they are what is missing."""
+    with suppress(ImportError):
+        from transformers import AutoTokenizer  # noqa: F401
+
+
+def _start_probe(numerics: NumericsConfig) -> subprocess.Popen[str]:
+    """Under the conditions of a run's processes, one thread each, which must hold before torch is loaded."""
+    command = [sys.executable, "-P", "-c", PROBE, json.dumps(numerics.to_dict())]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def _answer(probe: subprocess.Popen[str]) -> tuple[bool | None, tuple[str, ...] | None, str]:
+    """Whether torch.compile works, the ops that are not row-invariant, and the end of a probe that died."""
+    try:
+        answered, complained = probe.communicate(timeout=PROBE_SECONDS)
+    except subprocess.TimeoutExpired:
+        probe.kill()
+        probe.communicate()
+        return None, None, f"no answer within {PROBE_SECONDS} s"
+    if probe.returncode != 0:
+        return None, None, (complained.strip().splitlines() or [f"exit code {probe.returncode}"])[-1]
+    compiles, variant = json.loads(answered.splitlines()[-1])
+    return compiles, tuple(variant), ""

@@ -1,0 +1,75 @@
+"""A diagnosis as tables for people and as JSON for machines."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from diagnose.doctor.judge import Diagnosis, Remark
+from diagnose.doctor.machine import Machine
+
+SCHEMA = 1
+"""Of the JSON; it grows when a key changes its meaning or goes."""
+
+
+def to_json(diagnosis: Diagnosis) -> str:
+    """The fields of Diagnosis, and `schema` and `ok`."""
+    values = {"schema": SCHEMA, "ok": diagnosis.ok} | dataclasses.asdict(diagnosis)
+    return json.dumps(values, indent=1)
+
+
+def rendered(diagnosis: Diagnosis) -> RenderableType:
+    """What is installed, what the GPUs can do, where both sides would run, and what is in the way."""
+    parts = [_installed(diagnosis.machine), _gpus(diagnosis), _sides(diagnosis)]
+    problems = [_remark(remark) for remark in diagnosis.remarks]
+    verdict = "can run here" if diagnosis.ok else "cannot run here yet"
+    style = "bold green" if diagnosis.ok else "bold red"
+    lines = [line for part in parts if part is not None for line in (part, Text())]
+    return Group(
+        *lines, *problems, Text(f"spec {diagnosis.spec_digest}, {diagnosis.mode} mode: {verdict}", style=style)
+    )
+
+
+def _installed(machine: Machine) -> Table:
+    table = Table("installed", "version", "this release is written for", box=None, pad_edge=False)
+    table.add_row("python", f"{machine.python}, {machine.system}")
+    cuda = f", built for CUDA {machine.torch_cuda}" if machine.torch_cuda else ", CPU build"
+    for name, version in machine.libraries.items():
+        if version is not None or name in machine.wanted:
+            text = "" if version is None else version + (cuda if name == "torch" else "")
+            table.add_row(name, text or Text("no", style="dim"), machine.wanted.get(name, "any"))
+    for name in ("driver", "cublaslt", "cudnn", "nccl", "nvcc", "cc", "cxx"):
+        if getattr(machine, name):
+            table.add_row(name, getattr(machine, name), f"CUDA up to {machine.driver_cuda}" if name == "driver" else "")
+    return table
+
+
+def _gpus(diagnosis: Diagnosis) -> RenderableType:
+    if not diagnosis.machine.gpus:
+        return Text("no GPU")
+    table = Table("GPU", "memory", "compute capability", "FP8", "128-blocks", "MX", box=None, pad_edge=False)
+    for gpu, can in zip(diagnosis.machine.gpus, diagnosis.features, strict=True):
+        capability = ".".join(map(str, gpu.capability))
+        table.add_row(gpu.name, f"{gpu.memory / 2**30:.0f} GiB", capability, _yes(can.fp8), can.blocks, _yes(can.mx))
+    return table
+
+
+def _sides(diagnosis: Diagnosis) -> Table:
+    table = Table("side", "precision", "device", "ops", "attention backend", box=None, pad_edge=False)
+    for side in diagnosis.sides:
+        table.add_row(side.name, side.precision, side.device, side.ops, side.attention)
+    return table
+
+
+def _remark(remark: Remark) -> Text:
+    text = Text("obstacle  " if remark.blocks else "warning   ", style="bold red" if remark.blocks else "bold yellow")
+    text.append(f"{remark.key}: found {remark.found}, expected {remark.expected}. {remark.remedy}", style="not bold")
+    return text
+
+
+def _yes(value: bool) -> str:
+    return "yes" if value else "no"

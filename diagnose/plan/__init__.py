@@ -1,0 +1,22 @@
+"""Before there is a machine: what a model or a spec takes in bytes and time, and whether FP8 pays, by calculation."""
+
+from diagnose.plan.efficiency import assumed, measured
+from diagnose.plan.gpus import GPUS, gpu_named
+from diagnose.plan.page import claims_json, rendered, rendered_claims, to_json
+from diagnose.plan.plan import Plan, make_plan
+from diagnose.plan.subject import read_assumed, read_subject
+
+__all__ = [
+    "GPUS",
+    "Plan",
+    "assumed",
+    "claims_json",
+    "gpu_named",
+    "make_plan",
+    "measured",
+    "read_assumed",
+    "read_subject",
+    "rendered",
+    "rendered_claims",
+    "to_json",
+]

@@ -1,0 +1,125 @@
+"""Which part of a GPU's rates a step gets: from `bench.gpu`'s measurements where there are some, else as stated here.
+
+Nobody knows one number, so there are two corners: everything slow and no transfer hidden behind products; everything
+fast and all of them hidden. A step is expected between them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from diagnose.plan.gpus import Gpu
+from numerics.config import Mode
+from numerics.errors import user_error
+
+LARGE = 4096
+"""Tokens from which a product's rate in `gpu.json` counts: smaller ones are bound by memory, which is calculated."""
+
+
+@dataclass(frozen=True)
+class Rates:
+    """One corner: parts of the GPU's rates.
+
+    Attributes:
+        dense, experts: of BF16 products; fp8_dense, fp8_experts: of FP8 products, operands quantized before.
+        attention: of BF16's peak. bandwidth: of the memory's. link: of NVLink's and the network's.
+        hidden: transfers go on beside products.
+    """
+
+    dense: float
+    experts: float
+    fp8_dense: float
+    fp8_experts: float
+    attention: float
+    bandwidth: float
+    link: float
+    hidden: bool
+
+    def product(self, experts: bool, fp8: bool) -> float:
+        """Of one product."""
+        if fp8:
+            return self.fp8_experts if experts else self.fp8_dense
+        return self.experts if experts else self.dense
+
+
+@dataclass(frozen=True)
+class Efficiency:
+    """Both corners. source: where they are from, for the page."""
+
+    slow: Rates
+    fast: Rates
+    source: str
+
+
+_NATIVE = Efficiency(
+    Rates(0.60, 0.30, 0.36, 0.165, 0.35, 0.60, 0.50, hidden=False),
+    Rates(0.80, 0.70, 0.68, 0.60, 0.75, 0.90, 0.90, hidden=True),
+    "assumed: BF16 products 0.6-0.8 of the peak, of experts 0.3-0.7; FP8's 1.2-1.7 times as fast, of experts 1.1-1.7 "
+    "(DeepGEMM publishes 1.1-1.36 PFLOP/s on H800, the top of it); attention 0.35-0.75 (FlashAttention-2 and -3 on "
+    "H100); memory 0.6-0.9 (4.3 of 4.8 TB/s copied on an H200); links 0.5-0.9",
+)
+_EXACT = Efficiency(
+    replace(_NATIVE.slow, fp8_dense=0.33, attention=0.25),
+    replace(_NATIVE.fast, fp8_dense=0.45, fp8_experts=0.45, attention=0.45),
+    "assumed: as in native mode, but for the shared kernels, never timed: FP8 0.33-0.45 (650-900 TFLOP/s, predicted "
+    "from their compiled code), attention 0.25-0.45",
+)
+
+
+def assumed(mode: Mode) -> Efficiency:
+    """Where nothing was measured."""
+    return _EXACT if mode == "exact" else _NATIVE
+
+
+def measured(path: Path, mode: Mode, gpu: Gpu) -> Efficiency:
+    """From a `gpu.json` that `python -m bench.gpu` has written on such a GPU; what it lacks is assumed.
+
+    Raises:
+        UserError: it cannot be read as one.
+    """
+    base = assumed(mode)
+    try:
+        report: Mapping[str, Any] = json.loads(path.read_text())
+        rows, device = report["rows"], str(report["machine"]["device"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise user_error(
+            "--bench",
+            found=f"{path}: {type(error).__name__}",
+            expected="a gpu.json",
+            remedy="Make one with `python -m bench.gpu` on such a GPU, or leave --bench out.",
+        ) from error
+    eight = "FP8" if mode == "exact" else "FP8 torch._scaled_mm"
+    found = {
+        "dense": list(_parts(rows.get("gemms", ()), "BF16 cuBLAS", gpu.bf16)),
+        "fp8_dense": list(_parts(rows.get("gemms", ()), eight, gpu.fp8)),
+        "experts": list(_parts(rows.get("grouped", ()), "BF16 torch._grouped_mm", gpu.bf16)),
+        "fp8_experts": list(_parts(rows.get("grouped", ()), "FP8", gpu.fp8)) if mode == "exact" else [],
+    }
+    found = {name: values for name, values in found.items() if values}
+    if not found:
+        raise user_error(
+            "--bench",
+            found=f"{path} of {device} without times of products",
+            expected="rows of `gemms` or `grouped`",
+            remedy="Make one with `python -m bench.gpu gemms grouped` on such a GPU, or leave --bench out.",
+        )
+    return Efficiency(
+        _with(base.slow, {name: min(values) for name, values in found.items()}),
+        _with(base.fast, {name: max(values) for name, values in found.items()}),
+        f"measured on {device} ({path}): {', '.join(found)}; the rest {base.source}",
+    )
+
+
+def _with(rates: Rates, parts: Mapping[str, Any]) -> Rates:
+    return replace(rates, **parts)
+
+
+def _parts(rows: Any, side: str, peak: float) -> Iterator[float]:
+    """Parts of the peak that a side reached in rows of TFLOP/s."""
+    for row in rows:
+        if row["tokens"] >= LARGE and side in row:
+            yield row[side] * 1e12 / peak

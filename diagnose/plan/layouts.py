@@ -1,0 +1,111 @@
+"""Which layouts of a trainer a number of GPUs allows, and which of them is taken where nobody has said."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from diagnose.plan.efficiency import Efficiency
+from diagnose.plan.gpus import GPUS_PER_NODE, Gpu
+from diagnose.plan.job import Job
+from diagnose.plan.memory import colocated_memory, engine_memory
+from diagnose.plan.time import step_time
+from models.shape import Shape
+from models.sizes import ModelSizes
+from numerics.errors import UserError, user_error
+from numerics.spec import QuantSpec
+from trainer.config import TrainerConfig
+from trainer.megatron.model_checks import check_layout
+
+MOST_STAGES, MOST_EXPERT_RANKS = 32, 64
+
+
+def on_gpus(layout: TrainerConfig, gpus: int) -> TrainerConfig:
+    """The layout with as many replicas as the GPUs allow. Raises UserError: they do not divide."""
+    if gpus < 1:
+        raise user_error("--gpus", found=gpus, expected="1 or more", remedy="Give the number of GPUs of the trainer.")
+    each = layout.tp * layout.pp
+    if gpus % each:
+        raise user_error(
+            "--gpus",
+            found=gpus,
+            expected=f"a multiple of trainer.tp * trainer.pp = {layout.tp} * {layout.pp}",
+            remedy=f"Give {max(1, gpus // each) * each}, or change the layout.",
+        )
+    return layout.model_copy(update={"dp": gpus // each})
+
+
+def check_ranks(shape: Shape, layout: TrainerConfig) -> None:
+    """Raises UserError: heads, layers or experts do not divide over the ranks, whatever is quantized."""
+    check(shape, layout, QuantSpec.preset("bf16"))
+
+
+def check(shape: Shape, layout: TrainerConfig, spec: QuantSpec) -> None:
+    """`trainer.megatron.model_checks.check_layout` of a model that may be one that can only be calculated.
+
+    Raises UserError: a size does not divide over ranks, or over the blocks of `spec`.
+    """
+    if shape.latent is None:
+        check_layout(shape.sizes, layout, spec)
+        return
+    # The rows of a latent product need not be whole blocks, and Megatron lays out stages of unequal depth.
+    check_layout(replace(shape.sizes, head_dim=shape.value_dim), layout.model_copy(update={"pp": 1}), spec)
+    if layout.pp > shape.sizes.layers:
+        raise user_error(
+            "trainer.pp",
+            found=layout.pp,
+            expected=f"at most the model's num_hidden_layers = {shape.sizes.layers}",
+            remedy="Lower trainer.pp.",
+        )
+
+
+def engine_ranks(job: Job, gpu: Gpu) -> int:
+    """The fewest ranks of an engine that take less than half of a GPU; in exact mode, whose engines have one, one."""
+    if job.numerics.mode == "exact":
+        return 1
+    sizes = job.shape.sizes
+    able = [ranks for ranks in _divisors(sizes.heads, GPUS_PER_NODE) if not sizes.kv_heads % ranks]
+    light = [ranks for ranks in able if 2 * engine_memory(replace(job, engine_tp=ranks)).peak < gpu.memory]
+    return min(light, default=max(able))
+
+
+def choose(job: Job, gpu: Gpu, gpus: int, efficiency: Efficiency) -> Job:
+    """The job in the fastest layout that fits, colocated with an engine; if none does, in the one that takes least.
+
+    Raises UserError: the model cannot be quantized as its spec says, however it is laid out.
+    """
+    best: tuple[tuple[bool, float], Job] | None = None
+    for layout in layouts(job.shape, job.layout, gpus, job.numerics.trainer_spec):
+        candidate = replace(job, layout=layout)
+        peak = colocated_memory(candidate).peak
+        fits = peak <= gpu.memory
+        slowness = sum(step_time(candidate, gpu, rates).total for rates in (efficiency.slow, efficiency.fast))
+        rank = (not fits, slowness if fits else peak)
+        if best is None or rank < best[0]:
+            best = rank, candidate
+    if best is None:  # even the plainest one, which says why
+        check(job.shape, job.layout, job.numerics.trainer_spec)
+        raise AssertionError("found no layout, expected the plainest one to be refused")
+    return best[1]
+
+
+def layouts(shape: Shape, base: TrainerConfig, gpus: int, spec: QuantSpec) -> Iterator[TrainerConfig]:
+    """All that divide the model over the GPUs, tensor parallelism within a node."""
+    sizes = shape.sizes
+    for tp in _divisors(gpus, GPUS_PER_NODE):
+        for pp in _divisors(gpus // tp, min(MOST_STAGES, sizes.layers)):
+            for ep in _experts_ranks(sizes):
+                layout = base.model_copy(update={"tp": tp, "pp": pp, "ep": ep, "dp": gpus // tp // pp})
+                try:
+                    check(shape, layout, spec)
+                except UserError:
+                    continue
+                yield layout
+
+
+def _experts_ranks(sizes: ModelSizes) -> list[int]:
+    return _divisors(sizes.experts, MOST_EXPERT_RANKS) if sizes.moe else [1]
+
+
+def _divisors(number: int, most: int) -> list[int]:
+    return [each for each in range(1, min(number, most) + 1) if number % each == 0]

@@ -1,0 +1,177 @@
+"""Bytes on a GPU: by class, by phase of a step, on the fullest rank; colocated with an engine, or apart."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from diagnose.plan.job import Job
+from models.shape import BF16_BYTES
+from trainer.state_bytes import StateBytes, layers_of_stage, state_bytes
+from weight_sync.served_bytes import served_bytes
+
+Phase = Literal["rollout", "train", "update", "sync"]
+PHASES: tuple[Phase, ...] = ("rollout", "train", "update", "sync")
+RUNTIME_BYTES = 2 << 30
+"""Of a GPU process beside tensors: the CUDA context, NCCL's buffers, workspaces. Assumed: nothing has measured it."""
+CPU_PROCESS_BYTES = 715e6
+"""Of a trainer rank's actor on a CPU beside tensors: Python, torch, Megatron, compiled code, and 110 MB for Ray and
+what a sync needs (measured)."""
+CPU_KEPT = {
+    ("exact", True): (0.0, 3.2, 3.9, 1.6),
+    ("exact", False): (0.65, 1.95, 2.2, 0.0),
+    ("native", True): (1.96, 4.75, 0.0, 0.0),
+    ("native", False): (2.5, 1.86, 0.0, 0.0),
+}
+"""What is alive at the peak of a step on a CPU, by mode and FP8: bytes for each that the formula has of all layers'
+attention, of all MLPs, of one layer's attention, and for each parameter. Fitted to 2 to 6 measured steps of each mode;
+the ops in torch keep FP32 copies where kernels have registers."""
+BUCKETS = 2
+"""Of a sync that are alive at a time: one is filled while the other travels."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of one GPU by class of tensor, as long as they are held.
+
+    Attributes:
+        rank: the trainer's, whose stage holds most; None for a GPU with an engine alone.
+        held: by class, in each phase. Classes of no bytes are left out.
+    """
+
+    rank: int | None
+    held: Mapping[str, Mapping[Phase, float]]
+
+    def in_phase(self, phase: Phase) -> float:
+        return sum(bytes_of.get(phase, 0.0) for bytes_of in self.held.values())
+
+    @property
+    def peak(self) -> float:
+        """Of the fullest phase."""
+        return max(self.in_phase(phase) for phase in PHASES)
+
+    @property
+    def always(self) -> float:
+        """What is held in every phase."""
+        return sum(min(bytes_of.get(phase, 0.0) for phase in PHASES) for bytes_of in self.held.values())
+
+
+def trainer_state(job: Job, rank: int) -> dict[str, StateBytes]:
+    """What a rank holds from step to step on its GPU, by `dense` and `experts`."""
+    found = state_bytes(job.shape, job.layout, job.numerics, job.storage, rank)
+    if job.offload:
+        return {name: replace(state, masters=0, moments=0) for name, state in found.items()}
+    return {name: replace(state, moments=state.moments * job.moment_bytes // 4) for name, state in found.items()}
+
+
+def fullest_rank(job: Job) -> int:
+    """Of the first replica, where nothing is rounded down, in the stage with most bytes in training."""
+    stages = [stage * job.layout.tp * job.layout.dp for stage in range(job.layout.pp)]
+    return max(stages, key=lambda rank: Memory(rank, _trainer(job, rank)).peak)
+
+
+def trainer_memory(job: Job, stage: int | None = None) -> Memory:
+    """Of a GPU with a trainer rank alone: the fullest one of all, or of a pipeline stage."""
+    rank = fullest_rank(job) if stage is None else stage * job.layout.tp * job.layout.dp
+    return Memory(rank, _trainer(job, rank) | {"runtime": _through(RUNTIME_BYTES)})
+
+
+def engine_memory(job: Job) -> Memory:
+    """Of a GPU with a rank of an engine alone, which is sent to, and receives in buckets."""
+    return Memory(None, _engine(job) | {"engine runtime": _through(RUNTIME_BYTES)})
+
+
+def colocated_memory(job: Job) -> Memory:
+    """Of a GPU with a trainer rank and a rank of an engine; both stay, unless the job has them sleep in turns."""
+    rank, engine = fullest_rank(job), _engine(job)
+    engine.pop("engine buckets")  # the same memory, mapped
+    trainer = _trainer(job, rank)
+    if job.sleep:  # a sync needs the weights of both, and nothing else
+        sent = {name for name in trainer if name.endswith((" parameters", "buckets"))}
+        trainer = {name: _without(held, ("rollout",)) for name, held in trainer.items()}
+        trainer = {name: held if name in sent else _without(held, ("sync",)) for name, held in trainer.items()}
+        engine = {name: _without(held, ("train", "update")) for name, held in engine.items()}
+        engine["KV cache"] = _without(engine["KV cache"], ("sync",))
+    runtimes = {"runtime": _through(RUNTIME_BYTES), "engine runtime": _through(RUNTIME_BYTES)}
+    return Memory(rank, trainer | engine | runtimes)
+
+
+def activation_bytes(job: Job, stage: int = 0, tokens: int | None = None) -> float:
+    """Of a pipeline stage in training, without logits: those of all micro-batches that are under way.
+
+    Stage s of p holds p - s of them (1F1B). tokens: of a micro-batch, if not the job's.
+    """
+    layers = layers_of_stage(job.shape.sizes.layers, job.layout.pp, stage)
+    per_token = sum(_of_layer(job, layer) for layer in layers)
+    under_way = min(job.micro_batches, job.layout.pp - stage)
+    if job.recompute:  # one layer at a time comes back
+        per_token += max(_kept(job, layer) for layer in layers) / under_way
+    return per_token * (tokens or job.micro_batch) / job.layout.tp * under_way
+
+
+def peak_on_a_cpu(job: Job) -> tuple[float, float]:
+    """Bytes of a trainer rank's process at the peak of its first step on a CPU: of its tensors, and of all of it.
+
+    Of a process whose C library hands large blocks back (`MALLOC_MMAP_THRESHOLD_=262144`); left alone it keeps more.
+    """
+    rank = fullest_rank(job)
+    state = sum(each.total for each in trainer_state(job, rank).values())
+    stage = rank // (job.layout.tp * job.layout.dp)
+    layers = layers_of_stage(job.shape.sizes.layers, job.layout.pp, stage)
+    kept = [job.shape.activations(layer) for layer in layers]
+    attention, mlps, once, each = CPU_KEPT[job.numerics.mode, job.fp8]
+    per_token = sum(attention * layer.attention + mlps * layer.mlp for layer in kept) + once * kept[0].attention
+    under_way = min(job.micro_batches, job.layout.pp - stage)
+    tensors = state + per_token * job.micro_batch / job.layout.tp * under_way + each * job.shape.parameters
+    if stage == job.layout.pp - 1:
+        tensors += logit_bytes(job)
+    return tensors, tensors + CPU_PROCESS_BYTES
+
+
+def logit_bytes(job: Job, tokens: int | None = None) -> float:
+    """6 bytes for each of the whole vocabulary's logits of a micro-batch; tensor parallelism does not share them."""
+    return 6.0 * job.shape.sizes.vocab_size * (tokens or job.micro_batch)
+
+
+def _of_layer(job: Job, layer: int) -> float:
+    return 2.0 * job.shape.sizes.hidden_size if job.recompute else _kept(job, layer)
+
+
+def _kept(job: Job, layer: int) -> float:
+    """Bytes per token of a layer's activations. The shared kernels keep inputs in BF16 and quantize them anew."""
+    kept = job.shape.activations(layer)
+    quantized = job.numerics.trainer_spec.of_layer(layer, job.shape.sizes.layers).quantized
+    return kept.bf16 + (kept.fp8 if quantized and job.storage == "transformer_engine" else 0.0)
+
+
+def _trainer(job: Job, rank: int) -> dict[str, Mapping[Phase, float]]:
+    states, stage = trainer_state(job, rank), rank // (job.layout.tp * job.layout.dp)
+    found: dict[str, Mapping[Phase, float]] = {}
+    for kind in ("parameters", "operands", "gradients", "masters", "moments", "padding"):
+        for where, state in states.items():
+            found[f"{where} {kind}"] = _through(getattr(state, kind))
+    found["activations"] = {"train": activation_bytes(job, stage)}
+    if stage == job.layout.pp - 1:
+        found["logits"] = {"train": logit_bytes(job)}
+    found["buckets"] = {"sync": float(BUCKETS * job.bucket_bytes)}
+    return {name: held for name, held in found.items() if any(held.values())}
+
+
+def _engine(job: Job) -> dict[str, Mapping[Phase, float]]:
+    sizes = job.shape.sizes
+    heads = 1 if job.shape.latent is not None else min(job.engine_tp, sizes.kv_heads)
+    return {
+        "engine weights": _through(served_bytes(job.shape, job.numerics.rollout_spec, job.engine_tp)),
+        "KV cache": _through(job.kv_tokens * job.shape.kv_bytes(BF16_BYTES) / heads),
+        "engine buckets": {"sync": float(BUCKETS * job.bucket_bytes)},
+    }
+
+
+def _without(held: Mapping[Phase, float], away: tuple[Phase, ...]) -> dict[Phase, float]:
+    return {phase: each for phase, each in held.items() if phase not in away}
+
+
+def _through(held: float) -> dict[Phase, float]:
+    """In every phase."""
+    return {phase: float(held) for phase in PHASES}

@@ -1,0 +1,181 @@
+"""A plan as tables for people and as JSON for machines."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from diagnose.doctor.judge import Remark
+from diagnose.plan.claims import answers
+from diagnose.plan.memory import PHASES
+from diagnose.plan.plan import Plan
+from diagnose.plan.time import StepTime
+
+SCHEMA = 1
+"""Of the JSON; it grows when a key changes its meaning or goes."""
+_PARTS = ("products", "quantization", "attention", "elementwise", "launches", "transfers", "optimizer", "bubble")
+
+
+def to_json(plan: Plan) -> str:
+    """The fields of Plan, and `schema` and `ok`; of the job, its layout, batch and numerics."""
+    job = plan.job
+    values = {field.name: getattr(plan, field.name) for field in dataclasses.fields(plan) if field.name != "job"}
+    values = {name: _plain(value) for name, value in values.items()}
+    values["job"] = {
+        "layout": {name: getattr(job.layout, name) for name in ("tp", "pp", "ep", "dp", "micro_batch_tokens")},
+        "numerics": job.numerics.to_dict(),
+        "rows": job.rows,
+        "length": job.length,
+        "micro_batches": job.micro_batches,
+        "engines": job.engines,
+        "engine_tp": job.engine_tp,
+    }
+    for name, memory in plan.memory.items():
+        values["memory"][name]["peak"] = memory.peak
+    return json.dumps({"schema": SCHEMA, "ok": plan.ok} | values, indent=1)
+
+
+def rendered(plan: Plan) -> RenderableType:
+    """The model, its bytes, its times, and the verdict in words."""
+    parts: Iterable[RenderableType] = (
+        _heading(plan),
+        Text(),
+        _memory(plan),
+        Text(),
+        _times(plan),
+        Text(plan.efficiency.source, style="dim"),
+        Text(),
+        _decode(plan),
+        Text(),
+        *map(_remark, plan.remarks),
+        *_verdict(plan),
+    )
+    return Group(*parts)
+
+
+def claims_json() -> str:
+    """What calculation says to published claims."""
+    return json.dumps([dataclasses.asdict(answer) for answer in answers()], indent=1)
+
+
+def rendered_claims() -> Table:
+    """The same as a table."""
+    table = Table("claim", "", "calculated", "verdict", "why", box=None, pad_edge=False)
+    for each in answers():
+        table.add_row(each.id, each.claim, each.figure, each.verdict, each.why)
+    return table
+
+
+def _heading(plan: Plan) -> RenderableType:
+    job, layout = plan.job, plan.job.layout
+    numerics = f"{job.numerics.mode} mode, trainer {job.numerics.trainer}, rollout {job.numerics.rollout}"
+    lines = [
+        f"{plan.subject}: {plan.parameters:,} parameters, {plan.active_parameters:,} of them multiply a token",
+        f"  {plan.training_flops / 1e9:.3g} GFLOP a token at {job.length:,} tokens; {plan.kv_bytes:,} bytes in a cache",
+        f"{plan.gpus} x {plan.gpu.name}, tp {layout.tp} pp {layout.pp} ep {layout.ep} dp {layout.dp}, {numerics}",
+        f"  {job.rows:,} rows of {job.length:,} tokens a step, {job.micro_batches} micro-batches of "
+        f"{job.micro_batch:,}; "
+        f"engines of {job.engine_tp}",
+    ]
+    if plan.assumed:
+        lines.append(f"  assumed, without a key of the trainer: {', '.join(plan.assumed)}")
+    return Text("\n".join(lines))
+
+
+def _memory(plan: Plan) -> Table:
+    both = plan.memory["colocated"]
+    table = Table(f"GB, rank {both.rank} beside an engine", *PHASES, box=None, pad_edge=False)
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for name, held in both.held.items():
+        table.add_row(name, *(_gb(held.get(phase, 0.0)) for phase in PHASES))
+    for title, memory in (
+        ("colocated", both),
+        ("trainer alone", plan.memory["trainer"]),
+        ("engine alone", plan.memory["engine"]),
+    ):
+        table.add_row(Text(title, style="bold"), *(_gb(memory.in_phase(phase)) for phase in PHASES))
+    if len(plan.stages) > 1:
+        for stage, memory in enumerate(plan.stages):
+            table.add_row(f"  trainer, stage {stage}", *(_gb(memory.in_phase(phase)) for phase in PHASES))
+    return table
+
+
+def _times(plan: Plan) -> Table:
+    table = Table("s a step", "FP8, slow", "FP8, fast", "BF16, slow", "BF16, fast", box=None, pad_edge=False)
+    if not plan.job.fp8:
+        table.columns[1].header, table.columns[2].header = "as planned, slow", "as planned, fast"
+    for column in table.columns[1:]:
+        column.justify = "right"
+    columns = [side[corner] for side in (plan.fp8, plan.bf16) for corner in ("slow", "fast")]
+    for part in _PARTS:
+        table.add_row(
+            part, *(_launches(time) if part == "launches" else _seconds(getattr(time, part)) for time in columns)
+        )
+    table.add_row(Text("step", style="bold"), *(_seconds(time.total) for time in columns))
+    return table
+
+
+def _decode(plan: Plan) -> Table:
+    ours = plan.job.numerics.rollout
+    table = Table(
+        "decoding", "answers", f"tokens/s, {ours}", "tokens/s, bf16", "weights read (GB)", "cache read (GB)",
+        box=None, pad_edge=False,
+    )  # fmt: skip
+    for side, bf16 in plan.decode:
+        speeds = (f"{side.tokens_per_second:,.0f}", f"{bf16.tokens_per_second:,.0f}")
+        table.add_row("an engine", str(side.batch), *speeds, _gb(side.weights), _gb(side.cache))
+    return table
+
+
+def _verdict(plan: Plan) -> list[Text]:
+    own, alone = (plan.largest_micro_batch[name] for name in ("colocated", "trainer"))
+    peak = plan.memory["colocated"].peak / 1e9
+    lines = [
+        f"memory: {peak:.1f} of {plan.gpu.memory / 1e9:.0f} GB colocated, "
+        f"{plan.memory['trainer'].peak / 1e9:.1f} and {plan.memory['engine'].peak / 1e9:.1f} apart; "
+        f"micro-batches of up to {own:,} tokens colocated, {alone:,} apart",
+        f"on CPUs a trainer rank's process would peak at {plan.on_a_cpu[1] / 1e9:.3g} GB",
+        f"a sync sends {plan.sync_bytes[0] / 1e9:.3g} GB to each engine ({plan.sync_bytes[1] / 1e9:.3g} in BF16)",
+        f"a GPU trains {plan.tokens_per_second.low:,.0f} to {plan.tokens_per_second.high:,.0f} tokens a second",
+    ]
+    if plan.job.fp8:
+        slow, fast = (f"{tokens:,}" if tokens else "never" for tokens in plan.break_even)
+        ratio = plan.fp8_over_bf16
+        lines.append(f"an FP8 step takes {ratio.low:.2f} to {ratio.high:.2f} times as long as a BF16 step: {plan.pays}")
+        lines.append(f"FP8 is faster from so many tokens a step: {fast} (fast corner), {slow} (slow corner)")
+    end = "the plan fits" if plan.ok else "the plan does not hold"
+    return [*map(Text, lines), Text(end, style="bold green" if plan.ok else "bold red")]
+
+
+def _remark(remark: Remark) -> Text:
+    text = Text("conflict  " if remark.blocks else "note      ", style="bold red" if remark.blocks else "bold yellow")
+    text.append(f"{remark.key}: found {remark.found}, expected {remark.expected}. {remark.remedy}", style="not bold")
+    return text
+
+
+def _plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        values = {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+        return values | ({"total": value.total} if isinstance(value, StepTime) else {})
+    if isinstance(value, Mapping):
+        return {key: _plain(each) for key, each in value.items()}
+    return [_plain(each) for each in value] if isinstance(value, tuple) else value
+
+
+def _gb(value: float) -> str:
+    return "" if not value else f"{value / 1e9:.2f}" if value >= 5e6 else f"{value / 1e9:.2g}"
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.3g}"
+
+
+def _launches(time: StepTime) -> str:
+    return f"{time.launches:.3g}" + (" (counts)" if time.host_bound else "")

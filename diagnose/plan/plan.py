@@ -1,0 +1,180 @@
+"""A plan: what a model or a spec costs on GPUs of one kind, from its configuration alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from diagnose.doctor.judge import Remark
+from diagnose.plan import layouts, verdict
+from diagnose.plan.decode import Decode, decode_step
+from diagnose.plan.efficiency import Efficiency
+from diagnose.plan.gpus import Gpu
+from diagnose.plan.job import Job
+from diagnose.plan.memory import Memory, colocated_memory, engine_memory, peak_on_a_cpu, trainer_memory
+from diagnose.plan.subject import Assumed, Subject
+from diagnose.plan.time import StepTime, step_time
+from diagnose.plan.verdict import Bracket, Pays
+from models.shape import Shape
+from rl.experiment import Experiment
+from trainer.state_bytes import Storage, storage_on
+from weight_sync.served_bytes import served_bytes
+
+DECODED = (1, 32, 256)
+"""Answers at a time for which decoding is calculated."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What was calculated. Its JSON has these keys, and `schema` and `ok`.
+
+    Attributes:
+        parameters, active_parameters: of the model, and those that a token takes.
+        kv_bytes: of a token in the engine's cache. training_flops: of a token, forward and backward.
+        gpus: of the trainer; `job.engines` * `job.engine_tp` more where engines have their own.
+        memory: of the fullest GPU: `colocated`, `trainer`, `engine`.
+        stages: of each pipeline stage's first rank, the trainer's alone.
+        on_a_cpu: peak of a trainer rank there, where nothing has a GPU: its tensors, and its whole process.
+        largest_micro_batch: tokens that fit, colocated, and with the trainer alone.
+        sync_bytes: to each engine, and what it would be in BF16.
+        fp8, bf16: a training step in each, at both corners. tokens_per_second: of it, on one GPU.
+        fp8_over_bf16: of their times. break_even: tokens of a step, slow corner and fast.
+        decode: an engine's decode steps by answers at a time, half of a row each, in the spec's precision and in BF16,
+            slow corner.
+        efficiency: of which all times are. assumed: what the trainer has no key for.
+    """
+
+    subject: str
+    gpu: Gpu
+    gpus: int
+    job: Job
+    parameters: int
+    active_parameters: int
+    kv_bytes: int
+    training_flops: float
+    memory: Mapping[str, Memory]
+    stages: tuple[Memory, ...]
+    on_a_cpu: tuple[float, float]
+    largest_micro_batch: Mapping[str, int]
+    sync_bytes: tuple[int, ...]
+    fp8: Mapping[str, StepTime]
+    bf16: Mapping[str, StepTime]
+    tokens_per_second: Bracket
+    fp8_over_bf16: Bracket
+    pays: Pays
+    break_even: tuple[int | None, int | None]
+    decode: tuple[tuple[Decode, Decode], ...]
+    efficiency: Efficiency
+    assumed: tuple[Assumed, ...]
+    remarks: tuple[Remark, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing stands in the way."""
+        return not any(remark.blocks for remark in self.remarks)
+
+
+def job_of(
+    experiment: Experiment,
+    shape: Shape,
+    storage: Storage,
+    length: int | None = None,
+    assumed: frozenset[Assumed] = frozenset(),
+) -> Job:
+    """The job of a step. length: of each row; without one, as long as `rollout.context_length` allows."""
+    rollout = experiment.rollout
+    answers = rollout.prompts_per_step * rollout.group_size
+    rows = answers if experiment.algorithm.samples else int(getattr(experiment.algorithm, "problems_per_step", answers))
+    return Job(
+        shape=shape,
+        layout=experiment.trainer,
+        numerics=experiment.numerics_config(),
+        storage=storage,
+        rows=rows,
+        length=length or rollout.context_length,
+        engines=rollout.engines if experiment.needs_engines else 0,
+        engine_tp=rollout.tp,
+        kv_tokens=rollout.max_total_tokens,
+        bucket_bytes=experiment.sync.bucket_mib << 20,
+        recompute="recompute" in assumed,
+        offload="offload" in assumed,
+        sleep="sleep" in assumed,
+        moment_bytes=2 if "bf16_moments" in assumed else 4,
+    )
+
+
+def make_plan(
+    subject: Subject,
+    gpu: Gpu,
+    efficiency: Efficiency,
+    gpus: int | None = None,
+    length: int | None = None,
+    assumed: frozenset[Assumed] = frozenset(),
+) -> Plan:
+    """Raises UserError: the GPUs cannot be divided over the layout, or the model over any."""
+    experiment, shape = subject.experiment, subject.shape
+    storage = storage_on(experiment.numerics_config(), cuda=True, transformer_engine=True)
+    job = job_of(experiment, shape, storage, length, assumed)
+    if not subject.engines_chosen:
+        job = replace(job, engine_tp=layouts.engine_ranks(job, gpu))
+    if subject.chosen:
+        job = replace(job, layout=job.layout if gpus is None else layouts.on_gpus(job.layout, gpus))
+        layouts.check_ranks(shape, job.layout)
+    else:
+        layouts.on_gpus(job.layout, count := 8 if gpus is None else gpus)
+        job = layouts.choose(job, gpu, count, efficiency)
+    return _calculated(subject.name, job, gpu, efficiency, assumed, apart=experiment.sync.engines_own_gpus)
+
+
+def _calculated(
+    name: str, job: Job, gpu: Gpu, efficiency: Efficiency, assumed: frozenset[Assumed], apart: bool
+) -> Plan:
+    corners = {"slow": efficiency.slow, "fast": efficiency.fast}
+    memory = {"colocated": colocated_memory(job), "trainer": trainer_memory(job), "engine": engine_memory(job)}
+    ours = memory["trainer" if apart or not job.engines else "colocated"]
+    ratio = verdict.fp8_over_bf16(job, gpu, efficiency)
+    times = {corner: step_time(job, gpu, rates) for corner, rates in corners.items()}
+    world = job.layout.world_size
+    shape = job.shape
+    return Plan(
+        subject=name,
+        gpu=gpu,
+        gpus=world,
+        job=job,
+        parameters=shape.parameters,
+        active_parameters=shape.active_parameters,
+        kv_bytes=shape.kv_bytes(),
+        training_flops=shape.training_flops(job.length),
+        memory=memory,
+        stages=tuple(trainer_memory(job, stage) for stage in range(job.layout.pp)),
+        on_a_cpu=peak_on_a_cpu(replace(job, storage="torch")),
+        largest_micro_batch={
+            name: verdict.largest_micro_batch(job, gpu, memory[name]) for name in ("colocated", "trainer")
+        },
+        sync_bytes=tuple(served_bytes(shape, each.numerics.rollout_spec) for each in (job, job.in_bf16())),
+        fp8=times,
+        bf16={corner: step_time(job.in_bf16(), gpu, rates) for corner, rates in corners.items()},
+        tokens_per_second=Bracket(*(job.tokens / times[corner].total / world for corner in corners)),
+        fp8_over_bf16=ratio,
+        pays=verdict.pays(ratio),
+        break_even=verdict.break_even(job, gpu, efficiency),
+        decode=tuple(_decoded(job, gpu, efficiency, batch) for batch in _batches(job)),
+        efficiency=efficiency,
+        assumed=tuple(sorted(assumed)),
+        remarks=tuple(sorted(verdict.remarks(job, gpu, ours, ratio), key=lambda remark: not remark.blocks)),
+    )
+
+
+def _batches(job: Job) -> list[int]:
+    """Those of DECODED whose answers, half grown, the cache holds, and all that it holds."""
+    room = max(1, job.kv_tokens // (job.length // 2 or 1))
+    return sorted({min(batch, room) for batch in DECODED})
+
+
+def _decoded(job: Job, gpu: Gpu, efficiency: Efficiency, batch: int) -> tuple[Decode, Decode]:
+    """In the spec's precision and in BF16."""
+    first, second = (
+        decode_step(job.shape, each.numerics.rollout_spec, gpu, efficiency.slow, batch, job.length / 2, job.engine_tp)
+        for each in (job, job.in_bf16())
+    )
+    return first, second

@@ -1,0 +1,144 @@
+"""What a plan says: whether it fits, whether FP8 pays, from how many tokens on, and what stands against each other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from diagnose.doctor.judge import Remark
+from diagnose.plan import layouts
+from diagnose.plan.efficiency import Efficiency, Rates
+from diagnose.plan.gpus import Gpu
+from diagnose.plan.job import Job
+from diagnose.plan.memory import Memory, activation_bytes, colocated_memory, logit_bytes, trainer_memory
+from diagnose.plan.time import step_time
+from numerics.errors import UserError
+
+Pays = Literal["FP8 is slower here", "FP8 is faster here", "FP8 may be faster or slower here"]
+FEWEST, MOST = 1 << 7, 1 << 27
+"""Tokens of a step between which the break-even is looked for."""
+
+
+@dataclass(frozen=True)
+class Bracket:
+    """A number at both corners of what is known of efficiency."""
+
+    slow: float
+    fast: float
+
+    @property
+    def low(self) -> float:
+        return min(self.slow, self.fast)
+
+    @property
+    def high(self) -> float:
+        return max(self.slow, self.fast)
+
+    def holds(self, value: float) -> bool:
+        return self.low <= value <= self.high
+
+
+def fp8_over_bf16(job: Job, gpu: Gpu, efficiency: Efficiency) -> Bracket:
+    """Time of a training step in FP8 over the same in BF16; below 1 where FP8 is faster."""
+    return Bracket(*(_ratio(job, gpu, rates) for rates in (efficiency.slow, efficiency.fast)))
+
+
+def pays(ratio: Bracket) -> Pays:
+    if ratio.low > 1:
+        return "FP8 is slower here"
+    return "FP8 is faster here" if ratio.high < 1 else "FP8 may be faster or slower here"
+
+
+def break_even(job: Job, gpu: Gpu, efficiency: Efficiency) -> tuple[int | None, int | None]:
+    """Tokens of a step from which on FP8 is faster, in the slow corner and in the fast one; None: from none on."""
+    return _break_even(job, gpu, efficiency.slow), _break_even(job, gpu, efficiency.fast)
+
+
+def largest_micro_batch(job: Job, gpu: Gpu, memory: Memory) -> int:
+    """Tokens of a micro-batch that still fit where `memory` is what a GPU holds; 0: not one.
+
+    Activations and logits grow with them, nothing else does.
+    """
+    stage = (memory.rank or 0) // (job.layout.tp * job.layout.dp)
+    last = stage == job.layout.pp - 1
+    each = activation_bytes(job, stage, 1) + (logit_bytes(job, 1) if last else 0.0)
+    rest = memory.in_phase("train") - each * job.micro_batch
+    free = gpu.memory - max(rest, *(memory.in_phase(phase) for phase in ("rollout", "update", "sync")))
+    return max(0, int(free // each))
+
+
+def remarks(job: Job, gpu: Gpu, memory: Memory, ratio: Bracket) -> Iterator[Remark]:
+    """What stands against a plan, and what it rests on. memory: of its fullest GPU."""
+    if memory.peak > gpu.memory:
+        most = max(memory.held, key=lambda name: memory.held[name].get("train", 0.0))
+        yield Remark(
+            True,
+            "memory",
+            f"{memory.peak / 1e9:.1f} GB on rank {memory.rank}, of which {most} "
+            f"{memory.held[most].get('train', 0.0) / 1e9:.1f} GB",
+            f"at most the {gpu.memory / 1e9:.0f} GB of a {gpu.name}",
+            _remedy(job, gpu, memory),
+        )
+    try:
+        layouts.check(job.shape, job.layout, job.numerics.trainer_spec)
+    except UserError as error:
+        yield Remark(True, error.key, error.found, error.expected, error.remedy)
+    if job.offload and job.storage == "transformer_engine" and job.fp8:
+        yield Remark(
+            True,
+            "--assume offload",
+            "with weights held and gathered in FP8 (fp8-param-gather), as native mode's trainer does",
+            "one of the two: with both, Megatron leaves FP8 weights stale (Megatron-LM#2407, #2582, #2788, #5083)",
+            "Take offload away, or set numerics.trainer=bf16.",
+        )
+    if pays(ratio) == "FP8 is slower here":
+        yield Remark(
+            False,
+            "numerics.trainer",
+            f"fp8, {ratio.low:.2f} to {ratio.high:.2f} times as long as BF16 a step: FP8 is slower here",
+            "steps of more tokens: kernels and quantization take longer than products gain",
+            "Raise trainer.micro_batch_tokens and the tokens of a step, or train in BF16 for speed, and lose equality.",
+        )
+    bf16 = colocated_memory(job.in_bf16()).peak
+    if job.fp8 and memory.peak > bf16 and memory.rank is not None:
+        yield Remark(
+            False,
+            "numerics.trainer",
+            f"fp8, which takes {(memory.peak - bf16) / 1e9:+.1f} GB of the fullest GPU against BF16 on both sides",
+            "no saving by FP8 in training: codes and their transposes are kept beside BF16 weights, or in their place",
+            "Count on the engine's half and on activations alone.",
+        )
+    if job.shape.latent is not None:
+        yield Remark(
+            False,
+            "model",
+            "multi-head latent attention",
+            "Qwen3 or Qwen3-MoE to train or serve with this project",
+            "Take the plan as a calculation.",
+        )
+
+
+def _remedy(job: Job, gpu: Gpu, memory: Memory) -> str:
+    ways = []
+    if largest_micro_batch(job, gpu, memory) > job.length:
+        ways.append(f"lower trainer.micro_batch_tokens to {largest_micro_batch(job, gpu, memory)}")
+    elif trainer_memory(job).peak <= gpu.memory:
+        ways.append("give engines GPUs of their own (sync.transport=distributed)")
+    ways.append("take more GPUs, or more of trainer.ep, trainer.pp or trainer.tp")
+    text = ", or ".join(ways)
+    return text[0].upper() + text[1:] + "."
+
+
+def _break_even(job: Job, gpu: Gpu, rates: Rates) -> int | None:
+    """The least that is followed by no slower one, to a twelfth of an octave."""
+    found, tokens = None, float(MOST)
+    while tokens >= FEWEST:
+        if _ratio(job.of_tokens(int(tokens)), gpu, rates) >= 1:
+            break
+        found, tokens = int(tokens), tokens / 2 ** (1 / 12)
+    return found
+
+
+def _ratio(job: Job, gpu: Gpu, rates: Rates) -> float:
+    return step_time(job, gpu, rates).total / step_time(job.in_bf16(), gpu, rates).total

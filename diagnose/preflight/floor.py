@@ -1,0 +1,118 @@
+"""The noise floor: how far log-probabilities differ where nothing is wrong.
+
+Two kinds. One engine against itself, when the same tokens are computed in another way: prefilled instead of decoded, or
+alone instead of in a batch. And trainer against engine, both in BF16, so without any quantization.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from diagnose.calibration import sampled_batch
+from rl.mismatch import agreement
+from rl.run.stack import Stack
+from rollout.server.client import EngineClient
+from rollout.types import Prompt
+from trainer.step.batch import TokenBatch
+
+ALONE = 8
+"""Sequences that are scored one by one."""
+RESERVED = 6
+"""SGLang 0.5.19 takes prompts that are this many tokens short of its context length."""
+
+_ABS_DIFF = "mismatch/train_rollout_logprob_abs_diff_"
+
+
+@dataclass(frozen=True)
+class Difference:
+    """abs(d) of two log-probabilities of the same tokens, in nats.
+
+    Attributes:
+        tokens: with finite d, the denominator. nonfinite: the others.
+        mean, p99, max: of abs(d); None if no token is left.
+        exact_frac: fraction of tokens with d == 0.
+    """
+
+    tokens: int
+    nonfinite: int
+    mean: float | None
+    p99: float | None
+    max: float | None
+    exact_frac: float | None
+
+    @property
+    def zero(self) -> bool:
+        """Every token has d == 0."""
+        return self.nonfinite == 0 and self.max == 0.0
+
+
+def difference(first: Tensor, second: Tensor, mask: Tensor) -> Difference:
+    """Over the tokens of a bool mask; all of one shape [B, S]."""
+    values = agreement(first, second, mask)
+    return Difference(
+        tokens=int(values["mismatch/tokens"]),
+        nonfinite=int(values["mismatch/nonfinite_count"]),
+        mean=values.get(_ABS_DIFF + "mean"),
+        p99=values.get(_ABS_DIFF + "p99"),
+        max=values.get(_ABS_DIFF + "max"),
+        exact_frac=values.get("mismatch/exact_frac"),
+    )
+
+
+def against_trainer(stack: Stack, batch: TokenBatch) -> Difference:
+    """Trainer against engine on the tokens that the engine sampled."""
+    return difference(stack.trainer.score(batch), batch.fields["rollout_logprobs"], batch.loss_mask)
+
+
+def prefill_against_decode(stack: Stack, batch: TokenBatch) -> Difference:
+    """The engine's log-probabilities of its own tokens, prefilled with their prompts, against those it sampled by.
+
+    batch: sampled at temperature 1, the only one at which SGLang scores given tokens.
+    """
+    if batch.temperature != 1.0:
+        raise ValueError(f"temperature: found {batch.temperature}, expected 1.0; a prefill knows no other")
+    scored, known = _scored(stack, batch)
+    return difference(scored, batch.fields["rollout_logprobs"], batch.loss_mask & known)
+
+
+def alone_against_together(stack: Stack, batch: TokenBatch) -> Difference:
+    """Every token of the longest rows, prefilled one row after the other against all rows at once."""
+    rows = batch.lengths.argsort(descending=True, stable=True)[:ALONE].tolist()
+    longest = batch.select(rows)
+    together, known = _scored(stack, longest)
+    alone = [_scored(stack, longest.select([row]))[0][0] for row in reversed(range(len(rows)))]
+    padded = torch.zeros_like(together)
+    for row, values in enumerate(reversed(alone)):
+        padded[row, : len(values)] = values
+    return difference(padded, together, known)
+
+
+def bf16_on_both_sides(stack: Stack, prompts: list[Prompt], answers: int) -> Difference:
+    """Trainer against engine, both switched to BF16, on a sample of that engine. `stack` stays so."""
+    stack.switch(replace(stack.numerics, trainer="bf16", rollout="bf16"))
+    stack.sync()
+    return against_trainer(stack, sampled_batch(stack, prompts, answers, stack.experiment.rollout.temperature))
+
+
+def _scored(stack: Stack, batch: TokenBatch) -> tuple[Tensor, Tensor]:
+    """Prefilled log-probabilities [B, S] and which of them there are: none at index 0, nor behind the longest prompt
+    that the engine takes."""
+    longest = stack.experiment.rollout.context_length - RESERVED
+    sequences = [row[: min(int(n), longest)].tolist() for row, n in zip(batch.tokens, batch.lengths, strict=True)]
+    return _padded(stack.ask(lambda client: _score(client, sequences)), batch.width)
+
+
+async def _score(client: EngineClient, sequences: Sequence[list[int]]) -> list[list[float]]:
+    return await client.score(list(sequences))
+
+
+def _padded(rows: Sequence[list[float]], width: int) -> tuple[Tensor, Tensor]:
+    values, known = torch.zeros(len(rows), width), torch.zeros(len(rows), width, dtype=torch.bool)
+    for row, logprobs in enumerate(rows):
+        values[row, 1 : 1 + len(logprobs)] = torch.tensor(logprobs)
+        known[row, 1 : 1 + len(logprobs)] = True
+    return values, known

@@ -1,0 +1,100 @@
+"""The verdict of a preflight: per agreement and check, as a table for people and as JSON for machines."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, get_args
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from diagnose.preflight.check import Agreement, Check
+from diagnose.preflight.floor import Difference
+
+SCHEMA = 1
+"""Of the JSON; it grows when a key changes its meaning or goes."""
+_TITLES: dict[Agreement, str] = {"spec": "same spec", "bytes": "same bytes", "logprobs": "same logprobs"}
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a preflight found. Its JSON has these keys, and `schema`, `ok` and `verdicts` (agreement to pass or fail).
+
+    Attributes:
+        spec_digest, mode, trainer, rollout: of the numerics.
+        checks: in the order in which they were made; those behind one that stops everything are missing.
+        quantized: HF names of the weights that run in FP8, of the `trainer` and the `engine`.
+        differences: by name, `trainer against engine` and the floors; of those that were measured.
+        seconds: of the whole preflight.
+    """
+
+    spec_digest: str
+    mode: str
+    trainer: str
+    rollout: str
+    checks: list[Check]
+    quantized: dict[str, list[str]]
+    differences: dict[str, Difference]
+    seconds: float
+
+    @property
+    def ok(self) -> bool:
+        return all(check.ok for check in self.checks)
+
+    @property
+    def verdicts(self) -> dict[Agreement, bool | None]:
+        """Whether each agreement holds; None where nothing of it was checked."""
+        return {agreement: _verdict(self.checks, agreement) for agreement in get_args(Agreement)}
+
+    def to_json(self) -> str:
+        values = {"schema": SCHEMA, "ok": self.ok, "verdicts": self.verdicts} | dataclasses.asdict(self)
+        return json.dumps(values, indent=1, allow_nan=False)
+
+    @classmethod
+    def from_json(cls, text: str) -> Report:
+        """Raises ValueError for another schema."""
+        values: dict[str, Any] = json.loads(text)
+        if values.get("schema") != SCHEMA:
+            raise ValueError(f"schema: found {values.get('schema')}, expected {SCHEMA}")
+        fields = {field.name: values[field.name] for field in dataclasses.fields(cls)}
+        fields["checks"] = [Check(**check) for check in fields["checks"]]
+        fields["differences"] = {name: Difference(**d) for name, d in fields["differences"].items()}
+        return cls(**fields)
+
+
+def rendered(report: Report) -> RenderableType:
+    """The checks by agreement, what was expected and what to do for those that failed, and the verdict."""
+    parts: list[RenderableType] = [part for agreement in _TITLES for part in _section(report, agreement)]
+    said = {True: "holds", False: "does not hold", None: "was not reached"}
+    verdicts = ", ".join(f"{_TITLES[agreement]} {said[verdict]}" for agreement, verdict in report.verdicts.items())
+    text = f"preflight {'passed' if report.ok else 'failed'} in {report.seconds:.0f} s: {verdicts}"
+    return Group(*parts, Text(), Text(text, style=_style(report.ok)))
+
+
+def _section(report: Report, agreement: Agreement) -> Iterator[RenderableType]:
+    checks = [check for check in report.checks if check.agreement == agreement]
+    if not checks:
+        return
+    yield Text(_TITLES[agreement], style="bold")
+    table = Table(box=None, pad_edge=False, show_header=False)
+    for overflow in ("ignore", "ignore", "fold"):
+        table.add_column(overflow=overflow, no_wrap=overflow == "ignore")
+    for check in checks:
+        table.add_row(Text(" pass" if check.ok else " FAIL", style=_style(check.ok)), check.name, Text(check.found))
+        if not check.ok:
+            table.add_row("", "", Text(f"expected {check.expected}", style="yellow"))
+            table.add_row("", "", Text(check.remedy, style="yellow"))
+    yield table
+
+
+def _style(ok: bool) -> str:
+    return "bold green" if ok else "bold red"
+
+
+def _verdict(checks: Sequence[Check], agreement: Agreement) -> bool | None:
+    own = [check.ok for check in checks if check.agreement == agreement]
+    return all(own) if own else None

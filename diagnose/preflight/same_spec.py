@@ -1,0 +1,159 @@
+"""Do both sides run one spec? Its digest, the quantized modules, the scales, and the dtypes around the products."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from diagnose.preflight.check import Check, judged
+from models.tensors import SCALE_SUFFIX
+from numerics.config import NumericsConfig
+from numerics.digest import tensor_digest
+from numerics.spec import Scale
+from rl.run.engines.serving import expected_report
+from rollout.errors import HandshakeError
+from rollout.plugin.hooks import ROUTER
+from rollout.protocol import Report
+from rollout.server.handshake import differences
+
+_SAME_REPORT = "the engine reports the trainer's spec, numerics and hooks"
+_RESTART = "Start the engine from this spec, in this environment."
+_SHOWN = 5
+"""Names that a message spells out."""
+
+
+def handshake(numerics: NumericsConfig, report: Report) -> Check:
+    """The engine's report on itself against what the trainer runs."""
+    expected = expected_report(numerics)
+    problems = differences(expected, report)
+    return judged(
+        "spec",
+        "handshake",
+        not problems,
+        found="\n".join(problems) or _reported(expected),
+        expected=_SAME_REPORT,
+        remedy=_RESTART,
+    )
+
+
+def refused_handshake(error: HandshakeError) -> Check:
+    """The handshake that an engine did not pass when it started."""
+    return Check("spec", "handshake", False, str(error), _SAME_REPORT, _RESTART)
+
+
+def quantized_modules(trainer: Iterable[str], engine: Iterable[str]) -> Check:
+    """Whether the same weights, by exact HF name, run in FP8 on both sides."""
+    trainer_names, engine_names = set(trainer), set(engine)
+    only = {"trainer": trainer_names - engine_names, "engine": engine_names - trainer_names}
+    lines = [f"only in the {side}: {_some(names)}" for side, names in only.items() if names]
+    return judged(
+        "spec",
+        "quantized modules",
+        not lines,
+        found="; ".join(lines) or f"{len(engine_names)} weights, the same on both sides",
+        expected="equal sets of names",
+        remedy="Give both sides one spec and one precision: numerics.trainer and numerics.rollout, numerics.scope.",
+    )
+
+
+def scale_formats(scales: Iterable[tuple[str, Tensor]], served: Iterable[str], scale: Scale) -> Check:
+    """Whether scales are FP32, finite and above 0, and powers of two where the spec says so.
+
+    served: the names of all scales that the engine holds; one that is missing in `scales` fails.
+    """
+    tensors = numbers = 0
+    unseen = set(served)
+    wrong = []
+    for name, tensor in scales:
+        tensors, numbers = tensors + 1, numbers + tensor.numel()
+        unseen.discard(name)
+        if tensor.dtype is not torch.float32 or not _well_formed(tensor, scale):
+            wrong.append(f"{name} ({str(tensor.dtype).removeprefix('torch.')})")
+    wrong += [f"{name} (not the one that was quantized)" for name in unseen]
+    kind = "powers of two" if scale == "pow2" else "finite numbers above 0"
+    return judged(
+        "spec",
+        "scale formats",
+        not wrong,
+        found=f"{len(wrong)} of {tensors + len(unseen)} scale tensors otherwise: {_some(wrong)}"
+        if wrong
+        else f"{numbers} scales in {tensors} tensors, all {kind} in FP32",
+        expected=f"FP32 scales that are {kind}",
+        remedy="Quantize the engine's checkpoint with this spec: fp8rl convert, or a sync.",
+    )
+
+
+def router_precision(mode: str, trainer: Iterable[tuple[str, str]], provides: Iterable[str]) -> Check:
+    """The dtypes of the trainer's router logits and probabilities, and whose router the engine runs.
+
+    trainer: as `Observed.routers`. provides: of the engine's report; where it has a router of ours, that is
+    `numerics.ops.route`, which takes the softmax of BF16 logits in FP32 and keeps it. Megatron's own rounds the
+    probabilities to BF16.
+    """
+    seen = sorted(set(trainer))
+    shared = ROUTER in provides
+    sides = [f"trainer: {logits} logits, {probs} probabilities" for logits, probs in seen]
+    exact = mode == "exact"
+    return judged(
+        "spec",
+        "router precision",
+        shared == exact and seen == [("bfloat16", "float32" if exact else "bfloat16")],
+        found="; ".join([*sides, f"engine: {'the shared op' if shared else 'its own router'}"]),
+        expected="the shared router op on both sides: BF16 logits, FP32 probabilities"
+        if exact
+        else "each library's own router; Megatron's rounds probabilities to BF16, SGLang's keeps them in FP32",
+        remedy="Reinstall this distribution on both sides: a router of another precision is in place.",
+    )
+
+
+def kv_cache_dtype(report: Report) -> Check:
+    """Whether keys and values stand in the cache as they were computed."""
+    return judged(
+        "spec",
+        "KV cache",
+        (report.dtype, report.kv_cache_dtype) == ("bfloat16", "bfloat16"),
+        found=f"kv_cache_dtype {report.kv_cache_dtype}, dtype {report.dtype}",
+        expected="keys and values in BF16, as in the trainer",
+        remedy="Start the engine without --kv-cache-dtype.",
+    )
+
+
+def served_scales(checkpoint: Path, manifest: Mapping[str, str]) -> Iterator[tuple[str, Tensor]]:
+    """The scales of the checkpoint that an engine holds unchanged, by its manifest of digests."""
+    for file in sorted(checkpoint.glob("*.safetensors")):
+        with safe_open(file, framework="pt") as stored:
+            for name in stored.keys():
+                if name.endswith(SCALE_SUFFIX):
+                    tensor = stored.get_tensor(name)
+                    if manifest.get(name) == tensor_digest(tensor):
+                        yield name, tensor
+
+
+def scale_names(manifest: Mapping[str, str]) -> list[str]:
+    """The scales that an engine holds."""
+    return sorted(name for name in manifest if name.endswith(SCALE_SUFFIX))
+
+
+def quantized_names(manifest: Mapping[str, str]) -> list[str]:
+    """The weights that an engine computes with in dequantized form: their digest carries a version."""
+    return sorted(name for name, digest in manifest.items() if "@" in digest)
+
+
+def _well_formed(scales: Tensor, scale: Scale) -> bool:
+    mantissa = torch.frexp(scales)[0]
+    return bool((scales.isfinite() & (scales > 0) & ((mantissa == 0.5) | (scale != "pow2"))).all())
+
+
+def _reported(expected: Report) -> str:
+    versions = ", ".join(f"{name} {version}" for name, version in expected.versions.items())
+    return f"spec {expected.spec_digest}, {len(expected.hooks)} hooks, {versions}"
+
+
+def _some(names: Iterable[str]) -> str:
+    listed = sorted(names)
+    rest = len(listed) - _SHOWN
+    return ", ".join(listed[:_SHOWN]) + (f" and {rest} more" if rest > 0 else "")

@@ -1,0 +1,178 @@
+"""`fp8rl rescore`: score the sequences of a capsule again, in one fresh process, and compare with what was recorded."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from numerics.errors import user_error
+from numerics.io.reading import check_path
+from rl.guard.capsule import Capsule, read_capsule
+from rl.guard.evidence import Evidence
+from rl.record.console import format_difference
+from trainer.config import TrainerConfig
+from weight_sync.manifest import Manifest
+from weight_sync.quantized import would_send
+
+NATIVE_TOLERANCE = 0.01
+"""Mean difference in nats up to which native log-probabilities count as the same: the libraries' own ops round
+differently in another batch. BF16 against BF16 was measured at 0.01 between trainer and engine."""
+
+WORST_TOKENS = 12
+
+
+@dataclasses.dataclass(frozen=True)
+class Rescored:
+    """What came of a capsule.
+
+    rescored: the capsule's sequences as the rescoring saw them. metrics: the `mismatch/...` metrics over them.
+    """
+
+    capsule: Capsule
+    rescored: Evidence
+    metrics: dict[str, float]
+
+    @property
+    def changes(self) -> Tensor:
+        """abs(rescored - recorded trainer logprob) of each sampled token, float64 [tokens]; NaN equals NaN."""
+        mask = self.capsule.evidence.batch.loss_mask
+        recorded, rescored = self.capsule.evidence.logprobs[mask], self.rescored.logprobs[mask]
+        same = (recorded == rescored) | (recorded.isnan() & rescored.isnan())
+        change = (recorded.double() - rescored.double()).abs().nan_to_num(torch.inf, torch.inf)
+        return torch.where(same, 0.0, change)
+
+    @property
+    def reproduced(self) -> bool:
+        """Exact mode: every logprob and every metric is equal. Native mode: the mean change is within tolerance."""
+        if self.capsule.numerics.mode == "exact":
+            return not bool(self.changes.any()) and self.metrics == self.capsule.metrics
+        return self.changes.mean().item() <= NATIVE_TOLERANCE
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON values; a number that is not finite is None."""
+        capsule, changes = self.capsule, self.changes
+        return {
+            "capsule": str(capsule.path),
+            "step": capsule.step,
+            "why": capsule.why,
+            "mode": capsule.numerics.mode,
+            "weight_version": capsule.evidence.version,
+            "sequences": len(capsule.rows),
+            "tokens": changes.numel(),
+            "equal_tokens": int((changes == 0).sum()),
+            "mean_change": _finite(changes.mean().item()),
+            "largest_change": _finite(changes.max().item()),
+            "metrics": {
+                name: {"recorded": capsule.metrics.get(name), "rescored": self.metrics.get(name)}
+                for name in dict.fromkeys([*capsule.metrics, *self.metrics])
+            },
+            "reproduced": self.reproduced,
+        }
+
+
+def rescore(path: Path, model: Path | None = None) -> Rescored:
+    """Score a capsule's sequences with its numerics and its weights, or those of the directory `model`.
+
+    Raises:
+        UserError: the capsule is damaged or incomplete, or the weights are not those that the manifest speaks of.
+    """
+    capsule = read_capsule(path)
+    if model is not None:
+        check_path(model, "--model")
+    weights = model or capsule.weights
+    if weights is None:
+        raise user_error(
+            "--model",
+            found="nothing, for a capsule without weights",
+            expected=f"the weights of version {capsule.evidence.version} as a Hugging Face directory",
+            remedy="Give --model DIR, or set guard.capsule_weights=true in runs to come.",
+        )
+    with _trainer(capsule, weights) as trainer:
+        _check_weights(capsule, trainer, weights)
+        rows, scored = trainer.score_routed(capsule.evidence.batch)
+    order = torch.tensor(rows).argsort()
+    rescored = dataclasses.replace(
+        capsule.evidence,
+        logprobs=scored.logprobs[order],
+        routes=None if scored.routes is None else scored.routes[order],
+        draws=None if scored.draws is None else scored.draws[order],
+    )
+    return Rescored(capsule, rescored, rescored.metrics(capsule.tis_cap))
+
+
+def print_rescored(result: Rescored, console: Console) -> None:
+    """The worst tokens, the metrics that differ, and the verdict."""
+    capsule, evidence, rescored = result.capsule, result.capsule.evidence, result.rescored
+    console.print(f"capsule of step {capsule.step}, weight version {evidence.version}, {capsule.numerics.mode} mode")
+    for line in capsule.why:
+        console.print(f"  {line}")
+    table = Table("row", "position", "token", "rollout", "trainer", "rescored", "d", title="largest |d|")
+    for row, position in _worst_tokens(evidence):
+        token, mine = int(evidence.batch.tokens[row, position]), evidence.logprobs[row, position].item()
+        theirs = evidence.batch.fields["rollout_logprobs"][row, position].item()
+        again = rescored.logprobs[row, position].item()
+        numbers = (f"{theirs:.6f}", f"{mine:.6f}", f"{again:.6f}", format_difference(mine - theirs))
+        table.add_row(str(capsule.rows[row]), str(position), str(token), *numbers)
+    console.print(table)
+    facts = result.to_dict()
+    for name, values in facts["metrics"].items():
+        if values["recorded"] != values["rescored"]:
+            console.print(f"{name}: recorded {values['recorded']}, rescored {values['rescored']}")
+    equal = f"{facts['equal_tokens']:,} of {facts['tokens']:,} trainer logprobs are equal bit for bit"
+    change = "" if facts["equal_tokens"] == facts["tokens"] else f", the largest change is {facts['largest_change']}"
+    console.print(f"{'reproduced' if result.reproduced else 'NOT reproduced'}: {equal}{change}", style="bold")
+
+
+@contextmanager
+def _trainer(capsule: Capsule, weights: Path) -> Iterator[Any]:
+    """One rank in this process, on the capsule's numerics; they carry the reduction order of the run's layout."""
+    from trainer import device
+    from trainer.distributed import parallel
+
+    config = TrainerConfig(micro_batch_tokens=capsule.experiment.trainer.micro_batch_tokens)
+    device.start(0, capsule.numerics)
+    layout = parallel.initialize(config)
+    try:
+        from trainer.trainer import Trainer, check_row_invariance  # Megatron is quiet from here on
+
+        if capsule.numerics.mode == "exact":
+            check_row_invariance()
+        length = capsule.experiment.rollout.context_length
+        yield Trainer(weights, config, capsule.numerics, layout, seed=0, total_steps=1, max_sequence_length=length)
+    finally:
+        parallel.shutdown()
+
+
+def _check_weights(capsule: Capsule, trainer: Any, weights: Path) -> None:
+    """The weights, quantized as they were for the engine, must have the digests of the manifest."""
+    manifest = capsule.manifest
+    spec = capsule.numerics.rollout_spec
+    sent = would_send(trainer.export_weights(), spec, trainer.definition, capsule.experiment.rollout.tp)
+    found = Manifest.merged(int(manifest.version), spec, [sent])
+    differing = sorted(manifest.mismatched(found.entries))
+    if differing:
+        raise user_error(
+            "weights",
+            found=f"{weights} with {len(differing)} tensors of other digests, {differing[0]} among them",
+            expected=f"the {len(manifest.entries)} digests of the manifest, weight version {manifest.version}",
+            remedy="Give the weights that scored these sequences, in BF16, with --model DIR.",
+        )
+
+
+def _worst_tokens(evidence: Evidence) -> list[tuple[int, int]]:
+    """(row, position) of the sampled tokens with the largest abs(d)."""
+    sampled = evidence.batch.loss_mask.nonzero().tolist()
+    size = evidence.abs_differences()
+    return sorted(((row, at) for row, at in sampled), key=lambda where: -size[where])[:WORST_TOKENS]
+
+
+def _finite(value: float) -> float | None:
+    return value if value < torch.inf else None

@@ -1,0 +1,1 @@
+"""The roof: the `fp8rl` command."""

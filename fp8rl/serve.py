@@ -1,0 +1,91 @@
+"""A trained model behind OpenAI's API, in the numerics that it was trained in."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from numerics.config import Mode, NumericsConfig
+from numerics.errors import user_error
+from numerics.spec import QuantSpec
+from rl.experiment import read_resolved
+from rl.experiment.preconditions import read_model
+from rl.experiment.preconditions.tokenizer import load_tokenizer
+from rl.experiment.sections import NumericsSection
+from rl.record.run_dir import RunDir
+from rl.run.engines.serving import expected_report
+from rollout.config import RolloutConfig
+from rollout.server import handshake
+from rollout.server.client import EngineClient
+from rollout.server.server import SGLangServer
+from rollout.types import Endpoint
+from weight_sync.hf_checkpoint import convert_checkpoint
+
+LONGEST = 32768
+"""Sequence that an engine of a model directory has room for, if the model does."""
+
+
+@dataclass(frozen=True)
+class Served:
+    """A model and how it is to be computed. path: a Hugging Face directory in BF16. name: what clients call it."""
+
+    path: Path
+    name: str
+    numerics: NumericsConfig
+    rollout: RolloutConfig
+
+
+def read_served(subject: Path, mode: Mode, preset: str) -> Served:
+    """The trained model of a run, as the run computed; or a model directory in this mode and preset.
+
+    Raises:
+        UserError: it is neither, or the run has no trained model yet.
+    """
+    files = RunDir(subject.absolute())
+    if not files.experiment.is_file():
+        sizes = read_model(subject, "RUN|MODEL").sizes
+        load_tokenizer(subject, "RUN|MODEL")
+        side = "fp8" if QuantSpec.preset(preset).quantized else "bf16"
+        section = NumericsSection.model_validate({"mode": mode, "preset": preset, "trainer": side, "rollout": side})
+        rollout = RolloutConfig(context_length=min(sizes.max_positions, LONGEST))
+        return Served(subject, files.name, section.config(tp=1), rollout)
+    if not files.model.is_dir():
+        raise user_error(
+            "RUN|MODEL",
+            found=f"{subject}, a run without model/",
+            expected="a run that has come to its end",
+            remedy=f"Let it: fp8rl train {files.experiment} --resume. Or give the directory of a model.",
+        )
+    experiment = read_resolved(files.experiment)
+    return Served(files.model, files.name, experiment.numerics_config(), experiment.rollout)
+
+
+@contextmanager
+def serve(served: Served, log: Path, port: int | None = None) -> Iterator[SGLangServer]:
+    """An engine with this model and OpenAI's endpoints below `/v1`, for as long as the block lasts.
+
+    port: None takes a free one.
+
+    Raises:
+        UserError, EngineError: see `SGLangServer.start`. HandshakeError: it computes something else.
+    """
+    config = served.rollout.model_copy(update={"port": port})
+    with tempfile.TemporaryDirectory(prefix="fp8rl-serve-") as folder:
+        checkpoint = Path(folder) / "served"
+        convert_checkpoint(served.path, checkpoint, served.numerics.rollout_spec)
+        plugin = {"numerics": served.numerics.to_dict()}
+        server = SGLangServer.start(checkpoint, config, log_path=log, plugin=plugin, served_name=served.name)
+        try:
+            asyncio.run(_check(server.endpoint, served.numerics))
+            yield server
+        finally:
+            server.stop()
+
+
+async def _check(endpoint: Endpoint, numerics: NumericsConfig) -> None:
+    async with EngineClient(endpoint) as client:
+        handshake.check(expected_report(numerics), await client.report())

@@ -1,0 +1,73 @@
+"""Which implementation the ops of this process run on: their pure-torch definitions, or the Triton kernels.
+
+A process chooses once, at its start, by its device and the run's spec.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Literal
+
+import torch
+
+from numerics.backend import dispatch
+from numerics.spec import Granularity, QuantSpec, TensorSpec
+
+Implementation = Literal["torch", "triton"]
+
+FEWEST_CAPABILITY = (8, 9)
+"""Compute capability from which a GPU converts to FP8."""
+_SMALL_CAPABILITY = (12, 0)
+"""From which GPUs have less shared memory again (99 KiB) than a product's tile takes."""
+_GROUP = 128
+# Weights in blocks alone: the gradient of the input sums over their rows, where the scales of groups change at each.
+_GRANULARITY: dict[str, Granularity] = {"weight": "block", "activation": "token_group", "gradient": "token_group"}
+
+
+def choose(device: torch.device | str, spec: QuantSpec) -> Implementation:
+    """Choose for the rest of this process. Returns what was chosen."""
+    implementation = implementation_for(capability_of(device), spec)
+    _install(implementation)
+    return implementation
+
+
+def capability_of(device: torch.device | str) -> tuple[int, int] | None:
+    """Compute capability of a GPU; None of a CPU."""
+    device = torch.device(device)
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+
+
+def implementation_for(capability: tuple[int, int] | None, spec: QuantSpec) -> Implementation:
+    """What `choose` takes on a device of this compute capability (None: a CPU): kernels where they know the spec."""
+    if capability is None or not FEWEST_CAPABILITY <= capability < _SMALL_CAPABILITY:
+        return "torch"
+    roles = {name: getattr(spec, name) for name in _GRANULARITY}
+    known = all(not role.quantized or _known(role, _GRANULARITY[name]) for name, role in roles.items())
+    return "triton" if known else "torch"
+
+
+def _known(role: TensorSpec, granularity: Granularity) -> bool:
+    """Whether the kernels have a form for a role that must be of this granularity."""
+    scaled = role.scale in ("pow2", "fp32") and role.rounding == "nearest"
+    return scaled and role.granularity == granularity and role.group == _GROUP
+
+
+@contextlib.contextmanager
+def using(implementation: Implementation) -> Iterator[None]:
+    """Another choice inside the block: for tests and benchmarks that compare the two."""
+    previous = dispatch.installed()
+    _install(implementation)
+    try:
+        yield
+    finally:
+        dispatch.install(previous)
+
+
+def _install(implementation: Implementation) -> None:
+    if implementation == "torch":
+        dispatch.install(None)
+    else:
+        from numerics.kernels.kernels import KERNELS  # Triton is imported where its kernels run, and nowhere else
+
+        dispatch.install(KERNELS)

@@ -1,0 +1,1 @@
+"""Files, read whole or refused, written whole or not at all."""

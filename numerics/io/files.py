@@ -1,0 +1,138 @@
+"""Files that appear whole or not at all."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from io import FileIO
+from pathlib import Path
+
+from numerics.errors import user_error
+from numerics.io.reading import check_path
+
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+def check_writable(path: Path, key: str) -> None:
+    """Whether a file or directory can be put at `path`, before the work that goes into it. Touches nothing.
+
+    Raises:
+        UserError: it cannot; the message speaks of it as `key`.
+    """
+    check_path(path, key)
+    path = path.absolute()
+    above = next(parent for parent in path.parents if os.path.lexists(parent))
+    if not above.is_dir():
+        found = f"{above}, which is no directory"
+    elif not os.access(above, os.W_OK | os.X_OK):
+        found = f"{above}, which may not be written to"
+    else:
+        return
+    raise user_error(key, found=found, expected=f"room for {path}", remedy="Choose another place.")
+
+
+def write_atomically(path: Path, content: str | bytes) -> None:
+    """Write a file: temporary name, flush to disk, rename. Parent directories are made; a failure leaves no trace."""
+    data = content.encode() if isinstance(content, str) else content
+    partial = path.with_name(f".{path.name}.partial")
+    with room_for(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with partial.open("wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(partial, path)
+        except BaseException:
+            partial.unlink(missing_ok=True)
+            raise
+        flush_to_disk(path.parent)
+
+
+def append_line(path: Path, line: str) -> None:
+    """Append a line, which is there whole or not at all, and flush it to disk.
+
+    What a power cut has left of the line before stays a line of its own.
+    """
+    with room_for(path), path.open("a+b", buffering=0) as file:
+        end = file.seek(0, os.SEEK_END)
+        torn = end > 0 and os.pread(file.fileno(), 1, end - 1) != b"\n"
+        append_whole(file, path, ("\n" * torn + line + "\n").encode())
+
+
+def append_whole(file: FileIO, path: Path, data: bytes) -> None:
+    """Append by one write to a file that is open unbuffered at `path`: a reader or a kill sees all of it or nothing.
+
+    What a disk has taken before it was full is taken back.
+    """
+    with room_for(path):
+        end = file.seek(0, os.SEEK_END)
+        if file.write(data) != len(data):
+            file.truncate(end)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        os.fsync(file.fileno())
+
+
+@contextmanager
+def new_directory(path: Path) -> Iterator[Path]:
+    """A directory to fill inside the block. Afterwards it is at `path`, in place of what stood there, or nowhere."""
+    partial = path.with_name(f".{path.name}.partial")
+    with room_for(path):
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        try:
+            yield partial
+            publish_directory(partial, path)
+        except BaseException:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
+
+
+@contextmanager
+def room_for(path: Path) -> Iterator[None]:
+    """Where the disk is full, the system's error names neither the file nor a way out; safetensors' is no OSError."""
+    try:
+        yield
+    except Exception as error:
+        number = re.search(r"(?:Errno|os error) (\d+)", str(error))
+        if number is None or int(number[1]) not in _NO_ROOM:
+            raise
+        free = shutil.disk_usage(path.parent).free >> 20
+        raise OSError(
+            f"{path}: found {os.strerror(int(number[1]))!r} with {free} MiB free, expected room to write it. "
+            "Free some, or write to another disk"
+        ) from error
+
+
+def publish_directory(partial: Path, path: Path) -> None:
+    """Flush a finished directory and rename it to `path`, in place of what stood there.
+
+    Its safetensors files, which that library lets nobody but their owner read, become as readable as the directory.
+    """
+    readable = partial.stat().st_mode & 0o666
+    for file in partial.rglob("*"):
+        if file.suffix == ".safetensors":
+            file.chmod(readable)
+        if file.is_file():
+            flush_to_disk(file)
+    flush_to_disk(partial)
+    retired = path.with_name(f".{path.name}.retired")
+    shutil.rmtree(retired, ignore_errors=True)
+    if path.exists():
+        os.replace(path, retired)
+    os.replace(partial, path)
+    flush_to_disk(path.parent)
+    shutil.rmtree(retired, ignore_errors=True)
+
+
+def flush_to_disk(path: Path) -> None:
+    """fsync a file, or a directory, whose renames then survive a power cut."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,1 @@
+"""What algorithms are put together from."""

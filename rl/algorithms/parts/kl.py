@@ -1,0 +1,88 @@
+"""What keeps a policy near the model that the run started from: its KL divergence, in the loss or in the reward.
+
+x = logprob - the reference's, of a sampled token. Three estimates of KL(policy || reference) from it (Schulman 2020,
+"Approximating KL Divergence"):
+
+    k1 = x              unbiased. As a loss its gradient is zero in the mean: it says nothing of where to go.
+    k2 = x² / 2         its gradient is that of the KL on policy, in the mean; its value is near the KL for small x.
+    k3 = e^-x - 1 + x   unbiased and never negative, but its gradient is that of another divergence.
+
+Off policy a term of the loss is weighed by the ratio of the policy to what has sampled, without gradient, as the
+sample then stands for another one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+from torch import Tensor
+
+from rl.algorithms.parts.surrogates import MAX_LOG_RATIO
+
+Estimator = Literal["k2", "k3"]
+
+
+def k2(x: Tensor) -> Tensor:
+    """x² / 2"""
+    return x.square() / 2
+
+
+def k3(x: Tensor) -> Tensor:
+    """e^-x - 1 + x, without its cancellation; x is clamped to ±20."""
+    x = x.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    return (-x).expm1() + x
+
+
+ESTIMATORS: dict[Estimator, Callable[[Tensor], Tensor]] = {"k2": k2, "k3": k3}
+FORMULAS: dict[Estimator, str] = {
+    "k2": "x² / 2, with the gradient of KL(policy || reference)",
+    "k3": "e^-x - 1 + x, with the value of KL(policy || reference) and not its gradient",
+}
+X = "logprob - the reference's"
+
+
+class KlLossConfig(BaseModel):
+    """A term of the loss."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+    coefficient: float = Field(default=0.0, ge=0.0)
+    """What a nat adds to the loss of a token; 1e-3 to 1e-2 is usual. 0: no such term."""
+    estimator: Estimator = "k2"
+    """`k2` has the gradient of the KL, `k3` its value."""
+
+    @field_validator("estimator", mode="before")
+    @classmethod
+    def _k1_teaches_nothing(cls, name: Any) -> Any:
+        if name == "k1":
+            raise ValueError(
+                "found k1, expected k2 or k3: as a loss, k1 has a gradient whose mean is zero. Set estimator=k2, or "
+                "put k1 into the reward with algorithm.kl.reward.coefficient"
+            )
+        return name
+
+
+class KlRewardConfig(BaseModel):
+    """A price on each token's reward, k1 of the weights that sampled it, before advantages are made."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+    coefficient: float = Field(default=0.0, ge=0.0)
+    """What a nat takes off a token's reward. 0: nothing."""
+
+
+class KlConfig(BaseModel):
+    """The reference is the model of `model.path`, frozen, in the trainer's own numerics and layout. It is loaded only
+    where a coefficient is not 0."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+    loss: KlLossConfig = KlLossConfig()
+    reward: KlRewardConfig = KlRewardConfig()
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether a reference is loaded."""
+        return self.loss.coefficient > 0 or self.reward.coefficient > 0

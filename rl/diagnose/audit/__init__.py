@@ -1,7 +1,0 @@
-"""Does a run compute what it plans? Starts both sides, watches a step op by op, and holds it against the precision
-map."""
-
-from rl.diagnose.audit.report import Report, rendered
-from rl.diagnose.audit.run import audit
-
-__all__ = ["Report", "audit", "rendered"]

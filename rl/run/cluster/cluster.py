@@ -1,0 +1,209 @@
+"""The Ray cluster of a run: the one that RAY_ADDRESS names, or a private one that ends with the run."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import select
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray._private import ray_constants
+from ray._raylet import AuthenticationTokenLoader  # type: ignore[attr-defined]
+
+from numerics.errors import UserError, user_error
+from rl.run.lifecycle.interrupts import is_ending
+from rl.run.lifecycle.stopping import STOPPED
+from rollout.server.scratch import RAY, make_scratch, remove_scratch, sweep
+
+_PARENT = "/tmp"
+"""Paths of sockets must stay short."""
+_ANSWER_SECONDS = 5.0
+_SETTINGS = bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
+"""HTTP/2's first frame, of type 4 and empty; a gRPC server answers with one."""
+_SIGNALLED_SECONDS = 0.2
+"""After which this process has noticed a signal that has ended its Ray. Half a second after that, Ray would end it."""
+_HEAD = {ray_constants.PROCESS_TYPE_RAYLET: "raylet", ray_constants.PROCESS_TYPE_GCS_SERVER: "GCS server"}
+"""The processes without which a cluster of one node cannot go on, by Ray's names for them."""
+
+
+def end_at_once(why: str) -> None:
+    """Say it and end this process: without Ray nothing can be unwound. All else dies with its owner."""
+    print(f"error: {why}", file=sys.stderr, flush=True)
+    os._exit(STOPPED)
+
+
+@contextmanager
+def ray_cluster(failure_logs: Path, lost: Callable[[str], object] = end_at_once) -> Iterator[None]:
+    """Join the cluster of RAY_ADDRESS (`ray job submit` sets it), else start one that nobody else uses.
+
+    A cluster that merely happens to run on this machine is never joined, so that two runs stay apart. A private one
+    listens on loopback alone, lets in whoever has its token, and has a folder that nobody else can enter, with the
+    token in it; its logs are kept in `failure_logs` only if the block fails.
+
+    lost: told by another thread, in words, that a private cluster has lost its head. It has to end this process: Ray
+    does so too, a moment later or after a minute of retries, in its own words.
+
+    Raises:
+        UserError: RAY_ADDRESS names no cluster that lets this process in.
+    """
+    # Ray would otherwise hide the GPUs from an actor that asks for none, and warn about it for each.
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    # Ray's own niceness, 15, would have the trainer wait for whatever else runs on the machine.
+    os.environ.setdefault("RAY_worker_niceness", "0")
+    address = os.environ.get("RAY_ADDRESS")
+    if ray.is_initialized():
+        yield
+    elif address:
+        _check_answers(address)
+        try:
+            with tempfile.TemporaryDirectory() as folder:
+                try:
+                    _init(Path(folder), address=address)
+                except (ConnectionError, RuntimeError) as error:  # of another version, or with another token
+                    raise _no_cluster(address, _last_words(error.__context__ or error)) from None
+            yield
+        finally:
+            ray.shutdown()
+    else:
+        with _private_cluster(failure_logs, lost):
+            yield
+
+
+def _check_answers(address: str) -> None:
+    """Whether a gRPC server is there. Ray itself would try for two minutes, and then end the process."""
+    host, _, port = address.rpartition(":")
+    if not port.isdigit():
+        return  # "auto": Ray looks for a cluster of this machine
+    try:
+        with socket.create_connection((host.strip("[]"), int(port)), timeout=_ANSWER_SECONDS) as connection:
+            connection.settimeout(_ANSWER_SECONDS)
+            connection.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + _SETTINGS)
+            greeting = connection.recv(9)
+    except OSError as error:
+        raise _no_cluster(address, str(error)) from None
+    if greeting[3:4] != _SETTINGS[3:4]:
+        raise _no_cluster(address, "a server that is not Ray's; its dashboard is for `fp8rl submit`")
+
+
+def _last_words(error: BaseException) -> str:
+    return str(error).strip().splitlines()[-1].partition(". ")[0]
+
+
+def _no_cluster(address: str, found: str) -> UserError:
+    return user_error(
+        "RAY_ADDRESS",
+        found=f"{address} ({found})",
+        expected="the head of a Ray cluster of this version, which answers and lets this process in",
+        remedy="Correct the address, such as 10.0.0.1:6379, start one with `ray start --head`, or unset it for "
+        "one of the run's own. If it asks for a token, put the token and RAY_AUTH_MODE into this environment too.",
+    )
+
+
+@contextmanager
+def _private_cluster(failure_logs: Path, lost: Callable[[str], object]) -> Iterator[None]:
+    sweep(RAY, _PARENT)
+    folder, lock = make_scratch(RAY, _PARENT)
+    token = folder / "token"
+    token.write_text(secrets.token_hex(32))
+    # In a file, since all that is in the environment is in that of every child. Left to itself, Ray writes a token into
+    # the user's home, and any cluster started later asks for it.
+    settings: dict[str, str | None] = {"RAY_AUTH_TOKEN": None, "RAY_AUTH_MODE": None, "RAY_AUTH_TOKEN_PATH": str(token)}
+    # torch's and wandb's temporary folders of workers that are killed at the end, as Ray does.
+    settings["TMPDIR"] = str(folder / "tmp")
+    (folder / "tmp").mkdir()
+    settings["RAY_enable_metrics_collection"] = "0"
+    # Ray's own setting for machines whose firewall asks back: all of it is on loopback.
+    settings["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
+    try:
+        with _environment(settings):
+            try:
+                _init(folder, address="local", include_dashboard=False, _temp_dir=str(folder / "ray"))
+                with _head_watched(lost):
+                    yield
+            except Exception:
+                ray.shutdown(wait_for_processes=True)
+                logs = folder / "ray" / "session_latest" / "logs"
+                if logs.is_dir():
+                    shutil.copytree(logs, failure_logs, dirs_exist_ok=True)
+                raise
+            finally:
+                ray.shutdown(wait_for_processes=True)
+    finally:
+        remove_scratch(folder)
+        os.close(lock)
+
+
+@contextmanager
+def _head_watched(lost: Callable[[str], object]) -> Iterator[None]:
+    """Have `lost` told of the first of the head's processes that ends inside the block."""
+    processes = ray._private.worker._global_node.all_processes
+    names = {os.pidfd_open(info.process.pid): name for kind, name in _HEAD.items() for info in processes[kind]}
+    over, end = os.pipe()
+
+    def watch() -> None:
+        ready, _, _ = select.select([*names, over], [], [])
+        # A signal to the whole foreground group ends the head, too, while this process unwinds by itself.
+        if over not in ready and not select.select([over], [], [], _SIGNALLED_SECONDS)[0] and not is_ending():
+            lost(f"found Ray's {names[ready[0]]} ended (killed, or out of memory?), expected it to outlive the run")
+
+    thread = threading.Thread(target=watch, name="ray-head", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        os.close(end)
+        thread.join()
+        for descriptor in (*names, over):
+            os.close(descriptor)
+
+
+@contextmanager
+def _environment(settings: dict[str, str | None]) -> Iterator[None]:
+    """These variables (None: without it) for this process and the children that it starts meanwhile."""
+    former = {name: os.environ.get(name) for name in settings}
+    clustered = ray_constants.ENABLE_RAY_CLUSTER  # read from the environment when Ray was imported
+    _set(settings)
+    ray_constants.ENABLE_RAY_CLUSTER = False
+    AuthenticationTokenLoader.instance().reset_cache()  # which holds another one if this process has used Ray before
+    try:
+        yield
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = clustered
+        _set(former)
+        AuthenticationTokenLoader.instance().reset_cache()
+
+
+def _set(variables: dict[str, str | None]) -> None:
+    for name, value in variables.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+
+
+def _init(folder: Path, **options: Any) -> None:
+    """`ray.init`, without two of its habits.
+
+    It puts a handler of SIGTERM that exits in place of ours. And it has workers import from the current directory,
+    where a folder `trainer` or a `random.py` would stand in the way: `folder` is that directory meanwhile.
+    """
+    handler, here = signal.getsignal(signal.SIGTERM), Path.cwd()
+    os.chdir(folder)
+    try:
+        ray.init(log_to_driver=False, logging_level=logging.ERROR, **options)
+    except SystemExit:
+        raise KeyboardInterrupt from None
+    finally:
+        os.chdir(here)
+        signal.signal(signal.SIGTERM, handler)

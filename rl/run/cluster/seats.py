@@ -1,0 +1,188 @@
+"""The seats of a run: placement groups that hold a place on some node for each trainer rank and each engine."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from numerics.errors import UserError
+from rl.experiment import Experiment
+from rl.run.cluster.nodes import SEES_ALL_GPUS, View, nodes_up, own_capability, views
+from rl.run.cluster.placement import Node, Place, place, place_engine, place_ranks
+from trainer.seat import LOOPBACK, Seat
+
+_RESERVE_SECONDS = 10.0
+"""For Ray to reserve what a node has said to be free."""
+_ROOM_SECONDS = 60.0
+"""That a trainer which was lost with its node waits for room on another one."""
+_AGAIN_SECONDS = 1.0
+_GIVING_BACK_SECONDS = 2.0
+_TOUCH = 0.001
+"""Of a resource that every node has, where there is no GPU to reserve: a placement group cannot be of nothing."""
+
+
+class NoRoomError(RuntimeError):
+    """No node that is up has room for what a lost one held."""
+
+
+@dataclass(frozen=True)
+class _Reserved:
+    nodes: tuple[Node, ...]
+    group: PlacementGroup
+
+
+class Seats:
+    """Gives every trainer rank and every engine its seat. A side whose node has left is seated anew, on others.
+
+    Everything that shares one node with the driver is on loopback; else all use their nodes' addresses.
+    """
+
+    def __init__(self, experiment: Experiment, folder: Path) -> None:
+        """Decide where everything goes and reserve all of it. folder: that all nodes have to see.
+
+        Raises:
+            UserError: it does not fit on the nodes, or one of them does not see what it has to.
+            NoRoomError: another run was faster.
+        """
+        self._experiment, self._folder = experiment, folder
+        self._views: dict[str, View] = {}
+        up = nodes_up()
+        placement = place(up, experiment)
+        self._spans = {node.id for node in placement.nodes} != {up[0].id}
+        self._look_at(placement.nodes)
+        self._places = dict(enumerate(placement.engines))
+        self._engines: dict[int, _Reserved] = {}
+        self._ranks = _reserved(placement.ranks)
+        try:
+            for index, each in self._places.items():
+                self._hold(index, each)
+        except NoRoomError:
+            self.close()
+            raise
+
+    def trainer(self) -> list[Seat]:
+        """The seat of each rank. Raises NoRoomError."""
+        if not self._is_up(self._ranks.nodes):
+            remove_placement_group(self._ranks.group)
+            self._ranks = self._seated_again()
+        half = {place.shares for place in self._places.values()}
+        return [
+            self._seat(node, self._ranks.group, rank, 0.5 if rank in half else 1.0)
+            for rank, node in enumerate(self._ranks.nodes)
+        ]
+
+    def engine(self, index: int) -> Seat:
+        """The seat of this engine. Raises NoRoomError."""
+        place = self._place(index)
+        if not self._is_up([place.node]):
+            self._places[index] = place = self._another(index)
+        if place.shares is not None:
+            return self._seat(place.node, self._ranks.group, place.shares, 0.5, all_gpus=True)
+        self._hold(index, place)
+        # CUDA IPC maps memory of the trainer's GPU.
+        all_gpus = not self._experiment.sync.engines_own_gpus
+        width = float(self._experiment.engine_ranks[index])
+        return self._seat(place.node, self._engines[index].group, 0, width, all_gpus=all_gpus)
+
+    def capability(self, index: int) -> tuple[int, int] | None:
+        """Of the GPU that this engine computes on; None: on a CPU."""
+        return self._views[self._place(index).node.id].capability if self._spans else own_capability()
+
+    def close(self) -> None:
+        """Give all of it back, with whatever still sits there.
+
+        A head that is gone is not waited for: a signal to the whole foreground group ends it before this process.
+        """
+        groups = [reserved.group for reserved in (self._ranks, *self._engines.values())]
+        self._engines.clear()
+        giving = threading.Thread(target=lambda: [remove_placement_group(group) for group in groups], daemon=True)
+        giving.start()
+        giving.join(_GIVING_BACK_SECONDS)
+
+    def _seat(self, node: Node, group: PlacementGroup, bundle: int, gpus: float, *, all_gpus: bool = False) -> Seat:
+        environment = dict(SEES_ALL_GPUS) if all_gpus and node.gpus is not None else {}
+        if self._spans and (interface := self._views[node.id].interface) is not None:
+            environment["GLOO_SOCKET_IFNAME"] = interface
+        strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle)
+        options = {"num_gpus": 0.0 if node.gpus is None else gpus, "scheduling_strategy": strategy}
+        return Seat(node.address if self._spans else LOOPBACK, environment, options)
+
+    def _is_up(self, nodes: Sequence[Node]) -> bool:
+        return {node.id for node in nodes} <= {node.id for node in nodes_up()}
+
+    def _hold(self, index: int, place: Place) -> None:
+        """Reserve an engine's place, unless it has one or shares a rank's."""
+        if place.shares is None and index not in self._engines:
+            self._engines[index] = _reserved((place.node,), self._experiment.engine_ranks[index])
+
+    def _place(self, index: int) -> Place:
+        """Of an engine; where it shares a rank's GPU, that is wherever the rank is now."""
+        place = self._places[index]
+        return place if place.shares is None else replace(place, node=self._ranks.nodes[place.shares])
+
+    def _another(self, index: int) -> Place:
+        """Another place for an engine whose node has left."""
+        old = self._place(index)
+        tensor = self._experiment.sync.transport == "tensor" and index < self._experiment.rollout.engines
+        if (old.shares is not None or tensor) and not self._is_up(self._ranks.nodes):
+            raise NoRoomError("with its node the trainer's has left, on which it has to be")
+        if index in self._engines:
+            remove_placement_group(self._engines.pop(index).group)
+        others = [place for other, place in self._places.items() if other != index and self._is_up([place.node])]
+        with _no_room():
+            place = place_engine(nodes_up(), self._experiment, self._ranks.nodes, others, index)
+            self._look_at([place.node])
+        if place.shares is not None:  # the rank holds its GPU whole
+            raise NoRoomError(f"no GPU is left on {place.node.address} but the trainer's")
+        return place
+
+    def _seated_again(self) -> _Reserved:
+        """Places for the ranks on nodes that are up; waits a while for them."""
+        deadline = time.monotonic() + _ROOM_SECONDS
+        while True:
+            try:
+                with _no_room():
+                    nodes = place_ranks(nodes_up(), self._experiment)
+                    self._look_at(nodes)
+                return _reserved(nodes)
+            except NoRoomError as error:
+                if time.monotonic() > deadline:
+                    raise NoRoomError(
+                        f"a node of the trainer has left, and within {_ROOM_SECONDS:g} s none took its place: {error}"
+                    ) from None
+            time.sleep(_AGAIN_SECONDS)
+
+    def _look_at(self, nodes: Sequence[Node]) -> None:
+        """Whether these see what they have to; a run on the driver's node alone does."""
+        new = [node for node in nodes if self._spans and node.id not in self._views]
+        if new:
+            self._views |= views(new, self._folder, [Path(self._experiment.model.path) / "config.json"])
+
+
+def _reserved(nodes: Sequence[Node], gpus: int = 1) -> _Reserved:
+    """A placement group with a bundle on each of these, of so many GPUs where there are any. Raises NoRoomError."""
+    group = placement_group(
+        [{"GPU": float(gpus)} if node.gpus is not None else {f"node:{node.address}": _TOUCH} for node in nodes],
+        bundle_label_selector=[{"ray.io/node-id": node.id} for node in nodes],
+    )
+    if not group.wait(_RESERVE_SECONDS):
+        remove_placement_group(group)
+        listed = ", ".join(node.address for node in nodes)
+        raise NoRoomError(f"found that Ray reserves nothing on {listed} within {_RESERVE_SECONDS:g} s, expected room")
+    return _Reserved(tuple(nodes), group)
+
+
+@contextmanager
+def _no_room() -> Iterator[None]:
+    """In a run that was under way, what does not fit is nobody's wrong input."""
+    try:
+        yield
+    except UserError as error:
+        raise NoRoomError(str(error)) from None

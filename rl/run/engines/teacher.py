@@ -1,0 +1,97 @@
+"""A second model on engines of its own, which says how likely it finds what the policy has sampled."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol, Self
+
+import torch
+from torch import Tensor
+
+from models import read_model
+from rl.experiment import Experiment
+from rl.run.cluster.seats import Seats
+from rl.run.engines.pool import EnginePool
+from rl.run.engines.serving import Serving, teacher_maker
+from rollout.errors import EngineError
+from rollout.types import Trajectory
+from trainer.step.batch import TokenBatch
+from weight_sync.hf_checkpoint import convert_checkpoint
+from weight_sync.manifest import Manifest, Recorder
+
+TEACHER_LOGPROBS = "teacher_logprobs"
+"""Name of the batch's field."""
+_VERSION = 0
+
+
+class Scored(Protocol):
+    """An answer with the teacher's log-probability of each of its tokens."""
+
+    @property
+    def trajectory(self) -> Trajectory: ...
+
+    @property
+    def teacher_logprobs(self) -> list[float] | None: ...
+
+
+@dataclass(frozen=True)
+class Teacher:
+    """The teacher of a run. Token ids go in, log-probabilities come out; its weights are never synced.
+
+    Each of its engines starts from the quantized copy of `teacher.path` that the run makes, and scores nothing before
+    the digests of what it holds are those of what was written. One that is lost is replaced, as the policy's are.
+    """
+
+    engines: EnginePool
+
+    @classmethod
+    def start(cls, experiment: Experiment, seats: Seats, folder: Path) -> Self | None:
+        """Begin to start its engines; `engines.wait()` for them. None without a `teacher` section.
+
+        folder: for their logs, and the checkpoint that they start from.
+        """
+        section = experiment.teacher
+        if section is None:
+            return None
+        numerics = section.numerics(experiment.numerics, experiment.numerics_config().k_splits)
+        source, checkpoint, spec = Path(section.path), folder / "served" / "teacher", numerics.rollout_spec
+        recorder = Recorder(read_model(source).tensors, section.tp)
+        convert_checkpoint(source, checkpoint, spec, recorder)
+        manifest = Manifest.merged(_VERSION, spec, [recorder.sent()])
+        make = teacher_maker(experiment, section, seats, folder, numerics)
+        serving = Serving(make, checkpoint, _VERSION, manifest)
+        return cls(EnginePool(section.engines, serving, section.engine(experiment.rollout), "teacher engine"))
+
+    async def logprobs(self, answers: Sequence[Trajectory]) -> list[list[float]]:
+        """Its log-probability, at temperature 1, of each token of each answer.
+
+        Raises EngineError: engines were lost too often, or a value is not finite.
+        """
+        sequences = [answer.prompt_ids + answer.token_ids for answer in answers]
+        scores = await asyncio.wrap_future(self.engines.score(sequences))
+        found = [score[len(answer.prompt_ids) - 1 :] for answer, score in zip(answers, scores, strict=True)]
+        bad = sum(not math.isfinite(value) for values in found for value in values)
+        if bad:
+            raise EngineError(
+                f"found {bad} log-probabilities of the teacher that are not finite, expected numbers. Check the "
+                "weights of teacher.path"
+            )
+        return found
+
+
+def teacher_logprobs(scored: Sequence[Scored], batch: TokenBatch) -> Tensor:
+    """float32 [B, S]: the teacher's log-probability of each target token, 0 elsewhere; scored: by row of the batch.
+
+    Raises ValueError: a row was not scored.
+    """
+    found = torch.zeros(batch.tokens.shape)
+    for row, each in enumerate(scored):
+        if each.teacher_logprobs is None:
+            raise ValueError(f"row {row}: found no log-probabilities of the teacher, expected one for each token")
+        begin = len(each.trajectory.prompt_ids)
+        found[row, begin : begin + len(each.teacher_logprobs)] = torch.tensor(each.teacher_logprobs)
+    return torch.where(batch.loss_mask, found, 0.0)

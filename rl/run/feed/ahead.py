@@ -1,0 +1,132 @@
+"""What a checkpoint keeps of the feed: where it is in the data, and groups that were answered before their step.
+
+The groups stand in a file of the checkpoint, one JSON line each, the rest in its `extra`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter
+
+from numerics.io.reading import whole_json_lines
+from rollout.types import Group, Trajectory
+from trainer.checkpoint.files import read_about
+
+GROUPS = "groups.jsonl"
+"""Name of the file in a checkpoint."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Answered:
+    """The answers to one prompt of a step to come.
+
+    number: of the prompt in the run. prompt_ids: [P]. The others by answer, in the order of the group's seeds; see
+    `rollout.types.Trajectory`.
+    """
+
+    number: int
+    prompt_ids: list[int]
+    seeds: list[int]
+    token_ids: list[list[int]]
+    logprobs: list[list[float]]
+    weight_versions: list[list[int]]
+    finished: list[bool]
+    stopped: list[bool]
+    told: list[list[tuple[int, int]]]
+    outcome: list[dict[str, float]]
+    failed: list[bool]
+
+    @classmethod
+    def of(cls, number: int, answers: Sequence[Trajectory]) -> Answered:
+        return cls(
+            number=number,
+            prompt_ids=answers[0].prompt_ids,
+            seeds=[answer.seed for answer in answers],
+            token_ids=[answer.token_ids for answer in answers],
+            logprobs=[answer.logprobs for answer in answers],
+            weight_versions=[answer.weight_versions for answer in answers],
+            finished=[answer.finished for answer in answers],
+            stopped=[answer.stopped for answer in answers],
+            told=[list(answer.told) for answer in answers],
+            outcome=[answer.outcome for answer in answers],
+            failed=[answer.failed for answer in answers],
+        )
+
+    def answers(self, group: Group) -> bool:
+        """Whether this is what `group` asks for."""
+        return self.prompt_ids == group.prompt.token_ids and tuple(self.seeds) == group.seeds
+
+    def trajectories(self) -> list[Trajectory]:
+        return [
+            Trajectory(
+                prompt_ids=self.prompt_ids,
+                token_ids=self.token_ids[row],
+                logprobs=self.logprobs[row],
+                finished=self.finished[row],
+                weight_versions=self.weight_versions[row],
+                group=0,
+                seed=seed,
+                told=tuple(self.told[row]),
+                stopped=self.stopped[row],
+                outcome=self.outcome[row],
+                failed=self.failed[row],
+            )
+            for row, seed in enumerate(self.seeds)
+        ]
+
+
+@dataclasses.dataclass(frozen=True)
+class FeedState:
+    """Where a feed is.
+
+    next: number of the first prompt that was not admitted yet. admitted: numbers of those that were and are not trained
+    on yet, oldest first. answered: those of them whose answers are there.
+    """
+
+    next: int
+    admitted: list[int]
+    answered: list[Answered]
+
+    @property
+    def extra(self) -> dict[str, Any]:
+        """All but the answers, as JSON values."""
+        return {"next": self.next, "admitted": self.admitted}
+
+    @property
+    def texts(self) -> dict[str, str]:
+        """The files of the answers, by name."""
+        return {GROUPS: to_lines(self.answered)} if self.answered else {}
+
+    @classmethod
+    def of_checkpoint(cls, path: Path) -> FeedState:
+        """As the checkpoint at `path` has it. Raises `UserError` for a damaged line."""
+        return cls(**read_about(path).extra["feed"], answered=read_answered(path / GROUPS))
+
+
+def to_lines(groups: Iterable[Answered]) -> str:
+    """The file's text; a log-probability that is not finite is null."""
+    return "".join(_line(group) for group in groups)
+
+
+def read_answered(path: Path) -> list[Answered]:
+    """The groups of a checkpoint's file; none if it has no such file. Raises `UserError` for a damaged line."""
+    return whole_json_lines(path, "groups", _parse) if path.is_file() else []
+
+
+def _line(group: Answered) -> str:
+    logprobs = [[x if math.isfinite(x) else None for x in answer] for answer in group.logprobs]
+    return json.dumps({**vars(group), "logprobs": logprobs}, allow_nan=False) + "\n"
+
+
+_ANSWERED = TypeAdapter(Answered)
+
+
+def _parse(values: dict[str, Any]) -> Answered:
+    values["logprobs"] = [[math.nan if x is None else x for x in answer] for answer in values["logprobs"]]
+    return _ANSWERED.validate_python(values)

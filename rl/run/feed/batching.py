@@ -1,0 +1,123 @@
+"""Trajectories and supervised examples to the trainer's padded batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from numerics.sampling import GREEDY
+from trainer.step.batch import UNKNOWN, TokenBatch
+
+if TYPE_CHECKING:
+    from rollout.types import Trajectory
+
+PAD_TOKEN = 0
+"""Any valid id serves: padding is masked and, to its right, no real token looks at it."""
+
+
+@dataclass(frozen=True)
+class SftExample:
+    """One supervised example: `prompt_ids` are context, `target_ids` (with EOS) are learnt."""
+
+    prompt_ids: list[int]
+    target_ids: list[int]
+
+
+def batch_from_trajectories(
+    trajectories: Sequence[Trajectory],
+    temperature: float,
+    *,
+    replay: bool = False,
+    redraws: int = 0,
+) -> TokenBatch:
+    """One row per trajectory: prompt then answer, the tokens that the model sampled as targets, the engine's routes if
+    it reported them.
+
+    Its field `rollout_logprobs` is the engine's logprob of each of them as received (NaN and inf included), 0
+    elsewhere.
+
+    Args:
+        trajectories: one without sampled tokens gives a row without targets.
+        temperature: that the tokens were sampled with.
+        replay: the trainer is to take the engine's routes.
+        redraws: rows, spread over the batch, whose tokens the trainer is to draw again.
+
+    Raises:
+        ValueError: numbers of logprobs or routes do not fit the tokens, or a prompt is empty.
+    """
+    for row, trajectory in enumerate(trajectories):
+        told = sum(end - begin for begin, end in trajectory.told)
+        if len(trajectory.logprobs) != len(trajectory.token_ids) - told:
+            raise ValueError(
+                f"trajectory {row}: found {len(trajectory.logprobs)} logprobs, "
+                f"expected {len(trajectory.token_ids) - told}, one per sampled token"
+            )
+    batch = _pad([t.prompt_ids for t in trajectories], [t.token_ids for t in trajectories], temperature)
+    for row, trajectory in enumerate(trajectories):
+        for begin, end in trajectory.told:  # nothing is learnt from an environment's words
+            batch.loss_mask[row, len(trajectory.prompt_ids) + begin : len(trajectory.prompt_ids) + end] = False
+    rollout_logprobs = torch.zeros(batch.tokens.shape)
+    # Row-major, so the mask lists each row's sampled tokens in order, row after row.
+    rollout_logprobs[batch.loss_mask] = torch.tensor([x for t in trajectories for x in t.logprobs], dtype=torch.float32)
+    return replace(
+        batch,
+        fields={"rollout_logprobs": rollout_logprobs},
+        routes=_routes(trajectories, batch),
+        replay=replay,
+        seeds=_seeds(trajectories, redraws) if redraws else None,
+    )
+
+
+def batch_from_examples(examples: Sequence[SftExample]) -> TokenBatch:
+    """One row per example: prompt then target, the target's tokens as targets of the loss, temperature 1.
+
+    Raises:
+        ValueError: there is no example, or one has an empty prompt or target.
+    """
+    for row, example in enumerate(examples):
+        if not example.target_ids:
+            raise ValueError(f"example {row}: found no target token, expected at least one (the EOS)")
+    return _pad([e.prompt_ids for e in examples], [e.target_ids for e in examples], temperature=1.0)
+
+
+def _routes(trajectories: Sequence[Trajectory], batch: TokenBatch) -> Tensor | None:
+    """int16 [B, S, L, K], -1 for last tokens and padding; None if no trajectory has routes."""
+    reported = [t.routed_experts for t in trajectories if t.routed_experts is not None]
+    if not reported:
+        return None
+    routes = torch.full((*batch.tokens.shape, *reported[0].shape[1:]), UNKNOWN, dtype=torch.int16)
+    for row, (trajectory, length) in enumerate(zip(trajectories, batch.lengths.tolist())):
+        experts = trajectory.routed_experts
+        if experts is None or len(experts) != length - 1:
+            found = "none" if experts is None else f"those of {len(experts)} tokens"
+            raise ValueError(f"trajectory {row}: found {found} for its routes, expected those of {length - 1} tokens")
+        routes[row, : length - 1] = experts
+    return routes
+
+
+def _seeds(trajectories: Sequence[Trajectory], redraws: int) -> Tensor:
+    """int64 [B], those of `redraws` rows at equal distances, `GREEDY` in the others."""
+    seeds = torch.full((len(trajectories),), GREEDY)
+    count = min(redraws, len(trajectories))
+    for row in (index * len(trajectories) // count for index in range(count)):
+        seeds[row] = trajectories[row].seed
+    return seeds
+
+
+def _pad(prompts: Sequence[list[int]], targets: Sequence[list[int]], temperature: float) -> TokenBatch:
+    if not prompts:
+        raise ValueError("found an empty batch, expected at least one sequence")
+    for row, prompt in enumerate(prompts):
+        if not prompt:
+            raise ValueError(f"sequence {row}: found an empty prompt, expected at least one token (such as a BOS)")
+    rows = [torch.tensor(prompt + target, dtype=torch.int64) for prompt, target in zip(prompts, targets)]
+    tokens = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=PAD_TOKEN)
+    lengths = torch.tensor([len(row) for row in rows])
+    prompt_lengths = torch.tensor([len(prompt) for prompt in prompts])
+    position = torch.arange(tokens.shape[1])
+    loss_mask = (position >= prompt_lengths[:, None]) & (position < lengths[:, None])
+    return TokenBatch(tokens, lengths, loss_mask, temperature)

@@ -1,0 +1,112 @@
+"""Answers that come about between the engines and the environment of an experiment."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import traceback
+from collections.abc import Callable
+from concurrent.futures import Future
+
+from transformers import PreTrainedTokenizerBase
+
+from rl.run.background import Background
+from rl.run.feed.failures import Failures
+from rollout.environments.config import EnvironmentConfig
+from rollout.environments.conversation import Conversation
+from rollout.environments.functions import load_environment
+from rollout.errors import EngineError, StaleWeightsError
+from rollout.returned import Numbers, ReturnError, brief, named_numbers
+from rollout.types import Group, SamplingParams, Trajectory
+
+ENVIRONMENT_FAILURES = "rollout/environment_failures"
+REWARD = "reward"
+"""What the one number is called that an environment returns without a name."""
+
+Ask = Callable[[Group, SamplingParams, int, object], "Future[list[Trajectory]]"]
+"""Has engines answer a group; see `EnginePool.admit`."""
+
+
+class EnvironmentError(RuntimeError):
+    """An environment keeps all others from their turn."""
+
+
+class Conversations:
+    """The environment of an experiment, in as many conversations at a time as there are answers under way.
+
+    They take turns in a thread of their own, beside sampling and training.
+    """
+
+    def __init__(self, config: EnvironmentConfig, tokenizer: PreTrainedTokenizerBase, ask: Ask) -> None:
+        self._config, self._tokenizer, self._ask = config, tokenizer, ask
+        self._environment = load_environment(config)
+        self._background = Background("environments")
+        self._turn, self._asked = self._background.begin(asyncio.sleep(0)), time.monotonic()
+        self.failures = Failures(
+            "environment",
+            "so that nothing is learnt from its answer",
+            ENVIRONMENT_FAILURES,
+            "environment.max_failures",
+            config.max_failures,
+        )
+
+    def begin(self, group: Group, sampling: SamplingParams, oldest: int) -> Future[list[Trajectory]]:
+        """One conversation for each of the group's answers, in their order; see `EnginePool.admit`."""
+        return self._background.begin(self._group(group, sampling, oldest))
+
+    def check(self) -> None:
+        """Raise EnvironmentError if an environment never awaits. Who waits for answers calls this now and then."""
+        now = time.monotonic()
+        if self._turn.done():
+            self._turn, self._asked = self._background.begin(asyncio.sleep(0)), now
+        elif now - self._asked > self._config.timeout_s:
+            raise EnvironmentError(
+                f"found an environment ({self._config.label}) that has kept all its other answers from their turn for "
+                f"{self._config.timeout_s:g} s (environment.timeout_s), expected one that awaits what it waits for. "
+                "Use asyncio.sleep, asyncio.to_thread or a subprocess of asyncio in it"
+            )
+
+    def close(self) -> None:
+        """Give up what is under way. A second call does nothing."""
+        self._background.close()
+
+    # The rest runs in the background.
+
+    async def _group(self, group: Group, sampling: SamplingParams, oldest: int) -> list[Trajectory]:
+        return list(await asyncio.gather(*(self._answer(group, seed, sampling, oldest) for seed in group.seeds)))
+
+    async def _answer(self, group: Group, seed: int, sampling: SamplingParams, oldest: int) -> Trajectory:
+        async def sample(turn: Group, bounded: SamplingParams) -> Trajectory:
+            # Later turns go to the engine that has the earlier ones in its cache.
+            (answer,) = await asyncio.wrap_future(self._ask(turn, bounded, oldest, conversation))
+            return answer
+
+        conversation = Conversation(group.prompt, seed, sampling, sample, self._tokenizer, self._config.timeout_s)
+        try:
+            outcome = _outcome(await conversation.run(self._environment))
+            if not conversation.turns:
+                raise ReturnError("it ended before the model's first turn, expected it to call sample()")
+        except (EngineError, StaleWeightsError):
+            raise
+        except TimeoutError:
+            why = f"it took more than {self._config.timeout_s:g} s between two turns (environment.timeout_s)"
+        except ReturnError as error:
+            why = str(error)
+        except Exception:  # of a user's function
+            why = traceback.format_exc()
+        else:
+            return conversation.trajectory(outcome)
+        self.failures.add(self._config.label, why)
+        return conversation.trajectory({}, failed=True)
+
+
+def _outcome(returned: object) -> Numbers:
+    if returned is None:
+        return {}
+    try:
+        return {name or REWARD: value for name, value in named_numbers(returned).items()}
+    except ReturnError:
+        raise ReturnError(
+            f"it returned {brief(returned)}, expected nothing, a number or named numbers: the tokens of an answer are "
+            "those that sample() and tell() have put there, and no others"
+        ) from None

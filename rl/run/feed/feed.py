@@ -1,0 +1,402 @@
+"""Where a step's batch comes from: answers that the engines sample and rewards judge, or the answers of the data."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from numerics.sampling import answer_seed
+from rl.algorithms.base import Outcomes
+from rl.experiment import Experiment
+from rl.mismatch import token_versions
+from rl.mismatch.drift import tokens_by_age
+from rl.record.metrics import OUTCOMES, REWARD_PARTS
+from rl.run.clock import StepClock
+from rl.run.engines.teacher import TEACHER_LOGPROBS, teacher_logprobs
+from rl.run.feed.ahead import Answered, FeedState
+from rl.run.feed.batching import SftExample, batch_from_examples, batch_from_trajectories
+from rl.run.feed.judging import Judge, Judged
+from rl.run.feed.problems import training_problems
+from rl.run.stack import Asked, Stack, done
+from rollout.data.tasks import Problem, prompt_ids
+from rollout.types import Group, Prompt, Trajectory
+from trainer.step.batch import TokenBatch
+
+
+class FilterError(RuntimeError):
+    """The algorithm keeps too few groups to fill a batch."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A sampled answer and what became of it."""
+
+    problem: Problem
+    trajectory: Trajectory
+    judged: Judged
+
+    @property
+    def reward(self) -> float:
+        return self.judged.reward
+
+    @property
+    def teacher_logprobs(self) -> list[float] | None:
+        return self.judged.teacher_logprobs
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one step trains on.
+
+    Attributes:
+        versions: int64 [B, S], the weight version that sampled each token; None where nothing was sampled.
+        outcomes: of the rows, from which advantages are made; None likewise.
+        answers: by row of the batch; empty where nothing was sampled.
+        metrics: `rollout/...`.
+    """
+
+    batch: TokenBatch
+    versions: Tensor | None = None
+    outcomes: Outcomes | None = None
+    answers: tuple[Answer, ...] = ()
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Trajectories as the trainer takes them. versions: int64 [B, S], the weights that sampled each token."""
+
+    tokens: TokenBatch
+    versions: Tensor
+
+
+class Feed(Protocol):
+    """Gives the batch of each step. The same step, seed and weights give the same batch, also after a resume."""
+
+    def take(self, step: int, version: int, clock: StepClock) -> Work:
+        """The work of `step`, counted from 1, for a trainer at weight `version`; phases are timed by `clock`."""
+
+    def ahead(self, clock: StepClock) -> Batch | None:
+        """Some finished answers to later steps, for the trainer to score before it updates; None where there are none.
+
+        Where updates do not land in flight, every answer that was admitted is there when this returns.
+        """
+
+    def state(self) -> FeedState:
+        """What a checkpoint must keep for the steps to come."""
+
+    def restore(self, state: FeedState) -> None:
+        """Go on where a checkpoint has kept `state`; what is answered in it is not asked for again."""
+
+    def renew(self) -> None:
+        """Ask again for what is there already: the engines compute in other numerics now."""
+
+
+def open_feed(experiment: Experiment, stack: Stack) -> Feed:
+    """The feed of an experiment's algorithm."""
+    return SampledFeed(experiment, stack) if experiment.algorithm.samples else ExampleFeed(experiment, stack.tokenizer)
+
+
+class Admitted:
+    """A group that was admitted and not trained on yet, and is judged as soon as its answers are there.
+
+    number: of its prompt in the run, from 0.
+    """
+
+    def __init__(self, number: int, asked: Asked, judge: Judge) -> None:
+        self.number, self.asked = number, asked
+        self._judge, self._lock = judge, threading.Lock()
+        self._begun: tuple[list[Trajectory], Future[list[Judged]]] | None = None
+        asked.answers.add_done_callback(self._begin)
+
+    def judged(self) -> list[Judged]:
+        """The verdict on each answer, once it is there; the answers are."""
+        return self._judge.wait(self._begin(self.asked.answers))
+
+    def _begin(self, answers: Future[list[Trajectory]]) -> Future[list[Judged]]:
+        if answers.cancelled() or answers.exception() is not None:
+            return Future()
+        with self._lock:  # the end of the answers is noticed in a thread of its own
+            if self._begun is None or self._begun[0] is not answers.result():
+                prompt = self.asked.group.prompt
+                self._begun = answers.result(), self._judge.begin(prompt, answers.result(), taught=True)
+            return self._begun[1]
+
+
+class SampledFeed:
+    """Groups of answers, admitted in the order of the run's problems and up to `rollout.staleness` steps ahead.
+
+    A step trains on the oldest groups, and with `rollout.oversample` on the oldest that are answered; groups that the
+    algorithm does not keep are replaced by further ones.
+    """
+
+    def __init__(self, experiment: Experiment, stack: Stack) -> None:
+        self._experiment, self._stack = experiment, stack
+        self._problems = training_problems(experiment)
+        self._size = experiment.algorithm.problems_per_step(experiment.rollout)
+        self._next = 0
+        self._admitted: list[Admitted] = []
+        self._probes: list[Admitted] = []
+        """Groups beyond the last step, which the trainer looks at and does not train on."""
+
+    def take(self, step: int, version: int, clock: StepClock) -> Work:
+        self._fill(step)
+        kept: list[list[Answer]] = []
+        dropped: list[list[Answer]] = []
+        began = math.inf
+        while len(kept) < self._size:
+            missing = self._size - len(kept)
+            if not self._admitted:
+                self._admit_in_place_of(dropped, missing)
+            with clock.phase("rollout"):
+                answered = self._answered(missing)
+            began = min(began, *(item.asked.began for item, _ in answered))
+            with clock.phase("reward"):
+                for item, trajectories in answered:
+                    problem = item.asked.group.prompt.problem
+                    answers = [Answer(problem, *each) for each in zip(trajectories, item.judged(), strict=True)]
+                    group = [answer for answer in answers if not answer.trajectory.failed]
+                    rewards = torch.tensor([answer.reward for answer in group])
+                    (kept if group and self._experiment.algorithm.keeps(rewards) else dropped).append(group)
+        self._stack.tell_failures(*self._stack.failures)
+        work = self._work(kept, version)
+        work.metrics.update(dropped_metrics(dropped), **self._figures())
+        work.metrics["perf/sampling_seconds"] = time.monotonic() - began
+        return work
+
+    def ahead(self, clock: StepClock) -> Batch | None:
+        asked = [item.asked for item in (*self._admitted, *self._probes)]
+        if not asked:
+            return None
+        with clock.phase("rollout"):
+            if self._experiment.rollout.updates_in_flight:
+                self._stack.wait_for_fresh(asked)
+            else:
+                self._stack.collect(asked)
+        groups = [item.answers.result() for item in asked if item.answered]
+        count = self._experiment.guard.fresh_answers
+        # Those whose last token is youngest, since in flight only these may have any of the trainer's weights.
+        answers = sorted(
+            (answer for group in groups for answer in group),
+            key=lambda answer: -max(answer.weight_versions, default=-1),
+        )[:count]
+        return self._batch(answers)
+
+    def state(self) -> FeedState:
+        answered = [
+            Answered.of(item.number, item.asked.answers.result()) for item in self._admitted if item.asked.answered
+        ]
+        return FeedState(self._next, [item.number for item in self._admitted], answered)
+
+    def restore(self, state: FeedState) -> None:
+        before = {group.number: group for group in state.answered}
+        self._next = state.next
+        self._admitted = [self._admit(number, before.get(number)) for number in state.admitted]
+
+    def renew(self) -> None:
+        self._admitted = [self._admit(item.number) for item in self._admitted]
+        self._probes = [self._admit(item.number) for item in self._probes]
+
+    def _fill(self, step: int) -> None:
+        """Admit what staleness allows and the steps to come need."""
+        rollout, to_come = self._experiment.rollout, self._experiment.run.steps - step + 1
+        wanted = math.ceil(min(rollout.staleness + 1, to_come) * self._size * rollout.oversample)
+        self._admit_next(wanted - len(self._admitted))
+        if rollout.staleness >= to_come:
+            first = (step + rollout.staleness - 1) * self._size
+            count = -(-self._experiment.guard.fresh_answers // rollout.group_size)
+            self._probes = [self._admit(number) for number in range(first, first + min(count, self._size))]
+
+    def _admit_in_place_of(self, dropped: list[list[Answer]], count: int) -> None:
+        """Further groups. Raises FilterError once too many were dropped."""
+        patience = self._experiment.rollout.filter_patience
+        if len(dropped) >= patience * self._size:
+            rewards = [answer.reward for group in dropped for answer in group]
+            self._stack.tell_failures(*self._stack.failures)
+            if not rewards:
+                raise FilterError(
+                    f"found {len(dropped)} groups of which every answer's environment "
+                    f"({self._experiment.environment.label}) failed, expected {self._size} to train on. See above why, "
+                    "and correct it"
+                )
+            raise FilterError(
+                f"found {len(dropped)} groups that the {self._experiment.algorithm.name} algorithm does not train on, "
+                f"of mean reward {sum(rewards) / len(rewards):.3g}, expected {self._size} to train on before "
+                f"{patience} times as many were dropped (rollout.filter_patience). If all problems are solved, or none "
+                "is, give it others"
+            )
+        self._admit_next(count)
+
+    def _admit_next(self, count: int) -> None:
+        for _ in range(count):
+            self._admitted.append(self._admit(self._next))
+            self._next += 1
+
+    def _admit(self, number: int, before: Answered | None = None) -> Admitted:
+        """before: the group's answers, if they are those that are asked for."""
+        rollout, seed = self._experiment.rollout, self._experiment.run.seed
+        step, place = number // self._size + 1, number % self._size
+        (prompt,) = to_prompts(self._stack.tokenizer, [self._problems.nth(number)])
+        group = Group(prompt, answer_seeds(seed, step, place, rollout.group_size))
+        if before is not None and before.answers(group):
+            asked = Asked(group, rollout.temperature, done(before.trajectories()))
+        else:
+            (asked,) = self._stack.admit([group], rollout.temperature)
+        return Admitted(number, asked, self._stack.judge)
+
+    def _answered(self, count: int) -> list[tuple[Admitted, list[Trajectory]]]:
+        """The `count` oldest groups; where more were admitted than a step needs, the oldest that are answered."""
+        if self._experiment.rollout.oversample > 1.0:
+            self._stack.wait_for_some([item.asked for item in self._admitted], count)
+            chosen = [item for item in self._admitted if item.asked.answered][:count]
+        else:
+            chosen = self._admitted[:count]
+        answers = self._stack.collect([item.asked for item in chosen])
+        taken = {item.number for item in chosen}
+        self._admitted = [item for item in self._admitted if item.number not in taken]
+        return list(zip(chosen, answers, strict=True))
+
+    def _work(self, groups: list[list[Answer]], version: int) -> Work:
+        answers = [
+            replace(answer, trajectory=replace(answer.trajectory, group=index))
+            for index, group in enumerate(groups)
+            for answer in group
+        ]
+        trajectories = [answer.trajectory for answer in answers]
+        rewards = torch.tensor([answer.reward for answer in answers])
+        members = torch.tensor([trajectory.group for trajectory in trajectories])
+        outcomes = Outcomes(rewards, members, torch.tensor([trajectory.finished for trajectory in trajectories]))
+        batch = self._batch(trajectories)
+        tokens = batch.tokens
+        if self._experiment.algorithm.taught:
+            tokens = tokens.with_fields(**{TEACHER_LOGPROBS: teacher_logprobs(answers, tokens)})
+        metrics = rollout_metrics(trajectories, rewards, members, version) | reward_metrics(answers)
+        if self._stack.conversations is not None:
+            metrics |= conversation_metrics(trajectories)
+        return Work(tokens, batch.versions, outcomes, tuple(answers), metrics)
+
+    def _figures(self) -> dict[str, float]:
+        if not self._experiment.rollout.staleness:
+            return {}
+        answered = [item.asked.answered for item in self._admitted]
+        return {
+            "perf/groups_ahead": float(answered.count(True)),
+            "perf/groups_in_flight": float(answered.count(False)),
+        }
+
+    def _batch(self, trajectories: Sequence[Trajectory]) -> Batch:
+        temperature, redraws = self._experiment.rollout.temperature, self._experiment.redraws
+        batch = batch_from_trajectories(trajectories, temperature, redraws=redraws)
+        return Batch(batch, token_versions(trajectories, batch.loss_mask))
+
+
+class ExampleFeed:
+    """Questions with the answers of the data."""
+
+    def __init__(self, experiment: Experiment, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._experiment, self._tokenizer = experiment, tokenizer
+        self._problems = training_problems(experiment)
+
+    def take(self, step: int, version: int, clock: StepClock) -> Work:
+        count = self._experiment.algorithm.problems_per_step(self._experiment.rollout)
+        prompts = to_prompts(self._tokenizer, self._problems.of_step(step, count))
+        answers = [_answer_ids(self._tokenizer, prompt.problem) for prompt in prompts]
+        return Work(
+            batch_from_examples([SftExample(p.token_ids, ids) for p, ids in zip(prompts, answers, strict=True)])
+        )
+
+    def ahead(self, clock: StepClock) -> Batch | None:
+        return None
+
+    def state(self) -> FeedState:
+        return FeedState(0, [], [])
+
+    def restore(self, state: FeedState) -> None: ...
+
+    def renew(self) -> None: ...
+
+
+def to_prompts(tokenizer: PreTrainedTokenizerBase, problems: Sequence[Problem]) -> list[Prompt]:
+    """Each problem with the tokens of its question, in the tokenizer's chat template."""
+    return [Prompt(problem, prompt_ids(tokenizer, problem)) for problem in problems]
+
+
+def to_groups(prompts: Sequence[Prompt], size: int, *, run_seed: int, step: int) -> list[Group]:
+    """`size` answers to each prompt, seeded as those that `step` asks for, whose prompts these are in their order."""
+    return [Group(prompt, answer_seeds(run_seed, step, number, size)) for number, prompt in enumerate(prompts)]
+
+
+def answer_seeds(run_seed: int, step: int, number: int, size: int) -> tuple[int, ...]:
+    """Of the `size` answers to prompt `number` of `step`."""
+    return tuple(answer_seed(run_seed, step, number, answer) for answer in range(size))
+
+
+def rollout_metrics(
+    trajectories: Sequence[Trajectory], rewards: Tensor, groups: Tensor, version: int
+) -> dict[str, float]:
+    """`rollout/...` of a step. rewards, groups: [N], one per trajectory; version: the trainer's while sampling."""
+    lengths = [len(t.logprobs) for t in trajectories]
+    by_group = [rewards[groups == group] for group in groups.unique()]
+    versions = torch.tensor([v for t in trajectories for v in t.weight_versions] or [version])
+    return {
+        "rollout/reward_mean": rewards.mean().item(),
+        "rollout/reward_std": rewards.std(correction=0).item(),
+        "rollout/equal_reward_groups": sum(bool((g == g[0]).all()) for g in by_group) / len(by_group),
+        "rollout/finished_fraction": sum(t.finished for t in trajectories) / len(trajectories),
+        "rollout/response_tokens_mean": sum(lengths) / len(lengths),
+        "rollout/response_tokens_max": float(max(lengths)),
+        "rollout/tokens": float(sum(lengths)),
+        "rollout/trajectories": float(len(trajectories)),
+        "rollout/staleness_max": float(version - int(versions.min())),
+        **{f"rollout/tokens_age_{age}": float(count) for age, count in tokens_by_age(versions, version).items()},
+    }
+
+
+def reward_metrics(answers: Sequence[Answer]) -> dict[str, float]:
+    """The mean of each part of the reward, over the answers that have it, if there is more than one."""
+    parts: dict[str, list[float]] = {}
+    for answer in answers:
+        for name, value in answer.judged.parts.items():
+            parts.setdefault(name, []).append(value)
+    means = {f"{REWARD_PARTS}{name}": sum(values) / len(values) for name, values in parts.items()}
+    return means if len(means) > 1 else {}
+
+
+def conversation_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """`rollout/...` of what environments said and did; a mean is over the answers that have such a number."""
+    outcomes: dict[str, list[float]] = {}
+    for trajectory in trajectories:
+        for name, value in trajectory.outcome.items():
+            outcomes.setdefault(name, []).append(value)
+    told = [sum(end - begin for begin, end in trajectory.told) for trajectory in trajectories]
+    return {
+        "rollout/turns_mean": sum(len(trajectory.told) + 1 for trajectory in trajectories) / len(trajectories),
+        "rollout/environment_tokens_mean": sum(told) / len(told),
+        **{f"{OUTCOMES}{name}": sum(values) / len(values) for name, values in outcomes.items()},
+    }
+
+
+def dropped_metrics(groups: Sequence[Sequence[Answer]]) -> dict[str, float]:
+    """`rollout/dropped_...` of the groups that the algorithm did not keep."""
+    lengths = [len(answer.trajectory.logprobs) for group in groups for answer in group]
+    rewards = [answer.reward for group in groups for answer in group]
+    metrics = {"rollout/dropped_groups": float(len(groups))}
+    if lengths:
+        metrics["rollout/dropped_tokens_mean"] = sum(lengths) / len(lengths)
+        metrics["rollout/dropped_reward_mean"] = sum(rewards) / len(rewards)
+    return metrics
+
+
+def _answer_ids(tokenizer: PreTrainedTokenizerBase, problem: Problem) -> list[int]:
+    """The tokens of a reference answer, with the EOS that ends it."""
+    ids: list[int] = tokenizer(problem.answer, add_special_tokens=False).input_ids
+    return [*ids, tokenizer.eos_token_id]

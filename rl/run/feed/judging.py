@@ -1,0 +1,174 @@
+"""Answers to rewards, beside whatever the engines and the trainer do meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import traceback
+from collections.abc import Sequence
+from concurrent import futures
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from rl.run.background import Background
+from rl.run.engines.teacher import Teacher
+from rl.run.feed.failures import Failures
+from rollout.environments.transcript import Said, transcript
+from rollout.returned import Numbers, ReturnError
+from rollout.rewards.builtin import BUILT_IN
+from rollout.rewards.config import RewardsConfig
+from rollout.rewards.functions import EACH, load_function
+from rollout.rewards.workers import RewardFailure, Workers
+from rollout.types import Prompt, Trajectory
+
+REWARD_FAILURES = "rollout/reward_failures"
+
+
+class RewardError(RuntimeError):
+    """A reward function keeps all others from their turn."""
+
+
+@dataclass(frozen=True)
+class Judged:
+    """What became of an answer.
+
+    Attributes:
+        said: who said what in it.
+        reward: the weighted sum of the parts.
+        parts: what each function said, unweighted: by its name, and `name/part` where it gave named numbers.
+        teacher_logprobs: the teacher's, of each token; None where it was not asked.
+    """
+
+    said: list[Said]
+    reward: float
+    parts: Numbers
+    teacher_logprobs: list[float] | None = None
+
+    @property
+    def text(self) -> str:
+        """All that was said, without the stop token."""
+        return "".join(text for _, text in self.said)
+
+
+class Judge:
+    """The reward functions of an experiment, and its teacher if it has one, asked as answers come in."""
+
+    def __init__(
+        self,
+        config: RewardsConfig,
+        tokenizer: PreTrainedTokenizerBase,
+        key: str = "rewards",
+        teacher: Teacher | None = None,
+    ) -> None:
+        """key: where the spec has the functions."""
+        self._config, self._tokenizer, self._teacher = config, tokenizer, teacher
+        self._functions = [load_function(c, f"{key}.functions.{i}") for i, c in enumerate(config.functions)]
+        self._workers = Workers(config.functions, config.workers)
+        self._background = Background("rewards")
+        self.failures = Failures(
+            "reward", "which counts as 0", REWARD_FAILURES, f"{key}.max_failures", config.max_failures
+        )
+
+    def begin(
+        self, prompt: Prompt, trajectories: Sequence[Trajectory], *, taught: bool = False
+    ) -> Future[list[Judged]]:
+        """The verdict on each answer to a prompt, in time, for `wait`. taught: ask the teacher too, if there is one."""
+        if taught and self._teacher is not None:
+            return self._background.begin(self._judged_and_scored(self._teacher, prompt, trajectories))
+        return self._background.begin(self._judged(prompt, trajectories))
+
+    def wait(self, verdict: Future[list[Judged]]) -> list[Judged]:
+        """What was begun.
+
+        Raises RewardError: a function that is `async` never awaits; TooManyFailuresError; EngineError: no teacher is
+        left.
+        """
+        patience = max(config.timeout_s for config in self._config.functions)
+        while not futures.wait([verdict], patience).done:
+            if not self._background.takes_turns():
+                named = ", ".join(function.config.label for function in self._functions if function.is_async)
+                raise RewardError(
+                    f"found an async reward ({named}) that has kept all others from their turn for {patience:g} s, "
+                    "expected functions that await what they wait for. Let it await, or make it a plain function"
+                )
+        return verdict.result()
+
+    def close(self) -> None:
+        """End the processes; what is under way is given up. A second call does nothing."""
+        self._workers.close()
+        self._background.close()
+
+    # The rest runs in the background.
+
+    async def _judged_and_scored(
+        self, teacher: Teacher, prompt: Prompt, trajectories: Sequence[Trajectory]
+    ) -> list[Judged]:
+        judged, scores = await asyncio.gather(self._judged(prompt, trajectories), teacher.logprobs(trajectories))
+        return [replace(each, teacher_logprobs=values) for each, values in zip(judged, scores, strict=True)]
+
+    async def _judged(self, prompt: Prompt, trajectories: Sequence[Trajectory]) -> list[Judged]:
+        """The verdicts in order; an answer whose environment failed is worth 0, and no function sees it."""
+        sound = [trajectory for trajectory in trajectories if not trajectory.failed]
+        verdicts = iter(await self._of_sound(prompt, sound) if sound else [])
+        return [
+            Judged(transcript(trajectory, self._tokenizer), 0.0, {}) if trajectory.failed else next(verdicts)
+            for trajectory in trajectories
+        ]
+
+    async def _of_sound(self, prompt: Prompt, trajectories: Sequence[Trajectory]) -> list[Judged]:
+        transcripts = [transcript(trajectory, self._tokenizer) for trajectory in trajectories]
+        offered: list[dict[str, Any]] = [
+            {
+                "question": prompt.problem.question,
+                "reference": prompt.problem.answer,
+                "fields": prompt.problem.fields,
+                "answer": "".join(text for _, text in said),
+                "finished": trajectory.finished,
+                "tokens": len(trajectory.logprobs),
+                "turns": said,
+                "outcome": trajectory.outcome,
+            }
+            for said, trajectory in zip(transcripts, trajectories, strict=True)
+        ]
+        verdicts = await asyncio.gather(*(self._of_all(index, offered) for index in range(len(self._functions))))
+        return [self._summed(said, [verdict[row] for verdict in verdicts]) for row, said in enumerate(transcripts)]
+
+    async def _of_all(self, index: int, offered: list[dict[str, Any]]) -> list[Numbers | None]:
+        """What one function says of each answer of a group; None where it failed."""
+        if not self._functions[index].of_group:
+            each = await asyncio.gather(*(self._called(index, one, 1) for one in offered))
+            return [None if parts is None else parts[0] for parts in each]
+        together = offered[0] | {name: [one[name] for one in offered] for name in EACH}
+        together["answers"] = [one["answer"] for one in offered]
+        parts = await self._called(index, together, len(offered))
+        return [None] * len(offered) if parts is None else [*parts]
+
+    async def _called(self, index: int, offered: dict[str, Any], answers: int) -> list[Numbers] | None:
+        function = self._functions[index]
+        seconds = function.config.timeout_s
+        asked = copy.deepcopy(function.asked(offered))  # it may do with its arguments what it likes
+        try:
+            if function.is_async:
+                return function.parts(await asyncio.wait_for(function(asked), seconds), answers)
+            if function.config.function in BUILT_IN and BUILT_IN[function.config.function].cheap:
+                return function.parts(function(asked), answers)
+            loop = asyncio.get_running_loop()
+            return await loop.run_in_executor(self._workers.threads, self._workers.call, index, asked, answers, seconds)
+        except TimeoutError:
+            self.failures.add(function.config.label, f"it took more than {seconds:g} s")
+        except (RewardFailure, ReturnError) as error:
+            self.failures.add(function.config.label, str(error))
+        except Exception:  # of a user's function
+            self.failures.add(function.config.label, traceback.format_exc())
+        return None
+
+    def _summed(self, said: list[Said], verdicts: list[Numbers | None]) -> Judged:
+        parts, reward = {}, 0.0
+        for function, of_function in zip(self._functions, verdicts):
+            for name, value in (of_function or {}).items():
+                parts[f"{function.config.label}/{name}" if name else function.config.label] = value
+                reward += function.config.weight * value
+        return Judged(said, reward, parts)

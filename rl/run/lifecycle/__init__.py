@@ -1,0 +1,1 @@
+"""How a run starts, is interrupted, goes on and ends."""

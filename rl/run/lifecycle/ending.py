@@ -1,0 +1,48 @@
+"""The end of a run: its summary, its report, and where to look further."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import shutil
+import sys
+from pathlib import Path
+
+from rl.record.events import read_events
+from rl.record.metrics_log import read_metrics
+from rl.report.report import write_report
+from rl.report.summary import summarize, verdict
+from rl.run.lifecycle.stopping import STOPPED
+from rl.run.run import Run
+
+
+def finish(run: Run, stopped: str = "") -> None:
+    """Wait for the last checkpoint, close the tracker, write the report and print what came of the run.
+
+    stopped: why it ended before its last step, if it did.
+    """
+    run.checkpoints.wait()
+    summary = summarize(read_metrics(run.files.metrics), read_events(run.files.events))
+    values = {key: value for key, value in dataclasses.asdict(summary).items() if value is not None}
+    run.tracker.finish({f"summary/{key}": value for key, value in values.items()}, exit_code=STOPPED if stopped else 0)
+    run.end(stopped)
+    report, _ = write_report(run.files.path)
+    say = run.console.note
+    say("")
+    for line in verdict(summary)[: None if run.experiment.algorithm.samples else 1]:
+        say(line, style="bold green" if summary.bitwise_equal else "bold")
+    say(f"report   {report}")
+    if stopped:
+        say(f"stopped: {stopped}", style="bold red")
+        say(f"resume   fp8rl train {run.files.experiment} --resume")
+    else:
+        say(f"model    {run.files.model}")
+    offline = run.files.path / "wandb" / "latest-run"
+    if offline.exists():
+        say(f"wandb    {_wandb()} leet inspect --summary {offline}")
+        say(f"live     {_wandb()} leet {offline}    (in a second terminal, while a run goes on)")
+
+
+def _wandb() -> str:
+    """The command as this shell finds it: `make demo` runs in an environment that is not activated."""
+    return "wandb" if shutil.which("wandb") else os.path.relpath(Path(sys.executable).with_name("wandb"))

@@ -1,0 +1,1 @@
+"""Problems with their reference answers, from files."""

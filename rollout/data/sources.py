@@ -1,0 +1,156 @@
+"""Problems as the data have them, in columns that the spec names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from numerics.errors import UserError, user_error
+from rollout.data.rows import Row, Rows, open_rows
+from rollout.data.tasks import Message, Problem
+
+_ABSENT = object()
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where problems are, and what they are made of.
+
+    key: what messages call it. split: of a data set with several. question, answer: columns; a dot leads into a nested
+    one. system_prompt: begins conversations that have none; empty: none. chat_template: see `Problem`.
+    """
+
+    path: str | Path
+    key: str = "data"
+    split: str | None = None
+    question: str = "question"
+    answer: str = "answer"
+    system_prompt: str = ""
+    chat_template: Mapping[str, Any] = field(default_factory=dict)
+
+
+def load_problems(source: Source) -> Problems:
+    """The problems of a source in its order, each read when it is asked for.
+
+    Raises:
+        UserError: there is nothing at the path, nothing in it, or no such column. The message names the source's key. A
+            row that is no problem is refused when it is read.
+    """
+    rows = open_rows(Path(source.path), source.split, source.key)
+    if not rows:
+        raise user_error(
+            source.key,
+            found=f"{source.path} without a {rows.unit}",
+            expected="at least one problem",
+            remedy='Add lines such as {"question": "2+3=?", "answer": "#### 5"}.',
+        )
+    for what in ("question", "answer"):
+        column = getattr(source, what)
+        if rows.columns is not None and column not in rows.columns and column.partition(".")[0] not in rows.columns:
+            raise user_error(
+                f"{source.key}: keys.{what}",
+                found=column,
+                expected=f"a column of {source.path}, which has {', '.join(rows.columns)}",
+                remedy=f"Set data.keys.{what}, or keys.{what} of the source, to the one that holds it.",
+            )
+    return Problems(rows, source)
+
+
+class Problems(Sequence[Problem]):
+    """The problems of one source."""
+
+    def __init__(self, rows: Rows, source: Source) -> None:
+        self._rows, self.source = rows, source
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        return self._problem(self._rows[index], index)
+
+    def __iter__(self) -> Iterator[Problem]:
+        for index, row in enumerate(self._rows):
+            yield self._problem(row, index)
+
+    def name(self, index: int) -> str:
+        """What messages call one: `line 3`."""
+        return f"{self._rows.unit} {index + 1}"
+
+    def _problem(self, row: Row, index: int) -> Problem:
+        source, name = self.source, self.name(index)
+        where, remedy = f"{source.key}: {name} of {source.path}", f"Correct or remove {name}."
+        values = {}
+        for what in ("question", "answer"):
+            values[what] = _value(row, getattr(source, what))
+            if values[what] is _ABSENT:
+                raise UserError(
+                    f"{where}: found no {getattr(source, what)!r} but {', '.join(_names(row)) or 'nothing'}, "
+                    f"expected the {what}. {remedy} If all have it under another name, set data.keys.{what}, or "
+                    f"keys.{what} of the source itself."
+                )
+        question, answer = values["question"], values["answer"]
+        if isinstance(answer, int) and not isinstance(answer, bool):
+            answer = str(answer)
+        if not _is_text(answer):
+            raise user_error(f"{where}: {source.answer}", found=answer, expected="non-empty text", remedy=remedy)
+        system = [{"role": "system", "content": source.system_prompt}] if source.system_prompt else []
+        messages: list[Message] = []
+        if isinstance(question, list):
+            messages = _messages(question, f"{where}: {source.question}", remedy)
+            messages = messages if messages[0]["role"] == "system" else [*system, *messages]
+            question = next((m["content"] for m in reversed(messages) if m["role"] == "user"), messages[-1]["content"])
+        elif not _is_text(question):
+            expected = "non-empty text, or a list of chat messages"
+            raise user_error(f"{where}: {source.question}", found=question, expected=expected, remedy=remedy)
+        elif system:
+            messages = [*system, {"role": "user", "content": question}]
+        further = {name: value for name, value in row.items() if name not in (source.question, source.answer)}
+        return Problem(question, answer, tuple(messages), further, source.chat_template)
+
+
+def _value(row: Row, column: str) -> Any:
+    """What a row has under a name: its own, or one after the other into nested ones; `_ABSENT`."""
+    if column in row:
+        return row[column]
+    value: Any = row
+    for name in column.split("."):
+        if not isinstance(value, dict) or name not in value:
+            return _ABSENT
+        value = value[name]
+    return value
+
+
+def _messages(turns: list[Any], where: str, remedy: str) -> list[Message]:
+    """The turns of a conversation for the model to answer, without what a column has for others only."""
+    for turn in turns:
+        named = isinstance(turn, dict) and _is_text(turn.get("role")) and isinstance(turn.get("content"), str)
+        if not named or not _encodes(turn["content"]):
+            expected = "chat messages with role and content, which are text"
+            raise user_error(where, found=turn, expected=expected, remedy=remedy)
+    if not turns or turns[-1]["role"] == "assistant" or not turns[-1]["content"].strip():
+        raise user_error(
+            where,
+            found=turns,
+            expected="chat messages of which the last one says something that the assistant can answer",
+            remedy=remedy,
+        )
+    return [{name: value for name, value in turn.items() if value is not None} for turn in turns]
+
+
+def _names(row: Row) -> list[str]:
+    """The names of a row's values, with a dot for those inside of one."""
+    inner = {name: _names(value) if isinstance(value, dict) else [] for name, value in row.items()}
+    return [path for name, parts in inner.items() for path in ([f"{name}.{part}" for part in parts] or [name])]
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str) and bool(value.strip()) and _encodes(value)
+
+
+def _encodes(text: str) -> bool:
+    """Whether UTF-8 can encode it; JSON escapes may spell half of a surrogate pair, which it cannot."""
+    return text.encode("utf-8", "replace").decode() == text

@@ -1,0 +1,1 @@
+"""One SGLang server: its arguments, its process, its client, and the handshake."""

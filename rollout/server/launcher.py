@@ -1,0 +1,173 @@
+"""The main module of an engine process: SGLang's HTTP server, which never outlives its owner (`rollout.server.server`).
+
+Standard input is the lifeline. Its first line is a JSON object with the server's arguments and keys, which thus appear
+neither in the process list nor in the environment. The pipe then stays open: when the owner closes it, or dies in
+whatever way, the kernel ends the stream and the whole process group is killed. (PR_SET_PDEATHSIG would not do: it
+fires when the *thread* that started the process ends, and a Ray actor's threads come and go.)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import json
+import multiprocessing
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from rollout.server.scratch import note_shared_memory, remove_scratch
+
+ENDPOINTS = {
+    "/generate", "/model_info", "/pause_generation", "/continue_generation", "/flush_cache", "/weights_checker",
+    "/update_weights_from_tensor", "/update_weights_from_disk", "/update_weights_from_distributed",
+    "/init_weights_update_group", "/destroy_weights_update_group", "/freeze_gc", "/v1/loads",
+}  # fmt: skip
+"""What `rollout.server.client` uses, and what SGLang itself calls at the end of a start: it keeps the garbage collector
+from walking through all that the imports have made, which would take 0.3 s in each flush of a sync."""
+OPENAI = {"/v1/models", "/v1/completions", "/v1/chat/completions"}
+"""What `fp8rl serve` opens besides."""
+
+
+def main() -> None:
+    """Serve until SIGTERM, or until standard input ends."""
+    request = json.loads(_read_line(0))
+    _check_keys(request)
+    threading.Thread(target=_die_with_owner, name="lifeline", daemon=True).start()
+    # Until the first request SGLang does not handle SIGTERM, and the `finally` below would be skipped.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL))
+    _import_one_model_only(request["architecture"])
+
+    from sglang.srt.plugins import load_plugins
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+    from sglang.srt.server_args import prepare_server_args
+    from sglang.srt.utils import kill_process_tree
+
+    HookRegistry.register(
+        "sglang.srt.managers.tokenizer_manager.TokenizerManager.sigterm_watchdog", _exit_promptly, HookType.AROUND
+    )
+    HookRegistry.register("sglang.srt.server_args.PortArgs.init_new", _remember_shared_memory, HookType.AFTER)
+    if request["fork"]:
+        HookRegistry.register("sglang.srt.entrypoints.engine._set_envs_and_config", _fork_workers, HookType.AFTER)
+    load_plugins()
+    arguments = prepare_server_args(request["arguments"])
+    arguments.api_key, arguments.admin_api_key = request["api_key"], request["admin_api_key"]
+
+    from sglang.srt.entrypoints.http_server import launch_server
+
+    _close_all_but(ENDPOINTS | OPENAI if request["openai"] else ENDPOINTS)
+    try:
+        launch_server(arguments, execute_warmup_func=_wait_until_listening)
+    finally:
+        kill_process_tree(os.getpid(), include_parent=False)
+        remove_scratch(Path(os.environ["TMPDIR"]))
+
+
+def _check_keys(request: dict[str, Any]) -> None:
+    host = request["arguments"][request["arguments"].index("--host") + 1]
+    if not host.startswith("127.") and not (request["api_key"] and request["admin_api_key"]):
+        raise SystemExit(
+            f"rollout.server.launcher: found no two keys for an engine at {host}, expected one for generation and one "
+            "for administration: whoever reaches it could read and replace its weights. Give it both, or 127.0.0.1"
+        )
+
+
+def _read_line(descriptor: int) -> bytes:
+    """One line, read byte by byte so that nothing after it is buffered away."""
+    line = b""
+    while not line.endswith(b"\n"):
+        byte = os.read(descriptor, 1)
+        if not byte:
+            raise SystemExit(
+                "rollout.server.launcher is started by rollout.server.server, which writes one JSON line to its input"
+            )
+        line += byte
+    return line
+
+
+def _die_with_owner() -> None:
+    while os.read(0, 1):
+        pass
+    try:
+        remove_scratch(Path(os.environ["TMPDIR"]))
+    finally:
+        os.killpg(0, signal.SIGKILL)
+
+
+def _remember_shared_memory(ports: Any, *_: Any, **__: Any) -> None:
+    """Note the one file that SGLang makes outside its scratch directory, and never removes."""
+    from sglang.srt.managers.load_snapshot import shm_path_for
+
+    note_shared_memory(Path(os.environ["TMPDIR"]), shm_path_for(ports.instance_id))
+
+
+def _import_one_model_only(architecture: str) -> None:
+    """Keep SGLang from importing all of its models, which takes a second and fills the log with what is missing."""
+    models = Path(importlib.util.find_spec("sglang").submodule_search_locations[0], "srt", "models")  # type: ignore[union-attr, index]
+    modules = {path.stem: path.read_text() for path in models.glob("*.py")}
+    others = [name for name, source in modules.items() if f"class {architecture}(" not in source]
+    if len(others) < len(modules):
+        os.environ["SGLANG_DISABLED_MODEL_ARCHS"] = ",".join(others)
+
+
+async def _exit_promptly(original: Any, manager: Any) -> None:
+    """SGLang looks for a SIGTERM every five seconds; look more often, then let it drain as it does.
+
+    Its `sys.exit` would go through the server's event loop, which logs a traceback for it.
+    """
+    while not manager.gracefully_exit:
+        await asyncio.sleep(0.1)
+    try:
+        await original(manager)
+    except SystemExit as ended:
+        remove_scratch(Path(os.environ["TMPDIR"]))
+        os._exit(int(ended.code or 0))
+
+
+def _fork_workers(result: None, *_: Any) -> None:
+    """Fork the scheduler and the detokenizer: spawned, each would import SGLang again. Only without CUDA."""
+    multiprocessing.set_start_method("fork", force=True)
+
+
+def _close_all_but(endpoints: set[str]) -> None:
+    """Leave these of SGLang's ninety.
+
+    Others say what nobody should read (/server_info shows the administration key), or open to the generation key what
+    is not generation: sessions, schemas, documentation.
+    """
+    from sglang.srt.entrypoints import http_server
+
+    routes = http_server.app.router.routes
+    # FastAPI keeps a router that was included in another as one entry.
+    every = [inner for route in routes for inner in getattr(getattr(route, "original_router", None), "routes", [route])]
+    kept = [route for route in every if getattr(route, "path", "") in endpoints]
+    missing = endpoints - {route.path for route in kept}
+    if missing:
+        raise RuntimeError(
+            f"found no {', '.join(sorted(missing))} in SGLang, expected them. Install the locked version"
+        )
+    routes[:] = kept
+
+
+def _wait_until_listening(arguments: Any) -> bool:
+    """In place of SGLang's warm-up, which sleeps a second and generates: wait for the port, declare the server up."""
+    from sglang.srt.entrypoints.http_server import get_global_state
+    from sglang.srt.managers.tokenizer_manager import ServerStatus
+
+    for _ in range(1200):
+        with socket.socket() as probe:
+            if probe.connect_ex((arguments.host, arguments.port)) == 0:
+                get_global_state().tokenizer_manager.server_status = ServerStatus.Up
+                return True
+        time.sleep(0.05)
+    return False
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,58 @@
+"""Scratch directories for sockets and temporary files, with a note of what their owners leave elsewhere.
+
+Who is killed cannot clean up, so each start sweeps up after the dead. Whether a directory's owner lives is told by a
+lock on a file in it: its processes hold it, and the kernel releases it with the last of them. Nobody else may look
+inside.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+
+from numerics.io.files import write_atomically
+
+ENGINE, RAY = "fp8rl-engine-", "fp8rl-ray-"
+"""Prefixes by owner."""
+_LOCK = "lock"
+_SHARED_MEMORY = "shared_memory"
+
+
+def make_scratch(prefix: str = ENGINE, parent: str | None = None) -> tuple[Path, int]:
+    """A new directory, and the descriptor that holds its lock: to be kept open, or inherited by a server and closed.
+
+    parent: in place of the temporary directory.
+    """
+    scratch = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
+    descriptor = os.open(scratch / "new", os.O_CREAT | os.O_RDWR, 0o600)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    (scratch / "new").rename(scratch / _LOCK)
+    return scratch, descriptor
+
+
+def note_shared_memory(scratch: Path, path: str) -> None:
+    """Note a file outside the directory that belongs to it."""
+    write_atomically(scratch / _SHARED_MEMORY, path)
+
+
+def remove_scratch(scratch: Path) -> None:
+    """Remove a directory and the shared memory noted in it, or by engines in the temporary directory of a cluster."""
+    for note in (scratch / _SHARED_MEMORY, *scratch.glob(f"*/{ENGINE}*/{_SHARED_MEMORY}")):
+        with suppress(OSError, ValueError):  # not noted, or gone with another sweep
+            Path(note.read_text()).unlink()
+    shutil.rmtree(scratch, ignore_errors=True)
+
+
+def sweep(prefix: str = ENGINE, parent: str | None = None) -> None:
+    """Remove our directories whose owners are gone. Nobody else's: a note in those may name any file of ours."""
+    for lock in Path(parent or tempfile.gettempdir()).glob(f"{prefix}*/{_LOCK}"):
+        with suppress(OSError):  # locked, or removed by another sweep
+            if lock.parent.lstat().st_uid != os.getuid():
+                continue
+            with lock.open() as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                remove_scratch(lock.parent)

@@ -1,0 +1,250 @@
+"""One SGLang server process: start it, watch it, stop it, and leave nothing behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import secrets
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+
+from models.config_file import ConfigFile
+from numerics.config import Mode
+from numerics.errors import user_error
+from rollout.config import RolloutConfig
+from rollout.errors import EngineDiedError, EngineError
+from rollout.server.arguments import has_cuda, server_arguments, server_environment
+from rollout.server.scratch import make_scratch, remove_scratch, sweep
+from rollout.types import LOOPBACK, Endpoint
+
+GRACE_S = 4.0
+"""Time for an orderly exit before the remaining processes are killed."""
+_FIRST_PORT = 16000
+
+
+class SGLangServer:
+    """A running server. Its processes form a process group of their own, and die with the process that started it."""
+
+    def __init__(self, process: subprocess.Popen[bytes], endpoint: Endpoint, log_path: Path, scratch: Path) -> None:
+        self.endpoint = endpoint
+        self.log_path = log_path
+        self._process = process
+        self._scratch = scratch
+        self._stopped = False
+
+    @classmethod
+    def start(
+        cls,
+        model_path: str | Path,
+        config: RolloutConfig,
+        *,
+        log_path: str | Path,
+        plugin: Mapping[str, Any] | None = None,
+        weight_version: int = 0,
+        routes: bool = False,
+        host: str = LOOPBACK,
+        cancelled: threading.Event | None = None,
+        served_name: str | None = None,
+    ) -> SGLangServer:
+        """Start a server and wait until it answers.
+
+        plugin: configuration for our SGLang plugin, as JSON-ready data; None runs stock SGLang.
+        log_path: the server's output is appended to it.
+        routes: record each token's experts; on a CPU that needs our plugin.
+        host: address that it listens at, and no other.
+        cancelled: set by another thread, gives up the start.
+        served_name: opens OpenAI's endpoints too, for a model of this name; its directory has a tokenizer.
+
+        Raises:
+            UserError: the configured port is taken, or the model directory has no config.json.
+            EngineDiedError: the process ended; EngineError: it did not answer within `config.start_timeout_s`.
+        """
+        architecture = ConfigFile.read(Path(model_path), "model.path").architecture()
+        cuda = has_cuda()
+        mode: Mode = plugin["numerics"]["mode"] if plugin is not None else "native"
+        port = _claim_port(config.port, host)
+        keys = secrets.token_urlsafe(24), secrets.token_urlsafe(24)
+        endpoint = Endpoint(f"http://{host}:{port}", *keys, ranks=config.tp)
+        arguments = server_arguments(
+            Path(model_path),
+            config,
+            host=host,
+            port=port,
+            weight_version=weight_version,
+            cuda=cuda,
+            mode=mode,
+            routes=routes,
+            served_name=served_name,
+        )
+        sweep()
+        scratch, lock = make_scratch()
+        log_path = Path(log_path)
+        log_path.parent.mkdir(parents=True, exist_ok=True)
+        with log_path.open("ab") as log:
+            process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "rollout.server.launcher"],  # -P: not from the current directory
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=server_environment(plugin, scratch, host=host, cuda=cuda, mode=mode, ranks=config.tp),
+                start_new_session=True,
+                pass_fds=(lock,),
+            )
+        os.close(lock)
+        server = cls(process, endpoint, log_path, scratch)
+        try:
+            server._hand_over(
+                arguments=arguments,
+                architecture=architecture,
+                fork=not cuda,
+                openai=served_name is not None,
+                api_key=endpoint.api_key,
+                admin_api_key=endpoint.admin_key,
+            )
+            server._wait_until_ready(config.start_timeout_s, cancelled or threading.Event())
+        except BaseException:
+            server.stop(grace_s=0.0)
+            raise
+        return server
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def alive(self) -> bool:
+        return self._process.poll() is None
+
+    def check(self) -> None:
+        """Raise EngineDiedError, with the end of the log, if the process is gone."""
+        if not self.alive():
+            raise EngineDiedError(
+                f"the engine process {self.pid} ended with status {self._process.returncode}, expected it to run. "
+                f"The end of {self.log_path}:\n{log_tail(self.log_path)}"
+            )
+
+    def processes(self) -> list[psutil.Process]:
+        """Every live process of the server: main, scheduler, detokenizer and whatever they started."""
+        return _living([process for process in psutil.process_iter() if _group(process) == self.pid])
+
+    def stop(self, grace_s: float = GRACE_S) -> None:
+        """Ask the server to exit, kill what is left after `grace_s`, and remove its temporary files. Idempotent."""
+        if self._stopped:
+            return
+        self._stopped = True
+        if self.alive() and grace_s > 0:
+            self._process.terminate()
+            self._wait_until_gone(grace_s)
+        assert self._process.stdin is not None
+        self._process.stdin.close()  # the lifeline: whoever is left dies now
+        for process in self._wait_until_gone(1.0):
+            try:
+                process.kill()
+            except psutil.NoSuchProcess:
+                pass
+        survivors = self._wait_until_gone(5.0)
+        remove_scratch(self._scratch)
+        if survivors:
+            raise EngineError(f"engine processes {[p.pid for p in survivors]} survived SIGKILL. End them by hand.")
+        self._process.wait(5.0)
+
+    def _wait_until_gone(self, timeout_s: float) -> list[psutil.Process]:
+        """Wait for the end of all processes; those that are left."""
+        deadline = time.monotonic() + timeout_s
+        members = self.processes()
+        while members and time.monotonic() < deadline:
+            time.sleep(0.02)
+            members = _living(members)
+        return members
+
+    def _hand_over(self, **request: Any) -> None:
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(json.dumps(request).encode() + b"\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            self._process.wait(5.0)
+            self.check()
+
+    def _wait_until_ready(self, timeout_s: float, cancelled: threading.Event) -> None:
+        deadline = time.monotonic() + timeout_s
+        headers = {"Authorization": f"Bearer {self.endpoint.api_key}"}
+        with httpx.Client(base_url=self.endpoint.url, headers=headers, timeout=5.0, trust_env=False) as client:
+            while time.monotonic() < deadline:
+                self.check()
+                try:
+                    if client.get("/model_info").status_code == 200:
+                        return
+                except httpx.TransportError:
+                    pass
+                if cancelled.wait(0.1):
+                    raise EngineError("the start of the engine was cancelled")
+        raise EngineError(
+            f"the engine at {self.endpoint.url} did not answer within {timeout_s:g} s (rollout.start_timeout_s). "
+            f"The end of {self.log_path}:\n{log_tail(self.log_path)}"
+        )
+
+
+def log_tail(path: Path, lines: int = 30) -> str:
+    """The last lines of a log file."""
+    with path.open("rb") as log:
+        log.seek(max(0, path.stat().st_size - 65536))
+        return "\n".join(log.read().decode(errors="replace").splitlines()[-lines:])
+
+
+def _living(processes: list[psutil.Process]) -> list[psutil.Process]:
+    return [p for p in processes if _lives(p)]
+
+
+def _lives(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _group(process: psutil.Process) -> int:
+    try:
+        return os.getpgid(process.pid)
+    except ProcessLookupError:
+        return -1
+
+
+def _claim_port(port: int | None, host: str) -> int:
+    """`port` if nobody listens there, or a free one for None."""
+    if port is None:
+        return _free_port(host)
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError:
+            raise user_error(
+                "rollout.port",
+                found=port,
+                expected="a free port, but another program listens there",
+                remedy="Choose another one, or null for any free one.",
+            ) from None
+    return port
+
+
+def _free_port(host: str) -> int:
+    """One that stays free while the server imports: outgoing connections get theirs from above these."""
+    first_outgoing = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    for port in random.SystemRandom().sample(range(_FIRST_PORT, max(first_outgoing, _FIRST_PORT + 1000)), 100):
+        with socket.socket() as probe:
+            try:
+                probe.bind((host, port))
+            except OSError:
+                continue
+            return port
+    raise EngineError(f"found 100 ports from {_FIRST_PORT} on taken, expected a free one. Set rollout.port")

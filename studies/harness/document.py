@@ -1,0 +1,97 @@
+"""`docs/studies.md`: advice, what did not hold and what did, all 82 claims, and every study.
+
+`fp8rl study --keep` writes it, and `python -m studies.harness.document` from what is kept already.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from studies.harness.advice import advise
+from studies.harness.catalogue import CATALOGUE
+from studies.harness.choices import CHOICES
+from studies.harness.findings import Finding, findings
+from studies.harness.keeping import KEPT, kept_figures, write_docs
+from studies.harness.page import claims_table, grid, markdown
+from studies.harness.result import Result
+from studies.harness.standings import link, place, standings
+
+if TYPE_CHECKING:
+    from diagnose.audit import Report
+
+HEAD = """# Studies
+
+What the field claims about FP8 training, measured by commands that anyone can run: `fp8rl study --all`, `fp8rl audit`,
+`fp8rl plan`. `fp8rl study --all --keep` writes this page, from `docs/studies/` and what the planner calculates;
+`python -m studies.harness.document` writes it anew without measuring. Claims are numbered as in the four documents
+that the project grew from: 000 (FP8 on Ironwood), 001 (BF16 on TPUs), 002 (what stays in BF16 and FP32), 003 (unified
+FP8).
+
+A claim says what is measured, in which direction and by what margin; it is data, committed before the full run.
+Verdicts: **confirmed**, **contradicted**, equivalent (the difference that was claimed is smaller than the margin),
+undecided. Intervals are of 95%, p-values are corrected within a study (Holm). Everything here was measured on tiny
+models and a CPU whose FP8 is emulated; nothing is extrapolated to larger ones. What a GPU alone can show says so. Equal
+seeds give equal bits on one kind of processor. Another kind rounds otherwise: between the two that this was measured
+on, no verdict turned into its opposite, and 7 of 136 became undecided or ceased to be ([log](log.md), 2026-11-23)."""
+CHANGED = "**The claims were changed after they were measured.**"
+
+
+def document(results: Sequence[Result], audited: Report | None) -> str:
+    """The whole page in Markdown.
+
+    Args:
+        results: what is kept. audited: a kept audit, if there is one.
+    """
+    found = findings(results, audited)
+    parts = (HEAD, *_advice(found), *_outcomes(found), *_catalogue(found), *map(_section, results))
+    return "\n\n".join(parts) + "\n"
+
+
+def _advice(found: Sequence[Finding]) -> Iterator[str]:
+    yield "## Advice\n\nEach sentence stands for the verdicts behind it, and changes with them."
+    for choice in CHOICES:
+        advised = advise(choice, found)
+        lines = [f"- {sentence}" for sentence in advised.sentences]
+        if advised.missing:
+            studies = ", ".join(f"`fp8rl study {source}`" for source in advised.missing)
+            lines.append(f"- No {'more ' if lines else ''}advice without evidence; no result is kept of {studies}.")
+        yield "\n".join([f"**{advised.name}**", "", *lines])
+
+
+def _outcomes(found: Sequence[Finding]) -> Iterator[str]:
+    """First what did not hold. Controls are no claims, and the claims of every study stand with it as well."""
+    says = {one.id: one.says for one in CATALOGUE}
+    groups = (
+        ("What did not hold", ("contradicted",)),
+        ("What makes no difference", ("equivalent",)),
+        ("What held", ("confirmed",)),
+        ("What is undecided", ("undecided", "withheld", "waits for a GPU")),
+    )
+    for title, outcomes in groups:
+        mine = [one for one in found if one.outcome in outcomes and not one.control]
+        rows = [[one.id, one.says or says[one.number or ""], one.told, place(one.source)] for one in mine]
+        rows += [
+            [one.id, one.says, one.shown.why, link(one.shown.by)]
+            for one in CATALOGUE
+            if one.shown and one.shown.outcome in outcomes
+        ]
+        yield f"## {title}\n\n" + (grid(("claim", "it says", "found", "where"), rows) if rows else "Nothing.")
+
+
+def _catalogue(found: Sequence[Finding]) -> Iterator[str]:
+    rows = [[one.claim.id, one.claim.says, one.verdict, one.where] for one in standings(found)]
+    yield f"## All {len(rows)} claims\n\n" + grid(("claim", "it says", "verdict", "where"), rows)
+
+
+def _section(result: Result) -> str:
+    name = result.study.name
+    changed = [CHANGED] if result.claims_changed else []
+    figures = [f"![{path.stem}]({path.relative_to(KEPT.parent).as_posix()})" for path in kept_figures(name)]
+    tables = [markdown(table) for table in [claims_table(result), *result.study.tables(result.measurement)]]
+    caption = result.caption().replace("\n", "; ")
+    return "\n\n".join([f"## {name}", result.study.question, *changed, caption, *figures, *tables])
+
+
+if __name__ == "__main__":
+    write_docs()

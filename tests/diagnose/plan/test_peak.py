@@ -1,0 +1,58 @@
+"""The peak of a real step on a CPU, as torch's allocator counts it, against the calculation."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from diagnose.plan.job import Job
+from diagnose.plan.memory import CPU_PROCESS_BYTES, peak_on_a_cpu, trainer_state
+from models.shape import read_shape
+from numerics.config import NumericsConfig
+from numerics.spec import QuantSpec
+from tests.support.batches import cross_entropy, random_batch
+from tests.support.models import write_model
+from trainer.config import TrainerConfig
+
+ROWS, LENGTH = 64, 32
+pytestmark = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    ("moe", "mode", "precision"),
+    [(True, "exact", "fp8"), (False, "exact", "bf16"), (True, "native", "fp8"), (False, "native", "bf16")],
+)
+def test_a_step_holds_at_its_peak_what_is_calculated(
+    moe: bool, mode: str, precision: str, layout: Any, tmp_path: Path
+) -> None:
+    from trainer.trainer import Trainer
+
+    config = TrainerConfig(micro_batch_tokens=ROWS * LENGTH)
+    numerics = NumericsConfig(mode=mode, spec=QuantSpec.preset("fp8_block_pow2"), trainer=precision)
+    path = write_model(tmp_path / "model", moe=moe)
+    trainer = Trainer(path, config, numerics, layout, seed=0, total_steps=9, max_sequence_length=LENGTH)
+    for seed in range(2):  # the first one compiles
+        batch = random_batch(rows=ROWS, longest=LENGTH, seed=seed)
+        batch.lengths.fill_(LENGTH)
+        with torch.autograd.profiler.profile(profile_memory=True) as profile:
+            trainer.train_step(batch, cross_entropy(batch))
+    job = Job(read_shape(path), config, numerics, "torch", ROWS, LENGTH)
+    held = sum(state.total for state in trainer_state(job, 0).values())
+    tensors, process = peak_on_a_cpu(job)
+    assert held + _peak(profile) == pytest.approx(tensors, rel=0.1)
+    assert process - tensors == CPU_PROCESS_BYTES
+
+
+def _peak(profile: Any) -> int:
+    """Bytes alive at a time beside those of before."""
+    changes = [
+        (event.start_ns(), event.nbytes()) for event in profile.kineto_results.events() if event.name() == "[memory]"
+    ]
+    alive = peak = 0
+    for _, change in sorted(changes):
+        alive += change
+        peak = max(peak, alive)
+    return peak

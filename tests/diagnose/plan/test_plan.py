@@ -1,0 +1,246 @@
+"""Plans of real models: what fits, what conflicts, what is refused; and the command."""
+
+from __future__ import annotations
+
+import io
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from diagnose.plan import Plan, assumed, gpu_named, make_plan, measured, read_assumed, read_subject, rendered
+from diagnose.plan.claims import answers, on_h20
+from diagnose.plan.gpus import GPUS
+from diagnose.plan.memory import activation_bytes, colocated_memory, logit_bytes, trainer_memory
+from fp8rl.cli import app
+from numerics.errors import UserError
+from tests.support.paths import EXAMPLES
+
+
+def planned(subject: str, *overrides: str, gpu: str = "h100", gpus: int | None = None, **options: Any) -> Plan:
+    found = read_subject(subject, overrides)
+    return make_plan(found, gpu_named(gpu), assumed(found.experiment.numerics.mode), gpus, **options)
+
+
+@pytest.fixture(scope="module")
+def eight_h200() -> Plan:
+    return planned(
+        "qwen3_30b_a3b",
+        "trainer.ep=8",
+        "trainer.micro_batch_tokens=4096",
+        "rollout.max_total_tokens=32768",
+        gpu="h200",
+        gpus=8,
+        length=4096,
+    )
+
+
+@pytest.mark.parametrize(("model", "gpus"), [("qwen3_30b_a3b", 16), ("qwen3_235b_a22b", 128)])
+def test_the_posts_moe_runs_fit_on_their_h20(model: str, gpus: int) -> None:
+    job = on_h20(model)
+    assert job.layout.world_size == gpus
+    assert colocated_memory(job).peak <= GPUS["h20"].memory
+    chosen = planned(model, "numerics.mode=native", gpu="h20", gpus=gpus, assumed=frozenset({"sleep"}))
+    assert chosen.ok and chosen.gpus == gpus
+
+
+def test_the_large_one_does_not_fit_awake() -> None:
+    assert colocated_memory(replace(on_h20("qwen3_235b_a22b"), sleep=False)).peak > GPUS["h20"].memory
+
+
+def test_eight_h200_hold_what_the_review_of_the_gpu_path_found(eight_h200: Plan) -> None:
+    """80.0 GiB of state, 29.0 of engine weights; 4,096 tokens a micro-batch need about 29 GiB with logits, about 24 are
+    left, and about 3,000 tokens fit (with 32,768 tokens of cache)."""
+    memory = trainer_memory(eight_h200.job)
+    assert (memory.always - memory.held["runtime"]["train"]) / 2**30 == pytest.approx(80.0, abs=0.1)
+    assert eight_h200.memory["engine"].held["engine weights"]["rollout"] / 2**30 == pytest.approx(29.0, abs=0.1)
+    needed = activation_bytes(eight_h200.job) + logit_bytes(eight_h200.job)
+    assert needed / 2**30 == pytest.approx(29, rel=0.06)
+    assert not eight_h200.ok
+    assert eight_h200.largest_micro_batch["colocated"] == pytest.approx(3000, rel=0.1)
+
+
+def test_four_and_four_h200_do_not_hold_it() -> None:
+    """The review: 149.6 GiB of trainer state per rank."""
+    plan = planned("qwen3_30b_a3b", "trainer.ep=4", gpu="h200", gpus=4)
+    memory = trainer_memory(plan.job)
+    assert (memory.always - memory.held["runtime"]["train"]) / 2**30 == pytest.approx(149.6, abs=0.5)
+    assert memory.always > plan.gpu.memory
+
+
+def test_a_phase_holds_what_it_needs(eight_h200: Plan) -> None:
+    both = eight_h200.memory["colocated"]
+    assert both.in_phase("train") - both.in_phase("rollout") == pytest.approx(
+        activation_bytes(eight_h200.job) + logit_bytes(eight_h200.job)
+    )
+    assert both.in_phase("sync") - both.in_phase("rollout") == 2 * (256 << 20)
+    assert both.peak == both.in_phase("train")
+    alone, engine = eight_h200.memory["trainer"], eight_h200.memory["engine"]
+    assert both.always == alone.always + engine.always
+
+
+def test_asleep_only_one_side_is_there() -> None:
+    job = on_h20("qwen3_235b_a22b")
+    memory = colocated_memory(job)
+    assert {name for name, held in memory.held.items() if held.get("rollout")} == {
+        "engine weights", "KV cache", "runtime", "engine runtime"
+    }  # fmt: skip
+    assert not memory.held["engine weights"].get("train")
+    assert memory.held["experts parameters"]["sync"] and not memory.held["experts moments"].get("sync")
+
+
+def test_recomputing_keeps_two_hidden_rows_a_layer(eight_h200: Plan) -> None:
+    job = eight_h200.job
+    held = job.shape.activations(0).bf16
+    kept = activation_bytes(replace(job, recompute=True)) / job.micro_batch
+    assert kept == pytest.approx(48 * 2 * 2048 + held)
+
+
+def test_the_first_stage_keeps_most_micro_batches() -> None:
+    plan = planned("qwen3_30b_a3b", "trainer.pp=4", "trainer.ep=2", gpu="h200", gpus=8)
+    first, last = (activation_bytes(plan.job, stage) for stage in (0, 3))
+    assert first == 4 * last
+    assert "logits" in plan.stages[3].held and "logits" not in plan.stages[0].held
+
+
+def test_offloading_conflicts_with_weights_held_in_fp8() -> None:
+    plan = planned("qwen3_8b", "numerics.mode=native", gpus=8, assumed=read_assumed("offload"))
+    (conflict,) = [remark for remark in plan.remarks if remark.blocks]
+    assert conflict.key == "--assume offload" and "Megatron-LM#2407" in conflict.expected
+    bf16 = planned("qwen3_8b", "numerics.mode=native", "numerics.trainer=bf16", gpus=8, assumed=read_assumed("offload"))
+    assert bf16.ok
+
+
+def test_tensor_parallelism_conflicts_with_blocks(tmp_path: Path) -> None:
+    """9,728 / 8 is no whole number of blocks; in BF16 it need not be."""
+    plan = planned("qwen3_4b", "trainer.tp=8", gpus=8)
+    (conflict,) = [remark for remark in plan.remarks if remark.blocks]
+    assert "intermediate_size / trainer.tp = 9728 / 8" in conflict.key
+    assert "multiple of 128" in conflict.expected
+    assert planned("qwen3_4b", "trainer.tp=8", "numerics.trainer=bf16", gpus=8).ok
+
+
+def test_it_says_that_fp8_is_slower() -> None:
+    plan = planned("qwen3_30b_a3b", "trainer.ep=8", "numerics.mode=native", "rollout.prompts_per_step=1",
+                   gpu="h200", gpus=8, length=512)  # fmt: skip
+    assert plan.pays == "FP8 is slower here"
+    console = Console(file=io.StringIO(), width=200)
+    console.print(rendered(plan))
+    assert "FP8 is slower here" in console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_a_layout_is_chosen_that_fits_and_divides() -> None:
+    plan = planned("qwen3_8b", gpu="h100", gpus=8)
+    assert plan.ok
+    assert plan.job.layout.world_size == 8
+    assert plan.memory["colocated"].peak <= plan.gpu.memory
+
+
+@pytest.mark.parametrize(
+    ("subject", "overrides", "options", "message"),
+    [
+        (
+            "qwen9",
+            (),
+            {},
+            "SPEC|MODEL: found 'qwen9', expected a YAML spec, a Hugging Face directory, or one of deepseek",
+        ),
+        ("qwen3_4b", (), {"gpu": "a100"}, "--gpu: found 'a100', expected one of h100, h200, h800, h20, b200"),
+        ("qwen3_4b", (), {"gpus": 0}, "--gpus: found 0, expected 1 or more"),
+        ("qwen3_4b", ("trainer.tp=2",), {"gpus": 0}, "--gpus: found 0, expected 1 or more"),
+        (
+            "qwen3_4b",
+            ("trainer.tp=4",),
+            {"gpus": 6},
+            "--gpus: found 6, expected a multiple of trainer.tp * trainer.pp = 4",
+        ),
+        ("qwen3_30b_a3b", ("trainer.ep=16",), {"gpus": 8}, "trainer.ep: found 16, expected a divisor of tp * dp"),
+        ("qwen3_30b_a3b", ("trainer.pp=5",), {"gpus": 5}, "trainer.pp: found 5, expected a divisor of the model's"),
+        ("deepseek_v3", ("trainer.pp=64",), {"gpus": 64}, "trainer.pp: found 64, expected at most"),
+        ("qwen3_4b", ("trainer.ttp=4",), {}, "trainer.ttp"),
+    ],
+)
+def test_what_cannot_be_planned_is_refused(
+    subject: str, overrides: tuple[str, ...], options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(UserError) as error:
+        planned(subject, *overrides, **options)
+    assert message in str(error.value)
+
+
+def test_an_unknown_assumption_is_refused() -> None:
+    with pytest.raises(UserError, match="--assume: found 'luck', expected some of recompute, offload, sleep"):
+        read_assumed("recompute, luck")
+
+
+def test_measured_rates_take_the_place_of_assumed_ones(tmp_path: Path) -> None:
+    rows = {
+        "gemms": [
+            {"product": "qkv", "tokens": 16, "BF16 cuBLAS": 1.0, "FP8": 1.0},
+            {"product": "qkv", "tokens": 4096, "BF16 cuBLAS": 600.0, "FP8": 700.0, "FP8 torch._scaled_mm": 1000.0},
+            {"product": "o", "tokens": 16384, "BF16 cuBLAS": 700.0, "FP8": 800.0, "FP8 torch._scaled_mm": 1200.0},
+        ],
+        "grouped": [{"product": "gate_up", "tokens": 4096, "FP8": 500.0}],
+    }
+    path = tmp_path / "gpu.json"
+    path.write_text(json.dumps({"machine": {"device": "NVIDIA H200"}, "rows": rows}))
+    exact, native = (measured(path, mode, GPUS["h200"]) for mode in ("exact", "native"))
+    assert (exact.slow.dense, exact.fast.dense) == (600 / 989, 700 / 989)
+    assert (exact.slow.fp8_dense, exact.fast.fp8_dense) == (700 / 1979, 800 / 1979)
+    assert (native.slow.fp8_dense, native.fast.fp8_dense) == (1000 / 1979, 1200 / 1979)
+    assert exact.slow.fp8_experts == exact.fast.fp8_experts == 500 / 1979
+    assert native.slow.fp8_experts == assumed("native").slow.fp8_experts
+    assert exact.source.startswith("measured on NVIDIA H200") and "assumed" in exact.source
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"rows": {}}', '{"machine": {"device": "x"}, "rows": {"gemms": []}}'])
+def test_a_bench_without_rates_is_refused(text: str, tmp_path: Path) -> None:
+    (tmp_path / "gpu.json").write_text(text)
+    with pytest.raises(UserError, match="--bench: found .*python -m bench.gpu"):
+        measured(tmp_path / "gpu.json", "exact", GPUS["h200"])
+
+
+def test_every_claim_that_can_be_calculated_has_a_figure_and_a_verdict() -> None:
+    found = {answer.id: answer for answer in answers()}
+    numbers = {
+        "000": (1, 8, 11, 12, 13),
+        "001": (4,),
+        "002": (2, 17, 22, 23, 24, 25, 29),
+        "003": (5, 6, 7, 13, 14, 15, 21, 28),
+    }
+    assert set(found) == {f"{document}-{each}" for document, each_of in numbers.items() for each in each_of}
+    assert all(answer.figure and any(letter.isdigit() for letter in answer.figure) for answer in found.values())
+    table = "FP8 weights 671 GB, BF16 shadow 1.34 TB, FP32 masters 2.68 TB, m and v 5.37 TB, BF16 gradients 1.34 TB"
+    assert found["002-22"].figure == table + ": 11.4 TB" and found["002-22"].verdict == "confirmed"
+    assert "7.9 GB" in found["002-23"].figure and "11.1 GB" in found["002-23"].figure
+    assert found["002-23"].verdict == "contradicted"
+    assert "1.277" in found["000-13"].figure and "43%" in found["000-13"].figure
+    assert "8.72 TB" in found["002-17"].figure
+
+
+def test_the_command_prints_json_and_says_by_its_exit_code_whether_it_holds() -> None:
+    runner = CliRunner()
+    done = runner.invoke(app, ["plan", "qwen3_8b", "--gpus", "8", "--json"])
+    values = json.loads(done.stdout)
+    assert done.exit_code == 0 and values["ok"] and values["schema"] == 1
+    assert values["parameters"] == 8_190_735_360
+    assert values["memory"]["colocated"]["held"]["dense masters"]["train"] > 0
+    assert values["fp8"]["slow"]["total"] > values["fp8"]["fast"]["total"]
+    assert runner.invoke(app, ["plan", "qwen3_235b_a22b", "--gpus", "8"]).exit_code == 1
+    claims = json.loads(runner.invoke(app, ["plan", "--claims", "--json"]).stdout)
+    assert claims == [asdict(answer) for answer in answers()]
+    assert "1.277" in runner.invoke(app, ["plan", "--claims"]).stdout
+    nothing = runner.invoke(app, ["plan"])
+    assert nothing.exit_code == 2 and "SPEC|MODEL: found ''" in nothing.stderr
+    wrong = runner.invoke(app, ["plan", "qwen3_8b", "--gpu", "a100"])
+    assert wrong.exit_code == 2 and "--gpu: found 'a100'" in wrong.stderr
+
+
+def test_a_spec_is_planned_as_it_stands() -> None:
+    plan = planned(str(EXAMPLES / "arithmetic.yaml"), "trainer.dp=2", length=32)
+    assert (plan.gpus, plan.parameters, plan.job.rows, plan.job.length) == (2, 1_019_008, 256, 32)
+    assert plan.sync_bytes == (1_055_216, 2_038_016)

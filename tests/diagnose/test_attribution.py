@@ -1,0 +1,284 @@
+"""Comparison, temperature fit and ranking on hand-made data."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from diagnose.attribution.compare import expert_differences, op_differences, position_differences, relative_rms
+from diagnose.attribution.findings import Clues, rank
+from diagnose.attribution.offline import read_subject
+from diagnose.attribution.page import write_page
+from diagnose.attribution.result import Attribution, Cause, ExpertDifference, Finding, OpDifference
+from diagnose.attribution.temperature import TemperatureFit, fit_temperature
+from fp8rl.cli import app
+from models.architecture import Model
+from models.qwen3_moe import ARCHITECTURE as QWEN3_MOE
+from models.trace import Forward, Op
+from numerics.config import NumericsConfig
+from numerics.errors import UserError
+from numerics.spec import QuantSpec
+from rl.experiment import load_experiment
+from rl.guard.standing import Standing
+from tests.support.definitions import SIZES
+from trainer.checkpoint.files import About, write_about
+from weight_sync.manifest import Manifest
+
+MODEL = Model(QWEN3_MOE, replace(SIZES, layers=2))
+PLACES = [(place.layer, place.op.name) for place in MODEL.forward.places()]
+EXACT = NumericsConfig(spec=QuantSpec.preset("fp8_block_pow2"))
+NATIVE = replace(EXACT, mode="native")
+DOWN = "model.layers.1.mlp.experts.5.down_proj.weight"
+GATE = "model.layers.1.mlp.experts.5.gate_proj.weight"
+QUERY = "model.layers.0.self_attn.q_proj.weight_scale_inv"
+NORM = "model.norm.weight"
+ENTRIES = {DOWN: "a@7", GATE: "b@7", QUERY: "c@7", NORM: "d"}
+
+
+def clues(**changes: object) -> Clues:
+    """Both sides agree on everything but `changes`."""
+    ops = [OpDifference(layer, op, 0.0, 0.0, 0.0) for layer, op in PLACES]
+    same = Clues(MODEL, EXACT, Manifest("7", "digest", ENTRIES), dict(ENTRIES), 1.0, TemperatureFit(1.0, 0.0), ops=ops)
+    return replace(same, **changes)
+
+
+def differing(*found: tuple[int | None, str, float]) -> list[OpDifference]:
+    sizes = {(layer, op): size for layer, op, size in found}
+    return [
+        OpDifference(layer, op, float((layer, op) in sizes), sizes.get((layer, op), 0.0), 1.0) for layer, op in PLACES
+    ]
+
+
+def expert(layer: int, index: int, size: float) -> ExpertDifference:
+    return ExpertDifference(layer, index, 10, size, 0.2, 0.1)
+
+
+def test_relative_rms_by_hand() -> None:
+    assert relative_rms(torch.tensor([3.0, 4.0]), torch.tensor([3.0, 4.0])) == 0
+    assert relative_rms(torch.tensor([3.0, 4.0]), torch.tensor([3.0, 4.5])) == pytest.approx(0.1)
+    assert relative_rms(torch.zeros(2), torch.ones(2)) == math.inf
+    assert relative_rms(torch.tensor([1.0, math.nan]), torch.tensor([1.0, math.nan])) == 0
+    assert relative_rms(torch.tensor([1.0, math.nan]), torch.tensor([1.0, 1.0])) == math.inf
+    assert relative_rms(torch.empty(0), torch.empty(0)) == 0
+
+
+def test_an_op_is_compared_over_all_that_it_writes_in_whatever_dtype() -> None:
+    """A forward of three ops, of which the last one's second value is not compared."""
+    ops = (
+        Op("embed", "embed", ("tokens",), ("x",)),
+        Op("norm", "add_norm", ("x", "residual"), ("x", "residual")),
+        Op("topk", "topk", ("x",), ("probs", "chosen")),
+    )
+    trainer = {
+        "embed:out.x": torch.ones(2, 3),
+        "norm:out.x": torch.tensor([[1.0], [2.0]]),
+        "norm:out.residual": torch.tensor([[2.0], [4.0]]),
+        "topk:out.probs": torch.ones(2, 2),
+        "topk:out.chosen": torch.zeros(2, 1),
+    }
+    engine = trainer | {
+        "norm:out.residual": torch.tensor([[2.0], [3.0]]).bfloat16(),
+        "topk:out.chosen": torch.ones(2, 1),
+    }
+    first, second, third = op_differences(Forward(ops, (), ()), trainer, engine)
+    assert (second.layer, second.op, second.differing, second.largest) == (None, "norm", 0.25, 1.0)
+    assert second.relative_rms == pytest.approx(0.2)
+    assert (first.differing, third.differing) == (0.0, 0.0)
+
+
+def test_experts_by_hand() -> None:
+    """Three tokens, two of four experts each; expert 2's outputs are twice as large in the engine."""
+    chosen = torch.tensor([[0, 2], [1, 2], [0, 1]])
+    each = torch.ones(3, 2, 4)
+    theirs = each.clone()
+    theirs[0, 1] = theirs[1, 1] = 2.0
+    trainer = {
+        "layers.1.experts:each": each,
+        "layers.1.experts:in.chosen": chosen,
+        "layers.1.experts:in.probs": torch.zeros(3, 4),
+    }
+    dense = (Op("down", "linear", ("x",), ("x",)),)
+    forward = Forward((), (dense, (Op("experts", "experts", ("x", "probs", "chosen"), ("x",)),)), ())
+    abs_d = torch.tensor([0.3, 0.5, 0.1], dtype=torch.float64)
+    used = torch.tensor([True, True, False])
+    found = expert_differences(forward, trainer, {"layers.1.experts:each": theirs}, abs_d, used)
+    assert [(e.expert, e.tokens, e.relative_rms) for e in found] == [(0, 2, 0.0), (1, 2, 0.0), (2, 2, 1.0), (3, 0, 0.0)]
+    assert [e.abs_diff_mean for e in found[:3]] == pytest.approx([0.3, 0.5, 0.4])
+    assert [e.abs_diff_rest for e in found[:2]] == pytest.approx([0.5, 0.3])
+    assert math.isnan(found[2].abs_diff_rest) and math.isnan(found[3].abs_diff_mean)
+
+
+def test_positions_by_hand() -> None:
+    d = torch.zeros(2, 100)
+    mask = torch.zeros(2, 100, dtype=torch.bool)
+    d[0, 31], d[0, 32], d[1, 63], d[1, 64], d[1, 70] = -1.0, 2.0, 4.0, 8.0, math.nan
+    mask[0, 31] = mask[0, 32] = mask[1, 63] = mask[1, 64] = mask[1, 70] = True
+    found = [(p.start, p.stop, p.tokens, p.abs_diff_mean) for p in position_differences(d, mask)]
+    assert found == [(0, 32, 1, 1.0), (32, 64, 2, 3.0), (64, 128, 1, 8.0)]
+
+
+@pytest.mark.parametrize("true", [0.7, 1.0, 0.83125, 2.5])
+def test_the_temperature_of_a_record_is_found(true: float) -> None:
+    """Against logprobs computed in float64; a record with noise, and one with values that are not finite."""
+    draw = torch.Generator().manual_seed(1)
+    logits = (3 * torch.randn(200, 50, generator=draw)).bfloat16()
+    tokens = torch.randint(50, (200,), generator=draw)
+    recorded = (logits.double() / true).log_softmax(-1).gather(1, tokens[:, None]).squeeze(1)
+    fit = fit_temperature(logits, tokens, recorded)
+    assert fit.temperature == pytest.approx(true, rel=1e-5) and fit.abs_diff_mean < 1e-5
+    if true != 0.83125:
+        assert fit.temperature == true
+    noisy = recorded + 0.02 * torch.randn(200, generator=draw)
+    noisy[3] = -math.inf
+    fit = fit_temperature(logits, tokens, noisy)
+    assert fit.temperature == pytest.approx(true, rel=0.01)
+    assert fit.abs_diff_mean == pytest.approx(0.02 * math.sqrt(2 / math.pi), rel=0.2)
+
+
+def test_weights_belong_to_ops() -> None:
+    found = rank(clues(held=ENTRIES | dict.fromkeys((DOWN, QUERY, NORM), "x@7")))
+    assert {(f.layers, f.op, f.experts) for f in found} == {
+        ((1,), "experts", (5,)),
+        ((0,), "qkv", ()),
+        ((), "final_norm", ()),
+    }
+
+
+def test_agreement_has_no_finding() -> None:
+    assert rank(clues()) == ()
+
+
+def test_weights_come_first_and_explain_their_ops() -> None:
+    held = ENTRIES | {DOWN: "x@7", QUERY: "y@7"}
+    ops = differing((0, "qkv", 0.1), (1, "experts", 0.2), (0, "rope", 0.9))
+    found = rank(clues(held=held, ops=ops, experts=[expert(1, 4, 0.0), expert(1, 5, 0.31)]))
+    assert [(f.cause, f.op) for f in found] == [("weights", "experts"), ("weights", "qkv"), ("op", "rope")]
+    assert found[0].text == (
+        "layer 1 experts: expert 5 differs (relative RMS 0.31): in the engine, down_proj are not those of version 7"
+    )
+    assert found[1].tensors == (QUERY,) and "q_proj scales" in found[1].text
+
+
+def test_an_engine_of_another_version_is_one_finding() -> None:
+    named = {f"model.layers.{layer}.self_attn.q_proj.weight": f"{layer}@7" for layer in range(9)}
+    expected = Manifest("7", "digest", named)
+    nine = Model(QWEN3_MOE, replace(SIZES, layers=9))
+    (finding,) = rank(
+        clues(model=nine, expected=expected, held={name: d.replace("@7", "@6") for name, d in named.items()})
+    )
+    assert finding.text == "9 of 9 weights in the engine are not those of version 7"
+    assert finding.layers == tuple(range(9))
+
+
+def test_an_uncommitted_update_is_said_so() -> None:
+    held = {name: digest.partition("@")[0] for name, digest in ENTRIES.items()}
+    (finding,) = rank(clues(held=held))
+    assert finding.cause == "weights" and "not committed" in finding.text
+
+
+def test_a_temperature_must_explain_all() -> None:
+    sampler = rank(clues(fit=TemperatureFit(0.7, 1e-7), reproduced=0.4))
+    assert [f.cause for f in sampler] == ["sampler"]
+    assert "temperature 0.7, and the batch says 1 " in sampler[0].text
+    broken = rank(clues(fit=TemperatureFit(5.8, 3.8), reproduced=12.8))
+    assert [f.cause for f in broken] == ["state"]
+    assert rank(clues(fit=TemperatureFit(1.001, 0.0), reproduced=1e-6)) == ()
+
+
+def test_ops_are_ranked_by_size_and_grouped_over_layers() -> None:
+    found = rank(clues(ops=differing((0, "router", 0.002), (0, "rope", 0.3), (1, "rope", 0.6), (None, "embed", 0.1))))
+    assert [(f.op, f.layers) for f in found] == [("rope", (0, 1)), ("embed", ()), ("router", (0,))]
+    assert found[0].text.startswith("rope differs in every layer on equal inputs (relative RMS 0.6, 100%")
+    assert found[2].text.startswith("router differs in layer 0 on equal inputs")
+
+
+def test_experts_are_named_where_few_differ() -> None:
+    ops, others = differing((1, "experts", 0.2)), [expert(1, index, 0.0) for index in range(3)]
+    (finding,) = rank(clues(ops=ops, experts=[*others, expert(1, 3, 0.3)]))
+    assert finding.experts == (3,) and finding.text.startswith("expert 3 differs in layer 1 on equal inputs")
+    (finding,) = rank(clues(ops=ops, experts=[expert(1, index, 0.3) for index in range(3)]))
+    assert finding.experts == () and finding.text.startswith("experts differ in layer 1 on equal inputs")
+
+
+def test_constants_that_differ_are_named() -> None:
+    (finding,) = rank(clues(ops=differing((1, "rope", 0.3)), settings={"rope": ("rope_theta", 2e4, 1e4)}))
+    assert finding.text.endswith("rope_theta is 20000 in the trainer and 10000 in the engine")
+
+
+def test_native_mode_has_a_floor() -> None:
+    ops = differing((0, "post_norm", 0.003), (1, "experts", 0.02))
+    assert [f.op for f in rank(clues(numerics=NATIVE, ops=ops))] == ["experts"]
+    assert [f.op for f in rank(clues(ops=ops))] == ["experts", "post_norm"]
+    (largest,) = rank(clues(numerics=NATIVE, ops=differing((0, "attention", 0.003), (1, "post_norm", 0.001))))
+    assert largest.op == "attention" and largest.text.endswith("no op differs by more than roundings do")
+
+
+def test_products_in_two_precisions_are_one_finding() -> None:
+    ops = differing((0, "qkv", 0.03), (0, "o_proj", 0.02), (1, "qkv", 0.04), (0, "router", 0.01))
+    first, second = rank(clues(numerics=replace(EXACT, trainer="bf16"), ops=ops))
+    assert first.cause == "quantization" and first.layers == (0, 1)
+    assert "the trainer multiplies in BF16 and the engine in FP8 (relative RMS of qkv by 0.04" in first.text
+    assert second.op == "router"
+
+
+def test_switched_causes_come_last_the_best_first() -> None:
+    causes = [
+        Cause("routing", 0.04, 0.03, "R3"),
+        Cause("quantization", 0.04, 0.01, "both sides in BF16"),
+        Cause("op definitions", 0.04, 0.0, "the shared ops"),
+    ]
+    found = rank(clues(numerics=NATIVE, ops=differing((0, "experts", 0.03)), causes=causes))
+    assert [f.cause for f in found] == ["op", "op definitions", "quantization"]
+
+
+def test_the_page_is_self_contained_and_its_numbers_stand_beside_it(tmp_path: Path) -> None:
+    ops = differing((0, "rope", 0.3), (1, "experts", math.inf))
+    attribution = Attribution(
+        findings=(Finding("op", "rope differs </script><b>"),),
+        abs_diff_mean=0.1,
+        tokens=10,
+        ops=tuple(ops),
+        stream=(0.0, 0.5),
+        experts=(expert(0, 0, 0.0), expert(1, 0, math.inf)),
+        causes=(Cause("routing", 0.2, 0.1, "R3"),),
+        positions=tuple(position_differences(torch.ones(1, 8), torch.ones(1, 8, dtype=torch.bool))),
+    )
+    write_page(attribution, "demo", tmp_path / "attribution.html")
+    page = (tmp_path / "attribution.html").read_text()
+    assert "rope differs &lt;/script&gt;&lt;b&gt;" in page
+    assert 'src="http' not in page and page.count('class="plot"') == 3
+    values = json.loads((tmp_path / "attribution.json").read_text())
+    assert values["ops"][-4]["relative_rms"] is None and values["findings"][0]["cause"] == "op"
+
+
+def test_a_run_s_weights_are_its_newest_checkpoint_or_its_model(tmp_path: Path) -> None:
+    run = tmp_path / "demo"
+    run.mkdir()
+    spec = load_experiment("examples/arithmetic.yaml", ["trainer.tp=2"])
+    (run / "spec.yaml").write_text(spec.to_yaml())
+    with pytest.raises(UserError, match="neither model/ nor a checkpoint"):
+        read_subject(run)
+    (run / "model").mkdir()
+    subject = read_subject(run)
+    assert (subject.experiment.model.path, subject.checkpoint) == (str(run / "model"), None)
+    assert subject.numerics.k_splits == 2 and subject.batch is None
+    for step, bf16 in ((20, False), (100, True)):
+        checkpoint = run / f"checkpoints/step_{step}"
+        checkpoint.mkdir(parents=True)
+        write_about(checkpoint, About(step, {"standing": Standing(bf16=bf16).to_dict()}, {}))
+    subject = read_subject(run)
+    assert (subject.experiment.model.path, subject.checkpoint) == (spec.model.path, run / "checkpoints/step_100")
+    assert (subject.numerics.trainer, subject.numerics.rollout) == ("bf16", "bf16")
+    assert (subject.name, subject.page) == ("demo", run / "attribution.html")
+
+
+def test_what_cannot_be_attributed_is_refused(tmp_path: Path) -> None:
+    refused = CliRunner().invoke(app, ["attribute", str(tmp_path)])
+    assert refused.exit_code == 2
+    assert "expected the directory of a run or of a capsule" in refused.output

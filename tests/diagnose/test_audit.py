@@ -1,0 +1,364 @@
+"""The audit of a live trainer: nothing is found where nothing is planted, and what is planted is found by name."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from torch import Tensor
+from typer.testing import CliRunner
+
+from diagnose.audit import Report, rendered, run
+from diagnose.audit.claims import answers
+from diagnose.audit.formats import Grids, stored
+from diagnose.audit.report import Difference, differences_of, rows_of
+from diagnose.audit.sighting import Sighting
+from diagnose.audit.watch import watch_step
+from fp8rl.cli import app
+from numerics import ops
+from numerics.config import NumericsConfig
+from numerics.precision_map import CLASSES, DOCUMENTED, precision_map
+from numerics.quantize import fake_quantize
+from numerics.spec import QuantSpec, TensorSpec
+from rl.experiment import load_experiment
+from rollout.errors import HandshakeError
+from tests.support.batches import cross_entropy, random_batch
+from tests.support.models import LENGTH, write_model
+from trainer.config import TrainerConfig
+
+SPEC = QuantSpec.preset("fp8_block_pow2")
+MODES = ("exact", "native")
+
+
+@pytest.fixture(scope="session")
+def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("audited")
+    return {
+        "moe": write_model(folder / "moe"),
+        "dense": write_model(folder / "dense", moe=False, tie_word_embeddings=True),
+    }
+
+
+@pytest.fixture
+def make(paths: dict[str, Path], layout: Any) -> Callable[..., Any]:
+    def make(numerics: NumericsConfig, kind: str = "moe") -> Any:
+        from trainer.trainer import Trainer
+
+        config = TrainerConfig(lr=1e-3, warmup_steps=0, micro_batch_tokens=256)
+        sizes = {"seed": 0, "total_steps": 10, "max_sequence_length": LENGTH}
+        return Trainer(paths[kind], config, numerics, layout, **sizes)
+
+    return make
+
+
+def plan(mode: str, **changes: Any) -> NumericsConfig:
+    return replace(NumericsConfig(mode=mode, spec=SPEC), **changes)
+
+
+def watched(trainer: Any, numerics: NumericsConfig, rows: int = 4) -> list[Sighting]:
+    batch = random_batch(rows=rows, longest=40)
+    return watch_step(trainer, batch, cross_entropy(batch), numerics, trainer.config)
+
+
+def found(sightings: list[Sighting]) -> dict[str, set[str]]:
+    """Formats by class."""
+    formats: dict[str, set[str]] = {}
+    for sighting in sightings:
+        formats.setdefault(sighting.key, set()).add(sighting.found)
+    return formats
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("kind", ["moe", "dense"])
+def test_a_step_is_as_planned_and_every_row_is_seen(kind: str, mode: str, make: Callable[..., Any]) -> None:
+    numerics = plan(mode)
+    sightings = watched(make(numerics, kind), numerics, rows=12)  # in several micro-batches
+    assert differences_of(sightings) == []
+    assert report(*sightings).unseen == []
+    held = {row.key: row.bytes for row in rows_of(sightings)}
+    masters = held["master"] + held["gain.master"]
+    assert held["moment"] == 2 * masters == 2 * held["gradient.buffer"]
+    keys = {each.key for each in sightings}
+    assert ({"experts.activation", "experts.weight", "experts.gradient", "experts.output"} <= keys) == (kind == "moe")
+    assert ("router" in {row.row for row in rows_of(sightings) if row.found}) == (kind == "moe")
+    formats = found(sightings)
+    assert formats["product.activation"] == formats["product.weight"] == formats["product.gradient"] == {"e4m3"}
+    assert formats["scores.output"] == formats["softmax.output"] == {"fp32" if mode == "exact" else "bf16"}
+    assert formats["gradient.buffer"] == formats["gradient.wire"] == {"fp32"}
+
+
+def test_a_step_that_is_watched_is_a_step(make: Callable[..., Any]) -> None:
+    """The same weights come out, and nothing of the watching stays."""
+    numerics, batch = plan("exact"), random_batch(rows=4, longest=40)
+    trainer, alone = make(numerics), make(numerics)
+    watched(trainer, numerics)
+    alone.train_step(batch, cross_entropy(batch))
+    others = dict(alone.model.named_parameters())
+    assert all(torch.equal(p, others[name]) for name, p in trainer.model.named_parameters())
+    assert trainer.weight_version == 1
+    assert not {"grad_norm", "step"} & vars(trainer.optimizer).keys()
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in trainer.model.modules())
+
+
+@pytest.mark.parametrize(
+    ("changes", "gradient", "operands"),
+    [
+        ({"trainer": "bf16"}, "bf16", "bf16"),
+        ({"trainer": "fp8_forward"}, "bf16", "e4m3"),
+        ({"spec": QuantSpec.preset("fp8_block_fp32")}, "e4m3", "e4m3"),
+        ({"spec": QuantSpec.preset("ironwood")}, "e5m2", "e4m3"),
+        ({"spec": QuantSpec.preset("mxfp8"), "rollout": "bf16"}, "e4m3", "e4m3"),
+        ({"spec": SPEC.override({"gradient": {"rounding": "stochastic"}})}, "e4m3", "e4m3"),
+        ({"spec": SPEC.override({"gradient": {"format": "e5m2"}})}, "e5m2", "e4m3"),
+        (
+            {"spec": SPEC.override({role: {"granularity": "channel"} for role in ("activation", "gradient")})},
+            "e4m3",
+            "e4m3",
+        ),
+    ],
+)
+@pytest.mark.slow
+def test_other_numerics_have_their_own_plan(
+    changes: dict[str, Any], gradient: str, operands: str, make: Callable[..., Any]
+) -> None:
+    numerics = plan("exact", **changes)
+    sightings = watched(make(numerics), numerics)
+    assert differences_of(sightings) == []
+    formats = found(sightings)
+    assert formats["product.gradient"] == {gradient}
+    assert formats["product.activation"] == formats["product.weight"] == {operands}
+
+
+def test_a_layer_that_stays_in_bf16_is_planned_so(make: Callable[..., Any]) -> None:
+    ends = plan("exact", spec=SPEC.override({"first_layers_bf16": 1}))
+    trainer = make(ends)
+    assert differences_of(watched(trainer, ends)) == []
+    (difference, *_) = differences_of(watched(trainer, plan("exact")))
+    assert difference.key == "product.activation" and difference.found == "bf16"
+    assert all(name.startswith("decoder.layers.0.") for name in difference.names)
+
+
+# What is planted is planted in the live trainer, after the plan.
+
+
+def fp8_router(trainer: Any) -> None:
+    router = trainer.model.decoder.layers[1].mlp.router
+    router.gating = lambda x: fp8_product(x, router.weight)
+
+
+def fp8_head(trainer: Any) -> None:
+    head = trainer.model.output_layer
+    head._forward_impl = lambda input, weight, **_: fp8_product(input, weight)
+
+
+def fp8_product(x: Tensor, weight: Tensor) -> Tensor:
+    return ops.fp8_linear(x, weight, ops.trained_operand(weight.detach(), SPEC.weight), SPEC)
+
+
+def bf16_masters(trainer: Any) -> None:
+    """What an optimizer on BF16 weights keeps: every update is rounded as it lands."""
+    for optimizer in trainer.optimizer.inner.chained_optimizers:
+        optimizer.optimizer.register_step_post_hook(round_masters)
+
+
+@torch.no_grad()
+def round_masters(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    for group in optimizer.param_groups:
+        for master in group["params"]:
+            master.copy_(master.bfloat16())
+
+
+def e5m2_gradients(trainer: Any) -> None:
+    trainer.set_numerics(replace(trainer.numerics, spec=SPEC.override({"gradient": {"format": "e5m2"}})))
+
+
+PLANTS = {
+    "FP8 router": (fp8_router, "router.operands", "e4m3", "bf16", "decoder.layers.1.mlp.router"),
+    "FP8 head": (fp8_head, "head.operands", "e4m3", "bf16", "output_layer"),
+    "BF16 masters": (bf16_masters, "master", "bf16", "fp32", "embedding.word_embeddings.weight"),
+    "E5M2 gradients": (
+        e5m2_gradients,
+        "product.gradient",
+        "e5m2",
+        "e4m3",
+        "decoder.layers.0.self_attention.linear_qkv",
+    ),
+}
+"""The fifth, an FP8 cache of keys and values, is the engine's: tests/e2e/test_audit.py."""
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("planted", PLANTS)
+def test_what_is_planted_is_found_and_named(planted: str, mode: str, make: Callable[..., Any]) -> None:
+    plant, key, wrong, planned, name = PLANTS[planted]
+    numerics = plan(mode)
+    trainer = make(numerics)
+    plant(trainer)
+    differences = differences_of(watched(trainer, numerics))
+    found = {difference.key: difference for difference in differences}
+    assert key in found
+    assert (found[key].found, found[key].planned) == (wrong, planned)
+    assert name in found[key].names and found[key].why and found[key].remedy
+    # And nothing else, but for what goes with it: gains have masters, too, and experts gradients.
+    assert found.keys() <= {key, "gain.master", "experts.gradient"}
+
+
+def test_a_softmax_in_bf16_and_a_residual_on_the_fp8_grid_are_found(make: Callable[..., Any]) -> None:
+    numerics = plan("native")
+    trainer = make(numerics)
+    layer = trainer.model.decoder.layers[0]
+    layer.self_attention.core_attention.scale_mask_softmax.softmax_in_fp32 = False
+    layer.register_forward_hook(lambda _, __, out: (fake_quantize(out[0], SPEC.activation), *out[1:]))
+    differences = {each.key: each for each in differences_of(watched(trainer, numerics))}
+    assert differences["softmax.reduction"].found == "bf16"
+    assert differences["softmax.reduction"].names == ["decoder.layers.0.self_attention.core_attention"]
+    assert differences["residual"].found == "e4m3" and differences["residual"].names == ["decoder.layers.0"]
+
+
+# Formats by value
+
+
+@pytest.mark.parametrize("form", ["e4m3", "e5m2"])
+@pytest.mark.parametrize("scale", ["pow2", "fp32"])
+@pytest.mark.parametrize("along", [0, 1])
+def test_values_tell_the_format(form: Any, scale: Any, along: int) -> None:
+    x = torch.randn(300, 256, generator=torch.Generator().manual_seed(0)).bfloat16()
+    spec = TensorSpec(format=form, scale=scale)
+    numerics = plan("native", spec=QuantSpec.preset("fp8_block_fp32") if scale == "fp32" else SPEC)
+    quantized = fake_quantize(x, spec) if along == 1 else fake_quantize(x.t().contiguous(), spec).t()
+    grids = Grids(numerics)
+    assert grids.format(quantized, "activation") == form
+    assert grids.format(x, "activation") == "bf16" and grids.format(x.float() / 3, "activation") == "fp32"
+    assert grids.format(torch.zeros(300, 256), "activation") is None
+
+
+def test_gradients_that_are_mostly_zero_are_judged_by_the_rest() -> None:
+    """Tokens of prompts have gradients of zero, which are on every grid."""
+    grids, x = Grids(plan("exact")), torch.zeros(1000, 128, dtype=torch.bfloat16)
+    x[900:] = torch.randn(100, 128).bfloat16()
+    assert grids.format(x, "gradient") == "bf16"
+
+
+def test_one_number_in_each_group_tells_nothing() -> None:
+    """A scale that is no power of two fits a single number: so is an expert's gradient of a single token."""
+    grids, x = Grids(plan("native", spec=QuantSpec.preset("fp8_block_fp32"))), torch.zeros(128, 256)
+    x[5] = torch.randn(256)
+    quantized = fake_quantize(x.t().contiguous(), TensorSpec(scale="fp32")).t()
+    assert grids.format(quantized, "activation") is None
+    x[6] = torch.randn(256)
+    quantized = fake_quantize(x.t().contiguous(), TensorSpec(scale="fp32")).t()
+    assert grids.format(quantized, "activation") == "e4m3"
+
+
+def test_fp32_numbers_that_are_all_bf16_are_bf16() -> None:
+    x = torch.randn(100)
+    assert stored(x) == "fp32" and stored(x.bfloat16().float()) == "bf16" and stored(torch.ones(10)) == "fp32"
+
+
+# The map, the report and the claims
+
+
+def test_every_class_has_a_plan_of_formats_in_every_mode_and_precision() -> None:
+    names = {"fp32", "bf16", "e4m3", "e5m2"}
+    for mode in MODES:
+        for trainer in ("bf16", "fp8_forward", "fp8"):
+            for planned in precision_map(plan(mode, trainer=trainer)).values():
+                assert set(planned.formats) <= names and len(set(planned.formats)) == len(planned.formats)
+    assert len({each.key for each in CLASSES}) == len(CLASSES)
+    assert len(DOCUMENTED) == 12
+    assert {each.row for each in CLASSES if each.document} == set(DOCUMENTED)
+
+
+def report(*sightings: Sighting) -> Report:
+    return Report("d", "exact", "fp8", "fp8", rows_of(sightings), differences_of(sightings), 10, 1.0)
+
+
+def test_a_report_survives_its_json_and_says_what_is_wrong() -> None:
+    wrong = Sighting("engine.kv_cache", "k of layer 0", "e4m3", ("bf16",), bytes=7)
+    seen = report(wrong, replace(wrong, name="v of layer 0"), Sighting("master", "w", "fp32", ("fp32",), bytes=4))
+    assert Report.from_json(seen.to_json()) == seen
+    values = json.loads(seen.to_json())
+    assert values["ok"] is False and values["schema"] == 1
+    assert seen.differences == [
+        Difference(
+            "engine.kv_cache",
+            ["k of layer 0", "v of layer 0"],
+            "bf16",
+            "e4m3",
+            seen.differences[0].why,
+            "Start the engine without --kv-cache-dtype.",
+        )
+    ]
+    assert "softmax.reduction" in seen.unseen and "master" not in seen.unseen and "router.logits" not in seen.unseen
+    console = Console(width=120, record=True, file=open("/dev/null", "w"))
+    console.print(rendered(seen))
+    text = console.export_text()
+    assert "engine.kv_cache: found e4m3, planned bf16: k of layer 0, v of layer 0" in text
+    assert "--kv-cache-dtype" in text and "audit failed" in text and "1 differences" in text
+    with pytest.raises(ValueError, match="schema: found 2, expected 1"):
+        Report.from_json(json.dumps(values | {"schema": 2}))
+
+
+def test_claims_are_answered_from_what_was_found(make: Callable[..., Any]) -> None:
+    numerics = plan("exact")
+    seen = report(*watched(make(numerics), numerics))
+    verdicts = {claim.id: claim.verdict for claim in seen.claims}
+    assert verdicts == {
+        "002-15": "confirmed",
+        "002-16": "contradicted",
+        "002-17": "contradicted",
+        "002-18": "contradicted",
+        "002-19": "confirmed",
+    }
+    (rows,) = [claim for claim in seen.claims if claim.id == "002-16"]
+    assert "products of queries and keys: fp32 in place of bf16" in rows.finding
+    assert "gradients between data-parallel ranks: fp32 in place of e4m3" in rows.finding
+
+
+def test_what_was_not_seen_decides_no_claim() -> None:
+    assert {claim.verdict for claim in answers({})} == {"undecided"}
+    as_published = {each.key: {each.document: 1} for each in CLASSES if each.document}
+    (rows,) = [claim for claim in answers(as_published) if claim.id == "002-16"]
+    assert rows.verdict == "confirmed"
+    only = answers({"softmax.reduction": {"fp32": 1}, "norm.reduction": {"bf16": 1}})
+    assert {claim.id: claim.verdict for claim in only}["002-18"] == "confirmed"
+    leaves = answers({"product.activation": {"e4m3": 1}, "product.output": {"bf16": 2, "fp32": 1}})
+    assert {claim.id: claim.verdict for claim in leaves}["002-15"] == "contradicted"
+    uniform = {key: {"fp32": 1} for key in (*run_keys(), "product.gradient")}
+    assert {claim.id: claim.verdict for claim in answers(uniform)}["002-17"] == "confirmed"
+
+
+def run_keys() -> tuple[str, ...]:
+    from diagnose.audit.claims import BACKWARD, OPTIMIZER
+
+    return (*BACKWARD, *OPTIMIZER)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["numerics.modes=exact"], "numerics.mode"),
+        (["algorithm.name=sft", "eval.problems=0", "gates=[]"], "expected a run with an engine"),
+    ],
+)
+def test_bad_input_is_refused_before_anything_starts(
+    arguments: list[str], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(run, "open_pair")
+    result = CliRunner().invoke(app, ["audit", "examples/arithmetic.yaml", *arguments])
+    assert result.exit_code == 2 and result.stdout == "" and said in result.stderr
+
+
+def test_an_engine_that_is_refused_is_a_difference(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: object, **__: object) -> None:
+        raise HandshakeError("kv_cache_dtype: found 'float8_e4m3fn', expected 'bfloat16'")
+
+    monkeypatch.setattr(run, "open_pair", refused)
+    found = run.audit(load_experiment("examples/arithmetic.yaml"), say=lambda text: None)
+    assert not found.ok and "kv_cache_dtype: found 'float8_e4m3fn'" in found.differences[0].found

@@ -1,0 +1,292 @@
+"""The checks of a preflight on findings made by hand, and its report."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from click.testing import Result
+from rich.console import Console
+from typer.testing import CliRunner
+
+from diagnose.preflight import Report, preflight, rendered, run, same_spec, static
+from diagnose.preflight.check import Check
+from diagnose.preflight.floor import Difference, difference
+from diagnose.preflight.same_logprobs import NATIVE_LIMIT, described, noise_floor, trainer_against_engine
+from fp8rl.cli import app
+from models.sizes import ModelSizes
+from models.tiny import TinyModel, write_tiny_model
+from numerics.config import NumericsConfig
+from numerics.errors import UserError
+from numerics.quantize import quantize
+from numerics.spec import QuantSpec
+from rl.experiment import Experiment, load_experiment, parse_experiment
+from rl.run.engines.serving import expected_report
+from rollout.plugin.hooks import hooks_for
+from tests.support.definitions import SIZES
+
+MODEL = dataclasses.replace(SIZES, ffn_size=0, experts=8)
+DENSE = dataclasses.replace(MODEL, experts=0, top_k=0, expert_size=0, ffn_size=128)
+EXACT = NumericsConfig(spec=QuantSpec.preset("fp8_block_pow2"))
+NATIVE = dataclasses.replace(EXACT, mode="native")
+
+
+def spec(**sections: dict) -> Experiment:
+    return parse_experiment(
+        {"model": {"path": "model"}, "data": {"train": "train.jsonl", "eval": "eval.jsonl"}, **sections}
+    )
+
+
+def made(mean: float | None, **changes: float | None) -> Difference:
+    return dataclasses.replace(
+        Difference(tokens=100, nonfinite=0, mean=mean, p99=mean, max=mean, exact_frac=float(mean == 0)), **changes
+    )
+
+
+def test_aligned_blocks_pass_and_their_sizes_are_said() -> None:
+    check = static.block_alignment(MODEL, spec(trainer={"tp": 2}))
+    assert check.ok and check.remedy == ""
+    for part in ("hidden_size 256", "head_dim 128", "moe_intermediate_size 128", "tp 2"):
+        assert part in check.found
+
+
+@pytest.mark.parametrize(
+    ("model", "sections", "name"),
+    [
+        (dataclasses.replace(MODEL, head_dim=64), {}, "head_dim"),
+        (dataclasses.replace(MODEL, expert_size=192), {}, "moe_intermediate_size"),
+        (dataclasses.replace(DENSE, ffn_size=384), {"trainer": {"tp": 2}}, "intermediate_size / trainer.tp = 384 / 2"),
+        (MODEL, {"trainer": {"tp": 4}}, "num_key_value_heads"),
+        (MODEL, {"trainer": {"ep": 3, "dp": 3}}, "num_experts"),
+    ],
+)
+def test_blocks_that_straddle_are_found_before_anything_starts(model: ModelSizes, sections: dict, name: str) -> None:
+    check = static.block_alignment(model, spec(**sections))
+    assert not check.ok and check.remedy
+    assert name in check.found + check.expected
+
+
+@pytest.fixture
+def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
+    """`fp8rl preflight` on a tiny model of the given shape whose config.json is changed; nothing may be started."""
+
+    def must_not_start(*_: object, **__: object) -> None:
+        raise AssertionError("a process was about to be started")
+
+    monkeypatch.setattr(run, "open_pair", must_not_start)
+
+    def invoke(shape: TinyModel, *arguments: str, **config: object) -> Result:
+        write_tiny_model(tmp_path / "model", shape)
+        file = tmp_path / "model" / "config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | config))
+        line = json.dumps({"question": "1+4=?", "answer": "#### 5"})
+        (tmp_path / "train.jsonl").write_text(line + "\n")
+        path = tmp_path / "spec.yaml"
+        sections = {
+            "model": {"path": str(tmp_path / "model")},
+            "data": {"train": "train.jsonl"},
+            "eval": {"problems": 0},
+        }
+        path.write_text(yaml.safe_dump(sections))
+        return CliRunner().invoke(app, ["preflight", str(path), *arguments])
+
+    return invoke
+
+
+def test_misaligned_blocks_are_a_verdict_without_a_start(command: Callable[..., Result]) -> None:
+    result = command(TinyModel(hidden=192, heads=4, kv_heads=2), "--json")
+    assert result.exit_code == 1
+    found = Report.from_json(result.stdout)
+    (failed,) = [check for check in found.checks if not check.ok]
+    assert failed.name == "block alignment" and "192" in failed.found and "multiple of 128" in failed.expected
+    assert found.verdicts == {"spec": True, "bytes": False, "logprobs": None}
+
+
+def test_weights_of_another_architecture_are_bad_input(command: Callable[..., Result]) -> None:
+    result = command(TinyModel(heads=4, kv_heads=2), num_hidden_layers=3)
+    assert result.exit_code == 2 and result.stdout == ""
+    assert result.stderr.startswith("error: model.path: model.layers.2.input_layernorm.weight: found 'no such tensor'")
+
+
+def test_a_run_without_an_engine_has_nothing_to_agree_with(command: Callable[..., Result]) -> None:
+    result = command(TinyModel(heads=4, kv_heads=2), "algorithm.name=sft")
+    assert result.exit_code == 2 and "expected a run with an engine" in result.stderr
+
+
+def test_bf16_needs_no_alignment() -> None:
+    numerics = {"preset": "bf16", "trainer": "bf16", "rollout": "bf16"}
+    assert static.block_alignment(dataclasses.replace(MODEL, head_dim=64), spec(numerics=numerics)).ok
+
+
+@pytest.mark.parametrize(
+    ("trainer", "rollout", "ok"),
+    [
+        ("fp8", "fp8", True),
+        ("fp8_forward", "fp8", True),
+        ("bf16", "bf16", True),
+        ("bf16", "fp8", False),
+        ("fp8", "bf16", False),
+    ],
+)
+def test_both_sides_run_one_precision(trainer: str, rollout: str, ok: bool) -> None:
+    check = static.same_precision(spec(numerics={"trainer": trainer, "rollout": rollout}))
+    assert check.ok is ok
+    assert ok or "numerics.trainer=fp8 numerics.rollout=fp8" in check.remedy
+
+
+def test_modules_quantized_on_one_side_only_are_named() -> None:
+    assert same_spec.quantized_modules(["b", "a"], ["a", "b"]).ok
+    check = same_spec.quantized_modules(["a", "c"], ["a", "d", "e"])
+    assert not check.ok
+    assert check.found == "only in the trainer: c; only in the engine: d, e"
+
+
+@pytest.mark.parametrize("preset", ["fp8_block_pow2", "fp8_block_fp32"])
+def test_scales_of_the_quantizer_are_what_the_spec_says(preset: str) -> None:
+    weight = QuantSpec.preset(preset).weight
+    x = torch.randn(256, 384, generator=torch.Generator().manual_seed(0)).bfloat16()
+    named = [("w_scale_inv", quantize(x, weight).scale_inv)]
+    check = same_spec.scale_formats(named, ["w_scale_inv"], weight.scale)
+    assert check.ok and "6 scales in 1 tensors" in check.found
+    # FP32 scales of random weights are no powers of two; powers of two are good FP32 scales.
+    assert same_spec.scale_formats(named, ["w_scale_inv"], "pow2").ok is (preset == "fp8_block_pow2")
+    assert same_spec.scale_formats(named, ["w_scale_inv"], "fp32").ok
+
+
+@pytest.mark.parametrize(
+    "scale", [torch.tensor([0.5, 3.0]), torch.tensor([math.inf]), torch.tensor([0.0]), torch.tensor([0.5]).bfloat16()]
+)
+def test_a_scale_of_another_format_is_named(scale: torch.Tensor) -> None:
+    good = torch.tensor([2.0**-20, 1.0, 64.0])
+    check = same_spec.scale_formats([("a_scale_inv", good), ("b_scale_inv", scale)], ["a_scale_inv"], "pow2")
+    assert not check.ok and "1 of 2" in check.found and "b_scale_inv" in check.found
+
+
+def test_a_scale_that_the_engine_holds_otherwise_fails() -> None:
+    check = same_spec.scale_formats([], ["a_scale_inv"], "pow2")
+    assert not check.ok and "a_scale_inv (not the one that was quantized)" in check.found
+
+
+def test_an_engine_that_reports_something_else_is_told() -> None:
+    expected = expected_report(EXACT)
+    assert same_spec.handshake(EXACT, expected).ok
+    changed = expected.model_copy(update={"spec_digest": "0" * 16, "hooks": expected.hooks[1:]})
+    check = same_spec.handshake(EXACT, changed)
+    assert not check.ok
+    assert "spec_digest" in check.found and expected.hooks[0] in check.found
+
+
+@pytest.mark.parametrize("cuda", [False, True])
+def test_router_precision_is_the_shared_ops_in_exact_mode(cuda: bool) -> None:
+    """As the hooks provide it, whatever its name is on the machine."""
+    ours = [hook.provides for hook in hooks_for(EXACT, cuda)]
+    assert "router" in ours
+    assert same_spec.router_precision("exact", [("bfloat16", "float32")], ours).ok
+    assert not same_spec.router_precision("exact", [("bfloat16", "bfloat16")], ours).ok
+    assert not same_spec.router_precision("exact", [("bfloat16", "float32")], []).ok
+    its_own = [hook.provides for hook in hooks_for(NATIVE, cuda)]
+    native = same_spec.router_precision("native", [("bfloat16", "bfloat16")], its_own)
+    assert native.ok and "bfloat16 probabilities" in native.found and "its own router" in native.found
+    assert not same_spec.router_precision("native", [("bfloat16", "float32")], its_own).ok
+    assert not same_spec.router_precision("native", [("bfloat16", "bfloat16")], ours).ok
+
+
+@pytest.mark.parametrize(("kind", "ok"), [("bfloat16", True), ("float8_e4m3fn", False), ("float16", False)])
+def test_the_kv_cache_is_in_bf16(kind: str, ok: bool) -> None:
+    report = expected_report(EXACT).model_copy(update={"kv_cache_dtype": kind})
+    assert same_spec.kv_cache_dtype(report).ok is ok
+
+
+def test_a_difference_is_over_the_masked_tokens() -> None:
+    first = torch.tensor([[0.0, -1.0, -2.0, -9.0], [0.0, -1.5, math.nan, -7.0]])
+    second = torch.tensor([[0.0, -1.0, -2.5, -1.0], [0.0, -1.25, -1.0, -1.0]])
+    mask = torch.tensor([[False, True, True, False], [False, True, True, False]])
+    d = difference(first, second, mask)
+    assert (d.tokens, d.nonfinite, d.max) == (3, 1, 0.5)
+    assert d.mean == pytest.approx(0.25) and d.exact_frac == pytest.approx(1 / 3)
+    assert not d.zero
+    assert difference(first, first, mask & ~first.isnan()).zero
+
+
+def test_exact_mode_asks_for_zero_and_nothing_less() -> None:
+    assert trainer_against_engine(EXACT, made(0.0), None).ok
+    assert not trainer_against_engine(EXACT, made(1e-9), made(1.0)).ok
+    assert not trainer_against_engine(EXACT, made(0.0, nonfinite=1), None).ok
+    nothing = made(None, tokens=0, exact_frac=None)
+    assert not trainer_against_engine(EXACT, nothing, None).ok
+    assert "fp8rl attribute" in trainer_against_engine(EXACT, made(1e-9), None).remedy
+    mixed = dataclasses.replace(EXACT, trainer="bf16")
+    assert "numerics.trainer=fp8" in trainer_against_engine(mixed, made(1e-3), None).remedy
+
+
+def test_native_mode_is_bound_by_the_bf16_floor() -> None:
+    floor = made(0.01)
+    assert trainer_against_engine(NATIVE, made(0.01 * NATIVE_LIMIT * 0.99), floor).ok
+    assert not trainer_against_engine(NATIVE, made(0.01 * NATIVE_LIMIT * 1.01), floor).ok
+    assert trainer_against_engine(NATIVE, made(9.0), None).ok  # nothing to measure it by
+    assert not trainer_against_engine(NATIVE, made(0.0, nonfinite=1), floor).ok
+
+
+def test_a_floor_fails_in_exact_mode_alone() -> None:
+    floors = {"alone against together": made(1e-6)}
+    assert [check.ok for check in noise_floor("exact", floors)] == [False]
+    assert [check.ok for check in noise_floor("native", floors)] == [True]
+
+
+def report(*checks: Check) -> Report:
+    return Report(
+        spec_digest="d",
+        mode="exact",
+        trainer="fp8",
+        rollout="fp8",
+        checks=list(checks),
+        quantized={"trainer": ["a"], "engine": ["a"]},
+        differences={"trainer against engine": made(0.0), "nothing": made(None, exact_frac=None)},
+        seconds=1.5,
+    )
+
+
+def test_a_report_survives_its_json() -> None:
+    found = report(Check("spec", "one", True, "f", "e"), Check("bytes", "two", False, "f", "e", "r"))
+    text = found.to_json()
+    assert Report.from_json(text) == found
+    values = json.loads(text)
+    assert values["schema"] == 1 and values["ok"] is False
+    assert values["verdicts"] == {"spec": True, "bytes": False, "logprobs": None}
+    assert values["checks"][1] == {
+        "agreement": "bytes",
+        "name": "two",
+        "ok": False,
+        "found": "f",
+        "expected": "e",
+        "remedy": "r",
+    }
+    with pytest.raises(ValueError, match="schema: found 2, expected 1"):
+        Report.from_json(json.dumps(values | {"schema": 2}))
+
+
+def test_a_failed_check_shows_what_was_expected_and_the_remedy(tmp_path: Path) -> None:
+    console = Console(width=100, record=True, file=(tmp_path / "out").open("w"))
+    console.print(
+        rendered(report(Check("spec", "one", True, "found 1", "no 1"), Check("bytes", "2", False, "a", "b", "c")))
+    )
+    text = console.export_text()
+    assert "found 1" in text and "no 1" not in text
+    assert "expected b" in text and "c\n" in text.replace(" ", "")
+    assert "same spec holds, same bytes does not hold, same logprobs was not reached" in text
+
+
+def test_zero_is_written_as_zero_and_nothing_else_is() -> None:
+    assert described(made(0.0)) == "|d| mean 0, p99 0, max 0, exact 1 on 100 tokens"
+    assert "mean 1.00e-09" in described(made(1e-9))
+
+
+def test_native_mode_is_not_judged_without_its_floor() -> None:
+    with pytest.raises(UserError, match="--quick: found 'numerics.mode=native', expected exact"):
+        preflight(load_experiment("examples/arithmetic_native.yaml"), quick=True)

@@ -1,0 +1,112 @@
+"""The commands beside `train`; what `train` refuses and does is in tests/e2e."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from fp8rl import cli
+from fp8rl.cli import app
+from models.tiny import TinyModel, write_tiny_model
+from numerics.errors import UserError
+from tests.support.paths import ROOT, new_run
+
+
+def invoke(*arguments: str | Path) -> tuple[int, str]:
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    return result.exit_code, result.output
+
+
+def test_without_a_command_it_lists_them() -> None:
+    _, printed = invoke()
+    for command in ("train", "demo", "report", "convert"):
+        assert command in printed
+
+
+def test_the_command_line_starts_without_the_heavy_libraries() -> None:
+    code = "import fp8rl.cli, sys; print([m for m in ('torch', 'ray', 'transformers', 'wandb') if m in sys.modules])"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "[]\n"
+
+
+@pytest.mark.slow
+def test_the_driver_never_imports_megatron_or_sglang() -> None:
+    code = (
+        "import rl.experiment.preconditions, rl.run.run, rl.loop, rl.run.lifecycle.ending, diagnose.preflight; "
+        "import diagnose.attribution.offline, sys; "
+        "print(sorted({m.split('.')[0] for m in sys.modules} & {'megatron', 'mbridge', 'sglang', 'apex'}))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("[]\n", "")
+
+
+def test_report_of_a_run_and_of_nothing(tmp_path: Path) -> None:
+    run = new_run(tmp_path / "it")
+    assert invoke("report", run.path) == (
+        2,
+        f"error: report: found no spec.yaml in {run.path}, expected a run directory. Correct the path.\n",
+    )
+    run.experiment.write_text(yaml.safe_dump({"run": {"name": "it"}}))
+    run.metrics.write_text(json.dumps({"step": 1, "train/loss": 0.5}) + "\n")
+    assert invoke("report", run.path) == (0, f"{run.report}\n")
+    assert run.report.is_file()
+
+
+def test_convert_writes_a_quantized_directory_once(tmp_path: Path) -> None:
+    model, out = tmp_path / "model", tmp_path / "out"
+    assert invoke("convert", model, out)[0] == 2
+    write_tiny_model(model, TinyModel(heads=4, kv_heads=2))
+    code, printed = invoke("convert", model, out, "--preset", "fp8_block_fp32")
+    assert code == 0, printed
+    assert json.loads((out / "config.json").read_text())["quantization_config"]["weight_block_size"] == [128, 128]
+    code, printed = invoke("convert", model, out)
+    assert code == 2 and "does not exist yet" in printed
+
+
+def test_the_demo_is_found_from_the_repository_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    code, printed = invoke("demo")
+    assert code == 2 and "repository's root" in printed
+
+
+def test_the_demo_runs_the_example_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    monkeypatch.setattr(cli, "_train", lambda *arguments, **options: calls.append((arguments, options)))
+    monkeypatch.chdir(ROOT)
+    assert invoke("demo", "run.steps=2")[0] == 0
+    assert calls == [((Path("examples/arithmetic.yaml"), ["run.name=demo", "run.steps=2"]), {"overwrite": True})]
+
+
+@pytest.mark.parametrize(
+    ("error", "code"), [(UserError("key: found 1, expected 2. Correct it."), 2), (KeyboardInterrupt(), 130)]
+)
+def test_exit_codes(monkeypatch: pytest.MonkeyPatch, error: BaseException, code: int) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr(cli, "_train", fail)
+    found, printed = invoke("train", "spec.yaml")
+    assert found == code and "Traceback" not in printed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["{run}"], "found {run}, a run without model/, expected a run that has come to its end"),
+        (["{nothing}"], "RUN|MODEL: found"),
+        (["{model}", "--mode", "fast"], "--mode: found fast, expected exact or native"),
+        (["{model}", "--preset", "int4"], "expected one of"),
+    ],
+    ids=["unfinished", "nothing", "mode", "preset"],
+)
+def test_serve_says_what_it_cannot_serve(tmp_path: Path, arguments: list[str], expected: str) -> None:
+    run = new_run(tmp_path / "it")
+    run.experiment.write_text("run: {name: it}")
+    places = {"run": run.path, "nothing": tmp_path / "nothing", "model": ROOT / "examples/models/tiny_qwen3_moe"}
+    code, printed = invoke("serve", *(argument.format(**places) for argument in arguments))
+    assert code == 2 and expected.format(**places) in printed.replace("'", "")

@@ -1,0 +1,89 @@
+from __future__ import annotations
+
+import inspect
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from numerics import ops
+from numerics.backend import dispatch
+from numerics.backend.implementation import choose, implementation_for, using
+from numerics.errors import UserError
+from numerics.quantize import quantize
+from numerics.spec import QuantSpec, TensorSpec
+from tests.support.paths import ROOT
+
+POW2 = QuantSpec.preset("fp8_block_pow2")
+
+
+@pytest.mark.parametrize(
+    ("capability", "changes", "expected"),
+    [
+        (None, {}, "torch"),
+        ((8, 0), {}, "torch"),
+        ((8, 9), {}, "triton"),
+        ((9, 0), {}, "triton"),
+        ((10, 0), {}, "triton"),
+        ((12, 0), {}, "torch"),
+        ((9, 0), {"gradient": {"format": "e5m2"}}, "triton"),
+        ((9, 0), {"gradient": {"format": "bf16"}}, "triton"),
+        ((9, 0), {"activation": {"group": 64}}, "torch"),
+        ((9, 0), {"activation": {"granularity": "channel"}}, "torch"),
+        ((9, 0), {"weight": {"granularity": "token_group"}}, "torch"),
+        ((9, 0), {"gradient": {"granularity": "block"}}, "torch"),
+    ],
+)
+def test_kernels_run_where_they_know_the_device_and_the_spec(capability, changes, expected):
+    assert implementation_for(capability, POW2.override(changes)) == expected
+
+
+def test_a_cpu_runs_the_definitions():
+    assert choose("cpu", POW2) == "torch"
+
+
+def test_every_op_has_its_kernel_and_every_kernel_its_op():
+    from numerics.kernels.kernels import KERNELS
+
+    assert KERNELS.keys() == dispatch.OPS.keys()
+    for name, kernel in KERNELS.items():
+        definition = dispatch.OPS[name]
+        assert list(inspect.signature(kernel).parameters) == list(inspect.signature(definition).parameters), name
+
+
+def test_where_kernels_run_an_op_without_one_is_an_error():
+    x, weight = torch.randn(3, 128).bfloat16(), torch.ones(128).bfloat16()
+    with using("triton"):
+        kernels = dict(dispatch.installed())
+        del kernels["rms_norm"]
+        dispatch.install(kernels)
+        with pytest.raises(NotImplementedError, match="no kernel for the op rms_norm"):
+            ops.rms_norm(x, weight, 1e-6)
+
+
+def test_a_granularity_without_a_kernel_is_refused_where_kernels_run():
+    spec = TensorSpec(granularity="channel")
+    quantize(torch.randn(2, 128), spec)
+    with using("triton"), pytest.raises(UserError, match="blocks or token groups of 128"):
+        quantize(torch.randn(2, 128), spec)
+
+
+def test_no_module_of_the_ops_imports_a_kernel():
+    """Kernels import ops, so the other way round would be a circle."""
+    found = "[m for m in sys.modules if 'numerics.kernels' in m]"
+    program = f"import sys, numerics.ops, numerics.backend.dispatch; print({found})"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert done.stdout.strip() == "[]"
+
+
+def test_a_choice_lasts_as_long_as_its_block():
+    x, weight = torch.randn(3, 128).bfloat16(), torch.ones(128).bfloat16()
+    plain = ops.rms_norm(x, weight, 1e-6)
+    with using("triton"):
+        from numerics.kernels import norm
+
+        assert torch.equal(ops.rms_norm(x, weight, 1e-6), norm.rms_norm(x, weight, 1e-6))
+        with using("torch"):
+            assert torch.equal(ops.rms_norm(x, weight, 1e-6), plain)
+    assert torch.equal(ops.rms_norm(x, weight, 1e-6), plain)

@@ -1,0 +1,30 @@
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from numerics.io.code import code_digest
+from tests.support.paths import ROOT
+
+PACKAGES = ("numerics", "models", "rollout")
+
+
+def test_another_checkout_has_another_digest_as_soon_as_a_line_differs(tmp_path):
+    for package in PACKAGES:
+        shutil.copytree(ROOT / package, tmp_path / package, ignore=shutil.ignore_patterns("__pycache__"))
+    assert digest_in(tmp_path) == code_digest(PACKAGES)
+    with (tmp_path / "numerics/ops/rope.py").open("a") as file:
+        file.write("# changed\n")
+    assert digest_in(tmp_path) != code_digest(PACKAGES)
+
+
+def test_a_package_that_is_not_there_is_named():
+    with pytest.raises(ModuleNotFoundError, match="no package nowhere"):
+        code_digest(["nowhere"])
+
+
+def digest_in(folder):
+    program = f"from numerics.io.code import code_digest; print(code_digest({PACKAGES}))"
+    done = subprocess.run([sys.executable, "-c", program], cwd=folder, capture_output=True, text=True, check=True)
+    return done.stdout.strip()

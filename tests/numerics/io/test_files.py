@@ -1,0 +1,84 @@
+import resource
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from numerics.io.files import append_line, new_directory, publish_directory, write_atomically
+
+
+def test_a_file_is_replaced_whole(tmp_path):
+    path = tmp_path / "deep" / "file.json"
+    write_atomically(path, "one")
+    write_atomically(path, "two")
+    assert path.read_text() == "two"
+    assert [entry.name for entry in path.parent.iterdir()] == ["file.json"]
+
+
+def test_a_failed_write_leaves_the_old_file(tmp_path):
+    path = tmp_path / "file.txt"
+    write_atomically(path, "old")
+    with pytest.raises(UnicodeEncodeError):
+        write_atomically(path, "\ud800")
+    assert path.read_text() == "old"
+    assert [entry.name for entry in tmp_path.iterdir()] == ["file.txt"]
+
+
+def test_published_weights_are_as_readable_as_their_directory(tmp_path):
+    for mode in (0o750, 0o700):
+        partial = tmp_path / ".model.partial"
+        partial.mkdir()
+        save_file({"a": torch.ones(2)}, partial / "model.safetensors")
+        partial.chmod(mode)
+        publish_directory(partial, tmp_path / "model")
+        assert (tmp_path / "model" / "model.safetensors").stat().st_mode & 0o777 == mode & 0o666
+
+
+def test_a_directory_takes_the_place_of_the_old_one(tmp_path):
+    path, partial = tmp_path / "model", tmp_path / ".model.partial"
+    path.mkdir()
+    (path / "old").touch()
+    partial.mkdir()
+    (partial / "new").write_text("x")
+    publish_directory(partial, path)
+    assert [entry.name for entry in path.iterdir()] == ["new"]
+    assert [entry.name for entry in tmp_path.iterdir()] == ["model"]
+
+
+@pytest.mark.parametrize(("before", "after"), [(None, "b\n"), ("", "b\n"), ("a\n", "a\nb\n"), ('{"to', '{"to\nb\n')])
+def test_a_line_is_appended_whole_whatever_stands_before(tmp_path: Path, before: str | None, after: str) -> None:
+    path = tmp_path / "lines"
+    if before is not None:
+        path.write_text(before)
+    append_line(path, "b")
+    assert path.read_text() == after
+
+
+@pytest.fixture
+def room() -> Iterator[Callable[[int], None]]:
+    """Sets how many bytes a file of this process may have, as a disk that fills up does."""
+    former = resource.getrlimit(resource.RLIMIT_FSIZE)
+    yield lambda size: resource.setrlimit(resource.RLIMIT_FSIZE, (size, former[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, former)
+
+
+def test_a_line_that_a_full_disk_cuts_off_is_taken_back(tmp_path: Path, room: Callable[[int], None]) -> None:
+    path = tmp_path / "lines"
+    append_line(path, "a" * 50)
+    room(80)
+    with pytest.raises(OSError, match=r"lines: found '.*' with \d+ MiB free, expected room to write it\. Free some"):
+        append_line(path, "b" * 50)
+    assert path.read_text() == "a" * 50 + "\n"
+    append_line(path, "c")
+    assert path.read_text().splitlines() == ["a" * 50, "c"]
+
+
+def test_a_full_disk_leaves_the_old_directory_and_nothing_else(tmp_path: Path, room: Callable[[int], None]) -> None:
+    with new_directory(tmp_path / "model") as partial:
+        (partial / "old").touch()
+    room(20_000)
+    with pytest.raises(OSError, match="model: found .* expected room"), new_directory(tmp_path / "model") as partial:
+        save_file({"a": torch.zeros(10_000)}, partial / "model.safetensors")
+    assert [str(entry.relative_to(tmp_path)) for entry in tmp_path.rglob("*")] == ["model", "model/old"]

@@ -1,0 +1,111 @@
+"""Seats on real Ray nodes that say they have GPUs: who gets which, and what becomes of a node that leaves."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+from ray.cluster_utils import Cluster
+
+from numerics.errors import UserError
+from rl.experiment import Experiment
+from rl.run.cluster import seats as seats_module
+from rl.run.cluster.nodes import interface_of, nodes_up, views
+from rl.run.cluster.seats import NoRoomError, Seats
+from tests.support.experiments import experiment
+from tests.support.paths import EXAMPLES
+from tests.support.servers import wait_until
+from trainer.seat import Seat
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    """The driver's node with two GPUs."""
+    head = {"num_cpus": 1, "num_gpus": 2, "include_dashboard": False}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("GLOO_SOCKET_IFNAME", raising=False)  # of a trainer that was in this process
+        cluster = Cluster(initialize_head=True, head_node_args=head)
+        ray.init(address=cluster.address, log_to_driver=False, logging_level=logging.ERROR)
+        yield cluster
+        ray.shutdown()
+        cluster.shutdown()
+
+
+def spec(**sections: Any) -> Experiment:
+    return experiment(model={"path": str(EXAMPLES / "models/tiny_qwen3_moe")}, **sections)
+
+
+class Sitter:
+    """What a process finds in its seat."""
+
+    def sees(self) -> tuple[str, list[int], str | None, str | None]:
+        """Node, reserved GPUs, those that are visible, and gloo's interface."""
+        visible, interface = os.environ.get("CUDA_VISIBLE_DEVICES"), os.environ.get("GLOO_SOCKET_IFNAME")
+        return ray.get_runtime_context().get_node_id(), ray.get_gpu_ids(), visible, interface
+
+
+def sit(seat: Seat) -> Any:
+    return ray.remote(num_cpus=0)(Sitter).options(**seat.actor()).remote()
+
+
+def sees(*seats: Seat) -> list[Any]:
+    actors = [sit(seat) for seat in seats]
+    return ray.get([actor.sees.remote() for actor in actors])
+
+
+def test_an_engine_shares_a_ranks_gpu_once_the_others_are_taken(cluster: Cluster, tmp_path: Path) -> None:
+    seats = Seats(spec(rollout={"engines": 2}), tmp_path)
+    here = nodes_up()[0].id
+    try:
+        given = [*seats.trainer(), seats.engine(0), seats.engine(1)]
+        (node, (rank,), *rest), (_, (own,), *of_own), (_, (shared,), *of_shared) = sees(*given)
+        assert node == here and rest == [str(rank), None], "a rank sees its GPU alone, and is on loopback"
+        assert own != rank and shared == rank
+        assert of_own == of_shared == [None, None], "engines map the trainer's GPU, so that they see all"
+        assert {seat.host for seat in given} == {"127.0.0.1"}
+        assert nodes_up()[0].gpus == 0
+        with pytest.raises(UserError, match="at most the 0 free GPUs"):
+            Seats(spec(), tmp_path)
+    finally:
+        seats.close()
+    assert wait_until(lambda: nodes_up()[0].gpus == 2, 10)
+
+
+def test_sides_on_two_nodes_use_addresses_and_are_seated_anew_when_one_leaves(
+    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(seats_module, "_ROOM_SECONDS", 0.0)
+    leaves = cluster.add_node(num_cpus=1, num_gpus=3, resources={"far": 1})
+    here, far = nodes_up()
+    one = Seats(spec(sync={"transport": "distributed"}, cluster={"trainer_nodes": "far"}), tmp_path)
+    other = Seats(spec(sync={"transport": "distributed"}, cluster={"placement": "spread"}), tmp_path)
+    try:
+        given = [*one.trainer(), one.engine(0), *other.trainer(), other.engine(0)]
+        found = sees(*given)
+        assert [node for node, *_ in found] == [far.id, far.id, here.id, far.id]
+        assert {seat.host for seat in given} == {far.address}
+        assert {interface for *_, interface in found} == {interface_of(far.address)} != {None}
+        cluster.remove_node(leaves)
+        with pytest.raises(NoRoomError, match=r"a node of the trainer has left, .*cluster.trainer_nodes: found 'far'"):
+            one.trainer()
+        ((moved, *_),) = sees(other.engine(0))
+        assert moved == here.id
+        cluster.add_node(num_cpus=1, num_gpus=1, resources={"far": 1})
+        ((again, *_),) = sees(*one.trainer())
+        assert again not in (here.id, far.id)
+    finally:
+        one.close()
+        other.close()
+
+
+def test_a_folder_that_a_node_does_not_see_is_refused_before_the_start(cluster: Cluster, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=f"model.path: found '{tmp_path}, which node .* does not see'"):
+        views(nodes_up(), tmp_path, [tmp_path / "config.json"])
+    assert list(tmp_path.iterdir()) == [], "nothing is left of the look"

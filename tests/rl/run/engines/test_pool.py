@@ -1,0 +1,326 @@
+"""The pool of engines, on actors that play their part: who gets which group, and what becomes of one that is lost.
+
+Real engines that die, hang and come back are in tests/e2e.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import rl.run.engines.pool as engines_module
+from rl.run.cluster.seats import NoRoomError
+from rl.run.engines.pool import EnginePool, News
+from rl.run.engines.serving import Serving
+from rollout.config import RolloutConfig
+from rollout.engine import Health
+from rollout.errors import EngineDiedError, EngineError, StaleWeightsError
+from rollout.types import Endpoint, Group, Load, SamplingParams, Trajectory
+from tests.support.servers import groups, wait_until
+from weight_sync.manifest import Manifest
+
+SAMPLING = SamplingParams(max_new_tokens=8)
+CONFIG = RolloutConfig(max_total_tokens=1000, hung_after_s=1.0)
+
+
+class Method:
+    """`actor.method.remote(...)`, as Ray has it."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.remote = function
+
+
+@dataclass
+class Actor:
+    """An engine that answers when it is told to. dead: raises from then on. hangs: does not answer a pulse."""
+
+    name: str
+    version: int = 3
+    dead: bool = False
+    hangs: bool = False
+    failure: Exception | None = None
+    holds: dict[str, str] = field(default_factory=lambda: {"a": "1@3"})
+    scored: list[list[int]] = field(default_factory=list)
+    got: list[Group] = field(default_factory=list)
+    ended: bool = False
+
+    def __post_init__(self) -> None:
+        self.finish = asyncio.Event()  # set once the group may be answered
+        self.finish.set()
+
+    def __getattr__(self, name: str) -> Method:
+        return Method(getattr(self, f"_{name}"))
+
+    async def _start(self, checkpoint: Path, version: int) -> Endpoint:
+        if self.failure is not None:
+            raise self.failure
+        return Endpoint(self.name, "", "")
+
+    async def _generate(self, asked: list[Group], sampling: SamplingParams) -> list[Trajectory]:
+        self.got += asked
+        while not self.finish.is_set() and not self.dead and not self.ended:
+            await asyncio.sleep(0.01)
+        if self.dead:
+            raise EngineDiedError("it was killed\nand more")
+        if self.ended:
+            raise EngineError("broke the connection")
+        return [
+            Trajectory(group.prompt.token_ids, [1], [-1.0], True, [self.version], 0, seed)
+            for group in asked
+            for seed in group.seeds
+        ]
+
+    async def _score(self, sequences: list[list[int]]) -> list[list[float]]:
+        self.scored += sequences
+        await asyncio.sleep(0.05)
+        while not self.finish.is_set() and not self.dead:
+            await asyncio.sleep(0.01)
+        if self.dead:
+            raise EngineDiedError("it was killed\nand more")
+        return [[-float(token) for token in sequence[1:]] for sequence in sequences]
+
+    async def _held(self) -> dict[str, str]:
+        return self.holds
+
+    async def _pulse(self) -> Load:
+        if self.hangs:
+            await asyncio.sleep(60)
+        if self.dead:
+            raise EngineDiedError("it was killed\nand more")
+        return Load(0, 0, 0)
+
+    async def _health(self) -> Health:
+        return Health(not self.dead, 0.0, 1)
+
+    async def _stop(self, grace_s: float = 0.0) -> None:
+        self.ended = True
+
+
+class Stage:
+    """A pool and every actor that it has made; `next` is how the actors to come behave, `room` whether any may."""
+
+    def __init__(self) -> None:
+        self.made: list[Actor] = []
+        self.next: dict[str, Any] = {}
+        self.pool = EnginePool.none()
+        self.room, self.refused = True, 0
+
+    def make(self, index: int) -> Actor:
+        if not self.room:
+            self.refused += 1
+            raise NoRoomError("none is left")
+        self.made.append(Actor(f"engine-{index}.{len(self.made)}", **self.next))
+        return self.made[-1]
+
+    def open(self, count: int, config: RolloutConfig = CONFIG, manifest: Manifest | None = None) -> EnginePool:
+        self.pool = EnginePool(count, Serving(self.make, Path("served"), 3, manifest), config)
+        self.pool.wait()
+        return self.pool
+
+    def serve(self) -> None:
+        self.pool.verified(self.pool.up())
+
+    def admit(self, count: int, size: int = 2, oldest: int = 3) -> list[Any]:
+        return [self.pool.admit(group, SAMPLING, oldest) for group in groups(count, size)]
+
+
+@pytest.fixture
+def stage(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stage]:
+    monkeypatch.setattr(engines_module, "_PULSE_SECONDS", 0.1)
+    monkeypatch.setattr(engines_module.ray, "kill", lambda actor: None)
+    monkeypatch.setattr(engines_module.ray, "wait", lambda calls, **_: [call.close() for call in calls])
+    stage = Stage()
+    yield stage
+    stage.pool.stop()
+
+
+def numbers(actor: Actor) -> list[int]:
+    """Which of `groups(...)` an actor was given."""
+    return [group.prompt.token_ids[0] - 10 for group in actor.got]
+
+
+def test_groups_go_whole_to_the_engine_with_the_least_to_do(stage: Stage) -> None:
+    pool = stage.open(2)
+    stage.serve()
+    for actor in stage.made:
+        actor.finish.clear()
+    answers = stage.admit(4)
+    assert wait_until(lambda: len(stage.made[0].got + stage.made[1].got) == 4, 5)
+    assert [numbers(actor) for actor in stage.made] == [[0, 2], [1, 3]]
+    stage.made[1].finish.set()
+    assert wait_until(lambda: answers[1].done() and answers[3].done(), 5)
+    answers += [pool.admit(groups(5, 2)[4], SAMPLING, 3)]
+    assert [t.seed for t in answers[4].result(5)] == [8, 9]
+    assert numbers(stage.made[1]) == [1, 3, 4]
+
+
+def test_what_no_engine_has_room_for_waits_for_the_first_that_is_free(stage: Stage) -> None:
+    stage.open(2, replace_config(max_total_tokens=20))  # twice that is room for two groups of two answers of ten tokens
+    stage.serve()
+    for actor in stage.made:
+        actor.finish.clear()
+    stage.admit(6)
+    assert wait_until(lambda: len(stage.made[0].got) == len(stage.made[1].got) == 2, 5)
+    stage.made[1].finish.set()
+    assert wait_until(lambda: numbers(stage.made[1]) == [1, 3, 4, 5], 5)
+    assert numbers(stage.made[0]) == [0, 2]
+    stage.made[0].finish.set()
+
+
+def test_no_engine_gets_a_group_before_a_sync_has_verified_it(stage: Stage) -> None:
+    pool = stage.open(2)
+    answers = stage.admit(2)
+    pool.verified(pool.up()[:1])
+    assert [len(answer.result(5)) for answer in answers] == [2, 2]
+    assert numbers(stage.made[0]) == [0, 1] and stage.made[1].got == []
+    assert [endpoint.url for endpoint in pool.waiting()] == ["engine-1.1"]
+
+
+def test_groups_of_an_engine_that_dies_are_asked_of_another_with_their_seeds(stage: Stage) -> None:
+    pool = stage.open(2)
+    stage.serve()
+    stage.made[0].finish.clear()
+    answers = stage.admit(2)
+    assert wait_until(lambda: stage.made[0].got != [], 5)
+    stage.made[0].dead = True
+    assert [[t.seed for t in answer.result(5)] for answer in answers] == [[0, 1], [2, 3]]
+    assert numbers(stage.made[1]) == [1, 0]
+    assert wait_until(lambda: len(pool.up()) == 2, 5)
+    assert [endpoint.url for endpoint in pool.waiting()] == ["engine-0.2"], "no groups before a sync"
+    assert pool.news() == [News(1, "engine 0 is lost and replaced: it was killed")]
+    assert pool.news() == []
+
+
+def test_an_engine_that_hangs_is_ended_and_replaced(stage: Stage) -> None:
+    pool = stage.open(1)
+    stage.serve()
+    stage.made[0].finish.clear()
+    (answer,) = stage.admit(1)
+    stage.made[0].hangs = True
+    assert wait_until(lambda: len(stage.made) == 2 and pool.waiting() != [], 10)
+    assert stage.made[0].ended
+    stage.serve()
+    assert len(answer.result(5)) == 2
+    assert "has not answered for 1 s (rollout.hung_after_s)" in pool.news()[0].text
+
+
+def test_one_loss_too_many_within_an_hour_ends_the_run(stage: Stage) -> None:
+    pool = stage.open(1, replace_config(restarts_per_hour=2))
+    (answer,) = stage.admit(1)
+    for count in range(3):
+        assert wait_until(lambda count=count: len(stage.made) == count + 1, 10)  # type: ignore[misc]
+        stage.made[-1].dead = True
+    with pytest.raises(EngineError, match=r"3 engines lost within an hour, expected at most 2 .*: it was killed"):
+        answer.result(10)
+    with pytest.raises(EngineError, match="lost within an hour"):
+        pool.up()
+    assert len(stage.made) == 3
+
+
+def test_a_replacement_that_does_not_start_counts_as_lost(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = stage.open(1, replace_config(restarts_per_hour=1))
+    stage.next = {"failure": EngineError("no such GPU")}
+    stage.made[0].dead = True
+    with pytest.raises(EngineError, match="no such GPU"):
+        while True:
+            pool.up()
+
+
+def test_a_replacement_waits_for_a_node_and_says_so_once(stage: Stage) -> None:
+    pool = stage.open(1, replace_config(restarts_per_hour=1))
+    stage.room = False
+    stage.made[0].dead = True
+    assert wait_until(lambda: stage.refused > 3, 10)
+    assert pool.news() == [
+        News(1, "engine 0 is lost and replaced: it was killed"),
+        News(0, "engine 0 waits for a node: none is left"),
+    ]
+    stage.room = True
+    assert wait_until(lambda: len(stage.made) == 2 and pool.waiting() != [], 10)
+    assert pool.news() == []
+
+
+def test_no_room_at_the_first_start_is_raised(stage: Stage) -> None:
+    stage.room = False
+    with pytest.raises(NoRoomError, match="none is left"):
+        stage.open(1)
+
+
+def test_what_goes_wrong_at_the_first_start_is_raised(stage: Stage) -> None:
+    stage.next = {"failure": EngineError("no such GPU")}
+    with pytest.raises(EngineError, match="^no such GPU"):
+        stage.open(2)
+
+
+def test_tokens_of_other_weights_than_expected_are_refused(stage: Stage) -> None:
+    pool = stage.open(1)
+    stage.serve()
+    with pytest.raises(StaleWeightsError, match="expected all at versions 2 to 4"):
+        stage.made[0].version = 5
+        pool.expect(4)
+        stage.admit(1, oldest=2)[0].result(5)
+    pool.expect(5)
+    assert len(stage.admit(1, oldest=2)[0].result(5)) == 2
+
+
+def test_a_switch_replaces_all_engines_and_nothing_under_way_is_lost(stage: Stage) -> None:
+    pool = stage.open(2, replace_config(restarts_per_hour=0))
+    stage.serve()
+    for actor in stage.made:
+        actor.finish.clear()
+    answers = stage.admit(2)
+    assert wait_until(lambda: all(actor.got for actor in stage.made), 5)
+    stage.next = {"version": 7}
+    pool.switch(Serving(stage.make, Path("other"), 7))
+    assert all(actor.ended for actor in stage.made[:2]) and len(stage.made) == 4
+    pool.expect(7)
+    stage.serve()
+    assert [answer.result(5)[0].weight_versions for answer in answers] == [[7], [7]]
+    assert pool.news() == []
+
+
+def test_an_engine_that_dies_within_a_sync_is_noticed(stage: Stage) -> None:
+    pool = stage.open(2)
+    there = pool.up()
+    stage.made[1].dead = True
+    assert pool.any_lost(there)
+    assert wait_until(lambda: len(pool.up()) == 2, 5)
+    assert not pool.any_lost(pool.up())
+
+
+MANIFEST = Manifest("3", "spec", {"a": "1@3"})
+"""Of weights that never change."""
+
+
+def test_engines_that_hold_what_their_files_say_work_without_a_sync(stage: Stage) -> None:
+    pool = stage.open(2, manifest=MANIFEST)
+    assert pool.waiting() == []
+    scores = [pool.score([[1, 2, 3], [4, 5]]) for _ in range(2)]
+    assert [score.result(5) for score in scores] == [[[-2.0, -3.0], [-5.0]]] * 2
+    assert [len(actor.scored) for actor in stage.made] == [2, 2], "each gets what the other has no time for"
+
+
+def test_what_a_dead_engine_was_to_score_another_scores(stage: Stage) -> None:
+    pool = stage.open(1, manifest=MANIFEST)
+    stage.made[0].finish.clear()
+    score = pool.score([[1, 2]])
+    assert wait_until(lambda: stage.made[0].scored != [], 5)
+    stage.made[0].dead = True
+    assert score.result(10) == [[-2.0]] and len(stage.made) == 2
+    assert [news.text for news in pool.news()] == ["engine 0 is lost and replaced: it was killed"]
+
+
+def test_an_engine_that_holds_other_weights_than_its_files_is_refused(stage: Stage) -> None:
+    stage.next = {"holds": {"a": "2@3"}}
+    with pytest.raises(EngineError, match="engine 0 does not hold what its checkpoint served holds.*\n.*a: found 2@3"):
+        stage.open(1, manifest=MANIFEST)
+    assert wait_until(lambda: stage.made[0].ended, 5)
+
+
+def replace_config(**changes: Any) -> RolloutConfig:
+    return CONFIG.model_copy(update=changes)

@@ -1,0 +1,175 @@
+"""Groups of conversations, between a user's environment and engines that play their part."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+
+from rl.run.feed.conversations import Conversations, EnvironmentError
+from rl.run.feed.failures import TooManyFailuresError
+from rl.run.stack import done
+from rollout.data.tasks import Problem
+from rollout.environments.config import EnvironmentConfig
+from rollout.errors import EngineError
+from rollout.types import Group, Prompt, SamplingParams, Trajectory
+from tests.support.paths import EXAMPLES
+
+ENVIRONMENTS = """
+import asyncio, time
+
+async def talks(conversation):
+    while (turn := await conversation.sample(max_new_tokens=2)).text != "99":
+        conversation.tell("+")
+    return {"turns": conversation.turns}
+
+async def number(conversation):
+    await conversation.sample()
+    return 0.5
+
+async def raises(conversation):
+    await conversation.sample()
+    raise KeyError("no such thing")
+
+async def hangs(conversation):
+    await conversation.sample()
+    await asyncio.sleep(600)
+
+async def blocks(conversation):
+    time.sleep(3)
+
+async def tokens(conversation):
+    await conversation.sample()
+    return [5, 6, 7]
+
+async def silent(conversation):
+    return 1.0
+
+async def swallows(conversation):
+    try:
+        await conversation.sample()
+    except BaseException:
+        pass
+"""
+SAMPLING = SamplingParams(16, stop_token_ids=(2,))
+
+
+class Engines:
+    """Answers a turn of seed n with the digit n twice, and from the n-th turn of the conversation on with 99."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.nine, self.tokenizer = tokenizer("9").input_ids[0], tokenizer
+        self.near: dict[int, set[int]] = {}
+        self.error: Exception | None = None
+
+    def ask(self, group: Group, sampling: SamplingParams, oldest: int, near: object) -> Future[list[Trajectory]]:
+        (seed,) = group.seeds
+        turns = self.near.setdefault(seed, set())
+        turns.add(id(near))
+        if self.error is not None:
+            future: Future[list[Trajectory]] = Future()
+            future.set_exception(self.error)
+            return future
+        said = len(group.prompt.token_ids) // 3 + 1
+        digit = self.nine if said >= seed else self.tokenizer(str(seed)).input_ids[0]
+        return done([Trajectory(group.prompt.token_ids, [digit] * 2, [-1.0] * 2, False, [oldest] * 2, 0, seed)])
+
+
+Make = Callable[..., Conversations]
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return AutoTokenizer.from_pretrained(EXAMPLES / "models/tiny_qwen3_moe")
+
+
+@pytest.fixture
+def engines(tokenizer: Any) -> Engines:
+    return Engines(tokenizer)
+
+
+@pytest.fixture
+def make(tmp_path: Path, tokenizer: Any, engines: Engines) -> Iterator[Make]:
+    (tmp_path / "mine.py").write_text(ENVIRONMENTS)
+    made: list[Conversations] = []
+
+    def opened(function: str, **settings: Any) -> Conversations:
+        config = EnvironmentConfig(function=f"{tmp_path / 'mine.py'}:{function}", **settings)
+        made.append(Conversations(config, tokenizer, engines.ask))
+        return made[-1]
+
+    yield opened
+    for conversations in made:
+        conversations.close()
+
+
+def begun(conversations: Conversations, *seeds: int) -> Future[list[Trajectory]]:
+    return conversations.begin(Group(Prompt(Problem("?", "!"), [1]), seeds), SAMPLING, oldest=3)
+
+
+def test_each_answer_is_a_conversation_of_its_own_length_at_one_engine(make: Make, engines: Engines) -> None:
+    answers = begun(make("talks"), 1, 3, 2).result(timeout=20)
+    assert [answer.seed for answer in answers] == [1, 3, 2]
+    assert [answer.outcome for answer in answers] == [{"turns": 1.0}, {"turns": 3.0}, {"turns": 2.0}]
+    assert [len(answer.told) for answer in answers] == [0, 2, 1]
+    assert [answer.weight_versions for answer in answers] == [[3] * 2, [3] * 6, [3] * 4]
+    assert all(len(places) == 1 for places in engines.near.values()) and len(set.union(*engines.near.values())) == 3
+
+
+def test_a_number_without_a_name_is_the_reward(make: Make) -> None:
+    assert begun(make("number"), 1).result(timeout=20)[0].outcome == {"reward": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("function", "expected"),
+    [
+        ("raises", "KeyError: 'no such thing'"),
+        ("hangs", "it took more than 0.5 s between two turns (environment.timeout_s)"),
+        ("tokens", "it returned list [5, 6, 7], expected nothing, a number or named numbers: the tokens of an answer"),
+        ("silent", "it ended before the model's first turn, expected it to call sample()"),
+    ],
+)
+def test_an_environment_that_fails_is_counted_explained_once_and_nothing_is_learnt_from_it(
+    make: Make, function: str, expected: str
+) -> None:
+    conversations = make(function, timeout_s=0.5)
+    answers = begun(conversations, 1, 2).result(timeout=20)
+    assert [answer.failed for answer in answers] == [True, True]
+    first, second = conversations.failures.news()
+    assert f"the environment {function} has failed, so that nothing is learnt" in first and expected in first
+    assert second == ""
+
+
+def test_too_many_failures_end_the_run(make: Make) -> None:
+    conversations = make("raises", max_failures=1)
+    with pytest.raises(
+        TooManyFailuresError, match=r"(?s)found 2 failures of environments, expected at most 1 \(env.*Key"
+    ):
+        begun(conversations, 1, 2).result(timeout=20)
+
+
+@pytest.mark.parametrize("function", ["talks", "swallows"])
+def test_an_error_of_the_engines_is_not_the_environments(make: Make, engines: Engines, function: str) -> None:
+    engines.error = EngineError("all engines are lost")
+    conversations = make(function)
+    with pytest.raises(EngineError, match="all engines are lost"):
+        begun(conversations, 1).result(timeout=20)
+    assert conversations.failures.news() == []
+
+
+def test_an_environment_that_never_awaits_ends_the_run_instead_of_holding_it_up(make: Make) -> None:
+    conversations = make("blocks", timeout_s=0.3)
+    waiting = begun(conversations, 1, 2)
+
+    async def looked() -> None:
+        while not waiting.done():
+            conversations.check()
+            await asyncio.sleep(0.05)
+
+    with pytest.raises(EnvironmentError, match=r"found an environment \(blocks\) that has kept all its other answers"):
+        asyncio.run(looked())

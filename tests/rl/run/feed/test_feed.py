@@ -1,0 +1,328 @@
+"""What a feed admits and gives, over a stack whose answers come when the test says so."""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+
+from rl.run.clock import StepClock
+from rl.run.feed.ahead import FeedState, read_answered
+from rl.run.feed.failures import Failures
+from rl.run.feed.feed import FilterError, SampledFeed, Work
+from rl.run.feed.judging import Judge, Judged
+from rl.run.records import rollout_records
+from rl.run.stack import Asked, Stack
+from rollout.rewards.config import RewardsConfig
+from rollout.types import Group, Trajectory
+from tests.support.experiments import experiment
+
+PROMPTS, SIZE = 3, 2
+
+
+class Letters:
+    """A tokenizer whose every character is a token; a first token 5 is a wrong answer."""
+
+    def apply_chat_template(self, messages: list[dict[str, str]], **_: Any) -> list[int]:
+        return [ord(letter) for letter in messages[-1]["content"]]
+
+    def decode(self, ids: list[int]) -> str:
+        return "#### 0" if ids[:1] == [5] else "#### 1"
+
+
+@functools.cache
+def judge() -> Judge:
+    return Judge(RewardsConfig(), cast(Any, Letters()))
+
+
+class Engines(Stack):
+    """Admits groups; `answer` gives them their answers, sampled at the version of then.
+
+    solved: the first answer to each of these questions is right and all others are wrong; None: all are right. failed:
+    answers whose environment did, by question.
+    """
+
+    solved: set[str] | None = None
+    failed: dict[str, set[int]] | None = None
+
+    def __init__(self) -> None:
+        self.judge, self.conversations = judge(), None
+        self.progress = lambda done, wanted: None
+        self.version, self.asked = 0, cast(list[Asked], [])
+        self.tokenizer = cast(Any, Letters())
+        self.trainer = cast(Any, SimpleNamespace(weight_version=0))
+
+    def admit(self, groups: Sequence[Group], temperature: float) -> list[Asked]:
+        asked = [Asked(group, temperature, Future()) for group in groups]
+        self.asked += asked
+        return asked
+
+    def answer(self, asked: Sequence[Asked] | None = None) -> None:
+        for item in self.asked if asked is None else asked:
+            if not item.answers.done():
+                ids, version = item.group.prompt.token_ids, self.trainer.weight_version
+                tokens = [[5]] * SIZE
+                if self.solved is not None:
+                    tokens = [
+                        [1 if item.group.prompt.problem.question in self.solved else 5, 9],
+                        *[[5, 9]] * (SIZE - 1),
+                    ]
+                failed = (self.failed or {}).get(item.group.prompt.problem.question, set())
+                item.answers.set_result(
+                    [
+                        Trajectory(
+                            ids, said, [-0.5] * len(said), True, [version] * len(said), 0, seed, failed=i in failed
+                        )
+                        for i, (said, seed) in enumerate(zip(tokens, item.group.seeds))
+                    ]
+                )
+
+    def collect(self, asked: Sequence[Asked]) -> list[list[Trajectory]]:
+        self.answer(asked)
+        return [item.answers.result() for item in asked]
+
+    def _look_after(self, answers: list[Future[list[Trajectory]]], until: str) -> None:
+        self.answer([item for item in self.asked if item.answers in answers[:1]])
+
+    def _hear(self) -> None: ...
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    file = tmp_path / "train.jsonl"
+    file.write_text("".join(f'{{"question": "{i}", "answer": "#### 1"}}\n' for i in range(60)))
+    return file
+
+
+def open_feed(data: Path, steps: int = 9, **rollout: Any) -> tuple[SampledFeed, Engines]:
+    algorithm = rollout.pop("algorithm", {})
+    settings = experiment(
+        run={"steps": steps},
+        data={"train": str(data)},
+        rollout={"prompts_per_step": PROMPTS, "group_size": SIZE, **rollout},
+        algorithm={"name": "grpo", **algorithm},
+        teacher={"path": "/t"} if algorithm.get("name") == "opd" else None,
+        guard={"fresh_answers": 4, "redraws": 2},
+    )
+    engines = Engines()
+    return SampledFeed(settings, engines), engines
+
+
+def take(feed: SampledFeed, step: int) -> Work:
+    return feed.take(step, step - 1, StepClock())
+
+
+def prompts(items: Sequence[Any]) -> list[tuple[int, ...]]:
+    return [tuple(item.group.prompt.token_ids) for item in items]
+
+
+def test_a_synchronous_step_admits_its_own_groups_and_nothing_is_ahead(data: Path) -> None:
+    feed, engines = open_feed(data)
+    for step in (1, 2):
+        work = take(feed, step)
+        assert len(engines.asked) == step * PROMPTS and len(work.answers) == PROMPTS * SIZE
+        assert feed.ahead(StepClock()) is None
+        assert feed.state() == FeedState(step * PROMPTS, [], [])
+    assert len({seed for item in engines.asked for seed in item.group.seeds}) == len(engines.asked) * SIZE
+
+
+@pytest.mark.parametrize("staleness", [1, 3])
+def test_never_more_groups_are_admitted_than_staleness_allows_and_all_are_trained_on_in_order(
+    data: Path, staleness: int
+) -> None:
+    feed, engines = open_feed(data, staleness=staleness)
+    trained: list[tuple[int, ...]] = []
+    for step in range(1, 10):
+        work = take(feed, step)
+        trained += [tuple(answer.trajectory.prompt_ids) for answer in work.answers[::SIZE]]
+        beyond = max(0, step + staleness - 9)  # after the last step, two groups of two to look at
+        assert len(engines.asked) - beyond * 2 - (step - 1) * PROMPTS <= (staleness + 1) * PROMPTS
+        engines.trainer.weight_version = step
+    synchronous, others = open_feed(data)
+    for step in range(1, 10):
+        take(synchronous, step)
+    assert trained == prompts(others.asked)
+
+
+def test_an_answer_whose_environment_failed_leaves_its_group_and_a_group_of_none_else_is_replaced(data: Path) -> None:
+    feed, engines = open_feed(data)
+    questions = [feed._problems.nth(number).question for number in range(PROMPTS)]
+    engines.failed = {questions[0]: {1}, questions[1]: set(range(SIZE))}
+    work = take(feed, 1)
+    assert len(engines.asked) == PROMPTS + 1
+    assert [answer.trajectory.group for answer in work.answers] == [0, *[1] * SIZE, *[2] * SIZE]
+    assert work.outcomes is not None and work.outcomes.groups.tolist() == [0, *[1] * SIZE, *[2] * SIZE]
+    assert not any(answer.trajectory.failed for answer in work.answers)
+    assert work.metrics["rollout/dropped_groups"] == 1.0
+
+
+def test_environments_that_always_fail_end_the_step_with_their_cause(data: Path) -> None:
+    feed, engines = open_feed(data)
+    engines.failed = {str(number): set(range(SIZE)) for number in range(60)}
+    failures = Failures("environment", "so that nothing is learnt", "rollout/environment_failures", "limit", 1000)
+    failures.add("mine", "KeyError: 'no such thing'")
+    engines.conversations = cast(Any, SimpleNamespace(failures=failures))
+    told: list[tuple[str, int, str]] = []
+    engines.tell = lambda metric, count, text: told.append((metric, count, text))
+    with pytest.raises(FilterError, match=r"groups of which every answer's environment \(single_turn\) failed"):
+        take(feed, 1)
+    ((metric, count, text),) = told
+    assert (metric, count) == ("rollout/environment_failures", 1) and "KeyError" in text
+
+
+def test_what_is_drained_is_there_before_the_update_and_some_of_it_is_scored(data: Path) -> None:
+    feed, engines = open_feed(data, staleness=1)
+    take(feed, 1)
+    assert not engines.asked[-1].answers.done()
+    ahead = feed.ahead(StepClock())
+    assert engines.asked[-1].answers.done()
+    assert ahead is not None and ahead.tokens.rows == 4
+    assert ahead.versions[ahead.tokens.loss_mask].tolist() == [0] * 4
+    assert ahead.tokens.seeds is not None and (ahead.tokens.seeds >= 0).sum() == 2
+
+
+def test_in_flight_answers_of_the_trainers_own_weights_are_waited_for(data: Path) -> None:
+    feed, engines = open_feed(data, staleness=2)
+    take(feed, 1)
+    engines.answer()
+    engines.trainer.weight_version = 1
+    take(feed, 2)
+    ahead = feed.ahead(StepClock())
+    assert ahead is not None and (ahead.versions == 1).any(), "the older ones are there, and say nothing"
+    assert [item.answers.done() for item in engines.asked[-PROMPTS:]] == [True, False, False]
+
+
+def test_the_last_steps_have_something_to_look_at_that_is_not_trained_on(data: Path) -> None:
+    feed, engines = open_feed(data, steps=2, staleness=1)
+    take(feed, 1)
+    assert len(engines.asked) == 2 * PROMPTS
+    take(feed, 2)
+    assert len(engines.asked) == 2 * PROMPTS + 2
+    ahead = feed.ahead(StepClock())
+    assert ahead is not None and ahead.tokens.rows == 4
+    assert feed.state() == FeedState(2 * PROMPTS, [], []), "nothing that a later step would take"
+
+
+def kept(feed: SampledFeed, folder: Path) -> FeedState:
+    """The feed's state, by way of files."""
+    state = feed.state()
+    for name, text in state.texts.items():
+        (folder / name).write_text(text)
+    return FeedState(**json.loads(json.dumps(state.extra)), answered=read_answered(folder / "groups.jsonl"))
+
+
+def test_groups_that_were_answered_ahead_survive_a_checkpoint(data: Path, tmp_path: Path) -> None:
+    feed, engines = open_feed(data, staleness=2)
+    take(feed, 1)
+    engines.answer(engines.asked[PROMPTS : PROMPTS + 2])
+    engines.asked[PROMPTS].answers.result()[0].logprobs[0] = math.nan
+    state = kept(feed, tmp_path)
+    assert (state.next, state.admitted) == (3 * PROMPTS, list(range(PROMPTS, 3 * PROMPTS)))
+    assert [group.number for group in state.answered] == [3, 4]
+
+    resumed, others = open_feed(data, staleness=2)
+    others.trainer.weight_version = 1
+    resumed.restore(state)
+    assert prompts(others.asked) == prompts(engines.asked[PROMPTS + 2 :]), "all but the two are asked again"
+    assert [item.group.seeds for item in others.asked] == [item.group.seeds for item in engines.asked[PROMPTS + 2 :]]
+    work = take(resumed, 2)
+    assert [answer.trajectory.weight_versions for answer in work.answers] == [[0]] * 4 + [[1]] * 2
+    assert math.isnan(work.answers[0].trajectory.logprobs[0])
+
+
+def test_answers_to_other_questions_are_not_restored(data: Path, tmp_path: Path) -> None:
+    feed, engines = open_feed(data, staleness=1)
+    take(feed, 1)
+    engines.answer()
+    other, others = open_feed(data, staleness=1, group_size=3)
+    other.restore(kept(feed, tmp_path))
+    assert len(others.asked) == PROMPTS
+
+
+def test_the_oldest_answered_groups_are_taken_and_stragglers_are_carried_over(data: Path) -> None:
+    feed, engines = open_feed(data, staleness=1, in_flight=True, oversample=1.5)
+    feed._fill(1)
+    assert len(engines.asked) == 9, "2 x 3 x 1.5"
+    engines.answer(engines.asked[1:5])
+    work = take(feed, 1)
+    first = prompts(engines.asked)
+    assert [tuple(answer.trajectory.prompt_ids) for answer in work.answers[::SIZE]] == first[1:4]
+    assert feed.state().admitted == [0, 4, 5, 6, 7, 8]
+    engines.answer(engines.asked[:1])
+    engines.trainer.weight_version = 1
+    work = take(feed, 2)
+    assert len(engines.asked) == 12
+    assert [tuple(answer.trajectory.prompt_ids) for answer in work.answers[::SIZE]] == [first[0], first[4], first[5]]
+
+
+def test_groups_of_equal_rewards_are_replaced_by_further_ones(data: Path) -> None:
+    synchronous, everything = open_feed(data)
+    for step in (1, 2, 3):
+        take(synchronous, step)
+    order = [item.group.prompt.problem.question for item in everything.asked]
+    feed, engines = open_feed(data, algorithm={"dynamic_sampling": True})
+    engines.solved = {order[0], order[4], order[6], order[7]}
+    work = take(feed, 1)
+    taken = [answer.problem.question for answer in work.answers[::SIZE]]
+    assert taken == [order[0], order[4], order[6]]
+    assert work.metrics["rollout/dropped_groups"] == 4 and work.metrics["rollout/dropped_tokens_mean"] == 2.0
+    assert work.metrics["rollout/dropped_reward_mean"] == 0.0
+    assert work.metrics["rollout/equal_reward_groups"] == 0
+    assert feed.state().admitted == [] and feed.state().next == 7, "no more were admitted than it took"
+
+
+def test_a_filter_that_keeps_nothing_is_given_up_after_a_bounded_number_of_groups(data: Path) -> None:
+    feed, engines = open_feed(data, filter_patience=4, algorithm={"dynamic_sampling": True})
+    engines.solved = set()
+    with pytest.raises(
+        FilterError, match=r"found 12 groups that the grpo algorithm does not train on, of mean reward 0,"
+    ):
+        take(feed, 1)
+    assert len(engines.asked) == 12
+
+
+def test_what_was_answered_in_other_numerics_is_asked_again(data: Path) -> None:
+    feed, engines = open_feed(data, staleness=1)
+    take(feed, 1)
+    engines.answer()
+    feed.renew()
+    assert prompts(engines.asked[-PROMPTS:]) == prompts(engines.asked[PROMPTS : 2 * PROMPTS])
+    assert not engines.asked[-1].answers.done() and feed.state().answered == []
+
+
+class Taught(Judge):
+    """A judge whose teacher finds the n-th token of any answer as likely as e^-n."""
+
+    def begin(self, prompt: Any, trajectories: Any, *, taught: bool = False) -> Future[list[Judged]]:
+        assert taught
+        judged = super().begin(prompt, trajectories).result()
+        found = [[-float(n) for n in range(1, len(each.token_ids) + 1)] for each in trajectories]
+        both: Future[list[Judged]] = Future()
+        both.set_result([replace(j, teacher_logprobs=values) for j, values in zip(judged, found, strict=True)])
+        return both
+
+
+def test_a_teachers_logprobs_stand_beside_the_engines_and_make_the_advantages(data: Path) -> None:
+    feed, engines = open_feed(data, algorithm={"name": "opd"}, staleness=1)
+    engines.judge, engines.solved = Taught(RewardsConfig(), cast(Any, Letters())), set()
+    work = take(feed, 1)
+    batch, mask = work.batch, work.batch.loss_mask
+    assert batch.fields["teacher_logprobs"][mask].tolist() == [-1.0, -2.0] * PROMPTS * SIZE
+    assert work.outcomes is not None
+    advantages = feed._experiment.algorithm.advantages(work.outcomes, batch)
+    assert advantages[mask].tolist() == [-0.5, -1.5] * PROMPTS * SIZE, "the engine says -0.5"
+    assert (batch.fields["teacher_logprobs"][~mask] == 0).all()
+    records = rollout_records(work, torch.zeros(batch.tokens.shape))
+    assert [record.teacher_logprobs for record in records] == [[-1.0, -2.0]] * PROMPTS * SIZE
+    ahead = feed.ahead(StepClock())
+    assert ahead is not None and ahead.tokens.fields.keys() == {"rollout_logprobs"}, "nothing is learnt from them"
+    engines.judge.close()

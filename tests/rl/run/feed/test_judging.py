@@ -1,0 +1,292 @@
+"""Rewards beside the loop: ours and users', plain and async, of answers and of groups, and those that misbehave."""
+
+import math
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from transformers import AutoTokenizer
+
+from rl.run.engines.teacher import Teacher
+from rl.run.feed.failures import TooManyFailuresError
+from rl.run.feed.judging import Judge, Judged, RewardError
+from rollout.data.tasks import Problem
+from rollout.errors import EngineError
+from rollout.rewards.config import RewardsConfig
+from rollout.types import Prompt, Trajectory
+from tests.rollout.rewards.test_ours import service
+from tests.support.paths import EXAMPLES
+from tests.support.servers import group_members, wait_until
+
+MODULE = """
+import asyncio, os, sys, time
+
+def letters(answer):
+    return {"letters": len(answer), "digits": sum(letter.isdigit() for letter in answer)}
+
+def ranked(answers, tokens, finished, reference):
+    return [float(sorted(tokens).index(count)) for count in tokens]
+
+def levelled(answer, fields):
+    return fields["level"]
+
+async def changes(answer, turns, outcome, fields):
+    turns.append(("model", "#### 3"))
+    outcome["won"] = fields["level"] = 100.0
+    return 1.0
+
+async def sleeps(answer):
+    await asyncio.sleep(0.2)
+    return 1.0
+
+async def blocks(answer):
+    time.sleep(1000)
+
+def hangs(answer):
+    if "7" in answer:
+        time.sleep(1000)
+    return 1.0
+
+def stuck(answer):
+    import re
+    return float(bool(re.fullmatch(r"(a+)+b", "a" * 40)) or 1)
+
+def raises(answer):
+    raise KeyError("no such thing")
+
+def leaves(answer):
+    sys.exit(4)
+
+def dies(answer):
+    os._exit(4)
+
+def forks(answer):
+    os.fork()
+    return 1.0
+
+def leaves_children(answer):
+    if os.fork() == 0:
+        time.sleep(1000)
+    return 1.0
+
+def prints(answer):
+    for _ in range(1000):
+        print("x" * 1_000_000)
+    return 1.0
+
+def reads(answer):
+    return float(len(sys.stdin.read()))
+
+def eats(answer):
+    return float(len(bytearray(10 << 30)))
+
+def text(answer):
+    return "1.0"
+
+def whole(answers):
+    return [1.0]
+"""
+
+
+@pytest.fixture(scope="module")
+def module(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("mine") / "mine.py"
+    path.write_text(MODULE)
+    return path
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return AutoTokenizer.from_pretrained(EXAMPLES / "models/tiny_qwen3_moe")
+
+
+Make = Callable[..., Judge]
+
+
+@pytest.fixture
+def make(module: Path, tokenizer: Any) -> Iterator[Make]:
+    judges = []
+
+    def made(*functions: str | dict[str, Any], **settings: Any) -> Judge:
+        entries = [{"function": entry} if isinstance(entry, str) else entry for entry in functions]
+        named = [e | {"function": e["function"].replace("mine:", f"{module}:")} for e in entries]
+        judges.append(Judge(RewardsConfig.model_validate({"functions": named, **settings}), tokenizer))
+        return judges[-1]
+
+    yield made
+    for judge in judges:
+        judge.close()
+
+
+def group(tokenizer: Any, *answers: str, **fields: Any) -> tuple[Prompt, list[Trajectory]]:
+    prompt = Prompt(Problem("1+2=?", "3\n#### 3", fields=fields), [1])
+    trajectories = []
+    for answer in answers:
+        ids = [*tokenizer(answer, add_special_tokens=False).input_ids, tokenizer.eos_token_id]
+        trajectories.append(Trajectory([1], ids, [-1.0] * len(ids), True, [0] * len(ids), 0, seed=1))
+    return prompt, trajectories
+
+
+def judged(judge: Judge, tokenizer: Any, *answers: str) -> list[Judged]:
+    return judge.begin(*group(tokenizer, *answers)).result(timeout=60)
+
+
+def test_a_reward_is_the_weighted_sum_of_what_the_functions_say(make: Make, tokenizer: Any) -> None:
+    judge = make({"function": "integer", "weight": 2.0}, {"function": "mine:letters", "weight": 0.5}, "mine:ranked")
+    right, wrong = judged(judge, tokenizer, "3\n#### 3", "12")
+    assert (right.text, wrong.text) == ("3\n#### 3", "12")
+    assert right.parts == {"integer": 1.0, "letters/letters": 8.0, "letters/digits": 2.0, "ranked": 1.0}
+    assert right.reward == 2.0 + 0.5 * 10.0 + 1.0
+    assert wrong.parts == {"integer": 0.0, "letters/letters": 2.0, "letters/digits": 2.0, "ranked": 0.0}
+    assert wrong.reward == 2.0 and not judge.failures.news()
+
+
+def test_a_reward_may_see_the_further_columns_of_the_data(make: Make, tokenizer: Any) -> None:
+    judge = make("mine:levelled", "mine:ranked")
+    (answer,) = judge.begin(*group(tokenizer, "3", level=4)).result(timeout=60)
+    assert answer.parts == {"levelled": 4.0, "ranked": 0.0}
+
+
+def test_what_a_function_does_to_its_arguments_reaches_nobody(make: Make, tokenizer: Any) -> None:
+    prompt, (answer,) = group(tokenizer, "12")
+    prompt = replace(prompt, problem=replace(prompt.problem, fields={"level": 1.0}))
+    answer = replace(answer, outcome={"won": 0.5})
+    judge = make("mine:changes", {"function": "environment", "kwargs": {"part": "won"}}, "mine:levelled")
+    (verdict,) = judge.begin(prompt, [answer]).result(timeout=60)
+    assert verdict.parts == {"changes": 1.0, "environment": 0.5, "levelled": 1.0}
+    assert verdict.said == [("model", "12")] and answer.outcome == {"won": 0.5}
+    assert prompt.problem.fields == {"level": 1.0}
+
+
+def test_an_answer_whose_environment_failed_is_worth_nothing_and_no_function_sees_it(
+    make: Make, tokenizer: Any
+) -> None:
+    prompt, answers = group(tokenizer, "3\n#### 3", "1", "2")
+    judge = make("mine:ranked", "integer")
+    verdicts = judge.begin(prompt, [answers[0], replace(answers[1], failed=True), answers[2]]).result(timeout=60)
+    assert [verdict.parts for verdict in verdicts] == [
+        {"ranked": 1.0, "integer": 1.0}, {}, {"ranked": 0.0, "integer": 0.0}
+    ]  # fmt: skip
+
+
+def test_a_remote_reward_is_one_of_ours(make: Make, tokenizer: Any) -> None:
+    with service() as url:
+        judge = make({"function": "http", "kwargs": {"url": url}})
+        (answer,) = judge.begin(*group(tokenizer, "1,2", level=7)).result(timeout=60)
+        assert answer.parts == {"http/letters": 3.0, "http/tokens": 4.0, "http/level": 7.0}
+    (answer,) = judged(judge, tokenizer, "1")
+    assert answer.reward == 0.0 and "ConnectError" in judge.failures.news()[0]
+
+
+class Pool:
+    """Scores sequences after 0.2 s: the n-th token of one is as likely as e^-n."""
+
+    def __init__(self, value: float | None = None) -> None:
+        self.value, self.asked, self.began = value, [0], 0.0
+
+    def score(self, sequences: list[list[int]]) -> Future[list[list[float]]]:
+        self.asked, self.began = [*self.asked, *map(len, sequences)], time.monotonic()
+        scores: Future[list[list[float]]] = Future()
+        found = [[-float(n) if self.value is None else self.value for n in range(1, len(s))] for s in sequences]
+        threading.Timer(0.2, scores.set_result, [found]).start()
+        return scores
+
+
+def test_a_teacher_is_asked_beside_the_rewards_about_what_is_trained_on(make: Make, tokenizer: Any) -> None:
+    judge, pool = make("mine:sleeps"), Pool()
+    judge._teacher = Teacher(pool)  # type: ignore[arg-type]
+    assert [each.teacher_logprobs for each in judged(judge, tokenizer, "1", "2")] == [None] * 2 and pool.asked == [0]
+    prompt, answers = group(tokenizer, "12", "3")
+    prompt, answers = Prompt(prompt.problem, [1, 1, 1]), [replace(a, prompt_ids=[1, 1, 1]) for a in answers]
+    began = time.monotonic()
+    first, second = judge.wait(judge.begin(prompt, answers, taught=True))
+    assert pool.began - began < 0.2 <= time.monotonic() - began, "asked before the rewards are there"
+    assert (first.teacher_logprobs, second.teacher_logprobs) == ([-3.0, -4.0, -5.0], [-3.0, -4.0])
+    assert first.reward == 1.0
+
+
+def test_a_teacher_that_finds_a_token_impossible_ends_the_run(make: Make, tokenizer: Any) -> None:
+    judge = make("integer")
+    judge._teacher = Teacher(Pool(math.nan))  # type: ignore[arg-type]
+    with pytest.raises(
+        EngineError, match=r"found 2 log-probabilities of the teacher that are not finite.*teacher.path"
+    ):
+        judge.wait(judge.begin(*group(tokenizer, "1"), taught=True))
+
+
+def test_hundreds_of_async_rewards_wait_together(make: Make, tokenizer: Any) -> None:
+    judge = make("mine:sleeps")
+    began = time.monotonic()
+    waiting = [judge.begin(*group(tokenizer, *["1"] * 8)) for _ in range(32)]
+    assert all(answer.reward == 1.0 for each in waiting for answer in each.result(timeout=60))
+    assert time.monotonic() - began < 0.2 * 256 / 10  # one after the other they take 51 s
+
+
+@pytest.mark.parametrize(
+    ("function", "expected"),
+    [
+        pytest.param("stuck", "it took more than 3 s", marks=pytest.mark.slow),
+        ("raises", "KeyError: 'no such thing'"),
+        ("leaves", "SystemExit: 4"),
+        ("dies", "it ended its process"),
+        ("eats", "MemoryError"),
+        ("text", "found str '1.0', expected a number or named numbers"),
+        ("whole", "expected a list of 2 rewards, one per answer"),
+    ],
+)
+def test_a_function_that_fails_is_counted_explained_once_and_worth_nothing(
+    make: Make, tokenizer: Any, function: str, expected: str
+) -> None:
+    judge = make({"function": f"mine:{function}", "timeout_s": 3.0}, "integer", workers=1)
+    answers = judged(judge, tokenizer, "3\n#### 3", "1")
+    assert [answer.reward for answer in answers] == [1.0, 0.0]
+    first, *others = judge.failures.news()
+    assert f"the reward {function} has failed, which counts as 0" in first and expected in first
+    assert others == [""] * (0 if function == "whole" else 1)
+    assert not judge.failures.news()
+
+
+def test_an_answer_on_which_a_function_hangs_costs_the_others_nothing(make: Make, tokenizer: Any) -> None:
+    judge = make({"function": "mine:hangs", "timeout_s": 3.0}, workers=1)
+    rewards = [answer.reward for answer in judged(judge, tokenizer, "1", "7", "2", "3")]
+    assert rewards == [1.0, 0.0, 1.0, 1.0]
+    assert len(judge.failures.news()) == 1
+
+
+@pytest.mark.parametrize("function", ["forks", "prints", "reads", "leaves_children"])
+def test_what_a_function_does_to_its_process_reaches_nobody(make: Make, tokenizer: Any, function: str) -> None:
+    judge = make({"function": f"mine:{function}", "timeout_s": 20.0}, workers=1)
+    for _ in range(2):
+        rewards = [answer.reward for answer in judged(judge, tokenizer, "1", "2")]
+        assert rewards == [0.0 if function == "reads" else 1.0] * 2
+    (worker,) = judge._workers._all
+    assert worker._process is not None
+    left = 5 if function == "leaves_children" else 1
+    assert wait_until(lambda: len(group_members(worker._process.pid)) == left, 10)  # type: ignore[union-attr]
+    processes = group_members(worker._process.pid)
+    judge.close()
+    assert not psutil.wait_procs(processes, timeout=10)[1]
+
+
+def test_too_many_failures_end_the_run(make: Make, tokenizer: Any) -> None:
+    judge = make("mine:raises", max_failures=2)
+    assert [answer.reward for answer in judged(judge, tokenizer, "1", "2")] == [0.0, 0.0]
+    expected = r"(?s)found 3 failures of rewards, expected at most 2 \(rewards.max_failures\).*KeyError"
+    with pytest.raises(TooManyFailuresError, match=expected):
+        judged(judge, tokenizer, "1")
+
+
+@pytest.mark.slow
+def test_an_async_function_that_never_awaits_ends_the_run_instead_of_holding_it_up(make: Make, tokenizer: Any) -> None:
+    judge = make({"function": "mine:blocks", "timeout_s": 0.2}, "integer")
+    began = time.monotonic()
+    with pytest.raises(RewardError, match=r"found an async reward \(blocks\) that has kept all others from their turn"):
+        judge.wait(judge.begin(*group(tokenizer, "1")))
+    judge.close()
+    assert time.monotonic() - began < 40

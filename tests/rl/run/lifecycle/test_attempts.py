@@ -1,0 +1,101 @@
+"""What follows a lost trainer, and with which exit code a run ends. Real losses are in tests/e2e."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+import rl.experiment.preconditions
+import rl.run.lifecycle.attempts as attempts_module
+from fp8rl.cli import app
+from numerics.errors import UserError
+from rl.run.lifecycle.attempts import attempted
+from rollout.errors import EngineError
+from tests.support.experiments import experiment
+from tests.support.paths import EXAMPLES, new_run
+from trainer.actor import TrainerDiedError
+
+
+class Opened:
+    """Stands in for `Run.open`; notes what each attempt was opened with."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.stack, self.attempts, self.finished = object(), [], []  # type: ignore[var-annotated]
+        monkeypatch.setattr(attempts_module.Run, "open", self.open)
+        monkeypatch.setattr(attempts_module, "finish", lambda run, stopped: self.finished.append(stopped))
+
+    def open(self, experiment: Any, files: Any, outer: Any, stack: Any, lost: str) -> Any:
+        self.attempts.append((stack is self.stack, lost))
+        return contextlib.nullcontext(SimpleNamespace(stack=self.stack))
+
+
+def dying(times: int, error: Exception) -> Any:
+    left = [times]
+
+    def loop(run: Any) -> str:
+        if left[0]:
+            left[0] -= 1
+            raise error
+        return "why"
+
+    return loop
+
+
+def train(folder: Path) -> tuple[int, str]:
+    result = CliRunner().invoke(app, ["train", str(EXAMPLES / "arithmetic.yaml"), f"run.dir={folder}"])
+    return result.exit_code, result.output
+
+
+def test_a_lost_trainer_is_followed_by_another_beside_the_same_engines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened = Opened(monkeypatch)
+    stopped = attempted(experiment(run={"restarts": 2}), new_run(tmp_path / "it"), dying(2, TrainerDiedError("rank 1")))
+    assert stopped == "why" and opened.finished == ["why"]
+    assert opened.attempts == [(False, ""), (True, "rank 1"), (True, "rank 1")]
+
+
+@pytest.mark.parametrize(("error", "attempts"), [(TrainerDiedError("rank 1"), 2), (EngineError("no GPU"), 1)])
+def test_once_too_often_and_other_losses_end_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, attempts: int
+) -> None:
+    opened = Opened(monkeypatch)
+    with pytest.raises(type(error), match=str(error)):
+        attempted(experiment(run={"restarts": 1}), new_run(tmp_path / "it"), dying(5, error))
+    assert len(opened.attempts) == attempts and opened.finished == []
+
+
+def test_a_trainer_that_cannot_be_started_again_ends_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> Any:
+        raise UserError("trainer: found no room")
+
+    opened = Opened(monkeypatch)
+    opened.open = refuse  # type: ignore[method-assign]
+    monkeypatch.setattr(attempts_module.Run, "open", refuse)
+    with pytest.raises(UserError, match="no room"):
+        attempted(experiment(), new_run(tmp_path / "it"), dying(0, ValueError()))
+
+
+@pytest.mark.parametrize(("reason", "code"), [("", 0), ("checkpoint_and_stop: because", 3)])
+def test_a_run_that_was_stopped_has_an_exit_code_of_its_own(
+    reason: str, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rl.experiment.preconditions, "check", lambda experiment, say: None)
+    monkeypatch.setattr(attempts_module, "attempted", lambda *_: reason)
+    assert train(tmp_path)[0] == code
+
+
+def test_a_loss_is_one_sentence_with_the_logs_and_what_to_type(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def lose(*_: Any) -> str:
+        raise TrainerDiedError("trainer rank 0: found its process ended, expected it to answer")
+
+    monkeypatch.setattr(rl.experiment.preconditions, "check", lambda experiment, say: None)
+    monkeypatch.setattr(attempts_module, "attempted", lose)
+    code, said = train(tmp_path)
+    assert code == 3 and "error: trainer rank 0: found its process ended" in said and "log.txt" in said
+    assert "Traceback" not in said

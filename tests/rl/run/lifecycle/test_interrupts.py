@@ -1,0 +1,90 @@
+import os
+import signal
+import threading
+import time
+
+import pytest
+
+from rl.run.lifecycle import interrupts
+from rl.run.lifecycle.interrupts import SIGNALS, Closing, interruptible, is_ending
+
+
+@pytest.mark.parametrize("signum", SIGNALS)
+def test_either_signal_interrupts_and_further_ones_are_ignored(signum: int) -> None:
+    with pytest.raises(KeyboardInterrupt), interruptible():
+        os.kill(os.getpid(), signum)
+        pytest.fail("not interrupted")
+    for again in SIGNALS:
+        os.kill(os.getpid(), again)
+
+
+def test_handlers_come_back_when_nothing_happened(handlers: list[object]) -> None:
+    with interruptible():
+        pass
+    with pytest.raises(ValueError, match="own"), interruptible():
+        raise ValueError("own")
+    assert [signal.getsignal(signum) for signum in SIGNALS] == handlers
+
+
+@pytest.mark.parametrize("signum", SIGNALS)
+def test_a_signal_is_known_before_the_main_thread_gets_to_handle_it(signum: int) -> None:
+    known = []
+
+    def look() -> None:  # nothing in between lets another thread run
+        known.append(is_ending())
+        signal.raise_signal(signum)
+        known.append(is_ending())
+
+    thread = threading.Thread(target=look)
+    with pytest.raises(KeyboardInterrupt), interruptible():
+        thread.start()
+        thread.join()
+    thread.join()
+    assert known == [False, True]
+
+
+def test_other_signals_do_not_end_it() -> None:
+    with interruptible():
+        former = signal.signal(signal.SIGUSR1, lambda *unused: None)
+        signal.raise_signal(signal.SIGUSR1)
+        assert not is_ending()
+        signal.signal(signal.SIGUSR1, former)
+
+
+def test_a_burst_interrupts_once_and_a_swallowed_interrupt_not_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(interrupts.time, "monotonic", lambda: now[0])
+    with pytest.raises(KeyboardInterrupt, match="last"), interruptible():
+        try:
+            os.kill(os.getpid(), signal.SIGINT)
+        except KeyboardInterrupt:
+            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), signal.SIGTERM)
+        now[0] = 2.0
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+        except KeyboardInterrupt:
+            raise KeyboardInterrupt("last") from None
+
+
+def test_nothing_cuts_the_closing_short(capsys: pytest.CaptureFixture[str]) -> None:
+    closed = []
+
+    def close(name: str) -> None:
+        for signum in SIGNALS:
+            os.kill(os.getpid(), signum)
+        time.sleep(0.01)
+        closed.append(name)
+
+    with pytest.raises(KeyboardInterrupt), interruptible(), Closing() as closing:
+        closing.callback(close, "first")
+        closing.callback(close, "second")
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert closed == ["second", "first"]
+    assert capsys.readouterr().err == "interrupted: ending every process of the run\n"
+
+
+def test_a_moved_closing_is_as_deaf() -> None:
+    with Closing() as closing:
+        moved = closing.pop_all()
+    assert type(moved) is Closing

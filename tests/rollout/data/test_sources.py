@@ -1,0 +1,171 @@
+"""Loading problems."""
+
+import dataclasses
+import datetime
+import json
+import mmap
+
+import pytest
+
+from numerics.errors import UserError
+from rollout.data import rows
+from rollout.data.sources import Source, load_problems
+from rollout.data.tasks import Problem
+
+GOOD = b'{"question": "2+3=?", "answer": "#### 5"}\n'
+
+
+def test_problems_are_read_in_order_with_their_further_keys(tmp_path):
+    path = tmp_path / "p.jsonl"
+    path.write_bytes(GOOD + '{"question": "é\u2028?", "answer": "x #### -1", "level": 3}'.encode())
+    assert list(load_problems(Source(path))) == [
+        Problem("2+3=?", "#### 5"),
+        Problem("é\u2028?", "x #### -1", fields={"level": 3}),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        (b"{not json}\n", "valid JSON"),
+        (b"\n", "valid JSON"),
+        (b"[1, 2]\n", "JSON object"),
+        (b'{"question": "q"}\n', "'answer'"),
+        (b'{"question": "q", "answer": [5]}\n', "answer"),
+        (b'{"question": " ", "answer": "5"}\n', "question"),
+        (b'{"question": "\\ud800", "answer": "5"}\n', "question"),
+        (b"[" * 100_000 + b"\n", "valid JSON"),
+        (b'{"question": ' + b"1" * 5000 + b"}\n", "valid JSON"),
+        (b'{"question": "\xff", "answer": "5"}\n', "UTF-8"),
+    ],
+)
+def test_a_broken_line_is_named_by_file_and_number(tmp_path, line, reason):
+    path = tmp_path / "p.jsonl"
+    path.write_bytes(GOOD + line + GOOD)
+    with pytest.raises(UserError, match=reason) as error:
+        list(load_problems(Source(path, "data.train")))
+    assert "data.train" in str(error.value) and "line 2 of" in str(error.value) and "p.jsonl" in str(error.value)
+
+
+def test_missing_and_empty_files_are_refused(tmp_path):
+    with pytest.raises(UserError, match="existing JSONL file"):
+        load_problems(Source(tmp_path / "absent.jsonl"))
+    (tmp_path / "empty.jsonl").write_bytes(b"")
+    with pytest.raises(UserError, match="at least one problem"):
+        load_problems(Source(tmp_path / "empty.jsonl"))
+
+
+QUESTIONS = [{"question": f"{i}+1=?", "answer": f"#### {i + 1}", "level": i} for i in range(5)]
+TURNS = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1+1=?"}]
+
+
+@pytest.fixture
+def saved(tmp_path, data_cache):
+    """The same problems in each form that they may have, by name."""
+    from datasets import Dataset, DatasetDict
+
+    table = Dataset.from_list(QUESTIONS)
+    others = Dataset.from_list([{"question": "x", "answer": "y", "level": 0}])
+    (tmp_path / "p.jsonl").write_text("".join(json.dumps(row) + "\n" for row in QUESTIONS))
+    table.to_parquet(tmp_path / "[odd] name*.parquet")
+    table.save_to_disk(tmp_path / "saved")
+    DatasetDict({"train": others, "test": table}).save_to_disk(tmp_path / "splits")
+    (tmp_path / "folder/data").mkdir(parents=True)
+    others.to_parquet(tmp_path / "folder/data/train-00000-of-00001.parquet")
+    table.to_parquet(tmp_path / "folder/data/test-00000-of-00001.parquet")
+    return {
+        "lines": Source(tmp_path / "p.jsonl"),
+        "parquet": Source(tmp_path / "[odd] name*.parquet"),
+        "saved": Source(tmp_path / "saved"),
+        "saved splits": Source(tmp_path / "splits", split="test"),
+        "folder": Source(tmp_path / "folder", split="test"),
+    }
+
+
+def test_every_form_of_data_gives_the_same_problems(saved):
+    expected = [Problem(row["question"], row["answer"], fields={"level": row["level"]}) for row in QUESTIONS]
+    for name, source in saved.items():
+        problems = load_problems(source)
+        assert len(problems) == 5 and list(problems) == expected and problems[3] == expected[3], name
+        assert problems[1:3] == expected[1:3] and problems.name(3) == ("line 4" if name == "lines" else "row 4")
+
+
+def test_a_file_too_large_for_memory_is_read_line_by_line(saved, monkeypatch):
+    monkeypatch.setattr(rows, "READ_WHOLE", 10)
+    problems = load_problems(saved["lines"])
+    assert isinstance(problems._rows._data, mmap.mmap)
+    assert [problem.question for problem in problems] == [row["question"] for row in QUESTIONS]
+
+
+def test_columns_have_names_of_the_users_and_may_be_nested(tmp_path, data_cache):
+    from datasets import Dataset
+
+    rows = [
+        {"prompt": TURNS, "reward_model": {"ground_truth": "2", "style": "rule"}, "when": datetime.date(2026, 1, 2)},
+        {"prompt": [*TURNS, {"role": "assistant", "content": "2"}, TURNS[1]], "reward_model": None, "when": None},
+    ]
+    Dataset.from_list(rows).to_parquet(tmp_path / "p.parquet")
+    source = Source(tmp_path / "p.parquet", "k", None, "prompt", "reward_model.ground_truth", "Be long.")
+    problems = load_problems(source)
+    assert problems[0].messages == tuple(TURNS), "a conversation keeps its own system prompt"
+    assert (problems[0].question, problems[0].answer) == ("1+1=?", "2")
+    assert problems[0].fields == {"reward_model": {"ground_truth": "2", "style": "rule"}, "when": "2026-01-02"}
+    with pytest.raises(
+        UserError, match="k: row 2 of .*found no 'reward_model.ground_truth' but prompt, reward_model, when"
+    ):
+        problems[1]
+
+
+def test_a_whole_number_is_an_answer_and_a_system_prompt_begins_what_has_none(tmp_path):
+    lines = [{"question": "q", "answer": 72}, {"question": TURNS[1:], "answer": "3"}]
+    (tmp_path / "p").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    first, second = load_problems(Source(tmp_path / "p", system_prompt="S", chat_template={"short": True}))
+    system = {"role": "system", "content": "S"}
+    assert first.answer == "72" and first.conversation == [system, {"role": "user", "content": "q"}]
+    assert second.conversation == [system, TURNS[1]] and second.question == "1+1=?"
+    assert first.chat_template == {"short": True}
+
+
+@pytest.mark.parametrize(
+    ("question", "found"),
+    [
+        (3, "non-empty text, or a list of chat messages"),
+        (["1+1=?"], "role and content"),
+        ([{"role": "user", "content": None}], "role and content"),
+        ([{"role": "user", "content": [{"type": "image"}]}], "role and content"),
+        ([], "the assistant can answer"),
+        ([{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}], "the assistant can answer"),
+    ],
+)
+def test_a_question_of_another_type_is_refused(tmp_path, question, found):
+    (tmp_path / "p.jsonl").write_text(json.dumps({"question": question, "answer": "1"}) + "\n")
+    with pytest.raises(UserError, match=f"data: line 1 of .*: question: .*{found}"):
+        list(load_problems(Source(tmp_path / "p.jsonl")))
+
+
+def test_what_is_not_there_is_said_with_what_is(saved, tmp_path):
+    def refusal(source: Source) -> str:
+        with pytest.raises(UserError) as error:
+            list(load_problems(source))
+        return str(error.value)
+
+    for form in ("parquet", "saved", "folder"):
+        text = refusal(dataclasses.replace(saved[form], key="data.train", question="prompt"))
+        assert text.startswith("data.train: keys.question: found 'prompt', expected a column of")
+        assert "which has question, answer, level. Set data.keys.question" in text
+    text = refusal(dataclasses.replace(saved["lines"], answer="solution.value"))
+    assert "line 1" in text and "'solution.value' but question, answer, level" in text and "data.keys.answer" in text
+    for form in ("folder", "saved splits"):
+        for split in ("validation", None):
+            text = refusal(dataclasses.replace(saved[form], split=split))
+            assert text.startswith(f"data.split: found {split!r}, expected one of train, test")
+    for form in ("parquet", "saved", "lines"):
+        assert "data.split: found 'test', expected none" in refusal(dataclasses.replace(saved[form], split="test"))
+    (tmp_path / "empty").mkdir()
+    assert "empty: " in (text := refusal(Source(tmp_path / "empty"))) and "parquet, JSON or CSV files" in text
+    (tmp_path / "bad.parquet").write_bytes(b"PAR1 and nonsense")
+    assert "expected a whole parquet file. Copy it again" in refusal(Source(tmp_path / "bad.parquet"))
+    assert "no such file', expected an existing JSONL file, parquet" in refusal(Source(tmp_path / "absent.parquet"))
+    whole = (tmp_path / "[odd] name*.parquet").read_bytes()
+    (tmp_path / "torn.parquet").write_bytes(whole[:40] + b"\0" * 40 + whole[80:])
+    assert "expected a whole parquet file" in refusal(Source(tmp_path / "torn.parquet"))

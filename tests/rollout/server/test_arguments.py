@@ -1,0 +1,121 @@
+"""Arguments and environment of a server as data, for each device and mode, and as SGLang parses them."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+
+import pytest
+
+from rollout.config import RolloutConfig
+from rollout.plugin import CONFIG_VARIABLE
+from rollout.server.arguments import server_arguments, server_environment
+from rollout.types import IDLE_S
+from tests.support.paths import EXAMPLES
+
+COMMON = (
+    "--model-path m --dtype bfloat16 --skip-tokenizer-init --host 127.0.0.1 --port 4000 --log-level warning "
+    "--grammar-backend none --context-length 1024 --max-total-tokens 32768 --random-seed 0 --weight-version 2"
+)
+CPU = (
+    "--device cpu --attention-backend torch_native --sampling-backend pytorch --sleep-on-idle "
+    "--disable-overlap-schedule"
+)
+EXACT = (
+    "--attention-backend triton --sampling-backend pytorch --moe-runner-backend triton "
+    "--fp8-gemm-backend triton --bf16-gemm-backend torch --disable-prefill-cuda-graph"
+)
+NATIVE = "--moe-runner-backend triton"
+DEVICES = {(False, "exact"): CPU, (False, "native"): CPU, (True, "exact"): EXACT, (True, "native"): NATIVE}
+CASES = [(cuda, mode, extra) for (cuda, mode), extra in DEVICES.items()]
+
+
+def arguments_for(
+    config: RolloutConfig, *, cuda: bool = False, mode: str = "exact", routes: bool = False, model: Path = Path("m")
+) -> list[str]:
+    return server_arguments(model, config, port=4000, weight_version=2, cuda=cuda, mode=mode, routes=routes)
+
+
+@pytest.mark.parametrize(("cuda", "mode", "extra"), CASES)
+def test_by_hand(cuda: bool, mode: str, extra: str) -> None:
+    assert " ".join(arguments_for(RolloutConfig(), cuda=cuda, mode=mode)) == f"{COMMON} {extra}"
+
+
+def test_what_the_config_asks_for() -> None:
+    config = RolloutConfig(context_length=300, max_total_tokens=4096, chunked_prefill_size=96, prefix_cache=False)
+    line = " ".join(arguments_for(config, routes=True))
+    asked = "--chunked-prefill-size 96 --disable-radix-cache --enable-return-routed-experts"
+    expected = COMMON.replace("1024", "300").replace("32768", "4096")
+    assert line == f"{expected} {asked} {CPU}"
+
+
+@pytest.mark.parametrize(("cuda", "mode", "extra"), CASES)
+def test_sglang_knows_every_argument(cuda: bool, mode: str, extra: str) -> None:
+    server_args = pytest.importorskip("sglang.srt.server_args")
+    model = EXAMPLES / "models/tiny_qwen3_moe"
+    config = RolloutConfig(chunked_prefill_size=96, prefix_cache=False)
+    parsed = server_args.prepare_server_args(arguments_for(config, cuda=cuda, mode=mode, routes=True, model=model))
+    assert (parsed.random_seed, parsed.weight_version, parsed.max_total_tokens) == (0, "2", 32768)
+    assert parsed.chunked_prefill_size == 96 and parsed.disable_radix_cache and parsed.enable_return_routed_experts
+    given = (parsed.device, parsed.attention_backend, parsed.sampling_backend, parsed.moe_runner_backend)
+    assert (
+        given
+        == {
+            CPU: ("cpu", "torch_native", "pytorch", "auto"),
+            EXACT: (None, "triton", "pytorch", "triton"),
+            NATIVE: (None, None, None, "triton"),
+        }[extra]
+    )
+    assert (parsed.base_gpu_id, parsed.disable_overlap_schedule) == (0, not cuda)
+    assert parsed.disable_prefill_cuda_graph == (extra == EXACT)
+    assert (parsed.fp8_gemm_runner_backend, parsed.bf16_gemm_backend) == (
+        ("triton", "torch") if extra == EXACT else ("auto", "auto")
+    )
+
+
+CUDA = {"SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED": "0", "NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
+OF_A_MODE = ("SGLANG_ENABLE_JIT_DEEPGEMM", "SGLANG_FORCE_COARSE_WAR_BARRIER", "SGLANG_JIT_DEEPGEMM_PRECOMPILE")
+
+
+def environment_for(scratch: Path, cuda: bool, mode: str) -> dict[str, str]:
+    return server_environment({"numerics": {"mode": mode}}, scratch, cuda=cuda, mode=mode)
+
+
+@pytest.mark.parametrize(
+    ("cuda", "mode", "expected"),
+    [
+        (False, "exact", {"SGLANG_USE_CPU_ENGINE": "1", "GLOO_SOCKET_IFNAME": "lo"}),
+        (False, "native", {"SGLANG_USE_CPU_ENGINE": "1", "GLOO_SOCKET_IFNAME": "lo"}),
+        (True, "exact", CUDA | {"SGLANG_ENABLE_JIT_DEEPGEMM": "0", "SGLANG_FORCE_COARSE_WAR_BARRIER": "1"}),
+        (True, "native", CUDA | {"SGLANG_JIT_DEEPGEMM_PRECOMPILE": "0"}),
+    ],
+)
+def test_environment_of_a_device_by_hand(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cuda: bool, mode: str, expected: dict[str, str]
+) -> None:
+    every = {"SGLANG_USE_CPU_ENGINE", "GLOO_SOCKET_IFNAME", *CUDA, *OF_A_MODE}
+    for name in every:
+        monkeypatch.delenv(name, raising=False)
+    environment = environment_for(tmp_path, cuda, mode)
+    assert {name: environment[name] for name in every & environment.keys()} == expected
+    assert environment["OMP_NUM_THREADS"] == "1" and environment["TMPDIR"] == str(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED", *OF_A_MODE])
+def test_sglang_reads_the_variables(name: str) -> None:
+    environ = pytest.importorskip("sglang.srt.environ")
+    assert f"    {name} = EnvBool(" in inspect.getsource(environ)
+
+
+def test_a_server_keeps_an_idle_connection_for_longer_than_a_client_does(tmp_path: Path) -> None:
+    """One that the server closes just when a request is sent takes the request with it."""
+    assert int(environment_for(tmp_path, False, "exact")["SGLANG_TIMEOUT_KEEP_ALIVE"]) >= 2 * IDLE_S
+
+
+def test_environment_restricts_the_plugins(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv(CONFIG_VARIABLE, "of another run")
+    monkeypatch.setenv("SGLANG_PLUGINS", "another")
+    stock = server_environment(None, tmp_path, cuda=False)
+    assert stock["SGLANG_PLUGINS"] not in ("", "fp8rl", "another") and CONFIG_VARIABLE not in stock
+    ours = server_environment({"spec": "é"}, tmp_path, cuda=False)
+    assert ours["SGLANG_PLUGINS"] == "fp8rl" and "spec" in ours[CONFIG_VARIABLE]

@@ -1,0 +1,232 @@
+"""The life of a server process: it comes up or says why not, and it never stays behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from numerics.errors import UserError
+from rollout.errors import EngineDiedError, EngineError
+from rollout.server.scratch import RAY, make_scratch, note_shared_memory, sweep
+from rollout.server.server import SGLangServer, log_tail
+from tests.support.servers import group_members, shared_memory, small_config, wait_until
+
+# The owner: starts a server in a second thread that ends at once, as a Ray actor's may, prints the server's pid, waits.
+OWNER = """
+import sys, threading, time
+from rollout.config import RolloutConfig
+from rollout.plugin import CONFIG_VARIABLE
+from rollout.server.scratch import make_scratch, note_shared_memory, sweep
+from rollout.server.server import SGLangServer
+config = RolloutConfig(context_length=512, max_total_tokens=8192)
+servers = []
+thread = threading.Thread(
+    target=lambda: servers.append(SGLangServer.start(sys.argv[1], config, log_path=sys.argv[2]))
+)
+thread.start()
+thread.join()
+time.sleep(1.0)
+print(servers[0].pid, servers[0]._scratch, flush=True)
+time.sleep(600)
+"""
+
+
+def launched_since(before: set[int]) -> list[psutil.Process]:
+    """Live engine processes that were not among the process ids `before`, and are descendants of this one."""
+    descendants = psutil.Process().children(recursive=True)
+    return [p for p in descendants if p.pid not in before and p.status() != psutil.STATUS_ZOMBIE]
+
+
+def test_a_taken_port_is_refused_before_anything_starts(tiny_model: Path, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        with pytest.raises(UserError, match=rf"rollout.port: found {port}, expected a free port"):
+            SGLangServer.start(tiny_model, small_config(port=port), log_path=log)
+    assert not log.exists()
+
+
+def test_a_directory_without_a_model_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"model\.path: .*config\.json"):
+        SGLangServer.start(tmp_path, small_config(), log_path=tmp_path / "log")
+
+
+def test_log_tail_gives_the_last_lines(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    log.write_bytes(b"".join(b"line %d \xff\n" % i for i in range(20000)))
+    assert [line.split()[1] for line in log_tail(log, 3).splitlines()] == ["19997", "19998", "19999"]
+
+
+def test_only_the_scratch_of_the_dead_is_swept(tmp_path: Path) -> None:
+    shared = tmp_path / "shared"
+    shared.touch()
+    scratch, lock = make_scratch()
+    note_shared_memory(scratch, str(shared))
+    holder = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, pass_fds=(lock,))
+    os.close(lock)
+    try:
+        sweep()
+        assert scratch.is_dir() and shared.exists()
+    finally:
+        holder.kill()
+        holder.wait()
+    sweep()
+    assert not scratch.exists() and not shared.exists()
+
+
+def test_a_note_that_was_cut_off_stops_no_sweep(tmp_path: Path) -> None:
+    scratch, lock = make_scratch(parent=str(tmp_path))
+    (scratch / "shared_memory").write_text("")
+    os.close(lock)
+    sweep(parent=str(tmp_path))
+    assert not scratch.exists()
+
+
+def test_what_an_engine_noted_goes_with_the_folder_of_its_dead_cluster(tmp_path: Path) -> None:
+    shared = tmp_path / "shared"
+    shared.touch()
+    cluster, lock = make_scratch(RAY, str(tmp_path))
+    (cluster / "tmp").mkdir()
+    engine, own = make_scratch(parent=str(cluster / "tmp"))
+    note_shared_memory(engine, str(shared))
+    sweep(RAY, str(tmp_path))
+    assert engine.is_dir() and shared.exists(), "its owner lives"
+    os.close(own)
+    os.close(lock)
+    sweep(RAY, str(tmp_path))
+    assert not cluster.exists() and not shared.exists()
+
+
+@pytest.mark.e2e
+def test_the_configured_port_is_used_and_stop_leaves_nothing(tiny_model: Path, tmp_path: Path) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    server = SGLangServer.start(tiny_model, small_config(port=port), log_path=tmp_path / "engine.log")
+    try:
+        assert server.endpoint.url == f"http://127.0.0.1:{port}"
+        members = group_members(server.pid)
+        assert {p.pid for p in members} == {p.pid for p in server.processes()}
+        assert len(members) >= 3
+        listening = {c.laddr.ip for p in members for c in p.net_connections() if c.status == psutil.CONN_LISTEN}
+        assert listening == {"127.0.0.1"}
+        scratch = server._scratch
+        shared = shared_memory(members)
+        assert scratch.is_dir() and shared
+    finally:
+        began = time.monotonic()
+        server.stop()
+    assert time.monotonic() - began < 15
+    assert group_members(server.pid) == []
+    assert not server.alive()
+    assert not any(path.exists() for path in [scratch, *shared])
+    server.stop()
+
+
+@pytest.mark.e2e
+def test_death_is_detected_and_the_log_quoted(tiny_model: Path, tmp_path: Path) -> None:
+    server = SGLangServer.start(tiny_model, small_config(), log_path=tmp_path / "engine.log")
+    try:
+        server.check()
+        shared = shared_memory(server.processes())
+        scheduler = next(p for p in server.processes() if "scheduler" in " ".join(p.cmdline()))
+        scheduler.kill()
+        assert wait_until(lambda: not server.alive(), 30)
+        with pytest.raises(EngineDiedError, match=r"engine\.log:\n(.|\n)*scheduler"):
+            server.check()
+    finally:
+        server.stop()
+    assert group_members(server.pid) == []
+    assert shared and not any(path.exists() for path in shared)
+
+
+@pytest.mark.e2e
+def test_a_start_that_fails_says_why_and_leaves_nothing(tiny_model: Path, tmp_path: Path) -> None:
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    (broken / "config.json").write_text((tiny_model / "config.json").read_text())
+    before = set(psutil.pids())
+    with pytest.raises(EngineDiedError, match="(?i)weights|safetensors|model"):
+        SGLangServer.start(broken, small_config(), log_path=tmp_path / "engine.log")
+    assert launched_since(before) == []
+
+
+@pytest.mark.e2e
+def test_a_start_that_takes_too_long_is_ended(tiny_model: Path, tmp_path: Path) -> None:
+    before = set(psutil.pids())
+    with pytest.raises(EngineError, match=r"did not answer within 1 s \(rollout\.start_timeout_s\)"):
+        SGLangServer.start(
+            tiny_model, small_config().model_copy(update={"start_timeout_s": 1.0}), log_path=tmp_path / "engine.log"
+        )
+    assert launched_since(before) == []
+
+
+@pytest.mark.e2e
+def test_the_server_dies_with_its_owner(tiny_model: Path, tmp_path: Path) -> None:
+    """The owner is killed with SIGKILL; the thread that started the server had ended long before."""
+    owner = subprocess.Popen(
+        [sys.executable, "-c", OWNER, str(tiny_model), str(tmp_path / "engine.log")], stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert owner.stdout is not None
+        pid, scratch = owner.stdout.readline().split()
+        members = group_members(int(pid))
+        assert len(members) >= 3, "the server must outlive the thread that started it"
+        shared = shared_memory(members)
+        owner.send_signal(signal.SIGKILL)
+        assert wait_until(lambda: not group_members(int(pid)), 20)
+        assert not any(path.exists() for path in [Path(scratch), *shared])
+    finally:
+        owner.kill()
+        owner.wait()
+
+
+@pytest.mark.e2e
+def test_an_owner_that_dies_during_the_start_leaves_nothing(tiny_model: Path, tmp_path: Path) -> None:
+    owner = subprocess.Popen([sys.executable, "-c", OWNER, str(tiny_model), str(tmp_path / "engine.log")])
+    try:
+        children: list[psutil.Process] = []
+
+        def launched() -> bool:
+            children[:] = psutil.Process(owner.pid).children(recursive=True)
+            return bool(children)
+
+        assert wait_until(launched, 90)
+        time.sleep(1.0)
+        leader = children[0].pid
+        owner.kill()
+        assert wait_until(lambda: not group_members(leader), 20)
+    finally:
+        owner.kill()
+        owner.wait()
+
+
+@pytest.mark.parametrize("missing", ["api_key", "admin_api_key"])
+def test_a_server_that_others_reach_does_not_start_without_its_keys(missing: str) -> None:
+    request = {
+        "arguments": ["--host", "192.0.2.7"],
+        "architecture": "",
+        "fork": True,
+        "api_key": "a",
+        "admin_api_key": "b",
+    }
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "rollout.server.launcher"],
+        input=json.dumps({**request, missing: ""}) + "\n",
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 1
+    assert "found no two keys for an engine at 192.0.2.7" in done.stderr and "Traceback" not in done.stderr

@@ -1,0 +1,214 @@
+"""Checkpoints on one rank."""
+
+from __future__ import annotations
+
+import json
+import re
+import resource
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from numerics.errors import UserError
+from tests.support.batches import cross_entropy, random_batch
+from tests.support.trainers import MakeTrainer
+from trainer.checkpoint import writer as checkpoint_writer
+from trainer.checkpoint.files import DamagedCheckpointError, check_digests
+
+pytestmark = pytest.mark.slow
+
+
+def _train(trainer: Any, first: int, last: int) -> list[tuple[float, float, float]]:
+    out = []
+    for step in range(first, last):
+        batch = random_batch(seed=step)
+        result = trainer.train_step(batch, cross_entropy(batch)).result
+        out.append((result.loss, result.grad_norm, trainer.optimizer.lr))
+    return out
+
+
+@pytest.mark.parametrize(("precision", "steps_before_loading"), [("bf16", 0), ("fp8", 2)])
+def test_three_and_three_steps_equal_six(
+    precision: str, steps_before_loading: int, moe_path: Path, tmp_path: Path, make_trainer: MakeTrainer
+) -> None:
+    settings = {"decay": "cosine", "warmup_steps": 2, "weight_decay": 0.1}
+    straight = make_trainer(moe_path, precision, **settings)
+    expected = _train(straight, 0, 6)
+    first = make_trainer(moe_path, precision, **settings)
+    assert _train(first, 0, 3) == expected[:3]
+    first.save(tmp_path / "step_3", {"seed": 7, "cursor": [1, 2]})
+    resumed = make_trainer(moe_path, precision, **settings)
+    _train(resumed, 10, 10 + steps_before_loading)  # a different past must leave no trace
+    assert resumed.load(tmp_path / "step_3") == {"seed": 7, "cursor": [1, 2]}
+    assert resumed.weight_version == 3
+    assert _train(resumed, 3, 6) == expected[3:]
+    ours, theirs = (dict(t.model.named_parameters()) for t in (resumed, straight))
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def test_a_loaded_checkpoint_retires_quantized_weights(
+    moe_path: Path, tmp_path: Path, make_trainer: MakeTrainer
+) -> None:
+    trainer = make_trainer(moe_path, "fp8", lr=0.05)
+    batch = random_batch()
+    _train(trainer, 0, 1)
+    saved_scores = trainer.score(batch)[1]
+    trainer.save(tmp_path / "a", {})
+    _train(trainer, 1, 2)
+    assert not torch.equal(trainer.score(batch)[1], saved_scores)
+    trainer.load(tmp_path / "a")
+    assert torch.equal(trainer.score(batch)[1], saved_scores)
+
+
+def test_a_checkpoint_is_replaced_whole(moe_path: Path, tmp_path: Path, make_trainer: MakeTrainer) -> None:
+    trainer = make_trainer(moe_path)
+    trainer.save(tmp_path / "last", {"n": 1})
+    trainer.save(tmp_path / "last", {"n": 2})
+    assert trainer.load(tmp_path / "last") == {"n": 2}
+    assert [file.name for file in tmp_path.iterdir()] == ["last"]
+
+
+def test_what_is_written_while_training_goes_on_is_what_was_staged(
+    moe_path: Path, tmp_path: Path, make_trainer: MakeTrainer
+) -> None:
+    trainer = make_trainer(moe_path, "fp8")
+    _train(trainer, 0, 2)
+    trainer.save(tmp_path / "at once", {})
+    staged = trainer.stage(tmp_path / "beside", {}, {})
+    after = _train(trainer, 2, 4)
+    staged.publish([staged.write()])
+    files = sorted(path.name for path in (tmp_path / "at once/state").glob("*.distcp"))
+    assert files == [path.name for path in (tmp_path / "beside/state").glob("*.distcp")] and len(files) == 1
+    at_once, beside = ((tmp_path / name / "state" / files[0]).read_bytes() for name in ("at once", "beside"))
+    assert at_once == beside
+    trainer.load(tmp_path / "beside")
+    assert _train(trainer, 2, 4) == after
+
+
+def test_a_checkpoint_that_is_never_finished_leaves_the_old_one(
+    moe_path: Path, tmp_path: Path, make_trainer: MakeTrainer
+) -> None:
+    trainer = make_trainer(moe_path)
+    trainer.save(tmp_path / "last", {"n": 1})
+    trainer.stage(tmp_path / "last", {"n": 2}, {}).write()
+    assert trainer.load(tmp_path / "last") == {"n": 1}
+    trainer.save(tmp_path / "last", {"n": 3})
+    assert [file.name for file in tmp_path.iterdir()] == ["last"] and trainer.load(tmp_path / "last") == {"n": 3}
+
+
+@pytest.mark.parametrize("where", ["in memory", "on the disk"])
+def test_a_bit_that_flips_before_a_checkpoint_has_its_name_is_found(
+    where: str, moe_path: Path, tmp_path: Path, make_trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = make_trainer(moe_path)
+    trainer.save(tmp_path / "last", {"n": 1})
+    staged = trainer.stage(tmp_path / "last", {"n": 2}, {})
+    (items,) = staged._plan.files.values()
+    (masters,) = [item for item in items if item.index.fqn == "optimizer.state.param.output_layer.weight"]
+    if where == "in memory":
+        masters.data.view(torch.int32).view(-1)[7] ^= 1 << 3
+    original = checkpoint_writer._write
+
+    def write(file: Path, items: Any) -> Any:
+        placed = original(file, items)
+        (place,) = [result.storage_data for result in placed if result.index == masters.index]
+        flip_bit(file, place.offset + place.length // 2)
+        return placed
+
+    if where == "on the disk":
+        monkeypatch.setattr(checkpoint_writer, "_write", write)
+    with pytest.raises(OSError, match="last: found other bytes of .*output_layer.weight in __0_0.distcp") as error:
+        staged.write()
+    assert "\n" not in str(error.value)
+    assert trainer.load(tmp_path / "last") == {"n": 1}
+
+
+def test_a_full_disk_is_one_sentence_and_leaves_the_old_checkpoint(
+    moe_path: Path, tmp_path: Path, make_trainer: MakeTrainer
+) -> None:
+    """Full for this process: no file of it may be longer than a few pages."""
+    trainer = make_trainer(moe_path)
+    trainer.save(tmp_path / "last", {"n": 1})
+    former = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, former[1]))
+    try:
+        with pytest.raises(OSError, match=r"checkpoint .*last: found .* MiB free on the disk, expected room") as error:
+            trainer.save(tmp_path / "last", {"n": 2})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, former)
+    assert "\n" not in str(error.value)
+    assert [file.name for file in tmp_path.iterdir()] == ["last"] and trainer.load(tmp_path / "last") == {"n": 1}
+
+
+def test_what_is_not_a_checkpoint_is_refused(moe_path: Path, tmp_path: Path, make_trainer: MakeTrainer) -> None:
+    trainer = make_trainer(moe_path)
+    with pytest.raises(UserError, match="checkpoint"):
+        trainer.load(tmp_path)
+    (tmp_path / "about.json").write_text(json.dumps({"format": 99}))
+    with pytest.raises(UserError, match="format"):
+        trainer.load(tmp_path)
+
+
+def flip_bit(file: Path, position: int) -> None:
+    with file.open("r+b") as opened:
+        opened.seek(position)
+        (byte,) = opened.read(1)
+        opened.seek(position)
+        opened.write(bytes([byte ^ 1 << 3]))
+
+
+def flip_bytes(file: Path) -> None:
+    data = bytearray(file.read_bytes())
+    middle = len(data) // 2
+    data[middle : middle + 64] = bytes(255 - byte for byte in data[middle : middle + 64])
+    file.write_bytes(data)
+
+
+def cut_off(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def change_the_step(file: Path) -> None:
+    file.write_text(file.read_text().replace('"step": 1', '"step": 2'))
+
+
+@pytest.mark.parametrize(
+    ("pattern", "damage"),
+    [
+        ("state/*.distcp", flip_bytes),
+        ("state/*.distcp", cut_off),
+        ("state/*.distcp", Path.unlink),
+        ("state/.metadata", flip_bytes),
+        ("state/common.pt", cut_off),
+        ("about.json", flip_bytes),
+        ("about.json", cut_off),
+        ("about.json", change_the_step),
+    ],
+)
+def test_damage_is_named_and_nothing_is_loaded(
+    pattern: str, damage: Any, moe_path: Path, tmp_path: Path, make_trainer: MakeTrainer
+) -> None:
+    trainer = make_trainer(moe_path)
+    _train(trainer, 0, 1)
+    trainer.save(tmp_path / "step_1", {})
+    held = {name: parameter.detach().clone() for name, parameter in trainer.model.named_parameters()}
+    check_digests(tmp_path / "step_1")
+    file = next((tmp_path / "step_1").glob(pattern))
+    damage(file)
+    with pytest.raises(DamagedCheckpointError, match=re.escape(file.name)):
+        trainer.load(tmp_path / "step_1")
+    with pytest.raises(DamagedCheckpointError, match=re.escape(file.name)):
+        check_digests(tmp_path / "step_1")
+    assert all(torch.equal(parameter, held[name]) for name, parameter in trainer.model.named_parameters())
+
+
+def test_weights_are_made_from_the_masters(moe_path: Path, make_trainer: MakeTrainer) -> None:
+    trainer = make_trainer(moe_path, "fp8")
+    trainer.train_step(random_batch(), cross_entropy(random_batch()))
+    trained = {name: parameter.detach().clone() for name, parameter in trainer.model.named_parameters()}
+    for parameter in trainer.model.parameters():
+        parameter.data.zero_()
+    trainer.optimizer.write_weights()
+    assert all(torch.equal(parameter, trained[name]) for name, parameter in trainer.model.named_parameters())

@@ -1,0 +1,402 @@
+"""Two ranks against one: tensor, expert and data parallelism, bit for bit where the ops promise it."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from torch import Tensor
+
+from diagnose.audit.report import differences_of
+from models import read_model
+from models.shape import read_shape
+from models.stored import stored_tensors
+from numerics.config import NumericsConfig
+from numerics.errors import UserError
+from numerics.spec import QuantSpec
+from tests.support.batches import Poisoned, cross_entropy, random_batch, random_routes
+from tests.support.models import LENGTH
+from tests.support.ranks import run_on_ranks
+from tests.support.trainers import MakeTrainer
+from trainer.config import TrainerConfig
+from trainer.distributed import parallel
+from trainer.distributed.parallel import Layout
+from trainer.state_bytes import state_bytes
+from trainer.step.batch import TokenBatch
+from weight_sync.quantized import served_tensors
+from weight_sync.served_bytes import served_bytes
+
+pytestmark = pytest.mark.slow
+
+SETTINGS = {"lr": 1e-3, "warmup_steps": 0, "micro_batch_tokens": 512}
+LAYOUTS = {
+    "tp2": {"tp": 2},
+    "ep2": {"ep": 2, "dp": 2},
+    "dp2": {"dp": 2},
+    "pp2": {"pp": 2},
+    "tp2ep2": {"tp": 2, "ep": 2},
+}
+BATCH: dict[str, Any] = {"rows": 9, "longest": 150, "temperature": 0.9}
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Case:
+    """What the ranks of one layout do; a method runs on each rank."""
+
+    moe_path: Path
+    dense_path: Path
+    checkpoint: Path
+    saved: Path
+    k_splits: int
+
+    def __call__(self, layout: Layout, config: TrainerConfig) -> dict[str, Any]:
+        from diagnose.audit.watch import watch_step
+        from trainer.inventory import inventory, transfers
+
+        out: dict[str, Any] = {}
+        paths = {"moe": self.moe_path} if config.ep > 1 else {"moe": self.moe_path, "dense": self.dense_path}
+        for kind, path in paths.items():
+            for precision in ("bf16", "fp8"):
+                trainer = self._trainer(layout, config, path, precision)
+                out[f"{kind}/{precision}"] = reported(layout, trainer.score(random_batch(**BATCH)))
+        trainer = self._trainer(layout, config, self.moe_path, "fp8")
+        out["export"] = {name: tensor.clone() for name, tensor in trainer.export_weights()}
+        trainer.export_hf(self.saved.with_name("hf"))
+        out["one rank fails"] = self._failing(layout)
+        out["turns"] = turns(layout)
+        out["routed"] = self._routed(layout, trainer)
+        out["extra"] = trainer.load(self.checkpoint)
+        with transfers(trainer) as sent:
+            out["resumed"] = two_steps(trainer)
+        out["inventory"] = inventory(trainer), sent
+        trainer.save(self.saved, {"layout": config.model_dump()})
+        batch = random_batch(**BATCH)
+        out["audit"] = watch_step(trainer, batch, cross_entropy(batch), trainer.numerics, config)
+        out["non-finite"] = self._non_finite(trainer)
+        out["reference"] = self._frozen(layout, config)
+        out["critic"] = valued(layout, config, self.moe_path, self.k_splits)
+        out["gradients"] = gradients(self._trainer(layout, config, self.moe_path, "bf16", torch.float32))
+        return out
+
+    def _failing(self, layout: Layout) -> str:
+        """Rank 1 alone has no room."""
+        from models.storing import write_directory
+
+        def tensors() -> Iterator[tuple[str, Tensor]]:
+            yield str(layout.rank), torch.ones(1)
+            if layout.rank == 1:
+                raise OSError("no space left")
+
+        with pytest.raises(OSError) as error:
+            write_directory(self.saved.with_name("failed"), tensors(), lambda partial: None)
+        return str(error.value)
+
+    def _trainer(
+        self, layout: Layout, config: TrainerConfig, path: Path, precision: str, dtype: torch.dtype = torch.bfloat16
+    ) -> Any:
+        from trainer.trainer import Trainer
+
+        numerics = NumericsConfig(spec=QuantSpec.preset("fp8_block_pow2"), trainer=precision, k_splits=self.k_splits)
+        return Trainer(path, config, numerics, layout, seed=0, total_steps=100, max_sequence_length=LENGTH, dtype=dtype)
+
+    def _frozen(self, layout: Layout, config: TrainerConfig) -> Any:
+        """What a model without an optimizer makes of the batch."""
+        from trainer.scorer import Scorer
+
+        numerics = NumericsConfig(spec=QuantSpec.preset("fp8_block_pow2"), trainer="fp8", k_splits=self.k_splits)
+        frozen = Scorer(self.moe_path, config, numerics, layout, max_sequence_length=LENGTH)
+        return reported(layout, frozen.score(random_batch(**BATCH)))
+
+    def _routed(self, layout: Layout, trainer: Any) -> Any:
+        if trainer.config.pp == 1:
+            return reported(layout, trainer.score_routed(routed_batch()))
+        with pytest.raises(UserError, match="trainer.pp: found 2, expected 1 with numerics.router_replay"):
+            trainer.score_routed(routed_batch())
+        return None
+
+    def _non_finite(self, trainer: Any) -> str:
+        from trainer.errors import NonFiniteLossError
+
+        with pytest.raises(NonFiniteLossError) as error:
+            trainer.train_step(random_batch(**BATCH), Poisoned(150))
+        return str(error.value)
+
+
+def valued(layout: Layout, config: TrainerConfig, path: Path, k_splits: int) -> Any:
+    """What a critic with a head of its own says of a batch, and loss and norm of two steps of it."""
+    from trainer.critic import Critic
+
+    numerics = NumericsConfig(spec=QuantSpec.preset("fp8_block_pow2"), trainer="fp8", k_splits=k_splits)
+    critic = Critic(path, config, numerics, layout, seed=0, total_steps=100, max_sequence_length=LENGTH)
+    if critic.model.post_process:
+        with torch.no_grad():
+            critic.model.output_layer.weight.copy_(torch.linspace(-0.1, 0.1, critic.model.config.hidden_size)[None])
+    critic.optimizer.inner.reload_model_params()
+    return reported(layout, critic.score(random_batch(**BATCH))), two_steps(critic)
+
+
+def turns(layout: Layout) -> dict[str, Any]:
+    """When this rank had its turns, and what those hear that wait behind rank 0 for longer than they may."""
+    times, said = [], ""
+    for _ in range(3):
+        with parallel.in_turn("some"):
+            began = time.monotonic()
+            time.sleep(0.02)
+            times.append((began, time.monotonic()))
+    if layout.rank == 0:
+        with parallel.in_turn("stuck"):
+            dist.barrier()
+            dist.barrier()  # the others have given up
+    else:
+        dist.barrier()
+        with pytest.raises(TimeoutError) as error, parallel.in_turn("stuck", timedelta(seconds=0.1)):
+            raise AssertionError("two at once")
+        said = str(error.value)
+        dist.barrier()
+    return {"times": times, "said": said}
+
+
+def reported(layout: Layout, scored: T) -> T | None:
+    return scored if layout.reports else None
+
+
+def routed_batch() -> TokenBatch:
+    """Rows whose tokens go to experts that are given."""
+    batch = random_batch(**BATCH)
+    return replace(batch, routes=random_routes(batch), replay=True)
+
+
+def two_steps(trainer: Any) -> list[tuple[float, float]]:
+    out = []
+    for seed in (5, 6):
+        batch = random_batch(**BATCH, seed=seed)
+        result = trainer.train_step(batch, cross_entropy(batch)).result
+        out.append((result.loss, result.grad_norm))
+    return out
+
+
+def gradients(trainer: Any) -> dict[str, Tensor]:
+    """The summed gradients by HF name, those of this rank's share."""
+    from trainer.step.passes import run_pass
+
+    batch = random_batch(**BATCH)
+    wrapped = trainer.optimizer.model
+    run_pass(
+        wrapped, batch, trainer.layout, trainer.config.micro_batch_tokens, trainer.layout.tp_size, cross_entropy(batch)
+    )
+    for buffer in (*wrapped.buffers, *wrapped.expert_parallel_buffers):
+        # The distributed optimizer leaves each rank the sums of its own part of the buffer.
+        group = buffer.data_parallel_group
+        parts = list(buffer.grad_data.chunk(group.size()))
+        dist.all_gather(parts, parts[group.rank()].clone(), group=group)
+    for parameter in trainer.model.parameters():
+        parameter.data.copy_(parameter.main_grad)
+    return {name: tensor.clone() for name, tensor in trainer.export_weights()}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    ranks: list[dict[str, Any]]
+    config: TrainerConfig
+    saved: Path
+
+    @property
+    def k_splits(self) -> int:
+        return self.config.tp
+
+    def union(self, key: str) -> dict[str, Tensor]:
+        """What all ranks hand out."""
+        return {name: tensor for rank in self.ranks for name, tensor in rank[key].items()}
+
+    def scores(self, key: str) -> Tensor:
+        logprobs = torch.full((BATCH["rows"], BATCH["longest"]), float("nan"))
+        for rank in self.ranks:
+            if rank[key] is not None:
+                rows, values = rank[key]
+                logprobs[rows] = values
+        return logprobs
+
+
+@pytest.fixture(scope="module")
+def checkpoint(moe_path: Path, tmp_path_factory: pytest.TempPathFactory, make_trainer: MakeTrainer) -> Path:
+    trainer = make_trainer(moe_path, "fp8", **SETTINGS)
+    two_steps(trainer)
+    path = tmp_path_factory.mktemp("checkpoint") / "one"
+    trainer.save(path, {"from": "one rank"})
+    return path
+
+
+@pytest.fixture(scope="module", params=list(LAYOUTS))
+def outcome(
+    request: pytest.FixtureRequest,
+    moe_path: Path,
+    dense_path: Path,
+    checkpoint: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Outcome:
+    config = TrainerConfig(**SETTINGS, **LAYOUTS[request.param])
+    folder = tmp_path_factory.mktemp(request.param)
+    case = Case(moe_path, dense_path, checkpoint, folder / "saved", k_splits=config.tp)
+    return Outcome(run_on_ranks(config, folder / "ranks", case), config, case.saved)
+
+
+@pytest.fixture(scope="module")
+def one_rank(make_trainer: MakeTrainer) -> Any:
+    return functools.partial(make_trainer, **SETTINGS)
+
+
+def test_logprobs_are_bit_equal(outcome: Outcome, one_rank: Any, moe_path: Path, dense_path: Path) -> None:
+    keys = [key for key in outcome.ranks[0] if key.endswith(("/bf16", "/fp8"))]
+    assert keys
+    for key in keys:
+        kind, precision = key.split("/")
+        path = moe_path if kind == "moe" else dense_path
+        rows, values = one_rank(path, precision, k_splits=outcome.k_splits).score(random_batch(**BATCH))
+        expected = torch.empty_like(values)
+        expected[rows] = values
+        assert torch.equal(outcome.scores(key), expected), key
+    assert torch.equal(outcome.scores("reference"), outcome.scores("moe/fp8"))
+
+
+def test_a_critic_s_values_are_bit_equal_and_its_steps_those_of_one_rank(
+    outcome: Outcome, layout: Layout, moe_path: Path
+) -> None:
+    (rows, expected), steps = valued(layout, TrainerConfig(**SETTINGS), moe_path, outcome.k_splits)
+    assert expected.abs().max() > 0.1
+    place = torch.tensor(rows).argsort()
+    parts = [rank["critic"][0] for rank in outcome.ranks if rank["critic"][0] is not None]
+    for own_rows, values in parts:
+        assert torch.equal(values, expected[place[own_rows]])
+    assert sorted(row for own_rows, _ in parts for row in own_rows) == list(range(BATCH["rows"]))
+    for rank in outcome.ranks:
+        assert rank["critic"][1] == outcome.ranks[0]["critic"][1]
+        for found, wanted in zip(rank["critic"][1], steps, strict=True):
+            assert found == pytest.approx(wanted, rel=2e-2)
+
+
+def test_replayed_routes_are_bit_equal(outcome: Outcome, one_rank: Any, moe_path: Path) -> None:
+    rows, expected = one_rank(moe_path, "fp8", k_splits=outcome.k_splits).score_routed(routed_batch())
+    place = torch.tensor(rows).argsort()
+    parts = [rank["routed"] for rank in outcome.ranks if rank["routed"] is not None]
+    for own_rows, scored in parts:
+        assert torch.equal(scored.logprobs, expected.logprobs[place[own_rows]])
+        assert torch.equal(scored.routes, expected.routes[place[own_rows]])
+    everyone = sorted(row for own_rows, _ in parts for row in own_rows)
+    assert everyone == (list(range(BATCH["rows"])) if outcome.config.pp == 1 else [])
+
+
+def test_gradients_are_the_sums_of_one_rank(outcome: Outcome, one_rank: Any, moe_path: Path) -> None:
+    trainer = one_rank(moe_path, dtype=torch.float32, k_splits=outcome.k_splits)
+    expected = gradients(trainer)
+    found = outcome.union("gradients")
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-3, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def test_weights_leave_as_they_came(outcome: Outcome, moe_path: Path) -> None:
+    stored = load_file(moe_path / "model.safetensors")
+    exported = outcome.union("export")
+    written = dict(stored_tensors(outcome.saved.with_name("hf"), read_model(moe_path)))
+    assert exported.keys() == written.keys() == stored.keys()
+    assert all(torch.equal(exported[name], stored[name]) for name in stored)
+    assert all(torch.equal(written[name], stored[name]) for name in stored)
+
+
+def test_what_one_rank_cannot_write_all_know_of_and_nothing_appears(outcome: Outcome) -> None:
+    assert [rank["one rank fails"] for rank in outcome.ranks] == ["no space left"] * len(outcome.ranks)
+    assert not outcome.saved.with_name("failed").exists()
+
+
+def test_every_rank_hands_out_about_as_much_and_nothing_twice(outcome: Outcome) -> None:
+    names = [name for rank in outcome.ranks for name in rank["export"]]
+    assert len(names) == len(set(names))
+    sizes = [sum(tensor.nbytes for tensor in rank["export"].values()) for rank in outcome.ranks]
+    largest = max(tensor.nbytes for rank in outcome.ranks for tensor in rank["export"].values())
+    assert max(sizes) - min(sizes) <= 2 * largest
+
+
+def test_ranks_take_turns_and_say_for_whom_they_wait(outcome: Outcome) -> None:
+    times = sorted(turn for rank in outcome.ranks for turn in rank["turns"]["times"])
+    assert len(times) == 3 * len(outcome.ranks)
+    assert all(ended <= began for (_, ended), (began, _) in itertools.pairwise(times))
+    said = [rank["turns"]["said"] for rank in outcome.ranks[1:]]
+    assert "stuck: found trainer rank 0 at it for 0.1 s, expected it to end its turn" in said
+    assert all("found trainer rank" in text for text in said)
+
+
+def test_a_checkpoint_moves_between_layouts(outcome: Outcome, checkpoint: Path, one_rank: Any, moe_path: Path) -> None:
+    trainer = one_rank(moe_path, "fp8", k_splits=outcome.k_splits)
+    trainer.load(checkpoint)
+    expected = two_steps(trainer)
+    assert outcome.ranks[0]["extra"] == {"from": "one rank"}
+    for rank in outcome.ranks:
+        assert rank["resumed"] == outcome.ranks[0]["resumed"]
+        for found, wanted in zip(rank["resumed"], expected, strict=True):
+            assert found == pytest.approx(wanted, rel=2e-2)
+    assert trainer.load(outcome.saved)["layout"]["tp"] == outcome.config.tp
+    assert trainer.weight_version == 4
+
+
+def test_every_rank_learns_of_a_loss_that_is_not_finite(outcome: Outcome) -> None:
+    assert len({rank["non-finite"] for rank in outcome.ranks}) == 1
+    assert "rows [0" in outcome.ranks[0]["non-finite"]
+
+
+def test_ranks_hold_and_send_the_bytes_that_are_calculated(outcome: Outcome, moe_path: Path) -> None:
+    """To the byte; what is quantized has been forgotten after an update."""
+    shape, numerics = read_shape(moe_path), NumericsConfig(spec=QuantSpec.preset("fp8_block_pow2"))
+    for rank, found in enumerate(outcome.ranks):
+        states = state_bytes(shape, outcome.config, numerics, "torch", rank)
+        for kind in ("parameters", "gradients", "masters", "moments"):
+            held = sum(each.bytes for each in found["inventory"][0] if each.kind == kind)
+            assert held == sum(getattr(state, kind) for state in states.values()), (rank, kind)
+    served = served_tensors(outcome.union("export").items(), numerics.spec, read_model(moe_path))
+    assert sum(tensor.nbytes for _, tensor in served) == served_bytes(shape, numerics.spec)
+
+
+def test_ranks_share_the_state_of_what_they_hold_alike_and_send_it_each_step(outcome: Outcome) -> None:
+    """Gradients in FP32, summed; weights gathered in BF16."""
+    config = outcome.config
+    shared = {False: config.dp, True: config.dp * config.tp // config.ep}
+    for held, sent in (rank["inventory"] for rank in outcome.ranks):
+        for experts, ranks in shared.items():
+            sizes = dict.fromkeys(("gradients", "masters", "moments"), 0)
+            for each in held:
+                if each.kind in sizes and (".experts." in each.name) == experts:
+                    sizes[each.kind] += each.bytes
+            assert sizes["moments"] == 2 * sizes["masters"]
+            assert abs(sizes["masters"] * ranks - sizes["gradients"]) <= 0.05 * sizes["gradients"]  # cut where it falls
+        for kind, form in (("gradients", "fp32"), ("parameters", "bf16")):
+            of_kind = [each for each in sent if each.kind == kind]
+            assert {each.format for each in of_kind} == {form}
+            assert {each.ranks for each in of_kind} == set(shared.values())
+    for kind in ("masters", "moments"):
+        total = sum(each.bytes for rank in outcome.ranks for each in rank["inventory"][0] if each.kind == kind)
+        whole = sum(
+            each.bytes / shared[".experts." in each.name]
+            for rank in outcome.ranks
+            for each in rank["inventory"][0]
+            if each.kind == "gradients"
+        )
+        assert total == (1 if kind == "masters" else 2) * whole
+
+
+def test_every_rank_computes_as_the_precision_map_plans(outcome: Outcome) -> None:
+    assert [differences_of(rank["audit"]) for rank in outcome.ranks] == [[], []]
+    seen = {each.key for rank in outcome.ranks for each in rank["audit"]}
+    config = outcome.config
+    assert ("wire.layer" in seen) == (config.tp > 1 or config.ep > 1 or config.pp > 1)
+    assert {"gradient.wire", "wire.weights", "product.gradient", "softmax.reduction", "loss.reduction"} <= seen

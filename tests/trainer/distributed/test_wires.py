@@ -1,0 +1,269 @@
+"""Gradients and weights between two data-parallel ranks: what arrives, against float64, and the bytes sent."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from diagnose.audit.report import differences_of
+from diagnose.audit.sighting import Sighting
+from numerics.config import NumericsConfig
+from numerics.errors import UserError
+from numerics.quantize import fake_quantize
+from numerics.spec import QuantSpec
+from tests.support.batches import cross_entropy, random_batch
+from tests.support.definitions import SIZES
+from tests.support.models import LENGTH
+from tests.support.ranks import run_on_ranks
+from trainer.config import TrainerConfig
+from trainer.distributed.parallel import Layout
+from trainer.megatron.model_checks import check_wires
+
+POW2 = QuantSpec.preset("fp8_block_pow2")
+NARROW = ("bf16", "e4m3", "e5m2")
+BATCH: dict[str, Any] = {"rows": 6, "longest": 40}
+
+
+@contextmanager
+def counted() -> Iterator[Counter[str]]:
+    """Bytes that this rank gives to others in torch's collectives, by the collective."""
+    sent: Counter[str] = Counter()
+
+    def counting(name: str, parts: Any) -> Any:
+        call = getattr(dist, name)
+
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            sent[name] += parts(*args, **kwargs)
+            return call(*args, **kwargs)
+
+        return wrapped
+
+    with pytest.MonkeyPatch.context() as patch:
+        half = {
+            "all_to_all_single": lambda out, given, **_: given.nbytes // 2,
+            "all_reduce": lambda x, *_, **__: x.nbytes,
+        }
+        own = {"broadcast": lambda x, *, group_src, group, **_: x.nbytes if group_src == group.rank() else 0}
+        for name, parts in (half | own).items():
+            patch.setattr(dist, name, counting(name, parts))
+        yield sent
+
+
+@dataclass(frozen=True)
+class Case:
+    """What each of two data-parallel ranks does."""
+
+    moe_path: Path
+    folder: Path
+
+    def __call__(self, layout: Layout, config: TrainerConfig) -> dict[str, Any]:
+        out = {wire: self._sum(layout, wire) for wire in NARROW}
+        steps = {
+            wire: self._step(layout, config.model_copy(update={"gradient_wire": wire})) for wire in ("fp32", *NARROW)
+        }
+        gathers = {
+            form: self._gathered(layout, config.model_copy(update={"weight_gather": form})) for form in ("bf16", "e4m3")
+        }
+        narrow = config.model_copy(update={"gradient_wire": "e5m2", "weight_gather": "e4m3"})
+        audits = {form: self._watched(layout, narrow, plan) for form, plan in (("narrow", narrow), ("wide", config))}
+        return {"sums": out, "steps": steps, "gathers": gathers, "audits": audits}
+
+    def _watched(self, layout: Layout, config: TrainerConfig, planned: TrainerConfig) -> list[Sighting]:
+        from diagnose.audit.watch import watch_step
+
+        trainer, batch = self._trainer(layout, config), random_batch(**BATCH)
+        return watch_step(trainer, batch, cross_entropy(batch), trainer.numerics, planned)
+
+    def _sum(self, layout: Layout, wire: Any) -> dict[str, Any]:
+        from trainer.distributed.wires import reduce_scatter
+
+        given = numbers(layout.rank)
+        with counted() as sent:
+            total, nbytes = reduce_scatter(given, wire, dist.group.WORLD)
+        broken = given.clone()
+        broken[5] = math.inf
+        return {
+            "total": total,
+            "said": nbytes,
+            "sent": sent.total(),
+            "broken": reduce_scatter(broken, wire, dist.group.WORLD)[0],
+        }
+
+    def _step(self, layout: Layout, config: TrainerConfig) -> dict[str, Any]:
+        trainer = self._trainer(layout, config)
+        batch = random_batch(**BATCH)
+        with counted() as sent:
+            norm = trainer.forward_backward(batch, cross_entropy(batch)).result.grad_norm
+        return {
+            "norm": norm,
+            "said": trainer.optimizer.traffic.gradients,
+            "sent": sent["all_to_all_single"],
+        }
+
+    def _gathered(self, layout: Layout, config: TrainerConfig) -> dict[str, Any]:
+        trainer = self._trainer(layout, config)
+        batch = random_batch(**BATCH)
+        out: dict[str, Any] = {}
+        for step in range(2):
+            before = trainer.optimizer.traffic.weights
+            trainer.forward_backward(batch, cross_entropy(batch))
+            with counted() as sent:
+                trainer.update()
+            out[f"said {step}"] = trainer.optimizer.traffic.weights - before
+            out[f"sent {step}"] = sent["broadcast"] + sent["all_reduce"]
+            out[f"scores {step}"] = trainer.score(batch)
+        out["weights"] = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+        out["in fp8"] = trainer.quantized_parameters()
+        saved = self.folder / config.weight_gather
+        trainer.save(saved, {})
+        resumed = self._trainer(layout, config)
+        resumed.load(saved)
+        for each in (trainer, resumed):
+            each.train_step(batch, cross_entropy(batch))
+        out["resumed"] = torch.equal(trainer.score(batch)[1], resumed.score(batch)[1])
+        trainer.set_numerics(replace(trainer.numerics, trainer="bf16"))
+        trainer.train_step(batch, cross_entropy(batch))
+        out["bf16 trainer"] = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+        return out
+
+    def _trainer(self, layout: Layout, config: TrainerConfig) -> Any:
+        from trainer.trainer import Trainer
+
+        numerics = NumericsConfig(spec=POW2, trainer="fp8")
+        return Trainer(self.moe_path, config, numerics, layout, seed=0, total_steps=9, max_sequence_length=LENGTH)
+
+
+def numbers(rank: int) -> Tensor:
+    """Gradients of many sizes; half of them is no whole number of groups of 128."""
+    generator = torch.Generator().manual_seed(rank)
+    size = 2 * 5 * 192
+    return torch.randn(size, generator=generator) * torch.randn(
+        size // 64, generator=generator
+    ).exp().repeat_interleave(64)
+
+
+def group_max(x: Tensor) -> Tensor:
+    """The largest of each number's group of 128."""
+    groups = F.pad(x.abs(), (0, -len(x) % 128)).view(-1, 128)
+    return groups.amax(1).repeat_interleave(128)[: len(x)]
+
+
+@pytest.fixture(scope="module")
+def ranks(moe_path: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    config = TrainerConfig(dp=2, lr=1e-2, warmup_steps=0, micro_batch_tokens=256)
+    folder = tmp_path_factory.mktemp("wires")
+    return run_on_ranks(config, folder / "ranks", Case(moe_path, folder))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("wire", "error", "share"), [("bf16", 2**-8, 0.5), ("e4m3", 2**-4, 0.26), ("e5m2", 2**-3, 0.26)]
+)
+def test_a_sum_is_that_of_the_rounded_parts(ranks: Any, wire: str, error: float, share: float) -> None:
+    given = [numbers(rank).double() for rank in range(2)]
+    for rank, part in enumerate((slice(0, 960), slice(960, None))):
+        found = ranks[rank]["sums"][wire]
+        exact = given[0][part] + given[1][part]
+        # To nearest, or within half of the smallest step of its group of 128: 2^-10 of 448, 2^-17 of 57344.
+        smallest = {"bf16": 0.0, "e4m3": 2**-10 / 448, "e5m2": 2**-17 / 57344}[wire]
+        bound = sum(x[part].abs() * error + group_max(x[part]) * smallest for x in given) + exact.abs() * 2**-23
+        assert ((found["total"].double() - exact).abs() <= bound).all()
+        assert found["said"] == found["sent"] <= share * 960 * 4
+        assert not found["broken"].isfinite().all() if rank == 0 else found["broken"].isfinite().all()
+
+
+@pytest.mark.slow
+def test_a_step_sends_a_quarter_in_fp8_and_its_gradients_are_nearly_the_same(ranks: Any) -> None:
+    for rank in ranks:
+        steps = rank["steps"]
+        for wire in NARROW:
+            assert steps[wire]["said"] == steps[wire]["sent"]
+            assert steps[wire]["norm"] == ranks[0]["steps"][wire]["norm"]
+            assert steps[wire]["norm"] == pytest.approx(steps["fp32"]["norm"], rel=0.02)
+        assert steps["bf16"]["said"] == steps["fp32"]["said"] / 2
+        assert steps["e4m3"]["said"] == steps["e5m2"]["said"] <= 0.27 * steps["fp32"]["said"]
+
+
+@pytest.mark.slow
+def test_weights_that_arrive_as_codes_are_what_the_forward_would_have_quantized(ranks: Any) -> None:
+    """Two steps with each gather give the same log-probabilities, bit for bit."""
+    for rank in ranks:
+        plain, coded = rank["gathers"]["bf16"], rank["gathers"]["e4m3"]
+        for step in range(2):
+            assert torch.equal(plain[f"scores {step}"][1], coded[f"scores {step}"][1])
+            assert coded[f"said {step}"] == coded[f"sent {step}"]
+            assert coded[f"said {step}"] < 0.6 * plain[f"said {step}"]
+        quantized = set(coded["in fp8"])
+        assert 0 < len(quantized) < len(plain["weights"])
+        for name, weight in plain["weights"].items():
+            expected = fake_quantize(weight, POW2.weight) if name in quantized else weight
+            assert torch.equal(coded["weights"][name], expected), name
+            assert torch.equal(coded["weights"][name], ranks[0]["gathers"]["e4m3"]["weights"][name])
+        assert plain["resumed"] and coded["resumed"]
+        assert any(not torch.equal(coded["weights"][name], plain["weights"][name]) for name in quantized)
+
+
+@pytest.mark.slow
+def test_a_trainer_that_falls_back_to_bf16_gathers_bf16(ranks: Any) -> None:
+    for name, weight in ranks[0]["gathers"]["bf16"]["bf16 trainer"].items():
+        torch.testing.assert_close(ranks[0]["gathers"]["e4m3"]["bf16 trainer"][name], weight, rtol=0.02, atol=2e-2)
+
+
+@pytest.mark.parametrize(
+    ("config", "spec", "said"),
+    [
+        (
+            {"gradient_wire": "e4m3"},
+            POW2,
+            "trainer.gradient_wire: found 'e4m3 with trainer.dp=1', expected fp32 where no",
+        ),
+        (
+            {"weight_gather": "e4m3"},
+            POW2,
+            "trainer.weight_gather: found 'e4m3 with trainer.dp=1', expected bf16 where no",
+        ),
+        ({"gradient_wire": "bf16", "tp": 2, "ep": 2}, POW2, "trainer.gradient_wire"),
+        (
+            {"weight_gather": "e4m3", "dp": 2},
+            QuantSpec.preset("fp8_block_fp32"),
+            "found 'e4m3 with weights in e4m3, block, fp32, nearest', expected .* pow2, nearest",
+        ),
+        ({"weight_gather": "e4m3", "dp": 2}, QuantSpec.preset("bf16"), "found 'e4m3 with a BF16 trainer'"),
+        ({"weight_gather": "e4m3", "dp": 2}, POW2.override({"weight": {"granularity": "channel"}}), "channel"),
+    ],
+)
+def test_what_is_not_sent_or_would_not_arrive_is_refused(config: Any, spec: QuantSpec, said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        check_wires(SIZES, TrainerConfig(**config), spec)
+
+
+@pytest.mark.parametrize(
+    ("config", "spec"),
+    [
+        ({"gradient_wire": "e5m2", "dp": 2}, QuantSpec.preset("bf16")),
+        ({"gradient_wire": "e5m2", "tp": 2}, POW2),  # the experts are not split: two ranks train each
+        ({"weight_gather": "e4m3", "dp": 2}, QuantSpec.preset("ironwood")),
+    ],
+)
+def test_what_is_sent_may_be_sent_narrow(config: Any, spec: QuantSpec) -> None:
+    check_wires(SIZES, TrainerConfig(**config), spec)
+
+
+@pytest.mark.slow
+def test_an_audit_finds_what_a_wire_carries(ranks: Any) -> None:
+    """As planned; and beside a plan of wide wires, as two differences."""
+    for rank in ranks:
+        assert differences_of(rank["audits"]["narrow"]) == []
+        found = {each.key: (each.found, each.planned) for each in differences_of(rank["audits"]["wide"])}
+        assert found == {"gradient.wire": ("e5m2", "fp32"), "wire.weights": ("e4m3", "bf16")}

@@ -1,0 +1,124 @@
+"""Lowerings as data, against values written by hand from the libraries' documentation."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from numerics.config import NumericsConfig
+from numerics.errors import UserError
+from numerics.spec import QuantSpec
+from tests.support.lowering import DEFAULT, FP8, FUSED, RECIPE, native
+from trainer.megatron.lowering import Lowering, lower
+
+POW2 = QuantSpec.preset("fp8_block_pow2")
+# Megatron 0.16.1: TransformerConfig.
+# TransformerEngine 2.20.2: what `Float8BlockScaling()` has without any environment variable.
+FP32_SCALES = {f"fp8_quant_{role}.power_2_scale": False for role in ("fwd_inp", "fwd_weight", "bwd_grad")}
+
+
+def test_the_default_spec() -> None:
+    assert lower(native(), True) == DEFAULT
+
+
+def test_fp32_scales_are_the_environments() -> None:
+    assert lower(native(preset="fp8_block_fp32"), True) == replace(
+        DEFAULT,
+        environment={"NVTE_FP8_BLOCK_SCALING_FP32_SCALES": "1", "NVTE_BACKWARD_OVERRIDE": None},
+        recipe={**RECIPE, **FP32_SCALES},
+    )
+
+
+def test_e5m2_gradients_are_hybrid() -> None:
+    assert lower(native(gradient={"format": "e5m2"}), True) == replace(
+        DEFAULT, config={**FP8, "fp8": "hybrid"}, recipe={**RECIPE, "fp8_format.name": "HYBRID"}
+    )
+
+
+@pytest.mark.parametrize(
+    "numerics", [native("fp8_forward", gradient={"format": "e5m2"}), native(gradient={"format": "bf16"})]
+)
+def test_bf16_gradients_are_those_of_the_dequantized_operands(numerics: NumericsConfig) -> None:
+    assert lower(numerics, True) == replace(
+        DEFAULT,
+        environment={"NVTE_FP8_BLOCK_SCALING_FP32_SCALES": None, "NVTE_BACKWARD_OVERRIDE": "dequantized"},
+        recipe={**RECIPE, "backward_override": "dequantized"},
+    )
+
+
+@pytest.mark.parametrize(("first", "last"), [(1, 2), (0, 1), (3, 0)])
+def test_layers_in_bf16(first: int, last: int) -> None:
+    layers = {"num_layers_at_start_in_bf16": first, "num_layers_at_end_in_bf16": last}
+    numerics = native(first_layers_bf16=first, last_layers_bf16=last)
+    assert lower(numerics, True) == replace(DEFAULT, config={**FP8, "first_last_layers_bf16": True, **layers})
+
+
+@pytest.mark.parametrize("numerics", [native("bf16"), native("bf16", "bf16", "bf16")])
+def test_a_bf16_trainer_has_no_fp8(numerics: NumericsConfig) -> None:
+    assert lower(numerics, True) == Lowering(transformer_engine=True, config=FUSED)
+
+
+def test_nothing_is_lowered_in_exact_mode_or_without_transformer_engine() -> None:
+    assert lower(NumericsConfig(spec=POW2), True) == Lowering()
+    assert lower(native(), False) == Lowering()
+    assert lower(native(weight={"granularity": "channel"}, rollout="bf16"), False) == Lowering()
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"weight": {"granularity": "channel"}}, "numerics.weight.granularity: found 'channel', expected block, as"),
+        ({"weight": {"format": "e5m2"}}, "numerics.weight.format: found 'e5m2', expected e4m3"),
+        ({"weight": {"group": 64}}, "numerics.weight.group: found 64, expected 128"),
+        ({"activation": {"granularity": "tensor"}}, "numerics.activation.granularity: found 'tensor', expected token_"),
+        ({"activation": {"group": 32}}, "numerics.activation.group: found 32, expected 128"),
+        ({"activation": {"scale": "fp32"}}, "numerics.activation.scale: found 'fp32', expected pow2"),
+        ({"gradient": {"granularity": "channel"}}, "numerics.gradient.granularity: found 'channel', expected token_gr"),
+        ({"gradient": {"scale": "fp32"}}, "numerics.gradient.scale: found 'fp32', expected pow2"),
+        ({"weight": {"scale": "e8m0"}}, "numerics.weight.scale: found 'e8m0', expected pow2 or fp32, as"),
+        ({"activation": {"fixed": 224.0}}, "numerics.activation.fixed: found 224.0, expected null, as"),
+        ({"gradient": {"rounding": "stochastic"}}, "numerics.gradient.rounding: found 'stochastic', expected nearest"),
+        ({"scope": ["o_proj"]}, r"numerics.scope: found \['o_proj'\], expected all of"),
+    ],
+)
+def test_what_transformer_engine_does_not_compute_is_refused(changes: dict[str, Any], said: str) -> None:
+    numerics = native(rollout="bf16", **changes)
+    with pytest.raises(UserError, match=said + ".*numerics.mode=exact"):
+        lower(numerics, True)
+    assert lower(replace(numerics, trainer="bf16"), True).recipe is None
+
+
+def test_the_config_is_one_that_megatron_takes() -> None:
+    """In a process of its own, where Megatron believes that TransformerEngine is there."""
+    program = """
+import sys
+from trainer.megatron import cpu_runtime
+cpu_runtime.install()
+import megatron.core.transformer.transformer_config as module
+module.is_te_min_version = lambda *_, **__: True
+import megatron.core.models.common.embeddings.rope_utils as rope
+rope.fused_apply_rotary_pos_emb = object()
+import torch
+from tests.support.lowering import native
+from trainer.config import TrainerConfig
+from tests.support.definitions import SIZES
+from trainer.megatron.mapping import MAPPINGS
+from trainer.megatron.config import transformer_config
+from trainer.megatron.lowering import lower
+from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.optimizer import OptimizerConfig
+lowering = lower(native(first_layers_bf16=1, gradient={"format": "e5m2"}), True)
+config = transformer_config(SIZES, MAPPINGS["Qwen3MoeForCausalLM"], TrainerConfig(), torch.bfloat16, "native", lowering)
+assert (config.fp8, config.fp8_recipe, config.fp8_param) == ("hybrid", "blockwise", True)
+from megatron.core.fp8_utils import is_first_last_bf16_layer
+assert [is_first_last_bf16_layer(config, layer) for layer in range(4)] == [True, False, False, False]
+assert DistributedDataParallelConfig(**lowering.ddp).fp8_param_gather
+assert OptimizerConfig(**lowering.optimizer).fp8_recipe == "blockwise"
+"""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120, env=environment)

@@ -1,0 +1,79 @@
+"""Layouts, quantizations and modes that a model does not fit are refused by the setting to change."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from models import ModelSizes
+from numerics.errors import UserError
+from numerics.spec import QuantSpec
+from tests.support.definitions import SIZES
+from trainer.config import TrainerConfig
+from trainer.megatron.model_checks import check_layout
+
+SPEC = QuantSpec.preset("fp8_block_pow2")
+MOE = dataclasses.replace(
+    SIZES, layers=6, hidden_size=512, heads=8, kv_heads=4, ffn_size=0, experts=8, expert_size=256, vocab_size=4096
+)
+DENSE = dataclasses.replace(MOE, experts=0, top_k=0, expert_size=0, ffn_size=768)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "layout"),
+    [
+        (DENSE, {}),
+        (DENSE, {"tp": 2, "pp": 3}),
+        (MOE, {"tp": 4, "ep": 4, "pp": 2}),
+        (MOE, {"dp": 8, "ep": 8}),
+    ],
+)
+def test_what_divides_is_accepted(sizes: ModelSizes, layout: dict[str, int]) -> None:
+    check_layout(sizes, TrainerConfig(**layout), SPEC)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "layout", "said"),
+    [
+        (MOE, {"tp": 8}, r"trainer\.tp: found 8, expected a divisor of the model's num_key_value_heads = 4"),
+        (DENSE, {"pp": 4}, r"trainer\.pp: found 4, expected a divisor of the model's num_hidden_layers = 6"),
+        (DENSE, {"ep": 2, "dp": 2}, r"trainer\.ep: found 2, expected 1 for a dense model"),
+        (MOE, {"ep": 16, "dp": 16}, r"trainer\.ep: found 16, expected a divisor of the model's num_experts = 8"),
+        (MOE, {"ep": 4, "tp": 2}, r"trainer\.ep: found 4, expected a divisor of tp \* dp = 2 \* 1"),
+        # 768 / 4 = 192 columns on a rank, which is one block and a half; an expert's 256 are not split.
+        (DENSE, {"tp": 4}, r"intermediate_size / trainer\.tp = 768 / 4: found 192, expected a multiple of 128"),
+        (
+            dataclasses.replace(MOE, expert_size=192),
+            {},
+            r"moe_intermediate_size: found 192, expected a multiple of 128",
+        ),
+        (dataclasses.replace(DENSE, head_dim=64), {}, r"head_dim: found 64, expected a multiple of 128"),
+    ],
+)
+def test_what_does_not_divide_is_refused(sizes: ModelSizes, layout: dict[str, int], said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        check_layout(sizes, TrainerConfig(**layout), SPEC)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"weight": {"granularity": "tensor"}}, r"numerics\.weight\.granularity: found 'tensor'"),
+        ({"first_layers_bf16": 4, "last_layers_bf16": 2}, r"last_layers_bf16: found 6, expected less than .* = 6"),
+    ],
+)
+def test_what_cannot_be_quantized_so_is_refused(changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        check_layout(MOE, TrainerConfig(), SPEC.override(changes))
+
+
+@pytest.mark.slow
+def test_the_checks_of_the_driver_do_not_import_megatron() -> None:
+    source = (
+        "import sys, rl.experiment.preconditions; sys.exit(any(name.startswith('megatron') for name in sys.modules))"
+    )
+    assert subprocess.run([sys.executable, "-c", source], timeout=120).returncode == 0

@@ -1,0 +1,52 @@
+"""A whole model on the Triton kernels, interpreted without a GPU: rows stand alone, gradients are the definitions'."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from numerics.backend.implementation import using
+from tests.support.batches import cross_entropy, random_batch
+from tests.support.models import write_model
+from tests.support.trainers import MakeTrainer
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def small_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The interpreter takes a millisecond for a tile and step: one layer, one head, four experts."""
+    changes = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "hidden_size": 128}
+    return write_model(tmp_path_factory.mktemp("small"), num_experts=4, **changes)
+
+
+def test_a_row_has_the_same_logprobs_alone_and_in_a_batch(small_path: Path, make_trainer: MakeTrainer) -> None:
+    trainer = make_trainer(small_path, "fp8", micro_batch_tokens=4096)
+    batch = random_batch(rows=3, longest=24, temperature=0.7)
+    with using("triton"):
+        rows, scored = trainer.score(batch)
+        _, (alone,) = trainer.score(batch.select([0]))
+    together = scored[torch.tensor(rows).argsort()][0]
+    assert alone[1:].abs().min() > 0
+    assert torch.equal(alone, together)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp8"])
+def test_loss_and_gradients_are_close_to_the_definitions(
+    precision: str, small_path: Path, make_trainer: MakeTrainer
+) -> None:
+    batch, found = random_batch(rows=4, longest=20), {}
+    for implementation in ("torch", "triton"):
+        with using(implementation):
+            trainer = make_trainer(small_path, precision)
+            result = trainer.forward_backward(batch, cross_entropy(batch)).result
+        found[implementation] = (
+            result,
+            {name: p.main_grad.clone() for name, p in trainer.model.named_parameters()},
+        )
+    (expected, gradients), (result, others) = found["torch"], found["triton"]
+    assert abs(result.loss - expected.loss) < 2e-3 * expected.loss
+    for name, gradient in gradients.items():
+        assert (others[name] - gradient).norm() < 0.1 * gradient.norm(), name

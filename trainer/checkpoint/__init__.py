@@ -1,0 +1,1 @@
+"""Checkpoints of a trainer: whole or absent, on any layout."""

@@ -1,0 +1,147 @@
+"""Checkpoints that are whole or absent, and that load on any parallel layout."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch.distributed as dist
+from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
+from megatron.core.models.gpt import GPTModel
+from megatron.core.optimizer import distrib_optimizer
+
+from numerics.ranks import all_gathered, together
+from trainer.checkpoint.files import (
+    STATE,
+    About,
+    check_digests,
+    discard,
+    read_about,
+)
+from trainer.checkpoint.writer import Staged
+from trainer.distributed.optimizer import Optimizer
+
+_EXTRA = "_extra_state"
+"""In the names of what TransformerEngine's modules keep for other recipes than block scaling, which has no history."""
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What training changes of one model."""
+
+    model: GPTModel
+    optimizer: Optimizer
+
+
+Parts = Mapping[str, Trained]
+"""What a checkpoint holds, by name: `""` is the policy, others lie beside it."""
+
+
+def stage(path: Path, parts: Parts, step: int, extra: dict[str, Any], texts: Mapping[str, str]) -> Staged:
+    """Copy weights, FP32 masters, moments, schedule, step, `extra` (JSON values) and `texts` (further files, by name).
+
+    All ranks take part, and each then has its part written; the model may be trained on meanwhile. The directory
+    `path` appears complete under its name, or not at all; one that is there is replaced.
+    """
+    if dist.get_rank() == 0:
+        discard(path)
+    dist.barrier()
+    contents = {name: text.encode() for name, text in texts.items()}
+    return Staged(path, About(step, extra, {}), contents, _copied(_state(parts, step, loading=False)))
+
+
+def save(path: Path, parts: Parts, step: int, extra: dict[str, Any], texts: Mapping[str, str]) -> None:
+    """`stage`, and wait until it is written."""
+    path = Path(path).absolute()
+    try:
+        staged = stage(path, parts, step, extra, texts)
+        written = all_gathered(staged.write())
+        if dist.get_rank() == 0:
+            staged.publish(written)
+    except BaseException:
+        discard(path)
+        raise
+    dist.barrier()
+
+
+def load(path: Path, parts: Parts) -> tuple[int, dict[str, Any]]:
+    """Restore what :func:`save` wrote, on this layout. All ranks take part.
+
+    Returns:
+        The step, and the `extra` given to `save`.
+
+    Raises:
+        UserError: no checkpoint there, or one of another format.
+        DamagedCheckpointError: a file is not the one that was written; nothing was loaded.
+    """
+    path = Path(path).absolute()
+    about = read_about(path)
+    _check_files(path, sorted(about.files))
+    state = dist_checkpointing.load(_state(parts, about.step, loading=True), str(path / STATE))
+    for name, part in parts.items():
+        _restore(part, state[name] if name else state)
+    return about.step, about.extra
+
+
+def _restore(part: Trained, state: dict[str, Any]) -> None:
+    _load_weights(part.model, state["model"])
+    part.optimizer.inner.load_state_dict(state["optimizer"])
+    part.optimizer.write_weights()
+    part.optimizer.schedule.num_steps = 0
+    part.optimizer.schedule.load_state_dict(state["schedule"])
+
+
+def _check_files(path: Path, names: list[str]) -> None:
+    """Each rank reads its share, and all raise what one has found."""
+    together(lambda: check_digests(path, names[dist.get_rank() :: dist.get_world_size()]))
+
+
+def _load_weights(model: GPTModel, weights: dict[str, Any]) -> None:
+    result = model.load_state_dict(weights, strict=False)
+    wrong = [name for name in (*result.missing_keys, *result.unexpected_keys) if _EXTRA not in name]
+    assert not wrong, f"the checkpoint's weights are not the model's: {wrong}"
+
+
+def _copied(state: dict[str, Any]) -> dict[str, Any]:
+    """The same with weights in memory of their own, on the CPU; masters and moments Megatron has gathered into some."""
+    for part in state.values():
+        if isinstance(part, dict) and "model" in part:
+            _copied(part)
+    for tensor in nested_values(state["model"]):
+        tensor.data = tensor.data.detach().to("cpu", copy=True)
+    return state
+
+
+def _state(parts: Parts, step: int, loading: bool) -> dict[str, Any]:
+    """The policy's at the top, the others' by their names."""
+    state: dict[str, Any] = {"step": step}
+    for name, part in parts.items():
+        held = _state_of(part, loading)
+        if name:
+            add_prefix_for_sharding(held, f"{name}.")
+        state |= {name: held} if name else held
+    return state
+
+
+def _state_of(part: Trained, loading: bool) -> dict[str, Any]:
+    model, optimizer = part.model, part.optimizer
+    # For runs without garbage collection Megatron collects after each gather, which takes as long as the gather.
+    distrib_optimizer.gc = SimpleNamespace(collect=lambda: None)
+    metadata = {
+        "distrib_optim_sharding_type": "fully_reshardable",
+        "distrib_optim_fully_reshardable_mem_efficient": False,
+        "chained_optim_avoid_prefix": True,
+        "singleton_local_shards": False,
+        "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
+    }
+    weights = model.sharded_state_dict(metadata=metadata)
+    return {
+        "model": {name: value for name, value in weights.items() if _EXTRA not in name},
+        "optimizer": optimizer.inner.sharded_state_dict(weights, is_loading=loading, metadata=metadata),
+        "schedule": optimizer.schedule.state_dict(),
+    }

@@ -1,0 +1,130 @@
+"""The files of a checkpoint directory, and whether they are those that were written. Without Megatron.
+
+`about.json` says format, step and what the caller added, and lists size and SHA-256 of every other file, and its own
+SHA-256 over the rest of it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from numerics.errors import UserError, user_error
+from numerics.io.reading import parsed, reason
+
+FORMAT = 2
+STATE = "state"
+ABOUT = "about.json"
+
+
+class DamagedCheckpointError(UserError):
+    """A file of a checkpoint is not the one that was written."""
+
+
+@dataclasses.dataclass(frozen=True)
+class About:
+    """What a checkpoint says of itself. files: name below the directory -> (bytes, SHA-256)."""
+
+    step: int
+    extra: dict[str, Any]
+    files: dict[str, tuple[int, str]]
+
+
+def partial(path: Path) -> Path:
+    """Where the checkpoint `path` is written, before it has its name."""
+    return path.with_name(f".{path.name}.partial")
+
+
+def discard(path: Path) -> None:
+    """Remove what was written of a checkpoint that will not be finished: it may be all the room there is."""
+    shutil.rmtree(partial(path), ignore_errors=True)
+
+
+def digests(directory: Path, names: Iterable[str]) -> dict[str, tuple[int, str]]:
+    """(bytes, SHA-256) of these files below `directory`."""
+    found = {}
+    for name in names:
+        file = directory / name
+        with file.open("rb") as opened:
+            found[name] = (file.stat().st_size, hashlib.file_digest(opened, "sha256").hexdigest())
+    return found
+
+
+def write_about(directory: Path, about: About) -> None:
+    """Write `about.json`. Raises `ValueError` for numbers in `extra` that are not finite."""
+    values = {"format": FORMAT, **dataclasses.asdict(about)}
+    text = json.dumps({**values, "sha256": _own_digest(values)}, indent=1, allow_nan=False)
+    (directory / ABOUT).write_text(text + "\n")
+
+
+def read_about(path: Path) -> About:
+    """What the checkpoint at `path` says of itself, without its tensors.
+
+    Raises:
+        UserError: it is no checkpoint, or one of another format.
+        DamagedCheckpointError: `about.json` is damaged.
+    """
+    file = Path(path) / ABOUT
+    if not file.is_file():
+        raise user_error(
+            "checkpoint",
+            found=f"{path} without {ABOUT}",
+            expected="a checkpoint directory",
+            remedy="Name one of the run's checkpoints/step_N directories, or delete what is left of this one.",
+        )
+    try:
+        return parsed(file, "checkpoint", _about)
+    except UserError as error:
+        if error.key.endswith("format"):
+            raise
+        raise DamagedCheckpointError(str(error)) from error
+
+
+def check_sizes(path: Path) -> None:
+    """Whether every file is there and as long as it was written. Raises `UserError` as `read_about` does."""
+    for name, (size, _) in read_about(path).files.items():
+        file = path / name
+        found = f"{file.stat().st_size} bytes" if file.is_file() else "no such file"
+        if found != f"{size} bytes":
+            raise _damaged(file, found, f"{size} bytes")
+
+
+def check_digests(path: Path, names: Iterable[str] | None = None) -> None:
+    """Whether these files (all, if None) hold what was written. Raises `UserError` as `read_about` does."""
+    about = read_about(path)
+    for name in about.files if names is None else names:
+        if not (path / name).is_file():
+            raise _damaged(path / name, "no such file", f"{about.files[name][0]} bytes")
+        try:
+            ((size, digest),) = digests(path, [name]).values()
+        except OSError as error:
+            raise _damaged(path / name, reason(error), about.files[name][1]) from error
+        if (size, digest) != tuple(about.files[name]):
+            raise _damaged(path / name, f"SHA-256 {digest}", about.files[name][1])
+
+
+def _about(values: dict[str, Any]) -> About:
+    if values.get("format") != FORMAT:
+        raise user_error(
+            f"checkpoint: {ABOUT}: format",
+            found=values.get("format"),
+            expected=str(FORMAT),
+            remedy="Load it with the version of fp8rl that wrote it.",
+        )
+    digest = values.pop("sha256")
+    if digest != _own_digest(values):
+        raise ValueError(f"SHA-256 {digest} for contents of {_own_digest(values)}")
+    return About(values["step"], values["extra"], {name: (size, sha) for name, (size, sha) in values["files"].items()})
+
+
+def _own_digest(values: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
+
+
+def _damaged(file: Path, found: str, expected: str) -> DamagedCheckpointError:
+    return DamagedCheckpointError(f"checkpoint file {file}: found {found}, expected {expected}, as its {ABOUT} says.")

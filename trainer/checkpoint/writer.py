@@ -1,0 +1,184 @@
+"""A checkpoint's files, written and read back while training goes on.
+
+megatron-core 0.16.1 has writers of its own, which it forks off the trainer (filesystem_async.py:237) beside a manager
+that it spawns (:51). The manager outlives a killed trainer, and forking a process that runs gloo and Ray threads can
+deadlock. So only its plan is used, which takes all ranks; the rest needs no other rank and may run in a thread.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+import queue
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
+from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
+from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
+from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+from torch import Tensor
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.storage import WriteResult
+
+from numerics.digest import tensor_digest
+from numerics.io.files import publish_directory
+from trainer import device
+from trainer.checkpoint.files import STATE, About, digests, partial, write_about
+
+
+@dataclass(frozen=True)
+class Item:
+    """What a rank writes under one name: a tensor, or an object that Megatron has packed already.
+
+    digest: of what was staged.
+    """
+
+    index: MetadataIndex
+    data: Tensor | io.BytesIO
+    digest: str
+
+
+@dataclass(frozen=True)
+class Written:
+    """What a rank has written. files: as in `About`. results: where each item stands, for Megatron."""
+
+    files: dict[str, tuple[int, str]]
+    results: list[WriteResult]
+
+
+class Staged:
+    """One rank's part of a checkpoint, in memory of its own until it is written."""
+
+    def __init__(self, path: Path, about: About, texts: dict[str, bytes], state: dict[str, Any]) -> None:
+        """Plan it and digest what is to be written. All ranks take part, rank 0 with `texts`, further files by name.
+
+        state: Megatron's, of tensors on the CPU that nothing else writes to.
+        """
+        self.path, self._about = path, about
+        sharded, common = save_preprocess(state)
+        self._texts = {**texts, f"{STATE}/{COMMON_STATE_FNAME}": _packed(common)}
+        self._plan = _Plan()
+        self._plan.async_save(sharded, partial(path) / STATE)
+
+    def write(self) -> Written:
+        """Write this rank's items, read them back from the disk, and compare them with what was staged.
+
+        Raises:
+            OSError: the disk is full, or has other bytes.
+        """
+        files, results = {}, []
+        for name, items in self._plan.files.items():
+            file = partial(self.path) / STATE / name
+            with _explained(self.path):
+                placed = _write(file, items)
+            files[f"{STATE}/{name}"] = _check(self.path, file, placed, items)
+            results += placed
+        self._plan.files.clear()
+        return Written(files, results)
+
+    def publish(self, parts: Sequence[Written]) -> None:
+        """On rank 0, after every rank has written its part: write the other files, and give the directory its name.
+
+        Raises:
+            OSError: the disk is full.
+        """
+        folder = partial(self.path)
+        with _explained(self.path):
+            for name, content in self._texts.items():
+                (folder / name).write_bytes(content)
+            self._plan.writer.finish(self._plan.metadata, [part.results for part in parts])
+            save_config(CheckpointingConfig("torch_dist", 1), str(folder / STATE))
+            files = {name: found for part in parts for name, found in part.files.items()}
+            others = {str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file()} - files.keys()
+            write_about(folder, About(self._about.step, self._about.extra, files | digests(folder, sorted(others))))
+            publish_directory(folder, self.path)
+
+
+class _Plan(TorchDistSaveShardedStrategy):
+    """Megatron's plan of what this rank writes into which file. metadata: of all ranks, on rank 0."""
+
+    def __init__(self) -> None:
+        super().__init__("torch_dist", 1, thread_count=1)
+        self.writer: Any = None
+        self.metadata: Any = None
+        self.files: dict[str, list[Item]] = {}
+        filesystem_async._get_write_results_queue = queue.Queue  # nothing goes through it, and its own has the manager
+
+    def _get_save_and_finalize_callbacks(self, writer: Any, planned: Any) -> None:
+        self.writer, self.metadata = writer, planned[1]
+        for _, name, (objects, tensors) in writer.write_buckets:
+            self.files[name] = [Item(item.index, data, _digest(data)) for item, data in (*objects, *tensors)]
+        writer.write_buckets = None
+
+
+def _write(file: Path, items: Sequence[Item]) -> list[WriteResult]:
+    placed = []
+    with file.open("wb") as stream:
+        for item in items:
+            packed = _packed(item.data) if isinstance(item.data, Tensor) else item.data.getvalue()
+            place = _StorageInfo(file.name, stream.tell(), len(packed))
+            stream.write(packed)
+            placed.append(WriteResult(item.index, len(packed), place))
+        stream.flush()
+        os.fsync(stream.fileno())
+        # So that it is read back from the disk, not from the memory that it was written from.
+        os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    return placed
+
+
+def _check(path: Path, file: Path, placed: Sequence[WriteResult], items: Sequence[Item]) -> tuple[int, str]:
+    """Size and SHA-256 of the file, in which every item must be the one that was staged."""
+    whole = hashlib.sha256()
+    with file.open("rb") as stream:
+        for result, item in zip(placed, items, strict=True):
+            packed = stream.read(result.size_in_bytes)
+            whole.update(packed)
+            if not _holds(packed, item):
+                raise OSError(
+                    f"checkpoint {path}: found other bytes of {item.index.fqn} in {file.name} than the trainer held, "
+                    "expected the same when they were read back. Test the memory and the disk of this machine, or set "
+                    "run.dir to another disk"
+                )
+        return stream.tell(), whole.hexdigest()
+
+
+def _holds(packed: bytes, item: Item) -> bool:
+    data = io.BytesIO(packed)
+    try:
+        return _digest(torch.load(data) if isinstance(item.data, Tensor) else data) == item.digest
+    except RuntimeError:  # torch's checksums say that it is damaged
+        return False
+
+
+def _digest(data: Tensor | io.BytesIO) -> str:
+    if isinstance(data, Tensor):
+        return tensor_digest(data.to(device.current()))
+    return hashlib.sha256(data.getbuffer()).hexdigest()
+
+
+def _packed(value: Any) -> bytes:
+    packed = io.BytesIO()
+    torch.save(value, packed)
+    return packed.getvalue()
+
+
+@contextmanager
+def _explained(path: Path) -> Iterator[None]:
+    """Say of an error of the disk what it means for the checkpoint."""
+    try:
+        yield
+    except OSError as error:
+        free = shutil.disk_usage(path.parent).free
+        raise OSError(
+            f"checkpoint {path}: found {str(error)!r} while it was written, with {free >> 20} MiB free on the disk, "
+            "expected room for it. Free some, or set run.dir to another disk"
+        ) from error

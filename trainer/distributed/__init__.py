@@ -1,0 +1,1 @@
+"""What ranks are to each other: process groups, the optimizer, what they send."""

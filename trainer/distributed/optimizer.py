@@ -1,0 +1,190 @@
+"""Megatron's data-parallel wrapper, distributed optimizer and learning-rate schedule."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+
+import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.models.gpt import GPTModel
+from megatron.core.optimizer import (
+    ChainedOptimizer,
+    OptimizerConfig,
+    get_megatron_optimizer,
+    get_standard_config_overrides,
+)
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+from trainer.config import TrainerConfig
+from trainer.distributed import wires
+from trainer.megatron import cpu_runtime
+from trainer.megatron.lowering import Lowering
+from trainer.modules.weights import tag_split
+
+
+class Optimizer:
+    """AdamW on FP32 masters, sharded over the data-parallel ranks, for one wrapped model. Norms have no weight decay.
+
+    Gradients are summed over micro-batches and data-parallel ranks in FP32 and are never averaged: the objective
+    carries its own denominators.
+
+    Attributes:
+        traffic: the bytes that this rank has sent to its data-parallel peers.
+    """
+
+    def __init__(
+        self,
+        model: GPTModel,
+        config: TrainerConfig,
+        lowering: Lowering,
+        total_steps: int,
+        in_fp8: wires.InFp8 = dict,
+    ) -> None:
+        """in_fp8: the parameters that may be gathered as FP8 codes, asked for at each gather."""
+        self.model = wrap(model, lowering)
+        self.traffic = wires.install(self.model, config.gradient_wire, in_fp8)
+        self._config = config
+        optimizer_config = OptimizerConfig(
+            optimizer="adam",
+            lr=config.lr,
+            min_lr=config.min_lr,
+            weight_decay=config.weight_decay,
+            adam_beta1=config.adam_beta1,
+            adam_beta2=config.adam_beta2,
+            adam_eps=config.adam_eps,
+            clip_grad=config.clip_grad,
+            bf16=model.config.bf16,
+            params_dtype=model.config.params_dtype,
+            use_distributed_optimizer=True,
+            **lowering.optimizer,
+        )
+        with cpu_runtime.cuda_type_names():
+            self.inner: ChainedOptimizer = get_megatron_optimizer(
+                optimizer_config,
+                [self.model],
+                config_overrides=get_standard_config_overrides(optimizer_config),
+                use_gloo_process_groups=False,
+            )
+        for optimizer in self.inner.chained_optimizers:
+            _create_moments(optimizer)
+        self.schedule = schedule(self.inner, config, total_steps)
+
+    def zero_grad(self) -> None:
+        """Forget all gradients; call it before each forward and backward pass."""
+        self.model.zero_grad_buffer()
+        self.inner.zero_grad()
+
+    @torch.no_grad()
+    def grad_norm(self) -> float:
+        """The norm of all gradients, which this makes ready for `step`."""
+        self.inner.prepare_grads()
+        return float(self.inner.get_grad_norm())
+
+    @torch.no_grad()
+    def step(self, norm: float) -> float:
+        """Clip by `norm`, the finite result of `grad_norm`, and apply the gradients; the learning rate used."""
+        with cpu_runtime.cuda_type_names():
+            for optimizer in self.inner.chained_optimizers:
+                if optimizer.get_parameters():
+                    clip_grad_by_total_norm_fp32(optimizer.get_parameters(), self._config.clip_grad, norm)
+        # The schedule counts the step about to be taken, so that the first one does not have a rate of zero.
+        self.schedule.step(1)
+        self.inner.step_with_ready_grads()
+        return self.lr
+
+    @torch.no_grad()
+    def write_weights(self) -> None:
+        """Make the model's weights from the FP32 masters, as a step does.
+
+        A checkpoint has weights that are FP8 in BF16, from which other codes and scales may come than from the masters.
+        """
+        for optimizer in self.inner.chained_optimizers:
+            optimizer._copy_main_params_to_model_params()
+        self.model.start_param_sync(force_sync=True)
+
+    @property
+    def lr(self) -> float:
+        """Learning rate of the last step."""
+        return float(self.inner.param_groups[0]["lr"])
+
+
+class _DataParallel(DistributedDataParallel):  # type: ignore[misc]
+    """Megatron's, without hooks that keep it alive: they hang on nodes of autograd, where no collector sees them."""
+
+    def _make_backward_post_hook(self, param: torch.nn.Parameter) -> Callable[..., None]:
+        this, own, make = weakref.ref(self), weakref.ref(param), DistributedDataParallel._make_backward_post_hook
+
+        def hook(*unused: object) -> None:
+            make(this(), own())(*unused)
+
+        return hook
+
+
+def wrap(model: GPTModel, lowering: Lowering) -> DistributedDataParallel:
+    """Megatron's data-parallel wrapper with FP32 gradient buffers, sharded for the distributed optimizer."""
+    for name, parameter in model.named_parameters():
+        if ".experts." in name:
+            # Experts always have an optimizer of their own, so that checkpoints move between expert-parallel sizes.
+            parameter.allreduce = False
+            # Megatron leaves untagged parameters of tensor-parallel ranks above 0 out of the gradient norm, but each
+            # rank's optimizer holds another part of the experts.
+            if not hasattr(parameter, "tensor_model_parallel"):
+                tag_split(parameter, 0)
+    config = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        use_distributed_optimizer=True,
+        overlap_grad_reduce=False,
+        average_in_collective=False,
+        **lowering.ddp,
+    )
+    return _DataParallel(model.config, config, model)
+
+
+def schedule(optimizer: ChainedOptimizer, config: TrainerConfig, total_steps: int) -> OptimizerParamScheduler:
+    """Linear warm-up, then constant, or a linear or cosine decay over the last `decay_steps` of `total_steps`.
+
+    The decay would reach `min_lr` on the step after the last, so that no step of the run is lost to a rate of zero. A
+    run that is shorter than the warm-up ends within it.
+    """
+    warmup = config.warmup_steps
+    end = max(total_steps, warmup) + 1
+    style: str = config.decay
+    if style != "constant" and config.decay_steps is not None:
+        style = "WSD"
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0,
+        max_lr=config.lr,
+        min_lr=min(config.min_lr, config.lr),
+        lr_warmup_steps=warmup,
+        lr_decay_steps=end,
+        lr_decay_style=style,
+        start_wd=config.weight_decay,
+        end_wd=config.weight_decay,
+        wd_incr_steps=total_steps,
+        wd_incr_style="constant",
+        use_checkpoint_opt_param_scheduler=False,
+        override_opt_param_scheduler=True,
+        wsd_decay_steps=min(config.decay_steps or 1, end - warmup),
+        lr_wsd_decay_style=config.decay if style == "WSD" else None,
+    )
+
+
+def _create_moments(megatron_optimizer: DistributedOptimizer) -> None:
+    """Give Adam its state before the first step, so that a checkpoint of step 0 can be written and read."""
+    if megatron_optimizer.is_stub_optimizer:  # of a rank without such parameters
+        return
+    optimizer = megatron_optimizer.optimizer
+    if not isinstance(optimizer, torch.optim.AdamW):  # TransformerEngine's, of which Megatron knows how
+        megatron_optimizer.init_state_fn(optimizer, megatron_optimizer.config)
+        return
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            optimizer.state[parameter] = {
+                "step": torch.tensor(0.0),
+                "exp_avg": torch.zeros_like(parameter),
+                "exp_avg_sq": torch.zeros_like(parameter),
+            }

@@ -1,0 +1,146 @@
+"""Process groups of the trainer: one gloo (CPU) or NCCL (GPU) world, split by Megatron."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from trainer import device
+from trainer.config import TrainerConfig
+from trainer.megatron import cpu_runtime
+from trainer.seat import LOOPBACK
+
+TIMEOUT = timedelta(minutes=10)
+TURN = timedelta(minutes=5)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where this rank stands.
+
+    Attributes:
+        reports: exactly one rank of every data-parallel group member has it: the one that hands results back.
+    """
+
+    rank: int
+    world_size: int
+    dp_rank: int
+    dp_size: int
+    tp_size: int
+    reports: bool
+
+
+def initialize(config: TrainerConfig, rank: int = 0, store: dist.Store | None = None, host: str = LOOPBACK) -> Layout:
+    """Join the world and build Megatron's process groups.
+
+    Args:
+        store: the rendezvous shared by all ranks; one rank needs none.
+        host: this node's address; gloo listens on loopback if it is a loopback address.
+    """
+    cpu_runtime.install()
+    from megatron.core import parallel_state, tensor_parallel
+
+    torch.set_num_threads(1)
+    here = device.claim(rank)
+    if host.startswith("127."):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    # Not bound to a device: a bound world is what torch splits later groups from, and SGLang's group with the engines
+    # would wait for ranks of this world that have no part in it.
+    dist.init_process_group(
+        device.collectives(here),
+        store=store or dist.HashStore(),
+        rank=rank,
+        world_size=config.world_size,
+        timeout=TIMEOUT,
+    )
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=config.tp,
+        pipeline_model_parallel_size=config.pp,
+        expert_model_parallel_size=config.ep,
+        expert_tensor_parallel_size=1,
+        create_gloo_process_groups=False,
+    )
+    # No layer draws random numbers; Megatron's embedding only asks for the named states to exist.
+    tensor_parallel.model_parallel_cuda_manual_seed(0)
+    last_stage = parallel_state.is_pipeline_last_stage()
+    return Layout(
+        rank=rank,
+        world_size=config.world_size,
+        dp_rank=parallel_state.get_data_parallel_rank(),
+        dp_size=parallel_state.get_data_parallel_world_size(),
+        tp_size=config.tp,
+        reports=last_stage and parallel_state.get_tensor_model_parallel_rank() == 0,
+    )
+
+
+@contextmanager
+def in_turn(what: str, patience: timedelta = TURN) -> Iterator[None]:
+    """Let one rank at a time into the block, in the order in which they come, which is then the same for everybody.
+
+    what: name of the queue.
+
+    Raises:
+        TimeoutError: the rank before has not left within `patience`; it is named.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        yield
+        return
+    queue = dist.PrefixStore(what, dist.distributed_c10d._get_default_store())
+    place = queue.add("places", 1)
+    queue.set(f"rank/{place}", str(dist.get_rank()))
+    try:
+        if place > 1:
+            _wait_for_leaving(queue, place - 1, what, patience)
+        yield
+    finally:
+        queue.set(f"left/{place}", "")
+
+
+def _wait_for_leaving(queue: dist.Store, place: int, what: str, patience: timedelta) -> None:
+    try:
+        queue.wait([f"left/{place}"], patience)
+    except dist.DistStoreError as error:
+        rank = queue.get(f"rank/{place}").decode()
+        raise TimeoutError(
+            f"{what}: found trainer rank {rank} at it for {patience.total_seconds():g} s, expected it to end its turn"
+        ) from error
+    for key in (f"left/{place}", f"rank/{place}"):
+        queue.delete_key(key)
+
+
+def shutdown() -> None:
+    """Leave the world."""
+    from megatron.core import parallel_state
+
+    if dist.is_initialized():
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()
+
+
+def open_store(host: str, world_size: int) -> dist.TCPStore:
+    """The rendezvous that rank 0 serves, bound to `host` alone on a free port (`.port`)."""
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    listener.bind((host, 0))
+    listener.listen()
+    port = listener.getsockname()[1]
+    return dist.TCPStore(
+        host,
+        port,
+        world_size,
+        is_master=True,
+        timeout=TIMEOUT,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )
+
+
+def join_store(host: str, port: int, world_size: int) -> dist.TCPStore:
+    """The rendezvous that rank 0 serves at `host:port`."""
+    return dist.TCPStore(host, port, world_size, is_master=False, timeout=TIMEOUT, wait_for_workers=False)

@@ -1,0 +1,1 @@
+"""Megatron's model and settings, and what lets Megatron and TransformerEngine run here."""

@@ -1,0 +1,75 @@
+"""Megatron's TransformerConfig of a model in a layout."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.transformer import TransformerConfig
+
+from models.sizes import ModelSizes
+from numerics.config import Mode
+from trainer.config import TrainerConfig
+from trainer.megatron.lowering import Lowering
+from trainer.megatron.mapping import MegatronMapping
+
+
+def transformer_config(
+    sizes: ModelSizes,
+    mapping: MegatronMapping,
+    config: TrainerConfig,
+    dtype: torch.dtype,
+    mode: Mode = "exact",
+    lowering: Lowering = Lowering(),  # noqa: B008 (frozen)
+) -> TransformerConfig:
+    """Megatron's config. Gradients are sums over all ranks; only the lowering turns fused CUDA kernels on."""
+    moe: dict[str, Any] = {}
+    if sizes.moe:
+        moe = {
+            "num_moe_experts": sizes.experts,
+            "moe_router_topk": sizes.top_k,
+            "moe_ffn_hidden_size": sizes.expert_size,
+            "moe_grouped_gemm": True,
+            "moe_router_load_balancing_type": "none",
+            "moe_aux_loss_coeff": 0.0,
+            "moe_router_score_function": "softmax",
+            "moe_enable_routing_replay": True,
+            # Probabilities that sum to one are a softmax over the chosen logits; exact mode's router has its own.
+            "moe_router_pre_softmax": not sizes.renormalize or sizes.top_k == 1,
+        }
+    return TransformerConfig(
+        num_layers=sizes.layers,
+        hidden_size=sizes.hidden_size,
+        num_attention_heads=sizes.heads,
+        num_query_groups=sizes.kv_heads,
+        kv_channels=sizes.head_dim,
+        ffn_hidden_size=sizes.ffn_size or sizes.expert_size,
+        normalization="RMSNorm",
+        layernorm_epsilon=sizes.norm_eps,
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        use_te_activation_func=mode == "exact",
+        add_bias_linear=False,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype is torch.bfloat16,
+        perform_initialization=False,
+        gradient_accumulation_fusion=False,
+        masked_softmax_fusion=False,
+        bias_dropout_fusion=False,
+        persist_layer_norm=False,
+        tensor_model_parallel_size=config.tp,
+        pipeline_model_parallel_size=config.pp,
+        expert_model_parallel_size=config.ep,
+        expert_tensor_parallel_size=1,
+        sequence_parallel=config.tp > 1,
+        variable_seq_lengths=True,
+        moe_token_dispatcher_type="alltoall",
+        calculate_per_token_loss=True,
+        **moe,
+        **mapping.config(sizes),
+        **lowering.config,
+    )

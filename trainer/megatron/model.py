@@ -1,0 +1,67 @@
+"""Build the stock GPTModel of a model."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+
+from models import Model
+from trainer.config import TrainerConfig
+from trainer.megatron import te_runtime
+from trainer.megatron.config import transformer_config
+from trainer.megatron.lowering import Lowering
+from trainer.megatron.mapping import MAPPINGS
+from trainer.modules import exact, native
+from trainer.modules.embedding import Embedding
+from trainer.modules.layer import block_spec
+from trainer.modules.precision import Precision
+from trainer.modules.weights import tag_split
+
+
+def build_model(
+    definition: Model,
+    config: TrainerConfig,
+    precision: Precision,
+    lowering: Lowering,
+    max_sequence_length: int,
+    dtype: torch.dtype = torch.bfloat16,
+) -> GPTModel:
+    """This rank's part of the model, with uninitialised weights.
+
+    Raises:
+        UserError: TransformerEngine would not quantize as `lowering` says.
+    """
+    mode, sizes, mapping = precision.numerics.mode, definition.sizes, MAPPINGS[definition.architecture.name]
+    modules_of = partial(exact.layer_modules, sizes) if mode == "exact" else native.layer_modules(sizes, lowering)
+    megatron_config = transformer_config(sizes, mapping, config, dtype, mode, lowering)
+    te_runtime.check(lowering, megatron_config)
+    # Megatron names the device of every weight but the routers' (moe/router.py:53).
+    with torch.device(torch.cuda.current_device()):
+        model = GPTModel(
+            megatron_config,
+            block_spec(megatron_config, sizes, mapping, precision, modules_of),
+            vocab_size=sizes.vocab_size,
+            max_sequence_length=max_sequence_length,
+            pre_process=parallel_state.is_pipeline_first_stage(),
+            post_process=parallel_state.is_pipeline_last_stage(),
+            parallel_output=False,
+            share_embeddings_and_output_weights=sizes.tied,
+            position_embedding_type="none" if mode == "exact" else "rope",
+            rotary_base=sizes.rope_theta,
+        )
+    _finish_ends(model)
+    if mode == "exact":
+        exact.use_shared_output(model)
+    return model
+
+
+def _finish_ends(model: GPTModel) -> None:
+    """GPTModel names the classes of its embedding and output projection itself: correct the finished instances."""
+    if model.pre_process:
+        model.embedding.word_embeddings.__class__ = Embedding
+        tag_split(model.embedding.word_embeddings.weight, 0)
+    if model.post_process and model.output_layer.weight is not None:
+        tag_split(model.output_layer.weight, 0)

@@ -1,0 +1,157 @@
+"""Whether a model can be trained in a layout and a quantization.
+
+The driver calls these before it starts a process; they do not need Megatron.
+"""
+
+from __future__ import annotations
+
+import math
+
+from models.sizes import ModelSizes
+from numerics.errors import user_error
+from numerics.spec import QuantSpec
+from trainer.config import TrainerConfig
+from trainer.distributed.weight_gather import travels_in_fp8
+
+
+def check_layout(sizes: ModelSizes, config: TrainerConfig, spec: QuantSpec) -> None:
+    """Check that the model divides over the ranks, its weights over the quantization blocks, and some are quantized.
+
+    A fused weight (q|k|v per head group, gate|up) is quantized as a whole here and as separate tensors in a Hugging
+    Face checkpoint and in the engine. All give the same blocks only if each piece is a whole number of blocks on every
+    rank. Experts are never split by tp.
+
+    Args:
+        spec: what is quantized.
+
+    Raises:
+        UserError: a size does not divide.
+    """
+    tp = config.tp
+    check_split(sizes, tp, spec, "trainer.tp")
+    if config.ep > 1 and not sizes.moe:
+        raise user_error(
+            "trainer.ep",
+            found=config.ep,
+            expected="1 for a dense model",
+            remedy="Set trainer.ep=1, or choose a mixture of experts.",
+        )
+    if sizes.moe:
+        _require_divisor("trainer.ep", config.ep, "num_experts", sizes.experts)
+    if (tp * config.dp) % config.ep:
+        raise user_error(
+            "trainer.ep",
+            found=config.ep,
+            expected=f"a divisor of tp * dp = {tp} * {config.dp}, whose ranks the experts are spread over",
+            remedy=f"Set trainer.dp={config.ep} or another multiple, or lower trainer.ep.",
+        )
+    _require_divisor("trainer.pp", config.pp, "num_hidden_layers", sizes.layers)
+
+
+def check_wires(sizes: ModelSizes, config: TrainerConfig, spec: QuantSpec) -> None:
+    """Check that gradients and weights that are to be sent in another format are sent at all, and can be.
+
+    Args:
+        spec: what the trainer quantizes when it starts.
+
+    Raises:
+        UserError: nothing is sent in this layout, or the weights that products take are not those that would arrive.
+    """
+    wires = {
+        "trainer.gradient_wire": (config.gradient_wire, "fp32"),
+        "trainer.weight_gather": (config.weight_gather, "bf16"),
+    }
+    alone = config.dp == 1 and not (sizes.moe and config.tp > config.ep)  # experts are not split by tp
+    for key, (wire, default) in wires.items():
+        if alone and wire != default:
+            raise user_error(
+                key,
+                found=f"{wire} with trainer.dp={config.dp}",
+                expected=f"{default} where no two ranks train the same parameters, and nothing is sent",
+                remedy=f"Set {key}={default}, or trainer.dp=2 or more.",
+            )
+    if config.weight_gather != "bf16" and not (spec.quantized and travels_in_fp8(spec.weight)):
+        weight = spec.weight
+        form = f"{weight.format}, {weight.granularity}, {weight.scale}, {weight.rounding}"
+        raise user_error(
+            "trainer.weight_gather",
+            found=f"{config.weight_gather} with " + (f"weights in {form}" if spec.quantized else "a BF16 trainer"),
+            expected="weights that the trainer quantizes to e4m3, block, pow2, nearest; others would not arrive as the "
+            "forward's own",
+            remedy="Set trainer.weight_gather=bf16, or numerics.preset=fp8_block_pow2 and numerics.trainer=fp8.",
+        )
+
+
+def check_split(sizes: ModelSizes, tp: int, spec: QuantSpec, key: str) -> None:
+    """Check that heads, widths and vocabulary divide over the tensor-parallel ranks of a side, in whole blocks.
+
+    key: what tp is called in the spec. Raises UserError.
+    """
+    split = {"num_attention_heads": sizes.heads, "num_key_value_heads": sizes.kv_heads, "vocab_size": sizes.vocab_size}
+    if sizes.ffn_size:
+        split["intermediate_size"] = sizes.ffn_size
+    for name, size in split.items():
+        _require_divisor(key, tp, name, size)
+    _check_quantization(sizes, tp, spec, key)
+
+
+def check_engine_layout(sizes: ModelSizes, tp: int, spec: QuantSpec, key: str = "rollout.tp") -> None:
+    """Check that the model divides over the ranks of an engine; messages speak of them as `key`. Raises UserError."""
+    check_split(sizes, tp, spec, key)
+    if sizes.moe:
+        _require_divisor(key, tp, "num_experts", sizes.experts)
+
+
+def _check_quantization(sizes: ModelSizes, tp: int, spec: QuantSpec, key: str) -> None:
+    if not spec.quantized:
+        return
+    exceptions = spec.first_layers_bf16 + spec.last_layers_bf16
+    if exceptions >= sizes.layers:
+        raise user_error(
+            "numerics.first_layers_bf16 + numerics.last_layers_bf16",
+            found=exceptions,
+            expected=f"less than the model's num_hidden_layers = {sizes.layers}, so that some layer is quantized",
+            remedy="Lower them, or run both sides in BF16 "
+            "(numerics.preset=bf16 numerics.trainer=bf16 numerics.rollout=bf16).",
+        )
+    if spec.weight.granularity == "tensor" and spec.weight.fixed is None:
+        raise user_error(
+            "numerics.weight.granularity",
+            found="tensor",
+            expected="block, token_group or channel",
+            remedy="A fused weight has one scale here and several in a checkpoint; choose a finer granularity, "
+            "or a static range (numerics.weight.fixed).",
+        )
+    block = _block(spec)
+    shares = f" / {key} = {sizes.ffn_size} / {tp}" if tp > 1 else ""
+    pieces = {
+        "hidden_size": sizes.hidden_size,
+        "head_dim": sizes.head_dim,
+        f"intermediate_size{shares}": sizes.ffn_size // tp,
+        "moe_intermediate_size": sizes.expert_size,
+    }
+    for name, size in pieces.items():
+        if size % block:
+            raise user_error(
+                f"model config: {name}",
+                found=size,
+                expected=f"a multiple of {block}, the quantization block",
+                remedy=f"Choose a model with aligned dimensions, lower {key}, or run both sides in BF16 "
+                "(numerics.preset=bf16 numerics.trainer=bf16 numerics.rollout=bf16).",
+            )
+
+
+def _block(spec: QuantSpec) -> int:
+    """The smallest number of elements that holds whole blocks of every role."""
+    roles = (spec.weight, spec.activation, spec.gradient)
+    return math.lcm(*(role.group for role in roles if role.quantized and role.granularity in ("block", "token_group")))
+
+
+def _require_divisor(key: str, parts: int, name: str, size: int) -> None:
+    if size % parts:
+        raise user_error(
+            key,
+            found=parts,
+            expected=f"a divisor of the model's {name} = {size}",
+            remedy=f"Set {key} to a divisor of {size}.",
+        )

@@ -1,0 +1,86 @@
+"""The process that TransformerEngine runs in: the environment that it reads, and what it made of it."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from functools import reduce
+from typing import TYPE_CHECKING, Any
+
+from numerics.errors import user_error
+from trainer.megatron.lowering import Lowering
+
+if TYPE_CHECKING:
+    from megatron.core.transformer import TransformerConfig
+
+_RECIPE = "Float8BlockScaling"
+
+
+def prepare(lowering: Lowering) -> None:
+    """Set what TransformerEngine reads when it is imported. Importing Megatron imports it, so call this before.
+
+    In a process that has imported it this is too late and changes nothing; `check` then finds out.
+    """
+    if "transformer_engine" in sys.modules:
+        return
+    for name, value in lowering.environment.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+
+
+def check(lowering: Lowering, config: TransformerConfig) -> None:
+    """Compare the recipe that Megatron makes of `config` with the lowering.
+
+    Raises:
+        UserError: TransformerEngine would compute something else.
+    """
+    if lowering.recipe is None:
+        return
+    from megatron.core.fp8_utils import get_fp8_recipe
+
+    compare(lowering.recipe, get_fp8_recipe(config), lowering.environment)
+
+
+def switch(built: Lowering, wanted: Lowering, config: TransformerConfig) -> None:
+    """Let a model that was built with `built` compute as `wanted` from the next forward on.
+
+    With TransformerEngine, one that was built in FP8 may compute in BF16 and in FP8 again. Its weights stay in FP8.
+
+    Raises:
+        UserError: another change; nothing has changed then.
+    """
+    if not built.transformer_engine:
+        return
+    if wanted.recipe is not None and wanted != built:
+        raise user_error(
+            "numerics",
+            found=dict(wanted.config),
+            expected=f"{dict(built.config)}, which the model was built with, or BF16",
+            remedy="Start a new trainer: TransformerEngine's layers keep the FP8 that they were built with.",
+        )
+    config.fp8 = wanted.config.get("fp8")
+
+
+def compare(expected: Mapping[str, Any], recipe: object, environment: Mapping[str, str | None]) -> None:
+    """Raise `UserError` unless `recipe` is a Float8BlockScaling with the fields `expected`."""
+    kind = type(recipe).__name__
+    found = {name: _field(recipe, name) for name in expected} if kind == _RECIPE else {}
+    differing = {name: value for name, value in found.items() if value != expected[name]}
+    if kind == _RECIPE and not differing:
+        return
+    settings = " ".join(f"{name}={value}" if value else f"{name} unset" for name, value in environment.items())
+    raise user_error(
+        "TransformerEngine's FP8 recipe",
+        found=differing or kind,
+        expected=str({name: expected[name] for name in differing} or _RECIPE),
+        remedy=f"It reads its settings when it is imported: start the process with {settings}, and with "
+        "TransformerEngine 2.20.",
+    )
+
+
+def _field(recipe: object, name: str) -> Any:
+    """By its dotted name; None for one that an older version lacks."""
+    return reduce(lambda part, attribute: getattr(part, attribute, None), name.split("."), recipe)

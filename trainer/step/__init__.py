@@ -1,0 +1,1 @@
+"""One pass over a batch, from rows to gradients."""

@@ -1,0 +1,150 @@
+"""Routing replay (R3, arXiv 2510.11370): the engine's choice of experts in the trainer, and its own beside it.
+
+Megatron's `moe_enable_routing_replay` gives each router a `RouterReplay`, whom it asks for the experts of its tokens.
+During a pass over a batch with routes, those of this model remember what the router itself would choose, and answer
+with the batch's routes if it is to be replayed. Probabilities are always the trainer's, at whatever experts are taken,
+so gradients reach the router; what the forward chose is in its graph, so the backward needs no replay of its own. A
+forward that is recomputed in the backward still finds the routes of its micro-batch, for the next one comes later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
+from torch import Tensor, nn
+
+from numerics.errors import user_error
+from trainer.step.batch import UNKNOWN, TokenBatch
+
+
+@contextmanager
+def routing_of(model: nn.Module, batch: TokenBatch) -> Iterator[Routing]:
+    """The model's routers for a pass over `batch`; without routes in the batch they are left alone.
+
+    Raises:
+        UserError: the batch has routes, and the model is split over pipeline stages.
+        ValueError: the routes are not those of such a model.
+    """
+    layers: list[LayerRouting] = []
+    if batch.routes is not None:
+        _check_pipeline()
+        routers = [module.router for module in model.modules() if isinstance(module, MoELayer)]
+        _check_routes(batch, routers)
+        layers = [_layer_routing(router) for router in routers]
+    action = RouterReplayAction.REPLAY_FORWARD if batch.replay else RouterReplayAction.RECORD
+    for layer in layers:
+        layer.set_router_replay_action(action)
+    try:
+        yield Routing(layers)
+    finally:
+        for layer in layers:
+            layer.clear_router_replay_action()
+            layer.clear_indices()
+
+
+class Routing:
+    """The routers of one model during a pass."""
+
+    def __init__(self, layers: list[LayerRouting]) -> None:
+        self._layers = layers
+        split = parallel_state.get_tensor_model_parallel_world_size()
+        self._ranks, self._rank = split, parallel_state.get_tensor_model_parallel_rank()
+
+    def begin(self, batch: TokenBatch) -> None:
+        """Before the forward of a micro-batch: where its tokens are to go."""
+        if batch.routes is None or not batch.replay:
+            return
+        # Routers see [S, B] tokens, and under sequence parallelism this rank's part of S.
+        part = batch.routes.transpose(0, 1).chunk(self._ranks)[self._rank].long().flatten(0, 1)
+        for layer, experts in zip(self._layers, part.unbind(1), strict=True):
+            layer.target_topk_idx = experts
+
+    def own_choice(self, batch: TokenBatch) -> Tensor | None:
+        """After the forward: where the routers would have sent the micro-batch's tokens, int16 [B, S, L, K], experts
+        ascending and -1 in the padding. None for a batch without routes."""
+        if not self._layers:
+            return None
+        # Not int16, which gloo does not carry.
+        chosen = torch.stack([layer.recorded_topk_idx for layer in self._layers], dim=1).int()
+        if self._ranks > 1:
+            parts = [torch.empty_like(chosen) for _ in range(self._ranks)]
+            dist.all_gather(parts, chosen, group=parallel_state.get_tensor_model_parallel_group())
+            chosen = torch.cat(parts)
+        routes = chosen.sort(-1).values.unflatten(0, (batch.width, batch.rows)).transpose(0, 1)
+        return torch.where(batch.real_tokens()[:, :, None, None], routes, UNKNOWN).to(torch.int16)
+
+
+class LayerRouting(RouterReplay):
+    """Megatron's replay for one router, which also records while it replays, and leaves the choice to the router where
+    no route is known."""
+
+    def get_replay_topk(
+        self,
+        scores: Tensor,
+        topk: int,
+        num_groups: int | None = None,
+        group_topk: int | None = None,
+        default_compute_topk: Callable[..., tuple[Tensor, Tensor]] | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """scores [T, E] -> scores [T, k] of the experts taken, and the experts int64 [T, k], best first."""
+        assert default_compute_topk is not None
+        values, own = default_compute_topk(scores, topk, num_groups, group_topk)
+        if self.router_replay_action is None:
+            return values, own
+        self.record_indices(own)
+        if self.router_replay_action is RouterReplayAction.RECORD:
+            return values, own
+        experts = torch.where(self.target_topk_idx == UNKNOWN, own, self.target_topk_idx)
+        # In the order of top-k, so that a softmax over the values adds in the same order as without replay.
+        values, best_first = scores.gather(1, experts).sort(dim=-1, descending=True)
+        return values, experts.gather(1, best_first)
+
+
+def _layer_routing(router: TopKRouter) -> LayerRouting:
+    """The RouterReplay that Megatron made for a router; the finished instance changes class."""
+    router.router_replay.__class__ = LayerRouting
+    return router.router_replay
+
+
+def _check_pipeline() -> None:
+    stages = parallel_state.get_pipeline_model_parallel_world_size()
+    if stages > 1:
+        raise user_error(
+            "trainer.pp",
+            found=stages,
+            expected="1 with numerics.router_replay",
+            remedy="Set trainer.pp=1, or numerics.router_replay=off.",
+        )
+
+
+def _check_routes(batch: TokenBatch, routers: list[TopKRouter]) -> None:
+    assert batch.routes is not None
+    found, expected = list(batch.routes.shape[2:]), [len(routers), routers[0].topk if routers else 0]
+    if found != expected:
+        raise ValueError(
+            f"routes: found {found} (layers, experts of a token), expected {expected}, as the model has; they come "
+            "from another model"
+        )
+    if batch.replay:
+        _check_experts(batch.routes, routers[0].config.num_moe_experts)
+
+
+def _check_experts(routes: Tensor, experts: int) -> None:
+    """Every token has k different experts of the model in a layer, or none."""
+    ascending = routes.sort(-1).values
+    unknown = (ascending == UNKNOWN).all(-1)
+    known = (ascending[..., 0] >= 0) & (ascending[..., -1] < experts) & (ascending.diff(dim=-1) > 0).all(-1)
+    bad = (~(unknown | known)).nonzero()
+    if len(bad):
+        row, token, layer = bad[0].tolist()
+        raise ValueError(
+            f"routes: found the experts {routes[row, token, layer].tolist()} in row {row}, token {token}, layer {layer}"
+            f" (and {len(bad) - 1} like it), expected different ones of 0 to {experts - 1}, or -1 for all"
+        )

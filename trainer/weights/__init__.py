@@ -1,0 +1,1 @@
+"""A model's weights on their way to and from Hugging Face's tensors."""

@@ -1,0 +1,103 @@
+"""A model's weights as tensors of its Hugging Face checkpoint, each from exactly one rank, so that no rank sees them
+all.
+
+An expert comes from a rank that holds it. A weight that tensor parallelism has split is put together at one of the
+ranks that hold its parts. Of ranks that hold the same, one with the least to hand out so far is taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from torch import Tensor
+
+from numerics.quantize import QuantizedTensor
+from numerics.spec import TensorSpec
+from trainer.weights import te_weights
+from trainer.weights.table_bridge import TableBridge
+
+
+class Turns:
+    """Deals out parameters to ranks that hold the same, so that each hands out about as many bytes."""
+
+    def __init__(self, ranks: int) -> None:
+        self._dealt = [0] * ranks
+
+    def next(self, size: int) -> int:
+        """The index of the rank that hands out a parameter of `size` bytes."""
+        turn = self._dealt.index(min(self._dealt))
+        self._dealt[turn] += size
+        return turn
+
+
+class Exporter:
+    """Hands out this rank's share of a model.
+
+    bridge: of the weights; scale_bridge: of the scales of those that are held in FP8, quantized as `quantized_as`.
+    """
+
+    def __init__(self, bridge: TableBridge, scale_bridge: TableBridge, quantized_as: TensorSpec) -> None:
+        self._bridge, self._scale_bridge, self._spec = bridge, scale_bridge, quantized_as
+
+    @torch.no_grad()
+    def share(self, parameters: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor | QuantizedTensor]]:
+        """(HF name, tensor) of what this rank hands out. All ranks must iterate to the end: parts are gathered.
+
+        parameters: (Megatron's name in the whole model, what this rank holds of it), tagged as by Megatron, in the
+        same order on all ranks of a pipeline stage.
+        """
+        tp, dp = parallel_state.get_tensor_model_parallel_world_size(), parallel_state.get_data_parallel_world_size()
+        rank, replica = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_data_parallel_rank()
+        dense, experts = Turns(dp * tp), Turns(parallel_state.get_expert_data_parallel_world_size())
+        for name, held in parameters:
+            row = self._bridge.rows(name)[0]
+            if name in row.copies:
+                continue  # the stage with the original hands it out
+            if row.expert is not None:
+                if experts.next(held.nbytes) == parallel_state.get_expert_data_parallel_rank():
+                    yield from self._tensors(name, held, [self._pieces(held)])
+                continue
+            its_replica, its_rank = divmod(dense.next(held.nbytes), tp)
+            if its_replica != replica:
+                continue
+            if tp > 1 and getattr(held, "tensor_model_parallel", False):
+                parts = _gathered(self._pieces(held), its_rank, parallel_state.get_tensor_model_parallel_group())
+            else:
+                parts = [self._pieces(held)]
+            if its_rank == rank:
+                yield from self._tensors(name, held, parts)
+
+    def _pieces(self, held: Tensor) -> list[Tensor]:
+        """A weight, or the codes and the scales of one that TransformerEngine holds in FP8."""
+        if not te_weights.is_quantized(held):
+            return [held.detach()]
+        weight = te_weights.quantized(held)
+        assert weight.spec == self._spec, f"found a weight that is {weight.spec}, expected {self._spec}"
+        return [weight.data.view(torch.uint8), weight.scale_inv.contiguous()]
+
+    def _tensors(
+        self, name: str, held: Tensor, parts: list[list[Tensor]]
+    ) -> Iterator[tuple[str, Tensor | QuantizedTensor]]:
+        """The tensors in a parameter. parts: the pieces of each rank that shares it."""
+        names = [row.name for row in self._bridge.rows(name)]
+        cut = [
+            bridge._weight_to_hf_format(name, bridge._weight_merge_across_tp(name, list(piece), held))[1]
+            for bridge, piece in zip((self._bridge, self._scale_bridge), zip(*parts, strict=True))
+        ]
+        for tensor_name, (values, *scales) in zip(names, zip(*cut, strict=True), strict=True):
+            quantized = QuantizedTensor(values.view(self._spec.dtype), scales[0], self._spec) if scales else values
+            yield tensor_name, quantized
+
+
+def _gathered(pieces: list[Tensor], owner: int, group: dist.ProcessGroup) -> list[list[Tensor]]:
+    """The pieces of every rank of `group`, at the one of index `owner`; nothing elsewhere. All of them take part."""
+    here = group.rank() == owner
+    parts: list[list[Tensor]] = []
+    for piece in pieces:
+        received = [torch.empty_like(piece) for _ in range(group.size())] if here else []
+        dist.gather(piece.contiguous(), received or None, group=group, group_dst=owner)
+        parts.append(received)
+    return [list(of_rank) for of_rank in zip(*parts, strict=True)]

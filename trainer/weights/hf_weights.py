@@ -1,0 +1,128 @@
+"""A model's weights, to and from the tensors of its Hugging Face checkpoint, on any parallel layout."""
+
+from __future__ import annotations
+
+import functools
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer import TransformerConfig
+from torch import Tensor
+
+from models.stored import check_finite
+from models.storing import write_directory
+from models.tensors import TensorTable
+from numerics.errors import user_error
+from numerics.quantize import QuantizedTensor
+from numerics.ranks import exhaust
+from numerics.spec import TensorSpec
+from trainer.weights import te_weights
+from trainer.weights.export import Exporter
+from trainer.weights.table_bridge import TableBridge
+
+_WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json", "*.pt", "*.pth", "*.gguf")
+
+
+class HFWeights:
+    """The way between one model's parameters and the tensors of its Hugging Face checkpoint.
+
+    Every method needs all ranks. A weight that TransformerEngine holds in FP8 goes the same way twice: its codes as a
+    matrix [N, K], and its scales as a matrix [N / block, K / block].
+
+    config: of the Megatron model. quantized_as: how such weights are quantized.
+    """
+
+    def __init__(
+        self,
+        model_path: Path,
+        table: TensorTable,
+        config: TransformerConfig,
+        quantized_as: TensorSpec,
+        dtype: torch.dtype = torch.bfloat16,
+    ) -> None:
+        self._path, self._spec, self._dtype = Path(model_path), quantized_as, dtype
+        self._table = table
+        self._bridge = TableBridge(table, config)
+        self._exporter = Exporter(self._bridge, TableBridge(table, config, quantized_as.group), quantized_as)
+
+    @torch.no_grad()
+    def load(self, model: GPTModel) -> None:
+        """Fill the model from the directory's safetensors files."""
+        if not any(self._path.glob("*.safetensors")):
+            raise user_error(
+                "model.path",
+                found=str(self._path),
+                expected="a model directory with *.safetensors weights",
+                remedy="Download the weights, or convert them to safetensors.",
+            )
+        quantized = {name: p for name, p in model.named_parameters() if te_weights.is_quantized(p)}
+        plain = {name: torch.empty(p.shape, dtype=self._dtype, device=p.device) for name, p in quantized.items()}
+        tensors = {name: plain.get(name, held.detach()) for name, held in self._held(model)}
+        self._bridge.load_weights([_StandIn(model, tensors)], str(self._path))
+        names = self.names(model)
+        for name, tensor in tensors.items():
+            check_finite(" and ".join(names[name]), tensor)
+        for name, parameter in quantized.items():
+            te_weights.fill(parameter, plain.pop(name))
+
+    def share(self, model: GPTModel) -> Iterator[tuple[str, Tensor | QuantizedTensor]]:
+        """Yield (HF name, tensor) for what this rank hands out; the shares of all ranks are the checkpoint.
+
+        A weight that TransformerEngine holds in FP8 is yielded as it holds it. The tensors may share memory with the
+        parameters: use or copy them before the next training step. All ranks must take all of it.
+        """
+        whole = self._bridge._weight_name_mapping_mcore_local_to_global(model)
+        return self._exporter.share((whole[name], held) for name, held in self._held(model))
+
+    def names(self, model: GPTModel) -> dict[str, list[str]]:
+        """The tensors of the checkpoint that each parameter of this rank holds, whole or in part, by its name."""
+        whole = self._bridge._weight_name_mapping_mcore_local_to_global(model)
+        return {name: [row.name for row in self._bridge.rows(whole[name])] for name, _ in self._held(model)}
+
+    def _held(self, model: GPTModel) -> Iterator[tuple[str, Tensor]]:
+        """Everything of this rank's that is a tensor of the checkpoint."""
+        yield from model.named_parameters()
+        whole = self._bridge._weight_name_mapping_mcore_local_to_global(model)
+        for name, buffer in model.named_buffers():
+            if whole.get(name) in self._table.in_megatron:
+                yield name, buffer
+
+    def write(self, model: GPTModel, path: Path) -> None:
+        """Write a Hugging Face directory: the weights, dequantized, and every other file of the source directory."""
+        copied = functools.partial(
+            shutil.copytree, self._path, ignore=shutil.ignore_patterns(*_WEIGHT_FILES, ".*"), dirs_exist_ok=True
+        )
+        write_directory(Path(path).absolute(), self._plain(self.share(model)), copied)
+
+    def _plain(self, weights: Iterator[tuple[str, Tensor | QuantizedTensor]]) -> Iterator[tuple[str, Tensor]]:
+        try:
+            for name, weight in weights:
+                yield name, weight.dequantize(self._dtype) if isinstance(weight, QuantizedTensor) else weight
+        finally:
+            exhaust(weights)
+
+
+class _StandIn:
+    """A model as mbridge sees it, with these tensors in place of its parameters."""
+
+    def __init__(self, model: GPTModel, tensors: dict[str, Tensor]) -> None:
+        self._model, self._tensors = model, tensors
+        held = {**dict(model.named_buffers()), **dict(model.named_parameters())}
+        for name, tensor in tensors.items():
+            # By these tags mbridge gathers. Experts have them for the gradient norm alone: no rank has split them.
+            split = getattr(held[name], "tensor_model_parallel", False) and ".experts." not in name
+            tensor.tensor_model_parallel = split  # type: ignore[attr-defined]
+            tensor.partition_dim = getattr(held[name], "partition_dim", -1)  # type: ignore[attr-defined]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        return iter(self._tensors.items())
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return self._tensors
