@@ -6,13 +6,14 @@ from torch import Tensor
 
 GOLDEN = -0x61C8864680B583EB
 """2^64 / golden ratio, as int64: multiples of it lie far apart."""
-_MIX = (-0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15)  # of splitmix64 (Steele, Lea and Flood 2014)
+MIX = (-0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15)
+"""The factors of splitmix64 (Steele, Lea and Flood 2014)."""
 
 
 def mix(x: Tensor) -> Tensor:
     """splitmix64's finalizer: a bijection of int64 in which each bit depends on every bit. Products wrap around."""
-    x = (x ^ shifted(x, 30)) * _MIX[0]
-    x = (x ^ shifted(x, 27)) * _MIX[1]
+    x = (x ^ shifted(x, 30)) * MIX[0]
+    x = (x ^ shifted(x, 27)) * MIX[1]
     return x ^ shifted(x, 31)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 from numerics.kernels.attention import attention, paged_attention
 from numerics.kernels.combine import combine
 from numerics.kernels.digest import chunk_sums
+from numerics.kernels.draw import draw
 from numerics.kernels.experts import experts, grouped_linear
 from numerics.kernels.linear import (
     fp8_linear,
@@ -27,7 +28,7 @@ from numerics.kernels.router import route, top_experts
 from numerics.kernels.swiglu import swiglu
 
 _ALL = (
-    add_rms_norm, attention, chunk_sums, combine, experts, fp8_linear, fp8_linear_partial, group_operand,
+    add_rms_norm, attention, chunk_sums, combine, draw, experts, fp8_linear, fp8_linear_partial, group_operand,
     grouped_linear, linear, linear_partial, norm_fp8_linear, paged_attention, quantize, quantize_many,
     rms_norm, rope, route, swiglu, token_logprobs, top_experts, trained_operand, weight_operand,
 )  # fmt: skip

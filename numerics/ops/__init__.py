@@ -6,6 +6,7 @@ checked at start by `numerics.backend.probe`.
 """
 
 from numerics.ops.attention import attention, paged_attention
+from numerics.ops.draw import draw
 from numerics.ops.experts import ExpertWeights, combine, experts, group_by_expert
 from numerics.ops.linear import (
     fp8_linear,
@@ -29,6 +30,7 @@ __all__ = [
     "add_rms_norm",
     "attention",
     "combine",
+    "draw",
     "experts",
     "fp8_linear",
     "fp8_linear_partial",

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from numerics.sampling import GREEDY, draw
+from numerics import ops
+from numerics.sampling import GREEDY
 
 
 def seeds_of_batch(result: Any, cls: Any, batch: Any, vocab_size: int) -> Any:
@@ -38,7 +39,7 @@ def draw_from_logits(logits: Tensor, sampling_info: Any, positions: Tensor) -> T
     """
     if _narrows(sampling_info, logits.shape[-1]):
         logits = narrowed(logits, sampling_info)
-    return draw(logits, sampling_info.temperatures.reshape(-1), sampling_info.sampling_seed, positions)
+    return ops.draw(logits, sampling_info.temperatures.reshape(-1), sampling_info.sampling_seed, positions)
 
 
 def narrowed(logits: Tensor, sampling_info: Any) -> Tensor:
@@ -76,4 +77,4 @@ def draw_from_probabilities(
         unseeded = dataclasses.replace(sampling_info, sampling_seed=None)
         return original(self, probs, unseeded, positions, simple_sampling_case)
     ones = torch.ones(len(probs), device=probs.device)
-    return draw(probs.log(), ones, sampling_info.sampling_seed, positions).to(torch.int32)
+    return ops.draw(probs.log(), ones, sampling_info.sampling_seed, positions).to(torch.int32)

@@ -10,8 +10,8 @@ from numerics.backend.implementation import choose, using
 from numerics.backend.probe import row_variant_ops
 from numerics.digest import tensor_digest
 from numerics.fake_quantize import fake_quantize_columns, fake_quantize_rows
+from numerics.ops import draw
 from numerics.quantize import quantize
-from numerics.sampling import draw
 from numerics.spec import QuantSpec, TensorSpec
 
 pytestmark = pytest.mark.gpu

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from numerics import ops
 from numerics.ranks import all_gathered
-from numerics.sampling import GREEDY, draw
+from numerics.sampling import GREEDY
 from trainer import device
 from trainer.distributed.parallel import Layout
 from trainer.errors import NonFiniteLossError
@@ -175,7 +175,7 @@ def _draws(logits: Tensor, batch: TokenBatch) -> Tensor | None:
         seen = int(batch.lengths[row]) - 1
         positions = torch.arange(seen, device=logits.device)
         temperatures = torch.full((seen,), batch.temperature, device=logits.device)
-        drawn[row, 1 : seen + 1] = draw(logits[row, :seen], temperatures, batch.seeds[row].expand(seen), positions)
+        drawn[row, 1 : seen + 1] = ops.draw(logits[row, :seen], temperatures, batch.seeds[row].expand(seen), positions)
     return drawn
 
 

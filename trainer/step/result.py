@@ -19,7 +19,7 @@ class PassResult:
         seconds: from the batch's arrival on the ranks to the gradient norm.
         routes: int16 [B, S, L, K] on the CPU, where the trainer's own router would send each token, experts ascending
             and -1 in the padding; given for a batch with routes, whether or not they are replayed.
-        draws: int64 [B, S] on the CPU, the token that `numerics.sampling.draw` takes from the trainer's logits in place
+        draws: int64 [B, S] on the CPU, the token that `numerics.ops.draw` takes from the trainer's logits in place
             of each one; -1 at index 0, in the padding and in rows without a seed. None for a batch without seeds.
     """
 

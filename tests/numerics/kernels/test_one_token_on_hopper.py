@@ -42,7 +42,9 @@ with compiled_only() as found, using("triton"), torch.no_grad():
         matrices = weight(experts, 2 * 128, hidden), weight(experts, hidden, 128)
         outputs = ops.experts(x[order], counts, *matrices, spec, "bf16")
         ops.combine(outputs, probs, order, x.dtype)
-        ops.token_logprobs(ops.linear(x, tensor(vocabulary, hidden)), one, torch.ones(1))
+        logits = ops.linear(x, tensor(vocabulary, hidden))
+        ops.token_logprobs(logits, one, torch.ones(1))
+        ops.draw(logits, torch.ones(1), one, one)
 """
 
 
@@ -54,4 +56,5 @@ def test_a_decode_step_of_one_sequence_compiles():
         "_kernel",
         "_route_kernel",
         "_tiles_kernel",
+        "_draw_kernel",
     }

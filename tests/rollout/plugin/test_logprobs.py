@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from numerics import ops
-from numerics.sampling import GREEDY, draw
+from numerics.ops import draw
+from numerics.sampling import GREEDY
 from rollout.plugin import logprobs
 
 VOCABULARY = 37

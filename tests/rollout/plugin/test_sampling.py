@@ -10,7 +10,8 @@ import pytest
 import torch
 from transformers.generation.logits_process import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from numerics.sampling import GREEDY, draw
+from numerics.ops import draw
+from numerics.sampling import GREEDY
 from rollout.plugin import sampling
 
 TOP_K_ALL = 1 << 30

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import chisquare, kstest
 
-from numerics.sampling import GREEDY, answer_seed, draw, gumbel
+from numerics.ops.draw import draw, gumbel
+from numerics.sampling import GREEDY, answer_seed
 
 SIGNIFICANCE = 1e-4
 DRAWS = 20_000

@@ -1,0 +1,79 @@
+"""The draw kernel against the torch op: the same tokens, in few launches."""
+
+import math
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from numerics import ops
+from numerics.kernels.draw import draw
+from numerics.sampling import GREEDY
+from tests.support.kernels import DEVICE
+
+# The interpreter's numpy warns of NaN and of products that wrap around.
+pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")
+
+
+def case(rows, vocabulary, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(rows * vocabulary)
+    logits = (torch.randn(rows, vocabulary, generator=generator) * 4).to(dtype)
+    temperatures = torch.rand(rows, generator=generator) + 0.3
+    seeds = torch.randint(0, 2**62, (rows,), generator=generator)
+    seeds[::5] = GREEDY
+    positions = torch.randint(0, 2**20, (rows,), generator=generator)
+    return [value.to(DEVICE) for value in (logits, temperatures, seeds, positions)]
+
+
+# Less than a block, several blocks, a whole number of them.
+@pytest.mark.parametrize("vocabulary", (1, 300, 9001, 8192))
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32), ids=("bf16", "fp32"))
+def test_tokens_are_those_of_the_definition(vocabulary, dtype):
+    arguments = case(23, vocabulary, dtype)
+    assert draw(*arguments).equal(ops.draw(*arguments))
+    strided = torch.zeros(23, vocabulary + 5, dtype=dtype, device=DEVICE)[:, 2 : vocabulary + 2].copy_(arguments[0])
+    assert draw(strided, *arguments[1:]).equal(ops.draw(*arguments))
+
+
+def test_ties_go_to_the_lower_id_also_in_another_block():
+    logits = torch.full((2, 9000), -1.0, device=DEVICE)
+    logits[:, (17, 4095, 4096, 8999)] = 2.0
+    greedy = torch.full((2,), GREEDY, device=DEVICE)
+    assert draw(logits, torch.ones(2, device=DEVICE), greedy, torch.zeros_like(greedy)).tolist() == [17, 17]
+
+
+def test_a_nan_is_never_drawn_nor_a_logit_of_minus_infinity_where_there_is_another():
+    logits = torch.full((4, 5000), -torch.inf, device=DEVICE)
+    logits[0, ::2], logits[0, 4999] = math.nan, 1.0
+    logits[1, :4998], logits[1, 4998] = math.nan, -3e38
+    logits[2] = math.nan
+    logits[3, 4097], logits[3, 3] = torch.inf, 5.0
+    arguments = logits, torch.full((4,), 0.5), torch.tensor([4, 5, 6, 7]), torch.arange(4)
+    arguments = [value.to(DEVICE) for value in arguments]
+    assert draw(*arguments).tolist() == ops.draw(*arguments).tolist() == [4999, 4998, 0, 4097]
+
+
+class Launches(TorchDispatchMode):
+    """Counts the ops that touch a device: all but views."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += not func.is_view
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_decode_step_draws_in_few_launches(monkeypatch):
+    """On a GPU each op of torch is a launch. A step of 256 rows at a vocabulary of 151,936, on meta tensors."""
+    rows, vocabulary = 256, 151_936
+    logits = torch.empty(rows, vocabulary, dtype=torch.bfloat16, device="meta")
+    temperatures, whole = torch.empty(rows, device="meta"), torch.empty(rows, dtype=torch.int64, device="meta")
+    with Launches() as definition:
+        assert ops.draw(logits, temperatures, whole, whole).shape == (rows,)
+    grids = []
+    kernel = type("Kernel", (), {"__getitem__": lambda self, grid: lambda *_, **__: grids.append(grid)})()
+    monkeypatch.setattr("numerics.kernels.draw._draw_kernel", kernel)
+    with Launches() as around:
+        assert draw(logits, temperatures, whole, whole).shape == (rows,)
+    assert definition.count <= 100
+    assert grids == [(rows, 38)] and around.count <= 6
