@@ -16,7 +16,7 @@ import random
 from collections.abc import Iterator
 from pathlib import Path
 
-from rollout.data.tasks import Problem
+from fp8rl import Problem
 
 LARGEST_TOTAL = 19
 NOISE = 0.6

@@ -6,7 +6,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from rl.algorithms.policy_gradient import PolicyGradient
+from fp8rl import PolicyGradient
 
 
 class Median(PolicyGradient):

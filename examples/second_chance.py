@@ -1,6 +1,6 @@
 """An environment of one's own: who answers wrong hears the question once more, and can still earn half a point."""
 
-from rollout.environments.conversation import Conversation
+from fp8rl import Conversation
 
 
 async def second_chance(conversation: Conversation) -> dict[str, float]:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from models.tiny import TinyModel, write_tiny_model
-from numerics.errors import UserError
+from fp8rl import TinyModel, UserError, write_tiny_model
 
 
 def main() -> None:

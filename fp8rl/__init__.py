@@ -1,1 +1,77 @@
-"""The roof: the `fp8rl` command."""
+"""The roof: the `fp8rl` command, and all that a reward, an environment, an algorithm or a notebook of a user's imports.
+
+A name is imported when it is first asked for (PEP 562), so that `import fp8rl` itself costs nothing.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fp8rl.run import Run
+    from fp8rl.training import RunFailedError, train
+    from models.tiny import TinyModel, write_tiny_model
+    from numerics.errors import UserError
+    from rl.algorithms.base import AlgorithmConfig, Outcomes, used_tokens
+    from rl.algorithms.parts.surrogates import Surrogate
+    from rl.algorithms.policy_gradient import PolicyGradient
+    from rl.experiment import Experiment, load_experiment
+    from rl.record.rollouts import RolloutRecord
+    from rollout.data.tasks import Problem
+    from rollout.environments.conversation import Conversation, Turn
+    from trainer.step.batch import TokenBatch
+    from trainer.step.objective import Objective, ObjectiveOutput
+
+_HOMES = {
+    "fp8rl.run": ("Run",),
+    "fp8rl.training": ("RunFailedError", "train"),
+    "models.tiny": ("TinyModel", "write_tiny_model"),
+    "numerics.errors": ("UserError",),
+    "rl.algorithms.base": ("AlgorithmConfig", "Outcomes", "used_tokens"),
+    "rl.algorithms.parts.surrogates": ("Surrogate",),
+    "rl.algorithms.policy_gradient": ("PolicyGradient",),
+    "rl.experiment": ("Experiment", "load_experiment"),
+    "rl.record.rollouts": ("RolloutRecord",),
+    "rollout.data.tasks": ("Problem",),
+    "rollout.environments.conversation": ("Conversation", "Turn"),
+    "trainer.step.batch": ("TokenBatch",),
+    "trainer.step.objective": ("Objective", "ObjectiveOutput"),
+}
+_HOME = {name: module for module, names in _HOMES.items() for name in names}
+
+__all__ = [
+    "AlgorithmConfig",
+    "Conversation",
+    "Experiment",
+    "Objective",
+    "ObjectiveOutput",
+    "Outcomes",
+    "PolicyGradient",
+    "Problem",
+    "RolloutRecord",
+    "Run",
+    "RunFailedError",
+    "Surrogate",
+    "TinyModel",
+    "TokenBatch",
+    "Turn",
+    "UserError",
+    "load_experiment",
+    "train",
+    "used_tokens",
+    "write_tiny_model",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        return importlib.import_module("importlib.metadata").version("fp8rl")
+    if name not in _HOME:
+        raise AttributeError(f"module 'fp8rl' has no attribute {name!r}; it has {', '.join(__all__)}")
+    found = globals()[name] = getattr(importlib.import_module(_HOME[name]), name)
+    return found
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import subprocess
 import sys
@@ -11,8 +12,8 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from fp8rl import cli
-from fp8rl.cli import app
+from fp8rl.cli import COMMANDS, app
+from fp8rl.commands import runs
 from models.tiny import TinyModel, write_tiny_model
 from numerics.errors import UserError
 from tests.support.paths import ROOT, new_run
@@ -27,6 +28,19 @@ def test_without_a_command_it_lists_them() -> None:
     _, printed = invoke()
     for command in ("train", "demo", "report", "convert"):
         assert command in printed
+
+
+@pytest.mark.parametrize("option", ["-h", "--help"])
+def test_every_command_explains_itself(option: str) -> None:
+    names = [command.__name__ for commands in COMMANDS.values() for command in commands]
+    assert len(names) == len(set(names)) == 13
+    for name in names:
+        code, printed = invoke(name, option)
+        assert code == 0 and f"fp8rl {name}" in printed.replace("root", "fp8rl")
+
+
+def test_the_version_is_the_distributions() -> None:
+    assert invoke("--version") == (0, f"fp8rl {importlib.metadata.version('fp8rl')}\n")
 
 
 def test_the_command_line_starts_without_the_heavy_libraries() -> None:
@@ -76,7 +90,7 @@ def test_the_demo_is_found_from_the_repository_only(tmp_path: Path, monkeypatch:
 
 def test_the_demo_runs_the_example_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
-    monkeypatch.setattr(cli, "_train", lambda *arguments, **options: calls.append((arguments, options)))
+    monkeypatch.setattr(runs, "_train", lambda *arguments, **options: calls.append((arguments, options)))
     monkeypatch.chdir(ROOT)
     assert invoke("demo", "run.steps=2")[0] == 0
     assert calls == [((Path("examples/arithmetic.yaml"), ["run.name=demo", "run.steps=2"]), {"overwrite": True})]
@@ -89,7 +103,7 @@ def test_exit_codes(monkeypatch: pytest.MonkeyPatch, error: BaseException, code:
     def fail(*_: object, **__: object) -> None:
         raise error
 
-    monkeypatch.setattr(cli, "_train", fail)
+    monkeypatch.setattr(runs, "_train", fail)
     found, printed = invoke("train", "spec.yaml")
     assert found == code and "Traceback" not in printed
 

@@ -1,0 +1,83 @@
+"""Commands that look for causes: attribute and rescore after a run, and the studies of what is claimed about FP8."""
+
+from __future__ import annotations
+
+import json
+import sys
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fp8rl.commands.shared import AsJson, end, progress, show, user_errors
+from numerics.errors import UserError
+from rl.run.lifecycle.interrupts import interruptible
+
+
+def attribute(
+    subject: Annotated[Path, typer.Argument(metavar="RUN|CAPSULE", help="E.g. runs/demo, runs/demo/capsules/step_7.")],
+    as_json: AsJson = False,
+    out: Annotated[Path | None, typer.Option(help="Page to write; its numbers go beside it as .json.")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Leave out causes that need other engines.")] = False,
+) -> None:
+    """Start both sides and say where their mismatch comes from: by op, by cause, by expert and by position."""
+    with user_errors(), redirect_stdout(sys.stderr):
+        from diagnose.attribution.offline import attribute_offline, read_subject
+        from diagnose.attribution.page import write_page
+        from diagnose.attribution.tables import rendered
+        from numerics.io.files import check_writable
+
+        named = read_subject(subject)
+        page = out or named.page
+        check_writable(page, "--out" if out else "report")
+        if page.is_dir():
+            raise UserError(f"--out: found the directory {page}, expected a page to write. Add its name.")
+        with interruptible():
+            found = attribute_offline(named, quick=quick, say=progress())
+        write_page(found, named.name, page, named.compared)
+    if as_json:
+        print(json.dumps(found.to_dict(), indent=1))
+        return
+    show(rendered(found, named.compared), f"\nreport   {page}", soft_wrap=True)
+    if quick and named.numerics.mode == "native":
+        show("left out  quantization and op definitions (--quick)")
+
+
+def rescore(
+    capsule: Annotated[Path, typer.Argument(metavar="CAPSULE", help="Directory, e.g. runs/demo/capsules/step_7.")],
+    model: Annotated[Path | None, typer.Option(help="Weights in place of the capsule's own, in BF16.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Score a capsule's sequences again, without Ray and engine. Exit code 0: reproduced, 1: not, 2: bad input."""
+    with user_errors():
+        from rich.console import Console
+
+        from diagnose.rescore import print_rescored
+        from diagnose.rescore import rescore as score_again
+
+        result = score_again(capsule, model)
+        if as_json:
+            print(json.dumps(result.to_dict(), indent=1))
+        else:
+            print_rescored(result, Console(highlight=False))
+    end(result.reproduced)
+
+
+def study(
+    names: Annotated[list[str] | None, typer.Argument(metavar="[NAME]...", help="Studies to run.")] = None,
+    every: Annotated[bool, typer.Option("--all", help="Run all of them.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Smaller sizes, for a look; no verdicts.")] = False,
+    seeds: Annotated[int | None, typer.Option(help="Repetitions; by default what a verdict needs.")] = None,
+    keep: Annotated[bool, typer.Option("--keep", help="Copy results into docs/studies; needs a clean tree.")] = False,
+) -> None:
+    """Measure what is claimed about FP8, and write runs/studies/NAME with results, tables and figures.
+
+    Exit code 0, 1 if a control does not hold, 2 for bad input.
+    """
+    with user_errors(), redirect_stdout(sys.stderr):
+        from studies.harness.run import run_studies
+
+        with interruptible():
+            sound = run_studies(names or [], every=every, quick=quick, seeds=seeds, keep=keep, say=progress())
+    end(sound)

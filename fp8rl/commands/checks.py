@@ -1,0 +1,111 @@
+"""Commands that examine an experiment before its run: doctor, plan, preflight, audit."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fp8rl.commands.shared import AsJson, Overrides, SpecPath, end, progress, show, user_errors
+from rl.run.lifecycle.interrupts import interruptible
+
+
+def doctor(
+    spec: Annotated[
+        Path | None, typer.Argument(metavar="[SPEC]", help="YAML experiment spec; without one, the default numerics.")
+    ] = None,
+    overrides: Overrides = None,
+    as_json: AsJson = False,
+) -> None:
+    """Say what is installed, what the GPUs can do, and on what the spec would run.
+
+    Exit code 0, 1 if it cannot run here, 2 for bad input.
+    """
+    with user_errors():
+        from diagnose.doctor import gather, judge, rendered, to_json, with_conditions
+        from rl.experiment import load_experiment
+        from rl.experiment.sections import NumericsSection
+
+        loaded = load_experiment(spec, overrides or []) if spec else None
+        numerics = loaded.numerics_config() if loaded else NumericsSection().config(tp=1)
+        say = progress()
+        diagnosis = judge(gather(numerics, say), numerics)
+        if loaded:
+            say("checking model, data and sizes of the spec")
+            diagnosis = with_conditions(diagnosis, loaded)
+    print(to_json(diagnosis)) if as_json else show(rendered(diagnosis))
+    end(diagnosis.ok)
+
+
+def plan(
+    subject: Annotated[
+        str | None,
+        typer.Argument(metavar="SPEC|MODEL", help="YAML spec, Hugging Face directory, or a name: qwen3_30b_a3b."),
+    ] = None,
+    overrides: Overrides = None,
+    gpu: Annotated[str, typer.Option(help="h100, h200, h800, h20 or b200.")] = "h100",
+    gpus: Annotated[int | None, typer.Option(help="GPUs of the trainer; engines share them, or have others.")] = None,
+    length: Annotated[int | None, typer.Option(min=1, help="Tokens of a row; else as long as they may be.")] = None,
+    assume: Annotated[
+        str | None, typer.Option(help="Some of recompute, offload, sleep, bf16_moments, with commas.")
+    ] = None,
+    bench: Annotated[Path | None, typer.Option(help="gpu.json of `python -m bench.gpu` on such a GPU.")] = None,
+    claims: Annotated[bool, typer.Option("--claims", help="What calculation says to published claims.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Calculate from the configuration alone what fits, how long a step takes, and whether FP8 pays.
+
+    Exit code 0, 1 if it does not fit or settings conflict, 2 for bad input.
+    """
+    with user_errors():
+        from diagnose import plan as planning
+
+        if claims:
+            print(planning.claims_json()) if as_json else show(planning.rendered_claims())
+            return
+        found, kind = planning.read_subject(subject, overrides or []), planning.gpu_named(gpu)
+        mode = found.experiment.numerics.mode
+        efficiency = planning.measured(bench, mode, kind) if bench else planning.assumed(mode)
+        made = planning.make_plan(found, kind, efficiency, gpus, length, planning.read_assumed(assume))
+    print(planning.to_json(made)) if as_json else show(planning.rendered(made))
+    end(made.ok)
+
+
+def preflight(
+    spec: SpecPath,
+    overrides: Overrides = None,
+    as_json: AsJson = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Leave out BF16/BF16, which needs another engine.")] = False,
+) -> None:
+    """Start both sides once and say whether they agree: same spec, same bytes, same logprobs.
+
+    Exit code 0, 1 if they do not, 2 for bad input.
+    """
+    with user_errors(), redirect_stdout(sys.stderr):
+        from diagnose.preflight import preflight as examine
+        from diagnose.preflight import rendered
+        from rl.experiment import load_experiment
+
+        with interruptible():
+            found = examine(load_experiment(spec, overrides or []), quick=quick, say=progress())
+    print(found.to_json()) if as_json else show(rendered(found))
+    end(found.ok)
+
+
+def audit(spec: SpecPath, overrides: Overrides = None, as_json: AsJson = False) -> None:
+    """Start both sides, watch one training step op by op, and say whether every tensor is in its planned format.
+
+    Exit code 0, 1 if one is not, 2 for bad input.
+    """
+    with user_errors(), redirect_stdout(sys.stderr):
+        from diagnose.audit import audit as examine
+        from diagnose.audit import rendered
+        from rl.experiment import load_experiment
+
+        with interruptible():
+            found = examine(load_experiment(spec, overrides or []), say=progress())
+    print(found.to_json()) if as_json else show(rendered(found))
+    end(found.ok)

@@ -1,0 +1,79 @@
+"""Commands that take a model: serve and convert."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fp8rl.commands.shared import show, user_errors
+from numerics.errors import UserError
+from rl.run.lifecycle.interrupts import interruptible
+
+
+def serve(
+    subject: Annotated[Path, typer.Argument(metavar="RUN|MODEL", help="E.g. runs/demo, or a Hugging Face directory.")],
+    port: Annotated[int | None, typer.Option(min=1024, max=65535, help="Without one, any free one.")] = None,
+    mode: Annotated[str, typer.Option(help="For a MODEL: exact or native.")] = "exact",
+    preset: Annotated[str, typer.Option(help="For a MODEL: quantization preset.")] = "fp8_block_pow2",
+) -> None:
+    """Serve a trained model by OpenAI's API, in the numerics of its run, until Ctrl-C.
+
+    It listens on this machine alone. Log-probabilities are those that the trainer would give.
+    """
+    with user_errors():
+        if mode not in ("exact", "native"):
+            raise UserError(f"--mode: found {mode!r}, expected exact or native. Correct it.")
+        from fp8rl import serving
+
+        served = serving.read_served(subject, "exact" if mode == "exact" else "native", preset)
+        numerics = served.numerics
+        show(
+            f"starting an engine with {served.path}, {numerics.mode}, {numerics.rollout_spec.digest()}", soft_wrap=True
+        )
+        with interruptible(), tempfile.TemporaryDirectory(prefix="fp8rl-serve-") as folder:
+            with serving.serve(served, Path(folder) / "engine.log", port) as server:
+                at = server.endpoint
+                keys = f"OPENAI_BASE_URL={at.url}/v1 OPENAI_API_KEY={at.api_key}"
+                show(f"export {keys}    # model {served.name}", soft_wrap=True)
+                while True:
+                    server.check()
+                    time.sleep(1.0)
+
+
+def convert(
+    model: Annotated[Path, typer.Argument(metavar="MODEL", help="Hugging Face directory in BF16.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Directory to write, as an engine loads it.")],
+    preset: Annotated[str, typer.Option(help="Quantization preset.")] = "fp8_block_pow2",
+) -> None:
+    """Quantize a checkpoint with the project's one quantizer."""
+    with user_errors():
+        from models.stored import check_stored
+        from numerics.io.files import check_writable
+        from numerics.io.reading import check_path
+        from numerics.spec import QuantSpec
+        from rl.experiment.preconditions import read_model
+        from rl.experiment.preconditions.tokenizer import check_chat_template, load_tokenizer
+        from trainer.config import TrainerConfig
+        from trainer.megatron.model_checks import check_layout
+        from weight_sync.hf_checkpoint import convert_checkpoint
+
+        check_path(model, "MODEL")
+        quant_spec = QuantSpec.preset(preset)
+        definition = read_model(model, "MODEL")
+        check_layout(definition.sizes, TrainerConfig(), quant_spec)
+        check_stored(model, definition, "MODEL")
+        if (model / "tokenizer.json").is_file():  # an engine needs none, and a base model no chat template
+            tokenizer = load_tokenizer(model, "MODEL")
+            if tokenizer.chat_template:
+                check_chat_template(tokenizer, model, "MODEL")
+        check_writable(out, "OUT")
+        if os.path.lexists(out):
+            raise UserError(f"OUT: found {out}, expected a directory that does not exist yet. Choose another one.")
+        with interruptible():
+            convert_checkpoint(model, out, quant_spec)
+        show(f"{out}: quantized as {preset}, spec {quant_spec.digest()}", soft_wrap=True)

@@ -1,0 +1,81 @@
+"""Commands that make a run, or show one: train, demo, submit, report."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fp8rl.commands.shared import Overrides, Overwrite, Resume, SpecPath, end, show, user_errors
+from fp8rl.training import RunFailedError, run_experiment
+from numerics.errors import UserError
+from rl.run.lifecycle.interrupts import interruptible
+from rl.run.lifecycle.stopping import STOPPED
+
+DEMO_SPEC = Path("examples/arithmetic.yaml")
+
+
+def train(spec: SpecPath, overrides: Overrides = None, resume: Resume = False, overwrite: Overwrite = False) -> None:
+    """Run an experiment: start or join Ray, train, and write runs/NAME with metrics, checkpoints and a report.
+
+    Exit code 0, 2 for bad input, 3 if a gate or a failure has stopped the run, 130 if a signal has.
+    """
+    with user_errors():
+        _train(spec, overrides or [], resume=resume, overwrite=overwrite)
+
+
+def demo(overrides: Overrides = None) -> None:
+    """Train the tiny MoE of the examples in exact FP8 on this machine, and say what came of it.
+
+    It replaces an earlier runs/demo.
+    """
+    with user_errors():
+        if not DEMO_SPEC.is_file():
+            raise UserError(f"demo: found no {DEMO_SPEC} here, expected the repository's root. Change there.")
+        _train(DEMO_SPEC, ["run.name=demo", *(overrides or [])], overwrite=True)
+
+
+def submit(
+    spec: SpecPath,
+    address: Annotated[str, typer.Option(help="The cluster's dashboard, e.g. http://127.0.0.1:8265.")],
+    overrides: Overrides = None,
+    wait: Annotated[bool, typer.Option("--wait", help="Show what the job says, and end with it.")] = False,
+    resume: Resume = False,
+    overwrite: Overwrite = False,
+) -> None:
+    """Run an experiment as a job of a Ray cluster, whose nodes see this directory.
+
+    Exit code 0, 1 if the job that was waited for did not succeed, 2 for bad input.
+    """
+    with user_errors():
+        from rl.experiment import load_experiment
+        from rl.run.cluster import submission
+
+        load_experiment(spec, overrides or [])  # what it would refuse, it refuses here
+        flags = ["--resume"] * resume + ["--overwrite"] * overwrite
+        arguments = [str(spec.absolute()), *(overrides or []), *flags]
+        done = submission.submit(arguments, address, wait=wait, say=lambda text: show(text, soft_wrap=True))
+    end(done)
+
+
+def report(run: Annotated[Path, typer.Argument(metavar="RUN", help="Directory of a run, e.g. runs/demo.")]) -> None:
+    """Write the run's report.html: a self-contained page with curves, verdict, sample rollouts and the spec."""
+    with user_errors():
+        from rl.report.report import write_report
+
+        with interruptible():
+            page, damage = write_report(run)
+        show(str(page), soft_wrap=True)
+    for line in damage:
+        print(f"damaged: {line}", file=sys.stderr)
+
+
+def _train(spec: Path, overrides: list[str], *, resume: bool = False, overwrite: bool = False) -> None:
+    try:
+        _, stopped = run_experiment(spec, overrides, resume=resume, overwrite=overwrite)
+    except RunFailedError:  # it has said why
+        raise typer.Exit(STOPPED) from None
+    if stopped:
+        raise typer.Exit(STOPPED)

@@ -1,0 +1,58 @@
+"""What the commands share: their arguments, their exit codes, and where they print."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from numerics.errors import UserError
+from rl.run.lifecycle.interrupts import INTERRUPTED
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+SpecPath = Annotated[Path, typer.Argument(metavar="SPEC", help="YAML experiment spec.")]
+Overrides = Annotated[
+    list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Values that replace the spec's, e.g. run.steps=2.")
+]
+Resume = Annotated[bool, typer.Option("--resume", help="Go on from the run's last checkpoint.")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Delete an earlier run of this name first.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON, and nothing else.")]
+
+
+@contextmanager
+def user_errors() -> Iterator[None]:
+    """What the user can mend is one message and exit code 2; Ctrl-C is 130; anything else keeps its traceback."""
+    try:
+        yield
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise typer.Exit(2) from None
+    except KeyboardInterrupt:
+        print("interrupted; every process that was started is stopped", file=sys.stderr)
+        raise typer.Exit(INTERRUPTED) from None
+
+
+def progress() -> Callable[[str], None]:
+    """Prints a line to the standard error, which leaves the standard output to the result."""
+    from rich.console import Console
+
+    return Console(stderr=True, highlight=False).print
+
+
+def show(*found: RenderableType, soft_wrap: bool = False) -> None:
+    """Print a result to the standard output."""
+    from rich.console import Console
+
+    Console(highlight=False).print(*found, soft_wrap=soft_wrap)
+
+
+def end(ok: bool) -> None:
+    """Exit code 1 unless it is `ok`."""
+    if not ok:
+        raise typer.Exit(1)

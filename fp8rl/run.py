@@ -1,0 +1,142 @@
+"""The folder of a run as an object, for notebooks: a view that reads, and never writes but the report."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from numerics.errors import user_error
+from numerics.io.reading import BadLine, check_path
+from rl.record.events import Event, events_found
+from rl.record.metrics_log import Row, metrics_found
+from rl.record.rollouts import RolloutRecord, rollouts_found
+from rl.record.run_dir import RunDir
+from rl.record.sessions import Session, sessions_found
+
+if TYPE_CHECKING:
+    import pandas
+
+    from rl.experiment import Experiment
+
+
+class Run:
+    """What lies in `runs/NAME`, read anew each time, so that a run can be watched while it goes on.
+
+    Lines that cannot be used are left out with a warning, as the report does.
+
+    Raises:
+        UserError: `path` is not the folder of a run.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        check_path(path, "Run")
+        self._files = RunDir(Path(path).absolute())
+        if not self._files.experiment.is_file():
+            raise user_error(
+                "Run",
+                found=str(path),
+                expected="the folder of a run, which has a spec.yaml",
+                remedy="Give the path of one, such as runs/demo.",
+            )
+
+    def __repr__(self) -> str:
+        return f"Run({str(self.path)!r})"
+
+    @property
+    def path(self) -> Path:
+        return self._files.path
+
+    @property
+    def name(self) -> str:
+        return self._files.name
+
+    @property
+    def spec(self) -> Experiment:
+        """The resolved experiment: `run.spec.trainer.lr`."""
+        from rl.experiment import read_resolved
+
+        return read_resolved(self._files.experiment)
+
+    @property
+    def metrics(self) -> list[Row]:
+        """A dict of names and numbers for each step, in order; step 0 is what was measured before training."""
+        return _whole(self._files.metrics, metrics_found(self._files.metrics))
+
+    def metric(self, name: str) -> dict[int, float]:
+        """The values of one metric by step, where it was measured."""
+        return {row["step"]: row[name] for row in self.metrics if name in row}
+
+    def frame(self) -> pandas.DataFrame:
+        """The metrics as a table of pandas, a row for each step."""
+        import pandas
+
+        return pandas.DataFrame(self.metrics).set_index("step")
+
+    @property
+    def steps(self) -> list[int]:
+        """Steps whose trajectories are kept."""
+        return self._files.rollout_steps()
+
+    def trajectories(self, step: int) -> list[RolloutRecord]:
+        """Every answer of a step, with its token ids and both sides' log-probabilities, in the batch's order."""
+        if step not in self.steps:
+            raise user_error(
+                "step", found=step, expected=f"one whose trajectories are kept: {self.steps}", remedy="Choose one."
+            )
+        path = self._files.rollouts(step)
+        return _whole(path, rollouts_found(path))
+
+    @property
+    def checkpoints(self) -> dict[int, Path]:
+        """The folders of complete checkpoints by step."""
+        return {step: self._files.checkpoint(step) for step in self._files.checkpoint_steps()}
+
+    @property
+    def capsules(self) -> dict[int, Path]:
+        """The folders of capsules by step: the sequences for which a gate fired."""
+        return {step: self._files.capsule(step) for step in self._files.capsule_steps()}
+
+    @property
+    def events(self) -> list[Event]:
+        """What the run did on its own account, such as a gate that fired."""
+        return _whole(self._files.events, events_found(self._files.events))
+
+    @property
+    def sessions(self) -> list[Session]:
+        """Each start of the run: when, where, with what code, and how it ended."""
+        return _whole(self._files.sessions, sessions_found(self._files.sessions))
+
+    @property
+    def stopped(self) -> str:
+        """Why the last session ended before the last step; empty if it did not, or has no end yet."""
+        return self.sessions[-1].why if self.sessions else ""
+
+    @property
+    def model(self) -> Path | None:
+        """The trained model as a Hugging Face directory, once the run has come to its end."""
+        return self._files.model if self._files.model.is_dir() else None
+
+    @property
+    def verdict(self) -> list[str]:
+        """The run in sentences, as the report begins: learning, agreement, syncs, and what the gates did."""
+        from rl.report.summary import summarize, verdict
+
+        return verdict(summarize(self.metrics, self.events))
+
+    def report(self) -> Path:
+        """Write `report.html` into the run's folder, and return its path."""
+        from rl.report.report import write_report
+
+        return write_report(self.path)[0]
+
+
+def _whole(path: Path, found: tuple[list[Any], Sequence[BadLine]]) -> list[Any]:
+    """What a file's reader has found; its bad lines become one warning."""
+    lines, bad = found
+    if bad:
+        numbers = ", ".join(str(line.number) for line in bad[:3]) + ", ..." * (len(bad) > 3)
+        text = f"{len(bad)} line{'s cannot be used and are' if len(bad) > 1 else ' cannot be used and is'} left out"
+        warnings.warn(f"{path}: {text}: {numbers}", stacklevel=3)
+    return lines

@@ -1,0 +1,47 @@
+"""What `from fp8rl import ...` gives."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import subprocess
+import sys
+
+import pytest
+
+import fp8rl
+from tests.support.paths import ROOT
+
+
+@pytest.mark.parametrize("name", fp8rl.__all__)
+def test_every_public_name_is_what_lies_at_its_home(name: str) -> None:
+    assert getattr(fp8rl, name) is getattr(importlib.import_module(fp8rl._HOME[name]), name)
+
+
+def test_what_a_type_checker_sees_is_what_is_imported() -> None:
+    tree = ast.parse((ROOT / "fp8rl/__init__.py").read_text())
+    (block,) = (node for node in tree.body if isinstance(node, ast.If))
+    seen = {alias.name: node.module for node in block.body if isinstance(node, ast.ImportFrom) for alias in node.names}
+    assert seen == fp8rl._HOME and sorted(seen) == sorted(fp8rl.__all__)
+
+
+def test_the_package_itself_imports_nothing() -> None:
+    own = "numerics models rollout trainer weight_sync rl diagnose studies torch ray".split()
+    code = f"import fp8rl, sys; print([name for name in sys.modules if name.split('.')[0] in {own}])"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "[]\n"
+
+
+def test_an_unknown_name_is_answered_with_those_that_there_are() -> None:
+    with pytest.raises(AttributeError, match=r"no attribute 'Convresation'; it has .*Conversation"):
+        _ = fp8rl.Convresation  # type: ignore[attr-defined]
+
+
+def test_examples_import_the_public_interface_alone() -> None:
+    """A user's file needs no more than `fp8rl`."""
+    inner = {"numerics", "models", "rollout", "trainer", "weight_sync", "rl", "diagnose", "studies"}
+    for path in sorted((ROOT / "examples").glob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom):
+                module = str(node.module)
+                assert module.split(".")[0] not in inner, f"{path.name}:{node.lineno} imports {module}"
+                assert module.split(".")[0] != "fp8rl" or module == "fp8rl"

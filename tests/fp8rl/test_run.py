@@ -1,0 +1,70 @@
+"""The folder of a run, seen from a notebook."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from fp8rl import Run, UserError
+from fp8rl.training import _dotted
+from rl.experiment import load_experiment
+from rl.record.events import Event, append_event
+from rl.record.rollouts import RolloutRecord, write_rollouts
+from rl.record.sessions import Session, append_session
+from tests.support.paths import EXAMPLES, new_run
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """The folder of a run of two steps."""
+    run = new_run(tmp_path / "it")
+    run.experiment.write_text(load_experiment(EXAMPLES / "arithmetic.yaml", ["run.steps=2"]).to_yaml())
+    rows = [{"step": 0, "eval/accuracy": 0.25}, {"step": 1, "train/loss": 0.5}, {"step": 2, "train/loss": 0.25}]
+    run.metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run.rollouts(1).parent.mkdir()
+    write_rollouts(run.rollouts(1), [RECORD])
+    append_event(run.events, EVENT)
+    append_session(run.sessions, Session(1.0, "here", {}, None, 2.0, "stopped: train/loss"))
+    run.checkpoint(2).mkdir(parents=True)
+    return run.path
+
+
+RECORD = RolloutRecord("1+1=?", "2", 1.0, 0.0, 0, 7, True, [1, 2], [3], [-0.5], [-0.5], [0], 1.0)
+EVENT = Event(2, "train/loss", 0.25, "above 0.1", "warn", None, "train/loss is 0.25")
+
+
+def test_a_run_is_read_as_its_files_say(path: Path) -> None:
+    run = Run(path)
+    assert run.name == "it" and run.spec.run.steps == 2
+    assert [row["step"] for row in run.metrics] == [0, 1, 2]
+    assert run.metric("train/loss") == {1: 0.5, 2: 0.25}
+    assert run.frame()["train/loss"].loc[2] == 0.25
+    assert run.steps == [1] and run.trajectories(1) == [RECORD]
+    assert run.events == [EVENT] and run.stopped == "stopped: train/loss"
+    assert run.checkpoints == {2: path / "checkpoints/step_2"} and run.capsules == {} and run.model is None
+    assert run.verdict[0].startswith("Held-out accuracy is 0.250 at step 0")
+    assert run.report() == path / "report.html" and run.report().is_file()
+
+
+def test_a_line_that_cannot_be_used_is_left_out_with_a_warning(path: Path) -> None:
+    with (path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": "4"}\n')
+    with pytest.warns(UserWarning, match=r"metrics.jsonl: 1 line.*: 4"):
+        assert len(Run(path).metrics) == 3
+
+
+def test_another_folder_and_another_step_are_refused(path: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"which has a spec.yaml"):
+        Run(tmp_path)
+    with pytest.raises(UserError, match=r"step: found 9, expected one whose trajectories are kept: \[1\]"):
+        Run(path).trajectories(9)
+
+
+def test_overrides_of_a_notebook_are_those_of_the_command_line() -> None:
+    given = {"run": {"steps": 2, "name": "a b"}, "trainer": {"lr": 1e-5}, "gates": [], "teacher": None}
+    said = list(_dotted(given))
+    assert said == ["run.steps=2", 'run.name="a b"', "trainer.lr=1e-05", "gates=[]", "teacher=null"]
+    loaded = load_experiment(EXAMPLES / "arithmetic.yaml", [text for text in said if "name" not in text])
+    assert (loaded.run.steps, loaded.trainer.lr, loaded.gates) == (2, 1e-5, ())
