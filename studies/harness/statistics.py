@@ -32,15 +32,15 @@ class Estimate:
     low: float
     high: float
     count: int
-    _p_not_above: _Tail
+    _tails: _Tails
 
     def p_above(self, threshold: float) -> float:
         """Two-sided p-value of the data if the truth were at most `threshold`; small: it is above."""
-        return min(1.0, 2 * self._p_not_above(threshold))
+        return min(1.0, 2 * self._tails(threshold)[0])
 
     def p_below(self, threshold: float) -> float:
         """The same for at least `threshold`; small: it is below."""
-        return min(1.0, 2 * (1 - self._p_not_above(threshold)))
+        return min(1.0, 2 * self._tails(threshold)[1])
 
     def p_within(self, low: float, high: float) -> float:
         """Of two one-sided tests, the larger p-value; small: the truth lies between. The bounds belong to it."""
@@ -50,8 +50,12 @@ class Estimate:
 
 
 @dataclass(frozen=True)
-class _Tail:
-    """P(data | truth = threshold) of an estimate above it: by Student's t, or by the resamples."""
+class _Tails:
+    """One-sided p-values of an estimate if the truth were a threshold: that it is not above it, and not below it.
+
+    They come from Student's t, or from the resamples: how many lie on the other side, with the estimate itself counted
+    as one of them, so that no p-value is 0 (Davison and Hinkley 1997, "Bootstrap methods and their application", 4.2).
+    """
 
     center: float
     error: float
@@ -59,17 +63,20 @@ class _Tail:
     resamples: tuple[float, ...] | None
     logarithm: bool
 
-    def __call__(self, threshold: float) -> float:
-        at = math.log(threshold) if self.logarithm and threshold > 0 else threshold
+    def __call__(self, threshold: float) -> tuple[float, float]:
         if self.logarithm and threshold <= 0:
-            return 0.0
+            return 0.0, 1.0
+        at = math.log(threshold) if self.logarithm else threshold
         if self.resamples is not None:
-            ordered = np.asarray(self.resamples)
-            below = float(np.searchsorted(ordered, at, side="right"))
-            return (below + 1) / (len(ordered) + 1) if below < len(ordered) else 1.0
+            ordered, count = np.asarray(self.resamples), len(self.resamples)
+            below = int(np.searchsorted(ordered, at, side="right"))
+            above = count - int(np.searchsorted(ordered, at, side="left"))
+            return (below + 1) / (count + 1), (above + 1) / (count + 1)
         if self.error == 0:  # every seed says the same
-            return 0.0 if self.center > at else 1.0 if self.center < at else 0.5
-        return float(stats.t.sf((self.center - at) / self.error, self.freedom))
+            not_above = 0.0 if self.center > at else 1.0 if self.center < at else 0.5
+            return not_above, 1.0 - not_above
+        t = (self.center - at) / self.error
+        return float(stats.t.sf(t, self.freedom)), float(stats.t.cdf(t, self.freedom))
 
 
 def estimate(arm: Values, against: Values | None, contrast: Contrast) -> Estimate:
@@ -121,8 +128,8 @@ def _over_seeds(arm: NDArray[np.float64], against: NDArray[np.float64] | None, c
     alike = (numbers == numbers[0]).all()
     error = 0.0 if alike else float(numbers.std(ddof=1)) / math.sqrt(count)
     reach = float(stats.t.ppf((1 + CONFIDENCE) / 2, count - 1)) * error if error else 0.0
-    tail = _Tail(center, error, count - 1, None, contrast == "ratio")
-    return Estimate(*_scaled((center, center - reach, center + reach), contrast), count, tail)
+    tails = _Tails(center, error, count - 1, None, contrast == "ratio")
+    return Estimate(*_scaled((center, center - reach, center + reach), contrast), count, tails)
 
 
 def _over_sequences(
@@ -139,9 +146,9 @@ def _over_sequences(
     resampled = _contrast(means(rows, picks), None if others is None else means(others, picks), contrast)
     resampled.sort()
     low, high = np.quantile(resampled, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
-    tail = _Tail(float(center), 1.0, 0, tuple(resampled.tolist()), contrast == "ratio")
+    tails = _Tails(float(center), 1.0, 0, tuple(resampled.tolist()), contrast == "ratio")
     bounds = _scaled((float(center), float(low), float(high)), contrast)
-    return Estimate(*bounds, sum(len(row) for row in rows), tail)
+    return Estimate(*bounds, sum(len(row) for row in rows), tails)
 
 
 def _scaled(bounds: tuple[float, float, float], contrast: Contrast) -> tuple[float, float, float]:

@@ -70,3 +70,10 @@ def test_holm_keeps_the_order_and_never_helps(p_values: dict[str, float]) -> Non
     assert all(corrected[name] >= p for name, p in p_values.items())
     ordered = sorted(p_values, key=lambda name: p_values[name])
     assert [corrected[name] for name in ordered] == sorted(corrected.values())
+
+
+def test_no_resample_beyond_the_threshold_is_no_certainty() -> None:
+    rows = [np.random.default_rng(3).normal(size=400).tolist() for _ in range(3)]
+    found = estimate(rows, None, "value")
+    assert found.p_above(-9.0) == found.p_below(9.0) == 2 / 10_001
+    assert found.p_above(9.0) == found.p_below(-9.0) == 1.0
