@@ -11,7 +11,7 @@ from torch import Tensor
 from bench.gpu_measure import Layers, Measured, Sizes, Stopwatch, random
 from bench.measure import Result
 from models.architecture import Model
-from models.qwen3_moe import ARCHITECTURE
+from models.architectures.qwen3_moe import ARCHITECTURE
 from models.sizes import ModelSizes
 from numerics.digest import tensor_digests
 from numerics.spec import QuantSpec

@@ -4,39 +4,46 @@ from __future__ import annotations
 
 import functools
 import pkgutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 
-import models
+import models.architectures as ours
 from models.config_file import ConfigFile
+from models.shape import Shape
 from models.sizes import ModelSizes
 from models.tensors import TensorRow, TensorTable
 from models.trace import Forward
-from numerics.spec import QuantSpec
+from numerics.errors import UserError
+from numerics.spec import ALL, QuantSpec
 
 MOST_EXPERTS = 1 << 20
 """Of a model: its table would take minutes to make before a tensor is missed."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Architecture:
     """One architecture of Hugging Face models.
 
     Attributes:
         name: in `architectures` of config.json. model_type: that goes with it.
         sizes: reads a config.json, or says what the shared ops do not define.
-        tensors: the rows of a model of these sizes, in the order of its forward.
-        forward: its ops.
+        shape: its formula: what a model of these sizes weighs and computes.
+        tensors: the rows of such a model, in the order of its forward. forward: its ops. Without both, a model can be
+            calculated, and nothing here trains or serves it.
+        kinds: the module kinds by which a quantization spec decides about its products. Those that one product reads
+            fused stand together: a spec names all of them or none.
         engine_extras: last parts of names of the engine's parameters that are no weights of the checkpoint.
     """
 
     name: str
     model_type: str
     sizes: Callable[[ConfigFile], ModelSizes]
-    tensors: Callable[[ModelSizes], Iterator[TensorRow]]
-    forward: Callable[[ModelSizes], Forward]
+    shape: Callable[[ModelSizes], Shape]
+    tensors: Callable[[ModelSizes], Iterator[TensorRow]] | None = None
+    forward: Callable[[ModelSizes], Forward] | None = None
+    kinds: tuple[tuple[str, ...], ...] = ()
     engine_extras: frozenset[str] = frozenset()
 
 
@@ -48,11 +55,17 @@ class Model:
     sizes: ModelSizes
 
     @functools.cached_property
+    def shape(self) -> Shape:
+        return self.architecture.shape(self.sizes)
+
+    @functools.cached_property
     def tensors(self) -> TensorTable:
+        assert self.architecture.tensors is not None
         return TensorTable(self.architecture.tensors(self.sizes), self.sizes.kv_heads)
 
     @functools.cached_property
     def forward(self) -> Forward:
+        assert self.architecture.forward is not None
         return self.architecture.forward(self.sizes)
 
     def quantizes(self, row: TensorRow, spec: QuantSpec) -> bool:
@@ -66,20 +79,35 @@ _known: dict[str, Architecture] = {}
 
 
 def register(architecture: Architecture) -> None:
-    """Make an architecture known in this process. Those of modules in this package, as ARCHITECTURE, are."""
+    """Make an architecture known in this process. Those of `models.architectures`, as ARCHITECTURE, are."""
     _known[architecture.name] = architecture
 
 
 def read_model(path: Path, key: str = "model.path", *, served: bool = False) -> Model:
-    """The model of a Hugging Face directory, by its config.json; messages speak of the directory as `key`.
+    """Read the model of a Hugging Face directory, by its config.json; messages speak of the directory as `key`.
 
     served: it is quantized, as an engine loads it.
 
     Raises:
         UserError: no readable config, an unknown architecture, or a variant that the shared ops do not define.
     """
+    trained = {name: each for name, each in architectures().items() if each.tensors is not None}
+    return _read(path, key, trained, served)
+
+
+def read_shape(path: Path, key: str = "model.path") -> Shape:
+    """Read the shape of a Hugging Face directory, from its config.json alone; messages speak of the directory as `key`.
+
+    Whether the weights are quantized makes no difference. Draft layers (multi-token prediction) are not counted.
+
+    Raises:
+        UserError: no readable config, an unknown architecture, or a value that is missing or wrong.
+    """
+    return _read(path, key, architectures(), served=True).shape
+
+
+def _read(path: Path, key: str, known: Mapping[str, Architecture], served: bool) -> Model:
     config = ConfigFile.read(Path(path), key)
-    known = architectures()
     choice = " or ".join(known)
     name = config.architecture(choice)
     if name not in known:
@@ -95,10 +123,29 @@ def read_model(path: Path, key: str = "model.path", *, served: bool = False) -> 
     return Model(architecture, sizes)
 
 
+def check_scope(spec: QuantSpec) -> None:
+    """Check that the scope of a spec names module kinds of known architectures, and all of those that are fused.
+
+    Raises:
+        UserError: it does not.
+    """
+    if spec.scope == ALL:
+        return
+    fused = sorted({kinds for architecture in architectures().values() for kinds in architecture.kinds})
+    unknown = sorted(set(spec.scope).difference(*fused))
+    if unknown:
+        raise UserError(f"scope: found {unknown}, expected names out of {[kind for kinds in fused for kind in kinds]}")
+    for kinds in fused:
+        if 0 < len(found := spec.scope & set(kinds)) < len(kinds):
+            raise UserError(
+                f"scope: found {sorted(found)} without the rest of {list(kinds)}; "
+                "one GEMM reads them fused, so name all of them or none"
+            )
+
+
 def architectures() -> dict[str, Architecture]:
     """All that are known, by name."""
-    for module in pkgutil.iter_modules(models.__path__):
-        architecture = getattr(import_module(f"models.{module.name}"), "ARCHITECTURE", None)
-        if architecture is not None:
-            _known.setdefault(architecture.name, architecture)
+    for module in pkgutil.iter_modules(ours.__path__):
+        architecture = import_module(f"{ours.__name__}.{module.name}").ARCHITECTURE
+        _known.setdefault(architecture.name, architecture)
     return dict(_known)

@@ -1,20 +1,15 @@
-"""What a model weighs and computes, by closed formula from its sizes.
+"""What a model weighs and computes, by closed formula from its sizes; each architecture says its own (`shape`).
 
 No tensor is named and no table is made, so that architectures are calculated too which nothing here can train.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Literal
 
-from models import deepseek_v3
-from models.architecture import architectures, read_model
-from models.config_file import ConfigFile
-from models.latent import Latent
 from models.sizes import ModelSizes
 from numerics.spec import QuantSpec
 
@@ -85,19 +80,17 @@ class Shape:
     """A model in numbers.
 
     Attributes:
-        sizes: heads and widths. Where there is a `latent`, `head_dim` is the width of a query, and `kv_heads` all.
-        latent: of multi-head latent attention; None for grouped queries.
-        expert_bias: the router has a bias for each expert, which is no parameter (DeepSeek-V3).
+        weights: everything that a checkpoint has, in the order of the forward.
+        cached: elements that one token occupies in a layer's cache.
+        value_dim: width of a head's value.
+        trained: whether something here trains and serves the model; the others can be calculated.
     """
 
     sizes: ModelSizes
-    latent: Latent | None = None
-    expert_bias: bool = False
-
-    @cached_property
-    def weights(self) -> tuple[Weight, ...]:
-        """Everything that a checkpoint has, in the order of the forward."""
-        return tuple(self._weights())
+    weights: tuple[Weight, ...]
+    cached: int
+    value_dim: int
+    trained: bool = True
 
     @cached_property
     def parameters(self) -> int:
@@ -109,18 +102,9 @@ class Shape:
         """Elements of the products that one token takes, the output projection among them, the embedding not."""
         return sum(weight.size * self._taken(weight) for weight in self.weights)
 
-    @property
-    def kv_elements(self) -> int:
-        """Elements that one token occupies in a KV cache: a key and a value per layer and key-value head, or one latent
-        row per layer."""
-        sizes = self.sizes
-        if self.latent is not None:
-            return sizes.layers * (self.latent.kv_rank + self.latent.rope_dim)
-        return 2 * sizes.layers * sizes.kv_heads * sizes.head_dim
-
     def kv_bytes(self, each: int = BF16_BYTES) -> int:
-        """Bytes of one token in a KV cache of `each` bytes an element."""
-        return self.kv_elements * each
+        """Bytes of one token in the KV cache of all layers, of `each` bytes an element."""
+        return self.cached * self.sizes.layers * each
 
     def quantized_layers(self, weight: Weight, spec: QuantSpec) -> range:
         """The layers whose weights of this kind `spec` quantizes."""
@@ -128,10 +112,6 @@ class Shape:
             return range(0)
         inner = range(spec.first_layers_bf16, self.sizes.layers - spec.last_layers_bf16)
         return overlap(weight.layers, inner)
-
-    @property
-    def value_dim(self) -> int:
-        return self.latent.value_dim if self.latent is not None else self.sizes.head_dim
 
     def attention_flops(self, context: float) -> float:
         """Of one query in all layers against so many keys, forward: queries times keys, weights times values."""
@@ -165,91 +145,43 @@ class Shape:
     def _taken(self, weight: Weight) -> int:
         return weight.taken * (len(weight.layers) if weight.place == "layers" else 1)
 
-    def _weights(self) -> Iterator[Weight]:
-        s = self.sizes
-        every, dense, moe = range(s.layers), range(s.layers - s.moe_layers), range(s.layers - s.moe_layers, s.layers)
-        yield Weight(name="embedding", rows=s.vocab_size, columns=s.hidden_size, share="split", place="first")
-        yield _vector("input_norm", s.hidden_size, every)
-        yield from self._attention(every)
-        yield _vector("post_norm", s.hidden_size, every)
-        yield from _mlp("mlp", s.hidden_size, s.ffn_size, "", "split", dense)
-        if s.moe:
-            yield Weight(name="router", rows=s.experts, columns=s.hidden_size, share="replicated", layers=moe, taken=1)
-            if self.expert_bias:
-                yield _vector("expert_bias", s.experts, moe, trained=False)
-            yield from _mlp("experts", s.hidden_size, s.expert_size, "experts.", "experts", moe, s.experts, s.top_k)
-            if s.shared_size:
-                yield from _mlp("shared", s.hidden_size, s.shared_size, "", "split", moe)
-        yield Weight(name="final_norm", rows=s.hidden_size, columns=1, share="replicated", place="last")
-        yield Weight(
-            name="head", rows=s.vocab_size, columns=s.hidden_size, share="split", place="last", taken=1, tied=s.tied
-        )
 
-    def _attention(self, layers: range) -> Iterator[Weight]:
-        s, latent = self.sizes, self.latent
-        out = Weight(
-            name="o",
-            rows=s.hidden_size,
-            columns=s.heads * self.value_dim,
-            kind="o_proj",
-            share="split",
-            layers=layers,
-            taken=1,
-        )
-        if latent is None:
-            pieces = (s.heads * s.head_dim, s.kv_heads * s.head_dim, s.kv_heads * s.head_dim)
-            yield Weight(
-                name="qkv",
-                rows=sum(pieces),
-                columns=s.hidden_size,
-                pieces=pieces,
-                kind="q_proj",
-                share="split",
-                layers=layers,
-                taken=1,
-            )
-            yield _vector("q_norm", s.head_dim, layers)
-            yield _vector("k_norm", s.head_dim, layers)
-            yield out
-            return
-        down = latent.kv_rank + latent.rope_dim
-        up = s.heads * (s.head_dim - latent.rope_dim + latent.value_dim)
-        for name, rows, columns, share in (
-            ("q_a", latent.q_rank, s.hidden_size, "replicated"),
-            ("q_b", s.heads * s.head_dim, latent.q_rank, "split"),
-            ("kv_a", down, s.hidden_size, "replicated"),
-            ("kv_b", up, latent.kv_rank, "split"),
-        ):
-            yield Weight(
-                name=name,
-                rows=rows,
-                columns=columns,
-                kind="q_proj",
-                share="split" if share == "split" else "replicated",
-                layers=layers,
-                taken=1,
-            )
-        yield _vector("q_a_norm", latent.q_rank, layers)
-        yield _vector("kv_a_norm", latent.kv_rank, layers)
-        yield out
+def decoder(
+    sizes: ModelSizes,
+    attention: Iterable[Weight],
+    *,
+    cached: int,
+    value_dim: int | None = None,
+    expert_bias: bool = False,
+    trained: bool = True,
+) -> Shape:
+    """The shape of a decoder whose layers are attention and SwiGLU MLPs or experts, each behind a norm.
 
-
-def read_shape(path: Path, key: str = "model.path") -> Shape:
-    """The shape of a Hugging Face directory, from its config.json alone; messages speak of the directory as `key`.
-
-    Whether the weights are quantized makes no difference. Draft layers (multi-token prediction) are not counted.
-
-    Raises:
-        UserError: no readable config, an unknown architecture, or a value that is missing or wrong.
+    attention: the weights of it, in all layers. cached, value_dim, trained: as in `Shape`; a value is as wide as a head
+    unless it says otherwise. expert_bias: the router has a bias for each expert, which is no parameter (DeepSeek-V3).
     """
-    config = ConfigFile.read(Path(path), key)
-    choice = " or ".join((*architectures(), deepseek_v3.NAME))
-    if config.architecture(choice) == deepseek_v3.NAME:
-        sizes, latent = deepseek_v3.sizes(config)
-        return Shape(sizes, latent, expert_bias=True)
-    if config.architecture(choice) not in architectures():
-        raise config.refusal("architectures", config.architecture(choice), choice, f"Choose a model of {choice}.")
-    return Shape(read_model(path, key, served=True).sizes)
+    weights = tuple(_decoder_weights(sizes, attention, expert_bias))
+    return Shape(sizes, weights, cached, sizes.head_dim if value_dim is None else value_dim, trained)
+
+
+def _decoder_weights(s: ModelSizes, attention: Iterable[Weight], expert_bias: bool) -> Iterator[Weight]:
+    every, dense, moe = range(s.layers), range(s.layers - s.moe_layers), range(s.layers - s.moe_layers, s.layers)
+    yield Weight(name="embedding", rows=s.vocab_size, columns=s.hidden_size, share="split", place="first")
+    yield vector("input_norm", s.hidden_size, every)
+    yield from attention
+    yield vector("post_norm", s.hidden_size, every)
+    yield from _mlp("mlp", s.hidden_size, s.ffn_size, "", "split", dense)
+    if s.moe:
+        yield product("router", s.experts, s.hidden_size, moe, share="replicated")
+        if expert_bias:
+            yield vector("expert_bias", s.experts, moe, trained=False)
+        yield from _mlp("experts", s.hidden_size, s.expert_size, "experts.", "experts", moe, s.experts, s.top_k)
+        if s.shared_size:
+            yield from _mlp("shared", s.hidden_size, s.shared_size, "", "split", moe)
+    yield Weight(name="final_norm", rows=s.hidden_size, columns=1, share="replicated", place="last")
+    yield Weight(
+        name="head", rows=s.vocab_size, columns=s.hidden_size, share="split", place="last", taken=1, tied=s.tied
+    )
 
 
 def overlap(one: range, other: range) -> range:
@@ -258,8 +190,23 @@ def overlap(one: range, other: range) -> range:
     return range(start, max(start, min(one.stop, other.stop)))
 
 
-def _vector(name: str, size: int, layers: range, trained: bool = True) -> Weight:
+def vector(name: str, size: int, layers: range, trained: bool = True) -> Weight:
+    """A vector in each of these layers, which every rank has."""
     return Weight(name=name, rows=size, columns=1, share="replicated", layers=layers, trained=trained)
+
+
+def product(
+    name: str,
+    rows: int,
+    columns: int,
+    layers: range,
+    *,
+    kind: str | None = None,
+    share: Share = "split",
+    pieces: tuple[int, ...] = (),
+) -> Weight:
+    """The weight of a product that every token takes, in each of these layers."""
+    return Weight(name=name, rows=rows, columns=columns, pieces=pieces, kind=kind, share=share, layers=layers, taken=1)
 
 
 def _mlp(

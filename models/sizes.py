@@ -6,6 +6,22 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, kw_only=True)
+class Latent:
+    """The sizes of multi-head latent attention (MLA): queries, and keys with values, come from narrow rows.
+
+    Attributes:
+        q_rank, kv_rank: width of these rows; the second is cached.
+        rope_dim: width of the one rotated key that all heads share, cached beside it.
+        value_dim: width of a head's value.
+    """
+
+    q_rank: int
+    kv_rank: int
+    rope_dim: int
+    value_dim: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelSizes:
     """What trainer, engine and checks need to know of a model beside its tensors and ops.
 
@@ -17,6 +33,7 @@ class ModelSizes:
         renormalize: the top-k router probabilities are scaled to sum to one.
         rotary_dim: leading channels of a head that are rotated.
         tied: the embedding is also the output projection.
+        latent: of latent attention, in which `head_dim` is the width of a query, and every head has its own key.
     """
 
     layers: int
@@ -37,6 +54,7 @@ class ModelSizes:
     dense_layers: int = 0
     shared_size: int = 0
     renormalize: bool = True
+    latent: Latent | None = None
 
     @property
     def moe(self) -> bool:

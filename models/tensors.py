@@ -52,8 +52,8 @@ class TensorRow:
     Attributes:
         name, shape: in the checkpoint.
         op: name of the op that it is a weight of. layer: from 0, None outside the layers. expert: None if of none.
-        kind: module kind (`numerics.spec.MODULE_KINDS`) by which a quantization spec decides about it; None: no spec
-            quantizes it.
+        kind: module kind (`Architecture.kinds`) by which a quantization spec decides about it; None: no spec quantizes
+            it.
         product: whether it is the weight of a matrix product, quantized or not.
         engine: where the engine holds it.
         megatron: where the trainer holds it. copies: parameters of Megatron's that hold the same, such as the output

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
 from numerics.errors import UserError
-from numerics.spec import MODULE_KINDS, QuantSpec
+from numerics.spec import ALL, QuantSpec
 
 Mode = Literal["exact", "native"]
 RouterReplay = Literal["off", "record", "replay"]
@@ -68,10 +68,10 @@ class NumericsConfig:
                 "weight.scale: found 'e8m0', expected pow2 or fp32; the engine holds scales in FP32. Change weight, or "
                 "set numerics.rollout to bf16"
             )
-        if self.rollout_spec.quantized and self.spec.scope != frozenset(MODULE_KINDS):
+        if self.rollout_spec.quantized and self.spec.scope != ALL:
             raise UserError(
-                f"scope: found {sorted(self.spec.scope)}, expected all of {list(MODULE_KINDS)}; the engine quantizes "
-                "all of them or none. Change scope, or set numerics.rollout to bf16"
+                f"scope: found {sorted(self.spec.scope)}, expected all; the engine quantizes all module kinds or none. "
+                "Leave scope out, or set numerics.rollout to bf16"
             )
         if self.mode == "native" and self.k_splits != 1:
             raise UserError(

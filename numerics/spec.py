@@ -34,16 +34,16 @@ ROUNDINGS = ("nearest", "stochastic")
 ROLES = ("weight", "activation", "gradient")
 LAYER_EXCEPTIONS = ("first_layers_bf16", "last_layers_bf16")
 
-# Exact module kinds, as their HF names end. Tensors that one GEMM reads fused stand together: all of them or none.
-FUSED_KINDS: tuple[tuple[str, ...], ...] = (
-    ("q_proj", "k_proj", "v_proj"),
-    ("o_proj",),
-    ("gate_proj", "up_proj"),
-    ("down_proj",),
-    ("experts.gate_proj", "experts.up_proj"),
-    ("experts.down_proj",),
+ALL: Literal["all"] = "all"
+"""The scope of a spec that quantizes every module kind that the architecture of a model names."""
+_ALL_ONCE = (
+    *("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
+    *("experts.gate_proj", "experts.up_proj", "experts.down_proj"),
 )
-MODULE_KINDS: tuple[str, ...] = tuple(kind for fused in FUSED_KINDS for kind in fused)
+"""How files and digests said `all` before it was a value. It never grows: a kind that comes later changes no digest."""
+_ONCE_UNSAID = {"fixed": None, "rounding": "nearest"}
+"""What every spec had before there were these keys. Said by nothing, it leaves older digests as they are; a key that
+comes later is entered here with the value that it had in effect."""
 
 # Of a static range: where scales and their inverses are normal FP32 numbers.
 _SMALLEST_RANGE, _LARGEST_RANGE = 1e-30, 1e30
@@ -123,33 +123,29 @@ class QuantSpec:
     """The numerical contract of a run. Immutable, hashable, and the same for every side that works together.
 
     weight, activation, gradient: the format of each operand role of a quantized GEMM.
-    scope: the module kinds whose GEMMs are quantized, by exact name (see `MODULE_KINDS`). Everything that is not in
-        it (embeddings, lm_head, norms, router) stays in BF16.
+    scope: the module kinds whose GEMMs are quantized, by the exact names that a model's architecture gives them, or
+        `all`. What is of no kind (embeddings, lm_head, norms, router) stays in BF16. Names are checked where
+        architectures are known: `models.architecture.check_scope`.
     first_layers_bf16, last_layers_bf16: decoder layers at the start and at the end that stay in BF16 whole.
     """
 
     weight: TensorSpec
     activation: TensorSpec
     gradient: TensorSpec
-    scope: frozenset[str] = frozenset(MODULE_KINDS)
+    scope: frozenset[str] | Literal["all"] = ALL
     first_layers_bf16: int = 0
     last_layers_bf16: int = 0
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "scope", frozenset(self.scope))
+        if isinstance(self.scope, str) and self.scope != ALL:
+            raise UserError(f"scope: found {self.scope!r}, expected `all` or a list of module kinds")
+        if self.scope != ALL:
+            kinds = frozenset(self.scope)
+            object.__setattr__(self, "scope", ALL if kinds == set(_ALL_ONCE) else kinds)
         for key in LAYER_EXCEPTIONS:
             count = getattr(self, key)
             if not isinstance(count, int) or isinstance(count, bool) or count < 0:
                 raise UserError(f"{key}: found {count!r}, expected a number of layers, 0 or more")
-        unknown = sorted(self.scope - set(MODULE_KINDS))
-        if unknown:
-            raise UserError(f"scope: found {unknown}, expected names out of {list(MODULE_KINDS)}")
-        for fused in FUSED_KINDS:
-            if 0 < len(self.scope & set(fused)) < len(fused):
-                raise UserError(
-                    f"scope: found {sorted(self.scope & set(fused))} without the rest of {list(fused)}; "
-                    "one GEMM reads them fused, so name all of them or none"
-                )
         if self.weight.quantized != self.activation.quantized:
             raise UserError(
                 f"weight.format={self.weight.format} with activation.format={self.activation.format}: an FP8 GEMM "
@@ -175,8 +171,7 @@ class QuantSpec:
 
     def quantizes(self, kind: str) -> bool:
         """Whether the GEMM of this module kind runs in FP8, in a layer that is no exception; see `of_layer`."""
-        _check_choice("module kind", kind, MODULE_KINDS)
-        return self.quantized and kind in self.scope
+        return self.quantized and (self.scope == ALL or kind in self.scope)
 
     def of_layer(self, layer: int, layers: int) -> QuantSpec:
         """What layer 0 to `layers` - 1 runs: this spec, or plain BF16 for the first and the last ones."""
@@ -202,27 +197,27 @@ class QuantSpec:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for YAML and JSON; `from_dict` restores an equal spec."""
-        roles = {role: _fields(getattr(self, role)) for role in ROLES}
-        return roles | {"scope": sorted(self.scope)} | {key: getattr(self, key) for key in LAYER_EXCEPTIONS}
+        roles = {role: _said(dataclasses.asdict(getattr(self, role))) for role in ROLES}
+        scope = ALL if self.scope == ALL else sorted(self.scope)
+        return _said(roles | {"scope": scope} | {key: getattr(self, key) for key in LAYER_EXCEPTIONS})
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> QuantSpec:
-        expected = {*ROLES, "scope", *LAYER_EXCEPTIONS}
-        if set(data) != expected:
-            raise UserError(f"quantization spec: found the keys {sorted(data)}, expected {sorted(expected)}")
-        return cls(**{**data, **{role: TensorSpec(**data[role]) for role in ROLES}})
+        keys = {*ROLES, "scope", *LAYER_EXCEPTIONS}
+        if not keys - _ONCE_UNSAID.keys() <= set(data) <= keys:
+            raise UserError(f"quantization spec: found the keys {sorted(data)}, expected {sorted(keys)}")
+        fields: dict[str, Any] = {key: TensorSpec(**data[key]) if key in ROLES else data[key] for key in data}
+        return cls(**fields)
 
     def digest(self) -> str:
-        """16 hex digits of the SHA-256 over the canonical JSON; equal specs have equal digests."""
-        canonical = json.dumps(self.to_dict(), sort_keys=True, separators=(",", ":"))
+        """16 hex digits of the SHA-256 over the canonical JSON; equal specs have equal digests, today's and older."""
+        said = self.to_dict() | {"scope": sorted(_ALL_ONCE if self.scope == ALL else self.scope)}
+        canonical = json.dumps(said, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(canonical.encode()).hexdigest()[:16]
 
 
-def _fields(tensor: TensorSpec) -> dict[str, Any]:
-    """Without what is dynamic and to nearest, as specs were before there was anything else: digests go on to hold."""
-    fields = dataclasses.asdict(tensor)
-    defaults = {"fixed": None, "rounding": "nearest"}
-    return {key: value for key, value in fields.items() if key not in defaults or value != defaults[key]}
+def _said(fields: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in fields.items() if key not in _ONCE_UNSAID or value != _ONCE_UNSAID[key]}
 
 
 def _check_choice(key: str, found: Any, allowed: tuple[str, ...]) -> None:

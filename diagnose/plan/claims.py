@@ -21,7 +21,8 @@ from diagnose.plan.subject import CONFIGS
 from diagnose.plan.time import StepTime, product_bytes, step_time
 from diagnose.plan.transfers import expert_bytes, gathered_and_summed_bytes
 from diagnose.plan.verdict import fp8_over_bf16
-from models.shape import Shape, read_shape
+from models import read_shape
+from models.shape import Shape
 from numerics.config import NumericsConfig
 from numerics.spec import QuantSpec
 from trainer.config import TrainerConfig

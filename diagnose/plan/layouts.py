@@ -45,7 +45,7 @@ def check(shape: Shape, layout: TrainerConfig, spec: QuantSpec) -> None:
 
     Raises UserError: a size does not divide over ranks, or over the blocks of `spec`.
     """
-    if shape.latent is None:
+    if shape.sizes.latent is None:
         check_layout(shape.sizes, layout, spec)
         return
     # The rows of a latent product need not be whole blocks, and Megatron lays out stages of unequal depth.

@@ -160,7 +160,7 @@ def _trainer(job: Job, rank: int) -> dict[str, Mapping[Phase, float]]:
 
 def _engine(job: Job) -> dict[str, Mapping[Phase, float]]:
     sizes = job.shape.sizes
-    heads = 1 if job.shape.latent is not None else min(job.engine_tp, sizes.kv_heads)
+    heads = 1 if sizes.latent is not None else min(job.engine_tp, sizes.kv_heads)
     return {
         "engine weights": _through(served_bytes(job.shape, job.numerics.rollout_spec, job.engine_tp)),
         "KV cache": _through(job.kv_tokens * job.shape.kv_bytes(BF16_BYTES) / heads),

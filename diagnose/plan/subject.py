@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Literal, get_args
 
 import rl
-from models.shape import Shape, read_shape
+from models import read_shape
+from models.shape import Shape
 from numerics.errors import user_error
 from rl.experiment import Experiment, load_experiment
 from rl.experiment.loading import compose_experiment

@@ -109,7 +109,7 @@ def remarks(job: Job, gpu: Gpu, memory: Memory, ratio: Bracket) -> Iterator[Rema
             "no saving by FP8 in training: codes and their transposes are kept beside BF16 weights, or in their place",
             "Count on the engine's half and on activations alone.",
         )
-    if job.shape.latent is not None:
+    if not job.shape.trained:
         yield Remark(
             False,
             "model",

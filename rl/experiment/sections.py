@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from models.architecture import check_scope
 from numerics.config import Mode, NumericsConfig, RolloutPrecision, RouterReplay, TrainerPrecision
 from numerics.errors import UserError
 from numerics.io.reading import check_path
@@ -82,9 +83,9 @@ class NumericsSection(Section):
     activation: TensorOverride = TensorOverride()
     gradient: TensorOverride = TensorOverride()
     # Strictness would refuse the list that YAML gives.
-    scope: tuple[str, ...] | None = Field(default=None, strict=False)
-    """Module kinds whose products are quantized, by exact name (`q_proj`, ..., `experts.down_proj`); null leaves the
-    preset's. An FP8 engine quantizes all kinds, so a smaller scope needs `rollout: bf16`."""
+    scope: Literal["all"] | Annotated[tuple[str, ...], Field(strict=False)] | None = None
+    """Module kinds whose products are quantized: `all`, or some by exact name (`q_proj`, ..., `experts.down_proj`);
+    null leaves the preset's. An FP8 engine quantizes all kinds, so a smaller scope needs `rollout: bf16`."""
     first_layers_bf16: int = Field(default=0, ge=0)
     """Decoder layers at the start whose products stay in BF16, on both sides."""
     last_layers_bf16: int = Field(default=0, ge=0)
@@ -110,7 +111,7 @@ class NumericsSection(Section):
         roles = {role: getattr(self, role).model_dump(exclude_none=True) for role in ROLES}
         changes: dict[str, Any] = {role: fields for role, fields in roles.items() if fields}
         changes |= {key: getattr(self, key) for key in LAYER_EXCEPTIONS if getattr(self, key)}
-        return changes if self.scope is None else changes | {"scope": list(self.scope)}
+        return changes if self.scope is None else changes | {"scope": self.scope}
 
     def quant_spec(self) -> QuantSpec:
         """The preset with the overrides applied."""
@@ -130,7 +131,8 @@ class NumericsSection(Section):
     @model_validator(mode="after")
     def _spec_serves_both_sides(self) -> NumericsSection:
         try:
-            quantized = self.config(tp=1).spec.quantized
+            check_scope(spec := self.config(tp=1).spec)
+            quantized = spec.quantized
         except UserError as error:
             raise ValueError(f"found {self.overrides()} over preset {self.preset}: {error}") from error
         if self.quantizes and not quantized:

@@ -19,10 +19,11 @@ def register() -> None:
     text = os.environ.get(CONFIG_VARIABLE)
     if text is None:
         return
+    import torch
+
     from numerics.config import NumericsConfig
     from rollout.plugin import hooks, state
-    from rollout.server.arguments import has_cuda
 
     numerics = NumericsConfig.from_dict(json.loads(text)["numerics"])
     state.configure(numerics)
-    hooks.install(hooks.hooks_for(numerics, has_cuda()))
+    hooks.install(hooks.hooks_for(numerics, torch.cuda.is_available()))

@@ -19,7 +19,7 @@ from diagnose.attribution.result import Attribution, Cause, ExpertDifference, Fi
 from diagnose.attribution.temperature import TemperatureFit, fit_temperature
 from fp8rl.cli import app
 from models.architecture import Model
-from models.qwen3_moe import ARCHITECTURE as QWEN3_MOE
+from models.architectures.qwen3_moe import ARCHITECTURE as QWEN3_MOE
 from models.trace import Forward, Op
 from numerics.config import NumericsConfig
 from numerics.errors import UserError

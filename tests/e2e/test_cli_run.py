@@ -21,7 +21,7 @@ import pytest
 import yaml
 from transformers import AutoTokenizer
 
-from models.shape import read_shape
+from models import read_shape
 from numerics.spec import QuantSpec
 from rl.record.metrics import METRICS, describe
 from rl.run.lifecycle.interrupts import INTERRUPTED

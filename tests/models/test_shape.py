@@ -10,8 +10,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from models import read_model
-from models.shape import read_shape
+from models import read_model, read_shape
 from numerics.errors import UserError
 from tests.support.paths import EXAMPLES
 

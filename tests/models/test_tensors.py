@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from models.architecture import architectures
-from models.qwen3 import dense_mlp_tensors
-from models.qwen3_moe import moe_tensors
+from models.architectures.qwen3 import dense_mlp_tensors
+from models.architectures.qwen3_moe import moe_tensors
 from models.tensors import EngineRank, Place, TensorRow, TensorTable
-from numerics.spec import MODULE_KINDS
 from tests.support.definitions import SIZES
 
-ROWS = {name: TensorTable(known.tensors(SIZES), SIZES.kv_heads) for name, known in architectures().items()}
+TRAINED = {name: known for name, known in architectures().items() if known.tensors is not None}
+ROWS = {name: TensorTable(known.tensors(SIZES), SIZES.kv_heads) for name, known in TRAINED.items()}
 DENSE, MOE = ROWS["Qwen3ForCausalLM"], ROWS["Qwen3MoeForCausalLM"]
 LAYER = "model.layers.3."
 
@@ -32,12 +32,25 @@ def test_what_a_spec_quantizes_is_said_by_exact_name() -> None:
         **{f"{LAYER}mlp.experts.11.{p}_proj.weight": f"experts.{p}_proj" for p in ("gate", "up", "down")},
     }
     found = {name: table[name].kind for table in (DENSE, MOE) for name in expected.keys() & table.rows.keys()}
-    assert found == expected and set(expected.values()) == set(MODULE_KINDS)
+    assert found == expected
     unquantized = {"embed_tokens", "lm_head", "norm", "input_layernorm", "post_attention_layernorm"}
     unquantized |= {"q_norm", "k_norm", "gate"}  # "gate" is the router, which substring matching takes for gate_proj
     for table in (DENSE, MOE):
         others = {row.name.split(".")[-2] for row in table.rows.values() if row.kind is None}
         assert others == unquantized - ({"gate"} if table is DENSE else set())
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_module_kinds_are_those_of_the_table_and_fused_where_the_engine_fuses_them(name: str) -> None:
+    fused = {
+        tuple(row.kind for row in rows)
+        for by_index in ROWS[name].in_engine.values()
+        for rows in by_index.values()
+        if rows[0].kind is not None
+    }
+    assert fused == set(TRAINED[name].kinds)
+    sizes = replace(SIZES, experts=0, top_k=0) if name == "Qwen3ForCausalLM" else SIZES
+    assert {weight.kind for weight in TRAINED[name].shape(sizes).weights} - {None} == {kinds[0] for kinds in fused}
 
 
 def test_the_scales_of_a_weight_are_found_by_its_row() -> None:
@@ -87,7 +100,7 @@ def test_rows_that_are_no_whole_blocks_have_a_scale_of_their_own() -> None:
 def test_the_ranks_of_an_engine_share_heads_and_widths_and_keep_experts_whole(block: int) -> None:
     ranks = [EngineRank(rank, 2) for rank in range(2)]
     sizes = replace(SIZES, heads=4, kv_heads=2, head_dim=128, ffn_size=512, vocab_size=128)
-    for table in (TensorTable(known.tensors(sizes), 2) for known in architectures().values()):
+    for table in (TensorTable(known.tensors(sizes), 2) for known in TRAINED.values()):
         for name, one in table.rows.items():
             if one.kind is None and block > 1:
                 continue
@@ -135,7 +148,7 @@ def test_what_other_architectures_need_can_be_said() -> None:
 
 
 def test_a_tied_output_projection_is_the_embedding() -> None:
-    tied = TensorTable(architectures()["Qwen3ForCausalLM"].tensors(replace(SIZES, tied=True)), SIZES.kv_heads)
+    tied = TensorTable(TRAINED["Qwen3ForCausalLM"].tensors(replace(SIZES, tied=True)), SIZES.kv_heads)
     assert "lm_head.weight" not in tied.rows
     (output,) = tied.in_megatron["output_layer.weight"]
     assert output.name == "model.embed_tokens.weight"

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
+from dataclasses import replace
 
-from models.architecture import Architecture, Model
-from models.qwen3 import FIRST_OPS, LAST_OPS, attention_tensors, dense_mlp_tensors, embedding, last_tensors
-from models.qwen3_moe import moe_tensors
+from models.architecture import Model
+from models.architectures.qwen3 import (
+    FIRST_OPS,
+    LAST_OPS,
+    attention_tensors,
+    dense_mlp_tensors,
+    embedding,
+    last_tensors,
+)
+from models.architectures.qwen3_moe import ARCHITECTURE as QWEN3_MOE
+from models.architectures.qwen3_moe import moe_tensors
 from models.sizes import ModelSizes
 from models.tensors import TensorRow
 from models.trace import Forward
@@ -42,6 +50,6 @@ def every_tensor(layers: int) -> Model:
             yield from dense_mlp_tensors(sizes, layer)
         yield from last_tensors(sizes)
 
-    sizes = dataclasses.replace(SIZES, layers=layers)
+    sizes = replace(SIZES, layers=layers)
     ops = Forward(FIRST_OPS, (), LAST_OPS)
-    return Model(Architecture("EveryTensor", "every_tensor", lambda _: sizes, rows, lambda _: ops), sizes)
+    return Model(replace(QWEN3_MOE, name="EveryTensor", tensors=rows, forward=lambda _: ops), sizes)

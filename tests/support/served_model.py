@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
-from models.architecture import Architecture, Model
-from models.qwen3 import FIRST_OPS, LAST_OPS, attention_tensors, dense_mlp_tensors, embedding, last_tensors
-from models.qwen3_moe import moe_tensors
+from models.architecture import Model
+from models.architectures.qwen3 import (
+    FIRST_OPS,
+    LAST_OPS,
+    attention_tensors,
+    dense_mlp_tensors,
+    embedding,
+    last_tensors,
+)
+from models.architectures.qwen3_moe import ARCHITECTURE as QWEN3_MOE
+from models.architectures.qwen3_moe import moe_tensors
 from models.sizes import ModelSizes
 from models.tensors import TensorRow
 from models.trace import Forward
@@ -48,7 +57,7 @@ def _rows(sizes: ModelSizes) -> Iterator[TensorRow]:
 
 
 DEFINITION = Model(
-    Architecture("Served", "served", lambda _: SIZES, _rows, lambda _: Forward(FIRST_OPS, (), LAST_OPS)), SIZES
+    replace(QWEN3_MOE, name="Served", tensors=_rows, forward=lambda _: Forward(FIRST_OPS, (), LAST_OPS)), SIZES
 )
 
 

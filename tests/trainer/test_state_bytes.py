@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from models.shape import Shape, read_shape
+from models import read_shape
+from models.shape import Shape
 from numerics.config import NumericsConfig
 from numerics.spec import QuantSpec
 from tests.support.batches import random_batch

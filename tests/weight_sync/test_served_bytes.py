@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from models.shape import read_shape
+from models import read_shape
 from numerics.spec import QuantSpec
 from tests.support.paths import EXAMPLES
 from weight_sync.served_bytes import served_bytes

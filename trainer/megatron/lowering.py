@@ -13,7 +13,7 @@ from typing import Any
 
 from numerics.config import NumericsConfig
 from numerics.errors import UserError, user_error
-from numerics.spec import MODULE_KINDS, QuantSpec, Scale, TensorSpec
+from numerics.spec import ALL, QuantSpec, Scale, TensorSpec
 
 FP32_SCALES = "NVTE_FP8_BLOCK_SCALING_FP32_SCALES"
 BACKWARD = "NVTE_BACKWARD_OVERRIDE"
@@ -117,8 +117,8 @@ def _check(spec: QuantSpec) -> None:
         for name, choices in {**fields, **alike}.items():
             if getattr(tensor, name) not in choices:
                 raise _refusal(f"numerics.{role}.{name}", getattr(tensor, name), " or ".join(map(_yaml, choices)))
-    if spec.scope != frozenset(MODULE_KINDS):
-        raise _refusal("numerics.scope", sorted(spec.scope), f"all of {list(MODULE_KINDS)}")
+    if spec.scope != ALL:
+        raise _refusal("numerics.scope", sorted(spec.scope), "all module kinds")
 
 
 def _yaml(value: object) -> str:

@@ -47,7 +47,7 @@ def check(experiment: Experiment, say: Callable[[str], object] = lambda text: No
     check_data(experiment, tokenizer, say)
     check_stored(path, model)
     teacher = check_teacher(experiment, model.sizes, tokenizer)
-    check_memory(model.sizes, experiment, teacher)
+    check_memory(model.shape, experiment, teacher)
     if experiment.needs_engines:
         load_environment(experiment.environment)
         for index, config in enumerate(experiment.rewards.functions):

@@ -10,7 +10,6 @@ from pathlib import Path
 import psutil
 import torch
 
-from models import ModelSizes
 from models.shape import Shape
 from numerics.errors import user_error
 from rl.experiment import Experiment
@@ -26,17 +25,17 @@ RANK_BYTES, ENGINE_BYTES = 250 * 2**20, 350 * 2**20
 """Memory that a trainer rank and an engine share with no other process before they have a model (measured)."""
 
 
-def kv_cache_bytes(sizes: ModelSizes, engines: RolloutConfig | TeacherSection) -> int:
+def kv_cache_bytes(shape: Shape, engines: RolloutConfig | TeacherSection) -> int:
     """Bytes of all these engines' BF16 key and value caches."""
-    return engines.engines * engines.max_total_tokens * Shape(sizes).kv_bytes()
+    return engines.engines * engines.max_total_tokens * shape.kv_bytes()
 
 
-def check_memory(sizes: ModelSizes, experiment: Experiment, teacher: ModelSizes | None = None) -> None:
+def check_memory(shape: Shape, experiment: Experiment, teacher: Shape | None = None) -> None:
     """Whether what a run holds from step to step fits the free memory: on a GPU the trainer's state; on CPUs
     the processes, the trainer's state, and the engines' weights and KV caches. Activations come on top. A GPU's engine
     sizes its cache by the device, and a cluster that is not ours knows its machines.
 
-    teacher: its sizes, if there is one.
+    teacher: its shape, if there is one.
 
     Raises:
         UserError: they do not.
@@ -45,7 +44,7 @@ def check_memory(sizes: ModelSizes, experiment: Experiment, teacher: ModelSizes 
         return
     numerics, cuda = experiment.numerics_config(), torch.cuda.is_available()
     storage = storage_on(numerics, cuda, cuda and has_transformer_engine())
-    states = [_state(sizes, experiment, storage, stage) for stage in range(experiment.trainer.pp)]
+    states = [_state(shape, experiment, storage, stage) for stage in range(experiment.trainer.pp)]
     if cuda:
         _check_gpu(max(states), torch.cuda.get_device_properties(0).total_memory)
         states = [0]
@@ -53,7 +52,7 @@ def check_memory(sizes: ModelSizes, experiment: Experiment, teacher: ModelSizes 
     engines = len(experiment.engine_ranks)
     available = available_memory()
     trainer = ranks * RANK_BYTES + ranks * sum(states) // len(states)
-    weights = served_bytes(Shape(sizes), numerics.rollout_spec) if experiment.needs_engines and not cuda else 0
+    weights = served_bytes(shape, numerics.rollout_spec) if experiment.needs_engines and not cuda else 0
     serving = engines * ENGINE_BYTES + rollout.engines * weights
     processes = trainer + serving
     if processes > available:
@@ -78,9 +77,9 @@ def check_memory(sizes: ModelSizes, experiment: Experiment, teacher: ModelSizes 
                 remedy="Lower teacher.max_total_tokens or teacher.engines, or free memory.",
             )
         processes += taken
-    caches = kv_cache_bytes(sizes, rollout)
+    caches = kv_cache_bytes(shape, rollout)
     if processes + caches > available:
-        most = (available - processes) // (rollout.engines * Shape(sizes).kv_bytes())
+        most = (available - processes) // (rollout.engines * shape.kv_bytes())
         raise user_error(
             "rollout.max_total_tokens",
             found=rollout.max_total_tokens,
@@ -90,11 +89,11 @@ def check_memory(sizes: ModelSizes, experiment: Experiment, teacher: ModelSizes 
         )
 
 
-def _state(sizes: ModelSizes, experiment: Experiment, storage: Storage, stage: int) -> int:
+def _state(shape: Shape, experiment: Experiment, storage: Storage, stage: int) -> int:
     """Bytes that a rank of a pipeline stage holds from step to step."""
     layout = experiment.trainer
     rank = stage * layout.tp * layout.dp
-    states = state_bytes(Shape(sizes), layout, experiment.numerics_config(), storage, rank)
+    states = state_bytes(shape, layout, experiment.numerics_config(), storage, rank)
     return sum(state.total for state in states.values())
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from models import ModelSizes
+from models.shape import Shape
 from models.stored import check_stored
 from numerics.errors import UserError, user_error
 from rl.experiment import Experiment
@@ -21,8 +22,8 @@ if TYPE_CHECKING:
 _KEY = "teacher.path"
 
 
-def check_teacher(experiment: Experiment, policy: ModelSizes, tokenizer: PreTrainedTokenizerBase) -> ModelSizes | None:
-    """Whether the teacher, if there is one, can be served and asked; its sizes.
+def check_teacher(experiment: Experiment, policy: ModelSizes, tokenizer: PreTrainedTokenizerBase) -> Shape | None:
+    """Check that the teacher, if there is one, can be served and asked; returns its shape.
 
     Raises:
         UserError: its directory or layout is wrong, it has another vocabulary, or no room for the longest answer.
@@ -37,7 +38,7 @@ def check_teacher(experiment: Experiment, policy: ModelSizes, tokenizer: PreTrai
     check_engine_layout(model.sizes, teacher.tp, numerics.rollout_spec, "teacher.tp")
     _check_room(teacher, model.sizes, experiment)
     check_stored(path, model, _KEY)
-    return model.sizes
+    return model.shape
 
 
 def _check_vocabulary(

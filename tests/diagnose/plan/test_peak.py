@@ -10,7 +10,7 @@ import torch
 
 from diagnose.plan.job import Job
 from diagnose.plan.memory import CPU_PROCESS_BYTES, peak_on_a_cpu, trainer_state
-from models.shape import read_shape
+from models import read_shape
 from numerics.config import NumericsConfig
 from numerics.spec import QuantSpec
 from tests.support.batches import cross_entropy, random_batch

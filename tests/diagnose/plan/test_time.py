@@ -15,7 +15,7 @@ from diagnose.plan.subject import CONFIGS
 from diagnose.plan.time import kernels, step_time
 from diagnose.plan.transfers import expert_bytes, gathered_and_summed_bytes
 from diagnose.plan.verdict import Bracket, break_even, fp8_over_bf16, pays
-from models.shape import read_shape
+from models import read_shape
 from trainer.config import TrainerConfig
 
 QWEN = read_shape(CONFIGS / "qwen3_30b_a3b")

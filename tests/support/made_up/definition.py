@@ -6,8 +6,17 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from models.architecture import Architecture
-from models.qwen3 import ATTENTION_OPS, FIRST_OPS, LAST_OPS, attention_tensors, embedding, last_tensors, norm, post_norm
-from models.qwen3_moe import MOE_OPS, moe_tensors, sizes
+from models.architectures.qwen3 import (
+    ATTENTION_OPS,
+    FIRST_OPS,
+    LAST_OPS,
+    attention_tensors,
+    embedding,
+    last_tensors,
+    norm,
+    post_norm,
+)
+from models.architectures.qwen3_moe import MOE_OPS, moe_tensors, sizes
 from models.sizes import ModelSizes
 from models.tensors import TensorRow
 from models.trace import Forward, Op

@@ -18,8 +18,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from diagnose.audit.report import differences_of
-from models import read_model
-from models.shape import read_shape
+from models import read_model, read_shape
 from models.stored import stored_tensors
 from numerics.config import NumericsConfig
 from numerics.errors import UserError

@@ -6,7 +6,6 @@ from collections import namedtuple
 import pytest
 import torch
 
-from models.shape import Shape
 from numerics.errors import UserError
 from rl.experiment import parse_experiment
 from rl.experiment.preconditions import check, resources
@@ -21,15 +20,13 @@ def test_a_kv_cache_beyond_the_free_memory_is_refused(values, monkeypatch):
     spec = parse_experiment(merged(values, rollout={"max_total_tokens": 2048, "engines": 2}))
     # 2 engines x 2048 tokens x 2 layers x 2 kv heads x 128 x (key and value) x 2 bytes
     cache = 2 * 2048 * 2 * 2 * 128 * 2 * 2
-    sizes = check(spec).sizes
-    state = sum(
-        each.total for each in state_bytes(Shape(sizes), spec.trainer, spec.numerics_config(), "torch").values()
-    )
-    needed = cache + RANK_BYTES + state + 2 * (ENGINE_BYTES + served_bytes(Shape(sizes), spec.numerics.quant_spec()))
+    shape = check(spec).shape
+    state = sum(each.total for each in state_bytes(shape, spec.trainer, spec.numerics_config(), "torch").values())
+    needed = cache + RANK_BYTES + state + 2 * (ENGINE_BYTES + served_bytes(shape, spec.numerics.quant_spec()))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(resources.psutil, "virtual_memory", lambda: memory(needed))
     assert (
-        kv_cache_bytes(check(spec).sizes, spec.rollout) == cache and state > 18 * sizes.hidden_size * sizes.vocab_size
+        kv_cache_bytes(shape, spec.rollout) == cache and state > 18 * shape.sizes.hidden_size * shape.sizes.vocab_size
     )
     monkeypatch.setattr(resources.psutil, "virtual_memory", lambda: memory(needed - 1))
     with pytest.raises(UserError, match="rollout.max_total_tokens: found 2048") as error:
@@ -40,17 +37,15 @@ def test_a_kv_cache_beyond_the_free_memory_is_refused(values, monkeypatch):
 
 def test_a_gpu_that_does_not_hold_the_trainers_state_is_refused(values, monkeypatch):
     spec = parse_experiment(values)
-    sizes = check(spec).sizes
-    state = sum(
-        each.total for each in state_bytes(Shape(sizes), spec.trainer, spec.numerics_config(), "kernels").values()
-    )
+    shape = check(spec).shape
+    state = sum(each.total for each in state_bytes(shape, spec.trainer, spec.numerics_config(), "kernels").values())
     device = namedtuple("device", "total_memory")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: device(state))
-    check_memory(sizes, spec)
+    check_memory(shape, spec)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: device(state - 1))
     with pytest.raises(UserError, match="trainer: found .* GiB of weights, gradients and optimizer state on a rank"):
-        check_memory(sizes, spec)
+        check_memory(shape, spec)
 
 
 @pytest.mark.parametrize(

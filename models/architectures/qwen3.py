@@ -10,12 +10,14 @@ from typing import Any
 
 from models.architecture import Architecture
 from models.config_file import ConfigFile
+from models.shape import Shape, Weight, decoder, product, vector
 from models.sizes import ModelSizes
 from models.tensors import Place, TensorRow
 from models.trace import TOKENS, Forward, Op
 
 VARIANTS = {"hidden_act": "silu", "attention_bias": False, "use_sliding_window": False, "partial_rotary_factor": 1}
 """The only values of these keys that the shared ops define."""
+ATTENTION_KINDS = (("q_proj", "k_proj", "v_proj"), ("o_proj",))
 
 
 def sizes(config: ConfigFile) -> ModelSizes:
@@ -53,6 +55,20 @@ def checked(config: ConfigFile, sizes: ModelSizes) -> ModelSizes:
     if sizes.top_k > sizes.experts:
         raise config.refusal("num_experts_per_tok", sizes.top_k, f"at most num_experts = {sizes.experts}")
     return sizes
+
+
+def shape(sizes: ModelSizes) -> Shape:
+    return decoder(sizes, attention_weights(sizes), cached=2 * sizes.kv_heads * sizes.head_dim)
+
+
+def attention_weights(sizes: ModelSizes) -> Iterator[Weight]:
+    """Grouped queries with normed queries and keys, of all layers."""
+    hidden, head_dim, layers = sizes.hidden_size, sizes.head_dim, range(sizes.layers)
+    pieces = (sizes.heads * head_dim, sizes.kv_heads * head_dim, sizes.kv_heads * head_dim)
+    yield product("qkv", sum(pieces), hidden, layers, kind="q_proj", pieces=pieces)
+    yield vector("q_norm", head_dim, layers)
+    yield vector("k_norm", head_dim, layers)
+    yield product("o", hidden, sizes.heads * head_dim, layers, kind="o_proj")
 
 
 def tensors(sizes: ModelSizes) -> Iterator[TensorRow]:
@@ -196,4 +212,12 @@ def norm(name: str, size: int, op: str, layer: int | None, megatron: str) -> Ten
     return TensorRow(name=name, shape=(size,), op=op, layer=layer, engine=Place(name), megatron=Place(megatron))
 
 
-ARCHITECTURE = Architecture("Qwen3ForCausalLM", "qwen3", sizes, tensors, forward)
+ARCHITECTURE = Architecture(
+    name="Qwen3ForCausalLM",
+    model_type="qwen3",
+    sizes=sizes,
+    shape=shape,
+    tensors=tensors,
+    forward=forward,
+    kinds=(*ATTENTION_KINDS, ("gate_proj", "up_proj"), ("down_proj",)),
+)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from models.architecture import Architecture
-from models.config_file import ConfigFile
-from models.qwen3 import (
+from models.architectures.qwen3 import (
+    ATTENTION_KINDS,
     ATTENTION_OPS,
     FIRST_OPS,
     LAST_OPS,
@@ -17,10 +17,14 @@ from models.qwen3 import (
     family_sizes,
     last_tensors,
     post_norm,
+    shape,
 )
+from models.config_file import ConfigFile
 from models.sizes import ModelSizes
 from models.tensors import Place, TensorRow
 from models.trace import Forward, Op
+
+EXPERT_KINDS = (("experts.gate_proj", "experts.up_proj"), ("experts.down_proj",))
 
 
 def sizes(config: ConfigFile) -> ModelSizes:
@@ -77,14 +81,14 @@ def moe_tensors(sizes: ModelSizes, layer: int, experts: str = "experts") -> Iter
         megatron=Place(f"{there}router.weight"),
     )
     for expert in range(sizes.experts):
-        for name, shape, held, fc in (
+        for name, size, held, fc in (
             ("gate_proj", (width, hidden), "w13_weight", "linear_fc1"),
             ("up_proj", (width, hidden), "w13_weight", "linear_fc1"),
             ("down_proj", (hidden, width), "w2_weight", "linear_fc2"),
         ):
             yield TensorRow(
                 name=f"{inside}{experts}.{expert}.{name}.weight",
-                shape=shape,
+                shape=size,
                 op="experts",
                 layer=layer,
                 expert=expert,
@@ -95,4 +99,12 @@ def moe_tensors(sizes: ModelSizes, layer: int, experts: str = "experts") -> Iter
             )
 
 
-ARCHITECTURE = Architecture("Qwen3MoeForCausalLM", "qwen3_moe", sizes, tensors, forward)
+ARCHITECTURE = Architecture(
+    name="Qwen3MoeForCausalLM",
+    model_type="qwen3_moe",
+    sizes=sizes,
+    shape=shape,
+    tensors=tensors,
+    forward=forward,
+    kinds=(*ATTENTION_KINDS, *EXPERT_KINDS),
+)
