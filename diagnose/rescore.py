@@ -105,7 +105,7 @@ def rescore(path: Path, model: Path | None = None) -> Rescored:
         routes=None if scored.routes is None else scored.routes[order],
         draws=None if scored.draws is None else scored.draws[order],
     )
-    return Rescored(capsule, rescored, rescored.metrics(capsule.tis_cap))
+    return Rescored(capsule, rescored, rescored.metrics())
 
 
 def print_rescored(result: Rescored, console: Console) -> None:

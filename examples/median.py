@@ -1,6 +1,6 @@
 """An algorithm of one's own: an answer is measured by the median of its prompt's answers."""
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from pydantic import Field
@@ -13,6 +13,7 @@ class Median(PolicyGradient):
     """Half of a prompt's answers are reinforced, whatever the outliers among its rewards."""
 
     name: Literal["median"]
+    formula: ClassVar[str] = "max(-A r, -A clip(r)); A = R - median of the group"
     quantile: float = Field(default=0.5, ge=0.0, le=1.0)
     """Which of the sorted rewards an answer is measured by; 0.5 is the median."""
 
@@ -22,7 +23,3 @@ class Median(PolicyGradient):
             members = groups == group
             advantages[members] = rewards[members] - rewards[members].quantile(self.quantile)
         return advantages
-
-    @property
-    def advantage_text(self) -> str:
-        return "R - median"

@@ -34,7 +34,7 @@ def train(run: Run) -> str:
     Returns why the run stopped before its last step, after a checkpoint; empty if it did not.
     """
     experiment, stack, algorithm = run.experiment, run.stack, run.experiment.algorithm
-    trainer, cap = stack.trainer, algorithm.measured_cap
+    trainer = stack.trainer
     feed = open_feed(experiment, stack)
     if run.feed is not None:
         feed.restore(run.feed)
@@ -60,9 +60,9 @@ def train(run: Run) -> str:
             fresh = _scored(trainer, ahead)
             attempt = attempt.beside(fresh)
             capsule = run.capsule if attempt.evidence is not None else None
-            metrics = work.metrics | train_metrics(attempt.result, work.batch) | attempt.agreement(cap)
+            metrics = work.metrics | train_metrics(attempt.result, work.batch) | attempt.agreement()
             verdict = guard.judge(step, late_metrics(row) | metrics, attempt.fault, capsule)
-            run.keep(verdict, attempt.evidence, cap, attempt.faulty_rows)
+            run.keep(verdict, attempt.evidence, attempt.faulty_rows)
         logprobs = attempt.result.logprobs
 
         with clock.phase("train"):
@@ -71,13 +71,13 @@ def train(run: Run) -> str:
                 again = train_metrics(attempt.result, work.batch)
                 metrics |= again
                 verdict = guard.recheck(step, verdict, again, attempt.fault, capsule)
-                run.keep(verdict, attempt.evidence, cap, attempt.faulty_rows)
+                run.keep(verdict, attempt.evidence, attempt.faulty_rows)
             if not verdict.withheld and attempt.lesson is not None:
                 learnt, error = attempt.lesson.learn(trainer, attempt.result, step)
                 metrics |= learnt
                 if error is not None:  # in a later update than the first; those before it stay
                     verdict = guard.recheck(step, verdict, {}, _fault(error, work), None)
-                    run.keep(verdict, None, cap)
+                    run.keep(verdict, None)
         evaluates = evaluation.is_due(step)
         with clock.phase("sync"):
             if verdict.fall_back:
@@ -128,9 +128,9 @@ class Attempt:
             return self
         return dataclasses.replace(self, evidence=self.evidence.beside(fresh))
 
-    def agreement(self, tis_cap: float) -> dict[str, float]:
-        """`mismatch/...` and `drift/...` of the pass; `tis_cap` is C of the clip fractions."""
-        return self.evidence.metrics(tis_cap) if self.evidence is not None else {}
+    def agreement(self) -> dict[str, float]:
+        """`mismatch/...` and `drift/...` of the pass."""
+        return self.evidence.metrics() if self.evidence is not None else {}
 
 
 def _attempt(trainer: TrainerGroup, work: Work, algorithm: AlgorithmConfig, *, replay: bool) -> Attempt:
@@ -148,7 +148,8 @@ def _attempt(trainer: TrainerGroup, work: Work, algorithm: AlgorithmConfig, *, r
     if work.versions is not None:
         at = trainer.weight_version
         seen = dataclasses.replace(batch, fields={"rollout_logprobs": batch.fields["rollout_logprobs"]})
-        evidence = Evidence(seen, work.versions, at, result.logprobs, result.routes, result.draws)
+        cap = algorithm.measured_cap
+        evidence = Evidence(seen, work.versions, at, result.logprobs, result.routes, result.draws, cap)
     return Attempt(batch if lesson is None else lesson.batch, lesson, result, evidence, fault)
 
 
@@ -188,7 +189,7 @@ def _begin(run: Run, evaluation: Evaluation, replay: bool) -> None:
         evaluation.begin(0)
         evaluated, greedy = evaluation.finish()
         cap = experiment.algorithm.measured_cap
-        metrics = first.metrics() | evaluated | agreement_on(greedy, stack.trainer, replay=replay, tis_cap=cap)
+        metrics = first.metrics() | evaluated | agreement_on(greedy, stack.trainer, replay=replay, cap=cap)
         run.console.step(0, run.tracker.log(0, metrics))
     elif evaluation.is_due(run.step) and evaluation.goes_beside(run.step):
         evaluation.begin(run.step)

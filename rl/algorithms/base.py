@@ -19,6 +19,24 @@ CAP_WITHOUT_TIS = 2.0
 
 
 @dataclass(frozen=True)
+class Needs:
+    """What a batch is given before its first update, beside what the engines say of it. A reference, a critic or a
+    teacher is loaded only where one is needed.
+
+    Attributes:
+        old_logprobs: the policy's log-probabilities at the weights before that update, `fields["old_logprobs"]`.
+        reference: those of the model that the run started from, `fields["reference_logprobs"]`.
+        critic: what a critic expects at each token, `fields["values"]`.
+        teacher: the log-probabilities of a teacher, `fields["teacher_logprobs"]`.
+    """
+
+    old_logprobs: bool = False
+    reference: bool = False
+    critic: bool = False
+    teacher: bool = False
+
+
+@dataclass(frozen=True)
 class Outcomes:
     """What came of the trajectories of a batch, by row.
 
@@ -36,8 +54,8 @@ class Outcomes:
 class AlgorithmConfig(BaseModel):
     """The `algorithm:` section of an experiment: its settings, and how they turn a batch into a loss.
 
-    A subclass stands in a file of its own below `rl/algorithms`, with `name: Literal["..."]`, by which an experiment
-    asks for it. It overrides `objective`, and `advantages` if it samples.
+    A subclass of ours stands in a file below `rl/algorithms`, with `name: Literal["..."]`, by which an experiment asks
+    for it; a user's is asked for by `path/to/file.py:Class`. It overrides `objective`, and `advantages` if it samples.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
@@ -46,8 +64,11 @@ class AlgorithmConfig(BaseModel):
     samples: ClassVar[bool] = True
     """Whether it learns from answers that the engines sample, or from the answers of the data."""
 
-    taught: ClassVar[bool] = False
-    """Whether its advantages need the log-probabilities of a teacher, `fields["teacher_logprobs"]` of a batch."""
+    formula: ClassVar[str] = ""
+    """What is minimised, in one line, with r = e^(logprob - old) and R the reward."""
+
+    compares: ClassVar[bool] = False
+    """Whether an answer is measured by the others of its prompt: in a group of one, by 0."""
 
     def resolved(self, rollout: RolloutConfig) -> Self:
         """The same with the settings decided that depend on how answers are sampled."""
@@ -63,10 +84,9 @@ class AlgorithmConfig(BaseModel):
         return [list(range(len(groups)))]
 
     @property
-    def scored_fields(self) -> tuple[str, ...]:
-        """What each token is given before the first update: `old_logprobs` of the policy, `reference_logprobs` of the
-        reference, `values` of the critic. These models are loaded only where they are named here."""
-        return ()
+    def needs(self) -> Needs:
+        """What its batches are given before the first update."""
+        return Needs()
 
     def critic_config(self, trainer: TrainerConfig) -> TrainerConfig | None:
         """How the critic is trained beside a policy that is trained so; None: there is none."""
@@ -101,10 +121,6 @@ class AlgorithmConfig(BaseModel):
         """The critic's loss, likewise."""
         raise NotImplementedError
 
-    def formula(self) -> str:
-        """What is minimised, in a few lines, as these settings make it."""
-        raise NotImplementedError
-
     def remarks(self) -> list[str]:
         """What somebody should know who comes from another framework, a sentence each."""
         return []
@@ -121,7 +137,7 @@ class AlgorithmConfig(BaseModel):
     @property
     def measured_cap(self) -> float:
         """C of the clip fractions: the cap as configured. A gate that tightens it must not fire for its own doing."""
-        return self.cap or CAP_WITHOUT_TIS
+        return CAP_WITHOUT_TIS
 
 
 def used_tokens(batch: TokenBatch) -> Tensor:

@@ -21,7 +21,7 @@ class Cispo(GroupRelative):
     """Weights up to 5, as in ScaleRL (Khatri et al. 2025)."""
     clip_dual: None = None
     """There is no clipped loss that it could bound."""
-    surrogate_text: ClassVar[str] = "-sg(clip(r)) A logprob"
+    formula: ClassVar[str] = "-A sg(clip(r)) logprob; A = R - mean of the group, over its std with group_norm_std"
 
     def surrogate(self, logprobs: Tensor, old: Tensor, advantages: Tensor, used: Tensor) -> Surrogate:
         ratio = token_ratio(logprobs, old, used)

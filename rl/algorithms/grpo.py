@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 from torch import Tensor
 
@@ -13,15 +13,14 @@ from rl.algorithms.policy_gradient import PolicyGradient
 class GroupRelative(PolicyGradient):
     """An answer is measured by the others of its prompt."""
 
+    compares: ClassVar[bool] = True
+    formula: ClassVar[str] = "max(-A r, -A clip(r)); A = R - mean of the group, over its std with group_norm_std"
+
     group_norm_std: bool = True
     """Divide a group's centred rewards by their standard deviation."""
 
     def trajectory_advantages(self, rewards: Tensor, groups: Tensor) -> Tensor:
         return group_advantages(rewards, groups, normalize_std=self.group_norm_std)
-
-    @property
-    def advantage_text(self) -> str:
-        return "(R - mean) / (std + 1e-6)" if self.group_norm_std else "R - mean"
 
 
 class Grpo(GroupRelative):

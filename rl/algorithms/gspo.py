@@ -22,7 +22,7 @@ class Gspo(GroupRelative):
     clip_low: float = Field(default=3e-4, gt=0.0, lt=1.0)
     clip_high: float = Field(default=4e-4, gt=0.0)
     loss_aggregation: Mode = "seq_mean_token_mean"
-    ratio_text: ClassVar[str] = "e^(mean of logprob - old over the sequence)"
+    formula: ClassVar[str] = "max(-A s, -A clip(s)), s the geometric mean of r over the answer; A as in grpo"
 
     def surrogate(self, logprobs: Tensor, old: Tensor, advantages: Tensor, used: Tensor) -> Surrogate:
         ratio = sequence_ratio(logprobs, old, used)

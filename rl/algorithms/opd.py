@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Literal, Self
 
 import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from rl.algorithms.base import Outcomes, used_tokens
+from rl.algorithms.base import Needs, Outcomes, used_tokens
 from rl.algorithms.grpo import GroupRelative
-from rl.algorithms.policy_objective import PolicyObjective
 from trainer.step.batch import TokenBatch
-from trainer.step.objective import ObjectiveOutput
+from trainer.step.objective import Objective, ObjectiveOutput
 
 
 class Opd(GroupRelative):
     """The gradient of KL(policy || teacher), estimated on the policy's own tokens (Agarwal et al. 2024, "On-Policy
     Distillation of Language Models"; as an advantage of each token: Thinking Machines 2025, slime and miles)."""
 
-    taught: ClassVar[bool] = True
     name: Literal["opd"]
+    compares: ClassVar[bool] = False
+    formula: ClassVar[str] = (
+        "max(-A r, -A clip(r)); A = teacher_weight (teacher's logprob - engine's) + reward_weight A of grpo"
+    )
     teacher_weight: float = Field(default=1.0, gt=0.0)
     """k, by which the teacher counts."""
     reward_weight: float = Field(default=0.0, ge=0.0)
@@ -37,6 +39,10 @@ class Opd(GroupRelative):
             )
         return self
 
+    @property
+    def needs(self) -> Needs:
+        return replace(super().needs, teacher=True)
+
     def advantages(self, outcomes: Outcomes, batch: TokenBatch) -> Tensor:
         used = used_tokens(batch)
         if self.overlong is not None and self.overlong.filter:
@@ -46,14 +52,7 @@ class Opd(GroupRelative):
         return taught + self.reward_weight * super().advantages(outcomes, batch) if self.reward_weight else taught
 
     def objective(self, batch: TokenBatch) -> Distillation:
-        return Distillation.of(batch, self)
-
-    def formula(self) -> str:
-        text = f"A    = {self.teacher_weight:g} · (teacher's logprob - engine's logprob)"
-        before, _, after = super().formula().partition("A    = ")
-        if self.reward_weight:
-            return f"{before}{text} + {self.reward_weight:g} · A_R\nA_R  = {after}"
-        return "\n".join([before + text, *after.splitlines()[1:]])
+        return Distillation(super().objective(batch), int(used_tokens(batch).sum()))
 
     def remarks(self) -> list[str]:
         said = "teacher_weight: 1, as slime's and miles' opd-kl-coef; verl and NeMo-RL can take the teacher's most "
@@ -61,11 +60,14 @@ class Opd(GroupRelative):
 
 
 @dataclass(frozen=True)
-class Distillation(PolicyObjective):
-    """The policy gradient, with the distance to the teacher as a metric."""
+class Distillation:
+    """The policy gradient, with the distance to the teacher as a metric. tokens: those used of the whole batch."""
+
+    policy: Objective
+    tokens: int
 
     def __call__(self, logprobs: Tensor, entropy: Tensor, batch: TokenBatch) -> ObjectiveOutput:
-        output = super().__call__(logprobs, entropy, batch)
+        output = self.policy(logprobs, entropy, batch)
         gap = logprobs.detach() - batch.fields["teacher_logprobs"]
-        kl = torch.where(used_tokens(batch), gap, 0.0).sum() / self.aggregate.tokens
+        kl = torch.where(used_tokens(batch), gap, 0.0).sum() / self.tokens
         return ObjectiveOutput(output.loss, output.metrics | {"train/teacher_kl": kl})

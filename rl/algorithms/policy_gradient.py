@@ -9,33 +9,27 @@ that is another.
 
 from __future__ import annotations
 
+import math
 from itertools import pairwise
 from typing import Any, ClassVar, Literal, Self
 
 import torch
-from pydantic import Field, model_validator
+from pydantic import Field, PrivateAttr, model_validator
 from torch import Tensor
 
-from rl.algorithms.base import AlgorithmConfig, Outcomes, used_tokens
+from rl.algorithms.base import AlgorithmConfig, Needs, Outcomes, used_tokens
 from rl.algorithms.parts.advantages import spread, whitened
-from rl.algorithms.parts.aggregation import FORMULAS, Mode
+from rl.algorithms.parts.aggregation import Aggregation, Mode
 from rl.algorithms.parts.corrections import OWN_WEIGHT, Correction, RejectionConfig
-from rl.algorithms.parts.kl import FORMULAS as KL_FORMULAS
 from rl.algorithms.parts.kl import KlConfig
-from rl.algorithms.parts.kl import X as KL_X
 from rl.algorithms.parts.overlong import OverlongConfig
 from rl.algorithms.parts.surrogates import Surrogate, clipped, token_ratio
-from rl.algorithms.policy_objective import PolicyObjective
+from rl.algorithms.policy_objective import PolicyObjective, usable_tokens
 from rollout.config import RolloutConfig
 from trainer.step.batch import TokenBatch
+from trainer.step.objective import Objective
 
 RatioSource = Literal["recompute", "bypass", "on_policy"]
-
-OLD = {
-    "recompute": "the trainer's before the update",
-    "bypass": "the engine's, at the weights that sampled",
-    "on_policy": "the trainer's own, so that r = 1",
-}
 
 
 class PolicyGradient(AlgorithmConfig):
@@ -43,8 +37,9 @@ class PolicyGradient(AlgorithmConfig):
 
     token_rewards: ClassVar[bool] = False
     """Whether tokens have rewards of their own, from which a price can be taken."""
-    surrogate_text: ClassVar[str] = "max(-A r, -A clip(r))"
-    ratio_text: ClassVar[str] = "e^(logprob - old)"
+
+    least_group: ClassVar[int] = 1
+    """The answers of a prompt that it takes for any of them to have an advantage."""
 
     dynamic_sampling: bool = False
     """Sample further groups in place of those of equal rewards, which teach nothing (DAPO, Yu et al. 2025)."""
@@ -88,6 +83,9 @@ class PolicyGradient(AlgorithmConfig):
     """Which mean the loss is; see `rl.algorithms.parts.aggregation`."""
     loss_length: int | None = Field(default=None, ge=1)
     """The length that `seq_mean_token_sum_norm` divides by. Null: `rollout.max_new_tokens`."""
+
+    _tight: float = PrivateAttr(default=math.inf)
+    """The cap to which a gate has lowered that of the importance weight."""
 
     @model_validator(mode="before")
     @classmethod
@@ -160,12 +158,18 @@ class PolicyGradient(AlgorithmConfig):
 
     @property
     def cap(self) -> float | None:
-        return None if self.ratio == "bypass" else self.tis_cap
+        return None if self.tis_cap is None or self.ratio == "bypass" else min(self.tis_cap, self._tight)
 
     def tightened(self, cap: float | None) -> Self:
-        if cap is None or self.cap is None:
+        if cap is None:
             return self
-        return self.model_copy(update={"tis_cap": min(cap, self.cap)})
+        tighter = self.model_copy()
+        tighter._tight = min(cap, self._tight)
+        return tighter
+
+    @property
+    def measured_cap(self) -> float:
+        return super().measured_cap if self.tis_cap is None or self.cap is None else self.tis_cap
 
     def keeps(self, rewards: Tensor) -> bool:
         return not self.dynamic_sampling or bool((rewards != rewards[0]).any())
@@ -182,10 +186,9 @@ class PolicyGradient(AlgorithmConfig):
         return once * self.epochs
 
     @property
-    def scored_fields(self) -> tuple[str, ...]:
+    def needs(self) -> Needs:
         priced = self.kl.reward.coefficient > 0 and self.ratio != "bypass"
-        old = ("old_logprobs",) if self.updates > 1 or priced else ()
-        return old + (("reference_logprobs",) if self.kl.needs_reference else ())
+        return Needs(old_logprobs=self.updates > 1 or priced, reference=self.kl.needs_reference)
 
     def advantages(self, outcomes: Outcomes, batch: TokenBatch) -> Tensor:
         outcomes = self.shaped(outcomes, batch)
@@ -218,44 +221,18 @@ class PolicyGradient(AlgorithmConfig):
         x = old.double() - batch.fields["reference_logprobs"].double()
         return torch.where(used_tokens(batch), self.kl.reward.coefficient * x, 0.0)
 
-    @property
-    def advantage_text(self) -> str:
-        """The formula of a trajectory's advantage; R is its reward, mean and std are those of its prompt's answers."""
-        return f"as {type(self).__name__}.trajectory_advantages says"
-
     def surrogate(self, logprobs: Tensor, old: Tensor, advantages: Tensor, used: Tensor) -> Surrogate:
         """The loss of each token before weight and aggregation; all are [b, S], the rows whole sequences."""
         ratio = token_ratio(logprobs, old, used)
         return clipped(ratio, advantages, self.clip_low, self.clip_high, self.clip_dual)
 
-    def objective(self, batch: TokenBatch) -> PolicyObjective:
-        return PolicyObjective.of(batch, self)
-
-    def formula(self) -> str:
-        return "\n".join(f"{name:<4} = {text}" for name, text in self.formula_lines().items())
-
-    def formula_lines(self) -> dict[str, str]:
-        """What each name of the formula stands for, `loss` first."""
-        mean = FORMULAS[self.loss_aggregation].format(length=self.loss_length or "rollout.max_new_tokens")
-        dual = "" if self.clip_dual is None else f", at most {self.clip_dual:g} |A| where A < 0"
-        surrogate = f"{self.surrogate_text}{dual}"
-        if self.kl.loss.coefficient:
-            surrogate = f"({surrogate} + {self.kl.loss.coefficient:g} sg(e^(logprob - old)) KL)"
-        surrogate += " · w" * self.correction.weighs
-        bonus = f" - {self.entropy:g} H" * (self.entropy > 0)
-        lines = {
-            "loss": f"{mean}; a token's loss is {surrogate}{bonus}",
-            "r": f"{self.ratio_text}, clipped to [{1 - self.clip_low:g}, {1 + self.clip_high:g}]",
-            "old": OLD[self.ratio or "recompute"] + f", the first of {self.updates} of a batch" * (self.updates > 1),
-            "A": self.advantage_text + ", whitened over the tokens of the batch" * self.whiten_advantages,
-        }
-        if self.overlong is not None:
-            lines["R"] = self.overlong.formula()
-        if self.kl.loss.coefficient:
-            lines |= {"KL": KL_FORMULAS[self.kl.loss.estimator], "x": KL_X}
-        if self.entropy:
-            lines["H"] = "entropy of the policy where it chose the token, over the whole vocabulary, in nats"
-        return lines | self.correction.formula()
+    def objective(self, batch: TokenBatch) -> Objective:
+        """Raises ValueError: a field is missing, an advantage of a used token is not finite, or no token is usable."""
+        bypass = self.ratio == "bypass"
+        needed = ["advantages"] + ["rollout_logprobs"] * (self.correction.corrects or bypass)
+        used = usable_tokens(batch, needed + ["reference_logprobs"] * self.kl.needs_reference)
+        aggregate = Aggregation.of(used, self.loss_aggregation, self.loss_length or 1)
+        return PolicyObjective(self, self.correction, aggregate, self.kl, self.entropy, bypass)
 
     def remarks(self) -> list[str]:
         said = []

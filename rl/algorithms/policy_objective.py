@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Self
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -11,13 +12,18 @@ from torch import Tensor
 from rl.algorithms.base import used_tokens
 from rl.algorithms.parts.aggregation import Aggregation
 from rl.algorithms.parts.corrections import Correction
-from rl.algorithms.parts.kl import ESTIMATORS, k3
-from rl.algorithms.parts.surrogates import token_ratio
+from rl.algorithms.parts.kl import ESTIMATORS, KlConfig, k3
+from rl.algorithms.parts.surrogates import Surrogate, token_ratio
 from trainer.step.batch import TokenBatch
 from trainer.step.objective import ObjectiveOutput
 
-if TYPE_CHECKING:
-    from rl.algorithms.policy_gradient import PolicyGradient
+
+class HasSurrogate(Protocol):
+    """An algorithm that says what the loss of a token is."""
+
+    def surrogate(self, logprobs: Tensor, old: Tensor, advantages: Tensor, used: Tensor) -> Surrogate:
+        """Shapes as of `rl.algorithms.policy_gradient.PolicyGradient.surrogate`."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -30,51 +36,28 @@ class PolicyObjective:
     tokens. A token whose rollout logprob is not finite leaves the loss, the denominators and the metrics.
     """
 
-    algorithm: PolicyGradient
+    algorithm: HasSurrogate
     correction: Correction
     aggregate: Aggregation
-
-    @classmethod
-    def of(cls, batch: TokenBatch, algorithm: PolicyGradient) -> Self:
-        """The objective of a step on `batch`, which needs `advantages`, and `rollout_logprobs` unless the
-        experiment turns the correction off.
-
-        Raises:
-            ValueError: a field is missing, an advantage of a used token is not finite, or no token is usable.
-        """
-        correction = algorithm.correction
-        engines = correction.corrects or algorithm.ratio == "bypass"
-        needed = ["advantages"] + (["rollout_logprobs"] if engines else [])
-        needed += ["reference_logprobs"] if algorithm.kl.needs_reference else []
-        missing = [name for name in needed if name not in batch.fields]
-        if missing:
-            raise ValueError(f"fields: found {sorted(batch.fields)}, expected also {missing}; add them to the batch")
-        used = used_tokens(batch)
-        if not bool(torch.isfinite(batch.fields["advantages"][used]).all()):
-            raise ValueError("advantages: found non-finite values on target tokens, expected finite ones")
-        if not bool(used.any()):
-            raise ValueError(
-                f"found no usable token among {int(batch.loss_mask.sum())} target tokens, expected at least one; "
-                "the rollout logprobs are missing or not finite, so check the engine"
-            )
-        return cls(algorithm, correction, Aggregation.of(used, algorithm.loss_aggregation, algorithm.loss_length or 1))
+    kl: KlConfig
+    entropy: float
+    bypass: bool
 
     def __call__(self, logprobs: Tensor, entropy: Tensor, batch: TokenBatch) -> ObjectiveOutput:
         used, fields = used_tokens(batch), batch.fields
-        bypass = self.algorithm.ratio == "bypass"
-        old = fields["rollout_logprobs"] if bypass else fields.get("old_logprobs", logprobs.detach())
+        old = fields["rollout_logprobs"] if self.bypass else fields.get("old_logprobs", logprobs.detach())
         advantages = torch.where(used, fields["advantages"], 0.0)
         term = self.algorithm.surrogate(logprobs, old, advantages, used)
         # Without rollout logprobs nothing is corrected: every ratio is 1.
         weight, kept = self.correction(old, fields.get("rollout_logprobs", old), used)
-        losses, kl = term.losses, self.algorithm.kl
+        losses, kl = term.losses, self.kl
         x = torch.where(used, logprobs - fields["reference_logprobs"], 0.0) if kl.needs_reference else None
         if kl.loss.coefficient and x is not None:
             sampled_by = token_ratio(logprobs, old, used).detach()
             losses = losses + kl.loss.coefficient * sampled_by * ESTIMATORS[kl.loss.estimator](x)
         losses = torch.where(kept, losses * weight, 0.0)
-        if self.algorithm.entropy:
-            losses = losses - self.algorithm.entropy * torch.where(used, entropy, 0.0)
+        if self.entropy:
+            losses = losses - self.entropy * torch.where(used, entropy, 0.0)
         loss = self.aggregate(losses, used)
 
         def token_mean(values: Tensor) -> Tensor:
@@ -96,3 +79,23 @@ class PolicyObjective:
             rejected = used.any(dim=1) & ~kept.any(dim=1)
             metrics["train/rejected_sequences"] = rejected.sum() / self.aggregate.sequences
         return ObjectiveOutput(loss, metrics)
+
+
+def usable_tokens(batch: TokenBatch, needed: Sequence[str]) -> Tensor:
+    """The tokens that a loss can use, bool [B, S].
+
+    Raises:
+        ValueError: a needed field is missing, an advantage of a used token is not finite, or no token is usable.
+    """
+    missing = [name for name in needed if name not in batch.fields]
+    if missing:
+        raise ValueError(f"fields: found {sorted(batch.fields)}, expected also {missing}; add them to the batch")
+    used = used_tokens(batch)
+    if not bool(torch.isfinite(batch.fields["advantages"][used]).all()):
+        raise ValueError("advantages: found non-finite values on target tokens, expected finite ones")
+    if not bool(used.any()):
+        raise ValueError(
+            f"found no usable token among {int(batch.loss_mask.sum())} target tokens, expected at least one; "
+            "the rollout logprobs are missing or not finite, so check the engine"
+        )
+    return used

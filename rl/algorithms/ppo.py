@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
-from rl.algorithms.base import Outcomes, used_tokens
+from rl.algorithms.base import Needs, Outcomes, used_tokens
 from rl.algorithms.parts.gae import generalised_advantages, last_of_each_row
 from rl.algorithms.policy_gradient import PolicyGradient
 from trainer.config import RateConfig, TrainerConfig
@@ -31,6 +31,7 @@ class Ppo(PolicyGradient):
     the same directory with a value head, on the policy's ranks and in its layout and numerics."""
 
     name: Literal["ppo"]
+    formula: ClassVar[str] = "max(-A r, -A clip(r)); A = GAE over a critic's values, whitened"
     clip_high: float = Field(default=0.2, gt=0.0)
     whiten_advantages: bool = True
     token_rewards: ClassVar[bool] = True
@@ -47,8 +48,8 @@ class Ppo(PolicyGradient):
     no such bound."""
 
     @property
-    def scored_fields(self) -> tuple[str, ...]:
-        return (*super().scored_fields, "values")
+    def needs(self) -> Needs:
+        return replace(super().needs, critic=True)
 
     def critic_config(self, trainer: TrainerConfig) -> TrainerConfig:
         return trainer.model_copy(update=self.critic.model_dump())
@@ -72,19 +73,6 @@ class Ppo(PolicyGradient):
 
     def critic_objective(self, batch: TokenBatch) -> Objective:
         return ValueObjective(int(used_tokens(batch).sum()), self.value_clip)
-
-    @property
-    def advantage_text(self) -> str:
-        return f"GAE of q over the tokens with a loss, gamma {self.gamma:g}, lambda {self.gae_lambda:g}"
-
-    def formula_lines(self) -> dict[str, str]:
-        bound = "" if self.value_clip is None else f", the larger of it and of V held within {self.value_clip:g}"
-        price = f" - {self.kl.reward.coefficient:g} (old - reference) at each token" * (self.kl.reward.coefficient > 0)
-        return super().formula_lines() | {
-            "q": f"R at the last token{price}",
-            "V": f"the critic's, of loss Σ (V - G)² / 2 / tokens{bound}",
-            "G": "A before it is whitened + V before the update",
-        }
 
     def remarks(self) -> list[str]:
         return [

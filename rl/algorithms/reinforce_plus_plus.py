@@ -17,6 +17,7 @@ class ReinforcePlusPlus(PolicyGradient):
     """Rewards, whitened over all tokens of the batch (Hu et al. 2025, "REINFORCE++")."""
 
     name: Literal["reinforce++"]
+    formula: ClassVar[str] = "max(-A r, -A clip(r)); A = R less the price of kl.reward, whitened"
     whiten_advantages: bool = True
     token_rewards: ClassVar[bool] = True
 
@@ -28,8 +29,3 @@ class ReinforcePlusPlus(PolicyGradient):
 
     def trajectory_advantages(self, rewards: Tensor, groups: Tensor) -> Tensor:
         return rewards.float()
-
-    @property
-    def advantage_text(self) -> str:
-        price = self.kl.reward.coefficient
-        return "R" + f" - {price:g} Σ (old - reference) from the token to the last" * (price > 0)

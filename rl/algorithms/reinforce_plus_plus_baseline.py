@@ -17,6 +17,8 @@ class ReinforcePlusPlusBaseline(PolicyGradient):
     standard deviation of the prompt."""
 
     name: Literal["reinforce++-baseline"]
+    compares: ClassVar[bool] = True
+    formula: ClassVar[str] = "max(-A r, -A clip(r)); A = R - mean of the group, less the price of kl.reward, whitened"
     whiten_advantages: bool = True
     token_rewards: ClassVar[bool] = True
 
@@ -26,8 +28,3 @@ class ReinforcePlusPlusBaseline(PolicyGradient):
 
     def trajectory_advantages(self, rewards: Tensor, groups: Tensor) -> Tensor:
         return group_advantages(rewards, groups, normalize_std=False)
-
-    @property
-    def advantage_text(self) -> str:
-        price = self.kl.reward.coefficient
-        return "R - mean" + f" - {price:g} (old - reference) of the token" * (price > 0)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 from torch import Tensor
 
@@ -14,10 +14,8 @@ class Rloo(PolicyGradient):
     """REINFORCE leave-one-out (Ahmadian et al. 2024, "Back to Basics")."""
 
     name: Literal["rloo"]
+    least_group: ClassVar[int] = 2
+    formula: ClassVar[str] = "max(-A r, -A clip(r)); A = R - mean of the group's other answers"
 
     def trajectory_advantages(self, rewards: Tensor, groups: Tensor) -> Tensor:
         return leave_one_out(rewards, groups)
-
-    @property
-    def advantage_text(self) -> str:
-        return "R - mean of the prompt's other answers"

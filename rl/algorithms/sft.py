@@ -20,14 +20,12 @@ class Sft(AlgorithmConfig):
 
     name: Literal["sft"]
     samples: ClassVar[bool] = False
+    formula: ClassVar[str] = "-logprob of the answers of the data"
     batch_size: int = Field(default=64, ge=1)
     """Question and answer pairs per step."""
 
     def problems_per_step(self, rollout: RolloutConfig) -> int:
         return self.batch_size
-
-    def formula(self) -> str:
-        return "loss = -Σ logprob / tokens, of the answers of the data"
 
     def objective(self, batch: TokenBatch) -> SftObjective:
         return SftObjective.of(batch)

@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from rl.algorithms.base import AlgorithmConfig
     from rl.experiment.experiment import Experiment
 
-DEFAULT_TIGHT_CAP = 1.0
-
 _SUPERVISED = ("train/loss", "train/grad_norm", "train/lr", "train/entropy", "train/tokens")
 """What a pass measures where nothing was sampled."""
 _NONE_AT_FIRST = ("train/ratio_mean", "train/clip_fraction", "train/clip_fraction_low", "train/clip_fraction_high")
@@ -86,14 +84,14 @@ def check_sync(experiment: Experiment) -> None:
 def check_teacher(experiment: Experiment) -> None:
     """Raise `UserError` if the algorithm and the teacher are not both there, or cannot be at one temperature."""
     name, teacher = experiment.algorithm.name, experiment.teacher
-    if experiment.algorithm.taught and teacher is None:
+    if experiment.algorithm.needs.teacher and teacher is None:
         raise user_error(
             "teacher",
             found=f"null with algorithm.name={name}",
             expected="the model that it learns from",
             remedy="Give teacher.path=DIR, a Hugging Face directory with the tokenizer of model.path.",
         )
-    if teacher is not None and not experiment.algorithm.taught:
+    if teacher is not None and not experiment.algorithm.needs.teacher:
         raise user_error(
             "teacher",
             found=f"{teacher.path} with algorithm.name={name}, which asks no teacher",
@@ -120,6 +118,21 @@ def check_updates(experiment: Experiment) -> None:
             found=f"{parts} with rollout.prompts_per_step={prompts}",
             expected=f"at most {prompts}, as each update takes whole groups",
             remedy="Lower it, or give a step more prompts.",
+        )
+
+
+def check_groups(experiment: Experiment) -> None:
+    """Raise `UserError` if a group of one answer could teach nothing."""
+    algorithm = experiment.algorithm
+    if experiment.rollout.group_size > 1 or not isinstance(algorithm, PolicyGradient):
+        return
+    if algorithm.dynamic_sampling or algorithm.least_group > 1:
+        why = "with algorithm.dynamic_sampling=true" if algorithm.dynamic_sampling else f"with {algorithm.name}"
+        raise user_error(
+            "rollout.group_size",
+            found=f"1 {why}",
+            expected="at least 2: a single answer of its prompt has no others to be measured by, and teaches nothing",
+            remedy="Raise rollout.group_size, or choose algorithm.name=reinforce++ without dynamic_sampling.",
         )
 
 
@@ -202,11 +215,10 @@ def _against_the_spec(key: str, rule: GateSection, experiment: Experiment) -> Us
             remedy="Give one beyond what `fp8rl preflight` measures, or run exact mode with both sides alike.",
         )
     if action == "tighten_tis":
-        cap = DEFAULT_TIGHT_CAP if rule.tis_cap is None else rule.tis_cap
-        if algorithm.cap is None or cap >= algorithm.cap:
+        if algorithm.cap is None or rule.cap >= algorithm.cap:
             return user_error(
                 f"{key}.tis_cap",
-                found=cap,
+                found=rule.cap,
                 expected=f"less than algorithm.tis_cap={algorithm.cap}, the cap that it tightens",
                 remedy="Give a lower cap, or set algorithm.tis_cap above it.",
             )
@@ -229,9 +241,9 @@ def _against_the_spec(key: str, rule: GateSection, experiment: Experiment) -> Us
 
 def _of_others(metric: str, algorithm: AlgorithmConfig) -> str | None:
     """What the algorithm would need to have for this metric; None: nothing."""
-    if metric.startswith("critic/") and "values" not in algorithm.scored_fields:
+    if metric.startswith("critic/") and not algorithm.needs.critic:
         return "an algorithm with a critic"
-    if metric == "train/kl" and "reference_logprobs" not in algorithm.scored_fields:
+    if metric == "train/kl" and not algorithm.needs.reference:
         return "a coefficient of algorithm.kl above 0"
     return None
 

@@ -54,6 +54,13 @@ class Experiment(Section):
     tracking: TrackingSection = TrackingSection()
 
     @property
+    def formula(self) -> str:
+        """The loss of a token, in one line."""
+        alone = self.algorithm.compares and self.rollout.group_size == 1
+        said = "; rollout.group_size=1: the mean of a group of one counts as 0 and its std as 1, so A = R"
+        return f"loss: {self.algorithm.formula}{said * alone}"
+
+    @property
     def needs_engines(self) -> bool:
         """Whether anything is sampled: for training, or to evaluate."""
         return self.algorithm.samples or self.eval.problems > 0
@@ -80,5 +87,4 @@ class Experiment(Section):
     def to_yaml(self) -> str:
         """Everything written out below what it minimises; `parse_experiment(yaml.safe_load(text))` gives an equal
         object."""
-        formula = "".join(f"# {line}\n" for line in self.algorithm.formula().splitlines())
-        return formula + yaml.safe_dump(self.to_dict(), sort_keys=False, allow_unicode=True)
+        return f"# {self.formula}\n" + yaml.safe_dump(self.to_dict(), sort_keys=False, allow_unicode=True)

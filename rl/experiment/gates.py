@@ -53,6 +53,11 @@ class GateSection(Section):
     """With `tighten_tis`: the lower cap; null means 1."""
 
     @property
+    def cap(self) -> float:
+        """The lower cap, decided."""
+        return 1.0 if self.tis_cap is None else self.tis_cap
+
+    @property
     def bound(self) -> str:
         """In words, e.g. `above 0.05`."""
         return f"above {self.above}" if self.above is not None else f"below {self.below}"

@@ -17,6 +17,7 @@ from rl.algorithms import ALGORITHMS
 from rl.experiment.contradictions import (
     check_environment,
     check_gates,
+    check_groups,
     check_ranks,
     check_staleness,
     check_sync,
@@ -43,6 +44,7 @@ def parse_experiment(values: dict[str, Any]) -> Experiment:
     check_staleness(experiment)
     check_ranks(experiment)
     check_updates(experiment)
+    check_groups(experiment)
     check_sync(experiment)
     check_teacher(experiment)
     check_gates(experiment)

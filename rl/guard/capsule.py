@@ -43,8 +43,8 @@ class Capsule:
     """A capsule that was read and found whole.
 
     step: of the run. why: what made it. rows: of the step's batch; those that a fault came from, then the worst.
-    evidence: of these rows, in the step's last pass. tis_cap, metrics: C, and the `mismatch/...` metrics over these
-    rows as they were recorded.
+    evidence: of these rows, in the step's last pass. metrics: the `mismatch/...` metrics over these rows as they were
+    recorded.
     """
 
     path: Path
@@ -55,7 +55,6 @@ class Capsule:
     manifest: Manifest
     rows: list[int]
     evidence: Evidence
-    tis_cap: float
     metrics: dict[str, float]
 
     @property
@@ -69,15 +68,13 @@ class Capsule:
 class Case:
     """A step to keep: what is not in its evidence.
 
-    why: what gates and faults have said. rows: of the batch; those that a fault came from, then the worst. tis_cap: C
-    of the clip fractions. experiment, manifest: files of the run, its resolved experiment and the digests of the served
-    weights.
+    why: what gates and faults have said. rows: of the batch; those that a fault came from, then the worst.
+    experiment, manifest: files of the run, its resolved experiment and the digests of the served weights.
     """
 
     step: int
     why: Sequence[str]
     rows: Sequence[int]
-    tis_cap: float
     numerics: NumericsConfig
     experiment: Path
     manifest: Path
@@ -99,8 +96,8 @@ def write_capsule(path: Path, case: Case, evidence: Evidence, export: Callable[[
         "temperature": chosen.batch.temperature,
         "replay": chosen.batch.replay,
         "rows": list(case.rows),
-        "tis_cap": case.tis_cap,
-        "metrics": chosen.metrics(case.tis_cap),
+        "tis_cap": evidence.cap,
+        "metrics": chosen.metrics(),
     }
     with new_directory(path) as partial:
         (partial / _ABOUT).write_text(json.dumps(about, indent=1, allow_nan=False) + "\n")
@@ -156,7 +153,6 @@ def _capsule(path: Path, about: dict[str, Any], experiment: Experiment, manifest
         manifest=manifest,
         rows=about["rows"],
         evidence=_evidence(load_file(path / _TENSORS), about),
-        tis_cap=about["tis_cap"],
         metrics=about["metrics"],
     )
 
@@ -207,6 +203,7 @@ def _evidence(tensors: dict[str, torch.Tensor], about: dict[str, Any]) -> Eviden
         logprobs=tensors["train_logprobs"],
         routes=tensors.get("train_routes"),
         draws=tensors.get("train_draws"),
+        cap=about["tis_cap"],
     )
 
 

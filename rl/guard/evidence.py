@@ -25,6 +25,7 @@ class Evidence:
         logprobs: fp32 [B, S], the trainer's.
         routes: int16 [B, S, L, K], the trainer's own choice of experts; None without `batch.routes`.
         draws: int64 [B, S], the tokens that the trainer drew again; None without `batch.seeds`.
+        cap: C of the importance weights and clip fractions that are measured.
     """
 
     batch: TokenBatch
@@ -33,16 +34,17 @@ class Evidence:
     logprobs: Tensor
     routes: Tensor | None = None
     draws: Tensor | None = None
+    cap: float = 2.0
 
     @property
     def fresh(self) -> Tensor:
         """bool [B, S], the tokens that the trainer's own weights have sampled: those on which both sides must agree."""
         return self.batch.loss_mask & (self.versions == self.version)
 
-    def metrics(self, tis_cap: float) -> dict[str, float]:
-        """The `mismatch/...` metrics, and `drift/...` of older tokens; `tis_cap` is C of the clip fractions."""
+    def metrics(self) -> dict[str, float]:
+        """The `mismatch/...` metrics, and `drift/...` of older tokens."""
         batch, rollout = self.batch, self.batch.fields["rollout_logprobs"]
-        metrics = agreement(self.logprobs, rollout, batch.loss_mask, tis_cap=tis_cap, fresh=self.fresh)
+        metrics = agreement(self.logprobs, rollout, batch.loss_mask, cap=self.cap, fresh=self.fresh)
         metrics |= drift_metrics(self.logprobs, rollout, batch.loss_mask, self.versions, self.version)
         if self.draws is not None:
             metrics |= redraw_metrics(self.draws, batch.tokens, self.fresh)

@@ -7,7 +7,6 @@ import math
 from collections.abc import Mapping, Sequence
 
 from rl.algorithms.base import AlgorithmConfig
-from rl.experiment.contradictions import DEFAULT_TIGHT_CAP
 from rl.experiment.gates import GateSection, GuardSection
 from rl.guard.gates import Firing, Gates
 from rl.guard.standing import Standing
@@ -141,7 +140,7 @@ class Guard:
         before = self.algorithm.cap, self.replays
         standing, rule = self._standing, firing.rule
         if rule.action == "tighten_tis":
-            standing.tis_cap = min(rule.tis_cap or DEFAULT_TIGHT_CAP, standing.tis_cap or math.inf)
+            standing.tis_cap = min(rule.cap, standing.tis_cap or math.inf)
         if rule.action == "enable_r3":
             standing.router_replay = True
         return before != (self.algorithm.cap, self.replays)

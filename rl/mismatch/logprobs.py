@@ -22,7 +22,7 @@ def agreement(
     rollout_logprobs: Tensor,
     mask: Tensor,
     *,
-    tis_cap: float = 2.0,
+    cap: float = 2.0,
     fresh: Tensor | None = None,
 ) -> dict[str, float]:
     """The agreement metrics of one batch; their meanings and denominators stand in `rl.record.metrics`.
@@ -35,7 +35,7 @@ def agreement(
         train_logprobs: float [B, S].
         rollout_logprobs: float [B, S].
         mask: bool [B, S], the sampled tokens.
-        tis_cap: C of the importance weights and clip fractions, at least 1: one-sided rho > C; two-sided also
+        cap: C of the importance weights and clip fractions, at least 1: one-sided rho > C; two-sided also
             rho < 1/C.
         fresh: bool [B, S], the tokens that the trainer's own weights have sampled, which alone are compared; None: all.
 
@@ -43,15 +43,15 @@ def agreement(
         Finite floats by metric name, computed in float64. One that is undefined or overflows is left out.
 
     Raises:
-        ValueError: shapes differ, or `tis_cap` is below 1.
+        ValueError: shapes differ, or `cap` is below 1.
     """
     compared = mask if fresh is None else mask & fresh
     tensors = [train_logprobs, rollout_logprobs, mask, compared]
     if len({tensor.shape for tensor in tensors}) > 1:
         shapes = [list(tensor.shape) for tensor in tensors]
         raise ValueError(f"found shapes {shapes} of both logprobs and masks, expected equal ones")
-    if not tis_cap >= 1.0:
-        raise ValueError(f"tis_cap: found {tis_cap}, expected a number of at least 1")
+    if not cap >= 1.0:
+        raise ValueError(f"cap: found {cap}, expected a number of at least 1")
     train, rollout = train_logprobs.detach().double(), rollout_logprobs.detach().double()
     difference = train - rollout
     used = compared & torch.isfinite(difference)
@@ -65,7 +65,7 @@ def agreement(
         return metrics
 
     d = difference[used]
-    metrics |= token_metrics(d, train[used], rollout[used], tis_cap)
+    metrics |= token_metrics(d, train[used], rollout[used], cap)
     metrics |= sequence_metrics(torch.where(used, difference, 0.0), used)
     metrics |= position_metrics(d, mask, used)
     return {name: value for name, value in metrics.items() if math.isfinite(value)}

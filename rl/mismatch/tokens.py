@@ -15,11 +15,11 @@ NEARLY = 1e-6
 """nats; about the rounding of a float32 logprob."""
 
 
-def token_metrics(d: Tensor, train: Tensor, rollout: Tensor, tis_cap: float) -> dict[str, float]:
+def token_metrics(d: Tensor, train: Tensor, rollout: Tensor, cap: float) -> dict[str, float]:
     """`mismatch/...` over single tokens; d, train, rollout: float64 [N], finite, with d = train - rollout."""
     abs_d, rho = d.abs(), bounded(d).exp()
     abs_order, rho_order = order_statistics(abs_d), bounded(order_statistics(d)).exp()
-    above, below = rho > tis_cap, rho < 1.0 / tis_cap
+    above, below = rho > cap, rho < 1.0 / cap
     values = {
         "mismatch/tis_clipfrac": _fraction(above),
         "mismatch/tis_clipfrac_two_sided": _fraction(above | below),
@@ -36,7 +36,7 @@ def token_metrics(d: Tensor, train: Tensor, rollout: Tensor, tis_cap: float) -> 
     metrics |= distribution("mismatch/train_rollout_logprob_abs_diff", abs_d.mean(), abs_order)
     metrics |= distribution("mismatch/token_mult_prob_error", bounded(abs_d).exp().mean(), bounded(abs_order).exp())
     metrics |= distribution("mismatch/rho", rho.mean(), rho_order)
-    metrics |= distribution("mismatch/tis_weight", rho.clamp(max=tis_cap).mean(), rho_order.clamp(max=tis_cap))
+    metrics |= distribution("mismatch/tis_weight", rho.clamp(max=cap).mean(), rho_order.clamp(max=cap))
     correlation = pearson(_probability(train), _probability(rollout))
     return metrics if correlation is None else metrics | {"mismatch/pearson": correlation}
 

@@ -180,14 +180,14 @@ def pass_at(k: int, samples: int, right: int) -> float:
     return 1.0 - math.comb(samples - right, k) / math.comb(samples, k)
 
 
-def agreement_on(answers: Sequence[Answer], trainer: TrainerGroup, *, replay: bool, tis_cap: float) -> dict[str, float]:
+def agreement_on(answers: Sequence[Answer], trainer: TrainerGroup, *, replay: bool, cap: float) -> dict[str, float]:
     """`mismatch/...` over greedy answers, whose log-probabilities the engine reports at temperature 1."""
     if not answers:
         return {}
     trajectories = [answer.trajectory for answer in answers]
     batch = batch_from_trajectories(trajectories, 1.0, replay=replay)
     scored, versions = trainer.score_routed(batch), token_versions(trajectories, batch.loss_mask)
-    return Evidence(batch, versions, trainer.weight_version, scored.logprobs, scored.routes).metrics(tis_cap)
+    return Evidence(batch, versions, trainer.weight_version, scored.logprobs, scored.routes, cap=cap).metrics()
 
 
 def _answers(item: Admitted) -> list[Answer]:

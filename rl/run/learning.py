@@ -41,15 +41,18 @@ class Lesson:
         Raises:
             NonFiniteLossError: a score of a used token is not finite.
         """
-        scored, used = None, used_tokens(batch)
-        for name in algorithm.scored_fields:
-            if name == "old_logprobs":
-                scored = trainer.score_routed(batch)
-                scores = scored.logprobs
-            else:
-                scores = trainer.score(_alone(batch), "critic" if name == "values" else "reference")
-            _check_finite(name, scores, used)
-            batch = batch.with_fields(**{name: scores})
+        needs, scored, used = algorithm.needs, None, used_tokens(batch)
+        scores = {}
+        if needs.old_logprobs:
+            scored = trainer.score_routed(batch)
+            scores["old_logprobs"] = scored.logprobs
+        if needs.reference:
+            scores["reference_logprobs"] = trainer.score(_alone(batch), "reference")
+        if needs.critic:
+            scores["values"] = trainer.score(_alone(batch), "critic")
+        for name, values in scores.items():
+            _check_finite(name, values, used)
+        batch = batch.with_fields(**scores)
         if outcomes is None:
             return cls(algorithm, batch, algorithm.mini_batches(torch.arange(batch.rows)), scored)
         batch = batch.with_fields(**algorithm.lesson(outcomes, batch))
@@ -113,7 +116,7 @@ class Lesson:
 
     @property
     def _has_critic(self) -> bool:
-        return "values" in self.algorithm.scored_fields
+        return self.algorithm.needs.critic
 
 
 def explained_variance(values: Tensor, returns: Tensor) -> float:

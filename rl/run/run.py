@@ -99,8 +99,7 @@ class Run:
             console = closing.enter_context(StepConsole(experiment.run.steps, done=step))
             console.note(f"run {files.path}")
             console.note(f"spec {experiment.numerics_config().spec.digest()}, seed {experiment.run.seed}")
-            for line in experiment.algorithm.formula().splitlines():
-                console.note(line)
+            console.note(experiment.formula)
             for remark in experiment.algorithm.remarks():
                 console.note(f"note: {remark}")
             standing = Standing.of_checkpoint(files, step or None)
@@ -193,7 +192,7 @@ class Run:
         self.standing.bf16 = True
         self.stack.switch(self.standing.numerics(self.stack.numerics))
 
-    def keep(self, verdict: Verdict, evidence: Evidence | None, tis_cap: float, named: tuple[int, ...] = ()) -> None:
+    def keep(self, verdict: Verdict, evidence: Evidence | None, named: tuple[int, ...] = ()) -> None:
         """Announce what a verdict says, and keep the step's worst sequences as a capsule if it says anything.
 
         named: rows that a fault came from, which are kept too. The trainer must still have the weights that it scored
@@ -205,7 +204,6 @@ class Run:
                 step=self.step,
                 why=verdict.why,
                 rows=list(dict.fromkeys([*named, *worst])),
-                tis_cap=tis_cap,
                 numerics=self.stack.numerics,
                 experiment=self.files.experiment,
                 manifest=self.manifest,

@@ -348,7 +348,7 @@ def _start_trainer(experiment: Experiment, numerics: NumericsConfig, seats: Seat
         total_steps=experiment.run.steps * algorithm.updates,
         max_sequence_length=experiment.rollout.context_length,
         seats=seats.trainer(),
-        reference="reference_logprobs" in algorithm.scored_fields,
+        reference=algorithm.needs.reference,
         critic=algorithm.critic_config(experiment.trainer),
     )
 

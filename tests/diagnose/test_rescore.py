@@ -33,7 +33,7 @@ def rescored(capsule: Capsule, change: float = 0.0, mode: str = "exact") -> Resc
     logprobs = capsule.evidence.logprobs.clone()
     logprobs[0, 2] += change
     seen = dataclasses.replace(capsule.evidence, logprobs=logprobs)
-    return Rescored(capsule, seen, seen.metrics(capsule.tis_cap))
+    return Rescored(capsule, seen, seen.metrics())
 
 
 def test_exact_mode_accepts_no_difference_at_all(capsule: Capsule) -> None:
@@ -52,9 +52,9 @@ def test_native_mode_measures_a_difference(capsule: Capsule) -> None:
 def test_a_logprob_that_is_no_number_is_reproduced_by_none_else(capsule: Capsule) -> None:
     seen = dataclasses.replace(capsule.evidence, logprobs=capsule.evidence.logprobs.clone())
     seen.logprobs[0, 2] = torch.nan
-    broken = dataclasses.replace(capsule, evidence=seen, metrics=seen.metrics(2.0))
+    broken = dataclasses.replace(capsule, evidence=seen, metrics=seen.metrics())
     assert rescored(broken).reproduced
-    lost = Rescored(capsule, seen, seen.metrics(2.0))
+    lost = Rescored(capsule, seen, seen.metrics())
     assert not lost.reproduced and lost.to_dict()["largest_change"] is None
     json.dumps(lost.to_dict(), allow_nan=False)
 

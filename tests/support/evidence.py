@@ -76,8 +76,10 @@ class CapsuleRun:
     ) -> Path:
         """The capsule of `step`."""
         manifest = manifest or self.files.manifest(VERSION)
-        case = Case(step, why, rows, tis_cap, self.numerics, self.files.experiment, manifest)
-        write_capsule(self.files.capsule(step), case, seen, export if weights else None)
+        case = Case(step, why, rows, self.numerics, self.files.experiment, manifest)
+        write_capsule(
+            self.files.capsule(step), case, dataclasses.replace(seen, cap=tis_cap), export if weights else None
+        )
         return self.files.capsule(step)
 
 

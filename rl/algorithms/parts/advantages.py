@@ -10,6 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from numerics.errors import user_error
+
 STD_EPSILON = 1e-6
 """Keeps a group of equal rewards at advantage 0 instead of 0/0."""
 VARIANCE_FLOOR = 1e-8
@@ -57,13 +59,16 @@ def relative_to_mean(rewards: Tensor, groups: Tensor) -> Tensor:
     `group_advantages`.
 
     Raises:
-        ValueError: as there, or a reward is negative.
+        ValueError: as there.
+        UserError: a reward is negative.
     """
     group = _grouped(rewards, groups)
     if bool((group.rewards < 0).any()):
-        raise ValueError(
-            f"rewards: found {float(group.rewards.min()):g}, expected none below 0, as MaxRL divides by a group's mean "
-            "reward; correct the reward function"
+        raise user_error(
+            "rewards",
+            found=float(group.rewards.min()),
+            expected="none below 0, as maxrl divides by the mean reward of a group",
+            remedy="Correct the reward functions or their weights, or choose another algorithm.",
         )
     return torch.where(group.means > 0, group.centred / group.means, 0.0).float()
 

@@ -3,19 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
 from torch import Tensor
 
 Mode = Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm"]
-
-FORMULAS: dict[Mode, str] = {
-    "token_mean": "Σ loss / tokens",
-    "seq_mean_token_mean": "mean over sequences of Σ loss / its tokens",
-    "seq_mean_token_sum": "mean over sequences of Σ loss",
-    "seq_mean_token_sum_norm": "mean over sequences of Σ loss / {length}",
-}
-assert tuple(FORMULAS) == get_args(Mode)
 
 
 @dataclass(frozen=True)

@@ -124,24 +124,6 @@ class Correction:
         """Whether it weighs or rejects; only then the rollout logprobs matter."""
         return self.weighs or self.rejects
 
-    def formula(self) -> dict[str, str]:
-        """What w is and what is rejected, where there is any of it."""
-        lines = {}
-        if self.weighs:
-            level = "sequence" if self.rejection == "mis" else "token" if self.rejection == "icepop" else self.level
-            ratio = f"ratio trainer / rollout of the {level}"
-            lines["w"] = ratio if self.cap is None else f"min({ratio}, {self.cap:g})"
-        left_out = []
-        if self.rejection is not None:
-            what = {"icepop": "tokens by their ratio", "geometric": "sequences by the geometric mean of their ratios"}
-            judged = what.get(self.rejection, "sequences by the product of their ratios")
-            bounds = {"below": self.low, "above": self.high}
-            said = " or ".join(f"{side} {bound:g}" for side, bound in bounds.items() if bound is not None)
-            left_out.append(f"{judged}, {said}")
-        if self.veto is not None:
-            left_out.append(f"sequences with a token's ratio below {self.veto:g}")
-        return lines | ({"left out": "; ".join(left_out)} if left_out else {})
-
     def __call__(self, old: Tensor, rollout: Tensor, used: Tensor) -> tuple[Tensor, Tensor]:
         """Weights [B, S] in old's dtype without gradient, 1 on unused tokens; and bool [B, S], used and not rejected.
 

@@ -36,11 +36,6 @@ def k3(x: Tensor) -> Tensor:
 
 
 ESTIMATORS: dict[Estimator, Callable[[Tensor], Tensor]] = {"k2": k2, "k3": k3}
-FORMULAS: dict[Estimator, str] = {
-    "k2": "x² / 2, with the gradient of KL(policy || reference)",
-    "k3": "e^-x - 1 + x, with the value of KL(policy || reference) and not its gradient",
-}
-X = "logprob - the reference's"
 
 
 class KlLossConfig(BaseModel):

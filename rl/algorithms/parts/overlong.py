@@ -37,10 +37,3 @@ class OverlongConfig(BaseModel):
         assert self.limit is not None and self.buffer is not None, "not resolved"
         excess = (lengths - (self.limit - self.buffer)).clamp(0, self.buffer)
         return replace(outcomes, rewards=outcomes.rewards - self.penalty * excess / self.buffer)
-
-    def formula(self) -> str:
-        """Of the reward that advantages are measured by."""
-        cut = ", and A = 0 where the length limit has cut the answer" * self.filter
-        return (
-            f"reward - {self.penalty:g} · min(1, max(0, length - ({self.limit} - {self.buffer})) / {self.buffer}){cut}"
-        )

@@ -277,7 +277,7 @@ class SampledFeed:
         outcomes = Outcomes(rewards, members, torch.tensor([trajectory.finished for trajectory in trajectories]))
         batch = self._batch(trajectories)
         tokens = batch.tokens
-        if self._experiment.algorithm.taught:
+        if self._experiment.algorithm.needs.teacher:
             tokens = tokens.with_fields(**{TEACHER_LOGPROBS: teacher_logprobs(answers, tokens)})
         metrics = rollout_metrics(trajectories, rewards, members, version) | reward_metrics(answers)
         if self._stack.conversations is not None:

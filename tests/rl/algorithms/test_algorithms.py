@@ -8,10 +8,12 @@ import pytest
 import torch
 from pydantic import TypeAdapter, ValidationError
 
+from numerics.errors import UserError
 from rl.algorithms import ALGORITHMS, Algorithm
 from rl.algorithms.base import Outcomes
 from rl.algorithms.parts.aggregation import Mode
 from rl.algorithms.policy_gradient import PolicyGradient
+from rl.experiment import parse_experiment
 from rollout.config import RolloutConfig
 from trainer.step.batch import TokenBatch
 
@@ -334,7 +336,7 @@ def test_groups_are_judged_by_the_rewards_before_a_price_on_length() -> None:
 
 def test_maxrl_refuses_rewards_below_zero() -> None:
     batch, _ = sampled(fresh=True)
-    with pytest.raises(ValueError, match=r"rewards: found -1, expected none below 0, as MaxRL divides"):
+    with pytest.raises(ValueError, match=r"rewards: found -1.0, expected none below 0, as maxrl divides"):
         algorithm("maxrl").advantages(Outcomes(-REWARDS, GROUPS, outcomes().finished), batch)
 
 
@@ -348,25 +350,27 @@ def test_equal_rewards_give_no_gradient(name: str) -> None:
     assert grad.count_nonzero() == 0
 
 
-def test_a_formula_says_what_the_settings_make_of_it() -> None:
-    assert algorithm("grpo", clip_dual=3.0, veto=1e-4).formula().splitlines() == [
-        "loss = Σ loss / tokens; a token's loss is max(-A r, -A clip(r)), at most 3 |A| where A < 0 · w",
-        "r    = e^(logprob - old), clipped to [0.8, 1.28]",
-        "old  = the trainer's before the update",
-        "A    = (R - mean) / (std + 1e-6)",
-        "w    = min(ratio trainer / rollout of the token, 2)",
-        "left out = sequences with a token's ratio below 0.0001",
-    ]
-    assert "reward - 1 · min(1, max(0, length - (20 - 4)) / 4)" in algorithm("dapo").formula()
-    assert "mean over sequences of Σ loss / 20" in algorithm("drgrpo").formula()
-    several = algorithm("grpo", updates_per_batch=2, epochs=3).formula()
-    assert "old  = the trainer's before the update, the first of 6 of a batch\n" in several
-    assert "q    = R at the last token - 0.1 (old - reference) at each token\n" in (
-        algorithm("ppo", kl={"reward": {"coefficient": 0.1}}).formula()
-    )
-    assert "max(-A r, -A clip(r)) · w - 0.01 H\n" in algorithm("grpo", entropy=0.01).formula()
-    for name in ALGORITHMS:
-        assert algorithm(name).formula().startswith("loss = ")
+def test_every_algorithm_says_its_loss_in_one_line() -> None:
+    lines = [kind.formula for kind in ALGORITHMS.values()]
+    assert all(line and "\n" not in line for line in lines)
+    spec: dict[str, Any] = {"model": {"path": "/m"}, "data": {"train": "/t"}, "rollout": {"group_size": 1}}
+    assert parse_experiment(spec).formula.endswith("group of one counts as 0 and its std as 1, so A = R")
+    assert "group_size" not in parse_experiment(spec | {"rollout": {"group_size": 2}}).formula
+
+
+@pytest.mark.parametrize(
+    "settings", [{"name": "rloo"}, {"name": "maxrl"}, {"name": "grpo", "dynamic_sampling": True}], ids=str
+)
+def test_a_group_of_one_is_refused_where_it_would_teach_nothing(settings: dict[str, Any]) -> None:
+    spec = {"model": {"path": "/m"}, "data": {"train": "/t"}, "rollout": {"group_size": 1}, "algorithm": settings}
+    with pytest.raises(UserError, match="rollout.group_size: found '1 with .*expected at least 2"):
+        parse_experiment(spec)
+
+
+def test_maxrl_refuses_a_price_on_length_and_takes_the_filter() -> None:
+    with pytest.raises(ValidationError, match=r"found overlong.penalty=1 with maxrl, expected 0"):
+        algorithm("maxrl", overlong={})
+    assert algorithm("maxrl", overlong={"penalty": 0.0, "filter": True}).overlong is not None
 
 
 def test_a_wide_clip_of_a_sequence_ratio_is_remarked_on() -> None:

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from rl.algorithms.grpo import Grpo
-from rl.algorithms.policy_gradient import PolicyObjective
 from rollout.config import RolloutConfig
 from trainer.step.batch import TokenBatch
 
@@ -26,7 +25,7 @@ def rows_batch(lengths: list[int], mask: list[list[int]], **fields: list[list[fl
 def run(batch: TokenBatch, logprobs: Any, settings: Grpo) -> tuple[float, dict[str, float], torch.Tensor]:
     """Loss, metrics and the gradient of the logprobs."""
     logprobs = torch.as_tensor(logprobs, dtype=torch.float32).clone().requires_grad_()
-    output = PolicyObjective.of(batch, settings)(logprobs, torch.full(batch.tokens.shape, 0.5), batch)
+    output = settings.objective(batch)(logprobs, torch.full(batch.tokens.shape, 0.5), batch)
     output.loss.backward()
     return output.loss.item(), {name: value.item() for name, value in output.metrics.items()}, logprobs.grad
 
@@ -184,7 +183,7 @@ def test_micro_batches_add_up(split: list[list[int]], aggregation: str) -> None:
     batch, logprobs = random_batch(7)
     settings = algorithm(loss_aggregation=aggregation)
     whole_loss, whole_metrics, whole_grad = run(batch, logprobs, settings)
-    objective = PolicyObjective.of(batch, settings)
+    objective = settings.objective(batch)
 
     loss, metrics, grad = 0.0, dict.fromkeys(whole_metrics, 0.0), torch.zeros_like(logprobs)
     for rows in split:
@@ -204,19 +203,17 @@ def test_micro_batches_add_up(split: list[list[int]], aggregation: str) -> None:
 def test_missing_fields_and_unusable_batches_are_refused() -> None:
     plain = rows_batch([2], [[0, 1]], advantages=[[0, 1]])
     with pytest.raises(ValueError, match="rollout_logprobs"):
-        PolicyObjective.of(plain, algorithm())
+        algorithm().objective(plain)
     with pytest.raises(ValueError, match="advantages"):
-        PolicyObjective.of(rows_batch([2], [[0, 1]]), algorithm(tis_cap=None))
+        algorithm(tis_cap=None).objective(rows_batch([2], [[0, 1]]))
     with pytest.raises(ValueError, match="no usable token among 1"):
-        PolicyObjective.of(
-            rows_batch([2], [[0, 1]], advantages=[[0, 1]], rollout_logprobs=[[0, math.nan]]), algorithm()
-        )
+        algorithm().objective(rows_batch([2], [[0, 1]], advantages=[[0, 1]], rollout_logprobs=[[0, math.nan]]))
     with pytest.raises(ValueError, match="advantages: found non-finite"):
-        PolicyObjective.of(rows_batch([2], [[0, 1]], advantages=[[0, math.nan]]), algorithm(tis_cap=None))
+        algorithm(tis_cap=None).objective(rows_batch([2], [[0, 1]], advantages=[[0, math.nan]]))
 
 
 def test_objective_travels_to_other_processes() -> None:
-    objective = PolicyObjective.of(hand_batch(), algorithm())
+    objective = algorithm().objective(hand_batch())
     assert pickle.loads(pickle.dumps(objective)) == objective
 
 

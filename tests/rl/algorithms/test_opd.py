@@ -91,19 +91,6 @@ def test_the_distance_to_the_teacher_is_the_mean_over_the_used_tokens() -> None:
     assert sum(shares).item() == pytest.approx(whole.item())  # type: ignore[union-attr]
 
 
-def test_its_formula_has_both_parts() -> None:
-    assert opd().formula().splitlines()[1:] == [
-        "r    = e^(logprob - old), clipped to [0.8, 1.28]",
-        "old  = the trainer's before the update",
-        "A    = 1 · (teacher's logprob - engine's logprob)",
-        "w    = min(ratio trainer / rollout of the token, 2)",
-    ]
-    assert opd(reward_weight=0.5, whiten_advantages=True).formula().splitlines()[3:5] == [
-        "A    = 1 · (teacher's logprob - engine's logprob) + 0.5 · A_R",
-        "A_R  = (R - mean) / (std + 1e-6), whitened over the tokens of the batch",
-    ]
-
-
 @pytest.mark.parametrize("key", ["dynamic_sampling", "whiten_advantages"])
 def test_what_acts_on_rewards_is_refused_without_any(key: str) -> None:
     with pytest.raises(ValidationError, match=f"found {key}=true with reward_weight=0, expected false"):

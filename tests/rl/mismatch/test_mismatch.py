@@ -89,7 +89,7 @@ def test_against_an_independent_float64_oracle(seed: int, noise: float, cap: flo
     rollout[3, 5] = np.nan
     train[12, 1], train[12, 2] = -np.inf, np.inf
 
-    metrics = agreement(torch.from_numpy(train), torch.from_numpy(rollout), torch.from_numpy(mask), tis_cap=cap)
+    metrics = agreement(torch.from_numpy(train), torch.from_numpy(rollout), torch.from_numpy(mask), cap=cap)
 
     expected = oracle(train, rollout, mask, cap)
     assert without_the_breakdown(metrics) == pytest.approx(expected, rel=1e-9, abs=1e-15)
@@ -158,12 +158,12 @@ def test_by_hand() -> None:
 def test_the_cap_moves_clip_fractions_and_weights() -> None:
     # rho = 1.5, 1/1.5, 3, 1/3 with C = 1.2: all four outside, two above.
     differences = [math.log(1.5), -math.log(1.5), math.log(3), -math.log(3)]
-    metrics = from_differences(differences, tis_cap=1.2)
+    metrics = from_differences(differences, cap=1.2)
     assert (metrics["mismatch/tis_clipfrac"], metrics["mismatch/tis_clipfrac_two_sided"]) == (0.5, 1.0)
     assert metrics["mismatch/tis_weight_mean"] == pytest.approx((1.2 + 1 / 1.5 + 1.2 + 1 / 3) / 4)
     edges = from_differences([LN2, -LN2])
     assert edges["mismatch/tis_clipfrac_two_sided"] == edges["mismatch/extreme_frac_2"] == 0.0, "2 and 1/2 are inside"
-    metrics = from_differences(differences, tis_cap=5.0)
+    metrics = from_differences(differences, cap=5.0)
     assert (metrics["mismatch/tis_clipfrac"], metrics["mismatch/tis_clipfrac_two_sided"]) == (0.0, 0.0)
     assert metrics["mismatch/tis_weight_mean"] == metrics["mismatch/rho_mean"]
 
@@ -291,5 +291,5 @@ def test_bad_arguments_are_refused() -> None:
         agreement(three, torch.zeros(2, 4), mask)
     with pytest.raises(ValueError, match="expected equal ones"):
         agreement(three, three, mask, fresh=torch.ones(3, 3, dtype=torch.bool)[:, None])
-    with pytest.raises(ValueError, match="tis_cap"):
-        from_differences([0.1], tis_cap=0.5)
+    with pytest.raises(ValueError, match="cap: found"):
+        from_differences([0.1], cap=0.5)

@@ -9,10 +9,10 @@ import yaml
 from numerics.errors import UserError
 from rl.algorithms.grpo import Grpo
 from rl.algorithms.parts.corrections import Correction
-from rl.algorithms.policy_gradient import PolicyObjective
 from rl.experiment.experiment import Experiment
 from rl.experiment.validation import parse_experiment
 from trainer.step.batch import TokenBatch
+from trainer.step.objective import Objective
 
 LN2 = math.log(2.0)
 
@@ -150,7 +150,7 @@ def settings(choice: dict[str, Any], aggregation: str) -> Grpo:
     return Grpo.model_validate({"tis_cap": 2.0, **choice, "loss_aggregation": aggregation})
 
 
-def run(objective: PolicyObjective, batch: TokenBatch, logprobs: torch.Tensor) -> tuple[float, dict[str, float], Any]:
+def run(objective: Objective, batch: TokenBatch, logprobs: torch.Tensor) -> tuple[float, dict[str, float], Any]:
     logprobs = logprobs.clone().requires_grad_()
     output = objective(logprobs, torch.full_like(logprobs, 0.5).detach(), batch)
     output.loss.backward()
@@ -166,7 +166,7 @@ def test_objective_against_a_float64_oracle_with_the_denominators_of_the_whole_b
     rejections = []
     for seed in range(4):
         batch, logprobs = make_batch(seed)
-        loss, metrics, _ = run(PolicyObjective.of(batch, algorithm), batch, logprobs)
+        loss, metrics, _ = run(algorithm.objective(batch), batch, logprobs)
         expected, tokens, sequences, weight = oracle(batch, logprobs, algorithm)
         assert loss == pytest.approx(expected, rel=1e-5, abs=1e-6)
         if algorithm.rejection is None:
@@ -184,7 +184,7 @@ def test_objective_against_a_float64_oracle_with_the_denominators_of_the_whole_b
 @pytest.mark.parametrize("aggregation", ["token_mean", "seq_mean_token_mean"])
 def test_micro_batches_add_up(choice: dict[str, Any], aggregation: str) -> None:
     batch, logprobs = make_batch(7)
-    objective = PolicyObjective.of(batch, settings(choice, aggregation))
+    objective = settings(choice, aggregation).objective(batch)
     whole_loss, whole_metrics, whole_grad = run(objective, batch, logprobs)
     for split in ([[8, 0], [3, 4, 5, 1], [2, 6, 7]], [[row] for row in range(9)]):
         loss, metrics, grad = 0.0, dict.fromkeys(whole_metrics, 0.0), torch.zeros_like(logprobs)
@@ -210,8 +210,8 @@ def test_rejection_leaves_the_weight_of_the_other_tokens_as_it_was() -> None:
     logprobs = torch.tensor([[0.0, -1.0, -1.0], [0.0, -1.0, -1.0]])
     for name, aggregation in itertools.product(("icepop", "geometric", "mis"), ("token_mean", "seq_mean_token_mean")):
         kept, rejecting = settings({}, aggregation), settings({"rejection": {"name": name}}, aggregation)
-        _, _, free = run(PolicyObjective.of(batch, kept), batch, logprobs)
-        loss, metrics, grad = run(PolicyObjective.of(batch, rejecting), batch, logprobs)
+        _, _, free = run(kept.objective(batch), batch, logprobs)
+        loss, metrics, grad = run(rejecting.objective(batch), batch, logprobs)
         assert torch.equal(grad[0], free[0]) and bool((free[1, 1:] != 0).all()) and bool((grad[1] == 0).all())
         assert loss == pytest.approx(-0.5)  # -1 on two of four tokens, or on one of two sequences
         assert metrics["train/rejected_tokens"] == metrics["train/rejected_sequences"] == 0.5
@@ -221,7 +221,7 @@ def test_rejection_leaves_the_weight_of_the_other_tokens_as_it_was() -> None:
 def test_a_batch_that_is_rejected_whole_has_no_loss_and_no_gradient() -> None:
     batch, logprobs = make_batch(1)
     strict = settings({"rejection": {"name": "icepop", "low": 1 - 1e-12, "high": 1 + 1e-12}}, "token_mean")
-    loss, metrics, grad = run(PolicyObjective.of(batch, strict), batch, logprobs)
+    loss, metrics, grad = run(strict.objective(batch), batch, logprobs)
     assert loss == 0.0 and not grad.any()
     assert metrics["train/rejected_tokens"] == pytest.approx(1.0)
     assert metrics["train/rejected_sequences"] == pytest.approx(1.0)
@@ -232,7 +232,7 @@ def test_a_nan_of_the_trainer_reaches_the_loss_through_every_rejection() -> None
         batch, logprobs = make_batch(2)
         del batch.fields["old_logprobs"]
         logprobs[0, 2] = math.nan
-        loss, _, _ = run(PolicyObjective.of(batch, settings(choice, "token_mean")), batch, logprobs)
+        loss, _, _ = run(settings(choice, "token_mean").objective(batch), batch, logprobs)
         assert math.isnan(loss), choice
 
 
@@ -241,8 +241,8 @@ def test_rejection_alone_needs_the_rollout_logprobs() -> None:
     del batch.fields["rollout_logprobs"]
     geometric = settings({"rejection": {"name": "geometric"}, "tis_cap": None}, "token_mean")
     with pytest.raises(ValueError, match="rollout_logprobs"):
-        PolicyObjective.of(batch, geometric)
-    PolicyObjective.of(batch, settings({"tis_cap": None}, "token_mean"))
+        geometric.objective(batch)
+    settings({"tis_cap": None}, "token_mean").objective(batch)
 
 
 def parsed(algorithm: dict[str, Any]) -> Experiment:

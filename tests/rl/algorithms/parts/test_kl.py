@@ -10,7 +10,7 @@ import torch
 from pydantic import TypeAdapter, ValidationError
 
 from rl.algorithms import ALGORITHMS, Algorithm
-from rl.algorithms.base import Outcomes
+from rl.algorithms.base import Needs, Outcomes
 from rl.algorithms.parts.kl import k2, k3
 from rl.algorithms.policy_gradient import PolicyGradient
 from rollout.config import RolloutConfig
@@ -139,7 +139,7 @@ def test_each_token_pays_for_its_distance_in_the_reward(name: str, ratio: str) -
     chosen = algorithm(name, reward=0.1, ratio=ratio, whiten_advantages=False)
     found = chosen.advantages(outcomes, batch)
     old = batch.fields["old_logprobs" if ratio == "recompute" else "rollout_logprobs"]
-    assert chosen.scored_fields == ("old_logprobs", "reference_logprobs")[ratio == "bypass" :]
+    assert chosen.needs == Needs(old_logprobs=ratio == "recompute", reference=True)
     for row, start in ((0, 1.0), (1, 0.0)):
         used = [t for t in range(8) if batch.loss_mask[row, t]]
         price = [0.1 * float(old[row, t] - batch.fields["reference_logprobs"][row, t]) for t in used]
@@ -151,10 +151,10 @@ def test_each_token_pays_for_its_distance_in_the_reward(name: str, ratio: str) -
 
 
 def test_a_reference_is_asked_for_only_where_a_coefficient_is_not_zero() -> None:
-    assert algorithm("grpo").scored_fields == ()
-    assert algorithm("grpo", loss=0.01).scored_fields == ("reference_logprobs",)
-    assert algorithm("grpo", loss=0.01, updates_per_batch=2).scored_fields == ("old_logprobs", "reference_logprobs")
-    assert algorithm("ppo", reward=0.01).scored_fields == ("old_logprobs", "reference_logprobs", "values")
+    assert algorithm("grpo").needs == Needs()
+    assert algorithm("grpo", loss=0.01).needs == Needs(reference=True)
+    assert algorithm("grpo", loss=0.01, updates_per_batch=2).needs == Needs(old_logprobs=True, reference=True)
+    assert algorithm("ppo", reward=0.01).needs == Needs(old_logprobs=True, reference=True, critic=True)
 
 
 def test_what_teaches_nothing_is_refused_with_the_reason() -> None:
@@ -175,10 +175,5 @@ def test_what_teaches_nothing_is_refused_with_the_reason() -> None:
                 algorithm(name, reward=0.1)
 
 
-def test_the_formula_says_what_the_terms_are() -> None:
-    said = algorithm("grpo", loss=0.01, estimator="k3").formula()
-    assert "(max(-A r, -A clip(r)) + 0.01 sg(e^(logprob - old)) KL) · w" in said
-    assert "KL   = e^-x - 1 + x, with the value of KL(policy || reference) and not its gradient" in said
+def test_k3_as_a_loss_is_remarked_on() -> None:
     assert any("k2 has" in remark for remark in algorithm("grpo", loss=0.01, estimator="k3").remarks())
-    assert "R - 0.1 Σ (old - reference) from the token to the last" in algorithm("reinforce++", reward=0.1).formula()
-    assert "KL" not in algorithm("grpo").formula()

@@ -1,0 +1,124 @@
+"""Every algorithm with every value of each of its settings: refused before a run starts, or good for a whole step."""
+
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+
+from numerics.errors import UserError
+from rl.algorithms import ALGORITHMS
+from rl.algorithms.base import AlgorithmConfig, Outcomes
+from rl.experiment import parse_experiment
+from trainer.step.batch import TokenBatch
+
+SETTINGS: dict[str, list[Any]] = {
+    "name": [],
+    "dynamic_sampling": [True],
+    "whiten_advantages": [True, False],
+    "overlong": [None, {}, {"penalty": 0.0, "filter": True}, {"buffer": 3, "filter": True}, {"limit": 5}],
+    "clip_low": [0.1],
+    "clip_high": [0.5],
+    "clip_dual": [None, 3.0],
+    "entropy": [0.01],
+    "kl": [
+        {"loss": {"coefficient": 0.01}},
+        {"loss": {"coefficient": 0.01, "estimator": "k3"}},
+        {"reward": {"coefficient": 0.01}},
+    ],
+    "updates_per_batch": [2],
+    "epochs": [2],
+    "ratio": ["recompute", "bypass", "on_policy"],
+    "tis_cap": [None, 1.0],
+    "tis_level": ["sequence"],
+    "rejection": [{"name": "icepop"}, {"name": "geometric"}, {"name": "mis"}],
+    "veto": [1e-4],
+    "loss_aggregation": ["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm"],
+    "loss_length": [None, 8],
+    "group_norm_std": [True, False],
+    "teacher_weight": [2.0],
+    "reward_weight": [0.5],
+    "gamma": [0.9],
+    "gae_lambda": [0.0, 0.9],
+    "critic": [{"lr": 1e-3, "decay": "linear"}],
+    "critic_warmup": [2],
+    "value_clip": [None],
+    "batch_size": [4],
+}
+"""Values of every key of the `algorithm` section."""
+SAMPLING: list[dict[str, Any]] = [{}, {"group_size": 1}, {"staleness": 1}, {"staleness": 2, "oversample": 1.5}]
+"""Of the `rollout` section, what changes what an algorithm is given."""
+LENGTHS = [4, 8, 8, 1, 3, 6]
+"""Of the answers, of which two were cut by the length limit of 8."""
+
+
+def cases() -> list[tuple[str, dict[str, Any], dict[str, Any]]]:
+    found = []
+    for name, kind in sorted(ALGORITHMS.items()):
+        found += [(name, {}, sampling) for sampling in SAMPLING]
+        for key in kind.model_fields:
+            found += [(name, {key: value}, sampling) for value, sampling in product(SETTINGS[key], SAMPLING[:3])]
+    return found
+
+
+@pytest.mark.parametrize("name", sorted(ALGORITHMS))
+def test_every_algorithm_runs_a_step_with_every_setting_or_refuses_it(name: str) -> None:
+    ran = 0
+    for _, settings, sampling in (case for case in cases() if case[0] == name):
+        said = f"{name} with {settings} and {sampling}"
+        try:
+            algorithm = experiment(name, settings, sampling)
+        except UserError as error:
+            assert "found" in str(error) and "expected" in str(error), said
+            continue
+        for rewards in ([1.0, 0.0, 0.5, 1.0, 0.0, 0.0], [0.0] * 6, [1.0] * 6):
+            learn(algorithm, torch.tensor(rewards), sampling.get("group_size", 3), said)
+        ran += 1
+    assert ran > len(SAMPLING) - 2
+
+
+def experiment(name: str, settings: dict[str, Any], sampling: dict[str, Any]) -> AlgorithmConfig:
+    values: dict[str, Any] = {"model": {"path": "/m"}, "data": {"train": "/t"}}
+    values["rollout"] = {"max_new_tokens": 8, **sampling}
+    values["algorithm"] = {"name": name, **settings}
+    if name == "opd":
+        values["teacher"] = {"path": "/teacher"}
+    return parse_experiment(values).algorithm
+
+
+def learn(algorithm: AlgorithmConfig, rewards: torch.Tensor, group_size: int, said: str) -> None:
+    """A step as `rl.run.learning` takes one: scored, taught, and the loss of each update with its gradient."""
+    batch, logprobs = sampled(algorithm)
+    groups = torch.arange(6) // group_size
+    finished = torch.tensor([length < 8 for length in LENGTHS])
+    if algorithm.samples:
+        batch = batch.with_fields(**algorithm.lesson(Outcomes(rewards, groups, finished), batch))
+        assert batch.fields["advantages"].isfinite().all(), said
+    for rows in algorithm.mini_batches(groups):
+        part = batch.select(rows)
+        scores = logprobs[rows, : part.width].clone().requires_grad_()
+        output = algorithm.objective(part)(scores, torch.ones_like(scores), part)
+        output.loss.backward()
+        assert scores.grad is not None and scores.grad.isfinite().all() and output.loss.isfinite(), said
+        assert all(metric.isfinite() for metric in output.metrics.values()), said
+        if algorithm.needs.critic:
+            assert algorithm.critic_objective(part)(scores, torch.ones_like(scores), part).loss.isfinite(), said
+
+
+def sampled(algorithm: AlgorithmConfig) -> tuple[TokenBatch, torch.Tensor]:
+    """A batch of six answers with the fields that the algorithm needs and no others, and the policy's logprobs."""
+    draw = torch.Generator().manual_seed(0)
+    lengths = torch.tensor(LENGTHS)
+    position = torch.arange(10)
+    mask = (position >= 2) & (position < 2 + lengths[:, None])
+    logprobs = -torch.rand(mask.shape, generator=draw)
+    needs = algorithm.needs
+    names = {
+        "rollout_logprobs": algorithm.samples,
+        "old_logprobs": needs.old_logprobs,
+        "reference_logprobs": needs.reference,
+        "values": needs.critic,
+        "teacher_logprobs": needs.teacher,
+    }
+    fields = {name: logprobs + 0.3 * torch.randn(mask.shape, generator=draw) for name, given in names.items() if given}
+    return TokenBatch(torch.ones(mask.shape, dtype=torch.int64), lengths + 2, mask, 1.0, fields), logprobs
