@@ -2,7 +2,7 @@
 
 from diagnose.plan.efficiency import assumed, measured
 from diagnose.plan.gpus import GPUS, gpu_named
-from diagnose.plan.page import claims_json, rendered, rendered_claims, to_json
+from diagnose.plan.page import rendered, to_json
 from diagnose.plan.plan import Plan, make_plan
 from diagnose.plan.subject import read_assumed, read_subject
 
@@ -10,13 +10,11 @@ __all__ = [
     "GPUS",
     "Plan",
     "assumed",
-    "claims_json",
     "gpu_named",
     "make_plan",
     "measured",
     "read_assumed",
     "read_subject",
     "rendered",
-    "rendered_claims",
     "to_json",
 ]

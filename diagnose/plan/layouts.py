@@ -8,7 +8,7 @@ from dataclasses import replace
 from diagnose.plan.efficiency import Efficiency
 from diagnose.plan.gpus import GPUS_PER_NODE, Gpu
 from diagnose.plan.job import Job
-from diagnose.plan.memory import colocated_memory, engine_memory
+from diagnose.plan.memory import colocated_memory, engine_memory, trainer_memory
 from diagnose.plan.time import step_time
 from models.shape import Shape
 from models.sizes import ModelSizes
@@ -18,6 +18,10 @@ from trainer.config import TrainerConfig
 from trainer.megatron.model_checks import check_layout
 
 MOST_STAGES, MOST_EXPERT_RANKS = 32, 64
+MOST_GPUS = 4096
+SLACK = 0.10
+"""Part of a GPU's memory that a real run needs beside what is calculated: peaks that were measured differ from the
+calculated ones by up to 10% (tests/diagnose/plan/test_peak.py), and fragmentation of the allocator comes on top."""
 
 
 def on_gpus(layout: TrainerConfig, gpus: int) -> TrainerConfig:
@@ -70,7 +74,7 @@ def engine_ranks(job: Job, gpu: Gpu) -> int:
 
 
 def choose(job: Job, gpu: Gpu, gpus: int, efficiency: Efficiency) -> Job:
-    """The job in the fastest layout that fits, colocated with an engine; if none does, in the one that takes least.
+    """The job in the fastest layout that leaves `SLACK` beside an engine; if none does, in the one that takes least.
 
     Raises UserError: the model cannot be quantized as its spec says, however it is laid out.
     """
@@ -78,7 +82,7 @@ def choose(job: Job, gpu: Gpu, gpus: int, efficiency: Efficiency) -> Job:
     for layout in layouts(job.shape, job.layout, gpus, job.numerics.trainer_spec):
         candidate = replace(job, layout=layout)
         peak = colocated_memory(candidate).peak
-        fits = peak <= gpu.memory
+        fits = leaves_slack(peak, gpu)
         slowness = sum(step_time(candidate, gpu, rates).total for rates in (efficiency.slow, efficiency.fast))
         rank = (not fits, slowness if fits else peak)
         if best is None or rank < best[0]:
@@ -87,6 +91,23 @@ def choose(job: Job, gpu: Gpu, gpus: int, efficiency: Efficiency) -> Job:
         check(job.shape, job.layout, job.numerics.trainer_spec)
         raise AssertionError("found no layout, expected the plainest one to be refused")
     return best[1]
+
+
+def leaves_slack(peak: float, gpu: Gpu) -> bool:
+    return peak <= gpu.memory * (1 - SLACK)
+
+
+def fewest(job: Job, gpu: Gpu, *, beside_engine: bool) -> TrainerConfig | None:
+    """A layout of the job on as few GPUs as leave `SLACK`, of 1, 2, 4, ... `MOST_GPUS`; None: on none of these."""
+    gpus = 1
+    while gpus <= MOST_GPUS:
+        for layout in layouts(job.shape, job.layout, gpus, job.numerics.trainer_spec):
+            candidate = replace(job, layout=layout)
+            memory = colocated_memory(candidate) if beside_engine else trainer_memory(candidate)
+            if leaves_slack(memory.peak, gpu):
+                return layout
+        gpus *= 2
+    return None
 
 
 def layouts(shape: Shape, base: TrainerConfig, gpus: int, spec: QuantSpec) -> Iterator[TrainerConfig]:

@@ -12,10 +12,10 @@ from rich.table import Table
 from rich.text import Text
 
 from diagnose.doctor.judge import Remark
-from diagnose.plan.claims import answers
 from diagnose.plan.memory import PHASES
 from diagnose.plan.plan import Plan
 from diagnose.plan.time import StepTime
+from trainer.config import TrainerConfig
 
 SCHEMA = 1
 """Of the JSON; it grows when a key changes its meaning or goes."""
@@ -27,8 +27,9 @@ def to_json(plan: Plan) -> str:
     job = plan.job
     values = {field.name: getattr(plan, field.name) for field in dataclasses.fields(plan) if field.name != "job"}
     values = {name: _plain(value) for name, value in values.items()}
+    values["fewest"] = None if plan.fewest is None else _sizes(plan.fewest)
     values["job"] = {
-        "layout": {name: getattr(job.layout, name) for name in ("tp", "pp", "ep", "dp", "micro_batch_tokens")},
+        "layout": _sizes(job.layout) | {"micro_batch_tokens": job.layout.micro_batch_tokens},
         "numerics": job.numerics.to_dict(),
         "rows": job.rows,
         "length": job.length,
@@ -51,25 +52,11 @@ def rendered(plan: Plan) -> RenderableType:
         _times(plan),
         Text(plan.efficiency.source, style="dim"),
         Text(),
-        _decode(plan),
-        Text(),
+        *((_decode(plan), Text()) if plan.decode else ()),
         *map(_remark, plan.remarks),
         *_verdict(plan),
     )
     return Group(*parts)
-
-
-def claims_json() -> str:
-    """What calculation says to published claims."""
-    return json.dumps([dataclasses.asdict(answer) for answer in answers()], indent=1)
-
-
-def rendered_claims() -> Table:
-    """The same as a table."""
-    table = Table("claim", "", "calculated", "verdict", "why", box=None, pad_edge=False)
-    for each in answers():
-        table.add_row(each.id, each.claim, each.figure, each.verdict, each.why)
-    return table
 
 
 def _heading(plan: Plan) -> RenderableType:
@@ -80,8 +67,7 @@ def _heading(plan: Plan) -> RenderableType:
         f"  {plan.training_flops / 1e9:.3g} GFLOP a token at {job.length:,} tokens; {plan.kv_bytes:,} bytes in a cache",
         f"{plan.gpus} x {plan.gpu.name}, tp {layout.tp} pp {layout.pp} ep {layout.ep} dp {layout.dp}, {numerics}",
         f"  {job.rows:,} rows of {job.length:,} tokens a step, {job.micro_batches} micro-batches of "
-        f"{job.micro_batch:,}; "
-        f"engines of {job.engine_tp}",
+        f"{job.micro_batch:,}" + (f"; engines of {job.engine_tp}" if job.engines else ""),
     ]
     if plan.assumed:
         lines.append(f"  assumed, without a key of the trainer: {', '.join(plan.assumed)}")
@@ -89,18 +75,17 @@ def _heading(plan: Plan) -> RenderableType:
 
 
 def _memory(plan: Plan) -> Table:
-    both = plan.memory["colocated"]
-    table = Table(f"GB, rank {both.rank} beside an engine", *PHASES, box=None, pad_edge=False)
+    ours = plan.memory[plan.decides]
+    beside = " beside an engine" if plan.decides == "colocated" else ""
+    table = Table(f"GB, rank {ours.rank}{beside}", *PHASES, box=None, pad_edge=False)
     for column in table.columns[1:]:
         column.justify = "right"
-    for name, held in both.held.items():
+    for name, held in ours.held.items():
         table.add_row(name, *(_gb(held.get(phase, 0.0)) for phase in PHASES))
-    for title, memory in (
-        ("colocated", both),
-        ("trainer alone", plan.memory["trainer"]),
-        ("engine alone", plan.memory["engine"]),
-    ):
-        table.add_row(Text(title, style="bold"), *(_gb(memory.in_phase(phase)) for phase in PHASES))
+    totals = {"colocated": "colocated", "trainer": "trainer alone", "engine": "engine alone"}
+    for name, title in totals.items():
+        if plan.job.engines or name == "trainer":
+            table.add_row(Text(title, style="bold"), *(_gb(plan.memory[name].in_phase(phase)) for phase in PHASES))
     if len(plan.stages) > 1:
         for stage, memory in enumerate(plan.stages):
             table.add_row(f"  trainer, stage {stage}", *(_gb(memory.in_phase(phase)) for phase in PHASES))
@@ -108,7 +93,7 @@ def _memory(plan: Plan) -> Table:
 
 
 def _times(plan: Plan) -> Table:
-    table = Table("s a step", "FP8, slow", "FP8, fast", "BF16, slow", "BF16, fast", box=None, pad_edge=False)
+    table = Table("s a training step", "FP8, slow", "FP8, fast", "BF16, slow", "BF16, fast", box=None, pad_edge=False)
     if not plan.job.fp8:
         table.columns[1].header, table.columns[2].header = "as planned, slow", "as planned, fast"
     for column in table.columns[1:]:
@@ -135,23 +120,46 @@ def _decode(plan: Plan) -> Table:
 
 
 def _verdict(plan: Plan) -> list[Text]:
-    own, alone = (plan.largest_micro_batch[name] for name in ("colocated", "trainer"))
-    peak = plan.memory["colocated"].peak / 1e9
+    held, job = plan.memory, plan.job
+    apart = f"; {held['trainer'].peak / 1e9:.1f} and {held['engine'].peak / 1e9:.1f} apart" if job.engines else ""
+    largest = plan.largest_micro_batch[plan.decides]
     lines = [
-        f"memory: {peak:.1f} of {plan.gpu.memory / 1e9:.0f} GB colocated, "
-        f"{plan.memory['trainer'].peak / 1e9:.1f} and {plan.memory['engine'].peak / 1e9:.1f} apart; "
-        f"micro-batches of up to {own:,} tokens colocated, {alone:,} apart",
+        f"memory: {held[plan.decides].peak / 1e9:.1f} of {plan.gpu.memory / 1e9:.0f} GB{apart}",
+        f"slack: {plan.slack / 1e9:.1f} GB ({plan.slack / plan.gpu.memory:.1%}); a real run needs "
+        f"{plan.needed_slack / 1e9:.1f} ({plan.needed_slack / plan.gpu.memory:.0%})",
+        f"micro-batches of up to {plan.largest_with_slack:,} tokens leave that much; up to {largest:,} fit at all",
+        _gpus_that_would_do(plan),
         f"on CPUs a trainer rank's process would peak at {plan.on_a_cpu[1] / 1e9:.3g} GB",
-        f"a sync sends {plan.sync_bytes[0] / 1e9:.3g} GB to each engine ({plan.sync_bytes[1] / 1e9:.3g} in BF16)",
-        f"a GPU trains {plan.tokens_per_second.low:,.0f} to {plan.tokens_per_second.high:,.0f} tokens a second",
     ]
-    if plan.job.fp8:
+    if job.engines:
+        sent, in_bf16 = (each / 1e9 for each in plan.sync_bytes)
+        lines.append(f"a sync sends {sent:.3g} GB to each engine ({in_bf16:.3g} in BF16)")
+    speed = plan.tokens_per_second
+    lines.append(f"a GPU trains {speed.low:,.0f} to {speed.high:,.0f} tokens a second while it trains")
+    if job.fp8:
         slow, fast = (f"{tokens:,}" if tokens else "never" for tokens in plan.break_even)
         ratio = plan.fp8_over_bf16
         lines.append(f"an FP8 step takes {ratio.low:.2f} to {ratio.high:.2f} times as long as a BF16 step: {plan.pays}")
         lines.append(f"FP8 is faster from so many tokens a step: {fast} (fast corner), {slow} (slow corner)")
-    end = "the plan fits" if plan.ok else "the plan does not hold"
-    return [*map(Text, lines), Text(end, style="bold green" if plan.ok else "bold red")]
+    lines.append(f"left out of these numbers: {'; '.join(plan.left_out)}")
+    end, style = "the plan fits", "bold green"
+    if not plan.ok:
+        end, style = "the plan does not hold", "bold red"
+    elif plan.slack < plan.needed_slack:
+        end, style = "the plan fits by calculation, but leaves less free than a real run needs", "bold yellow"
+    return [*map(Text, lines), Text(end, style=style)]
+
+
+def _gpus_that_would_do(plan: Plan) -> str:
+    layout, beside = plan.fewest, " beside an engine" if plan.decides == "colocated" else ""
+    if layout is None:
+        return f"no number of {plan.gpu.name} would do with these micro-batches, whatever the layout"
+    sizes = " ".join(f"{name} {size}" for name, size in _sizes(layout).items())
+    return f"fewest GPUs that would do for the trainer{beside}: {layout.world_size} (for example {sizes})"
+
+
+def _sizes(layout: TrainerConfig) -> dict[str, int]:
+    return {name: getattr(layout, name) for name in ("tp", "pp", "ep", "dp")}
 
 
 def _remark(remark: Remark) -> Text:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from diagnose.doctor.judge import Remark
 from diagnose.plan import layouts, verdict
@@ -17,6 +18,7 @@ from diagnose.plan.time import StepTime, step_time
 from diagnose.plan.verdict import Bracket, Pays
 from models.shape import Shape
 from rl.experiment import Experiment
+from trainer.config import TrainerConfig
 from trainer.state_bytes import Storage, storage_on
 from weight_sync.served_bytes import served_bytes
 
@@ -32,16 +34,20 @@ class Plan:
         parameters, active_parameters: of the model, and those that a token takes.
         kv_bytes: of a token in the engine's cache. training_flops: of a token, forward and backward.
         gpus: of the trainer; `job.engines` * `job.engine_tp` more where engines have their own.
-        memory: of the fullest GPU: `colocated`, `trainer`, `engine`.
+        memory: of the fullest GPU: `colocated`, `trainer`, `engine`. decides: by which of them the plan is judged.
+        slack: bytes of that GPU that the calculation leaves free. needed_slack: those that a real run needs.
+        fewest: a layout on as few GPUs as leave that much; None: no number of them does.
         stages: of each pipeline stage's first rank, the trainer's alone.
         on_a_cpu: peak of a trainer rank there, where nothing has a GPU: its tensors, and its whole process.
         largest_micro_batch: tokens that fit, colocated, and with the trainer alone.
+        largest_with_slack: tokens that leave the slack that a real run needs, where the plan is judged.
         sync_bytes: to each engine, and what it would be in BF16.
         fp8, bf16: a training step in each, at both corners. tokens_per_second: of it, on one GPU.
         fp8_over_bf16: of their times. break_even: tokens of a step, slow corner and fast.
         decode: an engine's decode steps by answers at a time, half of a row each, in the spec's precision and in BF16,
             slow corner.
         efficiency: of which all times are. assumed: what the trainer has no key for.
+        left_out: what no number here counts.
     """
 
     subject: str
@@ -53,9 +59,14 @@ class Plan:
     kv_bytes: int
     training_flops: float
     memory: Mapping[str, Memory]
+    decides: Literal["colocated", "trainer"]
+    slack: float
+    needed_slack: float
+    fewest: TrainerConfig | None
     stages: tuple[Memory, ...]
     on_a_cpu: tuple[float, float]
     largest_micro_batch: Mapping[str, int]
+    largest_with_slack: int
     sync_bytes: tuple[int, ...]
     fp8: Mapping[str, StepTime]
     bf16: Mapping[str, StepTime]
@@ -66,6 +77,7 @@ class Plan:
     decode: tuple[tuple[Decode, Decode], ...]
     efficiency: Efficiency
     assumed: tuple[Assumed, ...]
+    left_out: tuple[str, ...]
     remarks: tuple[Remark, ...]
 
     @property
@@ -82,9 +94,8 @@ def job_of(
     assumed: frozenset[Assumed] = frozenset(),
 ) -> Job:
     """The job of a step. length: of each row; without one, as long as `rollout.context_length` allows."""
-    rollout = experiment.rollout
-    answers = rollout.prompts_per_step * rollout.group_size
-    rows = answers if experiment.algorithm.samples else int(getattr(experiment.algorithm, "problems_per_step", answers))
+    rollout, algorithm = experiment.rollout, experiment.algorithm
+    rows = algorithm.problems_per_step(rollout) * (rollout.group_size if algorithm.samples else 1)
     return Job(
         shape=shape,
         layout=experiment.trainer,
@@ -123,21 +134,21 @@ def make_plan(
     else:
         layouts.on_gpus(job.layout, count := 8 if gpus is None else gpus)
         job = layouts.choose(job, gpu, count, efficiency)
-    return _calculated(subject.name, job, gpu, efficiency, assumed, apart=experiment.sync.engines_own_gpus)
+    return _calculated(subject, job, gpu, efficiency, assumed)
 
 
-def _calculated(
-    name: str, job: Job, gpu: Gpu, efficiency: Efficiency, assumed: frozenset[Assumed], apart: bool
-) -> Plan:
+def _calculated(subject: Subject, job: Job, gpu: Gpu, efficiency: Efficiency, assumed: frozenset[Assumed]) -> Plan:
     corners = {"slow": efficiency.slow, "fast": efficiency.fast}
     memory = {"colocated": colocated_memory(job), "trainer": trainer_memory(job), "engine": engine_memory(job)}
-    ours = memory["trainer" if apart or not job.engines else "colocated"]
+    apart = subject.experiment.sync.engines_own_gpus or not job.engines
+    decides: Literal["colocated", "trainer"] = "trainer" if apart else "colocated"
     ratio = verdict.fp8_over_bf16(job, gpu, efficiency)
     times = {corner: step_time(job, gpu, rates) for corner, rates in corners.items()}
+    remarks = [*verdict.stand_in(subject), *verdict.remarks(job, gpu, memory[decides], ratio)]
     world = job.layout.world_size
     shape = job.shape
     return Plan(
-        subject=name,
+        subject=subject.name,
         gpu=gpu,
         gpus=world,
         job=job,
@@ -146,11 +157,16 @@ def _calculated(
         kv_bytes=shape.kv_bytes(),
         training_flops=shape.training_flops(job.length),
         memory=memory,
+        decides=decides,
+        slack=gpu.memory - memory[decides].peak,
+        needed_slack=layouts.SLACK * gpu.memory,
+        fewest=layouts.fewest(job, gpu, beside_engine=not apart),
         stages=tuple(trainer_memory(job, stage) for stage in range(job.layout.pp)),
         on_a_cpu=peak_on_a_cpu(replace(job, storage="torch")),
         largest_micro_batch={
             name: verdict.largest_micro_batch(job, gpu, memory[name]) for name in ("colocated", "trainer")
         },
+        largest_with_slack=verdict.largest_micro_batch(job, gpu, memory[decides], layouts.SLACK),
         sync_bytes=tuple(served_bytes(shape, each.numerics.rollout_spec) for each in (job, job.in_bf16())),
         fp8=times,
         bf16={corner: step_time(job.in_bf16(), gpu, rates) for corner, rates in corners.items()},
@@ -158,11 +174,26 @@ def _calculated(
         fp8_over_bf16=ratio,
         pays=verdict.pays(ratio),
         break_even=verdict.break_even(job, gpu, efficiency),
-        decode=tuple(_decoded(job, gpu, efficiency, batch) for batch in _batches(job)),
+        decode=tuple(_decoded(job, gpu, efficiency, batch) for batch in _batches(job)) if job.engines else (),
         efficiency=efficiency,
         assumed=tuple(sorted(assumed)),
-        remarks=tuple(sorted(verdict.remarks(job, gpu, ours, ratio), key=lambda remark: not remark.blocks)),
+        left_out=tuple(_left_out(subject.experiment)),
+        remarks=tuple(sorted(remarks, key=lambda remark: not remark.blocks)),
     )
+
+
+def _left_out(experiment: Experiment) -> Iterator[str]:
+    """What a run of the spec does beside the training step that is calculated, or holds beside policy and engine."""
+    if experiment.algorithm.samples:
+        yield "sampling, rewards and syncs"
+    if scored := experiment.algorithm.scored_fields:
+        models = {"old_logprobs": "the policy itself", "reference_logprobs": "a reference model", "values": "a critic"}
+        yield f"scoring by {' and '.join(models[field] for field in scored)}"
+    if {"reference_logprobs", "values"} & {*scored}:
+        yield "the memory of these models"
+    if experiment.teacher is not None:
+        yield "the teacher's engine"
+    yield "evaluations and checkpoints"
 
 
 def _batches(job: Job) -> list[int]:

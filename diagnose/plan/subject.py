@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
-import rl
 from models import read_shape
 from models.shape import Shape
-from numerics.errors import user_error
+from numerics.errors import UserError, user_error
+from numerics.io.reading import check_path
 from rl.experiment import Experiment, load_experiment
 from rl.experiment.loading import compose_experiment
 
-CONFIGS = Path(rl.__file__).parents[1] / "examples/models/configs"
-"""Directories with nothing but a config.json, of models that anyone can download."""
+CONFIGS = Path(__file__).parent / "configs"
+"""Directories with nothing but a config.json, of models that anyone can download; part of the package."""
 LONGEST = 8192
 """Tokens of a row that a model without a spec is planned for, unless its positions end before."""
 
@@ -32,6 +33,7 @@ class Subject:
         name: as it was given. shape: of the model.
         chosen: whether somebody said how the trainer is laid out; else the plan chooses. engines_chosen: likewise how
             many ranks an engine has.
+        stands_in: name of the packaged config that is planned with, because the spec's model is not there yet.
     """
 
     name: str
@@ -39,23 +41,29 @@ class Subject:
     experiment: Experiment
     chosen: bool
     engines_chosen: bool = True
+    stands_in: str = ""
 
 
 def read_subject(subject: str | None, overrides: Sequence[str] = ()) -> Subject:
-    """Raises UserError: there is no such thing, or a key or value of it is wrong."""
+    """What is to be planned.
+
+    Raises:
+        UserError: there is no such thing, or a key or value of it is wrong.
+    """
     path = Path(subject := subject or "")
+    check_path(path, "SPEC|MODEL")
     if path.is_file():
         experiment = load_experiment(path, overrides)
-        return Subject(subject, read_shape(Path(experiment.model.path)), experiment, chosen=True)
-    directory = CONFIGS / subject if not path.exists() and (CONFIGS / subject / "config.json").is_file() else path
-    if not subject or not directory.is_dir():
-        known = ", ".join(sorted(each.name for each in CONFIGS.iterdir())) if CONFIGS.is_dir() else "none"
-        raise user_error(
-            "SPEC|MODEL",
-            found=subject,
-            expected=f"a YAML spec, a Hugging Face directory, or one of {known}",
-            remedy="Correct the name.",
-        )
+        directory = Path(experiment.model.path)
+        stands_in = "" if directory.exists() else _packaged(directory.name)
+        if not directory.exists() and not stands_in:
+            raise _unknown("model.path", str(directory), directory.name, "the directory of a model")
+        shape = read_shape(CONFIGS / stands_in if stands_in else directory)
+        return Subject(subject, shape, experiment, chosen=True, stands_in=stands_in)
+    packaged = "" if path.exists() else _packaged(subject)
+    if not subject or not (packaged or path.is_dir()):
+        raise _unknown("SPEC|MODEL", subject, path.name, "a YAML spec, a Hugging Face directory")
+    directory = CONFIGS / packaged if packaged else path
     shape = read_shape(directory, "MODEL")
     length = min(LONGEST, shape.sizes.max_positions)
     values = {
@@ -71,7 +79,7 @@ def read_subject(subject: str | None, overrides: Sequence[str] = ()) -> Subject:
 
 
 def read_assumed(text: str | None) -> frozenset[Assumed]:
-    """Of a list with commas. Raises UserError for what nothing assumes."""
+    """The assumptions of a list with commas. Raises UserError for one that is not known."""
     names = [name.strip() for name in text.split(",")] if text else []
     for name in names:
         if name not in get_args(Assumed):
@@ -79,3 +87,23 @@ def read_assumed(text: str | None) -> frozenset[Assumed]:
                 "--assume", found=name, expected=f"some of {', '.join(get_args(Assumed))}", remedy="Correct the name."
             )
     return frozenset(name for name in get_args(Assumed) if name in names)
+
+
+def _packaged(name: str) -> str:
+    """The packaged config of a model's name, also as its publisher writes it (`Qwen3-30B-A3B`); "" if there is none."""
+    plain = name.lower().replace("-", "_")
+    return plain if plain in _names() else ""
+
+
+def _names() -> list[str]:
+    return sorted(each.name for each in CONFIGS.iterdir())
+
+
+def _unknown(key: str, found: str, name: str, expected: str) -> UserError:
+    plain = name.lower().replace("-", "_")
+    longer = [each for each in _names() if plain and each.startswith(plain)]
+    close = longer or difflib.get_close_matches(plain, _names(), n=1, cutoff=0.4)
+    meant = f"Did you mean {close[0]}? " if close else ""
+    return user_error(
+        key, found=found, expected=f"{expected}, or one of {', '.join(_names())}", remedy=f"{meant}Correct the name."
+    )

@@ -11,7 +11,15 @@ from diagnose.plan import layouts
 from diagnose.plan.efficiency import Efficiency, Rates
 from diagnose.plan.gpus import Gpu
 from diagnose.plan.job import Job
-from diagnose.plan.memory import Memory, activation_bytes, colocated_memory, logit_bytes, trainer_memory
+from diagnose.plan.memory import (
+    Memory,
+    activation_bytes,
+    colocated_memory,
+    engine_memory,
+    logit_bytes,
+    trainer_memory,
+)
+from diagnose.plan.subject import Subject
 from diagnose.plan.time import step_time
 from numerics.errors import UserError
 
@@ -55,8 +63,10 @@ def break_even(job: Job, gpu: Gpu, efficiency: Efficiency) -> tuple[int | None, 
     return _break_even(job, gpu, efficiency.slow), _break_even(job, gpu, efficiency.fast)
 
 
-def largest_micro_batch(job: Job, gpu: Gpu, memory: Memory) -> int:
+def largest_micro_batch(job: Job, gpu: Gpu, memory: Memory, slack: float = 0.0) -> int:
     """Tokens of a micro-batch that still fit where `memory` is what a GPU holds; 0: not one.
+
+    slack: part of the GPU's memory that stays free.
 
     Activations and logits grow with them, nothing else does.
     """
@@ -64,20 +74,40 @@ def largest_micro_batch(job: Job, gpu: Gpu, memory: Memory) -> int:
     last = stage == job.layout.pp - 1
     each = activation_bytes(job, stage, 1) + (logit_bytes(job, 1) if last else 0.0)
     rest = memory.in_phase("train") - each * job.micro_batch
-    free = gpu.memory - max(rest, *(memory.in_phase(phase) for phase in ("rollout", "update", "sync")))
+    free = gpu.memory * (1 - slack) - max(rest, *(memory.in_phase(phase) for phase in ("rollout", "update", "sync")))
     return max(0, int(free // each))
+
+
+def stand_in(subject: Subject) -> Iterator[Remark]:
+    """That a spec's model is not there yet, and which config the plan was made with in its place."""
+    if subject.stands_in:
+        yield Remark(
+            False,
+            "model.path",
+            f"no {subject.experiment.model.path} yet",
+            "the model's directory, when the run starts",
+            f"Planned with the config of {subject.stands_in} that comes along; download the model before you train.",
+        )
 
 
 def remarks(job: Job, gpu: Gpu, memory: Memory, ratio: Bracket) -> Iterator[Remark]:
     """What stands against a plan, and what it rests on. memory: of its fullest GPU."""
+    found = f"{memory.peak / 1e9:.1f} GB on rank {memory.rank}"
     if memory.peak > gpu.memory:
         most = max(memory.held, key=lambda name: memory.held[name].get("train", 0.0))
         yield Remark(
             True,
             "memory",
-            f"{memory.peak / 1e9:.1f} GB on rank {memory.rank}, of which {most} "
-            f"{memory.held[most].get('train', 0.0) / 1e9:.1f} GB",
+            f"{found}, of which {most} {memory.held[most].get('train', 0.0) / 1e9:.1f} GB",
             f"at most the {gpu.memory / 1e9:.0f} GB of a {gpu.name}",
+            _remedy(job, gpu, memory),
+        )
+    elif not layouts.leaves_slack(memory.peak, gpu):
+        yield Remark(
+            False,
+            "memory",
+            f"{found} of the {gpu.memory / 1e9:.0f} GB of a {gpu.name}",
+            f"{layouts.SLACK:.0%} of it free, as calculated peaks are right to about that, and memory fragments",
             _remedy(job, gpu, memory),
         )
     try:
@@ -121,11 +151,16 @@ def remarks(job: Job, gpu: Gpu, memory: Memory, ratio: Bracket) -> Iterator[Rema
 
 def _remedy(job: Job, gpu: Gpu, memory: Memory) -> str:
     ways = []
-    if largest_micro_batch(job, gpu, memory) > job.length:
-        ways.append(f"lower trainer.micro_batch_tokens to {largest_micro_batch(job, gpu, memory)}")
-    elif trainer_memory(job).peak <= gpu.memory:
+    beside_engine = bool(memory.held.get("engine weights"))
+    largest = largest_micro_batch(job, gpu, memory, layouts.SLACK)
+    if largest > job.length:
+        ways.append(f"lower trainer.micro_batch_tokens to {largest}")
+    elif beside_engine and layouts.leaves_slack(trainer_memory(job).peak, gpu):
         ways.append("give engines GPUs of their own (sync.transport=distributed)")
-    ways.append("take more GPUs, or more of trainer.ep, trainer.pp or trainer.tp")
+    if beside_engine and not layouts.leaves_slack(engine_memory(job).peak, gpu):
+        ways.append("raise rollout.tp, in native mode: an engine's rank does not fit by itself")
+    else:
+        ways.append("take more GPUs, or more of trainer.ep, trainer.pp or trainer.tp")
     text = ", or ".join(ways)
     return text[0].upper() + text[1:] + "."
 

@@ -53,7 +53,6 @@ def plan(
         str | None, typer.Option(help="Some of recompute, offload, sleep, bf16_moments, with commas.")
     ] = None,
     bench: Annotated[Path | None, typer.Option(help="gpu.json of `python -m bench.gpu` on such a GPU.")] = None,
-    claims: Annotated[bool, typer.Option("--claims", help="What calculation says to published claims.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Calculate from the configuration alone what fits, how long a step takes, and whether FP8 pays.
@@ -63,9 +62,6 @@ def plan(
     with user_errors():
         from diagnose import plan as planning
 
-        if claims:
-            print(planning.claims_json()) if as_json else show(planning.rendered_claims())
-            return
         found, kind = planning.read_subject(subject, overrides or []), planning.gpu_named(gpu)
         mode = found.experiment.numerics.mode
         efficiency = planning.measured(bench, mode, kind) if bench else planning.assumed(mode)

@@ -67,7 +67,7 @@ def _twice(x: torch.Tensor) -> torch.Tensor:
 
 def compilable(function: Callable[P, R]) -> Callable[P, R]:
     """Marks a function of tensors, not to be differentiated, as one that `enable_compiler` may compile."""
-    compiled = torch.compile(function, dynamic=True)
+    compiled: list[Callable[P, R]] = []  # made at the first call: torch's compiler takes 3 s to import
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -76,6 +76,8 @@ def compilable(function: Callable[P, R]) -> Callable[P, R]:
                 return function(*args, **kwargs)
             # To the compiler, gradients, views and strides make variants, each of which costs seconds once.
             plain: Any = [x.detach().contiguous() if isinstance(x, torch.Tensor) else x for x in args]
-            return compiled(*plain, **kwargs)
+            if not compiled:
+                compiled.append(torch.compile(function, dynamic=True))
+            return compiled[0](*plain, **kwargs)
 
     return call

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from diagnose.plan.claims import answers
+from studies.document.calculated import answers
 from studies.harness.page import found_of, verdict_of
 from studies.harness.result import Result
 

@@ -12,9 +12,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from models import read_model, read_shape
 from numerics.errors import UserError
-from tests.support.paths import EXAMPLES
+from tests.support.paths import CONFIGS, EXAMPLES
 
-CONFIGS = EXAMPLES / "models/configs"
+TINY = EXAMPLES / "models/tiny_qwen3_moe"
 PUBLISHED = {
     "qwen3_4b": (4_022_468_096, 147_456),
     "qwen3_8b": (8_190_735_360, 147_456),
@@ -45,10 +45,14 @@ def test_parameters_are_those_of_transformers_model(name: str) -> None:
     assert sum(parameter.numel() for parameter in model.parameters()) + bias == read_shape(CONFIGS / name).parameters
 
 
-@pytest.mark.parametrize("path", ["configs/qwen3_4b", "configs/qwen3_30b_a3b", "tiny_qwen3_moe"])
-def test_weights_are_those_of_the_table_of_tensors(path: str) -> None:
-    rows = read_model(EXAMPLES / "models" / path).tensors.rows.values()
-    shape = read_shape(EXAMPLES / "models" / path)
+@pytest.mark.parametrize(
+    "path",
+    [CONFIGS / "qwen3_4b", CONFIGS / "qwen3_30b_a3b", EXAMPLES / "models/tiny_qwen3_moe"],
+    ids=lambda path: path.name,
+)
+def test_weights_are_those_of_the_table_of_tensors(path: Path) -> None:
+    rows = read_model(path).tensors.rows.values()
+    shape = read_shape(path)
     products = [row for row in rows if row.product]
     ours = [weight for weight in shape.weights if weight.taken and not weight.tied]
     assert sum(torch.Size(row.shape).numel() for row in rows) == shape.parameters

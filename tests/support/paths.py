@@ -6,6 +6,7 @@ from rl.record.run_dir import RunDir
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
+CONFIGS = ROOT / "diagnose/plan/configs"
 
 
 def new_run(path: Path) -> RunDir:

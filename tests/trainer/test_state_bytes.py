@@ -15,7 +15,7 @@ from models.shape import Shape
 from numerics.config import NumericsConfig
 from numerics.spec import QuantSpec
 from tests.support.batches import random_batch
-from tests.support.paths import EXAMPLES
+from tests.support.paths import CONFIGS, EXAMPLES
 from tests.support.trainers import MakeTrainer
 from trainer.config import TrainerConfig
 from trainer.inventory import bytes_held
@@ -27,7 +27,7 @@ GIB = 2**30
 
 
 def shape_of(name: str) -> Shape:
-    return read_shape(EXAMPLES / "models" / name)
+    return read_shape(CONFIGS / name if (CONFIGS / name).exists() else EXAMPLES / "models" / name)
 
 
 def total(
@@ -44,14 +44,14 @@ def total(
 @pytest.mark.parametrize("dp", [1, 2, 8, 64])
 def test_a_dense_model_takes_megatrons_bytes(dp: int) -> None:
     """6 + 12 / d bytes a parameter: BF16 weights, FP32 gradients, 12 of state over d ranks."""
-    n = shape_of("configs/qwen3_8b").parameters
-    assert total("configs/qwen3_8b", dp=dp).total == n * 6 + n * 12 // dp
+    n = shape_of("qwen3_8b").parameters
+    assert total("qwen3_8b", dp=dp).total == n * 6 + n * 12 // dp
 
 
 def test_fp8_parameters_take_what_bf16_takes() -> None:
     """A code and its transpose are BF16's two bytes; the scales come on top."""
-    bf16 = total("configs/qwen3_30b_a3b", ep=8, dp=8)
-    fp8 = total("configs/qwen3_30b_a3b", EXACT, "transformer_engine", ep=8, dp=8)
+    bf16 = total("qwen3_30b_a3b", ep=8, dp=8)
+    fp8 = total("qwen3_30b_a3b", EXACT, "transformer_engine", ep=8, dp=8)
     assert (fp8.gradients, fp8.masters, fp8.moments, fp8.operands) == (bf16.gradients, bf16.masters, bf16.moments, 0)
     quantized = 48 * (16 * 3 * 2048 * 768 + 2048 * (32 + 8) * 128 + 4096 * 2048)
     assert fp8.parameters - bf16.parameters == 2 * quantized * 4 // 128**2
@@ -59,11 +59,11 @@ def test_fp8_parameters_take_what_bf16_takes() -> None:
 
 @pytest.mark.parametrize(("dp", "found"), [(2, 70.0e9), (4, 47.0e9)])
 def test_qwen3_30b_with_tp4_ep8_takes(dp: int, found: float) -> None:
-    assert total("configs/qwen3_30b_a3b", tp=4, ep=8, dp=dp).total == pytest.approx(found, rel=0.01)
+    assert total("qwen3_30b_a3b", tp=4, ep=8, dp=dp).total == pytest.approx(found, rel=0.01)
 
 
 def test_qwen3_30b_on_eight_gpus_in_exact_mode_takes_what_the_review_found() -> None:
-    state = total("configs/qwen3_30b_a3b", EXACT, ep=8, dp=8)
+    state = total("qwen3_30b_a3b", EXACT, ep=8, dp=8)
     found = [state.parameters, state.gradients, state.masters + state.moments, state.operands, state.total]
     assert [each / GIB for each in found] == pytest.approx([9.6, 19.2, 42.7, 8.4, 80.0], abs=0.06)
 
@@ -80,9 +80,9 @@ def test_operands_on_a_cpu_are_as_wide_as_they_are_exact() -> None:
 
 def test_ranks_share_all_there_is() -> None:
     """Over a layout of every kind of parallelism, masters and moments are there once, dense and experts."""
-    n = shape_of("configs/qwen3_30b_a3b")
+    n = shape_of("qwen3_30b_a3b")
     layout = {"tp": 2, "pp": 3, "ep": 4, "dp": 6}
-    states = [total("configs/qwen3_30b_a3b", rank=rank, **layout) for rank in range(36)]
+    states = [total("qwen3_30b_a3b", rank=rank, **layout) for rank in range(36)]
     replicated = sum(w.size * w.count for w in n.weights if w.share == "replicated")
     assert sum(state.masters for state in states) == 4 * (n.parameters + replicated)  # on both tensor-parallel ranks
     assert sum(state.moments for state in states) == 8 * (n.parameters + replicated)
@@ -100,10 +100,10 @@ def test_a_buffer_is_padded_to_a_whole_number_for_each_rank() -> None:
 
 
 def test_a_tied_embedding_is_held_by_the_first_and_by_the_last_stage() -> None:
-    n = shape_of("configs/qwen3_4b")
-    states = [total("configs/qwen3_4b", rank=stage, pp=2) for stage in range(2)]
+    n = shape_of("qwen3_4b")
+    states = [total("qwen3_4b", rank=stage, pp=2) for stage in range(2)]
     assert sum(state.gradients for state in states) == 4 * (n.parameters + 151_936 * 2560)
-    assert total("configs/qwen3_4b").gradients == 4 * n.parameters
+    assert total("qwen3_4b").gradients == 4 * n.parameters
 
 
 @pytest.mark.parametrize("kind", ["moe", "dense"])

@@ -6,14 +6,14 @@ import pytest
 
 from models import read_shape
 from numerics.spec import QuantSpec
-from tests.support.paths import EXAMPLES
+from tests.support.paths import CONFIGS, EXAMPLES
 from weight_sync.served_bytes import served_bytes
 
 FP8, BF16 = QuantSpec.preset("fp8_block_pow2"), QuantSpec.preset("bf16")
 
 
 def test_bf16_takes_two_bytes_of_a_parameter() -> None:
-    shape = read_shape(EXAMPLES / "models/configs/qwen3_4b")
+    shape = read_shape(CONFIGS / "qwen3_4b")
     assert served_bytes(shape, BF16) == 2 * shape.parameters
 
 
@@ -25,19 +25,17 @@ def test_the_demo_model_worked_by_hand() -> None:
 
 
 def test_an_engine_of_qwen3_30b_takes_what_the_review_found() -> None:
-    assert served_bytes(read_shape(EXAMPLES / "models/configs/qwen3_30b_a3b"), FP8) / 2**30 == pytest.approx(
-        29.0, abs=0.05
-    )
+    assert served_bytes(read_shape(CONFIGS / "qwen3_30b_a3b"), FP8) / 2**30 == pytest.approx(29.0, abs=0.05)
 
 
 def test_ranks_of_an_engine_share_all_but_norms_and_routers() -> None:
-    shape = read_shape(EXAMPLES / "models/configs/qwen3_30b_a3b")
+    shape = read_shape(CONFIGS / "qwen3_30b_a3b")
     replicated = sum(2 * w.size * w.count for w in shape.weights if w.share == "replicated")
     assert 8 * served_bytes(shape, FP8, 8) == served_bytes(shape, FP8) + 7 * replicated
 
 
 def test_layers_in_bf16_and_ragged_blocks_are_counted_as_such() -> None:
-    shape = read_shape(EXAMPLES / "models/configs/deepseek_v3")
+    shape = read_shape(CONFIGS / "deepseek_v3")
     spec = FP8.override({"first_layers_bf16": 61})
     assert served_bytes(shape, spec) == 2 * shape.parameters
     (kv_a,) = (weight for weight in shape.weights if weight.name == "kv_a")

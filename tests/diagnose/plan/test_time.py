@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 
-from diagnose.plan.claims import NATIVE, deepseek_on_h800, on_h200, products_share_of_ironwood
 from diagnose.plan.decode import decode_step, experts_read
 from diagnose.plan.efficiency import Rates, assumed
 from diagnose.plan.gpus import GPUS
@@ -16,6 +15,7 @@ from diagnose.plan.time import kernels, step_time
 from diagnose.plan.transfers import expert_bytes, gathered_and_summed_bytes
 from diagnose.plan.verdict import Bracket, break_even, fp8_over_bf16, pays
 from models import read_shape
+from studies.document.calculated import NATIVE, deepseek_on_h800, on_h200, products_share_of_ironwood
 from trainer.config import TrainerConfig
 
 QWEN = read_shape(CONFIGS / "qwen3_30b_a3b")
