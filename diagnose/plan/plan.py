@@ -186,13 +186,12 @@ def _left_out(experiment: Experiment) -> Iterator[str]:
     """What a run of the spec does beside the training step that is calculated, or holds beside policy and engine."""
     if experiment.algorithm.samples:
         yield "sampling, rewards and syncs"
-    if scored := experiment.algorithm.scored_fields:
-        models = {"old_logprobs": "the policy itself", "reference_logprobs": "a reference model", "values": "a critic"}
-        yield f"scoring by {' and '.join(models[field] for field in scored)}"
-    if {"reference_logprobs", "values"} & {*scored}:
-        yield "the memory of these models"
-    if experiment.teacher is not None:
-        yield "the teacher's engine"
+    needs = experiment.algorithm.needs
+    if needs.old_logprobs:
+        yield "scoring by the policy before its first update"
+    others = [role for role in ("reference", "critic", "teacher") if getattr(needs, role)]
+    if others:
+        yield f"{' and '.join(others)}: their memory, and the time in which they score"
     yield "evaluations and checkpoints"
 
 
