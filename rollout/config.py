@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
+from numerics.io.section import Section
 from rollout.types import SamplingParams
 
 
-class RolloutConfig(BaseModel):
+class RolloutConfig(Section):
     """Sampling parameters and the size of one SGLang engine."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
     engines: int = Field(default=1, ge=1, le=4096)
     """SGLang server processes."""

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from typing import Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
+
+from numerics.io.section import Section
 
 GradientWire = Literal["fp32", "bf16", "e4m3", "e5m2"]
 WeightGather = Literal["bf16", "e4m3"]
 
 
-class RateConfig(BaseModel):
+class RateConfig(Section):
     """The learning rate over a run's steps."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
     lr: float = Field(default=1e-4, gt=0.0, le=100.0)
     """Peak learning rate."""

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
+
+from numerics.io.section import Section
 
 ANSWER_WITHIN_S = 600.0
 
 
-class SyncConfig(BaseModel):
+class SyncConfig(Section):
     """How weights travel from the trainer to the engines."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
     transport: Literal["tensor", "distributed", "disk"] = "tensor"
     """`tensor`: memory that the engines map, where they compute on the trainer's CPU or GPU; `distributed`: a broadcast

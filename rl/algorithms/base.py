@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import ClassVar, Self
 
 import torch
-from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 
+from numerics.io.section import Section, SpecFunction
 from rollout.config import RolloutConfig
 from trainer.config import TrainerConfig
 from trainer.step.batch import TokenBatch
@@ -51,16 +51,15 @@ class Outcomes:
     finished: Tensor
 
 
-class AlgorithmConfig(BaseModel):
+class AlgorithmConfig(Section):
     """The `algorithm:` section of an experiment: its settings, and how they turn a batch into a loss.
 
     A subclass of ours stands in a file below `rl/algorithms`, with `name: Literal["..."]`, by which an experiment asks
     for it; a user's is asked for by `path/to/file.py:Class`. It overrides `objective`, and `advantages` if it samples.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
-
-    name: str
+    name: SpecFunction
+    """One of ours, `package.module:Class`, or `path/to/file.py:Class`."""
     samples: ClassVar[bool] = True
     """Whether it learns from answers that the engines sample, or from the answers of the data."""
 

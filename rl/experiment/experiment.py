@@ -8,6 +8,7 @@ import yaml
 from pydantic import Field
 
 from numerics.config import NumericsConfig
+from numerics.io.section import Section
 from rl.algorithms import Algorithm
 from rl.algorithms.grpo import Grpo
 from rl.experiment.gates import GateSection, GuardSection
@@ -19,7 +20,6 @@ from rl.experiment.sections import (
     ModelSection,
     NumericsSection,
     RunSection,
-    Section,
     TrackingSection,
 )
 from rl.experiment.teacher import TeacherSection

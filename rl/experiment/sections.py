@@ -2,39 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from models.architecture import check_scope
 from numerics.config import Mode, NumericsConfig, RolloutPrecision, RouterReplay, TrainerPrecision
 from numerics.errors import UserError
-from numerics.io.reading import check_path
+from numerics.io.section import Section, SpecPath
 from numerics.spec import LAYER_EXCEPTIONS, ROLES, Format, Granularity, QuantSpec, Rounding, Scale
 from rl.record.wandb_run import WandbConfig
 from rollout.data.sources import Source
 from rollout.rewards.config import RewardsConfig
 
 
-class Section(BaseModel):
-    """Unknown keys are refused, nothing is coerced (`"3"` is no integer), values are fixed after loading."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
-
-
-def _possible_path(text: str) -> str:
-    check_path(text, "path")
-    return text
-
-
-PathText = Annotated[str, Field(min_length=1), AfterValidator(_possible_path)]
-"""A path that a file could have."""
-
-
 class RunSection(Section):
     name: str = Field(default="run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100)
     """Folder of the run inside `dir`."""
-    dir: PathText = "runs"
+    dir: SpecPath = "runs"
     seed: int = Field(default=0, ge=0, lt=2**31)
     steps: int = Field(default=60, ge=1)
     """Optimizer steps."""
@@ -55,7 +40,7 @@ class ClusterSection(Section):
 
 
 class ModelSection(Section):
-    path: PathText
+    path: SpecPath
     """Hugging Face directory: config.json, safetensors weights, tokenizer."""
 
 
@@ -156,7 +141,9 @@ class DataKeys(Section):
 class DataSource(Section):
     """Where problems are. A path alone stands for one with everything else left out."""
 
-    path: PathText
+    shorthand: ClassVar[str] = "path"
+
+    path: SpecPath
     """A file of JSON lines, a `.parquet` file, a directory that `datasets` has saved, or one of parquet, JSON or CSV
     files."""
     split: str | None = Field(default=None, min_length=1)
@@ -165,13 +152,8 @@ class DataSource(Section):
     """Columns, where they are not those of `data.keys`."""
     system_prompt: str | None = None
     """In place of `data.system_prompt`; empty: none."""
-    chat_template: dict[str, Any] = {}
+    chat_template: dict[str, Any] = Field(default_factory=dict)
     """Arguments beside and before those of `data.chat_template`."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _path_alone(cls, values: Any) -> Any:
-        return {"path": values} if isinstance(values, str) else values
 
 
 class TrainSource(DataSource):
@@ -188,7 +170,7 @@ class DataSection(Section):
     """Columns of all sources that name none of their own."""
     system_prompt: str | None = None
     """Begins each conversation that has no system prompt in the data."""
-    chat_template: dict[str, Any] = {}
+    chat_template: dict[str, Any] = Field(default_factory=dict)
     """Arguments of the tokenizer's chat template, such as `{enable_thinking: false}`."""
 
     @field_validator("train", mode="before")

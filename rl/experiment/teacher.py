@@ -7,7 +7,8 @@ from dataclasses import replace
 from pydantic import Field
 
 from numerics.config import NumericsConfig, RolloutPrecision
-from rl.experiment.sections import NumericsSection, PathText, Section
+from numerics.io.section import Section, SpecPath
+from rl.experiment.sections import NumericsSection
 from rollout.config import RolloutConfig
 from rollout.server.client import SCORED_SHORT_OF
 
@@ -16,7 +17,7 @@ class TeacherSection(Section):
     """A model on engines of its own, for `algorithm.name=opd`. It computes as the policy's engines do: in
     `numerics.mode`, by the quantization spec. Its weights never change."""
 
-    path: PathText
+    path: SpecPath
     """Hugging Face directory in BF16, with the tokenizer of `model.path`."""
     engines: int = Field(default=1, ge=1, le=4096)
     """SGLang server processes."""

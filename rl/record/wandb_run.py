@@ -13,10 +13,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from numerics.errors import UserError, user_error
 from numerics.io.files import write_atomically
+from numerics.io.section import Section
 from rl.record.metrics import METRICS
 from rl.record.run_dir import RunDir
 from rl.record.wandb_upload import Upload
@@ -41,10 +42,8 @@ _DATA_DIR = "WANDB_DATA_DIR"
 _KEY = "tracking.wandb"
 
 
-class WandbConfig(BaseModel):
+class WandbConfig(Section):
     """The `tracking.wandb:` section of an experiment."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
     mode: Literal["offline", "online", "disabled"] = "offline"
     """`online` records as `offline` does, into the run's directory, and a process beside the run uploads the file."""

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from pathlib import Path
+from typing import Annotated, Any, ClassVar
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
+
+from numerics.io.section import Section, SpecFunction, SpecPath, located_as
+from rollout.rewards.builtin import BUILT_IN
 
 
-class RewardConfig(BaseModel):
+class RewardConfig(Section):
     """One function and how much it counts."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
-
-    function: str = Field(min_length=1)
+    function: SpecFunction
     """One of ours (`integer`, `math`, `format`, `length`, `environment`, `http`, `model`), `package.module:name`, or
     `path/to/file.py:name`."""
     name: str | None = Field(default=None, pattern=r"^[A-Za-z0-9_.+-]+$")
@@ -20,8 +22,18 @@ class RewardConfig(BaseModel):
     weight: float = 1.0
     timeout_s: float = Field(default=5.0, gt=0.0)
     """A call that takes longer has failed."""
-    kwargs: dict[str, Any] = {}
+    kwargs: dict[str, Any] = Field(default_factory=dict)
     """Further arguments of the function."""
+
+    @classmethod
+    def located(cls, values: Any, directory: Path) -> Any:
+        values = super().located(values, directory)
+        held = values if isinstance(values, dict) else {}
+        ours, kwargs = BUILT_IN.get(str(held.get("function"))), held.get("kwargs")
+        if ours is not None and ours.tokenizer and isinstance(kwargs, dict) and ours.tokenizer in kwargs:
+            kwargs = kwargs | {ours.tokenizer: located_as(SpecPath, kwargs[ours.tokenizer], directory)}
+            return values | {"kwargs": kwargs}
+        return values
 
     @property
     def label(self) -> str:
@@ -29,13 +41,13 @@ class RewardConfig(BaseModel):
         return self.name or self.function.rpartition(":")[2]
 
 
-class RewardsConfig(BaseModel):
+class RewardsConfig(Section):
     """The reward of an answer: the weighted sum of what these functions say. A list stands for `functions` alone.
 
     Evaluation goes by the first one, unweighted.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+    shorthand: ClassVar[str] = "functions"
 
     functions: Annotated[tuple[RewardConfig, ...], Field(min_length=1, strict=False)] = (
         RewardConfig(function="integer"),
@@ -46,11 +58,6 @@ class RewardsConfig(BaseModel):
     workers: int = Field(default=2, ge=1, le=256)
     """Processes for plain functions. What waits for something else is better an `async` one: hundreds of these wait at
     the same time."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _list_of_functions(cls, values: Any) -> Any:
-        return {"functions": values} if isinstance(values, list | tuple) else values
 
     @model_validator(mode="after")
     def _labels_differ(self) -> RewardsConfig:

@@ -26,16 +26,15 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 from torch import Tensor
 
+from numerics.io.section import Section
 from rl.mismatch.statistics import bounded
 
 
-class RejectionConfig(BaseModel):
+class RejectionConfig(Section):
     """What lies outside [low, high] gives no loss; the denominators of the loss stay those of the whole batch."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
     name: Literal["icepop", "geometric", "mis"]
     """`icepop`: tokens by their ratio trainer / rollout, which is also their weight. `geometric`: sequences by the

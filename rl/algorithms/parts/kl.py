@@ -16,9 +16,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import Field, field_validator
 from torch import Tensor
 
+from numerics.io.section import Section
 from rl.algorithms.parts.surrogates import MAX_LOG_RATIO
 
 Estimator = Literal["k2", "k3"]
@@ -38,10 +39,8 @@ def k3(x: Tensor) -> Tensor:
 ESTIMATORS: dict[Estimator, Callable[[Tensor], Tensor]] = {"k2": k2, "k3": k3}
 
 
-class KlLossConfig(BaseModel):
+class KlLossConfig(Section):
     """A term of the loss."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
     coefficient: float = Field(default=0.0, ge=0.0)
     """What a nat adds to the loss of a token; 1e-3 to 1e-2 is usual. 0: no such term."""
@@ -59,20 +58,16 @@ class KlLossConfig(BaseModel):
         return name
 
 
-class KlRewardConfig(BaseModel):
+class KlRewardConfig(Section):
     """A price on each token's reward, k1 of the weights that sampled it, before advantages are made."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
     coefficient: float = Field(default=0.0, ge=0.0)
     """What a nat takes off a token's reward. 0: nothing."""
 
 
-class KlConfig(BaseModel):
+class KlConfig(Section):
     """The reference is the model of `model.path`, frozen, in the trainer's own numerics and layout. It is loaded only
     where a coefficient is not 0."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
     loss: KlLossConfig = KlLossConfig()
     reward: KlRewardConfig = KlRewardConfig()

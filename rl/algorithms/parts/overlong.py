@@ -5,16 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 from torch import Tensor
 
+from numerics.io.section import Section
 from rl.algorithms.base import Outcomes
 
 
-class OverlongConfig(BaseModel):
+class OverlongConfig(Section):
     """The rewards by which advantages are measured; those that are logged, and that filters see, stay as they were."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
     buffer: int | None = Field(default=None, ge=1)
     """Tokens below the limit from which on an answer loses reward, more with each token. Null: a fifth of

@@ -1,0 +1,95 @@
+"""What all sections of an experiment spec share, and the types of their values that name files."""
+
+from __future__ import annotations
+
+import os
+import types
+import typing
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, ClassVar
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+
+from numerics.io.reading import check_path
+
+
+class Section(BaseModel):
+    """Unknown keys are refused, nothing is coerced (`"3"` is no integer), values are fixed after loading.
+
+    The text below a field describes it: the reference page and the schema for editors show it.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+    shorthand: ClassVar[str] = ""
+    """The key that a value alone stands for, in a section that need not be written as a mapping."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _value_alone(cls, values: Any) -> Any:
+        alone = cls.shorthand and isinstance(values, str | list | tuple)
+        return {cls.shorthand: values} if alone else values
+
+    @classmethod
+    def located(cls, values: Any, directory: Path) -> Any:
+        """What a file in `directory` says of this section, with its relative paths made absolute.
+
+        A value of the wrong type is left to the validation, and `${...}` until the files below have defined it.
+        """
+        if isinstance(values, Mapping):
+            fields = cls.model_fields
+            return {key: _at(fields.get(key), value, directory) for key, value in values.items()}
+        return _at(cls.model_fields.get(cls.shorthand), values, directory)
+
+
+@dataclass(frozen=True)
+class _Located:
+    """Marks a text that names a file. absolute: what it is, as a file in a directory says it."""
+
+    absolute: Callable[[str, Path], str]
+
+
+def _path(text: str, directory: Path) -> str:
+    return os.path.normpath(directory / text) if text else text
+
+
+def _function(text: str, directory: Path) -> str:
+    path, colon, name = text.rpartition(":")
+    return f"{_path(path, directory)}:{name}" if colon and path.endswith(".py") else text
+
+
+def _possible(text: str) -> str:
+    check_path(text, "path")
+    return text
+
+
+SpecPath = Annotated[str, Field(min_length=1), AfterValidator(_possible), _Located(_path)]
+"""A path that a file could have; a relative one is relative to the file that it is written in."""
+
+SpecFunction = Annotated[str, Field(min_length=1), _Located(_function)]
+"""A name of ours, `package.module:name`, or `path/to/file.py:name`, whose path is a `SpecPath`."""
+
+
+def _at(field: Any, value: Any, directory: Path) -> Any:
+    """The value of a field, located."""
+    return value if field is None else located_as(Annotated[field.annotation, None, *field.metadata], value, directory)
+
+
+def located_as(kind: Any, value: Any, directory: Path) -> Any:
+    """A value of a type, with its paths made absolute."""
+    origin, parts = typing.get_origin(kind), typing.get_args(kind)
+    if origin is Annotated:
+        marks = [mark for mark in parts[1:] if isinstance(mark, _Located)]
+        if marks and isinstance(value, str) and not value.startswith("${"):
+            return marks[0].absolute(value, directory)
+        return located_as(parts[0], value, directory)
+    if origin is tuple and isinstance(value, list):
+        return [located_as(parts[0], each, directory) for each in value]
+    if origin in (tuple, typing.Union, types.UnionType):
+        for part in parts:
+            value = located_as(part, value, directory)
+    elif isinstance(kind, type) and issubclass(kind, Section):
+        return kind.located(value, directory)
+    return value
