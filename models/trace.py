@@ -10,49 +10,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
 
-Form = Literal[
-    "embed",
-    "norm",
-    "add_norm",
-    "qkv",
-    "head_norm",
-    "rope",
-    "attention",
-    "linear",
-    "swiglu",
-    "topk",
-    "experts",
-    "logprobs",
-]
-"""How an op's module is called on either side, and the shapes of what it reads and writes:
-
-    embed       tokens int64 [T]                                         -> [T, H]
-    norm        [T, H]                                                   -> [T, H]
-    add_norm    x, residual [T, H]; the first of a model has no residual -> normed, and the sum that was normed
-    qkv         [T, H]                                                   -> q [T, heads, D], k and v [T, kv heads, D]
-    head_norm   [T, heads, D]                                            -> the same
-    rope        q, k                                                     -> q, k
-    attention   q, k, v                                                  -> [T, heads * D]
-    linear      [T, K]                                                   -> [T, N]
-    swiglu      [T, 2F]                                                  -> [T, F]
-    topk        logits [T, E] -> probabilities FP32 [T, E], 0 for experts not chosen; chosen int64 [T, k], ascending
-    experts     x [T, H], probabilities, chosen -> [T, H]; recorded too: `each` [T, k, H], one expert's share of it
-    logprobs    logits [T, V]                                            -> FP32 [T], of the sequence's next token
-
-`linear` is also a router's product, whose module is the router.
-"""
+from models.forms import OpForm
 
 TOKENS, TARGETS, LENGTHS = "tokens", "targets", "lengths"
 """There before the first op: int64 [T], each token's next one (0 behind a sequence's last), and int64 [sequences]."""
 RESIDUAL, CHOSEN, LOGITS, LOGPROBS = "residual", "chosen", "logits", "logprobs"
 """Values that others than the ops look at: the residual stream, a token's experts, and what comes out at the end."""
 EACH = "each"
-"""What is recorded of an `experts` op beside its output."""
+"""What is recorded of an op with experts beside its output."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +35,7 @@ class Op:
     """
 
     name: str
-    form: Form
+    form: OpForm
     reads: tuple[str, ...]
     writes: tuple[str, ...]
     engine: str = ""
@@ -74,8 +43,8 @@ class Op:
 
     @property
     def compared(self) -> tuple[str, ...]:
-        """What of its output is compared: not the choice of experts, whose probabilities say it."""
-        return self.writes[:1] if self.form == "topk" else self.writes
+        """Names of the values in its output that are compared."""
+        return self.writes[: self.form.compared]
 
 
 @dataclass(frozen=True)

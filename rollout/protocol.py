@@ -82,8 +82,8 @@ class Report(_Message):
 
     Attributes:
         spec_digest: of the QuantSpec. numerics: NumericsConfig.to_dict().
-        hooks: targets of the installed hooks, sorted. provides: what they put in place of SGLang's own, such as
-            `router`.
+        hooks: targets of the installed hooks, sorted. provides: the forms of ops (`models.forms`) that they compute by
+            their definition, sorted.
         versions: of libraries, by name. code: digest of the packages that the engine imports (`numerics.io.code`).
         weight_version: of the loaded weights; None within an update.
         row_variant_ops: those whose result depends on the batch; None in native mode, which does not look for them.

@@ -18,7 +18,7 @@ from diagnose.attribution.result import Attribution, Cause, CauseName
 from diagnose.attribution.temperature import TemperatureFit, fit_temperature
 from diagnose.attribution.weights import expected_manifest, uncommitted
 from models import Model
-from models.trace import TARGETS, Form, OpTrace
+from models.trace import TARGETS, OpTrace
 from numerics.config import NumericsConfig
 from numerics.errors import UserError
 from rollout.server.client import EngineClient
@@ -32,11 +32,6 @@ if TYPE_CHECKING:
 
 TRACED_TOKENS = 2048
 """Tokens whose ops are compared: as many whole sequences as fit, those that disagree most first."""
-
-_FORMS_OF_SETTING: dict[str, tuple[Form, ...]] = {
-    "rope_theta": ("rope",),
-    "norm_eps": ("norm", "add_norm", "head_norm"),
-}
 
 Pair = tuple[TrainerGroup, Endpoint]
 """A trainer and an engine with the same weights."""
@@ -281,10 +276,8 @@ def _routes(chosen: Tensor, batch: TokenBatch) -> Tensor:
 def _settings(model: Model, trace: OpTrace, answer: EngineAnswer) -> dict[str, tuple[str, float, float]]:
     return {
         place.op.name: (name, trace.settings[name], answer.settings[name])
-        for name, forms in _FORMS_OF_SETTING.items()
-        if trace.settings[name] != answer.settings[name]
         for place in model.forward.places()
-        if place.op.form in forms
+        if (name := place.op.form.constant) is not None and trace.settings[name] != answer.settings[name]
     }
 
 

@@ -56,7 +56,7 @@ def expert_differences(
     """
     found = []
     for place in forward.places():
-        if place.op.form != "experts" or place.layer is None:
+        if place.layer is None or place.key(EACH) not in trainer:
             continue
         chosen = trainer[place.key(f"in.{CHOSEN}")]
         ours, theirs = trainer[place.key(EACH)], engine[place.key(EACH)]

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from models.forms import LINEAR, OpForm
 from models.tensors import TensorRow
 from numerics.config import NumericsConfig
 
@@ -14,7 +15,10 @@ if TYPE_CHECKING:
 
 Part = Literal["embedding", "head", "router", "attention", "product", "experts", "norm"]
 """What a module is. A product may have a norm inside, a layer of experts has its products inside."""
-_NORMS = {"norm", "add_norm", "head_norm"}
+
+
+_BEFORE_PRODUCTS: tuple[Part, ...] = ("embedding", "router", "attention", "experts")
+"""What a module is, whatever else is in it."""
 
 
 @dataclass(frozen=True)
@@ -70,10 +74,10 @@ class Sites:
         return site.part if site is not None else "norm"
 
 
-def _forms(trainer: Trainer) -> Mapping[str, set[str]]:
+def _forms(trainer: Trainer) -> Mapping[str, set[OpForm]]:
     """The forms of the ops that each module computes, by its path on this rank."""
     local = {layer.layer_number - 1: index for index, layer in enumerate(trainer.model.decoder.layers)}
-    forms: dict[str, set[str]] = {}
+    forms: dict[str, set[OpForm]] = {}
     for place in trainer.definition.forward.places():
         if not place.op.megatron or (place.layer is not None and place.layer not in local):
             continue
@@ -85,20 +89,16 @@ def _forms(trainer: Trainer) -> Mapping[str, set[str]]:
 def _heads(trainer: Trainer) -> set[str]:
     """The products outside the layers."""
     places = trainer.definition.forward.places()
-    return {place.op.megatron for place in places if place.layer is None and place.op.form == "linear"}
+    return {place.op.megatron for place in places if place.layer is None and place.op.form is LINEAR}
 
 
-def _part(forms: set[str], has_kinds: bool, is_head: bool) -> Part | None:
-    if "embed" in forms:
-        return "embedding"
+def _part(forms: set[OpForm], has_kinds: bool, is_head: bool) -> Part | None:
+    parts = {form.part for form in forms}
     if is_head:
         return "head"
-    if "topk" in forms:
-        return "router"
-    if "attention" in forms:
-        return "attention"
-    if "experts" in forms:
-        return "experts"
+    for part in _BEFORE_PRODUCTS:
+        if part in parts:
+            return part
     if has_kinds:
         return "product"
-    return "norm" if forms & _NORMS else None
+    return "norm" if "norm" in parts else None

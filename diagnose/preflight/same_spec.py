@@ -10,13 +10,13 @@ from safetensors import safe_open
 from torch import Tensor
 
 from diagnose.preflight.check import Check, judged
+from models.forms import TOPK
 from models.tensors import SCALE_SUFFIX
 from numerics.config import NumericsConfig
 from numerics.digest import tensor_digest
 from numerics.spec import Scale
 from rl.run.engines.serving import expected_report
 from rollout.errors import HandshakeError
-from rollout.plugin.hooks import ROUTER
 from rollout.protocol import Report
 from rollout.server.handshake import differences
 
@@ -95,7 +95,7 @@ def router_precision(mode: str, trainer: Iterable[tuple[str, str]], provides: It
     probabilities to BF16.
     """
     seen = sorted(set(trainer))
-    shared = ROUTER in provides
+    shared = TOPK.name in provides
     sides = [f"trainer: {logits} logits, {probs} probabilities" for logits, probs in seen]
     exact = mode == "exact"
     return judged(

@@ -10,6 +10,7 @@ from typing import Any
 
 from models.architecture import Architecture
 from models.config_file import ConfigFile
+from models.forms import ADD_NORM, ATTENTION, EMBED, HEAD_NORM, LINEAR, LOGPROBS, QKV, ROPE, SWIGLU
 from models.shape import Shape, Weight, decoder, product, vector
 from models.sizes import ModelSizes
 from models.tensors import Place, TensorRow
@@ -82,37 +83,37 @@ def tensors(sizes: ModelSizes) -> Iterator[TensorRow]:
 
 def forward(sizes: ModelSizes) -> Forward:
     mlp = (
-        Op("post_norm", "add_norm", ("x", "residual"), ("x", "residual"), "post_attention_layernorm", "mlp.linear_fc1"),
-        Op("gate_up", "linear", ("x",), ("x",), "mlp.gate_up_proj", "mlp.linear_fc1"),
-        Op("swiglu", "swiglu", ("x",), ("x",), "mlp.act_fn", "mlp.linear_fc2"),
-        Op("down", "linear", ("x",), ("x",), "mlp.down_proj", "mlp.linear_fc2"),
+        Op("post_norm", ADD_NORM, ("x", "residual"), ("x", "residual"), "post_attention_layernorm", "mlp.linear_fc1"),
+        Op("gate_up", LINEAR, ("x",), ("x",), "mlp.gate_up_proj", "mlp.linear_fc1"),
+        Op("swiglu", SWIGLU, ("x",), ("x",), "mlp.act_fn", "mlp.linear_fc2"),
+        Op("down", LINEAR, ("x",), ("x",), "mlp.down_proj", "mlp.linear_fc2"),
     )
     return Forward(FIRST_OPS, (ATTENTION_OPS + mlp,) * sizes.layers, LAST_OPS)
 
 
-FIRST_OPS = (Op("embed", "embed", (TOKENS,), ("x",), "model.embed_tokens", "embedding"),)
+FIRST_OPS = (Op("embed", EMBED, (TOKENS,), ("x",), "model.embed_tokens", "embedding"),)
 
 ATTENTION_OPS = (
     Op(
         "input_norm",
-        "add_norm",
+        ADD_NORM,
         ("x", "residual"),
         ("x", "residual"),
         "input_layernorm",
         "self_attention.linear_qkv",
     ),
-    Op("qkv", "qkv", ("x",), ("q", "k", "v"), "self_attn.qkv_proj", "self_attention.linear_qkv"),
-    Op("q_norm", "head_norm", ("q",), ("q",), "self_attn.q_norm", "self_attention.q_layernorm"),
-    Op("k_norm", "head_norm", ("k",), ("k",), "self_attn.k_norm", "self_attention.k_layernorm"),
-    Op("rope", "rope", ("q", "k"), ("q", "k"), "self_attn.rotary_emb", "self_attention.core_attention"),
-    Op("attention", "attention", ("q", "k", "v"), ("x",), "self_attn.attn", "self_attention.core_attention"),
-    Op("o_proj", "linear", ("x",), ("x",), "self_attn.o_proj", "self_attention.linear_proj"),
+    Op("qkv", QKV, ("x",), ("q", "k", "v"), "self_attn.qkv_proj", "self_attention.linear_qkv"),
+    Op("q_norm", HEAD_NORM, ("q",), ("q",), "self_attn.q_norm", "self_attention.q_layernorm"),
+    Op("k_norm", HEAD_NORM, ("k",), ("k",), "self_attn.k_norm", "self_attention.k_layernorm"),
+    Op("rope", ROPE, ("q", "k"), ("q", "k"), "self_attn.rotary_emb", "self_attention.core_attention"),
+    Op("attention", ATTENTION, ("q", "k", "v"), ("x",), "self_attn.attn", "self_attention.core_attention"),
+    Op("o_proj", LINEAR, ("x",), ("x",), "self_attn.o_proj", "self_attention.linear_proj"),
 )
 
 LAST_OPS = (
-    Op("final_norm", "add_norm", ("x", "residual"), ("x", "residual"), "model.norm", "decoder.final_layernorm"),
-    Op("lm_head", "linear", ("x",), ("logits",), "lm_head", "output_layer"),
-    Op("logprobs", "logprobs", ("logits",), ("logprobs",)),
+    Op("final_norm", ADD_NORM, ("x", "residual"), ("x", "residual"), "model.norm", "decoder.final_layernorm"),
+    Op("lm_head", LINEAR, ("x",), ("logits",), "lm_head", "output_layer"),
+    Op("logprobs", LOGPROBS, ("logits",), ("logprobs",)),
 )
 
 

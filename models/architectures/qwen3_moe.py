@@ -20,6 +20,7 @@ from models.architectures.qwen3 import (
     shape,
 )
 from models.config_file import ConfigFile
+from models.forms import ADD_NORM, EXPERTS, LINEAR, TOPK
 from models.sizes import ModelSizes
 from models.tensors import Place, TensorRow
 from models.trace import Forward, Op
@@ -60,10 +61,10 @@ def forward(sizes: ModelSizes) -> Forward:
 
 
 MOE_OPS = (
-    Op("post_norm", "add_norm", ("x", "residual"), ("x", "residual"), "post_attention_layernorm", "pre_mlp_layernorm"),
-    Op("router", "linear", ("x",), ("logits",), "mlp.gate", "mlp.router"),
-    Op("topk", "topk", ("logits",), ("probs", "chosen"), "mlp.topk", "mlp.router"),
-    Op("experts", "experts", ("x", "probs", "chosen"), ("x",), "mlp.experts", "mlp"),
+    Op("post_norm", ADD_NORM, ("x", "residual"), ("x", "residual"), "post_attention_layernorm", "pre_mlp_layernorm"),
+    Op("router", LINEAR, ("x",), ("logits",), "mlp.gate", "mlp.router"),
+    Op("topk", TOPK, ("logits",), ("probs", "chosen"), "mlp.topk", "mlp.router"),
+    Op("experts", EXPERTS, ("x", "probs", "chosen"), ("x",), "mlp.experts", "mlp"),
 )
 
 

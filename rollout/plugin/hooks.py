@@ -13,13 +13,26 @@ import pkgutil
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from models.forms import (
+    ADD_NORM,
+    ATTENTION,
+    EXPERTS,
+    HEAD_NORM,
+    LINEAR,
+    LOGPROBS,
+    NORM,
+    QKV,
+    ROPE,
+    SWIGLU,
+    TOPK,
+    OpForm,
+)
 from numerics.config import NumericsConfig
 from numerics.spec import TensorSpec
 from rollout.plugin import lifecycle, logprobs, native, ops, pausing, sampling
 from rollout.plugin.state import state
 
 SGLANG_VERSION = "0.5.19"
-ROUTER = "router"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,23 +42,25 @@ class Hook:
     target: dotted name under `sglang.srt`, or `kernels...` under `sglang`. kind: SGLang's `HookType` (replace,
     around, before, after).
 
-    parameters: the names of the target's parameters, in order, without `self`. provides: the op that stands there with
-    it, where somebody asks by that name.
+    parameters: the names of the target's parameters, in order, without `self`. provides: the forms of ops that are
+    computed there by their definition.
     """
 
     target: str
     kind: str
     function: Callable[..., Any]
     parameters: str
-    provides: str = ""
+    provides: tuple[OpForm, ...] = ()
 
     @property
     def path(self) -> str:
         return f"sglang.{self.target}" if self.target.startswith("kernels.") else f"sglang.srt.{self.target}"
 
 
+_NORMS, _PRODUCTS = (NORM, ADD_NORM, HEAD_NORM), (LINEAR, QKV)
 _TORCH_ATTENTION = "layers.attention.torch_native_backend.TorchNativeAttnBackend."
 _TRITON_ATTENTION = "layers.attention.triton_backend.TritonAttnBackend."
+_PLAIN = "layers.quantization.unquant."
 _FP8 = "layers.quantization.fp8."
 _FP8_KERNEL = "kernels.ops.quantization.fp8_kernel."
 _NORM = "x residual post_residual_addition quant_linear"
@@ -66,21 +81,23 @@ _FP8_LAYOUT: tuple[Hook, ...] = (
 )
 
 _EXACT_OPS: tuple[Hook, ...] = (
-    Hook("layers.quantization.unquant.UnquantizedLinearMethod.apply", "replace", ops.linear, "layer x bias"),
-    Hook("layers.quantization.unquant.UnquantizedFusedMoEMethod.apply", "replace", ops.moe, "layer dispatch_output"),
-    Hook(_FP8 + "Fp8LinearMethod.apply", "replace", ops.fp8_linear, "layer x bias"),
-    Hook(_FP8 + "Fp8MoEMethod.apply", "replace", ops.fp8_moe, "layer dispatch_output"),
+    Hook(_PLAIN + "UnquantizedLinearMethod.apply", "replace", ops.linear, "layer x bias", _PRODUCTS),
+    Hook(_PLAIN + "UnquantizedFusedMoEMethod.apply", "replace", ops.moe, "layer dispatch_output", (EXPERTS,)),
+    Hook(_FP8 + "Fp8LinearMethod.apply", "replace", ops.fp8_linear, "layer x bias", _PRODUCTS),
+    Hook(_FP8 + "Fp8MoEMethod.apply", "replace", ops.fp8_moe, "layer dispatch_output", (EXPERTS,)),
     Hook(
         "layers.logits_processor.LogitsProcessor._compute_lm_head",
         "replace",
         ops.lm_head,
         "hidden_states lm_head embedding_bias",
+        (LINEAR,),
     ),
     Hook(
         "layers.sampler.Sampler.forward",
         "around",
         logprobs.of_samples,
         "logits_output sampling_info return_logprob top_logprobs_nums token_ids_logprobs positions",
+        (LOGPROBS,),
     ),
     Hook(
         "layers.logprob_processor.InputLogprobProcessor.forward",
@@ -92,17 +109,26 @@ _EXACT_OPS: tuple[Hook, ...] = (
 )
 
 _EXACT_OPS_CPU: tuple[Hook, ...] = (
-    Hook("layers.layernorm.RMSNorm.forward_native", "replace", ops.rms_norm, _NORM),
-    Hook("layers.rotary_embedding.base.RotaryEmbedding.forward_native", "replace", ops.rotary_embedding, _ROPE),
-    Hook("layers.activation.SiluAndMul.forward_native", "replace", ops.silu_and_mul, "x"),
-    Hook("layers.moe.topk.fused_topk_native", "replace", ops.fused_topk, _TOPK, ROUTER),
+    Hook("layers.layernorm.RMSNorm.forward_native", "replace", ops.rms_norm, _NORM, _NORMS),
+    Hook(
+        "layers.rotary_embedding.base.RotaryEmbedding.forward_native", "replace", ops.rotary_embedding, _ROPE, (ROPE,)
+    ),
+    Hook("layers.activation.SiluAndMul.forward_native", "replace", ops.silu_and_mul, "x", (SWIGLU,)),
+    Hook("layers.moe.topk.fused_topk_native", "replace", ops.fused_topk, _TOPK, (TOPK,)),
     Hook(
         _TORCH_ATTENTION + "_run_sdpa_forward_extend",
         "replace",
         ops.attention_extend,
         f"{_CACHE} extend_prefix_lens extend_seq_lens {_MASK}",
+        (ATTENTION,),
     ),
-    Hook(_TORCH_ATTENTION + "_run_sdpa_forward_decode", "replace", ops.attention_decode, f"{_CACHE} {_MASK}"),
+    Hook(
+        _TORCH_ATTENTION + "_run_sdpa_forward_decode",
+        "replace",
+        ops.attention_decode,
+        f"{_CACHE} {_MASK}",
+        (ATTENTION,),
+    ),
     Hook(
         "model_executor.model_runner.adjust_config_with_unaligned_cpu_tp",
         "replace",
@@ -112,12 +138,12 @@ _EXACT_OPS_CPU: tuple[Hook, ...] = (
 )
 
 _EXACT_OPS_CUDA: tuple[Hook, ...] = (
-    Hook("layers.layernorm.RMSNorm.forward_cuda", "replace", ops.rms_norm, _NORM),
-    Hook("layers.rotary_embedding.base.RotaryEmbedding.forward_cuda", "replace", ops.rotary_embedding, _ROPE),
-    Hook("layers.activation.SiluAndMul.forward_cuda", "replace", ops.silu_and_mul, "x"),
-    Hook("layers.moe.topk.fused_topk", "replace", ops.fused_topk, f"{_TOPK} {_FUSED} num_token_non_padded", ROUTER),
-    Hook(_TRITON_ATTENTION + "forward_extend", "replace", ops.attention_backend_extend, _LAYER),
-    Hook(_TRITON_ATTENTION + "forward_decode", "replace", ops.attention_backend_decode, _LAYER),
+    Hook("layers.layernorm.RMSNorm.forward_cuda", "replace", ops.rms_norm, _NORM, _NORMS),
+    Hook("layers.rotary_embedding.base.RotaryEmbedding.forward_cuda", "replace", ops.rotary_embedding, _ROPE, (ROPE,)),
+    Hook("layers.activation.SiluAndMul.forward_cuda", "replace", ops.silu_and_mul, "x", (SWIGLU,)),
+    Hook("layers.moe.topk.fused_topk", "replace", ops.fused_topk, f"{_TOPK} {_FUSED} num_token_non_padded", (TOPK,)),
+    Hook(_TRITON_ATTENTION + "forward_extend", "replace", ops.attention_backend_extend, _LAYER, (ATTENTION,)),
+    Hook(_TRITON_ATTENTION + "forward_decode", "replace", ops.attention_backend_decode, _LAYER, (ATTENTION,)),
     # Kernels that fuse ops which are hooked one by one.
     Hook("models.utils.can_use_fused_inplace_qknorm", "replace", lifecycle.never, "head_dim dtype"),
     Hook("models.utils.enable_fused_set_kv_buffer", "replace", lifecycle.never, "forward_batch"),
@@ -213,6 +239,11 @@ def hooks_for(numerics: NumericsConfig, cuda: bool) -> tuple[Hook, ...]:
     return (*(quantizer if cuda else _NATIVE_FP8_CPU), *_NATIVE_DRAW, *_FP8_LAYOUT, *_EVERY_MODE)
 
 
+def provided(hooks: Sequence[Hook]) -> tuple[str, ...]:
+    """Names of the forms of ops that are computed by their definition with these hooks, sorted."""
+    return tuple(sorted({form.name for hook in hooks for form in hook.provides}))
+
+
 def install(hooks: Sequence[Hook]) -> None:
     """Register all hooks with SGLang, or none. Raises `RuntimeError` naming every target that is not as expected."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
@@ -227,7 +258,7 @@ def install(hooks: Sequence[Hook]) -> None:
     for hook in hooks:
         HookRegistry.register(hook.path, hook.function, HookType(hook.kind))
     state().hooks = tuple(hook.target for hook in hooks)
-    state().provides = frozenset(hook.provides for hook in hooks if hook.provides)
+    state().provides = provided(hooks)
 
 
 def _problem(hook: Hook) -> str | None:

@@ -14,6 +14,7 @@ from numerics.backend.compiler import enable_compiler
 from numerics.backend.implementation import choose
 from rollout import protocol
 from rollout.plugin import op_probe
+from rollout.plugin.forms import check_forms
 from rollout.plugin.inventory import inventory
 from rollout.plugin.state import report, state
 from rollout.protocol import (
@@ -46,6 +47,8 @@ def after_load_model(result: Any, self: Any, *args: Any, **kwargs: Any) -> None:
             )
         enable_compiler()
     definition = read_model(Path(self.server_args.model_path), served=True)
+    if current.numerics.mode == "exact":
+        check_forms(definition.forward, current.provides)
     rank = EngineRank(self.ps.tp_rank, self.ps.tp_size)
     current.weights.attach(self.model, definition, self.server_args.weight_version, rank)
     self.model.load_weights = functools.partial(current.weights.load, self.model.load_weights)

@@ -23,7 +23,7 @@ class EngineState:
     numerics: NumericsConfig
     weights: ServedWeights
     hooks: tuple[str, ...] = ()
-    provides: frozenset[str] = frozenset()
+    provides: tuple[str, ...] = ()
     implementation: Implementation = "torch"
     row_variant: tuple[str, ...] | None = None
 
@@ -54,7 +54,7 @@ def report(runner: Any) -> Report:
         spec_digest=current.numerics.spec.digest(),
         numerics=current.numerics.to_dict(),
         hooks=tuple(sorted(current.hooks)),
-        provides=tuple(sorted(current.provides)),
+        provides=current.provides,
         versions={name: importlib.metadata.version(name) for name in LIBRARIES},
         code=code_digest(ENGINE_PACKAGES),
         weight_version=current.weights.version,

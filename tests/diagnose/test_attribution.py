@@ -20,6 +20,7 @@ from diagnose.attribution.temperature import TemperatureFit, fit_temperature
 from fp8rl.cli import app
 from models.architecture import Model
 from models.architectures.qwen3_moe import ARCHITECTURE as QWEN3_MOE
+from models.forms import ADD_NORM, EMBED, EXPERTS, LINEAR, TOPK
 from models.trace import Forward, Op
 from numerics.config import NumericsConfig
 from numerics.errors import UserError
@@ -71,9 +72,9 @@ def test_relative_rms_by_hand() -> None:
 def test_an_op_is_compared_over_all_that_it_writes_in_whatever_dtype() -> None:
     """A forward of three ops, of which the last one's second value is not compared."""
     ops = (
-        Op("embed", "embed", ("tokens",), ("x",)),
-        Op("norm", "add_norm", ("x", "residual"), ("x", "residual")),
-        Op("topk", "topk", ("x",), ("probs", "chosen")),
+        Op("embed", EMBED, ("tokens",), ("x",)),
+        Op("norm", ADD_NORM, ("x", "residual"), ("x", "residual")),
+        Op("topk", TOPK, ("x",), ("probs", "chosen")),
     )
     trainer = {
         "embed:out.x": torch.ones(2, 3),
@@ -103,8 +104,8 @@ def test_experts_by_hand() -> None:
         "layers.1.experts:in.chosen": chosen,
         "layers.1.experts:in.probs": torch.zeros(3, 4),
     }
-    dense = (Op("down", "linear", ("x",), ("x",)),)
-    forward = Forward((), (dense, (Op("experts", "experts", ("x", "probs", "chosen"), ("x",)),)), ())
+    dense = (Op("down", LINEAR, ("x",), ("x",)),)
+    forward = Forward((), (dense, (Op("experts", EXPERTS, ("x", "probs", "chosen"), ("x",)),)), ())
     abs_d = torch.tensor([0.3, 0.5, 0.1], dtype=torch.float64)
     used = torch.tensor([True, True, False])
     found = expert_differences(forward, trainer, {"layers.1.experts:each": theirs}, abs_d, used)

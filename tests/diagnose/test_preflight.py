@@ -28,7 +28,7 @@ from numerics.quantize import quantize
 from numerics.spec import QuantSpec
 from rl.experiment import Experiment, load_experiment, parse_experiment
 from rl.run.engines.serving import expected_report
-from rollout.plugin.hooks import hooks_for
+from rollout.plugin.hooks import hooks_for, provided
 from tests.support.definitions import SIZES
 
 MODEL = dataclasses.replace(SIZES, ffn_size=0, experts=8)
@@ -185,12 +185,12 @@ def test_an_engine_that_reports_something_else_is_told() -> None:
 @pytest.mark.parametrize("cuda", [False, True])
 def test_router_precision_is_the_shared_ops_in_exact_mode(cuda: bool) -> None:
     """As the hooks provide it, whatever its name is on the machine."""
-    ours = [hook.provides for hook in hooks_for(EXACT, cuda)]
-    assert "router" in ours
+    ours = provided(hooks_for(EXACT, cuda))
+    assert "topk" in ours
     assert same_spec.router_precision("exact", [("bfloat16", "float32")], ours).ok
     assert not same_spec.router_precision("exact", [("bfloat16", "bfloat16")], ours).ok
     assert not same_spec.router_precision("exact", [("bfloat16", "float32")], []).ok
-    its_own = [hook.provides for hook in hooks_for(NATIVE, cuda)]
+    its_own = provided(hooks_for(NATIVE, cuda))
     native = same_spec.router_precision("native", [("bfloat16", "bfloat16")], its_own)
     assert native.ok and "bfloat16 probabilities" in native.found and "its own router" in native.found
     assert not same_spec.router_precision("native", [("bfloat16", "float32")], its_own).ok

@@ -56,8 +56,10 @@ def _rows(sizes: ModelSizes) -> Iterator[TensorRow]:
     yield from last_tensors(sizes)
 
 
+OPS = Forward(FIRST_OPS, (), LAST_OPS)
 DEFINITION = Model(
-    replace(QWEN3_MOE, name="Served", tensors=_rows, forward=lambda _: Forward(FIRST_OPS, (), LAST_OPS)), SIZES
+    replace(QWEN3_MOE, name="Served", model_type="served", sizes=lambda _: SIZES, tensors=_rows, forward=lambda _: OPS),
+    SIZES,
 )
 
 

@@ -12,19 +12,17 @@ import torch.nn.functional as F
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor, nn
 
-from models.trace import EACH, LENGTHS, TARGETS, TOKENS, Form, Forward, OpTrace, Place, recorded
+from models.forms import LOGPROBS
+from models.trace import CHOSEN, EACH, LENGTHS, TARGETS, TOKENS, Forward, OpTrace, Place, recorded
 from numerics import ops
 from numerics.errors import user_error
 from trainer import device
-from trainer.modules.exact.attention import CoreAttention
-from trainer.modules.exact.experts import MoE
 from trainer.step.batch import TokenBatch
+from trainer.step.forms import SIDES
 
 if TYPE_CHECKING:
     from trainer.trainer import Trainer
 
-Call = tuple[Any, tuple[Any, ...], Any]
-"""A module, what it was given, and what it returned, in Megatron's shapes."""
 Written = dict[Place | tuple[Place, str], tuple[Tensor, ...]]
 """What each op wrote; and by (place, name) what else was seen of it."""
 
@@ -55,7 +53,8 @@ def trace_ops(trainer: Trainer, batch: TokenBatch) -> OpTrace:
         for name, tensor in _trace(trainer.model, trainer.definition.forward, tokens, batch.temperature).items():
             parts[name].append(tensor.cpu())
     tensors = {name: torch.cat(rows).contiguous() for name, rows in parts.items()}
-    return OpTrace(tensors | {LENGTHS: batch.lengths.cpu().clone()}, _settings(trainer.model))
+    tensors[LENGTHS] = batch.lengths.cpu().clone()
+    return OpTrace(tensors, _settings(trainer.model, trainer.definition.forward))
 
 
 def _trace(model: GPTModel, forward: Forward, tokens: Tensor, temperature: float) -> dict[str, Tensor]:
@@ -66,10 +65,10 @@ def _trace(model: GPTModel, forward: Forward, tokens: Tensor, temperature: float
     record, values = {TARGETS: targets}, {TOKENS: tokens[0]}
     for place in forward.places():
         op = place.op
-        if op.form == "logprobs":  # after the forward, in the loss
+        if op.form is LOGPROBS:  # after the forward, in the loss
             written[place] = (ops.token_logprobs(values[op.reads[0]], targets, temperature)[0],)
         record |= recorded(place, [values.get(name) for name in op.reads], written[place])
-        if op.form == "experts":
+        if (place, EACH) in written:
             record[place.key(EACH)] = written[place, EACH][0]
         values |= zip(op.writes, written[place], strict=True)
     return record
@@ -81,17 +80,16 @@ def _written(model: GPTModel, forward: Forward) -> Iterator[Written]:
     seen: Written = {}
 
     def watch(place: Place) -> None:
-        owner = model if place.layer is None else model.decoder.layers[place.layer]
-        module = owner.get_submodule(place.op.megatron)
-        if place.op.form == "experts":
+        module, side = _module(model, place), SIDES[place.op.form]
+        if side.each is not None:
             taps.callback(module.get_submodule("experts").register_forward_hook(note_rows(place)).remove)
 
         def note(module: nn.Module, given: tuple[Any, ...], keywords: dict[str, Any], returned: Any) -> None:
             call = (module, (*given, *keywords.values()), returned)
-            seen[place] = tuple(tensor.detach().clone() for tensor in _WRITES[place.op.form](call))
-            if place.op.form == "experts":
+            seen[place] = tuple(tensor.detach().clone() for tensor in side.writes(call))
+            if side.each is not None:
                 probs, chosen = seen[routed(place)]
-                seen[place, EACH] = (_each_expert(module, probs, chosen, seen[place, "rows"][0]),)
+                seen[place, EACH] = (side.each(module, probs, chosen, seen[place, "rows"][0]),)
 
         taps.callback(module.register_forward_hook(note, with_kwargs=True).remove)
 
@@ -103,7 +101,7 @@ def _written(model: GPTModel, forward: Forward) -> Iterator[Written]:
 
     def routed(place: Place) -> Place:
         assert place.layer is not None
-        return next(Place(place.layer, op) for op in forward.layers[place.layer] if op.form == "topk")
+        return next(Place(place.layer, op) for op in forward.layers[place.layer] if CHOSEN in op.writes)
 
     with ExitStack() as taps:
         for place in forward.places():
@@ -112,83 +110,17 @@ def _written(model: GPTModel, forward: Forward) -> Iterator[Written]:
         yield seen
 
 
-def _output(call: Call) -> tuple[Tensor, ...]:
-    returned = call[2]
-    return (_rows(returned[0] if isinstance(returned, tuple) else returned),)
+def _module(model: GPTModel, place: Place) -> nn.Module:
+    owner: nn.Module = model if place.layer is None else model.decoder.layers[place.layer]
+    return owner.get_submodule(place.op.megatron)
 
 
-def _norm(call: Call) -> tuple[Tensor, ...]:
-    module, given, _ = call
-    # Inside a linear module it is taken again, as the module need not let it out of one kernel.
-    return (_rows(module.normalized(given[0])),) if hasattr(module, "normalized") else _output(call)
-
-
-def _add_norm(call: Call) -> tuple[Tensor, ...]:
-    return *_norm(call), _rows(call[1][0])
-
-
-def _qkv(call: Call) -> tuple[Tensor, ...]:
-    """Megatron interleaves q, k and v by group of heads."""
-    (fused,), config = _output(call), call[0].config
-    size, queries = config.kv_channels, config.num_attention_heads // config.num_query_groups
-    grouped = fused.unflatten(1, (config.num_query_groups, queries + 2, size))
-    q, k, v = grouped.split((queries, 1, 1), 2)
-    return q.flatten(1, 2), k.flatten(1, 2), v.flatten(1, 2)
-
-
-def _rope(call: Call) -> tuple[Tensor, ...]:
-    module, (q, k, *_), _ = call
-    if isinstance(module, CoreAttention):  # rotates inside
-        q, k = (module.rotated(x.transpose(0, 1)).transpose(0, 1) for x in (q, k))
-    return _rows(q), _rows(k)
-
-
-def _linear(call: Call) -> tuple[Tensor, ...]:
-    module, given, _ = call
-    return (_rows(module.gating(given[0])),) if hasattr(module, "gating") else _output(call)
-
-
-def _input(call: Call) -> tuple[Tensor, ...]:
-    """Of the product behind it."""
-    return (_rows(call[1][0]),)
-
-
-def _topk(call: Call) -> tuple[Tensor, ...]:
-    probs, routing_map = call[2]
-    chosen = routing_map.nonzero()[:, 1].view(len(routing_map), -1)  # ascending expert id
-    return probs.float(), chosen
-
-
-_WRITES: dict[Form, Callable[[Call], tuple[Tensor, ...]]] = {
-    "embed": _output,
-    "norm": _norm,
-    "add_norm": _add_norm,
-    "qkv": _qkv,
-    "head_norm": _output,
-    "rope": _rope,
-    "attention": _output,
-    "linear": _linear,
-    "swiglu": _input,
-    "topk": _topk,
-    "experts": _output,
-}
-
-
-def _each_expert(layer: nn.Module, probs: Tensor, chosen: Tensor, rows: Tensor) -> Tensor:
-    """[S, k, H]: what each of a token's experts adds, of `rows` [S * k, H] in the order of experts, then tokens."""
-    routing = torch.zeros_like(probs, dtype=torch.bool).scatter(1, chosen, True)
-    expert_of_row, token_of_row = routing.t().nonzero().unbind(1)
-    if isinstance(layer, MoE):  # weighted where they are added, elsewhere inside the experts
-        rows = (rows.float() * probs[token_of_row, expert_of_row, None]).to(rows.dtype)
-    return rows[token_of_row.argsort(stable=True)].view(*chosen.shape, -1)
-
-
-def _rows(tensor: Tensor) -> Tensor:
-    """A sequence's tokens [S, ...] of what Megatron passes on: [S, 1, ...], logits [1, S, V]."""
-    return tensor.squeeze(0) if tensor.shape[0] == 1 else tensor.squeeze(1)
-
-
-def _settings(model: GPTModel) -> dict[str, float]:
-    core = model.decoder.layers[0].self_attention.core_attention
-    theta = core.rope_theta if isinstance(core, CoreAttention) else model.rotary_base
-    return {"rope_theta": float(theta), "norm_eps": model.config.layernorm_epsilon}
+def _settings(model: GPTModel, forward: Forward) -> dict[str, float]:
+    """The constants of the ops, by name, each as the first op with it has it."""
+    found: dict[str, float] = {}
+    for place in forward.places():
+        name = place.op.form.constant
+        constant = SIDES[place.op.form].constant if name is not None and name not in found else None
+        if name is not None and constant is not None:
+            found[name] = float(constant(model, _module(model, place)))
+    return found

@@ -17,7 +17,7 @@ from rl.run.cluster.nodes import own_capability
 from rl.run.cluster.seats import Seats
 from rollout.config import RolloutConfig
 from rollout.engine import EngineActor
-from rollout.plugin.hooks import hooks_for
+from rollout.plugin.hooks import hooks_for, provided
 from rollout.protocol import ENGINE_PACKAGES, LIBRARIES, Report
 from weight_sync.manifest import Manifest
 
@@ -66,7 +66,7 @@ def report_on(numerics: NumericsConfig, capability: tuple[int, int] | None) -> R
         spec_digest=numerics.spec.digest(),
         numerics=numerics.to_dict(),
         hooks=tuple(sorted(hook.target for hook in hooks)),
-        provides=tuple(sorted({hook.provides for hook in hooks if hook.provides})),
+        provides=provided(hooks),
         versions={name: importlib.metadata.version(name) for name in LIBRARIES},
         code=code_digest(ENGINE_PACKAGES),
         weight_version="0",

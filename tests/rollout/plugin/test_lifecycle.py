@@ -16,6 +16,7 @@ from numerics.config import NumericsConfig
 from numerics.delta import as_bytes, encode
 from numerics.io.code import code_digest
 from rollout.plugin import lifecycle, state
+from rollout.plugin.hooks import hooks_for, provided
 from rollout.protocol import DELTA, Commit, Held, ReadManifest, ReadReport, Report, from_checksums, to_action
 from tests.support.served_model import DEFINITION, SPEC, build, hf_tensors_served, load
 from weight_sync.manifest import Manifest, Recorder
@@ -31,6 +32,7 @@ def loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
     monkeypatch.setattr(state, "_state", None)
     state.configure(NumericsConfig(spec=SPEC))
+    state.state().provides = provided(hooks_for(NumericsConfig(spec=SPEC), cuda=False))
     arguments = SimpleNamespace(weight_version="3", model_path=str(tmp_path))
     one_rank = SimpleNamespace(tp_rank=0, tp_size=1)
     model = build(TENSORS)

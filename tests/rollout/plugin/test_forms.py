@@ -1,0 +1,50 @@
+"""Every form of op has an engine side, and exact mode refuses a model with an op that no hook computes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from models import forms
+from models.architecture import Model, architectures
+from models.forms import OpForm
+from models.trace import Forward, Op
+from numerics.config import NumericsConfig
+from numerics.spec import QuantSpec
+from rollout.plugin.forms import SIDES, EngineSide, check_forms
+from rollout.plugin.hooks import hooks_for, provided
+from tests.support.definitions import SIZES
+
+EXACT = NumericsConfig(spec=QuantSpec.preset("fp8_block_pow2"))
+SIGMOID = OpForm(name="sigmoid_topk", shapes="logits -> probs, chosen", definition=max)
+STRANGE = Forward((), ((Op("topk", SIGMOID, ("logits",), ("probs", "chosen")),),), ())
+
+
+def forwards() -> Iterator[Forward]:
+    yield from (Model(each, SIZES).forward for each in architectures().values() if each.forward is not None)
+
+
+@pytest.mark.parametrize("cuda", [False, True])
+def test_hooks_compute_every_op_of_the_known_architectures(cuda: bool) -> None:
+    for forward in forwards():
+        check_forms(forward, provided(hooks_for(EXACT, cuda)))
+
+
+def test_every_form_has_an_engine_side() -> None:
+    assert {form for form in vars(forms).values() if isinstance(form, OpForm)} == SIDES.keys()
+
+
+def test_an_op_that_no_hook_computes_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours = provided(hooks_for(EXACT, cuda=False))
+    with pytest.raises(RuntimeError, match=r"without an engine side \['sigmoid_topk'\]"):
+        check_forms(STRANGE, ours)
+    monkeypatch.setitem(SIDES, SIGMOID, EngineSide(lambda *read: read))
+    with pytest.raises(RuntimeError, match=r"no hook computes by their definition \['sigmoid_topk'\]"):
+        check_forms(STRANGE, ours)
+    monkeypatch.setitem(SIDES, SIGMOID, replace(SIDES[SIGMOID], hooked=False))
+    check_forms(STRANGE, ours)
+    native = provided(hooks_for(replace(EXACT, mode="native"), cuda=False))
+    with pytest.raises(RuntimeError, match="'attention'"):
+        check_forms(next(forwards()), native)
