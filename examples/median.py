@@ -1,6 +1,6 @@
 """An algorithm of one's own: an answer is measured by the median of its prompt's answers."""
 
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import torch
 from pydantic import Field
@@ -12,7 +12,6 @@ from fp8rl import PolicyGradient
 class Median(PolicyGradient):
     """Half of a prompt's answers are reinforced, whatever the outliers among its rewards."""
 
-    name: Literal["median"]
     formula: ClassVar[str] = "max(-A r, -A clip(r)); A = R - median of the group"
     quantile: float = Field(default=0.5, ge=0.0, le=1.0)
     """Which of the sorted rewards an answer is measured by; 0.5 is the median."""

@@ -13,7 +13,7 @@ from typing import Any
 from numerics.errors import UserError, user_error
 
 
-def named_function(name: str, key: str, built_in: Mapping[str, str]) -> Callable[..., Any]:
+def named_object(name: str, key: str, built_in: Mapping[str, str]) -> Callable[..., Any]:
     """The function that `name` stands for: one of ours, `package.module:name`, or `path/to/file.py:name`.
 
     built_in: ours, `package.module:name` by name.

@@ -1,19 +1,21 @@
 """What a batch is learnt by: advantages, corrections and losses. Each algorithm is one file, its settings beside it.
 
-An algorithm joins by being here: a module with a subclass of `AlgorithmConfig` that has a `name`.
+One of ours joins by being here: a module with a subclass of `AlgorithmConfig` that has a `name`. A user's is named in
+the spec.
 """
 
 from __future__ import annotations
 
-import functools
-import operator
+import difflib
 import pkgutil
 from importlib import import_module
-from typing import TYPE_CHECKING, Annotated, get_args
+from typing import TYPE_CHECKING, Annotated, Any, get_args
 
-from pydantic import Field
+from pydantic import PlainValidator, SerializeAsAny
 
+from numerics.errors import user_error
 from rl.algorithms.base import AlgorithmConfig
+from rl.algorithms.users import KEY, users_algorithm
 
 
 def _algorithms() -> dict[str, type[AlgorithmConfig]]:
@@ -29,8 +31,31 @@ def _algorithms() -> dict[str, type[AlgorithmConfig]]:
 
 ALGORITHMS = _algorithms()
 
+
+def algorithm_class(name: object) -> type[AlgorithmConfig]:
+    """The class of an algorithm, ours or a user's. Raises UserError: there is none of this name."""
+    if isinstance(name, str) and ":" in name:
+        return users_algorithm(name)
+    if isinstance(name, str) and name in ALGORITHMS:
+        return ALGORITHMS[name]
+    meant = "".join(f"Did you mean {close}? " for close in difflib.get_close_matches(str(name), ALGORITHMS, n=1))
+    raise user_error(
+        KEY,
+        found=name,
+        expected=f"{' or '.join(map(repr, sorted(ALGORITHMS)))}, or path/to/file.py:Class",
+        remedy=f"{meant}Set it in the spec file, or give {KEY}=VALUE on the command line.",
+    )
+
+
+def _of_its_class(values: Any) -> AlgorithmConfig:
+    if isinstance(values, AlgorithmConfig):
+        return values
+    kind = algorithm_class(values.get("name")) if isinstance(values, dict) else AlgorithmConfig
+    return kind.model_validate(values)
+
+
 if TYPE_CHECKING:
     Algorithm = AlgorithmConfig
 else:
-    Algorithm = Annotated[functools.reduce(operator.or_, ALGORITHMS.values()), Field(discriminator="name")]
+    Algorithm = Annotated[SerializeAsAny[AlgorithmConfig], PlainValidator(_of_its_class)]
     """Any of them: the type of an experiment's `algorithm` section."""

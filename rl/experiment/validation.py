@@ -13,7 +13,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from numerics.errors import UserError, shown
-from rl.algorithms import ALGORITHMS
+from rl.algorithms import ALGORITHMS, algorithm_class
 from rl.experiment.contradictions import (
     check_environment,
     check_gates,
@@ -59,11 +59,11 @@ def valid_keys(algorithm: str | None = None) -> list[str]:
 def _walk(model: type[BaseModel], prefix: str, algorithm: str | None) -> Iterator[str]:
     for name, field in model.model_fields.items():
         yield prefix + name
-        for inner in _models_in(field.annotation):
-            tag = inner.model_fields.get("name")
-            other = name == "algorithm" and algorithm is not None and algorithm not in _literals(tag)
-            if not other:
-                yield from _walk(inner, f"{prefix}{name}.", algorithm)
+        inner = _models_in(field.annotation)
+        if prefix + name == "algorithm":
+            inner = iter(ALGORITHMS.values() if algorithm is None else [algorithm_class(algorithm)])
+        for section in inner:
+            yield from _walk(section, f"{prefix}{name}.", algorithm)
 
 
 def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:
@@ -74,26 +74,19 @@ def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:
             yield from _models_in(part)
 
 
-def _literals(field: Any) -> tuple[Any, ...]:
-    return typing.get_args(field.annotation) if field is not None else ()
-
-
 def _explain(detail: ErrorDetails, values: dict[str, Any]) -> str:
-    key = _dotted(detail["loc"])
+    key = ".".join(str(part) for part in detail["loc"])
     kind, found = detail["type"], detail["input"]
     if kind == "extra_forbidden":
         return _unknown_key(key, found, values)
     if kind == "missing":
         return f"{key}: found nothing, expected a value. {_remedy('Add it to', key)}"
     if kind == "value_error":
-        text = str(detail["ctx"]["error"])
+        error = detail["ctx"]["error"]
+        text = str(error)
+        if isinstance(error, UserError) and error.key.startswith(f"{key}."):
+            return text
         return f"{key}: {text}" if text.endswith("?") else f"{key}: {text}."
-    if kind in ("union_tag_not_found", "union_tag_invalid"):
-        name = found.get("name") if isinstance(found, dict) else None
-        names = " or ".join(map(repr, sorted(ALGORITHMS)))
-        close = difflib.get_close_matches(str(name), ALGORITHMS, n=1)
-        meant = f" Did you mean {close[0]}?" if close else ""
-        return f"{key}.name: found {shown(name)}, expected {names}.{meant} {_remedy('Set it in', key + '.name')}"
     return f"{key}: found {shown(found)}, expected {_expected(detail)}. {_remedy('Correct it in', key)}"
 
 
@@ -114,18 +107,10 @@ def _remedy(verb: str, key: str) -> str:
     return f"{verb} the spec file." if in_list else f"{verb} the spec file, or give {key}=VALUE on the command line."
 
 
-def _dotted(location: tuple[int | str, ...]) -> str:
-    """pydantic puts the union's tag after `algorithm`; the user never wrote it."""
-    parts = [str(part) for part in location]
-    if len(parts) > 1 and parts[0] == "algorithm":
-        del parts[1]
-    return ".".join(parts)
-
-
 def _unknown_key(key: str, found: Any, values: dict[str, Any]) -> str:
     algorithm = values.get("algorithm")
     name = algorithm.get("name") if isinstance(algorithm, dict) else "grpo"
-    known = valid_keys(name)
+    known = valid_keys(name if name in ALGORITHMS or ":" in str(name) else None)
     section = _without_indices(key).rpartition(".")[0]
     siblings = ", ".join(name.rpartition(".")[2] for name in known if name.rpartition(".")[0] == section)
     return (

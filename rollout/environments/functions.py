@@ -10,7 +10,7 @@ from typing import Any
 from numerics.errors import user_error
 from rollout.environments.config import EnvironmentConfig
 from rollout.environments.conversation import Conversation
-from rollout.named_functions import named_function
+from rollout.named_functions import named_object
 
 Environment = Callable[[Conversation], Awaitable[Any]]
 
@@ -29,7 +29,7 @@ def load_environment(config: EnvironmentConfig, key: str = "environment") -> Env
         UserError: naming `key`: there is no such function, its module cannot be imported, it is not `async`, or it
             cannot be called with a conversation and `kwargs`.
     """
-    call = named_function(config.function, f"{key}.function", BUILT_IN)
+    call = named_object(config.function, f"{key}.function", BUILT_IN)
     if not inspect.iscoroutinefunction(call):
         raise user_error(
             f"{key}.function",

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from numerics.errors import user_error
-from rollout.named_functions import named_function
+from rollout.named_functions import named_object
 from rollout.returned import Numbers, ReturnError, brief, named_numbers
 from rollout.rewards.builtin import BUILT_IN
 from rollout.rewards.config import RewardConfig
@@ -68,7 +68,7 @@ def load_function(config: RewardConfig, key: str) -> RewardFunction:
         UserError: naming `key`: there is no such function, its module cannot be imported, or it cannot be called with
             what is offered and `kwargs`.
     """
-    call = named_function(config.function, f"{key}.function", {name: own.function for name, own in BUILT_IN.items()})
+    call = named_object(config.function, f"{key}.function", {name: own.function for name, own in BUILT_IN.items()})
     try:
         parameters = inspect.signature(call).parameters
     except (TypeError, ValueError) as error:

@@ -9,9 +9,15 @@ from pathlib import Path
 
 import pyarrow.parquet
 import pytest
+import torch
+import yaml
+from ray import cloudpickle
 from transformers import AutoTokenizer
 
-from rl.experiment import load_experiment
+from numerics.errors import UserError
+from rl.algorithms.policy_gradient import PolicyGradient
+from rl.experiment import load_experiment, parse_experiment
+from rl.experiment.preconditions.algorithm import check_algorithm
 from rl.experiment.preconditions.data import check_data
 from rl.experiment.preconditions.tokenizer import load_tokenizer
 from rl.run.feed.problems import training_problems
@@ -19,6 +25,17 @@ from rollout.environments.functions import load_environment
 from rollout.rewards.functions import load_function
 from tests.support.conversations import EOS, Stage
 from tests.support.paths import EXAMPLES, ROOT
+
+OWN = """
+from pydantic import Field
+from fp8rl import PolicyGradient
+
+class Own(PolicyGradient):
+    quantile: float = Field(default=0.5, le=1.0)
+
+    def trajectory_advantages(self, rewards, groups):
+        return rewards - self.quantile
+"""
 
 
 def test_the_documented_environment_is_the_example_and_plays_as_it_says() -> None:
@@ -35,27 +52,60 @@ def test_the_documented_environment_is_the_example_and_plays_as_it_says() -> Non
     assert play(environment, wrong, wrong).outcome == {"reward": 0.0, "turns": 2.0}
 
 
-@pytest.mark.slow
-def test_the_documented_algorithm_is_the_example_and_joins_by_being_there(tmp_path: Path) -> None:
-    """In a copy of the package, with the advantages of a hand-worked case."""
-    assert (EXAMPLES / "median.py").read_text() in (ROOT / "docs/extending.md").read_text()
-    assert len((EXAMPLES / "median.py").read_text().splitlines()) <= 40
-    shutil.copytree(ROOT / "rl", tmp_path / "rl", ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copy(EXAMPLES / "median.py", tmp_path / "rl/algorithms")
+def test_the_documented_algorithm_is_the_example_and_learns_as_it_says() -> None:
+    page = (ROOT / "docs/extending.md").read_text()
+    for name in ("median.py", "median.yaml"):
+        assert (EXAMPLES / name).read_text() in page
+    experiment = load_experiment(EXAMPLES / "median.yaml", ["algorithm.clip_high=0.3"])
+    algorithm = experiment.algorithm
+    assert isinstance(algorithm, PolicyGradient) and algorithm.clip_high == 0.3
+    assert algorithm.name == f"{EXAMPLES / 'median.py'}:Median" and "median of the group" in experiment.formula
+    rewards, groups = torch.tensor([1.0, 0.0, 0.0, 3.0, 1.0]), torch.tensor([0, 1, 0, 0, 1])
+    assert algorithm.trajectory_advantages(rewards, groups).tolist() == [0.0, -0.5, -1.0, 2.0, 0.5]
+    check_algorithm(experiment)
+    again = parse_experiment(yaml.safe_load(experiment.to_yaml())).algorithm
+    assert again.model_dump() == algorithm.model_dump() and "quantile" in again.model_dump()
+
+
+def test_an_algorithm_of_ones_own_travels_to_processes_that_have_not_its_file(tmp_path: Path) -> None:
+    shutil.copy(EXAMPLES / "median.py", tmp_path / "own.py")
+    overrides = [f"algorithm={{name: '{tmp_path / 'own.py'}:Median', quantile: 0.25}}"]
+    algorithm = load_experiment(EXAMPLES / "arithmetic.yaml", overrides).algorithm
+    (tmp_path / "sent").write_bytes(cloudpickle.dumps(algorithm))
+    (tmp_path / "own.py").unlink()
     program = f"""
-import torch
-from rl.experiment import load_experiment
-overrides = ["algorithm.name=median", "algorithm.clip_high=0.3"]
-algorithm = load_experiment({str(EXAMPLES / "arithmetic.yaml")!r}, overrides).algorithm
-print(algorithm.clip_high, algorithm.formula)
-rewards, groups = torch.tensor([1.0, 0.0, 0.0, 3.0, 1.0]), torch.tensor([0, 1, 0, 0, 1])
-print(algorithm.trajectory_advantages(rewards, groups).tolist())
+import pickle, torch
+algorithm = pickle.load(open({str(tmp_path / "sent")!r}, "rb"))
+print(algorithm.trajectory_advantages(torch.tensor([0.0, 4.0]), torch.tensor([0, 0])).tolist())
 """
-    environment = os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
     command = [sys.executable, "-c", program]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
     said = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True).stdout
-    assert said.startswith("0.3 ") and "A = R - median" in said
-    assert said.splitlines()[-1] == "[0.0, -0.5, -1.0, 2.0, 0.5]"
+    assert said.strip() == "[-1.0, 3.0]"
+
+
+@pytest.mark.parametrize(
+    ("text", "override", "expected"),
+    [
+        ("class Own: pass", "", "expected a subclass of fp8rl.PolicyGradient"),
+        ("from fp8rl import PolicyGradient\nclass Other(PolicyGradient): pass", "", "which has Other"),
+        ("import nowhere", "", "a module that can be imported; this one ends in ModuleNotFoundError"),
+        (OWN, "algorithm.quantil=0.5", "Did you mean algorithm.quantile?"),
+        (OWN, "algorithm.quantile=2.0", "algorithm.quantile: found 2.0, expected a number less than or equal to 1"),
+        (OWN.replace("rewards - ", "1 / 0 * "), "", "this one ends in ZeroDivisionError"),
+        (OWN.replace("rewards - ", "rewards / 0 - "), "", "advantages: found values that are not finite"),
+        ("from fp8rl import PolicyGradient\nclass Own(PolicyGradient): pass", "", "NotImplementedError"),
+    ],
+    ids=["no-algorithm", "another-name", "import", "key", "value", "raises", "not-finite", "no-advantages"],
+)
+def test_an_algorithm_of_ones_own_is_looked_at_before_anything_starts(
+    tmp_path: Path, text: str, override: str, expected: str
+) -> None:
+    (tmp_path / "own.py").write_text(text)
+    overrides = [f"algorithm.name={tmp_path / 'own.py'}:Own", override]
+    with pytest.raises(UserError, match="algorithm") as error:
+        check_algorithm(load_experiment(EXAMPLES / "arithmetic.yaml", [each for each in overrides if each]))
+    assert expected in str(error.value)
 
 
 def test_the_documented_reward_is_the_example_and_judges_as_it_says() -> None:

@@ -12,6 +12,7 @@ from models import Model, ModelSizes
 from models.stored import check_stored
 from numerics.errors import user_error
 from rl.experiment import Experiment
+from rl.experiment.preconditions.algorithm import check_algorithm
 from rl.experiment.preconditions.data import check_data
 from rl.experiment.preconditions.model import check_model_layout, read_model
 from rl.experiment.preconditions.resources import check_memory, check_port
@@ -38,6 +39,7 @@ def check(experiment: Experiment, say: Callable[[str], object] = lambda text: No
     """
     if experiment.numerics.mode == "exact":
         _check_sampling(experiment)
+    check_algorithm(experiment)
     check_wandb(experiment.tracking.wandb)
     model = read_model(path := Path(experiment.model.path))
     check_model_layout(model.sizes, experiment)

@@ -12,8 +12,9 @@ from jinja2 import Environment, TemplateSyntaxError, meta
 from jinja2.ext import loopcontrols
 
 from numerics.errors import user_error
+from numerics.time_limit import time_limit
 from rl.experiment import Experiment
-from rl.experiment.preconditions.tokenizer import RENDER_SECONDS, time_limit
+from rl.experiment.preconditions.tokenizer import RENDER_SECONDS
 from rollout.data.sources import Problems, Source, load_problems
 from rollout.data.tasks import Problem, prompt_ids
 from rollout.rewards.builtin import BUILT_IN

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import signal
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING
 
 from numerics.errors import UserError, user_error
+from numerics.time_limit import time_limit
 from rollout.data.tasks import Problem, prompt_ids
 
 if TYPE_CHECKING:
@@ -90,25 +86,6 @@ def check_chat_template(tokenizer: PreTrainedTokenizerBase, path: str | Path, ke
     if prompts[0] == prompts[1]:
         found = "a chat template that renders two questions alike"
         raise _refusal(key, path, found, "one that renders the user's question", remedy)
-
-
-@contextmanager
-def time_limit(seconds: float) -> Iterator[None]:
-    """Raise TimeoutError after so long. Without effect off the main thread, which alone gets signals."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def end(signum: int, frame: FrameType | None) -> None:
-        raise TimeoutError(f"it took more than {seconds:g} s")
-
-    former = signal.signal(signal.SIGALRM, end)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, former)
 
 
 def _refusal(key: str, path: str | Path, found: str, expected: str, remedy: str) -> UserError:

@@ -1,0 +1,77 @@
+"""A step of an algorithm over a handful of made-up answers: what it would do wrong in a run, it does here at once."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from rl.algorithms.base import AlgorithmConfig, Outcomes
+from trainer.step.batch import TokenBatch
+
+LENGTHS = (4, 8, 8, 1, 3, 6)
+"""Tokens of the answers."""
+CUT = 8
+"""The length from which on an answer counts as cut by the limit."""
+REWARDS = ((1.0, 0.0, 0.5, 1.0, 0.0, 0.0), (0.0,) * 6, (1.0,) * 6)
+"""Those of the answers, of a step each."""
+_PROMPT = 2
+
+
+class RehearsalError(Exception):
+    """A step came to what no run could go on with."""
+
+
+def rehearse(algorithm: AlgorithmConfig, group_size: int) -> None:
+    """Take a step for each of `REWARDS`: what a batch is to teach, and the loss of each update with its gradient.
+
+    Raises:
+        RehearsalError: something that must be finite is not, or has another shape than expected.
+        Exception: whatever the algorithm raises.
+    """
+    groups = torch.arange(len(LENGTHS)) // group_size
+    finished = torch.tensor(LENGTHS) < CUT
+    for rewards in REWARDS if algorithm.samples else REWARDS[:1]:
+        batch, logprobs = _scored(algorithm)
+        if algorithm.samples:
+            batch = batch.with_fields(**algorithm.lesson(Outcomes(torch.tensor(rewards), groups, finished), batch))
+            _check("advantages", batch.fields["advantages"], batch.tokens.shape)
+        for rows in algorithm.mini_batches(groups):
+            part = batch.select(rows)
+            scores = logprobs[rows, : part.width].clone().requires_grad_()
+            output = algorithm.objective(part)(scores, torch.ones_like(scores), part)
+            output.loss.backward()
+            _check("the loss", output.loss, torch.Size())
+            _check("the gradient of the loss", torch.zeros_like(scores) if scores.grad is None else scores.grad)
+            for name, value in output.metrics.items():
+                _check(name, value, torch.Size())
+            if algorithm.needs.critic:
+                critic = algorithm.critic_objective(part)(scores.detach(), torch.ones_like(scores), part)
+                _check("the critic's loss", critic.loss, torch.Size())
+
+
+def _scored(algorithm: AlgorithmConfig) -> tuple[TokenBatch, Tensor]:
+    """The answers with the fields that the algorithm needs and no others, and the policy's log-probabilities."""
+    draw = torch.Generator().manual_seed(0)
+    lengths = torch.tensor(LENGTHS)
+    position = torch.arange(_PROMPT + max(LENGTHS))
+    mask = (position >= _PROMPT) & (position < _PROMPT + lengths[:, None])
+    logprobs = -torch.rand(mask.shape, generator=draw)
+    needs = algorithm.needs
+    given = {
+        "rollout_logprobs": algorithm.samples,
+        "old_logprobs": needs.old_logprobs,
+        "reference_logprobs": needs.reference,
+        "values": needs.critic,
+        "teacher_logprobs": needs.teacher,
+    }
+    fields = {
+        name: logprobs + 0.3 * torch.randn(mask.shape, generator=draw) for name, is_given in given.items() if is_given
+    }
+    return TokenBatch(torch.ones(mask.shape, dtype=torch.int64), lengths + _PROMPT, mask, 1.0, fields), logprobs
+
+
+def _check(name: str, values: Tensor, shape: torch.Size | None = None) -> None:
+    if shape is not None and values.shape != shape:
+        raise RehearsalError(f"{name}: found shape {list(values.shape)}, expected {list(shape)}")
+    if not bool(values.isfinite().all()):
+        raise RehearsalError(f"{name}: found values that are not finite, expected numbers")
