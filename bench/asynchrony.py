@@ -92,14 +92,14 @@ def demo_stack() -> Iterator[Stack]:
         folder = Path(closing.enter_context(tempfile.TemporaryDirectory()))
         stack = Stack.open(experiment, experiment.numerics_config(), folder, closing, lambda text: None)
         stack.engines.wait()
-        stack.sync()
+        stack.syncing.sync()
         yield stack
 
 
 def block(stack: Stack, settings: list[str], steps: int = BLOCK) -> float:
     """Median seconds of some steps, after one that fills what is ahead."""
     experiment = load_experiment(Path("examples/arithmetic.yaml"), [*settings, f"run.steps={steps + 20}"])
-    feed, trainer = SampledFeed(experiment, stack), stack.trainer
+    feed, trainer = SampledFeed(experiment, stack.sampling), stack.trainer
     times = []
     for step in range(1, steps + 2):
         began = time.perf_counter()
@@ -108,12 +108,12 @@ def block(stack: Stack, settings: list[str], steps: int = BLOCK) -> float:
         first = lesson.gradients(trainer, 0)
         ahead = feed.ahead(StepClock())
         if ahead is not None:
-            trainer.score_routed(ahead.tokens)
+            trainer.score_routed(ahead.batch)
         lesson.learn(trainer, first, step)
-        stack.sync()
+        stack.syncing.sync()
         times.append(time.perf_counter() - began)
     feed.ahead(StepClock())
-    stack.collect([item.asked for item in feed._admitted])  # the next block begins with idle engines
+    stack.sampling.collect(feed._admitted)  # the next block begins with idle engines
     return statistics.median(times[1:])
 
 

@@ -29,7 +29,7 @@ def calibration_prompts(stack: Stack) -> list[Prompt]:
 def sampled_batch(stack: Stack, prompts: list[Prompt], group_size: int, temperature: float) -> TokenBatch:
     """`group_size` answers to each prompt, as a step would batch them, without advantages."""
     groups = to_groups(prompts, group_size, run_seed=stack.experiment.run.seed, step=0)
-    answers = stack.sample(groups, temperature)
+    answers = stack.sampling.sample(groups, temperature)
     return batch_from_trajectories(answers, temperature, replay=stack.replays)
 
 

@@ -16,7 +16,7 @@ from rl.record.metrics_log import read_metrics
 from rl.run.checkpoints import is_due
 from rl.run.clock import StepClock
 from rl.run.evaluation import Evaluation, agreement_on
-from rl.run.feed.feed import Batch, Work, open_feed
+from rl.run.feed.feed import Work, open_feed
 from rl.run.learning import Lesson
 from rl.run.records import rollout_records, throughput, train_metrics
 from rl.run.run import Run
@@ -35,11 +35,11 @@ def train(run: Run) -> str:
     """
     experiment, stack, algorithm = run.experiment, run.stack, run.experiment.algorithm
     trainer = stack.trainer
-    feed = open_feed(experiment, stack)
+    feed = open_feed(experiment, stack.sampling)
     if run.feed is not None:
         feed.restore(run.feed)
     guard = Guard(experiment.gates, experiment.guard, algorithm, run.standing, replays=stack.replays)
-    evaluation = Evaluation(experiment, stack)
+    evaluation = Evaluation(experiment, stack.sampling, stack.closing)
     if stack.engines:
         _begin(run, evaluation, guard.replays)
     row = _last_row(run)
@@ -50,13 +50,13 @@ def train(run: Run) -> str:
         version = trainer.weight_version
         work = feed.take(step, version, clock)
 
-        with clock.phase("train"):
+        with stack.turn("train"), clock.phase("train"):
             attempt = _attempt(trainer, work, guard.algorithm, replay=guard.replays)
         ahead = feed.ahead(clock)
         evaluated = _finished(evaluation, clock) if evaluation.under_way else {}
         # The scoring is of the trainer's weights before the first update: the training forward, where there is one
         # update alone. Where older ones have sampled the batch, answers to later steps show whether both sides agree.
-        with clock.phase("monitor"):
+        with stack.turn("train"), clock.phase("monitor"):
             fresh = _scored(trainer, ahead)
             attempt = attempt.beside(fresh)
             capsule = run.capsule if attempt.evidence is not None else None
@@ -65,7 +65,7 @@ def train(run: Run) -> str:
             run.keep(verdict, attempt.evidence, attempt.faulty_rows)
         logprobs = attempt.result.logprobs
 
-        with clock.phase("train"):
+        with stack.turn("train"), clock.phase("train"):
             if verdict.repeat:
                 attempt = _attempt(trainer, work, guard.algorithm, replay=guard.replays).beside(fresh)
                 again = train_metrics(attempt.result, work.batch)
@@ -153,12 +153,12 @@ def _attempt(trainer: TrainerGroup, work: Work, algorithm: AlgorithmConfig, *, r
     return Attempt(batch if lesson is None else lesson.batch, lesson, result, evidence, fault)
 
 
-def _scored(trainer: TrainerGroup, ahead: Batch | None) -> Evidence | None:
+def _scored(trainer: TrainerGroup, ahead: Work | None) -> Evidence | None:
     """What both sides make of answers to later steps, at the weights that the trainer holds."""
-    if ahead is None:
+    if ahead is None or ahead.versions is None:
         return None
-    scored = trainer.score_routed(ahead.tokens)
-    return Evidence(ahead.tokens, ahead.versions, trainer.weight_version, scored.logprobs, None, scored.draws)
+    scored = trainer.score_routed(ahead.batch)
+    return Evidence(ahead.batch, ahead.versions, trainer.weight_version, scored.logprobs, None, scored.draws)
 
 
 def _fault(error: NonFiniteLossError, work: Work) -> Fault:

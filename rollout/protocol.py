@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
+from models.roles import Role
 from numerics.backend.implementation import Implementation
 from numerics.holdings import Holding
 
@@ -81,6 +82,7 @@ class Report(_Message):
     """What runs in an engine.
 
     Attributes:
+        role: what the engine's model is there for.
         spec_digest: of the QuantSpec. numerics: NumericsConfig.to_dict().
         hooks: targets of the installed hooks, sorted. provides: the forms of ops (`models.forms`) that they compute by
             their definition, sorted.
@@ -101,6 +103,7 @@ class Report(_Message):
     row_variant_ops: tuple[str, ...] | None
     implementation: Implementation
     threads: int
+    role: Role = "policy"
     dtype: str = "bfloat16"
     kv_cache_dtype: str = "bfloat16"
 

@@ -245,11 +245,11 @@ def _beside_engine(
             _gather(found, name, stack.trainer.apply(snapshot, batch)[0])
         if others:
             stack.switch(replace(stack.numerics, spec=FP32))
-            stack.sync()
+            stack.syncing.sync()
             for batch in batches(stack):
                 _gather(found, name, {MIXED: stack.trainer.apply(mixed, batch)[0]})
             stack.switch(replace(stack.numerics, spec=POW2, trainer="bf16", rollout="bf16"))
-            stack.sync()
+            stack.syncing.sync()
             for batch in batches(stack):
                 _gather(found, name, {PLAIN: stack.trainer.apply(snapshot, batch)[0]["case 1"]})
     return found

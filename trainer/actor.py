@@ -22,7 +22,7 @@ from trainer.step.objective import Objective
 from trainer.step.result import PassResult, RankPassResult, Scored
 
 if TYPE_CHECKING:
-    from trainer.roles import Role
+    from models.roles import Role
 
 # Actors share the machine with the engine and mostly wait for each other, so that they ask Ray for no CPU of their own.
 _CPUS_PER_RANK = 0
@@ -306,15 +306,14 @@ class TrainerGroup:
                 continue
             try:
                 ray.get(done)
-            except ray.exceptions.RayActorError as error:
-                rank = ranks[calls.index(done[0])]
-                raise TrainerDiedError(
-                    f"trainer rank {rank}: found its process ended (out of memory, a signal, or its node left?), "
-                    "expected it to answer"
-                ) from error
             except ray.exceptions.RayTaskError as error:
                 # The rank's own exception, so that callers can tell a UserError from a bug; Ray's shows where it rose.
                 raise error.cause from error
+            except ray.exceptions.RayError as error:
+                raise TrainerDiedError(
+                    f"trainer rank {ranks[calls.index(done[0])]}: found its process ended ({_why(error)}), expected it "
+                    "to answer"
+                ) from error
         return ray.get(calls)
 
     def _check_pulses(self) -> None:
@@ -326,6 +325,12 @@ class TrainerGroup:
                 f"trainer rank {pulses.index(silent[0])}: found no answer within {self._hung_after_s:g} s "
                 "(trainer.hung_after_s) from a process that is there, expected one while it computes"
             )
+
+
+def _why(error: ray.exceptions.RayError) -> str:
+    if isinstance(error, ray.exceptions.RayActorError):
+        return "out of memory, a signal, or its node left?"
+    return str(error).strip().splitlines()[0]  # of Ray's memory monitor, for one, which says what it found
 
 
 def _logprobs(parts: list[tuple[list[int], Tensor]], batch: TokenBatch) -> Tensor:

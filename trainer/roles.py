@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
+from models.roles import Role
 from numerics.config import NumericsConfig
 from trainer.checkpoint import checkpoint
 from trainer.config import TrainerConfig
@@ -13,8 +14,6 @@ from trainer.critic import Critic
 from trainer.distributed.parallel import Layout
 from trainer.scorer import Scorer
 from trainer.trainer import Trainer
-
-Role = Literal["policy", "reference", "critic"]
 
 
 class Roles:

@@ -80,20 +80,25 @@ class Bridge:
         self.trainer.apply(_write, self.spec, self.model_path, path)
         return path
 
-    def sync(self, endpoints: Sequence[Endpoint], manifest_path: Path | None = None) -> SyncReport:
+    def sync(
+        self, endpoints: Sequence[Endpoint], manifest_path: Path | None = None, *, whole: bool = False
+    ) -> SyncReport:
         """Bring all engines to the trainer's weight version, verified.
 
-        The manifest is saved to `manifest_path`. Raises `SyncError` with the tensors that differ, engine by engine, or
-        with what failed on the way.
+        whole: send all, though `sync.delta` would send changes. The manifest is saved to `manifest_path`.
+
+        Raises `SyncError` with the tensors that differ, engine by engine, or with what failed on the way.
         """
-        transport = make_transport(self.config, self.model_path, self.scratch / "sync_checkpoint", self.spec)
-        version = self.trainer.weight_version
-        with _as_sync_error(version):
-            patience_s = self.config.answer_within_s
-            since = asyncio.run(_common_version(endpoints, patience_s)) if self.config.delta else None
-        manifest, report, problems = self._attempt(transport, endpoints, version, since)
-        if problems and since is not None:  # an engine did not hold what it had been sent
-            manifest, report, problems = self._attempt(transport, endpoints, version, None)
+        config, version = self.config, self.trainer.weight_version
+        transport = make_transport(config, self.model_path, self.scratch / "sync_checkpoint", self.spec)
+        patience_s, since = config.answer_within_s, None
+        if config.delta and not whole:
+            with _as_sync_error(version):
+                since = asyncio.run(_common_version(endpoints, patience_s))
+        share = Share(transport, self.spec, list(endpoints), version, config.delta, since, patience_s)
+        manifest, report, problems = send_and_verify(
+            lambda: self.trainer.apply(send_share, share), self.spec, endpoints, version, config.pause, patience_s
+        )
         if manifest_path is not None:
             manifest.save(manifest_path)
         if problems:
@@ -103,15 +108,6 @@ class Bridge:
                 "it happens again, compare the versions of sglang on both sides:\n" + "\n".join(problems[:20])
             )
         return report
-
-    def _attempt(
-        self, transport: Transport, endpoints: Sequence[Endpoint], version: int, since: int | None
-    ) -> tuple[Manifest, SyncReport, list[str]]:
-        pause, patience_s = self.config.pause, self.config.answer_within_s
-        share = Share(transport, self.spec, list(endpoints), version, self.config.delta, since, patience_s)
-        return send_and_verify(
-            lambda: self.trainer.apply(send_share, share), self.spec, endpoints, version, pause, patience_s
-        )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from torch import Tensor
 
+from models.roles import Role
 from models.tensors import SCALE_SUFFIX, EngineRank, TensorTable, base_name
 from numerics.digest import tensor_digests
 from numerics.io.files import write_atomically
@@ -26,7 +27,8 @@ class SyncError(RuntimeError):
 class Manifest:
     """What an engine must hold.
 
-    version: the weight version, as text. spec_digest: of the spec that the tensors are quantized by.
+    role: of the model whose tensors these are. version: the weight version, as text. spec_digest: of the spec that the
+        tensors are quantized by.
     entries: HF name, or that of a part as `EngineRank.label` says -> digest; for a quantized tensor `digest@version`,
         where version is that of the operand which is made of it for the products.
     """
@@ -34,9 +36,10 @@ class Manifest:
     version: str
     spec_digest: str
     entries: dict[str, str]
+    role: Role = "policy"
 
     @classmethod
-    def merged(cls, version: int, spec: QuantSpec, parts: Sequence[Sent]) -> Manifest:
+    def merged(cls, version: int, spec: QuantSpec, parts: Sequence[Sent], role: Role = "policy") -> Manifest:
         """Of what all ranks have sent. Quantized tensors are those that came with scales.
 
         Raises ValueError if two ranks have sent the same tensor.
@@ -48,7 +51,7 @@ class Manifest:
             digests |= part.digests
         quantized = {label for label in digests if _of_scales(label) in digests}
         entries = {name: f"{digest}@{version}" if name in quantized else digest for name, digest in digests.items()}
-        return cls(str(version), spec.digest(), entries)
+        return cls(str(version), spec.digest(), entries, role)
 
     def differences(self, found: Mapping[str, str]) -> list[str]:
         """One line per tensor that `found` (an engine's entries) lacks, has in excess, or holds otherwise."""

@@ -61,7 +61,7 @@ class Pair:
         self.said.clear()
         with self._through(touch):
             since = time.monotonic()
-            report = self.stack.sync()
+            report = self.stack.syncing.sync()
             seconds = time.monotonic() - since
         expect(report.mismatched_tensors == 0, f"found {report.mismatched_tensors} tensors that differ")
         self.same()
@@ -71,13 +71,13 @@ class Pair:
         """A sync that is damaged each time must end in an error, and leave the engine paused until a good one."""
         try:
             with self._through(touch):
-                self.stack.sync()
+                self.stack.syncing.sync()
         except SyncError as error:
-            paused = self.stack.admit(self.asked[:1], 1.0)
+            paused = self.stack.sampling.admit(self.asked[:1], self.stack.sampling.at(1.0))
             time.sleep(2.0)
             expect(not paused[0].answers.done(), "found an engine that answers with weights that nobody has verified")
-            self.stack.sync()
-            self.stack.collect(paused)
+            self.stack.syncing.sync()
+            self.stack.sampling.collect(paused)
             self.same()
             return str(error)
         raise Wrong("found a sync that was verified, expected an error")
@@ -85,16 +85,16 @@ class Pair:
     @contextmanager
     def over(self, transport: str) -> Iterator[None]:
         """Syncs go this way."""
-        experiment = self.stack.experiment
-        sync = experiment.sync.model_copy(update={"transport": transport})
-        self.stack.experiment = experiment.model_copy(update={"sync": sync})
+        syncing = self.stack.syncing
+        bridge = syncing.bridge
+        syncing.bridge = replace(bridge, config=bridge.config.model_copy(update={"transport": transport}))
         try:
             yield
         finally:
-            self.stack.experiment = experiment
+            syncing.bridge = bridge
 
     def same(self) -> None:
-        expect(self.stack.sample(self.asked, 1.0) == self.answers, "found other answers than undisturbed")
+        expect(self.stack.sampling.sample(self.asked, 1.0) == self.answers, "found other answers than undisturbed")
 
     def sample(self, touch: Touch) -> float:
         """Seconds of sampling through a proxy, the fewest of `ROUNDS`; the answers must be the same."""
@@ -102,7 +102,7 @@ class Pair:
         def connect(engine: Any, endpoint: Endpoint) -> None:
             engine._client = EngineClient(endpoint)
 
-        actor = self.stack.engines._slots[0].actor
+        actor = self.stack.engines.fleet.slots[0].actor
         true = ray.get(actor.endpoint.remote())
         with proxied(true.url, touch) as url:
             ray.get(actor.__ray_call__.remote(connect, replace(true, url=url)))
@@ -116,7 +116,7 @@ class Pair:
 
     @contextmanager
     def _through(self, touch: Touch) -> Iterator[None]:
-        (slot,) = self.stack.engines._slots
+        (slot,) = self.stack.engines.fleet.slots
         true = slot.endpoint
         assert true is not None
         with proxied(true.url, touch) as url:
@@ -223,9 +223,9 @@ def _open(folder: Path, closing: Closing) -> Pair:
     experiment = load_experiment(EXAMPLES / "arithmetic.yaml", SETTINGS)
     stack = Stack.open(experiment, experiment.numerics_config(), folder, closing, lambda text: None)
     stack.engines.wait()
-    stack.sync()
+    stack.syncing.sync()
     said: list[str] = []
-    stack.tell = lambda metric, count, text: said.append(text)
+    stack.listener.tell = lambda metric, count, text: said.append(text)
     problems = load_problems(experiment.data.training[0])[:16]
     asked = to_groups(to_prompts(stack.tokenizer, problems), 4, run_seed=0, step=1)
-    return Pair(stack, said, asked, stack.sample(asked, 1.0))
+    return Pair(stack, said, asked, stack.sampling.sample(asked, 1.0))

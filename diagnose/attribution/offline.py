@@ -96,7 +96,7 @@ def attribute_offline(subject: Subject, *, quick: bool, say: Callable[[str], obj
             batch,
             subject.numerics,
             read_model(Path(subject.experiment.model.path)),
-            resync=stack.sync,
+            resync=stack.syncing.sync,
             other_pair=None if quick else partial(_pair, subject, say),
         )
 
@@ -158,5 +158,5 @@ def _stack_of(subject: Subject, numerics: NumericsConfig, say: Callable[[str], o
     with open_pair(experiment, numerics, say) as stack:
         if subject.checkpoint is not None:
             stack.trainer.load(subject.checkpoint)
-            stack.sync()
+            stack.syncing.sync()
         yield stack

@@ -59,11 +59,11 @@ def examine(
     """How many tokens the step had, and all that was seen. The trainer has learnt from it; its engine holds the weights
     from before."""
     say("syncing the weights")
-    stack.sync()
+    stack.syncing.sync()
     say("sampling answers and learning from them, uncompiled")
     batch = sampled_batch(stack, calibration_prompts(stack), ANSWERS, stack.experiment.rollout.temperature)
     seen = trainer_sightings(stack, batch, numerics)
-    for held in stack.ask(lambda client: client.inventory()):
+    for held in stack.engines.ask(lambda client: client.inventory()):
         seen += engine_sightings(held, model, numerics)
     return int(batch.real_tokens().sum()), seen
 

@@ -94,7 +94,7 @@ def alone_against_together(stack: Stack, batch: TokenBatch) -> Difference:
 def bf16_on_both_sides(stack: Stack, prompts: list[Prompt], answers: int) -> Difference:
     """Trainer against engine, both switched to BF16, on a sample of that engine. `stack` stays so."""
     stack.switch(replace(stack.numerics, trainer="bf16", rollout="bf16"))
-    stack.sync()
+    stack.syncing.sync()
     return against_trainer(stack, sampled_batch(stack, prompts, answers, stack.experiment.rollout.temperature))
 
 
@@ -103,7 +103,7 @@ def _scored(stack: Stack, batch: TokenBatch) -> tuple[Tensor, Tensor]:
     that the engine takes."""
     longest = stack.experiment.rollout.context_length - RESERVED
     sequences = [row[: min(int(n), longest)].tolist() for row, n in zip(batch.tokens, batch.lengths, strict=True)]
-    return _padded(stack.ask(lambda client: _score(client, sequences)), batch.width)
+    return _padded(stack.engines.ask(lambda client: _score(client, sequences)), batch.width)
 
 
 async def _score(client: EngineClient, sequences: Sequence[list[int]]) -> list[list[float]]:

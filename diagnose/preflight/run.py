@@ -83,7 +83,7 @@ def preflight(experiment: Experiment, *, quick: bool = False, say: Callable[[str
 def _examine(stack: Stack, so_far: SoFar, quick: bool, say: Callable[[str], None]) -> None:
     say("syncing the weights")
     try:
-        so_far.checks.append(same_bytes.manifest_of(stack.sync()))
+        so_far.checks.append(same_bytes.manifest_of(stack.syncing.sync()))
     except SyncError as error:
         so_far.checks.append(same_bytes.refused_sync(error))
         return  # generation stays paused
@@ -96,8 +96,8 @@ def _examine(stack: Stack, so_far: SoFar, quick: bool, say: Callable[[str], None
 
 def _examine_spec(stack: Stack, batch: TokenBatch, so_far: SoFar) -> None:
     numerics = stack.numerics
-    report = stack.ask(lambda client: client.report())
-    manifest = stack.ask(lambda client: client.manifest()).entries
+    report = stack.engines.ask(lambda client: client.report())
+    manifest = stack.engines.ask(lambda client: client.manifest()).entries
     observed: list[Observed] = stack.trainer.apply(observe, batch)
     so_far.quantized = {
         "trainer": sorted({name for rank in observed for name in rank.quantized}),

@@ -30,6 +30,10 @@ class Background:
         """Wait for its result. An interrupt leaves it running."""
         return self.begin(coroutine).result()
 
+    @property
+    def closed(self) -> bool:
+        return self._loop.is_closed()
+
     def takes_turns(self) -> bool:
         """Whether a coroutine gets its turn: one that never awaits keeps it from all others."""
         try:
@@ -41,7 +45,7 @@ class Background:
     def close(self) -> None:
         """Cancel what still runs, and end the thread; one that is held up ends with the process. A second call does
         nothing."""
-        if not self._loop.is_closed() and self.takes_turns():
+        if not self.closed and self.takes_turns():
             self.run(_cancel_all())
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join()

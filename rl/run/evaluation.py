@@ -18,9 +18,10 @@ from rl.experiment import Experiment
 from rl.guard.evidence import Evidence
 from rl.mismatch import token_versions
 from rl.run.feed.batching import batch_from_trajectories
-from rl.run.feed.feed import Admitted, Answer, to_prompts
-from rl.run.feed.judging import Judge
-from rl.run.stack import Stack
+from rl.run.feed.feed import to_prompts
+from rl.run.feed.judging import Answer, Judge
+from rl.run.lifecycle.interrupts import Closing
+from rl.run.sampling import Asked, Sampling
 from rollout.data.sources import load_problems
 from rollout.rewards.config import RewardsConfig
 from rollout.sampler import check_versions
@@ -86,11 +87,12 @@ def held_out(experiment: Experiment, tokenizer: PreTrainedTokenizerBase) -> Iter
 class Evaluation:
     """The evaluation of a run, one at a time."""
 
-    def __init__(self, experiment: Experiment, stack: Stack) -> None:
-        self._experiment, self._stack = experiment, stack
-        self._sets = list(held_out(experiment, stack.tokenizer))
+    def __init__(self, experiment: Experiment, sampling: Sampling, closing: Closing) -> None:
+        """closing: ends the judges of sets that have rewards of their own."""
+        self._experiment, self._sampling, self._closing = experiment, sampling, closing
+        self._sets = list(held_out(experiment, sampling.tokenizer))
         self._judges = [self._judge(each) for each in self._sets]
-        self._asked: list[list[Admitted]] = []
+        self._asked: list[list[Asked]] = []
         self._step = self._version = 0
 
     def is_due(self, step: int) -> bool:
@@ -110,10 +112,9 @@ class Evaluation:
 
     def begin(self, step: int) -> None:
         """Ask the engines, which hold the weights of `step`."""
-        self._step, self._version = step, self._stack.trainer.weight_version
+        self._step, self._version = step, self._sampling.syncing.version
         for each, judge in zip(self._sets, self._judges, strict=True):
-            asked = self._stack.admit(each.groups, each.sampling.temperature, each.sampling)
-            self._asked.append([Admitted(number, item, judge) for number, item in enumerate(asked)])
+            self._asked.append(self._sampling.admit(each.groups, each.sampling, judge))
 
     def finish(self) -> tuple[dict[str, float], list[Answer]]:
         """`eval/...` of what was begun, once it is there, and the answers of the first set that is greedy.
@@ -123,25 +124,25 @@ class Evaluation:
         metrics: dict[str, float] = {}
         greedy: list[Answer] = []
         asked, self._asked = self._asked, []
-        found = self._stack.collect([item.asked for items in asked for item in items])
+        found = self._sampling.collect([item for items in asked for item in items])
         check_versions(chain.from_iterable(found), self._version, self._version)
         for each, items, judge in zip(self._sets, asked, self._judges, strict=True):
             groups = [_answers(item) for item in items]
             metrics |= set_metrics(each, groups)
             if each.greedy and not greedy:
                 greedy = [answer for group in groups for answer in group]
-            if judge is not self._stack.judge:
-                self._stack.tell_failures(judge.failures)
-        self._stack.tell_failures(*self._stack.failures)
+            if judge is not self._sampling.judge:
+                self._sampling.listener.hear_failures(judge.failures)
+        self._sampling.listener.hear_failures(*self._sampling.failures)
         if self._sets and self._experiment.rollout.staleness:
             metrics["eval/at_step"] = float(self._step)
         return metrics, greedy
 
     def _judge(self, each: HeldOut) -> Judge:
         if not each.rewards_key:
-            return self._stack.judge
-        judge = Judge(each.rewards, self._stack.tokenizer, each.rewards_key)
-        self._stack.closing.callback(judge.close)
+            return self._sampling.judge
+        judge = Judge(each.rewards, self._sampling.tokenizer, each.rewards_key)
+        self._closing.callback(judge.close)
         return judge
 
 
@@ -149,10 +150,7 @@ def set_metrics(each: HeldOut, groups: Sequence[Sequence[Answer]]) -> dict[str, 
     """`eval/...` of the answers to each problem of a set."""
     first = each.rewards.functions[0].label
     values = [
-        [
-            sum(value for name, value in answer.judged.parts.items() if name.partition("/")[0] == first)
-            for answer in group
-        ]
+        [sum(value for name, value in answer.parts.items() if name.partition("/")[0] == first) for answer in group]
         for group in groups
     ]
     answers = [answer for group in groups for answer in group]
@@ -190,8 +188,6 @@ def agreement_on(answers: Sequence[Answer], trainer: TrainerGroup, *, replay: bo
     return Evidence(batch, versions, trainer.weight_version, scored.logprobs, scored.routes, cap=cap).metrics()
 
 
-def _answers(item: Admitted) -> list[Answer]:
+def _answers(item: Asked) -> list[Answer]:
     """Those to one problem, with its number as their group."""
-    trajectories = [replace(trajectory, group=item.number) for trajectory in item.asked.answers.result()]
-    problem = item.asked.group.prompt.problem
-    return [Answer(problem, *each) for each in zip(trajectories, item.judged(), strict=True)]
+    return [replace(answer, trajectory=replace(answer.trajectory, group=item.number)) for answer in item.judged()]

@@ -49,7 +49,7 @@ def rollout_records(work: Work, train_logprobs: Tensor) -> list[RolloutRecord]:
         records.append(
             RolloutRecord(
                 prompt=answer.problem.question,
-                text=answer.judged.text,
+                text=answer.text,
                 reward=answer.reward,
                 abs_diff_mean=mean,
                 group=trajectory.group,
@@ -61,9 +61,9 @@ def rollout_records(work: Work, train_logprobs: Tensor) -> list[RolloutRecord]:
                 train_logprobs=train_logprobs[row, sampled].tolist(),
                 weight_versions=trajectory.weight_versions,
                 advantage=advantages[0] if advantages else None,
-                reward_parts=answer.judged.parts,
+                reward_parts=answer.parts,
                 told=list(trajectory.told),
-                said=list(answer.judged.said) if trajectory.told else [],
+                said=list(answer.said) if trajectory.told else [],
                 outcome=trajectory.outcome,
                 teacher_logprobs=answer.teacher_logprobs,
             )

@@ -29,7 +29,8 @@ from rl.run.feed.conversations import ENVIRONMENT_FAILURES
 from rl.run.feed.judging import REWARD_FAILURES
 from rl.run.lifecycle.interrupts import Closing
 from rl.run.lifecycle.stopping import end_without_ray
-from rl.run.stack import ENGINES_REPLACED, STALE_RESYNCS, SYNCS_REPEATED, Stack
+from rl.run.listener import ENGINES_REPLACED, STALE_RESYNCS, SYNCS_REPEATED
+from rl.run.stack import Stack
 from trainer.checkpoint.files import DamagedCheckpointError
 from weight_sync.bridge import SyncReport
 
@@ -149,8 +150,8 @@ class Run:
                 _closing=Closing(),
             )
             append_session(files.sessions, run.session)
-            wandb_run.lost, stack.tell = run.note_wandb_lost, run.note_mended
-            stack.progress = console.progress
+            wandb_run.lost, stack.listener.tell = run.note_wandb_lost, run.note_mended
+            stack.listener.progress = console.progress
             if resume_step is not None:
                 why = f"lost the trainer ({lost}), and " if lost else ""
                 run.note_mended(RESUMED, 1, f"{why}resumed after step {step}")
@@ -185,7 +186,7 @@ class Run:
     def sync(self) -> SyncReport:
         """The trainer's weights into the engines, verified; the manifest of the step is kept."""
         self.manifest = self.files.manifest(self.step)
-        return self.stack.sync(self.manifest)
+        return self.stack.syncing.sync(self.manifest)
 
     def fall_back_to_bf16(self) -> None:
         """Both sides compute in BF16 from now on; a sync has to follow."""
@@ -233,7 +234,7 @@ class Run:
         counts: dict[str, int] = {}
         if self.stack.engines:
             counts = dict.fromkeys((ENGINES_REPLACED, STALE_RESYNCS, SYNCS_REPEATED, REWARD_FAILURES), 0)
-        if self.stack.conversations is not None:
+        if self.stack.sampling.conversations is not None:
             counts[ENVIRONMENT_FAILURES] = 0
         counts |= self.mended
         self.mended.clear()

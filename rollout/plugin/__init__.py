@@ -24,6 +24,7 @@ def register() -> None:
     from numerics.config import NumericsConfig
     from rollout.plugin import hooks, state
 
-    numerics = NumericsConfig.from_dict(json.loads(text)["numerics"])
-    state.configure(numerics)
+    config = json.loads(text)
+    numerics = NumericsConfig.from_dict(config["numerics"])
+    state.configure(numerics, config.get("role", "policy"))
     hooks.install(hooks.hooks_for(numerics, torch.cuda.is_available()))

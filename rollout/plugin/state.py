@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from models.roles import Role
 from numerics.backend.implementation import Implementation
 from numerics.backend.probe import row_variant_ops
 from numerics.config import NumericsConfig
@@ -21,6 +22,7 @@ class EngineState:
     """The plugin's state in one process, made when SGLang loads the plugin."""
 
     numerics: NumericsConfig
+    role: Role
     weights: ServedWeights
     hooks: tuple[str, ...] = ()
     provides: tuple[str, ...] = ()
@@ -31,10 +33,10 @@ class EngineState:
 _state: EngineState | None = None
 
 
-def configure(numerics: NumericsConfig) -> None:
+def configure(numerics: NumericsConfig, role: Role = "policy") -> None:
     """Called once per process, before any hook is installed."""
     global _state
-    _state = EngineState(numerics=numerics, weights=ServedWeights(numerics.rollout_spec.weight))
+    _state = EngineState(numerics=numerics, role=role, weights=ServedWeights(numerics.rollout_spec.weight))
 
 
 def state() -> EngineState:
@@ -51,6 +53,7 @@ def report(runner: Any) -> Report:
     if exact and current.row_variant is None:
         current.row_variant = tuple(row_variant_ops(current.weights.device))
     return Report(
+        role=current.role,
         spec_digest=current.numerics.spec.digest(),
         numerics=current.numerics.to_dict(),
         hooks=tuple(sorted(current.hooks)),

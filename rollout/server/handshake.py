@@ -13,6 +13,7 @@ from rollout.errors import HandshakeError
 from rollout.protocol import Report
 
 _REMEDIES = {
+    "role": "The engine serves another model of the run: start it with the plugin's role of this one.",
     "spec_digest": "Start the engine with the trainer's quantization spec.",
     "numerics": "Start the engine with the run's numerics section.",
     "provides": "Install the locked version of sglang.",

@@ -180,7 +180,7 @@ def beside_engine(model: Path, mode: str = "exact") -> Iterator[Stack]:
     file = "arithmetic.yaml" if mode == "exact" else "arithmetic_native.yaml"
     settings = [f"model.path={model.absolute()}", "numerics.router_replay=off", "gates=[]"]
     with open_pair(load_experiment(EXAMPLES / file, settings), say=lambda text: None) as stack:
-        stack.sync()
+        stack.syncing.sync()
         yield stack
 
 
@@ -190,7 +190,7 @@ def sampled_by_engine(stack: Stack, seed: int, prompts: int, answers: int, tempe
 
     known = load_problems(Source(TRAIN))
     asked = to_prompts(tokenizer(), [known[index] for index in _chosen(len(known), seed, prompts)])
-    told = stack.sample(to_groups(asked, answers, run_seed=seed, step=0), temperature)
+    told = stack.sampling.sample(to_groups(asked, answers, run_seed=seed, step=0), temperature)
     batch = batch_from_trajectories(told, temperature)
     return Sample(batch, _outcomes(chosen_chains(TRAIN, seed, prompts), batch, answers))
 

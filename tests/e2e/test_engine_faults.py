@@ -18,7 +18,8 @@ import ray
 from rl.experiment import load_experiment
 from rl.run.feed.feed import to_groups, to_prompts
 from rl.run.lifecycle.interrupts import Closing
-from rl.run.stack import Asked, Stack
+from rl.run.sampling import Asked
+from rl.run.stack import Stack
 from rollout.data.sources import load_problems
 from rollout.types import Group, Trajectory
 from tests.support import wire
@@ -44,7 +45,7 @@ def stack(compiled: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     with Closing() as closing:
         stack = Stack.open(experiment, experiment.numerics_config(), folder, closing, print)
         stack.engines.wait()
-        stack.sync()
+        stack.syncing.sync()
         yield stack
 
 
@@ -52,10 +53,10 @@ def stack(compiled: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 def told(stack: Stack) -> Iterator[list[str]]:
     """What the stack says that it has mended; afterwards both engines serve again."""
     said: list[str] = []
-    stack.tell = lambda metric, count, text: said.append(text)
+    stack.listener.tell = lambda metric, count, text: said.append(text)
     yield said
     both_up(stack)
-    stack.sync()
+    stack.syncing.sync()
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +67,7 @@ def asked(stack: Stack) -> list[Group]:
 
 @pytest.fixture(scope="module")
 def undisturbed(stack: Stack, asked: list[Group]) -> list[Trajectory]:
-    return stack.sample(asked, 1.0)
+    return stack.sampling.sample(asked, 1.0)
 
 
 def both_up(stack: Stack) -> None:
@@ -74,7 +75,7 @@ def both_up(stack: Stack) -> None:
 
 
 def server_of(stack: Stack, index: int) -> psutil.Process:
-    return psutil.Process(ray.get(stack.engines._slots[index].actor.health.remote()).pid)
+    return psutil.Process(ray.get(stack.engines.fleet.slots[index].actor.health.remote()).pid)
 
 
 def family_of(stack: Stack, index: int) -> dict[str, psutil.Process]:
@@ -85,14 +86,14 @@ def family_of(stack: Stack, index: int) -> dict[str, psutil.Process]:
 
 def begin(stack: Stack, asked: list[Group]) -> list[Asked]:
     """Groups under way on both engines."""
-    admitted = stack.admit(asked, 1.0)
-    assert wait_until(lambda: all(slot.answers for slot in stack.engines._slots), START_S)
+    admitted = stack.sampling.admit(asked, stack.sampling.at(1.0))
+    assert wait_until(lambda: all(slot.answers for slot in stack.engines.fleet.slots), START_S)
     time.sleep(0.2)
     return admitted
 
 
 def collected(stack: Stack, admitted: list[Asked]) -> list[Trajectory]:
-    return [answer for group in stack.collect(admitted) for answer in group]
+    return [answer for group in stack.sampling.collect(admitted) for answer in group]
 
 
 def bits(answers: list[Trajectory]) -> list[Any]:
@@ -112,9 +113,9 @@ def test_an_engine_that_is_killed_costs_no_token_and_serves_again_once_it_is_ver
     assert answered_s < 20, "the other engine answers; it does not wait for the new one"
 
     both_up(stack)
-    stack.sample(asked[:2], 1.0)  # whenever the loop waits for answers, engines that wait are synced
-    assert stack.engines._slots[1].serving
-    assert bits(stack.sample(asked, 1.0)) == bits(undisturbed)
+    stack.sampling.sample(asked[:2], 1.0)  # whenever the loop waits for answers, engines that wait are synced
+    assert stack.engines.fleet.slots[1].serving
+    assert bits(stack.sampling.sample(asked, 1.0)) == bits(undisturbed)
 
 
 @pytest.mark.parametrize("part", ["server", "scheduler"])
@@ -140,12 +141,12 @@ def test_an_engine_that_dies_within_a_sync_is_left_out_of_it(
     server = server_of(stack, 1)
     killer = threading.Timer(0.03, lambda: os.kill(server.pid, signal.SIGKILL))
     killer.start()
-    report = stack.sync()
+    report = stack.syncing.sync()
     killer.join()
     assert report.mismatched_tensors == 0
-    assert bits(stack.sample(asked, 1.0)) == bits(undisturbed)
+    assert bits(stack.sampling.sample(asked, 1.0)) == bits(undisturbed)
     both_up(stack)
-    bits(stack.sample(asked[:2], 1.0))
+    bits(stack.sampling.sample(asked[:2], 1.0))
     assert [line.partition(" is")[0] for line in told] == ["engine 1"]
 
 
@@ -153,7 +154,7 @@ def test_an_actor_that_is_gone_is_replaced_as_a_dead_engine_is(
     stack: Stack, told: list[str], asked: list[Group], undisturbed: list[Trajectory]
 ) -> None:
     admitted = begin(stack, asked)
-    ray.kill(stack.engines._slots[0].actor)
+    ray.kill(stack.engines.fleet.slots[0].actor)
     assert bits(collected(stack, admitted)) == bits(undisturbed)
     assert len(told) == 1 and "the actor of the engine is gone" in told[0]
 
@@ -164,11 +165,11 @@ def test_a_sync_that_the_way_breaks_is_done_again(
 ) -> None:
     touch = wire.cut_between_buckets() if fault.startswith("cut") else wire.flipped_in_memory(trainer_of(stack))
     with engine_behind(stack, touch):
-        report = stack.sync()
+        report = stack.syncing.sync()
     assert (report.mismatched_tensors, len(told)) == (0, 1)
     assert "a sync failed and is done again" in told[0]
     assert ("are not what the trainer sent" in told[0]) == ("bit" in fault)
-    assert bits(stack.sample(asked, 1.0)) == bits(undisturbed)
+    assert bits(stack.sampling.sample(asked, 1.0)) == bits(undisturbed)
 
 
 def test_engines_that_are_sent_wrong_bits_again_and_again_sample_nothing(
@@ -176,11 +177,11 @@ def test_engines_that_are_sent_wrong_bits_again_and_again_sample_nothing(
 ) -> None:
     with engine_behind(stack, wire.flipped_in_memory(trainer_of(stack), times=1000)):
         with pytest.raises(SyncError, match=r"tensors are not what the trainer sent; generation stays paused"):
-            stack.sync()
-    admitted = stack.admit(asked, 1.0)
+            stack.syncing.sync()
+    admitted = stack.sampling.admit(asked, stack.sampling.at(1.0))
     time.sleep(2.0)
     assert not any(item.answers.done() for item in admitted)
-    stack.sync()
+    stack.syncing.sync()
     assert bits(collected(stack, admitted)) == bits(undisturbed) and len(told) == 1
 
 
@@ -192,7 +193,7 @@ def trainer_of(stack: Stack) -> int:
 @contextmanager
 def engine_behind(stack: Stack, touch: wire.Touch) -> Iterator[None]:
     """Weights reach engine 1 through a proxy."""
-    slot = stack.engines._slots[1]
+    slot = stack.engines.fleet.slots[1]
     true = slot.endpoint
     assert true is not None
     with wire.proxied(true.url, touch) as url:

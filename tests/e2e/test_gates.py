@@ -93,7 +93,7 @@ class OldWeights:
     folder: Path
 
     def keep(self, stack: Stack) -> None:
-        shutil.copytree(stack.bridge.write_checkpoint(), self.folder)
+        shutil.copytree(stack.syncing.bridge.write_checkpoint(), self.folder)
 
     def load(self, age: int) -> Before:
         """Under the trainer's version less `age`."""

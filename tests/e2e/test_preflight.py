@@ -87,7 +87,7 @@ def test_an_audit_of_the_example_finds_every_row_as_planned(stack: Stack, monkey
     stack.trainer.save(before, {})
     result = CliRunner().invoke(app, ["audit", SPEC, "--json"])
     stack.trainer.load(before)
-    stack.sync()
+    stack.syncing.sync()
     assert result.exit_code == 0, (result.output, result.exception)
     found = Audit.from_json(result.stdout)
     assert found.ok and found.unseen == [] and found.differences == []

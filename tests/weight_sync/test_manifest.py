@@ -64,5 +64,7 @@ def test_saved_whole_as_json(tmp_path: Path) -> None:
     path = tmp_path / "manifests" / "step_7.json"
     for manifest in (Manifest("6", "spec", {}), MANIFEST):
         manifest.save(path)
-    assert json.loads(path.read_text()) == {"version": "7", "spec_digest": "spec", "entries": MANIFEST.entries}
+    entries = MANIFEST.entries
+    expected = {"version": "7", "spec_digest": "spec", "entries": entries, "role": "policy"}
+    assert json.loads(path.read_text()) == expected
     assert [file.name for file in path.parent.iterdir()] == ["step_7.json"]

@@ -12,6 +12,7 @@ from pathlib import Path
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from models.roles import Role
 from numerics.errors import UserError
 from rl.experiment import Experiment
 from rl.run.cluster.nodes import SEES_ALL_GPUS, View, nodes_up, own_capability, views
@@ -78,8 +79,9 @@ class Seats:
             for rank, node in enumerate(self._ranks.nodes)
         ]
 
-    def engine(self, index: int) -> Seat:
-        """The seat of this engine. Raises NoRoomError."""
+    def engine(self, role: Role, index: int) -> Seat:
+        """The seat of this engine of a role. Raises NoRoomError."""
+        index = self._number(role, index)
         place = self._place(index)
         if not self._is_up([place.node]):
             self._places[index] = place = self._another(index)
@@ -91,9 +93,10 @@ class Seats:
         width = float(self._experiment.engine_ranks[index])
         return self._seat(place.node, self._engines[index].group, 0, width, all_gpus=all_gpus)
 
-    def capability(self, index: int) -> tuple[int, int] | None:
-        """Of the GPU that this engine computes on; None: on a CPU."""
-        return self._views[self._place(index).node.id].capability if self._spans else own_capability()
+    def capability(self, role: Role, index: int) -> tuple[int, int] | None:
+        """Of the GPU that this engine of a role computes on; None: on a CPU."""
+        node = self._place(self._number(role, index)).node
+        return self._views[node.id].capability if self._spans else own_capability()
 
     def close(self) -> None:
         """Give all of it back, with whatever still sits there.
@@ -113,6 +116,10 @@ class Seats:
         strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle)
         options = {"num_gpus": 0.0 if node.gpus is None else gpus, "scheduling_strategy": strategy}
         return Seat(node.address if self._spans else LOOPBACK, environment, options)
+
+    def _number(self, role: Role, index: int) -> int:
+        """Of an engine among those of all roles: the policy's come first."""
+        return index if role == "policy" else self._experiment.rollout.engines + index
 
     def _is_up(self, nodes: Sequence[Node]) -> bool:
         return {node.id for node in nodes} <= {node.id for node in nodes_up()}

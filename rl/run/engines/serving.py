@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from models.roles import Role
 from numerics.backend.implementation import implementation_for
 from numerics.config import NumericsConfig
 from numerics.io.code import code_digest
 from rl.experiment import Experiment
-from rl.experiment.teacher import TeacherSection
 from rl.run.cluster.nodes import own_capability
 from rl.run.cluster.seats import Seats
 from rollout.config import RolloutConfig
@@ -21,37 +21,48 @@ from rollout.plugin.hooks import hooks_for, provided
 from rollout.protocol import ENGINE_PACKAGES, LIBRARIES, Report
 from weight_sync.manifest import Manifest
 
+_LOGS: dict[Role, str] = {"policy": "engine", "teacher": "teacher"}
+"""How the logs of the engines of a role begin."""
+
 
 @dataclass(frozen=True)
 class Serving:
     """What engines are started with. make: an actor for the engine of this index, where it has room; it may block.
     checkpoint: an HF directory in the served format. version: of its weights. manifest: what it holds, for engines that
-    work as soon as they hold the same; None: they wait for a sync."""
+    work as soon as they hold the same; None: they wait for a sync. role: what their model is there for."""
 
     make: Callable[[int], Any]
     checkpoint: Path
-    version: int
+    version: int = 0
     manifest: Manifest | None = None
+    role: Role = "policy"
 
 
-def engine_maker(experiment: Experiment, seats: Seats, folder: Path, numerics: NumericsConfig) -> Callable[[int], Any]:
-    """Makes the actor of an engine of the policy, by its index, on `numerics`; folder: for its log."""
-    return lambda index: _actor(experiment.rollout, seats, index, folder / f"engine_{index}.log", numerics)
-
-
-def teacher_maker(
-    experiment: Experiment, teacher: TeacherSection, seats: Seats, folder: Path, numerics: NumericsConfig
+def engine_maker(
+    experiment: Experiment, role: Role, seats: Seats, folder: Path, numerics: NumericsConfig
 ) -> Callable[[int], Any]:
-    """The same of the teacher, whose engines are seated behind those of the policy."""
-    config, before = teacher.engine(experiment.rollout), len(experiment.engine_ranks) - teacher.engines
-    return lambda index: _actor(config, seats, before + index, folder / f"teacher_{index}.log", numerics)
+    """Makes the actor of an engine of this role, by its index, on `numerics`; folder: for its log."""
+    config = engine_config(experiment, role)
+
+    def make(index: int) -> Any:
+        seat = seats.engine(role, index)
+        return EngineActor.options(**seat.actor()).remote(
+            config,
+            folder / f"{_LOGS[role]}_{index}.log",
+            {"numerics": numerics.to_dict(), "role": role},
+            report_on(numerics, seats.capability(role, index), role),
+            seat.host,
+        )
+
+    return make
 
 
-def _actor(config: RolloutConfig, seats: Seats, number: int, log: Path, numerics: NumericsConfig) -> Any:
-    seat = seats.engine(number)
-    return EngineActor.options(**seat.actor()).remote(
-        config, log, {"numerics": numerics.to_dict()}, report_on(numerics, seats.capability(number)), seat.host
-    )
+def engine_config(experiment: Experiment, role: Role) -> RolloutConfig:
+    """What engines of this role are configured with; the experiment has some."""
+    if role == "policy":
+        return experiment.rollout
+    assert role == "teacher" and experiment.teacher is not None, role
+    return experiment.teacher.engine(experiment.rollout)
 
 
 def expected_report(numerics: NumericsConfig) -> Report:
@@ -59,10 +70,11 @@ def expected_report(numerics: NumericsConfig) -> Report:
     return report_on(numerics, own_capability())
 
 
-def report_on(numerics: NumericsConfig, capability: tuple[int, int] | None) -> Report:
+def report_on(numerics: NumericsConfig, capability: tuple[int, int] | None, role: Role = "policy") -> Report:
     """The same on a GPU of this compute capability; None: on a CPU."""
     hooks = hooks_for(numerics, cuda=capability is not None)
     return Report(
+        role=role,
         spec_digest=numerics.spec.digest(),
         numerics=numerics.to_dict(),
         hooks=tuple(sorted(hook.target for hook in hooks)),

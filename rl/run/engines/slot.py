@@ -15,8 +15,8 @@ class Slot:
     """The place of one engine, in which one follows another if it has to.
 
     endpoint: of the engine that is there now; None until it answers and has passed the handshake. serving: a sync has
-    verified what it holds, so that it gets groups. answers: under way. load: as it last said. tokens: it has generated.
-    idle: seconds that it had nothing to do. idle_since: monotonic, of its last answer.
+    verified what it holds, so that it gets groups. engines: that were here before. answers: under way. load: as it last
+    said. tokens: it has generated. idle: seconds that it had nothing to do. idle_since: monotonic, of its last answer.
     """
 
     index: int
@@ -24,11 +24,17 @@ class Slot:
     actor: Any = None
     endpoint: Endpoint | None = None
     serving: bool = False
+    engines: int = 0
     answers: int = 0
     load: Load | None = None
     tokens: int = 0
     idle: float = 0.0
     idle_since: float = field(default_factory=time.monotonic)
+
+    @property
+    def is_up(self) -> bool:
+        """Whether an engine is there that can be sent weights."""
+        return self.endpoint is not None and not self.lost.done()
 
     def give(self, answers: int) -> None:
         """It is asked for so many more."""

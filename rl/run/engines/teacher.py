@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 
 from models import read_model
+from models.roles import Role
 from rl.experiment import Experiment
 from rl.run.cluster.seats import Seats
 from rl.run.engines.pool import EnginePool
-from rl.run.engines.serving import Serving, teacher_maker
+from rl.run.engines.serving import Serving, engine_config, engine_maker
 from rollout.errors import EngineError
 from rollout.types import Trajectory
 from trainer.step.batch import TokenBatch
@@ -25,6 +26,7 @@ from weight_sync.manifest import Manifest, Recorder
 
 TEACHER_LOGPROBS = "teacher_logprobs"
 """Name of the batch's field."""
+_ROLE: Role = "teacher"
 _VERSION = 0
 
 
@@ -61,10 +63,10 @@ class Teacher:
         source, checkpoint, spec = Path(section.path), folder / "served" / "teacher", numerics.rollout_spec
         recorder = Recorder(read_model(source).tensors, section.tp)
         convert_checkpoint(source, checkpoint, spec, recorder)
-        manifest = Manifest.merged(_VERSION, spec, [recorder.sent()])
-        make = teacher_maker(experiment, section, seats, folder, numerics)
-        serving = Serving(make, checkpoint, _VERSION, manifest)
-        return cls(EnginePool(section.engines, serving, section.engine(experiment.rollout), "teacher engine"))
+        manifest = Manifest.merged(_VERSION, spec, [recorder.sent()], _ROLE)
+        make = engine_maker(experiment, _ROLE, seats, folder, numerics)
+        serving = Serving(make, checkpoint, _VERSION, manifest, _ROLE)
+        return cls(EnginePool(section.engines, serving, engine_config(experiment, _ROLE)))
 
     async def logprobs(self, answers: Sequence[Trajectory]) -> list[list[float]]:
         """Its log-probability, at temperature 1, of each token of each answer.

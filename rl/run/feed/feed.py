@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import math
-import threading
 import time
 from collections.abc import Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -24,9 +22,9 @@ from rl.run.clock import StepClock
 from rl.run.engines.teacher import TEACHER_LOGPROBS, teacher_logprobs
 from rl.run.feed.ahead import Answered, FeedState
 from rl.run.feed.batching import SftExample, batch_from_examples, batch_from_trajectories
-from rl.run.feed.judging import Judge, Judged
+from rl.run.feed.judging import Answer
 from rl.run.feed.problems import training_problems
-from rl.run.stack import Asked, Stack, done
+from rl.run.sampling import Asked, Sampling, done
 from rollout.data.tasks import Problem, prompt_ids
 from rollout.types import Group, Prompt, Trajectory
 from trainer.step.batch import TokenBatch
@@ -37,30 +35,13 @@ class FilterError(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Answer:
-    """A sampled answer and what became of it."""
-
-    problem: Problem
-    trajectory: Trajectory
-    judged: Judged
-
-    @property
-    def reward(self) -> float:
-        return self.judged.reward
-
-    @property
-    def teacher_logprobs(self) -> list[float] | None:
-        return self.judged.teacher_logprobs
-
-
-@dataclass(frozen=True)
 class Work:
-    """What one step trains on.
+    """What one step trains on, or what is only scored beside it.
 
     Attributes:
         versions: int64 [B, S], the weight version that sampled each token; None where nothing was sampled.
-        outcomes: of the rows, from which advantages are made; None likewise.
-        answers: by row of the batch; empty where nothing was sampled.
+        outcomes: of the rows, from which advantages are made; None where nobody learns from them.
+        answers: by row of the batch; empty likewise.
         metrics: `rollout/...`.
     """
 
@@ -71,21 +52,13 @@ class Work:
     metrics: dict[str, float] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class Batch:
-    """Trajectories as the trainer takes them. versions: int64 [B, S], the weights that sampled each token."""
-
-    tokens: TokenBatch
-    versions: Tensor
-
-
 class Feed(Protocol):
     """Gives the batch of each step. The same step, seed and weights give the same batch, also after a resume."""
 
     def take(self, step: int, version: int, clock: StepClock) -> Work:
         """The work of `step`, counted from 1, for a trainer at weight `version`; phases are timed by `clock`."""
 
-    def ahead(self, clock: StepClock) -> Batch | None:
+    def ahead(self, clock: StepClock) -> Work | None:
         """Some finished answers to later steps, for the trainer to score before it updates; None where there are none.
 
         Where updates do not land in flight, every answer that was admitted is there when this returns.
@@ -101,35 +74,11 @@ class Feed(Protocol):
         """Ask again for what is there already: the engines compute in other numerics now."""
 
 
-def open_feed(experiment: Experiment, stack: Stack) -> Feed:
+def open_feed(experiment: Experiment, sampling: Sampling) -> Feed:
     """The feed of an experiment's algorithm."""
-    return SampledFeed(experiment, stack) if experiment.algorithm.samples else ExampleFeed(experiment, stack.tokenizer)
-
-
-class Admitted:
-    """A group that was admitted and not trained on yet, and is judged as soon as its answers are there.
-
-    number: of its prompt in the run, from 0.
-    """
-
-    def __init__(self, number: int, asked: Asked, judge: Judge) -> None:
-        self.number, self.asked = number, asked
-        self._judge, self._lock = judge, threading.Lock()
-        self._begun: tuple[list[Trajectory], Future[list[Judged]]] | None = None
-        asked.answers.add_done_callback(self._begin)
-
-    def judged(self) -> list[Judged]:
-        """The verdict on each answer, once it is there; the answers are."""
-        return self._judge.wait(self._begin(self.asked.answers))
-
-    def _begin(self, answers: Future[list[Trajectory]]) -> Future[list[Judged]]:
-        if answers.cancelled() or answers.exception() is not None:
-            return Future()
-        with self._lock:  # the end of the answers is noticed in a thread of its own
-            if self._begun is None or self._begun[0] is not answers.result():
-                prompt = self.asked.group.prompt
-                self._begun = answers.result(), self._judge.begin(prompt, answers.result(), taught=True)
-            return self._begun[1]
+    if experiment.algorithm.samples:
+        return SampledFeed(experiment, sampling)
+    return ExampleFeed(experiment, sampling.tokenizer)
 
 
 class SampledFeed:
@@ -139,13 +88,13 @@ class SampledFeed:
     algorithm does not keep are replaced by further ones.
     """
 
-    def __init__(self, experiment: Experiment, stack: Stack) -> None:
-        self._experiment, self._stack = experiment, stack
+    def __init__(self, experiment: Experiment, sampling: Sampling) -> None:
+        self._experiment, self._sampling = experiment, sampling
         self._problems = training_problems(experiment)
         self._size = experiment.algorithm.problems_per_step(experiment.rollout)
         self._next = 0
-        self._admitted: list[Admitted] = []
-        self._probes: list[Admitted] = []
+        self._admitted: list[Asked] = []
+        self._probes: list[Asked] = []
         """Groups beyond the last step, which the trainer looks at and does not train on."""
 
     def take(self, step: int, version: int, clock: StepClock) -> Work:
@@ -159,29 +108,27 @@ class SampledFeed:
                 self._admit_in_place_of(dropped, missing)
             with clock.phase("rollout"):
                 answered = self._answered(missing)
-            began = min(began, *(item.asked.began for item, _ in answered))
+            began = min(began, *(item.began for item in answered))
             with clock.phase("reward"):
-                for item, trajectories in answered:
-                    problem = item.asked.group.prompt.problem
-                    answers = [Answer(problem, *each) for each in zip(trajectories, item.judged(), strict=True)]
-                    group = [answer for answer in answers if not answer.trajectory.failed]
+                for item in answered:
+                    group = [answer for answer in item.judged() if not answer.trajectory.failed]
                     rewards = torch.tensor([answer.reward for answer in group])
                     (kept if group and self._experiment.algorithm.keeps(rewards) else dropped).append(group)
-        self._stack.tell_failures(*self._stack.failures)
+        self._sampling.listener.hear_failures(*self._sampling.failures)
         work = self._work(kept, version)
         work.metrics.update(dropped_metrics(dropped), **self._figures())
         work.metrics["perf/sampling_seconds"] = time.monotonic() - began
         return work
 
-    def ahead(self, clock: StepClock) -> Batch | None:
-        asked = [item.asked for item in (*self._admitted, *self._probes)]
+    def ahead(self, clock: StepClock) -> Work | None:
+        asked = [*self._admitted, *self._probes]
         if not asked:
             return None
         with clock.phase("rollout"):
             if self._experiment.rollout.updates_in_flight:
-                self._stack.wait_for_fresh(asked)
+                self._sampling.wait_for_fresh(asked)
             else:
-                self._stack.collect(asked)
+                self._sampling.collect(asked)
         groups = [item.answers.result() for item in asked if item.answered]
         count = self._experiment.guard.fresh_answers
         # Those whose last token is youngest, since in flight only these may have any of the trainer's weights.
@@ -189,12 +136,10 @@ class SampledFeed:
             (answer for group in groups for answer in group),
             key=lambda answer: -max(answer.weight_versions, default=-1),
         )[:count]
-        return self._batch(answers)
+        return Work(*self._batch(answers))
 
     def state(self) -> FeedState:
-        answered = [
-            Answered.of(item.number, item.asked.answers.result()) for item in self._admitted if item.asked.answered
-        ]
+        answered = [Answered.of(item.number, item.answers.result()) for item in self._admitted if item.answered]
         return FeedState(self._next, [item.number for item in self._admitted], answered)
 
     def restore(self, state: FeedState) -> None:
@@ -221,7 +166,7 @@ class SampledFeed:
         patience = self._experiment.rollout.filter_patience
         if len(dropped) >= patience * self._size:
             rewards = [answer.reward for group in dropped for answer in group]
-            self._stack.tell_failures(*self._stack.failures)
+            self._sampling.listener.hear_failures(*self._sampling.failures)
             if not rewards:
                 raise FilterError(
                     f"found {len(dropped)} groups of which every answer's environment "
@@ -241,29 +186,29 @@ class SampledFeed:
             self._admitted.append(self._admit(self._next))
             self._next += 1
 
-    def _admit(self, number: int, before: Answered | None = None) -> Admitted:
+    def _admit(self, number: int, before: Answered | None = None) -> Asked:
         """before: the group's answers, if they are those that are asked for."""
         rollout, seed = self._experiment.rollout, self._experiment.run.seed
         step, place = number // self._size + 1, number % self._size
-        (prompt,) = to_prompts(self._stack.tokenizer, [self._problems.nth(number)])
+        (prompt,) = to_prompts(self._sampling.tokenizer, [self._problems.nth(number)])
         group = Group(prompt, answer_seeds(seed, step, place, rollout.group_size))
+        drawn, judge = self._sampling.at(rollout.temperature), self._sampling.judge
         if before is not None and before.answers(group):
-            asked = Asked(group, rollout.temperature, done(before.trajectories()))
-        else:
-            (asked,) = self._stack.admit([group], rollout.temperature)
-        return Admitted(number, asked, self._stack.judge)
+            return Asked(group, drawn, done(before.trajectories()), number, judge)
+        (asked,) = self._sampling.admit([group], drawn, judge, first=number)
+        return asked
 
-    def _answered(self, count: int) -> list[tuple[Admitted, list[Trajectory]]]:
+    def _answered(self, count: int) -> list[Asked]:
         """The `count` oldest groups; where more were admitted than a step needs, the oldest that are answered."""
         if self._experiment.rollout.oversample > 1.0:
-            self._stack.wait_for_some([item.asked for item in self._admitted], count)
-            chosen = [item for item in self._admitted if item.asked.answered][:count]
+            self._sampling.wait_for_some(self._admitted, count)
+            chosen = [item for item in self._admitted if item.answered][:count]
         else:
             chosen = self._admitted[:count]
-        answers = self._stack.collect([item.asked for item in chosen])
+        self._sampling.collect(chosen)
         taken = {item.number for item in chosen}
         self._admitted = [item for item in self._admitted if item.number not in taken]
-        return list(zip(chosen, answers, strict=True))
+        return chosen
 
     def _work(self, groups: list[list[Answer]], version: int) -> Work:
         answers = [
@@ -275,28 +220,28 @@ class SampledFeed:
         rewards = torch.tensor([answer.reward for answer in answers])
         members = torch.tensor([trajectory.group for trajectory in trajectories])
         outcomes = Outcomes(rewards, members, torch.tensor([trajectory.finished for trajectory in trajectories]))
-        batch = self._batch(trajectories)
-        tokens = batch.tokens
+        tokens, versions = self._batch(trajectories)
         if self._experiment.algorithm.needs.teacher:
             tokens = tokens.with_fields(**{TEACHER_LOGPROBS: teacher_logprobs(answers, tokens)})
         metrics = rollout_metrics(trajectories, rewards, members, version) | reward_metrics(answers)
-        if self._stack.conversations is not None:
+        if self._sampling.conversations is not None:
             metrics |= conversation_metrics(trajectories)
-        return Work(tokens, batch.versions, outcomes, tuple(answers), metrics)
+        return Work(tokens, versions, outcomes, tuple(answers), metrics)
 
     def _figures(self) -> dict[str, float]:
         if not self._experiment.rollout.staleness:
             return {}
-        answered = [item.asked.answered for item in self._admitted]
+        answered = [item.answered for item in self._admitted]
         return {
             "perf/groups_ahead": float(answered.count(True)),
             "perf/groups_in_flight": float(answered.count(False)),
         }
 
-    def _batch(self, trajectories: Sequence[Trajectory]) -> Batch:
+    def _batch(self, trajectories: Sequence[Trajectory]) -> tuple[TokenBatch, Tensor]:
+        """The batch, and the version of each of its tokens."""
         temperature, redraws = self._experiment.rollout.temperature, self._experiment.redraws
         batch = batch_from_trajectories(trajectories, temperature, redraws=redraws)
-        return Batch(batch, token_versions(trajectories, batch.loss_mask))
+        return batch, token_versions(trajectories, batch.loss_mask)
 
 
 class ExampleFeed:
@@ -314,7 +259,7 @@ class ExampleFeed:
             batch_from_examples([SftExample(p.token_ids, ids) for p, ids in zip(prompts, answers, strict=True)])
         )
 
-    def ahead(self, clock: StepClock) -> Batch | None:
+    def ahead(self, clock: StepClock) -> Work | None:
         return None
 
     def state(self) -> FeedState:
@@ -365,7 +310,7 @@ def reward_metrics(answers: Sequence[Answer]) -> dict[str, float]:
     """The mean of each part of the reward, over the answers that have it, if there is more than one."""
     parts: dict[str, list[float]] = {}
     for answer in answers:
-        for name, value in answer.judged.parts.items():
+        for name, value in answer.parts.items():
             parts.setdefault(name, []).append(value)
     means = {f"{REWARD_PARTS}{name}": sum(values) / len(values) for name, values in parts.items()}
     return means if len(means) > 1 else {}

@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from rl.run.background import Background
 from rl.run.engines.teacher import Teacher
 from rl.run.feed.failures import Failures
+from rollout.data.tasks import Problem
 from rollout.environments.transcript import Said, transcript
 from rollout.returned import Numbers, ReturnError
 from rollout.rewards.builtin import BUILT_IN
@@ -32,8 +33,8 @@ class RewardError(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Judged:
-    """What became of an answer.
+class Answer:
+    """A sampled answer and what became of it.
 
     Attributes:
         said: who said what in it.
@@ -42,6 +43,8 @@ class Judged:
         teacher_logprobs: the teacher's, of each token; None where it was not asked.
     """
 
+    problem: Problem
+    trajectory: Trajectory
     said: list[Said]
     reward: float
     parts: Numbers
@@ -74,13 +77,13 @@ class Judge:
 
     def begin(
         self, prompt: Prompt, trajectories: Sequence[Trajectory], *, taught: bool = False
-    ) -> Future[list[Judged]]:
+    ) -> Future[list[Answer]]:
         """The verdict on each answer to a prompt, in time, for `wait`. taught: ask the teacher too, if there is one."""
         if taught and self._teacher is not None:
             return self._background.begin(self._judged_and_scored(self._teacher, prompt, trajectories))
         return self._background.begin(self._judged(prompt, trajectories))
 
-    def wait(self, verdict: Future[list[Judged]]) -> list[Judged]:
+    def wait(self, verdict: Future[list[Answer]]) -> list[Answer]:
         """What was begun.
 
         Raises RewardError: a function that is `async` never awaits; TooManyFailuresError; EngineError: no teacher is
@@ -105,20 +108,22 @@ class Judge:
 
     async def _judged_and_scored(
         self, teacher: Teacher, prompt: Prompt, trajectories: Sequence[Trajectory]
-    ) -> list[Judged]:
+    ) -> list[Answer]:
         judged, scores = await asyncio.gather(self._judged(prompt, trajectories), teacher.logprobs(trajectories))
         return [replace(each, teacher_logprobs=values) for each, values in zip(judged, scores, strict=True)]
 
-    async def _judged(self, prompt: Prompt, trajectories: Sequence[Trajectory]) -> list[Judged]:
+    async def _judged(self, prompt: Prompt, trajectories: Sequence[Trajectory]) -> list[Answer]:
         """The verdicts in order; an answer whose environment failed is worth 0, and no function sees it."""
         sound = [trajectory for trajectory in trajectories if not trajectory.failed]
         verdicts = iter(await self._of_sound(prompt, sound) if sound else [])
         return [
-            Judged(transcript(trajectory, self._tokenizer), 0.0, {}) if trajectory.failed else next(verdicts)
+            Answer(prompt.problem, trajectory, transcript(trajectory, self._tokenizer), 0.0, {})
+            if trajectory.failed
+            else next(verdicts)
             for trajectory in trajectories
         ]
 
-    async def _of_sound(self, prompt: Prompt, trajectories: Sequence[Trajectory]) -> list[Judged]:
+    async def _of_sound(self, prompt: Prompt, trajectories: Sequence[Trajectory]) -> list[Answer]:
         transcripts = [transcript(trajectory, self._tokenizer) for trajectory in trajectories]
         offered: list[dict[str, Any]] = [
             {
@@ -134,7 +139,10 @@ class Judge:
             for said, trajectory in zip(transcripts, trajectories, strict=True)
         ]
         verdicts = await asyncio.gather(*(self._of_all(index, offered) for index in range(len(self._functions))))
-        return [self._summed(said, [verdict[row] for verdict in verdicts]) for row, said in enumerate(transcripts)]
+        return [
+            Answer(prompt.problem, trajectory, said, *self._summed([verdict[row] for verdict in verdicts]))
+            for row, (trajectory, said) in enumerate(zip(trajectories, transcripts, strict=True))
+        ]
 
     async def _of_all(self, index: int, offered: list[dict[str, Any]]) -> list[Numbers | None]:
         """What one function says of each answer of a group; None where it failed."""
@@ -165,10 +173,11 @@ class Judge:
             self.failures.add(function.config.label, traceback.format_exc())
         return None
 
-    def _summed(self, said: list[Said], verdicts: list[Numbers | None]) -> Judged:
+    def _summed(self, verdicts: list[Numbers | None]) -> tuple[float, Numbers]:
+        """Reward and parts of one answer, of what each function said of it."""
         parts, reward = {}, 0.0
         for function, of_function in zip(self._functions, verdicts):
             for name, value in (of_function or {}).items():
                 parts[f"{function.config.label}/{name}" if name else function.config.label] = value
                 reward += function.config.weight * value
-        return Judged(said, reward, parts)
+        return reward, parts

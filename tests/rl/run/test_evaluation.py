@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from concurrent.futures import Future
 from itertools import combinations
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 from transformers import AutoTokenizer
@@ -19,12 +16,12 @@ from rl.record.metrics import describe
 from rl.run.evaluation import Evaluation, held_out, pass_at
 from rl.run.feed.judging import Judge
 from rl.run.lifecycle.interrupts import Closing
-from rl.run.stack import Asked, Stack
 from rollout.errors import StaleWeightsError
 from rollout.rewards.config import RewardsConfig
 from rollout.types import Group, SamplingParams, Trajectory
 from tests.support.experiments import experiment
 from tests.support.paths import EXAMPLES
+from tests.support.pools import Pool, sampling_of
 
 TOKENIZER = AutoTokenizer.from_pretrained(EXAMPLES / "models/tiny_qwen3_moe")
 
@@ -36,31 +33,22 @@ def data(tmp_path: Path) -> dict[str, str]:
     return {"train": "unread", "eval": str(tmp_path / "eval")}
 
 
-class Engines(Stack):
-    """Answers `#### 1` to the seeds of `right` and to all greedy ones, and `#### 2` to others."""
+class Engines(Pool):
+    """Answers `#### 1` to the seeds of `right` and to all greedy ones, and `#### 2` to others, at version 3."""
 
     def __init__(self, right: set[int]) -> None:
-        self.right, self.tokenizer, self.closing = right, TOKENIZER, Closing()
-        self.judge, self.conversations = Judge(RewardsConfig(), TOKENIZER), None
-        self.asked: list[tuple[float, SamplingParams | None]] = []
-        self.trainer = cast(Any, SimpleNamespace(weight_version=3))
+        super().__init__(lambda group: [self._said(group, seed) for seed in group.seeds], at_once=True)
+        self.right, self.closing, self.judge = right, Closing(), Judge(RewardsConfig(), TOKENIZER)
 
-    def admit(self, groups: Sequence[Group], temperature: float, sampling: SamplingParams | None = None) -> list[Asked]:
-        self.asked.append((temperature, sampling))
-        found = []
-        for group in groups:
-            answers: Future[list[Trajectory]] = Future()
-            answers.set_result([self._answer(group, seed) for seed in group.seeds])
-            found.append(Asked(group, temperature, answers, sampling=sampling))
-        return found
+    def evaluation(self, settings: Experiment, version: int = 3) -> Evaluation:
+        sampling = sampling_of(self, settings, TOKENIZER, self.judge)
+        sampling.syncing.bridge.trainer.weight_version = version
+        return Evaluation(settings, sampling, self.closing)
 
-    def _answer(self, group: Group, seed: int) -> Trajectory:
+    def _said(self, group: Group, seed: int) -> Trajectory:
         text = "#### 1" if seed in {GREEDY, *self.right} else "#### 2"
         ids = [*TOKENIZER(text, add_special_tokens=False).input_ids, TOKENIZER.eos_token_id]
         return Trajectory(group.prompt.token_ids, ids, [-1.0] * len(ids), True, [3] * len(ids), 0, seed)
-
-    def collect(self, asked: Sequence[Asked]) -> list[list[Trajectory]]:
-        return [item.answers.result() for item in asked]
 
 
 def seeds_of(settings: Experiment, name: str) -> list[tuple[int, ...]]:
@@ -101,15 +89,15 @@ def test_each_set_has_its_own_sampling_rewards_and_metrics(data: dict[str, str],
     engines = Engines(right={first[0], first[2], second[3]})
     with engines.closing, Closing() as closing:
         closing.callback(engines.judge.close)
-        evaluation = Evaluation(settings, engines)
+        evaluation = engines.evaluation(settings)
         evaluation.begin(0)
         assert evaluation.under_way
         metrics, greedy = evaluation.finish()
         assert not evaluation.under_way
-    assert [temperature for temperature, _ in engines.asked] == [0.0, 0.7, 0.0]
+    assert [request.sampling.temperature for request in engines.asked] == [0.0] * 2 + [0.7] * 2 + [0.0]
     stop = (TOKENIZER.eos_token_id,)
-    assert engines.asked[1][1] == SamplingParams(7, 0.7, stop, top_p=0.9)
-    assert engines.asked[0][1] == SamplingParams(20, 0.0, stop) == engines.asked[2][1]
+    assert engines.asked[2].sampling == SamplingParams(7, 0.7, stop, top_p=0.9)
+    assert engines.asked[0].sampling == SamplingParams(20, 0.0, stop) == engines.asked[4].sampling
     length = len(TOKENIZER("#### 1", add_special_tokens=False).input_ids) + 1
     assert metrics == pytest.approx(
         {
@@ -158,7 +146,7 @@ def test_it_is_due_at_intervals_and_at_the_end(data: dict[str, str]) -> None:
         settings = experiment(run={"steps": 7}, data=data, eval={"every": every, "problems": problems}, rollout=rollout)
         engines = Engines(right=set())
         engines.judge.close()
-        evaluation = Evaluation(settings, engines)
+        evaluation = engines.evaluation(settings)
         due = [step for step in range(1, 8) if evaluation.is_due(step)]
         return due, [step for step in due if evaluation.goes_beside(step)]
 
@@ -169,8 +157,7 @@ def test_it_is_due_at_intervals_and_at_the_end(data: dict[str, str]) -> None:
 
 def test_an_answer_of_two_versions_is_no_evaluation(data: dict[str, str]) -> None:
     engines = Engines(right=set())
-    evaluation = Evaluation(experiment(data=data, eval={"problems": 2}, rollout={"staleness": 2}), engines)
-    engines.trainer.weight_version = 4
+    evaluation = engines.evaluation(experiment(data=data, eval={"problems": 2}, rollout={"staleness": 2}), version=4)
     evaluation.begin(4)
     engines.judge.close()
     with pytest.raises(StaleWeightsError, match="at version 3, expected all at version 4"):
@@ -179,7 +166,7 @@ def test_an_answer_of_two_versions_is_no_evaluation(data: dict[str, str]) -> Non
 
 def test_a_row_that_has_the_evaluation_of_another_step_says_so(data: dict[str, str]) -> None:
     engines = Engines(right=set())
-    evaluation = Evaluation(experiment(data=data, eval={"problems": 2}, rollout={"staleness": 1}), engines)
+    evaluation = engines.evaluation(experiment(data=data, eval={"problems": 2}, rollout={"staleness": 1}))
     evaluation.begin(4)
     metrics, _ = evaluation.finish()
     engines.judge.close()

@@ -9,7 +9,6 @@ import pytest
 import rl.run.stack as stack_module
 from numerics.errors import UserError
 from rl.run.run import Run
-from rollout.config import RolloutConfig
 from tests.support.experiments import experiment
 from tests.support.paths import new_run
 
@@ -29,13 +28,15 @@ def test_what_was_started_is_ended_in_reverse_when_a_later_part_fails(
         def __exit__(self, *_: object) -> None:
             events.append("ray ended")
 
-    class Engines(stack_module.EnginePool):
+    class Engines:
+        def __init__(self, *_: object) -> None:
+            events.append("engines")
+
+        @staticmethod
+        def none() -> None: ...
+
         def stop(self) -> None:
             events.append("engines ended")
-
-    def start(*_: object) -> Engines:
-        events.append("engines")
-        return Engines(0, None, RolloutConfig())
 
     def refuse(*_: object, **__: object) -> None:
         raise UserError("trainer: found no room")
@@ -54,7 +55,7 @@ def test_what_was_started_is_ended_in_reverse_when_a_later_part_fails(
     monkeypatch.setattr(
         stack_module, "convert_checkpoint", lambda *_: (files.path / "served/start").mkdir(parents=True)
     )
-    monkeypatch.setattr(stack_module.EnginePool, "start", start)
+    monkeypatch.setattr(stack_module, "EnginePool", Engines)
     monkeypatch.setattr(stack_module.TrainerGroup, "start", refuse)
     with pytest.raises(UserError, match="no room"):
         Run.open(experiment(run={"steps": 3}), files)

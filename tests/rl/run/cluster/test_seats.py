@@ -64,7 +64,7 @@ def test_an_engine_shares_a_ranks_gpu_once_the_others_are_taken(cluster: Cluster
     seats = Seats(spec(rollout={"engines": 2}), tmp_path)
     here = nodes_up()[0].id
     try:
-        given = [*seats.trainer(), seats.engine(0), seats.engine(1)]
+        given = [*seats.trainer(), seats.engine("policy", 0), seats.engine("policy", 1)]
         (node, (rank,), *rest), (_, (own,), *of_own), (_, (shared,), *of_shared) = sees(*given)
         assert node == here and rest == [str(rank), None], "a rank sees its GPU alone, and is on loopback"
         assert own != rank and shared == rank
@@ -87,7 +87,7 @@ def test_sides_on_two_nodes_use_addresses_and_are_seated_anew_when_one_leaves(
     one = Seats(spec(sync={"transport": "distributed"}, cluster={"trainer_nodes": "far"}), tmp_path)
     other = Seats(spec(sync={"transport": "distributed"}, cluster={"placement": "spread"}), tmp_path)
     try:
-        given = [*one.trainer(), one.engine(0), *other.trainer(), other.engine(0)]
+        given = [*one.trainer(), one.engine("policy", 0), *other.trainer(), other.engine("policy", 0)]
         found = sees(*given)
         assert [node for node, *_ in found] == [far.id, far.id, here.id, far.id]
         assert {seat.host for seat in given} == {far.address}
@@ -95,7 +95,7 @@ def test_sides_on_two_nodes_use_addresses_and_are_seated_anew_when_one_leaves(
         cluster.remove_node(leaves)
         with pytest.raises(NoRoomError, match=r"a node of the trainer has left, .*cluster.trainer_nodes: found 'far'"):
             one.trainer()
-        ((moved, *_),) = sees(other.engine(0))
+        ((moved, *_),) = sees(other.engine("policy", 0))
         assert moved == here.id
         cluster.add_node(num_cpus=1, num_gpus=1, resources={"far": 1})
         ((again, *_),) = sees(*one.trainer())

@@ -12,10 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
 
-import rl.run.engines.pool as engines_module
+import rl.run.engines.fleet as engines_module
 from rl.run.cluster.seats import NoRoomError
-from rl.run.engines.pool import EnginePool, News
+from rl.run.engines.fleet import News
+from rl.run.engines.pool import EnginePool
 from rl.run.engines.serving import Serving
 from rollout.config import RolloutConfig
 from rollout.engine import Health
@@ -37,12 +39,14 @@ class Method:
 
 @dataclass
 class Actor:
-    """An engine that answers when it is told to. dead: raises from then on. hangs: does not answer a pulse."""
+    """An engine that answers when it is told to. dead: raises from then on. hangs: does not answer a pulse. broken: what
+    Ray, or a bug, raises in place of every answer."""
 
     name: str
     version: int = 3
     dead: bool = False
     hangs: bool = False
+    broken: Exception | None = None
     failure: Exception | None = None
     holds: dict[str, str] = field(default_factory=lambda: {"a": "1@3"})
     scored: list[list[int]] = field(default_factory=list)
@@ -63,8 +67,10 @@ class Actor:
 
     async def _generate(self, asked: list[Group], sampling: SamplingParams) -> list[Trajectory]:
         self.got += asked
-        while not self.finish.is_set() and not self.dead and not self.ended:
+        while not self.finish.is_set() and not self.dead and not self.ended and not self.broken:
             await asyncio.sleep(0.01)
+        if self.broken is not None:
+            raise self.broken
         if self.dead:
             raise EngineDiedError("it was killed\nand more")
         if self.ended:
@@ -90,6 +96,8 @@ class Actor:
     async def _pulse(self) -> Load:
         if self.hangs:
             await asyncio.sleep(60)
+        if self.broken is not None:
+            raise self.broken
         if self.dead:
             raise EngineDiedError("it was killed\nand more")
         return Load(0, 0, 0)
@@ -133,7 +141,6 @@ class Stage:
 def stage(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stage]:
     monkeypatch.setattr(engines_module, "_PULSE_SECONDS", 0.1)
     monkeypatch.setattr(engines_module.ray, "kill", lambda actor: None)
-    monkeypatch.setattr(engines_module.ray, "wait", lambda calls, **_: [call.close() for call in calls])
     stage = Stage()
     yield stage
     stage.pool.stop()
@@ -194,6 +201,37 @@ def test_groups_of_an_engine_that_dies_are_asked_of_another_with_their_seeds(sta
     assert [endpoint.url for endpoint in pool.waiting()] == ["engine-0.2"], "no groups before a sync"
     assert pool.news() == [News(1, "engine 0 is lost and replaced: it was killed")]
     assert pool.news() == []
+
+
+def test_an_actor_that_rays_memory_monitor_kills_is_replaced_as_a_dead_engine_is(stage: Stage) -> None:
+    pool = stage.open(1)
+    stage.serve()
+    stage.made[0].finish.clear()
+    (answer,) = stage.admit(1)
+    assert wait_until(lambda: stage.made[0].got != [], 5)
+    stage.made[0].broken = ray.exceptions.OutOfMemoryError(
+        "Memory on the node was 15.2GB / 16.0GB, above the threshold"
+    )
+    assert wait_until(lambda: len(stage.made) == 2 and pool.waiting() != [], 10)
+    stage.serve()
+    assert len(answer.result(5)) == 2
+    assert "the actor of the engine is gone: Memory on the node was 15.2GB" in pool.news()[0].text
+
+
+def test_an_error_that_nobody_foresaw_reaches_all_who_wait(stage: Stage) -> None:
+    pool = stage.open(2)
+    (answer,) = stage.admit(1)
+    stage.made[0].broken = ZeroDivisionError("a bug")
+    with pytest.raises(ZeroDivisionError, match="a bug"):
+        answer.result(10)
+    with pytest.raises(ZeroDivisionError, match="a bug"):
+        pool.up()
+
+
+def test_no_memory_at_the_first_start_is_raised(stage: Stage) -> None:
+    stage.next = {"failure": ray.exceptions.OutOfMemoryError("Memory on the node was 15.2GB")}
+    with pytest.raises(EngineError, match="Memory on the node"):
+        stage.open(2)
 
 
 def test_an_engine_that_hangs_is_ended_and_replaced(stage: Stage) -> None:

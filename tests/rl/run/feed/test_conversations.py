@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 
 from rl.run.feed.conversations import Conversations, EnvironmentError
 from rl.run.feed.failures import TooManyFailuresError
-from rl.run.stack import done
+from rl.run.sampling import done
 from rollout.data.tasks import Problem
 from rollout.environments.config import EnvironmentConfig
 from rollout.errors import EngineError

@@ -9,28 +9,31 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 import torch
 
+import rl.run.sampling as sampling_module
 from rl.run.clock import StepClock
 from rl.run.feed.ahead import FeedState, read_answered
 from rl.run.feed.failures import Failures
 from rl.run.feed.feed import FilterError, SampledFeed, Work
-from rl.run.feed.judging import Judge, Judged
+from rl.run.feed.judging import Answer, Judge
 from rl.run.records import rollout_records
-from rl.run.stack import Asked, Stack
+from rl.run.sampling import Sampling
 from rollout.rewards.config import RewardsConfig
-from rollout.types import Group, Trajectory
+from rollout.types import Group, SamplingParams, Trajectory
 from tests.support.experiments import experiment
+from tests.support.pools import Pool, sampling_of
 
 PROMPTS, SIZE = 3, 2
 
 
 class Letters:
     """A tokenizer whose every character is a token; a first token 5 is a wrong answer."""
+
+    eos_token_id = 0
 
     def apply_chat_template(self, messages: list[dict[str, str]], **_: Any) -> list[int]:
         return [ord(letter) for letter in messages[-1]["content"]]
@@ -44,8 +47,8 @@ def judge() -> Judge:
     return Judge(RewardsConfig(), cast(Any, Letters()))
 
 
-class Engines(Stack):
-    """Admits groups; `answer` gives them their answers, sampled at the version of then.
+class Engines(Pool):
+    """Answers at the trainer's version of then.
 
     solved: the first answer to each of these questions is right and all others are wrong; None: all are right. failed:
     answers whose environment did, by question.
@@ -53,47 +56,31 @@ class Engines(Stack):
 
     solved: set[str] | None = None
     failed: dict[str, set[int]] | None = None
+    sampling: Sampling
 
     def __init__(self) -> None:
-        self.judge, self.conversations = judge(), None
-        self.progress = lambda done, wanted: None
-        self.version, self.asked = 0, cast(list[Asked], [])
-        self.tokenizer = cast(Any, Letters())
-        self.trainer = cast(Any, SimpleNamespace(weight_version=0))
+        super().__init__(self.said)
 
-    def admit(self, groups: Sequence[Group], temperature: float) -> list[Asked]:
-        asked = [Asked(group, temperature, Future()) for group in groups]
-        self.asked += asked
-        return asked
+    @property
+    def trainer(self) -> Any:
+        return self.sampling.syncing.bridge.trainer
 
-    def answer(self, asked: Sequence[Asked] | None = None) -> None:
-        for item in self.asked if asked is None else asked:
-            if not item.answers.done():
-                ids, version = item.group.prompt.token_ids, self.trainer.weight_version
-                tokens = [[5]] * SIZE
-                if self.solved is not None:
-                    tokens = [
-                        [1 if item.group.prompt.problem.question in self.solved else 5, 9],
-                        *[[5, 9]] * (SIZE - 1),
-                    ]
-                failed = (self.failed or {}).get(item.group.prompt.problem.question, set())
-                item.answers.set_result(
-                    [
-                        Trajectory(
-                            ids, said, [-0.5] * len(said), True, [version] * len(said), 0, seed, failed=i in failed
-                        )
-                        for i, (said, seed) in enumerate(zip(tokens, item.group.seeds))
-                    ]
-                )
+    def said(self, group: Group) -> list[Trajectory]:
+        ids, version = group.prompt.token_ids, self.trainer.weight_version
+        question = group.prompt.problem.question
+        tokens = [[5]] * SIZE
+        if self.solved is not None:
+            tokens = [[1 if question in self.solved else 5, 9], *[[5, 9]] * (SIZE - 1)]
+        failed = (self.failed or {}).get(question, set())
+        return [
+            Trajectory(ids, said, [-0.5] * len(said), True, [version] * len(said), 0, seed, failed=i in failed)
+            for i, (said, seed) in enumerate(zip(tokens, group.seeds))
+        ]
 
-    def collect(self, asked: Sequence[Asked]) -> list[list[Trajectory]]:
-        self.answer(asked)
-        return [item.answers.result() for item in asked]
 
-    def _look_after(self, answers: list[Future[list[Trajectory]]], until: str) -> None:
-        self.answer([item for item in self.asked if item.answers in answers[:1]])
-
-    def _hear(self) -> None: ...
+@pytest.fixture(autouse=True)
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sampling_module, "_LOOK_SECONDS", 0.0)
 
 
 @pytest.fixture
@@ -114,7 +101,8 @@ def open_feed(data: Path, steps: int = 9, **rollout: Any) -> tuple[SampledFeed, 
         guard={"fresh_answers": 4, "redraws": 2},
     )
     engines = Engines()
-    return SampledFeed(settings, engines), engines
+    engines.sampling = sampling_of(engines, settings, Letters(), judge())
+    return SampledFeed(settings, engines.sampling), engines
 
 
 def take(feed: SampledFeed, step: int) -> Work:
@@ -165,14 +153,26 @@ def test_an_answer_whose_environment_failed_leaves_its_group_and_a_group_of_none
     assert work.metrics["rollout/dropped_groups"] == 1.0
 
 
+class Failing:
+    """Conversations whose environment fails."""
+
+    def __init__(self, failures: Failures, engines: Engines) -> None:
+        self.failures, self._engines = failures, engines
+
+    def begin(self, group: Group, sampling: SamplingParams, oldest: int) -> Future[list[Trajectory]]:
+        return self._engines.admit(group, sampling, oldest)
+
+    def check(self) -> None: ...
+
+
 def test_environments_that_always_fail_end_the_step_with_their_cause(data: Path) -> None:
     feed, engines = open_feed(data)
     engines.failed = {str(number): set(range(SIZE)) for number in range(60)}
     failures = Failures("environment", "so that nothing is learnt", "rollout/environment_failures", "limit", 1000)
     failures.add("mine", "KeyError: 'no such thing'")
-    engines.conversations = cast(Any, SimpleNamespace(failures=failures))
+    engines.sampling.conversations = cast(Any, Failing(failures, engines))
     told: list[tuple[str, int, str]] = []
-    engines.tell = lambda metric, count, text: told.append((metric, count, text))
+    engines.sampling.listener.tell = lambda metric, count, text: told.append((metric, count, text))
     with pytest.raises(FilterError, match=r"groups of which every answer's environment \(single_turn\) failed"):
         take(feed, 1)
     ((metric, count, text),) = told
@@ -185,9 +185,9 @@ def test_what_is_drained_is_there_before_the_update_and_some_of_it_is_scored(dat
     assert not engines.asked[-1].answers.done()
     ahead = feed.ahead(StepClock())
     assert engines.asked[-1].answers.done()
-    assert ahead is not None and ahead.tokens.rows == 4
-    assert ahead.versions[ahead.tokens.loss_mask].tolist() == [0] * 4
-    assert ahead.tokens.seeds is not None and (ahead.tokens.seeds >= 0).sum() == 2
+    assert ahead is not None and ahead.batch.rows == 4
+    assert ahead.versions is not None and ahead.versions[ahead.batch.loss_mask].tolist() == [0] * 4
+    assert ahead.batch.seeds is not None and (ahead.batch.seeds >= 0).sum() == 2
 
 
 def test_in_flight_answers_of_the_trainers_own_weights_are_waited_for(data: Path) -> None:
@@ -197,7 +197,9 @@ def test_in_flight_answers_of_the_trainers_own_weights_are_waited_for(data: Path
     engines.trainer.weight_version = 1
     take(feed, 2)
     ahead = feed.ahead(StepClock())
-    assert ahead is not None and (ahead.versions == 1).any(), "the older ones are there, and say nothing"
+    assert ahead is not None and ahead.versions is not None and (ahead.versions == 1).any(), (
+        "the older ones are there, and say nothing"
+    )
     assert [item.answers.done() for item in engines.asked[-PROMPTS:]] == [True, False, False]
 
 
@@ -208,7 +210,7 @@ def test_the_last_steps_have_something_to_look_at_that_is_not_trained_on(data: P
     take(feed, 2)
     assert len(engines.asked) == 2 * PROMPTS + 2
     ahead = feed.ahead(StepClock())
-    assert ahead is not None and ahead.tokens.rows == 4
+    assert ahead is not None and ahead.batch.rows == 4
     assert feed.state() == FeedState(2 * PROMPTS, [], []), "nothing that a later step would take"
 
 
@@ -302,18 +304,18 @@ def test_what_was_answered_in_other_numerics_is_asked_again(data: Path) -> None:
 class Taught(Judge):
     """A judge whose teacher finds the n-th token of any answer as likely as e^-n."""
 
-    def begin(self, prompt: Any, trajectories: Any, *, taught: bool = False) -> Future[list[Judged]]:
+    def begin(self, prompt: Any, trajectories: Any, *, taught: bool = False) -> Future[list[Answer]]:
         assert taught
         judged = super().begin(prompt, trajectories).result()
         found = [[-float(n) for n in range(1, len(each.token_ids) + 1)] for each in trajectories]
-        both: Future[list[Judged]] = Future()
+        both: Future[list[Answer]] = Future()
         both.set_result([replace(j, teacher_logprobs=values) for j, values in zip(judged, found, strict=True)])
         return both
 
 
 def test_a_teachers_logprobs_stand_beside_the_engines_and_make_the_advantages(data: Path) -> None:
     feed, engines = open_feed(data, algorithm={"name": "opd"}, staleness=1)
-    engines.judge, engines.solved = Taught(RewardsConfig(), cast(Any, Letters())), set()
+    engines.sampling.judge, engines.solved = Taught(RewardsConfig(), cast(Any, Letters())), set()
     work = take(feed, 1)
     batch, mask = work.batch, work.batch.loss_mask
     assert batch.fields["teacher_logprobs"][mask].tolist() == [-1.0, -2.0] * PROMPTS * SIZE
@@ -324,5 +326,5 @@ def test_a_teachers_logprobs_stand_beside_the_engines_and_make_the_advantages(da
     records = rollout_records(work, torch.zeros(batch.tokens.shape))
     assert [record.teacher_logprobs for record in records] == [[-1.0, -2.0]] * PROMPTS * SIZE
     ahead = feed.ahead(StepClock())
-    assert ahead is not None and ahead.tokens.fields.keys() == {"rollout_logprobs"}, "nothing is learnt from them"
-    engines.judge.close()
+    assert ahead is not None and ahead.batch.fields.keys() == {"rollout_logprobs"}, "nothing is learnt from them"
+    engines.sampling.judge.close()

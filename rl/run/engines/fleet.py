@@ -1,0 +1,332 @@
+"""The engines of a run, in one event loop: who gets which group, and another engine in place of one that is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import ray
+
+from numerics.errors import UserError
+from rl.run.cluster.seats import NoRoomError
+from rl.run.engines.serving import Serving
+from rl.run.engines.slot import Slot
+from rollout.config import RolloutConfig
+from rollout.errors import EngineDiedError, EngineError
+from rollout.sampler import check_versions
+from rollout.server.server import GRACE_S
+from rollout.types import Endpoint, Group, SamplingParams, Trajectory
+
+_STOP_SECONDS = 6.0
+_PULSE_SECONDS = 2.0
+"""Between two looks at an engine."""
+_DYING_SECONDS = 2.0
+"""A connection breaks a moment before its process is gone."""
+_HOUR = 3600.0
+
+
+@dataclass(frozen=True)
+class News:
+    """replaced: engines that are, of which this tells."""
+
+    replaced: int
+    text: str
+
+
+class Fleet:
+    """Ray actors that own one server each. Everything but the constructor belongs to one event loop.
+
+    Any engine answers any group, and a group comes back whole whatever happens to the engine that it was given to.
+    Engines are watched and replaced. What goes wrong with that ends the fleet, and all who wait hear of it.
+
+    Attributes:
+        slots: the places of the engines.
+
+    Raises:
+        EngineError: from any method that waits, when more engines were lost within an hour than the spec allows.
+    """
+
+    def __init__(self, serving: Serving, config: RolloutConfig) -> None:
+        self._serving, self._config = serving, config
+        self._name = "engine" if serving.role == "policy" else f"{serving.role} engine"
+        self._newest = serving.version
+        self.slots: list[Slot] = []
+        self._losses: deque[float] = deque()
+        self._news: list[News] = []
+        self._near: WeakKeyDictionary[object, Slot] = WeakKeyDictionary()
+        self._failure: Exception | None = None
+        self._maker = ThreadPoolExecutor(1, "engine-maker")
+
+    async def open(self, count: int) -> None:
+        """Begin to start so many engines."""
+        self._change = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        self.slots = [Slot(index, loop.create_future()) for index in range(count)]
+        self._lives = [asyncio.create_task(self._live(slot)) for slot in self.slots]
+
+    async def close(self) -> None:
+        """End all servers and their actors."""
+        for life in self._lives:
+            life.cancel()
+        await asyncio.gather(*self._lives, return_exceptions=True)
+        self._maker.shutdown(wait=False, cancel_futures=True)
+        await asyncio.gather(*(self._end(slot.actor, GRACE_S) for slot in self.slots))
+
+    async def all_up(self) -> None:
+        """Until every engine answers and has passed the handshake. Raises what went wrong at the first start."""
+        while not all(slot.is_up for slot in self.slots):
+            self._raise_failure()
+            await self._change.wait()
+
+    async def up(self) -> list[Endpoint]:
+        """Every engine that can be sent weights; waits until there is one."""
+        assert self.slots, "there are no engines"
+        while True:
+            self._raise_failure()
+            if there := [slot.endpoint for slot in self.slots if slot.endpoint and slot.is_up]:
+                return there
+            await self._change.wait()
+
+    async def waiting(self) -> list[Endpoint]:
+        """Engines that are up and get no groups until a sync has verified their weights."""
+        return [slot.endpoint for slot in self.slots if slot.endpoint and slot.is_up and not slot.serving]
+
+    async def expect(self, version: int) -> None:
+        """From now on answers may come from weights up to `version`."""
+        self._newest = version
+
+    async def verified(self, endpoints: Sequence[Endpoint]) -> None:
+        """These engines hold the trainer's weights: they get groups."""
+        for slot in self.slots:
+            slot.serving = slot.serving or (slot.endpoint in endpoints and slot.is_up)
+        self._changed()
+
+    async def any_lost(self, endpoints: Sequence[Endpoint]) -> bool:
+        """Whether one of these engines is gone. Looks for a while before it says no."""
+        deadline = time.monotonic() + _DYING_SECONDS
+        while time.monotonic() < deadline:
+            held = {slot.endpoint: slot for slot in self.slots if slot.is_up}
+            for endpoint in endpoints:
+                slot = held.get(endpoint)
+                if slot is None:
+                    return True
+                actor = slot.actor  # while it answers, another may take its place
+                try:
+                    alive = (await _call(actor.health.remote())).alive
+                except EngineDiedError:
+                    alive = False
+                if not alive:
+                    slot.lose(actor, "its process is gone")
+                    return True
+            await asyncio.sleep(0.1)
+        return False
+
+    async def answer(
+        self, group: Group, sampling: SamplingParams, oldest: int, near: object = None
+    ) -> list[Trajectory]:
+        """The answers to a group; see `EnginePool.admit`."""
+        longest = len(group.prompt.token_ids) + sampling.max_new_tokens
+        answers: list[Trajectory]
+        slot, answers = await self._asked(
+            len(group.seeds), longest, lambda actor: actor.generate.remote([group], sampling), near
+        )
+        slot.tokens += sum(len(answer.token_ids) for answer in answers)
+        check_versions(answers, oldest, self._newest)
+        return answers
+
+    async def score(self, sequences: list[list[int]]) -> list[list[float]]:
+        """See `EngineClient.score`."""
+        longest = max(map(len, sequences))
+        scores: list[list[float]]
+        _, scores = await self._asked(len(sequences), longest, lambda actor: actor.score.remote(sequences))
+        return scores
+
+    async def switch(self, serving: Serving) -> None:
+        """Replace all engines by others; groups under way are answered by these."""
+        self._serving, self._newest = serving, serving.version
+        for slot in self.slots:
+            slot.endpoint = None
+            slot.lose(slot.actor, "")
+        await self.all_up()
+
+    async def figures(self) -> dict[str, float]:
+        """`perf/engine_...` since this was last asked; nothing without engines."""
+        now = time.monotonic()
+        idle = [slot.idle + (0.0 if slot.answers else now - slot.idle_since) for slot in self.slots]
+        tokens = [slot.tokens for slot in self.slots]
+        if not idle:
+            return {}
+        for slot in self.slots:
+            slot.idle, slot.tokens, slot.idle_since = 0.0, 0, now
+        balance = {"perf/engine_balance": min(tokens) / max(tokens)} if len(tokens) > 1 and max(tokens) else {}
+        return {"perf/engine_idle_seconds": sum(idle) / len(idle), **balance}
+
+    async def news(self) -> list[News]:
+        """What has happened to engines since this was last asked."""
+        news, self._news = self._news, []
+        return news
+
+    async def _live(self, slot: Slot) -> None:
+        """Keep an engine in a slot. Whatever cannot be mended is raised by all who wait."""
+        try:
+            await self._follow(slot)
+        except Exception as error:
+            self._failure = self._failure or error
+            self._changed()
+
+    async def _follow(self, slot: Slot) -> None:
+        """One engine after another. An error of the first start ends the fleet."""
+        failures = 0
+        while self._failure is None:
+            first = slot.engines == 0
+            try:
+                reason = await self._life(slot, first)
+                failures = 0
+            except (EngineError, NoRoomError, UserError, ray.exceptions.RayError) as error:
+                if first:
+                    self._failure = error
+                failures += 1
+                reason = str(error)
+            slot.engines += 1
+            actor, slot.actor = slot.actor, None  # what it still answers is of an engine that is gone
+            slot.endpoint, slot.serving, slot.load = None, False, None
+            slot.lost = asyncio.get_running_loop().create_future()
+            if reason and self._failure is None:
+                self._note_loss(slot, reason)
+            self._changed()
+            await self._end(actor)
+            await asyncio.sleep(min(2.0**failures, 30.0) if failures else 0.0)
+
+    async def _life(self, slot: Slot, first: bool) -> str:
+        """One engine from its start to where it has to be replaced; why, empty if that is nobody's fault."""
+        serving, patience = self._serving, self._config.hung_after_s
+        actor = slot.actor = await self._made(serving, slot, patient=not first)
+        endpoint = await _call(actor.start.remote(serving.checkpoint, serving.version))
+        if serving is not self._serving:
+            return ""  # the pool was switched meanwhile
+        if serving.manifest is not None:
+            differing = serving.manifest.differences(await _call(actor.held.remote()))
+            if differing:
+                raise EngineError(
+                    f"{self._name} {slot.index} does not hold what its checkpoint {serving.checkpoint} holds; give the "
+                    "run another disk, or this one a look:\n" + "\n".join(differing[:20])
+                )
+        slot.endpoint, slot.serving = endpoint, serving.manifest is not None
+        self._changed()
+        while True:
+            await asyncio.wait([slot.lost], timeout=_PULSE_SECONDS)
+            if slot.lost.done():
+                return slot.lost.result()
+            try:
+                slot.load = await asyncio.wait_for(_call(actor.pulse.remote()), patience)
+            except TimeoutError:
+                return f"it has not answered for {patience:g} s (rollout.hung_after_s), though its process is there"
+            except EngineError as error:
+                return str(error)
+
+    async def _made(self, serving: Serving, slot: Slot, patient: bool) -> Any:
+        """The actor of an engine; patient: once a node has room for it, which is said to be waited for."""
+        waits = False
+        while True:
+            try:
+                return await asyncio.get_running_loop().run_in_executor(self._maker, serving.make, slot.index)
+            except NoRoomError as error:
+                if not patient:
+                    raise
+                if not waits:
+                    self._news.append(News(0, f"{self._name} {slot.index} waits for a node: {error}"))
+                waits = True
+            await asyncio.sleep(_PULSE_SECONDS)
+
+    async def _end(self, actor: Any, grace_s: float = 0.0) -> None:
+        """End an engine whatever state it is in. A process that is stopped would not notice that its owner died."""
+        if actor is None:
+            return
+        try:
+            await asyncio.wait_for(_call(actor.stop.remote(grace_s)), _STOP_SECONDS)
+        except Exception as error:  # a server that is still there dies with its actor
+            logging.getLogger(__name__).debug("%s that is to end: %r", self._name, error)
+        ray.kill(actor)
+
+    def _note_loss(self, slot: Slot, reason: str) -> None:
+        now, budget = time.monotonic(), self._config.restarts_per_hour
+        self._losses.append(now)
+        while self._losses[0] < now - _HOUR:
+            self._losses.popleft()
+        first_line = reason.splitlines()[0]
+        if len(self._losses) > budget:
+            self._failure = EngineError(
+                f"found {len(self._losses)} {self._name}s lost within an hour, expected at most {budget} "
+                f"(rollout.restarts_per_hour). The last one, {self._name} {slot.index}: {reason}"
+            )
+        else:
+            self._news.append(News(1, f"{self._name} {slot.index} is lost and replaced: {first_line}"))
+
+    async def _asked(
+        self, count: int, longest: int, ask: Callable[[Any], Any], near: object = None
+    ) -> tuple[Slot, Any]:
+        """What an engine answers to a request for `count` sequences, and which one: another if the first is lost.
+
+        longest: tokens that one of them may have in the end. near: see `admit`.
+        """
+        while True:
+            slot = await self._chosen(count, longest, near)
+            actor = slot.actor
+            slot.give(count)
+            try:
+                return slot, await _call(ask(actor))
+            except EngineDiedError as died:
+                slot.lose(actor, str(died))
+            except EngineError:
+                if actor is slot.actor and not slot.lost.done():
+                    raise
+                # else it was ended while it worked
+            finally:
+                slot.take(count)
+                self._changed()
+
+    async def _chosen(self, count: int, longest: int, near: object) -> Slot:
+        """The serving engine that `near` has been at; else the one with the fewest answers under way, and among equals
+        with the fewest tokens.
+
+        No engine is given more than twice what its KV cache holds: the rest waits for whichever is free first.
+        """
+        room = max(2 * self._config.max_total_tokens // longest, count)
+        while True:
+            self._raise_failure()
+            free = [slot for slot in self.slots if slot.serving and slot.answers + count <= room]
+            if near is not None and (before := self._near.get(near)) in free:
+                return before
+            if free:
+                slot = min(free, key=lambda slot: (slot.answers, slot.load.tokens if slot.load else 0, slot.index))
+                if near is not None:
+                    self._near[near] = slot
+                return slot
+            await self._change.wait()
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+
+    def _changed(self) -> None:
+        """Wake whoever waits for an engine to be free, up or lost."""
+        self._change.set()
+        self._change = asyncio.Event()
+
+
+async def _call(reference: Any) -> Any:
+    """What an actor answers; its exception comes out as what it was, an error of Ray's own as EngineDiedError: whether
+    the actor has ended, or Ray's memory monitor has ended it, its engine is no good any more."""
+    try:
+        return await reference
+    except ray.exceptions.RayTaskError as error:
+        raise error.cause from error
+    except ray.exceptions.RayError as error:
+        raise EngineDiedError(f"the actor of the engine is gone: {error}") from error

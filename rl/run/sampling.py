@@ -1,0 +1,192 @@
+"""Groups of answers: asked of the engines, waited for, judged."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import FIRST_COMPLETED, FIRST_EXCEPTION, Future, wait
+from dataclasses import dataclass, replace
+
+from transformers import PreTrainedTokenizerBase
+
+from rl.run.engines.pool import EnginePool
+from rl.run.feed.conversations import Conversations
+from rl.run.feed.failures import Failures
+from rl.run.feed.judging import Answer, Judge
+from rl.run.listener import STALE_RESYNCS, Listener
+from rl.run.syncing import Syncing
+from rl.run.turns import Turns
+from rollout.config import RolloutConfig
+from rollout.errors import StaleWeightsError
+from rollout.types import Group, SamplingParams, Trajectory
+
+_LOOK_SECONDS = 0.1
+"""Between two looks at whether a new engine waits for weights."""
+
+
+class Asked:
+    """A group that engines have been asked to answer, and what becomes of it.
+
+    Attributes:
+        number: of its prompt in the run, or in its set, from 0.
+        answers: in the order of the group's seeds, in time.
+        began: monotonic seconds, of asking.
+        sampling: how the answers are drawn.
+    """
+
+    def __init__(
+        self,
+        group: Group,
+        sampling: SamplingParams,
+        answers: Future[list[Trajectory]],
+        number: int,
+        judge: Judge | None,
+    ) -> None:
+        """judge: asked as soon as the answers are there; None: nobody is."""
+        self.group, self.sampling, self.number = group, sampling, number
+        self.began = time.monotonic()
+        self._judge, self._lock = judge, threading.Lock()
+        self._judged: tuple[list[Trajectory], Future[list[Answer]]] | None = None
+        self.expect(answers)
+
+    def expect(self, answers: Future[list[Trajectory]]) -> None:
+        """Wait for these, in place of others that are no good."""
+        self.answers = answers
+        if self._judge is not None:
+            answers.add_done_callback(lambda answers: self._begin(answers) if _are_there(answers) else None)
+
+    @property
+    def answered(self) -> bool:
+        """Whether all answers are there, and are what they should be."""
+        return _are_there(self.answers)
+
+    def judged(self) -> list[Answer]:
+        """The verdict on each answer, once it is there; the answers are."""
+        assert self._judge is not None
+        return self._judge.wait(self._begin(self.answers))
+
+    def _begin(self, answers: Future[list[Trajectory]]) -> Future[list[Answer]]:
+        assert self._judge is not None
+        with self._lock:  # the end of the answers is noticed in a thread of its own
+            if self._judged is None or self._judged[0] is not answers.result():
+                found = answers.result()
+                self._judged = found, self._judge.begin(self.group.prompt, found, taught=True)
+            return self._judged[1]
+
+
+@dataclass
+class Sampling:
+    """Has groups answered, and looks after the engines while it waits: new ones get the trainer's weights.
+
+    Attributes:
+        rollout: how answers are drawn and counted.
+        conversations: of an experiment with an environment, where an answer is more than one turn of the model.
+        judge: gives answers their rewards.
+    """
+
+    rollout: RolloutConfig
+    tokenizer: PreTrainedTokenizerBase
+    engines: EnginePool
+    conversations: Conversations | None
+    judge: Judge
+    syncing: Syncing
+    listener: Listener
+    turns: Turns
+
+    @property
+    def failures(self) -> list[Failures]:
+        """Those of the user's functions that every answer meets."""
+        return [self.judge.failures] + ([] if self.conversations is None else [self.conversations.failures])
+
+    def at(self, temperature: float) -> SamplingParams:
+        """How the experiment draws answers at a temperature; 0 is greedy."""
+        return self.rollout.sampling(temperature, (self.tokenizer.eos_token_id,))
+
+    def admit(
+        self, groups: Sequence[Group], sampling: SamplingParams, judge: Judge | None = None, first: int = 0
+    ) -> list[Asked]:
+        """Have groups answered at the trainer's weights or those of later syncs.
+
+        judge: asked as soon as a group is answered. first: number of the first group.
+        """
+        return [
+            Asked(group, sampling, self._answers(group, sampling), number, judge)
+            for number, group in enumerate(groups, first)
+        ]
+
+    def collect(self, asked: Sequence[Asked]) -> list[list[Trajectory]]:
+        """The answers of each group, once all are there.
+
+        Groups that were sampled at other weights than they may be are asked for again, once, after a sync.
+
+        Raises StaleWeightsError at the second time, EngineError.
+        """
+        self._wait(asked)
+        if stale := [item for item in asked if isinstance(item.answers.exception(), StaleWeightsError)]:
+            error = stale[0].answers.exception()
+            self.listener.tell(STALE_RESYNCS, 1, f"stale weights: syncing and sampling again ({error})")
+            self.syncing.sync()
+            for item in stale:
+                item.expect(self._answers(item.group, item.sampling))
+            self._wait(asked)
+        return [item.answers.result() for item in asked]
+
+    def sample(self, groups: Sequence[Group], temperature: float) -> list[Trajectory]:
+        """The answers of all groups at the trainer's weights; `group` is the index of their group."""
+        answers = self.collect(self.admit(groups, self.at(temperature)))
+        return [replace(answer, group=index) for index, group in enumerate(answers) for answer in group]
+
+    def wait_for_some(self, asked: Sequence[Asked], count: int) -> None:
+        """Until `count` of the groups, or all of them, have their answers; see `collect`."""
+        wanted = min(count, len(asked))
+        with self.turns.turn("rollout"):
+            while (answered := sum(item.answered for item in asked)) < wanted:
+                self.listener.progress(answered, wanted)
+                self._look_after([item.answers for item in asked if not item.answers.done()], FIRST_COMPLETED)
+        self.listener.hear()
+
+    def wait_for_fresh(self, asked: Sequence[Asked]) -> None:
+        """Until a group has an answer with a token of the trainer's weights, or all are there; see `collect`."""
+        with self.turns.turn("rollout"):
+            while not any(map(self._fresh, asked)) and (under_way := [a for a in asked if not a.answers.done()]):
+                self._look_after([item.answers for item in under_way], FIRST_COMPLETED)
+        self.listener.hear()
+
+    def _answers(self, group: Group, sampling: SamplingParams) -> Future[list[Trajectory]]:
+        ask = self.engines.admit if self.conversations is None else self.conversations.begin
+        return ask(group, sampling, self.syncing.version)
+
+    def _fresh(self, item: Asked) -> bool:
+        version = self.syncing.version
+        return item.answered and any(version in answer.weight_versions for answer in item.answers.result())
+
+    def _wait(self, asked: Sequence[Asked]) -> None:
+        with self.turns.turn("rollout"):
+            while not all(item.answers.done() for item in asked):
+                self.listener.progress(sum(item.answered for item in asked), len(asked))
+                self._look_after([item.answers for item in asked], FIRST_EXCEPTION)
+        self.listener.progress(len(asked), len(asked))
+        self.listener.hear()
+
+    def _look_after(self, answers: list[Future[list[Trajectory]]], until: str) -> None:
+        """Wait for a moment, give engines that came up the trainer's weights, and raise what no sync can mend."""
+        wait(answers, timeout=_LOOK_SECONDS, return_when=until)
+        self.listener.hear()
+        if self.conversations is not None:
+            self.conversations.check()
+        self.syncing.welcome()
+        for future in answers:
+            if future.done() and not isinstance(future.exception(), StaleWeightsError | None):
+                future.result()
+
+
+def done(answers: list[Trajectory]) -> Future[list[Trajectory]]:
+    """Answers that are there already."""
+    future: Future[list[Trajectory]] = Future()
+    future.set_result(answers)
+    return future
+
+
+def _are_there(answers: Future[list[Trajectory]]) -> bool:
+    return answers.done() and not answers.cancelled() and answers.exception() is None

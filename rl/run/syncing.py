@@ -1,0 +1,70 @@
+"""The trainer's weights in the engines: who is sent them, and the one rule of what is done again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from rl.run.engines.pool import EnginePool
+from rl.run.listener import SYNCS_REPEATED, Listener
+from rollout.types import Endpoint
+from weight_sync.bridge import Bridge, SyncReport
+from weight_sync.manifest import SyncError
+
+
+@dataclass
+class Syncing:
+    """Keeps the engines at the trainer's weights.
+
+    Attributes:
+        bridge: from the trainer of now to the engines, in the numerics of now.
+    """
+
+    bridge: Bridge
+    engines: EnginePool
+    listener: Listener
+
+    @property
+    def version(self) -> int:
+        """The trainer's weight version."""
+        return self.bridge.trainer.weight_version
+
+    def sync(self, manifest: Path | None = None) -> SyncReport:
+        """The trainer's weights into every engine that is up, verified; their digests are saved to `manifest`.
+
+        An engine that is lost on the way is left to be replaced. Raises SyncError, EngineError.
+        """
+        self.engines.expect(self.version)
+        report = self._sent(self.engines.up, manifest)
+        self.listener.hear()
+        assert report is not None, "`up` waits for an engine"
+        return report
+
+    def welcome(self) -> None:
+        """The trainer's weights into engines that have come up since the last sync."""
+        self._sent(self.engines.waiting)
+
+    def _sent(self, to: Callable[[], list[Endpoint]], manifest: Path | None = None) -> SyncReport | None:
+        """A verified sync of the engines that `to` names; None if there is none.
+
+        The one rule: where an engine proves to be lost, the others are sent everything again. A sync that fails
+        although all live is done again, once and whole: whatever broke it may have been of that moment, or an engine
+        did not hold what a change was made to.
+        """
+        failed = False
+        while endpoints := to():
+            try:
+                report = self.bridge.sync(endpoints, manifest, whole=failed)
+            except SyncError as error:
+                if self.engines.any_lost(endpoints):
+                    continue
+                if failed:
+                    raise
+                failed = True
+                text = f"a sync failed and is done again: {str(error).splitlines()[0]}"
+                self.listener.tell(SYNCS_REPEATED, 1, text)
+            else:
+                self.engines.verified(endpoints)
+                return report
+        return None
