@@ -39,8 +39,8 @@ class Method:
 
 @dataclass
 class Actor:
-    """An engine that answers when it is told to. dead: raises from then on. hangs: does not answer a pulse. broken: what
-    Ray, or a bug, raises in place of every answer."""
+    """An engine that answers when it is told to. dead: raises from then on. hangs: does not answer a pulse. broken:
+    what Ray, or a bug, raises in place of every answer."""
 
     name: str
     version: int = 3
