@@ -205,7 +205,9 @@ def test_only_changes_are_sent_and_an_engine_that_is_wrong_gets_everything(rig: 
     version, spec = pipeline.trainer.weight_version, setup.numerics.rollout_spec
     tampered = faults.Tampered(TensorTransport(1 << 20), faults.flipped_bit)
     assert push(pipeline.trainer, tampered, spec, [pipeline.endpoint], version)[2]
-    mended = pipeline.sync(delta=True)
+    with pytest.raises(SyncError, match="not what the trainer sent"):
+        pipeline.sync(delta=True)
+    mended = pipeline.bridge(delta=True).sync([pipeline.endpoint], whole=True)
     assert mended.mismatched_tensors == 0 and mended.bytes == mended.weight_bytes
 
 

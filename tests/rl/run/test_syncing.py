@@ -1,0 +1,73 @@
+"""The one rule of what is synced again. Real engines and real faults are in tests/e2e."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from rl.run.listener import Listener
+from rl.run.syncing import Syncing
+from rollout.types import Endpoint
+from weight_sync.manifest import SyncError
+
+FIRST, SECOND = Endpoint("first", "", ""), Endpoint("second", "", "")
+
+
+class Side:
+    """Both ends of a sync: a bridge that fails as often as it is told, and engines of which some are lost then."""
+
+    def __init__(self, failures: int = 0, lost: Endpoint | None = None) -> None:
+        self.trainer = SimpleNamespace(weight_version=7)
+        self.failures, self.lost = failures, lost
+        self.there, self.serving, self.said = [FIRST, SECOND], cast(list[Endpoint], []), cast(list[str], [])
+        self.syncs: list[tuple[list[Endpoint], bool]] = []
+        listener = Listener([], tell=lambda metric, count, text: self.said.append(text))
+        self.syncing = Syncing(cast(Any, self), cast(Any, self), listener)
+
+    def sync(self, endpoints: list[Endpoint], manifest: Path | None, *, whole: bool) -> str:
+        self.syncs.append((endpoints, whole))
+        if self.failures:
+            self.failures -= 1
+            raise SyncError("found something on the way")
+        return "report"
+
+    def up(self) -> list[Endpoint]:
+        return self.there
+
+    def waiting(self) -> list[Endpoint]:
+        return [endpoint for endpoint in self.there if endpoint not in self.serving]
+
+    def expect(self, version: int) -> None:
+        assert version == 7
+
+    def any_lost(self, endpoints: list[Endpoint]) -> bool:
+        found = self.lost in endpoints
+        self.there = [endpoint for endpoint in self.there if endpoint != self.lost]
+        return found
+
+    def verified(self, endpoints: list[Endpoint]) -> None:
+        self.serving += endpoints
+
+
+def test_a_sync_that_fails_although_all_engines_live_is_done_once_more_and_whole() -> None:
+    side = Side(failures=1)
+    assert cast(Any, side.syncing.sync()) == "report"
+    assert side.syncs == [([FIRST, SECOND], False), ([FIRST, SECOND], True)] and side.serving == [FIRST, SECOND]
+    assert side.said == ["a sync failed and is done again: found something on the way"]
+    twice = Side(failures=2)
+    with pytest.raises(SyncError):
+        twice.syncing.sync()
+    assert len(twice.syncs) == 2 and twice.serving == [] and len(twice.said) == 1
+
+
+def test_an_engine_that_is_lost_within_a_sync_is_left_out_and_no_fault_of_the_sync() -> None:
+    side = Side(failures=1, lost=SECOND)
+    side.syncing.sync()
+    assert side.syncs == [([FIRST, SECOND], False), ([FIRST], False)] and side.serving == [FIRST] and side.said == []
+    newcomer = Side(failures=1, lost=SECOND)
+    newcomer.serving = [FIRST]
+    newcomer.syncing.welcome()
+    assert newcomer.syncs == [([SECOND], False)] and newcomer.serving == [FIRST], "nobody else waits for weights"
