@@ -49,6 +49,11 @@ class ConfigFile:
             raise self.refusal("architectures", name, known)
         return name
 
+    def model_type(self) -> str:
+        """What transformers calls this kind of model; empty if the file does not say."""
+        found = self._values.get("model_type")
+        return found if isinstance(found, str) else ""
+
     def expect(self, name: str, value: str, reason: str) -> None:
         """Refuse another value of `name`."""
         if self._values.get(name) != value:

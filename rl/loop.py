@@ -46,7 +46,7 @@ def train(run: Run) -> str:
 
     clock = StepClock()
     for step in range(run.step + 1, experiment.run.steps + 1):
-        run.step = step
+        run.begin(step)
         version = trainer.weight_version
         work = feed.take(step, version, clock)
 

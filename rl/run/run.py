@@ -27,6 +27,7 @@ from rl.run.checkpoints import Checkpoints, with_older
 from rl.run.feed.ahead import FeedState
 from rl.run.feed.conversations import ENVIRONMENT_FAILURES
 from rl.run.feed.judging import REWARD_FAILURES
+from rl.run.lifecycle.folder import Folder
 from rl.run.lifecycle.interrupts import Closing
 from rl.run.lifecycle.stopping import end_without_ray
 from rl.run.listener import ENGINES_REPLACED, STALE_RESYNCS, SYNCS_REPEATED
@@ -71,6 +72,7 @@ class Run:
     step: int
     checkpoints: Checkpoints
     _closing: Closing
+    _folder: Folder
     session: Session
     manifest: Path | None = None
     feed: FeedState | None = None
@@ -148,6 +150,7 @@ class Run:
                 feed=FeedState.of_checkpoint(files.checkpoint(step)) if step else None,
                 session=this_session(),
                 _closing=Closing(),
+                _folder=Folder(files.path),
             )
             append_session(files.sessions, run.session)
             wandb_run.lost, stack.listener.tell = run.note_wandb_lost, run.note_mended
@@ -177,6 +180,11 @@ class Run:
         if self.session.ended is None:
             self.session = replace(self.session, ended=self.session.started + time.monotonic() - self._began, why=why)
             append_session(self.files.sessions, self.session)
+
+    def begin(self, step: int) -> None:
+        """Go on to a step. Raises FileNotFoundError: the run's directory is not there any more."""
+        self.step = step
+        self._folder.check(step)
 
     @property
     def capsule(self) -> str:

@@ -42,7 +42,7 @@ def main() -> None:
     # Until the first request SGLang does not handle SIGTERM, and the `finally` below would be skipped.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL))
-    _import_one_model_only(request["architecture"])
+    _import_one_model_only(request["model_type"])
 
     from sglang.srt.plugins import load_plugins
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
@@ -107,13 +107,13 @@ def _remember_shared_memory(ports: Any, *_: Any, **__: Any) -> None:
     note_shared_memory(Path(os.environ["TMPDIR"]), shm_path_for(ports.instance_id))
 
 
-def _import_one_model_only(architecture: str) -> None:
-    """Keep SGLang from importing all of its models, which takes a second and fills the log with what is missing."""
+def _import_one_model_only(model_type: str) -> None:
+    """Keep SGLang from importing all of its models, which takes a second and fills the log with what is missing. Its
+    module of a model is mostly called by the `model_type` of config.json; where none is, it imports them all."""
     models = Path(importlib.util.find_spec("sglang").submodule_search_locations[0], "srt", "models")  # type: ignore[union-attr, index]
-    modules = {path.stem: path.read_text() for path in models.glob("*.py")}
-    others = [name for name, source in modules.items() if f"class {architecture}(" not in source]
-    if len(others) < len(modules):
-        os.environ["SGLANG_DISABLED_MODEL_ARCHS"] = ",".join(others)
+    modules = {path.stem for path in models.glob("*.py")}
+    if model_type in modules:
+        os.environ["SGLANG_DISABLED_MODEL_ARCHS"] = ",".join(modules - {model_type})
 
 
 async def _exit_promptly(original: Any, manager: Any) -> None:

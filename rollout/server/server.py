@@ -69,7 +69,7 @@ class SGLangServer:
             UserError: the configured port is taken, or the model directory has no config.json.
             EngineDiedError: the process ended; EngineError: it did not answer within `config.start_timeout_s`.
         """
-        architecture = ConfigFile.read(Path(model_path), "model.path").architecture()
+        model_type = ConfigFile.read(Path(model_path), "model.path").model_type()
         cuda = has_cuda()
         mode: Mode = plugin["numerics"]["mode"] if plugin is not None else "native"
         port = _claim_port(config.port, host)
@@ -105,7 +105,7 @@ class SGLangServer:
         try:
             server._hand_over(
                 arguments=arguments,
-                architecture=architecture,
+                model_type=model_type,
                 fork=not cuda,
                 openai=served_name is not None,
                 api_key=endpoint.api_key,

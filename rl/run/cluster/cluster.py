@@ -8,15 +8,16 @@ import secrets
 import select
 import shutil
 import signal
-import socket
 import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import psutil
 import ray
 from ray._private import ray_constants
 from ray._raylet import AuthenticationTokenLoader  # type: ignore[attr-defined]
@@ -29,8 +30,6 @@ from rollout.server.scratch import RAY, make_scratch, remove_scratch, sweep
 _PARENT = "/tmp"
 """Paths of sockets must stay short."""
 _ANSWER_SECONDS = 5.0
-_SETTINGS = bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
-"""HTTP/2's first frame, of type 4 and empty; a gRPC server answers with one."""
 _SIGNALLED_SECONDS = 0.2
 """After which this process has noticed a signal that has ended its Ray. Half a second after that, Ray would end it."""
 _HEAD = {ray_constants.PROCESS_TYPE_RAYLET: "raylet", ray_constants.PROCESS_TYPE_GCS_SERVER: "GCS server"}
@@ -82,18 +81,16 @@ def ray_cluster(failure_logs: Path, lost: Callable[[str], object] = end_at_once)
 
 def _check_answers(address: str) -> None:
     """Whether a gRPC server is there. Ray itself would try for two minutes, and then end the process."""
-    host, _, port = address.rpartition(":")
-    if not port.isdigit():
+    if not address.rpartition(":")[2].isdigit():
         return  # "auto": Ray looks for a cluster of this machine
-    try:
-        with socket.create_connection((host.strip("[]"), int(port)), timeout=_ANSWER_SECONDS) as connection:
-            connection.settimeout(_ANSWER_SECONDS)
-            connection.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + _SETTINGS)
-            greeting = connection.recv(9)
-    except OSError as error:
-        raise _no_cluster(address, str(error)) from None
-    if greeting[3:4] != _SETTINGS[3:4]:
-        raise _no_cluster(address, "a server that is not Ray's; its dashboard is for `fp8rl submit`")
+    import grpc
+
+    with grpc.insecure_channel(address, options=[("grpc.enable_http_proxy", 0)]) as channel:
+        try:
+            grpc.channel_ready_future(channel).result(_ANSWER_SECONDS)
+        except grpc.FutureTimeoutError:
+            found = f"no answer of Ray's within {_ANSWER_SECONDS:g} s; its dashboard is for `fp8rl submit`"
+            raise _no_cluster(address, found) from None
 
 
 def _last_words(error: BaseException) -> str:
@@ -128,13 +125,14 @@ def _private_cluster(failure_logs: Path, lost: Callable[[str], object]) -> Itera
     try:
         with _environment(settings):
             try:
-                _init(folder, address="local", include_dashboard=False, _temp_dir=str(folder / "ray"))
+                with _any_agent_port():
+                    _init(folder, address="local", include_dashboard=False, _temp_dir=str(folder / "ray"))
                 with _head_watched(lost):
                     yield
             except Exception:
                 ray.shutdown(wait_for_processes=True)
                 logs = folder / "ray" / "session_latest" / "logs"
-                if logs.is_dir():
+                if logs.is_dir() and failure_logs.parent.is_dir():
                     shutil.copytree(logs, failure_logs, dirs_exist_ok=True)
                 raise
             finally:
@@ -184,6 +182,17 @@ def _environment(settings: dict[str, str | None]) -> Iterator[None]:
         AuthenticationTokenLoader.instance().reset_cache()
 
 
+@contextmanager
+def _any_agent_port() -> Iterator[None]:
+    """Have Ray's agent listen at any free port: its default is one per machine, and a head without it takes no jobs."""
+    parameters = ray._private.parameter.RayParams
+    ray._private.parameter.RayParams = partial(parameters, dashboard_agent_listen_port=0)
+    try:
+        yield
+    finally:
+        ray._private.parameter.RayParams = parameters
+
+
 def _set(variables: dict[str, str | None]) -> None:
     for name, value in variables.items():
         if value is None:
@@ -204,6 +213,15 @@ def _init(folder: Path, **options: Any) -> None:
         ray.init(log_to_driver=False, logging_level=logging.ERROR, **options)
     except SystemExit:
         raise KeyboardInterrupt from None
+    except ValueError as error:
+        if "memory" not in str(error):
+            raise
+        raise user_error(
+            "memory",
+            found=f"{psutil.virtual_memory().available / 1e9:.1f} GB free, with which Ray does not start ({error})",
+            expected="a machine with room for Ray, a trainer and an engine",
+            remedy="End other programs, or raise the limit of this container.",
+        ) from None
     finally:
         os.chdir(here)
         signal.signal(signal.SIGTERM, handler)

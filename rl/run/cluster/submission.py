@@ -6,9 +6,11 @@ import asyncio
 import os
 import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
+import aiohttp
 from ray.job_submission import JobStatus, JobSubmissionClient
 
 from numerics.errors import user_error
@@ -21,30 +23,23 @@ def submit(arguments: Sequence[str], address: str, *, wait: bool, say: Callable[
     Whether it has succeeded; without `wait`, whether it was taken.
 
     Raises:
-        UserError: no cluster answers there.
+        UserError: no cluster answers there, or none does any more.
     """
     command = Path(sys.executable).with_name("fp8rl")
     # From this directory, so that relative paths mean what they mean here.
     entrypoint = f"cd {shlex.quote(os.getcwd())} && exec {shlex.join([str(command), 'train', *arguments])}"
-    try:
+    with _reached(address):
         client = JobSubmissionClient(address)
         job = client.submit_job(entrypoint=entrypoint)
-    except (ConnectionError, RuntimeError) as error:
-        raise user_error(
-            "--address",
-            found=f"{address} ({str(error).splitlines()[0]})",
-            expected="the dashboard of a Ray cluster that takes jobs",
-            remedy="Start one with `ray start --head`, or correct the address. If it asks for a token, put the token "
-            "and RAY_AUTH_MODE into this environment too.",
-        ) from None
     say(f"job      {job}")
     options = f"--address {address} {job}"
     if not wait:
         say(f"watch    ray job logs --follow {options}")
         say(f"stop     ray job stop {options}")
         return True
-    asyncio.run(_show(client, job))
-    status = client.get_job_status(job)
+    with _reached(address):
+        asyncio.run(_show(client, job))
+        status = client.get_job_status(job)
     say(f"job      {job}: {status}")
     return status == JobStatus.SUCCEEDED
 
@@ -52,3 +47,19 @@ def submit(arguments: Sequence[str], address: str, *, wait: bool, say: Callable[
 async def _show(client: JobSubmissionClient, job: str) -> None:
     async for text in client.tail_job_logs(job):
         print(text, end="", flush=True)
+
+
+@contextmanager
+def _reached(address: str) -> Iterator[None]:
+    """Whatever keeps the dashboard from answering is one sentence: a head may die between two requests."""
+    try:
+        yield
+    except (OSError, RuntimeError, aiohttp.ClientError) as error:
+        why = (str(error) or repr(error)).splitlines()[0]
+        raise user_error(
+            "--address",
+            found=f"{address} ({why})",
+            expected="the dashboard of a Ray cluster that takes jobs",
+            remedy="Start one with `ray start --head`, or correct the address. If it asks for a token, put the token "
+            "and RAY_AUTH_MODE into this environment too.",
+        ) from None

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM end a run in one way: by unwinding it. Nothing cuts the unwinding short.
+"""Ctrl-C, SIGTERM and a closed terminal end a run in one way: by unwinding it. Nothing cuts the unwinding short.
 
 Before anything is open there is nothing to unwind, and imports are the worst place to be interrupted in: the process
 ends at once.
@@ -9,15 +9,18 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import stat
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from types import FrameType, TracebackType
 
 INTERRUPTED = 130
 """Exit code of what was interrupted, as shells have it."""
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_HANGUP = () if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else (signal.SIGHUP,)
+"""Under `nohup` a terminal may close."""
+SIGNALS = (signal.SIGINT, signal.SIGTERM, *_HANGUP)
 
 _DEAF_SECONDS = 1.0
 """How long further signals are ignored, for the first one to unwind to where the closing begins."""
@@ -28,10 +31,11 @@ Handler = Callable[[int, FrameType | None], None] | int | None
 
 
 def end_on_signal() -> None:
-    """Have both signals end this process on the spot, until something is opened that has to be closed."""
+    """Have each signal end this process on the spot, until something is opened that has to be closed."""
 
     def end(signum: int, frame: FrameType | None) -> None:
-        os.write(sys.stderr.fileno(), b"interrupted; nothing was started\n")
+        with suppress(OSError):  # of a terminal that is closed
+            os.write(sys.stderr.fileno(), b"interrupted; nothing was started\n")
         os._exit(INTERRUPTED)
 
     _handle(dict.fromkeys(SIGNALS, end))
@@ -39,14 +43,16 @@ def end_on_signal() -> None:
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """Let SIGTERM, which `ray job stop` sends, raise KeyboardInterrupt as Ctrl-C does; a burst of both raises once.
+    """Let SIGTERM, which `ray job stop` sends, and SIGHUP raise KeyboardInterrupt as Ctrl-C does; a burst raises once.
 
-    After an interrupt both signals stay ignored, since the process is about to end.
+    After an interrupt all of them stay ignored, since the process is about to end.
     """
     last = float("-inf")
 
     def interrupt(signum: int, frame: FrameType | None) -> None:
         nonlocal last
+        if signum == signal.SIGHUP:
+            _leave_terminal()
         if time.monotonic() - last > _DEAF_SECONDS:
             last = time.monotonic()
             raise KeyboardInterrupt
@@ -68,6 +74,14 @@ def interruptible() -> Iterator[None]:
 def is_ending() -> bool:
     """Whether this process is about to end, or closes a run: a signal has come, or they do nothing any more."""
     return any(map(_holds_signal, _posts)) or all(signal.getsignal(signum) is signal.SIG_IGN for signum in SIGNALS)
+
+
+def _leave_terminal() -> None:
+    """Write to nowhere what would go to a terminal that is closed; each line would be an error of its own."""
+    with open(os.devnull, "wb") as nowhere:
+        for descriptor in (1, 2):
+            if stat.S_ISCHR(os.fstat(descriptor).st_mode):
+                os.dup2(nowhere.fileno(), descriptor)
 
 
 @contextmanager
@@ -94,7 +108,7 @@ def _holds_signal(post: socket.socket) -> bool:
 
 
 class Closing(ExitStack):
-    """An ExitStack that closes what it holds with both signals ignored. outer: another one inside says that it does."""
+    """An ExitStack that closes what it holds with all signals ignored. outer: another one inside says that it does."""
 
     def __init__(self, *, outer: bool = False) -> None:
         super().__init__()

@@ -14,8 +14,13 @@ STOPPED = 3
 
 def say_failed(files: RunDir, error: object) -> None:
     """Say what the failure was, where its logs are, and how to go on."""
-    print(f"error: {error}\nlogs     {files.log}, {files.path}/engine_*.log", file=sys.stderr)
-    print(how_to_go_on(files), file=sys.stderr, flush=True)
+    print(f"error: {error}", file=sys.stderr)
+    if not files.experiment.is_file():
+        print(f"{files.path} is gone: put it back for --resume, or begin again", file=sys.stderr, flush=True)
+        return
+    print(f"logs     {files.log}, {files.path}/engine_*.log", file=sys.stderr)
+    unbegun = "the run had not begun: the same command begins again"
+    print(how_to_go_on(files, unbegun), file=sys.stderr, flush=True)
 
 
 def end_without_ray(files: RunDir, why: str) -> None:
@@ -25,10 +30,10 @@ def end_without_ray(files: RunDir, why: str) -> None:
     os._exit(STOPPED)
 
 
-def how_to_go_on(files: RunDir) -> str:
-    """What to type after an interrupt."""
+def how_to_go_on(files: RunDir, unbegun: str = "the run had not begun, and leaves nothing") -> str:
+    """What to type after an interrupt; unbegun: what to say of a run that has not reached its first row."""
     if files.checkpoint_steps():
         return f"resume   fp8rl train {files.experiment} --resume"
     if files.begun:
         return f"{files.path} has no checkpoint yet: the same command with --overwrite begins again"
-    return "the run had not begun, and leaves nothing"
+    return unbegun

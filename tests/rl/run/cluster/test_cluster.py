@@ -39,6 +39,8 @@ for failing in (False, True):
             assert where == trainer.__file__, where
             if not failing:
                 assert all_on_loopback(family)
+                ports = {c.laddr.port for p in family for c in p.net_connections("inet")}
+                assert 52365 not in ports, "the one that a head beside it listens at"
                 assert folder.parent.stat().st_mode & 0o777 == 0o700
                 token = (folder.parent / "token").read_text()
                 assert not any(token in process.environ().values() for process in family)
@@ -77,6 +79,21 @@ with ray_cluster(Path(sys.argv[1])):
     (head,) = [child for child in psutil.Process().children(recursive=True) if child.name() == "gcs_server"]
     head.kill()
     time.sleep(30)
+"""
+
+WITHOUT_MEMORY = """
+import sys
+from pathlib import Path
+import ray
+from numerics.errors import UserError
+from rl.run.cluster.cluster import ray_cluster
+
+ray._private.utils.estimate_available_memory = lambda: 120_000_000
+try:
+    with ray_cluster(Path(sys.argv[1])):
+        pass
+except UserError as error:
+    print(error, file=sys.stderr)
 """
 
 
@@ -123,6 +140,13 @@ def test_an_address_that_does_not_answer_is_one_message_at_once(
             pass
     assert time.monotonic() - began < 10, "Ray itself takes two minutes"
     server.shutdown()
+
+
+def test_too_little_memory_for_ray_is_one_sentence_and_leaves_nothing(run: Callable[..., str]) -> None:
+    before = set(Path("/tmp").glob("fp8rl-ray-*"))
+    (said,) = run(WITHOUT_MEMORY).splitlines()
+    assert said.startswith("memory: found ") and "Ray does not start" in said and "End other programs" in said
+    assert not set(Path("/tmp").glob("fp8rl-ray-*")) - before
 
 
 def test_a_head_that_is_killed_ends_the_process_in_one_sentence(run: Callable[..., str]) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import http.server
+import json
+import threading
 from pathlib import Path
 
 import pytest
@@ -22,6 +25,42 @@ def typed(*arguments: str) -> tuple[int, str]:
 def test_a_cluster_that_does_not_answer_is_one_message() -> None:
     code, said = typed(SPEC, "--address", "http://127.0.0.1:9")
     assert code == 2 and said.startswith("error: --address: found 'http://127.0.0.1:9") and "ray start --head" in said
+
+
+class Dying(http.server.BaseHTTPRequestHandler):
+    """A dashboard that says its version, takes a job if it is `taking`, and dies then."""
+
+    taking = False
+
+    def do_GET(self) -> None:
+        if not self.path.endswith("/api/version"):
+            return self.connection.close()
+        self._say({"version": "4", "ray_version": "2", "ray_commit": "c", "session_name": "s"})
+
+    def do_POST(self) -> None:
+        if not self.taking:
+            return self.connection.close()
+        self._say({"job_id": "job-1", "submission_id": "job-1"})
+
+    def _say(self, values: dict[str, str]) -> None:
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.end_headers()
+        self.wfile.write(json.dumps(values).encode())
+
+    def log_message(self, format: str, *values: object) -> None: ...
+
+
+@pytest.mark.parametrize("taking", [False, True], ids=["before it takes the job", "while the job runs"])
+def test_a_head_that_dies_is_one_message(taking: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Dying, "taking", taking)
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Dying)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    address = f"http://127.0.0.1:{server.server_port}"
+    code, said = typed(SPEC, "--address", address, "--wait")
+    server.shutdown()
+    assert code == 2 and said.splitlines()[-1].startswith("error: --address: found ") and address in said
+    assert ("job      job-1" in said) == taking
 
 
 def test_a_spec_that_would_be_refused_is_refused_here() -> None:

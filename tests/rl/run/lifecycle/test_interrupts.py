@@ -1,16 +1,20 @@
 import os
+import pty
 import signal
+import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
 from rl.run.lifecycle import interrupts
 from rl.run.lifecycle.interrupts import SIGNALS, Closing, interruptible, is_ending
+from tests.support.paths import ROOT
 
 
 @pytest.mark.parametrize("signum", SIGNALS)
-def test_either_signal_interrupts_and_further_ones_are_ignored(signum: int) -> None:
+def test_each_signal_interrupts_and_further_ones_are_ignored(signum: int) -> None:
     with pytest.raises(KeyboardInterrupt), interruptible():
         os.kill(os.getpid(), signum)
         pytest.fail("not interrupted")
@@ -82,6 +86,32 @@ def test_nothing_cuts_the_closing_short(capsys: pytest.CaptureFixture[str]) -> N
         os.kill(os.getpid(), signal.SIGTERM)
     assert closed == ["second", "first"]
     assert capsys.readouterr().err == "interrupted: ending every process of the run\n"
+
+
+HUNG_UP = """
+import os, sys, time
+from rl.run.lifecycle.interrupts import Closing, interruptible
+def close(): print("closing"); open(sys.argv[1], "w").write("closed")
+try:
+    with interruptible(), Closing() as closing:
+        closing.callback(close)
+        print("ready", flush=True)
+        time.sleep(60)
+except KeyboardInterrupt:
+    print("interrupted", file=sys.stderr, flush=True)
+    os._exit(130)
+"""
+
+
+def test_a_terminal_that_is_closed_interrupts_and_cuts_nothing_short(tmp_path: Path) -> None:
+    pid, terminal = pty.fork()
+    if not pid:
+        os.chdir(ROOT)
+        os.execv(sys.executable, [sys.executable, "-c", HUNG_UP, str(tmp_path / "closed")])
+    assert os.read(terminal, 100).strip() == b"ready"
+    os.close(terminal)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 130
+    assert (tmp_path / "closed").read_text() == "closed"
 
 
 def test_a_moved_closing_is_as_deaf() -> None:
