@@ -13,6 +13,7 @@ import ray
 import torch
 from torch import Tensor
 
+from numerics.backend.environment import BOUNDED_MEMORY
 from numerics.config import NumericsConfig
 from trainer.checkpoint.files import discard
 from trainer.config import TrainerConfig
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 # Actors share the machine with the engine and mostly wait for each other, so that they ask Ray for no CPU of their own.
 _CPUS_PER_RANK = 0
 RANK_ENVIRONMENT = {
+    **BOUNDED_MEMORY,
     # One thread per rank: row-invariance is only established for one, and two were slower on two cores.
     "OMP_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from numerics.backend.environment import BOUNDED_MEMORY
 from numerics.config import Mode
 from rollout.config import RolloutConfig
 from rollout.plugin import CONFIG_VARIABLE
@@ -144,6 +145,7 @@ def server_environment(
         environment.pop(name, None)
     if plugin is not None:
         environment[CONFIG_VARIABLE] = json.dumps(plugin)
+    environment |= BOUNDED_MEMORY
     environment["OMP_NUM_THREADS"] = "1"
     environment |= _CUDA_ENVIRONMENT | _CUDA_ENVIRONMENT_OF[mode] if cuda else _CPU_ENVIRONMENT
     if not cuda and ranks > 1:
