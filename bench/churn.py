@@ -21,7 +21,7 @@ from numerics.spec import QuantSpec
 from rl.algorithms.sft import SftObjective
 from trainer.config import TrainerConfig
 from trainer.distributed import parallel
-from weight_sync.delta import Sender
+from weight_sync.delta import changes
 from weight_sync.quantized import served_tensors
 
 MODEL = TinyModel(layers=4, hidden=512, heads=4, kv_heads=2, intermediate=512, experts=8, top_k=2, vocab=1024)
@@ -46,7 +46,7 @@ def _measure(path: Path, rate: float, layout: parallel.Layout) -> Result:
     numerics = NumericsConfig(spec=QuantSpec.preset("fp8_block_pow2"))
     config = TrainerConfig(lr=rate, warmup_steps=0, micro_batch_tokens=4096)
     trainer = Trainer(path, config, numerics, layout, seed=0, total_steps=100, max_sequence_length=WIDTH)
-    sender, table = Sender(), trainer.definition.tensors
+    table = trainer.definition.tensors
     shares: list[float] = []
     changed: dict[str, list[float]] = {"codes": [], "scales": [], "BF16 values": []}
     former: dict[str, Tensor] = {}
@@ -57,7 +57,8 @@ def _measure(path: Path, rate: float, layout: parallel.Layout) -> Result:
             name: tensor.clone()
             for name, tensor in served_tensors(trainer.export_weights(), numerics.rollout_spec, trainer.definition)
         }
-        sent = sum(tensor.nbytes for _, tensor in sender.changes(served.items(), step, step - 1, table, ranks=1))
+        deltas = changes(trainer.last_sent, served.items(), step, step - 1, table, ranks=1)
+        sent = sum(tensor.nbytes for _, tensor in deltas)
         if step:
             shares.append(sent / sum(tensor.nbytes for tensor in served.values()))
             for kind, fraction in _fractions(served, former).items():

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 from torch import Tensor
 
 _LONGEST_GAP = 0xFFFF
 _ENTRY_BYTES = 3
 """Two for the distance to the entry before, one for the value."""
+
+
+@dataclasses.dataclass
+class LastSent:
+    """A copy of what a process has sent, by name, from one time to the next. version: None while it is not whole."""
+
+    version: int | None = None
+    tensors: dict[str, Tensor] = dataclasses.field(default_factory=dict)
 
 
 def encode(new: Tensor, old: Tensor) -> Tensor | None:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from models.tensors import TensorRow
 from numerics.backend.probe import row_variant_ops
 from numerics.config import NumericsConfig
+from numerics.delta import LastSent
 from numerics.errors import user_error
 from numerics.quantize import QuantizedTensor
 from numerics.spec import TensorSpec
@@ -36,6 +37,7 @@ class Trainer(Scorer):
 
     Attributes:
         weight_version: optimizer steps taken.
+        last_sent: what this rank has handed to engines, kept where the next sync sends only what has changed.
     """
 
     def __init__(
@@ -59,6 +61,7 @@ class Trainer(Scorer):
         super().__init__(model_path, config, numerics, layout, max_sequence_length=max_sequence_length, dtype=dtype)
         check_wires(self.definition.sizes, config, numerics.trainer_spec)
         self.weight_version = 0
+        self.last_sent = LastSent()
         self._rows = self._tensors_of_parameters()
         self.optimizer = Optimizer(self.model, config, self.lowering, total_steps, self._gathered_in_fp8)
         self._ready_norm: float | None = None

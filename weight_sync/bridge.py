@@ -26,7 +26,7 @@ from rollout.types import Endpoint
 from trainer.actor import TrainerGroup
 from weight_sync.buckets import Named
 from weight_sync.config import ANSWER_WITHIN_S, SyncConfig
-from weight_sync.delta import sender_of
+from weight_sync.delta import changes
 from weight_sync.hf_checkpoint import write_served_checkpoint
 from weight_sync.manifest import Manifest, Recorder, Sent, SyncError
 from weight_sync.quantized import served_tensors
@@ -183,7 +183,7 @@ def send_share(trainer: Trainer, share: Share) -> Sent:
         allocate = None if share.delta else share.transport.allocate
         tensors = recorder.watch(served_tensors(weights, share.spec, trainer.definition, allocate))
         if share.delta:
-            tensors = sender_of(trainer).changes(tensors, share.version, share.since, table, ranks)
+            tensors = changes(trainer.last_sent, tensors, share.version, share.since, table, ranks)
         for name, tensor in tensors:
             payload += tensor.nbytes
             yield name, tensor

@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from models.tensors import EngineRank
-from numerics.delta import apply
+from numerics.delta import LastSent, apply
 from rollout.protocol import DELTA
 from tests.support.definitions import every_tensor
-from weight_sync.delta import Sender
+from weight_sync.delta import changes
 
 TABLE = every_tensor(layers=1).tensors
 Q, OUT, NORM = "model.layers.0.self_attn.q_proj.weight", "model.layers.0.self_attn.o_proj.weight", "model.norm.weight"
@@ -21,50 +21,50 @@ def weights() -> dict[str, Tensor]:
 
 
 def sent(
-    sender: Sender, tensors: dict[str, Tensor], version: int, since: int | None, ranks: int = 1
+    last: LastSent, tensors: dict[str, Tensor], version: int, since: int | None, ranks: int = 1
 ) -> dict[str, Tensor]:
-    return {name: tensor.clone() for name, tensor in sender.changes(tensors.items(), version, since, TABLE, ranks)}
+    return {name: tensor.clone() for name, tensor in changes(last, tensors.items(), version, since, TABLE, ranks)}
 
 
 def test_the_first_sync_sends_everything_and_the_next_what_changed() -> None:
-    sender, tensors = Sender(), weights()
-    assert sent(sender, tensors, 0, since=0).keys() == tensors.keys()
+    last, tensors = LastSent(), weights()
+    assert sent(last, tensors, 0, since=0).keys() == tensors.keys()
     before = {name: tensor.clone() for name, tensor in tensors.items()}
     tensors[Q][3, 5] += 1
-    changes = sent(sender, tensors, 1, since=0)
-    assert changes.keys() == {DELTA + name for name in tensors}
-    assert sum(change.nbytes for change in changes.values()) < 100
+    received = sent(last, tensors, 1, since=0)
+    assert received.keys() == {DELTA + name for name in tensors}
+    assert sum(change.nbytes for change in received.values()) < 100
     for name, tensor in tensors.items():
-        apply(changes[DELTA + name], before[name])
+        apply(received[DELTA + name], before[name])
         assert torch.equal(before[name], tensor)
 
 
 def test_engines_that_hold_something_else_get_everything() -> None:
-    sender, tensors = Sender(), weights()
-    sent(sender, tensors, 4, since=None)
-    assert sent(sender, tensors, 5, since=3).keys() == tensors.keys()
-    assert sent(sender, tensors, 6, since=None).keys() == tensors.keys()
-    assert all(name.startswith(DELTA) for name in sent(sender, tensors, 7, since=6))
+    last, tensors = LastSent(), weights()
+    sent(last, tensors, 4, since=None)
+    assert sent(last, tensors, 5, since=3).keys() == tensors.keys()
+    assert sent(last, tensors, 6, since=None).keys() == tensors.keys()
+    assert all(name.startswith(DELTA) for name in sent(last, tensors, 7, since=6))
 
 
 def test_after_a_sync_that_broke_off_everything_is_sent() -> None:
-    sender, tensors = Sender(), weights()
-    sent(sender, tensors, 0, since=None)
-    next(iter(sender.changes(tensors.items(), 1, 0, TABLE, 1)))
-    assert sent(sender, tensors, 1, since=0).keys() == tensors.keys()
+    last, tensors = LastSent(), weights()
+    sent(last, tensors, 0, since=None)
+    next(iter(changes(last, tensors.items(), 1, 0, TABLE, 1)))
+    assert sent(last, tensors, 1, since=0).keys() == tensors.keys()
 
 
 def test_a_tensor_that_has_changed_throughout_is_sent_whole_among_deltas() -> None:
-    sender, tensors = Sender(), weights()
-    sent(sender, tensors, 0, since=None)
+    last, tensors = LastSent(), weights()
+    sent(last, tensors, 0, since=None)
     tensors[NORM] += 1
-    assert sent(sender, tensors, 1, since=0).keys() == {DELTA + Q, DELTA + OUT, NORM}
+    assert sent(last, tensors, 1, since=0).keys() == {DELTA + Q, DELTA + OUT, NORM}
 
 
 def test_each_rank_of_an_engine_gets_the_change_of_its_part() -> None:
     """q is shared by rows, o by columns, the norm is on both."""
-    sender, tensors = Sender(), weights()
-    sent(sender, tensors, 0, since=None, ranks=2)
+    last, tensors = LastSent(), weights()
+    sent(last, tensors, 0, since=None, ranks=2)
     held = [{} for _ in range(2)]
     for rank in range(2):
         place = EngineRank(rank, 2)
@@ -74,10 +74,10 @@ def test_each_rank_of_an_engine_gets_the_change_of_its_part() -> None:
     for tensor in tensors.values():
         tensor[17, 200] += 1
         tensor[200, 17] += 1
-    changes = sent(sender, tensors, 1, since=0, ranks=2)
-    assert changes.keys() == held[0].keys() | held[1].keys()
+    received = sent(last, tensors, 1, since=0, ranks=2)
+    assert received.keys() == held[0].keys() | held[1].keys()
     for rank in range(2):
         for label, part in held[rank].items():
-            apply(changes[label], part)
+            apply(received[label], part)
             name = label.removeprefix(DELTA).partition("#")[0]
             assert torch.equal(part, EngineRank(rank, 2).part(TABLE[name], tensors[name]))
