@@ -12,6 +12,7 @@ from torch import Tensor
 from numerics.quantize import fake_quantize
 from numerics.spec import QuantSpec
 from studies.harness import figures
+from studies.harness.accumulators import in_fp22, in_fp32, promoted
 from studies.harness.claims import ratio, twice, value
 from studies.harness.lab import Lab
 from studies.harness.study import Band, Measurement, Study, TextTable, by_arm
@@ -31,42 +32,9 @@ PUBLISHED = {
 }
 """The post's table, for comparison."""
 
-INSTRUCTION_K = 32
-"""Products along K that one FP8 instruction of Hopper adds before it rounds."""
-PROMOTED_EVERY = 128
-FP22_DROPPED_BITS = 10
-"""Of FP32's 23 bits of mantissa: Hopper's accumulator keeps 13 (DeepSeek-V3's report, 3.3.2)."""
-
 Accumulate = Callable[[Tensor, Tensor], Tensor]
 FP32 = QuantSpec.preset("fp8_block_fp32")
 POW2 = QuantSpec.preset("fp8_block_pow2")
-
-
-def in_fp32(x: Tensor, w: Tensor) -> Tensor:
-    """x [M, K] @ w [N, K]^T, added in FP32."""
-    return x.float() @ w.float().t()
-
-
-def in_fp22(x: Tensor, w: Tensor) -> Tensor:
-    """The same in an accumulator of 13 bits, which is cut off after every 32 products.
-
-    The products of one instruction are added exactly here; the hardware aligns and cuts them too, so this is the
-    smallest error that such an accumulator makes.
-    """
-    total = x.new_zeros(x.shape[0], w.shape[0], dtype=torch.float32)
-    for a, b in zip(x.float().split(INSTRUCTION_K, 1), w.float().split(INSTRUCTION_K, 1), strict=True):
-        total += a @ b.t()
-        total.view(torch.int32).bitwise_and_(-1 << FP22_DROPPED_BITS)
-    return total
-
-
-def promoted(x: Tensor, w: Tensor) -> Tensor:
-    """`in_fp22` whose sum moves to FP32 after every 128 products, as DeepGEMM's and this project's kernels do."""
-    parts = zip(x.split(PROMOTED_EVERY, 1), w.split(PROMOTED_EVERY, 1), strict=True)
-    total = x.new_zeros(x.shape[0], w.shape[0], dtype=torch.float32)
-    for a, b in parts:
-        total += in_fp22(a, b)
-    return total
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,15 +13,15 @@ from torch import Tensor
 
 from numerics.spec import QuantSpec
 from rl.algorithms.sft import SftObjective
-from studies.gemm_error import in_fp22, in_fp32, promoted
 from studies.harness import figures, live
+from studies.harness.accumulators import in_fp22, in_fp32, promoted
 from studies.harness.claims import Claim, ratio, twice, value
 from studies.harness.lab import Lab
 from studies.harness.products import ROLES, Operands, Probe, Recorder, Role, Take, library
 from studies.harness.spoiled import with_ops
 from studies.harness.statistics import estimate
 from studies.harness.study import Measurement, Study, TextTable
-from studies.harness.subjects import MODEL, random_model
+from studies.harness.subjects import MODEL, TRAIN, random_model
 from trainer.config import TrainerConfig
 from trainer.step.batch import UNKNOWN, TokenBatch
 
@@ -168,7 +168,7 @@ def _traces(model: str, seed: int, chains: int, scratch: Path) -> tuple[Means, D
     with live.world(RATE) as layout:
         trainer = live.trainer_of(path, live.exact(SPEC), layout, config=RATE, steps=len(STEPS))
         for step in STEPS:
-            batch = _with_routes(trainer, live.chain_batch(live.TRAIN, seed * len(STEPS) + step, chains))
+            batch = _with_routes(trainer, live.chain_batch(TRAIN, seed * len(STEPS) + step, chains))
             plain, fake = _trace(trainer, batch, in_bf16), _trace(trainer, batch, fake_quantized, same_inputs)
             emulated = _trace(trainer, batch, in_promoted_fp22)
             grown = {QUANTIZATION: apart(fake.outputs, plain.outputs), KERNEL: apart(emulated.outputs, fake.outputs)}

@@ -18,7 +18,7 @@ from studies.harness import figures, live
 from studies.harness.claims import ratio, twice, value
 from studies.harness.lab import Lab
 from studies.harness.study import Measurement, Study, TextTable, by_arm
-from studies.harness.subjects import MODEL
+from studies.harness.subjects import MODEL, TRAIN
 from trainer.step.batch import TokenBatch
 from trainer.step.objective import Objective
 
@@ -143,7 +143,7 @@ def _turned(seed: int, prompts: int) -> dict[str, dict[str, float]]:
     with live.world() as layout:
         trainer = live.trainer_of(MODEL, live.exact(SPEC), layout)
         sample = live.sampled(trainer, seed, prompts, ANSWERS)  # as an FP8 engine samples
-        taught = live.chain_batch(live.TRAIN, seed, prompts * ANSWERS)
+        taught = live.chain_batch(TRAIN, seed, prompts * ANSWERS)
         for loss in LOSSES:
             batch = taught if loss == "SFT" else _with_advantages(sample)
             gradient = _Gradients(trainer, batch, loss)
@@ -255,4 +255,5 @@ STUDY = Study(
     measure=measure,
     draw=draw,
     tables=tables,
+    units={"turned": "(1 - cos)"},
 )

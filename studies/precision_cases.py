@@ -353,4 +353,5 @@ STUDY = Study(
     measure=measure,
     draw=draw,
     tables=tables,
+    units={"kl": "nats", "abs_d": "nats"},
 )

@@ -20,7 +20,7 @@ from studies.harness.lab import Lab
 from studies.harness.products import Operands, Recorder
 from studies.harness.spoiled import NarrowState, with_ops
 from studies.harness.study import Measurement, Study, TextTable, by_arm, with_interval
-from studies.harness.subjects import random_model
+from studies.harness.subjects import TRAIN, random_model
 from studies.harness.training import NOISE, RATE, TrainedArm, teach
 
 if TYPE_CHECKING:
@@ -206,7 +206,7 @@ def _errors(seed: int, chains: int, scratch: Path) -> dict[str, dict[str, float]
     probe = _Probe(seed)
     with live.world(RATE) as layout:
         trainer = live.trainer_of(random_model(scratch, seed=seed), live.exact(FP8), layout, config=RATE)
-        batch = live.chain_batch(live.TRAIN, seed, chains)
+        batch = live.chain_batch(TRAIN, seed, chains)
         with with_ops(**Recorder(_plain, probe).ops()):
             trainer.forward_backward(batch, SftObjective.of(batch))
     return {arm: {name: sum(of) / len(of) for name, of in metrics.items()} for arm, metrics in probe.found.items()}
@@ -294,4 +294,5 @@ STUDY = Study(
     measure=measure,
     draw=draw,
     tables=tables,
+    units={"nll": "nats"},
 )

@@ -17,7 +17,7 @@ from studies.harness import figures, live
 from studies.harness.claims import Claim, difference, ratio, twice, value
 from studies.harness.lab import Lab, on_ranks
 from studies.harness.study import Measurement, Study, TextTable, with_interval
-from studies.harness.subjects import MODEL
+from studies.harness.subjects import MODEL, TRAIN
 from studies.harness.training import CHAINS_PER_STEP, NOISE, RATE, STEPS, TrainedArm, taught
 from trainer.config import GradientWire, WeightGather
 
@@ -204,7 +204,7 @@ def _local_gradients(layout: Layout, seed: int) -> list[Local]:
     for group in (*model.bucket_groups, *model.expert_parallel_bucket_groups):
         # In place of the sum, which would be written where they are.
         group.start_grad_sync = lambda *_, group=group, **__: keep(group)
-    batch = live.chain_batch(live.TRAIN, seed * STEPS, CHAINS_PER_STEP)
+    batch = live.chain_batch(TRAIN, seed * STEPS, CHAINS_PER_STEP)
     trainer.forward_backward(batch, SftObjective.of(batch))
     return kept
 
@@ -264,4 +264,5 @@ STUDY = Study(
     measure=measure,
     draw=draw,
     tables=tables,
+    units={"nll": "nats", "turned": "(1 - cos)", "gradient_bytes": "of FP32's", "weight_bytes": "of BF16's"},
 )

@@ -72,6 +72,20 @@ def test_only_models_knows_the_name_of_a_tensor(package: str) -> None:
     assert not broken
 
 
+def test_inside_studies_the_harness_knows_no_study_and_a_study_no_other() -> None:
+    """`names.py` loads one by its name, which is no import in its source."""
+    allowed = {"document": {"harness"}, "run": {"harness", "document"}, "harness": set()}
+    broken = []
+    for path in python_files("studies"):
+        room = path.relative_to(ROOT / "studies").parts[0].removesuffix(".py")
+        may = allowed.get(room, {"harness"}) | {room}
+        for line, module in imported_modules(path.read_text()):
+            parts = module.split(".")
+            if parts[0] == "studies" and len(parts) > 1 and parts[1] not in may:
+                broken.append(f"{path.relative_to(ROOT)}:{line} imports {module}")
+    assert not broken
+
+
 @pytest.mark.parametrize("floor", FLOORS)
 def test_imports_inside_rl_never_point_up(floor: str) -> None:
     above = {f"rl.{other}" for other in FLOORS[FLOORS.index(floor) + 1 :]}

@@ -70,14 +70,15 @@ def study(
     quick: Annotated[bool, typer.Option("--quick", help="Smaller sizes, for a look; no verdicts.")] = False,
     seeds: Annotated[int | None, typer.Option(help="Repetitions; by default what a verdict needs.")] = None,
     keep: Annotated[bool, typer.Option("--keep", help="Copy results into docs/studies; needs a clean tree.")] = False,
+    out: Annotated[Path, typer.Option(help="Folder of the results, one folder a study.")] = Path("runs/studies"),
 ) -> None:
-    """Measure what is claimed about FP8, and write runs/studies/NAME with results, tables and figures.
+    """Measure what is claimed about FP8, and write OUT/NAME with results, tables and figures.
 
     Exit code 0, 1 if a control does not hold, 2 for bad input.
     """
     with user_errors(), redirect_stdout(sys.stderr):
-        from studies.harness.run import run_studies
+        from studies.run import run_studies
 
         with interruptible():
-            sound = run_studies(names or [], every=every, quick=quick, seeds=seeds, keep=keep, say=progress())
+            sound = run_studies(names or [], every=every, quick=quick, seeds=seeds, keep=keep, say=progress(), out=out)
     end(sound)

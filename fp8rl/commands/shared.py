@@ -38,7 +38,7 @@ def user_errors() -> Iterator[None]:
         raise typer.Exit(INTERRUPTED) from None
 
 
-def progress() -> Callable[[str], None]:
+def progress() -> Callable[[RenderableType], None]:
     """Prints a line to the standard error, which leaves the standard output to the result."""
     from rich.console import Console
 

@@ -1,4 +1,4 @@
-"""`--keep`: results of full runs go into the documentation, and `docs/studies.md` is written from them."""
+"""`--keep`: results of full runs go into the documentation, from which `docs/studies.md` is written."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from numerics.errors import user_error
-from numerics.io.files import new_directory, write_atomically
+from numerics.io.files import new_directory
 from numerics.io.reading import read_text
+from studies.harness import provenance
 from studies.harness.names import NAMES, load
-from studies.harness.provenance import provenance
 from studies.harness.result import RESULTS, Result, read_result, result_of
 
 if TYPE_CHECKING:
@@ -20,14 +20,13 @@ if TYPE_CHECKING:
 KEPT = Path("docs/studies")
 KEPT_AUDIT = KEPT / "audit.json"
 """What `fp8rl audit examples/arithmetic.yaml --json` has printed on a clean checkout."""
-PAGE = Path("docs/studies.md")
 
 
 def check(quick: bool) -> None:
     """Refuse what may not be kept, before anything runs.
 
     Raises:
-        UserError: a quick run, or files that are not committed.
+        UserError: a quick run, files that are not committed, or another folder than the checkout's root.
     """
     if quick:
         raise user_error(
@@ -36,13 +35,20 @@ def check(quick: bool) -> None:
             expected="a full run, which alone gives verdicts",
             remedy="Leave one of the two out.",
         )
-    made = provenance()
+    made = provenance.provenance()
     if made["commit"] is None or made["dirty"]:
         raise user_error(
             "--keep",
             found="no git checkout" if made["commit"] is None else "changes that are not committed",
             expected="a clean checkout, so that the results name the code that made them",
             remedy="Commit or stash them first.",
+        )
+    if Path.cwd().resolve() != provenance.CODE:
+        raise user_error(
+            "--keep",
+            found=f"the folder {Path.cwd()}",
+            expected=f"the root of the checkout whose code measures, {provenance.CODE}",
+            remedy="Change there, or leave --keep out.",
         )
 
 
@@ -71,7 +77,7 @@ def kept() -> list[Result]:
 
 
 def kept_figures(name: str) -> list[Path]:
-    """Of a kept study."""
+    """The figures of a kept study."""
     return sorted((KEPT / name).glob("*.svg"))
 
 
@@ -84,10 +90,3 @@ def kept_audit() -> Report | None:
         if KEPT_AUDIT.is_file()
         else None
     )
-
-
-def write_docs() -> None:
-    """Write `docs/studies.md`."""
-    from studies.harness.document import document
-
-    write_atomically(PAGE, document(kept(), kept_audit()))

@@ -26,7 +26,7 @@ from rl.run.feed.batching import SftExample, batch_from_examples, batch_from_tra
 from rollout.data.sources import Source, load_problems
 from rollout.data.tasks import prompt_ids
 from rollout.rewards.integer import integer
-from studies.harness.subjects import MODEL
+from studies.harness.subjects import EXAMPLES, MODEL, TRAIN
 from trainer.config import TrainerConfig
 from trainer.step.batch import TokenBatch
 
@@ -39,9 +39,6 @@ if TYPE_CHECKING:
     from trainer.scorer import Scorer
     from trainer.trainer import Trainer
 
-EXAMPLES = Path("examples")
-DATA = EXAMPLES / "data"
-TRAIN, HELD_OUT = DATA / "arithmetic_train.jsonl", DATA / "arithmetic_eval.jsonl"
 EOS, MAX_NEW_TOKENS = 2, 20
 LONGEST = 64
 ONE_RANK = TrainerConfig()

@@ -5,18 +5,41 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from rich.console import Group
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
 from rl.report import page
 from studies.harness.claims import Judged
 from studies.harness.result import Result
 from studies.harness.study import TextTable
 
 CLAIMS_COLUMNS = ("claim", "it says", "found", "95% interval", "verdict")
+LEGEND = (
+    "×: how many times another arm's value it is. A sign: a difference from another arm. nats: of a token's "
+    "log-probability, the mean over tokens. n: seeds, or sequences of all seeds. p: corrected for all claims (Holm)."
+)
+"""What the tables of claims mean."""
 
 
 def claims_table(result: Result) -> TextTable:
     """What each claim came to."""
-    rows = [[judged.claim.id, judged.claim.says, *found_of(judged), verdict_of(judged)] for judged in result.judged]
+    rows = [
+        [judged.claim.id, judged.claim.says, *found_of(judged, result), verdict_of(judged)] for judged in result.judged
+    ]
     return TextTable("Claims", CLAIMS_COLUMNS, rows)
+
+
+def for_a_terminal(result: Result) -> Group:
+    """What each claim came to, in a table as wide as the terminal, and what its numbers mean."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for heading, ratio in (("claim", 2), ("verdict", 3), ("found", 2), ("95% interval", 3), ("it says", 8)):
+        table.add_column(heading, ratio=ratio, overflow="fold")
+    for judged in result.judged:
+        verdict = verdict_of(judged).replace("**", "")
+        table.add_row(*map(escape, (judged.claim.id, verdict, *found_of(judged, result), judged.claim.says)))
+    return Group(table, Text(LEGEND, style="dim"))
 
 
 def markdown(table: TextTable) -> str:
@@ -34,7 +57,7 @@ def grid(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 def write_tables(path: Path, result: Result) -> None:
     """`table.md`."""
     tables = [claims_table(result), *result.study.tables(result.measurement)]
-    head = f"# {result.study.name}\n\n{result.study.question}\n\n{result.caption()}"
+    head = f"# {result.study.name}\n\n{result.study.question}\n\n{LEGEND}\n\n{result.caption()}"
     path.write_text("\n\n".join([head, *map(markdown, tables)]) + "\n", encoding="utf-8")
 
 
@@ -50,14 +73,9 @@ def write_index(path: Path, result: Result, figures: Mapping[str, str]) -> None:
         question=result.study.question,
         figures=list(figures.values()),
         tables=[claims_table(result), *result.study.tables(result.measurement)],
+        legend=LEGEND,
         caption=result.caption(),
     )
-
-
-def sentence(judged: Judged) -> str:
-    """A claim and what it came to, for a terminal."""
-    value, interval = found_of(judged)
-    return f"  {judged.claim.id}: {verdict_of(judged).replace('**', '')}: {value} ({interval}). {judged.claim.says}"
 
 
 def _sentences(result: Result) -> Sequence[str]:
@@ -70,9 +88,10 @@ def _sentences(result: Result) -> Sequence[str]:
     return [f"Claims: {told}." + (f" No verdicts: {withheld}." if withheld else "")]
 
 
-def found_of(judged: Judged) -> tuple[str, str]:
-    """The estimate, and its interval with the number of seeds or sequences."""
+def found_of(judged: Judged, result: Result) -> tuple[str, str]:
+    """The estimate with its unit, and its interval with the number of seeds or sequences."""
     found, kind = judged.found, judged.claim.contrast
+    unit = "" if kind == "ratio" else result.study.units.get(judged.claim.metric.partition("/")[0], "")
     shown = {"ratio": "×{}", "difference": "{:+}", "value": "{}"}[kind]
 
     def text(value: float) -> str:
@@ -80,7 +99,7 @@ def found_of(judged: Judged) -> tuple[str, str]:
         return shown.format(rounded)
 
     interval = "exact" if found.low == found.high else f"{text(found.low)} to {text(found.high)}"
-    return text(found.value), f"{interval} (n = {found.count})"
+    return f"{text(found.value)} {unit}".rstrip(), f"{interval} (n = {found.count})"
 
 
 def verdict_of(judged: Judged) -> str:

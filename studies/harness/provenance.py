@@ -11,13 +11,18 @@ from typing import Any
 
 import torch
 
+CODE = Path(__file__).resolve().parents[2]
+"""The checkout of the code that measures, wherever it is called from."""
 _WRITTEN_HERE = (":(top,exclude)docs/studies", ":(top,exclude)docs/studies.md")
 """By the studies before this one, and read by none."""
 PACKAGES = ("torch", "sglang", "megatron-core", "transformers", "numpy", "scipy")
 
 
 def provenance() -> dict[str, Any]:
-    """As JSON values. `commit` is null outside a checkout; `dirty`: the checkout has changes that are not committed."""
+    """What measured, as JSON values.
+
+    `commit` is null outside a checkout; `dirty`: the checkout has changes that are not committed.
+    """
     return {
         "commit": _git("rev-parse", "HEAD"),
         "dirty": bool(_git("status", "--porcelain", "--untracked-files=no", "--", ":(top)", *_WRITTEN_HERE)),
@@ -37,7 +42,7 @@ def processor() -> str:
 
 def _git(*arguments: str) -> str | None:
     try:
-        done = subprocess.run(["git", *arguments], capture_output=True, text=True)
+        done = subprocess.run(["git", *arguments], cwd=CODE, capture_output=True, text=True)
     except FileNotFoundError:
         return None
     return done.stdout.strip() if done.returncode == 0 else None

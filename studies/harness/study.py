@@ -77,6 +77,7 @@ class Study:
         measure: runs the arms.
         draw: figures by file name, without suffix.
         tables: what was measured, in numbers.
+        units: of metrics, by the part of their name before a slash; a metric that is a plain number has none.
     """
 
     name: str
@@ -86,6 +87,7 @@ class Study:
     measure: Callable[[Lab], Measurement]
     draw: Callable[[Measurement], Mapping[str, Figure]]
     tables: Callable[[Measurement], Sequence[TextTable]]
+    units: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.seeds < FEWEST_SEEDS:

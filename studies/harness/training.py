@@ -15,7 +15,7 @@ import torch
 from numerics.config import NumericsConfig
 from rl.algorithms.sft import SftObjective
 from studies.harness import live
-from studies.harness.subjects import MODEL
+from studies.harness.subjects import HELD_OUT, MODEL, TRAIN
 from trainer.config import TrainerConfig
 from trainer.errors import NonFiniteLossError
 
@@ -93,14 +93,14 @@ def taught(
 ) -> Taught:
     """`teach` on this rank. evaluate: as `live.nll`, where several ranks score their own rows."""
     steps = QUICK_STEPS if quick else STEPS
-    held_out = live.chain_batch(live.HELD_OUT, 0, QUICK_HELD_OUT_CHAINS if quick else HELD_OUT_CHAINS)
+    held_out = live.chain_batch(HELD_OUT, 0, QUICK_HELD_OUT_CHAINS if quick else HELD_OUT_CHAINS)
     losses: list[float] = []
     config, dtype = arm.config, arm.dtype
     trainer = live.trainer_of(arm.model, arm.numerics, layout, config=config, steps=steps, dtype=dtype)
     with arm.change(trainer) if arm.change else nullcontext():
         try:
             for step in range(steps):
-                batch = live.chain_batch(live.TRAIN, seed * STEPS + step, CHAINS_PER_STEP)
+                batch = live.chain_batch(TRAIN, seed * STEPS + step, CHAINS_PER_STEP)
                 losses.append(trainer.train_step(batch, SftObjective.of(batch)).result.loss)
                 if arm.after_step:
                     arm.after_step(trainer)

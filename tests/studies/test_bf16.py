@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from studies.bf16 import LENGTHS, PRODUCTS, added_in_bf16, as_the_machine_rounds, cut_off, relative_error
-from studies.harness.conversions import facts, nearest
+from studies.bf16.conversions import facts, nearest
+from studies.bf16.study import LENGTHS, PRODUCTS, added_in_bf16, as_the_machine_rounds, cut_off, relative_error
 
 
 @pytest.mark.parametrize(

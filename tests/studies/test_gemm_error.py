@@ -6,9 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from studies.gemm_error import ARMS, errors_of, in_fp22, in_fp32, promoted
+from studies.gemm_error import ARMS, errors_of
+from studies.harness.accumulators import in_fp22, in_fp32, promoted
 from studies.harness.names import load
-from studies.harness.run import run_study
+from studies.run import run_study
 
 
 def test_an_fp22_accumulator_loses_what_does_not_reach_its_13_bits() -> None:

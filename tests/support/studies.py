@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from studies.harness import figures, keeping, names, run
+from studies import run
+from studies.harness import figures, keeping, names, provenance
 from studies.harness.claims import Claim, difference
 from studies.harness.lab import Lab
 from studies.harness.study import Measurement, Study, TextTable
-from studies.harness.subjects import MODEL
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -50,13 +50,13 @@ def made_up(twice: float = 0.0, loss: float = 0.5, more: Sequence[Claim] = ()) -
 
 
 def repository(folder: Path, patch: pytest.MonkeyPatch, study: Study) -> None:
-    """Make a folder a committed checkout with the model in its place, go there, and have this study alone."""
-    (folder / MODEL).mkdir(parents=True)
-    (folder / MODEL / "config.json").write_text("{}\n")
+    """Make a folder a committed checkout, go there, take it for the code's, and have this study alone."""
+    folder.mkdir(exist_ok=True)
     (folder / ".gitignore").write_text("/runs/\n")
     git(folder, "init", "-q")
     commit(folder)
     patch.chdir(folder)
+    patch.setattr(provenance, "CODE", folder.resolve())
     for module in (names, run, keeping):
         patch.setattr(module, "NAMES", (NAME,))
     for module in (run, keeping):

@@ -7,12 +7,14 @@ from pathlib import Path
 import pytest
 
 from numerics.errors import UserError
-from studies.harness import findings, keeping
+from studies.document import findings
+from studies.document.document import PAGE, write_docs
+from studies.harness import keeping
 from studies.harness.claims import value
-from studies.harness.keeping import KEPT, PAGE, check, kept, write_docs
+from studies.harness.keeping import KEPT, check, kept
 from studies.harness.provenance import provenance
 from studies.harness.result import RESULTS
-from studies.harness.run import FOLDER, run_studies
+from studies.run import FOLDER, run_studies
 from tests.support.studies import NAME, commit, made_up, repository
 
 
@@ -88,7 +90,7 @@ def test_controls_that_fail_are_said_and_what_was_kept_stays(tmp_path: Path, mon
     run_and_keep()
     before = contents()
     broken = made_up(twice=0.001)
-    monkeypatch.setattr("studies.harness.run.load", lambda name: broken)
+    monkeypatch.setattr("studies.run.load", lambda name: broken)
     said: list[str] = []
     assert not run_studies([NAME], every=False, quick=False, seeds=None, keep=True, say=said.append)
     assert f"{NAME}: not kept, as controls do not hold: same arm twice" in said

@@ -17,7 +17,7 @@ import sys
 from pathlib import Path
 from rl.run.lifecycle.interrupts import interruptible
 from studies.harness.lab import Lab
-from tests.rl.studies.test_lab import open_for_an_hour
+from tests.studies.harness.test_lab import open_for_an_hour
 
 if __name__ == "__main__":
     with interruptible():

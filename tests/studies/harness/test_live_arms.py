@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from studies import gradient_direction, precision_cases
+from studies.failure_modes.facts import facts
 from studies.harness import spoiled
-from studies.harness.failure_facts import facts
 from studies.harness.lab import in_own_process
 from studies.harness.subjects import MODEL
 from studies.harness.training import TrainedArm, teach

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from diagnose.audit.report import Report, Row
-from studies.harness.document import document
-from studies.harness.findings import findings
-from studies.harness.keeping import KEPT_AUDIT, PAGE, kept, kept_audit
-from studies.harness.run import run_study
+from studies.document.document import PAGE, document
+from studies.document.findings import findings
+from studies.harness.keeping import KEPT_AUDIT, kept, kept_audit
+from studies.run import run_study
 from tests.support.paths import ROOT
 from tests.support.studies import made_up
 
@@ -36,7 +36,7 @@ def headings(page: str) -> Sequence[str]:
 
 
 def test_the_committed_page_is_written_from_what_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Written anew by `python -m studies.harness.document`."""
+    """Written anew by `python -m studies.document`."""
     monkeypatch.chdir(ROOT)
     page = PAGE.read_text()
     assert page == document(kept(), kept_audit())

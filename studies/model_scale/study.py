@@ -19,7 +19,7 @@ from studies.harness import figures, live
 from studies.harness.claims import Claim, difference, ratio, value
 from studies.harness.lab import Lab
 from studies.harness.study import Measurement, Study, TextTable, with_interval
-from studies.harness.two_sides import ENTROPY, PAIRS, beside_engine, mismatch
+from studies.model_scale.two_sides import ENTROPY, PAIRS, beside_engine, mismatch
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -215,4 +215,8 @@ STUDY = Study(
     seeds=5,
     draw=draw,
     tables=tables,
+    units={
+        "largest abs d": "nats",
+        **{f"slope over {axis}": "(exponent)" for axis in ("parameters", "layers", "hidden", "experts", "top_k")},
+    },
 )

@@ -15,7 +15,7 @@ from torch import Tensor
 from models.tiny import TinyModel
 from numerics.config import NumericsConfig, RolloutPrecision, TrainerPrecision
 from studies.harness import live
-from studies.harness.subjects import random_model
+from studies.harness.subjects import TRAIN, random_model
 from trainer.step.batch import TokenBatch
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ def beside_engine(shape: TinyModel, seeds: Sequence[int], scratch: Path) -> dict
     and to those that the shared ops give them. By arm, then metric; a seed has prompts of its own."""
     path = random_model(scratch, shape, seeds[0])
     with live.world() as layout:
-        contexts = live.chain_batch(live.TRAIN, 0, SEQUENCES)
+        contexts = live.chain_batch(TRAIN, 0, SEQUENCES)
         temperature = temperature_for(live.log_policy(_side(path, layout, native=False), contexts))
     with live.beside_engine(path, "native") as stack:
         batches = [live.sampled_by_engine(stack, seed, PROMPTS, ANSWERS, temperature).batch for seed in seeds]

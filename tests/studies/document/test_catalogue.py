@@ -5,10 +5,10 @@ from collections import Counter
 import pytest
 
 from diagnose.audit.claims import answers as audit_answers
-from studies.harness.catalogue import CATALOGUE, Listed
-from studies.harness.findings import AUDIT, PLAN, Finding, Outcome, findings, number_of
+from studies.document.catalogue import CATALOGUE, Listed
+from studies.document.findings import AUDIT, PLAN, Finding, Outcome, findings, number_of
+from studies.document.standings import standings
 from studies.harness.names import NAMES, load
-from studies.harness.standings import standings
 from tests.support.paths import ROOT
 
 BY_ID = {claim.id: claim for claim in CATALOGUE}

@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
+from studies.failure_modes.facts import facts
 from studies.harness import figures, live, spoiled
 from studies.harness.claims import Claim, Control, difference, twice, value
-from studies.harness.failure_facts import facts
 from studies.harness.lab import Lab
 from studies.harness.spoiled import Narrow, NarrowState
 from studies.harness.study import Band, Measurement, Study, TextTable, with_interval
@@ -246,4 +246,11 @@ STUDY = Study(
     measure=measure,
     draw=draw,
     tables=tables,
+    units={
+        "nll": "nats",
+        **{f"headroom of 1e-7, {name}": "orders of magnitude" for name in ("fp8", "bf16", "fp32")},
+        "lost_updates": "of updates",
+        "lost_second": "of values",
+        "updates landed, bf16": "of updates",
+    },
 )

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from numerics import ops
+from studies.bf16.conversions import Convert, facts
 from studies.harness import figures, live
 from studies.harness.claims import Claim, difference, ratio, twice, value
-from studies.harness.conversions import Convert, facts
 from studies.harness.lab import Lab
 from studies.harness.spoiled import NarrowState
 from studies.harness.study import Measurement, Study, TextTable, by_arm, with_interval
@@ -321,4 +321,5 @@ STUDY = Study(
     measure=measure,
     draw=draw,
     tables=tables,
+    units={"nll": "nats", "mean loss": "nats", "stored bits": "bits"},
 )

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from studies.harness.catalogue import CATALOGUE, Listed
-from studies.harness.findings import AUDIT, PLAN, Finding
+from studies.document.catalogue import CATALOGUE, Listed
+from studies.document.findings import AUDIT, PLAN, Finding
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,11 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from rich.console import RenderableType
+
 from numerics.errors import user_error
 from numerics.io.files import check_writable, new_directory
+from studies.document.document import write_docs
 from studies.harness import figures, keeping, page
 from studies.harness.claims import digest, judge
 from studies.harness.lab import Lab
@@ -16,7 +19,7 @@ from studies.harness.names import NAMES, load
 from studies.harness.provenance import provenance
 from studies.harness.result import RESULTS, Result
 from studies.harness.study import Study
-from studies.harness.subjects import MODEL
+from studies.harness.subjects import check_subjects
 
 QUICK_SEEDS = 3
 FOLDER = Path("runs/studies")
@@ -29,37 +32,31 @@ def run_studies(
     quick: bool,
     seeds: int | None,
     keep: bool,
-    say: Callable[[str], None],
+    say: Callable[[RenderableType], None],
+    out: Path = FOLDER,
 ) -> bool:
-    """Run studies one after the other into `runs/studies/`. Returns whether their controls hold.
+    """Run studies one after the other into folders of `out`. Returns whether their controls hold.
 
     Raises:
-        UserError: an unknown study, too few seeds, results that may not be kept, or this is not the repository's root.
+        UserError: an unknown study, too few seeds, results that may not be kept, or no model to study.
     """
     chosen = studies_named(names, every)
-    if not MODEL.is_dir():
-        raise user_error(
-            "study",
-            found=f"no {MODEL} here",
-            expected="the repository's root, with the model that is studied",
-            remedy="Change there.",
-        )
+    check_subjects()
     counts = [seeds_of(study, quick, seeds) for study in chosen]
     for study in chosen:
-        check_writable(FOLDER / study.name, "study")
+        check_writable(out / study.name, "--out")
     if keep:
         keeping.check(quick)
     sound = True
     for study, count in zip(chosen, counts, strict=True):
         say(f"{study.name}: {study.question}")
-        result = run_study(study, quick=quick, seeds=count, folder=FOLDER, say=say)
+        result = run_study(study, quick=quick, seeds=count, folder=out, say=say)
         sound = sound and not result.broken_controls
-        for judged in result.judged:
-            say(page.sentence(judged))
-        say(f"{FOLDER / study.name / 'index.html'}, {result.seconds:.0f} s")
+        say(page.for_a_terminal(result))
+        say(f"{out / study.name / 'index.html'}, {result.seconds:.0f} s")
         if keep:
-            keeping.keep(result, FOLDER / study.name, say)
-            keeping.write_docs()
+            keeping.keep(result, out / study.name, say)
+            write_docs()
     return sound
 
 

@@ -61,7 +61,7 @@ def findings(results: Sequence[Result], audited: Report | None) -> list[Finding]
 
 def _measured(result: Result) -> Iterator[Finding]:
     for judged in result.judged:
-        claim, (value, interval) = judged.claim, found_of(judged)
+        claim, (value, interval) = judged.claim, found_of(judged, result)
         outcome = "withheld" if claim.control and judged.verdict != "confirmed" else judged.verdict
         told = f"{value}, {interval}; {verdict_of(judged)}"
         control = claim.control is not None

@@ -1,21 +1,22 @@
 """`docs/studies.md`: advice, what did not hold and what did, all 82 claims, and every study.
 
-`fp8rl study --keep` writes it, and `python -m studies.harness.document` from what is kept already.
+`fp8rl study --keep` writes it, and `python -m studies.document` from what is kept already. The advice is prose, written
+by hand from the verdicts (`advice.md`); the tables are made from results.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from studies.harness.advice import advise
-from studies.harness.catalogue import CATALOGUE
-from studies.harness.choices import CHOICES
-from studies.harness.findings import Finding, findings
-from studies.harness.keeping import KEPT, kept_figures, write_docs
+from numerics.io.files import write_atomically
+from studies.document.catalogue import CATALOGUE
+from studies.document.findings import Finding, findings
+from studies.document.standings import link, place, standings
+from studies.harness.keeping import KEPT, kept, kept_audit, kept_figures
 from studies.harness.page import claims_table, grid, markdown
 from studies.harness.result import Result
-from studies.harness.standings import link, place, standings
 
 if TYPE_CHECKING:
     from diagnose.audit import Report
@@ -24,7 +25,7 @@ HEAD = """# Studies
 
 What the field claims about FP8 training, measured by commands that anyone can run: `fp8rl study --all`, `fp8rl audit`,
 `fp8rl plan`. `fp8rl study --all --keep` writes this page, from `docs/studies/` and what the planner calculates;
-`python -m studies.harness.document` writes it anew without measuring. Claims are numbered as in the four documents
+`python -m studies.document` writes it anew without measuring. Claims are numbered as in the four documents
 that the project grew from: 000 (FP8 on Ironwood), 001 (BF16 on TPUs), 002 (what stays in BF16 and FP32), 003 (unified
 FP8).
 
@@ -34,7 +35,14 @@ undecided. Intervals are of 95%, p-values are corrected within a study (Holm). E
 models and a CPU whose FP8 is emulated; nothing is extrapolated to larger ones. What a GPU alone can show says so. Equal
 seeds give equal bits on one kind of processor. Another kind rounds otherwise: between the two that this was measured
 on, no verdict turned into its opposite, and 7 of 136 became undecided or ceased to be ([log](log.md), 2026-11-23)."""
+ADVICE = Path(__file__).parent / "advice.md"
+PAGE = Path("docs/studies.md")
 CHANGED = "**The claims were changed after they were measured.**"
+
+
+def write_docs() -> None:
+    """Write `docs/studies.md` from what is kept."""
+    write_atomically(PAGE, document(kept(), kept_audit()))
 
 
 def document(results: Sequence[Result], audited: Report | None) -> str:
@@ -44,19 +52,14 @@ def document(results: Sequence[Result], audited: Report | None) -> str:
         results: what is kept. audited: a kept audit, if there is one.
     """
     found = findings(results, audited)
-    parts = (HEAD, *_advice(found), *_outcomes(found), *_catalogue(found), *map(_section, results))
+    parts = (
+        HEAD,
+        ADVICE.read_text(encoding="utf-8").rstrip(),
+        *_outcomes(found),
+        *_catalogue(found),
+        *map(_section, results),
+    )
     return "\n\n".join(parts) + "\n"
-
-
-def _advice(found: Sequence[Finding]) -> Iterator[str]:
-    yield "## Advice\n\nEach sentence stands for the verdicts behind it, and changes with them."
-    for choice in CHOICES:
-        advised = advise(choice, found)
-        lines = [f"- {sentence}" for sentence in advised.sentences]
-        if advised.missing:
-            studies = ", ".join(f"`fp8rl study {source}`" for source in advised.missing)
-            lines.append(f"- No {'more ' if lines else ''}advice without evidence; no result is kept of {studies}.")
-        yield "\n".join([f"**{advised.name}**", "", *lines])
 
 
 def _outcomes(found: Sequence[Finding]) -> Iterator[str]:
@@ -91,7 +94,3 @@ def _section(result: Result) -> str:
     tables = [markdown(table) for table in [claims_table(result), *result.study.tables(result.measurement)]]
     caption = result.caption().replace("\n", "; ")
     return "\n\n".join([f"## {name}", result.study.question, *changed, caption, *figures, *tables])
-
-
-if __name__ == "__main__":
-    write_docs()

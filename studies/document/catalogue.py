@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from studies.harness.findings import AUDIT, PLAN
+from studies.document.findings import AUDIT, PLAN
 
 
 @dataclass(frozen=True)
