@@ -9,19 +9,24 @@ from typing import Any
 from megatron.core.transformer import ModuleSpec
 
 from models.sizes import ModelSizes
-from trainer.modules.precision import LayerPrecision
+from trainer.modules import layer as parts
+from trainer.modules.layer import Fields, Layer, Router
 
 
 @dataclass(frozen=True)
 class MegatronMapping:
-    """One architecture in Megatron.
+    """One architecture in Megatron: the parts of its layers, and what else TransformerConfig is to say.
 
-    config: further keywords of TransformerConfig. layer: changes the layer that all architectures begin from
-    (`trainer.modules.layer`), in one numerics mode as in the other.
+    Attributes:
+        attention, mlp: make their fields of a layer, a norm before it among them, in one numerics mode as in the other.
+        router: makes what `mlp` puts in front of routed experts.
+        config: further keywords of TransformerConfig.
     """
 
+    attention: Callable[[Layer], Fields] = parts.attention
+    mlp: Callable[[Layer, Router], Fields] = parts.mlp
+    router: Callable[[Layer], ModuleSpec] = parts.router
     config: Callable[[ModelSizes], dict[str, Any]] = lambda sizes: {}
-    layer: Callable[[ModuleSpec, LayerPrecision], ModuleSpec] = lambda spec, precision: spec
 
 
 _QWEN3 = MegatronMapping(config=lambda sizes: {"qk_layernorm": True})

@@ -2,22 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
 from megatron.core import parallel_state
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer import ModuleSpec, TransformerConfig
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_layer import (
+    TransformerLayer,
+    TransformerLayerSubmodules,
+    get_transformer_layer_offset,
+)
 
 from models import Model
+from models.sizes import ModelSizes
 from trainer.config import TrainerConfig
 from trainer.megatron import te_runtime
 from trainer.megatron.config import transformer_config
 from trainer.megatron.lowering import Lowering
-from trainer.megatron.mapping import MAPPINGS
+from trainer.megatron.mapping import MAPPINGS, MegatronMapping
 from trainer.modules import exact, native
 from trainer.modules.embedding import Embedding
-from trainer.modules.layer import block_spec
-from trainer.modules.precision import Precision
+from trainer.modules.layer import Layer, LayerModules
+from trainer.modules.precision import LayerPrecision, Precision
 from trainer.modules.weights import tag_split
 
 
@@ -42,7 +52,7 @@ def build_model(
     with torch.device(torch.cuda.current_device()):
         model = GPTModel(
             megatron_config,
-            block_spec(megatron_config, sizes, mapping, precision, modules_of),
+            _block(megatron_config, sizes, mapping, precision, modules_of),
             vocab_size=sizes.vocab_size,
             max_sequence_length=max_sequence_length,
             pre_process=parallel_state.is_pipeline_first_stage(),
@@ -56,6 +66,32 @@ def build_model(
     if mode == "exact":
         exact.use_shared_output(model)
     return model
+
+
+def _block(
+    config: TransformerConfig,
+    sizes: ModelSizes,
+    mapping: MegatronMapping,
+    precision: Precision,
+    modules_of: Callable[[LayerPrecision], LayerModules],
+) -> TransformerBlockSubmodules:
+    """The decoder block of this pipeline stage, with TransformerEngine's parameter names."""
+    first = get_transformer_layer_offset(config)
+    own = [precision.of_layer(first + index) for index in range(get_num_layers_to_build(config))]
+    layers = [Layer(sizes, modules_of(each), each) for each in own]
+    specs = [
+        ModuleSpec(
+            module=TransformerLayer,
+            submodules=TransformerLayerSubmodules(
+                **mapping.attention(layer),
+                **mapping.mlp(layer, mapping.router),
+                self_attn_bda=get_bias_dropout_add,
+                mlp_bda=get_bias_dropout_add,
+            ),
+        )
+        for layer in layers
+    ]
+    return TransformerBlockSubmodules(layer_specs=specs, layer_norm=layers[-1].modules.norm)
 
 
 def _finish_ends(model: GPTModel) -> None:

@@ -1,27 +1,24 @@
-"""The layer of a Megatron GPTModel, put together from the modules of one numerics mode."""
+"""What the layers of a Megatron model are put together from, and the parts that most architectures have."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
 
-from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
-from megatron.core.transformer import ModuleSpec, TransformerConfig
+from megatron.core.transformer import ModuleSpec
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
-from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
-from megatron.core.transformer.transformer_layer import (
-    TransformerLayer,
-    TransformerLayerSubmodules,
-    get_transformer_layer_offset,
-)
+from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from torch import nn
 
 from models.sizes import ModelSizes
-from trainer.megatron.mapping import MegatronMapping
-from trainer.modules.precision import LayerPrecision, Precision
+from trainer.modules.precision import LayerPrecision
+
+Fields = Mapping[str, Any]
+"""Some fields of Megatron's TransformerLayerSubmodules."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +28,7 @@ class LayerModules:
     Attributes:
         norm_column_linear, row_linear: for a module kind; see `asking`.
         activation: of a dense MLP; None for the SwiGLU inside Megatron's MLP.
+        router, experts, moe: of routed experts, with a softmax over their logits; `moe` holds the other two.
     """
 
     norm: type[nn.Module]
@@ -38,7 +36,25 @@ class LayerModules:
     row_linear: Callable[[str], ModuleSpec]
     core_attention: ModuleSpec | type[nn.Module]
     activation: type[nn.Module] | None
-    moe: ModuleSpec
+    router: ModuleSpec
+    experts: ModuleSpec
+    moe: type[MoELayer]
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A layer that is to be built. modules: of the numerics mode."""
+
+    sizes: ModelSizes
+    modules: LayerModules
+    precision: LayerPrecision
+
+    @property
+    def has_experts(self) -> bool:
+        return self.sizes.has_experts(self.precision.layer)
+
+
+Router = Callable[[Layer], ModuleSpec]
 
 
 def asking(precision: LayerPrecision, module: type[nn.Module]) -> Callable[[str], ModuleSpec]:
@@ -46,53 +62,50 @@ def asking(precision: LayerPrecision, module: type[nn.Module]) -> Callable[[str]
     return lambda kind: ModuleSpec(module=module, params={"precision": precision, "kind": kind})
 
 
-def block_spec(
-    config: TransformerConfig,
-    sizes: ModelSizes,
-    mapping: MegatronMapping,
-    precision: Precision,
-    modules_of: Callable[[LayerPrecision], LayerModules],
-) -> TransformerBlockSubmodules:
-    """The decoder block of this pipeline stage, with TransformerEngine's parameter names."""
-    first = get_transformer_layer_offset(config)
-    layers = [precision.of_layer(first + index) for index in range(get_num_layers_to_build(config))]
-    modules = [modules_of(layer) for layer in layers]
-    specs = [
-        mapping.layer(_layer_spec(sizes, sizes.has_experts(layer.layer), each), layer)
-        for layer, each in zip(layers, modules, strict=True)
-    ]
-    return TransformerBlockSubmodules(layer_specs=specs, layer_norm=modules[-1].norm)
+def attention_spec(
+    layer: Layer,
+    module: type[SelfAttention] = SelfAttention,
+    *,
+    submodules: Mapping[str, Any] = MappingProxyType({}),
+    params: Mapping[str, Any] = MappingProxyType({}),
+) -> ModuleSpec:
+    """Grouped queries with normed queries and keys, and the norm before them inside linear_qkv, as TransformerEngine
+    has it.
 
-
-def _layer_spec(sizes: ModelSizes, experts: bool, modules: LayerModules) -> ModuleSpec:
-    attention = ModuleSpec(
-        module=SelfAttention,
-        params={"attn_mask_type": AttnMaskType.causal},
-        submodules=SelfAttentionSubmodules(
-            linear_qkv=modules.norm_column_linear("q_proj"),
-            core_attention=modules.core_attention,
-            linear_proj=modules.row_linear("o_proj"),
-            q_layernorm=modules.norm,
-            k_layernorm=modules.norm,
-        ),
-    )
-    dense = ModuleSpec(
-        module=MLP,
-        params={"ffn_hidden_size": sizes.ffn_size},
-        submodules=MLPSubmodules(
-            linear_fc1=modules.norm_column_linear("gate_proj"),
-            linear_fc2=modules.row_linear("down_proj"),
-            activation_func=modules.activation,
-        ),
-    )
+    module: in place of Megatron's attention. submodules, params: of it, beside these or in place of them.
+    """
+    modules = layer.modules
+    usual = {
+        "linear_qkv": modules.norm_column_linear("q_proj"),
+        "core_attention": modules.core_attention,
+        "linear_proj": modules.row_linear("o_proj"),
+        "q_layernorm": modules.norm,
+        "k_layernorm": modules.norm,
+    }
     return ModuleSpec(
-        module=TransformerLayer,
-        submodules=TransformerLayerSubmodules(
-            self_attention=attention,
-            self_attn_bda=get_bias_dropout_add,
-            # A dense MLP carries its norm inside linear_fc1, as TransformerEngine does.
-            pre_mlp_layernorm=modules.norm if experts else IdentityOp,
-            mlp=modules.moe if experts else dense,
-            mlp_bda=get_bias_dropout_add,
-        ),
+        module=module,
+        params={"attn_mask_type": AttnMaskType.causal, **params},
+        submodules=SelfAttentionSubmodules(**usual | dict(submodules)),
     )
+
+
+def attention(layer: Layer) -> Fields:
+    return {"self_attention": attention_spec(layer)}
+
+
+def router(layer: Layer) -> ModuleSpec:
+    return layer.modules.router
+
+
+def mlp(layer: Layer, router: Router) -> Fields:
+    """Routed experts behind a norm where the layer has them, else a dense MLP with its norm inside linear_fc1."""
+    modules = layer.modules
+    if layer.has_experts:
+        submodules = MoESubmodules(router=router(layer), experts=modules.experts)
+        return {"pre_mlp_layernorm": modules.norm, "mlp": ModuleSpec(module=modules.moe, submodules=submodules)}
+    dense = MLPSubmodules(
+        linear_fc1=modules.norm_column_linear("gate_proj"),
+        linear_fc2=modules.row_linear("down_proj"),
+        activation_func=modules.activation,
+    )
+    return {"mlp": ModuleSpec(module=MLP, params={"ffn_hidden_size": layer.sizes.ffn_size}, submodules=dense)}

@@ -5,7 +5,6 @@ from __future__ import annotations
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.mlp import MLPSubmodules
-from megatron.core.transformer.moe.moe_layer import MoESubmodules
 from torch import Tensor, nn
 
 from models.sizes import ModelSizes
@@ -27,14 +26,15 @@ def layer_modules(sizes: ModelSizes, precision: LayerPrecision) -> LayerModules:
         params={"precision": precision},
         submodules=MLPSubmodules(linear_fc1=GroupedWeights, linear_fc2=GroupedWeights),
     )
-    router = ModuleSpec(module=Router, params={"renormalize": sizes.renormalize})
     return LayerModules(
         norm=RMSNorm,
         norm_column_linear=asking(precision, NormColumnLinear),
         row_linear=asking(precision, RowLinear),
         core_attention=ModuleSpec(module=CoreAttention, params={"rope_theta": sizes.rope_theta}),
         activation=SwiGLU,
-        moe=ModuleSpec(module=MoE, submodules=MoESubmodules(router=router, experts=experts)),
+        router=ModuleSpec(module=Router, params={"renormalize": sizes.renormalize}),
+        experts=experts,
+        moe=MoE,
     )
 
 

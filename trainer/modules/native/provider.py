@@ -5,7 +5,7 @@ from __future__ import annotations
 from megatron.core.transformer import ModuleSpec
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.mlp import MLPSubmodules
-from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.router import TopKRouter
 
 from models.sizes import ModelSizes
@@ -27,12 +27,12 @@ def layer_modules(sizes: ModelSizes, precision: LayerPrecision) -> LayerModules:
         row_linear=asking(precision, RowLinear),
         core_attention=DotProductAttention,
         activation=None,
-        moe=moe(sizes, experts),
+        router=router(sizes),
+        experts=ModuleSpec(module=Experts, submodules=experts),
+        moe=MoELayer,
     )
 
 
-def moe(sizes: ModelSizes, experts: MLPSubmodules) -> ModuleSpec:
-    """Megatron's MoE layer around the grouped products of `experts`."""
-    router = OneExpertRouter if sizes.top_k == 1 and sizes.renormalize else TopKRouter
-    grouped_mlp = ModuleSpec(module=Experts, submodules=experts)
-    return ModuleSpec(module=MoELayer, submodules=MoESubmodules(router=router, experts=grouped_mlp))
+def router(sizes: ModelSizes) -> ModuleSpec:
+    """Megatron's own, or where it would not give the chosen experts probabilities that sum to one, ours."""
+    return ModuleSpec(module=OneExpertRouter if sizes.top_k == 1 and sizes.renormalize else TopKRouter)

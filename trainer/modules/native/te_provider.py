@@ -8,10 +8,12 @@ from __future__ import annotations
 from megatron.core.extensions.transformer_engine import TEGroupedLinear
 from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
 from megatron.core.transformer import ModuleSpec
+from megatron.core.transformer.moe.moe_layer import MoELayer
 
 from models.sizes import ModelSizes
 from trainer.modules.layer import LayerModules
-from trainer.modules.native.provider import moe
+from trainer.modules.native.experts import Experts
+from trainer.modules.native.provider import router
 from trainer.modules.precision import LayerPrecision
 
 # Block scaling keeps no state between steps: TransformerEngine returns an empty one, which Megatron cannot cut into
@@ -31,5 +33,7 @@ def layer_modules(sizes: ModelSizes, precision: LayerPrecision) -> LayerModules:
         row_linear=lambda kind: row_linear,
         core_attention=provider.core_attention(),
         activation=None,
-        moe=moe(sizes, experts),
+        router=router(sizes),
+        experts=ModuleSpec(module=Experts, submodules=experts),
+        moe=MoELayer,
     )
