@@ -12,18 +12,19 @@ import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from diagnose.attribution.compare import op_differences, stream_differences
 from diagnose.attribution.probe import ask_engine
-from models import architecture, register
+from models import architecture, read_model, read_shape, register
 from models.tiny import TinyModel, write_tiny_model
 from numerics.config import NumericsConfig
 from numerics.spec import QuantSpec
 from rollout.server.client import EngineClient
 from rollout.types import SamplingParams
 from tests.support.batches import cross_entropy
-from tests.support.made_up.definition import ARCHITECTURE, EXPERTS
+from tests.support.made_up.definition import ARCHITECTURE, EXPERTS, GATED
 from tests.support.rig import make_engine
 from tests.support.syncs import push
 from trainer.config import TrainerConfig
@@ -37,6 +38,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 SHAPE = TinyModel(layers=2, hidden=256, heads=4, kv_heads=2, experts=4)
 NUMERICS = NumericsConfig(spec=QuantSpec.preset("fp8_block_pow2"))
 OUT_NORM = "model.layers.{}.self_attn.out_norm.weight"
+GATES = "model.layers.{}.self_attn.head_gates.weight"
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -54,7 +56,7 @@ def known() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Qwen3-MoE whose experts are called specialists, with further norms."""
+    """A Qwen3-MoE whose experts are called specialists, with gates for its heads and further norms."""
     path = tmp_path_factory.mktemp("made_up") / "model"
     write_tiny_model(path, SHAPE)
     config = json.loads((path / "config.json").read_text())
@@ -63,6 +65,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tensors = {name.replace(".experts.", f".{EXPERTS}."): 4 * tensor for name, tensor in load_file(file).items()}
     for layer in range(SHAPE.layers):
         tensors[OUT_NORM.format(layer)] = (1 + 0.3 * torch.randn(SHAPE.hidden, generator=draw)).bfloat16()
+        tensors[GATES.format(layer)] = (0.2 * torch.randn(SHAPE.heads, SHAPE.hidden, generator=draw)).bfloat16()
     save_file(tensors, file, {"format": "pt"})
     return path
 
@@ -77,15 +80,15 @@ def make_trainer(model: Path, layout: Layout, **changes: Any) -> Any:
 
 
 def test_the_trainer_computes_what_transformers_does(model: Path, layout: Layout, tmp_path: Path) -> None:
-    """With the norms put into its Qwen3-MoE by hand."""
+    """With the gates and norms put into its Qwen3-MoE by hand."""
     tensors = load_file(model / "model.safetensors")
     write_tiny_model(tmp_path / "plain", SHAPE)
-    stock = {name.replace(f".{EXPERTS}.", ".experts."): t for name, t in tensors.items() if "out_norm" not in name}
+    own = {form.format(layer) for form in (OUT_NORM, GATES) for layer in range(SHAPE.layers)}
+    stock = {name.replace(f".{EXPERTS}.", ".experts."): tensors[name] for name in tensors.keys() - own}
     save_file(stock, tmp_path / "plain" / "model.safetensors", {"format": "pt"})
     reference = AutoModelForCausalLM.from_pretrained(tmp_path / "plain", dtype=torch.float32)
     for index, layer in enumerate(reference.model.layers):
-        weight = tensors[OUT_NORM.format(index)].float()
-        layer.self_attn.o_proj.register_forward_hook(lambda _, x, y, w=weight: F.rms_norm(y, w.shape, w, 1e-6))
+        add_by_hand(layer.self_attn, *(tensors[form.format(index)].float() for form in (GATES, OUT_NORM)))
     plain = NumericsConfig(spec=QuantSpec.preset("bf16"), trainer="bf16", rollout="bf16")
     trainer = make_trainer(model, layout, numerics=plain, dtype=torch.float32)
     tokens = torch.randint(0, SHAPE.vocab, (1, 40))
@@ -93,6 +96,23 @@ def test_the_trainer_computes_what_transformers_does(model: Path, layout: Layout
         found = trainer.model(tokens, position_ids=None, attention_mask=None)
         expected = reference(tokens).logits
     torch.testing.assert_close(found.view_as(expected), expected, rtol=1e-3, atol=1e-3)
+
+
+def add_by_hand(attention: Any, gates: Tensor, out_norm: Tensor) -> None:
+    seen: list[Tensor] = []
+
+    def gate(_: Any, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        heads = given[0].unflatten(-1, (len(gates), -1))
+        return ((heads * torch.sigmoid(seen.pop() @ gates.T)[..., None]).flatten(-2),)
+
+    attention.register_forward_pre_hook(lambda _, a, k: seen.append(k["hidden_states"]), with_kwargs=True)
+    attention.o_proj.register_forward_pre_hook(gate)
+    attention.o_proj.register_forward_hook(lambda _, x, y: F.rms_norm(y, out_norm.shape, out_norm, 1e-6))
+
+
+def test_its_formula_is_that_of_its_table(model: Path) -> None:
+    rows = read_model(model).tensors.rows.values()
+    assert read_shape(model).parameters == sum(torch.Size(row.shape).numel() for row in rows)
 
 
 def test_load_export_sync_and_trace(model: Path, layout: Layout, tmp_path: Path) -> None:
@@ -111,7 +131,7 @@ def test_load_export_sync_and_trace(model: Path, layout: Layout, tmp_path: Path)
             trainer.train_step(batch, cross_entropy(batch))
             manifest, report, problems = push(trainer, TensorTransport(1 << 20), NUMERICS.rollout_spec, [endpoint], 1)
             assert problems == [] and report.mismatched_tensors == 0
-            assert OUT_NORM.format(1) in manifest.entries
+            assert {OUT_NORM.format(1), GATES.format(1)} <= manifest.entries.keys()
             assert f"model.layers.0.mlp.{EXPERTS}.3.up_proj.weight_scale_inv" in manifest.entries
             batch = sampled(trainer, runner, endpoint)
             assert_equal_logprobs(trainer, batch)
@@ -158,5 +178,6 @@ def assert_equal_ops(trainer: Any, batch: TokenBatch, runner: asyncio.Runner, en
     forward = trainer.definition.forward
     found = op_differences(forward, trace.tensors, answer.tensors)
     assert {difference.differing for difference in found} == {0.0}
-    assert [d.layer for d in found if d.op == "out_norm"] == [0, 1]
+    assert all([d.layer for d in found if d.op == op] == [0, 1] for op in ("gates", "attention", "out_norm"))
+    assert sum(place.op.form is GATED for place in forward.places()) == SHAPE.layers
     assert stream_differences(forward, trace.tensors, answer.tensors) == [0.0, 0.0]

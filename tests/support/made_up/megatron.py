@@ -1,16 +1,52 @@
-"""The made-up architecture in Megatron: a row-parallel product with a norm behind it."""
+"""The made-up architecture in Megatron: attention whose heads are gated, with a norm behind its projection."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
 from megatron.core.transformer import ModuleSpec, TransformerConfig
+from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.spec_utils import build_module
 from torch import Tensor, nn
 
+from numerics import ops
+from tests.support.made_up.definition import GATED
 from trainer.megatron.mapping import MegatronMapping
+from trainer.modules.exact.attention import CoreAttention
 from trainer.modules.exact.norm import RMSNorm
-from trainer.modules.precision import LayerPrecision
+from trainer.modules.layer import Fields, Layer, attention_spec
+from trainer.step.forms import SIDES, MegatronSide, output
+
+
+class Gates(nn.Module):
+    """One gate for each head of a token, in BF16."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(
+            torch.empty(config.num_attention_heads, config.hidden_size, dtype=config.params_dtype)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return ops.linear(x, self.weight)
+
+
+class GatedCore(CoreAttention):
+    gates: Tensor
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        return GATED.definition(super().forward(*args, **kwargs), self.gates)
+
+
+class GatedAttention(SelfAttention):
+    def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)
+        self.gates = Gates(config)
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        self.core_attention.gates = self.gates(self.linear_qkv.normalized(hidden_states))
+        return super().forward(hidden_states, *args, **kwargs)
 
 
 class ProjectionThenNorm(nn.Module):
@@ -23,10 +59,14 @@ class ProjectionThenNorm(nn.Module):
         return self.norm(self.proj(x)[0]), None
 
 
-def _with_norm(layer: ModuleSpec, precision: LayerPrecision) -> ModuleSpec:
-    attention = layer.submodules.self_attention.submodules
-    attention.linear_proj = ModuleSpec(module=ProjectionThenNorm, params={"projection": attention.linear_proj})
-    return layer
+def attention(layer: Layer) -> Fields:
+    projection = {"projection": layer.modules.row_linear("o_proj")}
+    own = {
+        "core_attention": ModuleSpec(module=GatedCore, params={"rope_theta": layer.sizes.rope_theta}),
+        "linear_proj": ModuleSpec(module=ProjectionThenNorm, params=projection),
+    }
+    return {"self_attention": attention_spec(layer, GatedAttention, submodules=own)}
 
 
-MAPPING = MegatronMapping(config=lambda sizes: {"qk_layernorm": True}, layer=_with_norm)
+MAPPING = MegatronMapping(attention=attention, config=lambda sizes: {"qk_layernorm": True})
+SIDES[GATED] = MegatronSide(output)

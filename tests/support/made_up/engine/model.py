@@ -7,27 +7,47 @@ from typing import Any
 
 import torch
 from sglang.srt.layers.layernorm import RMSNorm
+from sglang.srt.layers.linear import ReplicatedLinear
 from sglang.srt.models.qwen3_moe import Qwen3MoeAttention, Qwen3MoeForCausalLM
+from torch import Tensor
 
 from models import register
-from tests.support.made_up.definition import ARCHITECTURE, EXPERTS
+from models.forms import ATTENTION
+from rollout.plugin.forms import SIDES, EngineSide, Probed
+from tests.support.made_up.definition import ARCHITECTURE, EXPERTS, GATED
 
 register(ARCHITECTURE)
 
 
 class MadeUpAttention(Qwen3MoeAttention):
+    head_gates: ReplicatedLinear
     out_norm: RMSNorm
 
-    def forward_core(self, intermediate_state: Any) -> torch.Tensor:
-        return self.out_norm(super().forward_core(intermediate_state))
+    def forward(self, positions: Tensor, hidden_states: Tensor, forward_batch: Any) -> Tensor:
+        gates, _ = self.head_gates(hidden_states)
+        _, _, (q, k, v, _) = self.forward_prepare(positions, hidden_states, forward_batch)
+        attended = self.attn(q, k, v, forward_batch)
+        return self.out_norm(self.o_proj(GATED.definition(attended, gates))[0])
+
+
+def gated(
+    engine: Probed, module: MadeUpAttention, q: Tensor, k: Tensor, v: Tensor, gates: Tensor
+) -> tuple[Tensor, ...]:
+    (attended,) = SIDES[ATTENTION].run(engine, module.attn, q, k, v)
+    return (GATED.definition(attended, gates),)
+
+
+SIDES[GATED] = EngineSide(gated, hooked=False)
 
 
 class MadeUpForCausalLM(Qwen3MoeForCausalLM):
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
         for layer in self.model.layers:
-            layer.self_attn.__class__ = MadeUpAttention
-            layer.self_attn.out_norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+            attention = layer.self_attn
+            attention.__class__ = MadeUpAttention
+            attention.head_gates = ReplicatedLinear(config.hidden_size, config.num_attention_heads, bias=False)
+            attention.out_norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], *args: Any, **kwargs: Any) -> Any:
         renamed = ((name.replace(f".{EXPERTS}.", ".experts."), tensor) for name, tensor in weights)
