@@ -14,7 +14,7 @@ class RolloutConfig(Section):
     """Sampling parameters and the size of one SGLang engine."""
 
     engines: int = Field(default=1, ge=1, le=4096)
-    """SGLang server processes."""
+    """SGLang server processes. A group goes to the one with the least to do; one that dies or hangs is replaced."""
     tp: int = Field(default=1, ge=1)
     """Tensor-parallel ranks of one engine; of the experts each rank holds some, whole. In exact mode, on CPUs, both
     sides add row-parallel products up in as many parts; on GPUs several ranks run in native mode."""
@@ -37,6 +37,7 @@ class RolloutConfig(Section):
     max_new_tokens: int = Field(default=20, ge=1)
     """Longest answer, EOS included."""
     temperature: float = Field(default=1.0, gt=0.0, le=10.0)
+    """Of sampling, and of all log-probabilities of a run."""
     top_p: float = Field(default=1.0, gt=0.0, le=1.0)
     """Must stay 1.0 in exact mode: reported logprobs precede the renormalisation."""
     top_k: int = Field(default=-1, ge=-1)

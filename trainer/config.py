@@ -22,6 +22,7 @@ class RateConfig(Section):
     warmup_steps: int = Field(default=5, ge=0)
     """Optimizer steps of linear warm-up from zero; a run with fewer ends before it reaches `lr`."""
     decay: Literal["constant", "linear", "cosine"] = "constant"
+    """How the learning rate falls from `lr` to `min_lr`; constant: not at all."""
     decay_steps: int | None = Field(default=None, ge=1)
     """The decay covers the last `decay_steps` optimizer steps; null means everything after the warm-up."""
 
@@ -44,16 +45,21 @@ class TrainerConfig(RateConfig):
     dp: int = Field(default=1, ge=1)
     """Data-parallel replicas; the trainer has tp * pp * dp ranks."""
     weight_decay: float = Field(default=0.0, ge=0.0, le=100.0)
+    """Of AdamW, apart from the gradient."""
     adam_beta1: float = Field(default=0.9, ge=0.0, lt=1.0)
+    """How much of the mean gradient of the steps before is kept."""
     adam_beta2: float = Field(default=0.95, ge=0.0, lt=1.0)
+    """The same of the mean square."""
     adam_eps: float = Field(default=1e-8, gt=0.0, le=1.0)
+    """What is added to the root of the mean square."""
     clip_grad: float = Field(default=1.0, gt=0.0, le=1e9)
     """Largest global gradient norm."""
     micro_batch_tokens: int = Field(default=4096, ge=1)
     """Padded tokens of one micro-batch; a longer row gets a micro-batch of its own."""
 
     gradient_wire: GradientWire = "fp32"
-    """What gradients are sent in between data-parallel ranks, FP8 with an FP32 scale per 128 numbers. Whatever it is,
+    """What gradients are sent in between data-parallel ranks, FP8 with an FP32 scale per 128 numbers,
+    which is 0.26 of the bytes of `fp32`. Whatever it is,
     they are gathered over micro-batches and added over ranks in FP32."""
     weight_gather: WeightGather = "bf16"
     """What updated weights are sent in. `e4m3`: those that FP8 products take, as the codes that these would quantize

@@ -45,9 +45,10 @@ class Section(BaseModel):
 
 
 @dataclass(frozen=True)
-class _Located:
-    """Marks a text that names a file. absolute: what it is, as a file in a directory says it."""
+class Located:
+    """Marks a text that names a file. says: what it is, in words. absolute: it, as a file in a directory says it."""
 
+    says: str
     absolute: Callable[[str, Path], str]
 
 
@@ -65,10 +66,10 @@ def _possible(text: str) -> str:
     return text
 
 
-SpecPath = Annotated[str, Field(min_length=1), AfterValidator(_possible), _Located(_path)]
+SpecPath = Annotated[str, Field(min_length=1), AfterValidator(_possible), Located("path", _path)]
 """A path that a file could have; a relative one is relative to the file that it is written in."""
 
-SpecFunction = Annotated[str, Field(min_length=1), _Located(_function)]
+SpecFunction = Annotated[str, Field(min_length=1), Located("name", _function)]
 """A name of ours, `package.module:name`, or `path/to/file.py:name`, whose path is a `SpecPath`."""
 
 
@@ -81,7 +82,7 @@ def located_as(kind: Any, value: Any, directory: Path) -> Any:
     """A value of a type, with its paths made absolute."""
     origin, parts = typing.get_origin(kind), typing.get_args(kind)
     if origin is Annotated:
-        marks = [mark for mark in parts[1:] if isinstance(mark, _Located)]
+        marks = [mark for mark in parts[1:] if isinstance(mark, Located)]
         if marks and isinstance(value, str) and not value.startswith("${"):
             return marks[0].absolute(value, directory)
         return located_as(parts[0], value, directory)

@@ -50,6 +50,7 @@ class PolicyGradient(AlgorithmConfig):
     clip_low: float = Field(default=0.2, gt=0.0, lt=1.0)
     """The probability ratio is clipped to [1 - clip_low, 1 + clip_high]."""
     clip_high: float = Field(default=0.28, gt=0.0)
+    """See `clip_low`."""
     clip_dual: float | None = Field(default=None, gt=1.0)
     """Where the advantage is negative, the loss is at most this times its size (dual clip). Null: off, as in the paper;
     verl has 3.0."""
@@ -57,7 +58,7 @@ class PolicyGradient(AlgorithmConfig):
     """What a nat of the policy's entropy takes off the loss of a token, so that the policy stays varied. 0: no bonus,
     and the entropy is a metric alone."""
     kl: KlConfig = KlConfig()
-    """What keeps the policy near the model that the run started from."""
+    """What keeps the policy near the model that the run started from: a term of the loss, or a price in the reward."""
     updates_per_batch: int = Field(default=1, ge=1)
     """Mini-batches of whole groups, in the batch's order, with an optimizer step each. From the second on the policy is
     another than the one that the batch was scored with, and the clip acts."""
@@ -80,7 +81,9 @@ class PolicyGradient(AlgorithmConfig):
     veto: float | None = Field(default=None, gt=0.0, lt=1.0)
     """A sequence with a token whose ratio trainer / rollout is below this is not trained on; 1e-4 is usual."""
     loss_aggregation: Mode = "token_mean"
-    """Which mean the loss is; see `rl.algorithms.parts.aggregation`."""
+    """Which mean the loss is. `token_mean`: of all tokens of a batch. `seq_mean_token_mean`: over answers of the mean
+    over their tokens. `seq_mean_token_sum`: over answers of the sum. `seq_mean_token_sum_norm`: of the sum over
+    `loss_length`."""
     loss_length: int | None = Field(default=None, ge=1)
     """The length that `seq_mean_token_sum_norm` divides by. Null: `rollout.max_new_tokens`."""
 

@@ -41,6 +41,7 @@ class Ppo(PolicyGradient):
     gae_lambda: float = Field(default=1.0, ge=0.0, le=1.0)
     """1: advantages are what came less what was expected, 0: by how much the next expectation is another."""
     critic: CriticConfig = CriticConfig()
+    """How the critic is trained."""
     critic_warmup: int = Field(default=0, ge=0)
     """Steps of the run in which the critic learns alone."""
     value_clip: float | None = Field(default=0.2, gt=0.0)

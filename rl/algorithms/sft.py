@@ -16,7 +16,7 @@ from trainer.step.objective import ObjectiveOutput
 
 
 class Sft(AlgorithmConfig):
-    """Learn the answers of the data."""
+    """Supervised fine-tuning: learn the answers of the data."""
 
     name: Literal["sft"]
     samples: ClassVar[bool] = False

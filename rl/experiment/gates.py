@@ -39,10 +39,13 @@ class GateSection(Section):
     """A name that `rl.record.metrics` describes. Those of `LATE`, which a step measures after its decision, are judged
     in the step that follows, and cannot withhold an update: without one they would be missing, or never change."""
     above: float | None = None
+    """Fires above this value. A gate has either this or `below`."""
     below: float | None = None
+    """Fires below this value."""
     recover: float | None = None
     """The gate is armed again once the metric is back at this value or better; null means within the bound."""
     for_steps: int = Field(default=1, ge=1)
+    """Steps in a row that the metric has to be beyond its bound."""
     cooldown_steps: int = Field(default=0, ge=0)
     """Steps after a firing in which the gate does not fire again. What it withholds, it withholds all the same."""
     action: Action = "warn"

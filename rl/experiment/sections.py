@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from models.architecture import check_scope
 from numerics.config import Mode, NumericsConfig, RolloutPrecision, RouterReplay, TrainerPrecision
@@ -17,12 +17,16 @@ from rollout.rewards.config import RewardsConfig
 
 
 class RunSection(Section):
+    """What a run is called, where it lies, and how long it goes on."""
+
     name: str = Field(default="run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100)
     """Folder of the run inside `dir`."""
     dir: SpecPath = "runs"
+    """Folder of the runs. Left out: `runs` in the current directory."""
     seed: int = Field(default=0, ge=0, lt=2**31)
+    """What every draw of the run depends on: the order of the problems and each sampled token."""
     steps: int = Field(default=60, ge=1)
-    """Optimizer steps."""
+    """Steps of the run: a batch is sampled, judged, trained on and synced in each."""
     restarts: int = Field(default=2, ge=0)
     """How often a run goes on from its last checkpoint by itself after it has lost a trainer rank."""
 
@@ -40,17 +44,25 @@ class ClusterSection(Section):
 
 
 class ModelSection(Section):
+    """The model that is trained."""
+
     path: SpecPath
-    """Hugging Face directory: config.json, safetensors weights, tokenizer."""
+    """Hugging Face directory: config.json, safetensors weights, tokenizer. Quantized dimensions are multiples of
+    128."""
 
 
 class TensorOverride(Section):
     """Fields of one role's TensorSpec that replace the preset's."""
 
     format: Format | None = None
+    """Of the numbers. Null, here and below: as the preset has it."""
     granularity: Granularity | None = None
+    """What shares a scale: the whole tensor, a row of it, so many numbers of a row, or a block of as many rows as
+    columns."""
     group: int | None = Field(default=None, ge=1)
+    """Numbers that share a scale, of a row or along each side of a block."""
     scale: Scale | None = None
+    """Type of the scales: `fp32`, `pow2` (powers of two in FP32), or `e8m0` (powers of two in a byte)."""
     fixed: float | None = Field(default=None, gt=0.0)
     """A static range, -fixed to fixed, in place of scales by each block's largest value; beyond it values saturate."""
     rounding: Rounding | None = None
@@ -64,9 +76,15 @@ class NumericsSection(Section):
     """`exact`: both sides run the shared ops, so that their logprobs are equal. `native`: each runs its library's own
     ops, and only the FP8 products are shared."""
     preset: Literal["bf16", "fp8_block_pow2", "fp8_block_fp32", "mxfp8", "ironwood"] = "fp8_block_pow2"
+    """`fp8_block_pow2`: E4M3, power-of-two scales, weights in blocks of 128 × 128, activations and gradients in groups
+    of 128. `fp8_block_fp32`: the same with FP32 scales. `ironwood`: a static range of ±224, gradients in E5M2 with a
+    scale per row. `mxfp8`: groups of 32 with E8M0 scales, beside a BF16 engine. `bf16`: nothing is quantized."""
     weight: TensorOverride = TensorOverride()
+    """What differs from the preset for weights."""
     activation: TensorOverride = TensorOverride()
+    """The same for activations."""
     gradient: TensorOverride = TensorOverride()
+    """The same for gradients."""
     # Strictness would refuse the list that YAML gives.
     scope: Literal["all"] | Annotated[tuple[str, ...], Field(strict=False)] | None = None
     """Module kinds whose products are quantized: `all`, or some by exact name (`q_proj`, ..., `experts.down_proj`);
@@ -76,7 +94,9 @@ class NumericsSection(Section):
     last_layers_bf16: int = Field(default=0, ge=0)
     """The same at the end."""
     trainer: TrainerPrecision = "fp8"
+    """What the trainer computes in: the spec forward and backward, `fp8_forward` (gradients in BF16), or BF16."""
     rollout: RolloutPrecision = "fp8"
+    """What the engines compute in: the spec, or BF16."""
     router_replay: RouterReplay = "off"
     """`record`: the engine reports each token's experts, and their agreement with the trainer's is measured. `replay`:
     the trainer takes the engine's experts (R3)."""
@@ -161,8 +181,18 @@ class TrainSource(DataSource):
     """Its share of the prompts, over the sum of the weights."""
 
 
+def _listed(value: Any) -> Any:
+    return value if isinstance(value, list | tuple) else [value]
+
+
 class DataSection(Section):
-    train: Annotated[tuple[TrainSource, ...], Field(min_length=1, strict=False)]
+    """Problems with reference answers ([extending.md](extending.md#data))."""
+
+    train: Annotated[
+        tuple[TrainSource, ...],
+        Field(min_length=1, strict=False),
+        BeforeValidator(_listed, json_schema_input_type=TrainSource | list[TrainSource]),
+    ]
     """What is trained on: a path, a source, or a list of them."""
     eval: DataSource | None = None
     """Held-out problems; needed unless `eval.problems` is 0 or `eval.sets` has some."""
@@ -172,11 +202,6 @@ class DataSection(Section):
     """Begins each conversation that has no system prompt in the data."""
     chat_template: dict[str, Any] = Field(default_factory=dict)
     """Arguments of the tokenizer's chat template, such as `{enable_thinking: false}`."""
-
-    @field_validator("train", mode="before")
-    @classmethod
-    def _one_or_more(cls, value: Any) -> Any:
-        return value if isinstance(value, list | tuple) else [value]
 
     @property
     def training(self) -> list[Source]:
@@ -200,6 +225,8 @@ class DataSection(Section):
 
 
 class CheckpointSection(Section):
+    """What a run can go on from."""
+
     every: int = Field(default=20, ge=1)
     """Steps between checkpoints; the last step always gets one."""
     keep: int = Field(default=2, ge=1)
@@ -210,6 +237,7 @@ class EvalSet(DataSource):
     """Held-out problems with a name, rewards and sampling of their own. Its metrics are `eval/NAME/...`."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$", max_length=64)
+    """What its metrics are called by."""
     problems: int | None = Field(default=None, ge=1)
     """The first so many. Null: `eval.problems` of them, or all there are."""
     rewards: RewardsConfig | None = None
@@ -219,8 +247,11 @@ class EvalSet(DataSource):
     temperature: float = Field(default=0.0, ge=0.0, le=10.0)
     """0 is greedy."""
     top_p: float = Field(default=1.0, gt=0.0, le=1.0)
+    """Sample from the most probable tokens of together so much probability. 1 is off."""
     top_k: int = Field(default=-1, ge=-1)
+    """Sample from so many of the most probable tokens. -1 is off."""
     min_p: float = Field(default=0.0, ge=0.0, le=1.0)
+    """Sample from tokens at least so probable as this share of the most probable one. 0 is off."""
     max_new_tokens: int | None = Field(default=None, ge=1)
     """Longest answer. Null: `rollout.max_new_tokens`."""
     pass_at: tuple[int, ...] = Field(default=(), strict=False)
@@ -250,6 +281,7 @@ class EvalSection(Section):
     problems: int = Field(default=200, ge=0)
     """Of `data.eval`; 0 turns all evaluation off."""
     sets: tuple[EvalSet, ...] = Field(default=(), strict=False)
+    """Further sets, each with a name."""
 
     @model_validator(mode="after")
     def _names_differ(self) -> EvalSection:
@@ -260,7 +292,10 @@ class EvalSection(Section):
 
 
 class TrackingSection(Section):
+    """What is kept of a run for others to look at."""
+
     rollouts: Literal["all", "shown"] = "all"
     """Trajectories that rollouts/step_N.jsonl keeps: all, so that a step can be computed again from it (about 60 bytes
     a generated token), or those that the report shows."""
     wandb: WandbConfig = WandbConfig()
+    """The run in wandb."""

@@ -46,8 +46,10 @@ class WandbConfig(Section):
     """The `tracking.wandb:` section of an experiment."""
 
     mode: Literal["offline", "online", "disabled"] = "offline"
-    """`online` records as `offline` does, into the run's directory, and a process beside the run uploads the file."""
+    """`offline` records into the run's directory. `online` does so too, and a process beside the run uploads the file.
+    `disabled`: nothing."""
     project: str = Field(default="fp8rl", min_length=1)
+    """The project of wandb that the run belongs to."""
 
 
 def check_wandb(config: WandbConfig) -> None:

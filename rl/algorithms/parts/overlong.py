@@ -23,7 +23,7 @@ class OverlongConfig(Section):
     filter: bool = False
     """Answers that the limit has cut teach nothing: their advantage is 0, and the denominators stay."""
     limit: int | None = Field(default=None, ge=1)
-    """Null: `rollout.max_new_tokens`."""
+    """The longest answer. Null: `rollout.max_new_tokens`."""
 
     def resolved(self, max_new_tokens: int) -> Self:
         limit = self.limit or max_new_tokens

@@ -1,0 +1,67 @@
+"""The reference page and the schema for editors are what the sections say, and the schema takes every example."""
+
+import json
+
+import jsonschema
+import pytest
+import yaml
+
+from rl.algorithms import ALGORITHMS
+from rl.experiment.reference import descriptions, reference, schema, schema_text
+from rl.experiment.validation import valid_keys
+from tests.support.paths import EXAMPLES, ROOT
+
+SPECS = sorted(EXAMPLES.glob("*.yaml"))
+
+
+def test_the_page_and_the_schema_are_those_that_the_sections_make() -> None:
+    remedy = "run python -m rl.experiment.reference, as its docstring says"
+    assert (ROOT / "docs/reference.md").read_text() == reference(), remedy
+    assert (ROOT / "docs/spec.schema.json").read_text() == schema_text(), remedy
+
+
+def test_every_key_is_on_the_page_with_what_it_is_for() -> None:
+    page = reference()
+    for key in valid_keys():
+        assert f"{key.rpartition('.')[2]}`" in page or f"## {key}" in page, key
+    assert "|  |" not in page, "a key without a description"
+    for kind in ALGORITHMS.values():
+        assert descriptions(kind).keys() == kind.model_fields.keys()
+
+
+def test_the_schema_takes_every_example() -> None:
+    validator = jsonschema.Draft202012Validator(schema())
+    validator.check_schema(schema())
+    for spec in SPECS:
+        problems = list(validator.iter_errors(yaml.safe_load(spec.read_text())))
+        assert not problems, f"{spec.name}: {problems[0].message}"
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"trainr": {}},
+        {"run": {"steps": "3"}},
+        {"algorithm": {"name": "grpo", "clip_hi": 1}},
+        {"algorithm": {"name": "ppo", "gamma": 2.0}},
+        {"numerics": {"mode": "fast"}},
+        {"data": {"train": {"pth": "x"}}},
+        {"gates": [{"metric": "a/b", "abov": 1.0}]},
+    ],
+    ids=json.dumps,
+)
+def test_the_schema_marks_what_a_start_would_refuse(wrong: object) -> None:
+    assert not jsonschema.Draft202012Validator(schema()).is_valid(wrong)
+
+
+def test_the_schema_takes_what_may_be_written_shorter_and_a_users_own() -> None:
+    validator = jsonschema.Draft202012Validator(schema())
+    for short in (
+        {"environment": "guess"},
+        {"rewards": [{"function": "integer"}]},
+        {"data": {"train": "a", "eval": "b"}},
+        {"data": {"train": ["a", {"path": "b", "weight": 2.0}]}},
+        {"algorithm": {"name": "own.py:Own", "anything": 1}},
+        {"defaults": ["a.yaml"]},
+    ):
+        assert validator.is_valid(short), short
