@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import ipaddress
+import json
+import socket
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,6 +14,7 @@ from pathlib import Path
 
 from numerics.config import Mode, NumericsConfig
 from numerics.errors import user_error
+from numerics.io.reading import check_path
 from numerics.spec import QuantSpec
 from rl.experiment import read_resolved
 from rl.experiment.preconditions import read_model
@@ -22,7 +26,7 @@ from rollout.config import RolloutConfig
 from rollout.server import handshake
 from rollout.server.client import EngineClient
 from rollout.server.server import SGLangServer
-from rollout.types import Endpoint
+from rollout.types import LOOPBACK, Endpoint
 from weight_sync.hf_checkpoint import convert_checkpoint
 
 LONGEST = 32768
@@ -45,8 +49,10 @@ def read_served(subject: Path, mode: Mode, preset: str) -> Served:
     Raises:
         UserError: it is neither, or the run has no trained model yet.
     """
+    check_path(subject, "RUN|MODEL")
     files = RunDir(subject.absolute())
     if not files.experiment.is_file():
+        _refuse_converted(subject)
         sizes = read_model(subject, "RUN|MODEL").sizes
         load_tokenizer(subject, "RUN|MODEL")
         side = "fp8" if QuantSpec.preset(preset).quantized else "bf16"
@@ -64,11 +70,43 @@ def read_served(subject: Path, mode: Mode, preset: str) -> Served:
     return Served(files.model, files.name, experiment.numerics_config(), experiment.rollout)
 
 
+def check_open(host: str, api_key: str | None) -> None:
+    """Refuse an address that is not this machine's, a key that no header can carry, and strangers without a key.
+
+    Raises:
+        UserError: it is one of these.
+    """
+    if api_key is not None and not (api_key.isascii() and api_key.isprintable() and api_key.split() == [api_key]):
+        raise user_error(
+            "--api-key", found="another text", expected="printable ASCII without spaces", remedy="Choose another key."
+        )
+    try:
+        loopback = ipaddress.IPv4Address(host).is_loopback
+        with socket.socket() as probe:
+            probe.bind((host, 0))
+    except (ValueError, OSError):
+        raise user_error(
+            "--host",
+            found=host,
+            expected="an IPv4 address of this machine, or 0.0.0.0 for all that it has",
+            remedy="Correct it, or leave it out: only programs on this machine get in then.",
+        ) from None
+    if not loopback and api_key is None:
+        raise user_error(
+            "--host",
+            found=host,
+            expected="a key of your own beside it, as other machines can reach this address",
+            remedy="Set the environment variable FP8RL_API_KEY, or --api-key.",
+        )
+
+
 @contextmanager
-def serve(served: Served, log: Path, port: int | None = None) -> Iterator[SGLangServer]:
+def serve(
+    served: Served, log: Path, port: int | None = None, host: str = LOOPBACK, api_key: str | None = None
+) -> Iterator[SGLangServer]:
     """An engine with this model and OpenAI's endpoints below `/v1`, for as long as the block lasts.
 
-    port: None takes a free one.
+    port: None takes a free one. api_key: None makes one up.
 
     Raises:
         UserError, EngineError: see `SGLangServer.start`. HandshakeError: it computes something else.
@@ -78,12 +116,30 @@ def serve(served: Served, log: Path, port: int | None = None) -> Iterator[SGLang
         checkpoint = Path(folder) / "served"
         convert_checkpoint(served.path, checkpoint, served.numerics.rollout_spec)
         plugin = {"numerics": served.numerics.to_dict()}
-        server = SGLangServer.start(checkpoint, config, log_path=log, plugin=plugin, served_name=served.name)
+        server = SGLangServer.start(
+            checkpoint, config, log_path=log, plugin=plugin, served_name=served.name, host=host, api_key=api_key
+        )
         try:
             asyncio.run(_check(server.endpoint, served.numerics))
             yield server
         finally:
             server.stop()
+
+
+def _refuse_converted(model: Path) -> None:
+    """Refuse what `fp8rl convert` has written, which is for other servers."""
+    try:
+        quantized = "quantization_config" in json.loads((model / "config.json").read_bytes())
+    except (OSError, ValueError):
+        return  # what else is wrong is said by those who read it
+    if quantized:
+        raise user_error(
+            "RUN|MODEL",
+            found=f"{model}, whose weights are quantized",
+            expected="a model in BF16, which this command quantizes itself",
+            remedy="Give the directory that it was converted from. What `fp8rl convert` writes is for a server of "
+            "your own: python -m sglang.launch_server --model-path ...",
+        )
 
 
 async def _check(endpoint: Endpoint, numerics: NumericsConfig) -> None:

@@ -17,29 +17,31 @@ from rl.run.lifecycle.interrupts import interruptible
 
 def serve(
     subject: Annotated[Path, typer.Argument(metavar="RUN|MODEL", help="E.g. runs/demo, or a Hugging Face directory.")],
+    host: Annotated[str, typer.Option(help="Address to listen at; 0.0.0.0 for other machines too.")] = "127.0.0.1",
     port: Annotated[int | None, typer.Option(min=1024, max=65535, help="Without one, any free one.")] = None,
+    api_key: Annotated[
+        str | None, typer.Option(envvar="FP8RL_API_KEY", help="Key that clients must send; without one, a new one.")
+    ] = None,
     mode: Annotated[str, typer.Option(help="For a MODEL: exact or native.")] = "exact",
     preset: Annotated[str, typer.Option(help="For a MODEL: quantization preset.")] = "fp8_block_pow2",
 ) -> None:
     """Serve a trained model by OpenAI's API, in the numerics of its run, until Ctrl-C.
 
-    It listens on this machine alone. Log-probabilities are those that the trainer would give.
+    Log-probabilities are those that the trainer would give. By default only programs on this machine get in.
     """
     with user_errors():
         if mode not in ("exact", "native"):
             raise UserError(f"--mode: found {mode!r}, expected exact or native. Correct it.")
         from fp8rl import serving
 
+        serving.check_open(host, api_key)
         served = serving.read_served(subject, "exact" if mode == "exact" else "native", preset)
-        numerics = served.numerics
-        show(
-            f"starting an engine with {served.path}, {numerics.mode}, {numerics.rollout_spec.digest()}", soft_wrap=True
-        )
+        digest = served.numerics.rollout_spec.digest()
+        show(f"starting an engine with {served.path}, {served.numerics.mode}, {digest}", soft_wrap=True)
         with interruptible(), tempfile.TemporaryDirectory(prefix="fp8rl-serve-") as folder:
-            with serving.serve(served, Path(folder) / "engine.log", port) as server:
-                at = server.endpoint
-                keys = f"OPENAI_BASE_URL={at.url}/v1 OPENAI_API_KEY={at.api_key}"
-                show(f"export {keys}    # model {served.name}", soft_wrap=True)
+            with serving.serve(served, Path(folder) / "engine.log", port, host, api_key) as server:
+                url, key = server.endpoint.url, "THE_KEY_YOU_CHOSE" if api_key else server.endpoint.api_key
+                show(f"export OPENAI_BASE_URL={url}/v1 OPENAI_API_KEY={key}    # model {served.name}", soft_wrap=True)
                 while True:
                     server.check()
                     time.sleep(1.0)

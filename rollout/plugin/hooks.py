@@ -245,6 +245,13 @@ def provided(hooks: Sequence[Hook]) -> tuple[str, ...]:
 
 
 def install(hooks: Sequence[Hook]) -> None:
+    """Register all hooks, and say so in the plugin's report."""
+    register(hooks)
+    state().hooks = tuple(hook.target for hook in hooks)
+    state().provides = provided(hooks)
+
+
+def register(hooks: Sequence[Hook]) -> None:
     """Register all hooks with SGLang, or none. Raises `RuntimeError` naming every target that is not as expected."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
@@ -257,8 +264,6 @@ def install(hooks: Sequence[Hook]) -> None:
         )
     for hook in hooks:
         HookRegistry.register(hook.path, hook.function, HookType(hook.kind))
-    state().hooks = tuple(hook.target for hook in hooks)
-    state().provides = provided(hooks)
 
 
 def _problem(hook: Hook) -> str | None:

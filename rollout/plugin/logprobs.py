@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -22,22 +21,17 @@ def of_samples(
     token_ids_logprobs: list[list[int] | None],
     positions: torch.Tensor,
 ) -> torch.Tensor:
-    """`Sampler.forward`: draws a token of each row of logits [B, V], and writes log-probabilities to `logits_output`.
-
-    The most probable tokens, if they are asked for, are reported as SGLang computes them: on a copy, as it divides and
-    normalises in place, and without seeds, for which it has a kernel of its own that no CPU runs.
-    """
+    """`Sampler.forward`: draws a token for each row of logits [B, V], and writes log-probabilities beside them."""
     logits = logits_output.next_token_logits
-    if return_logprob and any(top_logprobs_nums):
-        logits_output.next_token_logits = logits.clone()
-        unseeded = dataclasses.replace(sampling_info, sampling_seed=None)
-        original(self, logits_output, unseeded, True, top_logprobs_nums, token_ids_logprobs, positions)
-        logits_output.next_token_logits = logits
     tokens = draw_from_logits(logits, sampling_info, positions)
     if not return_logprob:
         return tokens.to(torch.int32)
     temperatures = sampling_info.temperatures.reshape(-1)
     logits_output.next_token_logprobs = ops.token_logprobs(logits, tokens, temperatures)[0]
+    if any(top_logprobs_nums):
+        values, ids = _most_probable(logits, temperatures, max(top_logprobs_nums))
+        logits_output.next_token_top_logprobs_val = [row[:k] for row, k in zip(values, top_logprobs_nums)]
+        logits_output.next_token_top_logprobs_idx = [row[:k] for row, k in zip(ids, top_logprobs_nums)]
     if any(token_ids_logprobs):
         wanted = [ids or [] for ids in token_ids_logprobs]
         rows = torch.tensor([row for row, ids in enumerate(wanted) for _ in ids], device=logits.device)
@@ -65,6 +59,8 @@ def of_prompts(
     input_logprob_indices, ascending, are the rows that predict a token of `extend_input_logprob_token_ids_gpu`.
     """
     found: list[torch.Tensor] = []
+    likely: list[tuple[list[Any], list[Any]]] = []  # of each row, log-probabilities and ids
+    most = max(logits_metadata.top_logprobs_nums) if logits_metadata.extend_return_top_logprob else 0
     seen = 0
 
     def get_logits(states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -72,7 +68,11 @@ def of_prompts(
         logits = get_logits_fn(states, *args, **kwargs)
         here = (input_logprob_indices >= seen) & (input_logprob_indices < seen + len(states))
         tokens = logits_metadata.extend_input_logprob_token_ids_gpu[here].long()
-        found.append(ops.token_logprobs(logits[input_logprob_indices[here] - seen], tokens, 1.0)[0])
+        rows = logits[input_logprob_indices[here] - seen]
+        found.append(ops.token_logprobs(rows, tokens, 1.0)[0])
+        if most:
+            values, ids = _most_probable(rows, 1.0, most)
+            likely.extend(zip(values.tolist(), ids.tolist()))
         seen += len(states)
         return logits
 
@@ -88,4 +88,23 @@ def of_prompts(
         skip_chunking_for_dp_attn,
     )
     result.token_logprobs = torch.cat(found)
+    if most:
+        left = iter(likely)
+        of_requests = [
+            [[each[:k] for each in next(left)] for _ in range(rows)]
+            for k, rows in zip(logits_metadata.top_logprobs_nums, logits_metadata.extend_logprob_pruned_lens_cpu)
+        ]
+        result.top_logprobs_val = [[values for values, _ in rows] for rows in of_requests]
+        result.top_logprobs_idx = [[ids for _, ids in rows] for rows in of_requests]
     return result, sampled_logits
+
+
+def _most_probable(
+    logits: torch.Tensor, temperatures: float | torch.Tensor, count: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The log-probabilities and the ids of the `count` most probable tokens of each row of logits [B, V]: [B, count].
+
+    The op is asked once for each, so that a token has the same bits here as where it is drawn or given.
+    """
+    ids = logits.topk(min(count, logits.shape[-1]), dim=-1).indices
+    return torch.stack([ops.token_logprobs(logits, column, temperatures)[0] for column in ids.unbind(-1)], -1), ids

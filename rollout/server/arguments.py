@@ -18,7 +18,7 @@ from rollout.config import RolloutConfig
 from rollout.plugin import CONFIG_VARIABLE
 from rollout.types import IDLE_S, LOOPBACK
 
-_SECRETS = ("RAY_AUTH_TOKEN", "WANDB_API_KEY")
+_SECRETS = ("RAY_AUTH_TOKEN", "WANDB_API_KEY", "FP8RL_API_KEY")
 """What an engine has no use for."""
 
 PLUGIN = "fp8rl"

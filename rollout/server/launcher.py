@@ -21,6 +21,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from rollout.server import public
 from rollout.server.scratch import note_shared_memory, remove_scratch
 
 ENDPOINTS = {
@@ -30,8 +31,6 @@ ENDPOINTS = {
 }  # fmt: skip
 """What `rollout.server.client` uses, and what SGLang itself calls at the end of a start: it keeps the garbage collector
 from walking through all that the imports have made, which would take 0.3 s in each flush of a sync."""
-OPENAI = {"/v1/models", "/v1/completions", "/v1/chat/completions"}
-"""What `fp8rl serve` opens besides."""
 
 
 def main() -> None:
@@ -55,15 +54,24 @@ def main() -> None:
     HookRegistry.register("sglang.srt.server_args.PortArgs.init_new", _remember_shared_memory, HookType.AFTER)
     if request["fork"]:
         HookRegistry.register("sglang.srt.entrypoints.engine._set_envs_and_config", _fork_workers, HookType.AFTER)
+    if request["openai"]:
+        from rollout.plugin.hooks import register
+
+        register(public.HOOKS)
     load_plugins()
     arguments = prepare_server_args(request["arguments"])
     arguments.api_key, arguments.admin_api_key = request["api_key"], request["admin_api_key"]
 
-    from sglang.srt.entrypoints.http_server import launch_server
+    from sglang.srt.entrypoints import http_server
 
-    _close_all_but(ENDPOINTS | OPENAI if request["openai"] else ENDPOINTS)
+    _close_all_but(ENDPOINTS | public.ENDPOINTS if request["openai"] else ENDPOINTS)
+    if request["openai"]:
+        from fastapi.exceptions import RequestValidationError
+
+        http_server.app.add_exception_handler(RequestValidationError, public.invalid)
+        http_server.app.add_middleware(public.ObjectsOnly)
     try:
-        launch_server(arguments, execute_warmup_func=_wait_until_listening)
+        http_server.launch_server(arguments, execute_warmup_func=_wait_until_listening)
     finally:
         kill_process_tree(os.getpid(), include_parent=False)
         remove_scratch(Path(os.environ["TMPDIR"]))

@@ -55,6 +55,7 @@ class SGLangServer:
         host: str = LOOPBACK,
         cancelled: threading.Event | None = None,
         served_name: str | None = None,
+        api_key: str | None = None,
     ) -> SGLangServer:
         """Start a server and wait until it answers.
 
@@ -64,6 +65,7 @@ class SGLangServer:
         host: address that it listens at, and no other.
         cancelled: set by another thread, gives up the start.
         served_name: opens OpenAI's endpoints too, for a model of this name; its directory has a tokenizer.
+        api_key: for generation; None makes one up.
 
         Raises:
             UserError: the configured port is taken, or the model directory has no config.json.
@@ -73,7 +75,7 @@ class SGLangServer:
         cuda = has_cuda()
         mode: Mode = plugin["numerics"]["mode"] if plugin is not None else "native"
         port = _claim_port(config.port, host)
-        keys = secrets.token_urlsafe(24), secrets.token_urlsafe(24)
+        keys = api_key or secrets.token_urlsafe(24), secrets.token_urlsafe(24)
         endpoint = Endpoint(f"http://{host}:{port}", *keys, ranks=config.tp)
         arguments = server_arguments(
             Path(model_path),

@@ -22,6 +22,7 @@ import yaml
 from transformers import AutoTokenizer
 
 from models import read_shape
+from numerics.sampling import answer_seed
 from numerics.spec import QuantSpec
 from rl.record.metrics import METRICS, describe
 from rl.run.lifecycle.interrupts import INTERRUPTED
@@ -220,11 +221,60 @@ def test_the_trained_model_is_served_as_it_was_trained(run: LiveRun, tmp_path: P
         assert said is not None and said.content is not None
         ids = [token_of(tokenizer)[entry.token] for entry in said.content]
         answers.append({"prompt_ids": [*prompt], "token_ids": ids, "logprobs": [e.logprob for e in said.content]})
-        for path, key, status in (("server_info", client.api_key, 404), ("v1/models", "another", 401)):
-            url = str(client.base_url.join(f"/{path}"))
-            assert httpx.get(url, headers={"Authorization": f"Bearer {key}"}).status_code == status
+        several_answers_are_drawn_apart(client, model, asked[0])
+        prompts_are_scored_as_lm_eval_asks(client, model, asked[0])
+        what_is_wrong_is_refused(client, model)
     (scores,) = run_on_ranks(TrainerConfig(), tmp_path, partial(trained_scores, run.path, answers))
     assert scores == [answer["logprobs"] for answer in answers], "bit for bit"
+
+
+def several_answers_are_drawn_apart(client: openai.OpenAI, model: str, prompt: list[int]) -> None:
+    """The seed of answer i is a hash of the request's and i."""
+    alone = partial(client.completions.create, model=model, prompt=prompt, max_tokens=12, temperature=2.0)
+    several = [choice.text for choice in alone(seed=5, n=6).choices]
+    assert len(set(several)) > 1 and several == [choice.text for choice in alone(seed=5, n=6).choices]
+    assert several == [alone(seed=answer_seed(5, 0, 0, answer)).choices[0].text for answer in range(6)]
+
+
+def prompts_are_scored_as_lm_eval_asks(client: openai.OpenAI, model: str, prompt: list[int]) -> None:
+    """A token that is the most probable one has the log-probability that the list of the most probable ones gives."""
+    asked = partial(client.completions.create, model=model, temperature=0.0, logprobs=3)
+    (greedy,) = asked(prompt=prompt, max_tokens=6, extra_body={"return_token_ids": True}).choices
+    (choice,) = asked(prompt=[*prompt, *greedy.token_ids], max_tokens=1, echo=True).choices
+    for found, skipped in ((greedy.logprobs, 0), (choice.logprobs, 1)):
+        for value, top in list(zip(found.token_logprobs, found.top_logprobs))[skipped:]:
+            assert len(top) == 3 and (value in top.values() or value < min(top.values()))
+        ends = [offset + len(token) for offset, token in zip(found.text_offset, found.tokens)]
+        assert found.text_offset == [0, *ends[:-1]]
+    scored = list(zip(choice.logprobs.token_logprobs, choice.logprobs.top_logprobs))[len(prompt) : -1]
+    assert len(scored) == len(greedy.token_ids)
+    assert all(value == max(top.values()) for value, top in scored), "each is the greedy one"
+    assert [value for value, _ in scored] == greedy.logprobs.token_logprobs
+
+
+def what_is_wrong_is_refused(client: openai.OpenAI, model: str) -> None:
+    root = str(client.base_url.join("/"))
+    with httpx.Client(base_url=root, headers={"Authorization": f"Bearer {client.api_key}"}) as http:
+        assert http.get("server_info").status_code == 404 and http.get("health").status_code == 200
+        assert http.get("v1/models", headers={"Authorization": "Bearer another"}).status_code == 401
+        plain = {"model": model, "prompt": "1", "messages": [{"role": "user", "content": "1"}], "max_tokens": 1}
+        for path in ("v1/completions", "v1/chat/completions"):
+            for body, status, part in (
+                (b"null", 400, "expected a JSON object"),
+                (b'{"model": ', 400, "expected a JSON object"),
+                (b"\xff", 400, "expected a JSON object"),
+                (plain | {"model": "gpt-4"}, 404, "'gpt-4' does not exist"),
+                ({key: plain[key] for key in plain if key != "model"}, 400, "model: found none"),
+                (plain | {"n": 0}, 400, "n: found 0, expected 1 to 128"),
+                (plain | {"seed": -1}, 400, "seed: found -1"),
+                (plain | {"max_tokens": "many"}, 400, "max_tokens: Input should be a valid integer"),
+                (plain | {"temperature": -1}, 400, "temperature"),
+            ):
+                sent = body if isinstance(body, bytes) else json.dumps(body).encode()
+                answer = http.post(path, content=sent, headers={"Content-Type": "application/json"})
+                assert answer.status_code == status and part in answer.json()["error"]["message"], answer.text
+                assert "/" not in answer.json()["error"]["message"], "no path of an installation"
+            assert http.post(path, json=plain).status_code == 200, "the engine lives"
 
 
 @contextmanager

@@ -115,12 +115,28 @@ def test_exit_codes(monkeypatch: pytest.MonkeyPatch, error: BaseException, code:
         (["{nothing}"], "RUN|MODEL: found"),
         (["{model}", "--mode", "fast"], "--mode: found fast, expected exact or native"),
         (["{model}", "--preset", "int4"], "expected one of"),
+        (["{model}", "--host", "0.0.0.0"], "--host: found 0.0.0.0, expected a key of your own beside it"),
+        (["{model}", "--host", "8.8.8.8", "--api-key", "k"], "--host: found 8.8.8.8, expected an IPv4 address of this"),
+        (["{model}", "--api-key", "two words"], "--api-key: found another text, expected printable ASCII"),
+        (["x" * 300], "RUN|MODEL: found"),
+        (["{converted}"], "whose weights are quantized, expected a model in BF16, which this command quantizes itself"),
     ],
-    ids=["unfinished", "nothing", "mode", "preset"],
+    ids=["unfinished", "nothing", "mode", "preset", "no key", "not ours", "no header", "long", "converted"],
 )
-def test_serve_says_what_it_cannot_serve(tmp_path: Path, arguments: list[str], expected: str) -> None:
+def test_serve_says_what_it_cannot_serve(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], expected: str
+) -> None:
     run = new_run(tmp_path / "it")
     run.experiment.write_text("run: {name: it}")
-    places = {"run": run.path, "nothing": tmp_path / "nothing", "model": ROOT / "examples/models/tiny_qwen3_moe"}
+    converted = tmp_path / "converted"
+    converted.mkdir()
+    (converted / "config.json").write_text('{"quantization_config": {"quant_method": "fp8"}}')
+    monkeypatch.delenv("FP8RL_API_KEY", raising=False)
+    places = {
+        "converted": converted,
+        "run": run.path,
+        "nothing": tmp_path / "nothing",
+        "model": ROOT / "examples/models/tiny_qwen3_moe",
+    }
     code, printed = invoke("serve", *(argument.format(**places) for argument in arguments))
     assert code == 2 and expected.format(**places) in printed.replace("'", "")

@@ -36,21 +36,16 @@ def expected(logits: Tensor, temperature: float = 1.0) -> Tensor:
     return (logits.double() / temperature).log_softmax(-1)
 
 
-def stock_sampler(self: Any, output: Any, info: Any, return_logprob: bool, *others: Any) -> Tensor:
-    """What SGLang's does to the logits: they are divided and normalised in place. With seeds it needs a GPU."""
-    assert info.sampling_seed is None
-    output.next_token_logits.div_(info.temperatures)
-    output.next_token_logits[:] = output.next_token_logits.softmax(-1)
-    if return_logprob:
-        output.next_token_logprobs, output.next_token_top_logprobs_val = "stock", "stock"
-    return torch.tensor([VOCABULARY - 2] * 3, dtype=torch.int32)
+def never(*_: Any) -> Tensor:
+    """SGLang's own sampler, which divides and normalises the logits in place."""
+    raise AssertionError("the stock sampler was asked")
 
 
 def sample(return_logprob: bool, top: list[int], ids: list[list[int] | None]) -> tuple[Tensor, Any, Tensor]:
     logits = torch.randn(3, VOCABULARY, generator=torch.Generator().manual_seed(0)) * 5
     output = SimpleNamespace(next_token_logits=logits.clone())
     info = Info()
-    tokens = logprobs.of_samples(stock_sampler, None, output, info, return_logprob, top, ids, torch.arange(3))
+    tokens = logprobs.of_samples(never, None, output, info, return_logprob, top, ids, torch.arange(3))
     return logits, output, tokens
 
 
@@ -76,10 +71,16 @@ def test_given_tokens_are_reported_for_the_rows_that_ask() -> None:
     torch.testing.assert_close(values[2].double(), expected(logits[2], 2.5)[[36]], rtol=1e-6, atol=1e-6)
 
 
-def test_sglangs_most_probable_tokens_stay_its_own() -> None:
-    _, output, _ = sample(True, [0, 2, 0], [None, None, None])
-    assert output.next_token_top_logprobs_val == "stock"
-    assert output.next_token_logprobs.shape == (3,)
+def test_the_most_probable_tokens_have_the_bits_of_the_sampled_one() -> None:
+    """`lm-eval` looks whether a token's log-probability is the greatest of those beside it."""
+    logits, output, tokens = sample(True, [0, 2, 3], [None, None, None])
+    values, ids = output.next_token_top_logprobs_val, output.next_token_top_logprobs_idx
+    assert [len(row) for row in values] == [len(row) for row in ids] == [0, 2, 3]
+    for row in (1, 2):
+        assert ids[row].equal(logits[row].topk(row + 1).indices)
+        alone = [ops.token_logprobs(logits[row : row + 1], token[None], TEMPERATURES[row])[0][0] for token in ids[row]]
+        assert values[row].equal(torch.stack(alone))
+    assert tokens[2] == ids[2][0] and output.next_token_logprobs[2] == values[2].max(), "the greedy row"
 
 
 def test_nothing_is_computed_that_nobody_asked_for() -> None:
@@ -87,8 +88,9 @@ def test_nothing_is_computed_that_nobody_asked_for() -> None:
     assert vars(output).keys() == {"next_token_logits"}
 
 
+@pytest.mark.parametrize("top", [[0, 0], [2, 0], [1, 3]])
 @pytest.mark.parametrize("chunk", [4, 7, 100])
-def test_prompts_are_scored_in_chunks_by_sglangs_own_walk(chunk: int) -> None:
+def test_prompts_are_scored_in_chunks_by_sglangs_own_walk(chunk: int, top: list[int]) -> None:
     """Two sequences of 9 and 6 rows; the first row of the second predicts no token that is asked for."""
     processor = pytest.importorskip("sglang.srt.layers.logprob_processor").InputLogprobProcessor()
     processor.enable_logprobs_chunk, processor.logprobs_chunk_size = True, chunk
@@ -98,7 +100,9 @@ def test_prompts_are_scored_in_chunks_by_sglangs_own_walk(chunk: int) -> None:
     rows = torch.tensor([*range(9), *range(10, 15)])
     tokens = torch.randint(0, VOCABULARY, (len(rows),), generator=generator)
     metadata = SimpleNamespace(
-        extend_return_top_logprob=False,
+        extend_return_top_logprob=any(top),
+        top_logprobs_nums=top,
+        extend_logprob_pruned_lens_cpu=[9, 5],
         extend_token_ids_logprob=False,
         extend_input_logprob_token_ids_gpu=tokens,
     )
@@ -119,3 +123,13 @@ def test_prompts_are_scored_in_chunks_by_sglangs_own_walk(chunk: int) -> None:
     reference = expected(logits)[rows, tokens]
     torch.testing.assert_close(result.token_logprobs.double(), reference, rtol=1e-6, atol=1e-6)
     assert torch.equal(result.token_logprobs, ops.token_logprobs(logits[rows], tokens, 1.0)[0])
+    if not any(top):
+        assert result.top_logprobs_val is None
+        return
+    flat = iter(range(len(rows)))
+    for k, values, ids in zip(top, result.top_logprobs_val, result.top_logprobs_idx):
+        for value, token in zip(values, ids):
+            row = logits[rows[next(flat)]][None]
+            assert token == row.topk(k).indices[0].tolist()
+            assert value == [float(ops.token_logprobs(row, torch.tensor([each]), 1.0)[0]) for each in token]
+    assert next(flat, None) is None

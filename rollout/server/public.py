@@ -1,0 +1,135 @@
+"""What `fp8rl serve` changes at SGLang's OpenAI endpoints, for clients that are not ours.
+
+Every error has OpenAI's form, and says nothing of where the code lies. What would be answered wrongly is refused: an
+unknown model, settings that are not served, and numbers that would end the engine.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Awaitable, Callable, Iterator
+from itertools import accumulate
+from typing import Any
+
+from numerics.sampling import answer_seed
+from rollout.plugin.hooks import Hook
+
+ENDPOINTS = {"/health", "/v1/models", "/v1/models/{model:path}", "/v1/completions", "/v1/chat/completions"}
+"""What is opened besides what the engine's owner uses."""
+MOST_ANSWERS, MOST_LOGPROBS, LARGEST_SEED = 128, 20, 2**63 - 1
+_NOT_SERVED = ("best_of", "suffix", "logit_bias", "custom_logit_processor", "lora_path", "session_params")
+"""Settings that SGLang would leave aside, or that let a client run code."""
+
+
+async def answer(original: Callable[..., Awaitable[Any]], serving: Any, request: Any, raw_request: Any) -> Any:
+    """`OpenAIServingBase.handle_request`: the refusal of a request, or SGLang's answer."""
+    name = serving.tokenizer_manager.served_model_name
+    if "model" in request.model_fields_set and request.model != name:
+        message = f"The model {request.model!r} does not exist; this server has {name!r}."
+        return error_response(serving, message, status_code=404, param="model", code="model_not_found")
+    for parameter, message in _problems(request, name):
+        return error_response(serving, f"{parameter}: {message}", param=parameter)
+    return await original(serving, request, raw_request)
+
+
+def error_response(
+    serving: Any,
+    message: str,
+    err_type: str = "BadRequestError",
+    status_code: int = 400,
+    param: str | None = None,
+    code: str | None = None,
+) -> Any:
+    """`OpenAIServingBase.create_error_response`, in OpenAI's form."""
+    from fastapi.responses import JSONResponse
+
+    kind = "invalid_request_error" if status_code < 500 else "server_error"
+    error = {"message": message, "type": kind, "param": param, "code": code}
+    return JSONResponse({"error": error}, status_code)
+
+
+class ObjectsOnly:
+    """Middleware before `app` that lets only JSON objects through, as SGLang's validators take other bodies apart."""
+
+    def __init__(self, app: Callable[..., Awaitable[None]]) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] != "http" or scope["method"] != "POST" or scope["path"] not in ENDPOINTS:
+            return await self._app(scope, receive, send)
+        body, message = b"", {"more_body": True}
+        while message.get("more_body"):
+            message = await receive()
+            body += message.get("body", b"")
+        try:
+            json.loads(body).keys()
+            body.decode()
+        except (ValueError, AttributeError, RecursionError) as error:
+            why = "another value" if isinstance(error, AttributeError) else str(error) or "too many brackets"
+            return await error_response(None, f"body: found {why}, expected a JSON object")(scope, receive, send)
+        read = [{"type": "http.request", "body": body, "more_body": False}]
+
+        async def again() -> Any:
+            return read.pop() if read else await receive()
+
+        await self._app(scope, again, send)
+
+
+async def invalid(request: Any, error: Any) -> Any:
+    """The answer to an object that is not of the request's form. SGLang's quotes the lines of its code."""
+    first, *_ = error.errors()
+    place = ".".join(str(part) for part in first["loc"] if part != "body") or "body"
+    return error_response(None, f"{place}: {first['msg']}", param=place)
+
+
+def seed_each_answer(manager: Any, tokenized: Any) -> None:
+    """Before `TokenizerManager._send_one_request`: give each of several answers to a prompt a seed of its own.
+
+    Those of one prompt follow each other, and share one object of sampling parameters.
+    """
+    shared = getattr(tokenized, "sampling_params", None)
+    if shared is None or shared.n == 1 or shared.sampling_seed is None:
+        return
+    last, number = getattr(manager, "_last_shared", (None, -1))
+    number = number + 1 if last is shared else 0
+    manager._last_shared = shared, number
+    tokenized.sampling_params = copy.copy(shared)
+    tokenized.sampling_params.sampling_seed = answer_seed(shared.sampling_seed, 0, 0, number)
+
+
+def with_offsets(logprobs: Any, *_: Any, **__: Any) -> Any:
+    """After `to_openai_style_logprobs`: how many characters the tokens before have, where SGLang says -1."""
+    logprobs.text_offset = [0, *accumulate(len(token) for token in logprobs.tokens)][:-1]
+    return logprobs
+
+
+def _problems(request: Any, name: str) -> Iterator[tuple[str, str]]:
+    """A parameter, and what is wrong with it."""
+    if "model" not in request.model_fields_set:
+        yield "model", f"found none, expected {name!r}"
+    if not 1 <= request.n <= MOST_ANSWERS:
+        yield "n", f"found {request.n}, expected 1 to {MOST_ANSWERS}"
+    if request.seed is not None and not 0 <= request.seed <= LARGEST_SEED:
+        yield "seed", f"found {request.seed}, expected 0 to {LARGEST_SEED}"
+    for parameter in ("logprobs", "top_logprobs"):
+        found = getattr(request, parameter, None)
+        if found is not None and not 0 <= found <= MOST_LOGPROBS:
+            yield parameter, f"found {found}, expected 0 to {MOST_LOGPROBS}"
+    for parameter in _NOT_SERVED:
+        if getattr(request, parameter, None) is not None:
+            yield parameter, "is not served. Leave it out"
+
+
+_SERVING = "entrypoints.openai.serving_base.OpenAIServingBase."
+HOOKS = (
+    Hook(_SERVING + "handle_request", "around", answer, "request raw_request"),
+    Hook(_SERVING + "create_error_response", "replace", error_response, "message err_type status_code param"),
+    Hook(
+        "entrypoints.openai.serving_completions.to_openai_style_logprobs",
+        "after",
+        with_offsets,
+        "input_token_logprobs output_token_logprobs input_top_logprobs output_top_logprobs",
+    ),
+    Hook("managers.tokenizer_manager.TokenizerManager._send_one_request", "before", seed_each_answer, "tokenized_obj"),
+)
