@@ -28,7 +28,7 @@ async def answer(original: Callable[..., Awaitable[Any]], serving: Any, request:
     if "model" in request.model_fields_set and request.model != name:
         message = f"The model {request.model!r} does not exist; this server has {name!r}."
         return error_response(serving, message, status_code=404, param="model", code="model_not_found")
-    for parameter, message in _problems(request, name):
+    for parameter, message in _problems(request, name, serving.tokenizer_manager.model_config.vocab_size):
         return error_response(serving, f"{parameter}: {message}", param=parameter)
     return await original(serving, request, raw_request)
 
@@ -104,7 +104,7 @@ def with_offsets(logprobs: Any, *_: Any, **__: Any) -> Any:
     return logprobs
 
 
-def _problems(request: Any, name: str) -> Iterator[tuple[str, str]]:
+def _problems(request: Any, name: str, vocabulary: int) -> Iterator[tuple[str, str]]:
     """A parameter, and what is wrong with it."""
     if "model" not in request.model_fields_set:
         yield "model", f"found none, expected {name!r}"
@@ -116,9 +116,19 @@ def _problems(request: Any, name: str) -> Iterator[tuple[str, str]]:
         found = getattr(request, parameter, None)
         if found is not None and not 0 <= found <= MOST_LOGPROBS:
             yield parameter, f"found {found}, expected 0 to {MOST_LOGPROBS}"
+    prompt = getattr(request, "prompt", "")
+    for part in prompt if isinstance(prompt, list) else ():
+        outside = [token for token in ([part] if isinstance(part, int) else part) if not _is_in(token, vocabulary)]
+        if outside:
+            yield "prompt", f"found the token {outside[0]}, expected 0 to {vocabulary - 1}"
     for parameter in _NOT_SERVED:
         if getattr(request, parameter, None) is not None:
             yield parameter, "is not served. Leave it out"
+
+
+def _is_in(token: int | str, vocabulary: int) -> bool:
+    """Whether a token id is one of the model's; characters of a text are. Another one would end the engine."""
+    return isinstance(token, str) or 0 <= token < vocabulary
 
 
 _SERVING = "entrypoints.openai.serving_base.OpenAIServingBase."

@@ -267,6 +267,7 @@ def what_is_wrong_is_refused(client: openai.OpenAI, model: str) -> None:
                 ({key: plain[key] for key in plain if key != "model"}, 400, "model: found none"),
                 (plain | {"n": 0}, 400, "n: found 0, expected 1 to 128"),
                 (plain | {"seed": -1}, 400, "seed: found -1"),
+                (plain | {"logit_bias": {"1": 5.0}}, 400, "logit_bias: is not served"),
                 (plain | {"max_tokens": "many"}, 400, "max_tokens: Input should be a valid integer"),
                 (plain | {"temperature": -1}, 400, "temperature"),
             ):
@@ -274,7 +275,11 @@ def what_is_wrong_is_refused(client: openai.OpenAI, model: str) -> None:
                 answer = http.post(path, content=sent, headers={"Content-Type": "application/json"})
                 assert answer.status_code == status and part in answer.json()["error"]["message"], answer.text
                 assert "/" not in answer.json()["error"]["message"], "no path of an installation"
-            assert http.post(path, json=plain).status_code == 200, "the engine lives"
+            assert http.post(path, json=plain).status_code == 200
+        for prompt in ([10**6], [[1], [-5]]):
+            answer = http.post("v1/completions", json=plain | {"prompt": prompt})
+            assert answer.status_code == 400 and "prompt: found the token" in answer.text
+        assert http.post("v1/completions", json=plain).status_code == 200, "the engine lives"
 
 
 @contextmanager
