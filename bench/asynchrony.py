@@ -61,7 +61,7 @@ def run() -> list[Result]:
 
 
 def steps_per_hour() -> list[Result]:
-    """Of each mode over those of the synchronous one, in blocks that take turns."""
+    """Steps per hour of each mode over those of the synchronous one, in blocks that take turns."""
     seconds: dict[str, list[float]] = {mode: [] for mode in MODES}
     with demo_stack() as stack:
         for index in range(1 + ROUNDS):

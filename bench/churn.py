@@ -74,7 +74,7 @@ def _measure(path: Path, rate: float, layout: parallel.Layout) -> Result:
 
 
 def _fractions(new: dict[str, Tensor], old: dict[str, Tensor]) -> dict[str, float]:
-    """Of the elements of each kind, those that differ."""
+    """The fraction of each kind's elements that differ."""
     differing: dict[str, int] = {}
     total: dict[str, int] = {}
     for name, tensor in new.items():

@@ -26,7 +26,7 @@ STEPS, SEED = 8, 0
 SETTINGS = [*SMALL, f"run.steps={STEPS}", "eval.problems=0"]
 MODES = {"synchronous": "rollout.staleness=0", "one step off": "rollout.staleness=1"}
 VICTIMS = ("driver", "trainer", "engine", "everything", "everything")
-"""Of each mode, in an order that is drawn."""
+"""Who is killed in the runs of each mode, in an order that is drawn."""
 GONE_WITHIN_S = 60.0
 
 

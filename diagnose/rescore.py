@@ -57,7 +57,7 @@ class Rescored:
         return self.changes.mean().item() <= NATIVE_TOLERANCE
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON values; a number that is not finite is None."""
+        """The result as JSON values; a number that is not finite is None."""
         capsule, changes = self.capsule, self.changes
         return {
             "capsule": str(capsule.path),

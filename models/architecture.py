@@ -19,7 +19,7 @@ from numerics.errors import UserError
 from numerics.spec import ALL, QuantSpec
 
 MOST_EXPERTS = 1 << 20
-"""Of a model: its table would take minutes to make before a tensor is missed."""
+"""The most experts that a model may have: the table of more would take minutes to make before a tensor is missed."""
 
 
 @dataclass(frozen=True, kw_only=True)

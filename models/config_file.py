@@ -11,7 +11,8 @@ from numerics.errors import UserError, user_error
 from numerics.io.reading import read_json
 
 LARGEST = 1 << 31
-"""Of any size: a larger one would be worked on for ever before the tensors say that it is wrong."""
+"""The largest size that is accepted: a larger one would be worked on for ever before the tensors say that it is
+wrong."""
 _UNSET: Any = object()
 _ROPE_KEYS = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
 

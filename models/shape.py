@@ -114,12 +114,12 @@ class Shape:
         return overlap(weight.layers, inner)
 
     def attention_flops(self, context: float) -> float:
-        """Of one query in all layers against so many keys, forward: queries times keys, weights times values."""
+        """FLOPs of one query in all layers against so many keys, forward: queries times keys, weights times values."""
         return 2.0 * context * self.sizes.heads * (self.sizes.head_dim + self.value_dim) * self.sizes.layers
 
     def training_flops(self, length: int, causal: bool = True) -> float:
-        """Of one token in a sequence of `length`, forward and backward, without recomputation: 6 per active parameter,
-        and three times the forward's attention. causal: half of the keys count."""
+        """FLOPs of one token in a sequence of `length`, forward and backward, without recomputation: 6 per active
+        parameter, and three times the forward's attention. causal: half of the keys count."""
         return 6.0 * self.active_parameters + 3 * self.attention_flops(length / 2 if causal else length)
 
     def activations(self, layer: int) -> Activations:

@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 def rank() -> int:
-    """Of this process."""
+    """The rank of this process."""
     return dist.get_rank() if dist.is_initialized() else 0
 
 

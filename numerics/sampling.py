@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 
 GREEDY = -1
-"""In place of a seed: the most probable token is taken."""
+"""Stands in place of a seed: the most probable token is taken."""
 
 
 def answer_seed(run_seed: int, step: int, prompt: int, answer: int) -> int:

@@ -8,7 +8,7 @@ from numbers import Real
 from typing import Any
 
 Numbers = dict[str, float]
-"""By name; the name is empty where a function returned a plain number."""
+"""Numbers by name; the name is empty where a function returned a plain number."""
 
 
 class ReturnError(Exception):

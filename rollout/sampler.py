@@ -13,7 +13,7 @@ from rollout.server.client import EngineClient
 from rollout.types import Completion, Group, SamplingParams, Trajectory
 
 _MOST_CUTS = 1000
-"""Of one answer; an engine that cuts more often than it is updated would keep its caller forever."""
+"""How often one answer may be cut: an engine that cuts more often than it is updated would keep its caller forever."""
 
 
 async def sample_groups(client: EngineClient, groups: Sequence[Group], sampling: SamplingParams) -> list[Trajectory]:

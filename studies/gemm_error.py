@@ -183,7 +183,7 @@ def measure(lab: Lab) -> Measurement:
 
 
 def _errors(seed: int, shapes: Sequence[tuple[int, int, int]]) -> dict[str, dict[str, float]]:
-    """By arm, then metric."""
+    """The errors by arm, then metric."""
     found: dict[str, dict[str, float]] = {arm: {} for arm in ARMS}
     longest = max(range(len(shapes)), key=lambda index: shapes[index][1])
     for index, (m, k, n) in enumerate(shapes):
@@ -204,7 +204,7 @@ def _errors(seed: int, shapes: Sequence[tuple[int, int, int]]) -> dict[str, dict
 
 
 def errors_of(arm: Arm, x: Tensor, w: Tensor) -> dict[str, float]:
-    """Of x [M, K] @ w [N, K]^T, BF16:
+    """The errors of x [M, K] @ w [N, K]^T, BF16:
 
     calc_diff: DeepGEMM's 1 - 2<a, b> / (<a, a> + <b, b>) to the BF16 product.
     relative_error: Frobenius norm of the difference to the float64 product, over the norm of that.

@@ -156,9 +156,9 @@ def measure(lab: Lab) -> Measurement:
 
 
 Means = dict[str, dict[str, float]]
-"""By arm and metric."""
+"""Numbers by arm and metric."""
 Drawn = dict[str, dict[str, Any]]
-"""By model and step: the role of each product in the order of execution, and its error by series and metric."""
+"""The role of each product in the order of execution and its error by series and metric, by model and step."""
 
 
 def _traces(model: str, seed: int, chains: int, scratch: Path) -> tuple[Means, Drawn]:
@@ -253,7 +253,7 @@ def _with_routes(trainer: Trainer, batch: TokenBatch) -> TokenBatch:
 
 
 def _means(model: str, step: int, trainer: Trainer, fake: Recorder, grown: dict[str, list[float]]) -> Means:
-    """Of one trace: errors by series, of all products and of each role."""
+    """Mean errors of one trace by series, of all products and of each role."""
     layers = trainer.model.decoder.layers
     layer_of = {id(weight): index for index, layer in enumerate(layers) for weight in layer.parameters()}
     where = [layer_of[id(weight)] for weight in fake.weights]

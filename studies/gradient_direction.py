@@ -138,7 +138,8 @@ def measure(lab: Lab) -> Measurement:
 
 
 def _turned(seed: int, prompts: int) -> dict[str, dict[str, float]]:
-    """By arm `LOSS: what`, then metric: `turned`, of the whole gradient, and of each part of the model."""
+    """How far gradients are turned, by arm `LOSS: what`, then metric: `turned`, of the whole gradient, and of each
+    part of the model."""
     found: dict[str, dict[str, float]] = {}
     with live.world() as layout:
         trainer = live.trainer_of(MODEL, live.exact(SPEC), layout)
@@ -158,7 +159,7 @@ def _turned(seed: int, prompts: int) -> dict[str, dict[str, float]]:
 
 
 def _beside_engine(seeds: Sequence[int], prompts: int) -> list[dict[str, float]]:
-    """By seed: from the gradient of a live engine's answers to that of the trainer's own."""
+    """How far the gradient of a live engine's answers is from that of the trainer's own, by seed."""
     with live.world() as layout:
         trainer = live.trainer_of(MODEL, live.exact(SPEC), layout)
         own = [_with_advantages(live.sampled(trainer, seed, prompts, ANSWERS)) for seed in seeds]
@@ -172,7 +173,7 @@ def _between(trainer: Trainer, *batches: TokenBatch) -> dict[str, float]:
 
 
 class _Gradients:
-    """Of one batch and one loss, computed once for each numerics."""
+    """The gradients of one batch and one loss, computed once for each numerics."""
 
     def __init__(self, trainer: Trainer, batch: TokenBatch, loss: str) -> None:
         self._of = trainer, batch, loss

@@ -38,10 +38,10 @@ POW2, FP32 = QuantSpec.preset("fp8_block_pow2"), QuantSpec.preset("fp8_block_fp3
 CASES: dict[str, TrainerPrecision] = {"case 1": "bf16", "case 2": "fp8_forward", "case 3": "fp8"}
 MIXED, PLAIN = "mixed scale formats", "BF16 both"
 TRAINED_STEPS = 20
-"""Of the GRPO runs."""
+"""Steps of the GRPO runs."""
 TRAINED_SEEDS = 5
 Found = dict[str, dict[str, list[float]]]
-"""By arm, then metric: a number for each sequence."""
+"""A number for each sequence, by arm, then metric."""
 
 
 CLAIMS = (
@@ -211,7 +211,7 @@ def _metrics(policy: Tensor, reference: Tensor, batch: TokenBatch) -> dict[str, 
 
 
 def _exact_snapshots(name: str, model: Path, seeds: Sequence[int], prompts: int) -> dict[str, Any]:
-    """Of a trainer that samples for itself."""
+    """Snapshots of a trainer that samples for itself."""
     e5m2 = POW2.override({"weight": {"format": "e5m2"}, "activation": {"format": "e5m2"}})
     found: dict[str, dict[str, list[list[float]]]] = {}
     with live.world() as layout:
@@ -233,7 +233,10 @@ def _exact_snapshots(name: str, model: Path, seeds: Sequence[int], prompts: int)
 def _beside_engine(
     name: str, model: Path, mode: str, seeds: Sequence[int], prompts: int, others: bool
 ) -> dict[str, Any]:
-    """Of a trainer beside a live engine, which samples. others: BF16 on both sides and mixed scale formats too."""
+    """Snapshots of a trainer beside a live engine, which samples.
+
+    others: BF16 on both sides and mixed scale formats too.
+    """
 
     def batches(stack: Stack) -> Iterator[TokenBatch]:
         for seed in seeds:

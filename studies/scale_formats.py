@@ -51,7 +51,7 @@ BLOCKS = {
     "FP32 128x128": TensorSpec(granularity="block", scale="fp32"),
     "pow2 128x128": TensorSpec(granularity="block"),
 }
-"""Of weights alone."""
+"""Formats of weights alone."""
 
 FP8 = QuantSpec.preset("fp8_block_pow2")
 SPECS = {
@@ -68,7 +68,7 @@ FREE = 0.001
 
 
 def trained_arms() -> dict[str, TrainedArm]:
-    """By name; each is made anew."""
+    """The trained arms by name; each is made anew."""
     arms = {f"trained: {name}": TrainedArm(live.exact(spec)) for name, spec in SPECS.items()}
     masters = TrainedArm(after_step=NarrowState(masters="bf16"))
     return {BF16: TrainedArm(live.exact(FP8, "bf16")), **arms, AGAIN: TrainedArm(live.exact(FP8)), SPOILED: masters}
@@ -202,7 +202,7 @@ def measure(lab: Lab) -> Measurement:
 
 
 def _errors(seed: int, chains: int, scratch: Path) -> dict[str, dict[str, float]]:
-    """By arm, then metric: means over the products of a forward and backward."""
+    """Mean errors over the products of a forward and backward, by arm, then metric."""
     probe = _Probe(seed)
     with live.world(RATE) as layout:
         trainer = live.trainer_of(random_model(scratch, seed=seed), live.exact(FP8), layout, config=RATE)

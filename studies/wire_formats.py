@@ -135,7 +135,7 @@ def measure(lab: Lab) -> Measurement:
 def _on_rank(
     layout: Layout, arms: Mapping[str, Arm], seeds: Sequence[int], quick: bool
 ) -> dict[str, list[dict[str, float]]]:
-    """By arm, a row of numbers for each seed; the same on every rank."""
+    """A row of numbers for each seed, by arm; the same on every rank."""
     gradients = {seed: _local_gradients(layout, seed) for seed in seeds}
     return {name: [_row(layout, arm, seed, quick, gradients[seed]) for seed in seeds] for name, arm in arms.items()}
 
@@ -210,7 +210,7 @@ def _local_gradients(layout: Layout, seed: int) -> list[Local]:
 
 
 def _errors(gradients: Sequence[Local], wire: Any) -> dict[str, float]:
-    """Of the sum over both ranks, against float64: relative error (Frobenius), and 1 - cosine."""
+    """Errors of the sum over both ranks against float64: relative (Frobenius), and 1 - cosine."""
     from trainer.distributed.wires import reduce_scatter
 
     totals = torch.zeros(4, dtype=torch.float64)

@@ -66,7 +66,7 @@ class TrainerActor:
         return os.getpid()
 
     def open_rendezvous(self, host: str) -> int:
-        """On rank 0: serve the rendezvous at `host` and return its port."""
+        """Serve the rendezvous at `host` and return its port; rank 0 is asked."""
         from trainer.distributed import parallel
 
         self._store = parallel.open_store(host, self.config.world_size)
@@ -115,7 +115,7 @@ class TrainerActor:
 
     @ray.method(concurrency_group=_WRITER)
     def publish(self, parts: list[bytes]) -> None:
-        """On rank 0, with what every rank has written: finish the checkpoint."""
+        """Finish the checkpoint from what every rank has written; rank 0 is asked."""
         self._staged.publish([pickle.loads(part) for part in parts])
 
     def load(self, path: Path) -> tuple[int, dict[str, Any]]:

@@ -23,10 +23,10 @@ if TYPE_CHECKING:
     from trainer.trainer import Trainer
 
 Kind = Literal["parameters", "operands", "gradients", "masters", "moments", "rest"]
-"""Of what a rank holds. `parameters`: what the forward reads. `operands`: quantized weights in the form that products
-take, of those that were asked for since the last update. `gradients`: the buffers that they are added up in. `masters`:
-the weights that the optimizer updates, this rank's share. `moments`: of Adam, likewise. `rest`: the padding of
-Megatron's buffers, and counters."""
+"""The kinds of what a rank holds. `parameters`: what the forward reads. `operands`: quantized weights in the form
+that products take, of those that were asked for since the last update. `gradients`: the buffers that they are added
+up in. `masters`: the weights that the optimizer updates, this rank's share. `moments`: of Adam, likewise. `rest`:
+the padding of Megatron's buffers, and counters."""
 
 
 def inventory(trainer: Trainer) -> list[Holding]:
@@ -174,7 +174,7 @@ def _buffers(trainer: Trainer) -> list[Any]:
 
 
 def _group_size(boxed: torch.ScriptObject) -> int:
-    """Of an argument that may be a process group, or what its ranks do with the numbers."""
+    """The size of a group; the argument may be a process group, or what its ranks do with the numbers."""
     kind = boxed._type().qualified_name()
     return dist.ProcessGroup.unbox(boxed).size() if kind.endswith(".ProcessGroup") else 1
 

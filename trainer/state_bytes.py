@@ -110,8 +110,8 @@ class Buffer:
 
 
 def buffers(shape: Shape, config: TrainerConfig, spec: QuantSpec, storage: Storage, stage: int) -> Iterator[Buffer]:
-    """Of one rank of a pipeline stage. Parameters in FP8 have a buffer of their own, and with several stages so has an
-    embedding that is the output projection too."""
+    """Buffers of one rank of a pipeline stage. Parameters in FP8 have a buffer of their own, and with several stages
+    so has an embedding that is the output projection too."""
     held = list(_of_stage(shape, config, spec, stage))
     for experts in (False, True):
         mine = [each for each in held if (each.weight.share == "experts") is experts and not each.apart]

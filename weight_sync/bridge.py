@@ -63,7 +63,7 @@ class SyncReport:
 
 @dataclasses.dataclass(frozen=True)
 class Bridge:
-    """From one trainer to its engines.
+    """Brings the weights of one trainer to its engines.
 
     spec: what the engines serve. model_path: source of configuration files. scratch: directory for written checkpoints.
     """
@@ -217,7 +217,7 @@ async def _each(
 
 @asynccontextmanager
 async def _clients(endpoints: Sequence[Endpoint], patience_s: float) -> AsyncIterator[list[EngineClient]]:
-    """Of each engine, for the block."""
+    """A client of each engine, for the block."""
     engines = [EngineClient(endpoint, timeout_s=patience_s) for endpoint in endpoints]
     try:
         yield engines

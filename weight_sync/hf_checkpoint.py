@@ -50,7 +50,10 @@ def quantization_config(spec: QuantSpec, model: Model) -> dict[str, Any]:
 
 
 def _unquantized_modules(spec: QuantSpec, model: Model) -> list[str]:
-    """Of a layer's experts their common module. Never a layer's prefix: transformers takes that of 1 for 10's, too."""
+    """The modules that stay in BF16; for a layer's experts their common module.
+
+    Never a layer's prefix: transformers takes that of 1 for 10's, too.
+    """
     kept = (row for row in model.tensors.rows.values() if row.product and not model.quantizes(row, spec))
     modules = (
         row.name.removesuffix(".weight") if row.expert is None else row.name.rpartition(f".{row.expert}.")[0]

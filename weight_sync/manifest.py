@@ -40,7 +40,7 @@ class Manifest:
 
     @classmethod
     def merged(cls, version: int, spec: QuantSpec, parts: Sequence[Sent], role: Role = "policy") -> Manifest:
-        """Of what all ranks have sent. Quantized tensors are those that came with scales.
+        """One manifest of what all ranks have sent. Quantized tensors are those that came with scales.
 
         Raises ValueError if two ranks have sent the same tensor.
         """

@@ -1,4 +1,4 @@
-"""From the trainer's weights to the tensors that an engine serves."""
+"""Makes the tensors that an engine serves from the trainer's weights."""
 
 from __future__ import annotations
 

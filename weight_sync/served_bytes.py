@@ -34,6 +34,6 @@ def weight_bytes(shape: Shape, weight: Weight, spec: QuantSpec) -> int:
 
 
 def _scale_shapes(weight: Weight, spec: QuantSpec) -> Iterator[tuple[int, ...]]:
-    """Of each tensor that the checkpoint has of it."""
+    """Shapes of the scales of each tensor that the checkpoint has of it."""
     for rows in weight.pieces or (weight.rows,):
         yield scale_shape((rows, weight.columns), spec.weight)

@@ -39,7 +39,7 @@ def relative_rms(ours: Tensor, theirs: Tensor) -> float:
 
 
 def stream_differences(forward: Forward, trainer: Tensors, engine: Tensors) -> list[float]:
-    """By layer: how far the residual stream of the engine's own forward is from the trainer's, relative RMS."""
+    """How far the residual stream of the engine's own forward is from the trainer's, by layer: relative RMS."""
     streams: dict[int, Tensor] = {}  # as it goes into the layer: later ops of it write another
     for place in forward.places():
         if place.layer is not None and RESIDUAL in place.op.writes:
@@ -98,7 +98,7 @@ def _mean(values: Tensor) -> float:
 
 
 def _difference(ours: Tensor, theirs: Tensor) -> Tensor:
-    """In float64; 0 where both are the same, not finite included."""
+    """The difference in float64; 0 where both are the same, not finite included."""
     ours, theirs = ours.double(), theirs.double()
     same = (ours == theirs) | (ours.isnan() & theirs.isnan())
     return torch.where(same, 0.0, ours - theirs)

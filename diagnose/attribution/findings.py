@@ -1,4 +1,4 @@
-"""From the clues to a ranked answer.
+"""Makes a ranked answer of the clues.
 
 Proof comes first: a weight whose digest differs, then a temperature that explains the record, then a record that this
 engine does not reproduce, then ops that differ on equal inputs, the largest difference first, and last the causes that
@@ -256,7 +256,7 @@ def _size(clues: Clues, where: Owner) -> float:
 
 
 def _descending(sizes: dict[T, float]) -> list[T]:
-    """By size; equal ones in their order."""
+    """Sorted by size, the largest first; equal ones in their order."""
     return sorted(sizes, key=lambda item: -sizes[item])
 
 

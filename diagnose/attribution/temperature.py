@@ -1,4 +1,4 @@
-"""At which temperature were these tokens sampled?"""
+"""Finds the temperature at which tokens were sampled."""
 
 from __future__ import annotations
 

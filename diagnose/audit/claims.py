@@ -10,7 +10,7 @@ from numerics.precision_map import CLASSES, DOCUMENTED
 
 Verdict = Literal["confirmed", "contradicted", "undecided"]
 Found = Mapping[str, Mapping[str, int]]
-"""By class of the precision map, how often each format was seen."""
+"""How often each format was seen, by class of the precision map."""
 
 FP8 = {"e4m3", "e5m2"}
 FORWARD = ("norm.reduction", "router.softmax", "loss.reduction", "scores.output")

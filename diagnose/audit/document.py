@@ -22,7 +22,7 @@ _SPEC = {
 
 
 def table() -> str:
-    """In Markdown, a line per class."""
+    """The table in Markdown, a line per class."""
     lines = ["| tensors | exact | native | published | why |", "|---|---|---|---|---|"]
     last = ""
     for each in CLASSES:

@@ -1,4 +1,4 @@
-"""In which format a tensor is, by its values: FP8 arithmetic that is emulated leaves BF16 tensors of FP8 values."""
+"""Tells the format of a tensor by its values: FP8 arithmetic that is emulated leaves BF16 tensors of FP8 values."""
 
 from __future__ import annotations
 

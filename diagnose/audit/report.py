@@ -18,7 +18,7 @@ from diagnose.audit.sighting import Sighting
 from numerics.precision_map import CLASSES, DOCUMENTED
 
 SCHEMA = 1
-"""Of the JSON; it grows when a key changes its meaning or goes."""
+"""The version of the JSON; it grows when a key changes its meaning or goes."""
 _NOT_IN_EVERY_RUN = {
     "head.weight",
     "product.cached",

@@ -69,7 +69,10 @@ def examine(
 
 
 def trainer_sightings(stack: Stack, batch: TokenBatch, numerics: NumericsConfig) -> list[Sighting]:
-    """Of all ranks. The loss is the likelihood of the answers: it needs no rewards, and no precision depends on it."""
+    """Sightings of all ranks in one step.
+
+    The loss is the likelihood of the answers: it needs no rewards, and no precision depends on it.
+    """
     planned = numerics, stack.experiment.trainer
     ranks: list[list[Sighting]] = stack.trainer.apply(watch_step, batch, SftObjective.of(batch), *planned)
     stack.trainer.weight_version += 1  # of the update, which its ranks made by themselves

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 PRODUCTS = {"mm", "bmm", "addmm", "baddbmm", "_scaled_mm", "_grouped_mm"}
 SUMS = {"mean", "sum", "norm", "linalg_vector_norm", "logsumexp", "_softmax", "_log_softmax", "_fused_rms_norm"}
 SOFTMAX = {"exp", "amax", "max"}
-"""Of a softmax that is put together by hand."""
+"""The ops of a softmax that is put together by hand."""
 BACKWARD = {"_softmax_backward_data", "_log_softmax_backward_data", "_fused_rms_norm_backward"}
 ACCUMULATE = "torch::autograd::AccumulateGrad"
 FORMATS = {"fp32", "bf16", "fp16", "e4m3", "e5m2"}

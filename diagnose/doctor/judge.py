@@ -107,7 +107,10 @@ def judge(machine: Machine, numerics: NumericsConfig) -> Diagnosis:
 
 
 def features(gpu: Gpu, torch_cuda: str | None) -> Features:
-    """Of one GPU under torch's CUDA release. Blackwell multiplies blocks as MX, with power-of-two scales alone."""
+    """What one GPU can do under torch's CUDA release.
+
+    Blackwell multiplies blocks as MX, with power-of-two scales alone.
+    """
     recent = torch_cuda is not None and _numbers(torch_cuda) >= BLOCK_CUDA
     hopper, blackwell = HOPPER <= gpu.capability < BLACKWELL, gpu.capability >= BLACKWELL
     blocks: Blocks = "native" if hopper and recent else "by MX" if blackwell and recent else "no"
@@ -225,12 +228,13 @@ def _of_the_arithmetic(machine: Machine, numerics: NumericsConfig) -> Iterator[R
 
 
 def _has_te(machine: Machine) -> bool:
-    """As `trainer.device` asks: wherever it is installed, native mode's trainer is made of it."""
+    """Whether TransformerEngine is installed: native mode's trainer is then made of it (`trainer.device`)."""
     return machine.torch_sees and machine.libraries.get(_TE[0]) is not None
 
 
 def _of_native_mode(machine: Machine, numerics: NumericsConfig) -> Iterator[Remark]:
-    """On a GPU the libraries multiply by themselves: whether they can, and what the spec asks of them."""
+    """Judge native mode on a GPU: whether the libraries, which multiply by themselves there, can do what the spec
+    asks."""
     gpu = _weakest(machine)
     if gpu is None or numerics.mode != "native":
         return

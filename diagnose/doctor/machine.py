@@ -177,7 +177,7 @@ def _driver_cuda() -> str | None:
 
 
 def _cublaslt() -> str | None:
-    """Of the library that torch has loaded."""
+    """The version of the cuBLASLt that torch has loaded."""
     try:
         get_version = ctypes.CDLL(f"libcublasLt.so.{(torch.version.cuda or '').split('.')[0]}").cublasLtGetVersion
     except OSError:

@@ -13,7 +13,7 @@ from diagnose.doctor.judge import Diagnosis, Remark
 from diagnose.doctor.machine import Machine
 
 SCHEMA = 1
-"""Of the JSON; it grows when a key changes its meaning or goes."""
+"""The version of the JSON; it grows when a key changes its meaning or goes."""
 
 
 def to_json(diagnosis: Diagnosis) -> str:

@@ -33,7 +33,10 @@ def experts_read(experts: int, top_k: int, batch: int) -> float:
 def decode_step(
     shape: Shape, spec: QuantSpec, gpu: Gpu, rates: Rates, batch: int, context: float, ranks: int = 1
 ) -> Decode:
-    """Of `batch` answers of `context` tokens each so far, on an engine of `ranks` GPUs, launched as one CUDA graph."""
+    """Time of one decode step on an engine of `ranks` GPUs, launched as one CUDA graph.
+
+    batch: answers at a time. context: tokens that each has so far.
+    """
     sizes = shape.sizes
     read = experts_read(sizes.experts, sizes.top_k, batch) / sizes.experts if sizes.experts else 0.0
     weights = sum(

@@ -40,7 +40,7 @@ class Rates:
     hidden: bool
 
     def product(self, experts: bool, fp8: bool) -> float:
-        """Of one product."""
+        """The efficiency of one product."""
         if fp8:
             return self.fp8_experts if experts else self.fp8_dense
         return self.experts if experts else self.dense
@@ -76,7 +76,7 @@ def assumed(mode: Mode) -> Efficiency:
 
 
 def measured(path: Path, mode: Mode, gpu: Gpu) -> Efficiency:
-    """From a `gpu.json` that `python -m bench.gpu` has written on such a GPU; what it lacks is assumed.
+    """Efficiency from a `gpu.json` that `python -m bench.gpu` has written on such a GPU; what it lacks is assumed.
 
     Raises:
         UserError: it cannot be read as one.

@@ -47,7 +47,7 @@ class Job:
 
     @property
     def tokens(self) -> int:
-        """Of a step."""
+        """Tokens of a step."""
         return self.rows * self.length
 
     @property
@@ -58,7 +58,7 @@ class Job:
 
     @property
     def micro_batches(self) -> int:
-        """Of a step, in each data-parallel replica."""
+        """Micro-batches of a step, in each data-parallel replica."""
         return -(-self.tokens // (self.layout.dp * self.micro_batch))
 
     def in_bf16(self) -> Job:

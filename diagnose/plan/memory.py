@@ -14,10 +14,10 @@ from weight_sync.served_bytes import served_bytes
 Phase = Literal["rollout", "train", "update", "sync"]
 PHASES: tuple[Phase, ...] = ("rollout", "train", "update", "sync")
 RUNTIME_BYTES = 2 << 30
-"""Of a GPU process beside tensors: the CUDA context, NCCL's buffers, workspaces. Assumed: nothing has measured it."""
+"""Bytes of a GPU process beside tensors: CUDA context, NCCL's buffers, workspaces. Assumed: nobody has measured it."""
 CPU_PROCESS_BYTES = 715e6
-"""Of a trainer rank's actor on a CPU beside tensors: Python, torch, Megatron, compiled code, and 110 MB for Ray and
-what a sync needs (measured)."""
+"""Bytes of a trainer rank's actor on a CPU beside tensors: Python, torch, Megatron, compiled code, and 110 MB for
+Ray and what a sync needs (measured)."""
 CPU_KEPT = {
     ("exact", True): (0.0, 3.2, 3.9, 1.6),
     ("exact", False): (0.65, 1.95, 2.2, 0.0),
@@ -28,7 +28,7 @@ CPU_KEPT = {
 attention, of all MLPs, of one layer's attention, and for each parameter. Fitted to 2 to 6 measured steps of each mode;
 the ops in torch keep FP32 copies where kernels have registers."""
 BUCKETS = 2
-"""Of a sync that are alive at a time: one is filled while the other travels."""
+"""Buckets of a sync that are alive at a time: one is filled while the other travels."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Memory:
 
     @property
     def peak(self) -> float:
-        """Of the fullest phase."""
+        """The bytes of the fullest phase."""
         return max(self.in_phase(phase) for phase in PHASES)
 
     @property
@@ -66,24 +66,26 @@ def trainer_state(job: Job, rank: int) -> dict[str, StateBytes]:
 
 
 def fullest_rank(job: Job) -> int:
-    """Of the first replica, where nothing is rounded down, in the stage with most bytes in training."""
+    """The fullest rank of the first replica, where nothing is rounded down, in the stage with most bytes in
+    training."""
     stages = [stage * job.layout.tp * job.layout.dp for stage in range(job.layout.pp)]
     return max(stages, key=lambda rank: Memory(rank, _trainer(job, rank)).peak)
 
 
 def trainer_memory(job: Job, stage: int | None = None) -> Memory:
-    """Of a GPU with a trainer rank alone: the fullest one of all, or of a pipeline stage."""
+    """Memory of a GPU with a trainer rank alone: the fullest one of all, or of a pipeline stage."""
     rank = fullest_rank(job) if stage is None else stage * job.layout.tp * job.layout.dp
     return Memory(rank, _trainer(job, rank) | {"runtime": _through(RUNTIME_BYTES)})
 
 
 def engine_memory(job: Job) -> Memory:
-    """Of a GPU with a rank of an engine alone, which is sent to, and receives in buckets."""
+    """Memory of a GPU with a rank of an engine alone, which is sent to, and receives in buckets."""
     return Memory(None, _engine(job) | {"engine runtime": _through(RUNTIME_BYTES)})
 
 
 def colocated_memory(job: Job) -> Memory:
-    """Of a GPU with a trainer rank and a rank of an engine; both stay, unless the job has them sleep in turns."""
+    """Memory of a GPU with a trainer rank and a rank of an engine; both stay, unless the job has them sleep in
+    turns."""
     rank, engine = fullest_rank(job), _engine(job)
     engine.pop("engine buckets")  # the same memory, mapped
     trainer = _trainer(job, rank)
@@ -98,7 +100,8 @@ def colocated_memory(job: Job) -> Memory:
 
 
 def activation_bytes(job: Job, stage: int = 0, tokens: int | None = None) -> float:
-    """Of a pipeline stage in training, without logits: those of all micro-batches that are under way.
+    """Bytes of a pipeline stage's activations in training, without logits: those of all micro-batches that are under
+    way.
 
     Stage s of p holds p - s of them (1F1B). tokens: of a micro-batch, if not the job's.
     """
@@ -173,5 +176,5 @@ def _without(held: Mapping[Phase, float], away: tuple[Phase, ...]) -> dict[Phase
 
 
 def _through(held: float) -> dict[Phase, float]:
-    """In every phase."""
+    """The same bytes in every phase."""
     return {phase: float(held) for phase in PHASES}

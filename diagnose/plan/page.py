@@ -18,7 +18,7 @@ from diagnose.plan.time import StepTime
 from trainer.config import TrainerConfig
 
 SCHEMA = 1
-"""Of the JSON; it grows when a key changes its meaning or goes."""
+"""The version of the JSON; it grows when a key changes its meaning or goes."""
 _PARTS = ("products", "quantization", "attention", "elementwise", "launches", "transfers", "optimizer", "bubble")
 
 

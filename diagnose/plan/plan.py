@@ -202,7 +202,7 @@ def _batches(job: Job) -> list[int]:
 
 
 def _decoded(job: Job, gpu: Gpu, efficiency: Efficiency, batch: int) -> tuple[Decode, Decode]:
-    """In the spec's precision and in BF16."""
+    """The time of a decode step in the spec's precision and in BF16."""
     first, second = (
         decode_step(job.shape, each.numerics.rollout_spec, gpu, efficiency.slow, batch, job.length / 2, job.engine_tp)
         for each in (job, job.in_bf16())

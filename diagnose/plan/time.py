@@ -26,8 +26,8 @@ PASSES = 3
 """Over the activations that are kept, beside the products: written, read, their gradient written."""
 
 _DENSE_KERNELS, _MOE_KERNELS = 15, 20
-"""Of a layer's forward beside products of experts: norms, projections, rotation, attention, additions; router, top-k,
-sorting, dispatch and combination. Counted in Megatron's modules; the backward has twice as many."""
+"""Launches of a layer's forward beside products of experts: norms, projections, rotation, attention, additions;
+router, top-k, sorting, dispatch and combination. Counted in Megatron's modules; the backward has twice as many."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class StepTime:
 
 
 def step_time(job: Job, gpu: Gpu, rates: Rates) -> StepTime:
-    """Of one optimizer step, on the stage that takes longest."""
+    """The time of one optimizer step, on the stage that takes longest."""
     return max((_of_stage(job, gpu, rates, stage) for stage in range(job.layout.pp)), key=lambda time: time.total)
 
 

@@ -10,7 +10,7 @@ from diagnose.plan.job import Job
 from trainer.state_bytes import layers_of_stage, state_bytes
 
 GRADIENT_BYTES = {"fp32": 4.0, "bf16": 2.0, "e4m3": 1 + 4 / 128, "e5m2": 1 + 4 / 128}
-"""Of a number on its way to be summed, by `trainer.gradient_wire`."""
+"""Bytes of a number on its way to be summed, by `trainer.gradient_wire`."""
 
 
 def expert_bytes(job: Job, stage: int = 0) -> float:
@@ -47,7 +47,8 @@ def layer_transfers(job: Job, gpu: Gpu, rates: Rates, layers: range) -> float:
 
 
 def _expert_bytes(job: Job, layers: range) -> float:
-    """Of one micro-batch's tokens to experts and back, forward and backward, those of a rank to itself among them."""
+    """Bytes of one micro-batch's tokens to experts and back, forward and backward, those of a rank to itself among
+    them."""
     sizes = job.shape.sizes
     moe = sum(sizes.has_experts(layer) for layer in layers)
     return 4.0 * moe * sizes.top_k * 2 * sizes.hidden_size * job.micro_batch / job.layout.tp
@@ -72,7 +73,7 @@ def _shared(job: Job, stage: int) -> Iterator[tuple[float, int, int, float]]:
 
 
 def _gathered_bytes(job: Job, experts: bool) -> float:
-    """Of an element: 2, or 1 where weights that FP8 products take are held in FP8, or gathered so."""
+    """Bytes of a gathered element: 2, or 1 where weights that FP8 products take are held in FP8, or gathered so."""
     if job.storage != "transformer_engine" and job.layout.weight_gather == "bf16":
         return 2.0
     spec = job.numerics.trainer_spec

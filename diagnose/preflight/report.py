@@ -16,7 +16,7 @@ from diagnose.preflight.check import Agreement, Check
 from diagnose.preflight.floor import Difference
 
 SCHEMA = 1
-"""Of the JSON; it grows when a key changes its meaning or goes."""
+"""The version of the JSON; it grows when a key changes its meaning or goes."""
 _TITLES: dict[Agreement, str] = {"spec": "same spec", "bytes": "same bytes", "logprobs": "same logprobs"}
 
 

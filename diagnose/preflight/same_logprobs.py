@@ -13,7 +13,7 @@ from rl.run.stack import Stack
 from trainer.step.batch import TokenBatch
 
 NATIVE_LIMIT = 6.0
-"""In native mode, how many times the mean of BF16/BF16 the mean abs(d) may be. Measured with FP8 on both sides: 4.2 on
+"""How many times the mean of BF16/BF16 the mean abs(d) may be in native mode. Measured with FP8 on both sides: 4.2 on
 the example, 3.6 on a 4-layer model, on which FP8 rollout with a BF16 trainer was at 7.3, and unequal scale formats at
 9.7."""
 OTHER_TEMPERATURES = (0.8, 1.25)

@@ -1,1 +1,1 @@
-"""On what the ops run: definitions or kernels, compiled or not, and the start-up probe."""
+"""The machine's side of the ops: definitions or kernels, compiled or not, and the start-up probe."""

@@ -19,7 +19,7 @@ Implementation = Literal["torch", "triton"]
 FEWEST_CAPABILITY = (8, 9)
 """Compute capability from which a GPU converts to FP8."""
 _SMALL_CAPABILITY = (12, 0)
-"""From which GPUs have less shared memory again (99 KiB) than a product's tile takes."""
+"""GPUs from this capability on have less shared memory again (99 KiB) than a product's tile takes."""
 _GROUP = 128
 # Weights in blocks alone: the gradient of the input sums over their rows, where the scales of groups change at each.
 _GRANULARITY: dict[str, Granularity] = {"weight": "block", "activation": "token_group", "gradient": "token_group"}

@@ -1,4 +1,4 @@
-"""On-policy distillation: a teacher says of each token that the policy has sampled how likely it finds it."""
+"""Learns by on-policy distillation: a teacher says of each token that the policy has sampled how likely it finds it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,10 @@ class Opd(GroupRelative):
     teacher_weight: float = Field(default=1.0, gt=0.0)
     """k, by which the teacher counts."""
     reward_weight: float = Field(default=0.0, ge=0.0)
-    """By which the advantage of the answer's reward counts, as `grpo` has it. 0: the teacher alone teaches."""
+    """The factor by which the advantage of the answer's reward counts, as `grpo` has it.
+
+    0: the teacher alone teaches.
+    """
 
     @model_validator(mode="after")
     def _what_acts_on_rewards_has_some(self) -> Self:

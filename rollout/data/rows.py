@@ -189,7 +189,7 @@ def _line_starts(data: bytes | mmap.mmap) -> np.ndarray[Any, np.dtype[np.int64]]
 
 
 def _plain(value: Any) -> Any:
-    """As JSON has it: a date as text, and without bytes."""
+    """The value as JSON has it: a date as text, and without bytes."""
     if value is None or isinstance(value, str | bool | int | float):
         return value
     if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""From the name of an environment to what can be called."""
+"""Finds the function of an environment by its name."""
 
 from __future__ import annotations
 

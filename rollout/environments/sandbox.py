@@ -16,7 +16,7 @@ LONGEST_OUTPUT = 4096
 """Characters of its output that are kept."""
 _WARDEN = Path(__file__).with_name("warden.py")
 _START_SECONDS = 20.0
-"""For the interpreter to start on a busy machine."""
+"""Seconds in which the interpreter starts on a busy machine."""
 
 
 @dataclass(frozen=True)

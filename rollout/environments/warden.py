@@ -75,7 +75,7 @@ def _become(request: dict[str, Any], end: int) -> None:
 
 
 def _refuse_sockets() -> None:
-    """From here on, and in every child, no socket can be made, not even through io_uring. Raises OSError."""
+    """Refuse sockets from here on, in every child too, also through io_uring. Raises OSError."""
     architecture, socket = _SOCKET_OF_ARCHITECTURE[os.uname().machine]
 
     def instruction(code: int, yes: int, no: int, value: int) -> bytes:

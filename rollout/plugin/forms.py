@@ -210,4 +210,4 @@ SIDES: dict[OpForm, EngineSide] = {
     forms.EXPERTS: EngineSide(_experts, each=_each_expert),
     forms.LOGPROBS: EngineSide(_logprobs),
 }
-"""By form."""
+"""The engine's side of each form."""

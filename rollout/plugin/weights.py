@@ -125,7 +125,7 @@ class ServedWeights:
         return ((names[parameter], list(tensors_in(held.value))) for parameter, held in self._operands.items())
 
     def load(self, original: Callable[[Iterable[tuple[str, Tensor]]], object], weights: Iterable[Any]) -> None:
-        """In place of the model's `load_weights`, here `original`: tensors of the checkpoint, and deltas.
+        """Load tensors of the checkpoint, and deltas: stands in place of the model's `load_weights`, here `original`.
 
         A delta of what another rank holds is none of this one's.
         """

@@ -25,7 +25,7 @@ class BuiltIn:
 
 
 def _has_a_result(answer: str) -> bool:
-    """Of nearly anything but blanks math-verify makes an expression or a text to compare."""
+    """Whether a text has a result. From nearly anything but blanks math-verify makes something to compare."""
     return bool(answer.rpartition("####")[2].strip("$ \t\r\n"))
 
 

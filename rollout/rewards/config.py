@@ -18,7 +18,7 @@ class RewardConfig(Section):
     """One of ours (`integer`, `math`, `format`, `length`, `environment`, `http`, `model`), `package.module:name`, or
     `path/to/file.py:name`."""
     name: str | None = Field(default=None, pattern=r"^[A-Za-z0-9_.+-]+$")
-    """In metrics, `rollout/reward/NAME`. Null: that of the function."""
+    """The name in metrics, `rollout/reward/NAME`. Null: that of the function."""
     weight: float = 1.0
     """What its number counts times, in the sum that is the reward."""
     timeout_s: float = Field(default=5.0, gt=0.0)

@@ -1,4 +1,4 @@
-"""From the name of a reward function to something that can be called: found, imported, and its signature looked at.
+"""Finds a reward function by its name, imports it and looks at its signature.
 
 A function names what it wants to see as its parameters:
 

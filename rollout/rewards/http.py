@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary
 import httpx
 
 _IDLE_S = 1.0
-"""For which a connection is kept that nobody uses: services close theirs after 5 s or so, and a question that is asked
+"""Seconds for which an idle connection is kept: services close theirs after 5 s or so, and a question that is asked
 at that moment would be lost."""
 _clients: WeakKeyDictionary[asyncio.AbstractEventLoop, httpx.AsyncClient] = WeakKeyDictionary()
 

@@ -20,7 +20,7 @@ from rollout.rewards.config import RewardConfig
 from rollout.rewards.functions import RewardFunction, load_function
 
 MEMORY_LIMIT = 4 * 2**30
-"""Of data: 9^9^9^9 must fail here, not exhaust the machine."""
+"""Bytes of data that a worker may take: 9^9^9^9 must fail here, not exhaust the machine."""
 
 
 def main() -> None:

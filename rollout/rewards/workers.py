@@ -17,7 +17,7 @@ from rollout.returned import Numbers
 from rollout.rewards.config import RewardConfig
 
 START_SECONDS = 120.0
-"""For a cold import of sympy on a busy machine."""
+"""Seconds in which sympy is imported on a busy machine with cold caches."""
 
 
 class RewardFailure(Exception):

@@ -164,7 +164,7 @@ def _close_all_but(endpoints: set[str]) -> None:
 
 
 def _wait_until_listening(arguments: Any) -> bool:
-    """In place of SGLang's warm-up, which sleeps a second and generates: wait for the port, declare the server up."""
+    """Wait for the port and declare the server up. SGLang's own warm-up sleeps a second and generates."""
     from sglang.srt.entrypoints.http_server import get_global_state
     from sglang.srt.managers.tokenizer_manager import ServerStatus
 

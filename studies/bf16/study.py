@@ -241,7 +241,8 @@ def _small(seed: int, lengths: Sequence[int]) -> dict[str, dict[str, float]]:
 
 
 def relative_error(take: Product, k: int, seed: int) -> float:
-    """Of x [ROWS, K] @ w [ROWS, K]^T, BF16 and Gaussian: the difference's Frobenius norm over the float64 product's."""
+    """The error of x [ROWS, K] @ w [ROWS, K]^T, BF16 and Gaussian: the difference's Frobenius norm over the float64
+    product's."""
     generator = torch.Generator().manual_seed(seed)
     x, w = (torch.randn(ROWS, k, generator=generator).bfloat16() for _ in range(2))
     exact = x.double() @ w.double().t()

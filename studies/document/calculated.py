@@ -31,7 +31,7 @@ from weight_sync.served_bytes import served_bytes
 Verdict = Literal["confirmed", "contradicted", "waits for a GPU"]
 
 V3_PARAMETERS = 671e9
-"""As the documents count DeepSeek-V3."""
+"""DeepSeek-V3's size as the documents count it."""
 V3_TABLE = {"FP8 weights": 1, "BF16 shadow": 2, "FP32 masters": 4, "m and v": 8, "BF16 gradients": 2}
 """Bytes a parameter, as document 002 counts them."""
 IRONWOOD_FP8, IRONWOOD_BF16 = 3307, 2590
@@ -328,7 +328,7 @@ def _parts(time: StepTime) -> dict[str, float]:
 
 
 def _tb(each: float) -> str:
-    """Of so many bytes a parameter of the 671B model."""
+    """Terabytes of the 671B model at so many bytes a parameter."""
     total = each * V3_PARAMETERS
     return (
         f"{total / 1e9:.0f} GB"

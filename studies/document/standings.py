@@ -39,7 +39,7 @@ def _standing(claim: Listed, found: Sequence[Finding]) -> Standing:
 
 
 def _outcomes(mine: Sequence[Finding]) -> str:
-    """Of one claim its verdict; of several, each verdict with the letters that it belongs to."""
+    """The verdict of one claim; for several, each verdict with the letters that it belongs to."""
     if len(mine) == 1:
         return strong(mine[0].outcome) + (f": {mine[0].why}" if mine[0].why else "")
     letters: dict[str, list[str]] = {}

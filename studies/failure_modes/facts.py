@@ -22,7 +22,7 @@ MASTERS: dict[str, Narrow | None] = {"fp8": "fp8 1x128", "bf16": "bf16", "fp32":
 
 
 def facts() -> dict[str, float]:
-    """By name; nothing here is random."""
+    """The facts by name; nothing here is random."""
     first = BETA1 * FIRST + (1 - BETA1) * GRADIENT
     second = BETA2 * SECOND + (1 - BETA2) * GRADIENT**2
     step = RATE * first / (math.sqrt(second) + EPS)
@@ -67,7 +67,7 @@ def _with_neighbours(value: float) -> Tensor:
 
 
 def _grain_below_one(store: Callable[[Tensor], Tensor]) -> float:
-    """From 1 to the next value below, found by bisection over what is stored."""
+    """The distance from 1 to the next value below, found by bisection over what is stored."""
     least = _bisect(lambda delta: float(store(torch.tensor(1.0 - delta))) < 1.0)
     return 1.0 - float(store(torch.tensor(1.0 - least)))
 
@@ -106,7 +106,7 @@ def _moved(step: float, to: Narrow | None) -> tuple[float, float]:
 
 
 def _least_update() -> float:
-    """Of a weight of 1 in a block of ones: the smallest update that its FP8 master keeps."""
+    """The smallest update that the FP8 master of a weight of 1 keeps, in a block of ones."""
     return _bisect(lambda delta: float(narrowed(_beside(torch.tensor(1.0 - delta)), "fp8 1x128")[0]) < 1.0)
 
 

@@ -52,7 +52,7 @@ PAIRS = {
 
 
 def arms() -> dict[str, TrainedArm]:
-    """By name. Each is made anew, as what is noted of its state is its own."""
+    """The arms by name. Each is made anew, as what is noted of its state is its own."""
     plain = TrainedArm()
     slow = replace(plain, config=SLOW)
     wide = replace(plain, change=spoiled.wide_attention)

@@ -9,7 +9,7 @@ INSTRUCTION_K = 32
 """Products along K that one FP8 instruction of Hopper adds before it rounds."""
 PROMOTED_EVERY = 128
 FP22_DROPPED_BITS = 10
-"""Of FP32's 23 bits of mantissa: Hopper's accumulator keeps 13 (DeepSeek-V3's report, 3.3.2)."""
+"""Hopper's accumulator keeps 13 of FP32's 23 bits of mantissa (DeepSeek-V3's report, 3.3.2)."""
 
 
 def in_fp32(x: Tensor, w: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ NAMES = (
     "wire_formats",
     "bf16",
 )
-"""In the order in which they run."""
+"""The studies' names, in the order in which they run."""
 
 
 def load(name: str) -> Study:

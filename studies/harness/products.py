@@ -19,7 +19,7 @@ ROLES: tuple[Role, ...] = ("fprop", "dgrad", "wgrad")
 
 @dataclass(frozen=True)
 class Operands:
-    """Of one product a [M, K] @ b [N, K]^T: as they came, in BF16, and as they are quantized.
+    """The operands of one product a [M, K] @ b [N, K]^T: as they came, in BF16, and as they are quantized.
 
     Attributes:
         weight: the parameter that is multiplied with, or whose gradient this is.

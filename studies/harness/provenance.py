@@ -14,7 +14,7 @@ import torch
 CODE = Path(__file__).resolve().parents[2]
 """The checkout of the code that measures, wherever it is called from."""
 _WRITTEN_HERE = (":(top,exclude)docs/studies", ":(top,exclude)docs/studies.md")
-"""By the studies before this one, and read by none."""
+"""What the studies before this one have written; no study reads it."""
 PACKAGES = ("torch", "sglang", "megatron-core", "transformers", "numpy", "scipy")
 
 

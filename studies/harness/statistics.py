@@ -43,7 +43,7 @@ class Estimate:
         return min(1.0, 2 * self._tails(threshold)[1])
 
     def p_within(self, low: float, high: float) -> float:
-        """Of two one-sided tests, the larger p-value; small: the truth lies between. The bounds belong to it."""
+        """The larger p-value of two one-sided tests; small: the truth lies between the bounds, or on one."""
         if self.low == self.high:
             return 0.0 if low <= self.value <= high else 1.0
         return max(self.p_above(low), self.p_below(high))

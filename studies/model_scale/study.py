@@ -32,7 +32,7 @@ GROWING = (
     TinyModel(layers=8, hidden=256, intermediate=256, experts=16, top_k=2),
     TinyModel(layers=16, hidden=256, intermediate=256, experts=16, top_k=2),
 )
-"""In everything at once: 0.3M to 55M parameters."""
+"""Models that grow in everything at once: 0.3M to 55M parameters."""
 QUICK_GROWING = GROWING[:3]
 LIVE = GROWING[1]
 """What is held against a live engine."""
@@ -42,11 +42,11 @@ AXES: dict[str, tuple[TinyModel, ...]] = {
     "experts": tuple(replace(BASE, experts=count) for count in (4, 8, 16, 64)),
     "top_k": tuple(replace(BASE, top_k=count) for count in (1, 2, 4, 8)),
 }
-"""In one thing alone."""
+"""Models that grow in one thing alone."""
 QUICK_AXES = {"layers": AXES["layers"][:4]}
 
 SLOPE = "slope over {}"
-"""Of the logarithm of abs d over the logarithm of the size."""
+"""The slope of the logarithm of abs d over the logarithm of the size."""
 
 
 def _grows(id: str, says: str, over: str, pair: str = "BF16/FP8") -> Claim:
@@ -155,7 +155,7 @@ def measure(lab: Lab) -> Measurement:
 
 
 def slope(sizes: Sequence[float], values: Sequence[float]) -> float:
-    """Of the logarithms, by least squares."""
+    """The slope of the logarithms, by least squares."""
     return float(np.polyfit(np.log(sizes), np.log(values), 1)[0])
 
 

@@ -27,7 +27,7 @@ ENTROPY = 2.0
 """Mean entropy of the next token in nats, to which the logits of every model are scaled; of 128 tokens it is 4.85 at
 most."""
 PROMPTS, ANSWERS = 16, 4
-"""Of a seed, beside an engine."""
+"""Prompts of each seed beside an engine, and answers to each."""
 POW2, FP32 = "fp8_block_pow2", "fp8_block_fp32"
 
 
@@ -53,7 +53,7 @@ PAIRS = {
 
 @dataclass(frozen=True)
 class Found:
-    """Of one model: its parameters, and the mean abs d of each pair in nats."""
+    """What was found of one model: its parameters, and the mean abs d of each pair in nats."""
 
     parameters: int
     abs_d: dict[str, float]
@@ -123,19 +123,20 @@ def _logprobs(trainer: Scorer, batch: TokenBatch, *, precision: TrainerPrecision
 
 
 def expected_abs_d(trainer: Tensor, rollout: Tensor) -> float:
-    """Of log-probabilities [..., V]: abs(trainer - rollout), weighted by the rollout's probability, mean, nats."""
+    """The mean of abs(trainer - rollout) over log-probabilities [..., V], weighted by the rollout's probability, in
+    nats."""
     theirs = rollout.double()
     return float((theirs.exp() * (trainer.double() - theirs).abs()).sum(-1).mean())
 
 
 def entropy(logits: Tensor) -> float:
-    """Of the softmax of [..., V], mean, nats."""
+    """The mean entropy of the softmax of [..., V], in nats."""
     logprobs = logits.double().log_softmax(-1)
     return float(-(logprobs.exp() * logprobs).sum(-1).mean())
 
 
 def temperature_for(logits: Tensor) -> float:
-    """By which logits are divided to have the mean entropy `ENTROPY`, found by halving."""
+    """The temperature at which logits have the mean entropy `ENTROPY`, found by halving."""
     low, high = -20.0, 20.0
     for _ in range(40):
         middle = (low + high) / 2

@@ -27,7 +27,7 @@ from trainer.checkpoint.writer import Staged
 from trainer.distributed.optimizer import Optimizer
 
 _EXTRA = "_extra_state"
-"""In the names of what TransformerEngine's modules keep for other recipes than block scaling, which has no history."""
+"""Part of the names of what TransformerEngine's modules keep for recipes with a history; block scaling has none."""
 
 
 @dataclass(frozen=True)

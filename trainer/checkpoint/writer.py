@@ -86,7 +86,7 @@ class Staged:
         return Written(files, results)
 
     def publish(self, parts: Sequence[Written]) -> None:
-        """On rank 0, after every rank has written its part: write the other files, and give the directory its name.
+        """Write the other files and give the directory its name; rank 0 does it after every rank has written its part.
 
         Raises:
             OSError: the disk is full.

@@ -112,5 +112,5 @@ def _exchanged(payload: Tensor, ranks: dist.ProcessGroup) -> Tensor:
 
 
 def _sent(nbytes: int, ranks: dist.ProcessGroup) -> int:
-    """Of a buffer of this size a rank keeps its own part."""
+    """Bytes that a rank sends of a buffer of this size: it keeps its own part."""
     return nbytes * (ranks.size() - 1) // ranks.size()

@@ -32,4 +32,4 @@ class MegatronMapping:
 _QWEN3 = MegatronMapping(config=lambda sizes: {"qk_layernorm": True})
 
 MAPPINGS: dict[str, MegatronMapping] = {"Qwen3ForCausalLM": _QWEN3, "Qwen3MoeForCausalLM": _QWEN3}
-"""By the name of the architecture."""
+"""The mappings by the name of the architecture."""

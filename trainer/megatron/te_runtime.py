@@ -82,5 +82,5 @@ def compare(expected: Mapping[str, Any], recipe: object, environment: Mapping[st
 
 
 def _field(recipe: object, name: str) -> Any:
-    """By its dotted name; None for one that an older version lacks."""
+    """A field by its dotted name; None for one that an older version lacks."""
     return reduce(lambda part, attribute: getattr(part, attribute, None), name.split("."), recipe)

@@ -1,4 +1,4 @@
-"""In which precision one model runs its GEMMs."""
+"""The precision in which one model runs its GEMMs."""
 
 from __future__ import annotations
 

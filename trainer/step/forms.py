@@ -76,7 +76,7 @@ def _linear(call: Call) -> tuple[Tensor, ...]:
 
 
 def _input(call: Call) -> tuple[Tensor, ...]:
-    """Of the product behind it."""
+    """The input of the product behind it."""
     return (_rows(call[1][0]),)
 
 
@@ -120,4 +120,4 @@ SIDES: dict[OpForm, MegatronSide] = {
     forms.TOPK: MegatronSide(_topk),
     forms.EXPERTS: MegatronSide(output, each=_each_expert),
 }
-"""By form. Log-probabilities have no module: the loss computes them behind the model."""
+"""Where each form is recorded. Log-probabilities have no module: the loss computes them behind the model."""

@@ -1,4 +1,4 @@
-"""To engines with GPUs of their own: each bucket is broadcast to them, in a process group that lives for one sync.
+"""Broadcasts each bucket to engines with GPUs of their own, in a process group that lives for one sync.
 
 Every trainer rank has a group of its own with all engines, since SGLang takes a broadcast only from a group's rank 0.
 """

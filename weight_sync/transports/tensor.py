@@ -1,4 +1,4 @@
-"""On one host, and on one GPU: flat buckets in memory that the engines map (shared memory, or CUDA IPC)."""
+"""Hands over flat buckets in memory that the engines of the same host map (shared memory, or CUDA IPC)."""
 
 from __future__ import annotations
 

@@ -103,7 +103,7 @@ class _Grouped:
         return self.rewards - self.means
 
     def sums(self, values: Tensor) -> Tensor:
-        """Of the values [N] of each one's group."""
+        """Sums of the values [N] over each one's group."""
         return _sums(values, self.member)
 
 

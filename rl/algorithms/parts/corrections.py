@@ -68,7 +68,7 @@ _BOUNDS = {
     "geometric": {"low": 0.99, "high": 1.01},
     "mis": {"high": 2.0},
 }
-"""Of icepop as in the INTELLECT-3 report; of geometric and mis as is usual in published recipes."""
+"""Default bounds: icepop's as in the INTELLECT-3 report, those of geometric and mis as in published recipes."""
 
 OWN_WEIGHT = ("icepop", "mis")
 """Rejections that weigh what they keep, so that no further cap belongs to them as they were published."""

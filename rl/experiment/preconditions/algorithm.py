@@ -9,7 +9,7 @@ from rl.algorithms.rehearsal import rehearse
 from rl.experiment import Experiment
 
 STEP_SECONDS = 20.0
-"""For what takes a hundredth of a second."""
+"""Seconds of patience for what takes a hundredth of one."""
 
 
 def check_algorithm(experiment: Experiment) -> None:
