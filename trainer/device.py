@@ -1,7 +1,7 @@
 """The device of this process: a GPU of its own for each trainer rank where there are GPUs, else the CPU.
 
 It is chosen once, and with it what depends on it. After that everything asks `current`, or
-`torch.cuda.current_device()` as Megatron does (`cpu_runtime` answers it without CUDA).
+`torch.cuda.current_device()` as Megatron does (`trainer.megatron.patches` answers it without CUDA).
 """
 
 from __future__ import annotations

@@ -11,13 +11,13 @@ import torch
 from trainer import device
 from trainer.config import TrainerConfig
 from trainer.distributed import parallel
-from trainer.megatron import cpu_runtime
+from trainer.megatron import patches
 
 
 @pytest.fixture
 def gpus(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Four GPUs, as torch.cuda would show them; the list receives what was made the current one."""
-    cpu_runtime.install()  # once in a process, so for the machine that is really here
+    patches.install()  # once in a process, so for the machine that is really here
     chosen: list[int] = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)

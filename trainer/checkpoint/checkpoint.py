@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch.distributed as dist
@@ -13,7 +12,6 @@ from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 from megatron.core.models.gpt import GPTModel
-from megatron.core.optimizer import distrib_optimizer
 
 from numerics.ranks import all_gathered, together
 from trainer.checkpoint.files import (
@@ -130,8 +128,6 @@ def _state(parts: Parts, step: int, loading: bool) -> dict[str, Any]:
 
 def _state_of(part: Trained, loading: bool) -> dict[str, Any]:
     model, optimizer = part.model, part.optimizer
-    # For runs without garbage collection Megatron collects after each gather, which takes as long as the gather.
-    distrib_optimizer.gc = SimpleNamespace(collect=lambda: None)
     metadata = {
         "distrib_optim_sharding_type": "fully_reshardable",
         "distrib_optim_fully_reshardable_mem_efficient": False,

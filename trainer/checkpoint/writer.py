@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import io
 import os
-import queue
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -21,7 +20,6 @@ from typing import Any
 import torch
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
-from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from torch import Tensor
@@ -66,7 +64,7 @@ class Staged:
         self.path, self._about = path, about
         sharded, common = save_preprocess(state)
         self._texts = {**texts, f"{STATE}/{COMMON_STATE_FNAME}": _packed(common)}
-        self._plan = _Plan()
+        self._plan = Plan()
         self._plan.async_save(sharded, partial(path) / STATE)
 
     def write(self) -> Written:
@@ -103,7 +101,7 @@ class Staged:
             publish_directory(folder, self.path)
 
 
-class _Plan(TorchDistSaveShardedStrategy):
+class Plan(TorchDistSaveShardedStrategy):
     """Megatron's plan of what this rank writes into which file. metadata: of all ranks, on rank 0."""
 
     def __init__(self) -> None:
@@ -111,7 +109,6 @@ class _Plan(TorchDistSaveShardedStrategy):
         self.writer: Any = None
         self.metadata: Any = None
         self.files: dict[str, list[Item]] = {}
-        filesystem_async._get_write_results_queue = queue.Queue  # nothing goes through it, and its own has the manager
 
     def _get_save_and_finalize_callbacks(self, writer: Any, planned: Any) -> None:
         self.writer, self.metadata = writer, planned[1]

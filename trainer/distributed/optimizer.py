@@ -20,8 +20,8 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from trainer.config import TrainerConfig
 from trainer.distributed import wires
-from trainer.megatron import cpu_runtime
 from trainer.megatron.lowering import Lowering
+from trainer.megatron.patches import CUDA_TYPES, applied
 from trainer.modules.weights import tag_split
 
 
@@ -61,7 +61,7 @@ class Optimizer:
             use_distributed_optimizer=True,
             **lowering.optimizer,
         )
-        with cpu_runtime.cuda_type_names():
+        with applied(CUDA_TYPES):
             self.inner: ChainedOptimizer = get_megatron_optimizer(
                 optimizer_config,
                 [self.model],
@@ -86,7 +86,7 @@ class Optimizer:
     @torch.no_grad()
     def step(self, norm: float) -> float:
         """Clip by `norm`, the finite result of `grad_norm`, and apply the gradients; the learning rate used."""
-        with cpu_runtime.cuda_type_names():
+        with applied(CUDA_TYPES):
             for optimizer in self.inner.chained_optimizers:
                 if optimizer.get_parameters():
                     clip_grad_by_total_norm_fp32(optimizer.get_parameters(), self._config.clip_grad, norm)
@@ -111,7 +111,7 @@ class Optimizer:
         return float(self.inner.param_groups[0]["lr"])
 
 
-class _DataParallel(DistributedDataParallel):  # type: ignore[misc]
+class DataParallel(DistributedDataParallel):  # type: ignore[misc]
     """Megatron's, without hooks that keep it alive: they hang on nodes of autograd, where no collector sees them."""
 
     def _make_backward_post_hook(self, param: torch.nn.Parameter) -> Callable[..., None]:
@@ -140,7 +140,7 @@ def wrap(model: GPTModel, lowering: Lowering) -> DistributedDataParallel:
         average_in_collective=False,
         **lowering.ddp,
     )
-    return _DataParallel(model.config, config, model)
+    return DataParallel(model.config, config, model)
 
 
 def schedule(optimizer: ChainedOptimizer, config: TrainerConfig, total_steps: int) -> OptimizerParamScheduler:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from trainer import device
 from trainer.config import TrainerConfig
-from trainer.megatron import cpu_runtime
+from trainer.megatron import patches
 from trainer.seat import LOOPBACK
 
 TIMEOUT = timedelta(minutes=10)
@@ -44,7 +44,7 @@ def initialize(config: TrainerConfig, rank: int = 0, store: dist.Store | None = 
         store: the rendezvous shared by all ranks; one rank needs none.
         host: this node's address; gloo listens on loopback if it is a loopback address.
     """
-    cpu_runtime.install()
+    patches.install()
     from megatron.core import parallel_state, tensor_parallel
 
     torch.set_num_threads(1)

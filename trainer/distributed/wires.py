@@ -22,6 +22,7 @@ from numerics.quantize import dequantize, quantize
 from numerics.spec import TensorSpec
 from trainer.config import GradientWire
 from trainer.distributed.weight_gather import gather_weights
+from trainer.megatron.patches import become
 
 Narrow = Literal["bf16", "e4m3", "e5m2"]
 """Wires in which nothing is added on the way."""
@@ -46,13 +47,12 @@ def install(model: DistributedDataParallel, wire: GradientWire, in_fp8: InFp8) -
     """Have the gradients of a wrapped model travel as `wire`, and some weights in FP8. Returns what counts them."""
     traffic = Traffic()
     for group in (*model.bucket_groups, *model.expert_parallel_bucket_groups):
-        # Megatron names the class of its bucket groups itself, so finished ones change class.
-        group.__class__ = _BucketGroup
+        become(group, BucketGroup)
         group.wire, group.in_fp8, group.traffic = wire, in_fp8, traffic
     return traffic
 
 
-class _BucketGroup(_ParamAndGradBucketGroup):
+class BucketGroup(_ParamAndGradBucketGroup):
     """Some of the buffers of a model, and the ranks that share them."""
 
     wire: GradientWire

@@ -20,7 +20,7 @@ from megatron.core.transformer.transformer_layer import (
 from models import Model
 from models.sizes import ModelSizes
 from trainer.config import TrainerConfig
-from trainer.megatron import te_runtime
+from trainer.megatron import patches, te_runtime
 from trainer.megatron.config import transformer_config
 from trainer.megatron.lowering import Lowering
 from trainer.megatron.mapping import MAPPINGS, MegatronMapping
@@ -95,9 +95,9 @@ def _block(
 
 
 def _finish_ends(model: GPTModel) -> None:
-    """GPTModel names the classes of its embedding and output projection itself: correct the finished instances."""
+    """GPTModel names the class of its embedding itself, and leaves tags to an initialisation that is skipped."""
     if model.pre_process:
-        model.embedding.word_embeddings.__class__ = Embedding
+        patches.become(model.embedding.word_embeddings, Embedding)
         tag_split(model.embedding.word_embeddings.weight, 0)
     if model.post_process and model.output_layer.weight is not None:
         tag_split(model.output_layer.weight, 0)

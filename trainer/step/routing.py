@@ -21,6 +21,7 @@ from megatron.core.transformer.moe.router_replay import RouterReplay, RouterRepl
 from torch import Tensor, nn
 
 from numerics.errors import user_error
+from trainer.megatron.patches import become
 from trainer.step.batch import UNKNOWN, TokenBatch
 
 
@@ -108,9 +109,9 @@ class LayerRouting(RouterReplay):
 
 
 def _layer_routing(router: TopKRouter) -> LayerRouting:
-    """The RouterReplay that Megatron made for a router; the finished instance changes class."""
-    router.router_replay.__class__ = LayerRouting
-    return router.router_replay
+    """The RouterReplay that Megatron made for a router, as ours."""
+    routing: LayerRouting = become(router.router_replay, LayerRouting)
+    return routing
 
 
 def _check_pipeline() -> None:

@@ -97,8 +97,8 @@ def test_the_config_is_one_that_megatron_takes() -> None:
     """In a process of its own, where Megatron believes that TransformerEngine is there."""
     program = """
 import sys
-from trainer.megatron import cpu_runtime
-cpu_runtime.install()
+from trainer.megatron import patches
+patches.install()
 import megatron.core.transformer.transformer_config as module
 module.is_te_min_version = lambda *_, **__: True
 import megatron.core.models.common.embeddings.rope_utils as rope

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from models.sizes import ModelSizes
 from numerics import ops
+from trainer.megatron.patches import become
 from trainer.modules.exact.attention import CoreAttention
 from trainer.modules.exact.experts import Experts, MoE
 from trainer.modules.exact.linear import NormColumnLinear, OutputLinear, RowLinear
@@ -39,12 +40,9 @@ def layer_modules(sizes: ModelSizes, precision: LayerPrecision) -> LayerModules:
 
 
 def use_shared_output(model: GPTModel) -> None:
-    """Put the shared product at the end of the model.
-
-    GPTModel names the class of its output projection itself, so the finished instance changes class.
-    """
+    """Put the shared product at the end of the model."""
     if model.post_process:
-        model.output_layer.__class__ = OutputLinear
+        become(model.output_layer, OutputLinear)
 
 
 class SwiGLU(nn.Module):

@@ -5,7 +5,6 @@ The FP8 context that Megatron opens around each layer decides what is quantized,
 
 from __future__ import annotations
 
-from megatron.core.extensions.transformer_engine import TEGroupedLinear
 from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
 from megatron.core.transformer import ModuleSpec
 from megatron.core.transformer.moe.moe_layer import MoELayer
@@ -15,10 +14,6 @@ from trainer.modules.layer import LayerModules
 from trainer.modules.native.experts import Experts
 from trainer.modules.native.provider import router
 from trainer.modules.precision import LayerPrecision
-
-# Block scaling keeps no state between steps: TransformerEngine returns an empty one, which Megatron cannot cut into
-# experts for a checkpoint once a forward has run in FP8 (extensions/transformer_engine.py:1705).
-TEGroupedLinear._split_extra_state = lambda self, state: [state] * self.num_gemms
 
 
 def layer_modules(sizes: ModelSizes, precision: LayerPrecision) -> LayerModules:

@@ -1,0 +1,318 @@
+"""Every place where this project reaches into megatron-core 0.16.1, or into torch, mbridge and TransformerEngine as
+Megatron uses them, with the signature that it expects to find there.
+
+A target that is not there, or whose parameters are others, is refused by name before anything is changed. PATCHES are
+attributes that get another value. OVERRIDES are methods, not meant for it, that our classes override: as subclasses
+that we make ourselves, or that finished objects become, where Megatron names their class itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import inspect
+import logging
+import pkgutil
+import queue
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any, Literal
+
+import torch
+
+from trainer import device
+from trainer.megatron import cpu_runtime
+
+MEGATRON_VERSION = "0.16.1"
+Where = Literal["everywhere", "without CUDA", "without TransformerEngine", "with TransformerEngine"]
+_ABSENT = "absent"
+
+
+@dataclass(frozen=True)
+class Patch:
+    """An attribute of a library.
+
+    target: its dotted name. parameters: of the function or class that stands there, in order, without `self`; None for
+    what is neither, or has no signature; "absent" for what need not be there. make: what stands there from then on, of
+    what stood there.
+    """
+
+    target: str
+    parameters: str | None
+    make: Callable[[Any], Any]
+    where: Where
+    why: str
+
+
+@dataclass(frozen=True)
+class Override:
+    """A method of a library's class, and the class of ours that has another. parameters: as of a patch."""
+
+    target: str
+    parameters: str
+    ours: str
+    why: str
+
+
+def _value(value: Any) -> Callable[[Any], Any]:
+    return lambda replaced: value
+
+
+def _without_cuda(target: str, parameters: str | None, make: Callable[[Any], Any], why: str) -> Patch:
+    return Patch(target, parameters, make, "without CUDA", why)
+
+
+_CORE = "megatron.core."
+_STREAM = cpu_runtime.Stream()
+_STREAMS = "the all-to-all dispatcher copies split sizes to the host on a side stream (token_dispatcher.py:870)"
+_RANDOM = "tensor_parallel/random.py keeps one CUDA random state per parallel region; on the CPU they are CPU states"
+_PLACES = {  # of literal device="cuda"
+    "pipeline_parallel.schedules": "schedules.py:596",
+    "optimizer.optimizer": "optimizer.py:473",
+    "optimizer.clip_grads": "clip_grads.py:103",
+    "distributed.param_and_grad_buffer": "buffers of gradients and parameters",
+    "utils": "utils.py:1207",
+    "transformer.utils": "transformer/utils.py:35",
+}
+
+CUDA_TYPES = _without_cuda(
+    "torch.Tensor.type",
+    None,
+    cpu_runtime.cuda_type,
+    "the optimizer sorts parameters by `torch.cuda.*` (distrib_optimizer.py:361,420,582; clip_grads.py:167); "
+    "only while it does",
+)
+PATCHES: tuple[Patch, ...] = (
+    Patch(
+        _CORE + "optimizer.distrib_optimizer.gc",
+        None,
+        _value(SimpleNamespace(collect=lambda: None)),
+        "everywhere",
+        "for runs without garbage collection it collects after each gather, which takes as long as the gather",
+    ),
+    Patch(
+        _CORE + "dist_checkpointing.strategies.filesystem_async._get_write_results_queue",
+        "",
+        _value(queue.Queue),
+        "everywhere",
+        "it starts a manager process for a queue through which nothing goes here",
+    ),
+    Patch(
+        _CORE + "transformer.moe.moe_utils.te_general_gemm",
+        _ABSENT,
+        lambda found: found,
+        "everywhere",
+        "moe_utils.py:1192 reads this name, which its imports only define with TransformerEngine",
+    ),
+    Patch(
+        _CORE + "optimizer.distrib_optimizer.DistributedOptimizer._set_main_param_and_optimizer_states",
+        "model_param tensors",
+        cpu_runtime.step_of_its_own,
+        "without TransformerEngine",
+        "distrib_optimizer.py:821 gives all parameters of torch's AdamW one `step` tensor on loading, so that each "
+        "advances everybody's, and :940 writes into leaves that require grad",
+    ),
+    Patch(
+        _CORE + "extensions.transformer_engine.TEGroupedLinear._split_extra_state",
+        "state",
+        _value(lambda self, state: [state] * self.num_gemms),
+        "with TransformerEngine",
+        "block scaling keeps no state between steps: an empty one cannot be cut into experts for a checkpoint "
+        "(extensions/transformer_engine.py:1705)",
+    ),
+    _without_cuda(
+        _CORE + "transformer.moe.token_dispatcher.maybe_move_tensor_to_cpu",
+        "tensor as_numpy record_stream",
+        cpu_runtime.split_sizes_as_numbers,
+        "moe_utils.py:1092 makes numbers of split sizes only if they were on a GPU; gloo needs numbers as well",
+    ),
+    _without_cuda("torch.cuda.current_device", "", _value(lambda: cpu_runtime.CPU), "every parameter is created there"),
+    _without_cuda("torch.cuda.set_device", "device", cpu_runtime.no_op, "there is one"),
+    _without_cuda("torch.cuda.synchronize", "device", cpu_runtime.no_op, "nothing is under way"),
+    _without_cuda("torch.cuda.empty_cache", "", cpu_runtime.no_op, "there is none"),
+    _without_cuda("torch.cuda.Stream", "device priority kwargs", _value(cpu_runtime.Stream), _STREAMS),
+    _without_cuda(
+        "torch.cuda.Event", "enable_timing blocking interprocess external", _value(cpu_runtime.Event), _STREAMS
+    ),
+    *(
+        _without_cuda(f"torch.cuda.{name}", "device", _value(lambda *args: _STREAM), _STREAMS)
+        for name in ("current_stream", "default_stream")
+    ),
+    _without_cuda("torch.cuda.stream", "stream", _value(lambda *args: contextlib.nullcontext()), _STREAMS),
+    *(
+        _without_cuda(f"torch.cuda.{module}{name}", parameters, _value(stand_in), _RANDOM)
+        for module in ("", "random.")
+        for name, parameters, stand_in in (
+            ("get_rng_state", "device", lambda device=None: torch.get_rng_state()),
+            ("set_rng_state", "new_state device", lambda state, device=None: torch.set_rng_state(state)),
+            ("manual_seed", "seed", lambda seed: torch.default_generator.manual_seed(seed)),
+            ("manual_seed_all", "seed", lambda seed: torch.default_generator.manual_seed(seed)),
+        )
+    ),
+    _without_cuda("torch.cuda.default_generators", None, _value(cpu_runtime.Generators()), _RANDOM),
+    *(
+        _without_cuda(f"{module}._lazy_call", "callable kwargs", _value(lambda call, **kwargs: call()), _RANDOM)
+        for module in ("torch.cuda", f"{_CORE}tensor_parallel.random")
+    ),
+    *(
+        _without_cuda(f"{_CORE}{module}.torch", None, cpu_runtime.TorchOnCpu, f'device="cuda" in {place}')
+        for module, place in _PLACES.items()
+    ),
+    _without_cuda(
+        "torch.Tensor.cuda",
+        None,
+        _value(lambda self, *args, **kwargs: self),
+        "language_module.py:244 moves a tied embedding of the last pipeline stage",
+    ),
+)
+
+_LINEAR = "input weight args kwargs"
+_LINEAR_WHY = "the local product alone is another; communication stays Megatron's"
+_BUCKETS = _CORE + "distributed.param_and_grad_buffer._ParamAndGradBucketGroup."
+_BUCKETS_WHY = (
+    "gradients and weights travel in the formats of the spec, and are counted; Megatron names the class itself"
+)
+_BRIDGE_WHY = "names and layouts come from the table of the model's tensors"
+OVERRIDES: tuple[Override, ...] = (
+    Override(
+        _CORE + "tensor_parallel.layers.VocabParallelEmbedding.forward",
+        "input_",
+        "trainer.modules.embedding.Embedding",
+        "a token's gradients are added in FP32; GPTModel names the class itself",
+    ),
+    *(
+        Override(
+            _CORE + f"tensor_parallel.layers.{base}._forward_impl", _LINEAR, f"trainer.modules.{ours}", _LINEAR_WHY
+        )
+        for base, ours in (
+            ("ColumnParallelLinear", "exact.linear.ColumnLinear"),
+            ("ColumnParallelLinear", "exact.linear.OutputLinear"),  # GPTModel names the class itself
+            ("ColumnParallelLinear", "native.linear.ColumnLinear"),
+            ("RowParallelLinear", "native.linear.RowLinear"),
+        )
+    ),
+    Override(
+        _CORE + "transformer.moe.router_replay.RouterReplay.get_replay_topk",
+        "scores topk num_groups group_topk default_compute_topk",
+        "trainer.step.routing.LayerRouting",
+        "it records while it replays, and leaves unknown routes to the router; the router names the class itself",
+    ),
+    *(
+        Override(_BUCKETS + method, parameter, "trainer.distributed.wires.BucketGroup", _BUCKETS_WHY)
+        for method, parameter in (("start_grad_sync", "force_all_reduce"), ("start_param_sync", "force_sync"))
+    ),
+    Override(
+        _CORE + "distributed.DistributedDataParallel._make_backward_post_hook",
+        "param",
+        "trainer.distributed.optimizer.DataParallel",
+        "hooks hang on nodes of autograd, where no collector sees that they keep the wrapper alive",
+    ),
+    Override(
+        _CORE + "dist_checkpointing.strategies.torch.TorchDistSaveShardedStrategy._get_save_and_finalize_callbacks",
+        "writer save_state_dict_ret",
+        "trainer.checkpoint.writer.Plan",
+        "only its plan is used; its writers are forked, which can deadlock",
+    ),
+    *(
+        Override(f"mbridge.core.Bridge.{method}", parameters, "trainer.weights.table_bridge.TableBridge", _BRIDGE_WHY)
+        for method, parameters in (
+            ("_build_config", ""),
+            ("_get_safetensor_io", "weights_path"),
+            ("_weight_name_mapping_mcore_to_hf", "mcore_weights_name"),
+            ("_weight_to_hf_format", "mcore_weights_name mcore_weights"),
+            ("_weight_to_mcore_format", "mcore_weights_name hf_weights"),
+            ("_weight_merge_across_tp", "mcore_weights_name mcore_weights param"),
+            ("_weight_split_across_tp", "mcore_weights_name mcore_weights param tp_split_size"),
+        )
+    ),
+)
+
+_installed = False
+
+
+def install() -> None:
+    """Prepare torch and Megatron for this machine. Idempotent; call it before the process groups exist.
+
+    Raises:
+        RuntimeError: naming every target that is not as expected; nothing is changed then.
+    """
+    global _installed
+    if _installed:
+        return
+    # Megatron reports every optional accelerator that is not installed, once per module.
+    logging.getLogger("megatron").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", category=UserWarning, module=r"(megatron|mbridge)\..*")
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"(megatron|torch\.distributed)\..*")
+    patches = [patch for patch in PATCHES if _applies(patch.where)]
+    rows: list[Patch | Override] = [*patches, *OVERRIDES]
+    if problems := [problem for row in rows if (problem := problem_of(row))]:
+        raise RuntimeError(
+            f"megatron-core {importlib.metadata.version('megatron-core')} is not as expected (written for "
+            f"{MEGATRON_VERSION}); nothing was changed. Install the locked versions:\n" + "\n".join(problems)
+        )
+    for patch in patches:
+        _apply(patch)
+    _installed = True
+
+
+def become(finished: Any, ours: type) -> Any:
+    """The object as one of `ours`, a subclass of its class that a row of OVERRIDES names."""
+    name = f"{ours.__module__}.{ours.__qualname__}"
+    assert any(row.ours == name for row in OVERRIDES) and issubclass(ours, type(finished)), name
+    finished.__class__ = ours
+    return finished
+
+
+@contextlib.contextmanager
+def applied(patch: Patch) -> Iterator[None]:
+    """Have a patch for the block alone, where it applies."""
+    if not _applies(patch.where):
+        yield
+        return
+    owner, name, original = _apply(patch)
+    try:
+        yield
+    finally:
+        setattr(owner, name, original)
+
+
+def problem_of(row: Patch | Override) -> str | None:
+    """A line that says what is not as the row expects; None if all is."""
+    try:
+        target = pkgutil.resolve_name(row.target)
+    except (ImportError, AttributeError) as error:
+        return None if row.parameters == _ABSENT else f"  {row.target}: not found ({error})"
+    if row.parameters in (None, _ABSENT):
+        return None
+    found = " ".join(name for name in inspect.signature(target).parameters if name != "self")
+    return (
+        None
+        if found == row.parameters
+        else f"  {row.target}: found the parameters {found!r}, expected {row.parameters!r}"
+    )
+
+
+def _applies(where: Where) -> bool:
+    return {
+        "everywhere": True,
+        "without CUDA": not torch.cuda.is_available(),
+        "without TransformerEngine": not _has_te_or_apex(),
+        "with TransformerEngine": device.has_transformer_engine(),
+    }[where]
+
+
+def _has_te_or_apex() -> bool:
+    from megatron.core.optimizer.distrib_optimizer import HAVE_APEX_OR_TE
+
+    return bool(HAVE_APEX_OR_TE)
+
+
+def _apply(patch: Patch) -> tuple[Any, str, Any]:
+    """The owner of the attribute, its name, and what stood there."""
+    path, _, name = patch.target.rpartition(".")
+    owner = pkgutil.resolve_name(path)
+    original = getattr(owner, name, None)
+    setattr(owner, name, patch.make(original))
+    return owner, name, original
