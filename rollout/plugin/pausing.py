@@ -1,4 +1,4 @@
-"""Hooks that make a pause by `retract` safe for an update of the weights.
+"""Hooks that make a pause safe for an update of the weights, and put its idle time to use.
 
 `/pause_generation {"mode": "retract"}` frees the KV cache of every running request and puts it back into the
 scheduler's queue, tokens and log-probabilities kept; resumed, its prefix is prefilled anew, under the weights of then.
@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+
+from rollout.plugin.state import state
 
 
 def flush_cache(original: Callable[..., bool], self: Any, empty_cache: bool = True) -> bool:
@@ -26,9 +28,11 @@ def flush_cache(original: Callable[..., bool], self: Any, empty_cache: bool = Tr
 
 
 def process_input_requests(result: None, self: Any, recv_reqs: list[Any]) -> None:
-    """`Scheduler.process_input_requests`: a paused scheduler waits for the next message instead of burning a core.
+    """`Scheduler.process_input_requests`: a paused scheduler prepares the weights that have come, and then waits for
+    the next message instead of burning a core.
 
-    Only where the server was started with `--sleep-on-idle`, as on a CPU; elsewhere the call does nothing.
+    It waits only where the server was started with `--sleep-on-idle`, as on a CPU; elsewhere that call does nothing.
     """
     if self._engine_paused and not recv_reqs:
+        state().weights.prepare()
         self.maybe_sleep_on_idle()

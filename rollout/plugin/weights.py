@@ -1,7 +1,8 @@
 """The engine's own weights: what each parameter is called in the HF checkpoint, what it multiplies as, its digest.
 
-`commit` is the one place where the operands of the products are made anew, digests taken and the version set. Between
-an update and its commit the weights have no version and no forward runs on them.
+`commit` is the one place where digests are taken and the version set. The operands of the products are made anew by
+then: some by `prepare`, while the rest of the weights is still on its way. Between an update and its commit the weights
+have no version and no forward runs on them.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from models import Model
-from models.tensors import SCALE_SUFFIX, WHOLE, EngineRank, TensorRow, TensorTable
+from models.tensors import SCALE_SUFFIX, WHOLE, EngineRank, TensorRow, TensorTable, base_name
 from numerics import delta, ops
 from numerics.digest import tensor_digests
 from numerics.holdings import tensors_in
@@ -42,6 +43,9 @@ class ServedWeights:
         self._attached: tuple[nn.Module, Model] | None = None
         self._operands: dict[Tensor, Operand] = {}
         self._places: dict[str, Tensor] = {}
+        self._names: dict[Tensor, set[str]] = {}
+        self._arrived: set[str] = set()
+        self._prepared: set[Tensor] = set()
 
     @property
     def device(self) -> torch.device:
@@ -61,10 +65,15 @@ class ServedWeights:
         self._attached, self.rank = (model, definition), rank
         self._operands.clear()
         self._places.clear()
+        self._names.clear()
+        for label, parameter, _ in self.tensors():
+            self._names.setdefault(parameter, set()).add(base_name(label)[0])
         self.commit(version)
 
     def invalidate(self) -> None:
         """The parameters are being written: nothing may be computed with them until `commit`."""
+        if self.version is not None:
+            self._prepared.clear()
         self.version = None
         self._operands = {parameter: Operand(held.value, None) for parameter, held in self._operands.items()}
 
@@ -90,17 +99,25 @@ class ServedWeights:
             )
         return entry.value
 
+    def prepare(self) -> None:
+        """Make the operands of parameters that have arrived whole, while the engine waits for the others."""
+        if self._arrived:
+            whole = [parameter for parameter, names in self._names.items() if names <= self._arrived]
+            self._arrived.difference_update(*(self._names[parameter] for parameter in whole))
+            self._refresh(whole)
+
     def commit(self, version: str) -> dict[str, str]:
         """Refresh everything derived from the parameters, set the version, and return the manifest.
 
         The manifest gives, for each tensor by its HF name, `digest` for what is served as it is, and `digest@version`
         for what is quantized, where `version` is that of the operand in use.
         """
-        for parameter, scale_inv in _quantized_parameters(self._loaded()[0]):
-            quantized = QuantizedTensor(parameter.detach(), scale_inv.detach(), self._spec)
-            former = self._operands.get(parameter)
-            value = ops.weight_operand(quantized, former.value if former else None)
-            self._operands[parameter] = Operand(value, version)
+        self._prepared -= {parameter for parameter, names in self._names.items() if names & self._arrived}
+        self._arrived.clear()
+        quantized = _quantized_parameters(self._loaded()[0])
+        self._refresh([parameter for parameter, _ in quantized if parameter not in self._prepared])
+        self._operands |= {each: Operand(self._operands[each].value, version) for each in self._prepared}
+        self._prepared.clear()
         self.version = version
         return self.manifest()
 
@@ -131,12 +148,24 @@ class ServedWeights:
         """
         whole = []
         for name, tensor in weights:
+            self._arrived.add(base_name(name.removeprefix(DELTA))[0].removesuffix(SCALE_SUFFIX))
             if not name.startswith(DELTA):
                 whole.append((name, tensor))
             elif (held := self._held_as().get(name.removeprefix(DELTA))) is not None:
                 delta.apply(tensor, held)
         if whole:
             original(whole)
+
+    def _refresh(self, parameters: Sequence[Tensor]) -> None:
+        """Make the operands of these anew; they have no version yet."""
+        wanted = set(parameters)
+        for parameter, scale_inv in _quantized_parameters(self._loaded()[0]):
+            if parameter in wanted:
+                quantized = QuantizedTensor(parameter.detach(), scale_inv.detach(), self._spec)
+                former = self._operands.get(parameter)
+                value = ops.weight_operand(quantized, former.value if former else None)
+                self._operands[parameter] = Operand(value, None)
+                self._prepared.add(parameter)
 
     def _held_as(self) -> dict[str, Tensor]:
         """Where each tensor is, by its label."""

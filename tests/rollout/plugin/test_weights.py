@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import pytest
 import torch
@@ -109,6 +109,37 @@ def test_a_commit_refreshes_and_a_forward_waits_for_it(served: ServedWeights, mo
     assert torch.equal(served.operand(w13), dequantized_w13(NEW))
     assert served.operand(w13).data_ptr() == place, "new memory takes longer to get than to fill"
     assert not torch.equal(dequantized_w13(OLD), dequantized_w13(NEW))
+
+
+def test_operands_are_prepared_while_the_rest_is_on_its_way(
+    served: ServedWeights, model: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def write(tensors: Iterable[tuple[str, Tensor]]) -> None:
+        held = {name: view for name, _, view in served.tensors()}
+        for name, tensor in tensors:
+            held[name].copy_(tensor)
+
+    made: list[int] = []
+    operand = plugin_weights.ops.weight_operand
+    monkeypatch.setattr(plugin_weights.ops, "weight_operand", lambda *given: made.append(1) or operand(*given))
+    w13, names = parameter(model, W13), list(NEW)
+    served.invalidate()
+    for bucket in (names[:7], names[7:], names[:7]):  # and some of it once more
+        served.load(write, [(name, NEW[name]) for name in bucket])
+        served.prepare()
+        with pytest.raises(RuntimeError, match="not committed"):
+            served.operand(w13)
+    before = len(made)
+    assert sent(NEW, "1").differences(served.commit("1")) == []
+    assert len(made) == before, "all were prepared"
+    assert torch.equal(served.operand(w13), dequantized_w13(NEW))
+    served.invalidate()
+    served.load(write, OLD.items())
+    served.prepare()
+    served.load(write, [(name, NEW[name]) for name in names if "experts.1" in name])  # after it was prepared
+    mixed = OLD | {name: NEW[name] for name in names if "experts.1" in name}
+    assert sent(mixed, "2").differences(served.commit("2")) == []
+    assert torch.equal(served.operand(w13), dequantized_w13(mixed))
 
 
 def test_the_manifest_is_taken_from_the_parameters_anew(served: ServedWeights, model: nn.Module) -> None:
