@@ -30,6 +30,8 @@ def table() -> str:
             lines.append(f"| **{each.row}** | | | | |")
         last = each.row
         exact, native = _formats(each.exact), _formats(each.native)
+        if each.kernels != each.exact:
+            exact += f"; {_formats(each.kernels)} in Triton kernels"
         lines.append(f"| {_named(each)} | {exact} | {native} | {_formats(each.document)} | {each.why} |")
     return "\n".join(lines)
 

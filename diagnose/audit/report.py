@@ -180,7 +180,8 @@ def rendered(report: Report) -> RenderableType:
             Text(f"{each.why} {each.remedy}", style="yellow"),
         ]
     if report.unseen:
-        parts += [Text(), Text(f"not seen, inside kernels that fuse it: {', '.join(report.unseen)}", style="yellow")]
+        unseen = f"not seen, as a kernel fuses it or rounds otherwise than its definition: {', '.join(report.unseen)}"
+        parts += [Text(), Text(unseen, style="yellow")]
     what = "everything is as planned" if report.ok else f"{len(report.differences)} differences"
     said = f"audit {'passed' if report.ok else 'failed'} in {report.seconds:.0f} s: {what}"
     return Group(*parts, Text(), Text(said, style="bold green" if report.ok else "bold red"))

@@ -22,8 +22,9 @@ from diagnose.audit.formats import Grids
 from diagnose.audit.memory import held_by_optimizer, held_in_pass
 from diagnose.audit.sighting import Sighting
 from diagnose.audit.sites import Part, Site, Sites
+from numerics.backend import dispatch
 from numerics.backend.compiler import uncompiled
-from numerics.backend.implementation import using
+from numerics.backend.implementation import Implementation, using
 from numerics.config import NumericsConfig
 from numerics.holdings import format_of, tensors_in
 from numerics.precision_map import Planned, precision_map, unquantized
@@ -68,16 +69,22 @@ def watch_step(
 ) -> list[Sighting]:
     """Train on `batch`, uncompiled, and report all that the precision map speaks of. All ranks take part.
 
-    Shared ops run on their torch definitions, whose bits are the kernels' and whose insides can be seen.
+    Shared ops run on their torch definitions, whose insides can be seen. Where this device's kernels round otherwise
+    than the definition (attention weights), nothing is reported, because the definition's format is not the run's.
 
     numerics, config: what is planned, which the trainer may no longer run.
     """
+    implementation: Implementation = "torch" if dispatch.installed() is None else "triton"
     with uncompiled(), using("torch"):
         trainer.score(batch)  # what is done once and for all, such as probes of the machine, is no part of a step
         trainer.weights_changed()
         sites = Sites(trainer, numerics)
-        wires = {"gradient_wire": config.gradient_wire, "weight_gather": config.weight_gather}
-        plan = precision_map(numerics, **wires)
+        plan = precision_map(
+            numerics,
+            implementation=implementation,
+            gradient_wire=config.gradient_wire,
+            weight_gather=config.weight_gather,
+        )
         watcher = _Watcher(trainer, sites, plan, Grids(numerics))
         with watcher.hooked(), watcher:
             trainer.forward_backward(batch, objective)
@@ -268,9 +275,9 @@ class _Watcher(TorchDispatchMode):
             self._note("clipping.norm" if self._phase == CLIPPING else "wire.layer", name, call.format, size=call.bytes)
 
     def _note(self, key: str, name: str, found: str | None, site: Site | None = None, size: int = 0) -> None:
-        if found is None:
-            return
         plan = self._plan[key]
+        if found is None or plan.hidden:
+            return
         formats = plan.formats
         if site is not None:
             plans = [plan if quantized else unquantized(plan) for quantized in sorted(site.quantized)]

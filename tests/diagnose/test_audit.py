@@ -22,6 +22,7 @@ from diagnose.audit.sighting import Sighting
 from diagnose.audit.watch import watch_step
 from fp8rl.cli import app
 from numerics import ops
+from numerics.backend import dispatch
 from numerics.config import NumericsConfig
 from numerics.precision_map import CLASSES, DOCUMENTED, precision_map
 from numerics.quantize import fake_quantize
@@ -273,6 +274,29 @@ def test_every_class_has_a_plan_of_formats_in_every_mode_and_precision() -> None
     assert len({each.key for each in CLASSES}) == len(CLASSES)
     assert len(DOCUMENTED) == 12
     assert {each.row for each in CLASSES if each.document} == set(DOCUMENTED)
+
+
+def test_attention_weights_are_planned_as_the_device_computes_them() -> None:
+    """The definition multiplies FP32 weights; the kernel rounds them for the tensor cores."""
+    numerics = plan("exact")
+    by_device = {name: precision_map(numerics, implementation=name)["softmax.output"] for name in ("torch", "triton")}
+    assert by_device["torch"].formats == ("fp32",) and not by_device["torch"].hidden
+    assert by_device["triton"].formats == ("bf16",) and by_device["triton"].hidden
+    native = precision_map(plan("native"), implementation="triton")["softmax.output"]
+    assert native.formats == ("bf16",) and not native.hidden
+
+
+def test_where_kernels_run_their_roundings_are_not_taken_from_the_definitions(make: Callable[..., Any]) -> None:
+    """Kernels are played by the definitions themselves, so that the step runs on a CPU."""
+    trainer = make(plan("exact"), "dense")
+    dispatch.install(dict(dispatch.OPS))
+    try:
+        seen = watched(trainer, plan("exact"))
+    finally:
+        dispatch.install(None)
+    found = {sighting.key for sighting in seen}
+    assert "softmax.output" not in found and {"scores.output", "softmax.reduction"} <= found
+    assert "softmax.output" in report(*seen).unseen and not differences_of(seen)
 
 
 def report(*sightings: Sighting) -> Report:

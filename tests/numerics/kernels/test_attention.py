@@ -55,6 +55,21 @@ def bound(exact, size):
     return 2**-8 * (size + 1.01 * exact.abs()) + 1e-5
 
 
+def test_weights_are_rounded_to_bf16_as_the_precision_map_plans():
+    """Two keys, of which one has a value: what leaves is its weight over the sum of both, which is not rounded."""
+    q = random(1, 64, 1, 16, seed=1)
+    k, v = random(1, 2, 1, 16, seed=2), torch.zeros(1, 2, 1, 16, dtype=torch.bfloat16, device=DEVICE)
+    v[:, 1] = 1.0
+    positions = torch.ones(1, 64, dtype=torch.int64, device=DEVICE)
+    scores = (q[0, :, 0].double() @ k[0, :, 0].double().t()) * SCALE
+    weights = torch.exp(scores - scores.amax(1, keepdim=True))
+    rounded = (weights[:, 1].bfloat16().double() / weights.sum(1)).bfloat16()
+    found = attention(q, k, v, positions, SCALE)[0, :, 0, 0]
+    definition = ops.attention(q, k, v, positions, SCALE)[0, :, 0, 0]
+    assert (found == rounded).double().mean() > 0.95
+    assert (definition == rounded).double().mean() < 0.9
+
+
 def test_positions_may_have_any_order():
     q, k, v, _ = inputs(2, 50, 200, 8, 2, 64)
     positions = torch.randint(0, 200, (2, 50), generator=torch.Generator().manual_seed(0)).to(DEVICE)
