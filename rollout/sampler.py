@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-
-from torch import Tensor
 
 from rollout.errors import EngineError, StaleWeightsError
 from rollout.server.client import EngineClient
@@ -14,6 +11,8 @@ from rollout.types import Completion, Group, SamplingParams, Trajectory
 
 _MOST_CUTS = 1000
 """How often one answer may be cut: an engine that cuts more often than it is updated would keep its caller forever."""
+_NOTHING = Completion([], [], [], finished=False, cut=True)
+"""An answer before it is first asked for."""
 
 
 async def sample_groups(client: EngineClient, groups: Sequence[Group], sampling: SamplingParams) -> list[Trajectory]:
@@ -22,22 +21,34 @@ async def sample_groups(client: EngineClient, groups: Sequence[Group], sampling:
     An answer that a pause by `abort` has cut is asked for again, from its last token on, with the same seed and what is
     left of its budget. Each token says which weights sampled it.
     """
-    answers = [
-        _Answer(group.prompt.token_ids, seed, index) for index, group in enumerate(groups) for seed in group.seeds
-    ]
+    asked = [(group.prompt.token_ids, seed, index) for index, group in enumerate(groups) for seed in group.seeds]
+    answers = [_NOTHING for _ in asked]
     for _ in range(_MOST_CUTS):
-        cut = [answer for answer in answers if not answer.whole]
+        cut = [row for row, answer in enumerate(answers) if answer.cut]
         if not cut:
-            return [answer.trajectory() for answer in answers]
+            return [_trajectory(*one, answer) for one, answer in zip(asked, answers, strict=True)]
         completions = await client.complete(
-            [answer.prompt_ids + answer.token_ids for answer in cut],
+            [asked[row][0] + answers[row].token_ids for row in cut],
             sampling,
-            [answer.seed for answer in cut],
-            [len(answer.token_ids) for answer in cut],
+            [asked[row][1] for row in cut],
+            [len(answers[row].token_ids) for row in cut],
         )
-        for answer, completion in zip(cut, completions, strict=True):
-            answer.add(completion)
+        for row, completion in zip(cut, completions, strict=True):
+            answers[row] = answers[row].then(completion)
     raise EngineError(f"found answers that were cut {_MOST_CUTS} times, expected the engine to end them")
+
+
+def _trajectory(prompt_ids: list[int], seed: int, group: int, answer: Completion) -> Trajectory:
+    return Trajectory(
+        prompt_ids=prompt_ids,
+        token_ids=answer.token_ids,
+        logprobs=answer.logprobs,
+        finished=answer.finished,
+        weight_versions=answer.weight_versions,
+        group=group,
+        seed=seed,
+        routed_experts=answer.routed_experts,
+    )
 
 
 def check_versions(trajectories: Iterable[Trajectory], oldest: int, newest: int) -> None:
@@ -50,38 +61,4 @@ def check_versions(trajectories: Iterable[Trajectory], oldest: int, newest: int)
         raise StaleWeightsError(
             f"{wrong} of {found.total()} tokens were sampled at other weights than expected: found {counts}, "
             f"expected all at {expected}. Sync the weights before sampling."
-        )
-
-
-@dataclass
-class _Answer:
-    """One answer while it is sampled. whole: the engine ended it, not a pause."""
-
-    prompt_ids: list[int]
-    seed: int
-    group: int
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    weight_versions: list[int] = field(default_factory=list)
-    routed_experts: Tensor | None = None
-    finished: bool = False
-    whole: bool = False
-
-    def add(self, completion: Completion) -> None:
-        self.token_ids += completion.token_ids
-        self.logprobs += completion.logprobs
-        self.weight_versions += completion.weight_versions
-        self.routed_experts = completion.routed_experts
-        self.finished, self.whole = completion.finished, not completion.cut
-
-    def trajectory(self) -> Trajectory:
-        return Trajectory(
-            prompt_ids=self.prompt_ids,
-            token_ids=self.token_ids,
-            logprobs=self.logprobs,
-            finished=self.finished,
-            weight_versions=self.weight_versions,
-            group=self.group,
-            seed=self.seed,
-            routed_experts=self.routed_experts,
         )

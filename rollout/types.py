@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor
@@ -80,6 +80,15 @@ class Completion:
     finished: bool
     routed_experts: Tensor | None = field(default=None, repr=False)
     cut: bool = False
+
+    def then(self, rest: Completion) -> Completion:
+        """This one, which was cut, with what the engine has answered from its last token on."""
+        return replace(
+            rest,
+            token_ids=self.token_ids + rest.token_ids,
+            logprobs=self.logprobs + rest.logprobs,
+            weight_versions=self.weight_versions + rest.weight_versions,
+        )
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,7 @@ RUNS: tuple[Callable[[Lab], Found], ...] = (
     processes.ray_node_killed,
     processes.wandb_killed,
     surroundings.engine_slow,
+    surroundings.memory_short,
     surroundings.clock_set,
     disks.full_disk_under_the_record,
     disks.full_disk_under_a_checkpoint,

@@ -1,10 +1,12 @@
-"""What a run stands in: a clock that is set, and an engine that gets little of its core."""
+"""What a run stands in: a clock that is set, memory that others take, and an engine that gets little of its core."""
 
 from __future__ import annotations
 
 import statistics
 import subprocess
+import sys
 import threading
+import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -13,6 +15,7 @@ import psutil
 from bench.faults.lab import STEPS, Found, Lab, expect, processes_of, reach
 from rl.record.sessions import sessions_found
 
+GIB = 1 << 30
 HOUR = 3600
 PULLED = (
     "rollout.engines=2",
@@ -39,6 +42,25 @@ def clock_set(lab: Lab) -> Found:
     expect(session.seconds is not None and 0 < session.seconds < HOUR / 2, f"found a session of {session.seconds} s")
     longest = max(row["perf/step_seconds"] for row in run.rows()[2:])
     return Found("no recorded duration shows it; the same bits", {"longest step": longest})
+
+
+def memory_short(lab: Lab) -> Found:
+    """A process takes memory until Ray's memory monitor, whose threshold is 8 GiB above what is in use, ends an actor."""
+    memory = psutil.virtual_memory()
+    threshold = memory.total - memory.available + 8 * GIB
+    run = lab.start_at(3, "memory_short", environment={"RAY_memory_usage_threshold": f"{threshold / memory.total:.4f}"})
+    since = time.monotonic()
+    missing = threshold - (memory.total - psutil.virtual_memory().available)
+    take = f"taken = b'x' * {max(missing, 0) + GIB // 2}; import time; time.sleep(600)"
+    ballast = subprocess.Popen([sys.executable, "-c", take])
+    try:
+        run.wait_until(lambda: "is lost and replaced" in run.console() or "lost the trainer" in run.console(), "loss")
+    finally:
+        ballast.kill()
+        ballast.wait()
+    seconds = lab.goes_on(run, since)
+    lost = "engine" if "is lost and replaced" in run.console() else "trainer"
+    return Found(f"Ray ends the {lost}, and another takes its place; the same bits", {"next step": seconds})
 
 
 def engine_slow(lab: Lab) -> Found:
