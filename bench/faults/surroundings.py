@@ -45,7 +45,7 @@ def clock_set(lab: Lab) -> Found:
 
 
 def memory_short(lab: Lab) -> Found:
-    """A process takes memory until Ray's memory monitor, whose threshold is 8 GiB above what is in use, ends an actor."""
+    """A process takes memory until Ray's memory monitor, set to 8 GiB more than is in use, ends an actor."""
     memory = psutil.virtual_memory()
     threshold = memory.total - memory.available + 8 * GIB
     run = lab.start_at(3, "memory_short", environment={"RAY_memory_usage_threshold": f"{threshold / memory.total:.4f}"})
