@@ -24,7 +24,7 @@ def test_a_teacher_says_what_the_trainer_would_at_its_weights_bit_for_bit(tmp_pa
     run = LiveRun(tmp_path, *settings, *taught, example="arithmetic_opd")
     try:
         assert run.ends() == 0, run.console()
-        assert "A    = 1 · (teacher's logprob - engine's logprob) + 1 · A_R" in run.console()
+        assert "A = teacher_weight (teacher's logprob - engine's) + reward_weight A of grpo" in run.console()
         assert run.family() == []
     finally:
         run.destroy()
