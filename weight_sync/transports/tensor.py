@@ -49,7 +49,15 @@ class TensorTransport:
 def _shared_memory(size: int, device: torch.device) -> Tensor:
     # Handles by name: torch's default passes file descriptors, which unrelated processes cannot.
     torch.multiprocessing.set_sharing_strategy("file_system")
-    storage = torch.UntypedStorage._new_shared(size, device=device)
+    try:
+        storage = torch.UntypedStorage._new_shared(size, device=device)
+    except RuntimeError as error:
+        if "No space left" not in str(error):
+            raise
+        raise OSError(
+            f"/dev/shm: found no room for a bucket of {size >> 20} MiB, expected it; remove what is left there, give "
+            "the container more (docker run --shm-size=1g), lower sync.bucket_mib, or set sync.transport=disk"
+        ) from None
     return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
 
 

@@ -15,7 +15,7 @@ from rl.experiment import Experiment
 from rl.experiment.preconditions.algorithm import check_algorithm
 from rl.experiment.preconditions.data import check_data
 from rl.experiment.preconditions.model import check_model_layout, read_model
-from rl.experiment.preconditions.resources import check_memory, check_port
+from rl.experiment.preconditions.resources import check_memory, check_port, check_shared_memory
 from rl.experiment.preconditions.teacher import check_teacher
 from rl.experiment.preconditions.tokenizer import check_chat_template, load_tokenizer, read_tokenizer
 from rl.record.wandb_run import check_wandb
@@ -50,6 +50,7 @@ def check(experiment: Experiment, say: Callable[[str], object] = lambda text: No
     check_stored(path, model)
     teacher = check_teacher(experiment, model.sizes, tokenizer)
     check_memory(model.shape, experiment, teacher)
+    check_shared_memory(model.shape, experiment)
     if experiment.needs_engines:
         load_environment(experiment.environment)
         for index, config in enumerate(experiment.rewards.functions):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import socket
 from pathlib import Path
 
@@ -17,10 +18,13 @@ from rl.experiment.teacher import TeacherSection
 from rollout.config import RolloutConfig
 from trainer.device import has_transformer_engine
 from trainer.state_bytes import Storage, state_bytes, storage_on
+from weight_sync.buckets import SMALLEST_BYTES
 from weight_sync.served_bytes import served_bytes
 
 CGROUPS = Path("/sys/fs/cgroup")
 OWN_CGROUP = Path("/proc/self/cgroup")
+SHARED_MEMORY, SHARED_BYTES = Path("/dev/shm"), 8 * 2**20
+"""Where processes share memory, and what an engine keeps there at most beside the buckets of a sync."""
 RANK_BYTES, ENGINE_BYTES = 250 * 2**20, 350 * 2**20
 """Memory that a trainer rank and an engine share with no other process before they have a model (measured)."""
 
@@ -86,6 +90,26 @@ def check_memory(shape: Shape, experiment: Experiment, teacher: Shape | None = N
             expected=f"a KV cache that fits the free memory: {rollout.engines} engine(s) would need "
             f"{caches / 2**30:.1f} GiB, {(available - processes) / 2**30:.1f} GiB are left beside the processes",
             remedy=f"Set rollout.max_total_tokens well below {most}, or free memory.",
+        )
+
+
+def check_shared_memory(shape: Shape, experiment: Experiment) -> None:
+    """Whether the machine's shared memory has room for what an engine keeps there, and on a CPU for the buckets of a
+    sync. Raises UserError."""
+    if "RAY_ADDRESS" in os.environ or not experiment.needs_engines:
+        return
+    needed, sync, ranks = SHARED_BYTES, experiment.sync, experiment.trainer.world_size
+    if sync.transport == "tensor" and not torch.cuda.is_available():
+        share = served_bytes(shape, experiment.numerics_config().rollout_spec) // ranks
+        needed += ranks * min(sync.bucket_mib << 20, max(SMALLEST_BYTES, share))
+    free = shutil.disk_usage(SHARED_MEMORY).free
+    if free < needed:
+        raise user_error(
+            str(SHARED_MEMORY),
+            found=f"{free / 2**20:.0f} MiB free",
+            expected=f"{needed / 2**20:.0f} MiB, for an engine and the buckets of a sync",
+            remedy=f"Remove what is left there (ls -l {SHARED_MEMORY}), give the container more (docker run "
+            "--shm-size=1g), lower sync.bucket_mib, or set sync.transport=disk.",
         )
 
 

@@ -92,3 +92,12 @@ def test_a_taken_port_and_a_shared_port_are_refused(values):
         assert text.startswith(f"rollout.port: found {port}") and "another engine" in text
     check(parse_experiment(merged(values, rollout={"port": port})))
     assert "two engines" in refusal(values, rollout={"port": port, "engines": 2})
+
+
+def test_shared_memory_without_room_for_a_sync_is_refused_before_anything_starts(values, monkeypatch):
+    usage = namedtuple("usage", "free")(20 << 20)
+    monkeypatch.setattr(resources.shutil, "disk_usage", lambda path: usage)
+    said = refusal(values)
+    assert said.startswith("/dev/shm: found '20 MiB free', expected 24 MiB, for an engine and the buckets of a sync.")
+    assert "--shm-size" in said and "sync.transport=disk" in said
+    check(parse_experiment(merged(values, {"sync": {"transport": "disk"}})))
