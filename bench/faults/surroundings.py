@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import statistics
 import subprocess
 import sys
@@ -12,8 +13,9 @@ from pathlib import Path
 
 import psutil
 
-from bench.faults.lab import STEPS, Found, Lab, expect, processes_of, reach
+from bench.faults.lab import GONE_WITHIN_S, STEPS, Found, Lab, expect, processes_of, reach
 from rl.record.sessions import sessions_found
+from tests.support.cli_runs import wait_until_gone
 
 GIB = 1 << 30
 HOUR = 3600
@@ -49,18 +51,22 @@ def memory_short(lab: Lab) -> Found:
     memory = psutil.virtual_memory()
     threshold = memory.total - memory.available + 8 * GIB
     run = lab.start_at(3, "memory_short", environment={"RAY_memory_usage_threshold": f"{threshold / memory.total:.4f}"})
+    actors = [*processes_of(run, "ray::TrainerActor"), *processes_of(run, "ray::Engine")]
     since = time.monotonic()
+    run.process.send_signal(signal.SIGSTOP)  # small steps would be over before the memory is taken
     missing = threshold - (memory.total - psutil.virtual_memory().available)
     take = f"taken = b'x' * {max(missing, 0) + GIB // 2}; import time; time.sleep(600)"
     ballast = subprocess.Popen([sys.executable, "-c", take])
     try:
-        run.wait_until(lambda: "is lost and replaced" in run.console() or "lost the trainer" in run.console(), "loss")
+        left = wait_until_gone(actors[:1], GONE_WITHIN_S) and wait_until_gone(actors[1:], GONE_WITHIN_S)
+        expect(not left, "found Ray's memory monitor idle")
     finally:
         ballast.kill()
         ballast.wait()
+        run.process.send_signal(signal.SIGCONT)
     seconds = lab.goes_on(run, since)
     lost = "engine" if "is lost and replaced" in run.console() else "trainer"
-    return Found(f"Ray ends the {lost}, and another takes its place; the same bits", {"next step": seconds})
+    return Found(f"Ray ends the {lost}'s actor, and another takes its place; the same bits", {"next step": seconds})
 
 
 def engine_slow(lab: Lab) -> Found:

@@ -100,4 +100,4 @@ def test_shared_memory_without_room_for_a_sync_is_refused_before_anything_starts
     said = refusal(values)
     assert said.startswith("/dev/shm: found '20 MiB free', expected 24 MiB, for an engine and the buckets of a sync.")
     assert "--shm-size" in said and "sync.transport=disk" in said
-    check(parse_experiment(merged(values, {"sync": {"transport": "disk"}})))
+    check(parse_experiment(merged(values, sync={"transport": "disk"})))
