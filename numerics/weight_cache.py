@@ -35,16 +35,21 @@ class WeightCache:
         """What is held at this version: the weights of a product, and their operand."""
         return ((weights, operand) for (weights, _), operand in self._operands.items())
 
+    def served(self, weight: torch.Tensor) -> torch.Tensor:
+        """The weight that a module serves in place of its parameter: quantized products take it, and engines are sent
+        it. It is the parameter as it stands."""
+        return weight.detach()
+
     def operand(self, weight: torch.Tensor, spec: TensorSpec) -> Any:
-        """`ops.trained_operand` of weight [N, K]."""
+        """`ops.trained_operand` of what the parameter weight [N, K] serves."""
         key = ((weight,), spec)
         if key not in self._operands:
-            self._operands[key] = ops.trained_operand(weight.detach(), spec)
+            self._operands[key] = ops.trained_operand(self.served(weight), spec)
         return self._operands[key]
 
     def group_operand(self, weights: Sequence[torch.Tensor], spec: TensorSpec) -> Any:
-        """`ops.group_operand` of the experts' weights [N, K]."""
+        """`ops.group_operand` of what the experts' parameters [N, K] serve."""
         key = (tuple(weights), spec)
         if key not in self._operands:
-            self._operands[key] = ops.group_operand([weight.detach() for weight in weights], spec)
+            self._operands[key] = ops.group_operand([self.served(weight) for weight in weights], spec)
         return self._operands[key]

@@ -62,7 +62,8 @@ class Scorer:
         self.lowering = lower(numerics, device.has_transformer_engine())
         self._precision = Precision(numerics, self.cache, sizes.layers)
         self.model = build_model(self.definition, config, self._precision, self.lowering, max_sequence_length, dtype)
-        self.weights = HFWeights(model_path, self.definition.tensors, self.model.config, numerics.spec.weight, dtype)
+        table, spec = self.definition.tensors, numerics.spec.weight
+        self.weights = HFWeights(model_path, table, self.model.config, spec, self.cache, dtype)
         self.weights.load(self.model)
         self._finish(self.model)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +63,8 @@ class Trainer(Scorer):
         self.weight_version = 0
         self.last_sent = LastSent()
         self._rows = self._tensors_of_parameters()
-        self.optimizer = Optimizer(self.model, config, self.lowering, total_steps, self._gathered_in_fp8)
+        experts = [p for p, rows in self._rows.items() if rows[0].expert is not None]
+        self.optimizer = Optimizer(self.model, config, self.lowering, total_steps, experts, self._gathered_in_fp8)
         self._ready_norm: float | None = None
 
     def forward_backward(self, batch: TokenBatch, objective: Objective) -> RankPassResult:
@@ -138,10 +139,10 @@ class Trainer(Scorer):
         self.weights_changed()
         return extra
 
-    def _tensors_of_parameters(self) -> dict[nn.Parameter, list[TensorRow]]:
+    def _tensors_of_parameters(self) -> dict[nn.Parameter, Sequence[TensorRow]]:
         """The tensors of the table that each parameter holds, whole or in part."""
-        names, table = self.weights.names(self.model), self.definition.tensors
-        return {p: [table[hf] for hf in names[name]] for name, p in self.model.named_parameters()}
+        rows = self.weights.rows(self.model)
+        return {p: rows[name] for name, p in self.model.named_parameters()}
 
     def _gathered_in_fp8(self) -> dict[nn.Parameter, TensorSpec]:
         """The parameters that ranks send each other as FP8 codes after an update: those that products take as such."""

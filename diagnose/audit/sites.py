@@ -42,9 +42,8 @@ class Sites:
         """numerics: as planned."""
         self._by_path: dict[str, Site] = {}
         self.parameters: dict[str, Part] = {}
-        names = trainer.weights.names(trainer.model)
         definition, spec = trainer.definition, numerics.trainer_spec
-        rows = {name: definition.tensors[held[0]] for name, held in names.items() if held}
+        rows = {name: held[0] for name, held in trainer.weights.rows(trainer.model).items()}
         heads = _heads(trainer)
         for path, seen in _forms(trainer).items():
             inside = [row for name, row in rows.items() if name.startswith(f"{path}.") and row.kind]

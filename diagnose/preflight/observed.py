@@ -32,8 +32,8 @@ def observe(trainer: Trainer, batch: TokenBatch) -> Observed:
     trainer.weights_changed()  # so that the cache holds what this pass asks for, and no more
     with _watched_routers(trainer.model) as routers:
         trainer.score(batch)
-    names = trainer.weights.names(trainer.model)
-    quantized = [hf for name in trainer.quantized_parameters() for hf in names[name]]
+    rows = trainer.weights.rows(trainer.model)
+    quantized = [row.name for name in trainer.quantized_parameters() for row in rows[name]]
     return Observed(sorted(quantized), sorted(routers))
 
 

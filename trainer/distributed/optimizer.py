@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
@@ -41,10 +41,12 @@ class Optimizer:
         config: TrainerConfig,
         lowering: Lowering,
         total_steps: int,
+        experts: Iterable[torch.nn.Parameter],
         in_fp8: wires.InFp8 = dict,
     ) -> None:
-        """in_fp8: the parameters that may be gathered as FP8 codes, asked for at each gather."""
-        self.model = wrap(model, lowering)
+        """experts: the parameters that are an expert's. in_fp8: those that may be gathered as FP8 codes, asked for at
+        each gather."""
+        self.model = wrap(model, lowering, experts)
         self.traffic = wires.install(self.model, config.gradient_wire, in_fp8)
         self._config = config
         optimizer_config = OptimizerConfig(
@@ -123,16 +125,15 @@ class DataParallel(DistributedDataParallel):  # type: ignore[misc]
         return hook
 
 
-def wrap(model: GPTModel, lowering: Lowering) -> DistributedDataParallel:
+def wrap(model: GPTModel, lowering: Lowering, experts: Iterable[torch.nn.Parameter]) -> DistributedDataParallel:
     """Megatron's data-parallel wrapper with FP32 gradient buffers, sharded for the distributed optimizer."""
-    for name, parameter in model.named_parameters():
-        if ".experts." in name:
-            # Experts always have an optimizer of their own, so that checkpoints move between expert-parallel sizes.
-            parameter.allreduce = False
-            # Megatron leaves untagged parameters of tensor-parallel ranks above 0 out of the gradient norm, but each
-            # rank's optimizer holds another part of the experts.
-            if not hasattr(parameter, "tensor_model_parallel"):
-                tag_split(parameter, 0)
+    for parameter in experts:
+        # Experts always have an optimizer of their own, so that checkpoints move between expert-parallel sizes.
+        parameter.allreduce = False  # type: ignore[attr-defined]
+        # Megatron leaves untagged parameters of tensor-parallel ranks above 0 out of the gradient norm, but each rank's
+        # optimizer holds another part of the experts.
+        if not hasattr(parameter, "tensor_model_parallel"):
+            tag_split(parameter, 0)
     config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         use_distributed_optimizer=True,

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from numerics.quantize import QuantizedTensor
 from numerics.spec import TensorSpec
+from numerics.weight_cache import WeightCache
 from trainer.weights import te_weights
 from trainer.weights.table_bridge import TableBridge
 
@@ -37,10 +38,13 @@ class Exporter:
     """Hands out this rank's share of a model.
 
     bridge: of the weights; scale_bridge: of the scales of those that are held in FP8, quantized as `quantized_as`.
+    cache: says which weight is served in place of a parameter.
     """
 
-    def __init__(self, bridge: TableBridge, scale_bridge: TableBridge, quantized_as: TensorSpec) -> None:
-        self._bridge, self._scale_bridge, self._spec = bridge, scale_bridge, quantized_as
+    def __init__(
+        self, bridge: TableBridge, scale_bridge: TableBridge, quantized_as: TensorSpec, cache: WeightCache
+    ) -> None:
+        self._bridge, self._scale_bridge, self._spec, self._cache = bridge, scale_bridge, quantized_as, cache
 
     @torch.no_grad()
     def share(self, parameters: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor | QuantizedTensor]]:
@@ -73,7 +77,7 @@ class Exporter:
     def _pieces(self, held: Tensor) -> list[Tensor]:
         """A weight, or the codes and the scales of one that TransformerEngine holds in FP8."""
         if not te_weights.is_quantized(held):
-            return [held.detach()]
+            return [self._cache.served(held)]
         weight = te_weights.quantized(held)
         assert weight.spec == self._spec, f"found a weight that is {weight.spec}, expected {self._spec}"
         return [weight.data.view(torch.uint8), weight.scale_inv.contiguous()]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +15,12 @@ from torch import Tensor
 
 from models.stored import check_finite
 from models.storing import write_directory
-from models.tensors import TensorTable
+from models.tensors import TensorRow, TensorTable
 from numerics.errors import user_error
 from numerics.quantize import QuantizedTensor
 from numerics.ranks import exhaust
 from numerics.spec import TensorSpec
+from numerics.weight_cache import WeightCache
 from trainer.weights import te_weights
 from trainer.weights.export import Exporter
 from trainer.weights.table_bridge import TableBridge
@@ -33,7 +34,7 @@ class HFWeights:
     Every method needs all ranks. A weight that TransformerEngine holds in FP8 goes the same way twice: its codes as a
     matrix [N, K], and its scales as a matrix [N / block, K / block].
 
-    config: of the Megatron model. quantized_as: how such weights are quantized.
+    config: of the Megatron model. quantized_as: how such weights are quantized. cache: says which weight is served.
     """
 
     def __init__(
@@ -42,12 +43,13 @@ class HFWeights:
         table: TensorTable,
         config: TransformerConfig,
         quantized_as: TensorSpec,
+        cache: WeightCache,
         dtype: torch.dtype = torch.bfloat16,
     ) -> None:
         self._path, self._spec, self._dtype = Path(model_path), quantized_as, dtype
         self._table = table
         self._bridge = TableBridge(table, config)
-        self._exporter = Exporter(self._bridge, TableBridge(table, config, quantized_as.group), quantized_as)
+        self._exporter = Exporter(self._bridge, TableBridge(table, config, quantized_as.group), quantized_as, cache)
 
     @torch.no_grad()
     def load(self, model: GPTModel) -> None:
@@ -62,10 +64,10 @@ class HFWeights:
         quantized = {name: p for name, p in model.named_parameters() if te_weights.is_quantized(p)}
         plain = {name: torch.empty(p.shape, dtype=self._dtype, device=p.device) for name, p in quantized.items()}
         tensors = {name: plain.get(name, held.detach()) for name, held in self._held(model)}
-        self._bridge.load_weights([_StandIn(model, tensors)], str(self._path))
-        names = self.names(model)
+        rows = self.rows(model)
+        self._bridge.load_weights([_StandIn(model, tensors, rows)], str(self._path))
         for name, tensor in tensors.items():
-            check_finite(" and ".join(names[name]), tensor)
+            check_finite(" and ".join(row.name for row in rows[name]), tensor)
         for name, parameter in quantized.items():
             te_weights.fill(parameter, plain.pop(name))
 
@@ -78,10 +80,10 @@ class HFWeights:
         whole = self._bridge._weight_name_mapping_mcore_local_to_global(model)
         return self._exporter.share((whole[name], held) for name, held in self._held(model))
 
-    def names(self, model: GPTModel) -> dict[str, list[str]]:
+    def rows(self, model: GPTModel) -> dict[str, Sequence[TensorRow]]:
         """The tensors of the checkpoint that each parameter of this rank holds, whole or in part, by its name."""
         whole = self._bridge._weight_name_mapping_mcore_local_to_global(model)
-        return {name: [row.name for row in self._bridge.rows(whole[name])] for name, _ in self._held(model)}
+        return {name: self._bridge.rows(whole[name]) for name, _ in self._held(model)}
 
     def _held(self, model: GPTModel) -> Iterator[tuple[str, Tensor]]:
         """Everything of this rank's that is a tensor of the checkpoint."""
@@ -109,12 +111,12 @@ class HFWeights:
 class _StandIn:
     """A model as mbridge sees it, with these tensors in place of its parameters."""
 
-    def __init__(self, model: GPTModel, tensors: dict[str, Tensor]) -> None:
+    def __init__(self, model: GPTModel, tensors: dict[str, Tensor], rows: Mapping[str, Sequence[TensorRow]]) -> None:
         self._model, self._tensors = model, tensors
         held = {**dict(model.named_buffers()), **dict(model.named_parameters())}
         for name, tensor in tensors.items():
             # By these tags mbridge gathers. Experts have them for the gradient norm alone: no rank has split them.
-            split = getattr(held[name], "tensor_model_parallel", False) and ".experts." not in name
+            split = getattr(held[name], "tensor_model_parallel", False) and rows[name][0].expert is None
             tensor.tensor_model_parallel = split  # type: ignore[attr-defined]
             tensor.partition_dim = getattr(held[name], "partition_dim", -1)  # type: ignore[attr-defined]
 

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 
 from models import read_model
 from numerics.config import NumericsConfig
+from numerics.fake_quantize import fake_quantize
 from numerics.quantize import QuantizedTensor, quantize
 from numerics.spec import QuantSpec
 from tests.support.blockwise import BlockwiseWeight
@@ -71,8 +72,24 @@ def test_codes_and_scales_are_exported_as_they_are(
     path = moe_path if kind == "moe" else dense_path
     trainer = native_trainer(path, layout, TrainerConfig(**SETTINGS))
     hold_in_fp8(trainer.model, preset, layers)
-    weights = HFWeights(path, trainer.definition.tensors, trainer.model.config, QuantSpec.preset(preset).weight)
+    spec = QuantSpec.preset(preset).weight
+    weights = HFWeights(path, trainer.definition.tensors, trainer.model.config, spec, trainer.cache)
     assert_served_as_held(dict(weights.share(trainer.model)), path, preset, layers)
+
+
+def test_products_take_and_engines_are_sent_the_weight_that_the_cache_says_is_served(
+    moe_path: Path, layout: Layout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As an adapter would have it: other values than the parameter's."""
+    trainer = native_trainer(moe_path, layout, TrainerConfig(**SETTINGS))
+    stored, spec = load_file(moe_path / "model.safetensors"), trainer.numerics.spec.weight
+    monkeypatch.setattr(trainer.cache, "served", lambda weight: -weight.detach())
+    exported = dict(trainer.export_weights())
+    assert all(torch.equal(exported[name], -tensor) for name, tensor in stored.items())
+    weight = trainer.model.decoder.layers[0].mlp.experts.linear_fc2.weight0
+    expected = fake_quantize(-weight.detach(), spec)
+    assert torch.equal(trainer.cache.operand(weight, spec), expected)
+    assert torch.equal(trainer.cache.group_operand([weight], spec).view_as(expected), expected)
 
 
 @dataclass(frozen=True)
