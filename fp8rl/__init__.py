@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from fp8rl.training import RunFailedError, train
     from models.tiny import TinyModel, write_tiny_model
     from numerics.errors import UserError
-    from rl.algorithms.base import AlgorithmConfig, Outcomes, used_tokens
+    from rl.algorithms.base import AlgorithmConfig, Needs, Outcomes, used_tokens
     from rl.algorithms.parts.surrogates import Surrogate
     from rl.algorithms.policy_gradient import PolicyGradient
     from rl.experiment import Experiment, load_experiment
@@ -28,7 +28,7 @@ _HOMES = {
     "fp8rl.training": ("RunFailedError", "train"),
     "models.tiny": ("TinyModel", "write_tiny_model"),
     "numerics.errors": ("UserError",),
-    "rl.algorithms.base": ("AlgorithmConfig", "Outcomes", "used_tokens"),
+    "rl.algorithms.base": ("AlgorithmConfig", "Needs", "Outcomes", "used_tokens"),
     "rl.algorithms.parts.surrogates": ("Surrogate",),
     "rl.algorithms.policy_gradient": ("PolicyGradient",),
     "rl.experiment": ("Experiment", "load_experiment"),
@@ -44,6 +44,7 @@ __all__ = [
     "AlgorithmConfig",
     "Conversation",
     "Experiment",
+    "Needs",
     "Objective",
     "ObjectiveOutput",
     "Outcomes",

@@ -36,7 +36,7 @@ BIN = Path(sys.executable).parent
 
 @dataclass
 class Head:
-    """A head node of our own, started as the README says, and the folder that all of it was typed in."""
+    """A head node of our own, started as docs/cluster.md says, and the folder that all of it was typed in."""
 
     folder: Path
     submission: str
@@ -51,7 +51,7 @@ class Head:
         return self.type(" ".join(["ray job", *arguments]))
 
     def submit(self, name: str, *arguments: str) -> str:
-        """The README's submission of a run of this name."""
+        """The page's submission of a run of this name."""
         options = f"--submission-id {name} --no-wait --"
         command = self.submission.replace(" -- ", f" {options} ", 1).replace("run.name=job", f"run.name={name}")
         return self.taken(" ".join([command, *SMALL, *arguments]), f"Job '{name}' submitted successfully")
@@ -82,8 +82,8 @@ class Head:
 
 @pytest.fixture(scope="module")
 def head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Head]:
-    """The README's commands, each in a shell of its own, in a new home; ports and folders are ours alone."""
-    (block,) = re.findall(r"```bash\n((?:(?!```).)*ray job submit.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    """The page's commands, each in a shell of its own, in a new home; ports and folders are ours alone."""
+    (block,) = re.findall(r"```bash\n((?:(?!```).)*ray job submit.*?)```", (ROOT / "docs/cluster.md").read_text(), re.DOTALL)
     secure, start, submission = block.strip().splitlines()
     mark, home = f"test-{os.getpid()}", tmp_path_factory.mktemp("home")
     (home / "examples").symlink_to(ROOT / "examples")
