@@ -83,7 +83,8 @@ class Head:
 @pytest.fixture(scope="module")
 def head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Head]:
     """The page's commands, each in a shell of its own, in a new home; ports and folders are ours alone."""
-    (block,) = re.findall(r"```bash\n((?:(?!```).)*ray job submit.*?)```", (ROOT / "docs/cluster.md").read_text(), re.DOTALL)
+    page = (ROOT / "docs/cluster.md").read_text()
+    (block,) = re.findall(r"```bash\n((?:(?!```).)*ray job submit.*?)```", page, re.DOTALL)
     secure, start, submission = block.strip().splitlines()
     mark, home = f"test-{os.getpid()}", tmp_path_factory.mktemp("home")
     (home / "examples").symlink_to(ROOT / "examples")
