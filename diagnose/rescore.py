@@ -53,7 +53,7 @@ class Rescored:
     def reproduced(self) -> bool:
         """Exact mode: every logprob and every metric is equal. Native mode: the mean change is within tolerance."""
         if self.capsule.numerics.mode == "exact":
-            return not bool(self.changes.any()) and self.metrics == self.capsule.metrics
+            return not bool(self.changes.any()) and self.capsule.metrics.items() <= self.metrics.items()
         return self.changes.mean().item() <= NATIVE_TOLERANCE
 
     def to_dict(self) -> dict[str, Any]:
@@ -105,7 +105,7 @@ def rescore(path: Path, model: Path | None = None) -> Rescored:
         routes=None if scored.routes is None else scored.routes[order],
         draws=None if scored.draws is None else scored.draws[order],
     )
-    return Rescored(capsule, rescored, rescored.metrics())
+    return Rescored(capsule, rescored, rescored.metrics() | rescored.drift())
 
 
 def print_rescored(result: Rescored, console: Console) -> None:

@@ -60,7 +60,10 @@ def run_experiment(
     from rl.record.run_dir import open_run_dir
 
     experiment = load_experiment(spec, overrides)
-    check(experiment, lambda text: print(f"note: {text}", flush=True))
+    notes: list[str] = []
+    check(experiment, notes.append)
+    for note in notes:
+        print(f"note: {note}", flush=True)
     chosen = {"resume": resume, "overwrite": overwrite}
     with interruptible(), open_run_dir(experiment.run.dir, experiment.run.name, **chosen) as files:
         from rl.loop import train as run_loop
@@ -74,7 +77,7 @@ def run_experiment(
                 print(f"resuming with {change}")
         write_atomically(files.experiment, experiment.to_yaml())
         try:
-            return files.path, attempted(experiment, files, run_loop)
+            return files.path, attempted(experiment, files, run_loop, notes)
         except KeyboardInterrupt:
             print(how_to_go_on(files), file=sys.stderr)
             raise

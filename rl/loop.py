@@ -1,24 +1,23 @@
-"""The training loop. A step reads top to bottom: take a batch, train, compare, judge, update, sync, record."""
+"""The training loop. A step reads top to bottom: take, train, compare, decide, update, sync, record."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 from dataclasses import dataclass
+from functools import cached_property
 
-from torch import Tensor
-
-from rl.algorithms.base import AlgorithmConfig, used_tokens
+from rl.algorithms.base import used_tokens
 from rl.guard.evidence import Evidence
 from rl.guard.gates import late_metrics
-from rl.guard.judge import Fault, Guard
+from rl.guard.judge import Fault, Guard, Verdict
 from rl.record.metrics_log import read_metrics
 from rl.run.checkpoints import is_due
 from rl.run.clock import StepClock
 from rl.run.evaluation import Evaluation, agreement_on
-from rl.run.feed.feed import Work, open_feed
+from rl.run.feed.feed import Feed, Work, open_feed
 from rl.run.learning import Lesson
-from rl.run.records import rollout_records, throughput, train_metrics
+from rl.run.records import rollout_records, scored_records, throughput, train_metrics
 from rl.run.run import Run
 from trainer.actor import TrainerGroup
 from trainer.errors import NonFiniteLossError
@@ -33,132 +32,173 @@ def train(run: Run) -> str:
 
     Returns why the run stopped before its last step, after a checkpoint; empty if it did not.
     """
-    experiment, stack, algorithm = run.experiment, run.stack, run.experiment.algorithm
-    trainer = stack.trainer
+    experiment, stack, trainer = run.experiment, run.stack, run.stack.trainer
     feed = open_feed(experiment, stack.sampling)
     if run.feed is not None:
         feed.restore(run.feed)
-    guard = Guard(experiment.gates, experiment.guard, algorithm, run.standing, replays=stack.replays)
+    guard = Guard(experiment.gates, experiment.guard, experiment.algorithm, run.standing, replays=stack.replays)
     evaluation = Evaluation(experiment, stack.sampling, stack.closing)
     if stack.engines:
         _begin(run, evaluation, guard.replays)
-    row = _last_row(run)
+    before = _last_row(run)
 
     clock = StepClock()
     for step in range(run.step + 1, experiment.run.steps + 1):
         run.begin(step)
-        version = trainer.weight_version
-        work = feed.take(step, version, clock)
-
+        work = feed.take(step, trainer.weight_version, clock)
         with stack.turn("train"), clock.phase("train"):
-            attempt = _attempt(trainer, work, guard.algorithm, replay=guard.replays)
+            attempt = Attempt.of(trainer, work, guard)
         ahead = feed.ahead(clock)
         evaluated = _finished(evaluation, clock) if evaluation.under_way else {}
-        # The scoring is of the trainer's weights before the first update: the training forward, where there is one
-        # update alone. Where older ones have sampled the batch, answers to later steps show whether both sides agree.
         with stack.turn("train"), clock.phase("monitor"):
-            fresh = _scored(trainer, ahead)
-            attempt = attempt.beside(fresh)
-            capsule = run.capsule if attempt.evidence is not None else None
-            metrics = work.metrics | train_metrics(attempt.result, work.batch) | attempt.agreement()
-            verdict = guard.judge(step, late_metrics(row) | metrics, attempt.fault, capsule)
-            run.keep(verdict, attempt.evidence, attempt.faulty_rows)
-        logprobs = attempt.result.logprobs
-
+            attempt = attempt.beside(_scored(trainer, ahead, attempt.evidence))
+            decision = decide(run, guard, attempt, late_metrics(before), clock)
         with stack.turn("train"), clock.phase("train"):
-            if verdict.repeat:
-                attempt = _attempt(trainer, work, guard.algorithm, replay=guard.replays).beside(fresh)
-                again = train_metrics(attempt.result, work.batch)
-                metrics |= again
-                verdict = guard.recheck(step, verdict, again, attempt.fault, capsule)
-                run.keep(verdict, attempt.evidence, attempt.faulty_rows)
-            if not verdict.withheld and attempt.lesson is not None:
-                learnt, error = attempt.lesson.learn(trainer, attempt.result, step)
-                metrics |= learnt
-                if error is not None:  # in a later update than the first; those before it stay
-                    verdict = guard.recheck(step, verdict, {}, _fault(error, work), None)
-                    run.keep(verdict, None)
-        evaluates = evaluation.is_due(step)
+            decision = _update(run, guard, decision)
         with clock.phase("sync"):
-            if verdict.fall_back:
-                run.fall_back_to_bf16()
-                feed.renew()
-            trained = trainer.weight_version != version
-            if verdict.resync or ((algorithm.samples or evaluates) and trained):
-                metrics |= run.sync().metrics()
-        metrics |= guard.metrics(verdict) | evaluated
-
-        if evaluates and not (verdict.stop and evaluation.goes_beside(step)):
-            evaluation.begin(step)
-            if not evaluation.goes_beside(step):
-                metrics |= _finished(evaluation, clock)
-        if is_due(experiment, step) or verdict.stop:
+            synced = _sync(run, feed, decision, needed=evaluation.is_due(step))
+        metrics = decision.metrics | synced | guard.metrics(decision.verdict) | evaluated
+        if evaluation.is_due(step):
+            metrics |= _evaluate(evaluation, step, decision.verdict, clock)
+        if is_due(experiment, step) or decision.verdict.stop:
             with clock.phase("checkpoint"):
                 run.checkpoints.begin(trainer, run.standing, step, feed.state())
-        row = _record(run, metrics, clock, dataclasses.replace(work, batch=attempt.batch), logprobs)
-        if verdict.stop:
-            return verdict.stop
+        before = _record(run, metrics, clock, decision)
+        if decision.verdict.stop:
+            return decision.verdict.stop
     trainer.export_hf(run.files.model)
     return ""
 
 
 @dataclass(frozen=True)
 class Attempt:
-    """A pass over a batch, or over the rows of its first update. With a `fault` there are no gradients to apply, and
-    loss and norm are NaN.
+    """A pass over a step's batch, or over the rows of its first update. With a `fault` there are no gradients to apply,
+    and loss and norm are NaN.
 
-    batch: the whole, with what it teaches. lesson: what its updates take; None where a fault came before.
-    evidence: both sides' view of the batch; None where nothing was sampled.
+    Attributes:
+        version: the trainer's weights in it, which no update has changed yet.
+        lesson: what the updates take; None where a fault came before.
+        evidence: both sides' view of the batch; None where nothing was sampled.
+        ahead: their view of answers to later steps; None where there are none.
     """
 
+    work: Work
     batch: TokenBatch
+    version: int
     lesson: Lesson | None
     result: PassResult
     evidence: Evidence | None
     fault: Fault | None
+    ahead: Evidence | None = None
+
+    @classmethod
+    def of(cls, trainer: TrainerGroup, work: Work, guard: Guard) -> Attempt:
+        """The gradients of a batch's first update, which may be applied, by the algorithm and the routes in force."""
+        batch, lesson, fault = dataclasses.replace(work.batch, replay=guard.replays), None, None
+        version = trainer.weight_version
+        try:
+            if not bool(used_tokens(batch).any()):
+                raise NonFiniteLossError("found no finite rollout logprob, so check the engine", range(batch.rows))
+            lesson = Lesson.of(trainer, batch, work.outcomes, guard.algorithm)
+            result = lesson.gradients(trainer, 0)
+        except NonFiniteLossError as error:
+            fault, scored = _fault(error, work), trainer.score_routed(batch)
+            result = PassResult(scored.logprobs, {}, math.nan, math.nan, 0.0, scored.routes, scored.draws)
+        evidence = None
+        if work.versions is not None:
+            seen = dataclasses.replace(batch, fields={"rollout_logprobs": batch.fields["rollout_logprobs"]})
+            cap = guard.algorithm.measured_cap
+            evidence = Evidence(seen, work.versions, version, result.logprobs, result.routes, result.draws, cap)
+        return cls(work, batch if lesson is None else lesson.batch, version, lesson, result, evidence, fault)
+
+    def beside(self, ahead: Evidence | None) -> Attempt:
+        """The same with what answers to later steps say."""
+        return dataclasses.replace(self, ahead=ahead)
+
+    @cached_property
+    def seen(self) -> Evidence | None:
+        """What shows whether both sides agree: the batch, and answers to later steps."""
+        return self.evidence if self.evidence is None or self.ahead is None else self.evidence.beside(self.ahead)
 
     @property
-    def faulty_rows(self) -> tuple[int, ...]:
-        """Rows of the batch that a fault came from."""
-        return self.fault.rows if self.fault is not None else ()
+    def train_metrics(self) -> Row:
+        return train_metrics(self.result, self.work.batch)
 
-    def beside(self, fresh: Evidence | None) -> Attempt:
-        """The same with what answers to later steps say; None: nothing."""
-        if fresh is None or self.evidence is None:
-            return self
-        return dataclasses.replace(self, evidence=self.evidence.beside(fresh))
-
-    def agreement(self) -> dict[str, float]:
-        """`mismatch/...` and `drift/...` of the pass."""
-        return self.evidence.metrics() if self.evidence is not None else {}
+    @property
+    def agreement(self) -> Row:
+        """`mismatch/...` of all that was scored, and `drift/...` of what is trained on."""
+        if self.evidence is None or self.seen is None:
+            return {}
+        return self.seen.metrics() | self.evidence.drift()
 
 
-def _attempt(trainer: TrainerGroup, work: Work, algorithm: AlgorithmConfig, *, replay: bool) -> Attempt:
-    """The gradients of a batch's first update, which may be applied; replay: at the engine's choice of experts."""
-    batch, lesson, fault = dataclasses.replace(work.batch, replay=replay), None, None
-    try:
-        if not bool(used_tokens(batch).any()):
-            raise NonFiniteLossError("found no finite rollout logprob, so check the engine", range(batch.rows))
-        lesson = Lesson.of(trainer, batch, work.outcomes, algorithm)
-        result = lesson.gradients(trainer, 0)
-    except NonFiniteLossError as error:
-        fault, scored = _fault(error, work), trainer.score_routed(batch)
-        result = PassResult(scored.logprobs, {}, math.nan, math.nan, 0.0, scored.routes, scored.draws)
-    evidence = None
-    if work.versions is not None:
-        at = trainer.weight_version
-        seen = dataclasses.replace(batch, fields={"rollout_logprobs": batch.fields["rollout_logprobs"]})
-        cap = algorithm.measured_cap
-        evidence = Evidence(seen, work.versions, at, result.logprobs, result.routes, result.draws, cap)
-    return Attempt(batch if lesson is None else lesson.batch, lesson, result, evidence, fault)
+@dataclass(frozen=True)
+class Decision:
+    """What becomes of a step.
+
+    attempt: the pass whose gradients may be applied. metrics: of the step so far; those of agreement are of the step's
+    first pass. first: that pass.
+    """
+
+    attempt: Attempt
+    verdict: Verdict
+    metrics: Row
+    first: Attempt
 
 
-def _scored(trainer: TrainerGroup, ahead: Work | None) -> Evidence | None:
-    """What both sides make of answers to later steps, at the weights that the trainer holds."""
-    if ahead is None or ahead.versions is None:
+def decide(run: Run, guard: Guard, attempt: Attempt, before: Row, clock: StepClock) -> Decision:
+    """Judge a pass before its update; where a gate changes objective or routes, do it again and judge that one too.
+
+    before: what the step before has measured too late to be judged then.
+    """
+    metrics = attempt.work.metrics | attempt.train_metrics | attempt.agreement
+    capsule = None if attempt.seen is None else run.capsule
+    verdict = guard.judge(run.step, before | metrics, attempt.fault, capsule)
+    run.keep(verdict, attempt.seen, _rows(attempt.fault))
+    if not verdict.repeat:
+        return Decision(attempt, verdict, metrics, attempt)
+    with clock.phase("train"):
+        again = Attempt.of(run.stack.trainer, attempt.work, guard).beside(attempt.ahead)
+    verdict = guard.recheck(run.step, verdict, again.train_metrics, again.fault, capsule)
+    run.keep(verdict, again.seen, _rows(again.fault))
+    return Decision(again, verdict, metrics | again.train_metrics, attempt)
+
+
+def _update(run: Run, guard: Guard, decision: Decision) -> Decision:
+    """Apply the updates, unless they are withheld."""
+    attempt, verdict = decision.attempt, decision.verdict
+    if verdict.withheld or attempt.lesson is None:
+        return decision
+    learnt, error = attempt.lesson.learn(run.stack.trainer, attempt.result, run.step)
+    if error is not None:  # in a later update than the first; those before it stay
+        verdict = guard.recheck(run.step, verdict, {}, _fault(error, attempt.work), None)
+        run.keep(verdict, None)
+    return dataclasses.replace(decision, verdict=verdict, metrics=decision.metrics | learnt)
+
+
+def _sync(run: Run, feed: Feed, decision: Decision, *, needed: bool) -> Row:
+    """Bring the engines to the trainer's weights, where these have changed and are sampled from, or a gate asks for it.
+
+    needed: an algorithm that samples nothing evaluates now.
+    """
+    if decision.verdict.fall_back:
+        run.fall_back_to_bf16()
+        feed.renew()
+    trained = run.stack.trainer.weight_version != decision.attempt.version
+    sampled = run.experiment.algorithm.samples or needed
+    return run.sync().metrics() if decision.verdict.resync or (sampled and trained) else {}
+
+
+def _scored(trainer: TrainerGroup, ahead: Work | None, beside: Evidence | None) -> Evidence | None:
+    """What both sides make of answers to later steps, at the weights that the trainer holds.
+
+    Where older weights have sampled the batch, these answers show whether both sides agree.
+    """
+    if ahead is None or ahead.versions is None or beside is None:
         return None
     scored = trainer.score_routed(ahead.batch)
-    return Evidence(ahead.batch, ahead.versions, trainer.weight_version, scored.logprobs, None, scored.draws)
+    version = trainer.weight_version
+    return Evidence(ahead.batch, ahead.versions, version, scored.logprobs, None, scored.draws, beside.cap)
 
 
 def _fault(error: NonFiniteLossError, work: Work) -> Fault:
@@ -168,6 +208,20 @@ def _fault(error: NonFiniteLossError, work: Work) -> Fault:
         return Fault("mismatch/nonfinite_count", tokens, "every token", str(error), rows)
     what = str(error).partition(":")[0]  # loss, or gradient norm
     return Fault("train/loss", None, "not finite", f"the {what} over {len(rows)} rows is not finite", rows)
+
+
+def _rows(fault: Fault | None) -> tuple[int, ...]:
+    """Rows of the batch that a fault came from."""
+    return () if fault is None else fault.rows
+
+
+def _evaluate(evaluation: Evaluation, step: int, verdict: Verdict, clock: StepClock) -> Row:
+    """Begin the step's evaluation, and wait for it unless it goes on beside the next step."""
+    beside = evaluation.goes_beside(step)
+    if verdict.stop and beside:
+        return {}
+    evaluation.begin(step)
+    return {} if beside else _finished(evaluation, clock)
 
 
 def _finished(evaluation: Evaluation, clock: StepClock) -> dict[str, float]:
@@ -201,11 +255,16 @@ def _last_row(run: Run) -> Row:
     return rows[-1] if rows else {}
 
 
-def _record(run: Run, metrics: dict[str, float], clock: StepClock, work: Work, logprobs: Tensor) -> Row:
+def _record(run: Run, metrics: Row, clock: StepClock, decision: Decision) -> Row:
     """Log the step, with which its checkpoint counts if it has one; the metrics as logged."""
+    first, work = decision.first, dataclasses.replace(decision.attempt.work, batch=decision.attempt.batch)
     metrics |= run.mendings() | run.stack.engines.figures() | clock.lap()
     metrics |= throughput(metrics, work.batch)
-    written = run.tracker.log(run.step, metrics, rollout_records(work, logprobs))
+    written = run.tracker.log(
+        run.step, metrics, lambda: (rollout_records(work, first.result.logprobs), scored_records(first.ahead))
+    )
     run.console.step(run.step, written)
+    if is_due(run.experiment, run.step):
+        run.tracker.wait()
     run.checkpoints.recorded()
     return written

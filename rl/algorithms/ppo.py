@@ -76,8 +76,10 @@ class Ppo(PolicyGradient):
         return ValueObjective(int(used_tokens(batch).sum()), self.value_clip)
 
     def remarks(self) -> list[str]:
+        alone = f"critic_warmup: the critic learns alone in the first {self.critic_warmup} steps, the policy does not"
         return [
             *super().remarks(),
+            *[alone] * (self.critic_warmup > 0),
             "value_clip: 0.2 as in slime and miles, 0.5 in verl, OpenRLHF and AReaL; the factor 1/2 of the critic's "
             "loss is verl's and OpenRLHF's, not slime's",
         ]

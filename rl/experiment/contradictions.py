@@ -7,17 +7,13 @@ from typing import TYPE_CHECKING
 
 from numerics.errors import UserError, user_error
 from rl.algorithms.policy_gradient import PolicyGradient
-from rl.experiment.gates import LATE, SEVERITY, WITHHOLDING, GateSection
+from rl.experiment.features import missing
+from rl.experiment.gates import SEVERITY, WITHHOLDING, GateSection
+from rl.record.metrics import metric
 from rollout.environments.config import SINGLE_TURN
 
 if TYPE_CHECKING:
-    from rl.algorithms.base import AlgorithmConfig
     from rl.experiment.experiment import Experiment
-
-_SUPERVISED = ("train/loss", "train/grad_norm", "train/lr", "train/entropy", "train/tokens")
-"""What a pass measures where nothing was sampled."""
-_NONE_AT_FIRST = ("train/ratio_mean", "train/clip_fraction", "train/clip_fraction_low", "train/clip_fraction_high")
-"""What is always the same in the first update of a batch."""
 
 
 def check_environment(experiment: Experiment) -> None:
@@ -158,16 +154,22 @@ def check_gates(experiment: Experiment) -> None:
 def _against_the_spec(key: str, rule: GateSection, experiment: Experiment) -> UserError | None:
     numerics, algorithm = experiment.numerics, experiment.algorithm
     action = rule.action
-    if rule.metric.startswith("mismatch/router_") and numerics.router_replay == "off":
+    if not algorithm.samples and action != "warn":
+        return user_error(
+            f"{key}.action",
+            found=action,
+            expected=f"warn, as the {algorithm.name} algorithm samples nothing that another action could mend",
+            remedy="Set it to warn, or remove the gate.",
+        )
+    measured = metric(rule.metric)
+    if (unmet := missing(measured, experiment)) is not None:
         return user_error(
             f"{key}.metric",
-            found=f"{rule.metric} with numerics.router_replay=off",
-            expected="record or replay, without which the engine reports no routes",
-            remedy="Set numerics.router_replay=record, or choose another metric.",
+            found=f"{rule.metric} with {unmet.setting(experiment)}",
+            expected=f"{unmet.expected}, without which there is no such metric",
+            remedy="Choose another metric, or set what it needs.",
         )
-    if not algorithm.samples:
-        return _without_samples(key, rule, experiment)
-    if rule.metric in _NONE_AT_FIRST and algorithm.updates > 1:
+    if measured.flat_at_first and algorithm.updates > 1:
         return user_error(
             f"{key}.metric",
             found=f"{rule.metric} with {algorithm.updates} updates of a batch",
@@ -175,30 +177,8 @@ def _against_the_spec(key: str, rule: GateSection, experiment: Experiment) -> Us
             "with",
             remedy="Choose another metric, such as train/grad_norm, or set algorithm.updates_per_batch=1 and epochs=1.",
         )
-    missing = _of_others(rule.metric, algorithm)
-    if missing is not None:
-        return user_error(
-            f"{key}.metric",
-            found=f"{rule.metric} with algorithm.name={algorithm.name}",
-            expected=f"{missing}, without which there is no such metric",
-            remedy="Choose another metric, or another algorithm.",
-        )
-    if rule.metric.startswith("drift/") and not experiment.rollout.staleness:
-        return user_error(
-            f"{key}.metric",
-            found=f"{rule.metric} with rollout.staleness=0",
-            expected="rollout.staleness above 0, without which no token is older than the trainer's weights",
-            remedy="Set rollout.staleness, or choose another metric.",
-        )
-    if rule.metric.startswith("mismatch/redraw_") and not experiment.redraws:
-        return user_error(
-            f"{key}.metric",
-            found=f"{rule.metric} with numerics.mode={numerics.mode}, guard.redraws={experiment.guard.redraws}",
-            expected="exact mode and guard.redraws above 0, without which no token is drawn again",
-            remedy="Set guard.redraws, or choose another metric.",
-        )
     may_be_late = [other for other in SEVERITY if other not in WITHHOLDING or other == "checkpoint_and_stop"]
-    if rule.metric.startswith(LATE) and action not in may_be_late:
+    if measured.late and action not in may_be_late:
         return user_error(
             f"{key}.action",
             found=f"{action} on {rule.metric}, which is measured after a step's decision",
@@ -235,37 +215,6 @@ def _against_the_spec(key: str, rule: GateSection, experiment: Experiment) -> Us
             found="bf16_both with both sides in BF16",
             expected="a side in FP8 to fall back from",
             remedy="Choose another action, or set numerics.trainer or numerics.rollout to fp8.",
-        )
-    return None
-
-
-def _of_others(metric: str, algorithm: AlgorithmConfig) -> str | None:
-    """What the algorithm would need to have for this metric; None: nothing."""
-    if metric.startswith("critic/") and not algorithm.needs.critic:
-        return "an algorithm with a critic"
-    if metric == "train/kl" and not algorithm.needs.reference:
-        return "a coefficient of algorithm.kl above 0"
-    return None
-
-
-def _without_samples(key: str, rule: GateSection, experiment: Experiment) -> UserError | None:
-    """A gate of a run that trains on the answers of its data."""
-    name = experiment.algorithm.name
-    if rule.action != "warn":
-        return user_error(
-            f"{key}.action",
-            found=rule.action,
-            expected=f"warn, as the {name} algorithm samples nothing that another action could mend",
-            remedy="Set it to warn, or remove the gate.",
-        )
-    measured = ("perf/", "tracking/", *_SUPERVISED, *(("eval/", "sync/") if experiment.needs_engines else ()))
-    if not rule.metric.startswith(measured) or rule.metric.startswith("perf/rollout"):
-        return user_error(
-            f"{key}.metric",
-            found=f"{rule.metric} with algorithm.name={name}",
-            expected=f"one that such a run measures: {', '.join(_SUPERVISED)}, those of perf/, and with eval.problems "
-            "those of eval/ and sync/",
-            remedy="Choose another metric, or remove the gate.",
         )
     return None
 

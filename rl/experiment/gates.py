@@ -18,26 +18,13 @@ SEVERITY: tuple[Action, ...] = get_args(Action)
 WITHHOLDING: frozenset[Action] = frozenset({"skip_step", "resync", "bf16_both", "checkpoint_and_stop"})
 """Actions under which the batch that fired the gate is not trained on."""
 
-LATE = (
-    "train/lr",
-    "critic/lr",
-    "critic/explained_variance",
-    "rollout/engines_replaced",
-    "gates/",
-    "sync/",
-    "perf/",
-    "eval/",
-    "tracking/",
-)
-"""How the names of metrics begin that are known only after a step's decision."""
-
 
 class GateSection(Section):
     """Fires when `metric` stays beyond its bound for `for_steps` steps in a row, and again only after it recovered."""
 
     metric: str
-    """A name that `rl.record.metrics` describes. Those of `LATE`, which a step measures after its decision, are judged
-    in the step that follows, and cannot withhold an update: without one they would be missing, or never change."""
+    """A name that `rl.record.metrics` describes. Metrics that a step measures after its decision are judged in the step
+    that follows, and cannot withhold an update: without one they would be missing, or never change."""
     above: float | None = None
     """Fires above this value. A gate has either this or `below`."""
     below: float | None = None

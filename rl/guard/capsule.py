@@ -43,8 +43,8 @@ class Capsule:
     """A capsule that was read and found whole.
 
     step: of the run. why: what made it. rows: of the step's batch; those that a fault came from, then the worst.
-    evidence: of these rows, in the step's last pass. metrics: the `mismatch/...` metrics over these rows as they were
-    recorded.
+    evidence: of these rows, in the step's last pass. metrics: `mismatch/...` and
+    `drift/...` over these rows as they were recorded.
     """
 
     path: Path
@@ -97,7 +97,7 @@ def write_capsule(path: Path, case: Case, evidence: Evidence, export: Callable[[
         "replay": chosen.batch.replay,
         "rows": list(case.rows),
         "tis_cap": evidence.cap,
-        "metrics": chosen.metrics(),
+        "metrics": chosen.metrics() | chosen.drift(),
     }
     with new_directory(path) as partial:
         (partial / _ABOUT).write_text(json.dumps(about, indent=1, allow_nan=False) + "\n")

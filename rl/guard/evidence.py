@@ -42,15 +42,19 @@ class Evidence:
         return self.batch.loss_mask & (self.versions == self.version)
 
     def metrics(self) -> dict[str, float]:
-        """The `mismatch/...` metrics, and `drift/...` of older tokens."""
+        """The `mismatch/...` metrics."""
         batch, rollout = self.batch, self.batch.fields["rollout_logprobs"]
         metrics = agreement(self.logprobs, rollout, batch.loss_mask, cap=self.cap, fresh=self.fresh)
-        metrics |= drift_metrics(self.logprobs, rollout, batch.loss_mask, self.versions, self.version)
         if self.draws is not None:
             metrics |= redraw_metrics(self.draws, batch.tokens, self.fresh)
         if batch.routes is not None and self.routes is not None:
             metrics |= router_agreement(self.routes, batch.routes, batch.real_tokens())
         return metrics
+
+    def drift(self) -> dict[str, float]:
+        """The `drift/...` metrics of tokens that older weights have sampled."""
+        rollout = self.batch.fields["rollout_logprobs"]
+        return drift_metrics(self.logprobs, rollout, self.batch.loss_mask, self.versions, self.version)
 
     def abs_differences(self) -> Tensor:
         """abs(d) in nats of the fresh tokens, float64 [B, S]: 0 elsewhere, infinite where d is not finite."""

@@ -8,13 +8,14 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rl.experiment.gates import LATE, SEVERITY, WITHHOLDING, GateSection
+from rl.experiment.gates import SEVERITY, WITHHOLDING, GateSection
 from rl.record.events import Event
+from rl.record.metrics import metric
 
 
 def late_metrics(row: Mapping[str, float]) -> dict[str, float]:
-    """Of a step's row what was measured too late to decide about it. It is judged in the step that follows."""
-    return {name: value for name, value in row.items() if name.startswith(LATE)}
+    """Metrics of a step's row that were measured after its decision; they are judged in the step that follows."""
+    return {name: value for name, value in row.items() if metric(name).late}
 
 
 @dataclasses.dataclass(frozen=True)

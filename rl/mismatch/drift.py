@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from rl.mismatch.statistics import bounded
+from rl.mismatch.statistics import bounded, effective_sample_size
 
 OLDEST = 8
 """Age from which on tokens share one metric, so that an asynchronous run has a bounded number of names."""
@@ -35,7 +35,9 @@ def drift_metrics(
         "drift/tokens": float(d.numel()),
         "drift/logprob_abs_diff_mean": d.abs().mean().item(),
         "drift/logprob_abs_diff_max": d.abs().max().item(),
+        "drift/k1_kl": -d.mean().item() + 0.0,
         "drift/k3_kl": (bounded(d).expm1() - d).mean().item(),
+        "drift/ess": effective_sample_size(bounded(d).exp()).item(),
     }
     for age in ages.unique().tolist():
         here = d[ages == age]

@@ -112,6 +112,10 @@ def step_line(step: int, steps: int, metrics: Mapping[str, float]) -> Text:
         value = metrics[name]
         line.append(f"  {label} ", style="dim not bold")
         line.append(format_value(value), style=style_of(value))
+        if label == "exact" and "drift/tokens" in metrics:
+            line.append(_compared(metrics))
+    if "critic/lr" in metrics and "train/lr" not in metrics and not metrics.get("gates/withheld"):
+        line.append("  the critic learns alone", style="not bold")
     if metrics.get("mismatch/nonfinite_count"):
         line.append(f"  non-finite {metrics['mismatch/nonfinite_count']:.0f}", style="bold red")
     if metrics.get("gates/withheld"):
@@ -119,6 +123,15 @@ def step_line(step: int, steps: int, metrics: Mapping[str, float]) -> Text:
     if metrics.get("sync/mismatched_tensors"):
         line.append(f"  mismatched tensors {metrics['sync/mismatched_tensors']:.0f}", style="bold red")
     return line
+
+
+def _compared(metrics: Mapping[str, float]) -> Text:
+    """How many tokens were compared where others were trained on, and how far these have drifted."""
+    mean, largest = (metrics[f"drift/logprob_abs_diff_{name}"] for name in ("mean", "max"))
+    older = (
+        f"{metrics['drift/tokens']:,.0f} older drifted {format_difference(mean)}, at most {format_difference(largest)}"
+    )
+    return Text(f" of {metrics['mismatch/tokens']:,.0f} tokens, {older}", style="dim not bold")
 
 
 def format_difference(value: float) -> str:

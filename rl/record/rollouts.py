@@ -1,4 +1,7 @@
-"""rollouts/step_N.jsonl: every trajectory of a step with all that it takes to compute the step again."""
+"""rollouts/step_N.jsonl: every trajectory of a step with all that it takes to compute the step again.
+
+rollouts/ahead_N.jsonl: answers to later steps that the step was compared on too.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +55,22 @@ class RolloutRecord:
     teacher_logprobs: list[float] | None = None
 
 
-def write_rollouts(path: Path, records: Iterable[RolloutRecord]) -> None:
+@dataclasses.dataclass(frozen=True)
+class ScoredRecord:
+    """An answer to a later step, as the trainer scored it: of what a step is compared on, beside its own answers.
+
+    token_ids: [S], the prompt's included. sampled: the positions of those that the model sampled. The others are of
+    these tokens; a log-probability that is not finite is NaN.
+    """
+
+    token_ids: list[int]
+    sampled: list[int]
+    rollout_logprobs: list[float]
+    train_logprobs: list[float]
+    weight_versions: list[int]
+
+
+def write_rollouts(path: Path, records: Iterable[RolloutRecord] | Iterable[ScoredRecord]) -> None:
     """One JSON object per line, in the order of the batch; a number that is not finite is null."""
     write_atomically(path, "".join(_line(record) for record in records))
 
@@ -73,7 +91,7 @@ def shown(records: Sequence[RolloutRecord]) -> list[RolloutRecord]:
     return [firsts[group] for group in sorted(firsts)[:SHOWN]]
 
 
-def _line(record: RolloutRecord) -> str:
+def _line(record: RolloutRecord | ScoredRecord) -> str:
     values = dict(vars(record))  # `asdict` would copy every token
     for name in ("rollout_logprobs", "train_logprobs"):
         values[name] = [x if math.isfinite(x) else None for x in values[name]]

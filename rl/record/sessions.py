@@ -12,6 +12,7 @@ import os
 import platform
 import subprocess
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
@@ -34,7 +35,7 @@ class Session:
 
     machine: what it is, in words. versions: of `LIBRARIES` and of Python. commit: of the code, if it lies in a git
     repository, with `+` for changes that are not committed. why: what ended it before its last step, empty if nothing
-    did.
+    did. notes: what was said of its input, e.g. that held-out problems are trained on as well.
     """
 
     started: float
@@ -43,6 +44,7 @@ class Session:
     commit: str | None
     ended: float | None = None
     why: str = ""
+    notes: list[str] = dataclasses.field(default_factory=list)
 
     @property
     def seconds(self) -> float | None:
@@ -53,10 +55,11 @@ class Session:
 _SESSION = TypeAdapter(Session)
 
 
-def this_session() -> Session:
+def this_session(notes: Sequence[str] = ()) -> Session:
     """One that starts now, here."""
     versions = {name: importlib.metadata.version(name) for name in LIBRARIES}
-    return Session(time.time(), _machine(), {"python": platform.python_version(), **versions}, _commit())
+    versions = {"python": platform.python_version(), **versions}
+    return Session(time.time(), _machine(), versions, _commit(), notes=[*notes])
 
 
 def append_session(path: Path, session: Session) -> None:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext, suppress
 from types import TracebackType
 from typing import Any, Self
 
 from rl.record.metrics_log import MetricsLog
-from rl.record.rollouts import RolloutRecord, shown, write_rollouts
+from rl.record.rollouts import RolloutRecord, ScoredRecord, shown, write_rollouts
 from rl.record.run_dir import RunDir
 from rl.record.wandb_run import WandbRun, table
 
 TABLE_EVERY = 10
 """Steps between tables of rollouts in wandb, which are slow to write; the files have those of every step."""
+
+Samples = Callable[[], tuple[Sequence[RolloutRecord], Sequence[ScoredRecord]]]
 
 WANDB_LOST = "tracking/wandb_lost"
 
@@ -39,26 +43,46 @@ class Tracker:
         self._run_dir, self._all_rollouts, self._last_step = run, all_rollouts, last_step
         self._metrics = MetricsLog(run.metrics, resume_step=resume_step)
         self._wandb = wandb_run
+        self._writer = ThreadPoolExecutor(1, "rollouts")
+        self._writing: Future[list[RolloutRecord]] | None = None
 
-    def log(self, step: int, metrics: Mapping[str, float], records: Sequence[RolloutRecord] = ()) -> dict[str, float]:
-        """Record a step, steps rising strictly, and its trajectories. Non-finite values are dropped and counted.
+    def log(self, step: int, metrics: Mapping[str, float], samples: Samples = lambda: ((), ())) -> dict[str, float]:
+        """Record a step, steps rising strictly. Values that are not finite are dropped and counted.
+
+        samples: gives the step's trajectories, and answers to later steps that were scored in it. They are put together
+            and written beside the next step; a failure is raised by the next `log`, `wait` or `finish`.
 
         Returns:
             The metrics as written, with `tracking/nonfinite_dropped`.
         """
+        self.wait()
         if self._wandb.is_lost:
             metrics = {**metrics, WANDB_LOST: 1.0}
         written = self._metrics.append(step, metrics)
         row: dict[str, Any] = {"step": step, **written}
-        if records:
-            write_rollouts(self._run_dir.rollouts(step), records if self._all_rollouts else shown(records))
-            if step % TABLE_EVERY == 0 or step == self._last_step:
-                row["rollout/samples"] = table(
-                    ["prompt", "conversation", "reward", "parts of it", "outcome", "mean abs d", "d by token"],
-                    [_row_of_table(record) for record in shown(records)],
-                )
+        self._writing = self._writer.submit(self._write, step, samples)
+        if (step % TABLE_EVERY == 0 or step == self._last_step) and (records := self._writing.result()):
+            row["rollout/samples"] = table(
+                ["prompt", "conversation", "reward", "parts of it", "outcome", "mean abs d", "d by token"],
+                [_row_of_table(record) for record in records],
+            )
         self._wandb.log(row)
         return written
+
+    def wait(self) -> None:
+        """Until the trajectories of the last step are on disk."""
+        if self._writing is not None:
+            writing, self._writing = self._writing, None
+            writing.result()
+
+    def _write(self, step: int, samples: Samples) -> list[RolloutRecord]:
+        """Write the trajectories of a step; those that a person is shown."""
+        records, ahead = samples()
+        if ahead and self._all_rollouts:
+            write_rollouts(self._run_dir.ahead(step), ahead)
+        if records:
+            write_rollouts(self._run_dir.rollouts(step), records if self._all_rollouts else shown(records))
+        return shown(records)
 
     def alert(self, text: str) -> None:
         """An alert in wandb, for what somebody should look at."""
@@ -66,8 +90,12 @@ class Tracker:
 
     def finish(self, summary: Mapping[str, Any] | None = None, *, exit_code: int = 0) -> None:
         """Close the log and wandb; `summary` goes into wandb's run summary. A second call does nothing."""
-        self._metrics.close()
-        self._wandb.finish(summary or {}, exit_code)
+        try:
+            self.wait()
+        finally:
+            self._writer.shutdown()
+            self._metrics.close()
+            self._wandb.finish(summary or {}, exit_code)
 
     def __enter__(self) -> Self:
         return self
@@ -75,7 +103,8 @@ class Tracker:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.finish(exit_code=0 if kind is None else 1)
+        with nullcontext() if kind is None else suppress(OSError):  # what ends the run is said, not what follows
+            self.finish(exit_code=0 if kind is None else 1)
 
 
 def _row_of_table(record: RolloutRecord) -> list[Any]:

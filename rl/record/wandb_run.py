@@ -7,6 +7,8 @@ import this package.
 from __future__ import annotations
 
 import os
+import shutil
+import sys
 import uuid
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -79,6 +81,16 @@ def check_wandb(config: WandbConfig) -> None:
             expected="a key of a wandb account",
             remedy=f"Run `wandb login`, set WANDB_API_KEY, or set {_KEY}.mode=offline.",
         )
+
+
+def leet(run: RunDir, *command: str) -> str | None:
+    """The command that shows a run's offline record in a terminal; None where there is none.
+
+    It is `wandb` as this shell finds it: `make demo` runs in an environment that is not activated.
+    """
+    offline = run.path / "wandb" / "latest-run"
+    wandb = "wandb" if shutil.which("wandb") else os.path.relpath(Path(sys.executable).with_name("wandb"))
+    return " ".join([wandb, "leet", *command, str(offline)]) if offline.exists() else None
 
 
 class WandbRun:

@@ -1,135 +1,192 @@
-"""The charts of a run's report as plain data; `templates/report.js` draws them with plotly."""
+"""The charts of a run's report as plain data; `templates/report.js` draws them with plotly.
+
+Which metric is a curve of which chart stands in the registry (`rl.record.metrics`); here stands how a chart looks.
+"""
 
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
 
+from rl.record.metrics import AGE, METRICS, TIME, metric
 from rl.report.summary import Row, evaluated_at
 
 Chart = dict[str, Any]
 """`title`, `note` (what to look for), `traces` with x, y, name, and `y`: plotly settings of the value axis."""
 
-PREFIX = "mismatch/train_rollout_logprob_abs_diff"
 MIB = 2.0**20
-_OF_A_SET = re.compile(r"eval/[^/]+/(accuracy|pass@\d+)")
+_DASHES = ("solid", "dot", "dash", "dashdot")
+
+
+@dataclass(frozen=True)
+class Look:
+    """How a chart looks.
+
+    note: what to look for. unit: what the value axis says. scale: `share` from 0 to 1, `floor` from 0, `log` with zeros
+    on a line of their own, else as the values are. bars: curves are stacked.
+    """
+
+    note: str
+    unit: str
+    scale: Literal["plain", "share", "floor", "log"] = "plain"
+    bars: bool = False
+
+
+SECTIONS: dict[str, dict[str, Look]] = {
+    "Learning": {
+        "Reward": Look("Mean over the answers of each step.", "mean reward"),
+        "Parts of the reward": Look("Each function's mean, without its weight.", "mean"),
+        "Outcomes of the environment": Look("What it returned, mean over the answers.", "mean"),
+        "Held-out accuracy": Look(
+            "Greedy decoding, but for sets that say otherwise; step 0 is before training.", "fraction solved", "share"
+        ),
+        "Groups of equal rewards": Look(
+            "All right or all wrong: no advantage, nothing to learn from.", "fraction of groups", "share"
+        ),
+        "Response length": Look("Generated tokens of an answer.", "tokens", "floor"),
+    },
+    "Agreement of trainer and engine": {
+        "Mismatch |d|": Look(
+            "d = trainer − rollout log-probability of a token of the trainer's version.", "|d| in nats", "log"
+        ),
+        "Exact tokens": Look("Share of the compared tokens with d = 0.", "fraction of tokens", "share"),
+        "Tokens outside the TIS range": Look(
+            "ρ = e^d, trainer over rollout probability; C = the TIS cap.", "fraction of tokens", "floor"
+        ),
+        "KL(rollout ‖ trainer)": Look(
+            "Two estimates on the compared tokens; k3 is never negative.", "nats per token", "floor"
+        ),
+        "Effective sample size": Look(
+            "Of tokens or sequences weighted by their ρ, over their number; 1 where nothing differs.",
+            "fraction",
+            "share",
+        ),
+        "Routing": Look("Experts of the sampled tokens, trainer against engine.", "fraction", "share"),
+        "Rejected": Look("Not trained on for their mismatch.", "fraction of the batch", "floor"),
+    },
+    "Older tokens": {
+        AGE: Look(
+            "Versions between the weights that sampled a trained token and the trainer's.", "tokens", "floor", bars=True
+        ),
+        "Drift of older tokens |d|": Look(
+            "How far the policy has moved since it sampled them: no mismatch.", "|d| in nats", "log"
+        ),
+        "Drift by age": Look("Mean |d| of tokens so many versions old.", "|d| in nats", "floor"),
+        "KL(older ‖ current policy)": Look("Two estimates on the older tokens.", "nats per token", "floor"),
+    },
+    "Weight sync": {
+        "Tensors": Look("Engine against trainer, by digest, after every sync.", "tensors", "floor"),
+        "Duration": Look("Digests and verification included.", "seconds", "floor"),
+        "Bytes sent": Look("Weights sent to one engine per sync.", "MiB", "floor"),
+    },
+    "Time": {
+        TIME: Look("Other: everything outside the named parts.", "seconds", "floor", bars=True),
+        "Throughput": Look("Generated and trained tokens.", "tokens per second", "floor"),
+    },
+    "Optimization": {
+        "Loss": Look("Of the whole batch, before the update.", "loss"),
+        "Gradient norm": Look("Before clipping.", "global L2 norm", "floor"),
+        "Entropy": Look("Mean over the target tokens.", "nats", "floor"),
+        "KL to other models": Look("Of the policy, over the target tokens; the reference's is 0 at first.", "nats"),
+        "Importance weight": Look("Trainer over rollout probability up to the cap; 1 where nothing differs.", "weight"),
+        "Clipped tokens": Look("None in the first update of a fresh batch.", "fraction of tokens"),
+        "The critic": Look("1 where it foresees every return, 0 where it knows their mean.", "share"),
+        "The critic's loss": Look("Before its update.", "loss", "floor"),
+        "Values and returns": Look("Means over the target tokens: what was foreseen, and what came.", "reward"),
+        "Learning rate": Look("Warm-up and decay included.", "learning rate", "floor"),
+    },
+}
 
 
 def sections(rows: Sequence[Row]) -> list[tuple[str, list[Chart]]]:
     """Titled groups of charts. Charts without data, and groups without charts, are left out."""
-    groups = [
-        ("Learning", _learning(rows)),
-        ("Agreement of trainer and engine", _agreement(rows)),
-        ("Weight sync", _sync(rows)),
-        ("Time", _time(rows)),
-        ("Optimization", _optimization(rows)),
-    ]
-    drawn = [(title, [chart for chart in charts if chart["traces"]]) for title, charts in groups]
-    return [(title, charts) for title, charts in drawn if charts]
+    found = {name: metric(name).chart for row in rows for name in row}
+    curves: dict[str, list[tuple[str, str]]] = {}
+    for name in [*(name for name in METRICS if name in found), *sorted(found.keys() - METRICS.keys())]:
+        if (drawn := found[name]) is not None:
+            curves.setdefault(drawn[0], []).append((name, drawn[1]))
+    if len(curves.get(AGE, ())) == 1:
+        del curves[AGE]  # all tokens are of the trainer's version
+    if "sync/seconds" in found:
+        curves["Duration"] = [("sync/seconds", "sync")]
+    groups = {
+        section: [_chart(title, look, rows, curves[title]) for title, look in looks.items() if title in curves]
+        for section, looks in SECTIONS.items()
+    }
+    drawn_groups = {section: [chart for chart in charts if chart["traces"]] for section, charts in groups.items()}
+    return [(section, charts) for section, charts in drawn_groups.items() if charts]
 
 
-def _learning(rows: Sequence[Row]) -> list[Chart]:
-    evaluated = [{**row, "step": evaluated_at(row)} for row in rows]
-    sets = [name for name in dict.fromkeys(name for row in rows for name in row) if _OF_A_SET.fullmatch(name)]
-    accuracy = [
-        _trace(evaluated, "eval/accuracy", "accuracy", markers=True),
-        *(_trace(evaluated, name, name.removeprefix("eval/"), markers=True) for name in sets),
-    ]
-    reward = [_trace(rows, "rollout/reward_mean", "mean reward")]
-    length = [
-        _trace(rows, "rollout/response_tokens_mean", "mean"),
-        _trace(rows, "rollout/response_tokens_max", "longest"),
-    ]
+def _chart(title: str, look: Look, rows: Sequence[Row], curves: Sequence[tuple[str, str]]) -> Chart:
+    note = look.note
+    if title == "Held-out accuracy":
+        rows = [{**row, "step": evaluated_at(row)} for row in rows]
+    if title == "Duration" and "sync/seconds" in rows[0]:
+        # It also compiles and maps memory: next to it the others would be a flat line.
+        note, rows = f"{note} The first took {rows[0]['sync/seconds']:.2f} s.", rows[1:]
+    if title == TIME:
+        rows, curves = _with_rest(rows, [name for name, _ in curves]), [*curves, (_REST, "other")]
+    traces = [_trace(rows, name, label, look, index) for index, (name, label) in enumerate(curves)]
+    traces = [trace for trace in traces if trace["x"]]
+    chart = {"title": title, "note": note, "traces": traces, "y": {"title": look.unit, **_axis(look, traces)}}
+    if look.scale == "log" and traces:
+        _draw_zeros(chart)
+    return chart
+
+
+_REST = "rest"
+
+
+def _with_rest(rows: Sequence[Row], parts: Sequence[str]) -> list[Row]:
+    """The rows of whole steps with every part, and with what is outside all of them."""
     return [
-        _chart("Reward", "Mean over the sampled trajectories of each step.", reward, "mean reward"),
-        _chart(
-            "Held-out accuracy",
-            "Greedy decoding, but for sets that say otherwise; step 0 is before training.",
-            accuracy,
-            "fraction solved",
-            range=[0, 1.02],
-        ),
-        _chart(
-            "Groups of equal rewards",
-            "All right or all wrong: no advantage, nothing to learn from.",
-            [_trace(rows, "rollout/equal_reward_groups", "share")],
-            "fraction of groups",
-            range=[0, 1.02],
-        ),
-        _chart("Response length", "Generated tokens per trajectory.", length, "tokens", rangemode="tozero"),
+        {**dict.fromkeys(parts, 0.0), **row}
+        | {_REST: max(0.0, row["perf/step_seconds"] - sum(row.get(name, 0.0) for name in parts))}
+        for row in rows
+        if "perf/step_seconds" in row
     ]
 
 
-def _agreement(rows: Sequence[Row]) -> list[Chart]:
-    fractions = [
-        _trace(rows, "mismatch/tis_clipfrac", "ρ > C"),
-        _trace(rows, "mismatch/tis_clipfrac_two_sided", "ρ > C or ρ < 1/C", dash="dot"),
-    ]
-    divergence = [_trace(rows, "mismatch/k1_kl", "k1"), _trace(rows, "mismatch/k3_kl", "k3", dash="dot")]
-    exact = [_trace(rows, "mismatch/exact_frac", "d = 0")]
-    sample_size = [
-        _trace(rows, "mismatch/ess", "tokens"),
-        _trace(rows, "mismatch/ess_sequence", "sequences", dash="dot"),
-    ]
-    routing = [
-        _trace(rows, "mismatch/router_agreement", "experts that both chose"),
-        _trace(rows, "mismatch/router_token_differ_frac", "tokens that differ in any layer", dash="dot"),
-    ]
-    rejected = [
-        _trace(rows, "train/rejected_tokens", "tokens"),
-        _trace(rows, "train/rejected_sequences", "sequences", dash="dot"),
-    ]
-    return [
-        _differences(rows),
-        _chart("Exact tokens", "Share of sampled tokens with d = 0.", exact, "fraction of tokens", range=[0, 1.02]),
-        _chart(
-            "Tokens outside the TIS range",
-            "ρ = e^d, trainer over rollout probability; C = the TIS cap.",
-            fractions,
-            "fraction of tokens",
-            **_room_above_zero(fractions),
-        ),
-        _chart(
-            "KL(rollout ‖ trainer)",
-            "Two estimates on the sampled tokens; k3 is never negative.",
-            divergence,
-            "nats per token",
-            **_room_above_zero(divergence),
-        ),
-        _chart(
-            "Effective sample size",
-            "Of the importance-weighted batch, over its size; 1 where nothing differs.",
-            sample_size,
-            "fraction",
-            range=[0, 1.02],
-        ),
-        _chart(
-            "Routing", "Experts of the sampled tokens, trainer against engine.", routing, "fraction", range=[0, 1.02]
-        ),
-        _chart(
-            "Rejected",
-            "Not trained on for their mismatch.",
-            rejected,
-            "fraction of the batch",
-            **_room_above_zero(rejected),
-        ),
-    ]
+def _trace(rows: Sequence[Row], name: str, label: str, look: Look, index: int) -> dict[str, Any]:
+    """One curve over the steps that have the metric."""
+    scale = MIB if metric(name).unit == "bytes" else 1.0
+    points = [(row["step"], row[name] / scale) for row in rows if name in row]
+    lines = "lines+markers" if name.startswith("eval/") or len(points) == 1 else "lines"
+    return {
+        "x": [x for x, _ in points],
+        "y": [y for _, y in points],
+        "name": label,
+        "kind": "bars" if look.bars else lines,
+        "dash": _DASHES[index % len(_DASHES)],
+        "color": {"sync/mismatched_tensors": "bad", _REST: "muted"}.get(name),
+    }
 
 
-def _differences(rows: Sequence[Row]) -> Chart:
-    """|d| on a logarithmic axis. Exact zeros, which it cannot show, sit on a line of their own, labelled 0."""
-    named = [(f"{PREFIX}_mean", "mean"), (f"{PREFIX}_p99", "99th percentile"), (f"{PREFIX}_max", "largest")]
-    traces = [_trace(rows, name, label) for name, label in named]
-    chart = _chart("Mismatch |d|", "d = trainer − rollout log-probability of a sampled token.", traces, "|d| in nats")
+def _axis(look: Look, traces: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Settings of the value axis. A curve that is one level line gets room, where plotly's own reach is from far below
+    zero to far above."""
+    if look.scale == "share":
+        return {"range": [0, 1.02]}
+    axis = {"rangemode": "tozero"} if look.scale == "floor" else {}
+    values = {value for trace in traces for value in trace["y"]}
+    if look.scale == "log" or look.bars or len(values) != 1:
+        return axis
+    (value,) = values
+    if value == 0:
+        return {"range": [-0.02, 1], "tickvals": [0], "ticktext": ["0"]}
+    return {**axis, "range": sorted([-0.02 * value, 1.25 * value])}
+
+
+def _draw_zeros(chart: Chart) -> None:
+    """Give a chart a logarithmic axis. Exact zeros, which it cannot show, sit on a line of their own, labelled 0."""
     values = [value for trace in chart["traces"] for value in trace["y"]]
     positive = [value for value in values if value > 0]
     if not positive:
         chart["y"].update(range=[-0.2, 1], tickvals=[0], ticktext=["0"])
         chart["annotation"] = "exactly 0 at every step"
-        return chart
-
+        return
     lowest, highest = math.floor(math.log10(min(positive))), math.ceil(math.log10(max(positive)))
     highest = max(highest, lowest + 1)
     has_zeros = len(positive) < len(values)
@@ -145,119 +202,3 @@ def _differences(rows: Sequence[Row]) -> Chart:
         for trace in chart["traces"]:
             trace["text"] = [f"{value:.4g}" for value in trace["y"]]
             trace["y"] = [value if value > 0 else 10.0**bottom for value in trace["y"]]
-    return chart
-
-
-def _sync(rows: Sequence[Row]) -> list[Chart]:
-    tensors = [
-        _trace(rows, "sync/verified_tensors", "verified"),
-        _trace(rows, "sync/mismatched_tensors", "mismatched", color="bad"),
-    ]
-    sent = [_trace(rows, "sync/bytes", "bytes", scale=lambda value: value / MIB)]
-    # The first one also compiles and maps memory: next to it the others would be a flat line.
-    seconds = [_trace(rows[1:], "sync/seconds", "sync")]
-    first = f" The first took {rows[0]['sync/seconds']:.2f} s." if rows and "sync/seconds" in rows[0] else ""
-    return [
-        _chart(
-            "Tensors",
-            "Engine against trainer, by digest, after every sync.",
-            tensors,
-            "tensors",
-            rangemode="tozero",
-        ),
-        _chart("Duration", f"Digests and verification included.{first}", seconds, "seconds", rangemode="tozero"),
-        _chart("Bytes sent", "Weights sent to one engine per sync.", sent, "MiB", rangemode="tozero"),
-    ]
-
-
-def _time(rows: Sequence[Row]) -> list[Chart]:
-    timed = [row for row in rows if "perf/step_seconds" in row]
-    parts = [
-        ("rollout", "perf/rollout_seconds"),
-        ("train", "perf/train_seconds"),
-        ("sync", "sync/seconds"),
-        ("evaluation", "perf/eval_seconds"),
-        ("checkpoint", "perf/checkpoint_seconds"),
-    ]
-    present = [(label, name) for label, name in parts if any(name in row for row in timed)]
-    stack = [_trace([{name: 0.0} | row for row in timed], name, label, bars=True) for label, name in present]
-    rest = [
-        {"step": row["step"], "rest": max(0.0, row["perf/step_seconds"] - sum(row.get(name, 0.0) for _, name in parts))}
-        for row in timed
-    ]
-    stack.append(_trace(rest, "rest", "other", bars=True, color="muted"))
-    speed = [
-        _trace(rows, "perf/rollout_tokens_per_second", "rollout"),
-        _trace(rows, "perf/train_tokens_per_second", "train"),
-    ]
-    return [
-        _chart("Time per step", "Other: everything outside the named parts.", stack, "seconds", rangemode="tozero"),
-        _chart("Throughput", "Generated and trained tokens.", speed, "tokens per second", rangemode="tozero"),
-    ]
-
-
-def _optimization(rows: Sequence[Row]) -> list[Chart]:
-    norm = [_trace(rows, "train/grad_norm", "gradient norm")]
-    entropy = [_trace(rows, "train/entropy", "entropy")]
-    kl = [_trace(rows, "train/kl", "KL")]
-    clipped = [_trace(rows, f"train/clip_fraction_{side}", side) for side in ("low", "high")]
-    explained = [_trace(rows, "critic/explained_variance", "explained variance")]
-    return [
-        _chart("Loss", "Of the whole batch, before the update.", [_trace(rows, "train/loss", "loss")], "loss"),
-        _chart("Gradient norm", "Before clipping.", norm, "global L2 norm", rangemode="tozero"),
-        _chart("Entropy", "Mean over the target tokens.", entropy, "nats", rangemode="tozero"),
-        _chart("KL to the reference", "Over the target tokens, k3; 0 at the start.", kl, "nats", rangemode="tozero"),
-        _chart("Clipped tokens", "None in the first update of a fresh batch.", clipped, "fraction of tokens"),
-        _chart("The critic", "1 where it foresees every return, 0 where it knows their mean.", explained, "share"),
-        _chart(
-            "Learning rate",
-            "Warm-up and decay included.",
-            [_trace(rows, "train/lr", "lr"), _trace(rows, "critic/lr", "critic", dash="dot")],
-            "learning rate",
-            rangemode="tozero",
-        ),
-    ]
-
-
-def _trace(
-    rows: Sequence[Row],
-    name: str,
-    label: str,
-    *,
-    scale: Callable[[float], float] = float,
-    markers: bool = False,
-    bars: bool = False,
-    dash: str = "solid",
-    color: str | None = None,
-) -> dict[str, Any]:
-    """One curve over the steps that have the metric."""
-    points = [(row["step"], scale(row[name])) for row in rows if name in row]
-    return {
-        "x": [x for x, _ in points],
-        "y": [y for _, y in points],
-        "name": label,
-        "kind": "bars" if bars else "lines+markers" if markers or len(points) == 1 else "lines",
-        "dash": dash,
-        "color": color,
-    }
-
-
-def _chart(title: str, note: str, traces: Sequence[dict[str, Any]], y_title: str, **y: Any) -> Chart:
-    shown = [trace for trace in traces if trace["x"]]
-    return {"title": title, "note": note, "traces": shown, "y": {"title": y_title, **_around_constant(shown), **y}}
-
-
-def _around_constant(traces: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Axis settings for curves that are one level line; plotly's own reach from far below zero to far above."""
-    values = {value for trace in traces for value in trace["y"]}
-    if len(values) != 1 or any(trace["kind"] == "bars" for trace in traces):
-        return {}
-    (value,) = values
-    return {"range": [-0.02, 1]} if value == 0 else {"range": sorted([-0.02 * value, 1.25 * value])}
-
-
-def _room_above_zero(traces: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Axis settings that keep a curve of zeros on the floor of its chart instead of in the middle of ±1."""
-    if any(value for trace in traces for value in trace["y"]):
-        return {"rangemode": "tozero"}
-    return {"range": [-0.02, 1], "tickvals": [0], "ticktext": ["0"]}

@@ -21,7 +21,7 @@ from rl.record.run_dir import RunDir
 from rl.record.sessions import Session, sessions_found
 from rl.report import page
 from rl.report.charts import sections
-from rl.report.summary import Row, RunSummary, summarize, verdict
+from rl.report.summary import Row, RunSummary, by_kind, summarize, verdict
 
 
 def write_report(run_dir: str | Path) -> tuple[Path, list[str]]:
@@ -51,16 +51,18 @@ def write_report(run_dir: str | Path) -> tuple[Path, list[str]]:
     damage = _damage([*files, *((run.rollouts(step), bad) for step, _, bad in samples)])
     summary = summarize(rows, events)
     charts = sections(rows)
+    warned, stepped_in = by_kind(events)
+    others = [event for event in events if event not in warned and event not in stepped_in]
     page.write_page(
         run.report,
         "report",
         [chart for _, group in charts for chart in group],
         kind="run report",
         name=run.name,
-        verdict=verdict(summary) + _early(rows[-1]["step"], spec, sessions) + damage,
+        verdict=verdict(summary) + _early(rows[-1]["step"], spec, sessions) + _notes(sessions) + damage,
         tiles=_tiles(summary),
         sections=charts,
-        events=events,
+        events=[("Interventions", stepped_in), ("Warnings", warned), ("What it went on with", others)],
         facts=_facts(sessions),
         run=run.path,
         samples=[(step, shown(records)) for step, records, _ in samples],
@@ -88,6 +90,11 @@ def _early(last: int, spec: str, sessions: Sequence[Session]) -> list[str]:
     if sessions and sessions[-1].ended is not None:
         return [f"It ended after step {last} of {wanted}: {sessions[-1].why or 'its spec has been changed'}."]
     return [f"It stands at step {last} of {wanted}: it is still running, or was killed."]
+
+
+def _notes(sessions: Sequence[Session]) -> list[str]:
+    """What was said of the input when the run was started last."""
+    return [f"Note: {note.rstrip('.')}." for note in sessions[-1].notes] if sessions else []
 
 
 def _steps_of(spec: str) -> int | None:
@@ -119,6 +126,8 @@ def _tiles(summary: RunSummary) -> list[dict[str, str]]:
     tiles = []
     if summary.accuracy_after is not None:
         before = "" if summary.accuracy_before is None else f"{summary.accuracy_before:.3f} before training"
+        if summary.accuracy_change is not None:
+            before += ", change {:+.3f} to {:+.3f}".format(*summary.accuracy_change)
         tiles.append(_tile("Held-out accuracy", f"{summary.accuracy_after:.3f}", before))
     elif summary.reward_last is not None:
         tiles.append(
@@ -126,9 +135,12 @@ def _tiles(summary: RunSummary) -> list[dict[str, str]]:
         )
     if summary.largest_abs_diff is not None and summary.exact_fraction is not None:
         share = "all" if summary.exact_fraction == 1.0 else f"{format_percent(summary.exact_fraction)} of"
-        below = f"{share} {summary.compared_tokens:,} tokens exact"
+        below = f"{share} {summary.compared_tokens:,} tokens of the trainer's version exact"
         value = "0" if summary.largest_abs_diff == 0 else f"{summary.largest_abs_diff:.3g} nats"
         tiles.append(_tile("Largest mismatch |d|", value, below, summary.agreement_standing))
+    if summary.largest_drift is not None:
+        below = f"at most {summary.largest_drift:.3g}, over {summary.older_tokens:,} trained tokens"
+        tiles.append(_tile("Mean drift of older tokens", f"{summary.mean_drift:.3g} nats", below))
     if summary.syncs:
         below = f"{summary.mismatched_tensors} mismatched tensors"
         tiles.append(
@@ -154,7 +166,9 @@ def _metric_table(rows: Sequence[Row]) -> list[dict[str, str]]:
         values = [row[name] for row in rows if name in row]
         declared = metric(name)
         numbers = {"last": _number(values[-1]), "least": _number(min(values)), "greatest": _number(max(values))}
-        table.append({"name": name, **numbers, "unit": declared.unit, "meaning": declared.meaning})
+        table.append(
+            {"name": name, **numbers, "unit": declared.unit, "meaning": declared.meaning, "over": declared.over}
+        )
     return table
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,9 +15,12 @@ Tone = Literal["good", "bad", "neutral"]
 
 ABS_DIFF_MAX = "mismatch/train_rollout_logprob_abs_diff_max"
 ABS_DIFF_MEAN = "mismatch/train_rollout_logprob_abs_diff_mean"
+DRIFT_MAX, DRIFT_MEAN = "drift/logprob_abs_diff_max", "drift/logprob_abs_diff_mean"
 EQUAL = "rollout/equal_reward_groups"
 _COMPARED = {ABS_DIFF_MAX, ABS_DIFF_MEAN, "mismatch/exact_frac", "mismatch/tokens"}
 """What a row of a step has that was compared, whole or not at all; a damaged one may lack some."""
+_DRIFTED = {DRIFT_MAX, DRIFT_MEAN, "drift/tokens"}
+"""Likewise of a step with older tokens."""
 
 
 @dataclass(frozen=True)
@@ -30,17 +34,23 @@ class RunSummary:
         reward_first, reward_last: mean reward of the first and the last step.
         equal_reward_groups: share of groups whose rewards were all equal, over all steps.
         compared_steps: steps with a mismatch measurement.
-        compared_tokens: sampled tokens with a finite difference d, over all steps.
-        nonfinite_tokens: sampled tokens without one.
+        compared_tokens: tokens of the trainer's version with a finite difference d, over all steps.
+        nonfinite_tokens: tokens of the trainer's version without one.
+        older_tokens: tokens trained on that older weights had sampled, over all steps.
+        mean_drift, largest_drift: of abs(d) over these, in nats; None where there are none.
         largest_abs_diff: largest abs(d) of the run, in nats, and the step it occurred in.
         mean_abs_diff: mean abs(d) over `compared_tokens`.
         exact_fraction: fraction of `compared_tokens` with d == 0.
         syncs, verified_syncs: weight syncs, and those in which every tensor was verified.
         mismatched_tensors: tensors that differed, over all syncs.
         step_seconds: median wall time of a step.
+        evaluated_problems: held-out problems of the last evaluation.
+        accuracy_change: the 95% interval of the change of accuracy, None where it is no fraction of solved problems.
         withheld_steps: steps whose batch was not trained on.
-        interventions: what the run stepped in for: gates, losses that were not finite, engines replaced or synced anew.
-        first_intervention: the first of them, in words, with its step.
+        warnings: firings of gates that only warn.
+        interventions: what else the run stepped in for: gates, losses that were not finite, engines replaced or synced
+            anew.
+        first_warning, first_intervention: the first of them, in words, with its step.
     """
 
     steps: int
@@ -61,13 +71,20 @@ class RunSummary:
     verified_syncs: int
     mismatched_tensors: int
     step_seconds: float | None
+    older_tokens: int = 0
+    mean_drift: float | None = None
+    largest_drift: float | None = None
+    evaluated_problems: int = 0
+    accuracy_change: tuple[float, float] | None = None
     withheld_steps: int = 0
+    warnings: int = 0
+    first_warning: str | None = None
     interventions: int = 0
     first_intervention: str | None = None
 
     @property
     def bitwise_equal(self) -> bool:
-        """Whether every step was measured and every sampled token had d == 0."""
+        """Whether every step was measured and every token of the trainer's version had d == 0."""
         complete = self.compared_steps == self.steps > 0 and self.nonfinite_tokens == 0
         return complete and self.largest_abs_diff == 0.0 and self.exact_fraction == 1.0
 
@@ -101,7 +118,9 @@ def summarize(rows: Sequence[Row], events: Sequence[Event] = ()) -> RunSummary:
     tokens = sum(int(row["mismatch/tokens"]) for row in compared)
     worst = max(compared, key=lambda row: row[ABS_DIFF_MAX], default=None)
     syncs = [row for row in rows if "sync/verified_tensors" in row]
-    events = [event for event in events if event.action not in ("resume", "go_on")]
+    warned, stepped_in = by_kind(events)
+    older = [row for row in steps if _DRIFTED <= row.keys()]
+    older_tokens = sum(int(row["drift/tokens"]) for row in older)
     seconds = [row["perf/step_seconds"] for row in steps if "perf/step_seconds" in row]
     return RunSummary(
         steps=len(steps),
@@ -123,28 +142,76 @@ def summarize(rows: Sequence[Row], events: Sequence[Event] = ()) -> RunSummary:
         mismatched_tensors=sum(int(row.get("sync/mismatched_tensors", 0)) for row in syncs),
         step_seconds=statistics.median(seconds) if seconds else None,
         withheld_steps=sum(row.get("gates/withheld") == 1.0 for row in steps),
-        interventions=len(events),
-        first_intervention=f"step {events[0].step}: {events[0].text}" if events else None,
+        older_tokens=older_tokens,
+        mean_drift=_token_mean(older, DRIFT_MEAN, older_tokens, "drift/tokens"),
+        largest_drift=max((row[DRIFT_MAX] for row in older), default=None),
+        evaluated_problems=int(evaluations[-1].get("eval/problems", 0)) if evaluations else 0,
+        accuracy_change=_change(evaluations),
+        warnings=len(warned),
+        first_warning=_first(warned),
+        interventions=len(stepped_in),
+        first_intervention=_first(stepped_in),
     )
 
 
+def by_kind(events: Sequence[Event]) -> tuple[list[Event], list[Event]]:
+    """Warnings, and what the run stepped in for; a resume and what the run goes on with is neither."""
+    rest = [event for event in events if event.action not in ("resume", "go_on")]
+    return [e for e in rest if e.action == "warn"], [e for e in rest if e.action != "warn"]
+
+
 def verdict(summary: RunSummary) -> list[str]:
-    """The run in words: learning, agreement, weight syncs, and interventions if any; one sentence or two each."""
-    sentences = [_learning(summary), _agreement(summary), _syncs(summary)]
-    return sentences if summary.first_intervention is None else [*sentences, _interventions(summary)]
+    """The run in words: learning, agreement, weight syncs, warnings and interventions; one sentence or two each."""
+    told = [_learning(summary), _agreement(summary), _syncs(summary)]
+    if summary.first_intervention is not None:
+        told.append(_interventions(summary))
+    if summary.first_warning is not None:
+        told.append(f"{_count(summary.warnings, 'warning')}. The first, {summary.first_warning}.")
+    return told
 
 
 def _is_verified(row: Row) -> bool:
     return row["sync/verified_tensors"] > 0 and row.get("sync/mismatched_tensors") == 0
 
 
-def _token_mean(rows: Sequence[Row], name: str, tokens: int) -> float | None:
-    """Mean over the run's tokens of a metric that each row gives as the mean over its own."""
+def _first(events: Sequence[Event]) -> str | None:
+    return f"step {events[0].step}: {events[0].text}" if events else None
+
+
+def _change(evaluations: Sequence[Row]) -> tuple[float, float] | None:
+    """The 95% interval of last minus first accuracy, by Newcombe's method (1998, number 10) from two Wilson intervals.
+
+    It takes the two evaluations for independent samples. They are of the same problems, so the interval of the answers
+    in pairs would be narrower; rows do not have the single answers.
+    """
+    if len(evaluations) < 2:
+        return None
+    pairs = [(row["eval/accuracy"], row.get("eval/problems", 0)) for row in (evaluations[0], evaluations[-1])]
+    if any(not 0.0 <= accuracy <= 1.0 or problems < 1 for accuracy, problems in pairs):
+        return None
+    (before, (low, high)), (after, (lower, higher)) = ((p, _wilson(p, n)) for p, n in pairs)
+    change = after - before
+    return change - math.hypot(after - lower, high - before), change + math.hypot(higher - after, before - low)
+
+
+def _wilson(share: float, count: float) -> tuple[float, float]:
+    """The 95% score interval of a share of `count` (Wilson 1927)."""
+    squared = _Z**2 / count
+    center = (share + squared / 2) / (1 + squared)
+    reach = math.sqrt(squared * share * (1 - share) + squared**2 / 4) / (1 + squared)
+    return center - reach, center + reach
+
+
+_Z = statistics.NormalDist().inv_cdf(0.975)
+
+
+def _token_mean(rows: Sequence[Row], name: str, tokens: int, weight: str = "mismatch/tokens") -> float | None:
+    """Mean over the run's tokens of a metric that each row gives as the mean over its own, `weight` of them."""
     if tokens == 0:
         return None
     if all(row[name] == 1.0 for row in rows):  # free of rounding: "all" must stay exactly 1
         return 1.0
-    return float(sum(row[name] * row["mismatch/tokens"] for row in rows) / tokens)
+    return float(sum(row[name] * row[weight] for row in rows) / tokens)
 
 
 def _learning(summary: RunSummary) -> str:
@@ -153,7 +220,18 @@ def _learning(summary: RunSummary) -> str:
         before, after = summary.accuracy_before, summary.accuracy_after
         if before == after:
             return f"Held-out accuracy stayed at {after:.3f} in {steps}."
-        return f"Held-out accuracy {'rose' if after > before else 'fell'} from {before:.3f} to {after:.3f} in {steps}."
+        if summary.accuracy_change is None:
+            return f"Held-out accuracy went from {before:.3f} to {after:.3f} in {steps}."
+        low, high = summary.accuracy_change
+        problems = _count(summary.evaluated_problems, "problem")
+        interval = f"95% interval of the change {low:+.3f} to {high:+.3f}, Newcombe's of two Wilson intervals"
+        if low <= 0.0 <= high:
+            return (
+                f"Held-out accuracy went from {before:.3f} to {after:.3f} in {steps}, which {problems} cannot tell "
+                f"from no change ({interval})."
+            )
+        moved = "rose" if after > before else "fell"
+        return f"Held-out accuracy {moved} from {before:.3f} to {after:.3f} in {steps} on {problems} ({interval})."
     if summary.accuracy_after is not None:
         return f"Held-out accuracy is {summary.accuracy_after:.3f} at step {summary.accuracy_after_step}."
     if summary.reward_first is not None:
@@ -164,13 +242,24 @@ def _learning(summary: RunSummary) -> str:
 def _agreement(summary: RunSummary) -> str:
     if summary.largest_abs_diff is None and summary.nonfinite_tokens == 0:
         return "No sampled tokens were compared between trainer and engine."
-    tokens = _count(summary.compared_tokens, "sampled token")
     if summary.bitwise_equal:
-        steps = _count(summary.steps, "step")
-        return f"Trainer and engine agree bit for bit: d = 0 on all {tokens} of {steps}; the largest mismatch is 0."
-    parts = []
+        tokens, steps = _count(summary.compared_tokens, "token"), _count(summary.steps, "step")
+        said = f"Trainer and engine agree bit for bit: d = 0 on all {tokens} of the trainer's version in {steps}"
+    else:
+        said = " ".join(_difference(summary)).rstrip(".")
+    if summary.older_tokens:
+        said += (
+            f"; {summary.older_tokens:,} older ones that were trained on had drifted by {summary.mean_drift:.3g} nats "
+            f"on average, {summary.largest_drift:.3g} at most"
+        )
+    return f"{said}."
+
+
+def _difference(summary: RunSummary) -> list[str]:
+    """What keeps a run from the claim of equality."""
+    tokens, parts = f"{_count(summary.compared_tokens, 'token')} of the trainer's version", []
     if summary.largest_abs_diff == 0.0 and summary.exact_fraction == 1.0:
-        parts.append(f"Trainer and engine agree bit for bit on the {tokens} compared; the largest mismatch is 0.")
+        parts.append(f"Trainer and engine agree bit for bit on the {tokens} that were compared.")
     elif summary.largest_abs_diff is not None:
         parts.append(
             f"Trainer and engine differ: the largest mismatch |d| is {summary.largest_abs_diff:.3g} nats "
@@ -180,7 +269,7 @@ def _agreement(summary: RunSummary) -> str:
         parts.append(f"{_count(summary.nonfinite_tokens, 'token')} had a non-finite log-probability.")
     if summary.compared_steps < summary.steps:
         parts.append(f"{summary.steps - summary.compared_steps} of {_count(summary.steps, 'step')} were not compared.")
-    return " ".join(parts)
+    return parts
 
 
 def _syncs(summary: RunSummary) -> str:

@@ -17,15 +17,18 @@ class StepClock:
         """Begin a step now."""
         self._start = time.perf_counter()
         self._phases: dict[str, float] = {}
+        self._within = 0.0
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Add the time inside to the phase `name`."""
-        start = time.perf_counter()
+        """Add the time inside to the phase `name`, but for that of phases inside it."""
+        start, outer, self._within = time.perf_counter(), self._within, 0.0
         try:
             yield
         finally:
-            self._phases[name] = self._phases.get(name, 0.0) + time.perf_counter() - start
+            took = time.perf_counter() - start
+            self._phases[name] = self._phases.get(name, 0.0) + took - self._within
+            self._within = outer + took
 
     def lap(self) -> dict[str, float]:
         """End the step and begin the next one.

@@ -5,8 +5,9 @@ from __future__ import annotations
 from torch import Tensor
 
 from rl.algorithms.base import used_tokens
+from rl.guard.evidence import Evidence
 from rl.mismatch import row_abs_diff_means
-from rl.record.rollouts import RolloutRecord
+from rl.record.rollouts import RolloutRecord, ScoredRecord
 from rl.run.feed.feed import Work
 from trainer.step.batch import TokenBatch
 from trainer.step.result import PassResult
@@ -69,3 +70,20 @@ def rollout_records(work: Work, train_logprobs: Tensor) -> list[RolloutRecord]:
             )
         )
     return records
+
+
+def scored_records(ahead: Evidence | None) -> list[ScoredRecord]:
+    """The answers to later steps that were scored beside a batch, in their order; none where there are none."""
+    if ahead is None:
+        return []
+    batch, rollout = ahead.batch, ahead.batch.fields["rollout_logprobs"]
+    return [
+        ScoredRecord(
+            token_ids=batch.tokens[row, : int(batch.lengths[row])].tolist(),
+            sampled=sampled.nonzero().flatten().tolist(),
+            rollout_logprobs=rollout[row, sampled].tolist(),
+            train_logprobs=ahead.logprobs[row, sampled].tolist(),
+            weight_versions=ahead.versions[row, sampled].tolist(),
+        )
+        for row, sampled in enumerate(batch.loss_mask)
+    ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -18,11 +19,11 @@ from rl.guard.judge import Verdict
 from rl.guard.standing import Standing
 from rl.record.console import StepConsole
 from rl.record.events import Event, append_event, cut_events
-from rl.record.log import run_log
+from rl.record.log import CONSOLE, run_log
 from rl.record.run_dir import RunDir
 from rl.record.sessions import Session, append_session, this_session
 from rl.record.tracking import WANDB_LOST, Tracker
-from rl.record.wandb_run import WandbRun
+from rl.record.wandb_run import WandbRun, leet
 from rl.run.checkpoints import Checkpoints, with_older
 from rl.run.feed.ahead import FeedState
 from rl.run.feed.conversations import ENVIRONMENT_FAILURES
@@ -87,21 +88,25 @@ class Run:
         outer: Closing | None = None,
         stack: Stack | None = None,
         lost: str = "",
+        notes: Sequence[str] = (),
     ) -> Run:
         """Start all parts; on any failure end those that were started. A run with checkpoints goes on from its last.
 
         outer: what the stack ends with, if not with the run. stack: of an attempt before, whose trainer was lost.
-        lost: why, in words.
+        lost: why, in words. notes: what was said of the input; they go into log and report.
         """
         with Closing() as closing:
             closing.enter_context(run_log(files.log))
+            for note in notes:
+                CONSOLE.info(f"note: {note}")
             resume_step = max(files.checkpoint_steps(), default=None)
             if stack is not None and resume_step is None:
                 resume_step = BEFORE_THE_FIRST
             step = max(resume_step or 0, 0)
             console = closing.enter_context(StepConsole(experiment.run.steps, done=step))
             console.note(f"run {files.path}")
-            console.note(f"spec {experiment.numerics_config().spec.digest()}, seed {experiment.run.seed}")
+            digest = experiment.numerics_config().spec.digest()
+            console.note(f"quantization {experiment.numerics.preset}, digest {digest}; seed {experiment.run.seed}")
             console.note(experiment.formula)
             for remark in experiment.algorithm.remarks():
                 console.note(f"note: {remark}")
@@ -114,6 +119,8 @@ class Run:
                 lost=console.note,
             )
             closing.callback(wandb_run.finish, {}, exit_code=1)  # unless it ends well before
+            if (live := leet(files)) is not None:
+                console.note(f"live     {live}    (in a second terminal)")
             numerics = standing.numerics(experiment.numerics_config())
             if stack is None:
                 lost_ray = partial(end_without_ray, files)
@@ -148,7 +155,7 @@ class Run:
                 step=step,
                 checkpoints=closing.enter_context(Checkpoints(files, experiment)),
                 feed=FeedState.of_checkpoint(files.checkpoint(step)) if step else None,
-                session=this_session(),
+                session=this_session(notes),
                 _closing=Closing(),
                 _folder=Folder(files.path),
             )

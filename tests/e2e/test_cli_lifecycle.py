@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 from tests.support.cli_runs import SMALL, LiveRun, wait_until_gone
+from tests.support.recompute import compared
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -179,6 +180,9 @@ def test_a_run_that_samples_ahead_ends_in_the_same_bits_whatever_dies_on_the_way
     assert weights(parts) == weights(whole)
     for row in whole.rows()[1:]:
         assert row["mismatch/exact_frac"] == row["mismatch/redraw_frac"] == 1.0 and row["mismatch/tokens"] > 0
+        again = compared(whole.path, row["step"])
+        assert again == {name: row[name] for name in again} and again["mismatch/tokens"] == row["mismatch/tokens"]
+        assert again.get("drift/tokens", 0) <= row["train/tokens"]
     assert [row.get("drift/tokens_age_2", 0) > 0 for row in whole.rows()[1:]] == [False] + [True] * 7
     assert [row["train/kl"] > 0 for row in whole.rows()[1:]] == [True] * 8
     assert whole.rows()[8]["critic/values_mean"] > whole.rows()[1]["critic/values_mean"] > 0

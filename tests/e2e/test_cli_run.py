@@ -24,6 +24,8 @@ from transformers import AutoTokenizer
 from models import read_shape
 from numerics.sampling import answer_seed
 from numerics.spec import QuantSpec
+from rl.experiment import read_resolved
+from rl.experiment.features import missing
 from rl.record.metrics import METRICS, describe
 from rl.run.lifecycle.interrupts import INTERRUPTED
 from tests.support.cli_runs import SMALL, LiveRun
@@ -78,36 +80,16 @@ def test_every_row_is_complete_and_finite(run: LiveRun) -> None:
     rows = run.rows()
     assert [row["step"] for row in rows] == list(range(STEPS + 1))
     assert {"eval/accuracy", "sync/verified_tensors", "mismatch/exact_frac"} <= rows[0].keys()
-    sometimes = {
-        "tracking/resumed",
-        "tracking/wandb_lost",
-        "perf/eval_seconds",
-        "perf/checkpoint_seconds",
-        "eval/accuracy",
-        "eval/problems",
-    }
-    options = (
-        "mismatch/router_",
-        "train/rejected_",
-        "train/teacher_kl",
-        "train/kl",
-        "critic/",
-        "drift/",
-        "perf/groups_",
-        "perf/engine_balance",
-        "rollout/dropped_t",
-        "rollout/dropped_r",
-        "eval/at_step",
-        "rollout/turns_",
-        "rollout/environment_",
-    )
-    of_options = {name for name in METRICS if name.startswith(options)}
+    experiment = read_resolved(run.path / "spec.yaml")
+    measured = {name for name, described in METRICS.items() if missing(described, experiment) is None}
+    always = {name for name in measured if not METRICS[name].at_times}
     for row in rows[1:]:
-        assert METRICS.keys() - sometimes - of_options <= row.keys()
+        assert always <= row.keys()
+        assert METRICS.keys() & row.keys() <= measured
         assert [name for name in row if name != "step" and describe(name) is None] == [], "each has unit and meaning"
         assert all(math.isfinite(value) for value in row.values())
         assert row["tracking/nonfinite_dropped"] == 0
-    assert sometimes - {"tracking/resumed", "tracking/wandb_lost"} <= rows[-1].keys()
+    assert {name for name in measured - always if name.startswith(("sync/", "eval/", "perf/"))} <= rows[-1].keys()
 
 
 def test_trainer_and_engine_agree_on_every_token(run: LiveRun) -> None:

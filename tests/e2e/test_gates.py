@@ -26,6 +26,7 @@ from rl.record.events import Event, read_events
 from rl.record.metrics_log import read_metrics
 from rl.record.run_dir import RunDir
 from rl.run.feed.feed import SampledFeed, Work
+from rl.run.feed.judging import Answer
 from rl.run.lifecycle.ending import finish
 from rl.run.run import Run
 from rl.run.stack import Stack
@@ -138,18 +139,18 @@ class Faults:
     """Stands around the loop's sampling: what happens right before it in a step, and to what it returns."""
 
     def __init__(
-        self, patch: pytest.MonkeyPatch, before: dict[int, Before], after: dict[int, After], first: int
+        self, patch: pytest.MonkeyPatch, stack: Stack, before: dict[int, Before], after: dict[int, After], first: int
     ) -> None:
         self.step = first - 1
         self.passes: dict[int, list[tuple[bool, float | None]]] = {}
-        self._before, self._after, self._patch = before, after, patch
-        take, collect, advantages = SampledFeed.take, Stack.collect, Grpo.advantages
-        patch.setattr(SampledFeed, "take", lambda feed, *arguments: self.take(feed, partial(take, feed, *arguments)))
-        patch.setattr(Stack, "collect", lambda stack, asked: self.collected(collect(stack, asked)))
+        self._stack, self._before, self._after, self._patch = stack, before, after, patch
+        take, work, advantages = SampledFeed.take, SampledFeed._work, Grpo.advantages
+        patch.setattr(SampledFeed, "take", lambda feed, *arguments: self.take(partial(take, feed, *arguments)))
+        patch.setattr(SampledFeed, "_work", lambda feed, groups, version: work(feed, self.spoilt(groups), version))
         patch.setattr(Grpo, "advantages", lambda grpo, *arguments: advantages(grpo, *arguments) + self.overflow)
 
-    def take(self, feed: SampledFeed, work: Callable[[], Work]) -> Work:
-        stack = feed._stack
+    def take(self, work: Callable[[], Work]) -> Work:
+        stack = self._stack
         if not self.passes:
             self._note_passes(stack)
         self.step += 1
@@ -157,9 +158,10 @@ class Faults:
         self._before.get(self.step, lambda _: None)(stack)
         return work()
 
-    def collected(self, groups: list[list[Trajectory]]) -> list[list[Trajectory]]:
-        spoilt = iter(self._after.get(self.step, lambda answers: answers)([a for group in groups for a in group]))
-        return [[next(spoilt) for _ in group] for group in groups]
+    def spoilt(self, groups: list[list[Answer]]) -> list[list[Answer]]:
+        after = self._after.get(self.step, lambda answers: answers)
+        trajectories = iter(after([answer.trajectory for group in groups for answer in group]))
+        return [[dataclasses.replace(answer, trajectory=next(trajectories)) for answer in group] for group in groups]
 
     def _note_passes(self, stack: Stack) -> None:
         """Of each step, whether the routes were replayed and under which cap."""
@@ -207,7 +209,7 @@ def faulty(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunDir, Faults]:
     }
     after = {REPLAYED: other_experts, NAN: nan_logprobs(1), MANY_NAN: nan_logprobs(8)}
     with pytest.MonkeyPatch.context() as patch, Run.open(settings, run) as live:
-        faults = Faults(patch, before, after, first=1)
+        faults = Faults(patch, live.stack, before, after, first=1)
         stopped = train(live)
         finish(live, stopped)
     assert stopped.startswith("checkpoint_and_stop: rollout/reward_mean")
@@ -323,7 +325,7 @@ def test_routes_are_replayed_from_the_step_on_in_which_they_differ(faulty: tuple
 def test_the_stopped_run_resumes_with_what_gates_have_changed(run: RunDir) -> None:
     settings = load_experiment(run.experiment, [f"gates={json.dumps(LATER_GATES)}"])
     with pytest.MonkeyPatch.context() as patch, Run.open(settings, run) as live:
-        faults = Faults(patch, {}, {TIGHTENED: too_sure}, first=STOPPED + 1)
+        faults = Faults(patch, live.stack, {}, {TIGHTENED: too_sure}, first=STOPPED + 1)
         assert train(live) == ""
         (report,) = at_each_engine(live.stack, EngineClient.report)
         assert report.numerics["rollout"] == "bf16"

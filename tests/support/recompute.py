@@ -11,6 +11,7 @@ from torch import Tensor
 
 from rl.algorithms.base import Outcomes
 from rl.experiment import Experiment, read_resolved
+from rl.mismatch import agreement, drift_metrics
 from rl.run.records import train_metrics
 from trainer.config import TrainerConfig
 from trainer.distributed.parallel import Layout
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 def first_step(run: Path, layout: Layout, config: TrainerConfig) -> tuple[dict[str, float], list[list[float]]]:
     """`train/...` of step 1, and the trainer's log-probabilities by trajectory, at the run's first weights."""
     experiment = read_resolved(run / "spec.yaml")
-    lines = [json.loads(line) for line in (run / "rollouts/step_1.jsonl").read_text().splitlines()]
+    lines = _lines(run / "rollouts/step_1.jsonl")
     trainer = _trainer(experiment, Path(experiment.model.path), layout)
     batch = _batch(lines, experiment.rollout.temperature)
     outcomes = Outcomes(_column(lines, "reward"), _column(lines, "group").long(), _column(lines, "finished"))
@@ -33,6 +34,38 @@ def first_step(run: Path, layout: Layout, config: TrainerConfig) -> tuple[dict[s
     logprobs[done.rows] = done.result.logprobs
     by_row = [row[mask].tolist() for row, mask in zip(logprobs, batch.loss_mask)]
     return train_metrics(done.result, batch), by_row
+
+
+def compared(run: Path, step: int) -> dict[str, float]:
+    """`mismatch/...` and `drift/...` of a step from its files alone, without what the trainer drew again."""
+    own, ahead = (_lines(run / f"rollouts/{kind}_{step}.jsonl") for kind in ("step", "ahead"))
+    version = int(json.loads((run / f"manifests/step_{step - 1}.json").read_text())["version"])
+    drifted = _scored(own)
+    mismatch = _scored(own + ahead)
+    cap = read_resolved(run / "spec.yaml").algorithm.measured_cap
+    return {
+        **agreement(*mismatch[:3], cap=cap, fresh=mismatch[3] == version),
+        **drift_metrics(*drifted[:3], drifted[3], version),
+    }
+
+
+def _scored(lines: list[dict[str, Any]]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Both log-probabilities, what was sampled and its versions, [rows, width] each."""
+    width = max(len(line.get("prompt_ids", [])) + len(line["token_ids"]) for line in lines)
+    train, rollout = torch.zeros(2, len(lines), width)
+    mask, versions = torch.zeros(len(lines), width, dtype=torch.bool), torch.zeros(len(lines), width, dtype=torch.int64)
+    for row, line in enumerate(lines):
+        first = len(line.get("prompt_ids", []))
+        told = {first + at for begin, end in line.get("told", []) for at in range(begin, end)}
+        written = range(first, first + len(line["token_ids"]))
+        mask[row, line.get("sampled", [at for at in written if at not in told])] = True
+        for values, name in ((train, "train_logprobs"), (rollout, "rollout_logprobs"), (versions, "weight_versions")):
+            values[row, mask[row]] = torch.tensor(line[name], dtype=values.dtype)
+    return train, rollout, mask, versions
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
 
 
 def taught_step(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import ray
 
@@ -37,8 +37,10 @@ FAILURES = (
 """What ends a run although neither its input nor its code is wrong, such as a full disk: it can be resumed."""
 
 
-def attempted(experiment: Experiment, files: RunDir, loop: Callable[[Run], str]) -> str:
+def attempted(experiment: Experiment, files: RunDir, loop: Callable[[Run], str], notes: Sequence[str] = ()) -> str:
     """Run `loop`, which returns why it ended before its last step, and finish the run; what `loop` returned.
+
+    notes: what was said of the input.
 
     A trainer that is lost is followed by another, from the last checkpoint, up to `run.restarts` times. The engines
     stay up meanwhile, and are synced back to that checkpoint's weights.
@@ -51,7 +53,7 @@ def attempted(experiment: Experiment, files: RunDir, loop: Callable[[Run], str])
     with Closing(outer=True) as outer:
         for left in reversed(range(experiment.run.restarts + 1)):
             try:
-                with Run.open(experiment, files, outer, stack, lost) as run:
+                with Run.open(experiment, files, outer, stack, lost, notes) as run:
                     stack = run.stack
                     stopped = loop(run)
                     finish(run, stopped)

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import os
-import shutil
-import sys
-from pathlib import Path
 
 from rl.record.events import read_events
 from rl.record.metrics_log import read_metrics
+from rl.record.wandb_run import leet
 from rl.report.report import write_report
 from rl.report.summary import summarize, verdict
 from rl.run.lifecycle.stopping import STOPPED
@@ -37,12 +34,5 @@ def finish(run: Run, stopped: str = "") -> None:
         say(f"resume   fp8rl train {run.files.experiment} --resume")
     else:
         say(f"model    {run.files.model}")
-    offline = run.files.path / "wandb" / "latest-run"
-    if offline.exists():
-        say(f"wandb    {_wandb()} leet inspect --summary {offline}")
-        say(f"live     {_wandb()} leet {offline}    (in a second terminal, while a run goes on)")
-
-
-def _wandb() -> str:
-    """The command as this shell finds it: `make demo` runs in an environment that is not activated."""
-    return "wandb" if shutil.which("wandb") else os.path.relpath(Path(sys.executable).with_name("wandb"))
+    if (summarized := leet(run.files, "inspect", "--summary")) is not None:
+        say(f"wandb    {summarized}")

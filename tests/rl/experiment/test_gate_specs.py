@@ -68,6 +68,11 @@ def gate(action: str = "warn", **fields: Any) -> dict[str, Any]:
             for numerics in ({"mode": "native"}, {"trainer": "bf16"})
         ),
         ([gate("skip_step")], {"algorithm": {"name": "sft"}}, ["gates.0.action", "'skip_step'", "warn"]),
+        ([gate()], {"algorithm": {"name": "sft"}}, [f"{METRIC} with algorithm.name=sft", "that samples answers"]),
+        ([gate(metric="rollout/turns_mean")], {}, ["gates.0.metric", "environment=single_turn", "an environment"]),
+        ([gate(metric="train/rejected_tokens")], {}, ["rejection=None", "algorithm.rejection or algorithm.veto"]),
+        ([gate(metric="eval/hard/pass@2")], {"eval": {"problems": 0}}, ["eval.problems=0", "eval.problems above 0"]),
+        ([gate("skip_step", metric="rollout/reward_failures")], {}, ["after a step's decision"]),
         (
             [],
             {"algorithm": {"name": "sft"}, "guard": {"nonfinite_loss": "skip"}},

@@ -159,5 +159,6 @@ def test_a_rule_that_the_saved_state_does_not_know_starts_anew() -> None:
 
 
 def test_late_metrics_are_those_measured_after_the_decision() -> None:
-    late = {"eval/accuracy": 0.5, "sync/seconds": 1.0, "train/lr": 1e-4, "gates/withheld": 1.0}
+    late = {"eval/accuracy": 0.5, "eval/hard/pass@4": 0.5, "sync/seconds": 1.0, "train/lr": 1e-4, "gates/withheld": 1.0}
+    late |= {"rollout/reward_failures": 2.0, "rollout/engines_replaced": 1.0}
     assert late_metrics({**late, "mismatch/exact_frac": 1.0, "train/loss": 0.0}) == late

@@ -20,12 +20,14 @@ def drift(d: list[float], versions: list[int], version: int) -> dict[str, float]
 
 def test_by_hand() -> None:
     # Fresh tokens (version 7) and one that is not finite are left out. mean(rho - 1 - d) over d = ln 2, -ln 2, 2 ln 2:
-    # (2 + 1/2 + 4 - 3 - 2 ln 2) / 3.
+    # (2 + 1/2 + 4 - 3 - 2 ln 2) / 3. ESS: (2 + 1/2 + 4)^2 / (3 (4 + 1/4 + 16)).
     found = drift([9.0, LN2, -LN2, math.nan, 2 * LN2], [7, 6, 6, 6, 4], 7)
     assert found == {
         "drift/tokens": 3.0,
         "drift/logprob_abs_diff_mean": pytest.approx(4 * LN2 / 3),
         "drift/logprob_abs_diff_max": pytest.approx(2 * LN2),
+        "drift/k1_kl": pytest.approx(-2 * LN2 / 3),
+        "drift/ess": pytest.approx(6.5**2 / (3 * 20.25)),
         "drift/k3_kl": pytest.approx((3.5 - 2 * LN2) / 3),
         "drift/tokens_age_1": 2.0,
         "drift/abs_diff_mean_age_1": pytest.approx(LN2),

@@ -32,6 +32,18 @@ def test_accuracy_is_shown_when_there_is_one_and_trouble_always() -> None:
     assert "mismatched tensors 1" in step_line(60, 60, {**METRICS, "sync/mismatched_tensors": 1.0}).plain
 
 
+def test_where_older_tokens_are_trained_on_the_line_says_how_many_were_compared() -> None:
+    drift = {"drift/tokens": 3829.0, "drift/logprob_abs_diff_mean": 0.02, "drift/logprob_abs_diff_max": 3.1}
+    line = step_line(3, 60, METRICS | {"mismatch/tokens": 16.0} | drift).plain
+    assert "max|d| 0  exact 1 of 16 tokens, 3,829 older drifted 2.00e-02, at most 3.10e+00  grad" in line
+
+
+def test_a_step_in_which_the_critic_learns_alone_says_so() -> None:
+    assert "the critic learns alone" in step_line(1, 60, METRICS | {"critic/lr": 1e-5}).plain
+    for more in ({"train/lr": 1e-4}, {"gates/withheld": 1.0}):
+        assert "alone" not in step_line(1, 60, METRICS | {"critic/lr": 1e-5} | more).plain
+
+
 def test_without_reward_the_loss_is_shown() -> None:
     assert step_line(1, 9, {"train/loss": 2.5, "train/grad_norm": 1.0}).plain == "step 1/9  loss 2.500  grad 1.000"
 

@@ -1,6 +1,13 @@
+from typing import get_args
+
 import pytest
 
+from rl.experiment.features import CONDITIONS
+from rl.record.metric import Feature
 from rl.record.metrics import FAMILIES, METRICS, describe, metric, nearest_metric
+from rl.record.reference import PAGE, document
+from rl.report.charts import SECTIONS
+from tests.support.paths import ROOT
 
 
 def test_a_fixed_name_is_described_by_its_entry() -> None:
@@ -19,7 +26,7 @@ def test_a_fixed_name_is_described_by_its_entry() -> None:
             "tokens",
             "sampled 8 weight versions before the trainer's; 8 stands for that and more",
         ),
-        ("mismatch/abs_diff_max_pos_256", "nats", "bucket from position 256."),
+        ("mismatch/abs_diff_max_pos_256", "nats", "bucket from position 256 of"),
         ("mismatch/tokens_pos_16", "tokens", "buckets begin at 0, 16, 64,"),
     ],
 )
@@ -65,4 +72,33 @@ def test_every_metric_says_what_it_means() -> None:
     for name, described in METRICS.items():
         assert "/" in name and described.meaning.endswith(".")
     for family in FAMILIES.values():
-        assert "{n}" in family.meaning and len(family.numbers) > 1
+        assert "{n}" in family.metric.meaning and len(family.numbers) > 1
+
+
+def test_the_committed_page_is_written_from_the_registry() -> None:
+    """Written anew by `python -m rl.record.reference`."""
+    assert (ROOT / PAGE).read_text() == document()
+
+
+def test_a_metric_says_what_it_is_beside_its_name() -> None:
+    age = metric("drift/abs_diff_mean_age_3")
+    assert (age.over, age.needs, age.chart) == (
+        "drift/tokens_age_3",
+        ("samples", "staleness"),
+        ("Drift by age", "age 3"),
+    )
+    part = metric("rollout/reward/format")
+    assert part.chart == ("Parts of the reward", "format") and not part.late
+    assert metric("eval/hard/pass@4").late and metric("eval/hard/pass@4").chart == ("Held-out accuracy", "hard/pass@4")
+
+
+def test_every_curve_belongs_to_a_chart() -> None:
+    titles = {title for looks in SECTIONS.values() for title in looks}
+    drawn = {described.chart[0] for described in METRICS.values() if described.chart}
+    drawn |= {family.metric.chart[0] for family in FAMILIES.values() if family.metric.chart}
+    named = {"Parts of the reward", "Outcomes of the environment", "Duration"}
+    assert titles == drawn | named
+
+
+def test_every_need_has_its_condition() -> None:
+    assert CONDITIONS.keys() == set(get_args(Feature))

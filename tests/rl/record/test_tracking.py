@@ -2,6 +2,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -15,7 +16,7 @@ import wandb
 import rl.record.wandb_run as wandb_run
 from numerics.errors import UserError
 from rl.record.metrics_log import read_metrics
-from rl.record.rollouts import RolloutRecord, read_rollouts
+from rl.record.rollouts import RolloutRecord, ScoredRecord, read_rollouts
 from rl.record.run_dir import RunDir
 from rl.record.tracking import WANDB_LOST, Tracker
 from rl.record.wandb_run import METRIC_GROUPS, WandbConfig, WandbRun, check_wandb
@@ -86,7 +87,7 @@ def of_type(records: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
 def test_wandb_gets_the_same_rows_over_the_step_axis(run: RunDir) -> None:
     with tracking(run, WandbConfig(mode="offline", project="test")) as tracker:
         tracker.log(1, {"train/loss": 0.5, "eval/accuracy": float("nan"), "rollout/reward/length/long": -0.25})
-        tracker.log(2, {"train/loss": 0.25}, RECORDS)
+        tracker.log(2, {"train/loss": 0.25}, lambda: (RECORDS, []))
         tracker.finish({"accuracy_after": 0.9})
 
     records = wandb_records(run)
@@ -118,7 +119,7 @@ def test_tables_are_rare_and_staged_in_the_run_directory(run: RunDir) -> None:
     with tracking(run, WandbConfig(), spec=spec) as tracker:
         assert os.environ["WANDB_DATA_DIR"].startswith(str(run.path))
         for step in range(1, 13):
-            tracker.log(step, {}, RECORDS)
+            tracker.log(step, {}, lambda: (RECORDS, []))
     assert "WANDB_DATA_DIR" not in os.environ
     assert run.rollout_steps() == list(range(1, 13))
     rows = [record["item"] for record in of_type(wandb_records(run), "history")]
@@ -127,7 +128,7 @@ def test_tables_are_rare_and_staged_in_the_run_directory(run: RunDir) -> None:
 
 def test_disabled_wandb_leaves_the_files_of_the_run(run: RunDir) -> None:
     with tracking(run, WandbConfig(mode="disabled")) as tracker:
-        written = tracker.log(1, {"train/loss": 0.5}, RECORDS)
+        written = tracker.log(1, {"train/loss": 0.5}, lambda: (RECORDS, []))
     assert read_metrics(run.metrics) == [{"step": 1, **written}]
     assert read_rollouts(run.rollouts(1)) == RECORDS
     assert run.rollout_steps() == [1]
@@ -203,11 +204,36 @@ def sent_by_hand(run: RunDir) -> str:
     return subprocess.run(command, check=True, capture_output=True, text=True, timeout=120).stderr
 
 
+def test_trajectories_are_written_beside_the_next_step_and_a_failure_is_not_lost(run: RunDir) -> None:
+    go_on = threading.Event()
+
+    def slow() -> tuple[list[RolloutRecord], list[ScoredRecord]]:
+        assert go_on.wait(30)
+        return RECORDS, [ScoredRecord([1, 2, 3], [2], [-0.5], [-0.5], [4])]
+
+    def failing() -> tuple[list[RolloutRecord], list[ScoredRecord]]:
+        raise OSError("no room")
+
+    with tracking(run, WandbConfig(mode="disabled"), spec={"run": {"steps": 9}}) as tracker:
+        tracker.log(1, {"train/loss": 0.5}, slow)
+        assert not run.rollouts(1).exists() and run.metrics.read_text().count("\n") == 1
+        go_on.set()
+        tracker.wait()
+        assert len(read_rollouts(run.rollouts(1))) == len(RECORDS) and run.ahead(1).read_text().count("\n") == 1
+        assert run.rollout_steps() == [1], "answers to later steps are no step's"
+        tracker.log(2, {}, failing)
+        with pytest.raises(OSError, match="no room"):
+            tracker.log(3, {})
+    assert run.metrics.read_text().count("\n") == 2
+    with pytest.raises(OSError, match="no room"), tracking(run, WandbConfig(mode="disabled"), resume_step=2) as tracker:
+        tracker.log(3, {}, failing)
+
+
 @pytest.mark.slow
 def test_a_run_is_uploaded_and_a_resumed_one_behind_it(run: RunDir, online: WandbServer) -> None:
     with tracking(run, ONLINE) as tracker:
         tracker.log(1, {"train/loss": 0.5})
-        tracker.log(2, {"train/loss": 0.25}, RECORDS)
+        tracker.log(2, {"train/loss": 0.25}, lambda: (RECORDS, []))
     assert uploaded(run, online) == [1, 2] and "CreateArtifact" in online.calls, "the table too"
     with tracking(run, ONLINE, resume_step=2) as tracker:
         tracker.log(3, {"train/loss": 0.125})
@@ -230,7 +256,7 @@ def test_a_server_that_stalls_and_dies_costs_no_step_and_no_row(
             if step == 15:
                 online.die()
             began = time.perf_counter()
-            tracker.log(step, {"train/loss": 1.0 / step}, RECORDS)
+            tracker.log(step, {"train/loss": 1.0 / step}, lambda: (RECORDS, []))
             seconds.append(time.perf_counter() - began)
     assert max(seconds[3:]) < 10.0, "wandb's own online mode waits for 31 s at a table, and gives up the run"
     check_whole(run, steps, said, monkeypatch)
@@ -245,7 +271,7 @@ def test_a_server_that_refuses_the_key_is_noticed_while_the_run_goes_on(
     with tracking(run, ONLINE, lost=said.append) as tracker:
         tracker.log(1, {})
         assert wait_until(lambda: not children("rl.record.wandb_upload"), 120)
-        tracker.log(2, {}, RECORDS)
+        tracker.log(2, {}, lambda: (RECORDS, []))
         assert tracker.log(3, {})[WANDB_LOST] == 1.0
     check_whole(run, [1, 2, 3], said, monkeypatch)
 
@@ -303,9 +329,9 @@ def test_training_goes_on_without_wandbs_process(run: RunDir) -> None:
                     process.kill()
                     process.wait()
             if resume_step is None:
-                tracker.log(2, {"train/loss": 0.25}, RECORDS)
+                tracker.log(2, {"train/loss": 0.25}, lambda: (RECORDS, []))
                 tracker.alert("gate: fired")
-                last = tracker.log(3, {"train/loss": 0.125}, RECORDS)
+                last = tracker.log(3, {"train/loss": 0.125}, lambda: (RECORDS, []))
                 assert last[WANDB_LOST] == 1.0
             tracker.finish({"accuracy_after": 0.9})
         (sentence,) = said

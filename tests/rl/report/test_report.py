@@ -98,11 +98,12 @@ def charts_of(page: str) -> dict[str, dict[str, Any]]:
 
 def test_the_headline_says_what_happened(tmp_path: Path) -> None:
     rows = {0: {"eval/accuracy": 0.25}, 1: step_metrics(1), 2: step_metrics(2) | {"eval/accuracy": 0.9}}
+    rows[0]["eval/problems"] = rows[2]["eval/problems"] = 100
     page = page_of(make_run(tmp_path, rows))
-    assert "Held-out accuracy rose from 0.250 to 0.900 in 2 steps." in page
-    assert "d = 0 on all 100 sampled tokens of 2 steps" in page
+    assert "Held-out accuracy rose from 0.250 to 0.900 in 2 steps on 100 problems" in page
+    assert "d = 0 on all 100 tokens of the trainer&#39;s version in 2 steps" in page
     assert "All 2 weight syncs verified" in page
-    assert "all 100 tokens exact" in page
+    assert "all 100 tokens of the trainer&#39;s version exact" in page
 
 
 def test_the_page_loads_nothing_from_elsewhere(tmp_path: Path) -> None:
@@ -179,7 +180,7 @@ def test_writing_again_replaces_the_report(tmp_path: Path) -> None:
     run = make_run(tmp_path, {1: step_metrics(1)})
     write_report(run.path)
     MetricsLog(run.metrics, resume_step=1).append(2, step_metrics(2))
-    assert "of 2 steps" in page_of(run)
+    assert "in 2 steps" in page_of(run)
     assert not list(run.path.glob(".report*"))
 
 
@@ -207,7 +208,8 @@ def test_a_run_that_ended_early_says_so_and_where_it_ran(tmp_path: Path) -> None
     page, _ = write_report(run.path)
     assert "It stands at step 2 of 9: it is still running, or was killed." in page.read_text()
     session = Session(1e9, "node: 2 cores of a CPU, 24 GiB", {"python": "3.11", "sglang": "0.5"}, "abc123+")
-    append_session(run.sessions, session)
+    append_session(run.sessions, replace(session, notes=["3 of the 8 problems of data.eval are trained on as well"]))
+    assert "Note: 3 of the 8 problems of data.eval are trained on as well." in write_report(run.path)[0].read_text()
     append_session(run.sessions, replace(session, ended=1e9 + 75.4, why="train/loss: a gate"))
     text = write_report(run.path)[0].read_text()
     assert "It ended after step 2 of 9: train/loss: a gate." in text

@@ -1,5 +1,7 @@
 from typing import Any
 
+import pytest
+
 from rl.record.events import Event
 from rl.report.charts import sections
 from rl.report.summary import RunSummary, summarize, verdict
@@ -54,8 +56,10 @@ def test_a_run_that_agrees_bit_for_bit() -> None:
     assert summary.bitwise_equal
     assert (summary.agreement_standing, summary.sync_standing) == ("good", "good")
     learning, agreement, syncs = verdict(summary)
-    assert learning == "Held-out accuracy rose from 0.250 to 0.750 in 3 steps."
-    assert agreement.startswith("Trainer and engine agree bit for bit: d = 0 on all 300 sampled tokens of 3 steps")
+    assert learning == "Held-out accuracy went from 0.250 to 0.750 in 3 steps."
+    assert agreement.startswith(
+        "Trainer and engine agree bit for bit: d = 0 on all 300 tokens of the trainer's version in 3 steps."
+    )
     assert syncs.startswith("All 4 weight syncs verified")
 
 
@@ -70,7 +74,7 @@ def test_a_run_that_differs_is_weighted_by_tokens() -> None:
     assert (summary.largest_abs_diff, summary.largest_abs_diff_step) == (0.3, 1)
     assert not summary.bitwise_equal
     assert (
-        "differ: the largest mismatch |d| is 0.3 nats (step 1), the mean 0.02 over 400 sampled tokens."
+        "differ: the largest mismatch |d| is 0.3 nats (step 1), the mean 0.02 over 400 tokens of the trainer's version."
         in verdict(summary)[1]
     )
 
@@ -79,7 +83,7 @@ def test_an_unmeasured_step_forbids_the_claim_of_equality() -> None:
     unmeasured = {"step": 2, "mismatch/tokens": 0, "mismatch/nonfinite_count": 0}
     summary = summarize([row(1), unmeasured])
     assert not summary.bitwise_equal and summary.agreement_standing == "bad"
-    assert verdict(summary)[1].endswith("the largest mismatch is 0. 1 of 2 steps were not compared.")
+    assert verdict(summary)[1].endswith("that were compared. 1 of 2 steps were not compared.")
 
 
 def test_nonfinite_tokens_forbid_the_claim_of_equality() -> None:
@@ -121,7 +125,9 @@ def test_an_evaluation_belongs_to_the_step_that_it_is_of() -> None:
 
 
 def test_accuracy_that_falls_or_stays_is_said_to() -> None:
-    assert "fell from 0.500 to 0.400" in verdict(summarize([start(0.5), row(1, eval__accuracy=0.4)]))[0]
+    many = {"eval/problems": 2000}
+    fell = summarize([start(0.5) | many, row(1, eval__accuracy=0.4) | many])
+    assert "fell from 0.500 to 0.400 in 1 step on 2,000 problems (95% interval of the change -0.1" in verdict(fell)[0]
     assert "stayed from" not in verdict(summarize([start(0.5), row(1, eval__accuracy=0.5)]))[0]
     assert verdict(summarize([row(1, eval__accuracy=0.5)]))[0] == "Held-out accuracy is 0.500 at step 1."
     assert verdict(summarize([row(1), row(2)]))[0] == "Mean reward went from 0.510 to 0.520 in 2 steps."
@@ -137,3 +143,51 @@ def test_interventions_are_counted_and_the_first_is_told() -> None:
     summary = summarize(rows, events)
     assert (summary.interventions, summary.withheld_steps) == (2, 2)
     assert verdict(summary)[3:] == [f"2 interventions, 2 steps not trained on. The first, step 2: {because}."]
+
+
+def test_what_the_problems_cannot_tell_from_no_change_is_no_verdict() -> None:
+    asked = {"eval/problems": 256}
+    summary = summarize([start(0.387) | asked, row(1, eval__accuracy=0.402) | asked])
+    low, high = summary.accuracy_change or (0, 0)
+    assert low < 0 < high and high - low == pytest.approx(0.168, abs=2e-3)
+    said = verdict(summary)[0]
+    assert "went from 0.387 to 0.402 in 1 step, which 256 problems cannot tell from no change" in said
+    assert "95% interval of the change -0.069 to +0.099, Newcombe's of two Wilson intervals" in said
+    few = {"eval/problems": 40}
+    seen = summarize([start(0.0) | few, row(1, eval__accuracy=0.025) | few])
+    assert "cannot tell" in verdict(seen)[0]
+    scored = summarize([start(1.5) | asked, row(1, eval__accuracy=2.5) | asked])
+    assert verdict(scored)[0] == "Held-out accuracy went from 1.500 to 2.500 in 1 step.", "no fraction of solved ones"
+
+
+def test_the_interval_is_newcombe_s() -> None:
+    """The examples (a) to (d) of his table II: 56/70 - 48/80, 9/10 - 3/10, 10/10 - 0/20 and 10/10 - 0/10."""
+    published = {
+        (48, 80, 56, 70): (0.0524, 0.3339),
+        (0, 20, 10, 10): (0.6791, 1.0),
+        (0, 10, 10, 10): (0.6075, 1.0),
+        (3, 10, 9, 10): (0.1705, 0.8090),
+    }
+    for (before, n, after, m), interval in published.items():
+        rows = [{"step": 0, "eval/accuracy": before / n, "eval/problems": n}]
+        rows += [{"step": 1, "eval/accuracy": after / m, "eval/problems": m}]
+        assert summarize(rows).accuracy_change == pytest.approx(interval, abs=5e-5)
+
+
+def test_older_tokens_are_not_among_those_that_agree() -> None:
+    older = {"drift/tokens": 300, "drift/logprob_abs_diff_mean": 0.02, "drift/logprob_abs_diff_max": 1.5}
+    more = {"drift/tokens": 100, "drift/logprob_abs_diff_mean": 0.06, "drift/logprob_abs_diff_max": 3.1}
+    summary = summarize([row(1, tokens=16), row(2, tokens=16) | older, row(3, tokens=16) | more])
+    assert verdict(summary)[1] == (
+        "Trainer and engine agree bit for bit: d = 0 on all 48 tokens of the trainer's version in 3 steps; 400 older "
+        "ones that were trained on had drifted by 0.03 nats on average, 3.1 at most."
+    )
+    charts = {chart["title"]: chart for _, group in sections([row(1), row(2) | older]) for chart in group}
+    assert [trace["y"] for trace in charts["Drift of older tokens |d|"]["traces"]] == [[0.02], [1.5]]
+
+
+def test_a_warning_is_no_intervention() -> None:
+    because = "warn: mismatch/k3_kl = 0.5 is above 0.1"
+    summary = summarize([row(1), row(2)], [Event(2, "mismatch/k3_kl", 0.5, "above 0.1", "warn", None, because)])
+    assert (summary.interventions, summary.warnings) == (0, 1)
+    assert verdict(summary)[3:] == [f"1 warning. The first, step 2: {because}."]

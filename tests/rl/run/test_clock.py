@@ -54,3 +54,17 @@ def test_a_phase_that_fails_is_counted(time: list[float]) -> None:
         time[0] += 1.0
         raise RuntimeError
     assert stopwatch.lap()["perf/train_seconds"] == 1.0
+
+
+def test_a_phase_within_another_is_counted_once(time: list[float]) -> None:
+    stopwatch = StepClock()
+    with stopwatch.phase("monitor"):
+        time[0] += 0.5
+        spend(stopwatch, time, "train", 2.0)
+        time[0] += 0.25
+    assert stopwatch.lap() == {
+        "perf/train_seconds": 2.0,
+        "perf/monitor_seconds": 0.75,
+        "perf/step_seconds": 2.75,
+        "perf/overhead_seconds": 0.0,
+    }

@@ -5,11 +5,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from rl.guard.evidence import Evidence
 from rl.record.rollouts import shown
 from rl.run.feed.batching import batch_from_trajectories
 from rl.run.feed.feed import Work, rollout_metrics
 from rl.run.feed.judging import Answer
-from rl.run.records import rollout_records, throughput, train_metrics
+from rl.run.records import rollout_records, scored_records, throughput, train_metrics
 from rollout.data.tasks import Problem
 from rollout.types import Trajectory
 from trainer.step.batch import TokenBatch
@@ -99,3 +100,14 @@ def test_records_keep_a_whole_trajectory_with_both_log_probabilities(
     assert fifth.advantage == 0.0 and math.isnan(records[5].train_logprobs[1])
     assert [record.text for record in shown(records)] == ["text 0", "text 2", "text 4"]
     assert rollout_records(Work(batch), logprobs) == [], "of examples there is nothing to keep"
+
+
+def test_answers_that_were_scored_ahead_are_kept_token_by_token(trajectories: list[Trajectory]) -> None:
+    batch = batch_from_trajectories(trajectories[:2], 1.0)
+    versions = torch.where(batch.loss_mask, 4, 0)
+    scored = torch.where(batch.loss_mask, -1.5, math.nan)
+    first, second = scored_records(Evidence(batch, versions, 4, scored))
+    assert (first.token_ids, first.sampled) == ([1, 2, 10, 11, 12], [2, 3, 4])
+    assert (second.train_logprobs, second.rollout_logprobs) == ([-1.5] * 5, [-1.0] * 5)
+    assert second.weight_versions == [4] * 5
+    assert scored_records(None) == []

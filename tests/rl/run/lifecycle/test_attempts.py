@@ -29,7 +29,7 @@ class Opened:
         monkeypatch.setattr(attempts_module.Run, "open", self.open)
         monkeypatch.setattr(attempts_module, "finish", lambda run, stopped: self.finished.append(stopped))
 
-    def open(self, experiment: Any, files: Any, outer: Any, stack: Any, lost: str) -> Any:
+    def open(self, experiment: Any, files: Any, outer: Any, stack: Any, lost: str, notes: Any) -> Any:
         self.attempts.append((stack is self.stack, lost))
         return contextlib.nullcontext(SimpleNamespace(stack=self.stack))
 
