@@ -209,12 +209,18 @@ def _op_finding(clues: Clues, group: list[OpDifference], remark: str = "") -> Fi
     verb = "differ" if subject.startswith(("experts", "logprobs")) else "differs"
     text = (
         f"{subject} {verb}{_where(clues, op, layers)} on equal inputs (relative RMS {worst.relative_rms:.2g}, "
-        f"{worst.differing:.0%} of the elements)"
+        f"{worst.differing:.0%} of the elements{_definition(clues, op)})"
     )
     if op in clues.settings:
         name, ours, theirs = clues.settings[op]
         text += f": {name} is {ours:g} in the trainer and {theirs:g} in the engine"
     return Finding("op", text + remark, op=op, layers=layers, experts=experts)
+
+
+def _definition(clues: Clues, op: str) -> str:
+    """What both sides should have called."""
+    form = next(place.op.form for place in clues.model.forward.places() if place.op.name == op)
+    return f"; in exact mode it is {form.defined_by}" if clues.numerics.mode == "exact" and form.definition else ""
 
 
 def _precision(configured: str) -> str:

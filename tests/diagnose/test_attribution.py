@@ -196,6 +196,7 @@ def test_ops_are_ranked_by_size_and_grouped_over_layers() -> None:
     found = rank(clues(ops=differing((0, "router", 0.002), (0, "rope", 0.3), (1, "rope", 0.6), (None, "embed", 0.1))))
     assert [(f.op, f.layers) for f in found] == [("rope", (0, 1)), ("embed", ()), ("router", (0,))]
     assert found[0].text.startswith("rope differs in every layer on equal inputs (relative RMS 0.6, 100%")
+    assert "; in exact mode it is numerics.ops.rope.rope)" in found[0].text
     assert found[2].text.startswith("router differs in layer 0 on equal inputs")
 
 
