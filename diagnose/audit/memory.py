@@ -25,7 +25,7 @@ _WEIGHTS: dict[Part, str] = {
 
 
 def held_in_pass(trainer: Trainer, sites: Sites, plan: Mapping[str, Planned]) -> Iterator[Sighting]:
-    """Behind a backward: weights, what products have made of them, and gradients."""
+    """What is held after a backward: weights, what products have made of them, and gradients."""
     from trainer.inventory import inventory
 
     for each in inventory(trainer):
@@ -41,7 +41,7 @@ def held_in_pass(trainer: Trainer, sites: Sites, plan: Mapping[str, Planned]) ->
 
 
 def held_by_optimizer(trainer: Trainer, sites: Sites, plan: Mapping[str, Planned]) -> Iterator[Sighting]:
-    """Behind an update, by value: before the first one, masters are what a BF16 checkpoint holds.
+    """What the optimizer holds after an update, judged by value: before it, masters are what a checkpoint holds.
 
     A master whose moments are zero was never updated, and is taken for what its dtype says.
     """

@@ -1,4 +1,4 @@
-"""Before anything: what is installed, what the GPUs can do, and where the two sides of a spec would run."""
+"""The doctor says what is installed, what the GPUs can do, and where the two sides of a spec would run."""
 
 from diagnose.doctor.conditions import with_conditions
 from diagnose.doctor.judge import Diagnosis, judge

@@ -1,4 +1,4 @@
-"""Before there is a machine: what a model or a spec takes in bytes and time, and whether FP8 pays, by calculation."""
+"""The planner calculates, before there is a machine, what a spec takes in bytes and time, and whether FP8 pays."""
 
 from diagnose.plan.efficiency import assumed, measured
 from diagnose.plan.gpus import GPUS, gpu_named

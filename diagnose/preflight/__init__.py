@@ -1,4 +1,4 @@
-"""Before a run: do the two sides agree? Starts both once, measures, and says so for each of the three agreements."""
+"""The preflight starts both sides once and says whether they agree: same spec, same bytes, same log-probabilities."""
 
 from diagnose.preflight.report import Report, rendered
 from diagnose.preflight.run import preflight

@@ -23,18 +23,22 @@ if TYPE_CHECKING:
 
 HEAD = """# Studies
 
-What the field claims about FP8 training, measured by commands that anyone can run: `fp8rl study --all`, `fp8rl audit`,
-`fp8rl plan`. `fp8rl study --all --keep` writes this page, from `docs/studies/` and what the planner calculates;
-`python -m studies.document` writes it anew without measuring. Claims are numbered as in the four documents
-that the project grew from: 000 (FP8 on Ironwood), 001 (BF16 on TPUs), 002 (what stays in BF16 and FP32), 003 (unified
-FP8).
+What the field claims about FP8 training, measured by commands that anyone can run: `fp8rl study --all` and `fp8rl
+audit`, and calculated with the planner of `fp8rl plan`. `fp8rl study --all --keep` writes this page from
+`docs/studies/`, and `python -m studies.document` writes it again without measuring. Claims are numbered as in the
+four documents that the project grew from: 000 (FP8 on Ironwood), 001 (BF16 on TPUs), 002 (what stays in BF16 and
+FP32), 003 (unified FP8).
 
-A claim says what is measured, in which direction and by what margin; it is data, committed before the full run.
-Verdicts: **confirmed**, **contradicted**, equivalent (the difference that was claimed is smaller than the margin),
-undecided. Intervals are of 95%, p-values are corrected within a study (Holm). Everything here was measured on tiny
-models and a CPU whose FP8 is emulated; nothing is extrapolated to larger ones. What a GPU alone can show says so. Equal
-seeds give equal bits on one kind of processor. Another kind rounds otherwise: between the two that this was measured
-on, no verdict turned into its opposite, and 7 of 136 became undecided or ceased to be ([log](log.md), 2026-11-23)."""
+A claim says what is measured, in which direction and by what margin. Claims are data, committed before the full
+run. A verdict is **confirmed**, **contradicted**, equivalent (the difference is smaller than the margin of the
+claim) or undecided. Intervals are of 95%, and p-values are corrected within a study (Holm). In the tables, × says
+how many times the value of another arm was found, and a sign marks a difference from another arm; nats are of a
+token's log-probability, the mean over tokens; n counts seeds, or sequences of all seeds.
+
+All of this was measured on tiny models and on a CPU whose FP8 is emulated. Nothing is extrapolated to larger
+models, and what only a GPU can show says so. Equal seeds give equal bits on one kind of processor. Another kind
+rounds otherwise: between the two that this was measured on, no verdict turned into its opposite, and 7 of 136
+became undecided or ceased to be ([log](log.md), 2026-11-23)."""
 ADVICE = Path(__file__).parent / "advice.md"
 PAGE = Path("docs/studies.md")
 CHANGED = "**The claims were changed after they were measured.**"
