@@ -26,7 +26,7 @@ COMMANDS: dict[str, tuple[Callable[..., None], ...]] = {
     "After a run": (causes.attribute, causes.rescore, models.serve),
     "Besides": (models.convert, causes.study),
 }
-"""By the heading that `--help` lists them under."""
+"""The commands by the heading that `--help` lists them under."""
 
 for heading, commands in COMMANDS.items():
     for command in commands:

@@ -1,1 +1,1 @@
-"""In floors: mismatch, record, algorithms, experiment, guard, report, run, diagnose; then loop and cli."""
+"""The run, in floors: mismatch, record, algorithms, experiment, guard, report, run; then the loop."""

@@ -37,7 +37,7 @@ class RolloutConfig(Section):
     max_new_tokens: int = Field(default=20, ge=1)
     """Longest answer, EOS included."""
     temperature: float = Field(default=1.0, gt=0.0, le=10.0)
-    """Of sampling, and of all log-probabilities of a run."""
+    """The temperature of sampling and of all log-probabilities of a run."""
     top_p: float = Field(default=1.0, gt=0.0, le=1.0)
     """Must stay 1.0 in exact mode: reported logprobs precede the renormalisation."""
     top_k: int = Field(default=-1, ge=-1)

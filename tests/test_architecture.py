@@ -3,6 +3,8 @@
 import ast
 import re
 import sys
+from collections.abc import Collection
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -112,6 +114,12 @@ def test_every_package_is_under_the_rule() -> None:
     assert folders == MAY_IMPORT.keys()
 
 
+def test_no_two_files_import_each_other() -> None:
+    """Not even by way of others: where files form a circle, one idea lies in several of them."""
+    sorter = TopologicalSorter(imports_between_files())
+    sorter.prepare()  # raises CycleError, which names the circle
+
+
 @pytest.mark.parametrize(
     ("source", "modules"),
     [
@@ -153,6 +161,28 @@ def imported_modules(source: str) -> list[tuple[int, str]]:
             if name in {"import_module", "__import__"} and isinstance(node.args[0].value, str):
                 found.append((node.lineno, node.args[0].value))
     return sorted(found, key=lambda item: item[0])
+
+
+def imports_between_files() -> dict[str, set[str]]:
+    """Each module of the product, and the other modules of the product that it imports."""
+    modules = {}
+    for package in MAY_IMPORT:
+        for path in python_files(package):
+            parts = path.relative_to(ROOT).with_suffix("").parts
+            modules[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return {name: imported_files(path.read_text(), modules.keys()) - {name} for name, path in modules.items()}
+
+
+def imported_files(source: str, modules: Collection[str]) -> set[str]:
+    """Those of `modules` that the source imports: `from a import b` is the module a.b where there is one."""
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+            inner = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= (inner & set(modules)) or {node.module}
+    return found & set(modules)
 
 
 def strings(tree: ast.Module) -> list[ast.Constant]:

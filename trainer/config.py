@@ -45,7 +45,7 @@ class TrainerConfig(RateConfig):
     dp: int = Field(default=1, ge=1)
     """Data-parallel replicas; the trainer has tp * pp * dp ranks."""
     weight_decay: float = Field(default=0.0, ge=0.0, le=100.0)
-    """Of AdamW, apart from the gradient."""
+    """AdamW's weight decay, apart from the gradient."""
     adam_beta1: float = Field(default=0.9, ge=0.0, lt=1.0)
     """How much of the mean gradient of the steps before is kept."""
     adam_beta2: float = Field(default=0.95, ge=0.0, lt=1.0)

@@ -40,7 +40,7 @@ class GateSection(Section):
     both from this batch to the end of the run. `skip_step`, `resync` (and a verified sync) and `bf16_both` (and both
     sides fall back to BF16) withhold the update until the metric has recovered. `checkpoint_and_stop` ends the run."""
     tis_cap: float | None = Field(default=None, ge=1.0)
-    """With `tighten_tis`: the lower cap; null means 1."""
+    """The lower cap of `tighten_tis`; null means 1."""
 
     @property
     def cap(self) -> float:
@@ -49,7 +49,7 @@ class GateSection(Section):
 
     @property
     def bound(self) -> str:
-        """In words, e.g. `above 0.05`."""
+        """The bound in words, e.g. `above 0.05`."""
         return f"above {self.above}" if self.above is not None else f"below {self.below}"
 
     @field_validator("metric")
@@ -99,7 +99,7 @@ class GuardSection(Section):
     """Answers of a step, spread over it, whose tokens the trainer draws again from its own logits and their seeds, in
     exact mode; 0 turns the audit off."""
     fresh_answers: int = Field(default=24, ge=1)
-    """With `rollout.staleness`, finished answers to later steps that the trainer scores before each update: what it
+    """How many finished answers to later steps the trainer scores before each update with `rollout.staleness`: what it
     trains on then is older than its weights, and says nothing about whether both sides agree."""
     capsule_sequences: int = Field(default=8, ge=1)
     """The worst sequences that a capsule keeps. All those that a value which is not finite came from precede them: of a

@@ -1,4 +1,4 @@
-"""From a YAML file, its `defaults:` and `key.sub=value` overrides to an :class:`Experiment`.
+"""Makes an :class:`Experiment` of a YAML file, its `defaults:` and `key.sub=value` overrides.
 
 OmegaConf reads YAML with a subclass of yaml's SafeLoader that also refuses duplicate keys and reads `1e-4` as a number.
 """

@@ -55,7 +55,7 @@ class TensorOverride(Section):
     """Fields of one role's TensorSpec that replace the preset's."""
 
     format: Format | None = None
-    """Of the numbers. Null, here and below: as the preset has it."""
+    """The format of the numbers. Null, here and below: as the preset has it."""
     granularity: Granularity | None = None
     """What shares a scale: the whole tensor, a row of it, so many numbers of a row, or a block of as many rows as
     columns."""
@@ -167,11 +167,11 @@ class DataSource(Section):
     """A file of JSON lines, a `.parquet` file, a directory that `datasets` has saved, or one of parquet, JSON or CSV
     files."""
     split: str | None = Field(default=None, min_length=1)
-    """Of a directory with several."""
+    """The split, where a directory has several."""
     keys: DataKeys = DataKeys()
     """Columns, where they are not those of `data.keys`."""
     system_prompt: str | None = None
-    """In place of `data.system_prompt`; empty: none."""
+    """The system prompt in place of `data.system_prompt`; empty: none."""
     chat_template: dict[str, Any] = Field(default_factory=dict)
     """Arguments beside and before those of `data.chat_template`."""
 
@@ -241,7 +241,7 @@ class EvalSet(DataSource):
     problems: int | None = Field(default=None, ge=1)
     """The first so many. Null: `eval.problems` of them, or all there are."""
     rewards: RewardsConfig | None = None
-    """In place of the run's; the first one decides."""
+    """Rewards in place of the run's; the first one decides."""
     samples: int = Field(default=1, ge=1, le=1024)
     """Answers to each problem."""
     temperature: float = Field(default=0.0, ge=0.0, le=10.0)
@@ -279,7 +279,7 @@ class EvalSection(Section):
     every: int = Field(default=0, ge=0)
     """Steps between evaluations; 0 evaluates only before the first and after the last step."""
     problems: int = Field(default=200, ge=0)
-    """Of `data.eval`; 0 turns all evaluation off."""
+    """How many problems of `data.eval`; 0 turns all evaluation off."""
     sets: tuple[EvalSet, ...] = Field(default=(), strict=False)
     """Further sets, each with a name."""
 

@@ -28,7 +28,7 @@ class Standing:
 
     @classmethod
     def of_checkpoint(cls, run: RunDir, step: int | None) -> Standing:
-        """As the checkpoint of `step` has it; that of a new run if there is none."""
+        """The standing as the checkpoint of `step` has it; that of a new run if there is none."""
         if step is None:
             return cls()
         return cls(**read_about(run.checkpoint(step)).extra.get("standing", {}))

@@ -46,7 +46,7 @@ def append_event(path: Path, event: Event) -> None:
 
 
 def read_events(path: Path) -> list[Event]:
-    """In order; none if the file is missing. Raises `UserError` for a line that is no event."""
+    """The events in order; none if the file is missing. Raises `UserError` for a line that is no event."""
     return whole_json_lines(path, "events", _EVENT.validate_python)
 
 

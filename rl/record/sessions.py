@@ -68,7 +68,7 @@ def append_session(path: Path, session: Session) -> None:
 
 
 def sessions_found(path: Path) -> tuple[list[Session], list[BadLine]]:
-    """In order, each as its last line says, and the lines that cannot be used."""
+    """The sessions in order, each as its last line says, and the lines that cannot be used."""
     lines, bad = json_lines(path, "sessions", _SESSION.validate_python)
     return list({session.started: session for session in lines}.values()), bad
 

@@ -39,7 +39,7 @@ SUMMARIES = {
 """Metrics whose worst or last value, not the last row's, stands for the run in wandb's summary."""
 
 _FINISH_SECONDS = 120.0
-"""For what is not uploaded yet at the end."""
+"""Seconds for what is not uploaded yet at the end."""
 _DATA_DIR = "WANDB_DATA_DIR"
 _KEY = "tracking.wandb"
 
@@ -142,7 +142,7 @@ class WandbRun:
             self._lose_upload(self._upload)
 
     def alert(self, title: str, text: str) -> None:
-        """For what somebody should look at."""
+        """Tell wandb what somebody should look at."""
         self._send(lambda run: run.alert(title=title, text=text))
 
     def finish(self, summary: Mapping[str, Any], exit_code: int) -> None:

@@ -14,11 +14,14 @@ import threading
 from pathlib import Path
 
 _SERVICE = "WANDB_SERVICE"
-"""By which the process would use, and end with, the wandb process of the run."""
+"""The variable by which the process would use, and end with, the wandb process of the run."""
 
 
 class Upload:
-    """Of the run's file in `folder`; what wandb says of it is written to `log`. It ends with this process."""
+    """The upload of the run's file in `folder`; what wandb says of it is written to `log`.
+
+    It ends with this process.
+    """
 
     def __init__(self, folder: Path, log: Path) -> None:
         self.folder, self._log = folder, log
@@ -57,8 +60,8 @@ class Upload:
 
 
 def main() -> None:
-    """Of the process. Standard input is its lifeline: once its owner closes it, or dies in whatever way, it is killed,
-    and wandb's own process with it, which looks after its parent."""
+    """The process's main function. Standard input is its lifeline: once its owner closes it, or dies in whatever
+    way, it is killed, and wandb's own process with it, which looks after its parent."""
     threading.Thread(target=_die_with_owner, name="lifeline", daemon=True).start()
     from wandb.cli.cli import cli
 

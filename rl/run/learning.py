@@ -60,8 +60,8 @@ class Lesson:
         return cls(algorithm, batch, parts, scored)
 
     def gradients(self, trainer: TrainerGroup, number: int) -> PassResult:
-        """Of update `number`, counted from 0, for policy and critic; the log-probabilities are those of the whole batch
-        before the first.
+        """Gradients of update `number`, counted from 0, for policy and critic; the log-probabilities are those of
+        the whole batch before the first.
 
         Raises:
             NonFiniteLossError: naming rows of the whole batch.
@@ -137,7 +137,7 @@ def mean_of(passes: Sequence[PassResult]) -> PassResult:
 
 
 def _alone(batch: TokenBatch) -> TokenBatch:
-    """For a model that did not sample it: where its own routers send the tokens, and nothing drawn again."""
+    """The batch for a model that did not sample it: where its own routers send the tokens, and nothing drawn again."""
     return replace(batch, routes=None, replay=False, seeds=None)
 
 

@@ -38,7 +38,7 @@ from weight_sync.bridge import SyncReport
 
 RESUMED = "tracking/resumed"
 BEFORE_THE_FIRST = -1
-"""In place of a step to resume after: everything is repeated, the row of step 0 too."""
+"""Stands in place of a step to resume after: everything is repeated, the row of step 0 too."""
 _ACTIONS = {
     ENGINES_REPLACED: "replace_engine",
     STALE_RESYNCS: "resync",

@@ -70,9 +70,9 @@ class KlConfig(Section):
     where a coefficient is not 0."""
 
     loss: KlLossConfig = KlLossConfig()
-    """As a term of the loss."""
+    """The KL term of the loss."""
     reward: KlRewardConfig = KlRewardConfig()
-    """As a price on rewards."""
+    """The KL price on rewards."""
 
     @property
     def needs_reference(self) -> bool:

@@ -21,7 +21,7 @@ _EVERY_NODE_HAS = ("CPU", "GPU", "memory", "object_store_memory")
 SEES_ALL_GPUS = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
 """Environment of a process that Ray is not to hide from what it has not reserved."""
 _LOOK_SECONDS = 120.0
-"""For a node to start a process and look."""
+"""Seconds in which a node starts a process and looks."""
 
 
 def nodes_up() -> list[Node]:
@@ -80,7 +80,7 @@ def views(nodes: Sequence[Node], folder: Path, files: Sequence[Path]) -> dict[st
 
 
 def _look(address: str, expected: Mapping[Path, str | None]) -> View:
-    """On a node."""
+    """Look around on a node."""
     unseen = [path for path, text in expected.items() if not path.is_file() or text not in (None, path.read_text())]
     return View(interface_of(address), own_capability(), tuple(unseen))
 

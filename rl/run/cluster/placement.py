@@ -29,7 +29,10 @@ class Node:
 
 @dataclass(frozen=True)
 class Place:
-    """Of an engine. shares: the trainer rank whose GPU it computes on, too; None: a GPU of its own, or a CPU."""
+    """The place of an engine.
+
+    shares: the trainer rank whose GPU it computes on, too; None: a GPU of its own, or a CPU.
+    """
 
     node: Node
     shares: int | None = None

@@ -20,13 +20,14 @@ from rl.run.cluster.placement import Node, Place, place, place_engine, place_ran
 from trainer.seat import LOOPBACK, Seat
 
 _RESERVE_SECONDS = 10.0
-"""For Ray to reserve what a node has said to be free."""
+"""Seconds in which Ray reserves what a node has said to be free."""
 _ROOM_SECONDS = 60.0
 """That a trainer which was lost with its node waits for room on another one."""
 _AGAIN_SECONDS = 1.0
 _GIVING_BACK_SECONDS = 2.0
 _TOUCH = 0.001
-"""Of a resource that every node has, where there is no GPU to reserve: a placement group cannot be of nothing."""
+"""The amount of a resource that every node has, where there is no GPU to reserve: a placement group cannot be of
+nothing."""
 
 
 class NoRoomError(RuntimeError):
@@ -94,7 +95,7 @@ class Seats:
         return self._seat(place.node, self._engines[index].group, 0, width, all_gpus=all_gpus)
 
     def capability(self, role: Role, index: int) -> tuple[int, int] | None:
-        """Of the GPU that this engine of a role computes on; None: on a CPU."""
+        """The capability of the GPU that this engine of a role computes on; None: a CPU."""
         node = self._place(self._number(role, index)).node
         return self._views[node.id].capability if self._spans else own_capability()
 
@@ -118,7 +119,7 @@ class Seats:
         return Seat(node.address if self._spans else LOOPBACK, environment, options)
 
     def _number(self, role: Role, index: int) -> int:
-        """Of an engine among those of all roles: the policy's come first."""
+        """The number of an engine among those of all roles: the policy's come first."""
         return index if role == "policy" else self._experiment.rollout.engines + index
 
     def _is_up(self, nodes: Sequence[Node]) -> bool:
@@ -130,7 +131,7 @@ class Seats:
             self._engines[index] = _reserved((place.node,), self._experiment.engine_ranks[index])
 
     def _place(self, index: int) -> Place:
-        """Of an engine; where it shares a rank's GPU, that is wherever the rank is now."""
+        """The place of an engine; where it shares a rank's GPU, that is wherever the rank is now."""
         place = self._places[index]
         return place if place.shares is None else replace(place, node=self._ranks.nodes[place.shares])
 
@@ -188,7 +189,7 @@ def _reserved(nodes: Sequence[Node], gpus: int = 1) -> _Reserved:
 
 @contextmanager
 def _no_room() -> Iterator[None]:
-    """In a run that was under way, what does not fit is nobody's wrong input."""
+    """What is raised where nothing fits: in a run that was under way it is nobody's wrong input."""
     try:
         yield
     except UserError as error:

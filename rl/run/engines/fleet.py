@@ -99,7 +99,7 @@ class Fleet:
         return [slot.endpoint for slot in self.slots if slot.endpoint and slot.is_up and not slot.serving]
 
     async def expect(self, version: int) -> None:
-        """From now on answers may come from weights up to `version`."""
+        """Expect that answers from now on may come from weights up to `version`."""
         self._newest = version
 
     async def verified(self, endpoints: Sequence[Endpoint]) -> None:

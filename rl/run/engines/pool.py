@@ -57,7 +57,7 @@ class EnginePool:
         return self._run(self.fleet.waiting())
 
     def expect(self, version: int) -> None:
-        """From now on answers may come from weights up to `version`."""
+        """Expect that answers from now on may come from weights up to `version`."""
         self._run(self.fleet.expect(version))
 
     def verified(self, endpoints: Sequence[Endpoint]) -> None:

@@ -105,7 +105,7 @@ class FeedState:
 
     @classmethod
     def of_checkpoint(cls, path: Path) -> FeedState:
-        """As the checkpoint at `path` has it. Raises `UserError` for a damaged line."""
+        """The state as the checkpoint at `path` has it. Raises `UserError` for a damaged line."""
         return cls(**read_about(path).extra["feed"], answered=read_answered(path / GROUPS))
 
 
