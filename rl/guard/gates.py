@@ -26,7 +26,7 @@ class Firing:
     value: float
 
     def event(self, step: int) -> Event:
-        """For the record of the run."""
+        """The event for the record of the run."""
         rule = self.rule
         steps = f" for {rule.for_steps} steps" if rule.for_steps > 1 else ""
         text = f"{rule.action}: {rule.metric} = {self.value:.3g} is {rule.bound}{steps}"
@@ -85,7 +85,7 @@ class Gates:
         return [rule for rule, state in self._rules if state.tripped and rule.action in WITHHOLDING]
 
     def state(self) -> dict[str, Any]:
-        """As JSON values, for a checkpoint."""
+        """The state as JSON values, for a checkpoint."""
         return {_name(rule): dataclasses.asdict(state) for rule, state in self._rules}
 
 

@@ -482,7 +482,7 @@ FAMILIES: dict[str, Family] = {
         range(1 << 16),
     ),
 }
-"""By the members' name without its number."""
+"""The families by their members' name without its number."""
 
 _OF_A_SET: dict[str, Metric] = rows(
     {
@@ -497,7 +497,7 @@ _OF_A_SET: dict[str, Metric] = rows(
     needs=("evaluation",),
     at_times=True,
 )
-"""Of `eval/NAME/...`, the metrics of an evaluation set."""
+"""The metrics of an evaluation set, `eval/NAME/...`."""
 
 
 @cache
