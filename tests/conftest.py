@@ -11,13 +11,16 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 
+import multiprocessing
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import hypothesis
 import pytest
 import torch
+from xdist.scheduler import LoadFileScheduling
 
 torch.set_num_threads(1)
 ROOT = str(Path(__file__).parents[1])
@@ -31,14 +34,39 @@ hypothesis.settings.register_profile("fp8rl", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("fp8rl")
 
 
+RIG = [
+    f"tests/e2e/test_{name}.py"
+    for name in ("agreement", "updates_in_flight", "attribution", "routing_replay", "native")
+]
+"""Files whose tests share the rig of tests/e2e, in an order in which neighbours share an engine, too."""
+
+
+class BySharing(LoadFileScheduling):  # type: ignore[misc]
+    """A file stays with one worker, since its tests share what they have started; so do those that share the rig."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        file = super()._split_scope(nodeid)
+        return "the rig" if file in RIG else file
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> BySharing:
+    return BySharing(config, log)
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if hasattr(config, "workerinput"):  # of several workers, none should begin the longest files at the end
-        items.sort(key=lambda item: (not item.get_closest_marker("e2e"), not item.get_closest_marker("slow")))
+        items.sort(key=_place)
     if torch.cuda.is_available():
         return
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+def _place(item: pytest.Item) -> tuple[int, bool, bool]:
+    file = item.nodeid.partition("::")[0]
+    kept = RIG.index(file) if file in RIG else len(RIG)
+    return kept, not item.get_closest_marker("e2e"), not item.get_closest_marker("slow")
 
 
 @pytest.fixture(scope="module")
@@ -47,6 +75,33 @@ def compiled() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("TORCHDYNAMO_DISABLE", raising=False)
         yield
+
+
+@pytest.fixture(scope="session")
+def engine_template() -> Iterator[Any]:
+    """The process that engines are forked from where a test is not about their start."""
+    from tests.support.warm_engine import EngineTemplate
+
+    template = EngineTemplate()
+    yield template
+    template.close()
+
+
+@pytest.fixture
+def warm_engines(engine_template: Any) -> Iterator[None]:
+    """Engines of this process are forked from the template."""
+    with engine_template.in_use():
+        yield
+
+
+@pytest.fixture
+def warm_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes that `studies.harness.lab` starts are forked from one that has imported the trainer."""
+    from studies.harness import lab
+    from tests.support.ranks import WARM
+
+    context = SimpleNamespace(get_context=lambda _: WARM, active_children=multiprocessing.active_children)
+    monkeypatch.setattr(lab, "multiprocessing", context)
 
 
 @pytest.fixture(autouse=True)

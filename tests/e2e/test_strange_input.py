@@ -119,13 +119,13 @@ def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         raise Started
 
     for name in (
-        "run.run.Run.open",
-        "run.stack.Stack.open",
+        "rl.run.run.Run.open",
+        "rl.run.stack.Stack.open",
         "diagnose.rescore._trainer",
         "diagnose.preflight.preflight",
+        "diagnose.attribution.offline._stack_of",
     ):
-        monkeypatch.setattr(f"rl.{name}", start)
-    monkeypatch.setattr("diagnose.attribution.offline._stack_of", start)
+        monkeypatch.setattr(name, start)
     before = psutil.Process().children(recursive=True)
     yield
     assert psutil.Process().children(recursive=True) == before

@@ -284,14 +284,14 @@ def results():
         yield fake_quantize_rows(x, TensorSpec(group=32, scale="e8m0"))
         for spec in (TensorSpec(rounding="stochastic"), TensorSpec(granularity="block", fixed=224.0)):
             yield quantize(x, spec).dequantize()
-        for format, scale in (("e4m3", "pow2"), ("e5m2", "fp32")):
-            for granularity in ("block", "token_group", "tensor"):
-                q = quantize(x, TensorSpec(format=format, scale=scale, granularity=granularity))
-                yield q.data.float()  # the sign of a NaN's code is not defined
-                yield q.scale_inv
-                yield q.dequantize()
-                yield q.dequantize(out=torch.empty(shape, dtype=q.dequantize().dtype))
-                yield torch.tensor(list(tensor_digest(q.data.float().nan_to_num()).encode()))
+        pairs = (("e4m3", "pow2"), ("e5m2", "fp32"), ("e4m3", "fp32"))
+        for granularity, (format, scale) in zip(("block", "token_group", "tensor"), pairs, strict=True):
+            q = quantize(x, TensorSpec(format=format, scale=scale, granularity=granularity))
+            yield q.data.float()  # the sign of a NaN's code is not defined
+            yield q.scale_inv
+            yield q.dequantize()
+            yield q.dequantize(out=torch.empty(shape, dtype=q.dequantize().dtype))
+            yield torch.tensor(list(tensor_digest(q.data.float().nan_to_num()).encode()))
 plain = list(results())
 compiles = enable_compiler()
 for a, b in zip(plain, results(), strict=True):

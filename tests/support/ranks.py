@@ -1,4 +1,7 @@
-"""Run a function on several trainer ranks, each in a process of its own."""
+"""Run a function on several trainer ranks, each in a process of its own, forked from one that has imported the trainer.
+
+The imports are most of such a process: about six seconds, paid once for all ranks of a worker's tests.
+"""
 
 from __future__ import annotations
 
@@ -15,15 +18,16 @@ from trainer.distributed import parallel
 from trainer.distributed.parallel import Layout
 
 TIMEOUT_S = 900
+WARM = multiprocessing.get_context("forkserver")
+WARM.set_forkserver_preload(["tests.support.trainer_imports"])
 
 
 def run_on_ranks(config: TrainerConfig, folder: Path, function: Callable[[Layout, TrainerConfig], Any]) -> list[Any]:
     """The results of `function(layout, config)` in rank order; they travel through files in `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
-    context = multiprocessing.get_context("spawn")
     store = parallel.open_store(parallel.LOOPBACK, config.world_size)
     processes = [
-        context.Process(target=_rank, args=(rank, store.port, config, folder, function), daemon=True)
+        WARM.Process(target=_rank, args=(rank, store.port, config, folder, function), daemon=True)
         for rank in range(config.world_size)
     ]
     for process in processes:

@@ -109,6 +109,19 @@ def test_a_reward_model_behind_sglang_says_what_transformers_says(reward_model: 
     assert said == pytest.approx(expected, abs=1e-4) and max(said) - min(said) > 1
 
 
+# `python -m sglang.launch_server`, whose processes need not import it three times.
+FORKING = """
+import runpy
+from sglang.srt.plugins import load_plugins
+from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+from rollout.server.launcher import _fork_workers
+
+HookRegistry.register("sglang.srt.entrypoints.engine._set_envs_and_config", _fork_workers, HookType.AFTER)
+load_plugins()
+runpy.run_module("sglang.launch_server", run_name="__main__")
+"""
+
+
 @contextmanager
 def sglang_serves(model: Path, scratch: Path) -> Iterator[str]:
     """As a user starts it, beside a run: a stock server of its own, on the CPU."""
@@ -133,7 +146,7 @@ def sglang_serves(model: Path, scratch: Path) -> Iterator[str]:
     settings = {"SGLANG_USE_CPU_ENGINE": "1", "SGLANG_PLUGINS": "none", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     with (scratch / "server.log").open("wb") as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", "sglang.launch_server", *options, *small, *cpu],
+            [sys.executable, "-c", FORKING, *options, *small, *cpu],
             env={**environment, **settings, "TMPDIR": str(scratch)},
             stdout=log,
             stderr=subprocess.STDOUT,

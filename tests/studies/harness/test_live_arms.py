@@ -13,6 +13,8 @@ from studies.harness.subjects import MODEL
 from studies.harness.training import TrainedArm, teach
 from studies.precision_cases import MIXED
 
+pytestmark = pytest.mark.usefixtures("warm_jobs")
+
 
 @pytest.mark.slow
 def test_the_cases_on_a_sample() -> None:

@@ -1,0 +1,8 @@
+"""All that a trainer's rank imports, and nothing that starts a thread: processes are forked from one that has it."""
+
+import importlib
+
+from trainer.megatron import cpu_runtime
+
+cpu_runtime.install()  # as `trainer.distributed.parallel.initialize` does, before Megatron is imported
+importlib.import_module("trainer.roles")
