@@ -21,6 +21,7 @@ from numerics.spec import QuantSpec
 from rl.algorithms.sft import SftObjective
 from trainer.config import TrainerConfig
 from trainer.distributed import parallel
+from trainer.distributed.layout import Layout
 from weight_sync.delta import changes
 from weight_sync.quantized import served_tensors
 
@@ -40,7 +41,7 @@ def run() -> list[Result]:
     return results
 
 
-def _measure(path: Path, rate: float, layout: parallel.Layout) -> Result:
+def _measure(path: Path, rate: float, layout: Layout) -> Result:
     from trainer.trainer import Trainer
 
     numerics = NumericsConfig(spec=QuantSpec.preset("fp8_block_pow2"))

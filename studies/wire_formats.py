@@ -24,7 +24,7 @@ from trainer.config import GradientWire, WeightGather
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from trainer.distributed.parallel import Layout
+    from trainer.distributed.layout import Layout
     from trainer.step.batch import TokenBatch
     from trainer.trainer import Trainer
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor, nn
 
+from trainer.distributed.layout import Layout
 from trainer.step.batch import TokenBatch
+from trainer.step.reading import Head, Read
 from trainer.trainer import Trainer
 
 
@@ -20,15 +21,15 @@ class Critic(Trainer):
     is what is expected, before the token at t is chosen, of what is still to come.
     """
 
-    def _read(self, output: Tensor, batch: TokenBatch) -> tuple[Tensor, Tensor]:
-        """The value before each token but the first, [B, S - 1], of output [B, S, 1]; a value has no entropy."""
-        values = output[:, :-1, 0]
-        return values, torch.zeros_like(values)
+    def _read(self, hidden: Tensor, head: Head, batch: TokenBatch) -> Read:
+        """The value before each token but the first; a value has no entropy, and draws no tokens."""
+        values = head(hidden)[:, :-1, 0]
+        return Read(values, torch.zeros_like(values))
 
     def _finish(self, model: GPTModel) -> None:
         model.share_embeddings_and_output_weights = False
         if model.post_process:
-            model.output_layer = ValueHead(model.config)
+            model.output_layer = ValueHead(model.config, self.layout)
 
 
 class ValueHead(nn.Module):
@@ -39,9 +40,9 @@ class ValueHead(nn.Module):
     checkpoints of an optimizer over weights of two dtypes.
     """
 
-    def __init__(self, config: TransformerConfig) -> None:
+    def __init__(self, config: TransformerConfig, layout: Layout) -> None:
         super().__init__()
-        self.config = config
+        self.config, self.layout = config, layout
         device = torch.cuda.current_device()
         self.weight = nn.Parameter(torch.zeros(1, config.hidden_size, dtype=config.params_dtype, device=device))
 
@@ -49,8 +50,9 @@ class ValueHead(nn.Module):
         """[S, B, H], or this rank's part of S -> [S, B, 1]; `weight` is the embedding, where a policy's is tied to its
         output."""
         if self.config.sequence_parallel:
-            group = parallel_state.get_tensor_model_parallel_group()
             # Every rank goes on with the whole, so that each has the whole gradient and takes its own part of it.
-            hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False, group=group)
+            hidden = gather_from_sequence_parallel_region(
+                hidden, tensor_parallel_output_grad=False, group=self.layout.tp_group
+            )
         # A sum for each token by itself, so that a value does not depend on its batch.
         return (hidden.float() * self.weight[0].float()).sum(-1, keepdim=True), None

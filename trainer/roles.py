@@ -11,7 +11,7 @@ from numerics.config import NumericsConfig
 from trainer.checkpoint import checkpoint
 from trainer.config import TrainerConfig
 from trainer.critic import Critic
-from trainer.distributed.parallel import Layout
+from trainer.distributed.layout import Layout
 from trainer.scorer import Scorer
 from trainer.trainer import Trainer
 

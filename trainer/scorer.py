@@ -14,7 +14,7 @@ from numerics.errors import user_error
 from numerics.weight_cache import WeightCache
 from trainer import device
 from trainer.config import TrainerConfig
-from trainer.distributed.parallel import Layout
+from trainer.distributed.layout import Layout
 from trainer.megatron import te_runtime
 from trainer.megatron.lowering import lower
 from trainer.megatron.model import build_model
@@ -22,7 +22,8 @@ from trainer.megatron.model_checks import check_layout
 from trainer.modules.precision import Precision
 from trainer.step.batch import TokenBatch
 from trainer.step.objective import Objective
-from trainer.step.passes import RankPass, logprobs_of, run_pass
+from trainer.step.passes import RankPass, run_pass
+from trainer.step.reading import Head, Read, read_logprobs
 from trainer.step.result import Scored
 from trainer.weights import te_weights
 from trainer.weights.hf_weights import HFWeights
@@ -61,9 +62,11 @@ class Scorer:
         self.cache = WeightCache()
         self.lowering = lower(numerics, device.has_transformer_engine())
         self._precision = Precision(numerics, self.cache, sizes.layers)
-        self.model = build_model(self.definition, config, self._precision, self.lowering, max_sequence_length, dtype)
+        self.model = build_model(
+            self.definition, config, layout, self._precision, self.lowering, max_sequence_length, dtype
+        )
         table, spec = self.definition.tensors, numerics.spec.weight
-        self.weights = HFWeights(model_path, table, self.model.config, spec, self.cache, dtype)
+        self.weights = HFWeights(model_path, table, self.model.config, spec, self.cache, layout, dtype)
         self.weights.load(self.model)
         self._finish(self.model)
 
@@ -122,9 +125,9 @@ class Scorer:
         budget, multiple = self.config.micro_batch_tokens, self.layout.tp_size * self.lowering.row_multiple
         return run_pass(self._runs, batch, self.layout, budget, multiple, objective, self._read)
 
-    def _read(self, output: Tensor, batch: TokenBatch) -> tuple[Tensor, Tensor]:
-        """What an objective gets of the model's output; see :data:`trainer.step.passes.Reading`."""
-        return logprobs_of(output, batch)
+    def _read(self, hidden: Tensor, head: Head, batch: TokenBatch) -> Read:
+        """What is made of the final hidden states; see :mod:`trainer.step.reading`."""
+        return read_logprobs(hidden, head, batch)
 
     def _check_width(self, batch: TokenBatch) -> None:
         if batch.width > self.max_sequence_length:

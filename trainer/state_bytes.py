@@ -17,6 +17,7 @@ from numerics.config import NumericsConfig
 from numerics.quantize import scale_shape
 from numerics.spec import QuantSpec, TensorSpec
 from trainer.config import TrainerConfig
+from trainer.distributed.layout import Layout
 
 Storage = Literal["torch", "kernels", "transformer_engine"]
 """What computes FP8 products, and so in which form quantized weights are kept: `torch`: beside the BF16 weight, what it
@@ -52,22 +53,6 @@ class StateBytes:
         return StateBytes(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
 
 
-@dataclass(frozen=True)
-class Seat:
-    """Where a rank stands: its pipeline stage, and its place among those that hold the same dense weights, and the same
-    experts."""
-
-    stage: int
-    replica: int
-    expert_replica: int
-
-    @classmethod
-    def of(cls, rank: int, config: TrainerConfig) -> Seat:
-        """Megatron's order: tensor-parallel ranks are neighbours, so are those of experts, and stages are far apart."""
-        stage, inside = divmod(rank, config.tp * config.dp)
-        return cls(stage, inside // config.tp, inside // config.ep)
-
-
 def storage_on(numerics: NumericsConfig, cuda: bool, transformer_engine: bool) -> Storage:
     """How a trainer keeps its quantized weights on a machine with or without GPUs and TransformerEngine."""
     if not cuda:
@@ -84,11 +69,10 @@ def state_bytes(
 
     Exact where every parameter's size is a multiple of 64 elements.
     """
-    seat = Seat.of(rank, config)
-    experts_share = config.tp * config.dp // config.ep
+    at = Layout.of(rank, config)
     found = {"dense": StateBytes(), "experts": StateBytes()}
-    for buffer in buffers(shape, config, numerics.trainer_spec, storage, seat.stage):
-        ranks, replica = (experts_share, seat.expert_replica) if buffer.experts else (config.dp, seat.replica)
+    for buffer in buffers(shape, config, numerics.trainer_spec, storage, at.pp_rank):
+        ranks, replica = (at.expert_dp_size, at.expert_dp_rank) if buffer.experts else (at.dp_size, at.dp_rank)
         found["experts" if buffer.experts else "dense"] += _held(buffer, ranks, replica)
     return found
 

@@ -21,8 +21,8 @@ from numerics.spec import TensorSpec
 from trainer import device
 from trainer.checkpoint import checkpoint
 from trainer.config import TrainerConfig
+from trainer.distributed.layout import Layout
 from trainer.distributed.optimizer import Optimizer
-from trainer.distributed.parallel import Layout
 from trainer.distributed.weight_gather import travels_in_fp8
 from trainer.errors import NonFiniteLossError
 from trainer.megatron.model_checks import check_wires
@@ -156,7 +156,7 @@ class Trainer(Scorer):
     @property
     def trained(self) -> checkpoint.Trained:
         """What training changes."""
-        return checkpoint.Trained(self.model, self.optimizer)
+        return checkpoint.Trained(self.model, self.optimizer, self.layout)
 
     @property
     def _runs(self) -> nn.Module:

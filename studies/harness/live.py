@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from rl.run.stack import Stack
-    from trainer.distributed.parallel import Layout
+    from trainer.distributed.layout import Layout
     from trainer.scorer import Scorer
     from trainer.trainer import Trainer
 

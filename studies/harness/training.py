@@ -20,7 +20,7 @@ from trainer.config import TrainerConfig
 from trainer.errors import NonFiniteLossError
 
 if TYPE_CHECKING:
-    from trainer.distributed.parallel import Layout
+    from trainer.distributed.layout import Layout
     from trainer.trainer import Trainer
 
 STEPS, QUICK_STEPS = 100, 20

@@ -19,7 +19,7 @@ from studies.harness.subjects import TRAIN, random_model
 from trainer.step.batch import TokenBatch
 
 if TYPE_CHECKING:
-    from trainer.distributed.parallel import Layout
+    from trainer.distributed.layout import Layout
     from trainer.scorer import Scorer
 
 SEQUENCES, LENGTH = 16, live.LONGEST

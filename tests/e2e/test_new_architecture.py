@@ -28,7 +28,7 @@ from tests.support.made_up.definition import ARCHITECTURE, EXPERTS, GATED
 from tests.support.rig import make_engine
 from tests.support.syncs import push
 from trainer.config import TrainerConfig
-from trainer.distributed.parallel import Layout
+from trainer.distributed.layout import Layout
 from trainer.step.batch import TokenBatch
 from weight_sync.hf_checkpoint import convert_checkpoint
 from weight_sync.transports.tensor import TensorTransport

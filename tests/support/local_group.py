@@ -13,7 +13,7 @@ from numerics.config import NumericsConfig
 from numerics.spec import QuantSpec
 from tests.support.models import LENGTH
 from trainer.config import TrainerConfig
-from trainer.distributed.parallel import Layout
+from trainer.distributed.layout import Layout
 from trainer.step.batch import TokenBatch
 from trainer.step.objective import Objective
 from trainer.step.result import PassResult, Scored

@@ -15,7 +15,7 @@ import torch
 
 from trainer.config import TrainerConfig
 from trainer.distributed import parallel
-from trainer.distributed.parallel import Layout
+from trainer.distributed.layout import Layout
 
 TIMEOUT_S = 900
 WARM = multiprocessing.get_context("forkserver")

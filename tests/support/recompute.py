@@ -14,7 +14,7 @@ from rl.experiment import Experiment, read_resolved
 from rl.mismatch import agreement, drift_metrics
 from rl.run.records import train_metrics
 from trainer.config import TrainerConfig
-from trainer.distributed.parallel import Layout
+from trainer.distributed.layout import Layout
 from trainer.step.batch import TokenBatch
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from numerics.spec import QuantSpec
 from tests.support.models import LENGTH, write_model
 from tests.support.trainers import MakeTrainer
 from trainer.config import TrainerConfig
-from trainer.distributed.parallel import Layout
+from trainer.distributed.layout import Layout
 
 
 @pytest.fixture(scope="session")

@@ -15,7 +15,7 @@ from numerics.spec import QuantSpec
 from tests.support.batches import cross_entropy, random_batch
 from tests.support.models import LENGTH, reference
 from trainer.config import TrainerConfig
-from trainer.distributed.parallel import Layout
+from trainer.distributed.layout import Layout
 from trainer.step.batch import TokenBatch
 from trainer.step.objective import ObjectiveOutput
 

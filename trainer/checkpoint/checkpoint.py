@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from megatron.core import dist_checkpointing, parallel_state
+from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 from megatron.core.models.gpt import GPTModel
@@ -22,6 +22,7 @@ from trainer.checkpoint.files import (
     read_about,
 )
 from trainer.checkpoint.writer import Staged
+from trainer.distributed.layout import Layout
 from trainer.distributed.optimizer import Optimizer
 
 _EXTRA = "_extra_state"
@@ -34,6 +35,7 @@ class Trained:
 
     model: GPTModel
     optimizer: Optimizer
+    layout: Layout
 
 
 Parts = Mapping[str, Trained]
@@ -133,7 +135,7 @@ def _state_of(part: Trained, loading: bool) -> dict[str, Any]:
         "distrib_optim_fully_reshardable_mem_efficient": False,
         "chained_optim_avoid_prefix": True,
         "singleton_local_shards": False,
-        "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
+        "dp_cp_group": part.layout.dp_group,
     }
     weights = model.sharded_state_dict(metadata=metadata)
     return {

@@ -6,7 +6,6 @@ import os
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
@@ -14,27 +13,12 @@ import torch.distributed as dist
 
 from trainer import device
 from trainer.config import TrainerConfig
+from trainer.distributed.layout import Layout
 from trainer.megatron import patches
 from trainer.seat import LOOPBACK
 
 TIMEOUT = timedelta(minutes=10)
 TURN = timedelta(minutes=5)
-
-
-@dataclass(frozen=True)
-class Layout:
-    """Where this rank stands.
-
-    Attributes:
-        reports: exactly one rank of every data-parallel group member has it: the one that hands results back.
-    """
-
-    rank: int
-    world_size: int
-    dp_rank: int
-    dp_size: int
-    tp_size: int
-    reports: bool
 
 
 def initialize(config: TrainerConfig, rank: int = 0, store: dist.Store | None = None, host: str = LOOPBACK) -> Layout:
@@ -69,15 +53,17 @@ def initialize(config: TrainerConfig, rank: int = 0, store: dist.Store | None = 
     )
     # No layer draws random numbers; Megatron's embedding only asks for the named states to exist.
     tensor_parallel.model_parallel_cuda_manual_seed(0)
-    last_stage = parallel_state.is_pipeline_last_stage()
-    return Layout(
-        rank=rank,
-        world_size=config.world_size,
-        dp_rank=parallel_state.get_data_parallel_rank(),
-        dp_size=parallel_state.get_data_parallel_world_size(),
-        tp_size=config.tp,
-        reports=last_stage and parallel_state.get_tensor_model_parallel_rank() == 0,
+    layout = Layout.of(rank, config)
+    found = (
+        parallel_state.get_tensor_model_parallel_rank(),
+        parallel_state.get_pipeline_model_parallel_rank(),
+        parallel_state.get_data_parallel_rank(),
+        parallel_state.get_expert_model_parallel_rank(),
+        parallel_state.get_expert_data_parallel_rank(),
     )
+    expected = (layout.tp_rank, layout.pp_rank, layout.dp_rank, layout.ep_rank, layout.expert_dp_rank)
+    assert found == expected, f"found Megatron's places {found} of rank {rank}, expected {expected}"
+    return layout
 
 
 @contextmanager

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
-from megatron.core import parallel_state
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer import ModuleSpec, TransformerConfig
@@ -20,6 +19,7 @@ from megatron.core.transformer.transformer_layer import (
 from models import Model
 from models.sizes import ModelSizes
 from trainer.config import TrainerConfig
+from trainer.distributed.layout import Layout
 from trainer.megatron import patches, te_runtime
 from trainer.megatron.config import transformer_config
 from trainer.megatron.lowering import Lowering
@@ -34,6 +34,7 @@ from trainer.modules.weights import tag_split
 def build_model(
     definition: Model,
     config: TrainerConfig,
+    layout: Layout,
     precision: Precision,
     lowering: Lowering,
     max_sequence_length: int,
@@ -55,8 +56,8 @@ def build_model(
             _block(megatron_config, sizes, mapping, precision, modules_of),
             vocab_size=sizes.vocab_size,
             max_sequence_length=max_sequence_length,
-            pre_process=parallel_state.is_pipeline_first_stage(),
-            post_process=parallel_state.is_pipeline_last_stage(),
+            pre_process=layout.first_stage,
+            post_process=layout.last_stage,
             parallel_output=False,
             share_embeddings_and_output_weights=sizes.tied,
             position_embedding_type="none" if mode == "exact" else "rope",

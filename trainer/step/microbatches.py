@@ -2,7 +2,42 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from trainer import device
 from trainer.step.batch import TokenBatch
+from trainer.step.reading import Read
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Rows of a batch that go through the model together. Here each row is padded, and takes a row of the model's
+    input; rows that are laid end to end would be packed and unpacked by another form of this type.
+
+    Attributes:
+        rows: their numbers in the whole batch. None, on a rank without rows for its turn: it takes part in the
+            collectives, on one row that counts for nothing.
+        batch: these rows, on the device.
+    """
+
+    rows: list[int]
+    batch: TokenBatch
+
+    @classmethod
+    def of(cls, batch: TokenBatch, rows: list[int], multiple: int) -> MicroBatch:
+        """These rows of `batch`, padded to a multiple."""
+        selected = pad_to_multiple(batch.select(rows or [int(batch.lengths.argmin())]), multiple)
+        return cls(rows, selected.to(device.current()))
+
+    def packed(self) -> Tensor:
+        """The tokens int64 [B, S] as the model is run on them."""
+        return self.batch.tokens
+
+    def unpacked(self, read: Read) -> Read:
+        """What was read of the packed tokens, row by row as `batch` has them."""
+        return read
 
 
 def plan(lengths: list[int], dp_size: int, budget: int, multiple: int = 1) -> list[list[list[int]]]:

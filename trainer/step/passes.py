@@ -2,37 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megatron.core import parallel_state
 from megatron.core.distributed import finalize_model_grads
+from megatron.core.models.gpt import GPTModel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import get_model_config
 from torch import Tensor, nn
 
-from numerics import ops
 from numerics.ranks import all_gathered
-from numerics.sampling import GREEDY
-from trainer import device
-from trainer.distributed.parallel import Layout
+from trainer.distributed.layout import Layout
 from trainer.errors import NonFiniteLossError
 from trainer.step.batch import UNKNOWN, TokenBatch
-from trainer.step.microbatches import pad_to_multiple, plan
+from trainer.step.microbatches import MicroBatch, plan
 from trainer.step.objective import Objective
+from trainer.step.reading import Reading, gpt_of, head_of, hidden_states, read_logprobs
 from trainer.step.routing import Routing, routing_of
-
-Reading = Callable[[Tensor, TokenBatch], tuple[Tensor, Tensor]]
-"""What an objective gets of a model's output [B, S, ...] for tokens 1 to S - 1: two FP32 [B, S - 1]."""
-
-
-def logprobs_of(logits: Tensor, batch: TokenBatch) -> tuple[Tensor, Tensor]:
-    """The `Reading` of a policy: log-probabilities and entropies. Logits at t speak of the token at t + 1."""
-    return ops.token_logprobs(logits[:, :-1], batch.tokens[:, 1:], batch.temperature)
 
 
 @dataclass(frozen=True)
@@ -44,7 +34,7 @@ class RankPass:
         logprobs: fp32 [len(rows), S], zero at index 0 and in the padding; of a critic its values.
         loss, metrics: of the whole batch, the same on every rank.
         routes: int16 [len(rows), S, L, K], the router's own choice for a batch with routes; -1 in the padding.
-        draws: int64 [len(rows), S], the tokens drawn again for a batch with seeds.
+        draws: int64 [len(rows), S], the tokens drawn again for a batch with seeds; a critic draws none.
     """
 
     rows: list[int]
@@ -62,7 +52,7 @@ def run_pass(
     budget: int,
     multiple: int,
     objective: Objective | None,
-    read: Reading = logprobs_of,
+    read: Reading = read_logprobs,
 ) -> RankPass:
     """Score the batch and, with an objective, accumulate its summed gradients in `model`.
 
@@ -72,7 +62,7 @@ def run_pass(
         budget: padded tokens of a micro-batch.
         multiple: rows are padded to a multiple of this.
         objective: None for scoring only. Otherwise `model` is in Megatron's data-parallel wrapper.
-        read: what is made of the model's output.
+        read: what is made of the final hidden states.
 
     Raises:
         NonFiniteLossError: on all ranks, naming the rows of the micro-batches whose loss is not finite.
@@ -81,11 +71,11 @@ def run_pass(
     """
     groups = plan(batch.lengths.tolist(), layout.dp_size, budget, multiple)[layout.dp_rank]
     get_model_config(model).finalize_model_grads_func = _finalize_sums
-    with routing_of(model, batch) as routing:
+    with routing_of(model, batch, layout) as routing:
         # The last stage alone sees logits; the shapes given here are replaced by those of each micro-batch.
         outputs: list[_MicroOutput] = get_forward_backward_func()(
             forward_step_func=partial(_forward, objective=objective, read=read, routing=routing),
-            data_iterator=_micro_batches(batch, groups, multiple),
+            data_iterator=(MicroBatch.of(batch, rows, multiple) for rows in groups),
             model=[model],
             num_microbatches=len(groups),
             seq_length=batch.width,
@@ -95,7 +85,7 @@ def run_pass(
     loss = 0.0
     metrics: dict[str, float] = {}
     if objective is not None:
-        loss, metrics = _reduce(outputs)
+        loss, metrics = _reduce(outputs, layout)
     rows = [row for output in outputs for row in output.rows]
     logprobs = _collect([output.logprobs for output in outputs], outputs, torch.zeros(len(rows), batch.width))
     routes = None
@@ -103,16 +93,10 @@ def run_pass(
         unknown = torch.full((len(rows), *batch.routes.shape[1:]), UNKNOWN, dtype=torch.int16)
         routes = _collect([output.routes for output in outputs], outputs, unknown)
     draws = None
-    if batch.seeds is not None:
+    if batch.seeds is not None and all(output.draws is not None for output in outputs):
         undrawn = torch.full((len(rows), batch.width), UNKNOWN)
         draws = _collect([output.draws for output in outputs], outputs, undrawn)
     return RankPass(rows=rows, logprobs=logprobs, loss=loss, metrics=metrics, routes=routes, draws=draws)
-
-
-@dataclass(frozen=True)
-class _MicroBatch:
-    rows: list[int]
-    batch: TokenBatch
 
 
 @dataclass(frozen=True)
@@ -125,15 +109,8 @@ class _MicroOutput:
     draws: Tensor | None
 
 
-def _micro_batches(batch: TokenBatch, groups: list[list[int]], multiple: int) -> Iterator[_MicroBatch]:
-    for rows in groups:
-        # A rank without rows for this turn still takes part in the collectives, on one row that counts for nothing.
-        selected = pad_to_multiple(batch.select(rows or [int(batch.lengths.argmin())]), multiple)
-        yield _MicroBatch(rows, selected.to(device.current()))
-
-
 def _forward(
-    micro_batches: Iterator[_MicroBatch],
+    micro_batches: Iterator[MicroBatch],
     model: nn.Module,
     objective: Objective | None,
     read: Reading,
@@ -141,42 +118,33 @@ def _forward(
 ) -> Any:
     micro = next(micro_batches)
     routing.begin(micro.batch)
-    output = model(micro.batch.tokens, position_ids=None, attention_mask=None)
+    hidden = hidden_states(model, micro.packed())
     routes = routing.own_choice(micro.batch)
-    return output, partial(_loss, micro=micro, objective=objective, read=read, routes=routes)
+    return hidden, partial(_loss, model=gpt_of(model), micro=micro, objective=objective, read=read, routes=routes)
 
 
 def _loss(
-    output: Tensor, micro: _MicroBatch, objective: Objective | None, read: Reading, routes: Tensor | None
+    hidden: Tensor,
+    model: GPTModel,
+    micro: MicroBatch,
+    objective: Objective | None,
+    read: Reading,
+    routes: Tensor | None,
 ) -> tuple[Tensor, Tensor, _MicroOutput]:
     """Megatron's loss function: (loss to differentiate, a token count that is not used, what to keep)."""
     batch = micro.batch
-    logprobs, entropy = read(output, batch)
-    real = torch.arange(1, batch.width, device=logprobs.device) < batch.lengths[:, None]
-    logprobs = F.pad(torch.where(real, logprobs, 0.0), (1, 0))
+    found = micro.unpacked(read(hidden, head_of(model), batch))
+    real = torch.arange(1, batch.width, device=hidden.device) < batch.lengths[:, None]
+    logprobs = F.pad(torch.where(real, found.values, 0.0), (1, 0))
     metrics: dict[str, Tensor] = {}
     if objective is None or not micro.rows:
         loss = logprobs.sum() * 0.0
     else:
-        share = objective(logprobs, F.pad(torch.where(real, entropy, 0.0), (1, 0)), batch)
+        share = objective(logprobs, F.pad(torch.where(real, found.entropy, 0.0), (1, 0)), batch)
         loss = share.loss
         metrics = {name: value.detach() for name, value in share.metrics.items()}
-    kept = _MicroOutput(micro.rows, logprobs.detach(), loss.detach().float(), metrics, routes, _draws(output, batch))
+    kept = _MicroOutput(micro.rows, logprobs.detach(), loss.detach().float(), metrics, routes, found.draws)
     return loss, torch.zeros([], dtype=torch.int, device=loss.device), kept
-
-
-@torch.no_grad()
-def _draws(logits: Tensor, batch: TokenBatch) -> Tensor | None:
-    """int64 [b, S], the tokens that the batch's seeds draw from logits [b, S, V]; see `PassResult.draws`."""
-    if batch.seeds is None:
-        return None
-    drawn = torch.full_like(batch.tokens, UNKNOWN)
-    for row in (batch.seeds != GREEDY).nonzero().flatten().tolist():
-        seen = int(batch.lengths[row]) - 1
-        positions = torch.arange(seen, device=logits.device)
-        temperatures = torch.full((seen,), batch.temperature, device=logits.device)
-        drawn[row, 1 : seen + 1] = ops.draw(logits[row, :seen], temperatures, batch.seeds[row].expand(seen), positions)
-    return drawn
 
 
 def _finalize_sums(model: list[Any], num_tokens: Tensor | None, **context: Any) -> None:
@@ -184,15 +152,14 @@ def _finalize_sums(model: list[Any], num_tokens: Tensor | None, **context: Any) 
     finalize_model_grads(model, None, **context)
 
 
-def _reduce(outputs: list[_MicroOutput]) -> tuple[float, dict[str, float]]:
+def _reduce(outputs: list[_MicroOutput], layout: Layout) -> tuple[float, dict[str, float]]:
     """Loss and metrics, summed over micro-batches and data-parallel ranks and known to every rank."""
     bad = [row for output in outputs if not torch.isfinite(output.loss) for row in output.rows]
     sums: dict[str, float] = {}
     for output in outputs:
         for name, value in {"": output.loss, **output.metrics}.items():
             sums[name] = sums.get(name, 0.0) + float(value)
-    counts = parallel_state.is_pipeline_last_stage() and parallel_state.get_tensor_model_parallel_rank() == 0
-    gathered = all_gathered((sums, bad) if counts else ({}, []))
+    gathered = all_gathered((sums, bad) if layout.reports else ({}, []))
     bad_rows = sorted(row for _, rows in gathered for row in rows)
     if bad_rows:
         raise NonFiniteLossError(

@@ -14,19 +14,19 @@ from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
 from torch import Tensor, nn
 
 from numerics.errors import user_error
+from trainer.distributed.layout import Layout
 from trainer.megatron.patches import become
 from trainer.step.batch import UNKNOWN, TokenBatch
 
 
 @contextmanager
-def routing_of(model: nn.Module, batch: TokenBatch) -> Iterator[Routing]:
+def routing_of(model: nn.Module, batch: TokenBatch, layout: Layout) -> Iterator[Routing]:
     """The model's routers for a pass over `batch`; without routes in the batch they are left alone.
 
     Raises:
@@ -35,7 +35,7 @@ def routing_of(model: nn.Module, batch: TokenBatch) -> Iterator[Routing]:
     """
     layers: list[LayerRouting] = []
     if batch.routes is not None:
-        _check_pipeline()
+        _check_pipeline(layout.pp_size)
         routers = [module.router for module in model.modules() if isinstance(module, MoELayer)]
         _check_routes(batch, routers)
         layers = [_layer_routing(router) for router in routers]
@@ -43,7 +43,7 @@ def routing_of(model: nn.Module, batch: TokenBatch) -> Iterator[Routing]:
     for layer in layers:
         layer.set_router_replay_action(action)
     try:
-        yield Routing(layers)
+        yield Routing(layers, layout)
     finally:
         for layer in layers:
             layer.clear_router_replay_action()
@@ -53,17 +53,15 @@ def routing_of(model: nn.Module, batch: TokenBatch) -> Iterator[Routing]:
 class Routing:
     """The routers of one model during a pass."""
 
-    def __init__(self, layers: list[LayerRouting]) -> None:
-        self._layers = layers
-        split = parallel_state.get_tensor_model_parallel_world_size()
-        self._ranks, self._rank = split, parallel_state.get_tensor_model_parallel_rank()
+    def __init__(self, layers: list[LayerRouting], layout: Layout) -> None:
+        self._layers, self._layout = layers, layout
 
     def begin(self, batch: TokenBatch) -> None:
         """Before the forward of a micro-batch: where its tokens are to go."""
         if batch.routes is None or not batch.replay:
             return
         # Routers see [S, B] tokens, and under sequence parallelism this rank's part of S.
-        part = batch.routes.transpose(0, 1).chunk(self._ranks)[self._rank].long().flatten(0, 1)
+        part = batch.routes.transpose(0, 1).chunk(self._layout.tp_size)[self._layout.tp_rank].long().flatten(0, 1)
         for layer, experts in zip(self._layers, part.unbind(1), strict=True):
             layer.target_topk_idx = experts
 
@@ -74,9 +72,9 @@ class Routing:
             return None
         # Not int16, which gloo does not carry.
         chosen = torch.stack([layer.recorded_topk_idx for layer in self._layers], dim=1).int()
-        if self._ranks > 1:
-            parts = [torch.empty_like(chosen) for _ in range(self._ranks)]
-            dist.all_gather(parts, chosen, group=parallel_state.get_tensor_model_parallel_group())
+        if self._layout.tp_size > 1:
+            parts = [torch.empty_like(chosen) for _ in range(self._layout.tp_size)]
+            dist.all_gather(parts, chosen, group=self._layout.tp_group)
             chosen = torch.cat(parts)
         routes = chosen.sort(-1).values.unflatten(0, (batch.width, batch.rows)).transpose(0, 1)
         return torch.where(batch.real_tokens()[:, :, None, None], routes, UNKNOWN).to(torch.int16)
@@ -114,8 +112,7 @@ def _layer_routing(router: TopKRouter) -> LayerRouting:
     return routing
 
 
-def _check_pipeline() -> None:
-    stages = parallel_state.get_pipeline_model_parallel_world_size()
+def _check_pipeline(stages: int) -> None:
     if stages > 1:
         raise user_error(
             "trainer.pp",

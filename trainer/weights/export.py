@@ -11,12 +11,12 @@ from collections.abc import Iterable, Iterator
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 from torch import Tensor
 
 from numerics.quantize import QuantizedTensor
 from numerics.spec import TensorSpec
 from numerics.weight_cache import WeightCache
+from trainer.distributed.layout import Layout
 from trainer.weights import te_weights
 from trainer.weights.table_bridge import TableBridge
 
@@ -42,9 +42,15 @@ class Exporter:
     """
 
     def __init__(
-        self, bridge: TableBridge, scale_bridge: TableBridge, quantized_as: TensorSpec, cache: WeightCache
+        self,
+        bridge: TableBridge,
+        scale_bridge: TableBridge,
+        quantized_as: TensorSpec,
+        cache: WeightCache,
+        layout: Layout,
     ) -> None:
-        self._bridge, self._scale_bridge, self._spec, self._cache = bridge, scale_bridge, quantized_as, cache
+        self._bridge, self._scale_bridge, self._spec = bridge, scale_bridge, quantized_as
+        self._cache, self._layout = cache, layout
 
     @torch.no_grad()
     def share(self, parameters: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor | QuantizedTensor]]:
@@ -53,25 +59,24 @@ class Exporter:
         parameters: (Megatron's name in the whole model, what this rank holds of it), tagged as by Megatron, in the
         same order on all ranks of a pipeline stage.
         """
-        tp, dp = parallel_state.get_tensor_model_parallel_world_size(), parallel_state.get_data_parallel_world_size()
-        rank, replica = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_data_parallel_rank()
-        dense, experts = Turns(dp * tp), Turns(parallel_state.get_expert_data_parallel_world_size())
+        at = self._layout
+        dense, experts = Turns(at.dp_size * at.tp_size), Turns(at.expert_dp_size)
         for name, held in parameters:
             row = self._bridge.rows(name)[0]
             if name in row.copies:
                 continue  # the stage with the original hands it out
             if row.expert is not None:
-                if experts.next(held.nbytes) == parallel_state.get_expert_data_parallel_rank():
+                if experts.next(held.nbytes) == at.expert_dp_rank:
                     yield from self._tensors(name, held, [self._pieces(held)])
                 continue
-            its_replica, its_rank = divmod(dense.next(held.nbytes), tp)
-            if its_replica != replica:
+            its_replica, its_rank = divmod(dense.next(held.nbytes), at.tp_size)
+            if its_replica != at.dp_rank:
                 continue
-            if tp > 1 and getattr(held, "tensor_model_parallel", False):
-                parts = _gathered(self._pieces(held), its_rank, parallel_state.get_tensor_model_parallel_group())
+            if at.tp_size > 1 and getattr(held, "tensor_model_parallel", False):
+                parts = _gathered(self._pieces(held), its_rank, at.tp_group)
             else:
                 parts = [self._pieces(held)]
-            if its_rank == rank:
+            if its_rank == at.tp_rank:
                 yield from self._tensors(name, held, parts)
 
     def _pieces(self, held: Tensor) -> list[Tensor]:

@@ -21,6 +21,7 @@ from numerics.quantize import QuantizedTensor
 from numerics.ranks import exhaust
 from numerics.spec import TensorSpec
 from numerics.weight_cache import WeightCache
+from trainer.distributed.layout import Layout
 from trainer.weights import te_weights
 from trainer.weights.export import Exporter
 from trainer.weights.table_bridge import TableBridge
@@ -44,12 +45,14 @@ class HFWeights:
         config: TransformerConfig,
         quantized_as: TensorSpec,
         cache: WeightCache,
+        layout: Layout,
         dtype: torch.dtype = torch.bfloat16,
     ) -> None:
         self._path, self._spec, self._dtype = Path(model_path), quantized_as, dtype
         self._table = table
         self._bridge = TableBridge(table, config)
-        self._exporter = Exporter(self._bridge, TableBridge(table, config, quantized_as.group), quantized_as, cache)
+        scales = TableBridge(table, config, quantized_as.group)
+        self._exporter = Exporter(self._bridge, scales, quantized_as, cache, layout)
 
     @torch.no_grad()
     def load(self, model: GPTModel) -> None:

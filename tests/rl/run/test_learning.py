@@ -17,7 +17,7 @@ from rollout.config import RolloutConfig
 from tests.support.batches import random_batch
 from tests.support.local_group import LocalGroup
 from tests.support.models import write_model
-from trainer.distributed.parallel import Layout
+from trainer.distributed.layout import Layout
 from trainer.errors import NonFiniteLossError
 from trainer.step.batch import TokenBatch
 

@@ -29,7 +29,7 @@ from tests.support.ranks import run_on_ranks
 from tests.support.trainers import MakeTrainer
 from trainer.config import TrainerConfig
 from trainer.distributed import parallel
-from trainer.distributed.parallel import Layout
+from trainer.distributed.layout import Layout
 from trainer.state_bytes import state_bytes
 from trainer.step.batch import TokenBatch
 from weight_sync.quantized import served_tensors

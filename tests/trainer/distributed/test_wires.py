@@ -27,7 +27,7 @@ from tests.support.definitions import SIZES
 from tests.support.models import LENGTH
 from tests.support.ranks import run_on_ranks
 from trainer.config import TrainerConfig
-from trainer.distributed.parallel import Layout
+from trainer.distributed.layout import Layout
 from trainer.megatron.model_checks import check_wires
 
 POW2 = QuantSpec.preset("fp8_block_pow2")

@@ -19,7 +19,7 @@ from tests.support.batches import random_batch
 from tests.support.models import LENGTH, VOCAB, reference, write_model
 from tests.support.trainers import MakeTrainer
 from trainer.config import TrainerConfig
-from trainer.distributed.parallel import Layout
+from trainer.distributed.layout import Layout
 from trainer.megatron.lowering import Lowering
 from trainer.modules.precision import Precision
 
@@ -62,7 +62,7 @@ def test_every_parameter_is_made_where_the_model_runs(
     monkeypatch.setattr(torch.cuda, "current_device", lambda: torch.device("meta"))
     numerics, definition = NumericsConfig(mode=mode, spec=QuantSpec.preset("fp8_block_pow2")), read_model(moe_path)
     precision = Precision(numerics, WeightCache(), definition.sizes.layers)
-    model = build_model(definition, TrainerConfig(), precision, Lowering(), LENGTH)
+    model = build_model(definition, TrainerConfig(), layout, precision, Lowering(), LENGTH)
     parameters = dict(model.named_parameters())
     assert {name for name, parameter in parameters.items() if parameter.device.type != "meta"} == set()
     assert any("router" in name for name in parameters)

@@ -20,7 +20,7 @@ from tests.support.models import LENGTH, VOCAB, reference, write_model
 from tests.support.ranks import run_on_ranks
 from tests.support.trainers import MakeTrainer
 from trainer.config import TrainerConfig
-from trainer.distributed.parallel import Layout
+from trainer.distributed.layout import Layout
 from trainer.step.result import RankPassResult
 
 BATCH: dict[str, Any] = {"rows": 9, "longest": 150, "temperature": 0.9}

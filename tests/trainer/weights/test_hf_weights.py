@@ -19,7 +19,7 @@ from tests.support.blockwise import BlockwiseWeight
 from tests.support.models import LAYERS, LENGTH
 from tests.support.ranks import run_on_ranks
 from trainer.config import TrainerConfig
-from trainer.distributed.parallel import Layout
+from trainer.distributed.layout import Layout
 from trainer.weights import te_weights
 from trainer.weights.hf_weights import HFWeights
 
@@ -73,7 +73,7 @@ def test_codes_and_scales_are_exported_as_they_are(
     trainer = native_trainer(path, layout, TrainerConfig(**SETTINGS))
     hold_in_fp8(trainer.model, preset, layers)
     spec = QuantSpec.preset(preset).weight
-    weights = HFWeights(path, trainer.definition.tensors, trainer.model.config, spec, trainer.cache)
+    weights = HFWeights(path, trainer.definition.tensors, trainer.model.config, spec, trainer.cache, layout)
     assert_served_as_held(dict(weights.share(trainer.model)), path, preset, layers)
 
 

@@ -1,0 +1,15 @@
+"""Places of ranks, as they are calculated. That Megatron gives the same ones, `parallel.initialize` checks itself."""
+
+from __future__ import annotations
+
+from trainer.config import TrainerConfig
+from trainer.distributed.layout import Layout
+
+
+def test_every_rank_has_a_place_of_its_own() -> None:
+    config = TrainerConfig(tp=2, pp=2, ep=4, dp=2)
+    places = [Layout.of(rank, config) for rank in range(config.world_size)]
+    assert len({(at.pp_rank, at.dp_rank, at.tp_rank) for at in places}) == config.world_size == 8
+    assert [(at.ep_rank, at.expert_dp_rank, at.expert_dp_size) for at in places] == [(r % 4, 0, 1) for r in range(8)]
+    assert [at.rank for at in places if at.reports] == [4, 6]
+    assert [at.rank for at in places if at.first_stage] == [0, 1, 2, 3]

@@ -1,0 +1,85 @@
+"""Where a rank stands among the others: what everybody asks who splits something over ranks.
+
+The order is Megatron's: tensor-parallel ranks are neighbours, so are those that share the experts, and the stages of a
+pipeline are far apart.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from trainer.config import TrainerConfig
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The place of one rank. Of the stage `pp_rank` it holds the part `tp_rank` of `tp_size` of dense weights, and the
+    experts that are at `ep_rank` of `ep_size`.
+
+    Attributes:
+        dp_rank, dp_size: its place among those that hold the same dense weights.
+        expert_dp_rank, expert_dp_size: its place among those that hold the same experts.
+    """
+
+    rank: int
+    world_size: int
+    tp_rank: int
+    tp_size: int
+    pp_rank: int
+    pp_size: int
+    dp_rank: int
+    dp_size: int
+    ep_rank: int
+    ep_size: int
+    expert_dp_rank: int
+    expert_dp_size: int
+
+    @classmethod
+    def of(cls, rank: int, config: TrainerConfig) -> Layout:
+        """The place of rank 0 to `config.world_size` - 1, calculated."""
+        stage_size = config.tp * config.dp
+        stage, inside = divmod(rank, stage_size)
+        return cls(
+            rank=rank,
+            world_size=config.world_size,
+            tp_rank=inside % config.tp,
+            tp_size=config.tp,
+            pp_rank=stage,
+            pp_size=config.pp,
+            dp_rank=inside // config.tp,
+            dp_size=config.dp,
+            ep_rank=inside % config.ep,
+            ep_size=config.ep,
+            expert_dp_rank=inside // config.ep,
+            expert_dp_size=stage_size // config.ep,
+        )
+
+    @property
+    def first_stage(self) -> bool:
+        """Whether it has the embedding."""
+        return self.pp_rank == 0
+
+    @property
+    def last_stage(self) -> bool:
+        """Whether it has the head."""
+        return self.pp_rank == self.pp_size - 1
+
+    @property
+    def reports(self) -> bool:
+        """Whether it is the one rank of its data-parallel share that hands results back."""
+        return self.last_stage and self.tp_rank == 0
+
+    @property
+    def tp_group(self) -> Any:
+        """The process group of the ranks that share its dense weights."""
+        from megatron.core import parallel_state
+
+        return parallel_state.get_tensor_model_parallel_group()
+
+    @property
+    def dp_group(self) -> Any:
+        """The process group of the ranks that hold the same dense weights."""
+        from megatron.core import parallel_state
+
+        return parallel_state.get_data_parallel_group(with_context_parallel=True)
