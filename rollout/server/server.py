@@ -6,6 +6,7 @@ import json
 import os
 import random
 import secrets
+import signal
 import socket
 import subprocess
 import sys
@@ -128,6 +129,11 @@ class SGLangServer:
 
     def check(self) -> None:
         """Raise EngineDiedError, with the end of the log, if the process is gone."""
+        if self._process.poll() == -signal.SIGBUS:
+            raise EngineDiedError(
+                f"the engine process {self.pid} ended by SIGBUS: found no room in /dev/shm, expected some; remove what is "
+                "left there, or give the container more (docker run --shm-size=1g)"
+            )
         if not self.alive():
             raise EngineDiedError(
                 f"the engine process {self.pid} ended with status {self._process.returncode}, expected it to run. "
