@@ -131,8 +131,8 @@ class SGLangServer:
         """Raise EngineDiedError, with the end of the log, if the process is gone."""
         if self._process.poll() == -signal.SIGBUS:
             raise EngineDiedError(
-                f"the engine process {self.pid} ended by SIGBUS: found no room in /dev/shm, expected some; remove what is "
-                "left there, or give the container more (docker run --shm-size=1g)"
+                f"the engine process {self.pid} ended by SIGBUS: found no room in /dev/shm, expected some; remove what "
+                "is left there, or give the container more (docker run --shm-size=1g)"
             )
         if not self.alive():
             raise EngineDiedError(
