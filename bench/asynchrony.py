@@ -109,11 +109,11 @@ def block(stack: Stack, settings: list[str], steps: int = BLOCK) -> float:
         ahead = feed.ahead(StepClock())
         if ahead is not None:
             trainer.score_routed(ahead.batch)
+        feed.drain(StepClock())
         lesson.learn(trainer, first, step)
         stack.syncing.sync()
         times.append(time.perf_counter() - began)
-    feed.ahead(StepClock())
-    stack.sampling.collect(feed._admitted)  # the next block begins with idle engines
+    feed.drain(StepClock())  # the next block begins with idle engines
     return statistics.median(times[1:])
 
 

@@ -53,6 +53,7 @@ def train(run: Run) -> str:
         with stack.turn("train"), clock.phase("monitor"):
             attempt = attempt.beside(_scored(trainer, ahead, attempt.evidence))
             decision = decide(run, guard, attempt, late_metrics(before), clock)
+        feed.drain(clock)
         with stack.turn("train"), clock.phase("train"):
             decision = _update(run, guard, decision)
         with clock.phase("sync"):

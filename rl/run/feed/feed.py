@@ -59,10 +59,10 @@ class Feed(Protocol):
         """The work of `step`, counted from 1, for a trainer at weight `version`; phases are timed by `clock`."""
 
     def ahead(self, clock: StepClock) -> Work | None:
-        """Some finished answers to later steps, for the trainer to score before it updates; None where there are none.
+        """Some finished answers to later steps, for the trainer to score before it updates; None where there are none."""
 
-        Where updates do not land in flight, every answer that was admitted is there when this returns.
-        """
+    def drain(self, clock: StepClock) -> None:
+        """Wait for every answer that was admitted, where updates do not land in flight."""
 
     def state(self) -> FeedState:
         """What a checkpoint must keep for the steps to come."""
@@ -121,22 +121,27 @@ class SampledFeed:
         return work
 
     def ahead(self, clock: StepClock) -> Work | None:
-        asked = [*self._admitted, *self._probes]
+        asked, count = [*self._admitted, *self._probes], self._experiment.guard.fresh_answers
         if not asked:
             return None
         with clock.phase("rollout"):
             if self._experiment.rollout.updates_in_flight:
                 self._sampling.wait_for_fresh(asked)
             else:
-                self._sampling.collect(asked)
+                self._collect_fresh(asked, count)
         groups = [item.answers.result() for item in asked if item.answered]
-        count = self._experiment.guard.fresh_answers
         # Those whose last token is youngest, since in flight only these may have any of the trainer's weights.
         answers = sorted(
             (answer for group in groups for answer in group),
             key=lambda answer: -max(answer.weight_versions, default=-1),
         )[:count]
         return Work(*self._batch(answers))
+
+    def drain(self, clock: StepClock) -> None:
+        asked = [*self._admitted, *self._probes]
+        if asked and not self._experiment.rollout.updates_in_flight:
+            with clock.phase("rollout"):
+                self._sampling.collect(asked)
 
     def state(self) -> FeedState:
         answered = [Answered.of(item.number, item.answers.result()) for item in self._admitted if item.answered]
@@ -150,6 +155,15 @@ class SampledFeed:
     def renew(self) -> None:
         self._admitted = [self._admit(item.number) for item in self._admitted]
         self._probes = [self._admit(item.number) for item in self._probes]
+
+    def _collect_fresh(self, asked: Sequence[Asked], count: int) -> None:
+        """Wait for the oldest groups that have `count` answers of the trainer's weights; meanwhile the others go on."""
+        version = self._sampling.syncing.version
+        for item in asked:
+            (answers,) = self._sampling.collect([item])
+            count -= sum(version in answer.weight_versions for answer in answers)
+            if count <= 0:
+                return
 
     def _fill(self, step: int) -> None:
         """Admit what staleness allows and the steps to come need."""
@@ -261,6 +275,8 @@ class ExampleFeed:
 
     def ahead(self, clock: StepClock) -> Work | None:
         return None
+
+    def drain(self, clock: StepClock) -> None: ...
 
     def state(self) -> FeedState:
         return FeedState(0, [], [])

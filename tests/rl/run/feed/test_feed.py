@@ -179,11 +179,15 @@ def test_environments_that_always_fail_end_the_step_with_their_cause(data: Path)
     assert (metric, count) == ("rollout/environment_failures", 1) and "KeyError" in text
 
 
-def test_what_is_drained_is_there_before_the_update_and_some_of_it_is_scored(data: Path) -> None:
+def test_the_first_answers_ahead_are_scored_while_the_others_are_sampled_and_all_are_there_before_the_update(
+    data: Path,
+) -> None:
     feed, engines = open_feed(data, staleness=1)
     take(feed, 1)
     assert not engines.asked[-1].answers.done()
     ahead = feed.ahead(StepClock())
+    assert [item.answers.done() for item in engines.asked[-PROMPTS:]] == [True, True, False], "two have four answers"
+    feed.drain(StepClock())
     assert engines.asked[-1].answers.done()
     assert ahead is not None and ahead.batch.rows == 4
     assert ahead.versions is not None and ahead.versions[ahead.batch.loss_mask].tolist() == [0] * 4
