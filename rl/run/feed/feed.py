@@ -59,7 +59,7 @@ class Feed(Protocol):
         """The work of `step`, counted from 1, for a trainer at weight `version`; phases are timed by `clock`."""
 
     def ahead(self, clock: StepClock) -> Work | None:
-        """Some finished answers to later steps, for the trainer to score before it updates; None where there are none."""
+        """Some finished answers to later steps, for the trainer to score before it updates; None: there are none."""
 
     def drain(self, clock: StepClock) -> None:
         """Wait for every answer that was admitted, where updates do not land in flight."""
