@@ -1,0 +1,114 @@
+"""What stands between clients of `fp8rl serve` and SGLang: its own request types, behind a real FastAPI application."""
+
+import copy
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
+from fastapi.testclient import TestClient
+
+from numerics.sampling import answer_seed
+from rollout.plugin.hooks import _problem
+from rollout.server import public
+
+protocol = pytest.importorskip("sglang.srt.entrypoints.openai.protocol")
+PLAIN = {"model": "it", "prompt": "1", "messages": [{"role": "user", "content": "1"}]}
+PATHS = ["/v1/completions", "/v1/chat/completions"]
+
+
+@pytest.fixture(scope="module")
+def client() -> TestClient:
+    """Endpoints of SGLang's request types, which answer with what came through."""
+    app = FastAPI()
+    manager = SimpleNamespace(served_model_name="it", model_config=SimpleNamespace(vocab_size=10))
+
+    async def through(serving: Any, request: Any, raw: Any) -> Any:
+        return request.model_dump(include={"model", "seed", "n"})
+
+    @app.post(PATHS[0])
+    async def complete(request: protocol.CompletionRequest) -> Any:
+        return await public.answer(through, SimpleNamespace(tokenizer_manager=manager), request, None)
+
+    @app.post(PATHS[1])
+    async def chat(request: protocol.ChatCompletionRequest) -> Any:
+        return await public.answer(through, SimpleNamespace(tokenizer_manager=manager), request, None)
+
+    app.add_exception_handler(RequestValidationError, public.invalid)
+    app.add_middleware(public.ObjectsOnly)
+    return TestClient(app, raise_server_exceptions=False)
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("body", [b"null", b"[]", b"5", b"", b'{"model": ', b"\xff\xfe", b"[" * 100_000])
+def test_a_body_that_is_no_object_is_refused_in_one_form(client: TestClient, path: str, body: bytes) -> None:
+    answer = client.post(path, content=body, headers={"Content-Type": "application/json"})
+    error = answer.json()["error"]
+    assert answer.status_code == 400 and error["message"].startswith("body: found ")
+    assert error.keys() == {"message", "type", "param", "code"} and "/" not in error["message"]
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize(
+    ("change", "status", "message"),
+    [
+        ({"model": "gpt-4"}, 404, "The model 'gpt-4' does not exist; this server has 'it'."),
+        ({"model": None}, 400, "model: Input should be a valid string"),
+        ({"n": 0}, 400, "n: found 0, expected 1 to 128"),
+        ({"n": "many"}, 400, "n: Input should be a valid integer, unable to parse string as an integer"),
+        ({"seed": -1}, 400, "seed: found -1, expected 0 to 9223372036854775807"),
+        ({"seed": 2**63}, 400, f"seed: found {2**63}, expected 0 to 9223372036854775807"),
+        ({"logit_bias": {"1": 1.0}}, 400, "logit_bias: is not served. Leave it out"),
+    ],
+)
+def test_what_would_be_answered_wrongly_is_refused(
+    client: TestClient, path: str, change: dict[str, Any], status: int, message: str
+) -> None:
+    answer = client.post(path, json=PLAIN | change)
+    assert (answer.status_code, answer.json()["error"]["message"]) == (status, message)
+
+
+def test_numbers_that_would_end_the_engine_are_refused(client: TestClient) -> None:
+    for change, message in (
+        ({"logprobs": -1}, "logprobs: found -1, expected 0 to 20"),
+        ({"prompt": [10]}, "prompt: found the token 10, expected 0 to 9"),
+        ({"prompt": [[1, 2], [3, -1]]}, "prompt: found the token -1, expected 0 to 9"),
+    ):
+        assert client.post(PATHS[0], json=PLAIN | change).json()["error"]["message"] == message
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_what_is_right_comes_through_whole(client: TestClient, path: str) -> None:
+    answer = client.post(path, json=PLAIN | {"seed": 2**63 - 1, "n": 3})
+    assert answer.json() == {"model": "it", "seed": 2**63 - 1, "n": 3}
+    for prompt in ("99", ["99", "é"], [9, 0], [[9], [0]]):
+        assert client.post(PATHS[0], json=PLAIN | {"prompt": prompt}).status_code == 200
+
+
+def test_each_answer_to_a_prompt_gets_a_seed_of_its_own() -> None:
+    from sglang.srt.sampling.sampling_params import SamplingParams
+
+    def sent(manager: Any, parameters: Any, times: int) -> list[int]:
+        requests = [SimpleNamespace(sampling_params=parameters) for _ in range(times)]
+        for request in requests:
+            public.seed_each_answer(manager, request)
+        return [request.sampling_params.sampling_seed for request in requests]
+
+    manager, parameters = SimpleNamespace(), SamplingParams(n=3, sampling_seed=7)
+    expected = [answer_seed(7, 0, 0, answer) for answer in range(3)]
+    assert sent(manager, parameters, 3) == expected and len(set(expected)) == 3
+    assert sent(manager, copy.copy(parameters), 3) == expected, "the next prompt's"
+    assert parameters.sampling_seed == 7
+    assert sent(manager, SamplingParams(n=1, sampling_seed=7), 2) == [7, 7]
+    assert sent(manager, SamplingParams(n=3), 3) == [None, None, None]
+
+
+def test_offsets_count_the_characters_before() -> None:
+    found = protocol.LogProbs(tokens=["12", "é", "\n"], text_offset=[-1, -1, -1])
+    assert public.with_offsets(found).text_offset == [0, 2, 3]
+    assert public.with_offsets(protocol.LogProbs()).text_offset == []
+
+
+def test_every_target_is_as_it_is_expected() -> None:
+    assert [problem for hook in public.HOOKS if (problem := _problem(hook))] == []
