@@ -13,20 +13,8 @@ import pkgutil
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from models.forms import (
-    ADD_NORM,
-    ATTENTION,
-    EXPERTS,
-    HEAD_NORM,
-    LINEAR,
-    LOGPROBS,
-    NORM,
-    QKV,
-    ROPE,
-    SWIGLU,
-    TOPK,
-    OpForm,
-)
+from models import forms
+from models.forms import OpForm
 from numerics.config import NumericsConfig
 from numerics.spec import TensorSpec
 from rollout.plugin import lifecycle, logprobs, native, ops, pausing, sampling
@@ -57,16 +45,18 @@ class Hook:
         return f"sglang.{self.target}" if self.target.startswith("kernels.") else f"sglang.srt.{self.target}"
 
 
-_NORMS, _PRODUCTS = (NORM, ADD_NORM, HEAD_NORM), (LINEAR, QKV)
+_NORMS, _PRODUCTS = (forms.NORM, forms.ADD_NORM, forms.HEAD_NORM), (forms.LINEAR, forms.QKV)
 _TORCH_ATTENTION = "layers.attention.torch_native_backend.TorchNativeAttnBackend."
 _TRITON_ATTENTION = "layers.attention.triton_backend.TritonAttnBackend."
+_ROTARY = "layers.rotary_embedding.base.RotaryEmbedding."
 _PLAIN = "layers.quantization.unquant."
 _FP8 = "layers.quantization.fp8."
 _FP8_KERNEL = "kernels.ops.quantization.fp8_kernel."
 _NORM = "x residual post_residual_addition quant_linear"
 _ROPE = "positions query key offsets fused_set_kv_buffer_arg"
 _TOPK = "hidden_states gating_output topk renormalize correction_bias scoring_func"
-_FUSED = "routed_scaling_factor apply_routed_scaling_factor_on_output num_fused_shared_experts packed_out"
+_FUSED = "routed_scaling_factor apply_routed_scaling_factor_on_output num_fused_shared_experts packed_out "
+_FUSED += "num_token_non_padded"
 _CACHE = "query output k_cache v_cache req_to_token req_pool_indices seq_lens"
 _MASK = "encoder_lens scaling enable_gqa causal is_cross_attn sliding_window_size"
 _LAYER = "q k v layer forward_batch save_kv_cache sinks score_mod aux_tensors"
@@ -82,22 +72,22 @@ _FP8_LAYOUT: tuple[Hook, ...] = (
 
 _EXACT_OPS: tuple[Hook, ...] = (
     Hook(_PLAIN + "UnquantizedLinearMethod.apply", "replace", ops.linear, "layer x bias", _PRODUCTS),
-    Hook(_PLAIN + "UnquantizedFusedMoEMethod.apply", "replace", ops.moe, "layer dispatch_output", (EXPERTS,)),
+    Hook(_PLAIN + "UnquantizedFusedMoEMethod.apply", "replace", ops.moe, "layer dispatch_output", (forms.EXPERTS,)),
     Hook(_FP8 + "Fp8LinearMethod.apply", "replace", ops.fp8_linear, "layer x bias", _PRODUCTS),
-    Hook(_FP8 + "Fp8MoEMethod.apply", "replace", ops.fp8_moe, "layer dispatch_output", (EXPERTS,)),
+    Hook(_FP8 + "Fp8MoEMethod.apply", "replace", ops.fp8_moe, "layer dispatch_output", (forms.EXPERTS,)),
     Hook(
         "layers.logits_processor.LogitsProcessor._compute_lm_head",
         "replace",
         ops.lm_head,
         "hidden_states lm_head embedding_bias",
-        (LINEAR,),
+        (forms.LINEAR,),
     ),
     Hook(
         "layers.sampler.Sampler.forward",
         "around",
         logprobs.of_samples,
         "logits_output sampling_info return_logprob top_logprobs_nums token_ids_logprobs positions",
-        (LOGPROBS,),
+        (forms.LOGPROBS,),
     ),
     Hook(
         "layers.logprob_processor.InputLogprobProcessor.forward",
@@ -111,23 +101,27 @@ _EXACT_OPS: tuple[Hook, ...] = (
 _EXACT_OPS_CPU: tuple[Hook, ...] = (
     Hook("layers.layernorm.RMSNorm.forward_native", "replace", ops.rms_norm, _NORM, _NORMS),
     Hook(
-        "layers.rotary_embedding.base.RotaryEmbedding.forward_native", "replace", ops.rotary_embedding, _ROPE, (ROPE,)
+        _ROTARY + "forward_native",
+        "replace",
+        ops.rotary_embedding,
+        _ROPE,
+        (forms.ROPE,),
     ),
-    Hook("layers.activation.SiluAndMul.forward_native", "replace", ops.silu_and_mul, "x", (SWIGLU,)),
-    Hook("layers.moe.topk.fused_topk_native", "replace", ops.fused_topk, _TOPK, (TOPK,)),
+    Hook("layers.activation.SiluAndMul.forward_native", "replace", ops.silu_and_mul, "x", (forms.SWIGLU,)),
+    Hook("layers.moe.topk.fused_topk_native", "replace", ops.fused_topk, _TOPK, (forms.TOPK,)),
     Hook(
         _TORCH_ATTENTION + "_run_sdpa_forward_extend",
         "replace",
         ops.attention_extend,
         f"{_CACHE} extend_prefix_lens extend_seq_lens {_MASK}",
-        (ATTENTION,),
+        (forms.ATTENTION,),
     ),
     Hook(
         _TORCH_ATTENTION + "_run_sdpa_forward_decode",
         "replace",
         ops.attention_decode,
         f"{_CACHE} {_MASK}",
-        (ATTENTION,),
+        (forms.ATTENTION,),
     ),
     Hook(
         "model_executor.model_runner.adjust_config_with_unaligned_cpu_tp",
@@ -139,11 +133,17 @@ _EXACT_OPS_CPU: tuple[Hook, ...] = (
 
 _EXACT_OPS_CUDA: tuple[Hook, ...] = (
     Hook("layers.layernorm.RMSNorm.forward_cuda", "replace", ops.rms_norm, _NORM, _NORMS),
-    Hook("layers.rotary_embedding.base.RotaryEmbedding.forward_cuda", "replace", ops.rotary_embedding, _ROPE, (ROPE,)),
-    Hook("layers.activation.SiluAndMul.forward_cuda", "replace", ops.silu_and_mul, "x", (SWIGLU,)),
-    Hook("layers.moe.topk.fused_topk", "replace", ops.fused_topk, f"{_TOPK} {_FUSED} num_token_non_padded", (TOPK,)),
-    Hook(_TRITON_ATTENTION + "forward_extend", "replace", ops.attention_backend_extend, _LAYER, (ATTENTION,)),
-    Hook(_TRITON_ATTENTION + "forward_decode", "replace", ops.attention_backend_decode, _LAYER, (ATTENTION,)),
+    Hook(
+        _ROTARY + "forward_cuda",
+        "replace",
+        ops.rotary_embedding,
+        _ROPE,
+        (forms.ROPE,),
+    ),
+    Hook("layers.activation.SiluAndMul.forward_cuda", "replace", ops.silu_and_mul, "x", (forms.SWIGLU,)),
+    Hook("layers.moe.topk.fused_topk", "replace", ops.fused_topk, f"{_TOPK} {_FUSED}", (forms.TOPK,)),
+    Hook(_TRITON_ATTENTION + "forward_extend", "replace", ops.attention_backend_extend, _LAYER, (forms.ATTENTION,)),
+    Hook(_TRITON_ATTENTION + "forward_decode", "replace", ops.attention_backend_decode, _LAYER, (forms.ATTENTION,)),
     # Kernels that fuse ops which are hooked one by one.
     Hook("models.utils.can_use_fused_inplace_qknorm", "replace", lifecycle.never, "head_dim dtype"),
     Hook("models.utils.enable_fused_set_kv_buffer", "replace", lifecycle.never, "forward_batch"),

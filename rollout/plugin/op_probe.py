@@ -44,8 +44,8 @@ def answer(runner: Any, recording: Path) -> str:
     for place in engine.places:
         read = engine.on_device(inputs(record, place))
         outputs |= recorded(place, (), engine.run(place, read))
-        if SIDES[place.op.form].each is not None:
-            outputs[place.key(EACH)] = engine.each_expert(place, read)
+        if (each := SIDES[place.op.form].each) is not None:
+            outputs[place.key(EACH)] = each(engine.probed, engine.module(place), *read)
     outputs |= {f"free.{name}": tensor for name, tensor in engine.forward(_tokens(record, engine.places)).items()}
     path = recording.with_name(ANSWER)
     save_file(
@@ -69,7 +69,7 @@ class EngineOps:
     def __init__(self, runner: Any, definition: Model, lengths: Tensor, targets: Tensor, temperature: float) -> None:
         self.places = definition.forward.places()
         self._model, self._device = runner.model, next(runner.model.parameters()).device
-        self._probed = Probed(runner, definition.sizes, lengths.to(self._device), targets, temperature)
+        self.probed = Probed(runner, definition.sizes, lengths.to(self._device), targets, temperature)
 
     def on_device(self, read: Read) -> Read:
         return [None if tensor is None else tensor.to(self._device) for tensor in read]
@@ -78,7 +78,7 @@ class EngineOps:
         """What one op writes."""
         # SGLang writes some results into its inputs.
         given = (None if tensor is None else tensor.clone() for tensor in read)
-        return SIDES[place.op.form].run(self._probed, self._module(place), *given)
+        return SIDES[place.op.form].run(self.probed, self.module(place), *given)
 
     def forward(self, tokens: Tensor) -> dict[str, Tensor]:
         """The whole forward, op after op."""
@@ -94,22 +94,11 @@ class EngineOps:
         found = {LOGITS: values[LOGITS], LOGPROBS: values[LOGPROBS], "stream": torch.stack(list(streams.values()))}
         return found | ({CHOSEN: torch.stack(chosen, 1)} if chosen else {})
 
-    def each_expert(self, place: Place, read: Read) -> Tensor:
-        """[T, k, H]: what each of a token's experts adds to the output."""
-        side = SIDES[place.op.form]
-        assert side.each is not None
-        return side.each(self._probed, self._module(place), *read)
-
     def settings(self) -> dict[str, float]:
         """The constants of the ops, by name, each as the first op with it has it."""
-        found: dict[str, float] = {}
-        for place in self.places:
-            name = place.op.form.constant
-            constant = SIDES[place.op.form].constant if name is not None and name not in found else None
-            if name is not None and constant is not None:
-                found[name] = float(constant(self._module(place)))
-        return found
+        sides = [(place, SIDES[place.op.form].constant) for place in reversed(self.places)]
+        return {str(at.op.form.constant): float(read(self.module(at))) for at, read in sides if read is not None}
 
-    def _module(self, place: Place) -> Any:
+    def module(self, place: Place) -> Any:
         owner = self._model if place.layer is None else self._model.model.layers[place.layer]
         return owner.get_submodule(place.op.engine)

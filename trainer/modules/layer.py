@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 from megatron.core.transformer import ModuleSpec
@@ -62,18 +61,9 @@ def asking(precision: LayerPrecision, module: type[nn.Module]) -> Callable[[str]
     return lambda kind: ModuleSpec(module=module, params={"precision": precision, "kind": kind})
 
 
-def attention_spec(
-    layer: Layer,
-    module: type[SelfAttention] = SelfAttention,
-    *,
-    submodules: Mapping[str, Any] = MappingProxyType({}),
-    params: Mapping[str, Any] = MappingProxyType({}),
-) -> ModuleSpec:
+def attention_spec(layer: Layer, module: type[SelfAttention] = SelfAttention, **submodules: Any) -> ModuleSpec:
     """Grouped queries with normed queries and keys, and the norm before them inside linear_qkv, as TransformerEngine
-    has it.
-
-    module: in place of Megatron's attention. submodules, params: of it, beside these or in place of them.
-    """
+    has it; module, submodules: others in place of these."""
     modules = layer.modules
     usual = {
         "linear_qkv": modules.norm_column_linear("q_proj"),
@@ -84,8 +74,8 @@ def attention_spec(
     }
     return ModuleSpec(
         module=module,
-        params={"attn_mask_type": AttnMaskType.causal, **params},
-        submodules=SelfAttentionSubmodules(**usual | dict(submodules)),
+        params={"attn_mask_type": AttnMaskType.causal},
+        submodules=SelfAttentionSubmodules(**usual | submodules),
     )
 
 

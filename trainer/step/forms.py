@@ -119,5 +119,6 @@ SIDES: dict[OpForm, MegatronSide] = {
     forms.SWIGLU: MegatronSide(_input),
     forms.TOPK: MegatronSide(_topk),
     forms.EXPERTS: MegatronSide(output, each=_each_expert),
+    forms.LOGPROBS: MegatronSide(output),  # no module: the loss computes them behind the model
 }
-"""Where each form is recorded. Log-probabilities have no module: the loss computes them behind the model."""
+"""Where each form is recorded."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +13,7 @@ from megatron.core.models.gpt import GPTModel
 from torch import Tensor, nn
 
 from models.forms import LOGPROBS
-from models.trace import CHOSEN, EACH, LENGTHS, TARGETS, TOKENS, Forward, OpTrace, Place, recorded
+from models.trace import EACH, LENGTHS, TARGETS, TOKENS, Forward, OpTrace, Place, recorded
 from numerics import ops
 from numerics.errors import user_error
 from trainer import device
@@ -23,8 +23,8 @@ from trainer.step.forms import SIDES
 if TYPE_CHECKING:
     from trainer.trainer import Trainer
 
-Written = dict[Place | tuple[Place, str], tuple[Tensor, ...]]
-"""What each op wrote; and by (place, name) what else was seen of it."""
+Written = dict[Place, tuple[Tensor, ...]]
+"""What each op wrote."""
 
 
 def trace_ops(trainer: Trainer, batch: TokenBatch) -> OpTrace:
@@ -60,7 +60,7 @@ def trace_ops(trainer: Trainer, batch: TokenBatch) -> OpTrace:
 def _trace(model: GPTModel, forward: Forward, tokens: Tensor, temperature: float) -> dict[str, Tensor]:
     """The recording of one sequence [1, S]."""
     targets = F.pad(tokens[0, 1:], (0, 1))
-    with torch.no_grad(), _written(model, forward) as written:
+    with torch.no_grad(), _watched(model, forward) as (written, rows):
         model(tokens, position_ids=None, attention_mask=None)
     record, values = {TARGETS: targets}, {TOKENS: tokens[0]}
     for place in forward.places():
@@ -68,46 +68,39 @@ def _trace(model: GPTModel, forward: Forward, tokens: Tensor, temperature: float
         if op.form is LOGPROBS:  # after the forward, in the loss
             written[place] = (ops.token_logprobs(values[op.reads[0]], targets, temperature)[0],)
         record |= recorded(place, [values.get(name) for name in op.reads], written[place])
-        if (place, EACH) in written:
-            record[place.key(EACH)] = written[place, EACH][0]
+        if (each := SIDES[op.form].each) is not None:
+            _, probs, chosen = (values[name] for name in op.reads)
+            record[place.key(EACH)] = each(_module(model, place), probs, chosen, rows[place])
         values |= zip(op.writes, written[place], strict=True)
     return record
 
 
 @contextmanager
-def _written(model: GPTModel, forward: Forward) -> Iterator[Written]:
-    """Watch a forward of one sequence; tensors are [S, ...]."""
-    seen: Written = {}
+def _watched(model: GPTModel, forward: Forward) -> Iterator[tuple[Written, dict[Place, Tensor]]]:
+    """What the ops of a forward of one sequence write, and the rows that experts put out; tensors are [S, ...]."""
+    written: Written = {}
+    rows: dict[Place, Tensor] = {}
 
     def watch(place: Place) -> None:
-        module, side = _module(model, place), SIDES[place.op.form]
-        if side.each is not None:
-            taps.callback(module.get_submodule("experts").register_forward_hook(note_rows(place)).remove)
+        side = SIDES[place.op.form]
 
         def note(module: nn.Module, given: tuple[Any, ...], keywords: dict[str, Any], returned: Any) -> None:
             call = (module, (*given, *keywords.values()), returned)
-            seen[place] = tuple(tensor.detach().clone() for tensor in side.writes(call))
-            if side.each is not None:
-                probs, chosen = seen[routed(place)]
-                seen[place, EACH] = (side.each(module, probs, chosen, seen[place, "rows"][0]),)
+            written[place] = tuple(tensor.detach().clone() for tensor in side.writes(call))
 
+        def note_rows(module: nn.Module, given: tuple[Any, ...], returned: Any) -> None:
+            rows[place] = returned[0].detach().clone()
+
+        module = _module(model, place)
         taps.callback(module.register_forward_hook(note, with_kwargs=True).remove)
-
-    def note_rows(place: Place) -> Callable[..., None]:
-        def note(_: nn.Module, given: tuple[Any, ...], returned: Any) -> None:
-            seen[place, "rows"] = (returned[0].detach().clone(),)
-
-        return note
-
-    def routed(place: Place) -> Place:
-        assert place.layer is not None
-        return next(Place(place.layer, op) for op in forward.layers[place.layer] if CHOSEN in op.writes)
+        if side.each is not None:
+            taps.callback(module.get_submodule("experts").register_forward_hook(note_rows).remove)
 
     with ExitStack() as taps:
         for place in forward.places():
             if place.op.megatron:
                 watch(place)
-        yield seen
+        yield written, rows
 
 
 def _module(model: GPTModel, place: Place) -> nn.Module:
@@ -117,10 +110,5 @@ def _module(model: GPTModel, place: Place) -> nn.Module:
 
 def _settings(model: GPTModel, forward: Forward) -> dict[str, float]:
     """The constants of the ops, by name, each as the first op with it has it."""
-    found: dict[str, float] = {}
-    for place in forward.places():
-        name = place.op.form.constant
-        constant = SIDES[place.op.form].constant if name is not None and name not in found else None
-        if name is not None and constant is not None:
-            found[name] = float(constant(model, _module(model, place)))
-    return found
+    sides = [(place, SIDES[place.op.form].constant) for place in reversed(forward.places())]
+    return {str(at.op.form.constant): float(read(model, _module(model, at))) for at, read in sides if read is not None}

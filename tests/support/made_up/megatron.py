@@ -60,12 +60,9 @@ class ProjectionThenNorm(nn.Module):
 
 
 def attention(layer: Layer) -> Fields:
-    projection = {"projection": layer.modules.row_linear("o_proj")}
-    own = {
-        "core_attention": ModuleSpec(module=GatedCore, params={"rope_theta": layer.sizes.rope_theta}),
-        "linear_proj": ModuleSpec(module=ProjectionThenNorm, params=projection),
-    }
-    return {"self_attention": attention_spec(layer, GatedAttention, submodules=own)}
+    core = ModuleSpec(module=GatedCore, params={"rope_theta": layer.sizes.rope_theta})
+    projection = ModuleSpec(module=ProjectionThenNorm, params={"projection": layer.modules.row_linear("o_proj")})
+    return {"self_attention": attention_spec(layer, GatedAttention, core_attention=core, linear_proj=projection)}
 
 
 MAPPING = MegatronMapping(attention=attention, config=lambda sizes: {"qk_layernorm": True})
