@@ -83,8 +83,8 @@ def choose(job: Job, gpu: Gpu, gpus: int, efficiency: Efficiency) -> Job:
         candidate = replace(job, layout=layout)
         peak = colocated_memory(candidate).peak
         fits = leaves_slack(peak, gpu)
-        slowness = sum(step_time(candidate, gpu, rates).total for rates in (efficiency.slow, efficiency.fast))
-        rank = (not fits, slowness if fits else peak)
+        corners = (efficiency.slow, efficiency.fast) if fits else ()
+        rank = (not fits, sum(step_time(candidate, gpu, rates).total for rates in corners) if fits else peak)
         if best is None or rank < best[0]:
             best = rank, candidate
     if best is None:  # even the plainest one, which says why
@@ -99,6 +99,8 @@ def leaves_slack(peak: float, gpu: Gpu) -> bool:
 
 def fewest(job: Job, gpu: Gpu, *, beside_engine: bool) -> TrainerConfig | None:
     """A layout of the job on as few GPUs as leave `SLACK`, of 1, 2, 4, ... `MOST_GPUS`; None: on none of these."""
+    if beside_engine and not leaves_slack(engine_memory(job).peak, gpu):
+        return None
     gpus = 1
     while gpus <= MOST_GPUS:
         for layout in layouts(job.shape, job.layout, gpus, job.numerics.trainer_spec):

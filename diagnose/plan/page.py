@@ -123,10 +123,12 @@ def _verdict(plan: Plan) -> list[Text]:
     held, job = plan.memory, plan.job
     apart = f"; {held['trainer'].peak / 1e9:.1f} and {held['engine'].peak / 1e9:.1f} apart" if job.engines else ""
     largest = plan.largest_micro_batch[plan.decides]
+    free = f"slack: {plan.slack / 1e9:.1f} GB ({plan.slack / plan.gpu.memory:.1%})"
+    if plan.slack < 0:
+        free = f"memory is short by {-plan.slack / 1e9:.1f} GB"
     lines = [
         f"memory: {held[plan.decides].peak / 1e9:.1f} of {plan.gpu.memory / 1e9:.0f} GB{apart}",
-        f"slack: {plan.slack / 1e9:.1f} GB ({plan.slack / plan.gpu.memory:.1%}); a real run needs "
-        f"{plan.needed_slack / 1e9:.1f} ({plan.needed_slack / plan.gpu.memory:.0%})",
+        f"{free}; a real run needs {plan.needed_slack / 1e9:.1f} GB free ({plan.needed_slack / plan.gpu.memory:.0%})",
         f"micro-batches of up to {plan.largest_with_slack:,} tokens leave that much; up to {largest:,} fit at all",
         _gpus_that_would_do(plan),
         f"on CPUs a trainer rank's process would peak at {plan.on_a_cpu[1] / 1e9:.3g} GB",
@@ -151,9 +153,11 @@ def _verdict(plan: Plan) -> list[Text]:
 
 
 def _gpus_that_would_do(plan: Plan) -> str:
-    layout, beside = plan.fewest, " beside an engine" if plan.decides == "colocated" else ""
+    layout, beside = plan.fewest, "" if plan.fewest_apart else " beside an engine"
     if layout is None:
-        return f"no number of {plan.gpu.name} would do with these micro-batches, whatever the layout"
+        return f"no number of {plan.gpu.name} would do for the trainer with these micro-batches, whatever the layout"
+    if plan.fewest_apart and plan.decides == "colocated":
+        beside = ", with engines on GPUs of their own"
     sizes = " ".join(f"{name} {size}" for name, size in _sizes(layout).items())
     return f"fewest GPUs that would do for the trainer{beside}: {layout.world_size} (for example {sizes})"
 

@@ -36,7 +36,8 @@ class Plan:
         gpus: of the trainer; `job.engines` * `job.engine_tp` more where engines have their own.
         memory: of the fullest GPU: `colocated`, `trainer`, `engine`. decides: by which of them the plan is judged.
         slack: bytes of that GPU that the calculation leaves free. needed_slack: those that a real run needs.
-        fewest: a layout on as few GPUs as leave that much; None: no number of them does.
+        fewest: a layout on as few GPUs as leave that much; None: no number of them does. fewest_apart: whether engines
+            need GPUs of their own for that, or there are none.
         stages: of each pipeline stage's first rank, the trainer's alone.
         on_a_cpu: peak of a trainer rank there, where nothing has a GPU: its tensors, and its whole process.
         largest_micro_batch: tokens that fit, colocated, and with the trainer alone.
@@ -63,6 +64,7 @@ class Plan:
     slack: float
     needed_slack: float
     fewest: TrainerConfig | None
+    fewest_apart: bool
     stages: tuple[Memory, ...]
     on_a_cpu: tuple[float, float]
     largest_micro_batch: Mapping[str, int]
@@ -144,6 +146,7 @@ def _calculated(subject: Subject, job: Job, gpu: Gpu, efficiency: Efficiency, as
     decides: Literal["colocated", "trainer"] = "trainer" if apart else "colocated"
     ratio = verdict.fp8_over_bf16(job, gpu, efficiency)
     times = {corner: step_time(job, gpu, rates) for corner, rates in corners.items()}
+    fewest = None if apart else layouts.fewest(job, gpu, beside_engine=True)
     remarks = [*verdict.stand_in(subject), *verdict.remarks(job, gpu, memory[decides], ratio)]
     world = job.layout.world_size
     shape = job.shape
@@ -160,7 +163,8 @@ def _calculated(subject: Subject, job: Job, gpu: Gpu, efficiency: Efficiency, as
         decides=decides,
         slack=gpu.memory - memory[decides].peak,
         needed_slack=layouts.SLACK * gpu.memory,
-        fewest=layouts.fewest(job, gpu, beside_engine=not apart),
+        fewest=fewest or layouts.fewest(job, gpu, beside_engine=False),
+        fewest_apart=fewest is None,
         stages=tuple(trainer_memory(job, stage) for stage in range(job.layout.pp)),
         on_a_cpu=peak_on_a_cpu(replace(job, storage="torch")),
         largest_micro_batch={

@@ -264,7 +264,7 @@ def test_a_plan_that_leaves_little_free_says_so() -> None:
     assert not note.blocks and "136.9 GB" in note.found
     assert f"Lower trainer.micro_batch_tokens to {plan.largest_with_slack}" in note.remedy
     page = page_of(plan)
-    assert "slack: 12.3 GB (8.3%); a real run needs 14.9 (10%)" in page
+    assert "slack: 12.3 GB (8.3%); a real run needs 14.9 GB free (10%)" in page
     assert "leaves less free than a real run needs" in page.splitlines()[-1]
     fits = planned(str(EXAMPLES / "gsm8k.yaml"), f"trainer.micro_batch_tokens={plan.largest_with_slack}", gpu="h200")
     assert fits.slack >= fits.needed_slack
@@ -278,9 +278,11 @@ def test_a_plan_says_how_many_gpus_would_do() -> None:
     keys = [f"trainer.{name}={getattr(layout, name)}" for name in ("tp", "pp", "ep", "dp")]
     enough = planned("qwen3_30b_a3b", *keys, gpu="h200")
     assert enough.ok and enough.slack >= enough.needed_slack
-    never = planned("deepseek_v3", gpus=8)  # an exact engine has one rank
-    assert never.fewest is None and "no number of H100 SXM would do" in page_of(never)
-    assert "raise rollout.tp" in never.remarks[0].remedy.lower()
+    apart = planned("deepseek_v3", gpus=8)  # an exact engine has one rank, which takes 680 GB
+    assert apart.fewest_apart and apart.fewest is not None and "with engines on GPUs of their own" in page_of(apart)
+    assert "raise rollout.tp" in apart.remarks[0].remedy.lower() and "memory is short by" in page_of(apart)
+    never = planned("qwen3_8b", "trainer.micro_batch_tokens=4000000", gpus=8, length=4_000_000)
+    assert never.fewest is None and "no number of H100 SXM would do for the trainer" in page_of(never)
 
 
 def test_a_plan_says_what_its_numbers_leave_out() -> None:
