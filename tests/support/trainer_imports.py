@@ -2,7 +2,7 @@
 
 import importlib
 
-from trainer.megatron import cpu_runtime
+from trainer.megatron import patches
 
-cpu_runtime.install()  # as `trainer.distributed.parallel.initialize` does, before Megatron is imported
+patches.install()  # as `trainer.distributed.parallel.initialize` does, before Megatron is imported
 importlib.import_module("trainer.roles")
