@@ -317,6 +317,31 @@ _SYNC = {
 
 _PERF = {
     "perf/step_seconds": Metric("s", "Wall time of the whole step."),
+    **rows(
+        {
+            "perf/rollout_seconds": Metric("s", "Time that the trainer waited for answers.", chart=(TIME, "rollout")),
+            "perf/sampling_seconds": Metric("s", "From asking for the first group of the step to its last answer."),
+            "perf/reward_seconds": Metric(
+                "s", "Wait for rewards, and the teacher, once the answers are there; both begin as these come in."
+            ),
+            "perf/rollout_tokens_per_second": Metric(
+                "tokens/s",
+                "Generated tokens of the step over its sampling time; absent where a checkpoint brought all answers.",
+                over="perf/sampling_seconds",
+                at_times=True,
+                chart=("Throughput", "rollout"),
+            ),
+            "perf/groups_in_flight": Metric(
+                "groups",
+                "Groups of later steps that are being answered when a step has its own.",
+                needs=("staleness",),
+            ),
+            "perf/groups_ahead": Metric(
+                "groups", "Groups of later steps that are answered by then.", needs=("staleness",)
+            ),
+        },
+        needs=("samples",),
+    ),
     "perf/train_seconds": Metric("s", "Time of forward, backward and optimizer step.", chart=(TIME, "train")),
     "perf/monitor_seconds": Metric("s", "Time of the mismatch metrics and the gates, with a capsule where one fired."),
     "perf/eval_seconds": Metric(
@@ -343,31 +368,6 @@ _PERF = {
         "Tokens that the idlest engine generated in the step over those of the busiest.",
         needs=("several_engines",),
         at_times=True,
-    ),
-    **rows(
-        {
-            "perf/rollout_seconds": Metric("s", "Time that the trainer waited for answers.", chart=(TIME, "rollout")),
-            "perf/sampling_seconds": Metric("s", "From asking for the first group of the step to its last answer."),
-            "perf/reward_seconds": Metric(
-                "s", "Wait for rewards, and the teacher, once the answers are there; both begin as these come in."
-            ),
-            "perf/rollout_tokens_per_second": Metric(
-                "tokens/s",
-                "Generated tokens of the step over its sampling time; absent where a checkpoint brought all answers.",
-                over="perf/sampling_seconds",
-                at_times=True,
-                chart=("Throughput", "rollout"),
-            ),
-            "perf/groups_in_flight": Metric(
-                "groups",
-                "Groups of later steps that are being answered when a step has its own.",
-                needs=("staleness",),
-            ),
-            "perf/groups_ahead": Metric(
-                "groups", "Groups of later steps that are answered by then.", needs=("staleness",)
-            ),
-        },
-        needs=("samples",),
     ),
 }
 
@@ -410,6 +410,7 @@ METRICS: dict[str, Metric] = {
     **rows(_ROUTER, needs=("samples", "routes")),
     **rows(_DRIFT, needs=("samples", "staleness"), at_times=True),
     **rows(_GATES, late=True),
+    **rows(_PERF, late=True),
     **rows(_SYNC, late=True, needs=("engines",), at_times=True),
     "sync/repeated": Metric(
         "syncs",
@@ -417,7 +418,6 @@ METRICS: dict[str, Metric] = {
         late=True,
         needs=("engines",),
     ),
-    **rows(_PERF, late=True),
     **rows(_EVAL, late=True, needs=("evaluation",), at_times=True),
     **rows(_TRACKING, late=True),
 }

@@ -90,7 +90,9 @@ SECTIONS: dict[str, dict[str, Look]] = {
         "Gradient norm": Look("Before clipping.", "global L2 norm", "floor"),
         "Entropy": Look("Mean over the target tokens.", "nats", "floor"),
         "KL to other models": Look("Of the policy, over the target tokens; the reference's is 0 at first.", "nats"),
-        "Importance weight": Look("Trainer over rollout probability up to the cap; 1 where nothing differs.", "weight"),
+        "Importance weight": Look(
+            "Trainer over rollout probability up to the cap; 1 where nothing differs.", "weight", "floor"
+        ),
         "Clipped tokens": Look("None in the first update of a fresh batch.", "fraction of tokens"),
         "The critic": Look("1 where it foresees every return, 0 where it knows their mean.", "share"),
         "The critic's loss": Look("Before its update.", "loss", "floor"),
