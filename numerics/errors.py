@@ -24,5 +24,8 @@ def user_error(key: str, *, found: object, expected: str, remedy: str) -> UserEr
 
 def shown(value: object, limit: int = 160) -> str:
     """`value` as a user would write it, cut to `limit` characters."""
-    text = repr(value)
+    try:
+        text = repr(value)
+    except ValueError:  # Python writes no number of thousands of digits
+        text = "a number of thousands of digits"
     return text if len(text) <= limit else text[: limit - 3] + "..."

@@ -1,20 +1,33 @@
-"""A user's function, found by the name that an experiment gives it, and imported."""
+"""A user's function or class, found by the name that an experiment gives it, and imported.
+
+A module may do anything while it is imported: hang, end the process, interrupt it. `check_importable` therefore has a
+process of its own import it first.
+"""
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 import os
+import signal
+import subprocess
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from numerics.errors import UserError, user_error
+from numerics.io.reading import read_bytes
+
+IMPORT_SECONDS = 60.0
+"""For a cold import of a large library on a busy machine."""
+_FOUND = "fp8rl found it"
 
 
 def named_object(name: str, key: str, built_in: Mapping[str, str]) -> Callable[..., Any]:
-    """The function that `name` stands for: one of ours, `package.module:name`, or `path/to/file.py:name`.
+    """The function or class that `name` stands for: one of ours, `package.module:name`, or `path/to/file.py:name`.
 
     built_in: ours, `package.module:name` by name.
 
@@ -32,17 +45,12 @@ def named_object(name: str, key: str, built_in: Mapping[str, str]) -> Callable[.
             )
         where, _, function = built_in[name].rpartition(":")
     try:
-        module = _module_of_file(where) if where.endswith(".py") else _module(where)
+        module = _module_of_file(where, key) if where.endswith(".py") else _module(where)
+        call = getattr(module, function, None)
     except (UserError, KeyboardInterrupt):
         raise
-    except BaseException as error:  # a module may do anything while it is imported, sys.exit() included
-        raise user_error(
-            key,
-            found=name,
-            expected=f"a module that can be imported; this one ends in {type(error).__name__}: {error}",
-            remedy=f"Correct it, or where it is looked for: in {os.getcwd()} and where Python looks.",
-        ) from error
-    call = getattr(module, function, None)
+    except BaseException as error:  # whatever a module may raise while it is imported or asked, sys.exit() included
+        raise _not_imported(name, key, f"this one ends in {type(error).__name__}: {error}") from error
     if not callable(call):
         names = [
             n
@@ -59,13 +67,48 @@ def named_object(name: str, key: str, built_in: Mapping[str, str]) -> Callable[.
     return found
 
 
+def check_importable(name: str, key: str) -> None:
+    """Whether a process that imports what `name` stands for, and looks at its signature, comes through that in time.
+
+    Raises:
+        UserError: naming `key`: it does not. What is wrong with a name alone is left to `named_object`.
+    """
+    if ":" not in name:
+        return
+    command = [sys.executable, "-P", "-m", "rollout.named_functions", name]
+    nowhere = subprocess.DEVNULL
+    with subprocess.Popen(
+        command, stdin=nowhere, stdout=subprocess.PIPE, stderr=nowhere, start_new_session=True
+    ) as process:
+        try:
+            said, _ = process.communicate(timeout=IMPORT_SECONDS)
+        except subprocess.TimeoutExpired as error:
+            raise _not_imported(name, key, f"this one takes more than {IMPORT_SECONDS:g} s") from error
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # and all that it has started
+    if said.splitlines()[-1:] != [_FOUND.encode()]:
+        why = f"this one ends the process that imports it, with exit code {process.returncode}"
+        raise _not_imported(name, key, why)
+
+
+def _not_imported(name: str, key: str, why: str) -> UserError:
+    return user_error(
+        key,
+        found=name,
+        expected=f"a module that can be imported; {why}",
+        remedy=f"Correct it, or where it is looked for: in {os.getcwd()} and where Python looks.",
+    )
+
+
 def _module(name: str) -> Any:
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     return importlib.import_module(name)
 
 
-def _module_of_file(path: str) -> Any:
+def _module_of_file(path: str, key: str) -> Any:
+    read_bytes(Path(path), key, "a file of Python", "Correct the path.")
     name = "fp8rl_user_" + Path(path).stem
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None
@@ -73,3 +116,16 @@ def _module_of_file(path: str) -> Any:
     sys.modules[name] = module
     spec.loader.exec_module(module)
     return module
+
+
+def main() -> None:
+    """Import what the first argument names, and say so on a line of its own if that is the end of it."""
+    try:
+        inspect.signature(named_object(sys.argv[1], "", {}))
+    except Exception:
+        pass  # which the asking process meets itself, and explains
+    print(f"\n{_FOUND}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

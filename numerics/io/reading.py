@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import stat
 from collections.abc import Callable
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -14,6 +17,10 @@ T = TypeVar("T")
 RESTORE = "Restore the file."
 _LONGEST_NAME, _LONGEST_PATH = 255, 4095
 """Bytes that Linux has for a name, and for a whole path."""
+LARGEST = 4 << 30
+"""Bytes of a file that is read whole; a larger one would not leave room for what is made of it."""
+_PIECE = 64 << 20
+_KINDS = {stat.S_IFIFO: "a pipe", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device", stat.S_IFSOCK: "a socket"}
 
 
 def check_path(path: str | Path, key: str) -> None:
@@ -36,21 +43,57 @@ def check_path(path: str | Path, key: str) -> None:
     raise user_error(key, found=found, expected=expected, remedy="Correct the path.")
 
 
-def read_bytes(path: Path, key: str, expected: str, remedy: str = RESTORE) -> bytes:
+def open_regular(path: Path) -> FileIO:
+    """Open a regular file to read. A pipe or a device might never give or never end what it has.
+
+    Raises:
+        OSError: it is missing, something else, or may not be read.
+        ValueError: the path has a NUL.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # else a pipe waits here for a writer
+    kind = stat.S_IFMT(os.fstat(descriptor).st_mode)
+    if kind in (stat.S_IFREG, stat.S_IFDIR):
+        return FileIO(descriptor)  # which refuses a directory by itself
+    os.close(descriptor)
+    raise OSError(f"{_KINDS.get(kind, 'something')}, no regular file")
+
+
+def check_regular(directory: Path, key: str) -> None:
+    """Refuse a directory with a pipe, a device or a socket in it, which a library would open and wait at.
+
+    Raises:
+        UserError: there is one; the message speaks of the directory as `key`.
+    """
+    for file in sorted(directory.rglob("*")):
+        kind = _KINDS.get(stat.S_IFMT(file.stat().st_mode)) if file.exists() else None
+        if kind is not None:
+            raise user_error(key, found=f"{file}: {kind}", expected="regular files", remedy="Remove it.")
+
+
+def read_bytes(path: Path, key: str, expected: str, remedy: str = RESTORE, largest: int = LARGEST) -> bytes:
     """The contents of a file; messages speak of it as `key`.
 
     Raises:
-        UserError: it is missing, no file, or may not be read.
+        UserError: it is missing, no regular file, of more than `largest` bytes, or may not be read.
     """
+    check_path(path, key)
     try:
-        return path.read_bytes()
-    except (OSError, ValueError) as error:  # a path with a NUL is a ValueError
+        with open_regular(path) as file:
+            pieces, room = [], largest + 1
+            while room and (piece := file.read(min(room, _PIECE))):
+                pieces.append(piece)
+                room -= len(piece)
+    except OSError as error:
         raise user_error(key, found=f"{path}: {reason(error)}", expected=expected, remedy=remedy) from error
+    if not room:
+        found = f"{path}: more than {largest} bytes"
+        raise user_error(key, found=found, expected=f"{expected} of at most so many bytes", remedy=remedy)
+    return b"".join(pieces)
 
 
-def read_text(path: Path, key: str, expected: str, remedy: str = RESTORE) -> str:
+def read_text(path: Path, key: str, expected: str, remedy: str = RESTORE, largest: int = LARGEST) -> str:
     """The text of a UTF-8 file. Raises `UserError` as `read_bytes` does, and for other bytes."""
-    data = read_bytes(path, key, expected, remedy)
+    data = read_bytes(path, key, expected, remedy, largest)
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -100,7 +143,8 @@ def json_lines(path: Path, key: str, parse: Callable[[dict[str, Any]], T]) -> tu
     Raises:
         UserError: it is no file, or may not be read.
     """
-    if not path.exists():
+    check_path(path, key)
+    if not os.path.exists(path):
         return [], []
     good: list[T] = []
     bad: list[BadLine] = []

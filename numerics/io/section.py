@@ -8,11 +8,25 @@ import typing
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from numerics.errors import user_error
 from numerics.io.reading import check_path
+
+T = TypeVar("T")
+
+
+def validated(validate: Callable[[Any], T], values: Any, where: str, remedy: str) -> T:
+    """What `validate` (of pydantic) makes of what a file says. Raises UserError: naming the first key that is wrong."""
+    try:
+        return validate(values)
+    except ValidationError as error:
+        wrong = error.errors()[0]
+        key = ".".join(str(part) for part in wrong["loc"])
+        expected = wrong["msg"].removeprefix("Input should be ")
+        raise user_error(f"{where}: {key}", found=wrong["input"], expected=expected, remedy=remedy) from None
 
 
 class Section(BaseModel):

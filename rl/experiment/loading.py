@@ -17,10 +17,16 @@ from omegaconf.errors import OmegaConfBaseException
 from numerics.errors import UserError, user_error
 from numerics.io.reading import check_path, read_text
 from rl.experiment.experiment import Experiment
-from rl.experiment.validation import parse_experiment
+from rl.experiment.validation import check_plain, parse_experiment
+from rollout.named_functions import check_importable
 
 _DEEPEST = 50
 """No spec nests its lists and mappings so far."""
+LARGEST_SPEC = 16 << 20
+"""Bytes."""
+_UNREADABLE = (yaml.YAMLError, OmegaConfBaseException, RecursionError, AssertionError, ValueError)
+"""What reading YAML ends in. OmegaConf asserts a mapping; numbers of thousands of digits and half characters are
+ValueErrors."""
 
 
 def load_experiment(path: str | Path, overrides: Sequence[str] = ()) -> Experiment:
@@ -48,7 +54,10 @@ def _overridden(values: dict[str, Any], overrides: Sequence[str], path: Path) ->
     values = _merged({"run": {"dir": str(Path.cwd() / "runs")}}, values)
     for override in overrides:
         values = _merged(values, Experiment.located(_parse_override(override), Path.cwd()))
-    return parse_experiment(_interpolated(values, path))
+    values = _interpolated(values, path)
+    if isinstance(name := _algorithm_name(values), str):
+        check_importable(name, "algorithm.name")
+    return parse_experiment(values)
 
 
 def read_resolved(path: str | Path) -> Experiment:
@@ -92,11 +101,11 @@ def _read_layers(path: Path, ancestors: tuple[Path, ...]) -> dict[str, Any]:
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:
-    text = read_text(path, "spec", "an existing YAML file", "Give the path of a spec file.")
+    text = read_text(path, "spec", "an existing YAML file", "Give the path of a spec file.", LARGEST_SPEC)
     try:
         _check_depth(text)
         values = OmegaConf.to_container(OmegaConf.create(text))
-    except (yaml.YAMLError, OmegaConfBaseException, RecursionError, AssertionError) as error:  # it asserts a mapping
+    except _UNREADABLE as error:
         raise user_error(
             f"spec {path}",
             found=_yaml_problem(error),
@@ -143,7 +152,7 @@ def _parse_override(override: str) -> dict[str, Any]:
     try:
         _check_depth(override.partition("=")[2])
         return OmegaConf.to_container(OmegaConf.from_dotlist([override]))
-    except (yaml.YAMLError, OmegaConfBaseException, RecursionError) as error:
+    except _UNREADABLE as error:
         raise user_error(
             "override", found=override, expected="a YAML value after =", remedy="Quote the value for YAML."
         ) from error
@@ -161,13 +170,14 @@ def _merged(base: dict[str, Any], layer: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _algorithm_name(values: dict[str, Any]) -> str | None:
+def _algorithm_name(values: dict[str, Any]) -> Any:
     algorithm = values.get("algorithm")
     return algorithm.get("name") if isinstance(algorithm, dict) else None
 
 
 def _interpolated(values: dict[str, Any], path: Path) -> dict[str, Any]:
     """The same with `${section.key}` replaced by what stands there; resolvers such as `${oc.env:...}` are refused."""
+    check_plain(values)
     resolver = re.search(r"\$\{[^}]*:", str(values))
     if resolver:
         raise user_error(

@@ -12,7 +12,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from numerics.errors import UserError, shown
+from numerics.errors import UserError, shown, user_error
 from rl.algorithms import ALGORITHMS, algorithm_class
 from rl.experiment.contradictions import (
     check_environment,
@@ -26,6 +26,9 @@ from rl.experiment.contradictions import (
 )
 from rl.experiment.experiment import Experiment
 
+_LONGEST_NUMBER = 1024
+"""Bits."""
+
 
 def parse_experiment(values: dict[str, Any]) -> Experiment:
     """Validate plain dicts, lists and scalars, as YAML gives them.
@@ -33,6 +36,7 @@ def parse_experiment(values: dict[str, Any]) -> Experiment:
     Raises:
         UserError: one line per wrong key, with the value found, the value expected and what to do.
     """
+    check_plain(values)
     try:
         experiment = Experiment.model_validate(values)
     except ValidationError as error:
@@ -49,6 +53,25 @@ def parse_experiment(values: dict[str, Any]) -> Experiment:
     check_teacher(experiment)
     check_gates(experiment)
     return experiment
+
+
+def check_plain(value: Any, key: tuple[str, ...] = ()) -> None:
+    """Refuse what no file could say again: half of a character (an escape may spell one), and numbers without end."""
+    if isinstance(value, dict):
+        for name, inner in value.items():
+            check_plain(name, key)
+            check_plain(inner, (*key, str(name)))
+    elif isinstance(value, list | tuple):
+        for index, inner in enumerate(value):
+            check_plain(inner, (*key, str(index)))
+    elif isinstance(value, str) and value.encode("utf-8", "replace").decode() != value:
+        where = ".".join(key).encode("utf-8", "backslashreplace").decode()
+        raise user_error(
+            where or "spec", found=value, expected="text that UTF-8 can encode", remedy="Correct the text."
+        )
+    elif isinstance(value, int) and value.bit_length() > _LONGEST_NUMBER:
+        expected = f"a number of at most {_LONGEST_NUMBER} bits"
+        raise user_error(".".join(key), found=f"one of {value.bit_length()}", expected=expected, remedy="Correct it.")
 
 
 def valid_keys(algorithm: str | None = None) -> list[str]:

@@ -13,15 +13,17 @@ import json
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat
 from safetensors.torch import load_file, save_file
 
 from numerics.config import NumericsConfig
 from numerics.errors import user_error
 from numerics.io.files import new_directory
 from numerics.io.reading import check_path, parsed, read_text
+from numerics.io.section import validated
 from rl.experiment import Experiment, read_resolved
 from rl.guard.evidence import Evidence
 from rl.record.run_dir import RunDir
@@ -35,6 +37,7 @@ _EXPERIMENT = "spec.yaml"
 _MANIFEST = "manifest.json"
 _WEIGHTS = "weights"
 _SUMS = "SHA256SUMS"
+_OPTIONAL = ("train_routes", "train_draws")
 _COPY = "The capsule is damaged: copy it again from where the run wrote it."
 
 
@@ -78,6 +81,23 @@ class Case:
     numerics: NumericsConfig
     experiment: Path
     manifest: Path
+
+
+class _About(BaseModel):
+    """What `capsule.json` has, besides its format."""
+
+    model_config = ConfigDict(strict=True, frozen=True)
+
+    step: Annotated[int, Field(ge=0, lt=2**63)]
+    why: list[str]
+    spec_digest: str
+    numerics: dict[str, Any]
+    weight_version: Annotated[int, Field(ge=0, lt=2**63)]
+    temperature: float
+    replay: bool
+    rows: list[int]
+    tis_cap: Annotated[FiniteFloat, Field(ge=1.0)]
+    metrics: dict[str, FiniteFloat]
 
 
 def write_capsule(path: Path, case: Case, evidence: Evidence, export: Callable[[Path], object] | None) -> None:
@@ -133,27 +153,28 @@ def read_capsule(path: Path) -> Capsule:
     return parsed(path / _ABOUT, "capsule", lambda about: _capsule(path, about, experiment, manifest), _COPY)
 
 
-def _capsule(path: Path, about: dict[str, Any], experiment: Experiment, manifest: Manifest) -> Capsule:
-    if about["format"] != FORMAT:
+def _capsule(path: Path, values: dict[str, Any], experiment: Experiment, manifest: Manifest) -> Capsule:
+    if values["format"] != FORMAT:
         raise user_error(
             f"{path / _ABOUT}: format",
-            found=about["format"],
+            found=values["format"],
             expected=str(FORMAT),
             remedy="Rescore it with the version of fp8rl that wrote it.",
         )
-    numerics = NumericsConfig.from_dict(about["numerics"])
-    _check_digest(path / _ABOUT, about["spec_digest"], experiment.numerics_config().spec.digest(), _EXPERIMENT)
+    about = validated(_About.model_validate, values, str(path / _ABOUT), _COPY)
+    numerics = NumericsConfig.from_dict(about.numerics)
+    _check_digest(path / _ABOUT, about.spec_digest, experiment.numerics_config().spec.digest(), _EXPERIMENT)
     _check_digest(path / _MANIFEST, manifest.spec_digest, numerics.rollout_spec.digest(), _ABOUT)
     return Capsule(
         path=path,
-        step=about["step"],
-        why=about["why"],
+        step=about.step,
+        why=about.why,
         numerics=numerics,
         experiment=experiment,
         manifest=manifest,
-        rows=about["rows"],
+        rows=about.rows,
         evidence=_evidence(load_file(path / _TENSORS), about),
-        metrics=about["metrics"],
+        metrics=about.metrics,
     )
 
 
@@ -185,25 +206,41 @@ def _tensors(evidence: Evidence) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def _evidence(tensors: dict[str, torch.Tensor], about: dict[str, Any]) -> Evidence:
+def _evidence(tensors: dict[str, torch.Tensor], about: _About) -> Evidence:
     batch = TokenBatch(
         tokens=tensors["tokens"],
         lengths=tensors["lengths"],
         loss_mask=tensors["loss_mask"],
-        temperature=about["temperature"],
+        temperature=about.temperature,
         fields={name.removeprefix("fields."): value for name, value in tensors.items() if name.startswith("fields.")},
         routes=tensors.get("rollout_routes"),
-        replay=about["replay"],
+        replay=about.replay,
         seeds=tensors.get("seeds"),
     )
+    shape, routes = batch.tokens.shape, None if batch.routes is None else batch.routes.shape
+    expected = {
+        "fields.rollout_logprobs": (shape, torch.float32),
+        "weight_versions": (shape, torch.int64),
+        "train_logprobs": (shape, torch.float32),
+        "train_routes": (routes, torch.int16),
+        "train_draws": (shape, torch.int64),
+    }
+    for name, form in expected.items():
+        found = (tensors[name].shape, tensors[name].dtype) if name in tensors else None
+        if found != form and (found is not None or not name.startswith(_OPTIONAL)):
+            raise ValueError(f"{name} of {_TENSORS}: found {found}, expected {form}")
+    if len(about.rows) != batch.rows or bool((batch.tokens < 0).any()) or not bool(batch.loss_mask.any()):
+        raise ValueError(
+            f"{_TENSORS}: found {batch.rows} rows for {len(about.rows)}, expected a row of tokens for each"
+        )
     return Evidence(
         batch=batch,
         versions=tensors["weight_versions"],
-        version=about["weight_version"],
+        version=about.weight_version,
         logprobs=tensors["train_logprobs"],
         routes=tensors.get("train_routes"),
         draws=tensors.get("train_draws"),
-        cap=about["tis_cap"],
+        cap=about.tis_cap,
     )
 
 

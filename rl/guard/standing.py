@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field, TypeAdapter
 
 from numerics.config import NumericsConfig
+from numerics.io.section import validated
 from rl.record.run_dir import RunDir
 from trainer.checkpoint.files import read_about
 
@@ -21,7 +24,7 @@ class Standing:
     rules: see `Gates.state`.
     """
 
-    tis_cap: float | None = None
+    tis_cap: Annotated[float, Field(ge=1.0)] | None = None
     router_replay: bool = False
     bf16: bool = False
     rules: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -31,7 +34,9 @@ class Standing:
         """The standing as the checkpoint of `step` has it; that of a new run if there is none."""
         if step is None:
             return cls()
-        return cls(**read_about(run.checkpoint(step)).extra.get("standing", {}))
+        standing = read_about(run.checkpoint(step)).extra.get("standing", {})
+        where = f"checkpoint of step {step}: standing"
+        return validated(TypeAdapter(cls).validate_python, standing, where, "Go on from an older checkpoint.")
 
     def to_dict(self) -> dict[str, Any]:
         """JSON values."""

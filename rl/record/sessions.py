@@ -14,16 +14,19 @@ import subprocess
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Annotated
 
 import psutil
 import torch
-from pydantic import TypeAdapter
+from pydantic import Field, TypeAdapter
 
 from numerics.io.files import append_line
 from numerics.io.reading import BadLine, json_lines
 
 LIBRARIES = ("fp8rl", "sglang", "megatron-core", "mbridge", "torch", "ray", "transformers")
 _REPOSITORY = Path(__file__).parents[2]
+_TIME = Field(ge=0.0, lt=1e11, allow_inf_nan=False)
+"""What a calendar has a date for."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,11 +41,11 @@ class Session:
     did. notes: what was said of its input, e.g. that held-out problems are trained on as well.
     """
 
-    started: float
+    started: Annotated[float, _TIME]
     machine: str
     versions: dict[str, str]
     commit: str | None
-    ended: float | None = None
+    ended: Annotated[float, _TIME] | None = None
     why: str = ""
     notes: list[str] = dataclasses.field(default_factory=list)
 

@@ -122,13 +122,14 @@ def check_resumable(run: RunDir, experiment: Experiment) -> None:
             expected="record, as a gate of this run has turned on the replay of the recorded routes",
             remedy="Set numerics.router_replay=record.",
         )
-    trained = read_about(run.checkpoint(step)).extra["kept"]
+    kept = read_about(run.checkpoint(step)).extra.get("kept")
+    trained = kept if isinstance(kept, dict) else {}
     for key, value in _kept(experiment).items():
-        if value != trained[key]:
+        if value != trained.get(key):
             raise user_error(
                 key,
                 found=value,
-                expected=f"{shown(trained[key])}, as in the checkpoint of step {step}",
+                expected=f"{shown(trained.get(key))}, as in the checkpoint of step {step}",
                 remedy=f"Resume with the settings of {run.experiment}, or start a new run under another run.name.",
             )
 

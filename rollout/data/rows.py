@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from numerics.errors import user_error
-from numerics.io.reading import reason
+from numerics.io.reading import check_path, check_regular, open_regular, reason
 
 if TYPE_CHECKING:
     from datasets import Dataset, DatasetDict
@@ -41,9 +41,9 @@ class JsonLines(Sequence[Row]):
     def __init__(self, path: Path, key: str) -> None:
         self._path, self._key = path, key
         try:
-            with path.open("rb") as file:
+            with open_regular(path) as file:
                 size = path.stat().st_size
-                self._data = file.read() if size <= READ_WHOLE else mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
+                self._data = file.readall() if size <= READ_WHOLE else mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
         except (OSError, ValueError) as error:  # a path with a NUL is a ValueError
             raise _unreadable(path, key, error) from error
         self._starts = _line_starts(self._data)
@@ -79,19 +79,33 @@ class TableRows(Sequence[Row]):
 
     unit = "row"
 
-    def __init__(self, dataset: Dataset) -> None:
-        self._tables = dataset.with_format("arrow")
+    def __init__(self, dataset: Dataset, path: Path, key: str) -> None:
+        self._tables, self._path, self._key = dataset.with_format("arrow"), path, key
         self.columns: tuple[str, ...] | None = tuple(dataset.column_names)
 
     def __len__(self) -> int:
         return len(self._tables)
 
     def __getitem__(self, index: Any) -> Any:
-        return _plain(self._tables[index].to_pylist()[0])
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        try:
+            return _plain(self._tables[index].to_pylist()[0])
+        except Exception as error:  # whatever flipped bytes come to: text that is no UTF-8, dates that are none
+            raise user_error(
+                f"{self._key}: row {index + 1} of {self._path}",
+                found=f"{type(error).__name__}: {error}",
+                expected="values that can be read",
+                remedy="Copy the file again, or remove the row.",
+            ) from error
 
     def __iter__(self) -> Iterator[Row]:
         for start in range(0, len(self), _BATCH):
-            yield from map(_plain, self._tables[start : start + _BATCH].to_pylist())
+            try:
+                rows = [_plain(row) for row in self._tables[start : start + _BATCH].to_pylist()]
+            except Exception:  # as above; which row it is, the row itself says
+                rows = [self[index] for index in range(start, min(start + _BATCH, len(self)))]
+            yield from rows
 
 
 Rows = JsonLines | TableRows
@@ -106,14 +120,15 @@ def open_rows(path: Path, split: str | None, key: str) -> Rows:
     Raises:
         UserError: there is nothing, it cannot be read, or it has no such split. The message names `key`.
     """
+    check_path(path, key)
     if path.is_dir():
-        return TableRows(_split(_directory(path, key), split, path, key))
+        return TableRows(_split(_directory(path, key), split, path, key), path, key)
     if split is not None:
         raise user_error(
             f"{key}.split", found=split, expected=f"none, as {path} is one file", remedy=f"Remove {key}.split."
         )
     if path.suffix == ".parquet" and path.is_file():
-        return TableRows(_parquet(path, key))
+        return TableRows(_parquet(path, key), path, key)
     return JsonLines(path, key)
 
 
@@ -127,6 +142,7 @@ def _parquet(path: Path, key: str) -> Dataset:
 
 
 def _directory(path: Path, key: str) -> Dataset | DatasetDict:
+    check_regular(path, key)
     datasets = _quiet_datasets()
     saved = (path / "state.json").is_file() or (path / "dataset_dict.json").is_file()
     try:

@@ -37,7 +37,15 @@ def load_environment(config: EnvironmentConfig, key: str = "environment") -> Env
             expected="an async function, as it waits for the model",
             remedy=f"Write async def {config.label}(conversation): ...",
         )
-    signature = inspect.signature(call)
+    try:
+        signature = inspect.signature(call)
+    except Exception as error:  # whatever an object may raise that says its signature itself
+        raise user_error(
+            f"{key}.function",
+            found=config.function,
+            expected=f"a function whose parameters Python can see; it ends in {type(error).__name__}: {error}",
+            remedy="Name another, or correct this one.",
+        ) from error
     try:
         signature.bind(None, **config.kwargs)
     except TypeError as error:

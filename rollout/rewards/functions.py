@@ -71,12 +71,12 @@ def load_function(config: RewardConfig, key: str) -> RewardFunction:
     call = named_object(config.function, f"{key}.function", {name: own.function for name, own in BUILT_IN.items()})
     try:
         parameters = inspect.signature(call).parameters
-    except (TypeError, ValueError) as error:
+    except Exception as error:  # whatever an object may raise that says its signature itself
         raise user_error(
             f"{key}.function",
             found=config.function,
-            expected="a function",
-            remedy="Name a function whose parameters Python can see.",
+            expected=f"a function whose parameters Python can see; it ends in {type(error).__name__}: {error}",
+            remedy="Name another, or correct this one.",
         ) from error
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     named = [name for name, p in parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]

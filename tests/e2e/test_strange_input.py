@@ -60,7 +60,8 @@ TEXTS = [
     "", "???", "${run.name}", "${nothing}", "${a", "${oc.env:HOME}", "[", "{", "{a: 1}", "[1, 2]", "null", "~", "-1",
     "0", "1e400", "nan", ".inf", "'", '"\\0"', "!!python/object:os.system x", "*a", "&a", "x" * 5000, "é", "\u202e",
     "on", "2020-01-01", "0x10", "[" * 500, "[" * 90000, "1_0", "99999999999999999999", "../..", "/dev/null",
-    "/proc/self/mem", "a/b\nc",
+    "/proc/self/mem", "/dev/zero", "a/b\nc", "9" * 5000, "0x" + "f" * 9000, "\udc80", "'\udc80'", '"\\udc80"',
+    "x" * 300,
 ]  # fmt: skip
 
 
@@ -124,6 +125,7 @@ def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         "diagnose.rescore._trainer",
         "diagnose.preflight.preflight",
         "diagnose.attribution.offline._stack_of",
+        "fp8rl.serving.serve",
     ):
         monkeypatch.setattr(name, start)
     before = psutil.Process().children(recursive=True)
@@ -146,6 +148,8 @@ def damaged(draw: random.Random, file: Path) -> str:
         "a directory": lambda: (file.unlink(), file.mkdir()),
         "a link to nothing": lambda: (file.unlink(), file.symlink_to("nowhere")),
         "a link to itself": lambda: (file.unlink(), file.symlink_to(file.name)),
+        "a pipe": lambda: (file.unlink(), os.mkfifo(file)),
+        "a device without end": lambda: (file.unlink(), file.symlink_to("/dev/zero")),
         "another type": lambda: mutate_json(draw, file),
     }
     way = draw.choice([*ways, "another type", "another type"])
@@ -303,12 +307,15 @@ def test_strange_paths_are_refused(sound: Path, tmp_path: Path) -> None:
             "model",
             "spec.yaml",
             "/dev/null",
+            "/dev/zero",
         ]
         path = str(folder / draw.choice(paths))
         commands = [
             ["train", path],
             ["doctor", path],
             ["report", path],
+            ["serve", path],
+            ["plan", path],
             ["rescore", path],
             ["attribute", path],
             ["attribute", str(home.capsule), "--out", path],

@@ -12,10 +12,13 @@ import json
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, Field, TypeAdapter
 
 from numerics.errors import UserError, user_error
 from numerics.io.reading import parsed, reason
+from numerics.io.section import validated
 
 FORMAT = 2
 STATE = "state"
@@ -26,13 +29,22 @@ class DamagedCheckpointError(UserError):
     """A file of a checkpoint is not the one that was written."""
 
 
+def _below(name: str) -> str:
+    if Path(name).is_absolute() or ".." in Path(name).parts:
+        raise ValueError("a file of the checkpoint itself")
+    return name
+
+
 @dataclasses.dataclass(frozen=True)
 class About:
     """What a checkpoint says of itself. files: name below the directory -> (bytes, SHA-256)."""
 
-    step: int
+    step: Annotated[int, Field(ge=0, lt=2**63)]
     extra: dict[str, Any]
-    files: dict[str, tuple[int, str]]
+    files: dict[Annotated[str, AfterValidator(_below)], tuple[int, str]]
+
+
+_FORM = TypeAdapter(About)
 
 
 def partial(path: Path) -> Path:
@@ -119,7 +131,7 @@ def _about(values: dict[str, Any]) -> About:
     digest = values.pop("sha256")
     if digest != _own_digest(values):
         raise ValueError(f"SHA-256 {digest} for contents of {_own_digest(values)}")
-    return About(values["step"], values["extra"], {name: (size, sha) for name, (size, sha) in values["files"].items()})
+    return validated(_FORM.validate_python, values, f"checkpoint: {ABOUT}", "Load an older checkpoint.")
 
 
 def _own_digest(values: dict[str, Any]) -> str:

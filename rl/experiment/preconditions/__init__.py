@@ -20,6 +20,7 @@ from rl.experiment.preconditions.teacher import check_teacher
 from rl.experiment.preconditions.tokenizer import check_chat_template, load_tokenizer, read_tokenizer
 from rl.record.wandb_run import check_wandb
 from rollout.environments.functions import load_environment
+from rollout.named_functions import check_importable
 from rollout.rewards.builtin import BUILT_IN
 from rollout.rewards.config import RewardConfig
 from rollout.rewards.functions import load_function
@@ -52,6 +53,7 @@ def check(experiment: Experiment, say: Callable[[str], object] = lambda text: No
     check_memory(model.shape, experiment, teacher)
     check_shared_memory(model.shape, experiment)
     if experiment.needs_engines:
+        check_importable(experiment.environment.function, "environment.function")
         load_environment(experiment.environment)
         for index, config in enumerate(experiment.rewards.functions):
             _check_reward(config, f"rewards.functions.{index}")
@@ -64,6 +66,7 @@ def check(experiment: Experiment, say: Callable[[str], object] = lambda text: No
 
 def _check_reward(config: RewardConfig, key: str) -> None:
     """Whether the function is there, and a tokenizer that it needs."""
+    check_importable(config.function, f"{key}.function")
     load_function(config, key)
     if config.function in BUILT_IN and (name := BUILT_IN[config.function].tokenizer):
         key, directory = f"{key}.kwargs.{name}", str(config.kwargs[name])

@@ -7,6 +7,7 @@ from pathlib import Path
 import models
 from models import Model, ModelSizes
 from numerics.errors import user_error
+from numerics.io.reading import check_regular
 from numerics.spec import QuantSpec
 from rl.experiment import Experiment
 from trainer.megatron.model_checks import check_engine_layout, check_layout, check_wires
@@ -27,6 +28,7 @@ def read_model(path: Path, key: str = "model.path") -> Model:
             "the command line to the current directory. "
             "`python -m examples.tiny_model --out DIR` writes a small model.",
         )
+    check_regular(path, key)
     return models.read_model(path, key)
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from numerics.errors import UserError, user_error
+from numerics.io.reading import check_path, check_regular
 from numerics.time_limit import time_limit
 from rollout.data.tasks import Problem, prompt_ids
 
@@ -55,6 +56,7 @@ def load_tokenizer(path: str | Path, key: str) -> PreTrainedTokenizerBase:
     """The fast tokenizer in a directory. Raises `UserError`: it is missing or cannot be read."""
     from transformers import AutoTokenizer
 
+    check_path(path, key)
     if not (Path(path) / "tokenizer.json").is_file():
         raise user_error(
             key,
@@ -62,6 +64,7 @@ def load_tokenizer(path: str | Path, key: str) -> PreTrainedTokenizerBase:
             expected="a fast tokenizer beside the weights",
             remedy="Copy the tokenizer files of the model into the directory.",
         )
+    check_regular(Path(path), key)
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path)
     except Exception as error:  # tokenizers raises plain Exception on a file that it cannot parse

@@ -15,6 +15,7 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from numerics.io.reading import whole_json_lines
+from numerics.io.section import validated
 from rollout.types import Group, Trajectory
 from trainer.checkpoint.files import read_about
 
@@ -106,7 +107,13 @@ class FeedState:
     @classmethod
     def of_checkpoint(cls, path: Path) -> FeedState:
         """The state as the checkpoint at `path` has it. Raises `UserError` for a damaged line."""
-        return cls(**read_about(path).extra["feed"], answered=read_answered(path / GROUPS))
+        feed = read_about(path).extra.get("feed")
+        values = feed | {"answered": []} if isinstance(feed, dict) else feed
+        state = validated(_STATE.validate_python, values, f"{path}: feed", "Go on from an older checkpoint.")
+        return dataclasses.replace(state, answered=read_answered(path / GROUPS))
+
+
+_STATE = TypeAdapter(FeedState)
 
 
 def to_lines(groups: Iterable[Answered]) -> str:

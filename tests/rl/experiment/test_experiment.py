@@ -110,6 +110,24 @@ def test_malformed_overrides_are_refused(write, override):
         load_experiment(write("s.yaml", BASE), [override])
 
 
+@pytest.mark.parametrize(
+    "override",
+    [
+        "run.seed=" + "9" * 5000,
+        "run.seed=0x" + "f" * 5000,
+        "data.system_prompt=\udc80",
+        'data.system_prompt="\\udc80"',
+        "environment.kwargs={a: [" + "9" * 5000 + "]}",
+        "environment.kwargs={a: 0x" + "f" * 5000 + "}",
+        "data.train=" + "x" * 300,
+    ],
+    ids=["digits", "hexadecimal", "surrogate", "escape", "inside", "hexadecimal-inside", "part-of-a-path"],
+)
+def test_text_and_numbers_that_no_file_could_say_again_are_refused(write, override):
+    with pytest.raises(UserError, match="found .*expected"):
+        load_experiment(write("s.yaml", BASE), [override])
+
+
 @pytest.mark.parametrize("override", ["trainer=3", "gates=3", "run.name.x=3", "run.name=[a", "trainer.lr.x=1"])
 def test_overrides_of_the_wrong_shape_are_the_users_error(write, override):
     with pytest.raises(UserError, match=override.partition("=")[0].partition(".")[0]):

@@ -1,13 +1,17 @@
 """What a capsule keeps, and how a damaged one is refused. Real rescorings are in tests/e2e/test_gates.py."""
 
 import dataclasses
+import hashlib
 import json
 import math
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from numerics.config import NumericsConfig
 from numerics.errors import UserError
@@ -154,3 +158,55 @@ def test_another_format_is_refused(capsule: Path) -> None:
 def test_a_capsule_may_be_moved(capsule: Path, tmp_path: Path) -> None:
     shutil.move(capsule, tmp_path / "elsewhere")
     assert read_capsule(tmp_path / "elsewhere").step == 4
+
+
+FORGED: list[tuple[str, Any]] = [
+    ("step", None),
+    ("step", 10**30),
+    ("why", 1.5),
+    ("rows", [7]),
+    ("rows", "x"),
+    ("tis_cap", "2"),
+    ("tis_cap", -1),
+    ("weight_version", {}),
+    ("temperature", -1.0),
+    ("metrics", ["x"]),
+    ("metrics", {"mismatch/k3_kl": "x"}),
+    ("numerics", {}),
+]
+
+
+@pytest.mark.parametrize(("key", "value"), FORGED, ids=[f"{key}={value}" for key, value in FORGED])
+def test_a_capsule_whose_digests_are_right_and_whose_values_are_not_is_refused(
+    tmp_path: Path, key: str, value: Any
+) -> None:
+    path = CapsuleRun.make(tmp_path).write(4, ["why"], evidence([0.0], [0.5]), [1, 0])
+    about = json.loads((path / "capsule.json").read_text())
+    (path / "capsule.json").write_text(json.dumps(about | {key: value}))
+    with_right_digests(path)
+    with pytest.raises(UserError, match="capsule.json"):
+        read_capsule(path)
+
+
+@pytest.mark.parametrize(
+    "name", ["tokens", "weight_versions", "train_logprobs", "train_routes", "fields.rollout_logprobs"]
+)
+@pytest.mark.parametrize("change", [lambda x: x[:1].clone(), lambda x: x.to(torch.int8), lambda x: None], ids=str)
+def test_tensors_of_other_shapes_or_types_than_a_capsule_has_are_refused(
+    tmp_path: Path, name: str, change: Callable[[torch.Tensor], torch.Tensor | None]
+) -> None:
+    path = CapsuleRun.make(tmp_path).write(4, ["why"], evidence([0.0], [0.5]), [1, 0])
+    tensors = load_file(path / "tensors.safetensors")
+    changed = change(tensors.pop(name))
+    if changed is None and name == "train_routes":
+        return  # which a capsule need not have
+    save_file(tensors if changed is None else tensors | {name: changed}, path / "tensors.safetensors")
+    with_right_digests(path)
+    with pytest.raises(UserError, match="capsule.json"):
+        read_capsule(path)
+
+
+def with_right_digests(path: Path) -> None:
+    files = sorted(file for file in path.rglob("*") if file.is_file() and file.name != "SHA256SUMS")
+    sums = [f"{hashlib.sha256(file.read_bytes()).hexdigest()}  {file.relative_to(path)}\n" for file in files]
+    (path / "SHA256SUMS").write_text("".join(sums))

@@ -38,3 +38,19 @@ def test_the_last_line_of_a_session_counts_and_a_killed_one_has_no_end(tmp_path:
     assert found == [killed, ended] and found[1].seconds == 2.5
     assert [line.number for line in bad] == [4]
     assert all("started" in json.loads(line) for line in path.read_text().splitlines())
+
+
+def test_what_no_session_can_have_been_is_a_bad_line(tmp_path: Path) -> None:
+    sound = dataclasses.asdict(this_session())
+    wrong = (
+        {"started": 1e300},
+        {"started": "now"},
+        {"ended": -1.0},
+        {"machine": 3},
+        {"versions": 1},
+        {"why": 2},
+    )
+    lines = [json.dumps(sound | change) for change in wrong] + [json.dumps(sound)]
+    (tmp_path / "sessions.jsonl").write_text("\n".join(lines) + "\n")
+    found, bad = sessions_found(tmp_path / "sessions.jsonl")
+    assert len(found) == 1 and [line.number for line in bad] == [1, 2, 3, 4, 5, 6]

@@ -4,7 +4,11 @@ import dataclasses
 import datetime
 import json
 import mmap
+import os
+from pathlib import Path
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 
 from numerics.errors import UserError
@@ -169,3 +173,22 @@ def test_what_is_not_there_is_said_with_what_is(saved, tmp_path):
     whole = (tmp_path / "[odd] name*.parquet").read_bytes()
     (tmp_path / "torn.parquet").write_bytes(whole[:40] + b"\0" * 40 + whole[80:])
     assert "expected a whole parquet file" in refusal(Source(tmp_path / "torn.parquet"))
+
+
+def test_flipped_bytes_in_a_table_are_said_with_their_row(tmp_path, data_cache):
+    path = tmp_path / "p.parquet"
+    rows = [{"question": f"what is {i}?", "answer": f"#### {i}"} for i in range(3)]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path, compression="none", write_statistics=False)
+    path.write_bytes(path.read_bytes().replace(b"what is 1?", b"what\xffis 1?"))
+    problems = load_problems(Source(path, "data.train"))
+    with pytest.raises(UserError, match=r"data.train: row 2 of .*p.parquet: found .UnicodeDecodeError"):
+        list(problems)
+    assert problems[2].answer == "#### 2"
+
+
+def test_pipes_and_devices_are_no_data(tmp_path, data_cache):
+    os.mkfifo(tmp_path / "p.jsonl")
+    os.mkfifo(tmp_path / "p.parquet")
+    for path in (tmp_path / "p.jsonl", tmp_path / "p.parquet", tmp_path, Path("/dev/zero"), tmp_path / ("x" * 300)):
+        with pytest.raises(UserError, match="data.train: found"):
+            load_problems(Source(path, "data.train"))

@@ -87,7 +87,7 @@ def test_ours_are_found_by_name_and_take_what_they_say(name: str) -> None:
             {},
             "which has short, ranked, asked, both, blind, needy. Correct the name after the colon",
         ),
-        ("{}/absent.py:short", {}, "FileNotFoundError"),
+        ("{}/absent.py:short", {}, "no such file"),
         ("{}/broken.py:short", {}, "SyntaxError"),
         ("{}/leaves.py:short", {}, "this one ends in SystemExit: 3"),
         ("nowhere.at.all:short", {}, "ModuleNotFoundError: No module named 'nowhere'"),
