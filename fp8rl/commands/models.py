@@ -37,7 +37,8 @@ def serve(
         serving.check_open(host, api_key)
         served = serving.read_served(subject, "exact" if mode == "exact" else "native", preset)
         digest = served.numerics.rollout_spec.digest()
-        show(f"starting an engine with {served.path}, {served.numerics.mode}, {digest}", soft_wrap=True)
+        mode = served.numerics.mode
+        show(f"starting an engine with {served.path} in {mode} mode, quantization spec {digest}", soft_wrap=True)
         with interruptible(), tempfile.TemporaryDirectory(prefix="fp8rl-serve-") as folder:
             with serving.serve(served, Path(folder) / "engine.log", port, host, api_key) as server:
                 url, key = server.endpoint.url, "THE_KEY_YOU_CHOSE" if api_key else server.endpoint.api_key
@@ -78,4 +79,4 @@ def convert(
             raise UserError(f"OUT: found {out}, expected a directory that does not exist yet. Choose another one.")
         with interruptible():
             convert_checkpoint(model, out, quant_spec)
-        show(f"{out}: quantized as {preset}, spec {quant_spec.digest()}", soft_wrap=True)
+        show(f"{out}: quantized as {preset}, quantization spec {quant_spec.digest()}", soft_wrap=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 from collections.abc import Awaitable, Callable, Iterator
 from itertools import accumulate
 from typing import Any
@@ -63,8 +64,9 @@ class ObjectsOnly:
             message = await receive()
             body += message.get("body", b"")
         try:
-            json.loads(body).keys()
-            body.decode()
+            found = json.loads(body, parse_float=_finite, parse_constant=_finite)
+            found.keys()
+            json.dumps(found, ensure_ascii=False).encode()  # half a surrogate pair is no text
         except (ValueError, AttributeError, RecursionError) as error:
             why = "another value" if isinstance(error, AttributeError) else str(error) or "too many brackets"
             return await error_response(None, f"body: found {why}, expected a JSON object")(scope, receive, send)
@@ -74,6 +76,13 @@ class ObjectsOnly:
             return read.pop() if read else await receive()
 
         await self._app(scope, again, send)
+
+
+def _finite(text: str) -> float:
+    """A number of the body. Raises ValueError for NaN, infinity, and what is too large for a double."""
+    if not math.isfinite(value := float(text)):
+        raise ValueError(f"the number {text[:20]}")
+    return value
 
 
 async def invalid(request: Any, error: Any) -> Any:

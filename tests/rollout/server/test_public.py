@@ -15,6 +15,8 @@ from rollout.server import public
 
 protocol = pytest.importorskip("sglang.srt.entrypoints.openai.protocol")
 PLAIN = {"model": "it", "prompt": "1", "messages": [{"role": "user", "content": "1"}]}
+ODD = [b'{"model": "it", "prompt": "1", "temperature": %s}' % number for number in (b"NaN", b"1e400", b"9" * 5000)]
+ODD.append(rb'{"model": "it", "prompt": "\ud800", "messages": [{"role": "user", "content": "\ud800"}]}')
 PATHS = ["/v1/completions", "/v1/chat/completions"]
 
 
@@ -41,7 +43,7 @@ def client() -> TestClient:
 
 
 @pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("body", [b"null", b"[]", b"5", b"", b'{"model": ', b"\xff\xfe", b"[" * 100_000])
+@pytest.mark.parametrize("body", [b"null", b"[]", b"5", b"", b'{"model": ', b"\xff\xfe", b"[" * 100_000, *ODD])
 def test_a_body_that_is_no_object_is_refused_in_one_form(client: TestClient, path: str, body: bytes) -> None:
     answer = client.post(path, content=body, headers={"Content-Type": "application/json"})
     error = answer.json()["error"]
