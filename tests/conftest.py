@@ -12,6 +12,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 
 import multiprocessing
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -61,6 +62,20 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Of a run with several workers, the files that took the longest: what grows is seen."""
+    if not getattr(terminalreporter.config.option, "numprocesses", None):
+        return
+    seconds: Counter[str] = Counter()
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            seconds[getattr(report, "nodeid", "").partition("::")[0]] += getattr(report, "duration", 0.0)
+    terminalreporter.section("slowest files")
+    for file, spent in seconds.most_common(20):
+        if spent > 5.0:
+            terminalreporter.write_line(f"{spent:6.0f} s  {file}")
 
 
 def _place(item: pytest.Item) -> tuple[int, bool, bool]:
