@@ -39,6 +39,7 @@ def test_a_report_as_expected_passes() -> None:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
+        ({"role": "teacher"}, ["role", "'teacher'", "'policy'"]),
         ({"spec_digest": "ffff"}, ["spec_digest", "'ffff'", "'ab12'"]),
         ({"numerics": {**NUMERICS, "k_splits": 1}}, ["numerics.k_splits", "found 1", "expected 2"]),
         (
