@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+import fp8rl
 from rl.record.metrics import METRICS
 from tests.support.paths import ROOT
 
@@ -44,6 +45,8 @@ def test_every_link_leads_somewhere(page: Path) -> None:
 def _is_module(name: str) -> bool:
     """Whether it is a module, or a name in one."""
     parts = name.split(".")
+    if parts[0] == "fp8rl" and parts[1] in fp8rl.__all__:
+        return True
     places = [ROOT.joinpath(*parts[:end]) for end in (len(parts), len(parts) - 1)]
     whole, above = ((place / "__init__.py").exists() or place.with_suffix(".py").exists() for place in places)
     return whole or (above and len(parts) > 2)
