@@ -126,6 +126,8 @@ def _problems(request: Any, name: str, vocabulary: int) -> Iterator[tuple[str, s
         if found is not None and not 0 <= found <= MOST_LOGPROBS:
             yield parameter, f"found {found}, expected 0 to {MOST_LOGPROBS}"
     prompt = getattr(request, "prompt", "")
+    if isinstance(prompt, list) and ([] in prompt or "" in prompt):
+        yield "prompt", "found an empty one in the list, expected at least one token in each"
     for part in prompt if isinstance(prompt, list) else ():
         outside = [token for token in ([part] if isinstance(part, int) else part) if not _is_in(token, vocabulary)]
         if outside:

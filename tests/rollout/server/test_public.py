@@ -74,6 +74,7 @@ def test_what_would_be_answered_wrongly_is_refused(
 def test_numbers_that_would_end_the_engine_are_refused(client: TestClient) -> None:
     for change, message in (
         ({"logprobs": -1}, "logprobs: found -1, expected 0 to 20"),
+        ({"prompt": [[1], []]}, "prompt: found an empty one in the list, expected at least one token in each"),
         ({"prompt": [10]}, "prompt: found the token 10, expected 0 to 9"),
         ({"prompt": [[1, 2], [3, -1]]}, "prompt: found the token -1, expected 0 to 9"),
     ):
