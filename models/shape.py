@@ -23,7 +23,7 @@ BF16_BYTES = 2
 
 
 @dataclass(frozen=True, kw_only=True)
-class Weight:
+class WeightGroup:
     """Weights of a model that are alike.
 
     Attributes:
@@ -87,7 +87,7 @@ class Shape:
     """
 
     sizes: ModelSizes
-    weights: tuple[Weight, ...]
+    weights: tuple[WeightGroup, ...]
     cached: int
     value_dim: int
     trained: bool = True
@@ -106,7 +106,7 @@ class Shape:
         """Bytes of one token in the KV cache of all layers, of `each` bytes an element."""
         return self.cached * self.sizes.layers * each
 
-    def quantized_layers(self, weight: Weight, spec: QuantSpec) -> range:
+    def quantized_layers(self, weight: WeightGroup, spec: QuantSpec) -> range:
         """The layers whose weights of this kind `spec` quantizes."""
         if weight.kind is None or not spec.quantizes(weight.kind):
             return range(0)
@@ -142,13 +142,13 @@ class Shape:
             fp8=1.03 * s.heads * head - 0.97 * inputs,
         )
 
-    def _taken(self, weight: Weight) -> int:
+    def _taken(self, weight: WeightGroup) -> int:
         return weight.taken * (len(weight.layers) if weight.place == "layers" else 1)
 
 
 def decoder(
     sizes: ModelSizes,
-    attention: Iterable[Weight],
+    attention: Iterable[WeightGroup],
     *,
     cached: int,
     value_dim: int | None = None,
@@ -164,9 +164,9 @@ def decoder(
     return Shape(sizes, weights, cached, sizes.head_dim if value_dim is None else value_dim, trained)
 
 
-def _decoder_weights(s: ModelSizes, attention: Iterable[Weight], expert_bias: bool) -> Iterator[Weight]:
+def _decoder_weights(s: ModelSizes, attention: Iterable[WeightGroup], expert_bias: bool) -> Iterator[WeightGroup]:
     every, dense, moe = range(s.layers), range(s.layers - s.moe_layers), range(s.layers - s.moe_layers, s.layers)
-    yield Weight(name="embedding", rows=s.vocab_size, columns=s.hidden_size, share="split", place="first")
+    yield WeightGroup(name="embedding", rows=s.vocab_size, columns=s.hidden_size, share="split", place="first")
     yield vector("input_norm", s.hidden_size, every)
     yield from attention
     yield vector("post_norm", s.hidden_size, every)
@@ -178,8 +178,8 @@ def _decoder_weights(s: ModelSizes, attention: Iterable[Weight], expert_bias: bo
         yield from _mlp("experts", s.hidden_size, s.expert_size, "experts.", "experts", moe, s.experts, s.top_k)
         if s.shared_size:
             yield from _mlp("shared", s.hidden_size, s.shared_size, "", "split", moe)
-    yield Weight(name="final_norm", rows=s.hidden_size, columns=1, share="replicated", place="last")
-    yield Weight(
+    yield WeightGroup(name="final_norm", rows=s.hidden_size, columns=1, share="replicated", place="last")
+    yield WeightGroup(
         name="head", rows=s.vocab_size, columns=s.hidden_size, share="split", place="last", taken=1, tied=s.tied
     )
 
@@ -190,9 +190,9 @@ def overlap(one: range, other: range) -> range:
     return range(start, max(start, min(one.stop, other.stop)))
 
 
-def vector(name: str, size: int, layers: range, trained: bool = True) -> Weight:
+def vector(name: str, size: int, layers: range, trained: bool = True) -> WeightGroup:
     """A vector in each of these layers, which every rank has."""
-    return Weight(name=name, rows=size, columns=1, share="replicated", layers=layers, trained=trained)
+    return WeightGroup(name=name, rows=size, columns=1, share="replicated", layers=layers, trained=trained)
 
 
 def product(
@@ -204,18 +204,20 @@ def product(
     kind: str | None = None,
     share: Share = "split",
     pieces: tuple[int, ...] = (),
-) -> Weight:
+) -> WeightGroup:
     """The weight of a product that every token takes, in each of these layers."""
-    return Weight(name=name, rows=rows, columns=columns, pieces=pieces, kind=kind, share=share, layers=layers, taken=1)
+    return WeightGroup(
+        name=name, rows=rows, columns=columns, pieces=pieces, kind=kind, share=share, layers=layers, taken=1
+    )
 
 
 def _mlp(
     name: str, hidden: int, width: int, prefix: str, share: Share, layers: range, copies: int = 1, taken: int = 1
-) -> Iterator[Weight]:
+) -> Iterator[WeightGroup]:
     """Gate and up, and down, of an MLP or of the experts of a layer."""
     if not layers:
         return
-    yield Weight(
+    yield WeightGroup(
         name=f"{name}_gate_up",
         rows=2 * width,
         columns=hidden,
@@ -226,7 +228,7 @@ def _mlp(
         copies=copies,
         taken=taken,
     )
-    yield Weight(
+    yield WeightGroup(
         name=f"{name}_down",
         rows=hidden,
         columns=width,

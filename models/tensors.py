@@ -21,7 +21,7 @@ SCALE_SUFFIX = "_scale_inv"
 
 
 @dataclass(frozen=True)
-class Place:
+class Location:
     """Where a side holds a tensor.
 
     Attributes:
@@ -68,8 +68,8 @@ class TensorRow:
     expert: int | None = None
     kind: str | None = None
     product: bool = False
-    engine: Place
-    megatron: Place
+    engine: Location
+    megatron: Location
     copies: tuple[str, ...] = ()
     served: torch.dtype = torch.bfloat16
 

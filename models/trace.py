@@ -48,7 +48,7 @@ class Op:
 
 
 @dataclass(frozen=True)
-class Place:
+class OpSite:
     """An op in its layer; None outside the layers."""
 
     layer: int | None
@@ -70,12 +70,12 @@ class Forward:
     layers: tuple[tuple[Op, ...], ...]
     last: tuple[Op, ...]
 
-    def places(self) -> list[Place]:
+    def places(self) -> list[OpSite]:
         """Every op of the model."""
         return [
-            *(Place(None, op) for op in self.first),
-            *(Place(index, op) for index, ops in enumerate(self.layers) for op in ops),
-            *(Place(None, op) for op in self.last),
+            *(OpSite(None, op) for op in self.first),
+            *(OpSite(index, op) for index, ops in enumerate(self.layers) for op in ops),
+            *(OpSite(None, op) for op in self.last),
         ]
 
 
@@ -87,18 +87,18 @@ class OpTrace:
     settings: dict[str, float]
 
 
-def inputs(record: Mapping[str, Tensor], place: Place) -> list[Tensor | None]:
+def inputs(record: Mapping[str, Tensor], place: OpSite) -> list[Tensor | None]:
     """What an op read, in the order of `reads`; None for what was not there, such as the first residual."""
     return [record.get(place.key(f"in.{name}")) for name in place.op.reads]
 
 
-def output(record: Mapping[str, Tensor], place: Place) -> Tensor:
+def output(record: Mapping[str, Tensor], place: OpSite) -> Tensor:
     """All of an op's output that is compared, [T, ...]."""
     parts = [record[place.key(f"out.{name}")] for name in place.op.compared]
     return torch.cat([part.reshape(len(part), -1) for part in parts], 1)
 
 
-def recorded(place: Place, read: Sequence[Tensor | None], written: Sequence[Tensor]) -> dict[str, Tensor]:
+def recorded(place: OpSite, read: Sequence[Tensor | None], written: Sequence[Tensor]) -> dict[str, Tensor]:
     """The entries of one op in a recording: `read` in the order of its `reads`, `written` in that of its `writes`."""
     entries = {place.key(f"in.{name}"): tensor for name, tensor in zip(place.op.reads, read) if tensor is not None}
     return entries | {place.key(f"out.{name}"): tensor for name, tensor in zip(place.op.writes, written, strict=True)}

@@ -18,7 +18,7 @@ from rl.run.evaluation import Evaluation, agreement_on
 from rl.run.feed.feed import Feed, Work, open_feed
 from rl.run.learning import Lesson
 from rl.run.records import rollout_records, scored_records, throughput, train_metrics
-from rl.run.run import Run
+from rl.run.run import LiveRun
 from trainer.actor import TrainerGroup
 from trainer.errors import NonFiniteLossError
 from trainer.step.batch import TokenBatch
@@ -27,7 +27,7 @@ from trainer.step.result import PassResult
 Row = dict[str, float]
 
 
-def train(run: Run) -> str:
+def train(run: LiveRun) -> str:
     """Run the experiment's algorithm to its last step and export the trained model to `<run>/model`.
 
     Returns why the run stopped before its last step, after a checkpoint; empty if it did not.
@@ -147,7 +147,7 @@ class Decision:
     first: Attempt
 
 
-def decide(run: Run, guard: Guard, attempt: Attempt, before: Row, clock: StepClock) -> Decision:
+def decide(run: LiveRun, guard: Guard, attempt: Attempt, before: Row, clock: StepClock) -> Decision:
     """Judge a pass before its update; where a gate changes objective or routes, do it again and judge that one too.
 
     before: what the step before has measured too late to be judged then.
@@ -165,7 +165,7 @@ def decide(run: Run, guard: Guard, attempt: Attempt, before: Row, clock: StepClo
     return Decision(again, verdict, metrics | again.train_metrics, attempt)
 
 
-def _update(run: Run, guard: Guard, decision: Decision) -> Decision:
+def _update(run: LiveRun, guard: Guard, decision: Decision) -> Decision:
     """Apply the updates, unless they are withheld."""
     attempt, verdict = decision.attempt, decision.verdict
     if verdict.withheld or attempt.lesson is None:
@@ -177,7 +177,7 @@ def _update(run: Run, guard: Guard, decision: Decision) -> Decision:
     return dataclasses.replace(decision, verdict=verdict, metrics=decision.metrics | learnt)
 
 
-def _sync(run: Run, feed: Feed, decision: Decision, *, needed: bool) -> Row:
+def _sync(run: LiveRun, feed: Feed, decision: Decision, *, needed: bool) -> Row:
     """Bring the engines to the trainer's weights, where these have changed and are sampled from, or a gate asks for it.
 
     needed: an algorithm that samples nothing evaluates now.
@@ -231,7 +231,7 @@ def _finished(evaluation: Evaluation, clock: StepClock) -> dict[str, float]:
     return metrics
 
 
-def _begin(run: Run, evaluation: Evaluation, replay: bool) -> None:
+def _begin(run: LiveRun, evaluation: Evaluation, replay: bool) -> None:
     """The verified first sync, and in a new run the row of step 0: accuracy and agreement before training.
 
     A run that goes on begins again what went on beside its next step.
@@ -250,13 +250,13 @@ def _begin(run: Run, evaluation: Evaluation, replay: bool) -> None:
         evaluation.begin(run.step)
 
 
-def _last_row(run: Run) -> Row:
+def _last_row(run: LiveRun) -> Row:
     """What the step before the first one left, also in a run that is resumed."""
     rows = read_metrics(run.files.metrics)
     return rows[-1] if rows else {}
 
 
-def _record(run: Run, metrics: Row, clock: StepClock, decision: Decision) -> Row:
+def _record(run: LiveRun, metrics: Row, clock: StepClock, decision: Decision) -> Row:
     """Log the step, with which its checkpoint counts if it has one; the metrics as logged."""
     first, work = decision.first, dataclasses.replace(decision.attempt.work, batch=decision.attempt.batch)
     metrics |= run.mendings() | run.stack.engines.figures() | clock.lap()

@@ -19,7 +19,7 @@ from pydantic import ValidationError
 from models import read_model
 from rollout.config import RolloutConfig
 from rollout.errors import EngineDiedError, EngineError
-from rollout.protocol import Report
+from rollout.protocol import EngineReport
 from rollout.routes import route_shape
 from rollout.sampler import sample_groups
 from rollout.server import handshake
@@ -50,7 +50,7 @@ class Engine:
         config: RolloutConfig,
         log_path: str | Path,
         plugin: Mapping[str, Any] | None = None,
-        expected: Report | None = None,
+        expected: EngineReport | None = None,
         host: str = LOOPBACK,
     ) -> None:
         """plugin: configuration of our SGLang plugin, None for stock SGLang. expected: what the plugin must report
@@ -133,7 +133,7 @@ class Engine:
     async def flush(self) -> None:
         await self._call(lambda c: c.flush())
 
-    async def report(self) -> Report:
+    async def report(self) -> EngineReport:
         """See `EngineClient.report`."""
         return await self._call(lambda c: c.report())
 

@@ -72,13 +72,13 @@ class Held(_Message):
     entries: dict[str, str]
 
 
-class Probed(_Message):
+class ProbeAnswer(_Message):
     """sha256: of the file that answers the probe, `rollout.plugin.op_probe.ANSWER`, beside the recording."""
 
     sha256: str
 
 
-class Report(_Message):
+class EngineReport(_Message):
     """What runs in an engine.
 
     Attributes:

@@ -17,7 +17,7 @@ from studies.harness import figures, live
 from studies.harness.accumulators import in_fp22, in_fp32, promoted
 from studies.harness.claims import Claim, ratio, twice, value
 from studies.harness.lab import Lab
-from studies.harness.products import ROLES, Operands, Probe, Recorder, Role, Take, library
+from studies.harness.products import ROLES, Operands, Probe, ProductRecorder, Role, Take, library
 from studies.harness.spoiled import with_ops
 from studies.harness.statistics import estimate
 from studies.harness.study import Measurement, Study, TextTable
@@ -229,9 +229,9 @@ def apart(outputs: Sequence[Tensor], references: Sequence[Tensor]) -> list[float
     return [relative_error(out, reference) for out, reference in zip(outputs, references, strict=True)]
 
 
-def _trace(trainer: Trainer, batch: TokenBatch, take: Take, probe: Probe | None = None) -> Recorder:
+def _trace(trainer: Trainer, batch: TokenBatch, take: Take, probe: Probe | None = None) -> ProductRecorder:
     """All products of a forward and backward in which each goes on with what `take` gave."""
-    recorder = Recorder(take, probe)
+    recorder = ProductRecorder(take, probe)
     with with_ops(**recorder.ops()):
         trainer.forward_backward(batch, SftObjective.of(batch))
     return recorder
@@ -244,7 +244,7 @@ def _with_routes(trainer: Trainer, batch: TokenBatch) -> TokenBatch:
     """
     sizes = trainer.definition.sizes
     unknown = torch.full((*batch.tokens.shape, sizes.layers, sizes.top_k), UNKNOWN, dtype=torch.int16)
-    with with_ops(**Recorder(in_bf16).ops()):
+    with with_ops(**ProductRecorder(in_bf16).ops()):
         rows, scored = trainer.score_routed(replace(batch, routes=unknown))
     assert scored.routes is not None
     chosen = scored.routes[torch.tensor(rows).argsort()]
@@ -252,7 +252,7 @@ def _with_routes(trainer: Trainer, batch: TokenBatch) -> TokenBatch:
     return replace(batch, routes=torch.where(chosen == UNKNOWN, first, chosen), replay=True)
 
 
-def _means(model: str, step: int, trainer: Trainer, fake: Recorder, grown: dict[str, list[float]]) -> Means:
+def _means(model: str, step: int, trainer: Trainer, fake: ProductRecorder, grown: dict[str, list[float]]) -> Means:
     """Mean errors of one trace by series, of all products and of each role."""
     layers = trainer.model.decoder.layers
     layer_of = {id(weight): index for index, layer in enumerate(layers) for weight in layer.parameters()}

@@ -17,7 +17,7 @@ from rl.algorithms.sft import SftObjective
 from studies.harness import figures, live
 from studies.harness.claims import Claim, Rule, difference, ratio, twice
 from studies.harness.lab import Lab
-from studies.harness.products import Operands, Recorder
+from studies.harness.products import Operands, ProductRecorder
 from studies.harness.spoiled import NarrowState, with_ops
 from studies.harness.study import Measurement, Study, TextTable, by_arm, with_interval
 from studies.harness.subjects import TRAIN, random_model
@@ -207,7 +207,7 @@ def _errors(seed: int, chains: int, scratch: Path) -> dict[str, dict[str, float]
     with live.world(RATE) as layout:
         trainer = live.trainer_of(random_model(scratch, seed=seed), live.exact(FP8), layout, config=RATE)
         batch = live.chain_batch(TRAIN, seed, chains)
-        with with_ops(**Recorder(_plain, probe).ops()):
+        with with_ops(**ProductRecorder(_plain, probe).ops()):
             trainer.forward_backward(batch, SftObjective.of(batch))
     return {arm: {name: sum(of) / len(of) for name, of in metrics.items()} for arm, metrics in probe.found.items()}
 

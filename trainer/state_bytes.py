@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import Literal
 
-from models.shape import Shape, Weight, overlap
+from models.shape import Shape, WeightGroup, overlap
 from numerics.config import NumericsConfig
 from numerics.quantize import scale_shape
 from numerics.spec import QuantSpec, TensorSpec
@@ -123,7 +123,7 @@ def layers_of_stage(layers: int, stages: int, stage: int) -> range:
 class _Held:
     """Alike weights of one rank. elements: of one, this rank's part; count: how many; apart: in a buffer of its own."""
 
-    weight: Weight
+    weight: WeightGroup
     elements: int
     count: int
     quantized: bool = False

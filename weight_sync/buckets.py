@@ -20,7 +20,7 @@ Allocate = Callable[[Sequence[int], torch.dtype, torch.device], Tensor]
 
 
 @dataclasses.dataclass(frozen=True)
-class Slot:
+class BucketEntry:
     """One tensor in a bucket. start, size: bytes."""
 
     name: str
@@ -41,7 +41,7 @@ class Bucket:
     flat: Tensor
     used: int = 0
     pending: int = 0
-    slots: list[Slot] = dataclasses.field(default_factory=list)
+    slots: list[BucketEntry] = dataclasses.field(default_factory=list)
 
     def allocate(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor | None:
         """A part of `flat`, or None if too little is left."""
@@ -61,7 +61,7 @@ class Bucket:
         """Send `tensor`, which the bucket holds, under this name."""
         self.pending -= 1
         start = int(tensor.storage_offset()) * tensor.element_size()
-        self.slots.append(Slot(name, tensor.shape, tensor.dtype, start, int(tensor.nbytes)))
+        self.slots.append(BucketEntry(name, tensor.shape, tensor.dtype, start, int(tensor.nbytes)))
 
 
 class Packer:

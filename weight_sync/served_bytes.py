@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from models.shape import BF16_BYTES, Shape, Weight
+from models.shape import BF16_BYTES, Shape, WeightGroup
 from numerics.quantize import scale_shape
 from numerics.spec import QuantSpec
 
@@ -23,7 +23,7 @@ def served_bytes(shape: Shape, spec: QuantSpec, engine_ranks: int = 1) -> int:
     )
 
 
-def weight_bytes(shape: Shape, weight: Weight, spec: QuantSpec) -> int:
+def weight_bytes(shape: Shape, weight: WeightGroup, spec: QuantSpec) -> int:
     """Bytes of all weights of the model that are alike, as an engine holds them under `spec`."""
     quantized = weight.copies * len(shape.quantized_layers(weight, spec))
     plain = (weight.count - quantized) * weight.size * BF16_BYTES
@@ -33,7 +33,7 @@ def weight_bytes(shape: Shape, weight: Weight, spec: QuantSpec) -> int:
     return plain + quantized * (weight.size * spec.weight.dtype.itemsize + scales * spec.weight.scale_dtype.itemsize)
 
 
-def _scale_shapes(weight: Weight, spec: QuantSpec) -> Iterator[tuple[int, ...]]:
+def _scale_shapes(weight: WeightGroup, spec: QuantSpec) -> Iterator[tuple[int, ...]]:
     """Shapes of the scales of each tensor that the checkpoint has of it."""
     for rows in weight.pieces or (weight.rows,):
         yield scale_shape((rows, weight.columns), spec.weight)

@@ -25,7 +25,7 @@ from trainer.step.batch import TokenBatch
 
 
 @dataclass(frozen=True)
-class Subject:
+class AttributionSubject:
     """What is attributed.
 
     name: of the run or capsule. page: where its result is written. experiment: with the model directory to start from.
@@ -52,7 +52,7 @@ class Subject:
         )
 
 
-def read_subject(path: Path) -> Subject:
+def read_subject(path: Path) -> AttributionSubject:
     """A run directory or a capsule.
 
     Raises:
@@ -73,7 +73,7 @@ def read_subject(path: Path) -> Subject:
     return _run(run)
 
 
-def attribute_offline(subject: Subject, *, quick: bool, say: Callable[[str], object]) -> Attribution:
+def attribute_offline(subject: AttributionSubject, *, quick: bool, say: Callable[[str], object]) -> Attribution:
     """Start both sides and attribute; everything started ends with the call.
 
     A run's batch is sampled anew: problems of its data, at its temperature, from its last weights. quick: leave out the
@@ -101,7 +101,7 @@ def attribute_offline(subject: Subject, *, quick: bool, say: Callable[[str], obj
         )
 
 
-def _run(run: RunDir) -> Subject:
+def _run(run: RunDir) -> AttributionSubject:
     experiment = read_resolved(run.experiment)
     step = max(run.checkpoint_steps(), default=None)
     if step is None and run.model.is_dir():
@@ -115,10 +115,10 @@ def _run(run: RunDir) -> Subject:
         )
     numerics = Standing.of_checkpoint(run, step).numerics(experiment.numerics_config())
     checkpoint = None if step is None else run.checkpoint(step)
-    return Subject(run.name, run.path / "attribution.html", experiment, numerics, checkpoint)
+    return AttributionSubject(run.name, run.path / "attribution.html", experiment, numerics, checkpoint)
 
 
-def _capsule(path: Path) -> Subject:
+def _capsule(path: Path) -> AttributionSubject:
     capsule = read_capsule(path)
     if capsule.weights is None:
         raise user_error(
@@ -130,7 +130,7 @@ def _capsule(path: Path) -> Subject:
     experiment = _with_model(capsule.experiment, capsule.weights)
     # Beside the capsule, whose files are sealed.
     page = path.with_name(f"{path.name}.attribution.html")
-    return Subject(
+    return AttributionSubject(
         f"{experiment.run.name} {path.name}", page, experiment, capsule.numerics, batch=capsule.evidence.batch
     )
 
@@ -140,14 +140,14 @@ def _with_model(experiment: Experiment, path: Path) -> Experiment:
 
 
 @contextmanager
-def _pair(subject: Subject, say: Callable[[str], object], numerics: NumericsConfig) -> Iterator[Pair]:
+def _pair(subject: AttributionSubject, say: Callable[[str], object], numerics: NumericsConfig) -> Iterator[Pair]:
     with _stack_of(subject, numerics, say) as stack:
         (endpoint,) = stack.engines.up()
         yield stack.trainer, endpoint
 
 
 @contextmanager
-def _stack_of(subject: Subject, numerics: NumericsConfig, say: Callable[[str], object]) -> Iterator[Stack]:
+def _stack_of(subject: AttributionSubject, numerics: NumericsConfig, say: Callable[[str], object]) -> Iterator[Stack]:
     """An engine and a trainer of one rank each with the subject's weights.
 
     `numerics.k_splits` stays that of the run, so that one rank adds in the order of the run's layout.

@@ -13,7 +13,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from diagnose.audit.claims import Claim, answers
+from diagnose.audit.claims import AuditClaim, answers
 from diagnose.audit.sighting import Sighting
 from numerics.precision_map import CLASSES, DOCUMENTED
 
@@ -50,7 +50,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Difference:
+class Deviation:
     """Tensors of one class that are not as planned.
 
     Attributes:
@@ -66,7 +66,7 @@ class Difference:
 
 
 @dataclass(frozen=True)
-class Report:
+class AuditReport:
     """What an audit found. Its JSON has these keys, and `schema`, `ok`, `unseen` and `claims`.
 
     Attributes:
@@ -80,7 +80,7 @@ class Report:
     trainer: str
     rollout: str
     rows: list[Row]
-    differences: list[Difference]
+    differences: list[Deviation]
     tokens: int
     seconds: float
 
@@ -94,7 +94,7 @@ class Report:
         return [r.key for r in self.rows if r.row in DOCUMENTED and not r.found and r.key not in _NOT_IN_EVERY_RUN]
 
     @property
-    def claims(self) -> list[Claim]:
+    def claims(self) -> list[AuditClaim]:
         return answers({row.key: row.found for row in self.rows})
 
     def to_json(self) -> str:
@@ -103,14 +103,14 @@ class Report:
         return json.dumps(values, indent=1, allow_nan=False)
 
     @classmethod
-    def from_json(cls, text: str) -> Report:
+    def from_json(cls, text: str) -> AuditReport:
         """Raises ValueError for another schema."""
         values: dict[str, Any] = json.loads(text)
         if values.get("schema") != SCHEMA:
             raise ValueError(f"schema: found {values.get('schema')}, expected {SCHEMA}")
         fields = {field.name: values[field.name] for field in dataclasses.fields(cls)}
         fields["rows"] = [Row(**row) for row in fields["rows"]]
-        fields["differences"] = [Difference(**each) for each in fields["differences"]]
+        fields["differences"] = [Deviation(**each) for each in fields["differences"]]
         return cls(**fields)
 
 
@@ -138,7 +138,7 @@ def rows_of(sightings: Iterable[Sighting]) -> list[Row]:
     return rows
 
 
-def differences_of(sightings: Sequence[Sighting]) -> list[Difference]:
+def differences_of(sightings: Sequence[Sighting]) -> list[Deviation]:
     """What is not as planned, in the order of the map, tensors of one class and format together."""
     wrong: dict[tuple[str, tuple[str, ...], str], dict[str, None]] = {}
     for sighting in sightings:
@@ -147,12 +147,12 @@ def differences_of(sightings: Sequence[Sighting]) -> list[Difference]:
     classes = {each.key: each for each in CLASSES}
     order = list(classes)
     return [
-        Difference(key, list(names), " or ".join(planned), found, classes[key].why, classes[key].remedy)
+        Deviation(key, list(names), " or ".join(planned), found, classes[key].why, classes[key].remedy)
         for (key, planned, found), names in sorted(wrong.items(), key=lambda item: order.index(item[0][0]))
     ]
 
 
-def rendered(report: Report) -> RenderableType:
+def rendered(report: AuditReport) -> RenderableType:
     """The map as a table, what differs with the reason and the remedy, and the verdict."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     for heading in ("", "tensors", "planned", "found", "bytes"):

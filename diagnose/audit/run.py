@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from diagnose.audit.engine import engine_sightings
-from diagnose.audit.report import Difference, Report, differences_of, rows_of
+from diagnose.audit.report import AuditReport, Deviation, differences_of, rows_of
 from diagnose.audit.sighting import Sighting
 from diagnose.audit.watch import watch_step
 from diagnose.calibration import ANSWERS, calibration_prompts, check_has_engine, sampled_batch
@@ -21,7 +21,7 @@ from rollout.errors import HandshakeError
 from trainer.step.batch import TokenBatch
 
 
-def audit(experiment: Experiment, *, say: Callable[[str], None] = print) -> Report:
+def audit(experiment: Experiment, *, say: Callable[[str], None] = print) -> AuditReport:
     """Hold what a spec's trainer and engine compute, hold and send against the precision map of its numerics.
 
     Args:
@@ -41,7 +41,7 @@ def audit(experiment: Experiment, *, say: Callable[[str], None] = print) -> Repo
             tokens, seen = examine(stack, model, numerics, say)
     except HandshakeError as error:
         refused = [refused_engine(error)]
-    return Report(
+    return AuditReport(
         spec_digest=numerics.spec.digest(),
         mode=numerics.mode,
         trainer=numerics.trainer,
@@ -79,9 +79,9 @@ def trainer_sightings(stack: Stack, batch: TokenBatch, numerics: NumericsConfig)
     return [sighting for rank in ranks for sighting in rank]
 
 
-def refused_engine(error: HandshakeError) -> Difference:
+def refused_engine(error: HandshakeError) -> Deviation:
     """An engine that said at its start that it runs something else."""
-    return Difference(
+    return Deviation(
         key="engine",
         names=["handshake"],
         planned="an engine that runs what the experiment says",

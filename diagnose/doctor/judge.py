@@ -13,7 +13,7 @@ from typing import Literal
 
 from packaging.specifiers import SpecifierSet
 
-from diagnose.doctor.machine import Gpu, Machine
+from diagnose.doctor.machine import InstalledGpu, Machine
 from numerics.backend.implementation import FEWEST_CAPABILITY, implementation_for
 from numerics.config import NumericsConfig
 from numerics.errors import UserError
@@ -106,7 +106,7 @@ def judge(machine: Machine, numerics: NumericsConfig) -> Diagnosis:
     )
 
 
-def features(gpu: Gpu, torch_cuda: str | None) -> Features:
+def features(gpu: InstalledGpu, torch_cuda: str | None) -> Features:
     """What one GPU can do under torch's CUDA release.
 
     Blackwell multiplies blocks as MX, with power-of-two scales alone.
@@ -121,7 +121,7 @@ def _device(machine: Machine) -> str:
     return "cuda" if machine.torch_sees else "cpu"
 
 
-def _weakest(machine: Machine) -> Gpu | None:
+def _weakest(machine: Machine) -> InstalledGpu | None:
     """A run may use any of them."""
     return min(machine.gpus, key=lambda gpu: gpu.capability) if machine.torch_sees else None
 

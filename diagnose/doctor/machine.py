@@ -40,7 +40,7 @@ PROBE_SECONDS = 120
 
 
 @dataclass(frozen=True)
-class Gpu:
+class InstalledGpu:
     """One GPU as the driver shows it.
 
     memory: bytes. capability: compute capability, (9, 0) for an H200.
@@ -73,7 +73,7 @@ class Machine:
     system: str
     libraries: Mapping[str, str | None]
     wanted: Mapping[str, str]
-    gpus: tuple[Gpu, ...] = ()
+    gpus: tuple[InstalledGpu, ...] = ()
     torch_sees: bool = False
     torch_cuda: str | None = None
     driver: str | None = None
@@ -140,12 +140,12 @@ def _specifiers(distribution: str) -> dict[str, str]:
     return {name: asked[canonicalize_name(name)] for name in LIBRARIES if canonicalize_name(name) in asked}
 
 
-def _seen(index: int) -> Gpu:
+def _seen(index: int) -> InstalledGpu:
     properties = torch.cuda.get_device_properties(index)
-    return Gpu(properties.name, properties.total_memory, (properties.major, properties.minor))
+    return InstalledGpu(properties.name, properties.total_memory, (properties.major, properties.minor))
 
 
-def _nvidia_smi() -> tuple[str | None, tuple[Gpu, ...]]:
+def _nvidia_smi() -> tuple[str | None, tuple[InstalledGpu, ...]]:
     """The driver's version and its GPUs, also where torch cannot use them."""
     query = ["nvidia-smi", "--query-gpu=driver_version,name,memory.total,compute_cap", "--format=csv,noheader,nounits"]
     try:
@@ -155,7 +155,7 @@ def _nvidia_smi() -> tuple[str | None, tuple[Gpu, ...]]:
     return parse_nvidia_smi(lines)
 
 
-def parse_nvidia_smi(lines: list[str]) -> tuple[str | None, tuple[Gpu, ...]]:
+def parse_nvidia_smi(lines: list[str]) -> tuple[str | None, tuple[InstalledGpu, ...]]:
     """Lines such as `580.95.05, NVIDIA H200, 143771, 9.0` (memory in MiB)."""
     rows = [[cell.strip() for cell in line.split(",")] for line in lines if line.count(",") == 3]
     gpus = []
@@ -163,7 +163,7 @@ def parse_nvidia_smi(lines: list[str]) -> tuple[str | None, tuple[Gpu, ...]]:
         major, _, minor = capability.partition(".")
         if major.isdigit() and minor.isdigit():
             # A GPU that shares the machine's memory has `[N/A]` there.
-            gpus.append(Gpu(name, int(mib) << 20 if mib.isdigit() else 0, (int(major), int(minor))))
+            gpus.append(InstalledGpu(name, int(mib) << 20 if mib.isdigit() else 0, (int(major), int(minor))))
     return (rows[0][0] if rows else None), tuple(gpus)
 
 

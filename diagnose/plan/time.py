@@ -15,7 +15,7 @@ from diagnose.plan.gpus import Gpu
 from diagnose.plan.job import Job
 from diagnose.plan.memory import logit_bytes
 from diagnose.plan.transfers import layer_transfers, sums
-from models.shape import Weight, overlap
+from models.shape import WeightGroup, overlap
 from trainer.state_bytes import layers_of_stage, state_bytes
 
 LAUNCH_S = 5e-6
@@ -140,7 +140,7 @@ def _products(job: Job, stage: int) -> Iterator[_Product]:
                 yield _product(job, weight, count, quantized)
 
 
-def _product(job: Job, weight: Weight, layers: int, fp8: bool) -> _Product:
+def _product(job: Job, weight: WeightGroup, layers: int, fp8: bool) -> _Product:
     tp, experts = job.layout.tp, weight.share == "experts"
     if experts:  # the tokens of all ranks, taken k times, on the experts of all ranks
         rows, n, k = job.micro_batch / tp * weight.taken, weight.rows, weight.columns

@@ -21,7 +21,7 @@ _TITLES: dict[Agreement, str] = {"spec": "same spec", "bytes": "same bytes", "lo
 
 
 @dataclass(frozen=True)
-class Report:
+class PreflightReport:
     """What a preflight found. Its JSON has these keys, and `schema`, `ok` and `verdicts` (agreement to pass or fail).
 
     Attributes:
@@ -55,7 +55,7 @@ class Report:
         return json.dumps(values, indent=1, allow_nan=False)
 
     @classmethod
-    def from_json(cls, text: str) -> Report:
+    def from_json(cls, text: str) -> PreflightReport:
         """Raises ValueError for another schema."""
         values: dict[str, Any] = json.loads(text)
         if values.get("schema") != SCHEMA:
@@ -66,7 +66,7 @@ class Report:
         return cls(**fields)
 
 
-def rendered(report: Report) -> RenderableType:
+def rendered(report: PreflightReport) -> RenderableType:
     """The checks by agreement, what was expected and what to do for those that failed, and the verdict."""
     parts: list[RenderableType] = [part for agreement in _TITLES for part in _section(report, agreement)]
     said = {True: "holds", False: "does not hold", None: "was not reached"}
@@ -75,7 +75,7 @@ def rendered(report: Report) -> RenderableType:
     return Group(*parts, Text(), Text(text, style=_style(report.ok)))
 
 
-def _section(report: Report, agreement: Agreement) -> Iterator[RenderableType]:
+def _section(report: PreflightReport, agreement: Agreement) -> Iterator[RenderableType]:
     checks = [check for check in report.checks if check.agreement == agreement]
     if not checks:
         return

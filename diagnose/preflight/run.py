@@ -12,7 +12,7 @@ from diagnose.preflight import floor, same_bytes, same_logprobs, same_spec
 from diagnose.preflight.check import Check
 from diagnose.preflight.floor import Difference
 from diagnose.preflight.observed import Observed, observe
-from diagnose.preflight.report import Report
+from diagnose.preflight.report import PreflightReport
 from diagnose.preflight.static import block_alignment, same_precision
 from models.stored import check_stored
 from numerics.errors import user_error
@@ -35,7 +35,7 @@ class SoFar:
     differences: dict[str, Difference] = field(default_factory=dict)
 
 
-def preflight(experiment: Experiment, *, quick: bool = False, say: Callable[[str], None] = print) -> Report:
+def preflight(experiment: Experiment, *, quick: bool = False, say: Callable[[str], None] = print) -> PreflightReport:
     """Check the three agreements of a spec.
 
     Args:
@@ -68,7 +68,7 @@ def preflight(experiment: Experiment, *, quick: bool = False, say: Callable[[str
         except HandshakeError as error:
             so_far.checks.append(same_spec.refused_handshake(error))
     numerics = experiment.numerics_config()
-    return Report(
+    return PreflightReport(
         spec_digest=numerics.spec.digest(),
         mode=numerics.mode,
         trainer=numerics.trainer,

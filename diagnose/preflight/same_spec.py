@@ -17,7 +17,7 @@ from numerics.digest import tensor_digest
 from numerics.spec import Scale
 from rl.run.engines.serving import expected_report
 from rollout.errors import HandshakeError
-from rollout.protocol import Report
+from rollout.protocol import EngineReport
 from rollout.server.handshake import differences
 
 _SAME_REPORT = "the engine reports the trainer's spec, numerics and hooks"
@@ -26,7 +26,7 @@ _SHOWN = 5
 """Names that a message spells out."""
 
 
-def handshake(numerics: NumericsConfig, report: Report) -> Check:
+def handshake(numerics: NumericsConfig, report: EngineReport) -> Check:
     """The engine's report on itself against what the trainer runs."""
     expected = expected_report(numerics)
     problems = differences(expected, report)
@@ -110,7 +110,7 @@ def router_precision(mode: str, trainer: Iterable[tuple[str, str]], provides: It
     )
 
 
-def kv_cache_dtype(report: Report) -> Check:
+def kv_cache_dtype(report: EngineReport) -> Check:
     """Whether keys and values stand in the cache as they were computed."""
     return judged(
         "spec",
@@ -148,7 +148,7 @@ def _well_formed(scales: Tensor, scale: Scale) -> bool:
     return bool((scales.isfinite() & (scales > 0) & ((mantissa == 0.5) | (scale != "pow2"))).all())
 
 
-def _reported(expected: Report) -> str:
+def _reported(expected: EngineReport) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in expected.versions.items())
     return f"spec {expected.spec_digest}, {len(expected.hooks)} hooks, {versions}"
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from models.architecture import Architecture
 from models.config_file import ConfigFile
-from models.shape import Shape, Weight, decoder, product, vector
+from models.shape import Shape, WeightGroup, decoder, product, vector
 from models.sizes import Latent, ModelSizes
 
 
@@ -63,7 +63,7 @@ def shape(sizes: ModelSizes) -> Shape:
     )
 
 
-def _attention(sizes: ModelSizes, latent: Latent) -> Iterator[Weight]:
+def _attention(sizes: ModelSizes, latent: Latent) -> Iterator[WeightGroup]:
     """Queries, and keys with values, through a narrow row each; of all layers."""
     hidden, heads, layers = sizes.hidden_size, sizes.heads, range(sizes.layers)
     up = heads * (sizes.head_dim - latent.rope_dim + latent.value_dim)

@@ -11,9 +11,9 @@ from typing import Any
 from models.architecture import Architecture
 from models.config_file import ConfigFile
 from models.forms import ADD_NORM, ATTENTION, EMBED, HEAD_NORM, LINEAR, LOGPROBS, QKV, ROPE, SWIGLU
-from models.shape import Shape, Weight, decoder, product, vector
+from models.shape import Shape, WeightGroup, decoder, product, vector
 from models.sizes import ModelSizes
-from models.tensors import Place, TensorRow
+from models.tensors import Location, TensorRow
 from models.trace import TOKENS, Forward, Op
 
 VARIANTS = {"hidden_act": "silu", "attention_bias": False, "use_sliding_window": False, "partial_rotary_factor": 1}
@@ -62,7 +62,7 @@ def shape(sizes: ModelSizes) -> Shape:
     return decoder(sizes, attention_weights(sizes), cached=2 * sizes.kv_heads * sizes.head_dim)
 
 
-def attention_weights(sizes: ModelSizes) -> Iterator[Weight]:
+def attention_weights(sizes: ModelSizes) -> Iterator[WeightGroup]:
     """Grouped queries with normed queries and keys, of all layers."""
     hidden, head_dim, layers = sizes.hidden_size, sizes.head_dim, range(sizes.layers)
     pieces = (sizes.heads * head_dim, sizes.kv_heads * head_dim, sizes.kv_heads * head_dim)
@@ -122,8 +122,8 @@ def embedding(sizes: ModelSizes) -> TensorRow:
         name="model.embed_tokens.weight",
         shape=(sizes.vocab_size, sizes.hidden_size),
         op="embed",
-        engine=Place("model.embed_tokens.weight", padded=True, split=0),
-        megatron=Place("embedding.word_embeddings.weight"),
+        engine=Location("model.embed_tokens.weight", padded=True, split=0),
+        megatron=Location("embedding.word_embeddings.weight"),
         copies=("output_layer.weight",) if sizes.tied else (),
     )
 
@@ -147,8 +147,8 @@ def attention_tensors(sizes: ModelSizes, layer: int) -> Iterator[TensorRow]:
             layer=layer,
             kind=name,
             product=True,
-            engine=Place(f"{inside}qkv_proj.weight", split=0),
-            megatron=Place(f"{there}linear_qkv.weight", layout="heads"),
+            engine=Location(f"{inside}qkv_proj.weight", split=0),
+            megatron=Location(f"{there}linear_qkv.weight", layout="heads"),
         )
     yield norm(f"{inside}q_norm.weight", head_dim, "q_norm", layer, f"{there}q_layernorm.weight")
     yield norm(f"{inside}k_norm.weight", head_dim, "k_norm", layer, f"{there}k_layernorm.weight")
@@ -159,8 +159,8 @@ def attention_tensors(sizes: ModelSizes, layer: int) -> Iterator[TensorRow]:
         layer=layer,
         kind="o_proj",
         product=True,
-        engine=Place(f"{inside}o_proj.weight", split=1),
-        megatron=Place(f"{there}linear_proj.weight"),
+        engine=Location(f"{inside}o_proj.weight", split=1),
+        megatron=Location(f"{there}linear_proj.weight"),
     )
 
 
@@ -181,8 +181,8 @@ def dense_mlp_tensors(sizes: ModelSizes, layer: int) -> Iterator[TensorRow]:
             layer=layer,
             kind=name,
             product=True,
-            engine=Place(f"{inside}gate_up_proj.weight", split=0),
-            megatron=Place(f"{there}linear_fc1.weight"),
+            engine=Location(f"{inside}gate_up_proj.weight", split=0),
+            megatron=Location(f"{there}linear_fc1.weight"),
         )
     yield TensorRow(
         name=f"{inside}down_proj.weight",
@@ -191,8 +191,8 @@ def dense_mlp_tensors(sizes: ModelSizes, layer: int) -> Iterator[TensorRow]:
         layer=layer,
         kind="down_proj",
         product=True,
-        engine=Place(f"{inside}down_proj.weight", split=1),
-        megatron=Place(f"{there}linear_fc2.weight"),
+        engine=Location(f"{inside}down_proj.weight", split=1),
+        megatron=Location(f"{there}linear_fc2.weight"),
     )
 
 
@@ -204,13 +204,13 @@ def last_tensors(sizes: ModelSizes) -> Iterator[TensorRow]:
             shape=(sizes.vocab_size, sizes.hidden_size),
             op="lm_head",
             product=True,
-            engine=Place("lm_head.weight", padded=True, split=0),
-            megatron=Place("output_layer.weight"),
+            engine=Location("lm_head.weight", padded=True, split=0),
+            megatron=Location("output_layer.weight"),
         )
 
 
 def norm(name: str, size: int, op: str, layer: int | None, megatron: str) -> TensorRow:
-    return TensorRow(name=name, shape=(size,), op=op, layer=layer, engine=Place(name), megatron=Place(megatron))
+    return TensorRow(name=name, shape=(size,), op=op, layer=layer, engine=Location(name), megatron=Location(megatron))
 
 
 ARCHITECTURE = Architecture(

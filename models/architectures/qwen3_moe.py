@@ -22,7 +22,7 @@ from models.architectures.qwen3 import (
 from models.config_file import ConfigFile
 from models.forms import ADD_NORM, EXPERTS, LINEAR, TOPK
 from models.sizes import ModelSizes
-from models.tensors import Place, TensorRow
+from models.tensors import Location, TensorRow
 from models.trace import Forward, Op
 
 EXPERT_KINDS = (("experts.gate_proj", "experts.up_proj"), ("experts.down_proj",))
@@ -78,8 +78,8 @@ def moe_tensors(sizes: ModelSizes, layer: int, experts: str = "experts") -> Iter
         op="router",
         layer=layer,
         product=True,
-        engine=Place(f"{inside}gate.weight"),
-        megatron=Place(f"{there}router.weight"),
+        engine=Location(f"{inside}gate.weight"),
+        megatron=Location(f"{there}router.weight"),
     )
     for expert in range(sizes.experts):
         for name, size, held, fc in (
@@ -95,8 +95,8 @@ def moe_tensors(sizes: ModelSizes, layer: int, experts: str = "experts") -> Iter
                 expert=expert,
                 kind=f"experts.{name}",
                 product=True,
-                engine=Place(f"{inside}experts.{held}", index=expert),
-                megatron=Place(f"{there}experts.{fc}.weight{expert}"),
+                engine=Location(f"{inside}experts.{held}", index=expert),
+                megatron=Location(f"{there}experts.{fc}.weight{expert}"),
             )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from numerics.kernels.grouped import grouped_gemm, grouped_matmul, grouped_wgrad, grouped_wgrad_matmul
-from numerics.kernels.linear import Weight
+from numerics.kernels.linear import WeightOperand
 from numerics.kernels.quantize import quantize_columns, quantize_rows, quantize_rows_and_columns
 from numerics.kernels.swiglu import swiglu, swiglu_backward, swiglu_quantize
 from numerics.kernels.tiles import Tiles, make_tiles
@@ -39,7 +39,7 @@ def grouped_linear(
     x: torch.Tensor,
     counts: torch.Tensor,
     weights: Sequence[torch.Tensor] | torch.Tensor,
-    operand: Weight | None = None,
+    operand: WeightOperand | None = None,
     spec: QuantSpec | None = None,
     backward: Backward = "fp8",
 ) -> torch.Tensor:
@@ -71,7 +71,7 @@ class _Fp8Grouped(torch.autograd.Function):
         ctx: Any,
         x: torch.Tensor,
         counts: torch.Tensor,
-        operand: Weight,
+        operand: WeightOperand,
         spec: QuantSpec,
         backward: Backward,
         *weights: torch.Tensor,
@@ -102,8 +102,8 @@ class _Experts(torch.autograd.Function):
         x: torch.Tensor,
         counts: torch.Tensor,
         spec: QuantSpec,
-        w13: Weight,
-        w2: Weight,
+        w13: WeightOperand,
+        w2: WeightOperand,
         *weights: torch.Tensor,
     ) -> torch.Tensor:
         tiles = make_tiles(counts.to(x.device), len(x))
@@ -125,7 +125,7 @@ class _Experts(torch.autograd.Function):
 
 
 def _forward(
-    x: torch.Tensor, tiles: Tiles, spec: QuantSpec, w13: Weight, w2: Weight
+    x: torch.Tensor, tiles: Tiles, spec: QuantSpec, w13: WeightOperand, w2: WeightOperand
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The experts' outputs [T, H], and what SwiGLU was taken of [T, 2F]."""
     gate_up = grouped_gemm(quantize_rows(x, spec.activation), w13.codes, tiles, x.dtype)
@@ -135,7 +135,7 @@ def _forward(
 def _gradients(
     dy: torch.Tensor,
     columns: Any,
-    operand: Weight,
+    operand: WeightOperand,
     spec: QuantSpec,
     tiles: Tiles,
     dtype: torch.dtype,

@@ -18,7 +18,7 @@ from numerics.spec import QuantSpec, TensorSpec
 
 
 @dataclasses.dataclass(frozen=True)
-class Weight:
+class WeightOperand:
     """A quantized weight, or the stacked ones of all experts, as FP8 products take it: the codes themselves.
 
     codes: data [..., N, K], scale_inv [..., N / 128, K / 128]. An engine's are its parameters, not a copy.
@@ -41,22 +41,22 @@ class Weight:
         return self.codes.dequantize()
 
 
-def weight_operand(quantized: QuantizedTensor, former: Weight | None = None) -> Weight:
+def weight_operand(quantized: QuantizedTensor, former: WeightOperand | None = None) -> WeightOperand:
     """`numerics.ops.weight_operand`."""
-    return Weight(quantized)
+    return WeightOperand(quantized)
 
 
-def trained_operand(weight: torch.Tensor, spec: TensorSpec) -> Weight:
+def trained_operand(weight: torch.Tensor, spec: TensorSpec) -> WeightOperand:
     """`numerics.ops.trained_operand`: codes and their transpose in one pass."""
     codes, transposed = (
         QuantizedTensor(both.data[0], both.scale_inv[0], spec) for both in quantize_both_ways([weight], spec)
     )
-    return Weight(codes, transposed)
+    return WeightOperand(codes, transposed)
 
 
-def group_operand(weights: Sequence[torch.Tensor], spec: TensorSpec) -> Weight:
+def group_operand(weights: Sequence[torch.Tensor], spec: TensorSpec) -> WeightOperand:
     """`numerics.ops.group_operand`: all experts, codes and transposes, in one launch."""
-    return Weight(*quantize_both_ways(weights, spec))
+    return WeightOperand(*quantize_both_ways(weights, spec))
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, k_splits: int = 1) -> torch.Tensor:
@@ -72,7 +72,7 @@ def linear_partial(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 def fp8_linear(
     x: torch.Tensor,
     weight: torch.Tensor,
-    operand: Weight,
+    operand: WeightOperand,
     spec: QuantSpec,
     backward: Backward = "fp8",
     k_splits: int = 1,
@@ -82,7 +82,7 @@ def fp8_linear(
 
 
 def fp8_linear_partial(
-    x: torch.Tensor, weight: torch.Tensor, operand: Weight, spec: QuantSpec, backward: Backward = "fp8"
+    x: torch.Tensor, weight: torch.Tensor, operand: WeightOperand, spec: QuantSpec, backward: Backward = "fp8"
 ) -> torch.Tensor:
     """`numerics.ops.fp8_linear_partial`."""
     return _Fp8Linear.apply(x, None, weight, operand, spec, backward, torch.float32, 1, 0.0)
@@ -93,7 +93,7 @@ def norm_fp8_linear(
     norm_weight: torch.Tensor,
     eps: float,
     weight: torch.Tensor,
-    operand: Weight,
+    operand: WeightOperand,
     spec: QuantSpec,
     backward: Backward = "fp8",
 ) -> torch.Tensor:
@@ -129,7 +129,7 @@ class _Fp8Linear(torch.autograd.Function):
         x: torch.Tensor,
         norm_weight: torch.Tensor | None,
         weight: torch.Tensor,
-        operand: Weight,
+        operand: WeightOperand,
         spec: QuantSpec,
         backward: Backward,
         dtype: torch.dtype,

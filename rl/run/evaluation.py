@@ -19,7 +19,7 @@ from rl.guard.evidence import Evidence
 from rl.mismatch import token_versions
 from rl.run.feed.batching import batch_from_trajectories
 from rl.run.feed.feed import to_prompts
-from rl.run.feed.judging import Answer, Judge
+from rl.run.feed.judging import Judge, JudgedAnswer
 from rl.run.lifecycle.interrupts import Closing
 from rl.run.sampling import Asked, Sampling
 from rollout.data.sources import load_problems
@@ -116,13 +116,13 @@ class Evaluation:
         for each, judge in zip(self._sets, self._judges, strict=True):
             self._asked.append(self._sampling.admit(each.groups, each.sampling, judge))
 
-    def finish(self) -> tuple[dict[str, float], list[Answer]]:
+    def finish(self) -> tuple[dict[str, float], list[JudgedAnswer]]:
         """`eval/...` of what was begun, once it is there, and the answers of the first set that is greedy.
 
         Raises StaleWeightsError for a token of other weights than the trainer had when it was begun.
         """
         metrics: dict[str, float] = {}
-        greedy: list[Answer] = []
+        greedy: list[JudgedAnswer] = []
         asked, self._asked = self._asked, []
         found = self._sampling.collect([item for items in asked for item in items])
         check_versions(chain.from_iterable(found), self._version, self._version)
@@ -146,7 +146,7 @@ class Evaluation:
         return judge
 
 
-def set_metrics(each: HeldOut, groups: Sequence[Sequence[Answer]]) -> dict[str, float]:
+def set_metrics(each: HeldOut, groups: Sequence[Sequence[JudgedAnswer]]) -> dict[str, float]:
     """`eval/...` of the answers to each problem of a set."""
     first = each.rewards.functions[0].label
     values = [
@@ -178,7 +178,9 @@ def pass_at(k: int, samples: int, right: int) -> float:
     return 1.0 - math.comb(samples - right, k) / math.comb(samples, k)
 
 
-def agreement_on(answers: Sequence[Answer], trainer: TrainerGroup, *, replay: bool, cap: float) -> dict[str, float]:
+def agreement_on(
+    answers: Sequence[JudgedAnswer], trainer: TrainerGroup, *, replay: bool, cap: float
+) -> dict[str, float]:
     """`mismatch/...` over greedy answers, whose log-probabilities the engine reports at temperature 1."""
     if not answers:
         return {}
@@ -188,6 +190,6 @@ def agreement_on(answers: Sequence[Answer], trainer: TrainerGroup, *, replay: bo
     return Evidence(batch, versions, trainer.weight_version, scored.logprobs, scored.routes, cap=cap).metrics()
 
 
-def _answers(item: Asked) -> list[Answer]:
+def _answers(item: Asked) -> list[JudgedAnswer]:
     """Those to one problem, with its number as their group."""
     return [replace(answer, trajectory=replace(answer.trajectory, group=item.number)) for answer in item.judged()]

@@ -50,7 +50,7 @@ _ACTIONS = {
 
 
 @dataclass
-class Run:
+class LiveRun:
     """A run from its start to its end.
 
     Attributes:
@@ -89,7 +89,7 @@ class Run:
         stack: Stack | None = None,
         lost: str = "",
         notes: Sequence[str] = (),
-    ) -> Run:
+    ) -> LiveRun:
         """Start all parts; on any failure end those that were started. A run with checkpoints goes on from its last.
 
         outer: what the stack ends with, if not with the run. stack: of an attempt before, whose trainer was lost.

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from rl.run.engines.pool import EnginePool
 from rl.run.feed.conversations import Conversations
 from rl.run.feed.failures import Failures
-from rl.run.feed.judging import Answer, Judge
+from rl.run.feed.judging import Judge, JudgedAnswer
 from rl.run.listener import STALE_RESYNCS, Listener
 from rl.run.syncing import Syncing
 from rl.run.turns import Turns
@@ -47,7 +47,7 @@ class Asked:
         self.group, self.sampling, self.number = group, sampling, number
         self.began = time.monotonic()
         self._judge, self._lock = judge, threading.Lock()
-        self._judged: tuple[list[Trajectory], Future[list[Answer]]] | None = None
+        self._judged: tuple[list[Trajectory], Future[list[JudgedAnswer]]] | None = None
         self.expect(answers)
 
     def expect(self, answers: Future[list[Trajectory]]) -> None:
@@ -61,12 +61,12 @@ class Asked:
         """Whether all answers are there, and are what they should be."""
         return _are_there(self.answers)
 
-    def judged(self) -> list[Answer]:
+    def judged(self) -> list[JudgedAnswer]:
         """The verdict on each answer, once it is there; the answers are."""
         assert self._judge is not None
         return self._judge.wait(self._begin(self.answers))
 
-    def _begin(self, answers: Future[list[Trajectory]]) -> Future[list[Answer]]:
+    def _begin(self, answers: Future[list[Trajectory]]) -> Future[list[JudgedAnswer]]:
         assert self._judge is not None
         with self._lock:  # the end of the answers is noticed in a thread of its own
             if self._judged is None or self._judged[0] is not answers.result():

@@ -19,16 +19,16 @@ from rollout.plugin.inventory import inventory
 from rollout.plugin.state import report, state
 from rollout.protocol import (
     Commit,
+    EngineReport,
     Held,
     Inventory,
     Ping,
     Pong,
     Probe,
-    Probed,
+    ProbeAnswer,
     ReadInventory,
     ReadManifest,
     ReadReport,
-    Report,
 )
 
 
@@ -76,7 +76,7 @@ def before_update(*args: Any, **kwargs: Any) -> None:
 
 def check_weights(original: Any, self: Any, action: str, allow_quant_error: bool = False) -> Any:
     """`ModelRunner.check_weights`: answer a call of ours (`rollout.protocol`), in SGLang's form of an answer."""
-    answer: Held | Probed | Report | Inventory | Pong
+    answer: Held | ProbeAnswer | EngineReport | Inventory | Pong
     match protocol.from_action(action):
         case None:
             return original(self, action=action, allow_quant_error=allow_quant_error)
@@ -85,7 +85,7 @@ def check_weights(original: Any, self: Any, action: str, allow_quant_error: bool
         case ReadManifest():
             answer = Held(entries=state().weights.manifest())
         case Probe(recording=recording):
-            answer = Probed(sha256=op_probe.answer(self, recording))
+            answer = ProbeAnswer(sha256=op_probe.answer(self, recording))
         case ReadReport():
             answer = report(self)
         case ReadInventory():

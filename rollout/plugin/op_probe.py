@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from models import Model
-from models.trace import CHOSEN, EACH, LENGTHS, LOGITS, LOGPROBS, RESIDUAL, TARGETS, TOKENS, Place, inputs, recorded
+from models.trace import CHOSEN, EACH, LENGTHS, LOGITS, LOGPROBS, RESIDUAL, TARGETS, TOKENS, OpSite, inputs, recorded
 from rollout.plugin.forms import SIDES, Probed, Read
 from rollout.plugin.state import state
 
@@ -56,7 +56,7 @@ def answer(runner: Any, recording: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-def _tokens(record: dict[str, Tensor], places: Sequence[Place]) -> Tensor:
+def _tokens(record: dict[str, Tensor], places: Sequence[OpSite]) -> Tensor:
     return next(record[place.key(f"in.{TOKENS}")] for place in places if TOKENS in place.op.reads)
 
 
@@ -74,7 +74,7 @@ class EngineOps:
     def on_device(self, read: Read) -> Read:
         return [None if tensor is None else tensor.to(self._device) for tensor in read]
 
-    def run(self, place: Place, read: Read) -> tuple[Tensor, ...]:
+    def run(self, place: OpSite, read: Read) -> tuple[Tensor, ...]:
         """What one op writes."""
         # SGLang writes some results into its inputs.
         given = (None if tensor is None else tensor.clone() for tensor in read)
@@ -99,6 +99,6 @@ class EngineOps:
         sides = [(place, SIDES[place.op.form].constant) for place in reversed(self.places)]
         return {str(at.op.form.constant): float(read(self.module(at))) for at, read in sides if read is not None}
 
-    def module(self, place: Place) -> Any:
+    def module(self, place: OpSite) -> Any:
         owner = self._model if place.layer is None else self._model.model.layers[place.layer]
         return owner.get_submodule(place.op.engine)

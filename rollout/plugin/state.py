@@ -14,7 +14,7 @@ from numerics.backend.probe import row_variant_ops
 from numerics.config import NumericsConfig
 from numerics.io.code import code_digest
 from rollout.plugin.weights import ServedWeights
-from rollout.protocol import ENGINE_PACKAGES, LIBRARIES, Report
+from rollout.protocol import ENGINE_PACKAGES, LIBRARIES, EngineReport
 
 
 @dataclasses.dataclass
@@ -46,13 +46,13 @@ def state() -> EngineState:
     return _state
 
 
-def report(runner: Any) -> Report:
+def report(runner: Any) -> EngineReport:
     """What this engine runs: the answer to the handshake. runner: SGLang's ModelRunner."""
     current = state()
     exact = current.numerics.mode == "exact"
     if exact and current.row_variant is None:
         current.row_variant = tuple(row_variant_ops(current.weights.device))
-    return Report(
+    return EngineReport(
         role=current.role,
         spec_digest=current.numerics.spec.digest(),
         numerics=current.numerics.to_dict(),

@@ -17,16 +17,16 @@ from rollout.errors import EngineError
 from rollout.protocol import (
     Call,
     Commit,
+    EngineReport,
     Held,
     Inventory,
     Ping,
     Pong,
     Probe,
-    Probed,
+    ProbeAnswer,
     ReadInventory,
     ReadManifest,
     ReadReport,
-    Report,
     from_checksums,
     to_action,
 )
@@ -207,13 +207,13 @@ class EngineClient:
         """What the engine holds."""
         return merged(await self._ask_plugin(ReadManifest()))
 
-    async def probe(self, recording: Path) -> Probed:
+    async def probe(self, recording: Path) -> ProbeAnswer:
         """Have the engine's ops answer a recording of the trainer's; see `rollout.plugin.op_probe`."""
-        return Probed.model_validate_json(_only(await self._ask_plugin(Probe(recording=recording))))
+        return ProbeAnswer.model_validate_json(_only(await self._ask_plugin(Probe(recording=recording))))
 
-    async def report(self) -> Report:
+    async def report(self) -> EngineReport:
         """What runs in the engine, on each of its ranks alike."""
-        return Report.model_validate_json(_only(await self._ask_plugin(ReadReport())))
+        return EngineReport.model_validate_json(_only(await self._ask_plugin(ReadReport())))
 
     async def inventory(self) -> list[tuple[Holding, ...]]:
         """What each of the engine's ranks holds, tensor by tensor."""

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rollout.errors import HandshakeError
-from rollout.protocol import Report
+from rollout.protocol import EngineReport
 
 _REMEDIES = {
     "role": "The engine serves another model of the run: start it with the plugin's role of this one.",
@@ -29,7 +29,7 @@ _REMEDIES = {
 }
 
 
-def check(expected: Report, found: Report) -> None:
+def check(expected: EngineReport, found: EngineReport) -> None:
     """Compare an engine's report with what it must say.
 
     Raises HandshakeError listing every difference: what was found, what was expected, what to do.
@@ -58,7 +58,7 @@ def missing_report(log: str) -> HandshakeError:
     )
 
 
-def differences(expected: Report, found: Report) -> list[str]:
+def differences(expected: EngineReport, found: EngineReport) -> list[str]:
     """Every item of the report that is not as expected, as one sentence each."""
     want, have = expected.model_dump(mode="json"), found.model_dump(mode="json")
     hooks = _differ_hooks(have.pop("hooks"), want.pop("hooks"))

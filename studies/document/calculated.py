@@ -48,7 +48,7 @@ EFFICIENCY = assumed("native")
 
 
 @dataclass(frozen=True)
-class Answer:
+class Calculation:
     """What a calculation says to a claim.
 
     Attributes:
@@ -63,7 +63,7 @@ class Answer:
     why: str = ""
 
 
-def answers() -> list[Answer]:
+def answers() -> list[Calculation]:
     """One for each claim that the planner can say something to, in their order."""
     return [answer for make in _ANSWERS for answer in make()]
 
@@ -93,12 +93,12 @@ def products_share_of_ironwood() -> float:
     return 2 * (1 - IRONWOOD_BF16 / IRONWOOD_FP8)
 
 
-def _ironwood() -> Iterator[Answer]:
+def _ironwood() -> Iterator[Calculation]:
     shape, job = _shape("deepseek_v3"), deepseek_on_h800()
     served = served_bytes(shape, SPEC) / (2 * shape.parameters)
     state = _state(on_h200()) / _state(on_h200().in_bf16())
     ratio = fp8_over_bf16(on_h200(), GPUS["h200"], EFFICIENCY)
-    yield Answer(
+    yield Calculation(
         "000-1",
         "FP8 halves memory and doubles throughput of 16-bit formats",
         f"served weights {served:.3f} of BF16's; a trainer's state {state:.3f}; peak of products "
@@ -110,7 +110,7 @@ def _ironwood() -> Iterator[Answer]:
     flops = 6 * shape.active_parameters / shape.training_flops(4096)
     parts = {corner: _parts(time) for corner, time in _times(job.in_bf16()).items()}
     largest = {corner: max(shares, key=lambda name: shares[name]) for corner, shares in parts.items()}
-    yield Answer(
+    yield Calculation(
         "000-8",
         "Products of MLP and attention projections dominate",
         f"{flops:.0%} of DeepSeek-V3's FLOPs at 4,096 tokens; {parts['slow']['products']:.0%} to "
@@ -124,7 +124,7 @@ def _ironwood() -> Iterator[Answer]:
     latent = shape.sizes.head_dim + shape.value_dim
     products = [2 * latent / peak for peak in (GPUS["h100"].bf16, GPUS["h100"].fp8)]
     gain = (products[0] + 1 / SPECIAL_FUNCTIONS) / (products[1] + 1 / SPECIAL_FUNCTIONS)
-    yield Answer(
+    yield Calculation(
         "000-11",
         "FP8 attention brings no speed: element-wise work bounds it",
         f"attention is {min(share.values()):.0%} to {max(share.values()):.0%} of DeepSeek-V3's step on H800; with "
@@ -133,7 +133,7 @@ def _ironwood() -> Iterator[Answer]:
         "element-wise work takes half of the gain by calculation; how much of it kernels hide is to be timed",
     )
     shares8, shares16 = _parts(_times(job)["slow"]), _parts(_times(job.in_bf16())["slow"])
-    yield Answer(
+    yield Calculation(
         "000-12",
         "Faster products expose communication",
         f"transfers of DeepSeek-V3 on H800, none hidden: {shares16['transfers']:.1%} of a BF16 step, "
@@ -141,7 +141,7 @@ def _ironwood() -> Iterator[Answer]:
         "confirmed" if shares8["transfers"] > shares16["transfers"] else "contradicted",
     )
     rate = [tokens * shape.training_flops(4096) for tokens in (IRONWOOD_FP8, IRONWOOD_BF16)]
-    yield Answer(
+    yield Calculation(
         "000-13",
         "3307 against 2590 tokens/s and chip, about 1.3 times",
         f"{IRONWOOD_FP8 / IRONWOOD_BF16:.3f}; if FP8 halves products they took {products_share_of_ironwood():.0%} of "
@@ -152,11 +152,11 @@ def _ironwood() -> Iterator[Answer]:
     )
 
 
-def _bf16() -> Iterator[Answer]:
+def _bf16() -> Iterator[Calculation]:
     shape, gpu = _shape("qwen3_8b"), GPUS["h100"]
     one = decode_step(shape, QuantSpec.preset("bf16"), gpu, EFFICIENCY.slow, 1, 4096)
     intensity = 2 * shape.active_parameters / one.weights
-    yield Answer(
+    yield Calculation(
         "001-4",
         "BF16 saves memory and bandwidth; some ops are bandwidth bound",
         f"half of FP32's bytes; decoding one answer takes {intensity:.1f} FLOP a byte, where an H100 has "
@@ -165,10 +165,10 @@ def _bf16() -> Iterator[Answer]:
     )
 
 
-def _map() -> Iterator[Answer]:
+def _map() -> Iterator[Calculation]:
     yield _peaks("002-2")
     total, moments = sum(V3_TABLE.values()), sum(V3_TABLE.values()) - 4
-    yield Answer(
+    yield Calculation(
         "002-17",
         "Backward and optimizer are uniformly FP32; nobody at scale does otherwise",
         f"the 671B table is {_tb(total)} with FP32 moments, {_tb(moments)} with BF16 moments",
@@ -176,15 +176,15 @@ def _map() -> Iterator[Answer]:
         "DeepSeek-V3's own report keeps Adam's moments in BF16",
     )
     rows = ", ".join(f"{name} {_tb(size)}" for name, size in V3_TABLE.items())
-    yield Answer("002-22", "The 671B table: 17 bytes a parameter, 11.4 TB", f"{rows}: {_tb(total)}", "confirmed")
-    yield Answer(
+    yield Calculation("002-22", "The 671B table: 17 bytes a parameter, 11.4 TB", f"{rows}: {_tb(total)}", "confirmed")
+    yield Calculation(
         "002-23",
         "On 1,024 GPUs FP32 optimizer state is 11 GB each",
         f"12 bytes of FP32 state: {_gb_each(12):.1f} GB; all {total}, if all is sharded: {_gb_each(total):.1f} GB",
         "contradicted",
         "11 GB is the whole table; ZeRO-1 shards 12 of its 17 bytes",
     )
-    yield Answer(
+    yield Calculation(
         "002-24",
         "Forward weights from 2 bytes to 1 frees the budget",
         f"FP8 weights beside their BF16 shadow: 3 bytes in place of 2, {_tb(1)} more",
@@ -193,7 +193,7 @@ def _map() -> Iterator[Answer]:
     )
     job = deepseek_on_h800()
     gathered, summed, sent = *gathered_and_summed_bytes(job, 8), expert_bytes(job, 8)
-    yield Answer(
+    yield Calculation(
         "002-25",
         "ZeRO-1 shards masters and moments; the gather is the most communication-heavy part",
         f"DeepSeek-V3 on 2,048 H800, of a rank and step: {gathered / 1e9:.1f} GB gathered, {summed / 1e9:.1f} GB of "
@@ -207,7 +207,7 @@ def _map() -> Iterator[Answer]:
         residual / 2 / (GPUS["h200"].bandwidth * rates.bandwidth) / step_time(dense, GPUS["h200"], rates).total
         for rates in (EFFICIENCY.slow, EFFICIENCY.fast)
     ]
-    yield Answer(
+    yield Calculation(
         "002-29",
         "Residual or softmax in FP8 buys no speed",
         f"a residual of one byte saves {min(seconds):.1%} to {max(seconds):.1%} of a step of Qwen3-30B-A3B on 8 H200",
@@ -216,14 +216,14 @@ def _map() -> Iterator[Answer]:
     )
 
 
-def _unified() -> Iterator[Answer]:
+def _unified() -> Iterator[Calculation]:
     job, shape = on_h200(), _shape("qwen3_30b_a3b")
     kept = shape.activations(0)
     held, change = kept.bf16, kept.fp8
     served = served_bytes(shape, SPEC) / (2 * shape.parameters)
     exact = replace(job, numerics=EXACT, storage="kernels")
     weights = [_weights(each) / _weights(job.in_bf16()) for each in (job, exact)]
-    yield Answer(
+    yield Calculation(
         "003-5",
         "FP8 halves weights and activations",
         f"Qwen3-30B-A3B: served weights {served:.3f} of BF16's; a trainer's weights {weights[0]:.2f} "
@@ -234,7 +234,7 @@ def _unified() -> Iterator[Answer]:
     yield _peaks("003-6")
     speeds = [decode_step(shape, spec, GPUS["h100"], EFFICIENCY.slow, 32, 2048).weights for spec in (SPEC, _BF16)]
     traffic = product_bytes(job), product_bytes(job.in_bf16())
-    yield Answer(
+    yield Calculation(
         "003-7",
         "Less HBM traffic",
         f"decoding Qwen3-30B-A3B reads {speeds[0] / speeds[1]:.2f} of BF16's weights; products of its training step "
@@ -243,21 +243,21 @@ def _unified() -> Iterator[Answer]:
         "" if traffic[0] < traffic[1] else "less in decoding; in training quantizing costs more bytes than codes save",
     )
     state = _state(job) / _state(job.in_bf16())
-    yield Answer(
+    yield Calculation(
         "003-13",
         "Transposed FP8 copies: weights do not shrink by 2",
         f"a code and its transpose are 2 bytes, as BF16; the state of a rank is {state:.4f} of BF16's, both 6 + 12/d a "
         "parameter",
         "confirmed",
     )
-    yield Answer(
+    yield Calculation(
         "003-14",
         "High-precision copies of activations stay",
         f"{held / 1024:.0f} KB a token and layer in BF16, {(held + change) / 1024:.0f} KB with FP8 products",
         "confirmed",
     )
     small, large = (fp8_over_bf16(on_h200(*size), GPUS["h200"], EFFICIENCY) for size in ((512, 8), (4096, 256)))
-    yield Answer(
+    yield Calculation(
         "003-15",
         "Small batches make FP8 slower",
         f"8 H200, a row of 512 tokens each: an FP8 step takes {small.low:.2f} to {small.high:.2f} of a BF16 step; 32 "
@@ -268,7 +268,7 @@ def _unified() -> Iterator[Answer]:
     tp4 = replace(job, layout=TrainerConfig(tp=4, ep=8, dp=2))
     bf16 = trainer_memory(replace(tp4.in_bf16(), offload=True)).always / 1e9
     fp8 = trainer_memory(tp4).always / 1e9
-    yield Answer(
+    yield Calculation(
         "003-21",
         "Offload excludes fp8-param-gather: FP8 may need more memory than BF16",
         f"Qwen3-30B-A3B, tp 4 ep 8 on 8 GPUs: BF16 with masters and moments on the host {bf16:.1f} GB, FP8 parameters, "
@@ -278,7 +278,7 @@ def _unified() -> Iterator[Answer]:
     )
     peaks = [colocated_memory(on_h20(name)).peak for name in ("qwen3_30b_a3b", "qwen3_235b_a22b")]
     limit = GPUS["h20"].memory
-    yield Answer(
+    yield Calculation(
         "003-28",
         "30B-A3B on 2 x 8 H20 and 235B-A22B on 16 x 8 H20",
         f"{peaks[0] / 1e9:.0f} and {peaks[1] / 1e9:.0f} of {limit / 1e9:.0f} GB on the fullest GPU, the second only if "
@@ -288,15 +288,15 @@ def _unified() -> Iterator[Answer]:
     )
 
 
-_ANSWERS: tuple[Callable[[], Iterator[Answer]], ...] = (_ironwood, _bf16, _map, _unified)
+_ANSWERS: tuple[Callable[[], Iterator[Calculation]], ...] = (_ironwood, _bf16, _map, _unified)
 _BF16 = QuantSpec.preset("bf16")
 
 
-def _peaks(id: str) -> Answer:
+def _peaks(id: str) -> Calculation:
     gpu = GPUS["h100"]
     figure = f"peaks of an H100: {gpu.fp8 / 1e12:.0f} and {gpu.bf16 / 1e12:.0f} TFLOP/s, {gpu.fp8 / gpu.bf16:.2f} to 1"
     why = "as published; what a product reaches is `python -m bench.gpu`'s to time"
-    return Answer(id, "H100: FP8 has (nearly) twice the throughput of BF16", figure, "confirmed", why)
+    return Calculation(id, "H100: FP8 has (nearly) twice the throughput of BF16", figure, "confirmed", why)
 
 
 @cache

@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING
 
 from numerics.io.files import write_atomically
 from studies.document.catalogue import CATALOGUE
-from studies.document.findings import Finding, findings
+from studies.document.findings import ClaimFinding, findings
 from studies.document.standings import link, place, standings
 from studies.harness.keeping import KEPT, kept, kept_audit, kept_figures
 from studies.harness.page import claims_table, grid, markdown
 from studies.harness.result import Result
 
 if TYPE_CHECKING:
-    from diagnose.audit import Report
+    from diagnose.audit import AuditReport
 
 HEAD = """# Studies
 
@@ -49,7 +49,7 @@ def write_docs() -> None:
     write_atomically(PAGE, document(kept(), kept_audit()))
 
 
-def document(results: Sequence[Result], audited: Report | None) -> str:
+def document(results: Sequence[Result], audited: AuditReport | None) -> str:
     """The whole page in Markdown.
 
     Args:
@@ -66,7 +66,7 @@ def document(results: Sequence[Result], audited: Report | None) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def _outcomes(found: Sequence[Finding]) -> Iterator[str]:
+def _outcomes(found: Sequence[ClaimFinding]) -> Iterator[str]:
     """First what did not hold. Controls are no claims, and the claims of every study stand with it as well."""
     says = {one.id: one.says for one in CATALOGUE}
     groups = (
@@ -86,7 +86,7 @@ def _outcomes(found: Sequence[Finding]) -> Iterator[str]:
         yield f"## {title}\n\n" + (grid(("claim", "it says", "found", "where"), rows) if rows else "Nothing.")
 
 
-def _catalogue(found: Sequence[Finding]) -> Iterator[str]:
+def _catalogue(found: Sequence[ClaimFinding]) -> Iterator[str]:
     rows = [[one.claim.id, one.claim.says, one.verdict, one.where] for one in standings(found)]
     yield f"## All {len(rows)} claims\n\n" + grid(("claim", "it says", "verdict", "where"), rows)
 

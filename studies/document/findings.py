@@ -12,7 +12,7 @@ from studies.harness.page import found_of, verdict_of
 from studies.harness.result import Result
 
 if TYPE_CHECKING:
-    from diagnose.audit import Report
+    from diagnose.audit import AuditReport
 
 PLAN, AUDIT = "plan", "audit"
 """Sources beside the studies."""
@@ -20,7 +20,7 @@ Outcome = Literal["confirmed", "contradicted", "equivalent", "undecided", "withh
 
 
 @dataclass(frozen=True)
-class Finding:
+class ClaimFinding:
     """One claim of one source.
 
     Attributes:
@@ -50,7 +50,7 @@ def number_of(id: str) -> str | None:
     return matched[1] if matched else None
 
 
-def findings(results: Sequence[Result], audited: Report | None) -> list[Finding]:
+def findings(results: Sequence[Result], audited: AuditReport | None) -> list[ClaimFinding]:
     """Studies in their order, then the planner's and the audit's.
 
     Args:
@@ -59,21 +59,21 @@ def findings(results: Sequence[Result], audited: Report | None) -> list[Finding]
     return [*(found for result in results for found in _measured(result)), *_calculated(), *_audited(audited)]
 
 
-def _measured(result: Result) -> Iterator[Finding]:
+def _measured(result: Result) -> Iterator[ClaimFinding]:
     for judged in result.judged:
         claim, (value, interval) = judged.claim, found_of(judged, result)
         outcome = "withheld" if claim.control and judged.verdict != "confirmed" else judged.verdict
         told = f"{value}, {interval}; {verdict_of(judged)}"
         control = claim.control is not None
-        yield Finding(result.study.name, claim.id, claim.says, value, told, outcome, judged.why, control)
+        yield ClaimFinding(result.study.name, claim.id, claim.says, value, told, outcome, judged.why, control)
 
 
-def _calculated() -> Iterator[Finding]:
+def _calculated() -> Iterator[ClaimFinding]:
     for answer in answers():
         told = f"{answer.figure} ({answer.why})" if answer.why else answer.figure
-        yield Finding(PLAN, answer.id, f"{answer.claim}.", answer.figure, told, answer.verdict, answer.why)
+        yield ClaimFinding(PLAN, answer.id, f"{answer.claim}.", answer.figure, told, answer.verdict, answer.why)
 
 
-def _audited(report: Report | None) -> Iterator[Finding]:
+def _audited(report: AuditReport | None) -> Iterator[ClaimFinding]:
     for claim in report.claims if report else ():
-        yield Finding(AUDIT, claim.id, "", claim.finding, claim.finding, claim.verdict, claim.finding)
+        yield ClaimFinding(AUDIT, claim.id, "", claim.finding, claim.finding, claim.verdict, claim.finding)

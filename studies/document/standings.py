@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from studies.document.catalogue import CATALOGUE, Listed
-from studies.document.findings import AUDIT, PLAN, Finding
+from studies.document.findings import AUDIT, PLAN, ClaimFinding
 
 
 @dataclass(frozen=True)
-class Standing:
+class ClaimStanding:
     """What became of a claim: `verdict` in Markdown, and `where` it is found."""
 
     claim: Listed
@@ -18,12 +18,12 @@ class Standing:
     where: str
 
 
-def standings(found: Sequence[Finding]) -> list[Standing]:
+def standings(found: Sequence[ClaimFinding]) -> list[ClaimStanding]:
     """A line for each of the 82: its verdicts, what has not been measured yet, and what waits for a GPU."""
     return [_standing(claim, found) for claim in CATALOGUE]
 
 
-def _standing(claim: Listed, found: Sequence[Finding]) -> Standing:
+def _standing(claim: Listed, found: Sequence[ClaimFinding]) -> ClaimStanding:
     parts, where = [], []
     for source in claim.by:
         mine = [one for one in found if one.source == source and one.number == claim.id]
@@ -35,10 +35,10 @@ def _standing(claim: Listed, found: Sequence[Finding]) -> Standing:
         where.append(link(claim.shown.by))
     if claim.waits:
         parts.append(f"waiting for a GPU: {claim.waits}")
-    return Standing(claim, "; ".join(parts), ", ".join(where))
+    return ClaimStanding(claim, "; ".join(parts), ", ".join(where))
 
 
-def _outcomes(mine: Sequence[Finding]) -> str:
+def _outcomes(mine: Sequence[ClaimFinding]) -> str:
     """The verdict of one claim; for several, each verdict with the letters that it belongs to."""
     if len(mine) == 1:
         return strong(mine[0].outcome) + (f": {mine[0].why}" if mine[0].why else "")

@@ -15,7 +15,7 @@ from studies.harness.names import NAMES, load
 from studies.harness.result import RESULTS, Result, read_result, result_of
 
 if TYPE_CHECKING:
-    from diagnose.audit import Report
+    from diagnose.audit import AuditReport
 
 KEPT = Path("docs/studies")
 KEPT_AUDIT = KEPT / "audit.json"
@@ -81,12 +81,12 @@ def kept_figures(name: str) -> list[Path]:
     return sorted((KEPT / name).glob("*.svg"))
 
 
-def kept_audit() -> Report | None:
+def kept_audit() -> AuditReport | None:
     """The audit that is kept, if one is."""
-    from diagnose.audit import Report
+    from diagnose.audit import AuditReport
 
     return (
-        Report.from_json(read_text(KEPT_AUDIT, "audit", "what fp8rl audit --json prints"))
+        AuditReport.from_json(read_text(KEPT_AUDIT, "audit", "what fp8rl audit --json prints"))
         if KEPT_AUDIT.is_file()
         else None
     )

@@ -45,7 +45,7 @@ def library(a: Tensor, b: Tensor) -> Tensor:
 
 
 @dataclass
-class Recorder:
+class ProductRecorder:
     """Takes products, and keeps what comes out in the order in which they are taken.
 
     Products with an operand of zeros, such as those of an expert whose tokens have no gradient, are not kept.

@@ -14,10 +14,10 @@ from rich.console import Console
 from torch import Tensor
 from typer.testing import CliRunner
 
-from diagnose.audit import Report, rendered, run
+from diagnose.audit import AuditReport, rendered, run
 from diagnose.audit.claims import answers
 from diagnose.audit.formats import Grids, stored
-from diagnose.audit.report import Difference, differences_of, rows_of
+from diagnose.audit.report import Deviation, differences_of, rows_of
 from diagnose.audit.sighting import Sighting
 from diagnose.audit.watch import watch_step
 from fp8rl.cli import app
@@ -299,18 +299,18 @@ def test_where_kernels_run_their_roundings_are_not_taken_from_the_definitions(ma
     assert "softmax.output" in report(*seen).unseen and not differences_of(seen)
 
 
-def report(*sightings: Sighting) -> Report:
-    return Report("d", "exact", "fp8", "fp8", rows_of(sightings), differences_of(sightings), 10, 1.0)
+def report(*sightings: Sighting) -> AuditReport:
+    return AuditReport("d", "exact", "fp8", "fp8", rows_of(sightings), differences_of(sightings), 10, 1.0)
 
 
 def test_a_report_survives_its_json_and_says_what_is_wrong() -> None:
     wrong = Sighting("engine.kv_cache", "k of layer 0", "e4m3", ("bf16",), bytes=7)
     seen = report(wrong, replace(wrong, name="v of layer 0"), Sighting("master", "w", "fp32", ("fp32",), bytes=4))
-    assert Report.from_json(seen.to_json()) == seen
+    assert AuditReport.from_json(seen.to_json()) == seen
     values = json.loads(seen.to_json())
     assert values["ok"] is False and values["schema"] == 1
     assert seen.differences == [
-        Difference(
+        Deviation(
             "engine.kv_cache",
             ["k of layer 0", "v of layer 0"],
             "bf16",
@@ -326,7 +326,7 @@ def test_a_report_survives_its_json_and_says_what_is_wrong() -> None:
     assert "engine.kv_cache: found e4m3, planned bf16: k of layer 0, v of layer 0" in text
     assert "--kv-cache-dtype" in text and "audit failed" in text and "1 differences" in text
     with pytest.raises(ValueError, match="schema: found 2, expected 1"):
-        Report.from_json(json.dumps(values | {"schema": 2}))
+        AuditReport.from_json(json.dumps(values | {"schema": 2}))
 
 
 def test_claims_are_answered_from_what_was_found(make: Callable[..., Any]) -> None:

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 import diagnose.doctor
 from diagnose.doctor import Diagnosis, Machine, judge, rendered, to_json
-from diagnose.doctor.machine import Gpu, parse_nvidia_smi
+from diagnose.doctor.machine import InstalledGpu, parse_nvidia_smi
 from fp8rl.cli import app
 from numerics.config import NumericsConfig
 from numerics.spec import QuantSpec
@@ -66,7 +66,7 @@ CPU = Machine(
 H200 = dataclasses.replace(
     CPU,
     libraries=GPU_LIBRARIES,
-    gpus=(Gpu("NVIDIA H200", 141 << 30, (9, 0)),) * 8,
+    gpus=(InstalledGpu("NVIDIA H200", 141 << 30, (9, 0)),) * 8,
     torch_sees=True,
     torch_cuda="13.0",
     driver="580.95.05",
@@ -81,7 +81,7 @@ def without(machine: Machine, *names: str) -> Machine:
 
 
 def with_gpu(name: str, capability: tuple[int, int], **changes: str) -> Machine:
-    return dataclasses.replace(H200, gpus=(Gpu(name, 80 << 30, capability),), **changes)
+    return dataclasses.replace(H200, gpus=(InstalledGpu(name, 80 << 30, capability),), **changes)
 
 
 def numerics(mode: str = "exact", preset: str = "fp8_block_pow2", **precision: str) -> NumericsConfig:
@@ -185,7 +185,7 @@ def test_a_b200_multiplies_blocks_as_mx() -> None:
 
 
 def test_the_weakest_gpu_decides() -> None:
-    gpus = (Gpu("NVIDIA H200", 141 << 30, (9, 0)), Gpu("NVIDIA A100", 80 << 30, (8, 0)))
+    gpus = (InstalledGpu("NVIDIA H200", 141 << 30, (9, 0)), InstalledGpu("NVIDIA A100", 80 << 30, (8, 0)))
     assert judge(dataclasses.replace(H200, gpus=gpus), numerics()).sides[0].ops == "shared ops, torch, emulated FP8"
 
 
@@ -246,8 +246,8 @@ def test_the_page_says_it_all() -> None:
 def test_nvidia_smi_is_read() -> None:
     lines = ["580.95.05, NVIDIA H200, 143771, 9.0", "580.95.05, NVIDIA H200, 143771, 9.0", ""]
     driver, gpus = parse_nvidia_smi(lines)
-    assert driver == "580.95.05" and gpus == (Gpu("NVIDIA H200", 143771 * 2**20, (9, 0)),) * 2
-    assert parse_nvidia_smi(["580, NVIDIA GB10, [N/A], 12.1"])[1] == (Gpu("NVIDIA GB10", 0, (12, 1)),)
+    assert driver == "580.95.05" and gpus == (InstalledGpu("NVIDIA H200", 143771 * 2**20, (9, 0)),) * 2
+    assert parse_nvidia_smi(["580, NVIDIA GB10, [N/A], 12.1"])[1] == (InstalledGpu("NVIDIA GB10", 0, (12, 1)),)
     assert parse_nvidia_smi(["580, NVIDIA A, 1024, [N/A]"]) == ("580", ())
     assert parse_nvidia_smi(["No devices were found"]) == (None, ())
 

@@ -15,7 +15,7 @@ from click.testing import Result
 from rich.console import Console
 from typer.testing import CliRunner
 
-from diagnose.preflight import Report, preflight, rendered, run, same_spec, static
+from diagnose.preflight import PreflightReport, preflight, rendered, run, same_spec, static
 from diagnose.preflight.check import Check
 from diagnose.preflight.floor import Difference, difference
 from diagnose.preflight.same_logprobs import NATIVE_LIMIT, described, noise_floor, trainer_against_engine
@@ -102,7 +102,7 @@ def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Re
 def test_misaligned_blocks_are_a_verdict_without_a_start(command: Callable[..., Result]) -> None:
     result = command(TinyModel(hidden=192, heads=4, kv_heads=2), "--json")
     assert result.exit_code == 1
-    found = Report.from_json(result.stdout)
+    found = PreflightReport.from_json(result.stdout)
     (failed,) = [check for check in found.checks if not check.ok]
     assert failed.name == "block alignment" and "192" in failed.found and "multiple of 128" in failed.expected
     assert found.verdicts == {"spec": True, "bytes": False, "logprobs": None}
@@ -239,8 +239,8 @@ def test_a_floor_fails_in_exact_mode_alone() -> None:
     assert [check.ok for check in noise_floor("native", floors)] == [True]
 
 
-def report(*checks: Check) -> Report:
-    return Report(
+def report(*checks: Check) -> PreflightReport:
+    return PreflightReport(
         spec_digest="d",
         mode="exact",
         trainer="fp8",
@@ -255,7 +255,7 @@ def report(*checks: Check) -> Report:
 def test_a_report_survives_its_json() -> None:
     found = report(Check("spec", "one", True, "f", "e"), Check("bytes", "two", False, "f", "e", "r"))
     text = found.to_json()
-    assert Report.from_json(text) == found
+    assert PreflightReport.from_json(text) == found
     values = json.loads(text)
     assert values["schema"] == 1 and values["ok"] is False
     assert values["verdicts"] == {"spec": True, "bytes": False, "logprobs": None}
@@ -268,7 +268,7 @@ def test_a_report_survives_its_json() -> None:
         "remedy": "r",
     }
     with pytest.raises(ValueError, match="schema: found 2, expected 1"):
-        Report.from_json(json.dumps(values | {"schema": 2}))
+        PreflightReport.from_json(json.dumps(values | {"schema": 2}))
 
 
 def test_a_failed_check_shows_what_was_expected_and_the_remedy(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from diagnose.audit.report import differences_of
 from models import read_model
 from numerics.holdings import Holding
 from rl.run.engines.serving import expected_report
-from rollout.protocol import Report
+from rollout.protocol import EngineReport
 from rollout.server import arguments
 from rollout.server.client import EngineClient
 from rollout.server.handshake import differences
@@ -52,7 +52,7 @@ def test_an_fp8_cache_of_keys_and_values_is_found(
     assert len(quantized) == sizes.layers * (4 + 3 * sizes.experts)
 
 
-async def ask(model: Path, folder: Path) -> tuple[Report, tuple[Holding, ...]]:
+async def ask(model: Path, folder: Path) -> tuple[EngineReport, tuple[Holding, ...]]:
     convert_checkpoint(model, folder / "served", SETUP.numerics.rollout_spec)
     engine = make_engine(folder / "engine.log", SETUP.numerics, expected=None)
     try:

@@ -26,9 +26,9 @@ from rl.record.events import Event, read_events
 from rl.record.metrics_log import read_metrics
 from rl.record.run_dir import RunDir
 from rl.run.feed.feed import SampledFeed, Work
-from rl.run.feed.judging import Answer
+from rl.run.feed.judging import JudgedAnswer
 from rl.run.lifecycle.ending import finish
-from rl.run.run import Run
+from rl.run.run import LiveRun
 from rl.run.stack import Stack
 from rollout.server.client import EngineClient
 from rollout.types import Trajectory
@@ -158,7 +158,7 @@ class Faults:
         self._before.get(self.step, lambda _: None)(stack)
         return work()
 
-    def spoilt(self, groups: list[list[Answer]]) -> list[list[Answer]]:
+    def spoilt(self, groups: list[list[JudgedAnswer]]) -> list[list[JudgedAnswer]]:
         after = self._after.get(self.step, lambda answers: answers)
         trajectories = iter(after([answer.trajectory for group in groups for answer in group]))
         return [[dataclasses.replace(answer, trajectory=next(trajectories)) for answer in group] for group in groups]
@@ -208,7 +208,7 @@ def faulty(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunDir, Faults]:
         DIVERGING: diverge,
     }
     after = {REPLAYED: other_experts, NAN: nan_logprobs(1), MANY_NAN: nan_logprobs(8)}
-    with pytest.MonkeyPatch.context() as patch, Run.open(settings, run) as live:
+    with pytest.MonkeyPatch.context() as patch, LiveRun.open(settings, run) as live:
         faults = Faults(patch, live.stack, before, after, first=1)
         stopped = train(live)
         finish(live, stopped)
@@ -324,7 +324,7 @@ def test_routes_are_replayed_from_the_step_on_in_which_they_differ(faulty: tuple
 
 def test_the_stopped_run_resumes_with_what_gates_have_changed(run: RunDir) -> None:
     settings = load_experiment(run.experiment, [f"gates={json.dumps(LATER_GATES)}"])
-    with pytest.MonkeyPatch.context() as patch, Run.open(settings, run) as live:
+    with pytest.MonkeyPatch.context() as patch, LiveRun.open(settings, run) as live:
         faults = Faults(patch, live.stack, {}, {TIGHTENED: too_sure}, first=STOPPED + 1)
         assert train(live) == ""
         (report,) = at_each_engine(live.stack, EngineClient.report)

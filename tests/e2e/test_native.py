@@ -23,7 +23,7 @@ from rl.run.feed.feed import to_groups
 from rollout.config import RolloutConfig
 from rollout.data.tasks import Problem
 from rollout.engine import Engine
-from rollout.protocol import Report
+from rollout.protocol import EngineReport
 from rollout.server.client import EngineClient
 from rollout.types import Prompt, SamplingParams
 from tests.support.rig import Pipeline, Rig, Setup, differences, make_engine
@@ -177,5 +177,5 @@ def set_precision(trainer: TrainerGroup, precision: str) -> None:
     trainer.apply(methodcaller("set_numerics", numerics))
 
 
-def ops_hooked(report: Report) -> list[str]:
+def ops_hooked(report: EngineReport) -> list[str]:
     return [target for target in report.hooks if target.startswith("layers.")]

@@ -13,9 +13,9 @@ import pytest
 from click.testing import Result
 from typer.testing import CliRunner
 
-from diagnose.audit import Report as Audit
+from diagnose.audit import PreflightReport as Audit
 from diagnose.audit import run as audit
-from diagnose.preflight import Report, run
+from diagnose.preflight import PreflightReport, run
 from fp8rl.cli import app
 from models import read_model
 from rl.experiment import load_experiment
@@ -35,13 +35,13 @@ def stack() -> Iterator[Stack]:
 
 
 @pytest.fixture
-def preflight(stack: Stack, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Result, Report]]:
+def preflight(stack: Stack, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Result, PreflightReport]]:
     """Run the command on the stack that is up already."""
 
-    def invoke(*arguments: str) -> tuple[Result, Report]:
+    def invoke(*arguments: str) -> tuple[Result, PreflightReport]:
         result = CliRunner().invoke(app, ["preflight", SPEC, *arguments, "--json"])
         assert result.exit_code in (0, 1), (result.output, result.exception)
-        return result, Report.from_json(result.stdout)
+        return result, PreflightReport.from_json(result.stdout)
 
     monkeypatch.setattr(run, "open_pair", opened_as(stack))
     return invoke
@@ -58,7 +58,7 @@ def opened_as(stack: Stack) -> Callable[..., AbstractContextManager[Stack]]:
 
 
 def test_a_bf16_trainer_beside_an_fp8_engine_fails(
-    stack: Stack, preflight: Callable[..., tuple[Result, Report]]
+    stack: Stack, preflight: Callable[..., tuple[Result, PreflightReport]]
 ) -> None:
     exact = stack.numerics
     stack.numerics = replace(exact, trainer="bf16")
@@ -101,7 +101,7 @@ def test_an_audit_of_the_example_finds_every_row_as_planned(stack: Stack, monkey
 
 
 def test_the_example_passes_with_equal_logprobs_and_no_noise(
-    stack: Stack, preflight: Callable[..., tuple[Result, Report]]
+    stack: Stack, preflight: Callable[..., tuple[Result, PreflightReport]]
 ) -> None:
     """Its BF16/BF16 floor replaces the engine, so this stands last."""
     result, report = preflight()

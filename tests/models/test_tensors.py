@@ -10,7 +10,7 @@ import torch
 from models.architecture import architectures
 from models.architectures.qwen3 import dense_mlp_tensors
 from models.architectures.qwen3_moe import moe_tensors
-from models.tensors import EngineRank, Place, TensorRow, TensorTable
+from models.tensors import EngineRank, Location, TensorRow, TensorTable
 from tests.support.definitions import SIZES
 
 TRAINED = {name: known for name, known in architectures().items() if known.tensors is not None}
@@ -21,7 +21,7 @@ LAYER = "model.layers.3."
 
 def row(name: str, rows: int, **changes: object) -> TensorRow:
     """`rows` x 256, in the parameter `fused` of both sides."""
-    made = TensorRow(name=name, shape=(rows, 256), op="op", engine=Place("fused"), megatron=Place("fused"))
+    made = TensorRow(name=name, shape=(rows, 256), op="op", engine=Location("fused"), megatron=Location("fused"))
     return replace(made, **changes)
 
 
@@ -121,7 +121,7 @@ def test_the_ranks_of_an_engine_share_heads_and_widths_and_keep_experts_whole(bl
 
 def test_the_last_rank_has_what_is_left_of_a_padded_vocabulary() -> None:
     """100 tokens are 128 rows, 64 for each rank, of which the second has 36 that are tokens."""
-    vocabulary = row("embed", 100, engine=Place("fused", padded=True, split=0))
+    vocabulary = row("embed", 100, engine=Location("fused", padded=True, split=0))
     parts = [EngineRank(rank, 2).part(vocabulary, torch.arange(100)) for rank in range(2)]
     assert [len(part) for part in parts] == [64, 36] and parts[1][0] == 64
     table = TensorTable([vocabulary], kv_heads=1)
@@ -129,9 +129,12 @@ def test_the_last_rank_has_what_is_left_of_a_padded_vocabulary() -> None:
 
 
 def test_what_other_architectures_need_can_be_said() -> None:
-    together = Place("fused_qkv_a_proj_with_mqa.weight", together=True)
+    together = Location("fused_qkv_a_proj_with_mqa.weight", together=True)
     bias = row(
-        "mlp.gate.e_score_correction_bias", 8, served=torch.float32, megatron=Place("router.expert_bias", buffer=True)
+        "mlp.gate.e_score_correction_bias",
+        8,
+        served=torch.float32,
+        megatron=Location("router.expert_bias", buffer=True),
     )
     table = TensorTable([row("q_a", 128, engine=together), row("kv_a", 128, engine=together), bias], kv_heads=1)
     ((pair),) = table.in_engine[together.parameter].values()
@@ -141,7 +144,7 @@ def test_what_other_architectures_need_can_be_said() -> None:
     assert [sizes.has_experts(layer) for layer in range(3)] == [False, True, True] and sizes.moe_layers == 2
     layers = [*dense_mlp_tensors(sizes, 0), *moe_tensors(sizes, 1), *moe_tensors(sizes, 2, experts="specialists")]
     named = TensorTable(layers, sizes.kv_heads)
-    assert named["model.layers.2.mlp.specialists.11.up_proj.weight"].engine == Place(
+    assert named["model.layers.2.mlp.specialists.11.up_proj.weight"].engine == Location(
         "model.layers.2.mlp.experts.w13_weight", index=11
     )
     assert named["model.layers.0.mlp.up_proj.weight"].op == "gate_up"

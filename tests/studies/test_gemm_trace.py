@@ -10,7 +10,7 @@ from numerics.ops.grouped import grouped_linear
 from numerics.quantize import fake_quantize
 from numerics.spec import QuantSpec
 from studies.gemm_trace import KERNEL, QUANTIZATION, fake_quantized, in_bf16, in_promoted_fp22, same_inputs
-from studies.harness.products import Operands, Recorder
+from studies.harness.products import Operands, ProductRecorder
 from studies.harness.spoiled import with_ops
 
 SPEC = QuantSpec.preset("fp8_block_pow2")
@@ -21,7 +21,7 @@ def random(*shape: int, seed: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
 
 
-def gradients(recorder: Recorder | None) -> list[Tensor]:
+def gradients(recorder: ProductRecorder | None) -> list[Tensor]:
     """Of an FP8 product and, behind it, products of three groups, the second empty: output, dx, and each dw."""
     x, w = random(140, 256, seed=0).requires_grad_(), random(128, 256, seed=1).requires_grad_()
     experts = [random(256, 128, seed=2 + index).requires_grad_() for index in range(3)]
@@ -34,7 +34,7 @@ def gradients(recorder: Recorder | None) -> list[Tensor]:
 
 def test_recorded_products_are_those_of_the_ops() -> None:
     """Up to the order in which the matrix library adds, which a few values' rounding shows."""
-    recorder = Recorder(fake_quantized)
+    recorder = ProductRecorder(fake_quantized)
     for mine, theirs in zip(gradients(recorder), gradients(None), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=2**-7, atol=1e-2)
         assert (mine == theirs).double().mean() > 0.99
@@ -43,12 +43,12 @@ def test_recorded_products_are_those_of_the_ops() -> None:
 
 
 def test_products_that_are_not_quantized_are_other_ones() -> None:
-    plain, fake = gradients(Recorder(in_bf16)), gradients(Recorder(fake_quantized))
+    plain, fake = gradients(ProductRecorder(in_bf16)), gradients(ProductRecorder(fake_quantized))
     assert all((a == b).double().mean() < 0.5 for a, b in zip(plain, fake, strict=True))
 
 
 def test_a_product_with_zeros_is_taken_and_not_kept() -> None:
-    recorder = Recorder(fake_quantized, same_inputs)
+    recorder = ProductRecorder(fake_quantized, same_inputs)
     x, w = random(20, 128, seed=0).requires_grad_(), random(128, 128, seed=1)
     with with_ops(**recorder.ops()):
         out = ops.fp8_linear(x, w, ops.trained_operand(w, SPEC.weight), SPEC)

@@ -64,7 +64,7 @@ class Staged:
         self.path, self._about = path, about
         sharded, common = save_preprocess(state)
         self._texts = {**texts, f"{STATE}/{COMMON_STATE_FNAME}": _packed(common)}
-        self._plan = Plan()
+        self._plan = WritePlan()
         self._plan.async_save(sharded, partial(path) / STATE)
 
     def write(self) -> Written:
@@ -101,7 +101,7 @@ class Staged:
             publish_directory(folder, self.path)
 
 
-class Plan(TorchDistSaveShardedStrategy):
+class WritePlan(TorchDistSaveShardedStrategy):
     """Megatron's plan of what this rank writes into which file. metadata: of all ranks, on rank 0."""
 
     def __init__(self) -> None:

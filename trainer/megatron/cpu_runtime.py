@@ -20,7 +20,7 @@ def no_op(replaced: object = None) -> Callable[..., None]:
     return lambda *args, **kwargs: None
 
 
-class Event:
+class HostEvent:
     """A CUDA event on a device that has no queue: everything has already happened."""
 
     record, wait, synchronize = no_op(), no_op(), no_op()
@@ -31,15 +31,15 @@ class Event:
         return True
 
 
-class Stream:
+class HostStream:
     """A CUDA stream on a device that runs everything in program order."""
 
     wait_stream, wait_event, synchronize = no_op(), no_op(), no_op()
 
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
 
-    def record_event(self, event: Event | None = None) -> Event:
-        return event or Event()
+    def record_event(self, event: HostEvent | None = None) -> HostEvent:
+        return event or HostEvent()
 
 
 class Generators:

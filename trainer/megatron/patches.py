@@ -65,7 +65,7 @@ def _without_cuda(target: str, parameters: str | None, make: Callable[[Any], Any
 
 
 _CORE = "megatron.core."
-_STREAM = cpu_runtime.Stream()
+_STREAM = cpu_runtime.HostStream()
 _STREAMS = "the all-to-all dispatcher copies split sizes to the host on a side stream (token_dispatcher.py:870)"
 _RANDOM = "tensor_parallel/random.py keeps one CUDA random state per parallel region; on the CPU they are CPU states"
 _PLACES = {  # of literal device="cuda"
@@ -132,9 +132,9 @@ PATCHES: tuple[Patch, ...] = (
     _without_cuda("torch.cuda.set_device", "device", cpu_runtime.no_op, "there is one"),
     _without_cuda("torch.cuda.synchronize", "device", cpu_runtime.no_op, "nothing is under way"),
     _without_cuda("torch.cuda.empty_cache", "", cpu_runtime.no_op, "there is none"),
-    _without_cuda("torch.cuda.Stream", "device priority kwargs", _value(cpu_runtime.Stream), _STREAMS),
+    _without_cuda("torch.cuda.Stream", "device priority kwargs", _value(cpu_runtime.HostStream), _STREAMS),
     _without_cuda(
-        "torch.cuda.Event", "enable_timing blocking interprocess external", _value(cpu_runtime.Event), _STREAMS
+        "torch.cuda.Event", "enable_timing blocking interprocess external", _value(cpu_runtime.HostEvent), _STREAMS
     ),
     *(
         _without_cuda(f"torch.cuda.{name}", "device", _value(lambda *args: _STREAM), _STREAMS)
@@ -212,7 +212,7 @@ OVERRIDES: tuple[Override, ...] = (
     Override(
         _CORE + "dist_checkpointing.strategies.torch.TorchDistSaveShardedStrategy._get_save_and_finalize_callbacks",
         "writer save_state_dict_ret",
-        "trainer.checkpoint.writer.Plan",
+        "trainer.checkpoint.writer.WritePlan",
         "only its plan is used; its writers are forked, which can deadlock",
     ),
     *(

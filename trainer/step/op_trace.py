@@ -13,7 +13,7 @@ from megatron.core.models.gpt import GPTModel
 from torch import Tensor, nn
 
 from models.forms import LOGPROBS
-from models.trace import EACH, LENGTHS, TARGETS, TOKENS, Forward, OpTrace, Place, recorded
+from models.trace import EACH, LENGTHS, TARGETS, TOKENS, Forward, OpSite, OpTrace, recorded
 from numerics import ops
 from numerics.errors import user_error
 from trainer import device
@@ -23,7 +23,7 @@ from trainer.step.forms import SIDES
 if TYPE_CHECKING:
     from trainer.trainer import Trainer
 
-Written = dict[Place, tuple[Tensor, ...]]
+Written = dict[OpSite, tuple[Tensor, ...]]
 """What each op wrote."""
 
 
@@ -76,12 +76,12 @@ def _trace(model: GPTModel, forward: Forward, tokens: Tensor, temperature: float
 
 
 @contextmanager
-def _watched(model: GPTModel, forward: Forward) -> Iterator[tuple[Written, dict[Place, Tensor]]]:
+def _watched(model: GPTModel, forward: Forward) -> Iterator[tuple[Written, dict[OpSite, Tensor]]]:
     """What the ops of a forward of one sequence write, and the rows that experts put out; tensors are [S, ...]."""
     written: Written = {}
-    rows: dict[Place, Tensor] = {}
+    rows: dict[OpSite, Tensor] = {}
 
-    def watch(place: Place) -> None:
+    def watch(place: OpSite) -> None:
         side = SIDES[place.op.form]
 
         def note(module: nn.Module, given: tuple[Any, ...], keywords: dict[str, Any], returned: Any) -> None:
@@ -103,7 +103,7 @@ def _watched(model: GPTModel, forward: Forward) -> Iterator[tuple[Written, dict[
         yield written, rows
 
 
-def _module(model: GPTModel, place: Place) -> nn.Module:
+def _module(model: GPTModel, place: OpSite) -> nn.Module:
     owner: nn.Module = model if place.layer is None else model.decoder.layers[place.layer]
     return owner.get_submodule(place.op.megatron)
 

@@ -21,7 +21,7 @@ from trainer.weights import te_weights
 from trainer.weights.table_bridge import TableBridge
 
 
-class Turns:
+class Dealer:
     """Deals out parameters to ranks that hold the same, so that each hands out about as many bytes."""
 
     def __init__(self, ranks: int) -> None:
@@ -60,7 +60,7 @@ class Exporter:
         same order on all ranks of a pipeline stage.
         """
         at = self._layout
-        dense, experts = Turns(at.dp_size * at.tp_size), Turns(at.expert_dp_size)
+        dense, experts = Dealer(at.dp_size * at.tp_size), Dealer(at.expert_dp_size)
         for name, held in parameters:
             row = self._bridge.rows(name)[0]
             if name in row.copies:

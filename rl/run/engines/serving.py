@@ -18,7 +18,7 @@ from rl.run.cluster.seats import Seats
 from rollout.config import RolloutConfig
 from rollout.engine import EngineActor
 from rollout.plugin.hooks import hooks_for, provided
-from rollout.protocol import ENGINE_PACKAGES, LIBRARIES, Report
+from rollout.protocol import ENGINE_PACKAGES, LIBRARIES, EngineReport
 from weight_sync.manifest import Manifest
 
 _LOGS: dict[Role, str] = {"policy": "engine", "teacher": "teacher"}
@@ -65,15 +65,15 @@ def engine_config(experiment: Experiment, role: Role) -> RolloutConfig:
     return experiment.teacher.engine(experiment.rollout)
 
 
-def expected_report(numerics: NumericsConfig) -> Report:
+def expected_report(numerics: NumericsConfig) -> EngineReport:
     """What an engine's plugin must say before the engine is used, on this machine."""
     return report_on(numerics, own_capability())
 
 
-def report_on(numerics: NumericsConfig, capability: tuple[int, int] | None, role: Role = "policy") -> Report:
+def report_on(numerics: NumericsConfig, capability: tuple[int, int] | None, role: Role = "policy") -> EngineReport:
     """The same on a GPU of this compute capability; None: on a CPU."""
     hooks = hooks_for(numerics, cuda=capability is not None)
-    return Report(
+    return EngineReport(
         role=role,
         spec_digest=numerics.spec.digest(),
         numerics=numerics.to_dict(),

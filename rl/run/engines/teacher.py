@@ -30,7 +30,7 @@ _ROLE: Role = "teacher"
 _VERSION = 0
 
 
-class Scored(Protocol):
+class TeacherScored(Protocol):
     """An answer with the teacher's log-probability of each of its tokens."""
 
     @property
@@ -85,7 +85,7 @@ class Teacher:
         return found
 
 
-def teacher_logprobs(scored: Sequence[Scored], batch: TokenBatch) -> Tensor:
+def teacher_logprobs(scored: Sequence[TeacherScored], batch: TokenBatch) -> Tensor:
     """float32 [B, S]: the teacher's log-probability of each target token, 0 elsewhere; scored: by row of the batch.
 
     Raises ValueError: a row was not scored.

@@ -22,7 +22,7 @@ from rl.run.clock import StepClock
 from rl.run.engines.teacher import TEACHER_LOGPROBS, teacher_logprobs
 from rl.run.feed.ahead import Answered, FeedState
 from rl.run.feed.batching import SftExample, batch_from_examples, batch_from_trajectories
-from rl.run.feed.judging import Answer
+from rl.run.feed.judging import JudgedAnswer
 from rl.run.feed.problems import training_problems
 from rl.run.sampling import Asked, Sampling, done
 from rollout.data.tasks import Problem, prompt_ids
@@ -48,7 +48,7 @@ class Work:
     batch: TokenBatch
     versions: Tensor | None = None
     outcomes: Outcomes | None = None
-    answers: tuple[Answer, ...] = ()
+    answers: tuple[JudgedAnswer, ...] = ()
     metrics: dict[str, float] = field(default_factory=dict)
 
 
@@ -99,8 +99,8 @@ class SampledFeed:
 
     def take(self, step: int, version: int, clock: StepClock) -> Work:
         self._fill(step)
-        kept: list[list[Answer]] = []
-        dropped: list[list[Answer]] = []
+        kept: list[list[JudgedAnswer]] = []
+        dropped: list[list[JudgedAnswer]] = []
         began = math.inf
         while len(kept) < self._size:
             missing = self._size - len(kept)
@@ -175,7 +175,7 @@ class SampledFeed:
             count = -(-self._experiment.guard.fresh_answers // rollout.group_size)
             self._probes = [self._admit(number) for number in range(first, first + min(count, self._size))]
 
-    def _admit_in_place_of(self, dropped: list[list[Answer]], count: int) -> None:
+    def _admit_in_place_of(self, dropped: list[list[JudgedAnswer]], count: int) -> None:
         """Further groups. Raises FilterError once too many were dropped."""
         patience = self._experiment.rollout.filter_patience
         if len(dropped) >= patience * self._size:
@@ -224,7 +224,7 @@ class SampledFeed:
         self._admitted = [item for item in self._admitted if item.number not in taken]
         return chosen
 
-    def _work(self, groups: list[list[Answer]], version: int) -> Work:
+    def _work(self, groups: list[list[JudgedAnswer]], version: int) -> Work:
         answers = [
             replace(answer, trajectory=replace(answer.trajectory, group=index))
             for index, group in enumerate(groups)
@@ -322,7 +322,7 @@ def rollout_metrics(
     }
 
 
-def reward_metrics(answers: Sequence[Answer]) -> dict[str, float]:
+def reward_metrics(answers: Sequence[JudgedAnswer]) -> dict[str, float]:
     """The mean of each part of the reward, over the answers that have it, if there is more than one."""
     parts: dict[str, list[float]] = {}
     for answer in answers:
@@ -346,7 +346,7 @@ def conversation_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]
     }
 
 
-def dropped_metrics(groups: Sequence[Sequence[Answer]]) -> dict[str, float]:
+def dropped_metrics(groups: Sequence[Sequence[JudgedAnswer]]) -> dict[str, float]:
     """`rollout/dropped_...` of the groups that the algorithm did not keep."""
     lengths = [len(answer.trajectory.logprobs) for group in groups for answer in group]
     rewards = [answer.reward for group in groups for answer in group]

@@ -33,7 +33,7 @@ class RewardError(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Answer:
+class JudgedAnswer:
     """A sampled answer and what became of it.
 
     Attributes:
@@ -77,13 +77,13 @@ class Judge:
 
     def begin(
         self, prompt: Prompt, trajectories: Sequence[Trajectory], *, taught: bool = False
-    ) -> Future[list[Answer]]:
+    ) -> Future[list[JudgedAnswer]]:
         """The verdict on each answer to a prompt, in time, for `wait`. taught: ask the teacher too, if there is one."""
         if taught and self._teacher is not None:
             return self._background.begin(self._judged_and_scored(self._teacher, prompt, trajectories))
         return self._background.begin(self._judged(prompt, trajectories))
 
-    def wait(self, verdict: Future[list[Answer]]) -> list[Answer]:
+    def wait(self, verdict: Future[list[JudgedAnswer]]) -> list[JudgedAnswer]:
         """What was begun.
 
         Raises RewardError: a function that is `async` never awaits; TooManyFailuresError; EngineError: no teacher is
@@ -108,22 +108,22 @@ class Judge:
 
     async def _judged_and_scored(
         self, teacher: Teacher, prompt: Prompt, trajectories: Sequence[Trajectory]
-    ) -> list[Answer]:
+    ) -> list[JudgedAnswer]:
         judged, scores = await asyncio.gather(self._judged(prompt, trajectories), teacher.logprobs(trajectories))
         return [replace(each, teacher_logprobs=values) for each, values in zip(judged, scores, strict=True)]
 
-    async def _judged(self, prompt: Prompt, trajectories: Sequence[Trajectory]) -> list[Answer]:
+    async def _judged(self, prompt: Prompt, trajectories: Sequence[Trajectory]) -> list[JudgedAnswer]:
         """The verdicts in order; an answer whose environment failed is worth 0, and no function sees it."""
         sound = [trajectory for trajectory in trajectories if not trajectory.failed]
         verdicts = iter(await self._of_sound(prompt, sound) if sound else [])
         return [
-            Answer(prompt.problem, trajectory, transcript(trajectory, self._tokenizer), 0.0, {})
+            JudgedAnswer(prompt.problem, trajectory, transcript(trajectory, self._tokenizer), 0.0, {})
             if trajectory.failed
             else next(verdicts)
             for trajectory in trajectories
         ]
 
-    async def _of_sound(self, prompt: Prompt, trajectories: Sequence[Trajectory]) -> list[Answer]:
+    async def _of_sound(self, prompt: Prompt, trajectories: Sequence[Trajectory]) -> list[JudgedAnswer]:
         transcripts = [transcript(trajectory, self._tokenizer) for trajectory in trajectories]
         offered: list[dict[str, Any]] = [
             {
@@ -140,7 +140,7 @@ class Judge:
         ]
         verdicts = await asyncio.gather(*(self._of_all(index, offered) for index in range(len(self._functions))))
         return [
-            Answer(prompt.problem, trajectory, said, *self._summed([verdict[row] for verdict in verdicts]))
+            JudgedAnswer(prompt.problem, trajectory, said, *self._summed([verdict[row] for verdict in verdicts]))
             for row, (trajectory, said) in enumerate(zip(trajectories, transcripts, strict=True))
         ]
 

@@ -16,7 +16,7 @@ from rl.run.feed.feed import FilterError
 from rl.run.feed.judging import RewardError
 from rl.run.lifecycle.ending import finish
 from rl.run.lifecycle.interrupts import Closing
-from rl.run.run import Run
+from rl.run.run import LiveRun
 from rl.run.stack import Stack
 from rollout.errors import EngineError
 from trainer.actor import TrainerDiedError
@@ -37,7 +37,7 @@ FAILURES = (
 """What ends a run although neither its input nor its code is wrong, such as a full disk: it can be resumed."""
 
 
-def attempted(experiment: Experiment, files: RunDir, loop: Callable[[Run], str], notes: Sequence[str] = ()) -> str:
+def attempted(experiment: Experiment, files: RunDir, loop: Callable[[LiveRun], str], notes: Sequence[str] = ()) -> str:
     """Run `loop`, which returns why it ended before its last step, and finish the run; what `loop` returned.
 
     notes: what was said of the input.
@@ -53,7 +53,7 @@ def attempted(experiment: Experiment, files: RunDir, loop: Callable[[Run], str],
     with Closing(outer=True) as outer:
         for left in reversed(range(experiment.run.restarts + 1)):
             try:
-                with Run.open(experiment, files, outer, stack, lost, notes) as run:
+                with LiveRun.open(experiment, files, outer, stack, lost, notes) as run:
                     stack = run.stack
                     stopped = loop(run)
                     finish(run, stopped)

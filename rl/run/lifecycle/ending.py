@@ -10,10 +10,10 @@ from rl.record.wandb_run import leet
 from rl.report.report import write_report
 from rl.report.summary import summarize, verdict
 from rl.run.lifecycle.stopping import STOPPED
-from rl.run.run import Run
+from rl.run.run import LiveRun
 
 
-def finish(run: Run, stopped: str = "") -> None:
+def finish(run: LiveRun, stopped: str = "") -> None:
     """Wait for the last checkpoint, close the tracker, write the report and print what came of the run.
 
     stopped: why it ended before its last step, if it did.

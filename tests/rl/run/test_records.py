@@ -9,7 +9,7 @@ from rl.guard.evidence import Evidence
 from rl.record.rollouts import shown
 from rl.run.feed.batching import batch_from_trajectories
 from rl.run.feed.feed import Work, rollout_metrics
-from rl.run.feed.judging import Answer
+from rl.run.feed.judging import JudgedAnswer
 from rl.run.records import rollout_records, scored_records, throughput, train_metrics
 from rollout.data.tasks import Problem
 from rollout.types import Trajectory
@@ -85,7 +85,7 @@ def test_records_keep_a_whole_trajectory_with_both_log_probabilities(
 ) -> None:
     problems = [Problem(f"question {group}", "#### 1") for group in range(3)]
     answers = tuple(
-        Answer(problems[t.group], t, [("model", f"text {row}")], float(row == 4), {})
+        JudgedAnswer(problems[t.group], t, [("model", f"text {row}")], float(row == 4), {})
         for row, t in enumerate(trajectories)
     )
     logprobs = batch.fields["rollout_logprobs"].clone()

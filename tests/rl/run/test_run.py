@@ -8,7 +8,7 @@ import pytest
 
 import rl.run.stack as stack_module
 from numerics.errors import UserError
-from rl.run.run import Run
+from rl.run.run import LiveRun
 from tests.support.experiments import experiment
 from tests.support.paths import new_run
 
@@ -58,7 +58,7 @@ def test_what_was_started_is_ended_in_reverse_when_a_later_part_fails(
     monkeypatch.setattr(stack_module, "EnginePool", Engines)
     monkeypatch.setattr(stack_module.TrainerGroup, "start", refuse)
     with pytest.raises(UserError, match="no room"):
-        Run.open(experiment(run={"steps": 3}), files)
+        LiveRun.open(experiment(run={"steps": 3}), files)
     assert events == ["ray", "seats", "engines", "engines ended", "seats given back", "ray ended"]
     assert not (files.path / "served").exists(), "the converted checkpoint is only for the start"
     assert "found no room" in files.log.read_text()

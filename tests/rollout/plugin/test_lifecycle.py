@@ -17,7 +17,7 @@ from numerics.delta import as_bytes, encode
 from numerics.io.code import code_digest
 from rollout.plugin import lifecycle, state
 from rollout.plugin.hooks import hooks_for, provided
-from rollout.protocol import DELTA, Commit, Held, ReadManifest, ReadReport, Report, from_checksums, to_action
+from rollout.protocol import DELTA, Commit, EngineReport, Held, ReadManifest, ReadReport, from_checksums, to_action
 from tests.support.served_model import DEFINITION, SPEC, build, hf_tensors_served, load
 from weight_sync.manifest import Manifest, Recorder
 
@@ -108,11 +108,11 @@ def test_sglangs_own_actions_stay_its_own() -> None:
 
 def test_the_report_says_what_runs() -> None:
     torch.set_num_threads(1)
-    report = Report.model_validate_json(ask(ReadReport()))
+    report = EngineReport.model_validate_json(ask(ReadReport()))
     assert (report.spec_digest, report.weight_version, report.threads) == (SPEC.digest(), "3", 1)
     assert report.implementation == "torch"
     assert report.numerics == NumericsConfig(spec=SPEC).to_dict()
     assert (report.dtype, report.kv_cache_dtype, report.row_variant_ops) == ("bfloat16", "bfloat16", ())
     assert report.code == code_digest(("rollout", "models", "numerics"))
     lifecycle.before_update()
-    assert Report.model_validate_json(ask(ReadReport())).weight_version is None
+    assert EngineReport.model_validate_json(ask(ReadReport())).weight_version is None

@@ -8,11 +8,11 @@ import pytest
 from pydantic import ValidationError
 
 from rollout.errors import HandshakeError
-from rollout.protocol import Report
+from rollout.protocol import EngineReport
 from rollout.server.handshake import check, failed_plugin, missing_report
 
 NUMERICS = {"mode": "exact", "k_splits": 2, "spec": {"weight": {"format": "e4m3", "block": [128, 128]}}}
-EXPECTED = Report(
+EXPECTED = EngineReport(
     spec_digest="ab12",
     numerics={"mode": "exact", "k_splits": 2, "spec": {"weight": {"format": "e4m3", "block": (128, 128)}}},
     hooks=("attention", "linear"),
@@ -26,10 +26,10 @@ EXPECTED = Report(
 )
 
 
-def reported(**changes: Any) -> Report:
+def reported(**changes: Any) -> EngineReport:
     """As it comes over HTTP, with hooks in another order."""
     data = EXPECTED.model_dump(mode="json") | {"hooks": ["linear", "attention"]} | changes
-    return Report.model_validate(data)
+    return EngineReport.model_validate(data)
 
 
 def test_a_report_as_expected_passes() -> None:
@@ -74,11 +74,11 @@ def test_a_difference_is_named_with_both_values(changes: dict[str, Any], said: l
         assert part in message
 
 
-@pytest.mark.parametrize("key", [name for name, field in Report.model_fields.items() if field.is_required()])
+@pytest.mark.parametrize("key", [name for name, field in EngineReport.model_fields.items() if field.is_required()])
 def test_an_absent_item_is_no_report(key: str) -> None:
     report = {name: value for name, value in EXPECTED.model_dump().items() if name != key}
     with pytest.raises(ValidationError, match=key):
-        Report.model_validate(report)
+        EngineReport.model_validate(report)
 
 
 def test_all_differences_are_listed_at_once() -> None:

@@ -5,7 +5,7 @@ import re
 import pytest
 
 from studies.document.document import ADVICE
-from studies.document.findings import Finding, findings
+from studies.document.findings import ClaimFinding, findings
 from studies.document.standings import place
 from studies.harness.keeping import kept, kept_audit
 from tests.support.paths import ROOT
@@ -26,13 +26,13 @@ def cited(text: str) -> list[tuple[str, str, str]]:
 
 
 @pytest.fixture(scope="module")
-def outcomes() -> dict[tuple[str, str], Finding]:
+def outcomes() -> dict[tuple[str, str], ClaimFinding]:
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(ROOT)
         return {(one.source, one.id): one for one in findings(kept(), kept_audit())}
 
 
-def test_every_verdict_that_the_advice_names_was_found(outcomes: dict[tuple[str, str], Finding]) -> None:
+def test_every_verdict_that_the_advice_names_was_found(outcomes: dict[tuple[str, str], ClaimFinding]) -> None:
     named = cited(ADVICE.read_text())
     wrong = [each for each in named if outcomes[each[0], each[1]].outcome != each[2]]
     assert len(named) > 50 and not wrong

@@ -6,7 +6,7 @@ import pytest
 
 from diagnose.audit.claims import answers as audit_answers
 from studies.document.catalogue import CATALOGUE, Listed
-from studies.document.findings import AUDIT, PLAN, Finding, Outcome, findings, number_of
+from studies.document.findings import AUDIT, PLAN, ClaimFinding, Outcome, findings, number_of
 from studies.document.standings import standings
 from studies.harness.names import NAMES, load
 from tests.support.paths import ROOT
@@ -15,7 +15,7 @@ BY_ID = {claim.id: claim for claim in CATALOGUE}
 
 
 @pytest.fixture(scope="module")
-def calculated() -> list[Finding]:
+def calculated() -> list[ClaimFinding]:
     return findings([], None)
 
 
@@ -34,7 +34,7 @@ def test_a_studys_claims_are_those_that_the_catalogue_expects_of_it(name: str) -
     assert numbers == {claim.id for claim in CATALOGUE if name in claim.by}
 
 
-def test_the_planner_and_the_audit_answer_what_the_catalogue_expects_of_them(calculated: list[Finding]) -> None:
+def test_the_planner_and_the_audit_answer_what_the_catalogue_expects_of_them(calculated: list[ClaimFinding]) -> None:
     assert {one.id for one in calculated} == {claim.id for claim in CATALOGUE if PLAN in claim.by}
     assert {one.id for one in audit_answers({})} == {claim.id for claim in CATALOGUE if AUDIT in claim.by}
 
@@ -47,13 +47,13 @@ def test_every_claim_is_answered_somewhere_or_says_why_it_waits(claim: Listed) -
         assert (ROOT / claim.shown.by).is_file() and claim.shown.outcome in ("confirmed", "contradicted")
 
 
-def found(source: str, id: str, outcome: Outcome, why: str = "") -> Finding:
-    return Finding(source, id, "", "", "", outcome, why)
+def found(source: str, id: str, outcome: Outcome, why: str = "") -> ClaimFinding:
+    return ClaimFinding(source, id, "", "", "", outcome, why)
 
 
 def test_a_claims_verdicts_by_hand() -> None:
     """003-23 has five claims of one study, 002-17 three sources."""
-    made: list[Finding] = [
+    made: list[ClaimFinding] = [
         *(found("gemm_error", f"003-23{letter}", "confirmed") for letter in "abe"),
         *(found("gemm_error", f"003-23{letter}", "contradicted") for letter in "cd"),
         found("plan", "002-17", "contradicted", "its own report"),

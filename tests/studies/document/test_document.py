@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from diagnose.audit.report import Report, Row
+from diagnose.audit.report import AuditReport, Row
 from studies.document.document import PAGE, document
 from studies.document.findings import findings
 from studies.harness.keeping import KEPT_AUDIT, kept, kept_audit
@@ -15,7 +15,7 @@ from studies.run import run_study
 from tests.support.paths import ROOT
 from tests.support.studies import made_up
 
-REPORT = Report(
+REPORT = AuditReport(
     spec_digest="0" * 16,
     mode="exact",
     trainer="fp8",

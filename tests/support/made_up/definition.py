@@ -24,7 +24,7 @@ from models.architectures.qwen3_moe import MOE_OPS, moe_tensors
 from models.forms import ATTENTION, LINEAR, NORM, OpForm
 from models.shape import Shape, decoder, product, vector
 from models.sizes import ModelSizes
-from models.tensors import Place, TensorRow
+from models.tensors import Location, TensorRow
 from models.trace import Forward, Op
 
 EXPERTS = "specialists"
@@ -63,8 +63,8 @@ def tensors(sizes: ModelSizes) -> Iterator[TensorRow]:
             op="gates",
             layer=layer,
             product=True,
-            engine=Place(f"{inside}head_gates.weight"),
-            megatron=Place(f"{there}gates.weight"),
+            engine=Location(f"{inside}head_gates.weight"),
+            megatron=Location(f"{there}gates.weight"),
         )
         out_norm = f"{there}linear_proj.norm.weight"
         yield norm(f"{inside}out_norm.weight", sizes.hidden_size, "out_norm", layer, out_norm)

@@ -19,7 +19,7 @@ from rl.run.clock import StepClock
 from rl.run.feed.ahead import FeedState, read_answered
 from rl.run.feed.failures import Failures
 from rl.run.feed.feed import FilterError, SampledFeed, Work
-from rl.run.feed.judging import Answer, Judge
+from rl.run.feed.judging import Judge, JudgedAnswer
 from rl.run.records import rollout_records
 from rl.run.sampling import Sampling
 from rollout.rewards.config import RewardsConfig
@@ -308,11 +308,11 @@ def test_what_was_answered_in_other_numerics_is_asked_again(data: Path) -> None:
 class Taught(Judge):
     """A judge whose teacher finds the n-th token of any answer as likely as e^-n."""
 
-    def begin(self, prompt: Any, trajectories: Any, *, taught: bool = False) -> Future[list[Answer]]:
+    def begin(self, prompt: Any, trajectories: Any, *, taught: bool = False) -> Future[list[JudgedAnswer]]:
         assert taught
         judged = super().begin(prompt, trajectories).result()
         found = [[-float(n) for n in range(1, len(each.token_ids) + 1)] for each in trajectories]
-        both: Future[list[Answer]] = Future()
+        both: Future[list[JudgedAnswer]] = Future()
         both.set_result([replace(j, teacher_logprobs=values) for j, values in zip(judged, found, strict=True)])
         return both
 

@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 
 from rl.run.engines.teacher import Teacher
 from rl.run.feed.failures import TooManyFailuresError
-from rl.run.feed.judging import Answer, Judge, RewardError
+from rl.run.feed.judging import Judge, JudgedAnswer, RewardError
 from rollout.data.tasks import Problem
 from rollout.errors import EngineError
 from rollout.rewards.config import RewardsConfig
@@ -133,7 +133,7 @@ def group(tokenizer: Any, *answers: str, **fields: Any) -> tuple[Prompt, list[Tr
     return prompt, trajectories
 
 
-def judged(judge: Judge, tokenizer: Any, *answers: str) -> list[Answer]:
+def judged(judge: Judge, tokenizer: Any, *answers: str) -> list[JudgedAnswer]:
     return judge.begin(*group(tokenizer, *answers)).result(timeout=60)
 
 
