@@ -191,7 +191,11 @@ def test_a_capsule_whose_digests_are_right_and_whose_values_are_not_is_refused(
 @pytest.mark.parametrize(
     "name", ["tokens", "weight_versions", "train_logprobs", "train_routes", "fields.rollout_logprobs"]
 )
-@pytest.mark.parametrize("change", [lambda x: x[:1].clone(), lambda x: x.to(torch.int8), lambda x: None], ids=str)
+@pytest.mark.parametrize(
+    "change",
+    [lambda x: x[:1].clone(), lambda x: x.to(torch.int8), lambda x: None],
+    ids=["fewer rows", "other dtype", "none"],
+)
 def test_tensors_of_other_shapes_or_types_than_a_capsule_has_are_refused(
     tmp_path: Path, name: str, change: Callable[[torch.Tensor], torch.Tensor | None]
 ) -> None:
