@@ -26,7 +26,7 @@ class Opened:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.stack, self.attempts, self.finished = object(), [], []  # type: ignore[var-annotated]
-        monkeypatch.setattr(attempts_module.Run, "open", self.open)
+        monkeypatch.setattr(attempts_module.LiveRun, "open", self.open)
         monkeypatch.setattr(attempts_module, "finish", lambda run, stopped: self.finished.append(stopped))
 
     def open(self, experiment: Any, files: Any, outer: Any, stack: Any, lost: str, notes: Any) -> Any:
@@ -76,7 +76,7 @@ def test_a_trainer_that_cannot_be_started_again_ends_it(tmp_path: Path, monkeypa
 
     opened = Opened(monkeypatch)
     opened.open = refuse  # type: ignore[method-assign]
-    monkeypatch.setattr(attempts_module.Run, "open", refuse)
+    monkeypatch.setattr(attempts_module.LiveRun, "open", refuse)
     with pytest.raises(UserError, match="no room"):
         attempted(experiment(), new_run(tmp_path / "it"), dying(0, ValueError()))
 
