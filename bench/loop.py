@@ -35,7 +35,7 @@ def run() -> list[Result]:
         Result(
             name="loop overhead / step (demo, steps without evaluation or checkpoint)",
             value=statistics.median(r["perf/overhead_seconds"] / r["perf/step_seconds"] for r in plain),
-            bar=0.05,
+            bar=0.015,
             at_least=False,
             parts=parts | {"sync (s)": statistics.median(r["sync/seconds"] for r in plain)},
         ),
