@@ -1,15 +1,17 @@
-"""Ray, the models and the rig. Nothing outlives the module that asked for it: other tests start Ray themselves."""
+"""The models, and the rig that neighbouring tests share. It is closed before a test that does not ask for it: such a
+test may start Ray itself."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import ray
 
 from tests.support.rig import Rig, write_models
+from tests.support.warm_engine import EngineTemplate
+
+RIG: pytest.StashKey[Rig] = pytest.StashKey()
 
 
 @pytest.fixture(scope="session")
@@ -17,19 +19,19 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return write_models(tmp_path_factory.mktemp("models"))
 
 
-@pytest.fixture(scope="module")
-def rig(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
-    ray.init(
-        num_cpus=4,
-        include_dashboard=False,
-        log_to_driver=False,
-        logging_level=logging.ERROR,
-        address="local",
-        _node_ip_address="127.0.0.1",
-    )
-    rig = Rig(tmp_path_factory.mktemp("rig"), models)
-    try:
-        yield rig
-    finally:
-        rig.close()
-        ray.shutdown()
+@pytest.fixture(scope="session")
+def rig(
+    request: pytest.FixtureRequest,
+    models: dict[str, Path],
+    tmp_path_factory: pytest.TempPathFactory,
+    engine_template: EngineTemplate,
+) -> Iterator[Rig]:
+    rig = request.config.stash[RIG] = Rig(tmp_path_factory.mktemp("rig"), models, engine_template)
+    yield rig
+    rig.close()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    if RIG in item.config.stash and "rig" not in getattr(nextitem, "fixturenames", ()):
+        item.config.stash[RIG].close()

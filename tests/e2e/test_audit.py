@@ -19,7 +19,7 @@ from rollout.server.handshake import differences
 from tests.support.rig import MODELS, Setup, make_engine
 from weight_sync.hf_checkpoint import convert_checkpoint
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.usefixtures("warm_engines")]
 SETUP = Setup("moe")
 
 

@@ -62,7 +62,7 @@ def told(stack: Stack) -> Iterator[list[str]]:
 @pytest.fixture(scope="module")
 def asked(stack: Stack) -> list[Group]:
     problems = load_problems(stack.experiment.data.training[0])[:64]
-    return to_groups(to_prompts(stack.tokenizer, problems), 8, run_seed=0, step=1)
+    return to_groups(to_prompts(stack.tokenizer, problems), 4, run_seed=0, step=1)
 
 
 @pytest.fixture(scope="module")

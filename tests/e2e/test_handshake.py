@@ -50,6 +50,7 @@ def refusal(models: dict[str, Path], folder: Path, numerics: NumericsConfig, **c
     return str(error.value)
 
 
+@pytest.mark.usefixtures("warm_engines")
 def test_a_plugin_with_a_malformed_configuration(models: dict[str, Path], tmp_path: Path) -> None:
     """With BF16 weights SGLang comes up without the plugin, healthy to look at."""
     damaged = {"numerics": BF16.to_dict() | {"rollout": "fp7"}}

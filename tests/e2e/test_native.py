@@ -66,7 +66,8 @@ def sides(rig: Rig, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sides]
     for name, setup in setups.items():
         convert_checkpoint(model, folder / name, setup.numerics.rollout_spec)
     config = TrainerConfig(lr=1e-3, warmup_steps=0)
-    trainer = TrainerGroup.start(model, config, FP8.numerics, seed=0, total_steps=10, max_sequence_length=512)
+    rig.stop_engine()
+    trainer = rig.start_trainer(model, config, FP8.numerics)
 
     async def start() -> None:
         await asyncio.gather(*(engine.start(folder / name) for name, engine in engines.items()))
@@ -78,7 +79,6 @@ def sides(rig: Rig, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sides]
         rig.run(start())
         yield Sides(engines, trainer, {name: sample(rig, engine, 0) for name, engine in engines.items()})
     finally:
-        trainer.shutdown()
         rig.run(stop())
 
 

@@ -33,7 +33,7 @@ from trainer.step.batch import TokenBatch
 from weight_sync.hf_checkpoint import convert_checkpoint
 from weight_sync.transports.tensor import TensorTransport
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.usefixtures("warm_engines")]
 
 SHAPE = TinyModel(layers=2, hidden=256, heads=4, kv_heads=2, experts=4)
 NUMERICS = NumericsConfig(spec=QuantSpec.preset("fp8_block_pow2"))

@@ -16,7 +16,6 @@ from trainer.config import TrainerConfig
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 
-@pytest.mark.usefixtures("compiled")
 def test_a_teacher_says_what_the_trainer_would_at_its_weights_bit_for_bit(tmp_path: Path) -> None:
     start = Path("examples/models/tiny_qwen3_moe").absolute()
     settings = ["run.steps=2", "rollout.prompts_per_step=8", "rollout.group_size=4", "eval.problems=0"]

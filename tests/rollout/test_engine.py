@@ -37,6 +37,7 @@ async def running(model: Path, log: Path, **options: Any) -> AsyncIterator[Engin
 
 
 @pytest.mark.e2e
+@pytest.mark.usefixtures("warm_engines")
 def test_an_engine_without_the_plugins_report_is_refused_and_stopped(tiny_model: Path, tmp_path: Path) -> None:
     """Stock SGLang comes up healthy; the handshake finds that the plugin is not there."""
 
@@ -54,6 +55,7 @@ def test_an_engine_without_the_plugins_report_is_refused_and_stopped(tiny_model:
 
 
 @pytest.mark.e2e
+@pytest.mark.usefixtures("warm_engines")
 def test_death_is_named(tiny_model: Path, tmp_path: Path) -> None:
     async def run() -> None:
         async with running(tiny_model, tmp_path / "log") as engine:

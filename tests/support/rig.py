@@ -1,14 +1,22 @@
-"""One trainer and one engine with everything real between them, kept alive for as long as tests ask for the same."""
+"""One trainer and one engine with everything real between them, kept alive for as long as tests ask for the same.
+
+What takes their processes most of a start is imports. Engines are forked from a process that has them, and the ranks of
+one trainer become those of the next.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
+import gc
+import logging
 import random
 from collections.abc import Awaitable, Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import ray
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
@@ -27,8 +35,10 @@ from rollout.engine import Engine
 from rollout.environments.conversation import Conversation
 from rollout.sampler import check_versions
 from rollout.types import Endpoint, Group, Prompt, SamplingParams, Trajectory
-from trainer.actor import TrainerGroup
+from tests.support.warm_engine import EngineTemplate
+from trainer.actor import TrainerActor, TrainerGroup
 from trainer.config import TrainerConfig
+from trainer.seat import Seat
 from trainer.step.batch import TokenBatch
 from trainer.step.result import PassResult
 from weight_sync.bridge import Bridge, SyncReport
@@ -85,13 +95,16 @@ class Setup:
 
 
 class Rig:
-    """At most one engine and one trainer at a time; each is replaced when a test asks for another."""
+    """At most one engine and one trainer at a time; each is replaced when a test asks for another. It opens when it is
+    first used, and may open again after it was closed."""
 
-    def __init__(self, folder: Path, models: dict[str, Path]) -> None:
-        self.folder, self.models = folder, models
+    def __init__(self, folder: Path, models: dict[str, Path], template: EngineTemplate) -> None:
+        self.folder, self.models, self._template = folder, models, template
+        self._opened: ExitStack | None = None
         self._runner = asyncio.Runner()
         self._engine: tuple[Any, Engine] | None = None
         self._trainer: tuple[Setup, TrainerGroup] | None = None
+        self._ranks: list[str] = []
 
     def open(self, setup: Setup) -> Pipeline:
         """The pipeline of a setup, synced: the engine holds the trainer's weights."""
@@ -103,14 +116,53 @@ class Rig:
         """Wait for a coroutine of the engine's event loop."""
         return self._runner.run(call)
 
+    def start_trainer(self, model: Path, config: TrainerConfig, numerics: NumericsConfig) -> TrainerGroup:
+        """A trainer of a model, on ranks that others were on before; it takes the place of the one before."""
+        self._up()
+        self._trainer = None
+        actors = [ray.get_actor(name) for name in self._ranks]
+        ray.get([actor.__ray_call__.remote(begin_again, rank, config) for rank, actor in enumerate(actors)])
+        self._ranks += [f"rank-{rank}-of-the-rig" for rank in range(len(actors), config.world_size)]
+        named = [
+            Seat(options={"name": name, "get_if_exists": True, "lifetime": "detached"})
+            for name in self._ranks[: config.world_size]
+        ]
+        return TrainerGroup.start(
+            model, config, numerics, seed=0, total_steps=100, max_sequence_length=512, seats=named
+        )
+
+    def stop_engine(self) -> None:
+        """To make room for a test's own."""
+        if self._engine is not None:
+            self.run(self._engine[1].stop())
+            self._engine = None
+
     def close(self) -> None:
-        self._stop_trainer()
-        self._stop_engine()
-        self._runner.close()
+        """End every process."""
+        if self._opened is not None:
+            self.stop_engine()
+            self._trainer, self._ranks = None, []
+            self._opened.close()
+            self._opened = None
+
+    def _up(self) -> None:
+        if self._opened is None:
+            self._opened = ExitStack()
+            self._opened.callback(ray.shutdown)
+            ray.init(
+                num_cpus=4,
+                include_dashboard=False,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+                address="local",
+                _node_ip_address="127.0.0.1",
+            )
+            self._opened.enter_context(self._template.in_use())
 
     def _engine_for(self, setup: Setup) -> Engine:
+        self._up()
         if self._engine is None or self._engine[0] != setup.served:
-            self._stop_engine()
+            self.stop_engine()
             checkpoint = self.folder / "served"
             convert_checkpoint(self.models[setup.model], checkpoint, setup.numerics.rollout_spec)
             engine = make_engine(self.folder / "engine.log", setup.numerics, setup.engine_tp)
@@ -120,24 +172,17 @@ class Rig:
 
     def _trainer_for(self, setup: Setup) -> TrainerGroup:
         if self._trainer is None or self._trainer[0] != setup:
-            self._stop_trainer()
             # Three layers of up to 360 tokens in several micro-batches, and steps large enough to move every expert.
             config = TrainerConfig(lr=1e-3, warmup_steps=0, micro_batch_tokens=2048, **dict(setup.layout))
-            group = TrainerGroup.start(
-                self.models[setup.model], config, setup.numerics, seed=0, total_steps=100, max_sequence_length=512
-            )
-            self._trainer = setup, group
+            self._trainer = setup, self.start_trainer(self.models[setup.model], config, setup.numerics)
         return self._trainer[1]
 
-    def _stop_trainer(self) -> None:
-        if self._trainer is not None:
-            self._trainer[1].shutdown()
-            self._trainer = None
 
-    def _stop_engine(self) -> None:
-        if self._engine is not None:
-            self._runner.run(self._engine[1].stop())
-            self._engine = None
+def begin_again(actor: TrainerActor, rank: int, config: TrainerConfig) -> None:
+    """Forget all models, and the other ranks."""
+    actor.stop()
+    gc.collect()
+    TrainerActor.__init__(actor, rank, config)
 
 
 @dataclasses.dataclass(frozen=True)

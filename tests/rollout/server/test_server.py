@@ -135,6 +135,7 @@ def test_the_configured_port_is_used_and_stop_leaves_nothing(tiny_model: Path, t
 
 
 @pytest.mark.e2e
+@pytest.mark.usefixtures("warm_engines")
 def test_death_is_detected_and_the_log_quoted(tiny_model: Path, tmp_path: Path) -> None:
     server = SGLangServer.start(tiny_model, small_config(), log_path=tmp_path / "engine.log")
     try:
@@ -152,6 +153,7 @@ def test_death_is_detected_and_the_log_quoted(tiny_model: Path, tmp_path: Path) 
 
 
 @pytest.mark.e2e
+@pytest.mark.usefixtures("warm_engines")
 def test_a_start_that_fails_says_why_and_leaves_nothing(tiny_model: Path, tmp_path: Path) -> None:
     broken = tmp_path / "broken"
     broken.mkdir()
