@@ -46,7 +46,7 @@ class EngineTemplate:
     def in_use(self) -> Iterator[None]:
         """Within, `SGLangServer.start` forks instead of starting Python anew."""
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(server, "subprocess", SimpleNamespace(Popen=self._popen))
+            patch.setattr(server, "subprocess", SimpleNamespace(**{**vars(subprocess), "Popen": self._popen}))
             yield
 
     def _popen(self, command: list[str], **options: Any) -> Any:
