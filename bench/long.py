@@ -27,7 +27,7 @@ from bench.measure import Result
 COMMAND = Path(sys.executable).with_name("fp8rl")
 STEPS, REQUESTS, AT_ONCE = 300, 2800, 8
 KINDS = {"TrainerActor": "trainer", "sglang": "engine"}
-"""By what a process calls itself."""
+"""The kind of a process by what it calls itself."""
 _EVERY_S = 2.0
 
 

@@ -22,7 +22,7 @@ from numerics.errors import UserError, user_error
 from numerics.io.reading import read_bytes
 
 IMPORT_SECONDS = 60.0
-"""For a cold import of a large library on a busy machine."""
+"""Seconds in which a large library is imported on a busy machine with cold caches."""
 _FOUND = "fp8rl found it"
 
 

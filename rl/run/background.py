@@ -23,8 +23,16 @@ class Background:
         self._thread.start()
 
     def begin(self, coroutine: Coroutine[Any, Any, Result]) -> Future[Result]:
-        """Let it run; its result in time."""
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        """Let it run; its result in time. After `close` nothing runs, and what was asked for is cancelled."""
+        try:
+            return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        except RuntimeError:
+            if not self.closed:
+                raise
+        coroutine.close()
+        given_up: Future[Result] = Future()
+        given_up.cancel()
+        return given_up
 
     def run(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
         """Wait for its result. An interrupt leaves it running."""

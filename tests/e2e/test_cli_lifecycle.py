@@ -55,7 +55,7 @@ def interrupt(run: LiveRun, signum: int, times: int = 1) -> None:
 
 @pytest.mark.parametrize(
     ("seen", "later_s", "signum"),
-    [("\nspec ", 1.0, signal.SIGINT), ("starting the engine", 3.0, signal.SIGTERM)],
+    [("\nquantization ", 1.0, signal.SIGINT), ("starting the engine", 3.0, signal.SIGTERM)],
     ids=["while Ray starts", "while engine and trainer start"],
 )
 def test_a_start_can_be_interrupted(start: Start, seen: str, later_s: float, signum: int) -> None:

@@ -13,7 +13,7 @@ import pytest
 from click.testing import Result
 from typer.testing import CliRunner
 
-from diagnose.audit import PreflightReport as Audit
+from diagnose.audit import AuditReport as Audit
 from diagnose.audit import run as audit
 from diagnose.preflight import PreflightReport, run
 from fp8rl.cli import app

@@ -120,7 +120,7 @@ def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         raise Started
 
     for name in (
-        "rl.run.run.Run.open",
+        "rl.run.run.LiveRun.open",
         "rl.run.stack.Stack.open",
         "diagnose.rescore._trainer",
         "diagnose.preflight.preflight",

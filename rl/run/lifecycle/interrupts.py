@@ -16,6 +16,8 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from types import FrameType, TracebackType
 
+Handler = Callable[[int, FrameType | None], None] | int | None
+
 INTERRUPTED = 130
 """Exit code of what was interrupted, as shells have it."""
 _HANGUP = () if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else (signal.SIGHUP,)
@@ -24,10 +26,11 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, *_HANGUP)
 
 _DEAF_SECONDS = 1.0
 """How long further signals are ignored, for the first one to unwind to where the closing begins."""
+_AGAIN_SECONDS = 0.01
+"""After how long an interrupt is raised again where Python could not pass it on."""
+_IGNORED: dict[signal.Signals, Handler] = dict.fromkeys((*SIGNALS, signal.SIGALRM), signal.SIG_IGN)
 _posts: list[socket.socket] = []
 """Where the numbers of signals arrive at once, of every block that is interruptible now."""
-
-Handler = Callable[[int, FrameType | None], None] | int | None
 
 
 def end_on_signal() -> None:
@@ -47,7 +50,17 @@ def interruptible() -> Iterator[None]:
 
     After an interrupt all of them stay ignored, since the process is about to end.
     """
-    last = float("-inf")
+    last, former_hook = float("-inf"), sys.unraisablehook
+
+    def again(signum: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    def unraisable(lost: sys.UnraisableHookArgs) -> None:
+        """Raise an interrupt again that came while Python was in a finalizer or a weak reference's callback."""
+        if issubclass(lost.exc_type, KeyboardInterrupt):
+            signal.setitimer(signal.ITIMER_REAL, _AGAIN_SECONDS)
+        else:
+            former_hook(lost)
 
     def interrupt(signum: int, frame: FrameType | None) -> None:
         nonlocal last
@@ -58,17 +71,20 @@ def interruptible() -> Iterator[None]:
             raise KeyboardInterrupt
 
     with _posted():
-        former = _handle(dict.fromkeys(SIGNALS, interrupt))
+        former = _handle(dict.fromkeys(SIGNALS, interrupt) | {signal.SIGALRM: again})
+        sys.unraisablehook = unraisable
         try:
             yield
         except KeyboardInterrupt:
-            _handle(dict.fromkeys(SIGNALS, signal.SIG_IGN))
+            _handle(_IGNORED)
             raise
         except BaseException:
             _handle(former)
             raise
         else:
             _handle(former)
+        finally:
+            sys.unraisablehook = former_hook
 
 
 def is_ending() -> bool:
@@ -117,7 +133,7 @@ class Closing(ExitStack):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        former = _handle(dict.fromkeys(SIGNALS, signal.SIG_IGN))
+        former = _handle(_IGNORED)
         try:
             if kind is KeyboardInterrupt and not self._outer:
                 print("interrupted: ending every process of the run", file=sys.stderr, flush=True)

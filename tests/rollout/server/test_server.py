@@ -135,7 +135,6 @@ def test_the_configured_port_is_used_and_stop_leaves_nothing(tiny_model: Path, t
 
 
 @pytest.mark.e2e
-@pytest.mark.usefixtures("warm_engines")
 def test_death_is_detected_and_the_log_quoted(tiny_model: Path, tmp_path: Path) -> None:
     server = SGLangServer.start(tiny_model, small_config(), log_path=tmp_path / "engine.log")
     try:

@@ -1,6 +1,7 @@
 import os
 import pty
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -107,11 +108,34 @@ def test_a_terminal_that_is_closed_interrupts_and_cuts_nothing_short(tmp_path: P
     pid, terminal = pty.fork()
     if not pid:
         os.chdir(ROOT)
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the suite may run under `nohup`
         os.execv(sys.executable, [sys.executable, "-c", HUNG_UP, str(tmp_path / "closed")])
     assert os.read(terminal, 100).strip() == b"ready"
     os.close(terminal)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 130
     assert (tmp_path / "closed").read_text() == "closed"
+
+
+LOST = """
+import os, signal, time
+from rl.run.lifecycle.interrupts import interruptible
+class Held:
+    def __del__(self):
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.01)  # here the interrupt is raised, and Python cannot pass it on
+try:
+    with interruptible():
+        held = Held()
+        del held
+        time.sleep(20)
+except KeyboardInterrupt:
+    os._exit(130)
+"""
+
+
+def test_an_interrupt_in_a_finalizer_is_raised_again() -> None:
+    done = subprocess.run([sys.executable, "-c", LOST], cwd=ROOT, capture_output=True, text=True, timeout=30)
+    assert (done.returncode, done.stderr) == (130, "")
 
 
 def test_a_moved_closing_is_as_deaf() -> None:
