@@ -71,7 +71,7 @@ def interruptible() -> Iterator[None]:
             raise KeyboardInterrupt
 
     with _posted():
-        former = _handle(dict.fromkeys(SIGNALS, interrupt) | {signal.SIGALRM: again})
+        former = _handle({**dict.fromkeys(SIGNALS, interrupt), signal.SIGALRM: again})
         sys.unraisablehook = unraisable
         try:
             yield
