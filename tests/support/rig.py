@@ -142,6 +142,7 @@ class Rig:
         if self._opened is not None:
             self.stop_engine()
             self._trainer, self._ranks = None, []
+            gc.collect()  # a handle that outlived Ray would end the actor that has its number in the next one
             self._opened.close()
             self._opened = None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 from collections.abc import Iterator
@@ -31,6 +32,7 @@ def cluster() -> Iterator[Cluster]:
     head = {"num_cpus": 1, "num_gpus": 2, "include_dashboard": False}
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("GLOO_SOCKET_IFNAME", raising=False)  # of a trainer that was in this process
+        gc.collect()  # handles of an earlier Ray have the same numbers, and going they would end actors of this one
         cluster = Cluster(initialize_head=True, head_node_args=head)
         ray.init(address=cluster.address, log_to_driver=False, logging_level=logging.ERROR)
         yield cluster
