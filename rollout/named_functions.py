@@ -67,6 +67,23 @@ def named_object(name: str, key: str, built_in: Mapping[str, str]) -> Callable[.
     return found
 
 
+def signature_of(call: Callable[..., Any], name: str, key: str) -> inspect.Signature:
+    """The parameters of a user's function.
+
+    Raises:
+        UserError: naming `key`: Python cannot see them.
+    """
+    try:
+        return inspect.signature(call)
+    except Exception as error:  # whatever an object may raise that says its signature itself
+        raise user_error(
+            key,
+            found=name,
+            expected=f"a function whose parameters Python can see; it ends in {type(error).__name__}: {error}",
+            remedy="Name another, or correct this one.",
+        ) from error
+
+
 def check_importable(name: str, key: str) -> None:
     """Whether a process that imports what `name` stands for, and looks at its signature, comes through that in time.
 

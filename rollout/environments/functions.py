@@ -10,7 +10,7 @@ from typing import Any
 from numerics.errors import user_error
 from rollout.environments.config import EnvironmentConfig
 from rollout.environments.conversation import Conversation
-from rollout.named_functions import named_object
+from rollout.named_functions import named_object, signature_of
 
 Environment = Callable[[Conversation], Awaitable[Any]]
 
@@ -37,15 +37,7 @@ def load_environment(config: EnvironmentConfig, key: str = "environment") -> Env
             expected="an async function, as it waits for the model",
             remedy=f"Write async def {config.label}(conversation): ...",
         )
-    try:
-        signature = inspect.signature(call)
-    except Exception as error:  # whatever an object may raise that says its signature itself
-        raise user_error(
-            f"{key}.function",
-            found=config.function,
-            expected=f"a function whose parameters Python can see; it ends in {type(error).__name__}: {error}",
-            remedy="Name another, or correct this one.",
-        ) from error
+    signature = signature_of(call, config.function, f"{key}.function")
     try:
         signature.bind(None, **config.kwargs)
     except TypeError as error:

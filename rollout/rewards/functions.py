@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from numerics.errors import user_error
-from rollout.named_functions import named_object
+from rollout.named_functions import named_object, signature_of
 from rollout.returned import Numbers, ReturnError, brief, named_numbers
 from rollout.rewards.builtin import BUILT_IN
 from rollout.rewards.config import RewardConfig
@@ -69,15 +69,7 @@ def load_function(config: RewardConfig, key: str) -> RewardFunction:
             what is offered and `kwargs`.
     """
     call = named_object(config.function, f"{key}.function", {name: own.function for name, own in BUILT_IN.items()})
-    try:
-        parameters = inspect.signature(call).parameters
-    except Exception as error:  # whatever an object may raise that says its signature itself
-        raise user_error(
-            f"{key}.function",
-            found=config.function,
-            expected=f"a function whose parameters Python can see; it ends in {type(error).__name__}: {error}",
-            remedy="Name another, or correct this one.",
-        ) from error
+    parameters = signature_of(call, config.function, f"{key}.function").parameters
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     named = [name for name, p in parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     if unknown := [name for name in config.kwargs if (name not in named and not takes_any) or name in OFFERED]:

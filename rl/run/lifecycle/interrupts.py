@@ -74,7 +74,11 @@ def interruptible() -> Iterator[None]:
         former = _handle({**dict.fromkeys(SIGNALS, interrupt), signal.SIGALRM: again})
         sys.unraisablehook = unraisable
         try:
-            yield
+            try:
+                yield
+            finally:
+                sys.unraisablehook = former_hook
+                signal.setitimer(signal.ITIMER_REAL, 0.0)  # without its handler it would end the process
         except KeyboardInterrupt:
             _handle(_IGNORED)
             raise
@@ -83,8 +87,6 @@ def interruptible() -> Iterator[None]:
             raise
         else:
             _handle(former)
-        finally:
-            sys.unraisablehook = former_hook
 
 
 def is_ending() -> bool:
