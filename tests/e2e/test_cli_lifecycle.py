@@ -12,14 +12,14 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.support.cli_runs import SMALL, LiveRun, wait_until_gone
+from tests.support.cli_runs import SMALL, StartedRun, wait_until_gone
 from tests.support.recompute import compared
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 GONE_WITHIN_S = 30.0
 RAY_AGENTS = {"ray::DashboardAgent", "ray::RuntimeEnvAgent"}
-Start = Callable[..., LiveRun]
+Start = Callable[..., StartedRun]
 EVERYTHING_LEARNT = ["algorithm.name=ppo", "algorithm.updates_per_batch=2", "algorithm.kl.loss.coefficient=0.001"]
 """A critic and a reference beside the policy, and two weight versions a step."""
 
@@ -27,10 +27,10 @@ EVERYTHING_LEARNT = ["algorithm.name=ppo", "algorithm.updates_per_batch=2", "alg
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
     """Start runs in `tmp_path`; what a failed test leaves of them is killed."""
-    runs: list[LiveRun] = []
+    runs: list[StartedRun] = []
 
-    def begin(*arguments: str, **options: Any) -> LiveRun:
-        runs.append(LiveRun(tmp_path, *arguments, **options))
+    def begin(*arguments: str, **options: Any) -> StartedRun:
+        runs.append(StartedRun(tmp_path, *arguments, **options))
         return runs[-1]
 
     yield begin
@@ -38,7 +38,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
         run.destroy()
 
 
-def interrupt(run: LiveRun, signum: int, times: int = 1) -> None:
+def interrupt(run: StartedRun, signum: int, times: int = 1) -> None:
     """Signal the whole foreground group, as a terminal does; every process must be gone in time, with exit code 130."""
     family = run.family()
     assert run.process.pid in [process.pid for process in family]
@@ -213,24 +213,24 @@ def test_a_trainer_lost_once_too_often_ends_the_run_and_another_layout_goes_on(s
         assert row["sync/mismatched_tensors"] == 0
 
 
-def trainer_of(run: LiveRun) -> psutil.Process:
+def trainer_of(run: StartedRun) -> psutil.Process:
     return run.member("TrainerActor")
 
 
-def checkpoints(run: LiveRun) -> list[int]:
+def checkpoints(run: StartedRun) -> list[int]:
     return sorted(int(path.name.removeprefix("step_")) for path in (run.path / "checkpoints").glob("step_*"))
 
 
-def version(run: LiveRun, step: int) -> int:
+def version(run: StartedRun, step: int) -> int:
     """The weight version that the sync after `step` brought to the engine."""
     return int(json.loads((run.path / f"manifests/step_{step}.json").read_text())["version"])
 
 
-def weights(run: LiveRun) -> bytes:
+def weights(run: StartedRun) -> bytes:
     return (run.path / "model/model.safetensors").read_bytes()
 
 
-def sampled(run: LiveRun) -> list[bytes]:
+def sampled(run: StartedRun) -> list[bytes]:
     """Every trajectory of every step, with both sides' log-probabilities and advantages."""
     return [(run.path / f"rollouts/step_{step}.jsonl").read_bytes() for step in range(1, 9)]
 

@@ -22,7 +22,7 @@ from tests.support.cli_runs import (
     PATIENCE_S,
     ROOT,
     SMALL,
-    LiveRun,
+    StartedRun,
     command_of,
     family_of,
     of_runs,
@@ -144,7 +144,7 @@ def test_a_stopped_job_leaves_no_process_and_whole_rows(head: Head) -> None:
 
 
 def test_a_run_beside_a_cluster_does_not_join_it(head: Head, tmp_path: Path) -> None:
-    run = LiveRun(tmp_path, *SMALL)
+    run = StartedRun(tmp_path, *SMALL)
     try:
         run.wait_for("starting the engine")
         assert "gcs_server" in {process.name() for process in run.family()}

@@ -28,7 +28,7 @@ from rl.experiment import read_resolved
 from rl.experiment.features import missing
 from rl.record.metrics import METRICS, describe
 from rl.run.lifecycle.interrupts import INTERRUPTED
-from tests.support.cli_runs import SMALL, LiveRun
+from tests.support.cli_runs import SMALL, StartedRun
 from tests.support.paths import EXAMPLES
 from tests.support.ranks import run_on_ranks
 from tests.support.recompute import first_step, trained_scores
@@ -41,14 +41,14 @@ STEPS = 3
 
 
 @pytest.fixture(scope="module")
-def run(compiled: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveRun]:
+def run(compiled: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[StartedRun]:
     """A finished run of the arithmetic example."""
     sampled = (
         f"eval.sets=[{{name: sampled, path: {EXAMPLES / 'data/arithmetic_eval.jsonl'}, problems: 8, samples: 3, "
         "temperature: 1.0, top_p: 0.9, pass_at: [1, 3], rewards: [{function: integer}]}]"
     )
     small = [*SMALL, f"run.steps={STEPS}", "rollout.prompts_per_step=32"]
-    run = LiveRun(tmp_path_factory.mktemp("run"), *small, sampled)
+    run = StartedRun(tmp_path_factory.mktemp("run"), *small, sampled)
     try:
         run.wait_for("fp8rl: checking")
         run.first_line_s = time.monotonic() - run.started
@@ -58,7 +58,7 @@ def run(compiled: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Li
         run.destroy()
 
 
-def test_it_ends_with_the_demo_s_lines_and_no_process(run: LiveRun) -> None:
+def test_it_ends_with_the_demo_s_lines_and_no_process(run: StartedRun) -> None:
     said = run.console().splitlines()
     assert said[0] == "fp8rl: checking examples/arithmetic.yaml"
     assert f"run {run.path}" in said
@@ -70,13 +70,13 @@ def test_it_ends_with_the_demo_s_lines_and_no_process(run: LiveRun) -> None:
     assert "Traceback" not in (run.path / "engine_0.log").read_text()
 
 
-def test_the_console_is_quiet_and_prompt(run: LiveRun) -> None:
+def test_the_console_is_quiet_and_prompt(run: StartedRun) -> None:
     for noise in ("Warning", "warning", "megatron", "Apex", "Transformer Engine", "wandb:", "INFO"):
         assert noise not in run.console()
     assert run.first_line_s < 10, "about half a second where nothing else runs"
 
 
-def test_every_row_is_complete_and_finite(run: LiveRun) -> None:
+def test_every_row_is_complete_and_finite(run: StartedRun) -> None:
     rows = run.rows()
     assert [row["step"] for row in rows] == list(range(STEPS + 1))
     assert {"eval/accuracy", "sync/verified_tensors", "mismatch/exact_frac"} <= rows[0].keys()
@@ -92,7 +92,7 @@ def test_every_row_is_complete_and_finite(run: LiveRun) -> None:
     assert {name for name in measured - always if name.startswith(("sync/", "eval/", "perf/"))} <= rows[-1].keys()
 
 
-def test_trainer_and_engine_agree_on_every_token(run: LiveRun) -> None:
+def test_trainer_and_engine_agree_on_every_token(run: StartedRun) -> None:
     rows = run.rows()
     assert {row["mismatch/train_rollout_logprob_abs_diff_max"] for row in rows} == {0.0}
     assert {row["mismatch/exact_frac"] for row in rows} == {1.0}
@@ -103,12 +103,12 @@ def test_trainer_and_engine_agree_on_every_token(run: LiveRun) -> None:
     assert len(set(digests)) == STEPS + 1
 
 
-def test_a_sync_sends_the_bytes_that_are_calculated(run: LiveRun) -> None:
+def test_a_sync_sends_the_bytes_that_are_calculated(run: StartedRun) -> None:
     served = served_bytes(read_shape(EXAMPLES / "models/tiny_qwen3_moe"), QuantSpec.preset("fp8_block_pow2"))
     assert {row["sync/bytes"] for row in run.rows()} == {served} == {1_055_216}
 
 
-def test_a_set_of_its_own_is_sampled_and_judged_by_its_rewards(run: LiveRun) -> None:
+def test_a_set_of_its_own_is_sampled_and_judged_by_its_rewards(run: StartedRun) -> None:
     for row in (run.rows()[0], run.rows()[-1]):
         assert row["eval/sampled/problems"] == 8 and 0 < row["eval/sampled/finished_fraction"] <= 1
         assert row["eval/sampled/accuracy"] == row["eval/sampled/avg@3"]
@@ -116,7 +116,7 @@ def test_a_set_of_its_own_is_sampled_and_judged_by_its_rewards(run: LiveRun) -> 
         assert 0 < row["eval/sampled/pass@1"] < row["eval/sampled/pass@3"] <= 1, "answers to a problem differ"
 
 
-def test_the_loop_itself_costs_little(run: LiveRun) -> None:
+def test_the_loop_itself_costs_little(run: StartedRun) -> None:
     """In the step that was disturbed least: other tests run beside this one."""
     parts = [f"perf/{part}_seconds" for part in ("rollout", "train", "checkpoint", "eval")] + ["sync/seconds"]
     shares = []
@@ -127,7 +127,7 @@ def test_the_loop_itself_costs_little(run: LiveRun) -> None:
     assert min(shares) <= 0.05
 
 
-def test_the_run_directory_is_whole(run: LiveRun) -> None:
+def test_the_run_directory_is_whole(run: StartedRun) -> None:
     assert sorted(entry.name for entry in run.path.iterdir()) == [
         *("checkpoints", "engine_0.log", "log.txt", "manifests", "metrics.jsonl", "model", "report.html"),
         *("rollouts", "sessions.jsonl", "spec.yaml", "wandb"),
@@ -143,7 +143,7 @@ def test_the_run_directory_is_whole(run: LiveRun) -> None:
         assert [answer["group"] for answer in answers] == [n // 4 for n in range(32 * 4)]
 
 
-def test_a_step_is_computed_again_from_what_the_run_left(run: LiveRun, tmp_path: Path) -> None:
+def test_a_step_is_computed_again_from_what_the_run_left(run: StartedRun, tmp_path: Path) -> None:
     ((metrics, logprobs),) = run_on_ranks(TrainerConfig(), tmp_path, partial(first_step, run.path))
     row, answers = run.rows()[1], rollouts(run, 1)
     assert metrics == {name: row[name] for name in metrics} and "train/grad_norm" in metrics
@@ -154,18 +154,18 @@ def test_a_step_is_computed_again_from_what_the_run_left(run: LiveRun, tmp_path:
     assert {version for answer in answers for version in answer["weight_versions"]} == {0}
 
 
-def rollouts(run: LiveRun, step: int) -> list[dict[str, Any]]:
+def rollouts(run: StartedRun, step: int) -> list[dict[str, Any]]:
     """The trajectories that a step has left."""
     return [json.loads(line) for line in (run.path / f"rollouts/step_{step}.jsonl").read_text().splitlines()]
 
 
-def test_the_log_has_what_the_console_said(run: LiveRun) -> None:
+def test_the_log_has_what_the_console_said(run: StartedRun) -> None:
     log = (run.path / "log.txt").read_text()
     for line in run.console().splitlines()[1:]:
         assert line.rstrip() in log
 
 
-def test_wandb_reads_the_offline_run(run: LiveRun) -> None:
+def test_wandb_reads_the_offline_run(run: StartedRun) -> None:
     command = [sys.executable, "-m", "wandb", "leet", "inspect", "--summary", str(run.path / "wandb/latest-run")]
     summary = subprocess.run(command, check=True, capture_output=True, text=True, timeout=120).stdout
     for name in ("eval/accuracy", "mismatch/exact_frac", "summary/largest_abs_diff", "rollout/samples"):
@@ -173,15 +173,15 @@ def test_wandb_reads_the_offline_run(run: LiveRun) -> None:
     assert list(run.path.glob("wandb/data/artifacts/staging/*")), "wandb staged its tables inside the run"
 
 
-def test_a_finished_run_is_not_overwritten_by_accident(run: LiveRun) -> None:
+def test_a_finished_run_is_not_overwritten_by_accident(run: StartedRun) -> None:
     before = run.rows()
-    again = LiveRun(run.path.parent, *SMALL)
+    again = StartedRun(run.path.parent, *SMALL)
     assert again.ends() == 2
     assert "--resume" in again.console() and "--overwrite" in again.console()
     assert run.rows() == before
 
 
-def test_the_trained_model_is_served_as_it_was_trained(run: LiveRun, tmp_path: Path) -> None:
+def test_the_trained_model_is_served_as_it_was_trained(run: StartedRun, tmp_path: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(run.path / "model")
     asked = [answer["prompt_ids"] for answer in rollouts(run, 1)[::4][:4]]
     question: Any = [{"role": "user", "content": rollouts(run, 1)[0]["prompt"]}]
@@ -265,7 +265,7 @@ def what_is_wrong_is_refused(client: openai.OpenAI, model: str) -> None:
 
 
 @contextmanager
-def served(run: LiveRun, folder: Path) -> Iterator[openai.OpenAI]:
+def served(run: StartedRun, folder: Path) -> Iterator[openai.OpenAI]:
     """A client of `fp8rl serve RUN`, which Ctrl-C ends without a trace."""
     command = [Path(sys.executable).with_name("fp8rl"), "serve", run.path]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=folder) as process:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.cli_runs import LiveRun
+from tests.support.cli_runs import StartedRun
 from tests.support.ranks import run_on_ranks
 from tests.support.recompute import taught_step
 from trainer.config import TrainerConfig
@@ -20,7 +20,7 @@ def test_a_teacher_says_what_the_trainer_would_at_its_weights_bit_for_bit(tmp_pa
     start = Path("examples/models/tiny_qwen3_moe").absolute()
     settings = ["run.steps=2", "rollout.prompts_per_step=8", "rollout.group_size=4", "eval.problems=0"]
     taught = [f"teacher.path={start}", "algorithm.reward_weight=1.0"]
-    run = LiveRun(tmp_path, *settings, *taught, example="arithmetic_opd")
+    run = StartedRun(tmp_path, *settings, *taught, example="arithmetic_opd")
     try:
         assert run.ends() == 0, run.console()
         assert "A = teacher_weight (teacher's logprob - engine's) + reward_weight A of grpo" in run.console()

@@ -20,7 +20,7 @@ import pytest
 from tests.support.cli_runs import (
     MARK,
     SMALL,
-    LiveRun,
+    StartedRun,
     command_of,
     family_of,
     of_runs,
@@ -124,7 +124,7 @@ def test_trainer_and_engine_on_two_nodes_one_of_which_leaves(
 ) -> None:
     left, right, head = machines
     nodes = [f"cluster.trainer_nodes={left.address}", "cluster.engine_nodes=engines", "sync.transport=distributed"]
-    run = LiveRun(
+    run = StartedRun(
         tmp_path,
         *SMALL,
         *nodes,

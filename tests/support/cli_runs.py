@@ -32,7 +32,7 @@ PATIENCE_S = 900.0
 MARK = "FP8RL_TEST_FAMILY"
 
 
-class LiveRun:
+class StartedRun:
     """One `fp8rl train` of an example into `folder`/`name`, in a session of its own like a terminal's.
 
     inside: a command that it is started by, such as one that gives it a network of its own. environment: additions.
