@@ -137,7 +137,7 @@ class WandbRun:
         return self._run is None or self._upload_lost
 
     def log(self, row: Mapping[str, Any]) -> None:
-        self._send(lambda run: run.log(dict(row)))
+        self._send(lambda run: _log(run, row))
         if self._upload is not None and self._upload.ended and not self._upload_lost:
             self._lose_upload(self._upload)
 
@@ -188,6 +188,15 @@ def table(columns: list[str], rows: list[list[Any]]) -> wandb.Table:
     import wandb
 
     return wandb.Table(columns=columns, data=rows)
+
+
+def _log(run: wandb.Run, row: Mapping[str, Any]) -> None:
+    """Log a row, and remove its tables' temporary files: wandb has copied them, and keeps those of 100 tables."""
+    run.log(dict(row))
+    for value in row.values():
+        target = getattr(value, "_artifact_target", None)
+        if target is not None:
+            target.artifact._tmp_dir.cleanup()
 
 
 def _start(run: RunDir, experiment: Mapping[str, Any], config: WandbConfig, resumed: bool) -> wandb.Run:

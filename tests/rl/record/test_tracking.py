@@ -2,6 +2,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -114,12 +115,16 @@ def test_wandb_gets_the_same_rows_over_the_step_axis(run: RunDir) -> None:
     assert [record["exit_code"] for record in of_type(records, "exit")] == [0]
 
 
-def test_tables_are_rare_and_staged_in_the_run_directory(run: RunDir) -> None:
+def test_tables_are_rare_and_staged_in_the_run_directory(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     spec = {"run": {"steps": 12}}
+    temporary = run.path.parent / "temporary"
+    temporary.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
     with tracking(run, WandbConfig(), spec=spec) as tracker:
         assert os.environ["WANDB_DATA_DIR"].startswith(str(run.path))
         for step in range(1, 13):
             tracker.log(step, {}, lambda: (RECORDS, []))
+        assert not list(temporary.rglob("*.table.json")), "a long run would fill the disk"
     assert "WANDB_DATA_DIR" not in os.environ
     assert run.rollout_steps() == list(range(1, 13))
     rows = [record["item"] for record in of_type(wandb_records(run), "history")]
