@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Annotated
 
 from pydantic import Field, model_validator
 
 from numerics.io.section import Section
 from rollout.types import SamplingParams
+
+CPU_CACHE_TOKENS = 32768
 
 
 class RolloutConfig(Section):
@@ -46,8 +49,19 @@ class RolloutConfig(Section):
     """0 is off; must stay so in exact mode."""
     context_length: int = Field(default=1024, ge=1)
     """Longest sequence, prompt and answer together."""
-    max_total_tokens: int = Field(default=32768, ge=1)
-    """Tokens that the KV cache of one engine holds."""
+    max_total_tokens: int | None = Field(default=None, ge=1)
+    """Tokens that the KV cache of one engine holds. Null: on a GPU as many as can be in use and fit beside everything
+    else (`fp8rl plan`); on a CPU 32,768, or one row if that is longer."""
+    memory_fraction: float | None = Field(default=None, gt=0.0, lt=1.0)
+    """The part of a GPU's memory that SGLang may fill with weights and cache; the rest has to be free when it starts,
+    for prefills and CUDA graphs. Null leaves SGLang's own, which follows from `chunked_prefill_size` and
+    `graph_batches`."""
+    max_running_requests: int | None = Field(default=None, ge=1)
+    """Answers that one engine works on at a time. Null leaves SGLang's own, which follows from the cache."""
+    # Strictness would refuse the list that YAML gives.
+    graph_batches: tuple[Annotated[int, Field(ge=1)], ...] | None = Field(default=None, min_length=1, strict=False)
+    """Numbers of answers for which a decode step is captured as a CUDA graph, on a GPU; 2 MiB for each answer of the
+    largest. Null leaves SGLang's own, up to 256."""
     chunked_prefill_size: int | None = Field(default=None, ge=1)
     """Longest prefill chunk in tokens; null leaves SGLang's default."""
     prefix_cache: bool = True
@@ -77,6 +91,11 @@ class RolloutConfig(Section):
                 "rollout.in_flight=true"
             )
         return self
+
+    @property
+    def cache_tokens(self) -> int:
+        """`max_total_tokens`, or what an engine has where nobody has decided it."""
+        return self.max_total_tokens or max(CPU_CACHE_TOKENS, self.context_length)
 
     @property
     def updates_in_flight(self) -> bool:

@@ -33,6 +33,25 @@ class RateConfig(Section):
         return self
 
 
+class OptimizerMemory(Section):
+    """Where the FP32 masters and Adam's moments are, and how wide. Both keys count on a GPU."""
+
+    moments: Literal["fp32", "bf16"] = "fp32"
+    """Type of Adam's two moments on the GPU. `bf16` halves them; TransformerEngine's Adam holds them so."""
+    offload: bool = False
+    """Keep masters and moments in the host's memory, where Adam then runs: 12 bytes a parameter less on the GPU, and a
+    slower update. Not with weights that TransformerEngine holds in FP8. Changes nothing on a CPU."""
+
+    @model_validator(mode="after")
+    def _one_of_the_two(self) -> Self:
+        if self.offload and self.moments != "fp32":
+            raise ValueError(
+                f"found moments={self.moments} with offload=true, expected fp32: on the host Adam is torch's, whose "
+                "moments are as wide as the masters. Set one of the two"
+            )
+        return self
+
+
 class TrainerConfig(RateConfig):
     """Parallel layout, optimizer, learning-rate schedule and micro-batch size of the Megatron trainer."""
 
@@ -56,6 +75,8 @@ class TrainerConfig(RateConfig):
     """Largest global gradient norm."""
     micro_batch_tokens: int = Field(default=4096, ge=1)
     """Padded tokens of one micro-batch; a longer row gets a micro-batch of its own."""
+    optimizer: OptimizerMemory = OptimizerMemory()
+    """What the optimizer takes of a GPU's memory."""
 
     gradient_wire: GradientWire = "fp32"
     """What gradients are sent in between data-parallel ranks, FP8 with an FP32 scale per 128 numbers,

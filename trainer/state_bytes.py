@@ -34,7 +34,8 @@ class StateBytes:
 
     Attributes:
         parameters: what the forward reads. operands: of quantized weights, kept beside them.
-        gradients: FP32 sums. masters: FP32, this rank's share. moments: Adam's two, likewise.
+        gradients: FP32 sums. masters: FP32, this rank's share. moments: Adam's two, likewise. Both are 0 where
+            `trainer.optimizer.offload` keeps them on the host.
         padding: of parameters and gradients in Megatron's buffers.
     """
 
@@ -69,11 +70,13 @@ def state_bytes(
 
     Exact where every parameter's size is a multiple of 64 elements.
     """
-    at = Layout.of(rank, config)
+    at, memory = Layout.of(rank, config), config.optimizer
+    gpu = storage != "torch"  # where there is none, the host's memory is all there is
+    moment_bytes = None if gpu and memory.offload else BF16 if gpu and memory.moments == "bf16" else FP32
     found = {"dense": StateBytes(), "experts": StateBytes()}
     for buffer in buffers(shape, config, numerics.trainer_spec, storage, at.pp_rank):
         ranks, replica = (at.expert_dp_size, at.expert_dp_rank) if buffer.experts else (at.dp_size, at.dp_rank)
-        found["experts" if buffer.experts else "dense"] += _held(buffer, ranks, replica)
+        found["experts" if buffer.experts else "dense"] += _held(buffer, ranks, replica, moment_bytes)
     return found
 
 
@@ -160,7 +163,8 @@ def _of_stage(shape: Shape, config: TrainerConfig, spec: QuantSpec, stage: int) 
             yield _Held(weight, elements, copies, apart=apart)
 
 
-def _held(buffer: Buffer, ranks: int, replica: int) -> StateBytes:
+def _held(buffer: Buffer, ranks: int, replica: int, moment_bytes: int | None) -> StateBytes:
+    """moment_bytes: of one of the two; None: moments and masters are elsewhere."""
     whole = math.lcm(ranks, _BUCKET)
     padded = -(-buffer.elements // whole) * whole
     mine = max(0, min(buffer.elements - replica * (padded // ranks), padded // ranks))
@@ -169,7 +173,7 @@ def _held(buffer: Buffer, ranks: int, replica: int) -> StateBytes:
         parameters=buffer.elements * each + buffer.scales,
         operands=buffer.operands,
         gradients=buffer.elements * FP32,
-        masters=mine * FP32,
-        moments=mine * 2 * FP32,
+        masters=0 if moment_bytes is None else mine * FP32,
+        moments=mine * 2 * (moment_bytes or 0),
         padding=(padded - buffer.elements) * (each + FP32),
     )

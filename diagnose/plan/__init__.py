@@ -1,10 +1,10 @@
 """The planner calculates, before there is a machine, what a spec takes in bytes and time, and whether FP8 pays."""
 
 from diagnose.plan.efficiency import assumed, measured
-from diagnose.plan.gpus import GPUS, gpu_named
 from diagnose.plan.page import rendered, to_json
 from diagnose.plan.plan import Plan, make_plan
-from diagnose.plan.subject import read_assumed, read_subject
+from diagnose.plan.subject import read_subject
+from rl.experiment.budget.gpus import GPUS, gpu_named
 
 __all__ = [
     "GPUS",
@@ -13,7 +13,6 @@ __all__ = [
     "gpu_named",
     "make_plan",
     "measured",
-    "read_assumed",
     "read_subject",
     "rendered",
     "to_json",

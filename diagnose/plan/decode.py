@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from diagnose.plan.efficiency import Rates
-from diagnose.plan.gpus import Gpu
 from models.shape import Shape
 from numerics.spec import QuantSpec
+from rl.experiment.budget.gpus import Gpu
 from weight_sync.served_bytes import weight_bytes
 
 

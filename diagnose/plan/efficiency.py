@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from diagnose.plan.gpus import Gpu
 from numerics.config import Mode
 from numerics.errors import user_error
+from rl.experiment.budget.gpus import Gpu
 
 LARGE = 4096
 """Tokens from which a product's rate in `gpu.json` counts: smaller ones are bound by memory, which is calculated."""

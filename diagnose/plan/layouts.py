@@ -6,22 +6,20 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from diagnose.plan.efficiency import Efficiency
-from diagnose.plan.gpus import GPUS_PER_NODE, Gpu
-from diagnose.plan.job import Job
-from diagnose.plan.memory import colocated_memory, engine_memory, trainer_memory
 from diagnose.plan.time import step_time
 from models.shape import Shape
 from models.sizes import ModelSizes
 from numerics.errors import UserError, user_error
 from numerics.spec import QuantSpec
+from rl.experiment.budget.fit import SLACK
+from rl.experiment.budget.gpus import GPUS_PER_NODE, Gpu
+from rl.experiment.budget.job import Job
+from rl.experiment.budget.memory import colocated_memory, engine_memory, trainer_memory
 from trainer.config import TrainerConfig
 from trainer.megatron.model_checks import check_layout
 
 MOST_STAGES, MOST_EXPERT_RANKS = 32, 64
 MOST_GPUS = 4096
-SLACK = 0.10
-"""Part of a GPU's memory that a real run needs beside what is calculated: peaks that were measured differ from the
-calculated ones by up to 10% (tests/diagnose/plan/test_peak.py), and fragmentation of the allocator comes on top."""
 
 
 def on_gpus(layout: TrainerConfig, gpus: int) -> TrainerConfig:
@@ -69,7 +67,7 @@ def engine_ranks(job: Job, gpu: Gpu) -> int:
         return 1
     sizes = job.shape.sizes
     able = [ranks for ranks in _divisors(sizes.heads, GPUS_PER_NODE) if not sizes.kv_heads % ranks]
-    light = [ranks for ranks in able if 2 * engine_memory(replace(job, engine_tp=ranks)).peak < gpu.memory]
+    light = [ranks for ranks in able if 2 * engine_memory(replace(job, engine_tp=ranks)).always < gpu.memory]
     return min(light, default=max(able))
 
 

@@ -12,9 +12,9 @@ from rich.table import Table
 from rich.text import Text
 
 from diagnose.doctor.judge import Remark
-from diagnose.plan.memory import PHASES
 from diagnose.plan.plan import Plan
 from diagnose.plan.time import StepTime
+from rl.experiment.budget.memory import PHASES
 from trainer.config import TrainerConfig
 
 SCHEMA = 1
@@ -69,8 +69,6 @@ def _heading(plan: Plan) -> RenderableType:
         f"  {job.rows:,} rows of {job.length:,} tokens a step, {job.micro_batches} micro-batches of "
         f"{job.micro_batch:,}" + (f"; engines of {job.engine_tp}" if job.engines else ""),
     ]
-    if plan.assumed:
-        lines.append(f"  assumed, without a key of the trainer: {', '.join(plan.assumed)}")
     return Text("\n".join(lines))
 
 

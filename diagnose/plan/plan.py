@@ -10,16 +10,16 @@ from diagnose.doctor.judge import Remark
 from diagnose.plan import layouts, verdict
 from diagnose.plan.decode import Decode, decode_step
 from diagnose.plan.efficiency import Efficiency
-from diagnose.plan.gpus import Gpu
-from diagnose.plan.job import Job
-from diagnose.plan.memory import Memory, colocated_memory, engine_memory, peak_on_a_cpu, trainer_memory
-from diagnose.plan.subject import Assumed, Subject
+from diagnose.plan.subject import Subject
 from diagnose.plan.time import StepTime, step_time
 from diagnose.plan.verdict import Bracket, Pays
-from models.shape import Shape
 from rl.experiment import Experiment
+from rl.experiment.budget.fit import SLACK, fullest, largest_micro_batch, with_cache
+from rl.experiment.budget.gpus import Gpu
+from rl.experiment.budget.job import Job, job_of
+from rl.experiment.budget.memory import Memory, colocated_memory, engine_memory, peak_on_a_cpu, trainer_memory
 from trainer.config import TrainerConfig
-from trainer.state_bytes import Storage, storage_on
+from trainer.state_bytes import storage_on
 from weight_sync.served_bytes import served_bytes
 
 DECODED = (1, 32, 256)
@@ -47,7 +47,7 @@ class Plan:
         fp8_over_bf16: of their times. break_even: tokens of a step, slow corner and fast.
         decode: an engine's decode steps by answers at a time, half of a row each, in the spec's precision and in BF16,
             slow corner.
-        efficiency: of which all times are. assumed: what the trainer has no key for.
+        efficiency: of which all times are.
         left_out: what no number here counts.
     """
 
@@ -78,7 +78,6 @@ class Plan:
     break_even: tuple[int | None, int | None]
     decode: tuple[tuple[Decode, Decode], ...]
     efficiency: Efficiency
-    assumed: tuple[Assumed, ...]
     left_out: tuple[str, ...]
     remarks: tuple[Remark, ...]
 
@@ -88,46 +87,17 @@ class Plan:
         return not any(remark.blocks for remark in self.remarks)
 
 
-def job_of(
-    experiment: Experiment,
-    shape: Shape,
-    storage: Storage,
-    length: int | None = None,
-    assumed: frozenset[Assumed] = frozenset(),
-) -> Job:
-    """The job of a step. length: of each row; without one, as long as `rollout.context_length` allows."""
-    rollout, algorithm = experiment.rollout, experiment.algorithm
-    rows = algorithm.problems_per_step(rollout) * (rollout.group_size if algorithm.samples else 1)
-    return Job(
-        shape=shape,
-        layout=experiment.trainer,
-        numerics=experiment.numerics_config(),
-        storage=storage,
-        rows=rows,
-        length=length or rollout.context_length,
-        engines=rollout.engines if experiment.needs_engines else 0,
-        engine_tp=rollout.tp,
-        kv_tokens=rollout.max_total_tokens,
-        bucket_bytes=experiment.sync.bucket_mib << 20,
-        recompute="recompute" in assumed,
-        offload="offload" in assumed,
-        sleep="sleep" in assumed,
-        moment_bytes=2 if "bf16_moments" in assumed else 4,
-    )
-
-
 def make_plan(
     subject: Subject,
     gpu: Gpu,
     efficiency: Efficiency,
     gpus: int | None = None,
     length: int | None = None,
-    assumed: frozenset[Assumed] = frozenset(),
 ) -> Plan:
     """Raises UserError: the GPUs cannot be divided over the layout, or the model over any."""
     experiment, shape = subject.experiment, subject.shape
     storage = storage_on(experiment.numerics_config(), cuda=True, transformer_engine=True)
-    job = job_of(experiment, shape, storage, length, assumed)
+    job = job_of(experiment, shape, storage, gpu.memory, length)
     if not subject.engines_chosen:
         job = replace(job, engine_tp=layouts.engine_ranks(job, gpu))
     if subject.chosen:
@@ -136,18 +106,20 @@ def make_plan(
     else:
         layouts.on_gpus(job.layout, count := 8 if gpus is None else gpus)
         job = layouts.choose(job, gpu, count, efficiency)
-    return _calculated(subject, job, gpu, efficiency, assumed)
+    return _calculated(subject, job, gpu, efficiency)
 
 
-def _calculated(subject: Subject, job: Job, gpu: Gpu, efficiency: Efficiency, assumed: frozenset[Assumed]) -> Plan:
+def _calculated(subject: Subject, job: Job, gpu: Gpu, efficiency: Efficiency) -> Plan:
     corners = {"slow": efficiency.slow, "fast": efficiency.fast}
-    memory = {"colocated": colocated_memory(job), "trainer": trainer_memory(job), "engine": engine_memory(job)}
     apart = subject.experiment.sync.engines_own_gpus or not job.engines
+    job = with_cache(job, subject.experiment, gpu.memory, apart)
+    memory = {"colocated": colocated_memory(job), "trainer": trainer_memory(job), "engine": engine_memory(job)}
     decides: Literal["colocated", "trainer"] = "trainer" if apart else "colocated"
+    full = fullest(job, apart)
     ratio = verdict.fp8_over_bf16(job, gpu, efficiency)
     times = {corner: step_time(job, gpu, rates) for corner, rates in corners.items()}
     fewest = None if apart else layouts.fewest(job, gpu, beside_engine=True)
-    remarks = [*verdict.stand_in(subject), *verdict.remarks(job, gpu, memory[decides], ratio)]
+    remarks = [*verdict.stand_in(subject), *verdict.remarks(job, gpu, full, ratio)]
     world = job.layout.world_size
     shape = job.shape
     return Plan(
@@ -161,16 +133,16 @@ def _calculated(subject: Subject, job: Job, gpu: Gpu, efficiency: Efficiency, as
         training_flops=shape.training_flops(job.length),
         memory=memory,
         decides=decides,
-        slack=gpu.memory - memory[decides].peak,
-        needed_slack=layouts.SLACK * gpu.memory,
+        slack=gpu.memory - full.peak,
+        needed_slack=SLACK * gpu.memory,
         fewest=fewest or layouts.fewest(job, gpu, beside_engine=False),
         fewest_apart=fewest is None,
         stages=tuple(trainer_memory(job, stage) for stage in range(job.layout.pp)),
         on_a_cpu=peak_on_a_cpu(replace(job, storage="torch")),
         largest_micro_batch={
-            name: verdict.largest_micro_batch(job, gpu, memory[name]) for name in ("colocated", "trainer")
+            name: largest_micro_batch(job, memory[name], gpu.memory) for name in ("colocated", "trainer")
         },
-        largest_with_slack=verdict.largest_micro_batch(job, gpu, memory[decides], layouts.SLACK),
+        largest_with_slack=largest_micro_batch(job, memory[decides], gpu.memory, SLACK),
         sync_bytes=tuple(served_bytes(shape, each.numerics.rollout_spec) for each in (job, job.in_bf16())),
         fp8=times,
         bf16={corner: step_time(job.in_bf16(), gpu, rates) for corner, rates in corners.items()},
@@ -180,7 +152,6 @@ def _calculated(subject: Subject, job: Job, gpu: Gpu, efficiency: Efficiency, as
         break_even=verdict.break_even(job, gpu, efficiency),
         decode=tuple(_decoded(job, gpu, efficiency, batch) for batch in _batches(job)) if job.engines else (),
         efficiency=efficiency,
-        assumed=tuple(sorted(assumed)),
         left_out=tuple(_left_out(subject.experiment)),
         remarks=tuple(sorted(remarks, key=lambda remark: not remark.blocks)),
     )
@@ -195,7 +166,11 @@ def _left_out(experiment: Experiment) -> Iterator[str]:
         yield "scoring by the policy before its first update"
     others = [role for role in ("reference", "critic", "teacher") if getattr(needs, role)]
     if others:
-        yield f"{' and '.join(others)}: their memory, and the time in which they score"
+        yield f"the time in which {' and '.join(others)} score"
+    if needs.teacher:
+        yield "the engines of the teacher"
+    if experiment.trainer.optimizer.offload:
+        yield "what an update on the host takes longer than on a GPU"
     yield "evaluations and checkpoints"
 
 

@@ -6,7 +6,6 @@ import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, get_args
 
 from models import read_shape
 from models.shape import Shape
@@ -19,10 +18,6 @@ CONFIGS = Path(__file__).parent / "configs"
 """Directories with nothing but a config.json, of models that anyone can download; part of the package."""
 LONGEST = 8192
 """Tokens of a row that a model without a spec is planned for, unless its positions end before."""
-
-Assumed = Literal["recompute", "offload", "sleep", "bf16_moments"]
-"""What the trainer has no key for and a plan may assume: a layer's activations computed again in the backward; masters
-and moments on the host; trainer and engine of one GPU leave it to each other in turns; Adam's moments in BF16."""
 
 
 @dataclass(frozen=True)
@@ -76,17 +71,6 @@ def read_subject(subject: str | None, overrides: Sequence[str] = ()) -> Subject:
     chosen = any(key.startswith(f"trainer.{name}=") for key in overrides for name in ("tp", "pp", "ep", "dp"))
     engines_chosen = any(key.startswith("rollout.tp=") for key in overrides)
     return Subject(subject, shape, compose_experiment(values, overrides, directory), chosen, engines_chosen)
-
-
-def read_assumed(text: str | None) -> frozenset[Assumed]:
-    """The assumptions of a list with commas. Raises UserError for one that is not known."""
-    names = [name.strip() for name in text.split(",")] if text else []
-    for name in names:
-        if name not in get_args(Assumed):
-            raise user_error(
-                "--assume", found=name, expected=f"some of {', '.join(get_args(Assumed))}", remedy="Correct the name."
-            )
-    return frozenset(name for name in get_args(Assumed) if name in names)
 
 
 def _packaged(name: str) -> str:

@@ -11,11 +11,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from diagnose.plan.efficiency import Rates
-from diagnose.plan.gpus import Gpu
-from diagnose.plan.job import Job
-from diagnose.plan.memory import logit_bytes
 from diagnose.plan.transfers import layer_transfers, sums
 from models.shape import WeightGroup, overlap
+from rl.experiment.budget.gpus import Gpu
+from rl.experiment.budget.job import Job
+from rl.experiment.budget.memory import LOGIT_BYTES
+from trainer.config import OptimizerMemory
 from trainer.state_bytes import layers_of_stage, state_bytes
 
 LAUNCH_S = 5e-6
@@ -73,15 +74,17 @@ def step_time(job: Job, gpu: Gpu, rates: Rates) -> StepTime:
 
 def _of_stage(job: Job, gpu: Gpu, rates: Rates, stage: int) -> StepTime:
     times, bandwidth = job.micro_batches, gpu.bandwidth * rates.bandwidth
-    again = 4 / 3 if job.recompute else 1.0  # a forward more, of one and two backwards
+    again = 4 / 3 if job.recompute != "none" else 1.0  # at most a forward more, of one and two backwards
     products = sum(_product_seconds(job, gpu, rates, each) for each in _products(job, stage)) * again
     quantization = sum(_operand_bytes(job, each) for each in _products(job, stage) if each.fp8) / bandwidth * again
     layers = _layers(job, stage)
     share = len(layers) / job.shape.sizes.layers / job.layout.tp
     forward = job.shape.attention_flops(job.length / 2) * share * job.micro_batch
-    attention = forward * (1 + job.recompute + BACKWARD_ATTENTION) / (gpu.bf16 * rates.attention)
+    attention = (
+        forward * (1 + (job.recompute in ("attention", "layer")) + BACKWARD_ATTENTION) / (gpu.bf16 * rates.attention)
+    )
     kept = sum(job.shape.activations(layer).bf16 for layer in layers) * job.micro_batch / job.layout.tp
-    logits = logit_bytes(job) if stage == job.layout.pp - 1 else 0.0
+    logits = LOGIT_BYTES * job.shape.sizes.vocab_size * job.micro_batch if stage == job.layout.pp - 1 else 0.0
     elementwise = PASSES * (kept + logits) / bandwidth
     launches = LAUNCH_S * again * kernels(job, stage)
     transfers = 0.0 if rates.hidden else layer_transfers(job, gpu, rates, layers)
@@ -189,7 +192,8 @@ def product_bytes(job: Job) -> float:
 def _update(job: Job, bandwidth: float, stage: int) -> float:
     """Seconds of the optimizer, and of quantizing each weight from BF16 into codes both ways."""
     rank = stage * job.layout.tp * job.layout.dp
-    states = state_bytes(job.shape, job.layout, job.numerics, job.storage, rank).values()
+    on_gpu = job.layout.model_copy(update={"optimizer": OptimizerMemory()})
+    states = state_bytes(job.shape, on_gpu, job.numerics, job.storage, rank).values()
     quantized = sum(each.layers * each.copies * each.n * each.k for each in _products(job, stage) if each.fp8)
     return (OPTIMIZER_BYTES * sum(state.masters / 4 for state in states) + 4 * quantized) / bandwidth
 

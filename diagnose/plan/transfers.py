@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from diagnose.plan.efficiency import Rates
-from diagnose.plan.gpus import GPUS_PER_NODE, Gpu
-from diagnose.plan.job import Job
+from rl.experiment.budget.gpus import GPUS_PER_NODE, Gpu
+from rl.experiment.budget.job import Job
 from trainer.state_bytes import layers_of_stage, state_bytes
 
 GRADIENT_BYTES = {"fp32": 4.0, "bf16": 2.0, "e4m3": 1 + 4 / 128, "e5m2": 1 + 4 / 128}

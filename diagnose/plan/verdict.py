@@ -9,19 +9,14 @@ from typing import Literal
 from diagnose.doctor.judge import Remark
 from diagnose.plan import layouts
 from diagnose.plan.efficiency import Efficiency, Rates
-from diagnose.plan.gpus import Gpu
-from diagnose.plan.job import Job
-from diagnose.plan.memory import (
-    Memory,
-    activation_bytes,
-    colocated_memory,
-    engine_memory,
-    logit_bytes,
-    trainer_memory,
-)
 from diagnose.plan.subject import Subject
 from diagnose.plan.time import step_time
 from numerics.errors import UserError
+from rl.experiment.budget.fit import SLACK, check_fits, largest_micro_batch
+from rl.experiment.budget.gpus import Gpu
+from rl.experiment.budget.job import Job
+from rl.experiment.budget.memory import Memory, colocated_memory, engine_memory, trainer_memory
+from trainer.megatron.optimizer_memory import lower_optimizer
 
 Pays = Literal["FP8 is slower here", "FP8 is faster here", "FP8 may be faster or slower here"]
 FEWEST, MOST = 1 << 7, 1 << 27
@@ -63,21 +58,6 @@ def break_even(job: Job, gpu: Gpu, efficiency: Efficiency) -> tuple[int | None, 
     return _break_even(job, gpu, efficiency.slow), _break_even(job, gpu, efficiency.fast)
 
 
-def largest_micro_batch(job: Job, gpu: Gpu, memory: Memory, slack: float = 0.0) -> int:
-    """Tokens of a micro-batch that still fit where `memory` is what a GPU holds; 0: not one.
-
-    slack: part of the GPU's memory that stays free.
-
-    Activations and logits grow with them, nothing else does.
-    """
-    stage = (memory.rank or 0) // (job.layout.tp * job.layout.dp)
-    last = stage == job.layout.pp - 1
-    each = activation_bytes(job, stage, 1) + (logit_bytes(job, 1) if last else 0.0)
-    rest = memory.in_phase("train") - each * job.micro_batch
-    free = gpu.memory * (1 - slack) - max(rest, *(memory.in_phase(phase) for phase in ("rollout", "update", "sync")))
-    return max(0, int(free // each))
-
-
 def stand_in(subject: Subject) -> Iterator[Remark]:
     """That a spec's model is not there yet, and which config the plan was made with in its place."""
     if subject.stands_in:
@@ -92,35 +72,23 @@ def stand_in(subject: Subject) -> Iterator[Remark]:
 
 def remarks(job: Job, gpu: Gpu, memory: Memory, ratio: Bracket) -> Iterator[Remark]:
     """What stands against a plan, and what it rests on. memory: of its fullest GPU."""
-    found = f"{memory.peak / 1e9:.1f} GB on rank {memory.rank}"
-    if memory.peak > gpu.memory:
-        most = max(memory.held, key=lambda name: memory.held[name].get("train", 0.0))
-        yield Remark(
-            True,
-            "memory",
-            f"{found}, of which {most} {memory.held[most].get('train', 0.0) / 1e9:.1f} GB",
-            f"at most the {gpu.memory / 1e9:.0f} GB of a {gpu.name}",
-            _remedy(job, gpu, memory),
-        )
-    elif not layouts.leaves_slack(memory.peak, gpu):
+    found = f"{memory.peak / 1e9:.1f} GB on {'an engine' if memory.rank is None else f'rank {memory.rank}'}"
+    for check in (
+        lambda: check_fits(job, memory, gpu.memory, gpu.name),
+        lambda: layouts.check(job.shape, job.layout, job.numerics.trainer_spec),
+        lambda: lower_optimizer(job.layout.optimizer, job.storage == "transformer_engine" and job.fp8, True, True),
+    ):
+        try:
+            check()
+        except UserError as error:
+            yield Remark(True, error.key, error.found, error.expected, error.remedy)
+    if memory.peak <= gpu.memory and not layouts.leaves_slack(memory.peak, gpu):
         yield Remark(
             False,
             "memory",
             f"{found} of the {gpu.memory / 1e9:.0f} GB of a {gpu.name}",
-            f"{layouts.SLACK:.0%} of it free, as calculated peaks are right to about that, and memory fragments",
+            f"{SLACK:.0%} of it free, as calculated peaks are right to about that, and memory fragments",
             _remedy(job, gpu, memory),
-        )
-    try:
-        layouts.check(job.shape, job.layout, job.numerics.trainer_spec)
-    except UserError as error:
-        yield Remark(True, error.key, error.found, error.expected, error.remedy)
-    if job.offload and job.storage == "transformer_engine" and job.fp8:
-        yield Remark(
-            True,
-            "--assume offload",
-            "with weights held and gathered in FP8 (fp8-param-gather), as native mode's trainer does",
-            "one of the two: with both, Megatron leaves FP8 weights stale (Megatron-LM#2407, #2582, #2788, #5083)",
-            "Take offload away, or set numerics.trainer=bf16.",
         )
     if pays(ratio) == "FP8 is slower here":
         yield Remark(
@@ -152,7 +120,7 @@ def remarks(job: Job, gpu: Gpu, memory: Memory, ratio: Bracket) -> Iterator[Rema
 def _remedy(job: Job, gpu: Gpu, memory: Memory) -> str:
     ways = []
     beside_engine = bool(memory.held.get("engine weights"))
-    largest = largest_micro_batch(job, gpu, memory, layouts.SLACK)
+    largest = largest_micro_batch(job, memory, gpu.memory, SLACK)
     if largest > job.length:
         ways.append(f"lower trainer.micro_batch_tokens to {largest}")
     elif beside_engine and layouts.leaves_slack(trainer_memory(job).peak, gpu):

@@ -49,9 +49,6 @@ def plan(
     gpu: Annotated[str, typer.Option(help="h100, h200, h800, h20 or b200.")] = "h100",
     gpus: Annotated[int | None, typer.Option(help="GPUs of the trainer; engines share them, or have others.")] = None,
     length: Annotated[int | None, typer.Option(min=1, help="Tokens of a row; else as long as they may be.")] = None,
-    assume: Annotated[
-        str | None, typer.Option(help="Some of recompute, offload, sleep, bf16_moments, with commas.")
-    ] = None,
     bench: Annotated[Path | None, typer.Option(help="gpu.json of `python -m bench.gpu` on such a GPU.")] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -65,7 +62,7 @@ def plan(
         found, kind = planning.read_subject(subject, overrides or []), planning.gpu_named(gpu)
         mode = found.experiment.numerics.mode
         efficiency = planning.measured(bench, mode, kind) if bench else planning.assumed(mode)
-        made = planning.make_plan(found, kind, efficiency, gpus, length, planning.read_assumed(assume))
+        made = planning.make_plan(found, kind, efficiency, gpus, length)
     print(planning.to_json(made)) if as_json else show(planning.rendered(made))
     end(made.ok)
 

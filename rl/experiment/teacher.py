@@ -31,6 +31,11 @@ class TeacherSection(Section):
     max_total_tokens: int = Field(default=32768, ge=1)
     """Tokens that the KV cache of one engine holds."""
 
+    @property
+    def cache_tokens(self) -> int:
+        """`max_total_tokens`, as the policy's engines call it."""
+        return self.max_total_tokens
+
     def engine(self, rollout: RolloutConfig) -> RolloutConfig:
         """What its engines are started with, beside those of the policy."""
         return rollout.model_copy(

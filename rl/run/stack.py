@@ -11,8 +11,10 @@ from pathlib import Path
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from models import read_shape
 from numerics.config import NumericsConfig
 from rl.experiment import Experiment
+from rl.experiment.budget.here import with_own_cache
 from rl.run.cluster.cluster import end_at_once, ray_cluster
 from rl.run.cluster.seats import Seats
 from rl.run.engines.pool import EnginePool
@@ -80,6 +82,7 @@ class Stack:
         Raises:
             UserError: the model, the layout and the sizes do not fit together, or not onto the nodes of the cluster.
         """
+        experiment = with_own_cache(experiment, read_shape(Path(experiment.model.path)))
         closing.enter_context(ray_cluster(folder / "ray_logs", lost))
         say(f"starting {'the engine and ' if experiment.needs_engines else ''}the trainer")
         seats = Seats(experiment, folder)

@@ -98,11 +98,13 @@ def server_arguments(
         *(("--skip-tokenizer-init",) if served_name is None else ("--served-model-name", served_name)),
         *("--host", host, "--port", str(port), "--log-level", "warning"),
         *("--grammar-backend", "none"),
-        *("--context-length", str(config.context_length), "--max-total-tokens", str(config.max_total_tokens)),
+        *("--context-length", str(config.context_length), "--max-total-tokens", str(config.cache_tokens)),
         *("--random-seed", "0", "--weight-version", str(weight_version)),
     ]
     if config.chunked_prefill_size is not None:
         arguments += ["--chunked-prefill-size", str(config.chunked_prefill_size)]
+    if config.max_running_requests is not None:
+        arguments += ["--max-running-requests", str(config.max_running_requests)]
     if not config.prefix_cache:
         arguments.append("--disable-radix-cache")
     if routes:
@@ -112,6 +114,10 @@ def server_arguments(
         arguments += ["--tp-size", str(config.tp), "--ep-size", str(config.tp)]
     if not cuda:
         return [*arguments, *_CPU_ARGUMENTS]
+    if config.memory_fraction is not None:
+        arguments += ["--mem-fraction-static", str(config.memory_fraction)]
+    if config.graph_batches is not None:
+        arguments += ["--cuda-graph-bs-decode", *map(str, config.graph_batches)]
     return [*arguments, *_CUDA_ARGUMENTS[mode]]
 
 

@@ -94,7 +94,7 @@ def test_an_audit_of_the_example_finds_every_row_as_planned(stack: Stack, monkey
     rows = {row.key: row for row in found.rows}
     assert {key for key, row in rows.items() if not row.found} == {"wire.layer"}  # of one rank
     sizes = read_model(Path(stack.experiment.model.path)).sizes
-    slots = stack.experiment.rollout.max_total_tokens + 1  # and SGLang's padding slot
+    slots = stack.experiment.rollout.cache_tokens + 1  # and SGLang's padding slot
     assert rows["engine.kv_cache"].bytes == 2 * 2 * sizes.layers * sizes.kv_heads * sizes.head_dim * slots
     assert rows["engine.weight"].found == {"e4m3": sizes.layers * (4 + 3 * sizes.experts)}
     assert [claim["id"] for claim in json.loads(result.stdout)["claims"]] == [f"002-{n}" for n in range(15, 20)]

@@ -15,12 +15,15 @@ from megatron.core.optimizer import (
     get_standard_config_overrides,
 )
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
+from trainer import device
 from trainer.config import TrainerConfig
 from trainer.distributed import wires
 from trainer.megatron.lowering import Lowering
+from trainer.megatron.optimizer_memory import lower_optimizer
 from trainer.megatron.patches import CUDA_TYPES, applied
 from trainer.modules.weights import tag_split
 
@@ -62,6 +65,12 @@ class Optimizer:
             params_dtype=model.config.params_dtype,
             use_distributed_optimizer=True,
             **lowering.optimizer,
+            **lower_optimizer(
+                config.optimizer,
+                bool(lowering.ddp.get("fp8_param_gather")),
+                torch.cuda.is_available(),
+                device.has_transformer_engine(),
+            ),
         )
         with applied(CUDA_TYPES):
             self.inner: ChainedOptimizer = get_megatron_optimizer(
@@ -179,9 +188,17 @@ def _create_moments(megatron_optimizer: DistributedOptimizer) -> None:
     if megatron_optimizer.is_stub_optimizer:  # of a rank without such parameters
         return
     optimizer = megatron_optimizer.optimizer
-    if not isinstance(optimizer, torch.optim.AdamW):  # TransformerEngine's, of which Megatron knows how
+    if isinstance(optimizer, HybridDeviceOptimizer):  # it would take a step of random gradients
+        for each in optimizer.sub_optimizers:
+            _create_adamw_moments(each)
+        optimizer._sync_sub_optimizers_state_to_hdo()
+    elif isinstance(optimizer, torch.optim.AdamW):
+        _create_adamw_moments(optimizer)
+    else:  # TransformerEngine's, of which Megatron knows how
         megatron_optimizer.init_state_fn(optimizer, megatron_optimizer.config)
-        return
+
+
+def _create_adamw_moments(optimizer: torch.optim.AdamW) -> None:
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             optimizer.state[parameter] = {

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import torch
+
 from models import Model, ModelSizes
 from models.stored import check_stored
 from numerics.errors import user_error
@@ -26,6 +28,7 @@ from rollout.rewards.config import RewardConfig
 from rollout.rewards.functions import load_function
 from trainer.device import has_transformer_engine
 from trainer.megatron.lowering import lower
+from trainer.megatron.optimizer_memory import lower_optimizer
 
 __all__ = ["check", "read_model"]
 
@@ -44,7 +47,9 @@ def check(experiment: Experiment, say: Callable[[str], object] = lambda text: No
     check_wandb(experiment.tracking.wandb)
     model = read_model(path := Path(experiment.model.path))
     check_model_layout(model.sizes, experiment)
-    lower(experiment.numerics_config(), has_transformer_engine())
+    lowered = lower(experiment.numerics_config(), has_transformer_engine())
+    held_in_fp8 = bool(lowered.ddp.get("fp8_param_gather"))
+    lower_optimizer(experiment.trainer.optimizer, held_in_fp8, torch.cuda.is_available(), has_transformer_engine())
     _check_context(model.sizes, experiment)
     tokenizer = read_tokenizer(path, model.sizes.vocab_size)
     check_data(experiment, tokenizer, say)
@@ -102,10 +107,10 @@ def _check_context(sizes: ModelSizes, experiment: Experiment) -> None:
             expected=f"less than rollout.context_length = {rollout.context_length}, which holds the prompt too",
             remedy="Lower rollout.max_new_tokens or raise rollout.context_length.",
         )
-    if rollout.max_total_tokens < rollout.context_length:
+    if rollout.cache_tokens < rollout.context_length:
         raise user_error(
             "rollout.max_total_tokens",
-            found=rollout.max_total_tokens,
+            found=rollout.cache_tokens,
             expected=f"at least rollout.context_length = {rollout.context_length}",
             remedy="Raise rollout.max_total_tokens or lower rollout.context_length.",
         )

@@ -14,10 +14,11 @@ import torch
 from models.shape import Shape
 from numerics.errors import user_error
 from rl.experiment import Experiment
+from rl.experiment.budget.fit import check_fits, fullest
+from rl.experiment.budget.here import own_gpu, planned_here
 from rl.experiment.teacher import TeacherSection
 from rollout.config import RolloutConfig
-from trainer.device import has_transformer_engine
-from trainer.state_bytes import Storage, state_bytes, storage_on
+from trainer.state_bytes import state_bytes
 from weight_sync.buckets import SMALLEST_BYTES
 from weight_sync.served_bytes import served_bytes
 
@@ -31,32 +32,61 @@ RANK_BYTES, ENGINE_BYTES = 250 * 2**20, 350 * 2**20
 
 def kv_cache_bytes(shape: Shape, engines: RolloutConfig | TeacherSection) -> int:
     """Bytes of all these engines' BF16 key and value caches."""
-    return engines.engines * engines.max_total_tokens * shape.kv_bytes()
+    return engines.engines * engines.cache_tokens * shape.kv_bytes()
 
 
 def check_memory(shape: Shape, experiment: Experiment, teacher: Shape | None = None) -> None:
-    """Whether what a run holds from step to step fits the free memory: on a GPU the trainer's state; on CPUs
-    the processes, the trainer's state, and the engines' weights and KV caches. Activations come on top. A GPU's engine
-    sizes its cache by the device, and a cluster that is not ours knows its machines.
+    """Whether what a run holds fits: on GPUs all that `fp8rl plan` adds up; on CPUs the processes, the trainer's state,
+    and the engines' weights and KV caches, on top of which activations come. A cluster that is not ours knows its
+    machines.
 
     teacher: its shape, if there is one.
 
     Raises:
-        UserError: they do not.
+        UserError: it does not.
     """
     if "RAY_ADDRESS" in os.environ:
         return
-    numerics, cuda = experiment.numerics_config(), torch.cuda.is_available()
-    storage = storage_on(numerics, cuda, cuda and has_transformer_engine())
-    states = [_state(shape, experiment, storage, stage) for stage in range(experiment.trainer.pp)]
-    if cuda:
-        _check_gpu(max(states), torch.cuda.get_device_properties(0).total_memory)
-        states = [0]
+    if (gpu := own_gpu()) is not None:
+        job, apart = planned_here(shape, experiment, gpu)
+        check_fits(job, fullest(job, apart), gpu.memory, gpu.name)
+        _check_processes(shape, experiment, [0], weights=0)
+        return
+    state = [_state(shape, experiment, stage) for stage in range(experiment.trainer.pp)]
+    weights = served_bytes(shape, experiment.numerics_config().rollout_spec) if experiment.needs_engines else 0
+    left = _check_processes(shape, experiment, state, weights)
+    if not experiment.needs_engines:
+        return
+    if teacher is not None and experiment.teacher is not None:
+        taken = kv_cache_bytes(teacher, experiment.teacher)
+        if taken > left:
+            raise user_error(
+                "teacher.max_total_tokens",
+                found=experiment.teacher.max_total_tokens,
+                expected=f"a KV cache that fits the free memory: the teacher's would take {taken / 2**30:.1f} GiB, "
+                f"{left / 2**30:.1f} GiB are left beside the processes",
+                remedy="Lower teacher.max_total_tokens or teacher.engines, or free memory.",
+            )
+        left -= taken
+    rollout = experiment.rollout
+    caches = kv_cache_bytes(shape, rollout)
+    if caches > left:
+        most = left // (rollout.engines * shape.kv_bytes())
+        raise user_error(
+            "rollout.max_total_tokens",
+            found=rollout.cache_tokens,
+            expected=f"a KV cache that fits the free memory: {rollout.engines} engine(s) would need "
+            f"{caches / 2**30:.1f} GiB, {left / 2**30:.1f} GiB are left beside the processes",
+            remedy=f"Set rollout.max_total_tokens well below {most}, or free memory.",
+        )
+
+
+def _check_processes(shape: Shape, experiment: Experiment, states: list[int], weights: int) -> int:
+    """Bytes that all processes leave free. states: bytes of a rank of each stage. weights: of an engine."""
     ranks, rollout = experiment.trainer.world_size, experiment.rollout
     engines = len(experiment.engine_ranks)
     available = available_memory()
     trainer = ranks * RANK_BYTES + ranks * sum(states) // len(states)
-    weights = served_bytes(shape, numerics.rollout_spec) if experiment.needs_engines and not cuda else 0
     serving = engines * ENGINE_BYTES + rollout.engines * weights
     processes = trainer + serving
     if processes > available:
@@ -68,29 +98,7 @@ def check_memory(shape: Shape, experiment: Experiment, teacher: Shape | None = N
             f"than {processes / 2**30:.1f} GiB, {available / 2**30:.1f} GiB are available",
             remedy=f"Lower {key}, or submit the run to a Ray cluster that has the memory.",
         )
-    if cuda or not experiment.needs_engines:
-        return
-    if teacher is not None and experiment.teacher is not None:
-        taken = kv_cache_bytes(teacher, experiment.teacher)
-        if processes + taken > available:
-            raise user_error(
-                "teacher.max_total_tokens",
-                found=experiment.teacher.max_total_tokens,
-                expected=f"a KV cache that fits the free memory: the teacher's would take {taken / 2**30:.1f} GiB, "
-                f"{(available - processes) / 2**30:.1f} GiB are left beside the processes",
-                remedy="Lower teacher.max_total_tokens or teacher.engines, or free memory.",
-            )
-        processes += taken
-    caches = kv_cache_bytes(shape, rollout)
-    if processes + caches > available:
-        most = (available - processes) // (rollout.engines * shape.kv_bytes())
-        raise user_error(
-            "rollout.max_total_tokens",
-            found=rollout.max_total_tokens,
-            expected=f"a KV cache that fits the free memory: {rollout.engines} engine(s) would need "
-            f"{caches / 2**30:.1f} GiB, {(available - processes) / 2**30:.1f} GiB are left beside the processes",
-            remedy=f"Set rollout.max_total_tokens well below {most}, or free memory.",
-        )
+    return available - processes
 
 
 def check_shared_memory(shape: Shape, experiment: Experiment) -> None:
@@ -113,23 +121,12 @@ def check_shared_memory(shape: Shape, experiment: Experiment) -> None:
         )
 
 
-def _state(shape: Shape, experiment: Experiment, storage: Storage, stage: int) -> int:
-    """Bytes that a rank of a pipeline stage holds from step to step."""
+def _state(shape: Shape, experiment: Experiment, stage: int) -> int:
+    """Bytes that a rank of a pipeline stage holds from step to step on a CPU."""
     layout = experiment.trainer
     rank = stage * layout.tp * layout.dp
-    states = state_bytes(shape, layout, experiment.numerics_config(), storage, rank)
+    states = state_bytes(shape, layout, experiment.numerics_config(), "torch", rank)
     return sum(state.total for state in states.values())
-
-
-def _check_gpu(state: int, memory: int) -> None:
-    """Whether a GPU holds the trainer's state of its rank. Raises UserError."""
-    if state > memory:
-        raise user_error(
-            "trainer",
-            found=f"{state / 2**30:.1f} GiB of weights, gradients and optimizer state on a rank",
-            expected=f"less than the {memory / 2**30:.1f} GiB of a GPU, with room for activations",
-            remedy="Raise trainer.ep, trainer.tp, trainer.pp or trainer.dp; `fp8rl plan` says what a layout takes.",
-        )
 
 
 def available_memory() -> int:

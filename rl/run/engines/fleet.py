@@ -298,7 +298,7 @@ class Fleet:
 
         No engine is given more than twice what its KV cache holds: the rest waits for whichever is free first.
         """
-        room = max(2 * self._config.max_total_tokens // longest, count)
+        room = max(2 * self._config.cache_tokens // longest, count)
         while True:
             self._raise_failure()
             free = [slot for slot in self.slots if slot.serving and slot.answers + count <= room]

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from diagnose.plan.job import Job
-from diagnose.plan.memory import CPU_PROCESS_BYTES, peak_on_a_cpu, trainer_state
 from models import read_shape
 from numerics.config import NumericsConfig
 from numerics.spec import QuantSpec
+from rl.experiment.budget.job import Job
+from rl.experiment.budget.memory import CPU_PROCESS_BYTES, peak_on_a_cpu, trainer_state
 from tests.support.batches import cross_entropy, random_batch
 from tests.support.models import write_model
 from trainer.config import TrainerConfig

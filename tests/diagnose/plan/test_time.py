@@ -8,13 +8,13 @@ import pytest
 
 from diagnose.plan.decode import decode_step, experts_read
 from diagnose.plan.efficiency import Rates, assumed
-from diagnose.plan.gpus import GPUS
-from diagnose.plan.job import Job
 from diagnose.plan.subject import CONFIGS
 from diagnose.plan.time import kernels, step_time
 from diagnose.plan.transfers import expert_bytes, gathered_and_summed_bytes
 from diagnose.plan.verdict import Bracket, break_even, fp8_over_bf16, pays
 from models import read_shape
+from rl.experiment.budget.gpus import GPUS
+from rl.experiment.budget.job import Job
 from studies.document.calculated import NATIVE, deepseek_on_h800, on_h200, products_share_of_ironwood
 from trainer.config import TrainerConfig
 
@@ -133,7 +133,8 @@ def test_narrow_wires_carry_less() -> None:
 
 def test_recomputing_costs_a_forward() -> None:
     job = qwen(128, ep=8, dp=8)
-    plain, again = (step_time(replace(job, recompute=each), GPUS["h100"], PERFECT) for each in (False, True))
+    layout = job.layout.model_copy(update={"recompute": "layer"})
+    plain, again = (step_time(each, GPUS["h100"], PERFECT) for each in (job, replace(job, layout=layout)))
     assert again.products == pytest.approx(4 / 3 * plain.products)
     assert again.attention == pytest.approx(4.5 / 3.5 * plain.attention)
 

@@ -49,14 +49,23 @@ def test_what_the_config_asks_for() -> None:
     assert line == f"{expected} {asked} {CPU}"
 
 
+def test_memory_keys_are_a_gpus_but_for_the_number_of_answers() -> None:
+    config = RolloutConfig(memory_fraction=0.6, max_running_requests=32, graph_batches=(1, 8, 32))
+    assert " ".join(arguments_for(config)) == f"{COMMON} --max-running-requests 32 {CPU}"
+    keys = "--max-running-requests 32 --mem-fraction-static 0.6 --cuda-graph-bs-decode 1 8 32"
+    assert " ".join(arguments_for(config, cuda=True)) == f"{COMMON} {keys} {EXACT}"
+
+
 @pytest.mark.parametrize(("cuda", "mode", "extra"), CASES)
 def test_sglang_knows_every_argument(cuda: bool, mode: str, extra: str) -> None:
     server_args = pytest.importorskip("sglang.srt.server_args")
     model = EXAMPLES / "models/tiny_qwen3_moe"
-    config = RolloutConfig(chunked_prefill_size=96, prefix_cache=False)
+    config = RolloutConfig(chunked_prefill_size=96, prefix_cache=False, memory_fraction=0.6, graph_batches=(1, 8))
     parsed = server_args.prepare_server_args(arguments_for(config, cuda=cuda, mode=mode, routes=True, model=model))
     assert (parsed.random_seed, parsed.weight_version, parsed.max_total_tokens) == (0, "2", 32768)
     assert parsed.chunked_prefill_size == 96 and parsed.disable_radix_cache and parsed.enable_return_routed_experts
+    assert parsed.mem_fraction_static == (0.6 if cuda else None)
+    assert parsed.cuda_graph_bs_decode == ([1, 8] if cuda else None)
     given = (parsed.device, parsed.attention_backend, parsed.sampling_backend, parsed.moe_runner_backend)
     assert (
         given

@@ -8,6 +8,9 @@ import torch
 
 from numerics.errors import UserError
 from rl.experiment import parse_experiment
+from rl.experiment.budget.fit import with_cache
+from rl.experiment.budget.job import job_of
+from rl.experiment.budget.memory import colocated_memory
 from rl.experiment.preconditions import check, resources
 from rl.experiment.preconditions.resources import ENGINE_BYTES, RANK_BYTES, check_memory, kv_cache_bytes
 from tests.support.preconditions import merged, refusal
@@ -35,17 +38,26 @@ def test_a_kv_cache_beyond_the_free_memory_is_refused(values, monkeypatch):
     check(parse_experiment(merged(values, algorithm={"name": "sft"}, eval={"problems": 0})))  # starts no engine
 
 
-def test_a_gpu_that_does_not_hold_the_trainers_state_is_refused(values, monkeypatch):
+def test_a_gpu_that_does_not_hold_all_that_a_plan_adds_up_is_refused(values, monkeypatch):
     spec = parse_experiment(values)
     shape = check(spec).shape
-    state = sum(each.total for each in state_bytes(shape, spec.trainer, spec.numerics_config(), "kernels").values())
-    device = namedtuple("device", "total_memory")
+    shown = [48 << 30, 1]
+    device = namedtuple("device", "name total_memory")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: device(state))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: shown[1])
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: device("Some GPU", shown[0]))
     check_memory(shape, spec)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: device(state - 1))
-    with pytest.raises(UserError, match="trainer: found .* GiB of weights, gradients and optimizer state on a rank"):
-        check_memory(shape, spec)
+    # All that `plan` adds up, to the byte, where engine and trainer share the one GPU.
+    job = job_of(spec, shape, "kernels", shown[0])
+    job = with_cache(job, spec, shown[0], apart=False)
+    shown[0] = int(colocated_memory(job).peak)
+    fixed = parse_experiment(merged(values, rollout={"max_total_tokens": job.kv_tokens}))
+    check_memory(shape, fixed)
+    shown[0] -= 1
+    with pytest.raises(UserError, match=r"rollout.memory_fraction: .*engine workspace .* GB of a Some GPU"):
+        check_memory(shape, fixed)
+    shown[1] = 2  # a GPU for each
+    check_memory(shape, fixed)
 
 
 @pytest.mark.parametrize(

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
-from diagnose.plan.job import Job
 from models.shape import BF16_BYTES
+from rl.experiment.budget.engine_room import CONTEXT_BYTES
+from rl.experiment.budget.gpus import GPUS_PER_NODE
+from rl.experiment.budget.job import Job
 from trainer.state_bytes import StateBytes, layers_of_stage, state_bytes
 from weight_sync.served_bytes import served_bytes
 
@@ -27,6 +29,8 @@ CPU_KEPT = {
 """What is alive at the peak of a step on a CPU, by mode and FP8: bytes for each that the formula has of all layers'
 attention, of all MLPs, of one layer's attention, and for each parameter. Fitted to 2 to 6 measured steps of each mode;
 the ops in torch keep FP32 copies where kernels have registers."""
+LOGIT_BYTES = 6.0
+"""Bytes of one logit that are alive at a time."""
 BUCKETS = 2
 """Buckets of a sync that are alive at a time: one is filled while the other travels."""
 
@@ -59,10 +63,7 @@ class Memory:
 
 def trainer_state(job: Job, rank: int) -> dict[str, StateBytes]:
     """What a rank holds from step to step on its GPU, by `dense` and `experts`."""
-    found = state_bytes(job.shape, job.layout, job.numerics, job.storage, rank)
-    if job.offload:
-        return {name: replace(state, masters=0, moments=0) for name, state in found.items()}
-    return {name: replace(state, moments=state.moments * job.moment_bytes // 4) for name, state in found.items()}
+    return state_bytes(job.shape, job.layout, job.numerics, job.storage, rank)
 
 
 def fullest_rank(job: Job) -> int:
@@ -80,7 +81,7 @@ def trainer_memory(job: Job, stage: int | None = None) -> Memory:
 
 def engine_memory(job: Job) -> Memory:
     """Memory of a GPU with a rank of an engine alone, which is sent to, and receives in buckets."""
-    return Memory(None, _engine(job) | {"engine runtime": _through(RUNTIME_BYTES)})
+    return Memory(None, _held(_engine(job) | {"engine runtime": _through(RUNTIME_BYTES)}))
 
 
 def colocated_memory(job: Job) -> Memory:
@@ -94,9 +95,12 @@ def colocated_memory(job: Job) -> Memory:
         trainer = {name: _without(held, ("rollout",)) for name, held in trainer.items()}
         trainer = {name: held if name in sent else _without(held, ("sync",)) for name, held in trainer.items()}
         engine = {name: _without(held, ("train", "update")) for name, held in engine.items()}
-        engine["KV cache"] = _without(engine["KV cache"], ("sync",))
-    runtimes = {"runtime": _through(RUNTIME_BYTES), "engine runtime": _through(RUNTIME_BYTES)}
-    return Memory(rank, trainer | engine | runtimes)
+        for name in ("KV cache", "CUDA graphs"):
+            engine[name] = _without(engine.get(name, {}), ("sync",))
+    runtimes = {"runtime": RUNTIME_BYTES, "engine runtime": RUNTIME_BYTES}
+    if job.maps:
+        runtimes["other engines' contexts"] = CONTEXT_BYTES * (min(job.engines * job.engine_tp, GPUS_PER_NODE) - 1)
+    return Memory(rank, _held(trainer | engine | {name: _through(held) for name, held in runtimes.items()}))
 
 
 def activation_bytes(job: Job, stage: int = 0, tokens: int | None = None) -> float:
@@ -106,10 +110,11 @@ def activation_bytes(job: Job, stage: int = 0, tokens: int | None = None) -> flo
     Stage s of p holds p - s of them (1F1B). tokens: of a micro-batch, if not the job's.
     """
     layers = layers_of_stage(job.shape.sizes.layers, job.layout.pp, stage)
-    per_token = sum(_of_layer(job, layer) for layer in layers)
     under_way = min(job.micro_batches, job.layout.pp - stage)
-    if job.recompute:  # one layer at a time comes back
-        per_token += max(_kept(job, layer) for layer in layers) / under_way
+    again = [_recomputed(job, layer) for layer in layers]
+    kept = 2.0 * job.shape.sizes.hidden_size if job.recompute != "none" else 0.0  # what it is computed from
+    per_token = sum(_kept(job, layer) for layer in layers) - sum(again) + kept * len(layers)
+    per_token += max(again) / under_way  # one layer at a time comes back
     return per_token * (tokens or job.micro_batch) / job.layout.tp * under_way
 
 
@@ -133,12 +138,30 @@ def peak_on_a_cpu(job: Job) -> tuple[float, float]:
 
 
 def logit_bytes(job: Job, tokens: int | None = None) -> float:
-    """6 bytes for each of the whole vocabulary's logits of a micro-batch; tensor parallelism does not share them."""
-    return 6.0 * job.shape.sizes.vocab_size * (tokens or job.micro_batch)
+    """6 bytes for each of the whole vocabulary's logits of a micro-batch, or of a chunk of it; tensor parallelism does
+    not share them."""
+    tokens = tokens or job.micro_batch
+    return LOGIT_BYTES * job.shape.sizes.vocab_size * min(tokens, job.logit_chunk or tokens)
 
 
-def _of_layer(job: Job, layer: int) -> float:
-    return 2.0 * job.shape.sizes.hidden_size if job.recompute else _kept(job, layer)
+def cache_bytes(job: Job) -> float:
+    """Bytes that a token takes in the KV cache of one rank of an engine."""
+    sizes = job.shape.sizes
+    heads = 1 if sizes.latent is not None else min(job.engine_tp, sizes.kv_heads)
+    return job.shape.kv_bytes(BF16_BYTES) / heads
+
+
+def _recomputed(job: Job, layer: int) -> float:
+    """Bytes per token of a layer's activations that are not kept, but computed again in the backward."""
+    activations = job.shape.activations(layer)
+    match job.recompute:
+        case "none":
+            return 0.0
+        case "attention":
+            return activations.attention
+        case "experts":
+            return activations.mlp
+    return _kept(job, layer)
 
 
 def _kept(job: Job, layer: int) -> float:
@@ -158,17 +181,25 @@ def _trainer(job: Job, rank: int) -> dict[str, Mapping[Phase, float]]:
     if stage == job.layout.pp - 1:
         found["logits"] = {"train": logit_bytes(job)}
     found["buckets"] = {"sync": float(BUCKETS * job.bucket_bytes)}
-    return {name: held for name, held in found.items() if any(held.values())}
+    if job.reference:
+        found["reference"] = _through(sum(state.parameters + state.operands for state in states.values()))
+    if job.critic:
+        found["critic"] = _through(sum(state.total for state in states.values()))
+    return _held(found)
 
 
 def _engine(job: Job) -> dict[str, Mapping[Phase, float]]:
-    sizes = job.shape.sizes
-    heads = 1 if sizes.latent is not None else min(job.engine_tp, sizes.kv_heads)
     return {
         "engine weights": _through(served_bytes(job.shape, job.numerics.rollout_spec, job.engine_tp)),
-        "KV cache": _through(job.kv_tokens * job.shape.kv_bytes(BF16_BYTES) / heads),
+        "KV cache": _through(job.kv_tokens * cache_bytes(job)),
+        "CUDA graphs": _through(job.graph_bytes),
+        "engine workspace": {"rollout": job.working_bytes},
         "engine buckets": {"sync": float(BUCKETS * job.bucket_bytes)},
     }
+
+
+def _held(classes: Mapping[str, Mapping[Phase, float]]) -> dict[str, Mapping[Phase, float]]:
+    return {name: held for name, held in classes.items() if any(held.values())}
 
 
 def _without(held: Mapping[Phase, float], away: tuple[Phase, ...]) -> dict[Phase, float]:

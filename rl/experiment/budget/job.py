@@ -6,6 +6,8 @@ from dataclasses import dataclass, replace
 
 from models.shape import Shape
 from numerics.config import NumericsConfig
+from rl.experiment.budget.engine_room import engine_room
+from rl.experiment.experiment import Experiment
 from trainer.config import TrainerConfig
 from trainer.state_bytes import Storage
 
@@ -19,10 +21,10 @@ class Job:
         storage: form in which the trainer keeps quantized weights.
         rows, length: answers of a step, and tokens of each, prompt included.
         engines, engine_tp: their number and ranks. kv_tokens: that the KV cache of one holds.
-        bucket_bytes: of a sync.
-        recompute: activations of a layer are computed again in the backward. offload: masters and moments on the host.
+        bucket_bytes: of a sync. maps: engines map the buckets of every rank, so that each has a context on each GPU.
+        graph_bytes, working_bytes: of an engine's CUDA graphs, and what it wants to find free beside them.
         sleep: of trainer and engine on one GPU, one leaves it while the other works.
-        moment_bytes: of one of Adam's two, 4 or 2.
+        reference, critic: the trainer holds such a model, too.
     """
 
     shape: Shape
@@ -35,10 +37,22 @@ class Job:
     engine_tp: int = 1
     kv_tokens: int = 32768
     bucket_bytes: int = 256 << 20
-    recompute: bool = False
-    offload: bool = False
+    maps: bool = False
+    graph_bytes: float = 0.0
+    working_bytes: float = 0.0
     sleep: bool = False
-    moment_bytes: int = 4
+    reference: bool = False
+    critic: bool = False
+
+    @property
+    def recompute(self) -> str:
+        """What of a layer is computed again in the backward: none, attention, experts or layer."""
+        return getattr(self.layout, "recompute", "none")
+
+    @property
+    def logit_chunk(self) -> int | None:
+        """Tokens whose logits are there at a time; None: a micro-batch's."""
+        return getattr(self.layout, "head_chunk_tokens", None)
 
     @property
     def fp8(self) -> bool:
@@ -72,3 +86,28 @@ class Job:
         if share < self.length:
             return replace(self, rows=self.layout.dp, length=share)
         return replace(self, rows=self.layout.dp * (share // self.length))
+
+
+def job_of(experiment: Experiment, shape: Shape, storage: Storage, gpu_memory: float, length: int | None = None) -> Job:
+    """The job of a step on GPUs of so many bytes. length: of each row; without one, as long as `rollout.context_length`
+    allows. Where the spec leaves the KV cache open it is 0 here (`fit.with_cache`)."""
+    rollout, algorithm = experiment.rollout, experiment.algorithm
+    rows = algorithm.problems_per_step(rollout) * (rollout.group_size if algorithm.samples else 1)
+    room = engine_room(rollout, gpu_memory)
+    return Job(
+        shape=shape,
+        layout=experiment.trainer,
+        numerics=experiment.numerics_config(),
+        storage=storage,
+        rows=rows,
+        length=length or rollout.context_length,
+        engines=rollout.engines if experiment.needs_engines else 0,
+        engine_tp=rollout.tp,
+        kv_tokens=rollout.max_total_tokens or 0,
+        bucket_bytes=experiment.sync.bucket_mib << 20,
+        maps=experiment.sync.transport == "tensor",
+        graph_bytes=room.graphs,
+        working_bytes=room.working,
+        reference=algorithm.needs.reference,
+        critic=algorithm.needs.critic,
+    )

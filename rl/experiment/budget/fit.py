@@ -1,0 +1,139 @@
+"""Whether a spec fits GPUs of so many bytes; if not, which class is too large, and the key that makes it smaller."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from numerics.errors import user_error
+from rl.experiment.budget.job import Job
+from rl.experiment.budget.memory import (
+    PHASES,
+    Memory,
+    activation_bytes,
+    cache_bytes,
+    colocated_memory,
+    engine_memory,
+    logit_bytes,
+    trainer_memory,
+)
+from rl.experiment.experiment import Experiment
+
+SLACK = 0.10
+"""Part of a GPU's memory that a real run needs beside what is calculated: peaks that were measured differ from the
+calculated ones by up to 10% (tests/diagnose/plan/test_peak.py), and fragmentation of the allocator comes on top."""
+
+
+def fullest(job: Job, apart: bool) -> Memory:
+    """The memory of the fullest GPU of a run. apart: engines have GPUs of their own."""
+    if not job.engines:
+        return trainer_memory(job)
+    if apart:
+        return max(trainer_memory(job), engine_memory(job), key=lambda memory: memory.peak)
+    return colocated_memory(job)
+
+
+def with_cache(job: Job, experiment: Experiment, gpu_memory: float, apart: bool) -> Job:
+    """The job with as many tokens in an engine's KV cache as can be in use at a time, or as leave the slack, where the
+    spec does not say how many; one row at least."""
+    rollout = experiment.rollout
+    if rollout.max_total_tokens is not None or not job.engines:
+        return job
+    rows = -(-job.rows * (rollout.staleness + 1) * rollout.oversample // job.engines)
+    empty = replace(job, kv_tokens=0)
+    beside = engine_memory(empty) if apart else colocated_memory(empty)
+    room = int((gpu_memory * (1 - SLACK) - beside.peak) // cache_bytes(job))
+    return replace(job, kv_tokens=max(rollout.context_length, min(int(rows) * rollout.context_length, room)))
+
+
+def check_fits(job: Job, memory: Memory, gpu_memory: float, gpu: str) -> None:
+    """Raises UserError: what a GPU would hold is more than it has. memory: of the fullest one. gpu: its name."""
+    if memory.peak <= gpu_memory:
+        return
+    phase, short = max(PHASES, key=memory.in_phase), memory.peak - gpu_memory
+    held = sorted(((bytes_of.get(phase, 0.0), name) for name, bytes_of in memory.held.items()), reverse=True)
+    able = [(size, name, cure) for size, name in held if size and (cure := _cure(job, name, gpu_memory)) is not None]
+    # The largest class; rather one that takes no more GPUs, if it is large enough.
+    enough = [each for each in able if each[0] >= short and not each[2].takes_gpus]
+    size, name, cure = (enough or able)[0]
+    where = "an engine's GPU" if memory.rank is None else f"the GPU of rank {memory.rank}"
+    raise user_error(
+        cure.key,
+        found=f"{memory.peak / 1e9:.1f} GB on {where} ({phase}), of which {name} {size / 1e9:.1f} GB",
+        expected=f"at most the {gpu_memory / 1e9:.1f} GB of a {gpu}",
+        remedy=f"{cure.remedy} `fp8rl plan` lists all that a GPU holds.",
+    )
+
+
+def largest_micro_batch(job: Job, memory: Memory, gpu_memory: float, slack: float = 0.0) -> int:
+    """Tokens of a micro-batch that still fit where `memory` is what a GPU holds; 0: not one.
+
+    slack: part of the GPU's memory that stays free. Activations and logits grow with the tokens, nothing else does.
+    """
+    stage = (memory.rank or 0) // (job.layout.tp * job.layout.dp)
+    logits = stage == job.layout.pp - 1
+    per_token = activation_bytes(job, stage, 1)
+    rest = memory.in_phase("train") - per_token * job.micro_batch - (logit_bytes(job) if logits else 0.0)
+    free = gpu_memory * (1 - slack) - rest
+    if any(memory.in_phase(phase) > gpu_memory * (1 - slack) for phase in PHASES if phase != "train"):
+        return 0
+    most = free // (per_token + (logit_bytes(job, 1) if logits else 0.0))
+    if logits and job.logit_chunk is not None and most > job.logit_chunk:  # more tokens have no more logits
+        most = (free - logit_bytes(job, job.logit_chunk)) // per_token
+    return max(0, int(most))
+
+
+@dataclass(frozen=True)
+class Cure:
+    """What makes a class smaller. takes_gpus: only with more GPUs than the run has."""
+
+    key: str
+    remedy: str
+    takes_gpus: bool = False
+
+
+def _cure(job: Job, name: str, gpu_memory: float) -> Cure | None:
+    """The key that makes a class smaller; None where none does."""
+    layout, in_fp8 = job.layout, job.storage == "transformer_engine" and job.fp8
+    kind = name.rpartition(" ")[2]
+    match kind:
+        case "masters" | "moments" if not in_fp8 and not layout.optimizer.offload:
+            return Cure("trainer.optimizer.offload", "Set trainer.optimizer.offload=true.")
+        case "moments" if layout.optimizer.moments == "fp32":
+            return Cure("trainer.optimizer.moments", "Set trainer.optimizer.moments=bf16.")
+        case "masters" | "moments":
+            return Cure("trainer.dp", "Raise trainer.dp, whose ranks share masters and moments.", takes_gpus=True)
+        case "parameters" | "operands" | "gradients" | "reference" | "critic":
+            keys = "trainer.ep, trainer.tp or trainer.pp" if job.shape.sizes.moe else "trainer.tp or trainer.pp"
+            return Cure(keys.partition(",")[0].partition(" or ")[0], f"Raise {keys}, which share the weights.", True)
+        case "activations":
+            return _cure_of_tokens(job, "trainer.recompute", "layer", job.recompute != "layer")
+        case "logits":
+            return _cure_of_tokens(job, "trainer.head_chunk_tokens", "1024", (job.logit_chunk or 2048) > 1024)
+        case "weights" if engine_memory(job).peak > gpu_memory:
+            remedy = "Raise rollout.tp, in native mode: an engine's rank does not fit by itself."
+            return Cure("rollout.tp", remedy, takes_gpus=True)
+        case "weights":
+            remedy = "Set sync.transport=distributed, with which engines have GPUs of their own."
+            return Cure("sync.transport", remedy, takes_gpus=True)
+        case "cache":
+            return Cure("rollout.max_total_tokens", "Lower rollout.max_total_tokens.")
+        case "graphs":
+            return Cure("rollout.graph_batches", "Name fewer answers for a graph in rollout.graph_batches.")
+        case "workspace":
+            return Cure("rollout.memory_fraction", "Raise it, or lower rollout.chunked_prefill_size.")
+        case "buckets":
+            return Cure("sync.bucket_mib", "Lower sync.bucket_mib.")
+        case "contexts":
+            return Cure("rollout.engines", "Lower rollout.engines.")
+    return None
+
+
+def _cure_of_tokens(job: Job, key: str, value: str, unset: bool) -> Cure:
+    """What makes activations or logits smaller: the key, where it is not set; shorter micro-batches, as far as rows are
+    not longer."""
+    if unset and key.removeprefix("trainer.") in type(job.layout).model_fields:
+        return Cure(key, f"Set {key}={value}.")
+    if job.micro_batch > job.length:
+        return Cure("trainer.micro_batch_tokens", f"Lower trainer.micro_batch_tokens, down to rows of {job.length}.")
+    remedy = "Raise trainer.tp or trainer.pp, or lower rollout.context_length: one row is a micro-batch."
+    return Cure("trainer.tp", remedy, takes_gpus=True)
