@@ -77,6 +77,10 @@ class TrainerConfig(RateConfig):
     """Padded tokens of one micro-batch; a longer row gets a micro-batch of its own."""
     optimizer: OptimizerMemory = OptimizerMemory()
     """What the optimizer takes of a GPU's memory."""
+    head_chunk_tokens: int = Field(default=4096, ge=1)
+    """Tokens whose logits are there at a time. A micro-batch of more tokens goes through the head in chunks of equal
+    size, and their logits are made once more in the backward. No log-probability changes. The gradient of the head's
+    weight is added up over chunks in FP32."""
 
     gradient_wire: GradientWire = "fp32"
     """What gradients are sent in between data-parallel ranks, FP8 with an FP32 scale per 128 numbers,

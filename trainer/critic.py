@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from trainer.distributed.layout import Layout
 from trainer.step.batch import TokenBatch
-from trainer.step.reading import Head, Read
+from trainer.step.head import Head
+from trainer.step.reading import Read
 from trainer.trainer import Trainer
 
 
@@ -23,7 +24,7 @@ class Critic(Trainer):
 
     def _read(self, hidden: Tensor, head: Head, batch: TokenBatch) -> Read:
         """The value before each token but the first; a value has no entropy, and draws no tokens."""
-        values = head(hidden)[:, :-1, 0]
+        values = head(hidden).transpose(0, 1).contiguous()[:, :-1, 0]
         return Read(values, torch.zeros_like(values))
 
     def _finish(self, model: GPTModel) -> None:
@@ -46,9 +47,8 @@ class ValueHead(nn.Module):
         device = torch.cuda.current_device()
         self.weight = nn.Parameter(torch.zeros(1, config.hidden_size, dtype=config.params_dtype, device=device))
 
-    def forward(self, hidden: Tensor, weight: Tensor | None = None, **unused: Any) -> tuple[Tensor, None]:
-        """[S, B, H], or this rank's part of S -> [S, B, 1]; `weight` is the embedding, where a policy's is tied to its
-        output."""
+    def forward(self, hidden: Tensor, **unused: Any) -> tuple[Tensor, None]:
+        """[S, B, H], or this rank's part of S -> [S, B, 1]."""
         if self.config.sequence_parallel:
             # Every rank goes on with the whole, so that each has the whole gradient and takes its own part of it.
             hidden = gather_from_sequence_parallel_region(

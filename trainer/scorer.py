@@ -21,9 +21,10 @@ from trainer.megatron.model import build_model
 from trainer.megatron.model_checks import check_layout
 from trainer.modules.precision import Precision
 from trainer.step.batch import TokenBatch
+from trainer.step.head import Head
 from trainer.step.objective import Objective
 from trainer.step.passes import RankPass, run_pass
-from trainer.step.reading import Head, Read, read_logprobs
+from trainer.step.reading import Read, read_logprobs
 from trainer.step.result import Scored
 from trainer.weights import te_weights
 from trainer.weights.hf_weights import HFWeights
@@ -127,7 +128,7 @@ class Scorer:
 
     def _read(self, hidden: Tensor, head: Head, batch: TokenBatch) -> Read:
         """What is made of the final hidden states; see :mod:`trainer.step.reading`."""
-        return read_logprobs(hidden, head, batch)
+        return read_logprobs(hidden, head, batch, self.config.head_chunk_tokens)
 
     def _check_width(self, batch: TokenBatch) -> None:
         if batch.width > self.max_sequence_length:

@@ -187,3 +187,11 @@ def wide_mm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     if a.dtype != b.dtype:
         a, b = a.float(), b.float()
     return torch.mm(a, b)
+
+
+def add_weight_gradient(total: torch.Tensor, dy: torch.Tensor, x: torch.Tensor) -> None:
+    """Add the weight gradient of some rows, dy [T, N] and x [T, K], to `total`, FP32 [N, K], without rounding it."""
+    if dy.device.type == "cpu":  # has no product of BF16 matrices in FP32
+        total.addmm_(dy.t().float(), x.float())
+    else:
+        total.add_(torch.mm(dy.t(), x, out_dtype=torch.float32))

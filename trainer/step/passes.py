@@ -19,9 +19,10 @@ from numerics.ranks import all_gathered
 from trainer.distributed.layout import Layout
 from trainer.errors import NonFiniteLossError
 from trainer.step.batch import UNKNOWN, TokenBatch
+from trainer.step.head import head_of
 from trainer.step.microbatches import MicroBatch, plan
 from trainer.step.objective import Objective
-from trainer.step.reading import Reading, gpt_of, head_of, hidden_states, read_logprobs
+from trainer.step.reading import Reading, gpt_of, hidden_states, read_logprobs
 from trainer.step.routing import Routing, routing_of
 
 

@@ -1,12 +1,10 @@
-"""What is made of a model's output: the one place where final hidden states meet the head.
-
-A chunked head, which never has the logits of all tokens at once, is another `Reading`.
-"""
+"""What is made of a model's output: the one place where final hidden states meet the head."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from megatron.core.models.gpt import GPTModel
@@ -14,11 +12,13 @@ from megatron.core.utils import get_attr_wrapped_model
 from torch import Tensor, nn
 
 from numerics import ops
+from numerics.ops.linear import add_weight_gradient
 from numerics.sampling import GREEDY
 from trainer.step.batch import UNKNOWN, TokenBatch
+from trainer.step.head import Head
 
-Head = Callable[[Tensor], Tensor]
-"""Hidden states [S, B, H], or this tensor-parallel rank's part of S -> [B, S, N], logits or whatever the head gives."""
+DRAWN_TOGETHER = 1024
+"""Rows of logits that are copied to be drawn from."""
 
 
 @dataclass(frozen=True)
@@ -39,11 +39,27 @@ class Read:
 Reading = Callable[[Tensor, Head, TokenBatch], Read]
 
 
-def read_logprobs(hidden: Tensor, head: Head, batch: TokenBatch) -> Read:
-    """The `Reading` of a policy, of all logits at once. Logits at t speak of the token at t + 1."""
-    logits = head(hidden)
-    logprobs, entropy = ops.token_logprobs(logits[:, :-1], batch.tokens[:, 1:], batch.temperature)
-    return Read(logprobs, entropy, _draws(logits, batch))
+def read_logprobs(hidden: Tensor, head: Head, batch: TokenBatch, chunk: int | None = None) -> Read:
+    """The `Reading` of a policy. Logits at t speak of the token at t + 1.
+
+    chunk: tokens whose logits are there at a time; None: those of all. A chunk's logits are made in the forward and
+    once more in the backward, by the same ops, so that no log-probability changes, and no gradient of a hidden state.
+    The gradient of the head's weight is added up over chunks in FP32, and rounded once.
+    """
+    ranks = batch.width // hidden.shape[0]
+    rows, sought = hidden.flatten(0, 1).unsqueeze(1), _Sought.of(batch, ranks)
+    chunks = 1 if chunk is None else -(-batch.tokens.numel() // chunk)
+    if chunks == 1:
+        values, entropy, drawn = sought.read(head(rows))
+    else:
+        values, entropy, drawn = _InChunks.apply(rows, head.weight, head, sought, chunks)
+
+    def by_row(found: Tensor) -> Tensor:
+        return found.view(batch.width, batch.rows).t()[:, :-1]
+
+    if drawn is not None:
+        drawn = torch.cat([torch.full_like(batch.tokens[:, :1], UNKNOWN), by_row(drawn)], 1)
+    return Read(by_row(values), by_row(entropy), drawn)
 
 
 def hidden_states(model: nn.Module, tokens: Tensor) -> Tensor:
@@ -66,27 +82,87 @@ def gpt_of(model: nn.Module) -> GPTModel:
     return get_attr_wrapped_model(model, "post_process", return_model_obj=True)
 
 
-def head_of(model: GPTModel) -> Head:
-    """The output projection of a model's last pipeline stage, as Megatron calls it."""
+@dataclass(frozen=True)
+class _Sought:
+    """What is read at each token, in the order of the head's rows: [ranks, n], where each tensor-parallel rank gives
+    the head n of them.
 
-    def head(hidden: Tensor) -> Tensor:
-        tied = model.share_embeddings_and_output_weights
-        weight = model.shared_embedding_or_output_weight() if tied else None
-        out, _ = model.output_layer(hidden, weight=weight, runtime_gather_output=None)
-        return out.transpose(0, 1).contiguous()
+    Attributes:
+        tokens: int64, the one that follows. seeds: int64, `GREEDY` where none is drawn; None: nowhere.
+        positions: int64, of the token in its row.
+    """
 
-    return head
+    tokens: Tensor
+    temperature: float
+    seeds: Tensor | None
+    positions: Tensor
+
+    @classmethod
+    def of(cls, batch: TokenBatch, ranks: int) -> _Sought:
+        positions = torch.arange(batch.width, device=batch.tokens.device)[:, None].expand(-1, batch.rows)
+        seeds = None
+        if batch.seeds is not None:
+            seeds = torch.where(positions < batch.lengths - 1, batch.seeds, GREEDY).reshape(ranks, -1)
+        following = batch.tokens.roll(-1, 1).t()  # of the last, nobody asks
+        return cls(following.reshape(ranks, -1), batch.temperature, seeds, positions.reshape(ranks, -1))
+
+    def split(self, chunks: int) -> Iterator[_Sought]:
+        parts = (None if each is None else each.tensor_split(chunks, 1) for each in (self.tokens, self.seeds))
+        tokens, seeds = parts
+        for index, positions in enumerate(self.positions.tensor_split(chunks, 1)):
+            yield _Sought(tokens[index], self.temperature, None if seeds is None else seeds[index], positions)
+
+    def read(self, logits: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Log-probabilities and entropy FP32 [ranks, n], and the tokens that are drawn, int64 [ranks, n]."""
+        logits = logits.view(*self.tokens.shape, -1)
+        return *self.logprobs(logits), self._draws(logits)
+
+    def logprobs(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        return ops.token_logprobs(logits.view(*self.tokens.shape, -1), self.tokens, self.temperature)
+
+    @torch.no_grad()
+    def _draws(self, logits: Tensor) -> Tensor | None:
+        if self.seeds is None:
+            return None
+        seeds, positions, logits = self.seeds.flatten(), self.positions.flatten(), logits.flatten(0, 1)
+        drawn = torch.full_like(seeds, UNKNOWN)
+        for some in (seeds != GREEDY).nonzero().flatten().split(DRAWN_TOGETHER):
+            temperatures = torch.full(some.shape, self.temperature, device=logits.device)
+            drawn[some] = ops.draw(logits[some], temperatures, seeds[some], positions[some])
+        return drawn.view_as(self.seeds)
 
 
-@torch.no_grad()
-def _draws(logits: Tensor, batch: TokenBatch) -> Tensor | None:
-    """The tokens that the batch's seeds draw from logits [B, S, V]."""
-    if batch.seeds is None:
-        return None
-    drawn = torch.full_like(batch.tokens, UNKNOWN)
-    for row in (batch.seeds != GREEDY).nonzero().flatten().tolist():
-        seen = int(batch.lengths[row]) - 1
-        positions = torch.arange(seen, device=logits.device)
-        temperatures = torch.full((seen,), batch.temperature, device=logits.device)
-        drawn[row, 1 : seen + 1] = ops.draw(logits[row, :seen], temperatures, batch.seeds[row].expand(seen), positions)
-    return drawn
+class _InChunks(torch.autograd.Function):
+    """`_Sought.read` of rows [n, 1, H], of which a chunk at a time meets the head."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows: Tensor, weight: Tensor, head: Head, sought: _Sought, chunks: int
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        ctx.save_for_backward(rows, weight)
+        ctx.head, ctx.sought, ctx.chunks = head, sought, chunks
+        ctx.set_materialize_grads(False)  # nobody may ask for the entropy's
+        pieces = zip(rows.tensor_split(chunks), sought.split(chunks), strict=True)
+        values, entropy, drawn = zip(*(part.read(head(piece, weight.detach())) for piece, part in pieces), strict=True)
+        if drawn[0] is None:
+            return torch.cat(values, 1), torch.cat(entropy, 1), None
+        ctx.mark_non_differentiable(all_drawn := torch.cat(drawn, 1))
+        return torch.cat(values, 1), torch.cat(entropy, 1), all_drawn
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        rows, weight = ctx.saved_tensors
+        d_rows, d_weight = torch.empty_like(rows), torch.zeros_like(weight, dtype=torch.float32)
+        given = [(index, grad) for index, grad in enumerate(grads[:2]) if grad is not None]
+        d_read = zip(*(grad.tensor_split(ctx.chunks, 1) for _, grad in given), strict=True)
+        pieces = (each.tensor_split(ctx.chunks) for each in (rows, d_rows))
+        for piece, d_piece, part, d_part in zip(*pieces, ctx.sought.split(ctx.chunks), d_read, strict=True):
+            with torch.enable_grad():
+                piece = piece.detach().requires_grad_()
+                logits = ctx.head(piece, weight.detach())
+                read = part.logprobs(logits)
+            (d_logits,) = torch.autograd.grad([read[index] for index, _ in given], logits, d_part)
+            d_piece.copy_(torch.autograd.grad(logits, piece, d_logits)[0])
+            x, dy = ctx.head.local_product(piece.detach(), d_logits)
+            add_weight_gradient(d_weight, dy, x)
+        return d_rows, d_weight.to(weight.dtype), None, None, None

@@ -1,36 +1,108 @@
-"""Final hidden states and the head meet in one function, which may use the head as it likes."""
+"""Final hidden states meet the head in chunks of tokens, which changes no bit that it need not change."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from tests.support.batches import cross_entropy, random_batch
+from tests.support.batches import Entropy, cross_entropy, random_batch
+from tests.support.models import write_model
 from tests.support.trainers import MakeTrainer
 from trainer.step.batch import TokenBatch
 
-CHUNK = 7
+CHUNK = 37
+"""No divisor of anything."""
+WORDS = 320
+"""A vocabulary by which its tensors are known: no other size of the model."""
 
 
+@pytest.fixture(scope="module")
+def batch() -> TokenBatch:
+    """Rows of which some are drawn again."""
+    batch = random_batch(temperature=0.9)
+    return replace(batch, seeds=torch.arange(batch.rows).where(torch.arange(batch.rows) % 3 > 0, -1) * 7919)
+
+
+def gradients(trainer: Any) -> dict[str, Tensor]:
+    return {name: p.main_grad.clone() for name, p in trainer.model.named_parameters()}
+
+
+@pytest.mark.parametrize("mode", ["exact", "native"])
 @pytest.mark.parametrize("kind", ["moe", "dense"])
-def test_a_head_that_is_asked_piece_by_piece_gives_the_same_logprobs(
-    kind: str, make_trainer: MakeTrainer, request: pytest.FixtureRequest
+def test_chunks_change_the_gradient_of_the_head_s_weight_alone_and_by_the_order_of_its_sum(
+    kind: str, mode: str, make_trainer: MakeTrainer, batch: TokenBatch, request: pytest.FixtureRequest
 ) -> None:
-    from trainer.step.passes import run_pass
-    from trainer.step.reading import Head, Read, read_logprobs
-
-    def in_pieces(hidden: Tensor, head: Head, batch: TokenBatch) -> Read:
-        logits = torch.cat([head(piece) for piece in hidden.split(CHUNK)], 1)
-        return read_logprobs(hidden, lambda _: logits, batch)
-
     path: Path = request.getfixturevalue(f"{kind}_path")
-    trainer, batch = make_trainer(path, "fp8"), random_batch(rows=5)
-    passes = [
-        run_pass(trainer.optimizer.model, batch, trainer.layout, 256, 1, cross_entropy(batch), read)
-        for read in (read_logprobs, in_pieces)
-    ]
-    assert torch.equal(passes[0].logprobs, passes[1].logprobs)
-    assert passes[0].loss == passes[1].loss
+    whole, chunked = (make_trainer(path, "fp8", mode=mode, head_chunk_tokens=each) for each in (4096, CHUNK))
+    for objective in (cross_entropy(batch), Entropy(100)):
+        expected, found = (each.forward_backward(batch, objective).result for each in (whole, chunked))
+        assert torch.equal(found.logprobs, expected.logprobs) and torch.equal(found.draws, expected.draws)
+        assert found.loss == expected.loss and found.metrics == expected.metrics
+        assert (expected.draws >= 0).sum() > 100
+        wanted, got = gradients(whole), gradients(chunked)
+        assert wanted["decoder.final_layernorm.weight"].abs().max() > 0
+        changed = {name for name in wanted if not torch.equal(wanted[name], got[name])}
+        assert changed <= {"output_layer.weight" if kind == "moe" else "embedding.word_embeddings.weight"}
+        for name in changed:  # rounded to BF16 on the way, where a last bit may turn
+            assert (got[name] - wanted[name]).norm() <= 1e-4 * wanted[name].norm()
+    scored, again = (each.score_routed(batch) for each in (whole, chunked))
+    assert torch.equal(scored[1].logprobs, again[1].logprobs) and torch.equal(scored[1].draws, again[1].draws)
+
+
+def test_the_head_s_gradient_is_added_up_in_fp32(tmp_path: Path, make_trainer: MakeTrainer, batch: TokenBatch) -> None:
+    path = write_model(tmp_path / "m", moe=False, dtype=torch.float32)
+    whole, chunked = (make_trainer(path, dtype=torch.float32, head_chunk_tokens=each) for each in (4096, CHUNK))
+    for each in (whole, chunked):
+        each.forward_backward(batch, cross_entropy(batch))
+    wanted, got = gradients(whole)["output_layer.weight"], gradients(chunked)["output_layer.weight"]
+    assert (got - wanted).norm() <= 1e-6 * wanted.norm()
+
+
+@contextmanager
+def noted() -> Iterator[list[tuple[int, ...]]]:
+    """The shapes of all tensors that are kept for a backward."""
+    shapes: list[tuple[int, ...]] = []
+
+    def keep(tensor: Tensor) -> Tensor:
+        shapes.append(tuple(tensor.shape))
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda kept: kept):
+        yield shapes
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp8"])
+def test_no_logits_of_more_tokens_than_a_chunk_s_are_kept(
+    precision: str, tmp_path: Path, make_trainer: MakeTrainer, batch: TokenBatch
+) -> None:
+    path = write_model(tmp_path / "m", moe=False, vocab_size=WORDS)
+
+    def most_logits(chunk: int) -> int:
+        trainer = make_trainer(path, precision, head_chunk_tokens=chunk)
+        with noted() as shapes:
+            trainer.forward_backward(batch, cross_entropy(batch))
+        by_token = [shape for shape in shapes if shape[-1:] == (WORDS,)]
+        assert by_token
+        return max(torch.Size(shape).numel() // WORDS for shape in by_token)
+
+    assert most_logits(CHUNK) <= CHUNK < 128 < most_logits(4096)
+
+
+def test_a_critic_keeps_no_logits_either(tmp_path: Path, make_trainer: MakeTrainer, layout: Any) -> None:
+    from trainer.critic import Critic
+
+    path, batch = write_model(tmp_path / "m", moe=False, vocab_size=WORDS), random_batch()
+    policy = make_trainer(path, "fp8")
+    critic = Critic(
+        path, policy.config, policy.numerics, layout, seed=0, total_steps=9, max_sequence_length=batch.width
+    )
+    with noted() as shapes:
+        critic.forward_backward(batch, cross_entropy(batch))
+    assert shapes and not [shape for shape in shapes if shape[-1:] == (WORDS,)]
