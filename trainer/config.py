@@ -10,6 +10,7 @@ from numerics.io.section import Section
 
 GradientWire = Literal["fp32", "bf16", "e4m3", "e5m2"]
 WeightGather = Literal["bf16", "e4m3"]
+Recompute = Literal["none", "attention", "experts", "layer"]
 
 
 class RateConfig(Section):
@@ -77,6 +78,10 @@ class TrainerConfig(RateConfig):
     """Padded tokens of one micro-batch; a longer row gets a micro-batch of its own."""
     optimizer: OptimizerMemory = OptimizerMemory()
     """What the optimizer takes of a GPU's memory."""
+    recompute: Recompute = "none"
+    """What the forward does not keep and the backward computes once more, with the same bits. `attention`: what is
+    between queries, keys and values and the attention's output. `experts`: what is inside the routed experts and their
+    router, and inside the MLP of a layer without them. `layer`: all that is inside a layer."""
     head_chunk_tokens: int = Field(default=4096, ge=1)
     """Tokens whose logits are there at a time. A micro-batch of more tokens goes through the head in chunks of equal
     size, and their logits are made once more in the backward. No log-probability changes. The gradient of the head's

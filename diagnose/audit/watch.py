@@ -174,7 +174,7 @@ class _Watcher(TorchDispatchMode):
 
         def leave(_: Any, __: Any, out: Any) -> None:
             self._modules.pop()
-            self._places.append((torch.autograd._get_sequence_nr(), self._modules[-1] if self._modules else ""))
+            self._places.append((torch.autograd._get_sequence_nr(), self._place()))
             tensors = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
             if not tensors:
                 return
@@ -189,11 +189,15 @@ class _Watcher(TorchDispatchMode):
 
         return leave
 
-    def _place(self, node: Any) -> str:
+    def _place(self) -> str:
         """The module that runs, or the one whose backward runs."""
-        if node is None:
+        if (node := self._node()) is None:
             return self._modules[-1] if self._modules else ""
         return self._places[bisect_right(self._places, node._sequence_nr(), key=lambda place: place[0]) - 1][1]
+
+    def _node(self) -> Any:
+        """Whose backward runs; None in a forward, also in that of a module that the backward computes once more."""
+        return None if self._modules else torch._C._current_autograd_node()
 
     # What
 
@@ -209,12 +213,12 @@ class _Watcher(TorchDispatchMode):
         tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
         if not tensors or not tensors[0].is_floating_point():
             return
-        node = torch._C._current_autograd_node()
+        node = self._node()
         if node is not None and node.name() == ACCUMULATE:
             if op == "add_" and len(tensors) == 2 and _storage(tensors[0]) in self._buffers:
                 self._note("gradient.weight", "the model's parameters", format_of(tensors[1].dtype))
             return
-        path = self._place(node)
+        path = self._place()
         site = self._sites.at(path)
         if op in PRODUCTS:
             if site is not None:

@@ -74,19 +74,21 @@ def step_time(job: Job, gpu: Gpu, rates: Rates) -> StepTime:
 
 def _of_stage(job: Job, gpu: Gpu, rates: Rates, stage: int) -> StepTime:
     times, bandwidth = job.micro_batches, gpu.bandwidth * rates.bandwidth
-    again = 4 / 3 if job.recompute != "none" else 1.0  # at most a forward more, of one and two backwards
-    products = sum(_product_seconds(job, gpu, rates, each) for each in _products(job, stage)) * again
-    quantization = sum(_operand_bytes(job, each) for each in _products(job, stage) if each.fp8) / bandwidth * again
+    parts = list(_products(job, stage))
+    products = sum(_product_seconds(job, gpu, rates, each) * each.again for each in parts)
+    quantization = sum(_operand_bytes(job, each) * each.again for each in parts if each.fp8) / bandwidth
     layers = _layers(job, stage)
     share = len(layers) / job.shape.sizes.layers / job.layout.tp
     forward = job.shape.attention_flops(job.length / 2) * share * job.micro_batch
     attention = (
-        forward * (1 + (job.recompute in ("attention", "layer")) + BACKWARD_ATTENTION) / (gpu.bf16 * rates.attention)
+        forward
+        * (1 + (job.layout.recompute in ("attention", "layer")) + BACKWARD_ATTENTION)
+        / (gpu.bf16 * rates.attention)
     )
     kept = sum(job.shape.activations(layer).bf16 for layer in layers) * job.micro_batch / job.layout.tp
     logits = LOGIT_BYTES * job.shape.sizes.vocab_size * job.micro_batch if stage == job.layout.pp - 1 else 0.0
     elementwise = PASSES * (kept + logits) / bandwidth
-    launches = LAUNCH_S * again * kernels(job, stage)
+    launches = LAUNCH_S * (4 / 3 if job.layout.recompute == "layer" else 1.0) * kernels(job, stage)
     transfers = 0.0 if rates.hidden else layer_transfers(job, gpu, rates, layers)
     once = max(products + quantization + attention + elementwise, launches) + transfers
     return StepTime(
@@ -120,7 +122,10 @@ def kernels(job: Job, stage: int = 0) -> int:
 
 @dataclass(frozen=True)
 class _Product:
-    """x [rows, K] with `copies` weights [N, K] of one rank, in `layers` layers; the rows are shared by the copies."""
+    """x [rows, K] with `copies` weights [N, K] of one rank, in `layers` layers; the rows are shared by the copies.
+
+    again: 4/3 where the backward takes the forward once more, else 1; it is as long as two forwards.
+    """
 
     rows: float
     n: int
@@ -129,6 +134,7 @@ class _Product:
     layers: int
     experts: bool
     fp8: bool
+    again: float
 
 
 def _products(job: Job, stage: int) -> Iterator[_Product]:
@@ -144,13 +150,21 @@ def _products(job: Job, stage: int) -> Iterator[_Product]:
 
 
 def _product(job: Job, weight: WeightGroup, layers: int, fp8: bool) -> _Product:
-    tp, experts = job.layout.tp, weight.share == "experts"
+    tp, experts, again = job.layout.tp, weight.share == "experts", 4 / 3 if _twice(job, weight) else 1.0
     if experts:  # the tokens of all ranks, taken k times, on the experts of all ranks
         rows, n, k = job.micro_batch / tp * weight.taken, weight.rows, weight.columns
-        return _Product(rows, n, k, weight.copies // job.layout.ep, layers, experts, fp8)
+        return _Product(rows, n, k, weight.copies // job.layout.ep, layers, experts, fp8, again)
     rows = job.micro_batch if weight.share == "split" else job.micro_batch / tp
     parts = tp if weight.share == "split" else 1
-    return _Product(rows, weight.rows // parts, weight.columns, 1, layers, experts, fp8)
+    return _Product(rows, weight.rows // parts, weight.columns, 1, layers, experts, fp8, again)
+
+
+def _twice(job: Job, weight: WeightGroup) -> bool:
+    """Whether the trainer computes a product's forward in the backward as well."""
+    if weight.place == "last":
+        return job.micro_batch > job.layout.head_chunk_tokens
+    inside = weight.name == "router" or weight.name.startswith(("experts", "mlp", "shared"))
+    return job.layout.recompute == "layer" or (job.layout.recompute == "experts" and inside)
 
 
 def _product_seconds(job: Job, gpu: Gpu, rates: Rates, each: _Product) -> float:

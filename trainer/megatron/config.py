@@ -10,9 +10,16 @@ from megatron.core.transformer import TransformerConfig
 
 from models.sizes import ModelSizes
 from numerics.config import Mode
-from trainer.config import TrainerConfig
+from trainer.config import Recompute, TrainerConfig
 from trainer.megatron.lowering import Lowering
 from trainer.megatron.mapping import MegatronMapping
+
+_RECOMPUTE: dict[Recompute, dict[str, Any]] = {
+    "none": {},
+    "attention": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
+    "experts": {"recompute_granularity": "selective", "recompute_modules": ["moe", "mlp"]},
+    "layer": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+}
 
 
 def transformer_config(
@@ -69,6 +76,7 @@ def transformer_config(
         variable_seq_lengths=True,
         moe_token_dispatcher_type="alltoall",
         calculate_per_token_loss=True,
+        **_RECOMPUTE[config.recompute],
         **moe,
         **mapping.config(sizes),
         **lowering.config,

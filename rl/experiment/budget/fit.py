@@ -67,7 +67,8 @@ def check_fits(job: Job, memory: Memory, gpu_memory: float, gpu: str) -> None:
 def largest_micro_batch(job: Job, memory: Memory, gpu_memory: float, slack: float = 0.0) -> int:
     """Tokens of a micro-batch that still fit where `memory` is what a GPU holds; 0: not one.
 
-    slack: part of the GPU's memory that stays free. Activations and logits grow with the tokens, nothing else does.
+    slack: part of the GPU's memory that stays free. Activations grow with the tokens, and logits up to a chunk; nothing
+    else does.
     """
     stage = (memory.rank or 0) // (job.layout.tp * job.layout.dp)
     logits = stage == job.layout.pp - 1
@@ -76,9 +77,9 @@ def largest_micro_batch(job: Job, memory: Memory, gpu_memory: float, slack: floa
     free = gpu_memory * (1 - slack) - rest
     if any(memory.in_phase(phase) > gpu_memory * (1 - slack) for phase in PHASES if phase != "train"):
         return 0
-    most = free // (per_token + (logit_bytes(job, 1) if logits else 0.0))
-    if logits and job.logit_chunk is not None and most > job.logit_chunk:  # more tokens have no more logits
-        most = (free - logit_bytes(job, job.logit_chunk)) // per_token
+    most, chunk = free // (per_token + (logit_bytes(job, 1) if logits else 0.0)), job.layout.head_chunk_tokens
+    if logits and most > chunk:  # more tokens have no more logits
+        most = max(chunk, (free - logit_bytes(job, chunk + 1)) // per_token)
     return max(0, int(most))
 
 
@@ -106,9 +107,9 @@ def _cure(job: Job, name: str, gpu_memory: float) -> Cure | None:
             keys = "trainer.ep, trainer.tp or trainer.pp" if job.shape.sizes.moe else "trainer.tp or trainer.pp"
             return Cure(keys.partition(",")[0].partition(" or ")[0], f"Raise {keys}, which share the weights.", True)
         case "activations":
-            return _cure_of_tokens(job, "trainer.recompute", "layer", job.recompute != "layer")
+            return _cure_of_tokens(job, "trainer.recompute", "layer", layout.recompute != "layer")
         case "logits":
-            return _cure_of_tokens(job, "trainer.head_chunk_tokens", "1024", (job.logit_chunk or 2048) > 1024)
+            return _cure_of_tokens(job, "trainer.head_chunk_tokens", "1024", layout.head_chunk_tokens > 1024)
         case "weights" if engine_memory(job).peak > gpu_memory:
             remedy = "Raise rollout.tp, in native mode: an engine's rank does not fit by itself."
             return Cure("rollout.tp", remedy, takes_gpus=True)
@@ -131,7 +132,7 @@ def _cure(job: Job, name: str, gpu_memory: float) -> Cure | None:
 def _cure_of_tokens(job: Job, key: str, value: str, unset: bool) -> Cure:
     """What makes activations or logits smaller: the key, where it is not set; shorter micro-batches, as far as rows are
     not longer."""
-    if unset and key.removeprefix("trainer.") in type(job.layout).model_fields:
+    if unset:
         return Cure(key, f"Set {key}={value}.")
     if job.micro_batch > job.length:
         return Cure("trainer.micro_batch_tokens", f"Lower trainer.micro_batch_tokens, down to rows of {job.length}.")

@@ -45,16 +45,6 @@ class Job:
     critic: bool = False
 
     @property
-    def recompute(self) -> str:
-        """What of a layer is computed again in the backward: none, attention, experts or layer."""
-        return getattr(self.layout, "recompute", "none")
-
-    @property
-    def logit_chunk(self) -> int | None:
-        """Tokens whose logits are there at a time; None: a micro-batch's."""
-        return getattr(self.layout, "head_chunk_tokens", None)
-
-    @property
     def fp8(self) -> bool:
         """Whether the trainer multiplies in FP8."""
         return self.numerics.trainer_spec.quantized

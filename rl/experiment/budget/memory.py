@@ -109,12 +109,9 @@ def activation_bytes(job: Job, stage: int = 0, tokens: int | None = None) -> flo
 
     Stage s of p holds p - s of them (1F1B). tokens: of a micro-batch, if not the job's.
     """
-    layers = layers_of_stage(job.shape.sizes.layers, job.layout.pp, stage)
+    layers = [_of_layer(job, layer) for layer in layers_of_stage(job.shape.sizes.layers, job.layout.pp, stage)]
     under_way = min(job.micro_batches, job.layout.pp - stage)
-    again = [_recomputed(job, layer) for layer in layers]
-    kept = 2.0 * job.shape.sizes.hidden_size if job.recompute != "none" else 0.0  # what it is computed from
-    per_token = sum(_kept(job, layer) for layer in layers) - sum(again) + kept * len(layers)
-    per_token += max(again) / under_way  # one layer at a time comes back
+    per_token = sum(stays for stays, _ in layers) + max(back for _, back in layers) / under_way
     return per_token * (tokens or job.micro_batch) / job.layout.tp * under_way
 
 
@@ -138,10 +135,28 @@ def peak_on_a_cpu(job: Job) -> tuple[float, float]:
 
 
 def logit_bytes(job: Job, tokens: int | None = None) -> float:
-    """6 bytes for each of the whole vocabulary's logits of a micro-batch, or of a chunk of it; tensor parallelism does
-    not share them."""
-    tokens = tokens or job.micro_batch
-    return LOGIT_BYTES * job.shape.sizes.vocab_size * min(tokens, job.logit_chunk or tokens)
+    """6 bytes for each of the whole vocabulary's logits of a micro-batch, or of a chunk, beside which the gradient of
+    the head's weight is added up in FP32; tensor parallelism shares the weight alone."""
+    sizes, tokens = job.shape.sizes, tokens or job.micro_batch
+    chunk = job.layout.head_chunk_tokens
+    total = 4.0 * sizes.vocab_size * sizes.hidden_size / job.layout.tp if tokens > chunk else 0.0
+    return LOGIT_BYTES * sizes.vocab_size * min(tokens, chunk) + total
+
+
+def _of_layer(job: Job, layer: int) -> tuple[float, float]:
+    """Bytes per token of a layer's activations that stay until its backward, and that come back in it. The shared
+    kernels keep inputs in BF16 and quantize them anew."""
+    sizes, kept = job.shape.sizes, job.shape.activations(layer)
+    quantized = job.numerics.trainer_spec.of_layer(layer, sizes.layers).quantized
+    whole = kept.bf16 + (kept.fp8 if quantized and job.storage == "transformer_engine" else 0.0)
+    residual = 2.0 * sizes.hidden_size
+    rotated = 2.0 * sizes.head_dim * (sizes.heads + sizes.kv_heads)
+    return {
+        "none": (whole, 0.0),
+        "attention": (whole - rotated, rotated),
+        "experts": (kept.attention + residual, kept.mlp),
+        "layer": (residual, whole),
+    }[job.layout.recompute]
 
 
 def cache_bytes(job: Job) -> float:
@@ -149,26 +164,6 @@ def cache_bytes(job: Job) -> float:
     sizes = job.shape.sizes
     heads = 1 if sizes.latent is not None else min(job.engine_tp, sizes.kv_heads)
     return job.shape.kv_bytes(BF16_BYTES) / heads
-
-
-def _recomputed(job: Job, layer: int) -> float:
-    """Bytes per token of a layer's activations that are not kept, but computed again in the backward."""
-    activations = job.shape.activations(layer)
-    match job.recompute:
-        case "none":
-            return 0.0
-        case "attention":
-            return activations.attention
-        case "experts":
-            return activations.mlp
-    return _kept(job, layer)
-
-
-def _kept(job: Job, layer: int) -> float:
-    """Bytes per token of a layer's activations. The shared kernels keep inputs in BF16 and quantize them anew."""
-    kept = job.shape.activations(layer)
-    quantized = job.numerics.trainer_spec.of_layer(layer, job.shape.sizes.layers).quantized
-    return kept.bf16 + (kept.fp8 if quantized and job.storage == "transformer_engine" else 0.0)
 
 
 def _trainer(job: Job, rank: int) -> dict[str, Mapping[Phase, float]]:

@@ -79,7 +79,14 @@ def test_ironwoods_speed_up_is_43_percent_of_the_step_in_products() -> None:
 
 def test_products_take_their_flops_where_these_are_many() -> None:
     """One layer's worth at the peak: 6 FLOP for each active parameter and token."""
-    job = Job(read_shape(CONFIGS / "qwen3_8b"), TrainerConfig(micro_batch_tokens=32768), NATIVE, "kernels", 8, 32768)
+    job = Job(
+        read_shape(CONFIGS / "qwen3_8b"),
+        TrainerConfig(micro_batch_tokens=32768, head_chunk_tokens=32768),
+        NATIVE,
+        "kernels",
+        8,
+        32768,
+    )
     job = job.in_bf16()
     time = step_time(job, GPUS["h100"], PERFECT)
     assert time.products == pytest.approx(6 * job.shape.active_parameters * job.tokens / 989e12, rel=1e-6)
@@ -133,10 +140,17 @@ def test_narrow_wires_carry_less() -> None:
 
 def test_recomputing_costs_a_forward() -> None:
     job = qwen(128, ep=8, dp=8)
-    layout = job.layout.model_copy(update={"recompute": "layer"})
-    plain, again = (step_time(each, GPUS["h100"], PERFECT) for each in (job, replace(job, layout=layout)))
-    assert again.products == pytest.approx(4 / 3 * plain.products)
-    assert again.attention == pytest.approx(4.5 / 3.5 * plain.attention)
+
+    def parts(recompute: str, chunk: int = 8192) -> tuple[float, float]:
+        layout = job.layout.model_copy(update={"recompute": recompute, "head_chunk_tokens": chunk})
+        time = step_time(replace(job, layout=layout), GPUS["h100"], PERFECT)
+        return time.products, time.attention
+
+    products, attention = parts("none")
+    assert parts("attention") == pytest.approx((products, 4.5 / 3.5 * attention))
+    assert parts("layer", 1024) == pytest.approx((4 / 3 * products, 4.5 / 3.5 * attention))
+    assert products < parts("none", 1024)[0] < parts("experts")[0] < parts("layer")[0] < 4 / 3 * products
+    assert parts("experts")[1] == attention
 
 
 def test_fp8_adds_kernels_of_every_expert_unless_they_are_grouped() -> None:
