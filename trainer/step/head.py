@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
@@ -34,7 +35,7 @@ class Head:
         ranks' rows [S * B, H], and this rank's columns [S * B, N / ranks] of the output or of its gradient."""
         ranks = out.shape[-1] // self.weight.shape[0]
         if ranks > 1:
-            group = self.layer.tp_group
+            group: Any = self.layer.tp_group
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False, group=group)
             out = out.chunk(ranks, -1)[group.rank()]
         return hidden.flatten(0, 1), out.flatten(0, 1)

@@ -107,10 +107,10 @@ class _Sought:
         return cls(following.reshape(ranks, -1), batch.temperature, seeds, positions.reshape(ranks, -1))
 
     def split(self, chunks: int) -> Iterator[_Sought]:
-        parts = (None if each is None else each.tensor_split(chunks, 1) for each in (self.tokens, self.seeds))
-        tokens, seeds = parts
-        for index, positions in enumerate(self.positions.tensor_split(chunks, 1)):
-            yield _Sought(tokens[index], self.temperature, None if seeds is None else seeds[index], positions)
+        tokens, positions = (each.tensor_split(chunks, 1) for each in (self.tokens, self.positions))
+        seeds = [None] * chunks if self.seeds is None else self.seeds.tensor_split(chunks, 1)
+        for token, seed, position in zip(tokens, seeds, positions, strict=True):
+            yield _Sought(token, self.temperature, seed, position)
 
     def read(self, logits: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """Log-probabilities and entropy FP32 [ranks, n], and the tokens that are drawn, int64 [ranks, n]."""
