@@ -24,45 +24,51 @@ from weight_sync.transports import TensorTransport
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 SETUP = Setup("moe")
-SAMPLING = SamplingParams(max_new_tokens=120)
+SAMPLING = SamplingParams(max_new_tokens=150)
 UPDATES = 2
+GROUP = 3
+ANSWERS = GROUP * len(prompts(0))
 
 
 def sampled_across_updates(
     pipeline: Pipeline, folder: Path, sync: Callable[[Endpoint], object]
 ) -> tuple[list[Trajectory], dict[int, Path]]:
     """Answers with UPDATES in their midst, and a checkpoint of the trainer at each version that sampled a part."""
-    endpoint, batch = pipeline.endpoint, pipeline.sample(1.0, count=4)
-    asked = to_groups(prompts(0), 3, run_seed=0, step=1)
-    checkpoints: dict[int, Path] = {}
-
-    def keep() -> None:
-        version = pipeline.trainer.weight_version
-        checkpoints[version] = folder / f"v{version}"
-        pipeline.trainer.save(checkpoints[version], {})
-
-    def update() -> None:
-        pipeline.train_step(batch)
-        keep()
-        sync(endpoint)
+    endpoint = pipeline.endpoint
+    first, *later = trained_versions(pipeline, folder)
+    pipeline.trainer.load(first)
+    asked = to_groups(prompts(0), GROUP, run_seed=0, step=1)
 
     async def run() -> list[Trajectory]:
         async with EngineClient(endpoint) as client:
             answers = asyncio.create_task(sample_groups(client, asked, SAMPLING))
-            for _ in range(UPDATES):
-                await until_it_runs(client)
+            for version in later:
+                await until_they_run(client, answers)
                 await asyncio.sleep(0.3)
-                await asyncio.to_thread(update)
+                await asyncio.to_thread(pipeline.trainer.load, version)
+                await asyncio.to_thread(sync, endpoint)
             return await answers
 
-    keep()
-    return pipeline.rig.run(run()), checkpoints
+    return pipeline.rig.run(run()), {int(path.name): path for path in (first, *later)}
 
 
-async def until_it_runs(client: EngineClient) -> None:
-    async with asyncio.timeout(60):
-        while not (await client.load()).running:
-            await asyncio.sleep(0.02)
+def trained_versions(pipeline: Pipeline, folder: Path) -> list[Path]:
+    """Checkpoints of the trainer before and after UPDATES steps, each named by its version. They are made beforehand:
+    a first step takes longer than answers do on a busy machine."""
+    batch, made = pipeline.sample(1.0, count=4), []
+    for number in range(1 + UPDATES):
+        if number:
+            pipeline.train_step(batch)
+        made.append(folder / str(pipeline.trainer.weight_version))
+        pipeline.trainer.save(made[-1], {})
+    return made
+
+
+async def until_they_run(client: EngineClient, answers: asyncio.Task[list[Trajectory]]) -> None:
+    """Half of them at least: what comes to the engine after an update is of its weights alone."""
+    while (await client.load()).running < ANSWERS / 2:
+        assert not answers.done(), f"no answer was under way any more: {answers.exception() or 'all had ended'}"
+        await asyncio.sleep(0.02)
 
 
 def differences_by_version(
@@ -88,7 +94,7 @@ def test_each_token_is_one_of_the_weights_that_it_names(rig: Rig, tmp_path: Path
     bridge = pipeline.bridge(pause=pause)
     trajectories, checkpoints = sampled_across_updates(pipeline, tmp_path, lambda endpoint: bridge.sync([endpoint]))
     assert all(t.weight_versions == sorted(t.weight_versions) for t in trajectories)
-    assert sum(len(set(t.weight_versions)) == 1 + UPDATES for t in trajectories) > 10
+    assert sum(len(set(t.weight_versions)) == 1 + UPDATES for t in trajectories) >= ANSWERS / 3
     assert max(len(t.token_ids) for t in trajectories) == SAMPLING.max_new_tokens
     for version, d in differences_by_version(pipeline, trajectories, checkpoints).items():
         assert len(d) > 10, f"version {version} has sampled {len(d)} tokens"
