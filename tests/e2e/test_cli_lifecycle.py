@@ -17,7 +17,8 @@ from tests.support.recompute import compared
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
-GONE_WITHIN_S = 30.0
+GONE_WITHIN_S = 120.0
+"""It takes five seconds on a quiet machine."""
 RAY_AGENTS = {"ray::DashboardAgent", "ray::RuntimeEnvAgent"}
 Start = Callable[..., StartedRun]
 EVERYTHING_LEARNT = ["algorithm.name=ppo", "algorithm.updates_per_batch=2", "algorithm.kl.loss.coefficient=0.001"]
@@ -67,7 +68,7 @@ def test_a_start_can_be_interrupted(start: Start, seen: str, later_s: float, sig
     assert not run.path.exists() and not list(run.path.parent.glob(".*"))
 
 
-@pytest.mark.parametrize("later_s", [0.0, 0.5, 1.5, 2.5])
+@pytest.mark.parametrize("later_s", [0.0, 1.5])
 def test_imports_can_be_interrupted(start: Start, later_s: float) -> None:
     run = start(*SMALL)
     run.wait_for("fp8rl: checking")
@@ -190,31 +191,30 @@ def test_a_run_that_samples_ahead_ends_in_the_same_bits_whatever_dies_on_the_way
     assert evaluated == [(0, 0), (3, 2), (5, 4), (7, 6), (8, 8)], "beside the step that follows"
     assert {row["train/clip_fraction"] > 0 for row in whole.rows()[4:]} == {True}
 
-
-def test_a_trainer_lost_once_too_often_ends_the_run_and_another_layout_goes_on(start: Start) -> None:
-    run = start(*SMALL, *EVERYTHING_LEARNT, "run.steps=9", "run.restarts=0", "eval.problems=0")
-    run.wait_for("step 3/9")
-    trainer_of(run).kill()
-    assert run.ends() == 3, run.console()
-    said = run.console()
-    assert "error: trainer rank 0: found its process ended" in said and "Traceback" not in said
-    assert f"resume   fp8rl train {run.path}/spec.yaml --resume" in said and "log.txt" in said
-    assert run.family() == []
-
-    newest = checkpoints(run)[-1]
+    # It goes on in another layout, until a trainer is lost once too often.
     layout = ("trainer.dp=2", "trainer.ep=2")
-    run = start(*SMALL, *EVERYTHING_LEARNT, f"run.steps={newest + 2}", "eval.problems=0", *layout, "--resume")
-    assert run.ends() == 0, run.console()
-    assert "resuming with trainer.ep=2 (was 1)\n" in run.console()
-    assert "resuming with another layout of the trainer" in run.console()
-    assert [row["step"] for row in run.rows()] == list(range(newest + 3))
-    for row in run.rows()[1:]:
+    more = start(*settings, *layout, "run.steps=12", "run.restarts=0", "--resume", name="parts")
+    more.wait_for("step 10/12")
+    trainers_of(more)[0].kill()
+    assert more.ends() == 3, more.console()
+    said = more.console()
+    assert "resuming with trainer.ep=2 (was 1)\n" in said and "resuming with another layout of the trainer" in said
+    assert "error: trainer rank" in said and "found its process ended" in said and "Traceback" not in said
+    assert f"resume   fp8rl train {more.path}/spec.yaml --resume" in said and "log.txt" in said
+    assert more.family() == []
+    assert [row["step"] for row in more.rows()[:11]] == list(range(11))
+    for row in more.rows()[9:]:
         assert row["mismatch/exact_frac"] == row["mismatch/redraw_frac"] == 1.0 and row["mismatch/tokens"] > 0
         assert row["sync/mismatched_tensors"] == 0
 
 
 def trainer_of(run: StartedRun) -> psutil.Process:
-    return run.member("TrainerActor")
+    (trainer,) = trainers_of(run)
+    return trainer
+
+
+def trainers_of(run: StartedRun) -> list[psutil.Process]:
+    return run.members("TrainerActor")
 
 
 def checkpoints(run: StartedRun) -> list[int]:

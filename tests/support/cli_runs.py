@@ -88,8 +88,13 @@ class StartedRun:
             time.sleep(0.01)
 
     def ends(self, timeout_s: float = PATIENCE_S) -> int:
-        """Wait for the end; the exit code."""
-        return self.process.wait(timeout_s)
+        """Wait for the end; the exit code. What runs too long is shown: its console, and where its threads are."""
+        try:
+            return self.process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            dump = [FP8RL.with_name("py-spy"), "dump", "--pid", str(self.process.pid)]
+            threads = subprocess.run(dump, capture_output=True, text=True).stdout
+            raise AssertionError(f"still running after {timeout_s:g} s:\n{self.console()}\n{threads}") from None
 
     def family(self) -> list[psutil.Process]:
         """Every living process that stems from the run, by parentage or by inherited environment."""
@@ -106,15 +111,19 @@ class StartedRun:
         return self.member("rollout.server.launcher")
 
     def member(self, named: str) -> psutil.Process:
-        """The process with this in its command line; one that it is about to start has it too, for a moment."""
+        """The one process with this in its command line."""
+        (first,) = self.members(named)
+        return first
+
+    def members(self, named: str) -> list[psutil.Process]:
+        """The processes with this in their command line; one that they are about to start has it too, for a moment."""
         parents: dict[psutil.Process, int] = {}
         for process in self.family():
             with suppress(psutil.NoSuchProcess):
                 if named in " ".join(process.cmdline()):
                     parents[process] = process.ppid()
         pids = {process.pid for process in parents}
-        (first,) = [process for process, parent in parents.items() if parent not in pids]
-        return first
+        return [process for process, parent in parents.items() if parent not in pids]
 
     def signal_all(self, signum: int) -> None:
         """What a terminal does on Ctrl-C: the signal goes to the foreground process group."""
