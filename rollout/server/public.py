@@ -18,9 +18,21 @@ from rollout.plugin.hooks import Hook
 
 ENDPOINTS = {"/health", "/v1/models", "/v1/models/{model:path}", "/v1/completions", "/v1/chat/completions"}
 """What is opened besides what the engine's owner uses."""
-MOST_ANSWERS, MOST_LOGPROBS, LARGEST_SEED = 128, 20, 2**63 - 1
-_NOT_SERVED = ("best_of", "suffix", "logit_bias", "custom_logit_processor", "lora_path", "session_params")
-"""Settings that SGLang would leave aside, or that let a client run code."""
+MOST_ANSWERS, MOST_OF_A_REQUEST, MOST_LOGPROBS, LARGEST_SEED, LARGEST_TOP_K = 128, 4096, 20, 2**63 - 1, 2**31 - 1
+MOST_BYTES = 32 << 20
+_COMMON = {
+    "model", "max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "frequency_penalty",
+    "presence_penalty", "repetition_penalty", "n", "seed", "stop", "stop_token_ids", "ignore_eos", "no_stop_trim",
+    "skip_special_tokens", "spaces_between_special_tokens", "logprobs", "stream", "stream_options", "return_token_ids",
+    "user", "metadata", "store", "service_tier",
+}  # fmt: skip
+SETTINGS = {
+    "/v1/completions": _COMMON | {"prompt", "echo"},
+    "/v1/chat/completions": _COMMON
+    | {"messages", "max_completion_tokens", "top_logprobs", "continue_final_message", "chat_template_kwargs"},
+}
+"""What a request may set. SGLang takes a hundred settings more, of which some would be left aside in silence, some let a
+client run code or take another's answer, and some end the engine."""
 
 
 async def answer(original: Callable[..., Awaitable[Any]], serving: Any, request: Any, raw_request: Any) -> Any:
@@ -57,19 +69,23 @@ class ObjectsOnly:
         self._app = app
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        if scope["type"] != "http" or scope["method"] != "POST" or scope["path"] not in ENDPOINTS:
+        if scope["type"] != "http" or scope["method"] != "POST" or scope["path"] not in SETTINGS:
             return await self._app(scope, receive, send)
         body, message = b"", {"more_body": True}
-        while message.get("more_body"):
+        while message.get("more_body") and len(body) <= MOST_BYTES:
             message = await receive()
             body += message.get("body", b"")
         try:
+            if len(body) > MOST_BYTES:
+                raise ValueError(f"more than {MOST_BYTES >> 20} MiB")
             found = json.loads(body, parse_float=_finite, parse_constant=_finite)
             found.keys()
             json.dumps(found, ensure_ascii=False).encode()  # half a surrogate pair is no text
         except (ValueError, AttributeError, RecursionError) as error:
             why = "another value" if isinstance(error, AttributeError) else str(error) or "too many brackets"
             return await error_response(None, f"body: found {why}, expected a JSON object")(scope, receive, send)
+        for parameter, why in _not_served(found, SETTINGS[scope["path"]]):
+            return await error_response(None, f"{parameter}: {why}", param=parameter)(scope, receive, send)
         read = [{"type": "http.request", "body": body, "more_body": False}]
 
         async def again() -> Any:
@@ -113,6 +129,17 @@ def with_offsets(logprobs: Any, *_: Any, **__: Any) -> Any:
     return logprobs
 
 
+def _not_served(found: dict[str, Any], settings: set[str]) -> Iterator[tuple[str, str]]:
+    """A setting of a body that is not served, and what to do about it."""
+    for parameter in sorted(found.keys() - settings):
+        if found[parameter] is not None and (parameter, found[parameter]) != ("response_format", {"type": "text"}):
+            yield parameter[:80], "is not served. Leave it out"
+    of_template = found.get("chat_template_kwargs")
+    for name, value in of_template.items() if isinstance(of_template, dict) else ():
+        if name != "enable_thinking" or not isinstance(value, bool):
+            yield "chat_template_kwargs", f"found {name[:80]!r}, expected only enable_thinking, true or false"
+
+
 def _problems(request: Any, name: str, vocabulary: int) -> Iterator[tuple[str, str]]:
     """A parameter, and what is wrong with it."""
     if "model" not in request.model_fields_set:
@@ -121,6 +148,13 @@ def _problems(request: Any, name: str, vocabulary: int) -> Iterator[tuple[str, s
         yield "n", f"found {request.n}, expected 1 to {MOST_ANSWERS}"
     if request.seed is not None and not 0 <= request.seed <= LARGEST_SEED:
         yield "seed", f"found {request.seed}, expected 0 to {LARGEST_SEED}"
+    if request.top_k is not None and not (request.top_k == -1 or 1 <= request.top_k <= LARGEST_TOP_K):
+        yield "top_k", f"found {request.top_k}, expected 1 to {LARGEST_TOP_K}, or -1 for all"
+    if "" in ([request.stop] if isinstance(request.stop, str) else request.stop or ()):
+        yield "stop", "found an empty text, expected at least one character in each"
+    for token in request.stop_token_ids or ():
+        if not _is_in(token, vocabulary):
+            yield "stop_token_ids", f"found {token}, expected 0 to {vocabulary - 1}"
     for parameter in ("logprobs", "top_logprobs"):
         found = getattr(request, parameter, None)
         if found is not None and not 0 <= found <= MOST_LOGPROBS:
@@ -132,9 +166,9 @@ def _problems(request: Any, name: str, vocabulary: int) -> Iterator[tuple[str, s
         outside = [token for token in ([part] if isinstance(part, int) else part) if not _is_in(token, vocabulary)]
         if outside:
             yield "prompt", f"found the token {outside[0]}, expected 0 to {vocabulary - 1}"
-    for parameter in _NOT_SERVED:
-        if getattr(request, parameter, None) is not None:
-            yield parameter, "is not served. Leave it out"
+    several = isinstance(prompt, list) and not all(isinstance(part, int) for part in prompt)
+    if several and len(prompt) * request.n > MOST_OF_A_REQUEST:
+        yield "prompt", f"found {len(prompt) * request.n} answers to give, expected at most {MOST_OF_A_REQUEST}"
 
 
 def _is_in(token: int | str, vocabulary: int) -> bool:

@@ -239,8 +239,11 @@ def what_is_wrong_is_refused(client: openai.OpenAI, model: str) -> None:
     with httpx.Client(base_url=root, headers={"Authorization": f"Bearer {client.api_key}"}) as http:
         assert http.get("server_info").status_code == 404 and http.get("health").status_code == 200
         assert http.get("v1/models", headers={"Authorization": "Bearer another"}).status_code == 401
-        plain = {"model": model, "prompt": "1", "messages": [{"role": "user", "content": "1"}], "max_tokens": 1}
-        for path in ("v1/completions", "v1/chat/completions"):
+        for path, asked in (
+            ("v1/completions", {"prompt": "1"}),
+            ("v1/chat/completions", {"messages": [{"role": "user", "content": "1"}]}),
+        ):
+            plain = {"model": model, "max_tokens": 1} | asked
             for body, status, part in (
                 (b"null", 400, "expected a JSON object"),
                 (b'{"model": ', 400, "expected a JSON object"),
@@ -252,12 +255,31 @@ def what_is_wrong_is_refused(client: openai.OpenAI, model: str) -> None:
                 (plain | {"logit_bias": {"1": 5.0}}, 400, "logit_bias: is not served"),
                 (plain | {"max_tokens": "many"}, 400, "max_tokens: Input should be a valid integer"),
                 (plain | {"temperature": -1}, 400, "temperature"),
+                (plain | {"top_p": 0}, 400, "top_p"),
+                (plain | {"top_k": 2**33}, 400, "top_k: found 8589934592"),
+                (plain | {"max_tokens": 10**9}, 400, "1000000000"),
+                (plain | {"max_tokens": 8, "min_tokens": 10**9}, 400, "min_new_tokens"),
+                (plain | {"stop": [str(number) for number in range(40)]}, 400, "at most 32 stop strings"),
+                (plain | {"regex": "[0-9]+"}, 400, "regex: is not served"),
+                (plain | {"input_ids": [10**6]}, 400, "input_ids: is not served"),
             ):
                 sent = body if isinstance(body, bytes) else json.dumps(body).encode()
                 answer = http.post(path, content=sent, headers={"Content-Type": "application/json"})
                 assert answer.status_code == status and part in answer.json()["error"]["message"], answer.text
                 assert "/" not in answer.json()["error"]["message"], "no path of an installation"
+            for change in (
+                {"temperature": 1e300, "logprobs": 1} if "prompt" in plain else {"temperature": 1e300},
+                {"top_p": 1e-300},
+                {"top_k": 2**31 - 1},
+                {"frequency_penalty": 2.0, "presence_penalty": -2.0, "repetition_penalty": 1e-9},
+                {"max_tokens": 8, "min_tokens": 8, "stop_token_ids": [0], "ignore_eos": True},
+                {"n": 128},
+            ):
+                assert http.post(path, json=plain | change).status_code == 200, change
+            with http.stream("POST", path, json=plain | {"max_tokens": 100, "ignore_eos": True, "stream": True}) as part:
+                assert next(part.iter_lines()), "and nobody reads the rest"
             assert http.post(path, json=plain).status_code == 200
+        plain = {"model": model, "prompt": "1", "max_tokens": 1}
         for prompt in ([10**6], [[1], [-5]]):
             answer = http.post("v1/completions", json=plain | {"prompt": prompt})
             assert answer.status_code == 400 and "prompt: found the token" in answer.text

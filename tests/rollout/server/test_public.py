@@ -14,10 +14,15 @@ from rollout.plugin.hooks import _problem
 from rollout.server import public
 
 protocol = pytest.importorskip("sglang.srt.entrypoints.openai.protocol")
-PLAIN = {"model": "it", "prompt": "1", "messages": [{"role": "user", "content": "1"}]}
 ODD = [b'{"model": "it", "prompt": "1", "temperature": %s}' % number for number in (b"NaN", b"1e400", b"9" * 5000)]
 ODD.append(rb'{"model": "it", "prompt": "\ud800", "messages": [{"role": "user", "content": "\ud800"}]}')
 PATHS = ["/v1/completions", "/v1/chat/completions"]
+
+
+def _of(path: str) -> dict[str, Any]:
+    """What an endpoint must be sent."""
+    asked = {"prompt": "1"} if path == PATHS[0] else {"messages": [{"role": "user", "content": "1"}]}
+    return {"model": "it"} | asked
 
 
 @pytest.fixture(scope="module")
@@ -62,12 +67,21 @@ def test_a_body_that_is_no_object_is_refused_in_one_form(client: TestClient, pat
         ({"seed": -1}, 400, "seed: found -1, expected 0 to 9223372036854775807"),
         ({"seed": 2**63}, 400, f"seed: found {2**63}, expected 0 to 9223372036854775807"),
         ({"logit_bias": {"1": 1.0}}, 400, "logit_bias: is not served. Leave it out"),
+        ({"temprature": 0.0}, 400, "temprature: is not served. Leave it out"),
+        ({"rid": ["a", "b"]}, 400, "rid: is not served. Leave it out"),
+        ({"response_format": {"type": "json_object"}}, 400, "response_format: is not served. Leave it out"),
+        ({"response_format": "json"}, 400, "response_format: is not served. Leave it out"),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, 400, "tools: is not served. Leave it out"),
+        ({"stop": ["a", ""]}, 400, "stop: found an empty text, expected at least one character in each"),
+        ({"stop_token_ids": [1, 10]}, 400, "stop_token_ids: found 10, expected 0 to 9"),
+        ({"top_k": 2**31}, 400, f"top_k: found {2**31}, expected 1 to {2**31 - 1}, or -1 for all"),
+        ({"top_k": -7}, 400, f"top_k: found -7, expected 1 to {2**31 - 1}, or -1 for all"),
     ],
 )
 def test_what_would_be_answered_wrongly_is_refused(
     client: TestClient, path: str, change: dict[str, Any], status: int, message: str
 ) -> None:
-    answer = client.post(path, json=PLAIN | change)
+    answer = client.post(path, json=_of(path) | change)
     assert (answer.status_code, answer.json()["error"]["message"]) == (status, message)
 
 
@@ -77,16 +91,34 @@ def test_numbers_that_would_end_the_engine_are_refused(client: TestClient) -> No
         ({"prompt": [[1], []]}, "prompt: found an empty one in the list, expected at least one token in each"),
         ({"prompt": [10]}, "prompt: found the token 10, expected 0 to 9"),
         ({"prompt": [[1, 2], [3, -1]]}, "prompt: found the token -1, expected 0 to 9"),
+        ({"prompt": ["1"] * 33, "n": 128}, "prompt: found 4224 answers to give, expected at most 4096"),
     ):
-        assert client.post(PATHS[0], json=PLAIN | change).json()["error"]["message"] == message
+        assert client.post(PATHS[0], json=_of(PATHS[0]) | change).json()["error"]["message"] == message
+    for change, message in (
+        ({"input_ids": [10]}, "input_ids: is not served. Leave it out"),
+        (
+            {"chat_template_kwargs": {"chat_template": "{% for _ in range(10**9) %}{% endfor %}"}},
+            "chat_template_kwargs: found 'chat_template', expected only enable_thinking, true or false",
+        ),
+    ):
+        assert client.post(PATHS[1], json=_of(PATHS[1]) | change).json()["error"]["message"] == message
+
+
+def test_a_body_of_any_size_is_not_read_to_its_end(client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(public, "MOST_BYTES", 1 << 20)
+    answer = client.post(PATHS[0], content=b" " * (1 << 21))
+    assert answer.json()["error"]["message"] == "body: found more than 1 MiB, expected a JSON object"
 
 
 @pytest.mark.parametrize("path", PATHS)
 def test_what_is_right_comes_through_whole(client: TestClient, path: str) -> None:
-    answer = client.post(path, json=PLAIN | {"seed": 2**63 - 1, "n": 3})
+    neutral = {"response_format": {"type": "text"}, "logit_bias": None, "top_k": -1, "stop": [], "user": "somebody"}
+    answer = client.post(path, json=_of(path) | neutral | {"seed": 2**63 - 1, "n": 3})
     assert answer.json() == {"model": "it", "seed": 2**63 - 1, "n": 3}
     for prompt in ("99", ["99", "é"], [9, 0], [[9], [0]]):
-        assert client.post(PATHS[0], json=PLAIN | {"prompt": prompt}).status_code == 200
+        assert client.post(PATHS[0], json=_of(PATHS[0]) | {"prompt": prompt}).status_code == 200
+    thinking = {"chat_template_kwargs": {"enable_thinking": False}}
+    assert client.post(PATHS[1], json=_of(PATHS[1]) | thinking).status_code == 200
 
 
 def test_each_answer_to_a_prompt_gets_a_seed_of_its_own() -> None:
