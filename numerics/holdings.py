@@ -60,11 +60,3 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
     elif isinstance(value, Iterable) and not isinstance(value, str):
         for each in value:
             yield from tensors_in(each)
-
-
-def total_bytes(held: Iterable[Holding]) -> dict[str, int]:
-    """Bytes by kind."""
-    sums: dict[str, int] = {}
-    for each in held:
-        sums[each.kind] = sums.get(each.kind, 0) + each.bytes
-    return sums

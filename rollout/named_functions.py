@@ -24,6 +24,8 @@ from numerics.io.reading import read_bytes
 IMPORT_SECONDS = 60.0
 """Seconds in which a large library is imported on a busy machine with cold caches."""
 _FOUND = "fp8rl found it"
+_SOURCE = "__fp8rl_source__"
+"""The attribute of a module that says which file it is, and what that said."""
 
 
 def named_object(name: str, key: str, built_in: Mapping[str, str]) -> Callable[..., Any]:
@@ -125,13 +127,17 @@ def _module(name: str) -> Any:
 
 
 def _module_of_file(path: str, key: str) -> Any:
-    read_bytes(Path(path), key, "a file of Python", "Correct the path.")
+    """The module of a file; the one that is imported already, if the file has not changed since."""
+    source = os.path.abspath(path), read_bytes(Path(path), key, "a file of Python", "Correct the path.")
     name = "fp8rl_user_" + Path(path).stem
+    if getattr(sys.modules.get(name), _SOURCE, None) == source:
+        return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     spec.loader.exec_module(module)
+    setattr(module, _SOURCE, source)
     return module
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from numerics.holdings import Holding, format_of, holding, tensors_in, total_bytes
+from numerics.holdings import Holding, format_of, holding, tensors_in
 from trainer.weights import te_weights
 
 if TYPE_CHECKING:
@@ -38,12 +38,6 @@ def inventory(trainer: Trainer) -> list[Holding]:
         *_optimizer_state(trainer),
         *_padding(trainer),
     ]
-
-
-def bytes_held(trainer: Trainer) -> dict[Kind, int]:
-    """Bytes by kind; 0 for what there is none of."""
-    sums = total_bytes(inventory(trainer))
-    return {kind: sums.get(kind, 0) for kind in get_args(Kind)}
 
 
 @dataclass(frozen=True)

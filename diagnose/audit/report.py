@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -15,10 +14,9 @@ from rich.text import Text
 
 from diagnose.audit.claims import AuditClaim, answers
 from diagnose.audit.sighting import Sighting
+from diagnose.report import Report
 from numerics.precision_map import CLASSES, DOCUMENTED
 
-SCHEMA = 1
-"""The version of the JSON; it grows when a key changes its meaning or goes."""
 _NOT_IN_EVERY_RUN = {
     "head.weight",
     "product.cached",
@@ -66,7 +64,7 @@ class Deviation:
 
 
 @dataclass(frozen=True)
-class AuditReport:
+class AuditReport(Report):
     """What an audit found. Its JSON has these keys, and `schema`, `ok`, `unseen` and `claims`.
 
     Attributes:
@@ -97,21 +95,8 @@ class AuditReport:
     def claims(self) -> list[AuditClaim]:
         return answers({row.key: row.found for row in self.rows})
 
-    def to_json(self) -> str:
-        values = {"schema": SCHEMA, "ok": self.ok, "unseen": self.unseen} | dataclasses.asdict(self)
-        values["claims"] = [dataclasses.asdict(claim) for claim in self.claims]
-        return json.dumps(values, indent=1, allow_nan=False)
-
-    @classmethod
-    def from_json(cls, text: str) -> AuditReport:
-        """Raises ValueError for another schema."""
-        values: dict[str, Any] = json.loads(text)
-        if values.get("schema") != SCHEMA:
-            raise ValueError(f"schema: found {values.get('schema')}, expected {SCHEMA}")
-        fields = {field.name: values[field.name] for field in dataclasses.fields(cls)}
-        fields["rows"] = [Row(**row) for row in fields["rows"]]
-        fields["differences"] = [Deviation(**each) for each in fields["differences"]]
-        return cls(**fields)
+    def derived(self) -> dict[str, Any]:
+        return {"unseen": self.unseen, "claims": [dataclasses.asdict(claim) for claim in self.claims]}
 
 
 def rows_of(sightings: Iterable[Sighting]) -> list[Row]:

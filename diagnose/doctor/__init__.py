@@ -3,6 +3,6 @@
 from diagnose.doctor.conditions import with_conditions
 from diagnose.doctor.judge import Diagnosis, judge
 from diagnose.doctor.machine import Machine, gather
-from diagnose.doctor.page import rendered, to_json
+from diagnose.doctor.page import rendered
 
-__all__ = ["Diagnosis", "Machine", "gather", "judge", "rendered", "to_json", "with_conditions"]
+__all__ = ["Diagnosis", "Machine", "gather", "judge", "rendered", "with_conditions"]

@@ -14,6 +14,7 @@ from typing import Literal
 from packaging.specifiers import SpecifierSet
 
 from diagnose.doctor.machine import InstalledGpu, Machine
+from diagnose.report import Report
 from numerics.backend.implementation import FEWEST_CAPABILITY, implementation_for
 from numerics.config import NumericsConfig
 from numerics.errors import UserError
@@ -74,7 +75,7 @@ class Features:
 
 
 @dataclass(frozen=True)
-class Diagnosis:
+class Diagnosis(Report):
     machine: Machine
     mode: str
     spec_digest: str

@@ -1,9 +1,6 @@
-"""A diagnosis as tables for people and as JSON for machines."""
+"""A diagnosis as tables for people."""
 
 from __future__ import annotations
-
-import dataclasses
-import json
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -11,15 +8,6 @@ from rich.text import Text
 
 from diagnose.doctor.judge import Diagnosis, Remark
 from diagnose.doctor.machine import Machine
-
-SCHEMA = 1
-"""The version of the JSON; it grows when a key changes its meaning or goes."""
-
-
-def to_json(diagnosis: Diagnosis) -> str:
-    """The fields of Diagnosis, and `schema` and `ok`."""
-    values = {"schema": SCHEMA, "ok": diagnosis.ok} | dataclasses.asdict(diagnosis)
-    return json.dumps(values, indent=1)
 
 
 def rendered(diagnosis: Diagnosis) -> RenderableType:

@@ -14,11 +14,10 @@ from rich.text import Text
 from diagnose.doctor.judge import Remark
 from diagnose.plan.plan import Plan
 from diagnose.plan.time import StepTime
+from diagnose.report import SCHEMA
 from rl.experiment.budget.memory import PHASES
 from trainer.config import TrainerConfig
 
-SCHEMA = 1
-"""The version of the JSON; it grows when a key changes its meaning or goes."""
 _PARTS = ("products", "quantization", "attention", "elementwise", "launches", "transfers", "optimizer", "bubble")
 
 

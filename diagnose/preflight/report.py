@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, get_args
@@ -14,14 +12,13 @@ from rich.text import Text
 
 from diagnose.preflight.check import Agreement, Check
 from diagnose.preflight.floor import Difference
+from diagnose.report import Report
 
-SCHEMA = 1
-"""The version of the JSON; it grows when a key changes its meaning or goes."""
 _TITLES: dict[Agreement, str] = {"spec": "same spec", "bytes": "same bytes", "logprobs": "same logprobs"}
 
 
 @dataclass(frozen=True)
-class PreflightReport:
+class PreflightReport(Report):
     """What a preflight found. Its JSON has these keys, and `schema`, `ok` and `verdicts` (agreement to pass or fail).
 
     Attributes:
@@ -50,20 +47,8 @@ class PreflightReport:
         """Whether each agreement holds; None where nothing of it was checked."""
         return {agreement: _verdict(self.checks, agreement) for agreement in get_args(Agreement)}
 
-    def to_json(self) -> str:
-        values = {"schema": SCHEMA, "ok": self.ok, "verdicts": self.verdicts} | dataclasses.asdict(self)
-        return json.dumps(values, indent=1, allow_nan=False)
-
-    @classmethod
-    def from_json(cls, text: str) -> PreflightReport:
-        """Raises ValueError for another schema."""
-        values: dict[str, Any] = json.loads(text)
-        if values.get("schema") != SCHEMA:
-            raise ValueError(f"schema: found {values.get('schema')}, expected {SCHEMA}")
-        fields = {field.name: values[field.name] for field in dataclasses.fields(cls)}
-        fields["checks"] = [Check(**check) for check in fields["checks"]]
-        fields["differences"] = {name: Difference(**d) for name, d in fields["differences"].items()}
-        return cls(**fields)
+    def derived(self) -> dict[str, Any]:
+        return {"verdicts": self.verdicts}
 
 
 def rendered(report: PreflightReport) -> RenderableType:

@@ -25,7 +25,7 @@ def doctor(
     Exit code 0, 1 if it cannot run here, 2 for bad input.
     """
     with user_errors():
-        from diagnose.doctor import gather, judge, rendered, to_json, with_conditions
+        from diagnose.doctor import gather, judge, rendered, with_conditions
         from rl.experiment import load_experiment
         from rl.experiment.sections import NumericsSection
 
@@ -36,7 +36,7 @@ def doctor(
         if loaded:
             say("checking model, data and sizes of the spec")
             diagnosis = with_conditions(diagnosis, loaded)
-    print(to_json(diagnosis)) if as_json else show(rendered(diagnosis))
+    print(diagnosis.to_json()) if as_json else show(rendered(diagnosis))
     end(diagnosis.ok)
 
 

@@ -6,7 +6,8 @@ import dataclasses
 import json
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+
+from pydantic import ConfigDict, NonNegativeInt
 
 from rl.experiment.gates import SEVERITY, WITHHOLDING, GateSection
 from rl.record.events import Event
@@ -41,10 +42,12 @@ class RuleState:
     fired: this was announced. quiet_until: the last step of the cooldown.
     """
 
-    beyond: int = 0
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
+    beyond: NonNegativeInt = 0
     tripped: bool = False
     fired: bool = False
-    quiet_until: int = 0
+    quiet_until: NonNegativeInt = 0
 
 
 class Gates:
@@ -55,9 +58,9 @@ class Gates:
         state: what `state` of an earlier part of the run returned; rules that it does not know start anew.
     """
 
-    def __init__(self, rules: Sequence[GateSection], state: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, rules: Sequence[GateSection], state: Mapping[str, RuleState] | None = None) -> None:
         saved = state or {}
-        self._rules = [(rule, RuleState(**saved.get(_name(rule), {}))) for rule in rules]
+        self._rules = [(rule, dataclasses.replace(saved.get(_name(rule), RuleState()))) for rule in rules]
         self._before: list[RuleState] = []
 
     def check(self, step: int, metrics: Mapping[str, float]) -> list[Firing]:
@@ -84,9 +87,9 @@ class Gates:
         """The rules whose metric has not recovered and which let nothing be trained on until then."""
         return [rule for rule, state in self._rules if state.tripped and rule.action in WITHHOLDING]
 
-    def state(self) -> dict[str, Any]:
-        """The state as JSON values, for a checkpoint."""
-        return {_name(rule): dataclasses.asdict(state) for rule, state in self._rules}
+    def state(self) -> dict[str, RuleState]:
+        """The state, for a checkpoint."""
+        return {_name(rule): dataclasses.replace(state) for rule, state in self._rules}
 
 
 def _fire(step: int, rules: Sequence[tuple[GateSection, RuleState]], metrics: Mapping[str, float]) -> list[Firing]:

@@ -10,6 +10,7 @@ from pydantic import Field, TypeAdapter
 
 from numerics.config import NumericsConfig
 from numerics.io.section import validated
+from rl.guard.gates import RuleState
 from rl.record.run_dir import RunDir
 from trainer.checkpoint.files import read_about
 
@@ -27,7 +28,7 @@ class Standing:
     tis_cap: Annotated[float, Field(ge=1.0)] | None = None
     router_replay: bool = False
     bf16: bool = False
-    rules: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    rules: Mapping[str, RuleState] = dataclasses.field(default_factory=dict)
 
     @classmethod
     def of_checkpoint(cls, run: RunDir, step: int | None) -> Standing:

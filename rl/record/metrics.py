@@ -184,9 +184,7 @@ _BY_TOKEN = {
         chart=("Tokens outside the TIS range", "ρ > C"),
     ),
     "mismatch/tis_clipfrac_two_sided": Metric(
-        "",
-        "Fraction of tokens with rho > C or rho < 1/C.",
-        chart=("Tokens outside the TIS range", "ρ > C or ρ < 1/C"),
+        "", "Fraction of tokens with rho > C or rho < 1/C.", chart=("Tokens outside the TIS range", "ρ > C or ρ < 1/C")
     ),
     "mismatch/extreme_frac_2": Metric(
         "", "Fraction of tokens with abs(d) > ln 2: one probability is over twice the other."
@@ -332,9 +330,7 @@ _PERF = {
                 chart=("Throughput", "rollout"),
             ),
             "perf/groups_in_flight": Metric(
-                "groups",
-                "Groups of later steps that are being answered when a step has its own.",
-                needs=("staleness",),
+                "groups", "Groups of later steps that are being answered when a step has its own.", needs=("staleness",)
             ),
             "perf/groups_ahead": Metric(
                 "groups", "Groups of later steps that are answered by then.", needs=("staleness",)
@@ -358,10 +354,7 @@ _PERF = {
         chart=("Throughput", "train"),
     ),
     "perf/engine_idle_seconds": Metric(
-        "s",
-        "Mean time of the step in which an engine sampled nothing.",
-        over="engines",
-        needs=("engines",),
+        "s", "Mean time of the step in which an engine sampled nothing.", over="engines", needs=("engines",)
     ),
     "perf/engine_balance": Metric(
         "",
@@ -393,10 +386,7 @@ _TRACKING = {
 METRICS: dict[str, Metric] = {
     **rows(_ROLLOUT, needs=("samples",)),
     "rollout/reward_failures": Metric(
-        "calls",
-        "Calls of reward functions that failed; each counts as a reward of 0.",
-        late=True,
-        needs=("engines",),
+        "calls", "Calls of reward functions that failed; each counts as a reward of 0.", late=True, needs=("engines",)
     ),
     "rollout/engines_replaced": Metric(
         "engines", "Engines that died in the step and were replaced.", late=True, needs=("engines",)

@@ -15,7 +15,7 @@ from typing import Any, Literal
 from pydantic import TypeAdapter
 
 from numerics.io.files import write_atomically
-from numerics.io.reading import BadLine, json_lines, whole_json_lines
+from numerics.io.reading import BadLine, json_lines
 
 SHOWN = 8
 """Trajectories of a step that a person is shown."""
@@ -73,11 +73,6 @@ class ScoredRecord:
 def write_rollouts(path: Path, records: Iterable[RolloutRecord] | Iterable[ScoredRecord]) -> None:
     """One JSON object per line, in the order of the batch; a number that is not finite is null."""
     write_atomically(path, "".join(_line(record) for record in records))
-
-
-def read_rollouts(path: Path) -> list[RolloutRecord]:
-    """The records of a `rollouts/step_N.jsonl`. Raises `UserError` for a line that is no record."""
-    return whole_json_lines(path, "rollouts", _record)
 
 
 def rollouts_found(path: Path) -> tuple[list[RolloutRecord], list[BadLine]]:

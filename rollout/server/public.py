@@ -31,8 +31,8 @@ SETTINGS = {
     "/v1/chat/completions": _COMMON
     | {"messages", "max_completion_tokens", "top_logprobs", "continue_final_message", "chat_template_kwargs"},
 }
-"""What a request may set. SGLang takes a hundred settings more, of which some would be left aside in silence, some let a
-client run code or take another's answer, and some end the engine."""
+"""What a request may set. SGLang takes a hundred settings more: some would be left aside in silence, some let a client
+run code or take another's answer, and some end the engine."""
 
 
 async def answer(original: Callable[..., Awaitable[Any]], serving: Any, request: Any, raw_request: Any) -> Any:

@@ -15,7 +15,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 import diagnose.doctor
-from diagnose.doctor import Diagnosis, Machine, judge, rendered, to_json
+from diagnose.doctor import Diagnosis, Machine, judge, rendered
 from diagnose.doctor.machine import InstalledGpu, parse_nvidia_smi
 from fp8rl.cli import app
 from numerics.config import NumericsConfig
@@ -253,7 +253,7 @@ def test_nvidia_smi_is_read() -> None:
 
 
 def test_json_holds_the_diagnosis() -> None:
-    values = json.loads(to_json(judge(H200, numerics("native"))))
+    values = json.loads(judge(H200, numerics("native")).to_json())
     assert values["schema"] == 1 and values["ok"] and values["mode"] == "native"
     assert values["spec_digest"] == QuantSpec.preset("fp8_block_pow2").digest()
     assert values["machine"]["gpus"][0]["capability"] == [9, 0] and values["features"][0]["blocks"] == "native"

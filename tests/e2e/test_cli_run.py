@@ -276,7 +276,9 @@ def what_is_wrong_is_refused(client: openai.OpenAI, model: str) -> None:
                 {"n": 128},
             ):
                 assert http.post(path, json=plain | change).status_code == 200, change
-            with http.stream("POST", path, json=plain | {"max_tokens": 100, "ignore_eos": True, "stream": True}) as part:
+            with http.stream(
+                "POST", path, json=plain | {"max_tokens": 100, "ignore_eos": True, "stream": True}
+            ) as part:
                 assert next(part.iter_lines()), "and nobody reads the rest"
             assert http.post(path, json=plain).status_code == 200
         plain = {"model": model, "prompt": "1", "max_tokens": 1}

@@ -69,3 +69,12 @@ def test_a_file_of_python_is_a_file(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="rewards: found .*a pipe, no regular file"):
         named_object(f"{tmp_path / 'own.py'}:reward", "rewards", {})
     check_importable(f"{tmp_path / 'own.py'}:reward", "rewards")
+
+
+def test_a_file_is_imported_once_and_again_when_it_has_changed(tmp_path: Path) -> None:
+    said, module = tmp_path / "said", tmp_path / "counted.py"
+    text = f"from pathlib import Path\nwith Path({str(said)!r}).open('a') as log: log.write('x')\n"
+    for functions, times in (("def one(answer): return 1.0", 1), ("def one(answer): return 2.0", 2)):
+        module.write_text(text + functions)
+        first, second = (load_function(RewardConfig(function=f"{module}:one"), "rewards.0") for _ in range(2))
+        assert first.call is second.call and said.read_text() == "x" * times

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from tests.support.batches import cross_entropy, random_batch
+from tests.support.holdings import bytes_held
 from tests.support.models import EXPERTS, LAYERS, VOCAB
 from tests.support.trainers import MakeTrainer
-from trainer.inventory import bytes_held, inventory, transfers
+from trainer.inventory import inventory, transfers
 
 HIDDEN, HEADS, KV, HEAD, FFN = 256, 4, 2, 128, 128
 ATTENTION = HIDDEN * HEAD * (HEADS + 2 * KV) + HEADS * HEAD * HIDDEN

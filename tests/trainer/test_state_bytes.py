@@ -15,10 +15,10 @@ from models.shape import Shape
 from numerics.config import NumericsConfig
 from numerics.spec import QuantSpec
 from tests.support.batches import random_batch
+from tests.support.holdings import bytes_held
 from tests.support.paths import CONFIGS, EXAMPLES
 from tests.support.trainers import MakeTrainer
 from trainer.config import TrainerConfig
-from trainer.inventory import bytes_held
 from trainer.state_bytes import StateBytes, Storage, state_bytes
 
 EXACT = NumericsConfig(spec=QuantSpec.preset("fp8_block_pow2"))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
 
 import pytest
+from pydantic import TypeAdapter
 
 from rl.guard.judge import Fault, Guard, Verdict
 from rl.guard.standing import Standing
@@ -130,7 +132,7 @@ def test_a_repeated_pass_that_breaks_a_bound_is_not_trained_on(guard: Guard) -> 
 
 def test_gates_and_changes_go_on_in_a_resumed_run(guard: Guard, standing: Standing) -> None:
     judge(guard, 1, tis=0.2, exact=0.5)
-    resumed = a_guard(Standing(**standing.to_dict()))
+    resumed = a_guard(TypeAdapter(Standing).validate_python(json.loads(json.dumps(standing.to_dict()))))
     assert resumed.algorithm.cap == 1.5
     verdict = judge(resumed, 2, tis=0.2, exact=0.5)
     assert (verdict.fired, verdict.withheld) == (0, True)

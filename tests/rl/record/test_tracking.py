@@ -17,7 +17,7 @@ import wandb
 import rl.record.wandb_run as wandb_run
 from numerics.errors import UserError
 from rl.record.metrics_log import read_metrics
-from rl.record.rollouts import RolloutRecord, ScoredRecord, read_rollouts
+from rl.record.rollouts import RolloutRecord, ScoredRecord, rollouts_found
 from rl.record.run_dir import RunDir
 from rl.record.tracking import WANDB_LOST, Tracker
 from rl.record.wandb_run import METRIC_GROUPS, WandbConfig, WandbRun, check_wandb
@@ -135,7 +135,7 @@ def test_disabled_wandb_leaves_the_files_of_the_run(run: RunDir) -> None:
     with tracking(run, WandbConfig(mode="disabled")) as tracker:
         written = tracker.log(1, {"train/loss": 0.5}, lambda: (RECORDS, []))
     assert read_metrics(run.metrics) == [{"step": 1, **written}]
-    assert read_rollouts(run.rollouts(1)) == RECORDS
+    assert rollouts_found(run.rollouts(1)) == (RECORDS, [])
     assert run.rollout_steps() == [1]
     assert not list(run.path.glob("wandb/*run-*"))
 
@@ -224,7 +224,7 @@ def test_trajectories_are_written_beside_the_next_step_and_a_failure_is_not_lost
         assert not run.rollouts(1).exists() and run.metrics.read_text().count("\n") == 1
         go_on.set()
         tracker.wait()
-        assert len(read_rollouts(run.rollouts(1))) == len(RECORDS) and run.ahead(1).read_text().count("\n") == 1
+        assert rollouts_found(run.rollouts(1)) == (RECORDS, []) and run.ahead(1).read_text().count("\n") == 1
         assert run.rollout_steps() == [1], "answers to later steps are no step's"
         tracker.log(2, {}, failing)
         with pytest.raises(OSError, match="no room"):

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from numerics.errors import UserError
+from rl.guard.gates import RuleState
 from rl.guard.standing import Standing
 from rl.record.run_dir import RunDir
 from rl.run.checkpoints import Checkpoints, changes, check_resumable, is_due, with_older
@@ -12,7 +13,7 @@ from rollout.errors import EngineError
 from tests.support.checkpoints import NOTHING, Describing, save
 from tests.support.experiments import experiment
 from trainer.actor import TrainerDiedError
-from trainer.checkpoint.files import DamagedCheckpointError, check_digests
+from trainer.checkpoint.files import About, DamagedCheckpointError, check_digests, write_about
 
 
 def names(run: RunDir) -> list[str]:
@@ -72,7 +73,7 @@ def test_a_run_that_fails_keeps_the_checkpoint_that_is_being_written_if_it_can(
 
 def test_what_gates_have_changed_comes_back_with_the_checkpoint(tmp_path: Path) -> None:
     run, settings = RunDir(tmp_path), experiment()
-    standing = Standing(tis_cap=1.5, router_replay=True, bf16=True, rules={"a": {"beyond": 3}})
+    standing = Standing(tis_cap=1.5, router_replay=True, bf16=True, rules={"a": RuleState(beyond=3)})
     save(run, settings, 4, standing)
     back = Standing.of_checkpoint(run, 4)
     assert back == standing and Standing.of_checkpoint(run, None) == Standing()
@@ -80,6 +81,25 @@ def test_what_gates_have_changed_comes_back_with_the_checkpoint(tmp_path: Path) 
     fallen = back.numerics(configured)
     assert (fallen.trainer, fallen.rollout, fallen.spec) == ("bf16", "bf16", configured.spec)
     assert Standing().numerics(configured) == configured
+
+
+@pytest.mark.parametrize(
+    ("rules", "said"),
+    [
+        ({"a": 3}, r"standing: rules\.a"),
+        ({"a": {"beyond": -1}}, r"standing: rules\.a\.beyond: found -1"),
+        ({"a": {"tripped": "perhaps"}}, r"standing: rules\.a\.tripped: found 'perhaps'"),
+        ({"a": {"quiet_until": 1.5}}, r"standing: rules\.a\.quiet_until: found 1\.5"),
+        ({"a": {"unheard": 1}}, r"standing: rules\.a\.unheard: found 1"),
+    ],
+)
+def test_a_forged_state_of_a_gate_is_refused(tmp_path: Path, rules: dict[str, Any], said: str) -> None:
+    """Whoever writes `about.json` can write its digest too."""
+    run = RunDir(tmp_path)
+    run.checkpoint(4).mkdir(parents=True)
+    write_about(run.checkpoint(4), About(4, {"standing": {"rules": rules}}, {}))
+    with pytest.raises(UserError, match=said):
+        Standing.of_checkpoint(run, 4)
 
 
 def test_damage_names_the_next_older_checkpoint_that_is_whole(tmp_path: Path) -> None:
