@@ -26,8 +26,8 @@ from bench.measure import Result
 
 COMMAND = Path(sys.executable).with_name("fp8rl")
 STEPS, REQUESTS, AT_ONCE = 300, 2800, 8
-KINDS = {"TrainerActor": "trainer", "sglang": "engine"}
-"""The kind of a process by what it calls itself."""
+KINDS = {"TrainerActor": "trainer", "rollout.server.launcher": "engine", "sglang": "engine"}
+"""The kind of a process by what it calls itself, or by its command where it could not take a name."""
 _EVERY_S = 2.0
 
 
