@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import fp8rl
-from rl.record.metrics import METRICS
+from rl.record.metric_rows import METRICS
 from tests.support.paths import ROOT
 
 PAGES = [ROOT / "README.md", ROOT / "examples/README.md", *sorted((ROOT / "docs").glob("*.md"))]

@@ -73,6 +73,7 @@ def named(metric: Metric, name: str) -> Metric:
 
 
 def rows(
+    prefix: str,
     metrics: Mapping[str, Metric],
     *,
     over: str = "",
@@ -80,9 +81,9 @@ def rows(
     needs: tuple[Feature, ...] = (),
     at_times: bool = False,
 ) -> dict[str, Metric]:
-    """The metrics with what they have in common."""
+    """The metrics with what they have in common, their names behind `prefix`."""
     return {
-        name: dataclasses.replace(
+        prefix + name: dataclasses.replace(
             metric,
             over=metric.over or over,
             late=metric.late or late,

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from rl.record.metric import Metric
-from rl.record.metrics import FAMILIES, METRICS
+from rl.record.metric_rows import METRICS
+from rl.record.metrics import FAMILIES
 
 PAGE = Path("docs/metrics.md")
 _HEAD = """\

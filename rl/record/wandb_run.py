@@ -20,7 +20,7 @@ from pydantic import Field
 from numerics.errors import UserError, user_error
 from numerics.io.files import write_atomically
 from numerics.io.section import Section
-from rl.record.metrics import METRICS
+from rl.record.metric_rows import METRICS
 from rl.record.run_dir import RunDir
 from rl.record.wandb_upload import Upload
 

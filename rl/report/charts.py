@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from rl.record.metrics import AGE, METRICS, TIME, metric
+from rl.record.metric_rows import METRICS, TIME
+from rl.record.metrics import AGE, metric
 from rl.report.summary import Row, evaluated_at
 
 Chart = dict[str, Any]

@@ -26,7 +26,8 @@ from numerics.sampling import answer_seed
 from numerics.spec import QuantSpec
 from rl.experiment import read_resolved
 from rl.experiment.features import missing
-from rl.record.metrics import METRICS, describe
+from rl.record.metric_rows import METRICS
+from rl.record.metrics import describe
 from rl.run.lifecycle.interrupts import INTERRUPTED
 from tests.support.cli_runs import SMALL, StartedRun
 from tests.support.paths import EXAMPLES

@@ -5,7 +5,8 @@ import pytest
 import torch
 
 from rl.mismatch import agreement, drift_metrics, row_abs_diff_means
-from rl.record.metrics import METRICS, describe
+from rl.record.metric_rows import METRICS
+from rl.record.metrics import describe
 
 LN2 = math.log(2.0)
 ABS_DIFF = "mismatch/train_rollout_logprob_abs_diff"

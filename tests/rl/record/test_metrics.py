@@ -4,7 +4,8 @@ import pytest
 
 from rl.experiment.features import CONDITIONS
 from rl.record.metric import Feature
-from rl.record.metrics import FAMILIES, METRICS, describe, metric, nearest_metric
+from rl.record.metric_rows import METRICS
+from rl.record.metrics import FAMILIES, describe, metric, nearest_metric
 from rl.record.reference import PAGE, document
 from rl.report.charts import SECTIONS
 from tests.support.paths import ROOT
