@@ -45,7 +45,7 @@ def train(run: LiveRun) -> str:
     clock = StepClock()
     for step in range(run.step + 1, experiment.run.steps + 1):
         run.begin(step)
-        work = feed.take(step, trainer.weight_version, clock)
+        work = feed.take(step, trainer.weight_version, clock, run.tracker.write)
         with stack.turn("train"), clock.phase("train"):
             attempt = Attempt.of(trainer, work, guard)
         ahead = feed.ahead(clock)
@@ -265,7 +265,7 @@ def _record(run: LiveRun, metrics: Row, clock: StepClock, decision: Decision) ->
         run.step, metrics, lambda: (rollout_records(work, first.result.logprobs), scored_records(first.ahead))
     )
     run.console.step(run.step, written)
-    if is_due(run.experiment, run.step):
+    if is_due(run.experiment, run.step) or decision.verdict.stop:
         run.tracker.wait()
     run.checkpoints.recorded()
     return written

@@ -44,13 +44,14 @@ class Tracker:
         self._metrics = MetricsLog(run.metrics, resume_step=resume_step)
         self._wandb = wandb_run
         self._writer = ThreadPoolExecutor(1, "rollouts")
+        self._to_write: tuple[int, Samples] | None = None
         self._writing: Future[list[RolloutRecord]] | None = None
 
     def log(self, step: int, metrics: Mapping[str, float], samples: Samples = lambda: ((), ())) -> dict[str, float]:
         """Record a step, steps rising strictly. Values that are not finite are dropped and counted.
 
         samples: gives the step's trajectories, and answers to later steps that were scored in it. They are put together
-            and written beside the next step; a failure is raised by the next `log`, `wait` or `finish`.
+            and written at the next `write`; a failure is raised by the next `log`, `wait` or `finish`.
 
         Returns:
             The metrics as written, with `tracking/nonfinite_dropped`.
@@ -60,8 +61,8 @@ class Tracker:
             metrics = {**metrics, WANDB_LOST: 1.0}
         written = self._metrics.append(step, metrics)
         row: dict[str, Any] = {"step": step, **written}
-        self._writing = self._writer.submit(self._write, step, samples)
-        if (step % TABLE_EVERY == 0 or step == self._last_step) and (records := self._writing.result()):
+        self._to_write = step, samples
+        if (step % TABLE_EVERY == 0 or step == self._last_step) and (records := self.wait()):
             row["rollout/samples"] = table(
                 ["prompt", "conversation", "reward", "parts of it", "outcome", "mean abs d", "d by token"],
                 [_row_of_table(record) for record in records],
@@ -69,13 +70,19 @@ class Tracker:
         self._wandb.log(row)
         return written
 
-    def wait(self) -> None:
-        """Until the trajectories of the last step are on disk."""
-        if self._writing is not None:
-            writing, self._writing = self._writing, None
-            writing.result()
+    def write(self) -> None:
+        """Begin to write the trajectories of the last step; it goes on beside whatever the caller waits for."""
+        if self._to_write is not None:
+            step, samples = self._to_write
+            self._to_write, self._writing = None, self._writer.submit(self._written, step, samples)
 
-    def _write(self, step: int, samples: Samples) -> list[RolloutRecord]:
+    def wait(self) -> list[RolloutRecord]:
+        """Until the trajectories of the last step are on disk; those that a person is shown, the first time."""
+        self.write()
+        writing, self._writing = self._writing, None
+        return [] if writing is None else writing.result()
+
+    def _written(self, step: int, samples: Samples) -> list[RolloutRecord]:
         """Write the trajectories of a step; those that a person is shown."""
         records, ahead = samples()
         if ahead and self._all_rollouts:

@@ -39,12 +39,13 @@ def rollout_records(work: Work, train_logprobs: Tensor) -> list[RolloutRecord]:
 
     train_logprobs: fp32 [B, S], of the pass over the whole batch.
     """
-    if not work.answers:
+    if not work.answers or work.outcomes is None:
         return []
     batch = work.batch
     means = row_abs_diff_means(train_logprobs, batch.fields["rollout_logprobs"], batch.loss_mask)
     records = []
-    for row, (answer, mean) in enumerate(zip(work.answers, means, strict=True)):
+    groups = work.outcomes.groups.tolist()
+    for row, (answer, group, mean) in enumerate(zip(work.answers, groups, means, strict=True)):
         trajectory, sampled = answer.trajectory, batch.loss_mask[row]
         advantages = batch.fields["advantages"][row, sampled].tolist() if "advantages" in batch.fields else []
         records.append(
@@ -53,7 +54,7 @@ def rollout_records(work: Work, train_logprobs: Tensor) -> list[RolloutRecord]:
                 text=answer.text,
                 reward=answer.reward,
                 abs_diff_mean=mean,
-                group=trajectory.group,
+                group=group,
                 seed=trajectory.seed,
                 finished=trajectory.finished,
                 prompt_ids=trajectory.prompt_ids,

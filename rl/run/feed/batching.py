@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import TYPE_CHECKING
 
 import torch
@@ -114,10 +115,12 @@ def _pad(prompts: Sequence[list[int]], targets: Sequence[list[int]], temperature
     for row, prompt in enumerate(prompts):
         if not prompt:
             raise ValueError(f"sequence {row}: found an empty prompt, expected at least one token (such as a BOS)")
-    rows = [torch.tensor(prompt + target, dtype=torch.int64) for prompt, target in zip(prompts, targets)]
-    tokens = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=PAD_TOKEN)
+    rows = [prompt + target for prompt, target in zip(prompts, targets, strict=True)]
     lengths = torch.tensor([len(row) for row in rows])
     prompt_lengths = torch.tensor([len(prompt) for prompt in prompts])
-    position = torch.arange(tokens.shape[1])
-    loss_mask = (position >= prompt_lengths[:, None]) & (position < lengths[:, None])
+    position = torch.arange(int(lengths.max()))
+    real = position < lengths[:, None]
+    tokens = torch.full(real.shape, PAD_TOKEN, dtype=torch.int64)
+    tokens[real] = torch.tensor(list(chain.from_iterable(rows)), dtype=torch.int64)  # row after row
+    loss_mask = (position >= prompt_lengths[:, None]) & real
     return TokenBatch(tokens, lengths, loss_mask, temperature)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -28,6 +28,12 @@ from rl.run.sampling import Asked, Sampling, done
 from rollout.data.tasks import Problem, prompt_ids
 from rollout.types import Group, Prompt, Trajectory
 from trainer.step.batch import TokenBatch
+
+Meanwhile = Callable[[], object]
+"""What there is to do while engines sample."""
+
+
+def _nothing() -> None: ...
 
 
 class FilterError(RuntimeError):
@@ -55,8 +61,11 @@ class Work:
 class Feed(Protocol):
     """Gives the batch of each step. The same step, seed and weights give the same batch, also after a resume."""
 
-    def take(self, step: int, version: int, clock: StepClock) -> Work:
-        """The work of `step`, counted from 1, for a trainer at weight `version`; phases are timed by `clock`."""
+    def take(self, step: int, version: int, clock: StepClock, meanwhile: Meanwhile = _nothing) -> Work:
+        """The work of `step`, counted from 1, for a trainer at weight `version`; phases are timed by `clock`.
+
+        meanwhile: called once the engines have been asked for all that they may sample now.
+        """
 
     def ahead(self, clock: StepClock) -> Work | None:
         """Some finished answers to later steps, for the trainer to score before it updates; None: there are none."""
@@ -93,12 +102,16 @@ class SampledFeed:
         self._problems = training_problems(experiment)
         self._size = experiment.algorithm.problems_per_step(experiment.rollout)
         self._next = 0
+        self._ready: dict[int, Group] = {}
         self._admitted: list[Asked] = []
         self._probes: list[Asked] = []
         """Groups beyond the last step, which the trainer looks at and does not train on."""
 
-    def take(self, step: int, version: int, clock: StepClock) -> Work:
+    def take(self, step: int, version: int, clock: StepClock, meanwhile: Meanwhile = _nothing) -> Work:
         self._fill(step)
+        with clock.phase("rollout"):
+            meanwhile()
+            self._prepare()
         kept: list[list[JudgedAnswer]] = []
         dropped: list[list[JudgedAnswer]] = []
         began = math.inf
@@ -200,13 +213,22 @@ class SampledFeed:
             self._admitted.append(self._admit(self._next))
             self._next += 1
 
-    def _admit(self, number: int, before: Answered | None = None) -> Asked:
-        """before: the group's answers, if they are those that are asked for."""
+    def _prepare(self) -> None:
+        """Make the groups that the next step will most likely ask for, while the engines are busy with others."""
+        for number in range(self._next, self._next + self._size):
+            if number not in self._ready:
+                self._ready[number] = self._group(number)
+
+    def _group(self, number: int) -> Group:
         rollout, seed = self._experiment.rollout, self._experiment.run.seed
         step, place = number // self._size + 1, number % self._size
         (prompt,) = to_prompts(self._sampling.tokenizer, [self._problems.nth(number)])
-        group = Group(prompt, answer_seeds(seed, step, place, rollout.group_size))
-        drawn, judge = self._sampling.at(rollout.temperature), self._sampling.judge
+        return Group(prompt, answer_seeds(seed, step, place, rollout.group_size))
+
+    def _admit(self, number: int, before: Answered | None = None) -> Asked:
+        """before: the group's answers, if they are those that are asked for."""
+        group = self._ready.pop(number, None) or self._group(number)
+        drawn, judge = self._sampling.at(self._experiment.rollout.temperature), self._sampling.judge
         if before is not None and before.answers(group):
             return Asked(group, drawn, done(before.trajectories()), number, judge)
         (asked,) = self._sampling.admit([group], drawn, judge, first=number)
@@ -225,14 +247,10 @@ class SampledFeed:
         return chosen
 
     def _work(self, groups: list[list[JudgedAnswer]], version: int) -> Work:
-        answers = [
-            replace(answer, trajectory=replace(answer.trajectory, group=index))
-            for index, group in enumerate(groups)
-            for answer in group
-        ]
+        answers = [answer for group in groups for answer in group]
         trajectories = [answer.trajectory for answer in answers]
         rewards = torch.tensor([answer.reward for answer in answers])
-        members = torch.tensor([trajectory.group for trajectory in trajectories])
+        members = torch.tensor([index for index, group in enumerate(groups) for _ in group])
         outcomes = Outcomes(rewards, members, torch.tensor([trajectory.finished for trajectory in trajectories]))
         tokens, versions = self._batch(trajectories)
         if self._experiment.algorithm.needs.teacher:
@@ -265,7 +283,8 @@ class ExampleFeed:
         self._experiment, self._tokenizer = experiment, tokenizer
         self._problems = training_problems(experiment)
 
-    def take(self, step: int, version: int, clock: StepClock) -> Work:
+    def take(self, step: int, version: int, clock: StepClock, meanwhile: Meanwhile = _nothing) -> Work:
+        meanwhile()
         count = self._experiment.algorithm.problems_per_step(self._experiment.rollout)
         prompts = to_prompts(self._tokenizer, self._problems.of_step(step, count))
         answers = [_answer_ids(self._tokenizer, prompt.problem) for prompt in prompts]
@@ -306,12 +325,15 @@ def rollout_metrics(
 ) -> dict[str, float]:
     """`rollout/...` of a step. rewards, groups: [N], one per trajectory; version: the trainer's while sampling."""
     lengths = [len(t.logprobs) for t in trajectories]
-    by_group = [rewards[groups == group] for group in groups.unique()]
+    by_group: dict[int, list[float]] = {}
+    for group, reward in zip(groups.tolist(), rewards.tolist(), strict=True):
+        by_group.setdefault(group, []).append(reward)
+    equal = sum(all(reward == of_group[0] for reward in of_group) for of_group in by_group.values())
     versions = torch.tensor([v for t in trajectories for v in t.weight_versions] or [version])
     return {
         "rollout/reward_mean": rewards.mean().item(),
         "rollout/reward_std": rewards.std(correction=0).item(),
-        "rollout/equal_reward_groups": sum(bool((g == g[0]).all()) for g in by_group) / len(by_group),
+        "rollout/equal_reward_groups": equal / len(by_group),
         "rollout/finished_fraction": sum(t.finished for t in trajectories) / len(trajectories),
         "rollout/response_tokens_mean": sum(lengths) / len(lengths),
         "rollout/response_tokens_max": float(max(lengths)),

@@ -221,6 +221,7 @@ def test_trajectories_are_written_beside_the_next_step_and_a_failure_is_not_lost
 
     with tracking(run, WandbConfig(mode="disabled"), spec={"run": {"steps": 9}}) as tracker:
         tracker.log(1, {"train/loss": 0.5}, slow)
+        tracker.write()
         assert not run.rollouts(1).exists() and run.metrics.read_text().count("\n") == 1
         go_on.set()
         tracker.wait()

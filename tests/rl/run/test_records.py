@@ -5,6 +5,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from rl.algorithms.base import Outcomes
 from rl.guard.evidence import Evidence
 from rl.record.rollouts import shown
 from rl.run.feed.batching import batch_from_trajectories
@@ -91,7 +92,9 @@ def test_records_keep_a_whole_trajectory_with_both_log_probabilities(
     logprobs = batch.fields["rollout_logprobs"].clone()
     logprobs[4, 2] += 0.5  # one of the two tokens of row 4
     logprobs[5, 3] = math.nan
-    records = rollout_records(Work(batch, answers=answers), logprobs)
+    groups = torch.tensor([t.group for t in trajectories])
+    outcomes = Outcomes(torch.zeros(6), groups, torch.ones(6, dtype=torch.bool))
+    records = rollout_records(Work(batch, outcomes=outcomes, answers=answers), logprobs)
     assert [record.group for record in records] == [0, 0, 1, 1, 2, 2]
     fifth = records[4]
     assert (fifth.prompt, fifth.text, fifth.reward, fifth.abs_diff_mean) == ("question 2", "text 4", 1.0, 0.25)
