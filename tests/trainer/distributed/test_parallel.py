@@ -46,6 +46,8 @@ LAYOUTS = {
     "tp2ep2": {"tp": 2, "ep": 2},
 }
 BATCH: dict[str, Any] = {"rows": 9, "longest": 150, "temperature": 0.9}
+CHUNK = 100
+"""Tokens that meet the head together, fewer than a micro-batch has."""
 
 T = TypeVar("T")
 
@@ -76,6 +78,7 @@ class Case:
         out["one rank fails"] = self._failing(layout)
         out["turns"] = turns(layout)
         out["routed"] = self._routed(layout, trainer)
+        out["with less memory"] = self._with_less_memory(layout, config)
         out["extra"] = trainer.load(self.checkpoint)
         with transfers(trainer) as sent:
             out["resumed"] = two_steps(trainer)
@@ -124,6 +127,24 @@ class Case:
         with pytest.raises(UserError, match="trainer.pp: found 2, expected 1 with numerics.router_replay"):
             trainer.score_routed(routed_batch())
         return None
+
+    def _with_less_memory(self, layout: Layout, config: TrainerConfig) -> dict[str, list[str]]:
+        """What differs on this rank, by what its trainer computes once more."""
+        batch = routed_batch() if config.pp == 1 else random_batch(**BATCH)
+        keys = [{}, *({"recompute": part} for part in ("attention", "experts", "layer")), {"head_chunk_tokens": CHUNK}]
+        passes = []
+        for each in keys:
+            trainer = self._trainer(layout, config.model_copy(update=each), self.moe_path, "fp8")
+            done = trainer.forward_backward(replace(batch, seeds=torch.arange(batch.rows)), cross_entropy(batch))
+            found = {name: getattr(done.result, name) for name in ("logprobs", "routes", "draws")}
+            found |= {name: p.main_grad.clone() for name, p in trainer.model.named_parameters()}
+            passes.append({name: value for name, value in found.items() if value is not None})
+        plain = passes[0]
+        assert all(found.keys() == plain.keys() for found in passes)
+        return {
+            "".join(map(str, each.values())): [name for name in plain if not torch.equal(found[name], plain[name])]
+            for each, found in zip(keys[1:], passes[1:], strict=True)
+        }
 
     def _non_finite(self, trainer: Any) -> str:
         from trainer.errors import NonFiniteLossError
@@ -294,6 +315,13 @@ def test_replayed_routes_are_bit_equal(outcome: Outcome, one_rank: Any, moe_path
         assert torch.equal(scored.routes, expected.routes[place[own_rows]])
     everyone = sorted(row for own_rows, _ in parts for row in own_rows)
     assert everyone == (list(range(BATCH["rows"])) if outcome.config.pp == 1 else [])
+
+
+def test_what_is_computed_once_more_changes_no_bit_but_of_the_head_s_gradient(outcome: Outcome) -> None:
+    for rank in outcome.ranks:
+        different = rank["with less memory"]
+        assert different.pop(str(CHUNK)) in ([], ["output_layer.weight"])
+        assert different == {"attention": [], "experts": [], "layer": []}
 
 
 def test_gradients_are_the_sums_of_one_rank(outcome: Outcome, one_rank: Any, moe_path: Path) -> None:
