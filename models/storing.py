@@ -70,7 +70,7 @@ def _finish(partial: Path, path: Path, written: list[Written]) -> None:
     names = {file: f"model-{number:05d}-of-{len(files):05d}.safetensors" for number, file in enumerate(files, start=1)}
     if len(files) == 1:
         names = {files[0]: "model.safetensors"}
-    else:
+    elif files:
         total = sum(size for _, size in where.values())
         weight_map = {name: names[file] for name, (file, _) in where.items()}
         (partial / INDEX).write_text(

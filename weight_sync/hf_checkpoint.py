@@ -29,6 +29,12 @@ def write_served_checkpoint(tensors: Iterable[tuple[str, Tensor]], source: Path,
     write_directory(path, tensors, lambda partial: _copy_description(source, partial, spec))
 
 
+def write_description(source: Path, path: Path, spec: QuantSpec) -> None:
+    """Write what `write_served_checkpoint` does but for the weights: an engine that is started from it waits for a sync
+    that brings them all."""
+    write_directory(path, (), lambda partial: _copy_description(source, partial, spec))
+
+
 def quantization_config(spec: QuantSpec, model: Model) -> dict[str, Any]:
     """The HF `quantization_config` of a spec with block-quantized weights.
 

@@ -109,7 +109,7 @@ def _examine_spec(stack: Stack, batch: TokenBatch, so_far: SoFar) -> None:
         same_spec.kv_cache_dtype(report),
     ]
     if numerics.rollout_spec.quantized:
-        scales = same_spec.served_scales(stack.checkpoint, manifest)
+        scales = same_spec.served_scales(stack.syncing.bridge.write_checkpoint(), manifest)
         names = same_spec.scale_names(manifest)
         so_far.checks.append(same_spec.scale_formats(scales, names, numerics.rollout_spec.weight.scale))
     routers = [pair for rank in observed for pair in rank.routers]

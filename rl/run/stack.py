@@ -11,14 +11,13 @@ from pathlib import Path
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from models import read_shape
 from numerics.config import NumericsConfig
 from rl.experiment import Experiment
 from rl.experiment.budget.here import with_own_cache
 from rl.run.cluster.cluster import end_at_once, ray_cluster
 from rl.run.cluster.seats import Seats
 from rl.run.engines.pool import EnginePool
-from rl.run.engines.serving import Serving, engine_maker
+from rl.run.engines.serving import NO_WEIGHTS, Serving, engine_maker
 from rl.run.engines.teacher import Teacher
 from rl.run.feed.conversations import Conversations
 from rl.run.feed.judging import Judge
@@ -30,7 +29,7 @@ from rl.run.turns import Side, Turns
 from rollout.environments.config import SINGLE_TURN
 from trainer.actor import TrainerGroup
 from weight_sync.bridge import Bridge
-from weight_sync.hf_checkpoint import convert_checkpoint
+from weight_sync.hf_checkpoint import write_description
 
 
 @dataclass
@@ -39,11 +38,11 @@ class Stack:
 
     Attributes:
         numerics: what both sides run now.
-        folder: for engines' logs and for checkpoints that they start from.
+        folder: for engines' logs and for the description that they start from.
         closing: what ends both sides.
         seats: where they are.
         engines: none in a run that samples nothing.
-        checkpoint: what the engines were last started from.
+        description: the served model without its weights, which the engines are started from.
         teacher: what the policy learns from, if that is a model.
         syncing: brings the trainer's weights into the engines.
         sampling: has the engines answer.
@@ -58,7 +57,7 @@ class Stack:
     seats: Seats
     trainer: TrainerGroup
     engines: EnginePool
-    checkpoint: Path
+    description: Path
     teacher: Teacher | None
     syncing: Syncing
     sampling: Sampling
@@ -82,18 +81,18 @@ class Stack:
         Raises:
             UserError: the model, the layout and the sizes do not fit together, or not onto the nodes of the cluster.
         """
-        experiment = with_own_cache(experiment, read_shape(Path(experiment.model.path)))
+        experiment = with_own_cache(experiment)
         closing.enter_context(ray_cluster(folder / "ray_logs", lost))
         say(f"starting {'the engine and ' if experiment.needs_engines else ''}the trainer")
         seats = Seats(experiment, folder)
         closing.callback(seats.close)
-        checkpoint = folder / "served" / "start"
-        closing.callback(shutil.rmtree, checkpoint.parent, ignore_errors=True)
+        description = folder / "served" / "start"
+        closing.callback(shutil.rmtree, description.parent, ignore_errors=True)
         engines = EnginePool.none()
         if experiment.needs_engines:  # they come up while the trainer does
-            convert_checkpoint(Path(experiment.model.path), checkpoint, numerics.rollout_spec)
+            write_description(Path(experiment.model.path), description, numerics.rollout_spec)
             make = engine_maker(experiment, "policy", seats, folder, numerics)
-            engines = EnginePool(experiment.rollout.engines, Serving(make, checkpoint), experiment.rollout)
+            engines = EnginePool(experiment.rollout.engines, Serving(make, description, NO_WEIGHTS), experiment.rollout)
         closing.callback(engines.stop)
         teacher = Teacher.start(experiment, seats, folder)
         if teacher is not None:
@@ -118,7 +117,7 @@ class Stack:
             seats=seats,
             trainer=trainer,
             engines=engines,
-            checkpoint=checkpoint,
+            description=description,
             teacher=teacher,
             syncing=syncing,
             sampling=Sampling(experiment.rollout, tokenizer, engines, conversations, judge, syncing, listener, turns),
@@ -150,14 +149,14 @@ class Stack:
     def switch(self, numerics: NumericsConfig) -> None:
         """Run other numerics of the same mode on both sides: the trainer as it stands, the engines as new ones.
 
-        Their handshake says what they run. They start from the trainer's weights, and a sync has to verify that.
+        Their handshake says what they run. A sync has to bring them the weights.
         """
         self.trainer.set_numerics(numerics)
         self.numerics = numerics
         self._connect()
-        self.checkpoint = self.syncing.bridge.write_checkpoint()
+        write_description(Path(self.experiment.model.path), self.description, numerics.rollout_spec)
         make = engine_maker(self.experiment, "policy", self.seats, self.folder, numerics)
-        self.engines.switch(Serving(make, self.checkpoint, self.trainer.weight_version))
+        self.engines.switch(Serving(make, self.description, NO_WEIGHTS))
 
     def turn(self, side: Side) -> AbstractContextManager[None]:
         """Give the device to one side for a block; see `Turns.turn`."""

@@ -207,6 +207,9 @@ def check_table(model: nn.Module, definition: Model) -> None:
     """
     expected = definition.tensors.in_engine.keys()
     held = {name.removesuffix(SCALE_SUFFIX) for name, _ in _held(model, definition.tensors)}
+    # An engine that starts without weights has made up whatever is saved with a model, its buffers too.
+    tied = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    held |= model.state_dict().keys() - tied
     extras = definition.architecture.engine_extras
     spare = sorted(name for name in held - expected if name.rpartition(".")[2] not in extras)
     missing = sorted(expected - held)

@@ -87,11 +87,12 @@ def server_arguments(
     mode: Mode = "native",
     routes: bool = False,
     served_name: str | None = None,
+    dummy: bool = False,
 ) -> list[str]:
     """Arguments of `sglang.launch_server`, without the keys.
 
     routes: record each token's experts, for requests that ask for them. served_name: text in and out, by this name of
-    the model; None: token ids, and no tokenizer.
+    the model; None: token ids, and no tokenizer. dummy: the directory has no weights, a sync brings them.
     """
     arguments = [
         *("--model-path", str(model_path), "--dtype", "bfloat16"),
@@ -101,6 +102,8 @@ def server_arguments(
         *("--context-length", str(config.context_length), "--max-total-tokens", str(config.cache_tokens)),
         *("--random-seed", "0", "--weight-version", str(weight_version)),
     ]
+    if dummy:
+        arguments += ["--load-format", "dummy"]
     if config.chunked_prefill_size is not None:
         arguments += ["--chunked-prefill-size", str(config.chunked_prefill_size)]
     if config.max_running_requests is not None:

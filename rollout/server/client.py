@@ -147,6 +147,7 @@ class EngineClient:
         await self.admin(
             "/update_weights_from_disk",
             model_path=str(model_path),
+            load_format="auto",  # not that of the start, which may have been without weights
             flush_cache=flush_cache,
             weight_version=str(weight_version),
         )

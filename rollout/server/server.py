@@ -88,6 +88,7 @@ class SGLangServer:
             mode=mode,
             routes=routes,
             served_name=served_name,
+            dummy=not any(Path(model_path).glob("*.safetensors")),
         )
         sweep()
         scratch, lock = make_scratch()

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
+from models import read_shape
 from models.shape import Shape
 from rl.experiment.budget.fit import with_cache
 from rl.experiment.budget.job import Job, job_of
@@ -41,10 +43,10 @@ def planned_here(shape: Shape, experiment: Experiment, gpu: OwnGpu) -> tuple[Job
     return with_cache(job, experiment, gpu.memory, apart), apart
 
 
-def with_own_cache(experiment: Experiment, shape: Shape) -> Experiment:
+def with_own_cache(experiment: Experiment) -> Experiment:
     """The experiment with the KV cache that its engines get here, where the spec leaves it open and there is a GPU."""
     gpu = own_gpu()
     if gpu is None or experiment.rollout.max_total_tokens is not None:
         return experiment
-    tokens = planned_here(shape, experiment, gpu)[0].kv_tokens
+    tokens = planned_here(read_shape(Path(experiment.model.path)), experiment, gpu)[0].kv_tokens
     return experiment.model_copy(update={"rollout": experiment.rollout.model_copy(update={"max_total_tokens": tokens})})

@@ -21,6 +21,9 @@ from rollout.plugin.hooks import hooks_for, provided
 from rollout.protocol import ENGINE_PACKAGES, LIBRARIES, EngineReport
 from weight_sync.manifest import Manifest
 
+NO_WEIGHTS = -1
+"""The version of an engine that has been sent none yet: its directory describes the model, and the first sync, which is
+whole as no trainer ever has this version, brings every parameter."""
 _LOGS: dict[Role, str] = {"policy": "engine", "teacher": "teacher"}
 """How the logs of the engines of a role begin."""
 
@@ -28,8 +31,9 @@ _LOGS: dict[Role, str] = {"policy": "engine", "teacher": "teacher"}
 @dataclass(frozen=True)
 class Serving:
     """What engines are started with. make: an actor for the engine of this index, where it has room; it may block.
-    checkpoint: an HF directory in the served format. version: of its weights. manifest: what it holds, for engines that
-    work as soon as they hold the same; None: they wait for a sync. role: what their model is there for."""
+    checkpoint: an HF directory in the served format. version: of its weights, or `NO_WEIGHTS`. manifest: what it holds,
+    for engines that work as soon as they hold the same; None: they wait for a sync. role: what their model is there
+    for."""
 
     make: Callable[[int], Any]
     checkpoint: Path

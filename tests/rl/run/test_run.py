@@ -52,13 +52,11 @@ def test_what_was_started_is_ended_in_reverse_when_a_later_part_fails(
 
     monkeypatch.setattr(stack_module, "ray_cluster", Cluster)
     monkeypatch.setattr(stack_module, "Seats", Seats)
-    monkeypatch.setattr(
-        stack_module, "convert_checkpoint", lambda *_: (files.path / "served/start").mkdir(parents=True)
-    )
+    monkeypatch.setattr(stack_module, "write_description", lambda *_: (files.path / "served/start").mkdir(parents=True))
     monkeypatch.setattr(stack_module, "EnginePool", Engines)
     monkeypatch.setattr(stack_module.TrainerGroup, "start", refuse)
     with pytest.raises(UserError, match="no room"):
         LiveRun.open(experiment(run={"steps": 3}), files)
     assert events == ["ray", "seats", "engines", "engines ended", "seats given back", "ray ended"]
-    assert not (files.path / "served").exists(), "the converted checkpoint is only for the start"
+    assert not (files.path / "served").exists(), "the description is only for the start"
     assert "found no room" in files.log.read_text()

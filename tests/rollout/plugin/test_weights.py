@@ -77,6 +77,7 @@ def test_tied_embeddings_are_one_tensor() -> None:
         (lambda model: setattr(model.model, "spare", nn.Linear(1, 1)), "model.spare.weight"),
         (lambda model: delattr(model.model, "norm"), "model.norm.weight"),
         (lambda model: setattr(model.model.norm, "bias", nn.Parameter(torch.ones(1))), "model.norm.bias"),
+        (lambda model: model.model.norm.register_buffer("saved", torch.ones(1)), "model.norm.saved"),
     ],
 )
 def test_a_model_that_is_not_as_the_table_says_is_refused(change: Callable[[nn.Module], None], named: str) -> None:

@@ -49,6 +49,11 @@ def test_what_the_config_asks_for() -> None:
     assert line == f"{expected} {asked} {CPU}"
 
 
+def test_an_engine_without_weights_makes_some_up() -> None:
+    line = server_arguments(Path("m"), RolloutConfig(), port=4000, weight_version=2, cuda=False, dummy=True)
+    assert " ".join(line) == f"{COMMON} --load-format dummy {CPU}"
+
+
 def test_memory_keys_are_a_gpus_but_for_the_number_of_answers() -> None:
     config = RolloutConfig(memory_fraction=0.6, max_running_requests=32, graph_batches=(1, 8, 32))
     assert " ".join(arguments_for(config)) == f"{COMMON} --max-running-requests 32 {CPU}"
