@@ -16,8 +16,10 @@ from numerics.errors import user_error
 from rl.experiment import Experiment
 from rl.experiment.budget.fit import check_fits, fullest
 from rl.experiment.budget.here import own_gpu, planned_here
+from rl.experiment.budget.job import Job
 from rl.experiment.teacher import TeacherSection
 from rollout.config import RolloutConfig
+from trainer.config import OptimizerMemory
 from trainer.state_bytes import state_bytes
 from weight_sync.buckets import SMALLEST_BYTES
 from weight_sync.served_bytes import served_bytes
@@ -50,7 +52,9 @@ def check_memory(shape: Shape, experiment: Experiment, teacher: Shape | None = N
     if (gpu := own_gpu()) is not None:
         job, apart = planned_here(shape, experiment, gpu)
         check_fits(job, fullest(job, apart), gpu.memory, gpu.name)
-        _check_processes(shape, experiment, [0], weights=0)
+        offload = experiment.trainer.optimizer.offload
+        stages = range(experiment.trainer.pp if offload else 0)
+        _check_processes(shape, experiment, [_offloaded(job, stage) for stage in stages] or [0], weights=0)
         return
     state = [_state(shape, experiment, stage) for stage in range(experiment.trainer.pp)]
     weights = served_bytes(shape, experiment.numerics_config().rollout_spec) if experiment.needs_engines else 0
@@ -127,6 +131,13 @@ def _state(shape: Shape, experiment: Experiment, stage: int) -> int:
     rank = stage * layout.tp * layout.dp
     states = state_bytes(shape, layout, experiment.numerics_config(), "torch", rank)
     return sum(state.total for state in states.values())
+
+
+def _offloaded(job: Job, stage: int) -> int:
+    """Bytes of the host that a rank's Adam takes there: masters, two moments and gradients, all FP32."""
+    layout = job.layout.model_copy(update={"optimizer": OptimizerMemory()})
+    states = state_bytes(job.shape, layout, job.numerics, job.storage, stage * layout.tp * layout.dp)
+    return 4 * sum(state.masters for state in states.values())
 
 
 def available_memory() -> int:

@@ -13,6 +13,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from diagnose.plan import Plan, assumed, gpu_named, make_plan, measured, read_subject, rendered
+from examples import plans
 from fp8rl.cli import app
 from numerics.errors import UserError
 from rl.experiment.budget.gpus import GPUS
@@ -246,7 +247,7 @@ def test_a_spec_is_planned_as_it_stands() -> None:
     assert plan.sync_bytes == (1_055_216, 2_038_016)
 
 
-GPU_RECIPES = {"gsm8k": "h200"}
+GPU_RECIPES = {"gsm8k": "h200", **plans.FOR}
 """Recipes for GPUs, and the kind that they are written for; the others are for a CPU."""
 NEEDS = {"calculator": [f"model.path={EXAMPLES / 'models/tiny_qwen3_moe'}"]}
 """Examples that start from what another one has trained."""
@@ -258,6 +259,22 @@ def test_every_example_is_planned_and_leaves_the_slack_that_a_real_run_needs(exa
     plan = planned(str(EXAMPLES / f"{example}.yaml"), *overrides, gpu=gpu)
     assert plan.ok and plan.slack >= plan.needed_slack
     assert "the plan fits" in page_of(plan).splitlines()[-1]
+
+
+@pytest.mark.parametrize("example", plans.FOR)
+def test_a_spec_for_a_real_model_shows_the_plan_as_it_is_now(example: str) -> None:
+    """`python -m examples.plans` writes it."""
+    assert (EXAMPLES / f"{example}.yaml").read_text() == plans.with_table(example)
+
+
+def test_thirty_billion_parameters_train_rows_of_32k_on_eight_gpus_and_serve_on_eight_more() -> None:
+    spec = str(EXAMPLES / "qwen3_30b_a3b.yaml")
+    beside = planned(spec, gpu="h200")
+    assert (beside.gpus, beside.job.length, beside.decides) == (8, 32768, "colocated")
+    split = planned(spec, "sync.transport=distributed", "rollout.staleness=1", gpu="h200")
+    assert split.ok and split.decides == "trainer" and split.slack >= split.needed_slack
+    plain = planned(spec, "trainer.recompute=none", "trainer.optimizer.offload=false", gpu="h200")
+    assert plain.remarks[0].key == "trainer.recompute" and "activations 231.1 GB" in plain.remarks[0].found
 
 
 def test_a_supervised_step_has_the_rows_of_its_batch_and_no_engine() -> None:

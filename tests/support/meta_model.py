@@ -1,0 +1,72 @@
+"""The parameters of one rank of a large model, built on the meta device in a world of which this rank alone is real."""
+
+from __future__ import annotations
+
+import json
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.support.ranks import WARM
+
+
+@dataclass(frozen=True)
+class Held:
+    """One parameter of a rank.
+
+    tensors: of the checkpoint, in it. shape: of this rank's part. split: axis that tensor-parallel ranks share.
+    """
+
+    tensors: tuple[str, ...]
+    shape: tuple[int, ...]
+    split: int | None
+
+
+def parameters_of(directory: Path, experiment: dict[str, Any], rank: int, folder: Path) -> list[Held]:
+    """What `trainer.megatron.model.build_model` gives a rank of the experiment. folder: for what the process says."""
+    process = WARM.Process(target=_build, args=(directory, experiment, rank, folder), daemon=True)
+    process.start()
+    process.join()
+    found = json.loads((folder / f"{rank}.json").read_text())
+    assert isinstance(found, list), found
+    return [Held(tuple(tensors), tuple(shape), split) for tensors, shape, split in found]
+
+
+def _build(directory: Path, values: dict[str, Any], rank: int, folder: Path) -> None:
+    try:
+        found: object = _parameters(directory, values, rank)
+    except BaseException:
+        found = traceback.format_exc()
+    (folder / f"{rank}.json").write_text(json.dumps(found))
+
+
+def _parameters(directory: Path, values: dict[str, Any], rank: int) -> list[Any]:
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    from models import read_model
+    from numerics.weight_cache import WeightCache
+    from rl.experiment import parse_experiment
+    from trainer import device
+    from trainer.distributed import parallel
+    from trainer.megatron.lowering import Lowering
+    from trainer.megatron.model import build_model
+    from trainer.modules.precision import Precision
+    from trainer.weights.hf_weights import HFWeights
+
+    experiment, definition = parse_experiment(values), read_model(directory)
+    numerics, config = experiment.numerics_config(), experiment.trainer
+    device.collectives = lambda here: "fake"
+    layout = parallel.initialize(config, rank, FakeStore())
+    torch.cuda.current_device = lambda: torch.device("meta")
+    cache = WeightCache()
+    precision = Precision(numerics, cache, definition.sizes.layers)
+    model = build_model(definition, config, layout, precision, Lowering(), experiment.rollout.context_length)
+    weights = HFWeights(directory, definition.tensors, model.config, numerics.spec.weight, cache, layout)
+    rows, found = weights.rows(model), []
+    for name, each in model.named_parameters():
+        split = rows[name][0].expert is None and getattr(each, "tensor_model_parallel", False)
+        found.append([[row.name for row in rows[name]], list(each.shape), each.partition_dim if split else None])
+    return found

@@ -1,0 +1,55 @@
+"""The specs for real models in examples/: what their ranks would hold, parameter by parameter, without a weight."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from examples import plans
+from models import read_model
+from rl.experiment import load_experiment
+from tests.support.meta_model import Held, parameters_of
+from tests.support.paths import CONFIGS, EXAMPLES
+from trainer.distributed.layout import Layout
+from trainer.state_bytes import buffers
+
+BLOCK = 128
+CONFIG_OF = {"qwen3_4b_one_gpu": "qwen3_4b"}
+
+
+@pytest.mark.parametrize("example", plans.FOR)
+def test_every_rank_holds_its_part_of_every_tensor_in_whole_blocks(example: str, tmp_path: Path) -> None:
+    """The last rank of each stage, whose experts are the last ones."""
+    directory = CONFIGS / CONFIG_OF.get(example, example)
+    experiment, model = load_experiment(EXAMPLES / f"{example}.yaml"), read_model(directory)
+    config, numerics, table = experiment.trainer, experiment.numerics_config(), model.tensors
+    seen: set[str] = set()
+    for stage in range(config.pp):
+        rank = (stage + 1) * config.tp * config.dp - 1
+        held = parameters_of(directory, experiment.to_dict(), rank, tmp_path)
+        for each in held:
+            rows = [table[name] for name in each.tensors]
+            ranks = config.tp if each.split is not None else 1
+            whole = [sum(row.shape[0] for row in rows), *rows[0].shape[1:]]
+            if each.split is not None:
+                whole[each.split] //= config.tp
+            assert each.shape == tuple(whole), each
+            if any(model.quantizes(row, numerics.trainer_spec) for row in rows):
+                assert each.split != 0 or all(row.shape[0] // ranks % BLOCK == 0 for row in rows), each
+                assert all(size % BLOCK == 0 for row in rows for size in row.shape) and each.shape[1] % BLOCK == 0, each
+        # As the planner counts them, to the element.
+        counted = buffers(model.shape, config, numerics.trainer_spec, "torch", stage)
+        assert sum(_size(each) for each in held) == sum(buffer.elements for buffer in counted)
+        seen |= {name for each in held for name in each.tensors}
+    others = table.rows.keys() - seen
+    at = Layout.of(config.world_size - 1, config)
+    mine = range(model.sizes.experts // config.ep * at.ep_rank, model.sizes.experts // config.ep * (at.ep_rank + 1))
+    assert {row.expert for row in map(table.__getitem__, others)} == {*range(model.sizes.experts)} - {*mine}
+
+
+def _size(held: Held) -> int:
+    size = 1
+    for each in held.shape:
+        size *= each
+    return size
