@@ -22,9 +22,10 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from trainer import device
 from trainer.config import TrainerConfig
 from trainer.distributed import wires
+from trainer.distributed.gathering import GatheredInPieces
 from trainer.megatron.lowering import Lowering
 from trainer.megatron.optimizer_memory import lower_optimizer
-from trainer.megatron.patches import CUDA_TYPES, applied
+from trainer.megatron.patches import CUDA_TYPES, applied, become
 from trainer.modules.weights import tag_split
 
 
@@ -80,7 +81,8 @@ class Optimizer:
                 use_gloo_process_groups=False,
             )
         for optimizer in self.inner.chained_optimizers:
-            _create_moments(optimizer)
+            if not optimizer.is_stub_optimizer:  # of a rank without such parameters
+                _create_moments(become(optimizer, GatheredInPieces))
         self.schedule = schedule(self.inner, config, total_steps)
 
     def zero_grad(self) -> None:
@@ -185,8 +187,6 @@ def schedule(optimizer: ChainedOptimizer, config: TrainerConfig, total_steps: in
 
 def _create_moments(megatron_optimizer: DistributedOptimizer) -> None:
     """Give Adam its state before the first step, so that a checkpoint of step 0 can be written and read."""
-    if megatron_optimizer.is_stub_optimizer:  # of a rank without such parameters
-        return
     optimizer = megatron_optimizer.optimizer
     if isinstance(optimizer, HybridDeviceOptimizer):  # it would take a step of random gradients
         for each in optimizer.sub_optimizers:

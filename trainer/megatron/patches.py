@@ -204,6 +204,12 @@ OVERRIDES: tuple[Override, ...] = (
         for method, parameter in (("start_grad_sync", "force_all_reduce"), ("start_param_sync", "force_sync"))
     ),
     Override(
+        _CORE + "optimizer.distrib_optimizer.DistributedOptimizer.get_parameter_state_dp_zero",
+        "use_gloo_comm empty_data return_on_all_ranks",
+        "trainer.distributed.gathering.GatheredInPieces",
+        "it gathers whole buffers on a GPU (distrib_optimizer.py:1077), twice their size",
+    ),
+    Override(
         _CORE + "distributed.DistributedDataParallel._make_backward_post_hook",
         "param",
         "trainer.distributed.optimizer.DataParallel",

@@ -1,0 +1,52 @@
+"""What ranks hand to a checkpoint, gathered in pieces, against Megatron's own gathering of whole buffers."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from tests.support.batches import cross_entropy, random_batch
+from tests.support.models import LENGTH
+from tests.support.ranks import run_on_ranks
+from trainer.config import TrainerConfig
+from trainer.distributed.layout import Layout
+
+PIECE = 1000
+
+
+def _both_ways(path: Path, layout: Layout, config: TrainerConfig) -> list[Any]:
+    import torch
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    from numerics.config import NumericsConfig
+    from numerics.spec import QuantSpec
+    from trainer.distributed import gathering
+    from trainer.trainer import Trainer
+
+    numerics = NumericsConfig(spec=QuantSpec.preset("fp8_block_pow2"))
+    trainer = Trainer(path, config, numerics, layout, seed=0, total_steps=1, max_sequence_length=LENGTH)
+    batch = random_batch(rows=4)
+    trainer.train_step(batch, cross_entropy(batch))
+    gathering.AT_ONCE = PIECE
+    found = []
+    for optimizer in trainer.optimizer.inner.chained_optimizers:
+        whole = DistributedOptimizer.get_parameter_state_dp_zero(
+            optimizer, use_gloo_comm=False, return_on_all_ranks=True
+        )
+        pieces, empty = optimizer.get_parameter_state_dp_zero(), optimizer.get_parameter_state_dp_zero(empty_data=True)
+        assert whole.keys() == pieces.keys() == empty.keys()
+        for (dtype, ours), theirs in zip(pieces[0].items(), whole[0].values(), strict=True):
+            for key in ("param", "exp_avg", "exp_avg_sq"):
+                found.append(
+                    (torch.equal(ours[key], theirs[key]), bool(ours[key].any()), bool(empty[0][dtype][key].any()))
+                )
+            assert ours["numel_unpadded"] == theirs["numel_unpadded"]
+    return found
+
+
+def test_pieces_make_the_buffers_that_megatron_gathers_whole(moe_path: Path, tmp_path: Path) -> None:
+    """Three ranks, whose shares do not divide: the last one has padding."""
+    config = TrainerConfig(dp=3, micro_batch_tokens=256, lr=1e-3, warmup_steps=0)
+    for found in run_on_ranks(config, tmp_path, partial(_both_ways, moe_path)):
+        assert found == [(True, True, False)] * 6, "masters and both moments of dense weights and of experts"

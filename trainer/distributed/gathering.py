@@ -1,0 +1,69 @@
+"""Masters and moments of all data-parallel ranks, gathered for a checkpoint, with little of a GPU's memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from torch import Tensor
+
+from trainer import device
+
+AT_ONCE = 16 << 20
+"""Elements of all ranks that a GPU holds at a time. Megatron has it hold a whole buffer, twice."""
+_KEYS = ("param", "exp_avg", "exp_avg_sq")
+
+
+class GatheredInPieces(DistributedOptimizer):  # type: ignore[misc]
+    """Megatron's distributed optimizer, whose state for a checkpoint goes through a GPU piece by piece."""
+
+    def get_parameter_state_dp_zero(
+        self, use_gloo_comm: bool = True, empty_data: bool = False, return_on_all_ranks: bool = False
+    ) -> dict[Any, Any]:
+        """Masters and moments of each buffer [elements] in FP32 on the host, on all ranks, whatever is asked for.
+
+        empty_data: zeros in their place, into which a checkpoint is loaded.
+        """
+        state: dict[Any, Any] = {"buckets_coalesced": True}
+        for index, (buffer, ranges) in enumerate(zip(self.buffers, self.gbuf_ranges, strict=True)):
+            ((dtype, maps),) = ranges.items()
+            whole: dict[str, Any] = {key: torch.zeros(buffer.numel_unpadded) for key in _KEYS}
+            start = 0
+            for bucket, held in zip(buffer.buckets, maps, strict=True):
+                if not empty_data:
+                    for key, shard in self._shards(bucket.grad_data.numel(), held["param_map"]).items():
+                        into = whole[key][start : start + bucket.numel_unpadded]
+                        for at, piece in gathered(shard, self.data_parallel_group):
+                            there = into[at : at + len(piece)]  # what is beyond is padding
+                            there.copy_(piece[: len(there)])
+                start += bucket.numel_unpadded
+            state[index] = {dtype: {**whole, "numel_unpadded": buffer.numel_unpadded}}
+        return state
+
+    def _shards(self, size: int, parameters: Any) -> dict[str, Tensor]:
+        """This rank's share of a bucket's masters and moments, on the host."""
+        own = size // self.data_parallel_group.size()
+        shards = {key: torch.zeros(own) for key in _KEYS}
+        for parameter, ranges in parameters.items():
+            tensors, local = self._get_main_param_and_optimizer_states(parameter), ranges["gbuf_local"]
+            for key, shard in shards.items():
+                shard[local.start : local.end].copy_(tensors[key].detach())
+        return shards
+
+
+def gathered(shard: Tensor, group: Any) -> Iterator[tuple[int, Tensor]]:
+    """Every rank's part of what lies one rank after the other, in pieces on the host: where each begins, and itself.
+
+    shard: [n] on the host, of the same size on all ranks.
+    """
+    ranks, here = group.size(), device.current()
+    step = max(1, AT_ONCE // (ranks + 1))
+    for start in range(0, len(shard), step):
+        own = shard[start : start + step].to(here)
+        pieces = [torch.empty_like(own) for _ in range(ranks)]
+        dist.all_gather(pieces, own, group)
+        for rank, piece in enumerate(pieces):
+            yield rank * len(shard) + start, piece.cpu()
