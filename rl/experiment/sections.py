@@ -231,6 +231,9 @@ class CheckpointSection(Section):
     """Steps between checkpoints; the last step always gets one."""
     keep: int = Field(default=2, ge=1)
     """Newest checkpoints that stay on disk."""
+    content: Literal["all", "weights"] = "all"
+    """`weights`: without the optimizer, 2 bytes a parameter in place of 14. A run that goes on from one has Adam begin
+    anew, from the BF16 weights: it is not the run that was broken off."""
 
 
 class EvalSet(DataSource):

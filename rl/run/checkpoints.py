@@ -17,7 +17,7 @@ from rl.record.metrics_log import read_metrics
 from rl.record.run_dir import RunDir
 from rl.run.feed.ahead import FeedState
 from trainer.actor import TrainerDiedError, TrainerGroup
-from trainer.checkpoint.files import DamagedCheckpointError, check_digests, check_sizes, read_about
+from trainer.checkpoint.files import CONTENT, DamagedCheckpointError, check_digests, check_sizes, read_about
 
 _LAYOUT = {"trainer.tp", "trainer.pp", "trainer.ep", "trainer.dp"}
 
@@ -55,6 +55,8 @@ class Checkpoints:
         """Wait for the last one, copy the state, and have it written under a name that does not count yet."""
         self.wait()
         extra = {"step": step, "kept": _kept(self._experiment), "standing": standing.to_dict(), "feed": feed.extra}
+        if (content := self._experiment.checkpoint.content) != "all":
+            extra[CONTENT] = content
         path = self._files.pending_checkpoint(step)
         trainer.stage(path, extra, feed.texts)
         self._trainer = trainer

@@ -15,6 +15,7 @@ from megatron.core.models.gpt import GPTModel
 
 from numerics.ranks import all_gathered, together
 from trainer.checkpoint.files import (
+    CONTENT,
     STATE,
     About,
     check_digests,
@@ -43,7 +44,8 @@ Parts = Mapping[str, Trained]
 
 
 def stage(path: Path, parts: Parts, step: int, extra: dict[str, Any], texts: Mapping[str, str]) -> Staged:
-    """Copy weights, FP32 masters, moments, schedule, step, `extra` (JSON values) and `texts` (further files, by name).
+    """Copy weights, FP32 masters, moments, schedule, step, `extra` (JSON values) and `texts` (further files, by name);
+    masters and moments not if `extra` says so by `CONTENT`.
 
     All ranks take part, and each then has its part written; the model may be trained on meanwhile. The directory
     `path` appears complete under its name, or not at all; one that is there is replaced.
@@ -52,7 +54,7 @@ def stage(path: Path, parts: Parts, step: int, extra: dict[str, Any], texts: Map
         discard(path)
     dist.barrier()
     contents = {name: text.encode() for name, text in texts.items()}
-    return Staged(path, About(step, extra, {}), contents, _copied(_state(parts, step, loading=False)))
+    return Staged(path, About(step, extra, {}), contents, _copied(_state(parts, step, extra, loading=False)))
 
 
 def save(path: Path, parts: Parts, step: int, extra: dict[str, Any], texts: Mapping[str, str]) -> None:
@@ -82,7 +84,7 @@ def load(path: Path, parts: Parts) -> tuple[int, dict[str, Any]]:
     path = Path(path).absolute()
     about = read_about(path)
     _check_files(path, sorted(about.files))
-    state = dist_checkpointing.load(_state(parts, about.step, loading=True), str(path / STATE))
+    state = dist_checkpointing.load(_state(parts, about.step, about.extra, loading=True), str(path / STATE))
     for name, part in parts.items():
         _restore(part, state[name] if name else state)
     return about.step, about.extra
@@ -90,8 +92,11 @@ def load(path: Path, parts: Parts) -> tuple[int, dict[str, Any]]:
 
 def _restore(part: Trained, state: dict[str, Any]) -> None:
     _load_weights(part.model, state["model"])
-    part.optimizer.inner.load_state_dict(state["optimizer"])
-    part.optimizer.write_weights()
+    if "optimizer" in state:
+        part.optimizer.inner.load_state_dict(state["optimizer"])
+        part.optimizer.write_weights()
+    else:
+        part.optimizer.begin_anew()
     part.optimizer.schedule.num_steps = 0
     part.optimizer.schedule.load_state_dict(state["schedule"])
 
@@ -117,18 +122,18 @@ def _copied(state: dict[str, Any]) -> dict[str, Any]:
     return state
 
 
-def _state(parts: Parts, step: int, loading: bool) -> dict[str, Any]:
+def _state(parts: Parts, step: int, extra: Mapping[str, Any], loading: bool) -> dict[str, Any]:
     """The policy's at the top, the others' by their names."""
     state: dict[str, Any] = {"step": step}
     for name, part in parts.items():
-        held = _state_of(part, loading)
+        held = _state_of(part, loading, extra.get(CONTENT) != "weights")
         if name:
             add_prefix_for_sharding(held, f"{name}.")
         state |= {name: held} if name else held
     return state
 
 
-def _state_of(part: Trained, loading: bool) -> dict[str, Any]:
+def _state_of(part: Trained, loading: bool, optimized: bool) -> dict[str, Any]:
     model, optimizer = part.model, part.optimizer
     metadata = {
         "distrib_optim_sharding_type": "fully_reshardable",
@@ -138,8 +143,10 @@ def _state_of(part: Trained, loading: bool) -> dict[str, Any]:
         "dp_cp_group": part.layout.dp_group,
     }
     weights = model.sharded_state_dict(metadata=metadata)
-    return {
+    state: dict[str, Any] = {
         "model": {name: value for name, value in weights.items() if _EXTRA not in name},
-        "optimizer": optimizer.inner.sharded_state_dict(weights, is_loading=loading, metadata=metadata),
         "schedule": optimizer.schedule.state_dict(),
     }
+    if optimized:
+        state["optimizer"] = optimizer.inner.sharded_state_dict(weights, is_loading=loading, metadata=metadata)
+    return state

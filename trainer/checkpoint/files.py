@@ -23,6 +23,8 @@ from numerics.io.section import validated
 FORMAT = 2
 STATE = "state"
 ABOUT = "about.json"
+CONTENT = "content"
+"""The key of `About.extra` by which a checkpoint says that it holds the `weights` without their optimizer."""
 
 
 class DamagedCheckpointError(UserError):

@@ -118,6 +118,20 @@ class Optimizer:
             optimizer._copy_main_params_to_model_params()
         self.model.start_param_sync(force_sync=True)
 
+    @torch.no_grad()
+    def begin_anew(self) -> None:
+        """Make the FP32 masters from the model's weights, and forget the moments."""
+        self.inner.reload_model_params()
+        for optimizer in self.inner.chained_optimizers:
+            if optimizer.is_stub_optimizer:
+                continue
+            for group in optimizer.optimizer.param_groups:
+                group.pop("step", None)  # TransformerEngine counts here, torch beside the moments
+            for state in optimizer.optimizer.state.values():
+                for name, value in state.items():
+                    if name == "step" or name.startswith("exp_avg"):
+                        value.zero_()
+
     @property
     def lr(self) -> float:
         """Learning rate of the last step."""

@@ -15,7 +15,8 @@ from numerics.errors import UserError
 from tests.support.batches import cross_entropy, random_batch
 from tests.support.trainers import MakeTrainer
 from trainer.checkpoint import writer as checkpoint_writer
-from trainer.checkpoint.files import DamagedCheckpointError, check_digests
+from trainer.checkpoint.files import CONTENT, DamagedCheckpointError, check_digests, read_about
+from trainer.inventory import optimizer_state
 
 pytestmark = pytest.mark.slow
 
@@ -60,6 +61,28 @@ def test_a_loaded_checkpoint_retires_quantized_weights(
     assert not torch.equal(trainer.score(batch)[1], saved_scores)
     trainer.load(tmp_path / "a")
     assert torch.equal(trainer.score(batch)[1], saved_scores)
+
+
+def test_a_checkpoint_of_weights_has_them_and_no_past(
+    moe_path: Path, tmp_path: Path, make_trainer: MakeTrainer
+) -> None:
+    trainer = make_trainer(moe_path, "fp8", lr=0.05)
+    _train(trainer, 0, 2)
+    trainer.save(tmp_path / "all", {})
+    trainer.save(tmp_path / "weights", {CONTENT: "weights"})
+    sizes = {name: sum(size for size, _ in read_about(tmp_path / name).files.values()) for name in ("all", "weights")}
+    assert sizes["weights"] < sizes["all"] / 5, "2 bytes a parameter, not 14"
+    other = make_trainer(moe_path, "fp8", lr=0.05)
+    _train(other, 10, 12)
+    assert other.load(tmp_path / "weights") == {CONTENT: "weights"} and other.weight_version == 2
+    saved = dict(trainer.model.named_parameters())
+    for name, weight in other.model.named_parameters():
+        assert torch.equal(weight, saved[name]), name
+    for name, kind, tensor in optimizer_state(other):
+        assert kind == "masters" or not bool(tensor.any()), name
+    masters = sum(float(t.double().sum()) for _, kind, t in optimizer_state(other) if kind == "masters")
+    assert masters == sum(float(p.detach().double().sum()) for p in saved.values() if p.dtype == torch.bfloat16)
+    assert other.optimizer.schedule.num_steps == 2
 
 
 def test_a_checkpoint_is_replaced_whole(moe_path: Path, tmp_path: Path, make_trainer: MakeTrainer) -> None:
