@@ -1,0 +1,110 @@
+"""The sum that `train` goes by on a machine's GPUs, of which torch says what these tests say."""
+
+from __future__ import annotations
+
+from collections import namedtuple
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from models import read_shape
+from numerics.errors import UserError
+from rl.experiment import Experiment, load_experiment
+from rl.experiment.budget.here import own_gpu, planned_here, with_own_cache
+from rl.experiment.preconditions import resources
+from rl.experiment.preconditions.resources import check_memory
+from tests.support.paths import CONFIGS, EXAMPLES
+
+H100, H200 = ("NVIDIA H100 80GB HBM3", 79 << 30), ("NVIDIA H200", 139 << 30)
+MODELS = {"qwen3_4b_one_gpu": "qwen3_4b"}
+Machine = Callable[..., None]
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
+    """Has torch show so many GPUs of a kind, in a host of 2 TB."""
+    device = namedtuple("device", "name total_memory")
+    monkeypatch.setattr(resources, "available_memory", lambda: 2 << 40)
+
+    def shown(kind: tuple[str, int], count: int) -> None:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: device(*kind))
+
+    return shown
+
+
+def checked(example: str, *overrides: str) -> Experiment:
+    experiment = load_experiment(EXAMPLES / f"{example}.yaml", overrides)
+    check_memory(read_shape(CONFIGS / MODELS.get(example, example)), experiment)
+    return experiment
+
+
+def test_specs_for_real_models_are_let_through_on_their_gpus(machine: Machine) -> None:
+    machine(H100, 1)
+    checked("qwen3_4b_one_gpu")
+    machine(H200, 8)
+    checked("qwen3_30b_a3b")
+
+
+@pytest.mark.parametrize(
+    ("example", "kind", "count", "override", "said"),
+    [
+        ("qwen3_30b_a3b", H200, 8, "trainer.recompute=none", "trainer.recompute: found .* which activations 231.1 GB"),
+        ("qwen3_30b_a3b", H100, 8, "trainer.optimizer.offload=false", "sync.transport: .*engine weights 31.2 GB"),
+        (
+            "qwen3_30b_a3b",
+            ("X", 112 << 30),
+            8,
+            "trainer.head_chunk_tokens=65536",
+            "trainer.head_chunk_tokens: .*logits 29.9 GB",
+        ),
+        ("qwen3_30b_a3b", H200, 8, "rollout.max_total_tokens=4000000", "rollout.max_total_tokens: .*KV cache 393.2 GB"),
+        (
+            "qwen3_4b_one_gpu",
+            H100,
+            1,
+            "trainer.optimizer.offload=false",
+            "trainer.optimizer.offload: .*moments 32.2 GB",
+        ),
+        ("qwen3_4b_one_gpu", H100, 1, "rollout.memory_fraction=0.1", "rollout.memory_fraction: .*workspace 76.1 GB"),
+        ("qwen3_4b_one_gpu", ("A100", 40 << 30), 1, "rollout.group_size=8", "the 42.9 GB of a A100"),
+    ],
+)
+def test_what_does_not_fit_is_refused_by_its_class_and_key(
+    example: str, kind: tuple[str, int], count: int, override: str, said: str, machine: Machine
+) -> None:
+    machine(kind, count)
+    with pytest.raises(UserError, match=said):
+        checked(example, override)
+
+
+def test_a_cache_that_the_spec_leaves_open_is_as_large_as_the_gpu_allows(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    experiment = load_experiment(EXAMPLES / "arithmetic.yaml")
+    assert with_own_cache(experiment) is experiment and experiment.rollout.cache_tokens == 32768, "on a CPU"
+    machine(H100, 1)
+    rows = experiment.rollout.prompts_per_step * experiment.rollout.group_size
+    assert with_own_cache(experiment).rollout.max_total_tokens == rows * experiment.rollout.context_length
+    gpu, large = own_gpu(), load_experiment(EXAMPLES / "qwen3_4b_one_gpu.yaml")
+    assert gpu is not None
+    job, apart = planned_here(read_shape(CONFIGS / "qwen3_4b"), large, gpu)
+    assert not apart and large.rollout.context_length < job.kv_tokens < 256 * large.rollout.context_length
+    machine(H100, 2)
+    gpu = own_gpu()
+    assert gpu is not None
+    alone, apart = planned_here(read_shape(CONFIGS / "qwen3_4b"), large, gpu)
+    assert apart and alone.kv_tokens > job.kv_tokens
+
+
+def test_offloading_takes_memory_of_the_host(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """16 bytes a parameter: masters, moments and gradients."""
+    machine(H100, 1)
+    needed = 16 * 4_022_468_096 + resources.RANK_BYTES + resources.ENGINE_BYTES
+    monkeypatch.setattr(resources, "available_memory", lambda: needed)
+    checked("qwen3_4b_one_gpu")
+    monkeypatch.setattr(resources, "available_memory", lambda: needed - 1)
+    with pytest.raises(UserError, match="trainer.dp: found 1, expected processes that fit the free memory"):
+        checked("qwen3_4b_one_gpu")
