@@ -36,13 +36,14 @@ def encode(new: Tensor, old: Tensor) -> Tensor | None:
 
 
 def apply(delta: Tensor, held: Tensor) -> None:
-    """Change `held`, contiguous, in place as :func:`encode` says. Raises ValueError for a delta of a longer tensor."""
+    """Change `held`, contiguous, in place as :func:`encode` says, wherever it lies. Raises ValueError for a delta of a
+    longer tensor."""
     low, high, values = delta.view(_ENTRY_BYTES, -1)
     places = (low.long() | high.long() << 8).cumsum(0)
     target = as_bytes(held)
     if len(places) and int(places[-1]) >= len(target):
         raise ValueError(f"found a delta up to byte {int(places[-1])}, expected one of a tensor of {len(target)} bytes")
-    target[places] = values
+    target[places.to(held.device)] = values.to(held.device)
 
 
 def as_bytes(tensor: Tensor) -> Tensor:

@@ -210,7 +210,7 @@ def _of_the_compilers(machine: Machine) -> Iterator[Remark]:
             yield Remark(True, "C compiler", "none", "gcc or clang, for Triton's launchers", "Install gcc, or set CC.")
         if machine.nvcc is None:
             expected = "nvcc, with which SGLang makes some of its kernels as it starts"
-            yield Remark(False, "nvcc", "none", expected, "Install the CUDA toolkit, or set CUDA_HOME.")
+            yield Remark(True, "nvcc", "none", expected, "Install the CUDA toolkit, or set CUDA_HOME.")
     elif machine.compiles is False:
         found = f"torch.compile does not work with {machine.cxx}" if machine.cxx else "none"
         yield Remark(False, "C++ compiler", found, "one, for speed: the bits are the same", "Install g++, or set CXX.")

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from numerics.delta import apply, as_bytes, encode
 
@@ -60,3 +63,27 @@ def test_a_delta_of_a_longer_tensor_is_refused() -> None:
     assert delta is not None
     with pytest.raises(ValueError, match="up to byte 4000, expected one of a tensor of 100 bytes"):
         apply(delta, torch.zeros(100, dtype=torch.uint8))
+
+
+def test_a_delta_comes_to_where_the_tensor_is() -> None:
+    old, new = torch.zeros(4, 512), torch.zeros(4, 512)
+    new[2, 7] = 1.0
+    delta = encode(new, old)
+    assert delta is not None
+    with Writes() as writes:
+        apply(delta, old.to("meta"))
+    assert writes.devices == [["meta", "meta", "meta"]]
+
+
+class Writes(TorchDispatchMode):
+    """Of each write to places of a tensor, the devices of the tensor, the places and the values: CUDA takes one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.devices: list[list[str]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket is torch.ops.aten.index_put_:
+            target, (places,), values = args[:3]
+            self.devices.append([tensor.device.type for tensor in (target, places, values)])
+        return func(*args, **(kwargs or {}))

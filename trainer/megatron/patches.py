@@ -9,6 +9,7 @@ that we make ourselves, or that finished objects become, where Megatron names th
 from __future__ import annotations
 
 import contextlib
+import importlib
 import importlib.metadata
 import inspect
 import logging
@@ -60,6 +61,11 @@ def _value(value: Any) -> Callable[[Any], Any]:
     return lambda replaced: value
 
 
+def _ordered(name: str) -> Callable[[Any], Any]:
+    """The function of this name that adds a token's rows in one order; it imports Megatron, which must not be early."""
+    return lambda replaced: getattr(importlib.import_module("trainer.modules.permutation"), name)
+
+
 def _without_cuda(target: str, parameters: str | None, make: Callable[[Any], Any], why: str) -> Patch:
     return Patch(target, parameters, make, "without CUDA", why)
 
@@ -105,6 +111,17 @@ PATCHES: tuple[Patch, ...] = (
         lambda found: found,
         "everywhere",
         "moe_utils.py:1192 reads this name, which its imports only define with TransformerEngine",
+    ),
+    *(
+        Patch(f"{_CORE}transformer.moe.token_dispatcher.{name}", parameters, _ordered(name), "everywhere", why)
+        for name, parameters, why in (
+            ("permute", "tokens routing_map probs num_out_tokens fused drop_and_pad", "its backward pass uses atomics"),
+            (
+                "unpermute",
+                "permuted_tokens sorted_indices restore_shape probs routing_map fused drop_and_pad",
+                "it uses atomics",
+            ),
+        )
     ),
     Patch(
         _CORE + "optimizer.distrib_optimizer.DistributedOptimizer._set_main_param_and_optimizer_states",

@@ -44,6 +44,12 @@ class _EmbeddingGradient(torch.autograd.Function):
         if layer.tp_group.size() > 1:
             mine = (tokens >= layer.vocab_start_index) & (tokens < layer.vocab_end_index)
             tokens, grad = tokens[mine] - layer.vocab_start_index, grad[mine]
-        total = torch.zeros(weight.shape, dtype=torch.float32, device=grad.device)
-        total.index_add_(0, tokens, grad.float())
+        total = _sum_by_index(grad, tokens, len(weight))
         return None, total.to(weight.dtype), None, None
+
+
+def _sum_by_index(rows: Tensor, index: Tensor, count: int) -> Tensor:
+    """The sum of the rows of each index, in their order, in FP32: [T, H] -> [count, H]. Atomics would have no order."""
+    ordered = rows[index.argsort(stable=True)].float()
+    counts = index.bincount(minlength=count)
+    return torch.segment_reduce(ordered, "sum", lengths=counts, axis=0, initial=0.0, unsafe=True)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from megatron.core.transformer.moe.experts import TEGroupedMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from torch import Tensor
 
 from numerics import ops
 from numerics.ops import ExpertWeights
+from trainer.modules.permutation import pair_of_row
 from trainer.modules.precision import LayerPrecision
 from trainer.modules.weights import GroupedWeights
 
@@ -51,11 +51,7 @@ class MoE(MoELayer):
     def postprocess(self, output: Tensor, shared_expert_output: Tensor | None) -> Tensor:
         """Expert outputs [T * k, H], sorted by expert and then token -> [S, B, H]"""
         dispatcher = self.token_dispatcher
-        token_of_row = dispatcher.reversed_local_input_permutation_mapping
-        # Rows stand in ascending expert order, so a stable sort by token lists each token's experts in that order.
-        by_token = token_of_row.argsort(stable=True)
-        order = torch.empty_like(by_token)
-        order[by_token] = torch.arange(by_token.numel(), device=by_token.device)
+        order = pair_of_row(dispatcher.reversed_local_input_permutation_mapping)
         top_k = self.config.moe_router_topk
         probs = dispatcher.probs.masked_select(dispatcher.routing_map).view(-1, top_k)
         return ops.combine(output, probs, order, output.dtype).view(dispatcher.hidden_shape)

@@ -1,0 +1,53 @@
+"""Two equal steps end in equal bits on a GPU too: nothing is added in an order that atomics choose."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from numerics.backend.implementation import using
+from tests.support.atomics import Atomics
+from tests.support.batches import cross_entropy, random_batch
+from tests.support.trainers import MakeTrainer
+
+
+@pytest.mark.parametrize(("mode", "kernels"), [("exact", "triton"), ("exact", "torch"), ("native", "torch")])
+def test_no_sum_of_a_train_step_is_left_to_atomics(
+    mode: str, kernels: str, moe_path: Path, make_trainer: MakeTrainer
+) -> None:
+    trainer = make_trainer(moe_path, "fp8" if mode == "exact" else "bf16", mode=mode)
+    batch = random_batch(rows=2, longest=8)
+    with using(kernels), Atomics() as atomics:
+        trainer.train_step(batch, cross_entropy(batch))
+    assert atomics.found == []
+
+
+def test_they_are_seen_where_they_are() -> None:
+    rows, index = torch.ones(3, 2), torch.tensor([0, 1, 1])
+    with Atomics() as atomics:
+        torch.zeros(2, 2).index_add_(0, index, rows)
+        torch.zeros(2, 2).index_add_(0, index[:2], rows[:2])
+        torch.zeros(2, 2).scatter_add(0, index[:, None].expand(-1, 2), rows)
+        rows.cumsum(0), index.cumsum(0)
+    assert atomics.found == ["aten.index_add_.default", "aten.scatter_add.default", "aten.cumsum.default"]
+
+
+def test_a_tokens_gradients_are_added_in_fp32_in_the_order_of_experts() -> None:
+    from trainer.modules.permutation import permute, unpermute
+
+    chosen = torch.tensor([[0, 1, 1, 0, 1], [1, 1, 0, 0, 1], [0, 0, 1, 1, 1]]).bool()
+    tokens = torch.randn(3, 16).bfloat16().requires_grad_()
+    rows, probs, token_of_row = permute(tokens, chosen, chosen.float())
+    assert token_of_row.tolist() == [1, 0, 1, 0, 2, 2, 0, 1, 2] and torch.equal(rows, tokens[token_of_row])
+    assert probs is not None and probs.tolist() == [1.0] * 9
+    grad = 100 * torch.randn(9, 16).bfloat16()
+    rows.backward(grad)
+    by_hand = torch.stack([sum((grad[row].float() for row in own), torch.zeros(16)) for own in _rows_of(token_of_row)])
+    assert tokens.grad is not None and torch.equal(tokens.grad, by_hand.bfloat16())
+    assert torch.equal(unpermute(grad, token_of_row, tokens.shape), by_hand.bfloat16())
+
+
+def _rows_of(token_of_row: torch.Tensor) -> list[list[int]]:
+    return [[row for row in range(9) if token_of_row[row] == token] for token in range(3)]
