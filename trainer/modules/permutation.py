@@ -12,8 +12,6 @@ import torch
 from megatron.core.transformer.moe import moe_utils
 from torch import Tensor
 
-from numerics import ops
-
 
 def permute(
     tokens: Tensor,
@@ -51,19 +49,24 @@ def unpermute(
 
 def sum_by_token(rows: Tensor, token_of_row: Tensor, tokens: int) -> Tensor:
     """The sum of the k rows of each token, in ascending expert id, in FP32, rounded once: [T * k, H] -> [T, H]."""
-    ones = torch.ones(tokens, len(rows) // max(tokens, 1), device=rows.device)
-    return ops.combine(rows, ones, pair_of_row(token_of_row), rows.dtype)
+    choices = rows[by_token(token_of_row)].float().view(tokens, -1, rows.shape[1])
+    total = choices[:, 0]
+    for choice in range(1, choices.shape[1]):
+        total = total + choices[:, choice]
+    return total.to(rows.dtype)
 
 
 def pair_of_row(token_of_row: Tensor) -> Tensor:
-    """The (token, choice) pair of each row, int64 [T * k], choices in ascending expert id.
-
-    Rows stand in ascending expert order, so a stable sort by token lists each token's experts in that order.
-    """
-    by_token = token_of_row.argsort(stable=True)
-    pairs = torch.empty_like(by_token)
-    pairs[by_token] = torch.arange(by_token.numel(), device=by_token.device)
+    """The (token, choice) pair of each row, int64 [T * k], choices in ascending expert id."""
+    rows = by_token(token_of_row)
+    pairs = torch.empty_like(rows)
+    pairs[rows] = torch.arange(rows.numel(), device=rows.device)
     return pairs
+
+
+def by_token(token_of_row: Tensor) -> Tensor:
+    """The rows [T * k] sorted by token and then expert: they stand in ascending expert order, and the sort is stable."""
+    return token_of_row.argsort(stable=True)
 
 
 class _Permute(torch.autograd.Function):
