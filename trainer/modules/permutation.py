@@ -65,7 +65,7 @@ def pair_of_row(token_of_row: Tensor) -> Tensor:
 
 
 def by_token(token_of_row: Tensor) -> Tensor:
-    """The rows [T * k] sorted by token and then expert: they stand in ascending expert order, and the sort is stable."""
+    """The rows [T * k] sorted by token and then expert: rows ascend by expert, and the sort is stable."""
     return token_of_row.argsort(stable=True)
 
 
