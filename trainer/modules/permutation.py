@@ -78,7 +78,8 @@ class _Permute(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return sum_by_token(grads[0], *ctx.saved_tensors, ctx.tokens), None
+        (token_of_row,) = ctx.saved_tensors
+        return sum_by_token(grads[0], token_of_row, ctx.tokens), None
 
 
 class _Unpermute(torch.autograd.Function):
