@@ -1,0 +1,55 @@
+"""What the GPU path takes for granted of SGLang on CUDA, read from its sources, since none of it runs on a CPU."""
+
+from __future__ import annotations
+
+import inspect
+import pkgutil
+import re
+
+import pytest
+
+CONTRACTS = {
+    "a router's extras are packing and masks, and come only with packing": (
+        "layers.moe.topk.select_experts",
+        "_fused_topk_kwargs = {} if packed_topk is not None: _fused_topk_kwargs = dict("
+        " packed_out=packed_topk, num_token_non_padded=num_token_non_padded, )",
+    ),
+    "no rows of the router are masked": (
+        "models.qwen3_moe.Qwen3MoeSparseMoeBlock.forward_normal",
+        "topk_output = self.topk(hidden_states, router_logits)",
+    ),
+    "devices go by UUID before a bucket is opened": (
+        "managers.tp_worker.BaseTpWorker._deserialize_own_rank",
+        "monkey_patch_torch_reductions() return MultiprocessingSerializer.deserialize(",
+    ),
+    "a batch runs twice before its graph is captured, so that operands are made outside of it": (
+        "model_executor.runner_backend.full_cuda_graph_backend.FullCudaGraphBackend.capture_one",
+        "for _ in range(2): self._device_module.synchronize() self._tp_group.barrier() forward_fn()",
+    ),
+    "each decode step needs a kernel that nvcc compiles, and there is no other": (
+        "model_executor.forward_batch_info",
+        "if is_cuda() or is_hip(): from sglang.kernels.ops.attention.clamp_position import clamp_position_cuda"
+        " clamp_position = clamp_position_cuda else:",
+    ),
+}
+
+
+@pytest.mark.parametrize("contract", CONTRACTS)
+def test_sglang_keeps_what_the_gpu_path_takes_for_granted(contract: str) -> None:
+    target, expected = CONTRACTS[contract]
+    source = inspect.getsource(pkgutil.resolve_name(f"sglang.srt.{target}"))
+    assert expected in re.sub(r"\s+", " ", re.sub(r"#.*", "", source))
+
+
+def test_what_a_routers_hook_refuses_is_off_by_default() -> None:
+    from sglang.srt.layers.moe.topk import fused_topk
+
+    parameters = list(inspect.signature(fused_topk).parameters.values())
+    assert [p.name for p in parameters[6:]] == [
+        "routed_scaling_factor",
+        "apply_routed_scaling_factor_on_output",
+        "num_fused_shared_experts",
+        "packed_out",
+        "num_token_non_padded",
+    ]
+    assert not any(p.default for p in parameters[6:])
