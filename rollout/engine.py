@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
-import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,13 +31,9 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Health:
-    """How an engine's server is doing.
-
-    alive: the server process runs. start_seconds: of its start.
-    """
+    """How an engine's server is doing. alive: the server process runs."""
 
     alive: bool
-    start_seconds: float
     pid: int | None
 
 
@@ -63,7 +58,6 @@ class Engine:
         self._host = host
         self._server: SGLangServer | None = None
         self._client: EngineClient | None = None
-        self._start_seconds = 0.0
 
     async def start(self, model_path: str | Path, weight_version: int = 0) -> Endpoint:
         """Start the server from a model directory and check the handshake.
@@ -73,7 +67,6 @@ class Engine:
         """
         if self._server is not None:
             raise EngineError("the engine is running already. Stop it first.")
-        began = time.monotonic()
         routes = route_shape(read_model(Path(model_path), served=True).sizes) if self._routes else None
         cancelled = threading.Event()
         _see_own_gpus_first()
@@ -103,7 +96,6 @@ class Engine:
         except BaseException:
             await self.stop()
             raise
-        self._start_seconds = time.monotonic() - began
         return self._server.endpoint
 
     async def generate(self, groups: Sequence[Group], sampling: SamplingParams) -> list[Trajectory]:
@@ -143,7 +135,7 @@ class Engine:
 
     async def health(self) -> Health:
         alive = self._server is not None and self._server.alive()
-        return Health(alive, self._start_seconds, self._server.pid if self._server else None)
+        return Health(alive, self._server.pid if self._server else None)
 
     async def stop(self, grace_s: float = GRACE_S) -> None:
         """Stop the server, if there is one; after `grace_s` by force."""

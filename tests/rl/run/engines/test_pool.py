@@ -103,7 +103,7 @@ class Actor:
         return Load(0, 0, 0)
 
     async def _health(self) -> Health:
-        return Health(not self.dead, 0.0, 1)
+        return Health(not self.dead, 1)
 
     async def _stop(self, grace_s: float = 0.0) -> None:
         self.ended = True
