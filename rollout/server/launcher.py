@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from rollout.server import public
-from rollout.server.scratch import note_shared_memory, remove_scratch
+from rollout.server.scratch import note_shared_memory, remove_queues, remove_scratch
 
 ENDPOINTS = {
     "/generate", "/model_info", "/pause_generation", "/continue_generation", "/flush_cache", "/weights_checker",
@@ -100,9 +100,12 @@ def _read_line(descriptor: int) -> bytes:
 
 
 def _die_with_owner() -> None:
+    import psutil
+
     while os.read(0, 1):
         pass
     try:
+        remove_queues([child.pid for child in psutil.Process().children(recursive=True)])
         remove_scratch(Path(os.environ["TMPDIR"]))
     finally:
         os.killpg(0, signal.SIGKILL)

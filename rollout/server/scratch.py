@@ -11,6 +11,7 @@ import fcntl
 import os
 import shutil
 import tempfile
+from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
 
@@ -18,6 +19,8 @@ from numerics.io.files import write_atomically
 
 ENGINE, RAY = "fp8rl-engine-", "fp8rl-ray-"
 """Prefixes by owner."""
+SHARED = Path("/dev/shm")
+"""Where processes share memory."""
 _LOCK = "lock"
 _SHARED_MEMORY = "shared_memory"
 
@@ -37,6 +40,14 @@ def make_scratch(prefix: str = ENGINE, parent: str | None = None) -> tuple[Path,
 def note_shared_memory(scratch: Path, path: str) -> None:
     """Note a file outside the directory that belongs to it."""
     write_atomically(scratch / _SHARED_MEMORY, path)
+
+
+def remove_queues(pids: Collection[int]) -> None:
+    """Remove the shared memory that the ranks of an engine talk through, of these processes: SGLang, which kills its
+    ranks, leaves it. A name is `sgl_shm_KIND_PID_RANDOM`."""
+    for path in SHARED.glob("sgl_shm_*_*_*"):
+        if path.name.split("_")[-2] in {str(pid) for pid in pids}:
+            path.unlink(missing_ok=True)
 
 
 def remove_scratch(scratch: Path) -> None:

@@ -25,7 +25,7 @@ from numerics.errors import user_error
 from rollout.config import RolloutConfig
 from rollout.errors import EngineDiedError, EngineError
 from rollout.server.arguments import has_cuda, server_arguments, server_environment
-from rollout.server.scratch import make_scratch, remove_scratch, sweep
+from rollout.server.scratch import make_scratch, remove_queues, remove_scratch, sweep
 from rollout.types import LOOPBACK, Endpoint
 
 GRACE_S = 4.0
@@ -42,6 +42,7 @@ class SGLangServer:
         self._process = process
         self._scratch = scratch
         self._stopped = False
+        self._pids: set[int] = set()
 
     @classmethod
     def start(
@@ -116,6 +117,7 @@ class SGLangServer:
                 admin_api_key=endpoint.admin_key,
             )
             server._wait_until_ready(config.start_timeout_s, cancelled or threading.Event())
+            server._pids = {process.pid for process in server.processes()}
         except BaseException:
             server.stop(grace_s=0.0)
             raise
@@ -150,6 +152,7 @@ class SGLangServer:
         if self._stopped:
             return
         self._stopped = True
+        self._pids |= {process.pid for process in self.processes()}
         if self.alive() and grace_s > 0:
             self._process.terminate()
             self._wait_until_gone(grace_s)
@@ -161,6 +164,7 @@ class SGLangServer:
             except psutil.NoSuchProcess:
                 pass
         survivors = self._wait_until_gone(5.0)
+        remove_queues(self._pids)
         remove_scratch(self._scratch)
         if survivors:
             raise EngineError(f"engine processes {[p.pid for p in survivors]} survived SIGKILL. End them by hand.")

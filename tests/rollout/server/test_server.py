@@ -16,7 +16,8 @@ import pytest
 
 from numerics.errors import UserError
 from rollout.errors import EngineDiedError, EngineError
-from rollout.server.scratch import RAY, make_scratch, note_shared_memory, sweep
+from rollout.server import scratch as scratch_module
+from rollout.server.scratch import RAY, make_scratch, note_shared_memory, remove_queues, sweep
 from rollout.server.server import SGLangServer, log_tail
 from tests.support.servers import group_members, shared_memory, small_config, wait_until
 
@@ -83,6 +84,17 @@ def test_only_the_scratch_of_the_dead_is_swept(tmp_path: Path) -> None:
         holder.wait()
     sweep()
     assert not scratch.exists() and not shared.exists()
+
+
+def test_what_ranks_talk_through_goes_with_their_processes_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scratch_module, "SHARED", tmp_path)
+    for name in ("sgl_shm_mq_17_1a2b3c4d", "sgl_shm_mq_171_1a2b3c4d", "sglang_loads_17_x.shm", "torch_17_1_2"):
+        (tmp_path / name).touch()
+    remove_queues([17, 18])
+    left = {path.name for path in tmp_path.iterdir()}
+    assert left == {"sgl_shm_mq_171_1a2b3c4d", "sglang_loads_17_x.shm", "torch_17_1_2"}
 
 
 def test_a_note_that_was_cut_off_stops_no_sweep(tmp_path: Path) -> None:
