@@ -147,7 +147,8 @@ def optimizer_state(trainer: Trainer) -> Iterator[tuple[str, Kind, Tensor]]:
                 yield name, "masters", master.data
             for key, value in optimizer.optimizer.state[master].items():
                 if isinstance(value, Tensor):
-                    yield f"{name}:{key}", "moments" if key.startswith("exp_avg") else "rest", value
+                    kind: Kind = "moments" if key.startswith("exp_avg") else "rest"
+                    yield f"{name}:{key}", "masters" if key == "master_param" else kind, value
 
 
 def _padding(trainer: Trainer) -> Iterator[Holding]:

@@ -102,7 +102,9 @@ class Optimizer:
         with applied(CUDA_TYPES):
             for optimizer in self.inner.chained_optimizers:
                 if optimizer.get_parameters():
-                    clip_grad_by_total_norm_fp32(optimizer.get_parameters(), self._config.clip_grad, norm)
+                    # An optimizer that makes the masters itself has the gradients beside the parameters' own.
+                    beside = optimizer.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
+                    clip_grad_by_total_norm_fp32(optimizer.get_parameters(), self._config.clip_grad, norm, beside)
         # The schedule counts the step about to be taken, so that the first one does not have a rate of zero.
         self.schedule.step(1)
         self.inner.step_with_ready_grads()
@@ -208,7 +210,11 @@ def _create_moments(megatron_optimizer: DistributedOptimizer) -> None:
         optimizer._sync_sub_optimizers_state_to_hdo()
     elif isinstance(optimizer, torch.optim.AdamW):
         _create_adamw_moments(optimizer)
-    else:  # TransformerEngine's, of which Megatron knows how
+    elif (config := megatron_optimizer.config).use_precision_aware_optimizer:  # TransformerEngine's; Megatron's own way
+        for group in optimizer.param_groups:  # to it (optimizer/__init__.py:399) lacks an argument
+            for parameter in group["params"]:
+                optimizer.initialize_state(parameter, config.store_param_remainders)
+    else:
         megatron_optimizer.init_state_fn(optimizer, megatron_optimizer.config)
 
 
