@@ -81,7 +81,9 @@ class Stack:
         Raises:
             UserError: the model, the layout and the sizes do not fit together, or not onto the nodes of the cluster.
         """
-        experiment = with_own_cache(experiment)
+        if (sized := with_own_cache(experiment)) is not experiment:
+            say(f"an engine caches {sized.rollout.max_total_tokens:,} tokens, for which its GPU has room")
+            experiment = sized
         closing.enter_context(ray_cluster(folder / "ray_logs", lost))
         say(f"starting {'the engine and ' if experiment.needs_engines else ''}the trainer")
         seats = Seats(experiment, folder)
