@@ -45,6 +45,7 @@ _WATCH = "watch"
 """Ray's concurrency group of the methods that answer while a rank computes."""
 _WRITER = "writer"
 """That of the methods that write checkpoints meanwhile."""
+_FREE_MEMORY = ". Free memory there, or lower trainer.micro_batch_tokens, rollout.max_total_tokens or rollout.engines"
 
 
 class TrainerDiedError(RuntimeError):
@@ -312,9 +313,10 @@ class TrainerGroup:
                 # The rank's own exception, so that callers can tell a UserError from a bug; Ray's shows where it rose.
                 raise error.cause from error
             except ray.exceptions.RayError as error:
+                remedy = _FREE_MEMORY if isinstance(error, ray.exceptions.OutOfMemoryError) else ""
                 raise TrainerDiedError(
                     f"trainer rank {ranks[calls.index(done[0])]}: found its process ended ({_why(error)}), expected it "
-                    "to answer"
+                    f"to answer{remedy}"
                 ) from error
         return ray.get(calls)
 
