@@ -68,12 +68,14 @@ class Packer:
     """Fills buckets of at most `limit` bytes; a larger tensor gets one of its own.
 
     new_flat: makes the uint8 memory of so many bytes on a device. A few are alive at a time, and used again.
+    loading: how many buckets are still being read when the next one is asked for.
     """
 
-    def __init__(self, limit: int, new_flat: Callable[[int, torch.device], Tensor]) -> None:
-        self._limit, self._new_flat = limit, new_flat
+    def __init__(self, limit: int, new_flat: Callable[[int, torch.device], Tensor], loading: int = 0) -> None:
+        self._limit, self._new_flat, self._loading = limit, new_flat, loading
         self._next_size = min(limit, SMALLEST_BYTES)
         self._open: list[Bucket] = []
+        self._read: list[Tensor] = []
         self._spare: list[Tensor] = []
 
     def allocate(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -88,7 +90,7 @@ class Packer:
     def pack(self, tensors: Iterable[Named]) -> Iterator[Bucket]:
         """Buckets with all `tensors`: those that `allocate` made, in their order, from where they are, others copied.
 
-        A bucket's memory is written again as soon as the next one is asked for.
+        A bucket's memory is written again as soon as the next one is asked for, or the one after `loading` others.
         """
         for name, tensor in tensors:
             bucket = next((bucket for bucket in self._open if bucket.holds(tensor)), None)
@@ -106,9 +108,13 @@ class Packer:
 
     def _close(self) -> Iterator[Bucket]:
         bucket = self._open.pop(0)
-        if bucket.slots:
-            yield bucket
-        self._spare.append(bucket.flat)
+        if not bucket.slots:
+            self._spare.append(bucket.flat)
+            return
+        yield bucket
+        self._read.append(bucket.flat)
+        self._spare += self._read[: len(self._read) - self._loading]
+        del self._read[: len(self._read) - self._loading]
 
     def _flat(self, size: int, device: torch.device) -> Tensor:
         wanted, self._next_size = max(size, self._next_size), min(self._limit, 2 * self._next_size)

@@ -16,7 +16,7 @@ from numerics.io.files import write_atomically
 from numerics.shards import shards
 from numerics.spec import QuantSpec
 
-_BATCH_BYTES = 64 << 20
+_BATCH_BYTES = 16 << 20
 
 
 class SyncError(RuntimeError):

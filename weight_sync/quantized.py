@@ -17,7 +17,7 @@ from numerics.spec import QuantSpec, TensorSpec
 from weight_sync.buckets import Allocate
 from weight_sync.manifest import Recorder, Sent
 
-_BATCH_BYTES = 64 << 20  # quantized at a time: experts are many and small, and each launch has its price
+_BATCH_BYTES = 32 << 20  # quantized at a time: experts are many and small, and each launch has its price
 
 
 def served_tensors(

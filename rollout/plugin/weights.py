@@ -1,14 +1,14 @@
 """The engine's own weights: what each parameter is called in the HF checkpoint, what it multiplies as, its digest.
 
-`commit` is the one place where digests are taken and the version set. The operands of the products are made anew by
-then: some by `prepare`, while the rest of the weights is still on its way. Between an update and its commit the weights
-have no version and no forward runs on them.
+`commit` is the one place where the version is set. By then every parameter has been digested since it was last written,
+and the operands of the products are made anew: some by `prepare`, while the rest of the weights is still on its way.
+Between an update and its commit the weights have no version and no forward runs on them.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -45,7 +45,8 @@ class ServedWeights:
         self._places: dict[str, Tensor] = {}
         self._names: dict[Tensor, set[str]] = {}
         self._arrived: set[str] = set()
-        self._prepared: set[Tensor] = set()
+        self._made: set[Tensor] = set()
+        self._digested: dict[Tensor, dict[str, str]] = {}
 
     @property
     def device(self) -> torch.device:
@@ -68,12 +69,15 @@ class ServedWeights:
         self._names.clear()
         for label, parameter, _ in self.tensors():
             self._names.setdefault(parameter, set()).add(base_name(label)[0])
+        for parameter, scale_inv in _quantized_parameters(model):
+            self._names[parameter] |= self._names[scale_inv]
         self.commit(version)
 
     def invalidate(self) -> None:
         """The parameters are being written: nothing may be computed with them until `commit`."""
         if self.version is not None:
-            self._prepared.clear()
+            self._made.clear()
+            self._digested.clear()
         self.version = None
         self._operands = {parameter: Operand(held.value, None) for parameter, held in self._operands.items()}
 
@@ -100,11 +104,15 @@ class ServedWeights:
         return entry.value
 
     def prepare(self) -> None:
-        """Make the operands of parameters that have arrived whole, while the engine waits for the others."""
+        """Digest the parameters that have arrived whole, with their scales, and make their operands, while the engine
+        waits for the others."""
         if self._arrived:
-            whole = [parameter for parameter, names in self._names.items() if names <= self._arrived]
-            self._arrived.difference_update(*(self._names[parameter] for parameter in whole))
-            self._refresh(whole)
+            whole = {parameter for parameter, names in self._names.items() if names <= self._arrived}
+            if whole:
+                self._forget_written()
+                self._arrived.difference_update(*(self._names[parameter] for parameter in whole))
+                self._refresh(whole)
+                self._digested |= self._digests(whole)
 
     def commit(self, version: str) -> dict[str, str]:
         """Refresh everything derived from the parameters, set the version, and return the manifest.
@@ -112,29 +120,47 @@ class ServedWeights:
         The manifest gives, for each tensor by its HF name, `digest` for what is served as it is, and `digest@version`
         for what is quantized, where `version` is that of the operand in use.
         """
-        self._prepared -= {parameter for parameter, names in self._names.items() if names & self._arrived}
+        self._forget_written()
         self._arrived.clear()
-        quantized = _quantized_parameters(self._loaded()[0])
-        self._refresh([parameter for parameter, _ in quantized if parameter not in self._prepared])
-        self._operands |= {each: Operand(self._operands[each].value, version) for each in self._prepared}
-        self._prepared.clear()
+        self._refresh({parameter for parameter, _ in _quantized_parameters(self._loaded()[0])} - self._made)
+        self._operands |= {each: Operand(self._operands[each].value, version) for each in self._made}
+        digests = self._digested | self._digests(self._names.keys() - self._digested.keys())
+        self._made.clear()
+        self._digested.clear()
         self.version = version
-        return self.manifest()
+        return self._entries(digests)
 
     def manifest(self) -> dict[str, str]:
         """`commit`'s manifest, taken anew from the parameters as they are now."""
-        names, parameters, views = zip(*self.tensors(), strict=True)
-        entries = dict(zip(names, tensor_digests(views), strict=True))
-        for name, parameter in zip(names, parameters, strict=True):
+        return self._entries(self._digests(self._names.keys()))
+
+    def _forget_written(self) -> None:
+        """What was prepared of a parameter counts no more once a part of it has come again."""
+        written = {parameter for parameter, names in self._names.items() if names & self._arrived}
+        self._made -= written
+        self._digested = {each: digests for each, digests in self._digested.items() if each not in written}
+
+    def _digests(self, parameters: Set[Tensor]) -> dict[Tensor, dict[str, str]]:
+        """The digest of each tensor in these parameters, by its label."""
+        chosen = list(self.tensors(parameters))
+        found: dict[Tensor, dict[str, str]] = {}
+        for (label, parameter, _), digest in zip(chosen, tensor_digests([view for _, _, view in chosen]), strict=True):
+            found.setdefault(parameter, {})[label] = digest
+        return found
+
+    def _entries(self, digests: Mapping[Tensor, Mapping[str, str]]) -> dict[str, str]:
+        """The manifest of these digests, with the version of each operand that has one."""
+        entries: dict[str, str] = {}
+        for parameter, its_digests in digests.items():
             operand = self._operands.get(parameter)
-            if operand is not None and operand.version is not None:
-                entries[name] += f"@{operand.version}"
+            of_version = "" if operand is None or operand.version is None else f"@{operand.version}"
+            entries |= {label: digest + of_version for label, digest in its_digests.items()}
         return entries
 
-    def tensors(self) -> Iterator[Served]:
-        """What this rank has of the checkpoint, as it is held."""
+    def tensors(self, within: Set[Tensor] | None = None) -> Iterator[Served]:
+        """What this rank has of the checkpoint, as it is held; within: in these parameters alone."""
         model, definition = self._loaded()
-        return hf_tensors(model, definition.tensors, self._spec.group, self.rank)
+        return hf_tensors(model, definition.tensors, self._spec.group, self.rank, within)
 
     def operands(self) -> Iterator[tuple[str, list[Tensor]]]:
         """The engine's name of each FP8 parameter, and the tensors of which its operand is made."""
@@ -148,7 +174,7 @@ class ServedWeights:
         """
         whole = []
         for name, tensor in weights:
-            self._arrived.add(base_name(name.removeprefix(DELTA))[0].removesuffix(SCALE_SUFFIX))
+            self._arrived.add(base_name(name.removeprefix(DELTA))[0])
             if not name.startswith(DELTA):
                 whole.append((name, tensor))
             elif (held := self._held_as().get(name.removeprefix(DELTA))) is not None:
@@ -156,16 +182,15 @@ class ServedWeights:
         if whole:
             original(whole)
 
-    def _refresh(self, parameters: Sequence[Tensor]) -> None:
+    def _refresh(self, parameters: Set[Tensor]) -> None:
         """Make the operands of these anew; they have no version yet."""
-        wanted = set(parameters)
         for parameter, scale_inv in _quantized_parameters(self._loaded()[0]):
-            if parameter in wanted:
+            if parameter in parameters:
                 quantized = QuantizedTensor(parameter.detach(), scale_inv.detach(), self._spec)
                 former = self._operands.get(parameter)
                 value = ops.weight_operand(quantized, former.value if former else None)
                 self._operands[parameter] = Operand(value, None)
-                self._prepared.add(parameter)
+                self._made.add(parameter)
 
     def _held_as(self) -> dict[str, Tensor]:
         """Where each tensor is, by its label."""
@@ -190,13 +215,17 @@ Served = tuple[str, Tensor, Tensor]
 where in that."""
 
 
-def hf_tensors(model: nn.Module, table: TensorTable, block: int, rank: EngineRank = WHOLE) -> Iterator[Served]:
-    """What this rank has of the checkpoint, and the scales of what is quantized in blocks of `block` rows."""
+def hf_tensors(
+    model: nn.Module, table: TensorTable, block: int, rank: EngineRank = WHOLE, within: Set[Tensor] | None = None
+) -> Iterator[Served]:
+    """What this rank has of the checkpoint, and the scales of what is quantized in blocks of `block` rows; within: in
+    these parameters alone."""
     held = dict(_held(model, table))
     for name, by_index in table.in_engine.items():
-        yield from _split(held[name], table, by_index, "", 1, rank)
-        if name + SCALE_SUFFIX in held:
-            yield from _split(held[name + SCALE_SUFFIX], table, by_index, SCALE_SUFFIX, block, rank)
+        for suffix, rows in (("", 1), (SCALE_SUFFIX, block)):
+            parameter = held[name] if not suffix else held.get(name + suffix)
+            if parameter is not None and (within is None or parameter in within):
+                yield from _split(parameter, table, by_index, suffix, rows, rank)
 
 
 def check_table(model: nn.Module, definition: Model) -> None:

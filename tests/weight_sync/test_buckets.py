@@ -133,6 +133,15 @@ def test_two_buffers_take_turns() -> None:
     assert made == [100, 100]
 
 
+def test_a_bucket_that_is_still_being_read_is_not_written() -> None:
+    held = Packer(100, lambda size, device: torch.empty(size, dtype=torch.uint8), loading=1)
+    stream = ((str(i), held.allocate((60,), torch.uint8, CPU).fill_(i)) for i in range(7))
+    before: Bucket | None = None
+    for number, bucket in enumerate(held.pack(stream)):
+        assert before is None or contents(before)[0][1].tolist() == [number - 1] * 60
+        before = bucket
+
+
 def test_buffers_grow_up_to_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(buckets, "SMALLEST_BYTES", 16)
     sizes = [len(bucket.flat) for bucket in packer(100).pack((str(i), tensor(16)) for i in range(30))]

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import inspect
 import multiprocessing
-from collections.abc import Iterable
+import threading
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Executor, ProcessPoolExecutor
 from pathlib import Path
 from typing import Any, get_args
@@ -15,6 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 from numerics.spec import QuantSpec
+from rollout.errors import EngineError
 from tests.support.definitions import every_tensor
 from weight_sync.config import SyncConfig
 from weight_sync.quantized import served_tensors
@@ -57,12 +59,36 @@ def send(transport: Any, tensors: Iterable[tuple[str, torch.Tensor]]) -> list[Re
 
 def test_the_tensor_transport_sends_bucket_by_bucket_and_flushes_nothing() -> None:
     options = {"load_format": "flattened_bucket", "flush_cache": False}
-    engines = send(TensorTransport(700), TENSORS.items())
+    engines = send(TensorTransport(1400), TENSORS.items())
     assert engines[0].updates == [("0+1", 7, options), ("2+3", 7, options), ("4", 7, options)]
     for engine in engines:
         assert engine.tensors.keys() == TENSORS.keys()
         assert all(torch.equal(engine.tensors[name], tensor) for name, tensor in TENSORS.items())
     assert send(TensorTransport(700), [])[0].updates == []
+
+
+def test_the_next_bucket_is_filled_while_engines_load_one_and_the_first_failure_ends_it() -> None:
+    filled, more = [], threading.Event()
+
+    def tensors() -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in TENSORS.items():
+            filled.append(name)
+            if len(filled) == len(TENSORS):
+                more.set()
+            yield name, tensor
+
+    class Slow(RecordingEngine):
+        async def update_weights_from_tensor(self, payloads: list[str], version: int, **options: Any) -> None:
+            if not self.updates:
+                assert await asyncio.to_thread(more.wait, 30), "who fills waits for the engine"
+            else:
+                raise EngineError("gone")
+            await super().update_weights_from_tensor(payloads, version, **options)
+
+    engine = Slow()
+    with pytest.raises(EngineError, match="gone"):
+        asyncio.run(TensorTransport(1400).send(tensors(), [engine], 7))
+    assert [update[0] for update in engine.updates] == ["0+1"]
 
 
 class ForeignEngine:

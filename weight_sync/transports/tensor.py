@@ -20,30 +20,45 @@ _DEVICE = 6
 class TensorTransport:
     """Sends through memory that the engines map.
 
-    bucket_bytes: size of one bucket.
+    bucket_bytes: of which one half is filled while the engines load the other.
     """
 
     def __init__(self, bucket_bytes: int) -> None:
-        self._packer = Packer(bucket_bytes, _shared_memory)
+        self._packer = Packer(bucket_bytes // 2, _shared_memory, loading=1)
 
     def allocate(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
         return self._packer.allocate(shape, dtype, device)
 
     async def send(self, tensors: Iterable[Named], engines: Sequence[EngineClient], version: int) -> None:
-        for bucket in self._packer.pack(tensors):
-            # A message counts as one reader of the memory, which is gone once all have read: one for each rank.
-            # An engine answers when it has copied the bucket: dropping its mapping waits for the copy on the GPU.
-            await asyncio.gather(
-                *(
-                    engine.update_weights_from_tensor(
-                        [_serialize(bucket) for _ in range(engine.ranks)],
-                        version,
-                        load_format="flattened_bucket",
-                        flush_cache=False,
-                    )
-                    for engine in engines
-                )
+        buckets = self._packer.pack(tensors)
+        device = torch.cuda.current_device() if torch.cuda.is_available() else -1
+
+        def fill() -> Bucket | None:
+            with torch.cuda.device(device):  # a thread of its own begins with the first GPU
+                return next(buckets, None)
+
+        loading = asyncio.create_task(asyncio.sleep(0))
+        while (bucket := await asyncio.to_thread(fill)) is not None:
+            await loading
+            loading = asyncio.create_task(_load(bucket, engines, version))
+        await loading
+
+
+async def _load(bucket: Bucket, engines: Sequence[EngineClient], version: int) -> None:
+    """Have every engine load a bucket."""
+    # A message counts as one reader of the memory, which is gone once all have read: one for each rank.
+    # An engine answers when it has copied the bucket: dropping its mapping waits for the copy on the GPU.
+    await asyncio.gather(
+        *(
+            engine.update_weights_from_tensor(
+                [_serialize(bucket) for _ in range(engine.ranks)],
+                version,
+                load_format="flattened_bucket",
+                flush_cache=False,
             )
+            for engine in engines
+        )
+    )
 
 
 def _shared_memory(size: int, device: torch.device) -> Tensor:
