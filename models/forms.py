@@ -57,7 +57,11 @@ ADD_NORM = OpForm(
 HEAD_NORM = OpForm(
     name="head_norm", shapes="[T, heads, D] -> the same", definition=ops.rms_norm, constant=_EPS, part="norm"
 )
-QKV = OpForm(name="qkv", shapes="[T, H] -> q [T, heads, D], k and v [T, kv heads, D]", definition=ops.linear)
+QKV = OpForm(
+    name="qkv",
+    shapes="[T, H] -> q [T, heads, D], k and v [T, kv heads, D]; with `ops.add_bias` behind it where there are biases",
+    definition=ops.linear,
+)
 ROPE = OpForm(name="rope", shapes="q, k -> q, k", definition=ops.rope, constant=_THETA)
 ATTENTION = OpForm(name="attention", shapes="q, k, v -> [T, heads * D]", definition=ops.attention, part="attention")
 LINEAR = OpForm(

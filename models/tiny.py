@@ -1,4 +1,4 @@
-"""Writes small random Qwen3-MoE and dense Qwen3 models as Hugging Face directories.
+"""Writes small random models of the architectures that train here as Hugging Face directories.
 
 Every quantized matrix is aligned to the 128 x 128 blocks. The tokenizer is character level: printable ASCII, newline
 and six special tokens in the first 102 ids, the rest of the vocabulary unused. A chat renders as
@@ -12,13 +12,15 @@ import shutil
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
@@ -36,6 +38,9 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
 ROPE_THETA = 10000.0
+
+
+Family = Literal["qwen3", "qwen2"]
 
 
 @dataclass(frozen=True)
@@ -56,6 +61,12 @@ class TinyModel:
     """The output projection is the embedding."""
     renormalize: bool = True
     """The chosen experts' probabilities are divided by their sum."""
+    family: Family = "qwen3"
+    """Qwen2 is dense, whatever `experts` says."""
+
+    @property
+    def moe(self) -> bool:
+        return self.experts > 0 and self.family != "qwen2"
 
 
 def write_tiny_model(out: Path, shape: TinyModel = TinyModel(), seed: int = 0) -> None:
@@ -105,8 +116,10 @@ def build_model(shape: TinyModel, seed: int) -> PreTrainedModel:
     }
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        if shape.experts == 0:
-            model: PreTrainedModel = Qwen3ForCausalLM(Qwen3Config(intermediate_size=shape.intermediate, **common))
+        if shape.family == "qwen2":
+            model: PreTrainedModel = Qwen2ForCausalLM(Qwen2Config(intermediate_size=shape.intermediate, **common))
+        elif not shape.moe:
+            model = Qwen3ForCausalLM(Qwen3Config(intermediate_size=shape.intermediate, **common))
         else:
             model = Qwen3MoeForCausalLM(
                 Qwen3MoeConfig(
@@ -150,7 +163,7 @@ def _tokenizer(shape: TinyModel) -> PreTrainedTokenizerFast:
 def _add_older_spellings(path: Path, shape: TinyModel) -> None:
     """transformers 5 renames keys that transformers 4 and serving engines read: write both spellings."""
     config = {"rope_theta": ROPE_THETA, "torch_dtype": "bfloat16"}
-    if shape.experts:
+    if shape.moe:
         config["num_experts"] = config["num_local_experts"] = shape.experts
     _update_json(path / "config.json", config)
     _update_json(

@@ -112,7 +112,7 @@ def remarks(job: Job, gpu: Gpu, memory: Memory, ratio: Bracket) -> Iterator[Rema
             False,
             "model",
             "multi-head latent attention",
-            "Qwen3 or Qwen3-MoE to train or serve with this project",
+            "an architecture that this project trains and serves (docs/models.md)",
             "Take the plan as a calculation.",
         )
 

@@ -82,13 +82,7 @@ def tensors(sizes: ModelSizes) -> Iterator[TensorRow]:
 
 
 def forward(sizes: ModelSizes) -> Forward:
-    mlp = (
-        Op("post_norm", ADD_NORM, ("x", "residual"), ("x", "residual"), "post_attention_layernorm", "mlp.linear_fc1"),
-        Op("gate_up", LINEAR, ("x",), ("x",), "mlp.gate_up_proj", "mlp.linear_fc1"),
-        Op("swiglu", SWIGLU, ("x",), ("x",), "mlp.act_fn", "mlp.linear_fc2"),
-        Op("down", LINEAR, ("x",), ("x",), "mlp.down_proj", "mlp.linear_fc2"),
-    )
-    return Forward(FIRST_OPS, (ATTENTION_OPS + mlp,) * sizes.layers, LAST_OPS)
+    return Forward(FIRST_OPS, (ATTENTION_OPS + DENSE_OPS,) * sizes.layers, LAST_OPS)
 
 
 FIRST_OPS = (Op("embed", EMBED, (TOKENS,), ("x",), "model.embed_tokens", "embedding"),)
@@ -108,6 +102,13 @@ ATTENTION_OPS = (
     Op("rope", ROPE, ("q", "k"), ("q", "k"), "self_attn.rotary_emb", "self_attention.core_attention"),
     Op("attention", ATTENTION, ("q", "k", "v"), ("x",), "self_attn.attn", "self_attention.core_attention"),
     Op("o_proj", LINEAR, ("x",), ("x",), "self_attn.o_proj", "self_attention.linear_proj"),
+)
+
+DENSE_OPS = (
+    Op("post_norm", ADD_NORM, ("x", "residual"), ("x", "residual"), "post_attention_layernorm", "mlp.linear_fc1"),
+    Op("gate_up", LINEAR, ("x",), ("x",), "mlp.gate_up_proj", "mlp.linear_fc1"),
+    Op("swiglu", SWIGLU, ("x",), ("x",), "mlp.act_fn", "mlp.linear_fc2"),
+    Op("down", LINEAR, ("x",), ("x",), "mlp.down_proj", "mlp.linear_fc2"),
 )
 
 LAST_OPS = (

@@ -9,6 +9,7 @@ from numerics.ops.attention import attention, paged_attention
 from numerics.ops.draw import draw
 from numerics.ops.experts import ExpertWeights, combine, experts, group_by_expert
 from numerics.ops.linear import (
+    add_bias,
     fp8_linear,
     fp8_linear_partial,
     group_operand,
@@ -27,6 +28,7 @@ from numerics.ops.swiglu import swiglu
 
 __all__ = [
     "ExpertWeights",
+    "add_bias",
     "add_rms_norm",
     "attention",
     "combine",

@@ -49,8 +49,8 @@ def silu_and_mul(self: Any, x: torch.Tensor) -> torch.Tensor:
 
 def linear(self: Any, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     if ranks.splits(layer):
-        return _with_bias(ranks.merged(ops.linear_partial(x, layer.weight), x.dtype), bias)
-    return _with_bias(ops.linear(x, layer.weight, _k_splits(layer)), bias)
+        return ops.add_bias(ranks.merged(ops.linear_partial(x, layer.weight), x.dtype), bias)
+    return ops.add_bias(ops.linear(x, layer.weight, _k_splits(layer)), bias)
 
 
 def fp8_linear(self: Any, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -59,8 +59,8 @@ def fp8_linear(self: Any, layer: Any, x: torch.Tensor, bias: torch.Tensor | None
     spec = current.numerics.rollout_spec
     if ranks.splits(layer):
         partial = ops.fp8_linear_partial(x, layer.weight, operand, spec, "bf16")
-        return _with_bias(ranks.merged(partial, x.dtype), bias)
-    return _with_bias(ops.fp8_linear(x, layer.weight, operand, spec, "bf16", _k_splits(layer)), bias)
+        return ops.add_bias(ranks.merged(partial, x.dtype), bias)
+    return ops.add_bias(ops.fp8_linear(x, layer.weight, operand, spec, "bf16", _k_splits(layer)), bias)
 
 
 def lm_head(self: Any, hidden_states: torch.Tensor, lm_head: Any, embedding_bias: Any = None) -> torch.Tensor:
@@ -236,7 +236,3 @@ def _k_splits(layer: Any) -> int:
     from sglang.srt.layers.linear import RowParallelLinear
 
     return state().numerics.k_splits if isinstance(layer, RowParallelLinear) else 1
-
-
-def _with_bias(product: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    return product if bias is None else product + bias

@@ -48,6 +48,8 @@ EXACT = {
         "moe", layout=(("ep", 2), ("dp", 2), ("gradient_wire", "e4m3"), ("weight_gather", "e4m3"))
     ),
     "moe": Setup("moe"),
+    "qwen2-bf16-ends-tp2": Setup("qwen2", bf16_ends=1, k_splits=2, layout=(("tp", 2),)),
+    "qwen2-bf16": Setup("qwen2", preset="bf16", trainer="bf16", rollout="bf16"),
 }
 WEIGHTS = {f"{faults.EXPERT}{kind}_proj.weight" for kind in ("gate", "up", "down")}
 SCALES = {f"{name}_scale_inv" for name in WEIGHTS}
@@ -261,13 +263,13 @@ def assert_equal(logprobs: torch.Tensor, batch: TokenBatch) -> None:
 def served_tensors_of(setup: Setup) -> int:
     """What is compared, counted by hand: the matrices of FP8 layers come with scales."""
     shape = MODELS[setup.model]
-    matrices = 4 + 3 * max(shape.experts, 1)
-    router, norms = int(shape.experts > 0), 4
+    matrices = 4 + 3 * (shape.experts if shape.moe else 1)
+    router, vectors = int(shape.moe), 5 if shape.family == "qwen2" else 4  # norms and biases
     fp8_layers = shape.layers - 2 * setup.bf16_ends if setup.rollout == "fp8" else 0
     ends = 2 if shape.tied else 3  # embedding, final norm, and an output projection of its own
-    shared = 4 if shape.experts else matrices  # over an engine's ranks, each of which has a part; experts are whole
+    shared = 4 if shape.moe else matrices  # over an engine's ranks, each of which has a part; experts are whole
     parts = (shape.layers + fp8_layers) * shared + ends - 1
-    return shape.layers * (matrices + router + norms) + fp8_layers * matrices + ends + (setup.engine_tp - 1) * parts
+    return shape.layers * (matrices + router + vectors) + fp8_layers * matrices + ends + (setup.engine_tp - 1) * parts
 
 
 def one_token(pipeline: Pipeline) -> Any:

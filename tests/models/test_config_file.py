@@ -21,6 +21,7 @@ COMMON = {
     "max_position_embeddings": 512,
 }
 DENSE = {**COMMON, "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
+QWEN2 = {**COMMON, "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
 MOE = {
     **COMMON,
     "architectures": ["Qwen3MoeForCausalLM"],
@@ -50,7 +51,7 @@ def refusal(path: Path, config: dict[str, Any]) -> str:
     return text
 
 
-@pytest.mark.parametrize("base", [DENSE, MOE])
+@pytest.mark.parametrize("base", [DENSE, QWEN2, MOE])
 @pytest.mark.parametrize(
     "changes",
     [
@@ -77,6 +78,21 @@ def test_values_and_defaults_are_those_of_transformers(
         assert sizes.expert_size == theirs.moe_intermediate_size and sizes.renormalize == theirs.norm_topk_prob
     else:
         assert sizes.ffn_size == theirs.intermediate_size and not sizes.moe
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"use_sliding_window": True, "sliding_window": 4096}, "use_sliding_window"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
+        ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope_scaling.type"),
+        ({"dual_chunk_attention_config": {"chunk_size": 262144}}, "dual_chunk_attention_config"),
+        ({"hidden_act": "gelu"}, "hidden_act"),
+        ({"num_key_value_heads": 3}, "num_key_value_heads"),
+    ],
+)
+def test_variants_of_qwen2_are_refused(changes: dict[str, Any], named: str, tmp_path: Path) -> None:
+    assert named in refusal(tmp_path, QWEN2 | changes)
 
 
 @pytest.mark.parametrize("base", [DENSE, MOE])

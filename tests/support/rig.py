@@ -50,6 +50,7 @@ MODELS = {
         layers=3, hidden=256, heads=4, kv_heads=2, intermediate=128, experts=8, top_k=4, renormalize=False
     ),
     "dense": TinyModel(layers=2, hidden=256, heads=4, kv_heads=2, intermediate=512, experts=0, vocab=250, tied=True),
+    "qwen2": TinyModel(layers=3, hidden=256, heads=4, kv_heads=2, intermediate=256, family="qwen2"),
 }
 BLOCK = 128
 CHUNK = 96

@@ -29,7 +29,16 @@ class MegatronMapping:
     config: Callable[[ModelSizes], dict[str, Any]] = lambda sizes: {}
 
 
+def _without_head_norms(layer: Layer) -> Fields:
+    return {"self_attention": parts.attention_spec(layer, q_layernorm=None, k_layernorm=None)}
+
+
+_QWEN2 = MegatronMapping(attention=_without_head_norms, config=lambda sizes: {"add_qkv_bias": True})
 _QWEN3 = MegatronMapping(config=lambda sizes: {"qk_layernorm": True})
 
-MAPPINGS: dict[str, MegatronMapping] = {"Qwen3ForCausalLM": _QWEN3, "Qwen3MoeForCausalLM": _QWEN3}
+MAPPINGS: dict[str, MegatronMapping] = {
+    "Qwen2ForCausalLM": _QWEN2,
+    "Qwen3ForCausalLM": _QWEN3,
+    "Qwen3MoeForCausalLM": _QWEN3,
+}
 """The mappings by the name of the architecture."""

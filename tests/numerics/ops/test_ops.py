@@ -52,6 +52,16 @@ def test_add_rms_norm_rounds_the_sum_before_it_normalises():
     assert torch.equal(normed, ops.rms_norm(total, weight, 1e-6))
 
 
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32))
+def test_a_bias_is_added_to_the_rounded_product(dtype):
+    product, bias = random(3, 70, 96, dtype=dtype), random(96, seed=1, dtype=dtype)
+    one_rounding(ops.add_bias(product, bias), product.double() + bias.double())
+    gradients(ops.add_bias, lambda y, b: y + b, product.bfloat16(), bias.bfloat16())
+    assert ops.add_bias(product, None) is product
+    for rows in (1, 17):
+        assert torch.equal(ops.add_bias(product[0, :rows], bias), ops.add_bias(product, bias)[0, :rows])
+
+
 def rope64(x, positions, theta=1e4):
     half = x.shape[-1] // 2
     frequency = theta ** (-torch.arange(half, dtype=torch.float64) / half)

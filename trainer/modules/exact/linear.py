@@ -25,9 +25,9 @@ class ColumnLinear(ColumnParallelLinear):
 
     def _forward_impl(self, input: Tensor, weight: Tensor, *unused: Any, **context: Any) -> Tensor:
         input = _whole_sequence(input, context)
-        if self.precision.quantizes(self.kind):
-            return self.precision.fp8_linear(input, weight)
-        return ops.linear(input, weight)
+        quantized = self.precision.quantizes(self.kind)
+        product = self.precision.fp8_linear(input, weight) if quantized else ops.linear(input, weight)
+        return ops.add_bias(product, self.bias)
 
 
 class NormColumnLinear(ColumnLinear):
@@ -38,12 +38,12 @@ class NormColumnLinear(ColumnLinear):
         self.layer_norm_weight = norm_weight(self.config, input_size)
 
     def forward(self, input_: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-        """[S, B, H] -> ([S, B, N], no bias)"""
+        """[S, B, H] -> ([S, B, N] with the bias in it, None)"""
         p, eps = self.precision, self.config.layernorm_epsilon
         if p.quantizes(self.kind) and self.tp_group.size() == 1:
             operand = p.operand(self.weight)
             out = ops.norm_fp8_linear(input_, self.layer_norm_weight, eps, self.weight, operand, p.spec, p.backward)
-            return out, None
+            return ops.add_bias(out, self.bias), None
         return super().forward(self.normalized(input_), *args, **kwargs)
 
     def normalized(self, x: Tensor) -> Tensor:

@@ -28,7 +28,8 @@ class ColumnLinear(ColumnParallelLinear):
             input = gather_from_sequence_parallel_region(
                 input, tensor_parallel_output_grad=True, group=context["tp_group"]
             )
-        return self.precision.fp8_linear(input, weight)
+        product = self.precision.fp8_linear(input, weight)
+        return product if self.bias is None else product + self.bias
 
 
 class NormColumnLinear(ColumnLinear):
@@ -39,7 +40,7 @@ class NormColumnLinear(ColumnLinear):
         self.layer_norm_weight = norm_weight(self.config, input_size)
 
     def forward(self, input_: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-        """[S, B, H] -> ([S, B, N], no bias)"""
+        """[S, B, H] -> ([S, B, N] with the bias in it, None)"""
         return super().forward(self.normalized(input_), *args, **kwargs)
 
     def normalized(self, x: Tensor) -> Tensor:
