@@ -157,7 +157,7 @@ def _forward_kernel(
         tl.store(codes_ptr + at, encode(rounded * scale[:, :, None], E5M2), mask=inside)
         held = (row < rows)[:, None] & (group < tl.cdiv(hidden, GROUP))[None, :]
         where = scale_ptr + row[:, None] * scale_row + group[None, :] * scale_group
-        tl.store(where, inverse(scale), mask=held)
+        tl.store(where, inverse(scale, POW2), mask=held)
     else:
         tl.store(normed_ptr + at, normed, mask=inside)
 

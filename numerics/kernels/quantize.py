@@ -239,7 +239,7 @@ def _rows_kernel(
     codes = encode(x * scale[:, :, None], E5M2)
     tl.store(codes_ptr + row[:, :, None] * k + column, codes, mask=inside)
     where = scale_ptr + row * scale_row + group * scale_group
-    tl.store(where, inverse(scale), mask=(row < rows) & (group < tl.cdiv(k, GROUP)))
+    tl.store(where, inverse(scale, POW2), mask=(row < rows) & (group < tl.cdiv(k, GROUP)))
 
 
 @triton.jit
@@ -266,12 +266,12 @@ def _two_way_kernel(
         scale = scale_from_amax(tl.max(sizes, 1), ROW_E5M2, ROW_POW2, ROW_FIXED, WIDE)
         tl.store(codes_ptr + token * k + column, encode(x * scale[:, None], ROW_E5M2), mask=inside)
         where = scale_ptr + (first + lane).to(tl.int64) * scale_row + tl.program_id(0) * scale_group
-        tl.store(where, inverse(scale), mask=lane < filled)
+        tl.store(where, inverse(scale, ROW_POW2), mask=lane < filled)
     scale_t = scale_from_amax(tl.max(sizes, 0), E5M2, POW2, FIXED, WIDE)
     feature = (tl.program_id(0) * GROUP + lane).to(tl.int64)
     where = feature[:, None] * (count * GROUP) + tile * GROUP + lane[None, :]
     tl.store(codes_t_ptr + where, tl.trans(encode(x * scale_t[None, :], E5M2)), mask=(feature < k)[:, None])
-    tl.store(scale_t_ptr + feature * scale_t_row + tile * scale_t_group, inverse(scale_t), mask=feature < k)
+    tl.store(scale_t_ptr + feature * scale_t_row + tile * scale_t_group, inverse(scale_t, POW2), mask=feature < k)
 
 
 @triton.jit
@@ -305,9 +305,9 @@ def _blocks_kernel(
         scale = scale_from_amax(tl.max(tl.max(absolute(w), 1), 0), E5M2, POW2, FIXED, WIDE)
         codes = encode(w * scale, E5M2)
         tl.store(codes_ptr + row * k + column, codes, mask=inside)
-        tl.store(tl.load(row_of_table + 2).to(tl.pointer_type(tl.float32)) + place, inverse(scale))
+        tl.store(tl.load(row_of_table + 2).to(tl.pointer_type(tl.float32)) + place, inverse(scale, POW2))
         if TRANSPOSED:
             to = codes_t_ptr + tl.trans(column) * n + tl.trans(row)
             tl.store(to, tl.trans(codes), mask=(tl.trans(column) < k) & (tl.trans(row) < n))
             scale_t_ptr = tl.load(row_of_table + 4).to(tl.pointer_type(tl.float32))
-            tl.store(scale_t_ptr + place % across * down + place // across, inverse(scale))
+            tl.store(scale_t_ptr + place % across * down + place // across, inverse(scale, POW2))

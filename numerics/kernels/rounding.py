@@ -23,7 +23,7 @@ def absolute(x):
 
 @triton.jit
 def scale_from_amax(amax, E5M2: tl.constexpr, POW2: tl.constexpr, FIXED: tl.constexpr, WIDE: tl.constexpr):
-    """fp8_max / amax by IEEE division; a power of two by clearing the mantissa; 1 where amax is 0 or infinite.
+    """fp8_max / amax by IEEE division, or the power of two below it without one; 1 where amax is 0 or infinite.
 
     FIXED: a static range in place of amax, or None. WIDE: the input is FP32, not BF16.
     """
@@ -31,17 +31,25 @@ def scale_from_amax(amax, E5M2: tl.constexpr, POW2: tl.constexpr, FIXED: tl.cons
         amax = tl.where(amax >= 0.0, FIXED, FIXED)
     LARGEST: tl.constexpr = 57344.0 if E5M2 else 448.0
     usual = (amax != 0.0) & (amax != float("inf"))
-    scale = tl.div_rn(LARGEST, tl.where(usual, amax, LARGEST))
-    scale = tl.where(scale == float("inf"), _LARGEST_FP32 if WIDE else _LARGEST_BF16, scale)
     if POW2:
-        scale = (scale.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+        # fp8_max is 1.75 * 2^n, and amax m * 2^e: the exponent is n - e, and one less where m > 1.75, which the sum
+        # carries into e. 2^127 where the division would overflow.
+        EXPONENTS: tl.constexpr = (127 + 15 if E5M2 else 127 + 8) + 127
+        exponent = EXPONENTS - ((amax.to(tl.int32, bitcast=True) + 0x1FFFFF) >> 23)
+        scale = (tl.minimum(exponent, 254) << 23).to(tl.float32, bitcast=True)
+    else:
+        scale = tl.div_rn(LARGEST, tl.where(usual, amax, LARGEST))
+        scale = tl.where(scale == float("inf"), _LARGEST_FP32 if WIDE else _LARGEST_BF16, scale)
     return tl.where(usual, scale, 1.0)
 
 
 @triton.jit
-def inverse(scale):
-    """1 / scale by IEEE division."""
-    return tl.div_rn(1.0, scale)
+def inverse(scale, POW2: tl.constexpr):
+    """1 / scale by IEEE division, or of a power of two by its exponent; that of 2^127 has no leading bit."""
+    if POW2:
+        return tl.maximum(0x7F000000 - scale.to(tl.int32, bitcast=True), 0x400000).to(tl.float32, bitcast=True)
+    else:
+        return tl.div_rn(1.0, scale)
 
 
 @triton.jit

@@ -94,7 +94,7 @@ def _forward_kernel(
         scale = scale_from_amax(tl.max(absolute(rounded), 2), E5M2, POW2, FIXED, WIDE)
         tl.store(out_ptr + at, encode(rounded * scale[:, :, None], E5M2), mask=inside)
         where = scale_ptr + row * scale_row + group * scale_group
-        tl.store(where, inverse(scale), mask=(row < tokens) & (group < tl.cdiv(features, GROUP)))
+        tl.store(where, inverse(scale, POW2), mask=(row < tokens) & (group < tl.cdiv(features, GROUP)))
     else:
         tl.store(out_ptr + at, result, mask=inside)
 

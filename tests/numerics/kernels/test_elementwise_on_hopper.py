@@ -58,3 +58,9 @@ def test_codes_are_cast_by_the_instruction_that_saturates(kernels):
     assert len(casting) == 7
     formats = {name for kernel in casting for name in kernel["instructions"] if "satfinite" in name}
     assert formats == {"cvt.rn.satfinite.e4m3x2.f32", "cvt.rn.satfinite.e5m2x2.f32"}
+
+
+def test_power_of_two_scales_take_no_division(kernels):
+    """Of the kernels that quantize, the one that writes FP32 scales too divides."""
+    casting = [kernel for kernel in kernels if any("satfinite" in name for name in kernel["instructions"])]
+    assert [kernel["name"] for kernel in casting if "div.rn.f32" in kernel["instructions"]] == ["_two_way_kernel"]

@@ -4,6 +4,8 @@ import hypothesis
 import hypothesis.strategies as st
 import pytest
 import torch
+import triton
+import triton.language as tl
 
 from numerics.backend.implementation import implementation_for
 from numerics.errors import UserError
@@ -17,7 +19,9 @@ from numerics.kernels.quantize import (
     quantize_rows_and_columns,
 )
 from numerics.kernels.quantize import quantize as quantize_kernel
+from numerics.kernels.rounding import inverse, scale_from_amax
 from numerics.quantize import quantize
+from numerics.rounding import scale_from_amax as definition
 from numerics.spec import QuantSpec, TensorSpec
 from tests.support.kernels import DEVICE
 
@@ -176,3 +180,40 @@ def test_any_bits_are_quantized_alike(seed, format, scale):
     bits = torch.randint(0, 2**16, (2, 128), generator=torch.Generator().manual_seed(seed)).to(torch.int16)
     spec, x = TensorSpec(format=format, scale=scale), bits.view(torch.bfloat16)
     same(quantize_rows(x.to(DEVICE), spec), quantize(x, spec))
+
+
+@triton.jit
+def _scales_kernel(amax_ptr, scale_ptr, inverse_ptr, COUNT: tl.constexpr, E5M2: tl.constexpr):
+    at = tl.program_id(0) * COUNT + tl.arange(0, COUNT)
+    scale = scale_from_amax(tl.load(amax_ptr + at), E5M2, True, None, True)
+    tl.store(scale_ptr + at, scale)
+    tl.store(inverse_ptr + at, inverse(scale, True))
+
+
+def check_power_of_two_scales(amax, format):
+    """amax: FP32, a whole number of programs of 1,024; not negative and not NaN, as amaxes are."""
+    amax = amax.to(DEVICE)
+    scale, reciprocal = torch.empty_like(amax), torch.empty_like(amax)
+    _scales_kernel[(len(amax) // 1024,)](amax, scale, reciprocal, COUNT=1024, E5M2=format == "e5m2")
+    dtype = TensorSpec(format=format).dtype
+    for held_in in (torch.bfloat16, torch.float32):
+        expected = definition(amax.cpu(), dtype, "pow2", held_in)
+        assert torch.equal(scale.cpu(), expected) and torch.equal(reciprocal.cpu(), 1.0 / expected)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_every_bf16_amax_has_the_power_of_two_of_the_division(format):
+    amax = torch.arange(0x7F80 + 1, dtype=torch.int32)  # 0 to infinity
+    amax = torch.cat((amax, amax.new_zeros(-len(amax) % 1024)))
+    check_power_of_two_scales((amax << 16).view(torch.float32), format)
+
+
+@hypothesis.settings(max_examples=30)
+@hypothesis.given(st.integers(0, 0x7F800000), st.sampled_from(FORMATS))
+def test_any_fp32_amax_has_the_power_of_two_of_the_division(bits, format):
+    """These bits in every exponent, and the numbers around them and around 1.75 times a power of two."""
+    exponents = torch.arange(255, dtype=torch.int32) << 23
+    near = [(bits & 0x7FFFFF), 0x5FFFFF, 0x600000, 0x600001]
+    amax = torch.cat([exponents + mantissa for mantissa in near])
+    amax = torch.cat((amax, torch.tensor([0, 0x7F7FFFFF, 0x7F800000, bits], dtype=torch.int32)))
+    check_power_of_two_scales(amax.view(torch.float32), format)
