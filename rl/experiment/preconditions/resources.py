@@ -113,7 +113,8 @@ def check_shared_memory(shape: Shape, experiment: Experiment) -> None:
     needed, sync, ranks = SHARED_BYTES, experiment.sync, experiment.trainer.world_size
     if sync.transport == "tensor" and not torch.cuda.is_available():
         share = served_bytes(shape, experiment.numerics_config().rollout_spec) // ranks
-        needed += ranks * min(sync.bucket_mib << 20, max(SMALLEST_BYTES, share))
+        alive = (sync.bucket_mib << 20) * 3 // 2  # three halves: one is filled, one is loaded, one waits to be used
+        needed += ranks * min(alive, max(SMALLEST_BYTES, share))
     free = shutil.disk_usage(SHARED_MEMORY).free
     if free < needed:
         raise user_error(
