@@ -2,7 +2,8 @@
 
 The vocabulary is read in blocks, in order, with the online softmax (Milakov and Gimelshein 2018): lane i of the sums
 adds what lies at i in each block, and the lanes are added in pairs at the end. That order is the same for every number
-of rows, dtype and alignment of the logits.
+of rows, dtype and alignment of the logits. Logits are multiplied by 1 / temperature, one division for a row, where the
+definition divides each: for a temperature of 1 these are the same numbers, else they differ by a rounding.
 """
 
 from __future__ import annotations
@@ -85,13 +86,13 @@ def _forward_kernel(
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row // length * batch_stride + row % length * stride
-    temperature = tl.load(temperature + row) if EACH else temperature
+    inverse_temperature = _inverse(temperature, row, EACH)
     lane = tl.arange(0, BLOCK)[None, :]
     peak = tl.full((1,), float("-inf"), tl.float32)
     total = tl.zeros((1, BLOCK), tl.float32)
     moment = tl.zeros((1, BLOCK), tl.float32)  # the sum of exp(y - peak) * (y - peak)
     for start in range(0, vocabulary, BLOCK):
-        y = _scaled(logits_ptr, start + lane, vocabulary, temperature)
+        y = _scaled(logits_ptr, start + lane, vocabulary, inverse_temperature)
         new_peak = tl.maximum(peak, tl.max(y, 1))
         # A peak of -inf stands for no sum yet: everything so far is zero, and is moved by nothing.
         moved = tl.where(peak == float("-inf"), 0.0, tl.maximum(peak - new_peak, _FAR))[:, None]
@@ -105,8 +106,7 @@ def _forward_kernel(
     log_total = tl.log(total)
     token = tl.load(tokens_ptr + row + tl.arange(0, 1))
     inside = (token >= 0) & (token < vocabulary)
-    chosen = tl.load(logits_ptr + token, mask=inside, other=float("nan")).to(tl.float32)
-    chosen = tl.div_rn(chosen, tl.zeros((1,), tl.float32) + temperature)
+    chosen = tl.load(logits_ptr + token, mask=inside, other=float("nan")).to(tl.float32) * inverse_temperature
     one = row + tl.arange(0, 1)
     tl.store(logprobs_ptr + one, (chosen - peak) - log_total)
     tl.store(entropy_ptr + one, log_total - tl.div_rn(pairwise_sum(moment, BLOCK), total))
@@ -120,22 +120,28 @@ def _backward_kernel(
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row // length * batch_stride + row % length * stride
-    temperature = tl.load(temperature + row) if EACH else temperature
+    inverse_temperature = _inverse(temperature, row, EACH)
     index = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    logprob = _scaled(logits_ptr, index, vocabulary, temperature) - tl.load(logsumexp_ptr + row)
+    logprob = _scaled(logits_ptr, index, vocabulary, inverse_temperature) - tl.load(logsumexp_ptr + row)
     prob = tl.exp(logprob)
     hit = tl.where(index == tl.load(tokens_ptr + row), 1.0, 0.0)
-    dlogits = (hit - prob) * (tl.load(dlogprobs_ptr + row) / temperature)
+    dlogits = (hit - prob) * (tl.load(dlogprobs_ptr + row) * inverse_temperature)
     if ENTROPY:
         # Where a token is excluded its probability is 0, and stays so with a finite factor.
         spread = prob * (tl.maximum(logprob, _FAR) + tl.load(entropy_ptr + row))
-        dlogits -= spread * (tl.load(dentropy_ptr + row) / temperature)
+        dlogits -= spread * (tl.load(dentropy_ptr + row) * inverse_temperature)
     where = dlogits_ptr + row * vocabulary + index
     tl.store(where, cast(dlogits, dlogits_ptr.dtype.element_ty), mask=index < vocabulary)
 
 
 @triton.jit
-def _scaled(logits_ptr, index, vocabulary, temperature):
+def _inverse(temperature, row, EACH: tl.constexpr):
+    """1 / temperature of this row, by IEEE division. EACH: `temperature` points to one of each row."""
+    return tl.div_rn(1.0, tl.load(temperature + row) if EACH else temperature)
+
+
+@triton.jit
+def _scaled(logits_ptr, index, vocabulary, inverse_temperature):
     """Logits / temperature in FP32, -inf behind the vocabulary's end."""
     logits = tl.load(logits_ptr + index, mask=index < vocabulary, other=float("-inf")).to(tl.float32)
-    return tl.div_rn(logits, tl.zeros(logits.shape, tl.float32) + temperature)
+    return logits * inverse_temperature

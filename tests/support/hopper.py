@@ -24,14 +24,16 @@ from triton.runtime.jit import JITFunction
 
 @dataclasses.dataclass(frozen=True)
 class Compiled:
-    """One kernel as it would run. shared: bytes. instructions: the matrix, cast and IEEE division instructions of its
-    PTX. sums: the layouts in which its FP32 matrices are reduced, which decide the order of addition."""
+    """One kernel as it would run. shared: bytes. instructions: the matrix and cast instructions of its PTX.
+    divisions: IEEE divisions in FP32, as often as they are written there. sums: the layouts in which its FP32 matrices
+    are reduced, which decide the order of addition."""
 
     name: str
     shared: int
     registers: int
     spilled: int
     instructions: tuple[str, ...]
+    divisions: int
     sums: tuple[str, ...]
 
 
@@ -70,12 +72,13 @@ def compiled_only() -> Iterator[list[Compiled]]:
 
 def _described(name: str, kernel: Any) -> Compiled:
     ptx = kernel.asm["ptx"]
-    wanted = r"cvt\.rn\.satfinite[.\w]+|wgmma\.mma_async[.\w]+|mma\.sync[.\w]+|fma\.rn\.f32|div\.rn\.f32"
+    wanted = r"cvt\.rn\.satfinite[.\w]+|wgmma\.mma_async[.\w]+|mma\.sync[.\w]+|fma\.rn\.f32"
     return Compiled(
         name,
         kernel.metadata.shared,
         *_resources(kernel.asm["cubin"]),
         tuple(sorted(set(re.findall(wanted, ptx)))),
+        ptx.count("div.rn.f32"),
         _sums(kernel.asm["ttgir"]),
     )
 

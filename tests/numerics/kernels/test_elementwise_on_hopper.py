@@ -35,9 +35,9 @@ with compiled_only() as found:
     probs = tensor(1024, 8, dtype=torch.float32)
     combine.combine(rows, probs, torch.arange(1024 * 8), torch.bfloat16).sum().backward()
     digest.chunk_sums([torch.zeros(8 * CHUNK, dtype=torch.int32)])
-    logprobs.token_logprobs(tensor(64, 151936), torch.zeros(64, dtype=torch.int64), 1.0)[0].sum().backward()
-    router.route(tensor(4096, 128), 8, True)
     numbers = torch.zeros(64, dtype=torch.int64)
+    logprobs.token_logprobs(tensor(64, 151936), numbers, 1.0)[0].sum().backward()
+    router.route(tensor(4096, 128), 8, True)
     draw.draw(tensor(64, 151936), tensor(64, dtype=torch.float32), numbers, numbers)
 """
 
@@ -63,4 +63,10 @@ def test_codes_are_cast_by_the_instruction_that_saturates(kernels):
 def test_power_of_two_scales_take_no_division(kernels):
     """Of the kernels that quantize, the one that writes FP32 scales too divides."""
     casting = [kernel for kernel in kernels if any("satfinite" in name for name in kernel["instructions"])]
-    assert [kernel["name"] for kernel in casting if "div.rn.f32" in kernel["instructions"]] == ["_two_way_kernel"]
+    assert [kernel["name"] for kernel in casting if kernel["divisions"]] == ["_two_way_kernel"]
+
+
+def test_log_probabilities_take_no_division_for_each_logit(kernels):
+    """One for the temperature, and one for the entropy."""
+    forward, backward = kernels[-4:-2]
+    assert (forward["divisions"], backward["divisions"]) == (2, 1)
