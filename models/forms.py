@@ -57,6 +57,13 @@ ADD_NORM = OpForm(
 HEAD_NORM = OpForm(
     name="head_norm", shapes="[T, heads, D] -> the same", definition=ops.rms_norm, constant=_EPS, part="norm"
 )
+HEADS_NORM = OpForm(
+    name="heads_norm",
+    shapes="[T, heads, D] -> the same, normed over all heads of a token together",
+    definition=ops.rms_norm,
+    constant=_EPS,
+    part="norm",
+)
 QKV = OpForm(
     name="qkv",
     shapes="[T, H] -> q [T, heads, D], k and v [T, kv heads, D]; with `ops.add_bias` behind it where there are biases",

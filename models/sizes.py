@@ -31,6 +31,7 @@ class ModelSizes:
         dense_layers: leading layers with a dense MLP, in a model with experts.
         shared_size: width of the experts that every token takes, together; 0 where there are none.
         renormalize: the top-k router probabilities are scaled to sum to one.
+        heads_normed_together: the norms of queries and of keys are over all heads of a token.
         rotary_dim: leading channels of a head that are rotated.
         tied: the embedding is also the output projection.
         latent: of latent attention, in which `head_dim` is the width of a query, and every head has its own key.
@@ -54,6 +55,7 @@ class ModelSizes:
     dense_layers: int = 0
     shared_size: int = 0
     renormalize: bool = True
+    heads_normed_together: bool = False
     latent: Latent | None = None
 
     @property

@@ -17,6 +17,8 @@ from typing import Any, Literal
 import torch
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
+    OlmoeConfig,
+    OlmoeForCausalLM,
     PreTrainedModel,
     PreTrainedTokenizerFast,
     Qwen2Config,
@@ -40,7 +42,7 @@ CHAT_TEMPLATE = (
 ROPE_THETA = 10000.0
 
 
-Family = Literal["qwen3", "qwen2"]
+Family = Literal["qwen3", "qwen2", "olmoe"]
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,8 @@ class TinyModel:
     renormalize: bool = True
     """The chosen experts' probabilities are divided by their sum."""
     family: Family = "qwen3"
-    """Qwen2 is dense, whatever `experts` says."""
+    """Qwen2 is dense, whatever `experts` says; OLMoE has as many key-value heads as heads, `hidden` wide together, and
+    does not renormalize."""
 
     @property
     def moe(self) -> bool:
@@ -81,6 +84,14 @@ def write_tiny_model(out: Path, shape: TinyModel = TinyModel(), seed: int = 0) -
     if shape.vocab <= smallest:
         raise user_error(
             "--vocab", found=shape.vocab, expected=f"more than {smallest}, the tokens in use", remedy="Raise --vocab."
+        )
+    width = shape.heads * shape.head_dim
+    if shape.family == "olmoe" and (shape.kv_heads, shape.hidden) != (shape.heads, width):
+        raise user_error(
+            "--kv-heads and --hidden",
+            found=f"{shape.kv_heads} and {shape.hidden}",
+            expected=f"{shape.heads} and {width} in an OLMoE with --heads {shape.heads} --head-dim {shape.head_dim}",
+            remedy="Set them so.",
         )
     out.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
@@ -118,6 +129,16 @@ def build_model(shape: TinyModel, seed: int) -> PreTrainedModel:
         torch.manual_seed(seed)
         if shape.family == "qwen2":
             model: PreTrainedModel = Qwen2ForCausalLM(Qwen2Config(intermediate_size=shape.intermediate, **common))
+        elif shape.family == "olmoe":
+            model = OlmoeForCausalLM(
+                OlmoeConfig(
+                    intermediate_size=shape.intermediate,
+                    num_experts=shape.experts,
+                    num_experts_per_tok=shape.top_k,
+                    norm_topk_prob=False,
+                    **common | {"rms_norm_eps": 1e-5},
+                )
+            )
         elif not shape.moe:
             model = Qwen3ForCausalLM(Qwen3Config(intermediate_size=shape.intermediate, **common))
         else:

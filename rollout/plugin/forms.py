@@ -201,6 +201,7 @@ SIDES: dict[OpForm, EngineSide] = {
     forms.NORM: EngineSide(lambda _, module, x: (module(x),), constant=_epsilon),
     forms.ADD_NORM: EngineSide(_add_norm, constant=_epsilon),
     forms.HEAD_NORM: EngineSide(lambda _, module, x: (module(x.flatten(0, 1)).view(x.shape),), constant=_epsilon),
+    forms.HEADS_NORM: EngineSide(lambda _, module, x: (module(x.flatten(1)).view(x.shape),), constant=_epsilon),
     forms.QKV: EngineSide(_qkv),
     forms.ROPE: EngineSide(_rope, constant=lambda module: module.base),
     forms.ATTENTION: EngineSide(_attention),

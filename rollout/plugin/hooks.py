@@ -45,7 +45,7 @@ class Hook:
         return f"sglang.{self.target}" if self.target.startswith("kernels.") else f"sglang.srt.{self.target}"
 
 
-_NORMS, _PRODUCTS = (forms.NORM, forms.ADD_NORM, forms.HEAD_NORM), (forms.LINEAR, forms.QKV)
+_NORMS, _PRODUCTS = (forms.NORM, forms.ADD_NORM, forms.HEAD_NORM, forms.HEADS_NORM), (forms.LINEAR, forms.QKV)
 _TORCH_ATTENTION = "layers.attention.torch_native_backend.TorchNativeAttnBackend."
 _TRITON_ATTENTION = "layers.attention.triton_backend.TritonAttnBackend."
 _ROTARY = "layers.rotary_embedding.base.RotaryEmbedding."

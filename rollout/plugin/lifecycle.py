@@ -46,12 +46,20 @@ def after_load_model(result: Any, self: Any, *args: Any, **kwargs: Any) -> None:
                 "Set numerics.mode to native"
             )
         enable_compiler()
+    _number_routers(self.model)
     definition = read_model(Path(self.server_args.model_path), served=True)
     if current.numerics.mode == "exact":
         check_forms(definition.forward, current.provides)
     rank = EngineRank(self.ps.tp_rank, self.ps.tp_size)
     current.weights.attach(self.model, definition, self.server_args.weight_version, rank)
     self.model.load_weights = functools.partial(current.weights.load, self.model.load_weights)
+
+
+def _number_routers(model: Any) -> None:
+    """Tell each router its layer, by which its choice is kept for replay: SGLang's OLMoE leaves it out."""
+    for name, module in model.named_modules():
+        if name.endswith(".mlp.topk") and module.layer_id is None:
+            module.layer_id = int(name.split(".")[-3])
 
 
 def unpadded(model_config: Any, load_config: Any, tp_size: int) -> Any:

@@ -23,7 +23,7 @@ from rollout.types import Group, SamplingParams
 from tests.support import faults
 from tests.support.rig import MODELS, SHARED_PREFIX, Pipeline, Rig, Setup, differences, prompts
 from tests.support.syncs import push
-from trainer.step.batch import TokenBatch
+from trainer.step.batch import UNKNOWN, TokenBatch
 from weight_sync import bridge
 from weight_sync.manifest import SyncError
 from weight_sync.transports import TensorTransport
@@ -49,7 +49,9 @@ EXACT = {
     ),
     "moe": Setup("moe"),
     "qwen2-bf16-ends-tp2": Setup("qwen2", bf16_ends=1, k_splits=2, layout=(("tp", 2),)),
-    "qwen2-bf16": Setup("qwen2", preset="bf16", trainer="bf16", rollout="bf16"),
+    "olmoe-bf16-ends-tp2-ep2": Setup(
+        "olmoe", bf16_ends=1, k_splits=2, layout=(("tp", 2), ("ep", 2)), router_replay="record"
+    ),
 }
 WEIGHTS = {f"{faults.EXPERT}{kind}_proj.weight" for kind in ("gate", "up", "down")}
 SCALES = {f"{name}_scale_inv" for name in WEIGHTS}
@@ -221,6 +223,11 @@ def test_every_sampled_token_agrees_before_and_after_an_update(rig: Rig, setup: 
     assert_equal(step.logprobs, batch)
     assert step.draws is not None
     assert step.draws[batch.loss_mask].equal(batch.tokens[batch.loss_mask])
+    assert (batch.routes is not None) == (setup.router_replay == "record")
+    if batch.routes is not None:
+        assert step.routes is not None
+        known = batch.routes != UNKNOWN
+        assert known.any((0, 1, 3)).all() and step.routes[known].equal(batch.routes[known])
     assert batch.loss_mask.sum() > 400
     report = pipeline.sync("disk" if setup.engine_tp == 1 else "distributed")
     assert report.mismatched_tensors == 0

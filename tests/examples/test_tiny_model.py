@@ -46,4 +46,6 @@ def test_the_tiny_model_refuses_what_it_cannot_write(moe, tmp_path):
         write_tiny_model(moe)
     with pytest.raises(UserError, match="--vocab"):
         write_tiny_model(tmp_path / "x", TinyModel(vocab=100))
+    with pytest.raises(UserError, match="--kv-heads and --hidden: found .1 and 128., expected 2 and 256 in an OLMoE"):
+        write_tiny_model(tmp_path / "x", TinyModel(family="olmoe"))
     assert list(tmp_path.iterdir()) == []

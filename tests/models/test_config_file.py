@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ MOE = {
     "num_experts": 8,
     "num_experts_per_tok": 2,
 }
+OLMOE = {**COMMON, "architectures": ["OlmoeForCausalLM"], "model_type": "olmoe", "num_experts": 64}
 YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4}
 PLAIN = {"rope_type": "default", "rope_theta": 1e4}
 
@@ -93,6 +95,35 @@ def test_values_and_defaults_are_those_of_transformers(
 )
 def test_variants_of_qwen2_are_refused(changes: dict[str, Any], named: str, tmp_path: Path) -> None:
     assert named in refusal(tmp_path, QWEN2 | changes)
+
+
+@pytest.mark.parametrize("changes", [{}, {"num_key_value_heads": None, "num_experts_per_tok": 4}, {"rope_theta": 5e5}])
+def test_values_and_defaults_of_olmoe_are_those_of_transformers(changes: dict[str, Any], tmp_path: Path) -> None:
+    sizes = read_sizes(write(tmp_path, OLMOE | changes))
+    theirs = AutoConfig.from_pretrained(tmp_path)
+    assert (sizes.experts, sizes.top_k) == (theirs.num_experts, theirs.num_experts_per_tok)
+    assert sizes.expert_size == theirs.intermediate_size and sizes.renormalize == theirs.norm_topk_prob
+    assert sizes.kv_heads == theirs.num_key_value_heads and sizes.head_dim == 256 // 64
+    assert sizes.norm_eps == theirs.rms_norm_eps and sizes.rope_theta == theirs.rope_parameters["rope_theta"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"clip_qkv": 8.0}, "clip_qkv"),
+        ({"norm_topk_prob": True}, "norm_topk_prob"),
+        ({"tie_word_embeddings": True}, "tie_word_embeddings"),
+        ({"sliding_window": 4096}, "sliding_window"),
+        ({"attention_bias": True}, "attention_bias"),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling.type"),
+        ({"num_key_value_heads": 8}, "num_key_value_heads in .*found 8, expected 64.*SGLang"),
+        ({"rms_norm_eps": 1e-6}, "rms_norm_eps in .*found 1e-06, expected 1e-05.*SGLang"),
+        ({"head_dim": 128}, "head_dim in .*found 128, expected 4.*SGLang"),
+        ({"num_experts_per_tok": 65}, "num_experts_per_tok"),
+    ],
+)
+def test_variants_of_olmoe_are_refused(changes: dict[str, Any], named: str, tmp_path: Path) -> None:
+    assert re.search(named, refusal(tmp_path, OLMOE | changes))
 
 
 @pytest.mark.parametrize("base", [DENSE, MOE])

@@ -98,6 +98,13 @@ def check_split(sizes: ModelSizes, tp: int, spec: QuantSpec, key: str) -> None:
 def check_engine_layout(sizes: ModelSizes, tp: int, spec: QuantSpec, key: str = "rollout.tp") -> None:
     """Check that the model divides over the ranks of an engine; messages speak of them as `key`. Raises UserError."""
     check_split(sizes, tp, spec, key)
+    if tp > 1 and sizes.heads_normed_together:
+        raise user_error(
+            key,
+            found=tp,
+            expected="1 for a model whose norms of queries and keys are over all heads: SGLang does not share them",
+            remedy=f"Set {key}=1, and rollout.engines to use more GPUs.",
+        )
     if sizes.moe:
         _require_divisor(key, tp, "num_experts", sizes.experts)
 

@@ -113,6 +113,7 @@ SIDES: dict[OpForm, MegatronSide] = {
     forms.ADD_NORM: MegatronSide(_add_norm, constant=_epsilon),
     forms.QKV: MegatronSide(_qkv),
     forms.HEAD_NORM: MegatronSide(output, constant=_epsilon),
+    forms.HEADS_NORM: MegatronSide(output, constant=_epsilon),
     forms.ROPE: MegatronSide(_rope, constant=_theta),
     forms.ATTENTION: MegatronSide(output),
     forms.LINEAR: MegatronSide(_linear),

@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from models import read_model, read_shape
 from models.tiny import TinyModel, write_tiny_model
-from tests.support.batches import random_batch
+from numerics.config import NumericsConfig
+from numerics.spec import QuantSpec
+from tests.support.batches import cross_entropy, random_batch
+from tests.support.models import LENGTH
+from tests.support.ranks import run_on_ranks
 from tests.support.trainers import MakeTrainer
+from trainer.config import TrainerConfig
+from trainer.distributed.layout import Layout
 
 FAMILIES = {
     "qwen2": TinyModel(hidden=256, heads=4, kv_heads=2, intermediate=256, family="qwen2"),
     "qwen2-tied": TinyModel(hidden=256, heads=4, kv_heads=2, intermediate=256, family="qwen2", tied=True),
+    "olmoe": TinyModel(hidden=256, heads=2, kv_heads=2, experts=16, top_k=8, family="olmoe"),
 }
 each_family = pytest.mark.parametrize("name", FAMILIES)
 
@@ -57,6 +68,18 @@ def test_the_formula_and_every_tensor_are_those_of_the_checkpoint(
     assert read_shape(path).parameters == sum(tensor.numel() for tensor in stored.values())
 
 
+@each_family
+def test_a_checkpoint_brings_back_every_tensor(name: str, tmp_path: Path, make_trainer: MakeTrainer) -> None:
+    path, batch = write(tmp_path / "model", name), random_batch(2, 60)
+    trained, fresh = make_trainer(path, "fp8"), make_trainer(path, "fp8")
+    trained.train_step(batch, cross_entropy(batch))
+    trained.save(tmp_path / "checkpoint", {})
+    fresh.load(tmp_path / "checkpoint")
+    stored, brought = load_file(path / "model.safetensors"), dict(fresh.export_weights())
+    assert all(torch.equal(tensor, brought[key]) for key, tensor in trained.export_weights())
+    assert not any(torch.equal(stored[key], brought[key]) for key in stored if not re.search("experts|norm", key))
+
+
 @pytest.mark.parametrize("precision", ["bf16", "fp8"])
 @each_family
 def test_native_mode_computes_the_same_but_for_rounding(
@@ -66,3 +89,54 @@ def test_native_mode_computes_the_same_but_for_rounding(
     exact, native = (make_trainer(path, precision, mode=mode).score(batch)[1] for mode in ("exact", "native"))
     difference = (exact - native).abs()
     assert 0 < difference.max() and difference.mean() < 0.1, difference
+
+
+@pytest.mark.parametrize("name", ["qwen2", "olmoe"])
+def test_gradients_are_those_of_transformers_on_one_rank_and_on_two(
+    name: str, tmp_path: Path, make_trainer: MakeTrainer
+) -> None:
+    """Of every tensor but experts, which transformers holds together, and two ranks' vectors beside one's."""
+    path, batch = write(tmp_path / "model", name, torch.float32), random_batch()
+    gradients = Gradients(path).of(make_trainer(path, dtype=torch.float32))
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    model.model.embed_tokens.padding_idx = None  # whose gradient torch leaves out, and whose token random batches have
+    logprobs = model(batch.tokens, attention_mask=batch.real_tokens().long()).logits.log_softmax(-1)
+    chosen = logprobs[:, :-1].gather(-1, batch.tokens[:, 1:, None]).squeeze(-1)
+    (-(chosen * batch.loss_mask[:, 1:]).sum() / batch.loss_mask.sum()).backward()
+    table, compared = read_model(path).tensors, set()
+    theirs = {key: parameter.grad for key, parameter in model.named_parameters()}
+    for parameter, gradient in gradients.items():
+        rows = table.in_megatron[parameter]
+        for row, part in zip(rows, table.split(gradient, rows), strict=True):
+            if row.expert is None:
+                torch.testing.assert_close(part, theirs[row.name], rtol=1e-3, atol=1e-6)
+                compared.add(row.name)
+    assert compared == {key for key in theirs if ".experts." not in key}
+
+    ranks = run_on_ranks(TrainerConfig(lr=1e-3, tp=2), tmp_path / "ranks", Gradients(path))
+    for parameter, gradient in gradients.items():
+        if gradient.dim() == 1:
+            parts = [rank[parameter] for rank in ranks]
+            whole = torch.cat(parts) if len(parts[0]) < len(gradient) else parts[0]
+            torch.testing.assert_close(whole, gradient, rtol=1e-3, atol=1e-6)
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """The gradients of a rank's parameters, by their names, for one batch in FP32."""
+
+    path: Path
+
+    def __call__(self, layout: Layout, config: TrainerConfig) -> dict[str, Tensor]:
+        from trainer.trainer import Trainer
+
+        numerics = NumericsConfig(spec=QuantSpec.preset("bf16"), trainer="bf16", rollout="bf16", k_splits=config.tp)
+        sizes = {"seed": 0, "total_steps": 100, "max_sequence_length": LENGTH}
+        return self.of(Trainer(self.path, config, numerics, layout, dtype=torch.float32, **sizes))
+
+    def of(self, trainer: Any) -> dict[str, Tensor]:
+        from trainer.step.passes import run_pass
+
+        batch = random_batch()
+        run_pass(trainer.optimizer.model, batch, trainer.layout, 100, 2, cross_entropy(batch))
+        return {name: parameter.main_grad for name, parameter in trainer.model.named_parameters()}

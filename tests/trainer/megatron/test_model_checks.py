@@ -14,7 +14,7 @@ from numerics.errors import UserError
 from numerics.spec import QuantSpec
 from tests.support.definitions import SIZES
 from trainer.config import TrainerConfig
-from trainer.megatron.model_checks import check_layout
+from trainer.megatron.model_checks import check_engine_layout, check_layout
 
 SPEC = QuantSpec.preset("fp8_block_pow2")
 MOE = dataclasses.replace(
@@ -57,6 +57,14 @@ def test_what_divides_is_accepted(sizes: ModelSizes, layout: dict[str, int]) -> 
 def test_what_does_not_divide_is_refused(sizes: ModelSizes, layout: dict[str, int], said: str) -> None:
     with pytest.raises(UserError, match=said):
         check_layout(sizes, TrainerConfig(**layout), SPEC)
+
+
+def test_norms_over_all_heads_are_shared_by_a_trainers_ranks_and_not_by_an_engines() -> None:
+    olmoe = dataclasses.replace(MOE, heads_normed_together=True)
+    check_layout(olmoe, TrainerConfig(tp=2), SPEC)
+    check_engine_layout(olmoe, 1, SPEC)
+    with pytest.raises(UserError, match=r"rollout\.tp: found 2, expected 1 for a model whose norms"):
+        check_engine_layout(olmoe, 2, SPEC)
 
 
 @pytest.mark.parametrize(

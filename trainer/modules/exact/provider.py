@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from megatron.core.models.gpt import GPTModel
-from megatron.core.transformer import ModuleSpec, TransformerConfig
+from megatron.core.transformer import ModuleSpec
 from megatron.core.transformer.mlp import MLPSubmodules
-from torch import Tensor, nn
+from megatron.core.transformer.module import MegatronModule
+from torch import Tensor
 
 from models.sizes import ModelSizes
 from numerics import ops
@@ -45,11 +46,8 @@ def use_shared_output(model: GPTModel) -> None:
         become(model.output_layer, OutputLinear)
 
 
-class SwiGLU(nn.Module):
-    """`ops.swiglu` as a module."""
-
-    def __init__(self, config: TransformerConfig) -> None:
-        super().__init__()
+class SwiGLU(MegatronModule):
+    """`ops.swiglu` as a module, which Megatron's MLP asks for its part of a checkpoint."""
 
     def forward(self, gate_up: Tensor) -> Tensor:
         """[..., 2F] -> [..., F]"""
