@@ -3,11 +3,13 @@
 The ops are row-invariant if what they run on is: if a row of a product does not depend on how many rows there are, nor
 on its place among them, and if leading keys of a sum do not depend on the zeros behind them. Neither matrix libraries
 nor tensor cores promise it, so each process checks it on the machine at hand before the first rollout. So does it check
-that an op in one step gives the bits of the same in several, for the trainer and the engine choose differently.
+that an op in one step gives the bits of the same in several, for the trainer and the engine choose differently. What
+would be faster and may change bits is allowed here or not at all.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -15,11 +17,14 @@ import torch
 from torch import Tensor
 
 from numerics import ops
+from numerics.backend import dispatch
 from numerics.ops import ExpertWeights
 from numerics.ops.attention import KEY_SPLIT
 from numerics.ops.grouped import grouped_linear
 from numerics.quantize import quantize
 from numerics.spec import QuantSpec
+
+logger = logging.getLogger(__name__)
 
 _MANY = 192
 _FEW = (1, 2, 7, 8, 9, 31, 64, 65, 129)
@@ -73,6 +78,51 @@ def row_variant_ops(device: torch.device | str = "cpu") -> list[str]:
             variant.append("attention")
         variant += [name for name, (one, several) in _forms(random, spec).items() if not torch.equal(one, several)]
     return variant
+
+
+def allow_short_tiles(device: torch.device | str) -> bool:
+    """Let decode run in tiles of 64 rows where kernels run and this machine gives rows the bits of tiles of 128.
+
+    Returns whether it did. Every process decides for itself, before its first CUDA graph: where tiles are allowed to
+    differ, bits do not.
+    """
+    if dispatch.installed() is None:
+        return False
+    from numerics.kernels import heights  # Triton is imported where its kernels run, and nowhere else
+
+    heights.allow_short(False)
+    tall = _of_few_rows(device)
+    heights.allow_short(True)
+    equal = all(torch.equal(a, b) for a, b in zip(tall, _of_few_rows(device), strict=True))
+    heights.allow_short(equal)
+    if not equal:
+        logger.warning(
+            "numerics: found rows with other bits in tiles of 64 rows than in tiles of 128, expected the same; decode "
+            "runs in tiles of 128, which is slower and changes no result"
+        )
+    return equal
+
+
+@torch.no_grad()
+def _of_few_rows(device: torch.device | str) -> list[Tensor]:
+    """FP8 products, experts and decode attention of few rows, which may run in short tiles."""
+    generator = torch.Generator().manual_seed(1)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator).to(device=device, dtype=torch.bfloat16)
+
+    spec = QuantSpec.preset("fp8_block_pow2")
+    x, weight = random(64, 256), random(128, 256) / 16
+    operand = ops.weight_operand(quantize(weight, spec.weight))
+    found = [ops.fp8_linear(x[:n], weight, operand, spec, k_splits=k) for n, k in ((64, 1), (9, 1), (64, 2))]
+    first, second = (random(3, *shape) / 16 for shape in ((256, 256), (256, 128)))
+    experts = [ExpertWeights(each, ops.weight_operand(quantize(each, spec.weight))) for each in (first, second)]
+    found.append(ops.experts(x, torch.tensor([40, 0, 24], device=x.device), *experts, spec))
+    lengths = torch.tensor([300, 1, 129], device=x.device)
+    table = torch.arange(3 * 300, device=x.device, dtype=torch.int32).view(3, 300).flip(1)
+    keys, values, each = random(900, 2, 128), random(900, 2, 128), torch.arange(3, device=x.device)
+    found.append(ops.paged_attention(random(3, 16, 128), keys, values, table, each, each // 4 + 1, lengths, 0.1))
+    return found
 
 
 def _forms(random: Callable[..., Tensor], spec: QuantSpec) -> dict[str, tuple[Tensor, Tensor]]:

@@ -1,10 +1,10 @@
 """Causal attention on the tensor core: `numerics.ops.attention`, contiguous and paged.
 
-A program holds 128 rows: the queries of one sequence in order, and of each the heads that share a key head, so that a
-new token fills several rows. It takes the keys in splits of 128, in order, and merges them with the online softmax
-(Milakov and Gimelshein 2018) as FlashAttention 2 does (Dao 2023). Prefill, chunk and decode run the same tile; keys are
-never spread over programs; and a split that a row does not see multiplies its sums by 1 and adds 0. A query's bits
-therefore depend on nothing but the query and the keys that it sees.
+A program holds 128 rows, or 64 in decode (`heights`): the queries of one sequence in order, and of each the heads that
+share a key head, so that a new token fills several rows. It takes the keys in splits of 128, in order, and merges them
+with the online softmax (Milakov and Gimelshein 2018) as FlashAttention 2 does (Dao 2023). Prefill, chunk and decode run
+the same kernel; keys are never spread over programs; and a split that a row does not see multiplies its sums by 1 and
+adds 0. A query's bits therefore depend on nothing but the query and the keys that it sees.
 
 Rounding: scores and sums FP32; weights are rounded to BF16 for their product with the values (the definition keeps
 FP32), which are summed in FP32 and rounded once. Multiplications that are followed by an addition are written as
@@ -22,10 +22,8 @@ import triton.language as tl
 from numerics.errors import user_error
 from numerics.kernels.arithmetic import cast, dot, load
 from numerics.kernels.attention_backward import LOG2_E, attention_backward
+from numerics.kernels.heights import TALL, tile_height, warps
 from numerics.kernels.memory import dense_rows
-
-_ROWS = 128
-"""Rows of a program: query tokens times the query heads that share a key head."""
 
 
 def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, positions: torch.Tensor, scale: float) -> torch.Tensor:
@@ -50,11 +48,11 @@ class _Attention(torch.autograd.Function):
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         logsumexp = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
         group = heads // k.shape[2]
-        _forward_kernel[triton.cdiv(length * group, _ROWS), k.shape[2], batch](
+        _forward_kernel[triton.cdiv(length * group, TALL), k.shape[2], batch](
             *(q, k, v, out, logsumexp, positions, positions, positions, positions),
             *(*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *positions.stride()),
             *(batch, length, k.shape[1], heads, scale * LOG2_E),
-            **_constants(paged=False, sequences=1, group=group, dim=dim),
+            **_constants(False, 1, group, dim, TALL),
         )
         ctx.save_for_backward(q, k, v, positions, out, logsumexp)
         ctx.scale = scale
@@ -88,20 +86,22 @@ def paged_attention(
     requests, new, lengths = (x.contiguous() for x in (requests, new, lengths))
     q, k_cache, v_cache = (dense_rows(x) for x in (q, k_cache, v_cache))
     out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
-    most_tiles = tokens * group // _ROWS + sequences
+    # Rows of a sequence in the mean; the accumulators of a larger head would leave a short tile's registers.
+    height = tile_height(triton.cdiv(tokens * group, max(sequences, 1))) if dim <= 128 else TALL
+    most_tiles = tokens * group // height + sequences
     _forward_kernel[most_tiles, k_cache.shape[1], 1](
         *(q, k_cache, v_cache, out, out, table, requests, new, lengths),
         *(0, *q.stride()[:2], 0, *k_cache.stride()[:2], 0, *v_cache.stride()[:2], *table.stride()),
         *(sequences, tokens, 0, heads, scale * LOG2_E),
-        **_constants(paged=True, sequences=triton.next_power_of_2(max(sequences, 1)), group=group, dim=dim),
+        **_constants(True, triton.next_power_of_2(max(sequences, 1)), group, dim, height),
     )
     return out
 
 
-def _constants(paged: bool, sequences: int, group: int, dim: int) -> dict[str, Any]:
+def _constants(paged: bool, sequences: int, group: int, dim: int, height: int) -> dict[str, Any]:
     keys = 128 if dim <= 128 else 64  # of larger heads, two stages of 128 keys do not fit into shared memory
-    shape = {"PAGED": paged, "SEQUENCES": sequences, "GROUP": group, "ROWS": _ROWS, "KEYS": keys, "D": dim}
-    return shape | {"num_warps": 8, "num_stages": 2, "enable_fp_fusion": False}
+    shape = {"PAGED": paged, "SEQUENCES": sequences, "GROUP": group, "ROWS": height, "KEYS": keys, "D": dim}
+    return shape | {"num_warps": warps(height), "num_stages": 2, "enable_fp_fusion": False}
 
 
 def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from numerics.kernels.grouped import grouped_gemm, grouped_matmul, grouped_wgrad, grouped_wgrad_matmul
+from numerics.kernels.heights import tile_height
 from numerics.kernels.linear import WeightOperand
 from numerics.kernels.quantize import quantize_columns, quantize_rows, quantize_rows_and_columns
 from numerics.kernels.swiglu import swiglu, swiglu_backward, swiglu_quantize
@@ -31,7 +32,8 @@ def experts(
         hidden = swiglu(grouped_linear(x, counts, w13.weights, w13.operand, spec, backward))
         return grouped_linear(hidden, counts, w2.weights, w2.operand, spec, backward)
     if not torch.is_grad_enabled():  # an engine's hundreds of matrices need not go through autograd one by one
-        return _forward(x, make_tiles(counts.to(x.device), len(x)), spec, w13.operand, w2.operand)[0]
+        height = tile_height(-(-len(x) // max(counts.numel(), 1)))  # rows of an expert in the mean
+        return _forward(x, make_tiles(counts.to(x.device), len(x), height), spec, w13.operand, w2.operand)[0]
     return _Experts.apply(x, counts, spec, w13.operand, w2.operand, *w13.weights, *w2.weights)
 
 

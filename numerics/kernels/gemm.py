@@ -3,17 +3,19 @@
 FP8: Hopper's FP8 instruction keeps about 14 bits of its sum. So the products of each 128 of K, which share one scale of
 either operand, are summed there from zero, scaled, and added in FP32 on the ordinary cores, K ascending (as DeepGEMM
 does): acc = fma(dot(a, b), a_scale * b_scale, acc). A sum in slices of K adds the slices' FP32 sums in order. A tile's
-height never depends on the number of rows, and its width and depth only on the weight's shape and the dtypes.
+width and depth depend on the weight's shape and the dtypes alone; it has 128 rows, or 64 where FP8 rows are few
+(`heights`).
 
 Laid out for an H200:
 - FP8 tiles are 128 x 128 x 128 with 8 warps: a thread holds 64 numbers of the sum and 64 of the product. With 4 warps
-  it would hold twice that and spill; smaller tiles read more from L2 than it delivers.
+  it would hold twice that and spill; smaller tiles read more from L2 than it delivers. Where rows are few it delivers
+  enough: tiles are 64 x 128 x 128 with 4 warps then, two on an SM.
 - The tensor memory accelerator brings both operands, along K, as FP8 instructions want them. It takes no registers or
   instructions for addresses, and gives zeros beyond the edges of a matrix, where other loads need masks.
 - Scales are loaded before the product starts and arrive while it runs. Those of a tile's rows should lie side by side
   (`scale_inv.stride(0) == 1`), since the threads of a warp hold neighbouring rows.
-- One program per SM takes tile after tile, and a tile's first loads start while the one before is finished: at
-  K = 2048 a tile has only 16 steps. Neighbouring programs share 8 tiles of rows, which stay in L2.
+- One program per SM (two of short tiles) takes tile after tile, and a tile's first loads start while the one before is
+  finished: at K = 2048 a tile has only 16 steps. Neighbouring programs share 8 tiles of rows, which stay in L2.
 """
 
 from __future__ import annotations
@@ -28,8 +30,9 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from numerics.errors import user_error
 from numerics.kernels.arithmetic import cast, dot
+from numerics.kernels.heights import TALL, tile_height, warps
 from numerics.kernels.rounding import GROUP
-from numerics.kernels.tiles import ROWS, Tiles
+from numerics.kernels.tiles import Tiles
 from numerics.quantize import QuantizedTensor
 from numerics.spec import TensorSpec
 
@@ -75,18 +78,19 @@ def product(a: Any, b: Any, dtype: torch.dtype, k_splits: int = 1, tiles: Tiles 
     out = torch.empty(rows, n, dtype=dtype, device=left.device)
     if not out.numel() or not k:
         return out.zero_()
-    row_tiles = tiles.expert.numel() if tiles else triton.cdiv(rows, ROWS)
-    _product_kernel[min(row_tiles * triton.cdiv(n, width), programs(out.device)),](
-        *(describe(left, ROWS, depth), describe(right.flatten(0, -2), width, depth), out),
+    height = tiles.height if tiles else tile_height(rows) if isinstance(a, QuantizedTensor) else TALL
+    row_tiles = tiles.expert.numel() if tiles else triton.cdiv(rows, height)
+    _product_kernel[min(row_tiles * triton.cdiv(n, width), programs(out.device) * (TALL // height)),](
+        *(describe(left, height, depth), describe(right.flatten(0, -2), width, depth), out),
         *((tiles.expert, tiles.first, tiles.rows, tiles.starts[-1:]) if tiles else (None,) * 4),
         *(rows, n, k, k // k_splits // depth, *scales(a, b, width)),
         SCALES=b.spec.granularity if isinstance(b, QuantizedTensor) else "none",
         SPLIT=k_splits > 1,
-        HEIGHT=ROWS,
+        HEIGHT=height,
         WIDTH=width,
         DEPTH=depth,
         SHARING=_SHARING,
-        num_warps=8,
+        num_warps=warps(height),
         num_stages=stages,
     )
     return out

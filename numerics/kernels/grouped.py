@@ -13,7 +13,8 @@ import triton.language as tl
 from numerics.errors import user_error
 from numerics.kernels.arithmetic import cast, dot
 from numerics.kernels.gemm import check_operands, describe, product, scales, sum_products
-from numerics.kernels.tiles import ROWS, Tiles
+from numerics.kernels.heights import TALL
+from numerics.kernels.tiles import Tiles
 from numerics.quantize import QuantizedTensor
 
 _TOKENS = 64  # that one step of an unquantized gradient sums
@@ -40,22 +41,22 @@ def grouped_wgrad(dy_t: QuantizedTensor, x_t: QuantizedTensor, tiles: Tiles, dty
     """
     left, right = check_operands(dy_t, x_t)
     n, k = left.shape[0], right.shape[0]
-    columns = tiles.expert.numel() * ROWS
+    columns = tiles.expert.numel() * TALL
     if left.shape[1] != columns or right.shape[1] != columns:
         raise user_error(
             "grouped_wgrad",
             found=f"{left.shape[1]} and {right.shape[1]} columns",
-            expected=f"{columns}, of {columns // ROWS} tiles",
+            expected=f"{columns}, of {columns // TALL} tiles",
             remedy="Quantize both along the tokens with the same tiles.",
         )
     out = torch.empty(tiles.starts.numel() - 1, n, k, dtype=dtype, device=left.device)
     if not columns:
         return out.zero_()
     if out.numel():
-        _wgrad_kernel[triton.cdiv(k, ROWS), triton.cdiv(n, ROWS), len(out)](
-            *(describe(left, ROWS, ROWS), describe(right, ROWS, ROWS), out, tiles.starts, n, k),
-            *scales(dy_t, x_t, ROWS),
-            SIZE=ROWS,
+        _wgrad_kernel[triton.cdiv(k, TALL), triton.cdiv(n, TALL), len(out)](
+            *(describe(left, TALL, TALL), describe(right, TALL, TALL), out, tiles.starts, n, k),
+            *scales(dy_t, x_t, TALL),
+            SIZE=TALL,
             num_warps=8,
             num_stages=4,
         )
@@ -78,9 +79,9 @@ def grouped_wgrad_matmul(dy: torch.Tensor, x: torch.Tensor, tiles: Tiles, dtype:
     if not len(x):
         return out.zero_()
     if out.numel():
-        _wgrad_matmul_kernel[triton.cdiv(k, ROWS), triton.cdiv(n, ROWS), len(out)](
+        _wgrad_matmul_kernel[triton.cdiv(k, TALL), triton.cdiv(n, TALL), len(out)](
             *(dy, x, out, tiles.starts, tiles.first, tiles.rows, n, k),
-            SIZE=ROWS,
+            SIZE=TALL,
             TOKENS=_TOKENS,
             num_warps=8,
             num_stages=4,

@@ -1,6 +1,7 @@
 """Which rows a program of a grouped product takes, where rows are sorted by expert: made on the device, without a sync.
 
-An expert's rows are cut into tiles of 128 from its first row on, so a row's tile depends on its own expert alone.
+An expert's rows are cut into tiles, of 128 rows or 64, from its first row on, so a row's tile depends on its own expert
+alone.
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ import triton
 import triton.language as tl
 
 from numerics.errors import user_error
+from numerics.kernels.heights import TALL
 
-ROWS = 128
 _TILES = 64  # that one program describes
 
 
@@ -21,17 +22,19 @@ _TILES = 64  # that one program describes
 class Tiles:
     """The tiles of all experts, in the order of their rows; those past starts[experts] are unused, with 0 rows.
 
-    expert, first, rows: int32 [tiles], a tile's expert, its first row, and its number of rows, 1 to 128.
+    expert, first, rows: int32 [tiles], a tile's expert, its first row, and its number of rows, 1 to `height`.
     starts: int32 [experts + 1], the first tile of each expert, and the number of tiles in use.
+    height: 128 where a product sums over the tokens, whose groups the tiles are.
     """
 
     expert: torch.Tensor
     first: torch.Tensor
     rows: torch.Tensor
     starts: torch.Tensor
+    height: int = TALL
 
 
-def make_tiles(counts: torch.Tensor, rows: int) -> Tiles:
+def make_tiles(counts: torch.Tensor, rows: int, height: int = TALL) -> Tiles:
     """The tiles of `rows` rows, of which counts[e], an int tensor [experts], belong to expert e. A count may be 0.
 
     How many tiles there are room for follows from the shapes alone, so that a CUDA graph can hold them: the most that
@@ -46,17 +49,17 @@ def make_tiles(counts: torch.Tensor, rows: int) -> Tiles:
         )
     experts = counts.numel()
     nonempty = min(experts, rows)
-    most = (rows - nonempty) // ROWS + nonempty
+    most = (rows - nonempty) // height + nonempty
     expert, first, filled = torch.empty(3, most, dtype=torch.int32, device=counts.device)
     starts = torch.empty(experts + 1, dtype=torch.int32, device=counts.device)
     _tiles_kernel[max(1, triton.cdiv(most, _TILES)),](
         *(counts, expert, first, filled, starts, experts, most),
         EXPERTS=triton.next_power_of_2(max(experts, 1)),
-        SIZE=ROWS,
+        SIZE=height,
         TILES=_TILES,
         num_warps=4,
     )
-    return Tiles(expert, first, filled, starts)
+    return Tiles(expert, first, filled, starts, height)
 
 
 @triton.jit

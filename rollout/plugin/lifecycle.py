@@ -12,6 +12,7 @@ from models import read_model
 from models.tensors import EngineRank
 from numerics.backend.compiler import enable_compiler
 from numerics.backend.implementation import choose
+from numerics.backend.probe import allow_short_tiles
 from rollout import protocol
 from rollout.plugin import op_probe
 from rollout.plugin.forms import check_forms
@@ -49,6 +50,7 @@ def after_load_model(result: Any, self: Any, *args: Any, **kwargs: Any) -> None:
     _number_routers(self.model)
     definition = read_model(Path(self.server_args.model_path), served=True)
     if current.numerics.mode == "exact":
+        allow_short_tiles(device)
         check_forms(definition.forward, current.provides)
     rank = EngineRank(self.ps.tp_rank, self.ps.tp_size)
     current.weights.attach(self.model, definition, self.server_args.weight_version, rank)

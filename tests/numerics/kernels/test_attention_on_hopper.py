@@ -4,10 +4,11 @@ import pytest
 
 from tests.support.hopper import compiled_elsewhere
 
-pytestmark = pytest.mark.slow  # 6 kernels to compile
+pytestmark = pytest.mark.slow  # 9 kernels to compile
 
 SCRIPT = """
 import torch
+from numerics.kernels import heights
 from numerics.kernels.attention import attention, paged_attention
 from tests.support.hopper import compiled_only
 
@@ -24,6 +25,11 @@ with compiled_only() as found:
         cache, table = tensor(4096, key_heads, 128), torch.zeros(32, 4096, dtype=torch.int32)
         count = torch.ones(sequences, dtype=torch.int64)
         paged_attention(tensor(tokens, heads, 128), cache, cache, table, count, count.int(), count, 0.1)
+    heights.allow_short(True)
+    for heads, key_heads in ((32, 4), (64, 4), (8, 8)):
+        cache, table = tensor(4096, key_heads, 128), torch.zeros(32, 40960, dtype=torch.int32)
+        count = torch.ones(32, dtype=torch.int64)
+        paged_attention(tensor(32, heads, 128), cache, cache, table, count, count.int(), count, 0.1)
 """
 
 
@@ -43,8 +49,15 @@ def test_products_run_on_the_tensor_core_and_tiles_fit(kernels):
 
 def test_contiguous_and_paged_keys_are_summed_in_one_order(kernels):
     """A row's weights are summed in the layout of the product. Were it another in one of the variants, the trainer's
-    bits would not be the engine's; eight warps, each with 16 whole rows, is what all of them have."""
+    bits would not be the engine's; warps, each with 16 whole rows, is what all of them have: eight, or four in tiles of
+    64 rows."""
     sums = [kernel["sums"] for kernel in kernels if kernel["name"] == "_forward_kernel"]
-    assert len(sums) == 4 and len(set(map(tuple, sums))) == 1
-    (layout,) = sums[0]
-    assert "nvidia_mma" in layout and "warpsPerCTA = [8, 1]" in layout and "instrShape = [16, 128, 16]" in layout
+    assert len(sums) == 7 and all(len(layouts) == 1 for layouts in sums)
+    for (layout,), warps in zip(sums, [8] * 4 + [4] * 3, strict=True):
+        assert "nvidia_mma" in layout and f"warpsPerCTA = [{warps}, 1]" in layout
+        assert "instrShape = [16, 128, 16]" in layout
+
+
+def test_decode_of_64_rows_spills_next_to_nothing(kernels):
+    """Of query heads that share a key head by eights, by sixteens, or not at all."""
+    assert all(kernel["spilled"] <= 32 for kernel in kernels[-3:])

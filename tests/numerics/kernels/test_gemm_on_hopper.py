@@ -4,12 +4,14 @@ import pytest
 
 from tests.support.hopper import compiled_elsewhere
 
-pytestmark = pytest.mark.slow  # 13 kernels to compile
+pytestmark = pytest.mark.slow  # 16 kernels to compile
 
 SCRIPT = """
+import dataclasses
 import torch
 from numerics.quantize import QuantizedTensor, scale_shape
 from numerics.spec import TensorSpec
+from numerics.kernels import heights
 from numerics.kernels.gemm import gemm, matmul
 from numerics.kernels.grouped import grouped_gemm, grouped_wgrad, grouped_wgrad_matmul
 from numerics.kernels.tiles import Tiles
@@ -35,6 +37,11 @@ with compiled_only() as found:
         matmul(x, x, out, splits)
     grouped_wgrad_matmul(x, x, tiles, full)
     matmul(x.float(), x[:128].float(), full)
+    heights.allow_short(True)
+    gemm(tensor(32, 2048), weight, half)
+    gemm(tensor(32, 2048), weight, half, 2)
+    short = dataclasses.replace(tiles, height=64)
+    grouped_gemm(tensor(256, 2048), tensor(8, 1536, 2048, granularity="block"), short, half)
 """
 
 
@@ -45,7 +52,7 @@ def kernels():
 
 def test_everything_fits(kernels):
     """227 KiB of shared memory, and no number of a sum outside the registers."""
-    assert len(kernels) == 13
+    assert len(kernels) == 16
     for kernel in kernels:
         assert kernel["shared"] <= 227 * 1024 and not kernel["spilled"], kernel
 
@@ -57,3 +64,10 @@ def test_products_run_on_the_tensor_core(kernels):
     assert matrix[:7] == [[shape + "e4m3.e4m3"]] * 7 and matrix[7] == [shape + "e5m2.e4m3"]
     assert all("k16.f32.bf16.bf16" in name for names in matrix[8:12] for name in names) and all(matrix[8:12])
     assert not matrix[12] and "fma.rn.f32" in kernels[12]["instructions"]
+    assert matrix[13:] == [[shape + "e4m3.e4m3"]] * 3
+
+
+def test_two_tiles_of_64_rows_fit_on_a_multiprocessor(kernels):
+    """In its 65,536 registers and 227 KiB; a thread of 128 holds what one of 256 holds of a tile of 128 rows."""
+    for kernel in kernels[13:]:
+        assert 2 * kernel["shared"] <= 227 * 1024 and 2 * 128 * kernel["registers"] <= 65536

@@ -1,0 +1,82 @@
+"""Tiles of 64 rows for decode: the bits of tiles of 128, and used only where the start-up probe has found that."""
+
+import pytest
+import torch
+
+from numerics.backend import probe
+from numerics.backend.implementation import using
+from numerics.kernels import heights
+from numerics.kernels.attention import paged_attention
+from numerics.kernels.gemm import gemm
+from numerics.kernels.grouped import grouped_gemm
+from numerics.kernels.tiles import make_tiles
+from numerics.quantize import QuantizedTensor, quantize
+from numerics.spec import TensorSpec
+from tests.support.kernels import DEVICE, random
+
+BLOCK = TensorSpec(granularity="block")
+
+
+@pytest.fixture(autouse=True)
+def tall_again():
+    yield
+    heights.allow_short(False)
+
+
+def quantized(x, spec):
+    result = quantize(x.cpu(), spec)
+    return QuantizedTensor(result.data.to(DEVICE), result.scale_inv.to(DEVICE), spec)
+
+
+def in_both(run):
+    """What `run` gives in tall tiles, and in short ones."""
+    heights.allow_short(False)
+    tall = run()
+    heights.allow_short(True)
+    return tall, run()
+
+
+@pytest.mark.parametrize("rows", (1, 9, 64))
+@pytest.mark.parametrize("splits", (1, 2))
+def test_a_product_of_few_rows_has_the_bits_of_one_of_many(rows, splits):
+    a, b = quantized(random(130, 256), TensorSpec()), quantized(random(130, 256, seed=1), BLOCK)
+    some = QuantizedTensor(a.data[:rows], a.scale_inv[:rows], a.spec)
+    many = gemm(a, b, torch.bfloat16, splits)
+    tall, short = in_both(lambda: gemm(some, b, torch.bfloat16, splits))
+    assert torch.equal(tall, short) and torch.equal(many[:rows], short)
+
+
+def test_experts_rows_have_the_bits_of_tall_tiles():
+    counts, x = [0, 70, 3, 64], quantized(random(137, 256), TensorSpec())
+    weights = quantized(random(4, 136, 256, seed=1), BLOCK)
+    outs = []
+    for height in (heights.TALL, heights.SHORT):
+        tiles = make_tiles(torch.tensor(counts, device=DEVICE), 137, height)
+        outs.append(grouped_gemm(x, weights, tiles, torch.bfloat16))
+    assert tiles.rows[tiles.rows > 0].tolist() == [64, 6, 3, 64] and tiles.first[:4].tolist() == [0, 64, 70, 73]
+    assert torch.equal(*outs)
+
+
+@pytest.mark.parametrize("heads, key_heads, dim, new", [(8, 1, 128, 1), (5, 1, 64, 1), (4, 2, 64, 20)])
+def test_decode_has_the_bits_of_tall_tiles(heads, key_heads, dim, new):
+    lengths = torch.tensor([300, 129, new, 0], device=DEVICE)
+    fresh = torch.tensor([new, 1, new, 1], device=DEVICE)
+    keys, values = (random(1200, key_heads, dim, seed=seed) for seed in (1, 2))
+    table = torch.arange(1200, device=DEVICE, dtype=torch.int32).view(4, 300)
+    q, each = random(int(fresh.sum()), heads, dim), torch.arange(4, device=DEVICE)
+    tall, short = in_both(lambda: paged_attention(q, keys, values, table, each, fresh, lengths, 0.1))
+    assert torch.equal(tall, short) and tall[:-1].any(-1).all() and not tall[-1].any()
+
+
+def test_the_probe_allows_short_tiles_where_their_bits_are_those_of_tall_ones(monkeypatch, caplog):
+    assert heights.tile_height(1) == heights.TALL
+    with using("torch"):
+        assert not probe.allow_short_tiles(DEVICE)
+    with using("triton"):
+        assert probe.allow_short_tiles(DEVICE)
+        assert heights.tile_height(64) == heights.SHORT and heights.tile_height(65) == heights.TALL
+        assert not caplog.records
+        # A machine whose short tiles give other bits.
+        monkeypatch.setattr(probe, "_of_few_rows", lambda device: [torch.tensor(heights.tile_height(1))])
+        assert not probe.allow_short_tiles(DEVICE)
+    assert heights.tile_height(1) == heights.TALL and "decode runs in tiles of 128" in caplog.text
