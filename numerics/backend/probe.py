@@ -116,8 +116,8 @@ def _of_few_rows(device: torch.device | str) -> list[Tensor]:
     operand = ops.weight_operand(quantize(weight, spec.weight))
     found = [ops.fp8_linear(x[:n], weight, operand, spec, k_splits=k) for n, k in ((64, 1), (9, 1), (64, 2))]
     first, second = (random(3, *shape) / 16 for shape in ((256, 256), (256, 128)))
-    experts = [ExpertWeights(each, ops.weight_operand(quantize(each, spec.weight))) for each in (first, second)]
-    found.append(ops.experts(x, torch.tensor([40, 0, 24], device=x.device), *experts, spec))
+    w13, w2 = (ExpertWeights(each, ops.weight_operand(quantize(each, spec.weight))) for each in (first, second))
+    found.append(ops.experts(x, torch.tensor([40, 0, 24], device=x.device), w13, w2, spec))
     lengths = torch.tensor([300, 1, 129], device=x.device)
     table = torch.arange(3 * 300, device=x.device, dtype=torch.int32).view(3, 300).flip(1)
     keys, values, each = random(900, 2, 128), random(900, 2, 128), torch.arange(3, device=x.device)
