@@ -1,4 +1,4 @@
-"""The GPU benchmark, rehearsed: every part runs, and trainer and engine get the same bits."""
+"""The GPU bench, rehearsed: its parts that start no engine run, and what goes wrong in one costs no other."""
 
 from __future__ import annotations
 
@@ -6,13 +6,59 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import psutil
 import pytest
 import torch
 
-from bench import gpu, gpu_stack
-from bench.gpu_measure import Measured, Sizes, Stopwatch
+from bench.gpu import child, deepgemm, processes, transport
+from bench.gpu.journal import Journal, Report, read
+from bench.gpu.measure import Measured, Sizes, Stopwatch
+from bench.gpu.parts import PARTS, WITHOUT_ENGINE, Part
+from numerics.kernels.gemm import gemm
+from numerics.kernels.grouped import grouped_gemm
+from numerics.kernels.tiles import make_tiles
+from studies.harness.lab import in_own_process
+from tests.support.gpu_parts import part
+from tests.support.ranks import WARM
+
+EQUAL = {
+    "exactness": {"trainer against engine ops, 1 layers, prefill, chunks and decode": {"tokens": 29}},
+    "graph": {
+        "logits of a decode step, replayed against eager": {"batches": 2},
+        "the same after weights were changed in place": {"batches": 2},
+    },
+    "vocabulary": {
+        "drawn tokens that are not the definition's": {"tokens": 3},
+        "log-probabilities that depend on the batch": {"rows": 3},
+        "attention over 130 keys: paged, contiguous, and alone, numbers that differ": {"rows": 3},
+    },
+    "deepgemm": {},
+    "quantizers": {},
+    "gemms": {},
+    "grouped": {},
+    "sync": {"tensors that differ after the copy": {"tensors": 32}},
+    "transport": {"tensors that differ in the other process": {"tensors": 32}},
+    "steps": {
+        "log-probabilities of two equal train steps, tensors that differ": {"tensors": 1},
+        "gradients of two equal train steps, tensors that differ": {"tensors": 18},
+        "updated weights of two equal train steps, tensors that differ": {"tensors": 18},
+    },
+    "stack": {},
+}
+"""What each part finds equal here, and of how many."""
+TRAINERS = ("steps", "stack")
+
+
+def rehearsed(name: str, folder: Path) -> Report:
+    journal = Journal(folder / "gpu.jsonl", name)
+    run = in_own_process if name in TRAINERS else lambda function, *given: function(*given)
+    run(child.measure, PARTS[name], True, journal, folder)
+    return read(journal.path)
 
 
 def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -23,63 +69,109 @@ def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("warm_jobs")
-def test_a_rehearsal_runs_every_part_and_reports_no_times(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("name", EQUAL)
+def test_a_part_runs_and_reports_no_times(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transport, "multiprocessing", SimpleNamespace(Pipe=WARM.Pipe, get_context=lambda _: WARM))
+    report = rehearsed(name, tmp_path)
+    equal = {result.name.removeprefix("d == 0: "): result for result in report.results if result.bar == 0}
+    assert equal.keys() == EQUAL[name].keys()
+    for what, parts in EQUAL[name].items():
+        assert equal[what].value == 0 and parts.items() <= equal[what].parts.items()
+    assert all(result.passed for result in report.results)
+    assert report.rows[name] or report.left_out[name] or equal, "nothing came of it"
+    if name == "graph":  # or one that keeps the weights of its capture would not be found out
+        changed = report.results[-1].parts
+        assert changed["logits that the change moved"] > 0.9 * changed["logits"]
+    told = {column for row in report.rows[name] for column in row}
+    assert not told & {"seconds", "tokens/s", "GB/s", "of copy", "FP8", "step", "graph (s)", "us", "DeepGEMM"}
+
+
+def test_another_product_than_ours_is_told_from_ours_by_its_bits(tmp_path: Path) -> None:
+    def grouped(a: Any, b: Any, expert: torch.Tensor) -> torch.Tensor:
+        return grouped_gemm(a, b, make_tiles(torch.bincount(expert), len(expert)), torch.bfloat16)
+
+    for factor, different in ((1.0, False), (1.01, True)):
+        done = Measured(tmp_path, lambda line: None)
+        library = deepgemm.Library(lambda a, b, factor=factor: gemm(a, b, torch.bfloat16) * factor, grouped)
+        deepgemm.compare(done, Sizes.tiny(), Stopwatch("cpu"), library)
+        dense, experts = done.results
+        assert (dense.value > 0) == different and experts.value == 0
+        checked = [row for row in done.rows if "checked" in row]
+        assert [row["numbers"] for row in checked] == [16 * 128, 3 * 128 * 128]
+
+
+def test_a_part_that_fails_or_dies_keeps_its_rows_and_costs_no_other(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(sys, "argv", ["bench.gpu", "--rehearse", "--out", str(tmp_path)])
-    assert gpu.main() == 0, capsys.readouterr()
-    report = json.loads((tmp_path / "gpu.json").read_text())
-    by_name = {result["name"].split(",")[0]: result for result in report["results"]}
-    assert by_name.keys() == {
-        "d == 0: trainer against engine ops",
-        "d == 0: ops that are not row-invariant here",
-        "d == 0: tensors that differ after the copy",
+    report = processes.measure_all([part(name) for name in ("raises", "dies", "works")], True, tmp_path)
+    assert report.rows == {name: [{"here": 1}] for name in ("raises", "dies", "works")}
+    assert report.failed == {
+        "raises": "RuntimeError: CUDA error: an illegal memory access was encountered",
+        "dies": "its process ended with code 9",
     }
-    agreement = by_name["d == 0: trainer against engine ops"]
-    assert agreement["value"] == 0 and agreement["parts"]["tokens"] == 29 and agreement["parts"]["mean logprob"] < -1
-    assert not any(report["rows"].values()) and "without a GPU" not in capsys.readouterr().err
-    assert report["rows"].keys() == set(gpu.PARTS)
+    assert "in raises" in capfd.readouterr().err, "where it broke"
+    written = json.loads((tmp_path / "gpu.json").read_text())
+    assert (written["failed"], written["rows"]) == (report.failed, report.rows)
+    page = (tmp_path / "gpu.md").read_text()
+    assert "did not come to its end: RuntimeError: CUDA error" in page and page.count("| here |") == 3
 
 
-def test_what_a_machine_lacks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    for package in ("megatron", "mbridge"):
-        monkeypatch.setitem(sys.modules, package, None)
-    measured = gpu_stack.train(Sizes.tiny(), Stopwatch("cpu"))
-    assert measured.left_out == {"training the stack": "not installed: megatron, mbridge"}
-    assert measured.results == []
+def test_a_part_that_hangs_is_ended_with_all_that_it_started_and_keeps_its_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Patient(subprocess.Popen):  # type: ignore[type-arg]
+        """Its limit has passed once the part hangs, however slow this machine is."""
+
+        def wait(self, timeout: float | None = None) -> int:
+            if timeout is None:
+                return super().wait()
+            while '"row"' not in (tmp_path / "gpu.jsonl").read_text() if (tmp_path / "gpu.jsonl").exists() else True:
+                assert self.poll() is None
+                time.sleep(0.05)
+            raise subprocess.TimeoutExpired(self.args, timeout)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(processes.subprocess, "Popen", Patient)
+        report = processes.measure_all([part("hangs")], True, tmp_path)
+    assert report.failed == {"hangs": "it was ended at its limit of 900 s"}
+    (row,) = report.rows["hangs"]
+    assert not psutil.pid_exists(row["sleeps"]) or psutil.Process(row["sleeps"]).status() == psutil.STATUS_ZOMBIE
 
 
-def two_break(part: str, rehearse: bool) -> Measured:
-    if part == "gemms":
-        raise RuntimeError("CUDA error: an illegal memory access was encountered")
-    if part == "sync":
-        os._exit(1)
-    return Measured(rows=[{"part": part}])
+def test_a_part_that_is_measured_again_replaces_its_former_self_and_another_machine_all(tmp_path: Path) -> None:
+    path = tmp_path / "gpu.jsonl"
+
+    def say(name: str, device: str, row: int) -> None:
+        journal = Journal(path, name)
+        journal.say({"begin": {"device": device, "date": f"2026-11-{row}", "versions": {}}, "shows": name})
+        journal.say({"row": {"row": row}})
+
+    for name, row in (("gemms", 10), ("sync", 11), ("gemms", 12)):
+        say(name, "H100", row)
+    assert read(path).rows == {"gemms": [{"row": 12}], "sync": [{"row": 11}]}
+    say("sync", "H200", 13)
+    assert read(path).rows == {"sync": [{"row": 13}]} and read(path).machine["device"] == "H200"
 
 
-def test_parts_for_which_no_time_is_left_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu, "BUDGET_S", -1)
-    report, failed = gpu.measure_all(gpu.PARTS, True, tmp_path / "gpu.json", two_break)
-    assert not failed and report.left_out.keys() == set(gpu.PARTS)
-    assert json.loads((tmp_path / "gpu.json").read_text())["left_out"] == report.left_out
+def test_what_a_machine_lacks_is_named(tmp_path: Path) -> None:
+    lacking = Part("lacking", "", "no.such:module", needs=("torch", "no_package_1", "no_package_2"))
+    child.measure(lacking, True, Journal(tmp_path / "gpu.jsonl", "lacking"), tmp_path)
+    report = read(tmp_path / "gpu.jsonl")
+    assert report.left_out == {"lacking": {"lacking": "not installed: no_package_1, no_package_2"}}
+    assert not report.failed and not report.results
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("warm_jobs")
-def test_a_part_that_breaks_costs_no_other(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    report, failed = gpu.measure_all(["quantizers", "gemms", "sync", "grouped"], True, tmp_path / "gpu.json", two_break)
-    assert failed and report.rows == {"quantizers": [{"part": "quantizers"}], "grouped": [{"part": "grouped"}]}
-    assert report.left_out.keys() == {"gemms", "sync"} and "illegal memory access" in report.left_out["gemms"]
-    assert "two_break" in capsys.readouterr().err, "where it broke"
-    assert json.loads((tmp_path / "gpu.json").read_text())["left_out"] == report.left_out
+def test_all_parts_take_at_most_half_an_hour_and_those_without_an_engine_ten_minutes() -> None:
+    assert sum(each.limit_s for each in PARTS.values()) <= 1800
+    assert sum(PARTS[name].limit_s for name in WITHOUT_ENGINE) <= 600
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
 def test_without_a_gpu_it_says_so() -> None:
-    run = bench()
+    run = bench("evidence")
     assert run.returncode == 2 and "found no CUDA device" in run.stderr
 
 
 def test_an_unknown_part_is_refused() -> None:
-    run = bench("--rehearse", "gemm")
-    assert run.returncode == 2 and "found ['gemm'], expected names out of" in run.stderr
+    run = bench("--rehearse", "evidence", "gemm")
+    assert run.returncode == 2 and "found ['gemm'], expected 'evidence' or names out of" in run.stderr

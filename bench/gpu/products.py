@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from bench.gpu_measure import Measured, Sizes, Stopwatch, random
+from bench.gpu.measure import Measured, Sizes, Stopwatch, random
 from bench.measure import Result
 from numerics.kernels.gemm import gemm
 from numerics.kernels.grouped import grouped_gemm, grouped_wgrad
@@ -23,9 +23,9 @@ LARGE = 4096
 """Tokens from which the bars of the products hold."""
 
 
-def quantizers(sizes: Sizes, watch: Stopwatch) -> Measured:
+def quantizers(done: Measured, sizes: Sizes, watch: Stopwatch) -> None:
     """Bytes read and written per second of each quantizer, in parts of a plain copy's."""
-    done, bandwidth = Measured(), watch.copy_bandwidth()
+    bandwidth = watch.copy_bandwidth()
     for tokens, features in sizes.quantized:
         x, wide = (random(tokens, width, device=watch.device) for width in (features, 2 * features))
         weight = x[0]
@@ -40,20 +40,16 @@ def quantizers(sizes: Sizes, watch: Stopwatch) -> Measured:
         for name, (run, size) in kernels.items():
             seconds = watch.seconds(run)
             rate = size * tokens * features / seconds
-            done.rows.append({"kernel": name, "tokens": tokens, "features": features, "GB/s": rate / 1e9,
-                              "of copy": rate / bandwidth})  # fmt: skip
+            what = {"kernel": name, "tokens": tokens, "features": features}
+            done.row(what, {"GB/s": rate / 1e9, "of copy": rate / bandwidth})
     slowest = min(done.rows, key=lambda row: row["of copy"])
-    done.results.append(
-        Result(
-            "quantizers / copy bandwidth (slowest)", slowest["of copy"], 0.85, True, {"copy (GB/s)": bandwidth / 1e9}
-        )
-    )
-    return done
+    parts = {"copy (GB/s)": bandwidth / 1e9}
+    done.result(Result("quantizers / copy bandwidth (slowest)", slowest["of copy"], 0.85, True, parts))
 
 
-def gemms(sizes: Sizes, watch: Stopwatch) -> Measured:
+def gemms(done: Measured, sizes: Sizes, watch: Stopwatch) -> None:
     """Dense products of the forward, operands quantized beforehand."""
-    done, device = Measured(), watch.device
+    device = watch.device
     for shape in sizes.dense:
         weight = random(shape.n, shape.k, device=device, scale=0.02)
         codes = quantize(weight, BLOCKS)
@@ -68,16 +64,15 @@ def gemms(sizes: Sizes, watch: Stopwatch) -> Measured:
             native = _scaled_mm(rows, codes, done)
             if native is not None:
                 sides["FP8 torch._scaled_mm"] = native
-            _record(done, shape.name, tokens, 2.0 * tokens * shape.n * shape.k, watch.side_by_side(sides, 3))
+            record(done, shape.name, tokens, 2.0 * tokens * shape.n * shape.k, watch.side_by_side(sides, 3))
     _judge(done, "FP8 block GEMM / cuBLAS BF16, exact", "FP8", 1.15)
     if any("FP8 torch._scaled_mm" in row for row in done.rows):
         _judge(done, "FP8 block GEMM / cuBLAS BF16, native (torch._scaled_mm)", "FP8 torch._scaled_mm", 1.4)
-    return done
 
 
-def grouped(sizes: Sizes, watch: Stopwatch) -> Measured:
+def grouped(done: Measured, sizes: Sizes, watch: Stopwatch) -> None:
     """Products of experts: forward, and the gradient of the weights."""
-    done, device = Measured(), watch.device
+    device = watch.device
     for shape in sizes.experts:
         weight = random(shape.experts, shape.n, shape.k, device=device, scale=0.02)
         codes = quantize(weight, BLOCKS)
@@ -98,11 +93,10 @@ def grouped(sizes: Sizes, watch: Stopwatch) -> Measured:
                     x, w.transpose(1, 2), offs=e
                 )
             else:
-                done.left_out["BF16 grouped product"] = "torch._grouped_mm needs a GPU and a torch that has it"
+                done.leave_out("BF16 grouped product", "torch._grouped_mm needs a GPU and a torch that has it")
             flops = 2.0 * len(x) * shape.n * shape.k
-            _record(done, shape.name, tokens, flops, watch.side_by_side(sides, 3))
+            record(done, shape.name, tokens, flops, watch.side_by_side(sides, 3))
         del weight, codes
-    return done
 
 
 def _scaled_mm(a: QuantizedTensor, b: QuantizedTensor, done: Measured) -> Callable[[], torch.Tensor] | None:
@@ -115,14 +109,14 @@ def _scaled_mm(a: QuantizedTensor, b: QuantizedTensor, done: Measured) -> Callab
     try:
         run()
     except (RuntimeError, ValueError, NotImplementedError) as error:  # a yardstick that not every torch offers
-        done.left_out["torch._scaled_mm with block scales"] = str(error).splitlines()[0][:200]
+        done.leave_out("torch._scaled_mm with block scales", str(error).splitlines()[0][:200])
         return None
     return run
 
 
-def _record(done: Measured, name: str, tokens: int, flops: float, seconds: dict[str, float]) -> None:
+def record(done: Measured, name: str, tokens: int, flops: float, seconds: dict[str, float]) -> None:
     rates = {side: flops / value / 1e12 for side, value in seconds.items()}
-    done.rows.append({"product": name, "tokens": tokens, **rates})
+    done.row({"product": name, "tokens": tokens}, rates)
 
 
 def _judge(done: Measured, name: str, side: str, bar: float) -> None:
@@ -130,6 +124,4 @@ def _judge(done: Measured, name: str, side: str, bar: float) -> None:
     rows = [row for row in done.rows if row["tokens"] >= LARGE and side in row] or done.rows[-1:]
     slowest = min(rows, key=lambda row: row[side] / row["BF16 cuBLAS"])
     parts = {f"{side} (TFLOP/s)": slowest[side], "BF16 (TFLOP/s)": slowest["BF16 cuBLAS"]}
-    done.results.append(
-        Result(f"{name}: {slowest['product']}", slowest[side] / slowest["BF16 cuBLAS"], bar, True, parts)
-    )
+    done.result(Result(f"{name}: {slowest['product']}", slowest[side] / slowest["BF16 cuBLAS"], bar, True, parts))

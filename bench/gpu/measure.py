@@ -1,11 +1,12 @@
-"""Sizes and times of the GPU benchmarks."""
+"""Sizes and times of the GPU bench, and what its parts fill while they measure."""
 
 from __future__ import annotations
 
 import statistics
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -43,7 +44,10 @@ class Sizes:
     """What is measured.
 
     tokens: rows of the products. quantized: (tokens, features) of the quantizers. stack: what is trained and synced;
-    exact: what is run as trainer and as engine; batch, length: sequences of a training step.
+    exact: what is run as trainer and as engine; batch, length: sequences of a training step. decoded: rows of a decode
+    step, each over up to `context` keys. vocabulary, rows: of the logits that are drawn from. attended: (rows, keys of
+    each) of a decode step's attention. served: what the real engine serves, in `prompts` times `answers` of
+    `new_tokens`. demo: steps.
     """
 
     dense: tuple[Shape, ...]
@@ -54,6 +58,16 @@ class Sizes:
     exact: Layers
     batch: int
     length: int
+    decoded: tuple[int, ...]
+    context: int
+    vocabulary: int
+    rows: int
+    attended: tuple[tuple[int, int], ...]
+    served: Layers
+    prompts: int
+    answers: int
+    new_tokens: int
+    demo: int
 
     @classmethod
     def real(cls) -> Sizes:
@@ -79,6 +93,16 @@ class Sizes:
             exact=Layers(2, 2048, 32, 4, 16, 8, 768, 4096),
             batch=4,
             length=4096,
+            decoded=(1, 2, 4, 8, 16, 32, 64, 128, 256),
+            context=1024,
+            vocabulary=151_936,
+            rows=256,
+            attended=((256, 1024), (32, 32_768)),
+            served=replace(qwen, vocab=151_936),
+            prompts=32,
+            answers=8,
+            new_tokens=256,
+            demo=20,
         )
 
     @classmethod
@@ -94,19 +118,58 @@ class Sizes:
             exact=small,
             batch=2,
             length=16,
+            decoded=(1, 3),
+            context=5,
+            vocabulary=300,
+            rows=3,
+            attended=((3, 130),),
+            served=replace(small, layers=2, vocab=128),
+            prompts=4,
+            answers=2,
+            new_tokens=6,
+            demo=2,
         )
 
 
-@dataclass
 class Measured:
-    """What one part of the GPU bench found.
+    """What one part of the GPU bench finds; each thing is handed on as it is found, to outlive the part.
 
-    results: judged by a bar. rows: the table behind them. left_out: what could not be measured, and why.
+    Attributes:
+        results: judged by a bar.
+        rows: the table behind them.
+        left_out: what could not be measured, and why.
+        scratch: a folder that the parts of one call share.
     """
 
-    results: list[Result] = field(default_factory=list)
-    rows: list[dict[str, Any]] = field(default_factory=list)
-    left_out: dict[str, str] = field(default_factory=dict)
+    def __init__(self, scratch: Path, say: Callable[[dict[str, Any]], None], timed: bool = True) -> None:
+        """say: told of each thing. timed: times mean something here; without, they are kept and not told."""
+        self.scratch, self._say, self._timed = scratch, say, timed
+        self.results: list[Result] = []
+        self.rows: list[dict[str, Any]] = []
+        self.left_out: dict[str, str] = {}
+
+    def row(self, what: Mapping[str, Any], times: Mapping[str, float] | None = None) -> None:
+        """A line of the table: `what` was measured, and what came of it that depends on the machine's speed."""
+        self.rows.append({**what, **(times or {})})
+        self._say({"row": {**what, **(times or {} if self._timed else {})}})
+
+    def equal(self, what: str, different: float, **parts: float) -> None:
+        """`what`, of which this much is not as it must be: 0 is the bar."""
+        self.result(Result(f"d == 0: {what}", float(different), 0.0, False, parts), of_times=False)
+
+    def bound(self, what: str, value: float, bar: float, **parts: float) -> None:
+        """`what`, which is at most `bar` on any machine that computes as it should."""
+        self.result(Result(what, value, bar, False, parts), of_times=False)
+
+    def result(self, result: Result, of_times: bool = True) -> None:
+        self.results.append(result)
+        if self._timed or not of_times:
+            self._say({"result": asdict(result)})
+
+    def leave_out(self, what: str, why: str) -> None:
+        if what not in self.left_out:
+            self.left_out[what] = why
+            self._say({"left_out": [what, why]})
 
 
 class Stopwatch:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from bench.gpu_measure import Layers, Measured, Sizes, Stopwatch, random
+from bench.gpu.measure import Layers, Measured, Sizes, Stopwatch, random
 from bench.measure import Result
 from models.architecture import Model
 from models.architectures.qwen3_moe import ARCHITECTURE
@@ -23,9 +23,9 @@ SPEC = QuantSpec.preset("fp8_block_pow2")
 BUCKET_BYTES = 256 << 20
 
 
-def run(sizes: Sizes, watch: Stopwatch) -> Measured:
-    done, bandwidth, model = Measured(), watch.copy_bandwidth(), _model(sizes.stack)
-    weights = dict(_weights(model, watch.device))
+def run(done: Measured, sizes: Sizes, watch: Stopwatch) -> None:
+    bandwidth, model = watch.copy_bandwidth(), definition(sizes.stack)
+    weights = dict(random_weights(model, watch.device))
     read = sum(tensor.nbytes for tensor in weights.values())
     served = {name: torch.empty_like(t) for name, t in served_tensors(weights.items(), SPEC, model)}
     sent = sum(tensor.nbytes for tensor in served.values())
@@ -42,27 +42,20 @@ def run(sizes: Sizes, watch: Stopwatch) -> Measured:
     }
     for name, (run_pass, size) in passes.items():
         seconds = watch.seconds(run_pass, repeats=5)
-        done.rows.append({"pass": name, "GB": size / 1e9, "seconds": seconds, "of copy": size / seconds / bandwidth})
+        done.row({"pass": name, "GB": size / 1e9}, {"seconds": seconds, "of copy": size / seconds / bandwidth})
     total = sum(float(row["seconds"]) for row in done.rows[2:])
     moved = read + 5 * sent
     recorder = Recorder(model.tensors)
     _copy(_pack(weights, model, recorder), served)
     held = dict(zip(served, tensor_digests(tensors), strict=True))
     different = sum(digest != held[name] for name, digest in recorder.sent().digests.items())
-    done.results += [
-        Result("d == 0: tensors that differ after the copy", float(different), 0.0, False, {"tensors": len(held)}),
-        Result(
-            "sync: quantize + digest + copy + digest / copy bandwidth",
-            moved / total / bandwidth,
-            0.6,
-            True,
-            {"GB moved": moved / 1e9, "seconds": total, "BF16 weights (GB/s)": read / total / 1e9},
-        ),
-    ]
-    return done
+    done.equal("tensors that differ after the copy", different, tensors=len(held))
+    parts = {"GB moved": moved / 1e9, "seconds": total, "BF16 weights (GB/s)": read / total / 1e9}
+    name = "sync: quantize + digest + copy + digest / copy bandwidth"
+    done.result(Result(name, moved / total / bandwidth, 0.6, True, parts))
 
 
-def _model(layers: Layers) -> Model:
+def definition(layers: Layers) -> Model:
     """What the table of tensors says of such a stack."""
     sizes = ModelSizes(
         layers=layers.layers,
@@ -83,7 +76,7 @@ def _model(layers: Layers) -> Model:
     return Model(ARCHITECTURE, sizes)
 
 
-def _weights(model: Model, device: torch.device) -> Iterator[tuple[str, Tensor]]:
+def random_weights(model: Model, device: torch.device) -> Iterator[tuple[str, Tensor]]:
     """The stack's quantized matrices by their HF names, as a trainer exports them."""
     for row in model.tensors.rows.values():
         if model.quantizes(row, SPEC):
