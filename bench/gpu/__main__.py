@@ -11,6 +11,7 @@ trainer and engine get the same bits; it reports no times.
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 from pathlib import Path
 
@@ -34,6 +35,7 @@ def main() -> int:
         parser.error(f"found {sorted(unknown)}, expected {EVIDENCE!r} or names out of {list(PARTS)}")
     if not options.rehearse and not torch.cuda.is_available():
         parser.error("found no CUDA device, expected one. Try the script with --rehearse")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the part that runs is ended, too
     named = set(options.parts) - {EVIDENCE} or (PARTS if options.parts else WITHOUT_ENGINE)
     report = measure_all([part for name, part in PARTS.items() if name in named], options.rehearse, options.out)
     page.show(report)

@@ -20,6 +20,7 @@ from bench.gpu.journal import Journal
 from bench.gpu.measure import Measured, Sizes, Stopwatch
 from bench.gpu.parts import Part
 from numerics.backend.implementation import using
+from numerics.backend.probe import allow_short_tiles
 
 VERSIONS = ("torch", "triton", "megatron-core", "transformer_engine", "sglang", "sgl-deep-gemm", "transformers", "ray")
 
@@ -51,6 +52,8 @@ def measure(part: Part, rehearse: bool, journal: Journal, scratch: Path) -> None
         if part.kernels:
             stack.enter_context(using("triton"))
             stack.enter_context(torch.no_grad())
+            if not rehearse:
+                allow_short_tiles("cuda")  # as trainer and engine do when they start
         run = pkgutil.resolve_name(part.run)
         run(done, Sizes.tiny() if rehearse else Sizes.real(), Stopwatch("cpu" if rehearse else "cuda"))
 

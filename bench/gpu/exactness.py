@@ -15,7 +15,7 @@ from torch import Tensor
 
 from bench.gpu.measure import Layers, Measured, Sizes, Stopwatch, random
 from numerics import ops
-from numerics.backend.probe import row_variant_ops
+from numerics.backend.probe import allow_short_tiles, row_variant_ops
 from numerics.ops import ExpertWeights
 from numerics.quantize import quantize
 from numerics.spec import QuantSpec
@@ -33,6 +33,7 @@ def run(done: Measured, sizes: Sizes, watch: Stopwatch) -> None:
         done.equal("ops that are not row-invariant here", len(variant))
         for op in variant:
             done.row({"not row-invariant": op})
+        done.row({"tiles of 64 rows give the bits of tiles of 128": allow_short_tiles(device)})
     layers = [make_layer(shape, device) for _ in range(shape.layers)]
     table, final = random(shape.vocab, shape.hidden, device=device), make_norm(shape.hidden, device)
     head = random(shape.vocab, shape.hidden, device=device, scale=0.05)
