@@ -128,6 +128,9 @@ class Load:
 
 
 LOOPBACK = "127.0.0.1"
+NO_WEIGHTS = -1
+"""The version of an engine that has been sent no weights yet: its directory describes the model, and the first sync,
+which is whole as no trainer ever has this version, brings every parameter."""
 IDLE_S = 5.0
 """Seconds that a client keeps an idle connection. A server must keep it longer: by itself SGLang closes it after 5 s,
 and a request that is sent at that moment is lost."""

@@ -24,13 +24,13 @@ from numerics.backend import implementation
 from numerics.config import NumericsConfig
 from numerics.spec import QuantSpec
 from rl.algorithms.sft import SftObjective
-from rl.run.engines.serving import NO_WEIGHTS, expected_report
+from rl.run.engines.serving import expected_report
 from rl.run.feed.batching import batch_from_trajectories
 from rl.run.feed.feed import to_groups
 from rollout.config import RolloutConfig
 from rollout.data.tasks import Problem
 from rollout.engine import Engine
-from rollout.types import Endpoint, Prompt, SamplingParams, Trajectory
+from rollout.types import NO_WEIGHTS, Endpoint, Prompt, SamplingParams, Trajectory
 from trainer import device
 from trainer.config import TrainerConfig
 from trainer.distributed import parallel

@@ -17,7 +17,7 @@ from rl.experiment.budget.here import with_own_cache
 from rl.run.cluster.cluster import end_at_once, ray_cluster
 from rl.run.cluster.seats import Seats
 from rl.run.engines.pool import EnginePool
-from rl.run.engines.serving import NO_WEIGHTS, Serving, engine_maker
+from rl.run.engines.serving import Serving, engine_maker
 from rl.run.engines.teacher import Teacher
 from rl.run.feed.conversations import Conversations
 from rl.run.feed.judging import Judge
@@ -27,6 +27,7 @@ from rl.run.sampling import Sampling
 from rl.run.syncing import Syncing
 from rl.run.turns import Side, Turns
 from rollout.environments.config import SINGLE_TURN
+from rollout.types import NO_WEIGHTS
 from trainer.actor import TrainerGroup
 from weight_sync.bridge import Bridge
 from weight_sync.hf_checkpoint import write_description

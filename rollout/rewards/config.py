@@ -30,7 +30,8 @@ class RewardConfig(Section):
     def located(cls, values: Any, directory: Path) -> Any:
         values = super().located(values, directory)
         held = values if isinstance(values, dict) else {}
-        ours, kwargs = BUILT_IN.get(str(held.get("function"))), held.get("kwargs")
+        name, kwargs = held.get("function"), held.get("kwargs")
+        ours = BUILT_IN.get(name) if isinstance(name, str) else None
         if ours is not None and ours.tokenizer and isinstance(kwargs, dict) and ours.tokenizer in kwargs:
             kwargs = kwargs | {ours.tokenizer: located_as(SpecPath, kwargs[ours.tokenizer], directory)}
             return values | {"kwargs": kwargs}

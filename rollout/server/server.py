@@ -26,7 +26,7 @@ from rollout.config import RolloutConfig
 from rollout.errors import EngineDiedError, EngineError
 from rollout.server.arguments import has_cuda, server_arguments, server_environment
 from rollout.server.scratch import make_scratch, remove_queues, remove_scratch, sweep
-from rollout.types import LOOPBACK, Endpoint
+from rollout.types import LOOPBACK, NO_WEIGHTS, Endpoint
 
 GRACE_S = 4.0
 """Time for an orderly exit before the remaining processes are killed."""
@@ -61,6 +61,7 @@ class SGLangServer:
     ) -> SGLangServer:
         """Start a server and wait until it answers.
 
+        weight_version: of the directory's weights; `NO_WEIGHTS`: it has none, and a sync brings them.
         plugin: configuration for our SGLang plugin, as JSON-ready data; None runs stock SGLang.
         log_path: the server's output is appended to it.
         routes: record each token's experts; on a CPU that needs our plugin.
@@ -89,7 +90,7 @@ class SGLangServer:
             mode=mode,
             routes=routes,
             served_name=served_name,
-            dummy=not any(Path(model_path).glob("*.safetensors")),
+            dummy=weight_version == NO_WEIGHTS,
         )
         sweep()
         scratch, lock = make_scratch()

@@ -6,11 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from examples import plans
 from models import read_model
 from rl.experiment import load_experiment
 from tests.support.meta_model import Held, parameters_of
-from tests.support.paths import CONFIGS, EXAMPLES
+from tests.support.paths import CONFIGS, EXAMPLES, REAL_SPECS
 from trainer.distributed.layout import Layout
 from trainer.state_bytes import buffers
 
@@ -18,7 +17,7 @@ BLOCK = 128
 CONFIG_OF = {"qwen3_4b_one_gpu": "qwen3_4b"}
 
 
-@pytest.mark.parametrize("example", plans.FOR)
+@pytest.mark.parametrize("example", REAL_SPECS)
 def test_every_rank_holds_its_part_of_every_tensor_in_whole_blocks(example: str, tmp_path: Path) -> None:
     """The last rank of each stage, whose experts are the last ones."""
     directory = CONFIGS / CONFIG_OF.get(example, example)

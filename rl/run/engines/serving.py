@@ -21,9 +21,6 @@ from rollout.plugin.hooks import hooks_for, provided
 from rollout.protocol import ENGINE_PACKAGES, LIBRARIES, EngineReport
 from weight_sync.manifest import Manifest
 
-NO_WEIGHTS = -1
-"""The version of an engine that has been sent none yet: its directory describes the model, and the first sync, which is
-whole as no trainer ever has this version, brings every parameter."""
 _LOGS: dict[Role, str] = {"policy": "engine", "teacher": "teacher"}
 """How the logs of the engines of a role begin."""
 

@@ -13,13 +13,13 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from diagnose.plan import Plan, assumed, gpu_named, make_plan, measured, read_subject, rendered
-from examples import plans
+from diagnose.plan.in_spec import with_table
 from fp8rl.cli import app
 from numerics.errors import UserError
 from rl.experiment.budget.gpus import GPUS
 from rl.experiment.budget.memory import activation_bytes, colocated_memory, logit_bytes, trainer_memory
 from studies.document.calculated import on_h20
-from tests.support.paths import EXAMPLES
+from tests.support.paths import EXAMPLES, REAL_SPECS
 
 
 def planned(subject: str, *overrides: str, gpu: str = "h100", gpus: int | None = None, **options: Any) -> Plan:
@@ -247,7 +247,7 @@ def test_a_spec_is_planned_as_it_stands() -> None:
     assert plan.sync_bytes == (1_055_216, 2_038_016)
 
 
-GPU_RECIPES = {"gsm8k": "h200", **plans.FOR}
+GPU_RECIPES = {"gsm8k": "h200", **REAL_SPECS}
 """Recipes for GPUs, and the kind that they are written for; the others are for a CPU."""
 NEEDS = {"calculator": [f"model.path={EXAMPLES / 'models/tiny_qwen3_moe'}"]}
 """Examples that start from what another one has trained."""
@@ -261,10 +261,11 @@ def test_every_example_is_planned_and_leaves_the_slack_that_a_real_run_needs(exa
     assert "the plan fits" in page_of(plan).splitlines()[-1]
 
 
-@pytest.mark.parametrize("example", plans.FOR)
+@pytest.mark.parametrize("example", REAL_SPECS)
 def test_a_spec_for_a_real_model_shows_the_plan_as_it_is_now(example: str) -> None:
-    """`python -m examples.plans` writes it."""
-    assert (EXAMPLES / f"{example}.yaml").read_text() == plans.with_table(example)
+    """`python -m diagnose.plan.in_spec SPEC...` writes it."""
+    path = EXAMPLES / f"{example}.yaml"
+    assert f"--gpu {REAL_SPECS[example]}`" in path.read_text() and path.read_text() == with_table(path)
 
 
 def test_thirty_billion_parameters_train_rows_of_32k_on_eight_gpus_and_serve_on_eight_more() -> None:

@@ -1,34 +1,33 @@
-"""Write the planner's tables into the specs for real models: `python -m examples.plans`."""
+"""Write the planner's tables into specs that have one: `python -m diagnose.plan.in_spec SPEC...`."""
 
 from __future__ import annotations
 
+import re
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 
 from diagnose.plan import Plan, assumed, gpu_named, make_plan, read_subject
 from rl.experiment.budget.memory import PHASES
 
-FOR = {"qwen3_4b_one_gpu": "h100", "qwen3_30b_a3b": "h200", "qwen3_235b_a22b": "h200"}
-"""The specs, and the GPU that each is written for."""
-_FOLDER = Path(__file__).parent
-_TITLE = "# The plan, "
+_TITLE = "# The plan, `fp8rl plan SPEC --gpu {}`: GB on the fullest GPU in each phase of a step"
 
 
-def with_table(name: str) -> str:
-    """The text of a spec with its table as the planner calculates it now, above the first key."""
-    path, gpu = _FOLDER / f"{name}.yaml", gpu_named(FOR[name])
-    subject = read_subject(str(path))
-    plan = make_plan(subject, gpu, assumed(subject.experiment.numerics.mode))
+def with_table(path: Path) -> str:
+    """The text of a spec with its table as the planner calculates it now, for the GPU that the table names."""
     lines = path.read_text().splitlines()
     first = next(index for index, line in enumerate(lines) if not line.startswith("#"))
-    head = lines[: next((index for index in range(first) if lines[index].startswith(_TITLE)), first)]
-    return "\n".join([*head, *_table(plan, FOR[name]), *lines[first:]]) + "\n"
+    title = next(index for index, line in enumerate(lines[:first]) if re.fullmatch(_TITLE.format(r"\w+"), line))
+    gpu = lines[title].partition("--gpu ")[2].partition("`")[0]
+    subject = read_subject(str(path))
+    plan = make_plan(subject, gpu_named(gpu), assumed(subject.experiment.numerics.mode))
+    return "\n".join([*lines[:title], *_table(plan, gpu), *lines[first:]]) + "\n"
 
 
 def _table(plan: Plan, gpu: str) -> list[str]:
     """Classes of bytes on the fullest GPU of the trainer, and of the engines where they have their own."""
     sides = ["colocated"] if plan.decides == "colocated" else ["trainer", "engine"]
-    lines = [f"{_TITLE}`fp8rl plan SPEC --gpu {gpu}`: GB on the fullest GPU in each phase of a step"]
+    lines = [_TITLE.format(gpu)]
     for side in sides:
         memory = plan.memory[side]
         lines.append(f"# {'a GPU of an engine' if side == 'engine' else 'rank ' + str(memory.rank):<26}" + _row(PHASES))
@@ -52,6 +51,5 @@ def _gb(value: float) -> str:
 
 
 if __name__ == "__main__":
-    for each in FOR:
-        text = with_table(each)
-        (_FOLDER / f"{each}.yaml").write_text(text)
+    for spec in map(Path, sys.argv[1:]):
+        spec.write_text(with_table(spec))
