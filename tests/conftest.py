@@ -13,6 +13,7 @@ os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 
 import gc
 import multiprocessing
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -67,9 +68,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-    """Have handles of Ray's actors go with the file that had them. Numbers of actors begin anew with each Ray of a
-    process, and a handle that goes late would end the actor of its number in another one."""
+    """Have handles of Ray's actors go with the file that had them, also those in the frames of a test that failed.
+    Numbers of actors begin anew with each Ray of a process, and a handle that goes late would end the actor of its
+    number in another one."""
     if item.get_closest_marker("e2e") and (nextitem is None or nextitem.path != item.path):
+        for name in ("last_exc", "last_type", "last_value", "last_traceback"):
+            sys.__dict__.pop(name, None)
         gc.collect()
 
 
