@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 import os
 from collections.abc import Iterator
@@ -32,9 +31,13 @@ def cluster() -> Iterator[Cluster]:
     head = {"num_cpus": 1, "num_gpus": 2, "include_dashboard": False}
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("GLOO_SOCKET_IFNAME", raising=False)  # of a trainer that was in this process
-        gc.collect()  # handles of an earlier Ray have the same numbers, and going they would end actors of this one
         cluster = Cluster(initialize_head=True, head_node_args=head)
-        ray.init(address=cluster.address, log_to_driver=False, logging_level=logging.ERROR)
+        # Actors are numbered by job and order. A handle of an earlier Ray in this process, whose job was the first too,
+        # would end the actor of its number here when it goes: so this process comes as the second job.
+        for _ in range(2):
+            ray.shutdown()
+            ray.init(address=cluster.address, log_to_driver=False, logging_level=logging.ERROR)
+        assert ray.get_runtime_context().get_job_id() == "02000000"
         yield cluster
         ray.shutdown()
         cluster.shutdown()
