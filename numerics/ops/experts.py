@@ -56,8 +56,12 @@ def combine(outputs: torch.Tensor, probs: torch.Tensor, order: torch.Tensor, dty
     """
     weighted = torch.empty(outputs.shape, dtype=torch.float32, device=outputs.device)
     weighted[order] = outputs.float() * probs.reshape(-1)[order, None]
-    choices = weighted.reshape(*probs.shape, -1)
+    return sum_in_order(weighted.reshape(*probs.shape, -1)).to(dtype)
+
+
+def sum_in_order(choices: torch.Tensor) -> torch.Tensor:
+    """The sum over the k choices of each token, the first to the last: [T, k, H] -> [T, H]."""
     total = choices[:, 0]
-    for choice in range(1, probs.shape[1]):
+    for choice in range(1, choices.shape[1]):
         total = total + choices[:, choice]
-    return total.to(dtype)
+    return total

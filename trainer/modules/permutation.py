@@ -12,6 +12,8 @@ import torch
 from megatron.core.transformer.moe import moe_utils
 from torch import Tensor
 
+from numerics.ops.experts import sum_in_order
+
 
 def permute(
     tokens: Tensor,
@@ -50,10 +52,7 @@ def unpermute(
 def sum_by_token(rows: Tensor, token_of_row: Tensor, tokens: int) -> Tensor:
     """The sum of the k rows of each token, in ascending expert id, in FP32, rounded once: [T * k, H] -> [T, H]."""
     choices = rows[by_token(token_of_row)].float().view(tokens, -1, rows.shape[1])
-    total = choices[:, 0]
-    for choice in range(1, choices.shape[1]):
-        total = total + choices[:, choice]
-    return total.to(rows.dtype)
+    return sum_in_order(choices).to(rows.dtype)
 
 
 def pair_of_row(token_of_row: Tensor) -> Tensor:
