@@ -1,4 +1,4 @@
-"""Causal attention on the tensor core: `numerics.ops.attention`, contiguous and paged.
+"""Causal attention on the tensor core: `numerics.ops.attention`, contiguous, packed and paged.
 
 A program holds 128 rows, or 64 in decode (`heights`): the queries of one sequence in order, and of each the heads that
 share a key head, so that a new token fills several rows. It takes the keys in splits of 128, in order, and merges them
@@ -24,6 +24,9 @@ from numerics.kernels.arithmetic import cast, dot, load
 from numerics.kernels.attention_backward import LOG2_E, attention_backward
 from numerics.kernels.heights import TALL, tile_height, warps
 from numerics.kernels.memory import dense_rows
+from numerics.kernels.sequences import find_sequence, positions_of
+
+CONTIGUOUS, PACKED, PAGED = "contiguous", "packed", "paged"
 
 
 def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, positions: torch.Tensor, scale: float) -> torch.Tensor:
@@ -52,7 +55,7 @@ class _Attention(torch.autograd.Function):
             *(q, k, v, out, logsumexp, positions, positions, positions, positions),
             *(*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *positions.stride()),
             *(batch, length, k.shape[1], heads, scale * LOG2_E),
-            **_constants(False, 1, group, dim, TALL),
+            **_constants(CONTIGUOUS, 1, group, dim, TALL),
         )
         ctx.save_for_backward(q, k, v, positions, out, logsumexp)
         ctx.scale = scale
@@ -63,6 +66,46 @@ class _Attention(torch.autograd.Function):
         q, k, v, positions, out, logsumexp = ctx.saved_tensors
         dout = dense_rows(grads[0])
         return *attention_backward(dout, q, k, v, positions, out, logsumexp, ctx.scale), None, None
+
+
+def packed_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: torch.Tensor, scale: float
+) -> torch.Tensor:
+    """Causal attention of sequences that lie end to end; see `numerics.ops.attention.packed_attention`.
+
+    Never waits for the device: as in `paged_attention` the grid is the largest that may be needed.
+    """
+    _check(q, k, v)
+    return _PackedAttention.apply(*(dense_rows(x) for x in (q, k, v)), lengths.contiguous(), scale)
+
+
+class _PackedAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: torch.Tensor, scale: float
+    ) -> torch.Tensor:
+        tokens, heads, dim = q.shape
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        logsumexp = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+        group, sequences = heads // k.shape[1], len(lengths)
+        positions = positions_of(lengths, tokens)
+        _forward_kernel[tokens * group // TALL + sequences, k.shape[1], 1](
+            *(q, k, v, out, logsumexp, positions, lengths, lengths, lengths),
+            *(0, *q.stride()[:2], 0, *k.stride()[:2], 0, *v.stride()[:2], 0, 1),
+            *(sequences, tokens, 0, heads, scale * LOG2_E),
+            **_constants(PACKED, triton.next_power_of_2(sequences), group, dim, TALL),
+        )
+        ctx.save_for_backward(q, k, v, positions, out, logsumexp, lengths)
+        ctx.scale = scale
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, None, None]:
+        *saved, lengths = ctx.saved_tensors
+        q, k, v, positions, out, logsumexp = (x[None] for x in saved)
+        dout = dense_rows(grads[0])[None]
+        dq, dk, dv = attention_backward(dout, q, k, v, positions, out, logsumexp, ctx.scale, lengths)
+        return dq[0], dk[0], dv[0], None, None
 
 
 def paged_attention(
@@ -93,14 +136,14 @@ def paged_attention(
         *(q, k_cache, v_cache, out, out, table, requests, new, lengths),
         *(0, *q.stride()[:2], 0, *k_cache.stride()[:2], 0, *v_cache.stride()[:2], *table.stride()),
         *(sequences, tokens, 0, heads, scale * LOG2_E),
-        **_constants(True, triton.next_power_of_2(max(sequences, 1)), group, dim, height),
+        **_constants(PAGED, triton.next_power_of_2(max(sequences, 1)), group, dim, height),
     )
     return out
 
 
-def _constants(paged: bool, sequences: int, group: int, dim: int, height: int) -> dict[str, Any]:
+def _constants(form: str, sequences: int, group: int, dim: int, height: int) -> dict[str, Any]:
     keys = 128 if dim <= 128 else 64  # of larger heads, two stages of 128 keys do not fit into shared memory
-    shape = {"PAGED": paged, "SEQUENCES": sequences, "GROUP": group, "ROWS": height, "KEYS": keys, "D": dim}
+    shape = {"FORM": form, "SEQUENCES": sequences, "GROUP": group, "ROWS": height, "KEYS": keys, "D": dim}
     return shape | {"num_warps": warps(height), "num_stages": 2, "enable_fp_fusion": False}
 
 
@@ -124,24 +167,32 @@ def _forward_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, logsumexp_ptr, positions_ptr, requests_ptr, new_ptr, lengths_ptr,
     q_batch, q_token, q_head, k_batch, k_token, k_head, v_batch, v_token, v_head, positions_row, positions_column,
     sequences, queries, keys, heads, scale,
-    PAGED: tl.constexpr, SEQUENCES: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+    FORM: tl.constexpr, SEQUENCES: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
     D: tl.constexpr,
 ):  # fmt: skip
-    """positions_ptr: positions [B, Q] of contiguous queries, the table [rows, max] of a paged cache."""
+    """FORM: `contiguous`, queries [B, Q]; `packed`, sequences end to end; `paged`, over a cache. positions_ptr: of each
+    query; of a paged cache the table [rows, max]."""
+    PAGED: tl.constexpr = FORM == "paged"
     key_head = tl.program_id(1)
-    if PAGED:
-        sequence, tile, first, queries = _find_sequence(new_ptr, sequences, SEQUENCES, GROUP, ROWS)
-        if sequence >= sequences:
-            return
-        keys = tl.load(lengths_ptr + sequence).to(tl.int32)
-        positions_ptr += tl.load(requests_ptr + sequence).to(tl.int64) * positions_row
-    else:
+    if FORM == "contiguous":
         sequence, tile = tl.program_id(2), tl.num_programs(0) - 1 - tl.program_id(0)  # the longest first
         first = sequence * queries
         q_ptr += sequence.to(tl.int64) * q_batch
         k_ptr += sequence.to(tl.int64) * k_batch
         v_ptr += sequence.to(tl.int64) * v_batch
         positions_ptr += sequence.to(tl.int64) * positions_row
+    else:
+        sequence, tile, first, queries = find_sequence(new_ptr, sequences, SEQUENCES, GROUP, ROWS)
+        if sequence >= sequences:
+            return
+        keys = tl.load(lengths_ptr + sequence).to(tl.int32)
+        if PAGED:
+            positions_ptr += tl.load(requests_ptr + sequence).to(tl.int64) * positions_row
+        else:
+            q_ptr += first.to(tl.int64) * q_token
+            k_ptr += first.to(tl.int64) * k_token
+            v_ptr += first.to(tl.int64) * v_token
+            positions_ptr += first
 
     row = tile * ROWS + tl.arange(0, ROWS)
     query = tl.minimum(row // GROUP, queries - 1)  # rows beyond the last repeat it, and are not stored
@@ -179,20 +230,6 @@ def _forward_kernel(
     tl.store(out_ptr + where[:, None] * D + column[None, :], result, mask=stored[:, None])
     if not PAGED:
         tl.store(logsumexp_ptr + where, tl.fma(peak, scale, tl.log2(total)), mask=stored)
-
-
-@triton.jit
-def _find_sequence(new_ptr, sequences, SEQUENCES: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr):
-    """The sequence of this program (`sequences` if it has none), its tile in it, its first token, its new tokens."""
-    index = tl.arange(0, SEQUENCES)
-    new = tl.load(new_ptr + index, mask=index < sequences, other=0).to(tl.int32)
-    tiles = tl.cdiv(new * GROUP, ROWS)
-    before = tl.cumsum(tiles, 0) <= tl.program_id(0)
-    sequence = tl.sum(before.to(tl.int32), 0)
-    own = index == sequence
-    tile = tl.program_id(0) - tl.sum(tl.where(before, tiles, 0), 0)
-    longest_first = tl.sum(tl.where(own, tiles, 0), 0) - 1 - tile
-    return sequence, longest_first, tl.sum(tl.where(before, new, 0), 0), tl.sum(tl.where(own, new, 0), 0)
 
 
 @triton.jit

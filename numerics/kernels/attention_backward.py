@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 
 from numerics.kernels.arithmetic import cast, dot, load
+from numerics.kernels.sequences import find_sequence
 
 LOG2_E = math.log2(math.e)
 """exp(x) = exp2(x * LOG2_E)"""
@@ -30,10 +31,12 @@ def attention_backward(
     out: torch.Tensor,
     logsumexp: torch.Tensor,
     scale: float,
+    lengths: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """dq [B, Q, heads, D], dk and dv [B, T, kv heads, D] in BF16; their arguments' last strides are 1.
 
-    logsumexp: FP32 [B, Q, heads], log2 of the sum of exp2(score * scale * LOG2_E).
+    logsumexp: FP32 [B, Q, heads], log2 of the sum of exp2(score * scale * LOG2_E). lengths: of sequences that lie end
+    to end in a batch of one, whose queries and keys are the same tokens.
     """
     batch, length, heads, dim = q.shape
     keys, key_heads = k.shape[1:3]
@@ -44,25 +47,45 @@ def attention_backward(
     strides = [*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *dout.stride()[:3], *positions.stride()]
     sizes = (length, keys, heads, scale * LOG2_E, scale)
     long, short = (128, 64) if dim <= 128 else (64, 64)
-    constants: dict[str, Any] = {"GROUP": group, "D": dim, "num_warps": 8, "num_stages": 2}
-    _dq_kernel[triton.cdiv(length * group, long), key_heads, batch](
-        *(*tensors, dq, *strides, *sizes), ROWS=long, KEYS=short, **constants
+    packed = 0 if lengths is None else triton.next_power_of_2(len(lengths))
+    own = (positions if lengths is None else lengths, 0 if lengths is None else len(lengths))
+    constants: dict[str, Any] = {"PACKED": packed, "GROUP": group, "D": dim, "num_warps": 8, "num_stages": 2}
+    _dq_kernel[_tiles(length * group, long, own[1]), key_heads, batch](
+        *(*tensors, *own, dq, *strides, *sizes), ROWS=long, KEYS=short, **constants
     )
-    _dkv_kernel[triton.cdiv(keys, long), key_heads, batch](
-        *(*tensors, dk, dv, *strides, *sizes), ROWS=short, KEYS=long, **constants
+    _dkv_kernel[_tiles(keys, long, own[1]), key_heads, batch](
+        *(*tensors, *own, dk, dv, *strides, *sizes), ROWS=short, KEYS=long, **constants
     )
     return dq, dk, dv
 
 
+def _tiles(rows: int, height: int, sequences: int) -> int:
+    """Of one sequence; of several end to end as many as there can be at most."""
+    return rows // height + sequences if sequences else triton.cdiv(rows, height)
+
+
 @triton.jit
 def _dq_kernel(
-    q_ptr, k_ptr, v_ptr, dout_ptr, out_ptr, logsumexp_ptr, delta_ptr, positions_ptr, dq_ptr,
+    q_ptr, k_ptr, v_ptr, dout_ptr, out_ptr, logsumexp_ptr, delta_ptr, positions_ptr, lengths_ptr, sequences, dq_ptr,
     q_batch, q_token, q_head, k_batch, k_token, k_head, v_batch, v_token, v_head,
     dout_batch, dout_token, dout_head, positions_row, positions_column, queries, keys, heads, exp2_scale, scale,
-    GROUP: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+    PACKED: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    tile = tl.num_programs(0) - 1 - tl.program_id(0)  # the longest first
+    """PACKED: a power of two, at least the number of sequences that lie end to end; 0: a batch."""
     key_head, sequence = tl.program_id(1), tl.program_id(2).to(tl.int64)
+    if PACKED:
+        place, tile, first, queries = find_sequence(lengths_ptr, sequences, PACKED, GROUP, ROWS)
+        if place >= sequences:
+            return
+        keys, first = queries, first.to(tl.int64)
+        q_ptr += first * q_token
+        k_ptr += first * k_token
+        v_ptr += first * v_token
+        dout_ptr += first * dout_token
+        positions_ptr += first
+    else:
+        tile = tl.num_programs(0) - 1 - tl.program_id(0)  # the longest first
+        first = sequence * queries
     row = tile * ROWS + tl.arange(0, ROWS)
     stored = row < queries * GROUP
     query = tl.minimum(row // GROUP, queries - 1).to(tl.int64)
@@ -73,7 +96,7 @@ def _dq_kernel(
     dout = tl.load(
         dout_ptr + (sequence * dout_batch + query * dout_token + head * dout_head)[:, None] + column[None, :]
     )
-    where = (sequence * queries + query) * heads + head
+    where = (first + query) * heads + head
     out = tl.load(out_ptr + where[:, None] * D + column[None, :])
     delta = tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1)
     tl.store(delta_ptr + where, delta, mask=stored)
@@ -103,12 +126,27 @@ def _dq_kernel(
 
 @triton.jit
 def _dkv_kernel(
-    q_ptr, k_ptr, v_ptr, dout_ptr, out_ptr, logsumexp_ptr, delta_ptr, positions_ptr, dk_ptr, dv_ptr,
+    q_ptr, k_ptr, v_ptr, dout_ptr, out_ptr, logsumexp_ptr, delta_ptr, positions_ptr, lengths_ptr, sequences,
+    dk_ptr, dv_ptr,
     q_batch, q_token, q_head, k_batch, k_token, k_head, v_batch, v_token, v_head,
     dout_batch, dout_token, dout_head, positions_row, positions_column, queries, keys, heads, exp2_scale, scale,
-    GROUP: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+    PACKED: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    tile, key_head, sequence = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    key_head, sequence = tl.program_id(1), tl.program_id(2).to(tl.int64)
+    if PACKED:
+        place, tile, first, queries = find_sequence(lengths_ptr, sequences, PACKED, 1, KEYS)
+        if place >= sequences:
+            return
+        keys, first = queries, first.to(tl.int64)
+        q_ptr += first * q_token
+        k_ptr += first * k_token
+        v_ptr += first * v_token
+        dout_ptr += first * dout_token
+        positions_ptr += first
+        first_key = first
+    else:
+        tile = tl.program_id(0)
+        first, first_key = sequence * queries, sequence * keys
     key = tile * KEYS + tl.arange(0, KEYS)
     exists = key < keys
     column = tl.arange(0, D)
@@ -121,14 +159,14 @@ def _dkv_kernel(
 
     dk = tl.zeros((KEYS, D), tl.float32)
     dv = tl.zeros((KEYS, D), tl.float32)
-    first = _first_query_at(tile * KEYS, positions_ptr, positions_column, queries) * GROUP // ROWS * ROWS
-    for start in range(first, queries * GROUP, ROWS):
+    begin = _first_query_at(tile * KEYS, positions_ptr, positions_column, queries) * GROUP // ROWS * ROWS
+    for start in range(begin, queries * GROUP, ROWS):
         row = start + tl.arange(0, ROWS)
         real = row < queries * GROUP
         query = (row // GROUP).to(tl.int64)
         head = row % GROUP
         position = tl.load(positions_ptr + query * positions_column, mask=real, other=-1).to(tl.int32)
-        where = (sequence * queries + query) * heads + key_head * GROUP + head
+        where = (first + query) * heads + key_head * GROUP + head
         logsumexp = tl.load(logsumexp_ptr + where, mask=real, other=0.0)
         delta = tl.load(delta_ptr + where, mask=real, other=0.0)
         q_row, dout_row = query * q_token + head * q_head, query * dout_token + head * dout_head
@@ -141,7 +179,7 @@ def _dkv_kernel(
         dweights = dot(v, tl.trans(dout), tl.zeros((KEYS, ROWS), tl.float32))
         dscores = weights * (dweights - delta[None, :])
         dk = dot(cast(dscores, tl.bfloat16), q, dk)
-    where = ((sequence * keys + far) * (heads // GROUP) + key_head) * D + column[None, :]
+    where = ((first_key + far) * (heads // GROUP) + key_head) * D + column[None, :]
     tl.store(dk_ptr + where, cast(dk * scale, tl.bfloat16), mask=exists[:, None])
     tl.store(dv_ptr + where, cast(dv, tl.bfloat16), mask=exists[:, None])
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from numerics.kernels.attention import attention, paged_attention
+from numerics.kernels.attention import attention, packed_attention, paged_attention
 from numerics.kernels.combine import combine
 from numerics.kernels.digest import chunk_sums
 from numerics.kernels.draw import draw
@@ -29,7 +29,7 @@ from numerics.kernels.swiglu import swiglu
 
 _ALL = (
     add_rms_norm, attention, chunk_sums, combine, draw, experts, fp8_linear, fp8_linear_partial, group_operand,
-    grouped_linear, linear, linear_partial, norm_fp8_linear, paged_attention, quantize, quantize_many,
-    rms_norm, rope, route, swiglu, token_logprobs, top_experts, trained_operand, weight_operand,
+    grouped_linear, linear, linear_partial, norm_fp8_linear, packed_attention, paged_attention, quantize,
+    quantize_many, rms_norm, rope, route, swiglu, token_logprobs, top_experts, trained_operand, weight_operand,
 )  # fmt: skip
 KERNELS: dict[str, Callable[..., Any]] = {kernel.__name__: kernel for kernel in _ALL}

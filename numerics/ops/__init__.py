@@ -5,7 +5,7 @@ it. Each names its rounding points and its order of reduction. What a CPU's matr
 checked at start by `numerics.backend.probe`.
 """
 
-from numerics.ops.attention import attention, paged_attention
+from numerics.ops.attention import attention, packed_attention, paged_attention
 from numerics.ops.draw import draw
 from numerics.ops.experts import ExpertWeights, combine, experts, group_by_expert
 from numerics.ops.linear import (
@@ -42,6 +42,7 @@ __all__ = [
     "linear_partial",
     "merge_partials",
     "norm_fp8_linear",
+    "packed_attention",
     "paged_attention",
     "rms_norm",
     "rope",

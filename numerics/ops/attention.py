@@ -63,6 +63,31 @@ def paged_attention(
     return out
 
 
+@op
+def packed_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: torch.Tensor, scale: float
+) -> torch.Tensor:
+    """`attention` of sequences that lie end to end, each over its own keys, bit for bit.
+
+    q [T, heads, D]; k, v [T, kv heads, D]; lengths int64 [B], 1 or more each, T together. Returns [T, heads, D]. The
+    gradients are those of sequences of similar length that are padded with zeros.
+    """
+    starts = lengths.cumsum(0) - lengths
+    order, real = [], []
+    for some in _of_similar_length(lengths, lengths):
+        own = lengths[some, None]
+        steps = torch.arange(int(own.max()), device=q.device)
+        real.append(steps < own)
+        order.append((starts[some, None] + steps)[real[-1]])
+    counts, tokens = [len(each) for each in order], torch.cat(order)
+    results = []
+    for own, *parts in zip(real, *(x[tokens].split(counts) for x in (q, k, v)), strict=True):
+        rows = [part.new_zeros(*own.shape, *part.shape[1:]).index_put((own,), part) for part in parts]
+        positions = torch.arange(own.shape[1], device=q.device).expand(own.shape)
+        results.append(attention(rows[0], rows[1], rows[2], positions, scale)[own])
+    return torch.cat(results)[tokens.argsort()]
+
+
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(

@@ -5,7 +5,7 @@ import torch
 
 from numerics import ops
 from numerics.errors import UserError
-from numerics.kernels.attention import attention, paged_attention
+from numerics.kernels.attention import attention, packed_attention, paged_attention
 from tests.support.kernels import DEVICE, random
 
 SCALE = 0.1
@@ -108,6 +108,26 @@ def test_strided_inputs_are_read_in_place():
     expected = attention(q.contiguous(), k.contiguous(), v.contiguous(), positions, SCALE)
     assert torch.equal(attention(q, k, v, positions, SCALE), expected)
     compare_gradients(q, k, v, positions)
+
+
+@pytest.mark.parametrize("heads, key_heads, dim", [(4, 1, 16), (2, 2, 64), (1, 1, 256)])
+def test_sequences_end_to_end_have_the_bits_of_padded_ones_and_so_have_their_gradients(heads, key_heads, dim):
+    lengths, width = [1, 70, 130, 33], 140
+    real = torch.arange(width, device=DEVICE) < torch.tensor(lengths, device=DEVICE)[:, None]
+    q, k, v, positions = inputs(len(lengths), width, width, heads, key_heads, dim)
+    dout = random(*q.shape, seed=4) * real[..., None, None]  # what is in the padding, nobody asks
+
+    def passed(op, *leaves):
+        leaves = [x.detach().requires_grad_() for x in leaves]
+        out = op(*leaves)
+        out.backward((dout if out.dim() == 4 else dout[real]).to(out.dtype))
+        return [out, *(x.grad for x in leaves)]
+
+    padded = passed(lambda *x: attention(*x, positions, SCALE), q, k, v)
+    own = torch.tensor(lengths, device=DEVICE)
+    packed = passed(lambda *x: packed_attention(*x, own, SCALE), *(x[real] for x in (q, k, v)))
+    for found, expected in zip(packed, padded):
+        assert expected.any() and torch.equal(found, expected[real])
 
 
 class Sequences:

@@ -4,12 +4,12 @@ import pytest
 
 from tests.support.hopper import compiled_elsewhere
 
-pytestmark = pytest.mark.slow  # 9 kernels to compile
+pytestmark = pytest.mark.slow  # 12 kernels to compile
 
 SCRIPT = """
 import torch
 from numerics.kernels import heights
-from numerics.kernels.attention import attention, paged_attention
+from numerics.kernels.attention import attention, packed_attention, paged_attention
 from tests.support.hopper import compiled_only
 
 def tensor(*shape):
@@ -21,6 +21,8 @@ with compiled_only() as found:
         out = attention(tensor(2, queries, heads, 128), k, k, positions, 0.1)
         if queries > 1:
             out.sum().backward()
+    k = tensor(2048, 2, 128)
+    packed_attention(tensor(2048, 16, 128), k, k, torch.full((16,), 128), 0.1).sum().backward()
     for tokens, sequences, heads, key_heads in ((2048, 16, 16, 2), (3, 3, 5, 1)):
         cache, table = tensor(4096, key_heads, 128), torch.zeros(32, 4096, dtype=torch.int32)
         count = torch.ones(sequences, dtype=torch.int64)
@@ -47,13 +49,13 @@ def test_products_run_on_the_tensor_core_and_tiles_fit(kernels):
         assert kernel["shared"] <= 227 * 1024 and kernel["spilled"] <= 64, kernel
 
 
-def test_contiguous_and_paged_keys_are_summed_in_one_order(kernels):
+def test_contiguous_packed_and_paged_keys_are_summed_in_one_order(kernels):
     """A row's weights are summed in the layout of the product. Were it another in one of the variants, the trainer's
     bits would not be the engine's; warps, each with 16 whole rows, is what all of them have: eight, or four in tiles of
     64 rows."""
     sums = [kernel["sums"] for kernel in kernels if kernel["name"] == "_forward_kernel"]
-    assert len(sums) == 7 and all(len(layouts) == 1 for layouts in sums)
-    for (layout,), warps in zip(sums, [8] * 4 + [4] * 3, strict=True):
+    assert len(sums) == 8 and all(len(layouts) == 1 for layouts in sums)
+    for (layout,), warps in zip(sums, [8] * 5 + [4] * 3, strict=True):
         assert "nvidia_mma" in layout and f"warpsPerCTA = [{warps}, 1]" in layout
         assert "instrShape = [16, 128, 16]" in layout
 
