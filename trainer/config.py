@@ -75,7 +75,10 @@ class TrainerConfig(RateConfig):
     clip_grad: float = Field(default=1.0, gt=0.0, le=1e9)
     """Largest global gradient norm."""
     micro_batch_tokens: int = Field(default=4096, ge=1)
-    """Padded tokens of one micro-batch; a longer row gets a micro-batch of its own."""
+    """Tokens of one micro-batch, padding included; a longer row gets a micro-batch of its own."""
+    packing: bool = False
+    """Lay the rows of a micro-batch end to end instead of padding each to the longest. No log-probability changes.
+    Gradients of weights are added up over the tokens in another order. Native mode needs TransformerEngine for it."""
     optimizer: OptimizerMemory = OptimizerMemory()
     """What the optimizer takes of a GPU's memory."""
     recompute: Recompute = "none"

@@ -11,8 +11,8 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor, nn
 
 from trainer.distributed.layout import Layout
-from trainer.step.batch import TokenBatch
 from trainer.step.head import Head
+from trainer.step.microbatches import MicroBatch
 from trainer.step.reading import Read
 from trainer.trainer import Trainer
 
@@ -22,9 +22,9 @@ class Critic(Trainer):
     is what is expected, before the token at t is chosen, of what is still to come.
     """
 
-    def _read(self, hidden: Tensor, head: Head, batch: TokenBatch) -> Read:
+    def _read(self, hidden: Tensor, head: Head, micro: MicroBatch) -> Read:
         """The value before each token but the first; a value has no entropy, and draws no tokens."""
-        values = head(hidden).transpose(0, 1).contiguous()[:, :-1, 0]
+        values = micro.by_row(head(hidden).transpose(0, 1).contiguous()[..., 0])[:, :-1]
         return Read(values, torch.zeros_like(values))
 
     def _finish(self, model: GPTModel) -> None:

@@ -18,10 +18,11 @@ from trainer.distributed.layout import Layout
 from trainer.megatron import te_runtime
 from trainer.megatron.lowering import lower
 from trainer.megatron.model import build_model
-from trainer.megatron.model_checks import check_layout
+from trainer.megatron.model_checks import check_layout, check_packing
 from trainer.modules.precision import Precision
 from trainer.step.batch import TokenBatch
 from trainer.step.head import Head
+from trainer.step.microbatches import MicroBatch
 from trainer.step.objective import Objective
 from trainer.step.passes import RankPass, run_pass
 from trainer.step.reading import Read, read_logprobs
@@ -57,6 +58,7 @@ class Scorer:
         self.definition = read_model(model_path)
         sizes = self.definition.sizes
         check_layout(sizes, config, numerics.trainer_spec)
+        check_packing(config.packing, numerics.mode, device.has_transformer_engine())
         _check_sequence_length(max_sequence_length, sizes.max_positions)
         _check_k_splits(config, numerics)
         self.max_sequence_length = max_sequence_length
@@ -124,11 +126,12 @@ class Scorer:
 
     def _pass(self, batch: TokenBatch, objective: Objective | None) -> RankPass:
         budget, multiple = self.config.micro_batch_tokens, self.layout.tp_size * self.lowering.row_multiple
-        return run_pass(self._runs, batch, self.layout, budget, multiple, objective, self._read)
+        packing = self.config.packing
+        return run_pass(self._runs, batch, self.layout, budget, multiple, objective, self._read, packing)
 
-    def _read(self, hidden: Tensor, head: Head, batch: TokenBatch) -> Read:
+    def _read(self, hidden: Tensor, head: Head, micro: MicroBatch) -> Read:
         """What is made of the final hidden states; see :mod:`trainer.step.reading`."""
-        return read_logprobs(hidden, head, batch, self.config.head_chunk_tokens)
+        return read_logprobs(hidden, head, micro, self.config.head_chunk_tokens)
 
     def _check_width(self, batch: TokenBatch) -> None:
         if batch.width > self.max_sequence_length:

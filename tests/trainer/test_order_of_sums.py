@@ -13,11 +13,14 @@ from tests.support.batches import cross_entropy, random_batch
 from tests.support.trainers import MakeTrainer
 
 
-@pytest.mark.parametrize(("mode", "kernels"), [("exact", "triton"), ("exact", "torch"), ("native", "torch")])
+@pytest.mark.parametrize(
+    ("mode", "kernels", "packing"),
+    [("exact", "triton", False), ("exact", "torch", False), ("native", "torch", False), ("exact", "torch", True)],
+)
 def test_no_sum_of_a_train_step_is_left_to_atomics(
-    mode: str, kernels: str, moe_path: Path, make_trainer: MakeTrainer
+    mode: str, kernels: str, packing: bool, moe_path: Path, make_trainer: MakeTrainer
 ) -> None:
-    trainer = make_trainer(moe_path, "fp8" if mode == "exact" else "bf16", mode=mode)
+    trainer = make_trainer(moe_path, "fp8" if mode == "exact" else "bf16", mode=mode, packing=packing)
     batch = random_batch(rows=2, longest=8)
     with using(kernels), Atomics() as atomics:
         trainer.train_step(batch, cross_entropy(batch))

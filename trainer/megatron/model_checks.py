@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 
 from models.sizes import ModelSizes
+from numerics.config import Mode
 from numerics.errors import user_error
 from numerics.spec import QuantSpec
 from trainer.config import TrainerConfig
@@ -79,6 +80,21 @@ def check_wires(sizes: ModelSizes, config: TrainerConfig, spec: QuantSpec) -> No
             expected="weights that the trainer quantizes to e4m3, block, pow2, nearest; others would not arrive as the "
             "forward's own",
             remedy="Set trainer.weight_gather=bf16, or numerics.preset=fp8_block_pow2 and numerics.trainer=fp8.",
+        )
+
+
+def check_packing(packing: bool, mode: Mode, transformer_engine: bool) -> None:
+    """Check that attention can take rows that lie end to end: ours can, and TransformerEngine's.
+
+    Raises:
+        UserError: it is Megatron's own.
+    """
+    if packing and mode == "native" and not transformer_engine:
+        raise user_error(
+            "trainer.packing",
+            found="true with numerics.mode=native and without TransformerEngine",
+            expected="false: Megatron's own attention, which native mode has there, takes rows that are padded",
+            remedy="Set trainer.packing=false, or numerics.mode=exact.",
         )
 
 

@@ -1,4 +1,4 @@
-"""How the rows of a batch fall into micro-batches and data-parallel ranks."""
+"""How the rows of a batch fall into micro-batches and data-parallel ranks, each row padded."""
 
 from __future__ import annotations
 
@@ -7,37 +7,38 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from trainer import device
+from trainer.modules.packing import PackedRows
 from trainer.step.batch import TokenBatch
-from trainer.step.reading import Read
 
 
 @dataclass(frozen=True)
 class MicroBatch:
     """Rows of a batch that go through the model together. Here each row is padded, and takes a row of the model's
-    input; rows that are laid end to end would be packed and unpacked by another form of this type.
+    input; `trainer.step.packing` lays them end to end.
 
     Attributes:
         rows: their numbers in the whole batch. None, on a rank without rows for its turn: it takes part in the
             collectives, on one row that counts for nothing.
         batch: these rows, on the device.
+        packed_rows: what attention must know of rows that lie end to end.
     """
 
     rows: list[int]
     batch: TokenBatch
+    packed_rows: PackedRows | None = None
 
     @classmethod
     def of(cls, batch: TokenBatch, rows: list[int], multiple: int) -> MicroBatch:
-        """These rows of `batch`, padded to a multiple."""
-        selected = pad_to_multiple(batch.select(rows or [int(batch.lengths.argmin())]), multiple)
-        return cls(rows, selected.to(device.current()))
+        """These rows of `batch`, for a model that takes a multiple of tokens."""
+        return cls(rows, pad_to_multiple(rows_of(batch, rows), multiple).to(device.current()))
 
-    def packed(self) -> Tensor:
-        """The tokens int64 [B, S] as the model is run on them."""
-        return self.batch.tokens
+    def laid(self, values: Tensor) -> Tensor:
+        """Values of the batch's tokens [B, S, ...], as the model takes its tokens [b, s, ...]."""
+        return values
 
-    def unpacked(self, read: Read) -> Read:
-        """What was read of the packed tokens, row by row as `batch` has them."""
-        return read
+    def by_row(self, values: Tensor, padding: int = 0) -> Tensor:
+        """The other way round. padding: what stands there may be this, or anything."""
+        return values
 
 
 def plan(lengths: list[int], dp_size: int, budget: int, multiple: int = 1) -> list[list[list[int]]]:
@@ -55,9 +56,14 @@ def plan(lengths: list[int], dp_size: int, budget: int, multiple: int = 1) -> li
         Row indices by rank, then micro-batch.
     """
     longest_first = sorted(range(len(lengths)), key=lambda row: (-lengths[row], row))
-    packed = [_pack(longest_first[rank::dp_size], lengths, budget, multiple) for rank in range(dp_size)]
-    count = max(len(micro) for micro in packed)
-    return [_split_to(micro, count) for micro in packed]
+    filled = [_fill(longest_first[rank::dp_size], lengths, budget, multiple) for rank in range(dp_size)]
+    count = max(len(micro) for micro in filled)
+    return [_split_to(micro, count) for micro in filled]
+
+
+def rows_of(batch: TokenBatch, rows: list[int]) -> TokenBatch:
+    """These rows; where there are none the shortest, so that the model has something to compute."""
+    return batch.select(rows or [int(batch.lengths.argmin())])
 
 
 def pad_to_multiple(batch: TokenBatch, multiple: int) -> TokenBatch:
@@ -65,7 +71,7 @@ def pad_to_multiple(batch: TokenBatch, multiple: int) -> TokenBatch:
     return batch.padded(-(-batch.width // multiple) * multiple)
 
 
-def _pack(rows: list[int], lengths: list[int], budget: int, multiple: int) -> list[list[int]]:
+def _fill(rows: list[int], lengths: list[int], budget: int, multiple: int) -> list[list[int]]:
     """Rows, longest first, into consecutive micro-batches within the budget."""
     micro: list[list[int]] = []
     width = 0

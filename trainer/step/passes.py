@@ -22,6 +22,7 @@ from trainer.step.batch import UNKNOWN, TokenBatch
 from trainer.step.head import head_of
 from trainer.step.microbatches import MicroBatch, plan
 from trainer.step.objective import Objective
+from trainer.step.packing import PackedMicroBatch, plan_packed
 from trainer.step.reading import Reading, gpt_of, hidden_states, read_logprobs
 from trainer.step.routing import Routing, routing_of
 
@@ -54,29 +55,32 @@ def run_pass(
     multiple: int,
     objective: Objective | None,
     read: Reading = read_logprobs,
+    packing: bool = False,
 ) -> RankPass:
     """Score the batch and, with an objective, accumulate its summed gradients in `model`.
 
     All ranks call it with the same batch.
 
     Args:
-        budget: padded tokens of a micro-batch.
-        multiple: rows are padded to a multiple of this.
+        budget: tokens of a micro-batch, padding included.
+        multiple: rows, or the one that they are packed into, are padded to a multiple of this.
         objective: None for scoring only. Otherwise `model` is in Megatron's data-parallel wrapper.
         read: what is made of the final hidden states.
+        packing: rows lie end to end in a micro-batch.
 
     Raises:
         NonFiniteLossError: on all ranks, naming the rows of the micro-batches whose loss is not finite.
         UserError, ValueError: the batch has routes that this model cannot take; see
             :func:`trainer.step.routing.routing_of`.
     """
-    groups = plan(batch.lengths.tolist(), layout.dp_size, budget, multiple)[layout.dp_rank]
+    assign, form = (plan_packed, PackedMicroBatch) if packing else (plan, MicroBatch)
+    groups = assign(batch.lengths.tolist(), layout.dp_size, budget, multiple)[layout.dp_rank]
     get_model_config(model).finalize_model_grads_func = _finalize_sums
     with routing_of(model, batch, layout) as routing:
         # The last stage alone sees logits; the shapes given here are replaced by those of each micro-batch.
         outputs: list[_MicroOutput] = get_forward_backward_func()(
             forward_step_func=partial(_forward, objective=objective, read=read, routing=routing),
-            data_iterator=(MicroBatch.of(batch, rows, multiple) for rows in groups),
+            data_iterator=(form.of(batch, rows, multiple) for rows in groups),
             model=[model],
             num_microbatches=len(groups),
             seq_length=batch.width,
@@ -118,9 +122,9 @@ def _forward(
     routing: Routing,
 ) -> Any:
     micro = next(micro_batches)
-    routing.begin(micro.batch)
-    hidden = hidden_states(model, micro.packed())
-    routes = routing.own_choice(micro.batch)
+    routing.begin(micro)
+    hidden = hidden_states(model, micro)
+    routes = routing.own_choice(micro)
     return hidden, partial(_loss, model=gpt_of(model), micro=micro, objective=objective, read=read, routes=routes)
 
 
@@ -134,7 +138,7 @@ def _loss(
 ) -> tuple[Tensor, Tensor, _MicroOutput]:
     """Megatron's loss function: (loss to differentiate, a token count that is not used, what to keep)."""
     batch = micro.batch
-    found = micro.unpacked(read(hidden, head_of(model), batch))
+    found = read(hidden, head_of(model), micro)
     real = torch.arange(1, batch.width, device=hidden.device) < batch.lengths[:, None]
     logprobs = F.pad(torch.where(real, found.values, 0.0), (1, 0))
     metrics: dict[str, Tensor] = {}

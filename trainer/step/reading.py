@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from numerics import ops
 from numerics.ops.linear import add_weight_gradient
 from numerics.sampling import GREEDY
-from trainer.step.batch import UNKNOWN, TokenBatch
+from trainer.step.batch import UNKNOWN
 from trainer.step.head import Head
+from trainer.step.microbatches import MicroBatch
 
 DRAWN_TOGETHER = 1024
 """Rows of logits that are copied to be drawn from."""
@@ -23,7 +24,7 @@ DRAWN_TOGETHER = 1024
 
 @dataclass(frozen=True)
 class Read:
-    """What a pass takes of a micro-batch; what it says of the padding is arbitrary.
+    """What a pass takes of a micro-batch, by its rows; what it says of the padding is arbitrary.
 
     Attributes:
         values: FP32 [B, S - 1] with gradient, log-probabilities of tokens 1 to S - 1, or a critic's values before them.
@@ -36,42 +37,44 @@ class Read:
     draws: Tensor | None = None
 
 
-Reading = Callable[[Tensor, Head, TokenBatch], Read]
+Reading = Callable[[Tensor, Head, MicroBatch], Read]
 
 
-def read_logprobs(hidden: Tensor, head: Head, batch: TokenBatch, chunk: int | None = None) -> Read:
+def read_logprobs(hidden: Tensor, head: Head, micro: MicroBatch, chunk: int | None = None) -> Read:
     """The `Reading` of a policy. Logits at t speak of the token at t + 1.
 
     chunk: tokens whose logits are there at a time; None: those of all. A chunk's logits are made in the forward and
     once more in the backward, by the same ops, so that no log-probability changes, and no gradient of a hidden state.
     The gradient of the head's weight is added up over chunks in FP32, and rounded once.
     """
-    ranks = batch.width // hidden.shape[0]
-    rows, sought = hidden.flatten(0, 1).unsqueeze(1), _Sought.of(batch, ranks)
-    chunks = 1 if chunk is None else -(-batch.tokens.numel() // chunk)
+    tokens = micro.laid(micro.batch.tokens)
+    ranks = tokens.shape[1] // hidden.shape[0]
+    rows, sought = hidden.flatten(0, 1).unsqueeze(1), _Sought.of(micro, ranks)
+    chunks = 1 if chunk is None else -(-tokens.numel() // chunk)
     if chunks == 1:
         values, entropy, drawn = sought.read(head(rows))
     else:
         values, entropy, drawn = _InChunks.apply(rows, head.weight, head, sought, chunks)
 
     def by_row(found: Tensor) -> Tensor:
-        return found.view(batch.width, batch.rows).t()[:, :-1]
+        return micro.by_row(found.view(tokens.t().shape).t(), UNKNOWN)[:, :-1]
 
     if drawn is not None:
-        drawn = torch.cat([torch.full_like(batch.tokens[:, :1], UNKNOWN), by_row(drawn)], 1)
+        drawn = torch.cat([torch.full_like(micro.batch.tokens[:, :1], UNKNOWN), by_row(drawn)], 1)
     return Read(by_row(values), by_row(entropy), drawn)
 
 
-def hidden_states(model: nn.Module, tokens: Tensor) -> Tensor:
+def hidden_states(model: nn.Module, micro: MicroBatch) -> Tensor:
     """Run Megatron's model, or its wrapper, up to its head.
 
-    tokens [B, S] -> [S, B, H], or this tensor-parallel rank's part of S: the final hidden states on the last pipeline
-    stage, on others what the next is sent.
+    Tokens as they are laid [b, s] -> [s, b, H], or this tensor-parallel rank's part of s: the final hidden states on
+    the last pipeline stage, on others what the next is sent.
     """
     gpt = gpt_of(model)
     last, gpt.post_process = gpt.post_process, False  # asked where GPTModel would go on with its output layer
     try:
-        hidden: Tensor = model(tokens, position_ids=None, attention_mask=None)
+        tokens = micro.laid(micro.batch.tokens)
+        hidden: Tensor = model(tokens, position_ids=None, attention_mask=None, packed_seq_params=micro.packed_rows)
     finally:
         gpt.post_process = last
     return hidden
@@ -98,13 +101,16 @@ class _Sought:
     positions: Tensor
 
     @classmethod
-    def of(cls, batch: TokenBatch, ranks: int) -> _Sought:
-        positions = torch.arange(batch.width, device=batch.tokens.device)[:, None].expand(-1, batch.rows)
-        seeds = None
+    def of(cls, micro: MicroBatch, ranks: int) -> _Sought:
+        def by_rank(values: Tensor) -> Tensor:
+            return micro.laid(values).t().reshape(ranks, -1)
+
+        batch, seeds = micro.batch, None
+        positions = torch.arange(batch.width, device=batch.tokens.device).expand_as(batch.tokens)
         if batch.seeds is not None:
-            seeds = torch.where(positions < batch.lengths - 1, batch.seeds, GREEDY).reshape(ranks, -1)
-        following = batch.tokens.roll(-1, 1).t()  # of the last, nobody asks
-        return cls(following.reshape(ranks, -1), batch.temperature, seeds, positions.reshape(ranks, -1))
+            seeds = by_rank(torch.where(positions < batch.lengths[:, None] - 1, batch.seeds[:, None], GREEDY))
+        following = batch.tokens.roll(-1, 1)  # of the last, nobody asks
+        return cls(by_rank(following), batch.temperature, seeds, by_rank(positions))
 
     def split(self, chunks: int) -> Iterator[_Sought]:
         tokens, positions = (each.tensor_split(chunks, 1) for each in (self.tokens, self.positions))

@@ -23,6 +23,7 @@ from numerics.errors import user_error
 from trainer.distributed.layout import Layout
 from trainer.megatron.patches import become
 from trainer.step.batch import UNKNOWN, TokenBatch
+from trainer.step.microbatches import MicroBatch
 
 
 @contextmanager
@@ -56,16 +57,22 @@ class Routing:
     def __init__(self, layers: list[LayerRouting], layout: Layout) -> None:
         self._layers, self._layout = layers, layout
 
-    def begin(self, batch: TokenBatch) -> None:
+    def begin(self, micro: MicroBatch) -> None:
         """Before the forward of a micro-batch: where its tokens are to go."""
-        if batch.routes is None or not batch.replay:
+        if micro.batch.routes is None or not micro.batch.replay:
             return
         # Routers see [S, B] tokens, and under sequence parallelism this rank's part of S.
-        part = batch.routes.transpose(0, 1).chunk(self._layout.tp_size)[self._layout.tp_rank].long().flatten(0, 1)
+        part = (
+            micro.laid(micro.batch.routes)
+            .transpose(0, 1)
+            .chunk(self._layout.tp_size)[self._layout.tp_rank]
+            .long()
+            .flatten(0, 1)
+        )
         for layer, experts in zip(self._layers, part.unbind(1), strict=True):
             layer.target_topk_idx = experts
 
-    def own_choice(self, batch: TokenBatch) -> Tensor | None:
+    def own_choice(self, micro: MicroBatch) -> Tensor | None:
         """After the forward: where the routers would have sent the micro-batch's tokens, int16 [B, S, L, K], experts
         ascending and -1 in the padding. None for a batch without routes."""
         if not self._layers:
@@ -76,8 +83,9 @@ class Routing:
             parts = [torch.empty_like(chosen) for _ in range(self._layout.tp_size)]
             dist.all_gather(parts, chosen, group=self._layout.tp_group)
             chosen = torch.cat(parts)
-        routes = chosen.sort(-1).values.unflatten(0, (batch.width, batch.rows)).transpose(0, 1)
-        return torch.where(batch.real_tokens()[:, :, None, None], routes, UNKNOWN).to(torch.int16)
+        rows = micro.laid(micro.batch.tokens).shape[0]
+        routes = micro.by_row(chosen.sort(-1).values.unflatten(0, (-1, rows)).transpose(0, 1))
+        return torch.where(micro.batch.real_tokens()[:, :, None, None], routes, UNKNOWN).to(torch.int16)
 
 
 class LayerRouting(RouterReplay):

@@ -28,6 +28,7 @@ from rollout.rewards.config import RewardConfig
 from rollout.rewards.functions import load_function
 from trainer.device import has_transformer_engine
 from trainer.megatron.lowering import lower
+from trainer.megatron.model_checks import check_packing
 from trainer.megatron.optimizer_memory import lower_optimizer
 
 __all__ = ["check", "read_model"]
@@ -50,6 +51,7 @@ def check(experiment: Experiment, say: Callable[[str], object] = lambda text: No
     lowered = lower(experiment.numerics_config(), has_transformer_engine())
     held_in_fp8 = bool(lowered.ddp.get("fp8_param_gather"))
     lower_optimizer(experiment.trainer.optimizer, held_in_fp8, torch.cuda.is_available(), has_transformer_engine())
+    check_packing(experiment.trainer.packing, experiment.numerics.mode, has_transformer_engine())
     _check_context(model.sizes, experiment)
     tokenizer = read_tokenizer(path, model.sizes.vocab_size)
     check_data(experiment, tokenizer, say)

@@ -79,6 +79,7 @@ class Case:
         out["turns"] = turns(layout)
         out["routed"] = self._routed(layout, trainer)
         out["with less memory"] = self._with_less_memory(layout, config)
+        out["packed"] = self._packed(layout, config)
         out["extra"] = trainer.load(self.checkpoint)
         with transfers(trainer) as sent:
             out["resumed"] = two_steps(trainer)
@@ -146,6 +147,15 @@ class Case:
             for each, found in zip(keys[1:], passes[1:], strict=True)
         }
 
+    def _packed(self, layout: Layout, config: TrainerConfig) -> tuple[Any, Any, dict[str, Tensor]]:
+        """Log-probabilities with less memory, what is said of routes, and gradients, of rows that lie end to end."""
+        config = config.model_copy(update={"packing": True, "micro_batch_tokens": 300})
+        less = config.model_copy(update={"recompute": "layer", "head_chunk_tokens": CHUNK})
+        trainer = self._trainer(layout, less, self.moe_path, "fp8")
+        scored = reported(layout, trainer.score(random_batch(**BATCH)))
+        routed = self._routed(layout, trainer)
+        return scored, routed, gradients(self._trainer(layout, config, self.moe_path, "bf16", torch.float32))
+
     def _non_finite(self, trainer: Any) -> str:
         from trainer.errors import NonFiniteLossError
 
@@ -211,11 +221,9 @@ def gradients(trainer: Any) -> dict[str, Tensor]:
     """The summed gradients by HF name, those of this rank's share."""
     from trainer.step.passes import run_pass
 
-    batch = random_batch(**BATCH)
-    wrapped = trainer.optimizer.model
-    run_pass(
-        wrapped, batch, trainer.layout, trainer.config.micro_batch_tokens, trainer.layout.tp_size, cross_entropy(batch)
-    )
+    batch, layout, config = random_batch(**BATCH), trainer.layout, trainer.config
+    wrapped, budget, objective = trainer.optimizer.model, config.micro_batch_tokens, cross_entropy(batch)
+    run_pass(wrapped, batch, layout, budget, layout.tp_size, objective, packing=config.packing)
     for buffer in (*wrapped.buffers, *wrapped.expert_parallel_buffers):
         # The distributed optimizer leaves each rank the sums of its own part of the buffer.
         group = buffer.data_parallel_group
@@ -307,14 +315,30 @@ def test_a_critic_s_values_are_bit_equal_and_its_steps_those_of_one_rank(
 
 
 def test_replayed_routes_are_bit_equal(outcome: Outcome, one_rank: Any, moe_path: Path) -> None:
+    """Of padded rows, and of rows end to end."""
     rows, expected = one_rank(moe_path, "fp8", k_splits=outcome.k_splits).score_routed(routed_batch())
     place = torch.tensor(rows).argsort()
-    parts = [rank["routed"] for rank in outcome.ranks if rank["routed"] is not None]
-    for own_rows, scored in parts:
-        assert torch.equal(scored.logprobs, expected.logprobs[place[own_rows]])
-        assert torch.equal(scored.routes, expected.routes[place[own_rows]])
-    everyone = sorted(row for own_rows, _ in parts for row in own_rows)
-    assert everyone == (list(range(BATCH["rows"])) if outcome.config.pp == 1 else [])
+    for said in ([rank["routed"] for rank in outcome.ranks], [rank["packed"][1] for rank in outcome.ranks]):
+        parts = [each for each in said if each is not None]
+        for own_rows, scored in parts:
+            assert torch.equal(scored.logprobs, expected.logprobs[place[own_rows]])
+            assert torch.equal(scored.routes, expected.routes[place[own_rows]])
+        everyone = sorted(row for own_rows, _ in parts for row in own_rows)
+        assert everyone == (list(range(BATCH["rows"])) if outcome.config.pp == 1 else [])
+
+
+def test_rows_end_to_end_have_the_bits_of_padded_ones_and_their_gradients(outcome: Outcome) -> None:
+    expected, found = outcome.scores("moe/fp8"), torch.full((BATCH["rows"], BATCH["longest"]), float("nan"))
+    for rank in outcome.ranks:
+        if rank["packed"][0] is not None:
+            rows, values = rank["packed"][0]
+            found[rows] = values
+    assert torch.equal(found, expected)
+    padded = outcome.union("gradients")
+    packed = {name: value for rank in outcome.ranks for name, value in rank["packed"][2].items()}
+    assert packed.keys() == padded.keys()
+    for name, value in padded.items():
+        assert (packed[name] - value).norm() <= 1e-6 * value.norm(), name
 
 
 def test_what_is_computed_once_more_changes_no_bit_but_of_the_head_s_gradient(outcome: Outcome) -> None:

@@ -9,13 +9,14 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor, nn
 
 from numerics import ops
+from trainer.modules.packing import PackedRows
 
 
 class CoreAttention(nn.Module):
     """`ops.rope` on queries and keys, then causal `ops.attention`.
 
     The model is built without position embeddings: rows start at position 0 and are right-padded, so a token's
-    position is its index, and padding is never a key of a real query.
+    position is its index, and padding is never a key of a real query. Rows that lie end to end bring their positions.
     """
 
     def __init__(self, *, rope_theta: float, config: TransformerConfig, **unused: Any) -> None:
@@ -24,9 +25,19 @@ class CoreAttention(nn.Module):
         self.scale = config.kv_channels**-0.5
 
     def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **unused: Any
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        packed_seq_params: PackedRows | None = None,
+        **unused: Any,
     ) -> Tensor:
-        """Query [S, B, H, D], key and value [S, B, Hkv, D] -> [S, B, H * D]"""
+        """Query [S, B, H, D], key and value [S, B, Hkv, D] -> [S, B, H * D]; of rows end to end [T, H, D] and
+        [T, Hkv, D] -> [T, 1, H * D]"""
+        if (rows := packed_seq_params) is not None:
+            query, key = (ops.rope(x[None], rows.positions[None], self.rope_theta)[0] for x in (query, key))
+            return ops.packed_attention(query, key, value, rows.lengths, self.scale).flatten(1).unsqueeze(1)
         query, key, value = (t.transpose(0, 1) for t in (query, key, value))
         out = ops.attention(self.rotated(query), self.rotated(key), value, _positions(query), self.scale)
         return out.transpose(0, 1).flatten(2)
