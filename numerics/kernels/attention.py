@@ -162,7 +162,7 @@ def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         raise user_error("attention", found=found, expected=expected, remedy="Check the model's head counts.")
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["sequences", "queries", "keys"])
 def _forward_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, logsumexp_ptr, positions_ptr, requests_ptr, new_ptr, lengths_ptr,
     q_batch, q_token, q_head, k_batch, k_token, k_head, v_batch, v_token, v_head, positions_row, positions_column,

@@ -175,7 +175,7 @@ def _multiprocessors(index: int) -> int:
     return torch.cuda.get_device_properties(index).multi_processor_count
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["m", "a_step", "slice_steps", "b_row", "first_ptr", "rows_ptr"])
 def _product_kernel(
     a_desc, b_desc, out_ptr, expert_ptr, first_ptr, rows_ptr, used_ptr, m, n, k, slice_steps,
     a_scale_ptr, b_scale_ptr, a_row, a_step, b_matrix, b_row, b_step,

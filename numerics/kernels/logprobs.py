@@ -79,7 +79,7 @@ class _TokenLogprobs(torch.autograd.Function):
         return dlogits, None, None
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["length", "entropy_ptr", "logsumexp_ptr"])
 def _forward_kernel(
     logits_ptr, tokens_ptr, temperature, logprobs_ptr, entropy_ptr, logsumexp_ptr,
     length, vocabulary, batch_stride, stride, EACH: tl.constexpr, BLOCK: tl.constexpr,

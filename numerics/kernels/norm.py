@@ -129,7 +129,7 @@ def _sum(x, ROWS: tl.constexpr, COUNT: tl.constexpr):
     return pairwise_sum(tl.reshape(x, (ROWS, COUNT)), COUNT)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "scale_group"])
 def _forward_kernel(
     x_ptr, residual_ptr, weight_ptr, normed_ptr, total_ptr, inverse_ptr, codes_ptr, scale_ptr,
     rows, hidden, stride, eps, scale_row, scale_group,
@@ -162,7 +162,7 @@ def _forward_kernel(
         tl.store(normed_ptr + at, normed, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _backward_kernel(
     x_ptr, dy_ptr, weight_ptr, inverse_ptr, dx_ptr, partial_ptr, rows, hidden, stride, dy_stride,
     ROWS: tl.constexpr, GROUPS: tl.constexpr,

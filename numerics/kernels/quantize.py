@@ -225,7 +225,7 @@ def format_constants(spec: TensorSpec | None) -> dict[str, bool | float | None]:
     }
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "scale_group"])
 def _rows_kernel(
     x_ptr, codes_ptr, scale_ptr, rows, k, stride, scale_row, scale_group,
     ROWS: tl.constexpr, GROUPS: tl.constexpr, E5M2: tl.constexpr, POW2: tl.constexpr, FIXED: tl.constexpr,

@@ -62,7 +62,7 @@ def _frequencies(theta: float, dim: int, device: torch.device) -> torch.Tensor:
     return (theta ** (-torch.arange(0, dim, 2, dtype=torch.float64) / dim)).to(device)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["heads"])
 def _kernel(
     x_ptr, positions_ptr, frequencies_ptr, out_ptr, heads, token_stride, head_stride, direction,
     HALF: tl.constexpr, BLOCK: tl.constexpr, HEADS: tl.constexpr,

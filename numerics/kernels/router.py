@@ -91,7 +91,7 @@ def _launch(kernel: Any, x: torch.Tensor, *outputs: torch.Tensor, **constants: A
     kernel[grid](x, *outputs, tokens, experts, **constants, **shape, num_warps=4, enable_fp_fusion=False)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def _route_kernel(
     logits_ptr, probs_ptr, chosen_ptr, tokens, experts,
     TOP_K: tl.constexpr, RENORMALIZE: tl.constexpr, GIVEN: tl.constexpr, TOKENS: tl.constexpr, EXPERTS: tl.constexpr,
@@ -116,14 +116,14 @@ def _route_kernel(
         tl.store(chosen_ptr + first + rank, expert.to(tl.int64), mask=chosen & real)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def _softmax_kernel(logits_ptr, probs_ptr, tokens, experts, TOKENS: tl.constexpr, EXPERTS: tl.constexpr):
     token, expert = _tile(TOKENS, EXPERTS)
     probs = _softmax(logits_ptr, token, expert, tokens, experts, EXPERTS)
     tl.store(probs_ptr + token * experts + expert, probs, mask=(token < tokens) & (expert < experts))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def _top_kernel(
     probs_ptr, chosen_ptr, tokens, experts, TOP_K: tl.constexpr, TOKENS: tl.constexpr, EXPERTS: tl.constexpr
 ):

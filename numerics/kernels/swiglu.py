@@ -72,7 +72,7 @@ def _grid(tokens: int, features: int) -> tuple[int, int]:
     return triton.cdiv(tokens, _BLOCK["ROWS"]), triton.cdiv(features, _BLOCK["GROUPS"] * GROUP.value)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens", "scale_group"])
 def _forward_kernel(
     gate_up_ptr, out_ptr, scale_ptr, tokens, features, stride, scale_row, scale_group,
     QUANTIZE: tl.constexpr, E5M2: tl.constexpr, POW2: tl.constexpr, FIXED: tl.constexpr,
@@ -99,7 +99,7 @@ def _forward_kernel(
         tl.store(out_ptr + at, result, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def _backward_kernel(
     gate_up_ptr, dy_ptr, out_ptr, tokens, features, stride, dy_stride, ROWS: tl.constexpr, GROUPS: tl.constexpr
 ):  # fmt: skip

@@ -62,7 +62,7 @@ def make_tiles(counts: torch.Tensor, rows: int, height: int = TALL) -> Tiles:
     return Tiles(expert, first, filled, starts, height)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["most", "first_ptr", "rows_ptr"])
 def _tiles_kernel(
     counts_ptr, expert_ptr, first_ptr, rows_ptr, starts_ptr, experts, most,
     EXPERTS: tl.constexpr, SIZE: tl.constexpr, TILES: tl.constexpr,

@@ -37,7 +37,7 @@ class Compiled:
     sums: tuple[str, ...]
 
 
-class _NoDevice:
+class NoDevice:
     """What Triton asks a driver for before it launches."""
 
     def get_current_target(self) -> GPUTarget:
@@ -61,7 +61,7 @@ def compiled_only() -> Iterator[list[Compiled]]:
         found.append(_described(self.__name__, kernel))
         return kernel
 
-    driver.set_active(_NoDevice())
+    driver.set_active(NoDevice())
     JITFunction.run = compile_only
     try:
         yield found
@@ -106,9 +106,15 @@ def compiled_elsewhere(script: str) -> list[dict[str, Any]]:
 
     In a process of its own: whether Triton interprets or compiles is settled when its kernels are defined.
     """
+    kernels: list[dict[str, Any]] = found_elsewhere(
+        script + "\nimport dataclasses, json\nprint(json.dumps([dataclasses.asdict(kernel) for kernel in found]))"
+    )
+    return kernels
+
+
+def found_elsewhere(script: str) -> Any:
+    """What `script` prints last, as JSON, in a process whose kernels are not interpreted."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    script += "\nimport dataclasses, json\nprint(json.dumps([dataclasses.asdict(kernel) for kernel in found]))"
     run = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
-    kernels: list[dict[str, Any]] = json.loads(run.stdout.splitlines()[-1])
-    return kernels
+    return json.loads(run.stdout.splitlines()[-1])

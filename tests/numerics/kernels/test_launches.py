@@ -1,0 +1,75 @@
+"""What a decode step of Qwen3-30B-A3B launches on a GPU, and how many kernels an engine compiles for batches of all
+sizes, counted on the meta device."""
+
+from typing import Any
+
+import pytest
+
+from tests.support.hopper import found_elsewhere
+
+OF_A_LAYER, BESIDE_LAYERS = 33, 7
+"""Launches, as counted on 2026-11-23: to be lowered. An op of torch counts once; its sort takes a few."""
+VARIANTS = 32
+"""Compiled kernels: 12 of attention, for 9 powers of two of sequences and 2 heights of tiles; 7 of products, for
+operands, widths and heights of tiles, grouped or not; at most 3 of any other."""
+
+SCRIPT = """
+import dataclasses, json
+import torch
+from bench.gpu.exactness import HEAD, Pages, engine_forward, make_layer, make_norm
+from bench.gpu.measure import Sizes, random
+from numerics import ops
+from numerics.backend.implementation import using
+from numerics.kernels import heights
+from tests.support.launches import launches
+
+META, CONTEXT = torch.device("meta"), 4096
+SHAPE = dataclasses.replace(Sizes.real().stack, vocab=151_936)
+
+def whole(*shape, dtype=torch.int64):
+    return torch.empty(*shape, dtype=dtype, device=META)
+
+def step(layers, tokens, sequences):
+    caches = [torch.empty(2, 1 << 16, SHAPE.kv_heads, HEAD, dtype=torch.bfloat16, device=META) for _ in layers]
+    pages = Pages(whole(300, CONTEXT, dtype=torch.int32), *(whole(sequences) for _ in range(3)), whole(tokens))
+    x = engine_forward(head[whole(tokens)], whole(tokens), layers, caches, pages, norm, SHAPE)
+    logits, temperatures = ops.linear(x[:sequences], head), torch.empty(sequences, device=META)
+    drawn = ops.draw(logits, temperatures, whole(sequences), whole(sequences))
+    ops.token_logprobs(logits, drawn, temperatures)
+
+def counted(layers, *batches):
+    with launches() as found:
+        for tokens, sequences in batches:
+            step(layers, tokens, sequences)
+    return found
+
+heights.allow_short(True)
+with using("triton"), torch.no_grad():
+    with launches():
+        layer, norm = make_layer(SHAPE, META), make_norm(SHAPE.hidden, META)
+        head = random(SHAPE.vocab, SHAPE.hidden, device=META)
+    counted([layer], (1, 1))  # what is made once
+    one, two = counted([layer], (256, 256)), counted([layer] * 2, (256, 256))
+    decoded = ((rows, rows) for rows in range(1, 257))
+    prefilled = ((tokens, sequences) for tokens in (17, 100, 128, 1000, 8191, 8192) for sequences in (1, 2, 16))
+    every = counted([layer], *decoded, *prefilled)
+of_a_layer = two.total - one.total
+variants = {name: len(keys) for name, keys in every.variants.items()}
+beside, names = one.total - of_a_layer, one.torch | one.kernels
+print(json.dumps({"layer": of_a_layer, "beside": beside, "names": names, "variants": variants}))
+"""
+
+
+@pytest.fixture(scope="module")
+def found() -> Any:
+    return found_elsewhere(SCRIPT)
+
+
+def test_a_decode_step_keeps_to_its_launches(found: Any) -> None:
+    assert found["layer"] <= OF_A_LAYER and found["beside"] <= BESIDE_LAYERS, found
+
+
+def test_batches_of_all_sizes_are_served_by_few_compiled_kernels(found: Any) -> None:
+    assert sum(found["variants"].values()) <= VARIANTS, found["variants"]
+    by_size = {"attention._forward_kernel", "gemm._product_kernel"}
+    assert all(count <= 3 for name, count in found["variants"].items() if name not in by_size), found["variants"]

@@ -1,0 +1,89 @@
+"""Counts what a function would launch on a GPU, and the variants of our kernels that would be compiled for it, without
+one: tensors are on the meta device, and Triton is stopped where it would compile."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from triton.runtime import driver
+from triton.runtime.interpreter import GridExecutor
+from triton.runtime.jit import JITFunction
+
+from tests.support.hopper import NoDevice
+
+aten = torch.ops.aten
+_NOTHING = {aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten._unsafe_view}
+"""Ops that are no views and only make room."""
+
+
+@dataclass
+class Launches:
+    """torch: by name the ops of torch that launch something. kernels: launches of ours. variants: of each kernel the
+    keys under which Triton keeps what it has compiled."""
+
+    torch: Counter[str] = field(default_factory=Counter)
+    kernels: Counter[str] = field(default_factory=Counter)
+    variants: defaultdict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
+
+    @property
+    def total(self) -> int:
+        return self.torch.total() + self.kernels.total()
+
+
+@contextlib.contextmanager
+def launches() -> Iterator[Launches]:
+    """Inside, what is launched is counted and no kernel runs."""
+    found = Launches()
+
+    def count(self: Any, key: str, *_: Any, **__: Any) -> None:
+        name = f"{self.module.rpartition('.')[2]}.{self.__name__}"
+        found.kernels[name] += 1
+        found.variants[name].add(key)
+
+    driver.set_active(NoDevice())
+    try:
+        with (
+            mock.patch.object(JITFunction, "_do_compile", count),
+            mock.patch.object(torch.Tensor, "data_ptr", _address),
+            _Ops(found.torch),
+        ):
+            yield found
+    finally:
+        driver.set_active(None)
+
+
+def _address(tensor: torch.Tensor) -> int:
+    """A meta tensor's, if its storage begins at a multiple of 512 bytes, as CUDA's allocator has it."""
+    return tensor.storage_offset() * tensor.element_size()
+
+
+class _Ops(TorchDispatchMode):
+    def __init__(self, counted: Counter[str]) -> None:
+        super().__init__()
+        self.counted = counted
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not func.is_view and func.overloadpacket not in _NOTHING:
+            self.counted[str(func)] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def interpreted_launches() -> Iterator[Launches]:
+    """Inside, kernels run in Triton's interpreter and count as launches; what it does to run them does not."""
+    found, run = Launches(), GridExecutor.__call__
+
+    def count(self: Any, *args: Any, **kwargs: Any) -> None:
+        found.kernels[f"{self.fn.__module__.rpartition('.')[2]}.{self.fn.__name__}"] += 1
+        with _disable_current_modes():
+            run(self, *args, **kwargs)
+
+    with mock.patch.object(GridExecutor, "__call__", count), _Ops(found.torch):
+        yield found
