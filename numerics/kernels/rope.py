@@ -21,34 +21,37 @@ _HEADS = 8  # of one program
 _TURN = tl.constexpr(2 * math.pi)
 
 
-def rope(x: torch.Tensor, positions: torch.Tensor, theta: float) -> torch.Tensor:
+def rope(x: torch.Tensor, positions: torch.Tensor, theta: float, rotary_dim: int | None = None) -> torch.Tensor:
     """`numerics.ops.rope`."""
-    return _Rope.apply(x, positions, theta)
+    return _Rope.apply(x, positions, theta, rotary_dim or x.shape[-1])
 
 
 class _Rope(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, positions: torch.Tensor, theta: float) -> torch.Tensor:
+    def forward(
+        ctx: Any, x: torch.Tensor, positions: torch.Tensor, theta: float, rotary_dim: int
+    ) -> torch.Tensor:
         ctx.save_for_backward(positions)
-        ctx.theta = theta
-        return _rotate(x, positions, theta, 1.0)
+        ctx.theta, ctx.rotary_dim = theta, rotary_dim
+        return _rotate(x, positions, theta, rotary_dim, 1.0)
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return _rotate(grads[0], ctx.saved_tensors[0], ctx.theta, -1.0), None, None
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        return _rotate(grads[0], ctx.saved_tensors[0], ctx.theta, ctx.rotary_dim, -1.0), None, None, None
 
 
-def _rotate(x: torch.Tensor, positions: torch.Tensor, theta: float, direction: float) -> torch.Tensor:
+def _rotate(x: torch.Tensor, positions: torch.Tensor, theta: float, rotary_dim: int, direction: float) -> torch.Tensor:
     batch, length, heads, dim = x.shape
     tokens = batch * length
     flat = dense_rows(x).reshape(tokens, heads, dim)
     out = torch.empty(tokens, heads, dim, dtype=x.dtype, device=x.device)
     if out.numel():
         _kernel[tokens, triton.cdiv(heads, _HEADS)](
-            *(flat, positions.reshape(-1).contiguous(), _frequencies(theta, dim, x.device), out),
+            *(flat, positions.reshape(-1).contiguous(), _frequencies(theta, rotary_dim, x.device), out),
             *(heads, flat.stride(0), flat.stride(1), direction),
-            HALF=dim // 2,
-            BLOCK=triton.next_power_of_2(dim // 2),
+            HALF=rotary_dim // 2,
+            REST=dim - rotary_dim,
+            BLOCK=triton.next_power_of_2(rotary_dim // 2),
             HEADS=_HEADS,
             num_warps=4,
             enable_fp_fusion=False,
@@ -65,7 +68,7 @@ def _frequencies(theta: float, dim: int, device: torch.device) -> torch.Tensor:
 @triton.jit(do_not_specialize=["heads"])
 def _kernel(
     x_ptr, positions_ptr, frequencies_ptr, out_ptr, heads, token_stride, head_stride, direction,
-    HALF: tl.constexpr, BLOCK: tl.constexpr, HEADS: tl.constexpr,
+    HALF: tl.constexpr, REST: tl.constexpr, BLOCK: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     half = tl.arange(0, BLOCK)
@@ -77,6 +80,12 @@ def _kernel(
     at = x_ptr + token * token_stride + head * head_stride + half[None, :]
     first = tl.load(at, mask=inside, other=0.0).to(tl.float32)
     second = tl.load(at + HALF, mask=inside, other=0.0).to(tl.float32)
-    to = out_ptr + (token * heads + head) * (2 * HALF) + half[None, :]
+    start = out_ptr + (token * heads + head) * (2 * HALF + REST)
+    to = start + half[None, :]
     tl.store(to, cast(first * cos - second * sin, out_ptr.dtype.element_ty), mask=inside)
     tl.store(to + HALF, cast(second * cos + first * sin, out_ptr.dtype.element_ty), mask=inside)
+    for passed in range(2 * HALF, 2 * HALF + REST, BLOCK):
+        column = passed + half[None, :]
+        inside = (head < heads) & (column < 2 * HALF + REST)
+        whole = tl.load(x_ptr + token * token_stride + head * head_stride + column, mask=inside)
+        tl.store(start + column, whole, mask=inside)

@@ -1,4 +1,4 @@
-"""The choice of experts: `numerics.ops.router`, softmax, top-k and renormalisation in one kernel.
+"""The choice of experts: `numerics.ops.router`, softmax or sigmoid, top-k and renormalisation in one kernel.
 
 A program holds a few tokens and all of their experts. Sums over experts are added in pairs, with 0 for those that do
 not count, so that probabilities depend neither on the logits' dtype nor on who chose the experts.
@@ -52,6 +52,31 @@ def route(
     return _Route.apply(logits, top_k, renormalize, given)
 
 
+def route_sigmoid(
+    logits: torch.Tensor,
+    bias: torch.Tensor,
+    top_k: int,
+    groups: int,
+    kept_groups: int,
+    renormalize: bool,
+    factor: float,
+    choose: Callable[[torch.Tensor, int], torch.Tensor] = definition.top_experts,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`numerics.ops.router.route_sigmoid`; another `choose` than the default as in `route`.
+
+    Raises:
+        UserError: k is not from 1 to the experts of the kept groups.
+    """
+    logits, bias, given = logits.contiguous(), bias.contiguous(), None
+    _checked(top_k, logits[:, : logits.shape[1] // groups * kept_groups])
+    grouping = {"GROUPS": groups, "KEPT": kept_groups}
+    if choose is not definition.top_experts:
+        scores = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
+        _launch(_kept_kernel, logits.detach(), bias, scores, **grouping)
+        given = choose(scores, top_k).sort(-1).values.contiguous()
+    return _RouteSigmoid.apply(logits, bias, top_k, renormalize, factor, grouping, given)
+
+
 class _Route(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -74,6 +99,40 @@ class _Route(torch.autograd.Function):
             probs = logits.float().softmax(-1).gather(1, chosen)
             probs = probs / probs.sum(-1, keepdim=True) if ctx.renormalize else probs
         return torch.autograd.grad(probs, logits, grads[0])[0], None, None, None
+
+
+class _RouteSigmoid(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits: torch.Tensor,
+        bias: torch.Tensor,
+        top_k: int,
+        renormalize: bool,
+        factor: float,
+        grouping: dict[str, int],
+        given: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        probs = torch.zeros(len(logits), top_k, dtype=torch.float32, device=logits.device)
+        chosen = torch.empty(probs.shape, dtype=torch.int64, device=logits.device) if given is None else given
+        constants = {"TOP_K": top_k, "RENORMALIZE": renormalize, "FACTOR": factor, "GIVEN": given is not None}
+        constants["SMALLEST_SUM"] = definition.SMALLEST_SUM
+        _launch(_route_sigmoid_kernel, logits, bias, probs, chosen, **constants, **grouping)
+        ctx.save_for_backward(logits, chosen)
+        ctx.renormalize, ctx.factor = renormalize, factor
+        ctx.mark_non_differentiable(chosen)
+        return probs, chosen
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """That of the definition, at the experts of the forward."""
+        logits, chosen = ctx.saved_tensors
+        logits = logits.detach().requires_grad_()
+        with torch.enable_grad():
+            probs = logits.float().sigmoid().gather(1, chosen)
+            probs = probs / (probs.sum(-1, keepdim=True) + definition.SMALLEST_SUM) if ctx.renormalize else probs
+            probs = probs * ctx.factor
+        return torch.autograd.grad(probs, logits, grads[0])[0], *[None] * 6
 
 
 def _checked(top_k: int, x: torch.Tensor) -> int:
@@ -117,6 +176,44 @@ def _route_kernel(
 
 
 @triton.jit(do_not_specialize=["tokens"])
+def _route_sigmoid_kernel(
+    logits_ptr, bias_ptr, probs_ptr, chosen_ptr, tokens, experts,
+    TOP_K: tl.constexpr, RENORMALIZE: tl.constexpr, FACTOR: tl.constexpr, GIVEN: tl.constexpr,
+    SMALLEST_SUM: tl.constexpr, GROUPS: tl.constexpr, KEPT: tl.constexpr, TOKENS: tl.constexpr, EXPERTS: tl.constexpr,
+):  # fmt: skip
+    token, expert = _tile(TOKENS, EXPERTS)
+    first = token * TOP_K
+    real = token < tokens
+    probs = _sigmoid(logits_ptr, token, expert, tokens, experts)
+    order = _kept(probs, bias_ptr, expert, experts, GROUPS, KEPT)
+    chosen = tl.zeros((TOKENS, EXPERTS), tl.int1)
+    for index in range(TOP_K):
+        if GIVEN:
+            best = tl.load(chosen_ptr + first + index, mask=real, other=0).to(tl.int32)
+        else:
+            best, order = _take_best(order, expert, experts)
+        chosen = chosen | (expert == best)
+    rank = tl.cumsum(chosen.to(tl.int32), 1) - 1
+    if RENORMALIZE:
+        total = pairwise_sum(tl.where(chosen, probs, 0.0), EXPERTS)[:, None] + SMALLEST_SUM
+        probs = tl.div_rn(probs, total + tl.zeros(probs.shape, tl.float32))
+    tl.store(probs_ptr + first + rank, probs * FACTOR, mask=chosen & real)
+    if not GIVEN:
+        tl.store(chosen_ptr + first + rank, expert.to(tl.int64), mask=chosen & real)
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _kept_kernel(
+    logits_ptr, bias_ptr, scores_ptr, tokens, experts,
+    GROUPS: tl.constexpr, KEPT: tl.constexpr, TOKENS: tl.constexpr, EXPERTS: tl.constexpr,
+):  # fmt: skip
+    token, expert = _tile(TOKENS, EXPERTS)
+    probs = _sigmoid(logits_ptr, token, expert, tokens, experts)
+    scores = _kept(probs, bias_ptr, expert, experts, GROUPS, KEPT)
+    tl.store(scores_ptr + token * experts + expert, scores, mask=(token < tokens) & (expert < experts))
+
+
+@triton.jit(do_not_specialize=["tokens"])
 def _softmax_kernel(logits_ptr, probs_ptr, tokens, experts, TOKENS: tl.constexpr, EXPERTS: tl.constexpr):
     token, expert = _tile(TOKENS, EXPERTS)
     probs = _softmax(logits_ptr, token, expert, tokens, experts, EXPERTS)
@@ -152,9 +249,39 @@ def _softmax(logits_ptr, token, expert, tokens, experts, EXPERTS: tl.constexpr):
 
 
 @triton.jit
+def _sigmoid(logits_ptr, token, expert, tokens, experts):
+    """FP32 [TOKENS, EXPERTS], 0 behind the last expert."""
+    row = tl.minimum(token, tokens - 1)
+    logits = tl.load(logits_ptr + row * experts + expert, mask=expert < experts, other=float("-inf")).to(tl.float32)
+    return tl.div_rn(tl.full(logits.shape, 1.0, tl.float32), 1.0 + tl.exp(-logits))
+
+
+@triton.jit
+def _kept(probs, bias_ptr, expert, experts, GROUPS: tl.constexpr, KEPT: tl.constexpr):
+    """What experts are ranked by: sigmoid + bias, -inf outside the KEPT groups whose two best add up highest."""
+    order = _order(probs + tl.load(bias_ptr + expert, mask=expert < experts, other=0.0), expert, experts)
+    if KEPT < GROUPS:
+        size = experts // GROUPS
+        group = expert // size
+        scores = tl.full(order.shape, float("-inf"), tl.float32)
+        for index in range(GROUPS):
+            own = tl.where(group == index, order, float("-inf"))
+            best, rest = _take_best(own, expert, experts)
+            score = tl.max(own, 1, keep_dims=True) + tl.max(rest, 1, keep_dims=True)
+            scores = tl.where(group == index, score, scores)
+        kept = tl.zeros(order.shape, tl.int1)
+        for _ in range(KEPT):
+            best, _rest = _take_best(scores, expert, experts)
+            kept = kept | (group == best // size)
+            scores = tl.where(kept, float("-inf"), scores)
+        order = tl.where(kept, order, float("-inf"))
+    return order
+
+
+@triton.jit
 def _order(probs, expert, experts):
     """What experts are ranked by: NaN before everything, as torch sorts it, and no expert's place behind everything."""
-    return tl.where(expert < experts, tl.where(probs == probs, probs, 2.0), -1.0)
+    return tl.where(expert < experts, tl.where(probs == probs, probs, float("inf")), float("-inf"))
 
 
 @triton.jit
@@ -162,4 +289,4 @@ def _take_best(order, expert, experts):
     """The first of the highest [TOKENS, 1], and the order without it."""
     highest = tl.max(order, 1, keep_dims=True)
     best = tl.min(tl.where(order == highest, expert, experts), 1, keep_dims=True)
-    return best, tl.where(expert == best, -1.0, order)
+    return best, tl.where(expert == best, float("-inf"), order)

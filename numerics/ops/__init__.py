@@ -23,7 +23,7 @@ from numerics.ops.linear import (
 from numerics.ops.logprobs import token_logprobs
 from numerics.ops.norm import add_rms_norm, rms_norm
 from numerics.ops.rope import rope
-from numerics.ops.router import route, top_experts
+from numerics.ops.router import route, route_sigmoid, top_experts
 from numerics.ops.swiglu import swiglu
 
 __all__ = [
@@ -47,6 +47,7 @@ __all__ = [
     "rms_norm",
     "rope",
     "route",
+    "route_sigmoid",
     "swiglu",
     "token_logprobs",
     "top_experts",

@@ -8,6 +8,9 @@ import torch
 
 from numerics.backend.dispatch import op
 
+SMALLEST_SUM = 1e-20
+"""Added to the sum that sigmoids are divided by."""
+
 
 @op
 def top_experts(probs: torch.Tensor, top_k: int) -> torch.Tensor:
@@ -34,3 +37,40 @@ def route(
     experts = choose(probs.detach(), top_k).sort(-1).values
     chosen = probs.gather(1, experts)
     return (chosen / chosen.sum(-1, keepdim=True) if renormalize else chosen), experts
+
+
+@op
+def route_sigmoid(
+    logits: torch.Tensor,
+    bias: torch.Tensor,
+    top_k: int,
+    groups: int,
+    kept_groups: int,
+    renormalize: bool,
+    factor: float,
+    choose: Callable[[torch.Tensor, int], torch.Tensor] = top_experts,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sigmoid in FP32, the top k of sigmoid + bias within the best groups, and the sigmoids of the chosen, scaled.
+
+    The router of DeepSeek-V3 (arXiv 2412.19437, 2.1.2) and GLM-4.5. logits FP32 [T, E], bias FP32 [E]: experts are
+    chosen by sigmoid(logit) + bias. Of `groups` equal runs of experts those `kept_groups` remain whose two best add up
+    highest, and the k best experts of them are taken; of equals the lower group and the lower id. Probabilities are
+    without bias: divided by their sum + 1e-20 if `renormalize`, then times `factor`.
+
+    Returns probabilities FP32 [T, k] and experts int64 [T, k], in ascending expert id within a token. Gradients flow
+    through the probabilities alone. choose: as in `route`, of what experts are chosen by, -inf outside the kept groups.
+    """
+    scores = logits.float().sigmoid()
+    experts = choose(kept_scores(scores.detach() + bias, groups, kept_groups), top_k).sort(-1).values
+    chosen = scores.gather(1, experts)
+    return (chosen / (chosen.sum(-1, keepdim=True) + SMALLEST_SUM) if renormalize else chosen) * factor, experts
+
+
+def kept_scores(scores: torch.Tensor, groups: int, kept_groups: int) -> torch.Tensor:
+    """scores [T, E] with -inf outside the `kept_groups` groups whose two best scores add up highest."""
+    if groups == kept_groups:
+        return scores
+    best = scores.unflatten(-1, (groups, -1)).sort(dim=-1, descending=True, stable=True).values
+    order = (best[..., 0] + best[..., 1]).sort(dim=-1, descending=True, stable=True).indices
+    kept = torch.zeros_like(best[..., 0], dtype=torch.bool).scatter(1, order[:, :kept_groups], True)
+    return scores.masked_fill(~kept.repeat_interleave(scores.shape[1] // groups, 1), -torch.inf)

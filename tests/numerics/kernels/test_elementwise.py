@@ -85,6 +85,16 @@ def test_rope_at_early_and_late_positions(heads, dim):
     assert rounded_otherwise < 0.01
 
 
+@pytest.mark.parametrize("rotary", (64, 96, 32))
+def test_rope_of_the_first_channels(rotary):
+    x, positions = random(2, 3, 9, 128), torch.tensor([[0, 1, 2], [500, 40_000, 130_000]], device=DEVICE)
+    found = gradients(lambda x: rope.rope(x, positions, 1e6, rotary), x)
+    for a, b in zip(found, gradients(lambda x: ops.rope(x, positions, 1e6, rotary), x), strict=True):
+        close(a, b)
+    assert torch.equal(found[0][..., :rotary], rope.rope(x[..., :rotary], positions, 1e6))
+    assert torch.equal(found[0][..., rotary:], x[..., rotary:])
+
+
 @pytest.mark.parametrize("top_k", (1, 2, 5))
 def test_combine(top_k):
     probs, experts = route(random(17, 8, dtype=torch.float32), top_k, True)

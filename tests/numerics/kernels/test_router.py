@@ -7,7 +7,7 @@ import torch
 
 from numerics import ops
 from numerics.errors import UserError
-from numerics.kernels.router import route, top_experts
+from numerics.kernels.router import route, route_sigmoid, top_experts
 from tests.support.kernels import DEVICE
 
 # The interpreter's numpy warns of inf - inf.
@@ -96,3 +96,54 @@ def test_more_experts_than_there_are():
     for wrong in (0, 9):
         with pytest.raises(UserError, match=f"top_k: found {wrong}, expected 1 to 8"):
             route(logits_of(2, 8), wrong, True)
+
+
+# Experts, groups, kept groups, experts of a token: DeepSeek-V3, GLM-4.5, and groups of odd sizes.
+GROUPED = [(256, 8, 4, 8), (128, 1, 1, 8), (60, 5, 2, 8), (8, 4, 2, 2), (7, 1, 1, 7)]
+
+
+def by_hand(logits, bias, groups, kept, top_k):
+    """The experts of each token, sorted, by DeepSeek-V3's report."""
+    chosen = []
+    for scores in (logits.sigmoid() + bias).tolist():
+        size = len(scores) // groups
+        runs = [range(first, first + size) for first in range(0, len(scores), size)]
+        best = sorted(runs, key=lambda run: -sum(sorted((scores[e] for e in run), reverse=True)[:2]))[:kept]
+        chosen.append(sorted(sorted(sorted(e for run in best for e in run), key=lambda e: -scores[e])[:top_k]))
+    return chosen
+
+
+@pytest.mark.parametrize("implementation", (ops.route_sigmoid, route_sigmoid), ids=("torch", "kernel"))
+@pytest.mark.parametrize("renormalize", (True, False))
+@pytest.mark.parametrize("shape", GROUPED, ids=str)
+def test_a_sigmoid_router_with_groups_and_a_bias(shape, renormalize, implementation):
+    experts, groups, kept, top_k = shape
+    logits = logits_of(9, experts)
+    bias = torch.linspace(-0.4, 0.4, experts, device=DEVICE).flip(0)
+    leaf, leaf64 = logits.clone().requires_grad_(), logits.double().requires_grad_()
+    probs, chosen = implementation(leaf, bias, top_k, groups, kept, renormalize, 2.5)
+    assert chosen.tolist() == by_hand(logits.cpu(), bias.cpu(), groups, kept, top_k)
+    expected = leaf64.sigmoid().gather(1, chosen)
+    expected = 2.5 * (expected / (expected.sum(-1, keepdim=True) + 1e-20) if renormalize else expected)
+    assert probs.dtype == torch.float32 and torch.allclose(probs.double(), expected, rtol=2e-6, atol=0)
+    given = torch.randn(probs.shape, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    probs.backward(given)
+    expected.backward(given.double())
+    assert torch.allclose(leaf.grad.double(), leaf64.grad, rtol=0, atol=1e-6)
+    for rows in ([7], [2, 8]):
+        part = implementation(logits[rows], bias, top_k, groups, kept, renormalize, 2.5)
+        assert torch.equal(part[0], probs[rows]) and torch.equal(part[1], chosen[rows])
+    for choose in (functools.partial(ops.top_experts), lambda *args: chosen.flip(1)):
+        again = implementation(logits, bias, top_k, groups, kept, renormalize, 2.5, choose)
+        assert torch.equal(again[0], probs) and torch.equal(again[1], chosen)
+
+
+@pytest.mark.parametrize("implementation", (ops.route_sigmoid, route_sigmoid), ids=("torch", "kernel"))
+def test_of_equal_experts_and_groups_the_lower(implementation):
+    logits, bias = torch.zeros(2, 32, device=DEVICE), torch.zeros(32, device=DEVICE)
+    bias[31] = -9  # the last group's
+    probs, chosen = implementation(logits, bias, 8, 8, 4, True, 2.5)
+    assert chosen.tolist() == [list(range(8))] * 2
+    assert torch.allclose(probs, torch.full((2, 8), 2.5 / 8, device=DEVICE))
+    with pytest.raises(UserError, match="top_k: found 9, expected 1 to 8"):
+        route_sigmoid(logits, bias, 9, 8, 2, True, 2.5)

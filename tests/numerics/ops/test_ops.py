@@ -78,6 +78,18 @@ def test_rope():
     gradients(lambda a: ops.rope(a, positions, 1e4), lambda a: rope64(a, positions), x)
 
 
+def test_rope_of_the_first_channels():
+    x, positions = random(1, 5, 3, 128), torch.arange(5)[None]
+    rotated = ops.rope(x, positions, 1e4, 64)
+    assert torch.equal(rotated[..., :64], ops.rope(x[..., :64], positions, 1e4))
+    assert torch.equal(rotated[..., 64:], x[..., 64:])
+    gradients(
+        lambda a: ops.rope(a, positions, 1e4, 64),
+        lambda a: torch.cat((rope64(a[..., :64], positions), a[..., 64:]), -1),
+        x,
+    )
+
+
 def test_swiglu():
     x = random(30, 512, scale=3)
 
