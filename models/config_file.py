@@ -67,9 +67,9 @@ class ConfigFile:
                     name, self._values[name], "none: the weights are BF16", "Use the BF16 checkpoint of this model."
                 )
 
-    def refuse_variants(self, expected: Mapping[str, Any]) -> None:
+    def refuse_variants(self, expected: Mapping[str, Any], rotary_part: bool = False) -> None:
         """Refuse what the shared ops do not define: other values than these of keys that are there, windows of
-        attention, and scaled rotary embeddings."""
+        attention, and scaled rotary embeddings; rotary_part: a part of a head may be rotated."""
         for name, value in expected.items():
             found = self._values.get(name)
             if found is not None and found != value:
@@ -79,15 +79,16 @@ class ConfigFile:
             raise self._variant("layer_types", layers, "'full_attention' in every layer")
         # transformers writes the first and lets the second, of older files, win over it.
         for name in ("rope_parameters", "rope_scaling"):
-            self._refuse_scaled_rope(name)
+            self._refuse_scaled_rope(name, rotary_part)
 
-    def _refuse_scaled_rope(self, name: str) -> None:
+    def _refuse_scaled_rope(self, name: str, rotary_part: bool) -> None:
         rope = self._values.get(name)
         if rope is None:
             return
         if not isinstance(rope, dict):
             raise self._variant(name, rope, "a JSON object or null")
-        for key, expected in (("rope_type", "default"), ("type", "default"), ("partial_rotary_factor", 1)):
+        plain = {"rope_type": "default", "type": "default"} | ({} if rotary_part else {"partial_rotary_factor": 1})
+        for key, expected in plain.items():
             if rope.get(key) is not None and rope[key] != expected:
                 raise self._variant(f"{name}.{key}", rope[key], repr(expected))
         for key in rope.keys() - _ROPE_KEYS:
@@ -106,6 +107,18 @@ class ConfigFile:
         if len(set(found.values())) > 1:
             raise self.refusal("rope_theta", found, "one value in all places", "Make them equal.")
         return next(iter(found.values()), 10000.0)
+
+    def rotary_dim(self, head_dim: int, default: float) -> int:
+        """The channels of a head that are rotated, by `partial_rotary_factor` wherever it stands."""
+        places = {"": self._values}
+        places |= {f"{name}.": self._values.get(name) or {} for name in ("rope_parameters", "rope_scaling")}
+        name = "partial_rotary_factor"
+        found = {at + name: values[name] for at, values in places.items() if values.get(name) is not None}
+        parts = {self._positive(at, value) for at, value in found.items()} or {default}
+        size = int(head_dim * max(parts))
+        if len(parts) > 1 or not 2 <= size <= head_dim or size % 2:
+            raise self.refusal(name, found, f"one part of head_dim = {head_dim} that is an even number of channels")
+        return size
 
     def one_of(self, *names: str) -> int:
         """A size with several spellings, which must agree."""

@@ -75,6 +75,7 @@ LINEAR = OpForm(
     name="linear", shapes="[T, K] -> [T, N]; a router's product too, whose module is the router", definition=ops.linear
 )
 SWIGLU = OpForm(name="swiglu", shapes="[T, 2F] -> [T, F]", definition=ops.swiglu)
+ROUTER = OpForm(name="router", shapes="[T, H] -> logits FP32 [T, E], not rounded", definition=ops.linear_partial)
 TOPK = OpForm(
     name="topk",
     shapes="logits [T, E] -> probabilities FP32 [T, E], 0 for experts not chosen; chosen int64 [T, k], ascending",
@@ -82,9 +83,22 @@ TOPK = OpForm(
     compared=1,  # the probabilities say the choice
     part="router",
 )
+SIGMOID_TOPK = OpForm(
+    name="sigmoid_topk",
+    shapes="as topk, for experts that are chosen by sigmoid + bias",
+    definition=ops.route_sigmoid,
+    compared=1,
+    part="router",
+)
 EXPERTS = OpForm(
     name="experts",
     shapes="x [T, H], probabilities, chosen -> [T, H]; recorded too: `each` [T, k, H], one expert's share of it",
+    definition=ops.experts,
+    part="experts",
+)
+EXPERTS_AND_SHARED = OpForm(
+    name="experts_and_shared",
+    shapes="x [T, H], probabilities, chosen, output of shared experts [T, H] -> sum of all [T, H]; `each` as of experts",
     definition=ops.experts,
     part="experts",
 )

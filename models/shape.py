@@ -190,9 +190,16 @@ def overlap(one: range, other: range) -> range:
     return range(start, max(start, min(one.stop, other.stop)))
 
 
-def vector(name: str, size: int, layers: range, trained: bool = True) -> WeightGroup:
-    """A vector in each of these layers, which every rank has."""
-    return WeightGroup(name=name, rows=size, columns=1, share="replicated", layers=layers, trained=trained)
+def vector(
+    name: str,
+    size: int,
+    layers: range,
+    trained: bool = True,
+    share: Share = "replicated",
+    pieces: tuple[int, ...] = (),
+) -> WeightGroup:
+    """A vector in each of these layers."""
+    return WeightGroup(name=name, rows=size, columns=1, pieces=pieces, share=share, layers=layers, trained=trained)
 
 
 def product(

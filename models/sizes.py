@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,6 +23,20 @@ class Latent:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SigmoidRouter:
+    """A router that chooses by sigmoid + bias (`numerics.ops.route_sigmoid`) instead of by softmax.
+
+    Attributes:
+        groups, kept_groups: equal runs of experts, and how many of them a token may go to.
+        factor: the chosen experts' probabilities are multiplied by it.
+    """
+
+    groups: int
+    kept_groups: int
+    factor: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelSizes:
     """What trainer, engine and checks need to know of a model beside its tensors and ops.
 
@@ -31,7 +46,10 @@ class ModelSizes:
         dense_layers: leading layers with a dense MLP, in a model with experts.
         shared_size: width of the experts that every token takes, together; 0 where there are none.
         renormalize: the top-k router probabilities are scaled to sum to one.
-        heads_normed_together: the norms of queries and of keys are over all heads of a token.
+        sigmoid_router: of the routers, where they are no softmax.
+        head_norms: what a norm of queries or keys is over: each head, or all heads of a token together; None: they are
+            not normed.
+        qkv_bias: queries, keys and values have biases.
         rotary_dim: leading channels of a head that are rotated.
         tied: the embedding is also the output projection.
         latent: of latent attention, in which `head_dim` is the width of a query, and every head has its own key.
@@ -55,7 +73,9 @@ class ModelSizes:
     dense_layers: int = 0
     shared_size: int = 0
     renormalize: bool = True
-    heads_normed_together: bool = False
+    sigmoid_router: SigmoidRouter | None = None
+    head_norms: Literal["each", "together"] | None = "each"
+    qkv_bias: bool = False
     latent: Latent | None = None
 
     @property

@@ -17,6 +17,8 @@ from typing import Any, Literal
 import torch
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
+    Glm4MoeConfig,
+    Glm4MoeForCausalLM,
     OlmoeConfig,
     OlmoeForCausalLM,
     PreTrainedModel,
@@ -42,7 +44,7 @@ CHAT_TEMPLATE = (
 ROPE_THETA = 10000.0
 
 
-Family = Literal["qwen3", "qwen2", "olmoe"]
+Family = Literal["qwen3", "qwen2", "olmoe", "glm4_moe"]
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,7 @@ class TinyModel:
     """The chosen experts' probabilities are divided by their sum."""
     family: Family = "qwen3"
     """Qwen2 is dense, whatever `experts` says; OLMoE has as many key-value heads as heads, `hidden` wide together, and
-    does not renormalize."""
+    does not renormalize; GLM-4.5 has a dense first layer, an expert that every token takes, and groups of experts."""
 
     @property
     def moe(self) -> bool:
@@ -97,7 +99,7 @@ def write_tiny_model(out: Path, shape: TinyModel = TinyModel(), seed: int = 0) -
     temporary = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
     try:
         model = build_model(shape, seed)
-        model.to(torch.bfloat16).save_pretrained(temporary)
+        _in_bf16(model).save_pretrained(temporary)
         _tokenizer(shape).save_pretrained(temporary)
         _add_older_spellings(temporary, shape)
         temporary.chmod(0o755)
@@ -117,7 +119,7 @@ def build_model(shape: TinyModel, seed: int) -> PreTrainedModel:
         "num_key_value_heads": shape.kv_heads,
         "head_dim": shape.head_dim,
         "max_position_embeddings": shape.max_positions,
-        "rope_parameters": {"rope_type": "default", "rope_theta": ROPE_THETA},
+        "rope_parameters": _rope(),
         "rms_norm_eps": 1e-6,
         "tie_word_embeddings": shape.tied,
         "attention_bias": False,
@@ -139,6 +141,23 @@ def build_model(shape: TinyModel, seed: int) -> PreTrainedModel:
                     **common | {"rms_norm_eps": 1e-5},
                 )
             )
+        elif shape.family == "glm4_moe":
+            model = Glm4MoeForCausalLM(
+                Glm4MoeConfig(
+                    intermediate_size=2 * shape.intermediate,
+                    moe_intermediate_size=shape.intermediate,
+                    n_routed_experts=shape.experts,
+                    num_experts_per_tok=shape.top_k,
+                    n_shared_experts=1,
+                    n_group=4,
+                    topk_group=2,
+                    routed_scaling_factor=1.5,
+                    first_k_dense_replace=1,
+                    norm_topk_prob=shape.renormalize,
+                    use_qk_norm=True,
+                    **common | {"attention_bias": True, "rope_parameters": _rope(partial_rotary_factor=0.5)},
+                )
+            )
         elif not shape.moe:
             model = Qwen3ForCausalLM(Qwen3Config(intermediate_size=shape.intermediate, **common))
         else:
@@ -157,6 +176,19 @@ def build_model(shape: TinyModel, seed: int) -> PreTrainedModel:
     assert model.generation_config is not None
     model.generation_config.eos_token_id = EOS
     model.generation_config.pad_token_id = PAD
+    return model
+
+
+def _rope(**changes: Any) -> dict[str, Any]:
+    return {"rope_type": "default", "rope_theta": ROPE_THETA, **changes}
+
+
+def _in_bf16(model: PreTrainedModel) -> PreTrainedModel:
+    """All but the experts' biases, which checkpoints have in FP32."""
+    biases = {name: buffer for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias")}
+    model.to(torch.bfloat16)
+    for name, bias in biases.items():
+        model.get_submodule(name.rpartition(".")[0]).e_score_correction_bias = bias.float()
     return model
 
 

@@ -4,37 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from models import parts
 from models.architecture import Architecture
-from models.architectures.qwen3 import (
-    ATTENTION_KINDS,
-    ATTENTION_OPS,
-    FIRST_OPS,
-    LAST_OPS,
-    VARIANTS,
-    attention_tensors,
-    checked,
-    embedding,
-    family_sizes,
-    last_tensors,
-    post_norm,
-    shape,
-)
+from models.architectures import qwen3
 from models.config_file import ConfigFile
-from models.forms import ADD_NORM, EXPERTS, LINEAR, TOPK
 from models.sizes import ModelSizes
-from models.tensors import Location, TensorRow
-from models.trace import Forward, Op
-
-EXPERT_KINDS = (("experts.gate_proj", "experts.up_proj"), ("experts.down_proj",))
+from models.tensors import TensorRow
+from models.trace import Forward
 
 
 def sizes(config: ConfigFile) -> ModelSizes:
     """Absent keys have the defaults of transformers' Qwen3MoeConfig."""
-    config.refuse_variants(VARIANTS | {"decoder_sparse_step": 1, "mlp_only_layers": []})
+    config.refuse_variants(qwen3.VARIANTS | {"decoder_sparse_step": 1, "mlp_only_layers": []})
     heads, hidden = config.size("num_attention_heads"), config.size("hidden_size")
     kv_heads = config.size("num_key_value_heads", default=4)
-    attention = family_sizes(config, heads, kv_heads, config.size("head_dim", default=max(1, hidden // heads)))
-    return checked(
+    attention = parts.family_sizes(config, heads, kv_heads, config.size("head_dim", default=max(1, hidden // heads)))
+    return parts.checked(
         config,
         ModelSizes(
             **attention,
@@ -48,64 +33,25 @@ def sizes(config: ConfigFile) -> ModelSizes:
 
 
 def tensors(sizes: ModelSizes) -> Iterator[TensorRow]:
-    yield embedding(sizes)
+    yield parts.embedding(sizes)
     for layer in range(sizes.layers):
-        yield from attention_tensors(sizes, layer)
-        yield post_norm(sizes, layer, "pre_mlp_layernorm.weight")
-        yield from moe_tensors(sizes, layer)
-    yield from last_tensors(sizes)
+        yield from parts.attention_tensors(sizes, layer)
+        yield parts.post_norm(sizes, layer, "pre_mlp_layernorm.weight")
+        yield from parts.moe_tensors(sizes, layer)
+    yield from parts.last_tensors(sizes)
 
 
 def forward(sizes: ModelSizes) -> Forward:
-    return Forward(FIRST_OPS, (ATTENTION_OPS + MOE_OPS,) * sizes.layers, LAST_OPS)
-
-
-MOE_OPS = (
-    Op("post_norm", ADD_NORM, ("x", "residual"), ("x", "residual"), "post_attention_layernorm", "pre_mlp_layernorm"),
-    Op("router", LINEAR, ("x",), ("logits",), "mlp.gate", "mlp.router"),
-    Op("topk", TOPK, ("logits",), ("probs", "chosen"), "mlp.topk", "mlp.router"),
-    Op("experts", EXPERTS, ("x", "probs", "chosen"), ("x",), "mlp.experts", "mlp"),
-)
-
-
-def moe_tensors(sizes: ModelSizes, layer: int, experts: str = "experts") -> Iterator[TensorRow]:
-    """Router and experts of a layer; experts: their name in the checkpoint."""
-    inside, there = f"model.layers.{layer}.mlp.", f"decoder.layers.{layer}.mlp."
-    hidden, width = sizes.hidden_size, sizes.expert_size
-    yield TensorRow(
-        name=f"{inside}gate.weight",
-        shape=(sizes.experts, hidden),
-        op="router",
-        layer=layer,
-        product=True,
-        engine=Location(f"{inside}gate.weight"),
-        megatron=Location(f"{there}router.weight"),
-    )
-    for expert in range(sizes.experts):
-        for name, size, held, fc in (
-            ("gate_proj", (width, hidden), "w13_weight", "linear_fc1"),
-            ("up_proj", (width, hidden), "w13_weight", "linear_fc1"),
-            ("down_proj", (hidden, width), "w2_weight", "linear_fc2"),
-        ):
-            yield TensorRow(
-                name=f"{inside}{experts}.{expert}.{name}.weight",
-                shape=size,
-                op="experts",
-                layer=layer,
-                expert=expert,
-                kind=f"experts.{name}",
-                product=True,
-                engine=Location(f"{inside}experts.{held}", index=expert),
-                megatron=Location(f"{there}experts.{fc}.weight{expert}"),
-            )
+    layer = parts.attention_ops(sizes) + parts.MOE_OPS
+    return Forward(parts.FIRST_OPS, (layer,) * sizes.layers, parts.LAST_OPS)
 
 
 ARCHITECTURE = Architecture(
     name="Qwen3MoeForCausalLM",
     model_type="qwen3_moe",
     sizes=sizes,
-    shape=shape,
+    shape=parts.shape,
     tensors=tensors,
     forward=forward,
-    kinds=(*ATTENTION_KINDS, *EXPERT_KINDS),
+    kinds=(*parts.ATTENTION_KINDS, *parts.EXPERT_KINDS),
 )

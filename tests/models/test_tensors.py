@@ -8,13 +8,27 @@ import pytest
 import torch
 
 from models.architecture import architectures
-from models.architectures.qwen3 import dense_mlp_tensors
-from models.architectures.qwen3_moe import moe_tensors
+from models.parts import dense_mlp_tensors, moe_tensors
+from models.sizes import SigmoidRouter
 from models.tensors import EngineRank, Location, TensorRow, TensorTable
 from tests.support.definitions import SIZES
 
 TRAINED = {name: known for name, known in architectures().items() if known.tensors is not None}
-ROWS = {name: TensorTable(known.tensors(SIZES), SIZES.kv_heads) for name, known in TRAINED.items()}
+OWN = {
+    "Qwen2ForCausalLM": {"head_norms": None, "qkv_bias": True},
+    "OlmoeForCausalLM": {"head_norms": "together"},
+    "Glm4MoeForCausalLM": {
+        "head_norms": None,
+        "qkv_bias": True,
+        "rotary_dim": 64,
+        "dense_layers": 1,
+        "shared_size": 256,
+        "sigmoid_router": SigmoidRouter(groups=1, kept_groups=1, factor=1.0),
+    },
+}
+"""What an architecture's own models have in their sizes."""
+TABLES = {name: replace(SIZES, **OWN.get(name, {})) for name in TRAINED}
+ROWS = {name: TensorTable(known.tensors(TABLES[name]), SIZES.kv_heads) for name, known in TRAINED.items()}
 DENSE, MOE = ROWS["Qwen3ForCausalLM"], ROWS["Qwen3MoeForCausalLM"]
 LAYER = "model.layers.3."
 
@@ -49,7 +63,8 @@ def test_module_kinds_are_those_of_the_table_and_fused_where_the_engine_fuses_th
         if rows[0].kind is not None
     }
     assert fused == set(TRAINED[name].kinds)
-    sizes = replace(SIZES, experts=0, top_k=0) if ("down_proj",) in fused else SIZES
+    dense = ("experts.down_proj",) not in fused
+    sizes = replace(TABLES[name], experts=0, top_k=0) if dense else TABLES[name]
     assert {weight.kind for weight in TRAINED[name].shape(sizes).weights} - {None} == {kinds[0] for kinds in fused}
 
 
@@ -99,8 +114,8 @@ def test_rows_that_are_no_whole_blocks_have_a_scale_of_their_own() -> None:
 @pytest.mark.parametrize("block", [1, 128])
 def test_the_ranks_of_an_engine_share_heads_and_widths_and_keep_experts_whole(block: int) -> None:
     ranks = [EngineRank(rank, 2) for rank in range(2)]
-    sizes = replace(SIZES, heads=4, kv_heads=2, head_dim=128, ffn_size=512, vocab_size=128)
-    for table in (TensorTable(known.tensors(sizes), 2) for known in TRAINED.values()):
+    changes = {"heads": 4, "kv_heads": 2, "head_dim": 128, "ffn_size": 512, "vocab_size": 128}
+    for table in (TensorTable(TRAINED[name].tensors(replace(own, **changes)), 2) for name, own in TABLES.items()):
         for name, one in table.rows.items():
             if one.kind is None and block > 1:
                 continue

@@ -6,16 +6,16 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from models.architecture import Model
-from models.architectures.qwen3 import (
+from models.architectures.qwen3_moe import ARCHITECTURE as QWEN3_MOE
+from models.parts import (
     FIRST_OPS,
     LAST_OPS,
     attention_tensors,
     dense_mlp_tensors,
     embedding,
     last_tensors,
+    moe_tensors,
 )
-from models.architectures.qwen3_moe import ARCHITECTURE as QWEN3_MOE
-from models.architectures.qwen3_moe import moe_tensors
 from models.sizes import ModelSizes
 from models.tensors import TensorRow
 from models.trace import Forward

@@ -44,6 +44,21 @@ def transformer_config(
             "moe_enable_routing_replay": True,
             # Probabilities that sum to one are a softmax over the chosen logits; exact mode's router has its own.
             "moe_router_pre_softmax": not sizes.renormalize or sizes.top_k == 1,
+            "moe_layer_freq": [int(sizes.has_experts(layer)) for layer in range(sizes.layers)],
+        }
+    if sizes.shared_size:
+        moe["moe_shared_expert_intermediate_size"] = sizes.shared_size
+    if sizes.sigmoid_router is not None:
+        grouped = sizes.sigmoid_router.groups > 1
+        moe |= {
+            "moe_router_score_function": "sigmoid",
+            "moe_router_pre_softmax": False,
+            "moe_router_dtype": "fp32",
+            "moe_router_enable_expert_bias": True,
+            "moe_router_bias_update_rate": 0.0,
+            "moe_router_num_groups": sizes.sigmoid_router.groups if grouped else None,
+            "moe_router_group_topk": sizes.sigmoid_router.kept_groups if grouped else None,
+            "moe_router_topk_scaling_factor": sizes.sigmoid_router.factor,
         }
     return TransformerConfig(
         num_layers=sizes.layers,
@@ -58,6 +73,8 @@ def transformer_config(
         activation_func=F.silu,
         use_te_activation_func=mode == "exact",
         add_bias_linear=False,
+        add_qkv_bias=sizes.qkv_bias,
+        qk_layernorm=sizes.head_norms is not None,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         params_dtype=dtype,

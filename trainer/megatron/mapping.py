@@ -10,7 +10,6 @@ from megatron.core.transformer import ModuleSpec
 
 from models.sizes import ModelSizes
 from trainer.modules import layer as parts
-from trainer.modules.heads_norm import HeadsNorm
 from trainer.modules.layer import Fields, Layer, Router
 
 
@@ -30,26 +29,6 @@ class MegatronMapping:
     config: Callable[[ModelSizes], dict[str, Any]] = lambda sizes: {}
 
 
-def _without_head_norms(layer: Layer) -> Fields:
-    return {"self_attention": parts.attention_spec(layer, q_layernorm=None, k_layernorm=None)}
-
-
-def _normed_over_all_heads(layer: Layer) -> Fields:
-    def norm(heads: int) -> ModuleSpec:
-        return ModuleSpec(module=HeadsNorm, params={"norm": layer.modules.norm, "heads": heads})
-
-    own = parts.attention_spec(layer, q_layernorm=norm(layer.sizes.heads), k_layernorm=norm(layer.sizes.kv_heads))
-    return {"self_attention": own}
-
-
-_OLMOE = MegatronMapping(attention=_normed_over_all_heads, config=lambda sizes: {"qk_layernorm": True})
-_QWEN2 = MegatronMapping(attention=_without_head_norms, config=lambda sizes: {"add_qkv_bias": True})
-_QWEN3 = MegatronMapping(config=lambda sizes: {"qk_layernorm": True})
-
-MAPPINGS: dict[str, MegatronMapping] = {
-    "OlmoeForCausalLM": _OLMOE,
-    "Qwen2ForCausalLM": _QWEN2,
-    "Qwen3ForCausalLM": _QWEN3,
-    "Qwen3MoeForCausalLM": _QWEN3,
-}
-"""The mappings by the name of the architecture."""
+USUAL = MegatronMapping()
+MAPPINGS: dict[str, MegatronMapping] = {}
+"""The mappings of architectures that Megatron has to be told more of than their sizes say, by name."""

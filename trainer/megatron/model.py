@@ -23,7 +23,7 @@ from trainer.distributed.layout import Layout
 from trainer.megatron import patches, te_runtime
 from trainer.megatron.config import transformer_config
 from trainer.megatron.lowering import Lowering
-from trainer.megatron.mapping import MAPPINGS, MegatronMapping
+from trainer.megatron.mapping import MAPPINGS, USUAL, MegatronMapping
 from trainer.modules import exact, native
 from trainer.modules.embedding import Embedding
 from trainer.modules.layer import Layer, LayerModules
@@ -45,7 +45,7 @@ def build_model(
     Raises:
         UserError: TransformerEngine would not quantize as `lowering` says.
     """
-    mode, sizes, mapping = precision.numerics.mode, definition.sizes, MAPPINGS[definition.architecture.name]
+    mode, sizes, mapping = precision.numerics.mode, definition.sizes, MAPPINGS.get(definition.architecture.name, USUAL)
     modules_of = partial(exact.layer_modules, sizes) if mode == "exact" else native.layer_modules(sizes, lowering)
     megatron_config = transformer_config(sizes, mapping, config, dtype, mode, lowering)
     te_runtime.check(lowering, megatron_config)
@@ -61,6 +61,7 @@ def build_model(
             parallel_output=False,
             share_embeddings_and_output_weights=sizes.tied,
             position_embedding_type="none" if mode == "exact" else "rope",
+            rotary_percent=sizes.rotary_dim / sizes.head_dim,
             rotary_base=sizes.rope_theta,
         )
     _finish_ends(model)

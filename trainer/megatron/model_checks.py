@@ -114,7 +114,7 @@ def check_split(sizes: ModelSizes, tp: int, spec: QuantSpec, key: str) -> None:
 def check_engine_layout(sizes: ModelSizes, tp: int, spec: QuantSpec, key: str = "rollout.tp") -> None:
     """Check that the model divides over the ranks of an engine; messages speak of them as `key`. Raises UserError."""
     check_split(sizes, tp, spec, key)
-    if tp > 1 and sizes.heads_normed_together:
+    if tp > 1 and sizes.head_norms == "together":
         raise user_error(
             key,
             found=tp,

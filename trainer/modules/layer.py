@@ -11,9 +11,11 @@ from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubm
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from torch import nn
 
 from models.sizes import ModelSizes
+from trainer.modules.heads_norm import HeadsNorm
 from trainer.modules.precision import LayerPrecision
 
 Fields = Mapping[str, Any]
@@ -25,13 +27,14 @@ class LayerModules:
     """What differs between the modes.
 
     Attributes:
-        norm_column_linear, row_linear: for a module kind; see `asking`.
+        norm_column_linear, column_linear, row_linear: for a module kind; see `asking`.
         activation: of a dense MLP; None for the SwiGLU inside Megatron's MLP.
-        router, experts, moe: of routed experts, with a softmax over their logits; `moe` holds the other two.
+        router, experts, moe: of routed experts; `moe` holds the other two.
     """
 
     norm: type[nn.Module]
     norm_column_linear: Callable[[str], ModuleSpec]
+    column_linear: Callable[[str], ModuleSpec]
     row_linear: Callable[[str], ModuleSpec]
     core_attention: ModuleSpec | type[nn.Module]
     activation: type[nn.Module] | None
@@ -62,21 +65,33 @@ def asking(precision: LayerPrecision, module: type[nn.Module]) -> Callable[[str]
 
 
 def attention_spec(layer: Layer, module: type[SelfAttention] = SelfAttention, **submodules: Any) -> ModuleSpec:
-    """Grouped queries with normed queries and keys, and the norm before them inside linear_qkv, as TransformerEngine
-    has it; module, submodules: others in place of these."""
+    """Grouped queries, normed as the model's sizes say, and the norm before them inside linear_qkv, as
+    TransformerEngine has it; module, submodules: others in place of these."""
     modules = layer.modules
     usual = {
         "linear_qkv": modules.norm_column_linear("q_proj"),
         "core_attention": modules.core_attention,
         "linear_proj": modules.row_linear("o_proj"),
-        "q_layernorm": modules.norm,
-        "k_layernorm": modules.norm,
+        "q_layernorm": _head_norm(layer, layer.sizes.heads),
+        "k_layernorm": _head_norm(layer, layer.sizes.kv_heads),
     }
     return ModuleSpec(
         module=module,
         params={"attn_mask_type": AttnMaskType.causal},
         submodules=SelfAttentionSubmodules(**usual | submodules),
     )
+
+
+def _head_norm(layer: Layer, heads: int) -> ModuleSpec | type[nn.Module] | None:
+    """The norm of queries or keys, of so many heads."""
+    norm = layer.modules.norm
+    match layer.sizes.head_norms:
+        case None:
+            return None
+        case "each":
+            return norm
+        case "together":
+            return ModuleSpec(module=HeadsNorm, params={"norm": norm, "heads": heads})
 
 
 def attention(layer: Layer) -> Fields:
@@ -88,10 +103,12 @@ def router(layer: Layer) -> ModuleSpec:
 
 
 def mlp(layer: Layer, router: Router) -> Fields:
-    """Routed experts behind a norm where the layer has them, else a dense MLP with its norm inside linear_fc1."""
+    """Routed experts, with shared ones beside them, behind a norm where the layer has them, else a dense MLP with its
+    norm inside linear_fc1."""
     modules = layer.modules
     if layer.has_experts:
-        submodules = MoESubmodules(router=router(layer), experts=modules.experts)
+        shared = _shared_experts(modules) if layer.sizes.shared_size else None
+        submodules = MoESubmodules(router=router(layer), experts=modules.experts, shared_experts=shared)
         return {"pre_mlp_layernorm": modules.norm, "mlp": ModuleSpec(module=modules.moe, submodules=submodules)}
     dense = MLPSubmodules(
         linear_fc1=modules.norm_column_linear("gate_proj"),
@@ -99,3 +116,15 @@ def mlp(layer: Layer, router: Router) -> Fields:
         activation_func=modules.activation,
     )
     return {"mlp": ModuleSpec(module=MLP, params={"ffn_hidden_size": layer.sizes.ffn_size}, submodules=dense)}
+
+
+def _shared_experts(modules: LayerModules) -> ModuleSpec:
+    """The MLP of the experts that every token takes, together."""
+    return ModuleSpec(
+        module=SharedExpertMLP,
+        submodules=MLPSubmodules(
+            linear_fc1=modules.column_linear("gate_proj"),
+            linear_fc2=modules.row_linear("down_proj"),
+            activation_func=modules.activation,
+        ),
+    )

@@ -120,6 +120,9 @@ SIDES: dict[OpForm, MegatronSide] = {
     forms.SWIGLU: MegatronSide(_input),
     forms.TOPK: MegatronSide(_topk),
     forms.EXPERTS: MegatronSide(output, each=_each_expert),
+    forms.ROUTER: MegatronSide(_linear),
+    forms.SIGMOID_TOPK: MegatronSide(_topk),
+    forms.EXPERTS_AND_SHARED: MegatronSide(output, each=_each_expert),
     forms.LOGPROBS: MegatronSide(output),  # no module: the loss computes them behind the model
 }
 """Where each form is recorded."""

@@ -69,7 +69,7 @@ def _trace(model: GPTModel, forward: Forward, tokens: Tensor, temperature: float
             written[place] = (ops.token_logprobs(values[op.reads[0]], targets, temperature)[0],)
         record |= recorded(place, [values.get(name) for name in op.reads], written[place])
         if (each := SIDES[op.form].each) is not None:
-            _, probs, chosen = (values[name] for name in op.reads)
+            _, probs, chosen, *_ = (values[name] for name in op.reads)
             record[place.key(EACH)] = each(_module(model, place), probs, chosen, rows[place])
         values |= zip(op.writes, written[place], strict=True)
     return record

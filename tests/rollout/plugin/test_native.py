@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from models import Model, ModelSizes
-from models.architectures.qwen3_moe import moe_tensors
+from models.parts import moe_tensors
 from models.tensors import TensorRow
 from numerics.backend.implementation import Implementation, using
 from numerics.config import NumericsConfig

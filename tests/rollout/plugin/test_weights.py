@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from models.architectures.qwen3 import embedding, last_tensors
+from models.parts import embedding, last_tensors
 from models.sizes import ModelSizes
 from models.tensors import TensorRow, TensorTable
 from rollout.plugin import weights as plugin_weights

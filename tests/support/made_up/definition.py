@@ -9,19 +9,20 @@ import torch
 from torch import Tensor
 
 from models.architectures import qwen3_moe
-from models.architectures.qwen3 import (
+from models.forms import ATTENTION, LINEAR, NORM, OpForm
+from models.parts import (
     ATTENTION_OPS,
     FIRST_OPS,
     LAST_OPS,
+    MOE_OPS,
     attention_tensors,
     attention_weights,
     embedding,
     last_tensors,
+    moe_tensors,
     norm,
     post_norm,
 )
-from models.architectures.qwen3_moe import MOE_OPS, moe_tensors
-from models.forms import ATTENTION, LINEAR, NORM, OpForm
 from models.shape import Shape, decoder, product, vector
 from models.sizes import ModelSizes
 from models.tensors import Location, TensorRow

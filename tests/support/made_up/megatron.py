@@ -65,5 +65,5 @@ def attention(layer: Layer) -> Fields:
     return {"self_attention": attention_spec(layer, GatedAttention, core_attention=core, linear_proj=projection)}
 
 
-MAPPING = MegatronMapping(attention=attention, config=lambda sizes: {"qk_layernorm": True})
+MAPPING = MegatronMapping(attention=attention)
 SIDES[GATED] = MegatronSide(output)

@@ -107,13 +107,13 @@ import torch
 from tests.support.lowering import native
 from trainer.config import TrainerConfig
 from tests.support.definitions import SIZES
-from trainer.megatron.mapping import MAPPINGS
+from trainer.megatron.mapping import USUAL
 from trainer.megatron.config import transformer_config
 from trainer.megatron.lowering import lower
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
 lowering = lower(native(first_layers_bf16=1, gradient={"format": "e5m2"}), True)
-config = transformer_config(SIZES, MAPPINGS["Qwen3MoeForCausalLM"], TrainerConfig(), torch.bfloat16, "native", lowering)
+config = transformer_config(SIZES, USUAL, TrainerConfig(), torch.bfloat16, "native", lowering)
 assert (config.fp8, config.fp8_recipe, config.fp8_param) == ("hybrid", "blockwise", True)
 from megatron.core.fp8_utils import is_first_last_bf16_layer
 assert [is_first_last_bf16_layer(config, layer) for layer in range(4)] == [True, False, False, False]

@@ -60,7 +60,7 @@ def test_what_does_not_divide_is_refused(sizes: ModelSizes, layout: dict[str, in
 
 
 def test_norms_over_all_heads_are_shared_by_a_trainers_ranks_and_not_by_an_engines() -> None:
-    olmoe = dataclasses.replace(MOE, heads_normed_together=True)
+    olmoe = dataclasses.replace(MOE, head_norms="together")
     check_layout(olmoe, TrainerConfig(tp=2), SPEC)
     check_engine_layout(olmoe, 1, SPEC)
     with pytest.raises(UserError, match=r"rollout\.tp: found 2, expected 1 for a model whose norms"):

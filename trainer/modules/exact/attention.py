@@ -19,9 +19,11 @@ class CoreAttention(nn.Module):
     position is its index, and padding is never a key of a real query. Rows that lie end to end bring their positions.
     """
 
-    def __init__(self, *, rope_theta: float, config: TransformerConfig, **unused: Any) -> None:
+    def __init__(
+        self, *, rope_theta: float, rotary_dim: int | None = None, config: TransformerConfig, **unused: Any
+    ) -> None:
         super().__init__()
-        self.rope_theta = rope_theta
+        self.rope_theta, self.rotary_dim = rope_theta, rotary_dim
         self.scale = config.kv_channels**-0.5
 
     def forward(
@@ -44,7 +46,7 @@ class CoreAttention(nn.Module):
 
     def rotated(self, x: Tensor) -> Tensor:
         """Queries or keys [B, S, heads, D], as the attention takes them."""
-        return ops.rope(x, _positions(x), self.rope_theta)
+        return ops.rope(x, _positions(x), self.rope_theta, self.rotary_dim)
 
 
 def _positions(x: Tensor) -> Tensor:

@@ -49,9 +49,11 @@ class MoE(MoELayer):
     """
 
     def postprocess(self, output: Tensor, shared_expert_output: Tensor | None) -> Tensor:
-        """Expert outputs [T * k, H], sorted by expert and then token -> [S, B, H]"""
+        """Expert outputs [T * k, H], sorted by expert and then token -> [S, B, H]; what shared experts put out is added
+        to their rounded sum, and rounded again."""
         dispatcher = self.token_dispatcher
         order = pair_of_row(dispatcher.reversed_local_input_permutation_mapping)
         top_k = self.config.moe_router_topk
         probs = dispatcher.probs.masked_select(dispatcher.routing_map).view(-1, top_k)
-        return ops.combine(output, probs, order, output.dtype).view(dispatcher.hidden_shape)
+        routed = ops.combine(output, probs, order, output.dtype).view(dispatcher.hidden_shape)
+        return routed if shared_expert_output is None else routed + shared_expert_output

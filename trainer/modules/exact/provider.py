@@ -13,9 +13,9 @@ from numerics import ops
 from trainer.megatron.patches import become
 from trainer.modules.exact.attention import CoreAttention
 from trainer.modules.exact.experts import Experts, MoE
-from trainer.modules.exact.linear import NormColumnLinear, OutputLinear, RowLinear
+from trainer.modules.exact.linear import ColumnLinear, NormColumnLinear, OutputLinear, RowLinear
 from trainer.modules.exact.norm import RMSNorm
-from trainer.modules.exact.router import Router
+from trainer.modules.exact.router import BiasedRouter, Router
 from trainer.modules.layer import LayerModules, asking
 from trainer.modules.precision import LayerPrecision
 from trainer.modules.weights import GroupedWeights
@@ -31,13 +31,22 @@ def layer_modules(sizes: ModelSizes, precision: LayerPrecision) -> LayerModules:
     return LayerModules(
         norm=RMSNorm,
         norm_column_linear=asking(precision, NormColumnLinear),
+        column_linear=asking(precision, ColumnLinear),
         row_linear=asking(precision, RowLinear),
-        core_attention=ModuleSpec(module=CoreAttention, params={"rope_theta": sizes.rope_theta}),
+        core_attention=ModuleSpec(
+            module=CoreAttention, params={"rope_theta": sizes.rope_theta, "rotary_dim": sizes.rotary_dim}
+        ),
         activation=SwiGLU,
-        router=ModuleSpec(module=Router, params={"renormalize": sizes.renormalize}),
+        router=_router(sizes),
         experts=experts,
         moe=MoE,
     )
+
+
+def _router(sizes: ModelSizes) -> ModuleSpec:
+    if sizes.sigmoid_router is None:
+        return ModuleSpec(module=Router, params={"renormalize": sizes.renormalize})
+    return ModuleSpec(module=BiasedRouter, params={"renormalize": sizes.renormalize, "chooses": sizes.sigmoid_router})
 
 
 def use_shared_output(model: GPTModel) -> None:

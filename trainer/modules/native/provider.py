@@ -11,7 +11,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 from models.sizes import ModelSizes
 from trainer.modules.layer import LayerModules, asking
 from trainer.modules.native.experts import Experts, GroupedLinear
-from trainer.modules.native.linear import NormColumnLinear, RowLinear
+from trainer.modules.native.linear import ColumnLinear, NormColumnLinear, RowLinear
 from trainer.modules.native.norm import RMSNorm
 from trainer.modules.native.router import OneExpertRouter
 from trainer.modules.precision import LayerPrecision
@@ -24,6 +24,7 @@ def layer_modules(sizes: ModelSizes, precision: LayerPrecision) -> LayerModules:
     return LayerModules(
         norm=RMSNorm,
         norm_column_linear=asking(precision, NormColumnLinear),
+        column_linear=asking(precision, ColumnLinear),
         row_linear=asking(precision, RowLinear),
         core_attention=DotProductAttention,
         activation=None,

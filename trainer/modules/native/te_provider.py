@@ -20,11 +20,13 @@ def layer_modules(sizes: ModelSizes, precision: LayerPrecision) -> LayerModules:
     """The modules of a layer; the model is built with Megatron's rotary embedding."""
     provider = TESpecProvider()
     norm_column_linear = ModuleSpec(module=provider.column_parallel_layer_norm_linear())
+    column_linear = ModuleSpec(module=provider.column_parallel_linear())
     row_linear = ModuleSpec(module=provider.row_parallel_linear())
     _, experts = provider.grouped_mlp_modules(moe_use_grouped_gemm=True, moe_use_legacy_grouped_gemm=False)
     return LayerModules(
         norm=provider.layer_norm(rms_norm=True),
         norm_column_linear=lambda kind: norm_column_linear,
+        column_linear=lambda kind: column_linear,
         row_linear=lambda kind: row_linear,
         core_attention=provider.core_attention(),
         activation=None,
