@@ -19,10 +19,11 @@ _BYTES = 4
 
 @dataclass(frozen=True)
 class RouteShape:
-    """MoE layers of a model, and experts of a token in each."""
+    """Layers of a model, experts of a token in each that has any, and leading layers that have none."""
 
     layers: int
     top_k: int
+    dense: int = 0
 
 
 def route_shape(sizes: ModelSizes) -> RouteShape:
@@ -36,13 +37,13 @@ def route_shape(sizes: ModelSizes) -> RouteShape:
             "numerics.router_replay: found it on for a dense model, expected off: it has no experts. Set "
             "numerics.router_replay=off, or choose a mixture of experts."
         )
-    return RouteShape(sizes.moe_layers, sizes.top_k)
+    return RouteShape(sizes.layers, sizes.top_k, sizes.dense_layers)
 
 
 def parse_routes(meta: dict[str, Any], tokens: int, shape: RouteShape) -> Tensor:
-    """An answer's `meta_info` -> int16 [tokens - 1, layers, top_k]; `tokens` are those of prompt and answer.
+    """An answer's `meta_info` -> int16 [tokens - 1, MoE layers, top_k]; `tokens` are those of prompt and answer.
 
-    The last token was sampled but never computed with, so it has no route.
+    The last token was sampled but never computed with, so it has no route. SGLang keeps room for dense layers too.
 
     Raises:
         EngineError: the answer reports none, or not as many as the tokens need.
@@ -58,4 +59,4 @@ def parse_routes(meta: dict[str, Any], tokens: int, shape: RouteShape) -> Tensor
             f"tokens in {shape.layers} layers with {shape.top_k} each"
         )
     routes = torch.frombuffer(data, dtype=torch.int32) if data else torch.empty(0, dtype=torch.int32)
-    return routes.to(torch.int16).view(tokens - 1, shape.layers, shape.top_k)
+    return routes.to(torch.int16).view(tokens - 1, shape.layers, shape.top_k)[:, shape.dense :]

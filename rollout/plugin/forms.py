@@ -152,10 +152,16 @@ def _experts(_: Probed, module: Any, x: Tensor, probs: Tensor, chosen: Tensor) -
     return (_routed(module, x, probs.gather(1, chosen), chosen),)
 
 
-def _each_expert(_: Probed, module: Any, x: Tensor, probs: Tensor, chosen: Tensor) -> Tensor:
+def _each_expert(_: Probed, module: Any, x: Tensor, probs: Tensor, chosen: Tensor, *shared: Tensor) -> Tensor:
     """All others have a weight of zero."""
     weights, alone = probs.gather(1, chosen), torch.eye(chosen.shape[1], device=x.device)
     return torch.stack([_routed(module, x.clone(), weights * only, chosen) for only in alone], 1)
+
+
+def _experts_and_shared(
+    engine: Probed, module: Any, x: Tensor, probs: Tensor, chosen: Tensor, shared: Tensor
+) -> tuple[Tensor, ...]:
+    return (_experts(engine, module, x, probs, chosen)[0] + shared,)
 
 
 def _routed(module: Any, x: Tensor, probs: Tensor, ids: Tensor) -> Tensor:
@@ -209,6 +215,9 @@ SIDES: dict[OpForm, EngineSide] = {
     forms.SWIGLU: EngineSide(lambda _, module, x: (module(x),)),
     forms.TOPK: EngineSide(_top_k),
     forms.EXPERTS: EngineSide(_experts, each=_each_expert),
+    forms.ROUTER: EngineSide(lambda _, module, x: (module(x),)),
+    forms.SIGMOID_TOPK: EngineSide(_top_k),
+    forms.EXPERTS_AND_SHARED: EngineSide(_experts_and_shared, each=_each_expert),
     forms.LOGPROBS: EngineSide(_logprobs),
 }
 """The engine's side of each form."""

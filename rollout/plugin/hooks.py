@@ -46,6 +46,7 @@ class Hook:
 
 
 _NORMS, _PRODUCTS = (forms.NORM, forms.ADD_NORM, forms.HEAD_NORM, forms.HEADS_NORM), (forms.LINEAR, forms.QKV)
+_EXPERTS = (forms.EXPERTS, forms.EXPERTS_AND_SHARED)
 _TORCH_ATTENTION = "layers.attention.torch_native_backend.TorchNativeAttnBackend."
 _TRITON_ATTENTION = "layers.attention.triton_backend.TritonAttnBackend."
 _ROTARY = "layers.rotary_embedding.base.RotaryEmbedding."
@@ -55,6 +56,8 @@ _FP8_KERNEL = "kernels.ops.quantization.fp8_kernel."
 _NORM = "x residual post_residual_addition quant_linear"
 _ROPE = "positions query key offsets fused_set_kv_buffer_arg"
 _TOPK = "hidden_states gating_output topk renormalize correction_bias scoring_func"
+_GROUPED = "hidden_states gating_output correction_bias topk renormalize num_expert_group topk_group "
+_GROUPED += "num_fused_shared_experts routed_scaling_factor apply_routed_scaling_factor_on_output"
 _FUSED = "routed_scaling_factor apply_routed_scaling_factor_on_output num_fused_shared_experts packed_out "
 _FUSED += "num_token_non_padded"
 _CACHE = "query output k_cache v_cache req_to_token req_pool_indices seq_lens"
@@ -72,9 +75,11 @@ _FP8_LAYOUT: tuple[Hook, ...] = (
 
 _EXACT_OPS: tuple[Hook, ...] = (
     Hook(_PLAIN + "UnquantizedLinearMethod.apply", "replace", ops.linear, "layer x bias", _PRODUCTS),
-    Hook(_PLAIN + "UnquantizedFusedMoEMethod.apply", "replace", ops.moe, "layer dispatch_output", (forms.EXPERTS,)),
+    Hook(_PLAIN + "UnquantizedFusedMoEMethod.apply", "replace", ops.moe, "layer dispatch_output", _EXPERTS),
     Hook(_FP8 + "Fp8LinearMethod.apply", "replace", ops.fp8_linear, "layer x bias", _PRODUCTS),
-    Hook(_FP8 + "Fp8MoEMethod.apply", "replace", ops.fp8_moe, "layer dispatch_output", (forms.EXPERTS,)),
+    Hook(_FP8 + "Fp8MoEMethod.apply", "replace", ops.fp8_moe, "layer dispatch_output", _EXPERTS),
+    Hook("models.glm4_moe.Glm4MoeGate.forward", "replace", ops.router_logits, "hidden_states", (forms.ROUTER,)),
+    Hook("layers.moe.topk.biased_grouped_topk", "replace", ops.biased_grouped_topk, _GROUPED, (forms.SIGMOID_TOPK,)),
     Hook(
         "layers.logits_processor.LogitsProcessor._compute_lm_head",
         "replace",

@@ -50,6 +50,7 @@ def after_load_model(result: Any, self: Any, *args: Any, **kwargs: Any) -> None:
     _number_routers(self.model)
     definition = read_model(Path(self.server_args.model_path), served=True)
     if current.numerics.mode == "exact":
+        _leave_factor_to_routers(self.model)
         allow_short_tiles(device)
         check_forms(definition.forward, current.provides)
     rank = EngineRank(self.ps.tp_rank, self.ps.tp_size)
@@ -62,6 +63,13 @@ def _number_routers(model: Any) -> None:
     for name, module in model.named_modules():
         if name.endswith(".mlp.topk") and module.layer_id is None:
             module.layer_id = int(name.split(".")[-3])
+
+
+def _leave_factor_to_routers(model: Any) -> None:
+    """Where SGLang would multiply the sum of experts by the factor of their probabilities, rounded, it is to be 1."""
+    for module in model.modules():
+        if hasattr(module, "routed_scaling_factor") and hasattr(module, "experts"):
+            module.routed_scaling_factor = 1.0
 
 
 def unpadded(model_config: Any, load_config: Any, tp_size: int) -> Any:

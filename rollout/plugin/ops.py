@@ -38,7 +38,8 @@ def rotary_embedding(
     where = positions.reshape(1, -1)
 
     def rotated(x: torch.Tensor) -> torch.Tensor:
-        return ops.rope(x.reshape(1, x.shape[0], -1, self.head_size), where, self.base).reshape(x.shape)
+        heads = x.reshape(1, x.shape[0], -1, self.head_size)
+        return ops.rope(heads, where, self.base, self.rotary_dim).reshape(x.shape)
 
     return rotated(query), rotated(key)
 
@@ -80,6 +81,38 @@ def fused_topk(
     if correction_bias is not None or scoring_func != "softmax" or any(others.values()):
         raise NotImplementedError("exact mode: found a router with more than a softmax; use another model")
     probs, experts = ops.route(gating_output, topk, renormalize)
+    return probs, experts.int()
+
+
+def router_logits(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
+    """A router's weight is BF16 in the checkpoint, and held in FP32."""
+    return ops.linear_partial(hidden_states, self.weight.to(hidden_states.dtype))
+
+
+def biased_grouped_topk(
+    hidden_states: torch.Tensor,
+    gating_output: torch.Tensor,
+    correction_bias: torch.Tensor,
+    topk: int,
+    renormalize: bool,
+    num_expert_group: int | None = None,
+    topk_group: int | None = None,
+    num_fused_shared_experts: int = 0,
+    routed_scaling_factor: float | None = None,
+    apply_routed_scaling_factor_on_output: bool | None = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The factor is in the probabilities, and nowhere else (`lifecycle.after_load_model`)."""
+    if num_fused_shared_experts:
+        raise NotImplementedError("exact mode: found shared experts among the routed ones, expected them by themselves")
+    probs, experts = ops.route_sigmoid(
+        gating_output,
+        correction_bias,
+        topk,
+        num_expert_group or 1,
+        topk_group or 1,
+        renormalize,
+        routed_scaling_factor or 1.0,
+    )
     return probs, experts.int()
 
 

@@ -99,6 +99,7 @@ def server_arguments(
         *(("--skip-tokenizer-init",) if served_name is None else ("--served-model-name", served_name)),
         *("--host", host, "--port", str(port), "--log-level", "warning"),
         *("--grammar-backend", "none"),
+        "--disable-shared-experts-fusion",  # they are no routed experts of the checkpoint
         *("--context-length", str(config.context_length), "--max-total-tokens", str(config.cache_tokens)),
         *("--random-seed", "0", "--weight-version", str(weight_version)),
     ]

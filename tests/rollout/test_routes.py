@@ -39,6 +39,11 @@ def test_routes_of_another_number_of_tokens_are_an_error(count: int) -> None:
         parse_routes(meta(*range(count)), tokens=3, shape=SHAPE)
 
 
+def test_dense_layers_have_no_routes() -> None:
+    routes = parse_routes(meta(*range(12)), tokens=3, shape=RouteShape(layers=2, top_k=3, dense=1))
+    assert routes.tolist() == [[[3, 4, 5]], [[9, 10, 11]]]
+
+
 def test_missing_routes_are_an_error() -> None:
     with pytest.raises(EngineError, match="found no routed experts, expected those of 2 tokens"):
         parse_routes({"id": "r"}, tokens=3, shape=SHAPE)
@@ -66,6 +71,6 @@ def test_an_answer_carries_the_routes_of_prompt_and_generation() -> None:
 
 def test_the_shape_is_that_of_the_model() -> None:
     assert route_shape(SIZES) == RouteShape(4, 2)
-    assert route_shape(replace(SIZES, dense_layers=1)) == RouteShape(3, 2)
+    assert route_shape(replace(SIZES, dense_layers=1)) == RouteShape(4, 2, dense=1)
     with pytest.raises(UserError, match="numerics.router_replay"):
         route_shape(replace(SIZES, experts=0))

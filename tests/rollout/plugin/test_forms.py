@@ -18,8 +18,8 @@ from rollout.plugin.hooks import hooks_for, provided
 from tests.support.definitions import SIZES
 
 EXACT = NumericsConfig(spec=QuantSpec.preset("fp8_block_pow2"))
-SIGMOID = OpForm(name="sigmoid_topk", shapes="logits -> probs, chosen", definition=max)
-STRANGE = Forward((), ((Op("topk", SIGMOID, ("logits",), ("probs", "chosen")),),), ())
+HASHED = OpForm(name="hash_topk", shapes="logits -> probs, chosen", definition=max)
+STRANGE = Forward((), ((Op("topk", HASHED, ("logits",), ("probs", "chosen")),),), ())
 
 
 def forwards() -> Iterator[Forward]:
@@ -38,12 +38,12 @@ def test_every_form_has_an_engine_side() -> None:
 
 def test_an_op_that_no_hook_computes_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     ours = provided(hooks_for(EXACT, cuda=False))
-    with pytest.raises(RuntimeError, match=r"without an engine side \['sigmoid_topk'\]"):
+    with pytest.raises(RuntimeError, match=r"without an engine side \['hash_topk'\]"):
         check_forms(STRANGE, ours)
-    monkeypatch.setitem(SIDES, SIGMOID, EngineSide(lambda *read: read))
-    with pytest.raises(RuntimeError, match=r"no hook computes by their definition \['sigmoid_topk'\]"):
+    monkeypatch.setitem(SIDES, HASHED, EngineSide(lambda *read: read))
+    with pytest.raises(RuntimeError, match=r"no hook computes by their definition \['hash_topk'\]"):
         check_forms(STRANGE, ours)
-    monkeypatch.setitem(SIDES, SIGMOID, replace(SIDES[SIGMOID], hooked=False))
+    monkeypatch.setitem(SIDES, HASHED, replace(SIDES[HASHED], hooked=False))
     check_forms(STRANGE, ours)
     native = provided(hooks_for(replace(EXACT, mode="native"), cuda=False))
     with pytest.raises(RuntimeError, match="'attention'"):

@@ -95,7 +95,7 @@ def test_native_mode_computes_the_same_but_for_rounding(
     path, batch = write(tmp_path / "model", name), random_batch(2, 60)
     exact, native = (make_trainer(path, precision, mode=mode).score(batch)[1] for mode in ("exact", "native"))
     difference = (exact - native).abs()
-    assert 0 < difference.max() and difference.mean() < 0.1, difference
+    assert 0 < difference.max() and difference.mean() < 0.15, difference
 
 
 @pytest.mark.parametrize("name", ["qwen2", "olmoe", "glm4_moe"])
