@@ -98,7 +98,7 @@ EXPERTS = OpForm(
 )
 EXPERTS_AND_SHARED = OpForm(
     name="experts_and_shared",
-    shapes="x [T, H], probabilities, chosen, output of shared experts [T, H] -> sum of all [T, H]; `each` as of experts",
+    shapes="x [T, H], probabilities, chosen, output of shared experts [T, H] -> the sum [T, H]; `each` as of experts",
     definition=ops.experts,
     part="experts",
 )

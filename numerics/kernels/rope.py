@@ -28,9 +28,7 @@ def rope(x: torch.Tensor, positions: torch.Tensor, theta: float, rotary_dim: int
 
 class _Rope(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, x: torch.Tensor, positions: torch.Tensor, theta: float, rotary_dim: int
-    ) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, positions: torch.Tensor, theta: float, rotary_dim: int) -> torch.Tensor:
         ctx.save_for_backward(positions)
         ctx.theta, ctx.rotary_dim = theta, rotary_dim
         return _rotate(x, positions, theta, rotary_dim, 1.0)

@@ -21,9 +21,7 @@ def rope(x: torch.Tensor, positions: torch.Tensor, theta: float, rotary_dim: int
 
 class _Rope(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, x: torch.Tensor, positions: torch.Tensor, theta: float, rotary_dim: int
-    ) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, positions: torch.Tensor, theta: float, rotary_dim: int) -> torch.Tensor:
         # Whole powers of two, so that few tables are ever made.
         length = 1 << max(10, int(positions.max()).bit_length()) if positions.numel() else 1
         table = _table(theta, rotary_dim, length, x.device)[:, positions].unsqueeze(-2)

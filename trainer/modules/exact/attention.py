@@ -38,7 +38,7 @@ class CoreAttention(nn.Module):
         """Query [S, B, H, D], key and value [S, B, Hkv, D] -> [S, B, H * D]; of rows end to end [T, H, D] and
         [T, Hkv, D] -> [T, 1, H * D]"""
         if (rows := packed_seq_params) is not None:
-            query, key = (ops.rope(x[None], rows.positions[None], self.rope_theta)[0] for x in (query, key))
+            query, key = (self._turned(x[None], rows.positions[None])[0] for x in (query, key))
             return ops.packed_attention(query, key, value, rows.lengths, self.scale).flatten(1).unsqueeze(1)
         query, key, value = (t.transpose(0, 1) for t in (query, key, value))
         out = ops.attention(self.rotated(query), self.rotated(key), value, _positions(query), self.scale)
@@ -46,7 +46,10 @@ class CoreAttention(nn.Module):
 
     def rotated(self, x: Tensor) -> Tensor:
         """Queries or keys [B, S, heads, D], as the attention takes them."""
-        return ops.rope(x, _positions(x), self.rope_theta, self.rotary_dim)
+        return self._turned(x, _positions(x))
+
+    def _turned(self, x: Tensor, positions: Tensor) -> Tensor:
+        return ops.rope(x, positions, self.rope_theta, self.rotary_dim)
 
 
 def _positions(x: Tensor) -> Tensor:
