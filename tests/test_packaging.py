@@ -41,6 +41,14 @@ OTHER_WITH_CUDA = {"numpy", "protobuf"}
 GONE = {"cuda-tile"}
 # torch and pydantic each bring these along at the one version that fits.
 PINNED_BY_ANOTHER = {"triton", "pydantic-core"}
+# Modules that only the CUDA install has, or has from another distribution, as they were found in one.
+CUDA_MODULES = {
+    "deep_gemm": ["sgl-deep-gemm"],
+    "flashinfer": ["flashinfer-python"],
+    "sgl_kernel": ["sglang-kernel"],
+    "torchvision": ["torchvision"],
+    "transformer_engine": ["transformer-engine"],
+}
 
 cpu_install = pytest.mark.skipif(
     importlib.util.find_spec("fp8rl_cpu_stubs") is None, reason="the lock and the stubs belong to the CPU install"
@@ -137,6 +145,33 @@ def test_gpu_lock_satisfies_sglang() -> None:
         if not requirement.specifier.contains(locked.get(name, "0"), prereleases=True)
     }
     assert wrong == GONE
+
+
+@cpu_install
+def test_gpu_lock_is_complete() -> None:
+    """As far as the CPU install has the same distributions; all of it was resolved when the lock was made."""
+    locked = gpu_lock()
+    extras = {canonicalize_name(r.name): frozenset(r.extras) for r in DECLARED.values()}
+    wrong = {
+        canonicalize_name(requirement.name): f"{name} requires {requirement}"
+        for name in locked.keys() & lock().keys()
+        for requirement in required_by(name, extras.get(name, frozenset()))
+        if not requirement.specifier.contains(locked.get(canonicalize_name(requirement.name), "0"), prereleases=True)
+    }
+    assert wrong.keys() == GONE, wrong
+
+
+def test_gpu_lock_has_what_the_gpu_path_imports() -> None:
+    """As the product and its bench import it; what SGLang and Megatron load there was seen in an install."""
+    locked, distributions = gpu_lock(), importlib.metadata.packages_distributions() | CUDA_MODULES
+    missing = {
+        module
+        for folder in (*PACKAGES, "bench")
+        for path in (ROOT / folder).rglob("*.py")
+        for module in top_level_imports(path.read_text()) - {*PACKAGES, "bench", "tests"} - set(sys.stdlib_module_names)
+        if not {canonicalize_name(name) for name in distributions.get(module, [module])} & locked.keys()
+    }
+    assert not missing
 
 
 def test_locks_agree_where_they_meet() -> None:
