@@ -141,6 +141,10 @@ class ConfigFile:
             raise self.refusal(name, value, f"a positive integer below {LARGEST}")
         return value
 
+    def count(self, name: str, default: int = 0) -> int:
+        """A size that may be 0."""
+        return 0 if self._values.get(name, default) in (0, None) else self.size(name, default)
+
     def number(self, name: str, default: float) -> float:
         return self._positive(name, self._values.get(name, default))
 

@@ -52,6 +52,7 @@ class ModelSizes:
         qkv_bias: queries, keys and values have biases.
         rotary_dim: leading channels of a head that are rotated.
         tied: the embedding is also the output projection.
+        draft_layers: layers behind the last one that predict further tokens, which nothing here trains or serves.
         latent: of latent attention, in which `head_dim` is the width of a query, and every head has its own key.
     """
 
@@ -76,6 +77,7 @@ class ModelSizes:
     sigmoid_router: SigmoidRouter | None = None
     head_norms: Literal["each", "together"] | None = "each"
     qkv_bias: bool = False
+    draft_layers: int = 0
     latent: Latent | None = None
 
     @property
@@ -90,3 +92,8 @@ class ModelSizes:
     def has_experts(self, layer: int) -> bool:
         """Whether layer 0 to `layers` - 1 has routed experts."""
         return self.moe and layer >= self.dense_layers
+
+    def drafts(self, name: str) -> bool:
+        """Whether a tensor of the checkpoint is of a draft layer."""
+        numbers = range(self.layers, self.layers + self.draft_layers)
+        return name.startswith(tuple(f"model.layers.{number}." for number in numbers))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -23,7 +23,8 @@ _SPARE = ("rotary_emb.inv_freq",)
 
 
 def check_stored(path: Path, model: Model, key: str = "model.path") -> None:
-    """Whether the directory holds the tensors of `model`, no more and no less, in its shapes and as finite floats.
+    """Whether the directory holds the tensors of `model`, no more and no less, in its shapes and as finite floats;
+    those of draft layers may have any shape.
 
     Raises:
         UserError: there are no files, one is broken, or they are of another model; the message names the first tensor.
@@ -57,10 +58,19 @@ def check_stored(path: Path, model: Model, key: str = "model.path") -> None:
 
 def stored_tensors(path: Path, model: Model, key: str = "model.path") -> Iterator[tuple[str, Tensor]]:
     """(name, tensor) of all that is in the table."""
+    return _tensors(path, key, lambda name: name in model.tensors.rows)
+
+
+def draft_tensors(path: Path, model: Model, key: str = "model.path") -> Iterator[tuple[str, Tensor]]:
+    """(name, tensor) of the draft layers."""
+    return _tensors(path, key, model.sizes.drafts)
+
+
+def _tensors(path: Path, key: str, wanted: Callable[[str], bool]) -> Iterator[tuple[str, Tensor]]:
     for file in weight_files(path, key):
         with safe_open(file, framework="pt") as stored:
             for name in stored.keys():
-                if name in model.tensors.rows:
+                if wanted(name):
                     yield name, stored.get_tensor(name)
 
 
@@ -102,7 +112,8 @@ def weight_files(path: Path, key: str) -> list[Path]:
 
 
 def _is_spare(name: str, model: Model) -> bool:
-    return name.endswith(_SPARE) or (model.sizes.tied and name == "lm_head.weight")
+    tied = model.sizes.tied and name == "lm_head.weight"
+    return name.endswith(_SPARE) or tied or model.sizes.drafts(name)
 
 
 def _dtype_refusal(what: str, dtype: str) -> UserError:

@@ -68,8 +68,8 @@ class Scorer:
         self.model = build_model(
             self.definition, config, layout, self._precision, self.lowering, max_sequence_length, dtype
         )
-        table, spec = self.definition.tensors, numerics.spec.weight
-        self.weights = HFWeights(model_path, table, self.model.config, spec, self.cache, layout, dtype)
+        spec = numerics.spec.weight
+        self.weights = HFWeights(model_path, self.definition, self.model.config, spec, self.cache, layout, dtype)
         self.weights.load(self.model)
         self._finish(self.model)
 

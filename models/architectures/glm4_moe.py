@@ -53,6 +53,7 @@ def sizes(config: ConfigFile) -> ModelSizes:
             ),
             head_norms="each" if config.flag("use_qk_norm", default=False) else None,
             qkv_bias=config.flag("attention_bias", default=False),
+            draft_layers=config.count("num_nextn_predict_layers"),
         ),
     )
 

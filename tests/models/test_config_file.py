@@ -32,6 +32,15 @@ MOE = {
     "num_experts_per_tok": 2,
 }
 OLMOE = {**COMMON, "architectures": ["OlmoeForCausalLM"], "model_type": "olmoe", "num_experts": 64}
+GLM = {
+    **COMMON,
+    "architectures": ["Glm4MoeForCausalLM"],
+    "model_type": "glm4_moe",
+    "moe_intermediate_size": 128,
+    "n_routed_experts": 16,
+    "num_experts_per_tok": 4,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 0.5},
+}
 YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4}
 PLAIN = {"rope_type": "default", "rope_theta": 1e4}
 
@@ -124,6 +133,46 @@ def test_values_and_defaults_of_olmoe_are_those_of_transformers(changes: dict[st
 )
 def test_variants_of_olmoe_are_refused(changes: dict[str, Any], named: str, tmp_path: Path) -> None:
     assert re.search(named, refusal(tmp_path, OLMOE | changes))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5, "n_shared_experts": 2, "norm_topk_prob": False},
+        {"use_qk_norm": True, "attention_bias": True, "first_k_dense_replace": 3, "num_hidden_layers": 4},
+        {"head_dim": 128, "rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.25}},
+    ],
+)
+def test_values_and_defaults_of_glm_are_those_of_transformers(changes: dict[str, Any], tmp_path: Path) -> None:
+    sizes = read_sizes(write(tmp_path, GLM | changes))
+    theirs = AutoConfig.from_pretrained(tmp_path)
+    router = sizes.sigmoid_router
+    assert router is not None and (router.groups, router.kept_groups) == (theirs.n_group, theirs.topk_group)
+    assert router.factor == theirs.routed_scaling_factor and sizes.renormalize == theirs.norm_topk_prob
+    assert (sizes.experts, sizes.top_k) == (theirs.n_routed_experts, theirs.num_experts_per_tok)
+    assert sizes.shared_size == theirs.n_shared_experts * theirs.moe_intermediate_size
+    assert sizes.dense_layers == theirs.first_k_dense_replace and sizes.norm_eps == theirs.rms_norm_eps
+    assert sizes.qkv_bias == theirs.attention_bias and (sizes.head_norms is not None) == theirs.use_qk_norm
+    assert sizes.rotary_dim == sizes.head_dim * theirs.rope_parameters["partial_rotary_factor"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"n_group": 3}, "n_group in .*found 3, expected a divisor of n_routed_experts = 16"),
+        ({"n_group": 16}, "n_group in .*found 16.* two of them or more"),
+        ({"n_group": 2, "topk_group": 3}, "topk_group in .*found 3, expected at most n_group = 2"),
+        ({"n_group": 8, "num_experts_per_tok": 4}, "num_experts_per_tok in .*found 4, expected at most 2"),
+        ({"first_k_dense_replace": 9}, "first_k_dense_replace"),
+        ({"hidden_act": "gelu"}, "hidden_act"),
+        ({"partial_rotary_factor": 0.25}, "partial_rotary_factor in .*expected one part"),
+        ({"rope_parameters": PLAIN | {"partial_rotary_factor": 2}}, "partial_rotary_factor"),
+        ({"rope_parameters": YARN}, "rope_type"),
+    ],
+)
+def test_variants_of_glm_are_refused(changes: dict[str, Any], named: str, tmp_path: Path) -> None:
+    assert re.search(named, refusal(tmp_path, GLM | changes))
 
 
 @pytest.mark.parametrize("base", [DENSE, MOE])

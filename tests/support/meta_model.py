@@ -64,7 +64,7 @@ def _parameters(directory: Path, values: dict[str, Any], rank: int) -> list[Any]
     cache = WeightCache()
     precision = Precision(numerics, cache, definition.sizes.layers)
     model = build_model(definition, config, layout, precision, Lowering(), experiment.rollout.context_length)
-    weights = HFWeights(directory, definition.tensors, model.config, numerics.spec.weight, cache, layout)
+    weights = HFWeights(directory, definition, model.config, numerics.spec.weight, cache, layout)
     rows, found = weights.rows(model), []
     for name, each in model.named_parameters():
         split = rows[name][0].expert is None and getattr(each, "tensor_model_parallel", False)

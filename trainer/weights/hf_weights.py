@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,13 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
-from models.stored import check_finite
+from models import Model
+from models.stored import check_finite, draft_tensors
 from models.storing import write_directory
-from models.tensors import TensorRow, TensorTable
+from models.tensors import TensorRow
 from numerics.errors import user_error
 from numerics.quantize import QuantizedTensor
-from numerics.ranks import exhaust
+from numerics.ranks import exhaust, rank
 from numerics.spec import TensorSpec
 from numerics.weight_cache import WeightCache
 from trainer.distributed.layout import Layout
@@ -41,7 +43,7 @@ class HFWeights:
     def __init__(
         self,
         model_path: Path,
-        table: TensorTable,
+        definition: Model,
         config: TransformerConfig,
         quantized_as: TensorSpec,
         cache: WeightCache,
@@ -49,9 +51,9 @@ class HFWeights:
         dtype: torch.dtype = torch.bfloat16,
     ) -> None:
         self._path, self._spec, self._dtype = Path(model_path), quantized_as, dtype
-        self._table = table
-        self._bridge = TableBridge(table, config)
-        scales = TableBridge(table, config, quantized_as.group)
+        self._definition, self._table = definition, definition.tensors
+        self._bridge = TableBridge(self._table, config)
+        scales = TableBridge(self._table, config, quantized_as.group)
         self._exporter = Exporter(self._bridge, scales, quantized_as, cache, layout)
 
     @torch.no_grad()
@@ -97,11 +99,13 @@ class HFWeights:
                 yield name, buffer
 
     def write(self, model: GPTModel, path: Path) -> None:
-        """Write a Hugging Face directory: the weights, dequantized, and every other file of the source directory."""
+        """Write a Hugging Face directory: the weights, dequantized, and what the source directory has besides: other
+        files, and draft layers as they are."""
         copied = functools.partial(
             shutil.copytree, self._path, ignore=shutil.ignore_patterns(*_WEIGHT_FILES, ".*"), dirs_exist_ok=True
         )
-        write_directory(Path(path).absolute(), self._plain(self.share(model)), copied)
+        drafts = draft_tensors(self._path, self._definition) if rank() == 0 else ()
+        write_directory(Path(path).absolute(), chain(self._plain(self.share(model)), drafts), copied)
 
     def _plain(self, weights: Iterator[tuple[str, Tensor | QuantizedTensor]]) -> Iterator[tuple[str, Tensor]]:
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,8 +15,10 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from models import read_model, read_shape
+from models.stored import check_stored
 from models.tiny import TinyModel, write_tiny_model
 from numerics.config import NumericsConfig
+from numerics.errors import UserError
 from numerics.spec import QuantSpec
 from tests.support.batches import cross_entropy, random_batch
 from tests.support.models import LENGTH
@@ -96,6 +99,31 @@ def test_native_mode_computes_the_same_but_for_rounding(
     exact, native = (make_trainer(path, precision, mode=mode).score(batch)[1] for mode in ("exact", "native"))
     difference = (exact - native).abs()
     assert 0 < difference.max() and difference.mean() < 0.15, difference
+
+
+def test_draft_layers_are_kept_as_they_are(tmp_path: Path, make_trainer: MakeTrainer) -> None:
+    path, drafted = write(tmp_path / "model", "glm4_moe"), "model.layers.3.eh_proj.weight"
+    config, stored = json.loads((path / "config.json").read_text()), load_file(path / "model.safetensors")
+    stored[drafted] = torch.randn(256, 512).bfloat16()
+    save_file(stored, path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(UserError, match=f"{drafted}: found 'a tensor of shape"):
+        check_stored(path, read_model(path))
+    (path / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 1}))
+    check_stored(path, read_model(path))
+    trainer = make_trainer(path, "fp8")
+    assert drafted not in dict(trainer.export_weights())
+    trainer.weights.write(trainer.model, tmp_path / "written")
+    written = load_file(tmp_path / "written" / "model.safetensors")
+    assert written.keys() == stored.keys() and all(torch.equal(written[name], stored[name]) for name in stored)
+
+
+@each_family
+def test_rows_end_to_end_have_the_bits_of_padded_ones(name: str, tmp_path: Path, make_trainer: MakeTrainer) -> None:
+    path, batch = write(tmp_path / "model", name), random_batch(2, 60)
+    (rows, padded), (order, packed) = (make_trainer(path, "fp8", packing=on).score(batch) for on in (False, True))
+    assert sorted(rows) == sorted(order) and torch.equal(
+        padded[torch.tensor(rows).argsort()], packed[torch.tensor(order).argsort()]
+    )
 
 
 @pytest.mark.parametrize("name", ["qwen2", "olmoe", "glm4_moe"])
