@@ -19,7 +19,7 @@ from torch import Tensor
 from numerics import ops
 from numerics.backend import dispatch
 from numerics.ops import ExpertWeights
-from numerics.ops.attention import KEY_SPLIT
+from numerics.ops.attention import KEY_CHUNK, KEY_SPLIT
 from numerics.ops.grouped import grouped_linear
 from numerics.quantize import quantize
 from numerics.spec import QuantSpec
@@ -74,8 +74,9 @@ def row_variant_ops(device: torch.device | str = "cpu") -> list[str]:
             variant.append("bf16 product of a micro-batch")
         if not torch.equal(ops.fp8_linear(large, w, operand, spec)[-_MANY:], ops.fp8_linear(x, w, operand, spec)):
             variant.append("fp8_linear of a micro-batch")
-        if not _attention_is_invariant(random(2, 2 * _MANY, 4, 128), random(2, 2 * _MANY, 2, 128)):
-            variant.append("attention")
+        for tokens, keys in ((2 * _MANY, 2 * _MANY), (_MANY, KEY_CHUNK + KEY_SPLIT + 33)):
+            if not _attention_is_invariant(random(2, tokens, 4, 128), random(2, keys, 2, 128)):
+                variant.append(f"attention over {keys} keys")
         variant += [name for name, (one, several) in _forms(random, spec).items() if not torch.equal(one, several)]
     return variant
 
@@ -118,10 +119,11 @@ def _of_few_rows(device: torch.device | str) -> list[Tensor]:
     first, second = (random(3, *shape) / 16 for shape in ((256, 256), (256, 128)))
     w13, w2 = (ExpertWeights(each, ops.weight_operand(quantize(each, spec.weight))) for each in (first, second))
     found.append(ops.experts(x, torch.tensor([40, 0, 24], device=x.device), w13, w2, spec))
-    lengths = torch.tensor([300, 1, 129], device=x.device)
-    table = torch.arange(3 * 300, device=x.device, dtype=torch.int32).view(3, 300).flip(1)
-    keys, values, each = random(900, 2, 128), random(900, 2, 128), torch.arange(3, device=x.device)
-    found.append(ops.paged_attention(random(3, 16, 128), keys, values, table, each, each // 4 + 1, lengths, 0.1))
+    keys, values, each = random(4000, 2, 128), random(4000, 2, 128), torch.arange(3, device=x.device)
+    for longest in (300, KEY_CHUNK + 100):
+        lengths = torch.tensor([longest, 1, 129], device=x.device)
+        table = torch.arange(3 * longest, device=x.device, dtype=torch.int32).view(3, longest).flip(1)
+        found.append(ops.paged_attention(random(3, 16, 128), keys, values, table, each, each // 4 + 1, lengths, 0.1))
     return found
 
 
@@ -162,9 +164,11 @@ def _forms(random: Callable[..., Tensor], spec: QuantSpec) -> dict[str, tuple[Te
 
 
 def _attention_is_invariant(q: Tensor, kv: Tensor) -> bool:
-    """A whole sequence against single queries over just the keys that they see, and against the paged op."""
-    length = q.shape[1]
-    positions = torch.arange(length, device=q.device).expand(q.shape[0], -1)
+    """The newest tokens of a sequence, q, against single queries over just the keys that they see, and against the
+    paged op."""
+    length = kv.shape[1]
+    oldest = length - q.shape[1]
+    positions = torch.arange(oldest, length, device=q.device).expand(q.shape[0], -1)
     whole = ops.attention(q, kv, kv, positions, 0.1)
     # Slot 0 of the cache is nobody's; sequence b's keys lie backwards in the rest.
     slots = 1 + torch.arange(2 * length, device=q.device).flip(0).view(2, length)
@@ -175,15 +179,16 @@ def _attention_is_invariant(q: Tensor, kv: Tensor) -> bool:
     def paged(first: int, stop: int) -> Tensor:
         """Queries first to stop of both sequences, when they are the newest."""
         new, lengths = (torch.full((2,), count, device=q.device) for count in (stop - first, stop))
-        fresh = q[:, first:stop].flatten(0, 1)
+        fresh = q[:, first - oldest : stop - oldest].flatten(0, 1)
         return ops.paged_attention(fresh, cache, cache, slots, both, new, lengths, 0.1).unflatten(0, (2, -1))
 
-    ends = (0, 5, 31, 32, 96, KEY_SPLIT - 1, KEY_SPLIT, KEY_SPLIT + 33, 2 * KEY_SPLIT + 1, length - 1)
-    return torch.equal(paged(0, length), whole) and all(
+    ends = (0, 5, 31, 32, 96, KEY_SPLIT - 1, KEY_SPLIT, KEY_SPLIT + 33, 2 * KEY_SPLIT + 1, KEY_CHUNK - 1, KEY_CHUNK)
+    return torch.equal(paged(oldest, length), whole) and all(
         torch.equal(
-            ops.attention(q[:1, t : t + 1], kv[:1, : t + 1], kv[:1, : t + 1], positions[:1, t : t + 1], 0.1),
-            whole[:1, t : t + 1],
+            ops.attention(q[:1, i : i + 1], kv[:1, : t + 1], kv[:1, : t + 1], positions[:1, i : i + 1], 0.1),
+            whole[:1, i : i + 1],
         )
-        and torch.equal(paged(t, t + 1), whole[:, t : t + 1])
-        for t in ends
+        and torch.equal(paged(t, t + 1), whole[:, i : i + 1])
+        for t in (*ends, length - 1)
+        if 0 <= (i := t - oldest) < q.shape[1]
     )

@@ -1,10 +1,11 @@
 """Causal attention on the tensor core: `numerics.ops.attention`, contiguous, packed and paged.
 
 A program holds 128 rows, or 64 in decode (`heights`): the queries of one sequence in order, and of each the heads that
-share a key head, so that a new token fills several rows. It takes the keys in splits of 128, in order, and merges them
-with the online softmax (Milakov and Gimelshein 2018) as FlashAttention 2 does (Dao 2023). Prefill, chunk and decode run
-the same kernel; keys are never spread over programs; and a split that a row does not see multiplies its sums by 1 and
-adds 0. A query's bits therefore depend on nothing but the query and the keys that it sees.
+share a key head, so that a new token fills several rows. It takes the keys of a chunk in splits of 128, in order, and
+merges them with the online softmax (Milakov and Gimelshein 2018) as FlashAttention 2 does (Dao 2023). Chunks are merged
+in order: by the same program, or, where rows are few and chunks are spread over programs, by a second kernel
+(`attention_chunks`). A split or a chunk that a row does not see multiplies its sums by 1 and adds 0. A query's bits
+therefore depend on nothing but the query and the keys that it sees.
 
 Rounding: scores and sums FP32; weights are rounded to BF16 for their product with the values (the definition keeps
 FP32), which are summed in FP32 and rounded once. Multiplications that are followed by an addition are written as
@@ -22,9 +23,11 @@ import triton.language as tl
 from numerics.errors import user_error
 from numerics.kernels.arithmetic import cast, dot, load
 from numerics.kernels.attention_backward import LOG2_E, attention_backward
+from numerics.kernels.attention_chunks import divided, merge_chunk, merge_parts, no_keys, parts_of
 from numerics.kernels.heights import TALL, tile_height, warps
 from numerics.kernels.memory import dense_rows
 from numerics.kernels.sequences import find_sequence, positions_of
+from numerics.ops.attention import KEY_CHUNK
 
 CONTIGUOUS, PACKED, PAGED = "contiguous", "packed", "paged"
 
@@ -52,10 +55,10 @@ class _Attention(torch.autograd.Function):
         logsumexp = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
         group = heads // k.shape[2]
         _forward_kernel[triton.cdiv(length * group, TALL), k.shape[2], batch](
-            *(q, k, v, out, logsumexp, positions, positions, positions, positions),
+            *(q, k, v, out, logsumexp, positions, positions, positions, positions, out, out, out),
             *(*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *positions.stride()),
             *(batch, length, k.shape[1], heads, scale * LOG2_E),
-            **_constants(CONTIGUOUS, 1, group, dim, TALL),
+            **_constants(CONTIGUOUS, 1, group, dim, TALL, k.shape[1]),
         )
         ctx.save_for_backward(q, k, v, positions, out, logsumexp)
         ctx.scale = scale
@@ -90,10 +93,10 @@ class _PackedAttention(torch.autograd.Function):
         group, sequences = heads // k.shape[1], len(lengths)
         positions = positions_of(lengths, tokens)
         _forward_kernel[tokens * group // TALL + sequences, k.shape[1], 1](
-            *(q, k, v, out, logsumexp, positions, lengths, lengths, lengths),
+            *(q, k, v, out, logsumexp, positions, lengths, lengths, lengths, out, out, out),
             *(0, *q.stride()[:2], 0, *k.stride()[:2], 0, *v.stride()[:2], 0, 1),
             *(sequences, tokens, 0, heads, scale * LOG2_E),
-            **_constants(PACKED, triton.next_power_of_2(sequences), group, dim, TALL),
+            **_constants(PACKED, triton.next_power_of_2(sequences), group, dim, TALL, tokens),
         )
         ctx.save_for_backward(q, k, v, positions, out, logsumexp, lengths)
         ctx.scale = scale
@@ -120,8 +123,8 @@ def paged_attention(
 ) -> torch.Tensor:
     """Causal attention of new tokens over a paged cache; see `numerics.ops.attention.paged_attention`.
 
-    Never waits for the device: the grid is the largest that this many tokens of this many sequences can need, and
-    programs beyond the last tile leave at once.
+    Never waits for the device: the grid is the largest that this many tokens of this many sequences can need, over as
+    many keys as the table is wide, and programs that find nothing to do leave at once.
     """
     _check(q, k_cache, v_cache)
     tokens, heads, dim = q.shape
@@ -132,19 +135,27 @@ def paged_attention(
     # Rows of a sequence in the mean; the accumulators of a larger head would leave a short tile's registers.
     height = tile_height(triton.cdiv(tokens * group, max(sequences, 1))) if dim <= 128 else TALL
     most_tiles = tokens * group // height + sequences
-    _forward_kernel[most_tiles, k_cache.shape[1], 1](
-        *(q, k_cache, v_cache, out, out, table, requests, new, lengths),
+    longest, tiles = table.shape[1], most_tiles * k_cache.shape[1]
+    parts = parts_of(q, k_cache.shape[1], longest, tiles)
+    left = (parts.outs, parts.peaks, parts.totals) if parts else (out, out, out)
+    _forward_kernel[most_tiles, k_cache.shape[1], parts.programs if parts else 1](
+        *(q, k_cache, v_cache, out, out, table, requests, new, lengths, *left),
         *(0, *q.stride()[:2], 0, *k_cache.stride()[:2], 0, *v_cache.stride()[:2], *table.stride()),
         *(sequences, tokens, 0, heads, scale * LOG2_E),
-        **_constants(PAGED, triton.next_power_of_2(max(sequences, 1)), group, dim, height),
+        **_constants(PAGED, triton.next_power_of_2(max(sequences, 1)), group, dim, height, longest, parts is not None),
     )
+    if parts:
+        merge_parts(parts, out, new, lengths, scale * LOG2_E)
     return out
 
 
-def _constants(form: str, sequences: int, group: int, dim: int, height: int) -> dict[str, Any]:
+def _constants(
+    form: str, sequences: int, group: int, dim: int, height: int, longest: int, spread: bool = False
+) -> dict[str, Any]:
     keys = 128 if dim <= 128 else 64  # of larger heads, two stages of 128 keys do not fit into shared memory
     shape = {"FORM": form, "SEQUENCES": sequences, "GROUP": group, "ROWS": height, "KEYS": keys, "D": dim}
-    return shape | {"num_warps": warps(height), "num_stages": 2, "enable_fp_fusion": False}
+    chunks = {"CHUNK": KEY_CHUNK, "CHUNKED": longest > KEY_CHUNK, "SPREAD": spread}
+    return shape | chunks | {"num_warps": warps(height), "num_stages": 2, "enable_fp_fusion": False}
 
 
 def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
@@ -165,15 +176,20 @@ def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
 @triton.jit(do_not_specialize=["sequences", "queries", "keys"])
 def _forward_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, logsumexp_ptr, positions_ptr, requests_ptr, new_ptr, lengths_ptr,
+    outs_ptr, peaks_ptr, totals_ptr,
     q_batch, q_token, q_head, k_batch, k_token, k_head, v_batch, v_token, v_head, positions_row, positions_column,
     sequences, queries, keys, heads, scale,
     FORM: tl.constexpr, SEQUENCES: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
-    D: tl.constexpr,
+    D: tl.constexpr, CHUNK: tl.constexpr, CHUNKED: tl.constexpr, SPREAD: tl.constexpr,
 ):  # fmt: skip
     """FORM: `contiguous`, queries [B, Q]; `packed`, sequences end to end; `paged`, over a cache. positions_ptr: of each
-    query; of a paged cache the table [rows, max]."""
+    query; of a paged cache the table [rows, max].
+
+    CHUNKED: there may be more keys than a chunk's. SPREAD: every program takes some of the chunks, and leaves a part of
+    each (`Parts`).
+    """
     PAGED: tl.constexpr = FORM == "paged"
-    key_head = tl.program_id(1)
+    key_head, tokens = tl.program_id(1), queries
     if FORM == "contiguous":
         sequence, tile = tl.program_id(2), tl.num_programs(0) - 1 - tl.program_id(0)  # the longest first
         first = sequence * queries
@@ -209,27 +225,55 @@ def _forward_kernel(
     k_ptr += key_head * k_head
     v_ptr += key_head * v_head
 
-    peak = tl.full((ROWS,), float("-inf"), tl.float32)
-    total = tl.zeros((ROWS,), tl.float32)
-    out = tl.zeros((ROWS, D), tl.float32)
     stop = tl.minimum(tl.max(position) + 1, keys)
     whole = tl.minimum(tl.maximum(tl.min(position) + 1, 0), keys) // KEYS * KEYS  # every row sees all of these
-    slot = _slots(positions_ptr, 0, keys, positions_column, PAGED, KEYS)
+    stored = row < queries * GROUP
+    where = token * heads + head
+    if CHUNKED:
+        peak, total, out = no_keys(ROWS, D)
+        step = tl.num_programs(2) * CHUNK if SPREAD else CHUNK
+        for start in range(tl.program_id(2) * CHUNK if SPREAD else 0, stop, step):
+            chunk_peak, chunk_total, chunk_out = _attend_chunk(
+                q, k_ptr, v_ptr, positions_ptr, start, tl.minimum(start + CHUNK, stop), whole, keys, position,
+                positions_column, k_token, v_token, scale, PAGED, KEYS, D,
+            )  # fmt: skip
+            if SPREAD:
+                part = ((start // CHUNK * tl.num_programs(1) + key_head) * tokens + first) * GROUP + row
+                tl.store(peaks_ptr + part, chunk_peak, mask=stored)
+                tl.store(totals_ptr + part, chunk_total, mask=stored)
+                tl.store(outs_ptr + part[:, None] * D + column[None, :], chunk_out, mask=stored[:, None])
+            else:
+                peak, total, out = merge_chunk(peak, total, out, chunk_peak, chunk_total, chunk_out, scale)
+    else:
+        peak, total, out = _attend_chunk(
+            q, k_ptr, v_ptr, positions_ptr, 0, stop, whole, keys, position,
+            positions_column, k_token, v_token, scale, PAGED, KEYS, D,
+        )  # fmt: skip
+
+    if not SPREAD:
+        result, total = divided(out, total)
+        tl.store(out_ptr + where[:, None] * D + column[None, :], cast(result, tl.bfloat16), mask=stored[:, None])
+        if not PAGED:
+            tl.store(logsumexp_ptr + where, tl.fma(peak, scale, tl.log2(total)), mask=stored)
+
+
+@triton.jit
+def _attend_chunk(
+    q, k_ptr, v_ptr, table_ptr, first, stop, whole, keys, position, table_column, k_token, v_token, scale,
+    PAGED: tl.constexpr, KEYS: tl.constexpr, D: tl.constexpr,
+):  # fmt: skip
+    """Peak, total and out of the rows over the keys first to stop of one chunk."""
+    peak, total, out = no_keys(q.shape[0], D)
+    whole = tl.minimum(tl.maximum(whole, first), stop // KEYS * KEYS)
+    slot = _slots(table_ptr, first, keys, table_column, PAGED, KEYS)
     for MASKED in tl.static_range(2):
-        for start in range(whole if MASKED else 0, stop if MASKED else whole, KEYS):
+        for start in range(whole if MASKED else first, stop if MASKED else whole, KEYS):
             peak, total, out = _merge_split(
                 q, k_ptr, v_ptr, slot, start, keys, position, peak, total, out, k_token, v_token, scale, MASKED, KEYS, D
             )
             # The next split's, ahead of its keys, whose loads would wait for them.
-            slot = _slots(positions_ptr, start + KEYS, keys, positions_column, PAGED, KEYS)
-
-    total = tl.where(total == 0.0, 1.0, total)  # a sequence without keys, as in a padded CUDA graph, gives zeros
-    stored = row < queries * GROUP
-    where = token * heads + head
-    result = cast(out / total[:, None], tl.bfloat16)
-    tl.store(out_ptr + where[:, None] * D + column[None, :], result, mask=stored[:, None])
-    if not PAGED:
-        tl.store(logsumexp_ptr + where, tl.fma(peak, scale, tl.log2(total)), mask=stored)
+            slot = _slots(table_ptr, start + KEYS, keys, table_column, PAGED, KEYS)
+    return peak, total, out
 
 
 @triton.jit
@@ -254,10 +298,10 @@ def _merge_split(
     if MASKED:
         seen = (key[None, :] <= position[:, None]) & exists[None, :]
         scores = tl.where(seen, scores, float("-inf"))
-    # Key 0 comes first and every row sees it: the peak is finite from here on.
     new_peak = tl.maximum(peak, tl.max(scores, 1))
-    weights = tl.exp2(tl.fma(scores, scale, -(new_peak * scale)[:, None]))
-    rescale = tl.exp2((peak - new_peak) * scale)
+    shift = tl.where(new_peak == float("-inf"), 0.0, new_peak) if MASKED else new_peak  # a row that sees no key has 0s
+    weights = tl.exp2(tl.fma(scores, scale, -(shift * scale)[:, None]))
+    rescale = tl.exp2((peak - shift) * scale)
     total = tl.fma(total, rescale, tl.sum(weights, 1))
     v = load(v_ptr + (slot * v_token)[:, None] + column[None, :], exists[:, None], MASKED)
     out = dot(cast(weights, tl.bfloat16), v, out * rescale[:, None])

@@ -1,8 +1,10 @@
 """Causal attention whose result for a query depends on nothing but that query and the keys that it sees.
 
-Keys are taken in splits of 128, in order; each split is one FP32 product, and splits are merged with the online softmax
-(Milakov and Gimelshein 2018). A split that a query does not see changes nothing, bit for bit, so neither the padded
-length nor the batch, nor prefill, chunk or decode around a query changes its result.
+Keys are taken in splits of 128, in order; each split is one FP32 product. The splits of 1,024 keys, a chunk, are merged
+with the online softmax (Milakov and Gimelshein 2018), which starts anew in every chunk; then the chunks are merged, in
+order, so that they can be worked on at the same time. Merging the first chunk changes nothing, and neither does a split
+or a chunk that a query does not see, bit for bit: the padded length, the batch, prefill, a part of it or decode around
+a query do not change its result.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from numerics.backend.dispatch import op
 from numerics.ops.linear import FEWEST_ROWS
 
 KEY_SPLIT = 128
+KEY_CHUNK = 1024
 # The last split may be shorter, in whole multiples of this: the keys left out would have added exact zeros.
 KEY_PADDING = 32
 
@@ -100,21 +103,11 @@ class _Attention(torch.autograd.Function):
         limits = F.pad(_row_positions(positions, q.shape[2] // groups, groups), (0, 0, 0, padding))
         keys, values = _fold_keys(k), _fold_keys(v)
 
-        peak = queries.new_full((*queries.shape[:2], 1), -torch.inf)
-        total = queries.new_zeros(*queries.shape[:2], 1)
-        out = torch.zeros_like(queries)
-        for start in range(0, keys.shape[1], KEY_SPLIT):
-            stop = min(start + KEY_SPLIT, keys.shape[1])
-            scores = torch.bmm(queries, keys[:, start:stop].transpose(1, 2)) * scale
-            seen = torch.arange(start, stop, device=q.device) <= limits
-            scores = scores.masked_fill(~seen, -torch.inf)
-            # The first split always shows key 0 to every query, so the peak is finite from here on.
-            new_peak = torch.maximum(peak, scores.amax(-1, keepdim=True))
-            weights = torch.exp(scores - new_peak)
-            rescale = torch.exp(peak - new_peak)
-            total = total * rescale + _sum_keys(weights)
-            out = out * rescale + torch.bmm(weights, values[:, start:stop])
-            peak = new_peak
+        peak, total, out = _attend_chunk(queries, keys[:, :KEY_CHUNK], values[:, :KEY_CHUNK], 0, limits, scale)
+        for start in range(KEY_CHUNK, keys.shape[1], KEY_CHUNK):
+            chunk = slice(start, start + KEY_CHUNK)
+            own = _attend_chunk(queries, keys[:, chunk], values[:, chunk], start, limits, scale)
+            peak, total, out = _merge_chunk((peak, total, out), own)
         result = (out / total)[:, :rows]
         ctx.save_for_backward(q, k, v, positions, result, (peak + total.log())[:, :rows])
         ctx.scale = scale
@@ -137,6 +130,39 @@ class _Attention(torch.autograd.Function):
         dk = _unfold_keys(torch.bmm(dscores.transpose(1, 2), queries), k, length)
         dv = _unfold_keys(torch.bmm(weights.transpose(1, 2), dout), v, length)
         return dq, dk, dv, None, None
+
+
+def _attend_chunk(
+    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, first: int, limits: torch.Tensor, scale: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The online softmax of folded queries over the keys of a chunk, of which `first` is the position of the first.
+
+    Returns each row's largest score [B, rows, 1], -inf where it sees none of these keys; the sum of its weights,
+    exp(score - largest) [B, rows, 1]; and the values summed with these weights [B, rows, D].
+    """
+    peak = queries.new_full((*queries.shape[:2], 1), -torch.inf)
+    total = queries.new_zeros(*queries.shape[:2], 1)
+    out = torch.zeros_like(queries)
+    for start in range(0, keys.shape[1], KEY_SPLIT):
+        stop = min(start + KEY_SPLIT, keys.shape[1])
+        scores = torch.bmm(queries, keys[:, start:stop].transpose(1, 2)) * scale
+        seen = torch.arange(first + start, first + stop, device=queries.device) <= limits
+        scores = scores.masked_fill(~seen, -torch.inf)
+        peak, before = torch.maximum(peak, scores.amax(-1, keepdim=True)), peak
+        shift = peak.masked_fill(peak == -torch.inf, 0.0)  # a row that sees no key has weights of 0
+        weights, rescale = torch.exp(scores - shift), torch.exp(before - shift)
+        total = total * rescale + _sum_keys(weights)
+        out = out * rescale + torch.bmm(weights, values[:, start:stop])
+    return peak, total, out
+
+
+def _merge_chunk(
+    before: tuple[torch.Tensor, torch.Tensor, torch.Tensor], chunk: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Add the (peak, total, out) of a chunk to those of all before it, in the first of which every row saw key 0."""
+    peak = torch.maximum(before[0], chunk[0])
+    rescale, share = torch.exp(before[0] - peak), torch.exp(chunk[0] - peak)
+    return peak, before[1] * rescale + chunk[1] * share, before[2] * rescale + chunk[2] * share
 
 
 def _sum_keys(weights: torch.Tensor) -> torch.Tensor:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import math
 import os
 import re
 import subprocess
@@ -24,14 +25,17 @@ from triton.runtime.jit import JITFunction
 
 @dataclasses.dataclass(frozen=True)
 class Compiled:
-    """One kernel as it would run. shared: bytes. instructions: the matrix and cast instructions of its PTX.
-    divisions: IEEE divisions in FP32, as often as they are written there. sums: the layouts in which its FP32 matrices
-    are reduced, which decide the order of addition."""
+    """One kernel as it would run. blocks: of its grid. shared: bytes. spilled: bytes of a thread's stack.
+    respilled: loads and stores of these in innermost loops with products. instructions: the matrix and cast
+    instructions of its PTX. divisions: IEEE divisions in FP32, as often as they are written there. sums: the layouts in
+    which its FP32 matrices are reduced, which decide the order of addition."""
 
     name: str
+    blocks: int
     shared: int
     registers: int
     spilled: int
+    respilled: int
     instructions: tuple[str, ...]
     divisions: int
     sums: tuple[str, ...]
@@ -58,7 +62,7 @@ def compiled_only() -> Iterator[list[Compiled]]:
 
     def compile_only(self: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
         kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
-        found.append(_described(self.__name__, kernel))
+        found.append(_described(self.__name__, math.prod(grid), kernel))
         return kernel
 
     driver.set_active(NoDevice())
@@ -70,11 +74,12 @@ def compiled_only() -> Iterator[list[Compiled]]:
         driver.set_active(None)
 
 
-def _described(name: str, kernel: Any) -> Compiled:
+def _described(name: str, blocks: int, kernel: Any) -> Compiled:
     ptx = kernel.asm["ptx"]
     wanted = r"cvt\.rn\.satfinite[.\w]+|wgmma\.mma_async[.\w]+|mma\.sync[.\w]+|fma\.rn\.f32"
     return Compiled(
         name,
+        blocks,
         kernel.metadata.shared,
         *_resources(kernel.asm["cubin"]),
         tuple(sorted(set(re.findall(wanted, ptx)))),
@@ -89,16 +94,34 @@ def _sums(ttgir: str) -> tuple[str, ...]:
     return tuple(sorted({layouts[name] for name in reduced}))
 
 
-def _resources(cubin: bytes) -> tuple[int, int]:
-    """Registers of a thread, and the bytes of its stack: what did not fit into registers."""
+def _resources(cubin: bytes) -> tuple[int, int, int]:
+    """Registers of a thread; the bytes of its stack, which is what did not fit into them; and how often that is touched
+    in innermost loops with products."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        tool = triton.knobs.nvidia.cuobjdump.path
-        text = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
-    found = re.search(r"REG:(\d+) STACK:(\d+)", text)
-    assert found is not None, text
-    return int(found[1]), int(found[2])
+
+        def shown(tool: Any, option: str) -> str:
+            return subprocess.run([tool.path, option, file.name], capture_output=True, text=True, check=True).stdout
+
+        usage = shown(triton.knobs.nvidia.cuobjdump, "-res-usage")
+        assembly = shown(triton.knobs.nvidia.nvdisasm, "-c")
+    found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
+    assert found is not None, usage
+    return int(found[1]), int(found[2]), sum(len(re.findall(r"\b(?:STL|LDL)\b", loop)) for loop in _loops(assembly))
+
+
+def _loops(assembly: str) -> Iterator[str]:
+    """The innermost loops with products: from a label to a jump back to it, with no other such loop between them."""
+    lines = assembly.splitlines()
+    labels = {line.strip()[:-1]: number for number, line in enumerate(lines) if line.startswith(".L_x_")}
+    jumps = [
+        (labels[found[1]], end) for end, line in enumerate(lines) if (found := re.search(r"BRA.*`\((\S+)\)", line))
+    ]
+    loops = [(start, end) for start, end in jumps if start < end and "GMMA" in "".join(lines[start:end])]
+    for start, end in loops:
+        if not any(start <= other and last <= end and (start, end) != (other, last) for other, last in loops):
+            yield "\n".join(lines[start:end])
 
 
 def compiled_elsewhere(script: str) -> list[dict[str, Any]]:

@@ -5,6 +5,7 @@ import torch
 
 from numerics import ops
 from numerics.errors import UserError
+from numerics.kernels import attention_chunks
 from numerics.kernels.attention import attention, packed_attention, paged_attention
 from tests.support.kernels import DEVICE, random
 
@@ -36,6 +37,7 @@ SHAPES = [
     (33, 330, 8, 1, 128),
     (310, 310, 1, 1, 64),
     (20, 150, 6, 2, 256),
+    (60, 2070, 4, 2, 64),
 ]
 
 
@@ -132,9 +134,10 @@ def test_sequences_end_to_end_have_the_bits_of_padded_ones_and_so_have_their_gra
 
 class Sequences:
     """Sequences of these lengths, all over the slots of one cache; NaN in its other slots, and a table that points
-    anywhere behind a sequence's end. expected [length, heads, D]: attention over each whole sequence."""
+    anywhere behind a sequence's end. expected [length, heads, D]: attention over each whole sequence, of its `newest`
+    tokens."""
 
-    def __init__(self, lengths, heads=8, key_heads=2, dim=64):
+    def __init__(self, lengths, heads=8, key_heads=2, dim=64, newest=10000):
         generator = torch.Generator().manual_seed(0)
         self.lengths = lengths
         slots = torch.randperm(2 * sum(lengths), generator=generator).to(DEVICE)
@@ -152,7 +155,11 @@ class Sequences:
             self.table[self.requests[i], :length] = own.int()
             self.k_cache[own], self.v_cache[own] = k[0], v[0]
             self.queries.append(q[0])
-            self.expected.append(attention(q, k, v, torch.arange(length, device=DEVICE)[None], SCALE)[0])
+            positions = torch.arange(length, device=DEVICE)[None, -newest:]
+            expected = attention(q[:, -newest:], k, v, positions, SCALE)[0]
+            self.expected.append(
+                torch.nn.functional.pad(expected, (0, 0, 0, 0, length - len(expected), 0), value=torch.nan)
+            )
 
     def run(self, starts, stops):
         """Tokens starts[i] to stops[i] of each sequence, and what they should be."""
@@ -176,6 +183,26 @@ def test_decode_and_chunks_over_pages_have_the_bits_of_the_whole(heads, key_head
         done = stops
     out, expected = sequences.run([length - 1 for length in LENGTHS], LENGTHS)
     assert torch.equal(out, expected)
+
+
+def test_chunks_of_keys_have_the_bits_of_the_whole_in_any_number_of_programs(monkeypatch):
+    """A program for every chunk, one that leaves the parts of all, and one that merges them itself."""
+    lengths = [2060, 1024, 3, 1025]
+    sequences = Sequences(lengths, 5, 1, 16, newest=30)
+    for name, value in (("PROGRAMS", 528), ("PROGRAMS", 1), ("PART_BYTES", 0)):
+        monkeypatch.setattr(attention_chunks, name, value)
+        for new in (1, 30):
+            out, expected = sequences.run([max(0, length - new) for length in lengths], lengths)
+            assert torch.equal(out, expected)
+
+
+def test_a_batch_that_is_filled_up_beside_chunks_of_keys():
+    sequences = Sequences([1030, 3], newest=1)
+    q = torch.cat((sequences.queries[0][-1:], random(2, 8, 64, seed=7)))
+    new, keys = torch.tensor([1, 1], device=DEVICE), torch.tensor([1030, 0], device=DEVICE)
+    table, requests = sequences.table, sequences.requests
+    out = paged_attention(q, sequences.k_cache, sequences.v_cache, table, requests, new, keys, SCALE)
+    assert torch.equal(out[0], sequences.expected[0][-1]) and not out[1:].any()
 
 
 def test_every_position_decodes_to_the_bits_of_the_whole():

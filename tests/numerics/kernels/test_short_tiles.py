@@ -66,6 +66,10 @@ def test_decode_has_the_bits_of_tall_tiles(heads, key_heads, dim, new):
     q, each = random(int(fresh.sum()), heads, dim), torch.arange(4, device=DEVICE)
     tall, short = in_both(lambda: paged_attention(q, keys, values, table, each, fresh, lengths, 0.1))
     assert torch.equal(tall, short) and tall[:-1].any(-1).all() and not tall[-1].any()
+    # The same keys under a table with room for more, whose chunks are spread over programs.
+    wide = torch.nn.functional.pad(table, (0, 2000))
+    spread_tall, spread_short = in_both(lambda: paged_attention(q, keys, values, wide, each, fresh, lengths, 0.1))
+    assert torch.equal(spread_tall, tall) and torch.equal(spread_short, tall)
 
 
 def test_the_probe_allows_short_tiles_where_their_bits_are_those_of_tall_ones(monkeypatch, caplog):

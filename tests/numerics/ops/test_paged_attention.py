@@ -1,8 +1,10 @@
-"""Attention over a paged cache against attention over each sequence alone; see also `tests/rollout/plugin/test_ops`."""
+"""Chunks of keys, and attention over a paged cache against attention over each sequence alone; see also
+`tests/rollout/plugin/test_ops`."""
 
 import torch
 
 from numerics import ops
+from numerics.ops.attention import KEY_CHUNK, KEY_SPLIT
 
 
 def test_new_tokens_of_sequences_that_lie_scattered_in_a_cache():
@@ -25,3 +27,48 @@ def test_new_tokens_of_sequences_that_lie_scattered_in_a_cache():
         expected.append(ops.attention(queries[None], k_cache[own][None], v_cache[own][None], positions, 0.1)[0])
     out = ops.paged_attention(q, k_cache, v_cache, table, requests, torch.tensor(new), torch.tensor(lengths), 0.1)
     assert torch.equal(out[:132], torch.cat(expected)) and not out[132:].any()
+
+
+def softmax_over_splits(q, k, v, scale):
+    """The online softmax of one head's queries [Q, D], all of which see all keys [T, D]; whole splits."""
+    peak, total, out = torch.full((len(q), 1), -torch.inf), torch.zeros(len(q), 1), torch.zeros_like(q)
+    for keys, values in zip(k.split(KEY_SPLIT), v.split(KEY_SPLIT)):
+        scores = torch.mm(q, keys.t()) * scale
+        new_peak = torch.maximum(peak, scores.amax(1, keepdim=True))
+        weights, rescale = torch.exp(scores - new_peak), torch.exp(peak - new_peak)
+        total = total * rescale + weights.sum(1, keepdim=True)
+        out, peak = out * rescale + torch.mm(weights, values), new_peak
+    return peak, total, out
+
+
+def test_chunks_are_softmaxes_of_their_own_merged_in_order():
+    torch.manual_seed(0)
+    q, k, v = torch.randn(64, 32), torch.randn(2 * KEY_CHUNK, 32), torch.randn(2 * KEY_CHUNK, 32)
+    both = [softmax_over_splits(q, *parts, 0.3) for parts in zip(k.split(KEY_CHUNK), v.split(KEY_CHUNK))]
+    peak = torch.maximum(both[0][0], both[1][0])
+    shares = [torch.exp(each[0] - peak) for each in both]
+    total, out = (both[0][i] * shares[0] + both[1][i] * shares[1] for i in (1, 2))
+
+    def attended(keys):
+        """With queries that see fewer keys beside them."""
+        positions = torch.cat((torch.full((64,), keys - 1), torch.arange(64)))[None]
+        queries = torch.cat((q, q))[None, :, None]
+        return ops.attention(queries, k[None, :, None], v[None, :, None], positions, 0.3)[0, :64, 0]
+
+    assert torch.equal(attended(2 * KEY_CHUNK), out / total)
+    assert torch.equal(attended(KEY_CHUNK), both[0][2] / both[0][1])  # merging the first chunk changes nothing
+
+
+def test_decode_beyond_a_chunk_has_the_bits_of_the_whole():
+    torch.manual_seed(0)
+    length = KEY_CHUNK + 140
+    q, k, v = (torch.randn(1, length, heads, 32).bfloat16() for heads in (4, 2, 2))
+    whole = ops.attention(q, k, v, torch.arange(length)[None], 0.1)[0]
+    slots = torch.randperm(length)
+    k_cache, v_cache = torch.empty_like(k[0]), torch.empty_like(v[0])
+    k_cache[slots], v_cache[slots] = k[0], v[0]
+    for stop in (KEY_CHUNK, KEY_CHUNK + 1, KEY_CHUNK + 129, length):
+        for new in (1, 130):
+            queries, counts = q[0, stop - new : stop], (torch.tensor([new]), torch.tensor([stop]))
+            out = ops.paged_attention(queries, k_cache, v_cache, slots[None].int(), torch.tensor([0]), *counts, 0.1)
+            assert torch.equal(out, whole[stop - new : stop])

@@ -1,0 +1,116 @@
+"""Chunks of keys: merged in order by the program that took them, or left by several programs for a second kernel.
+
+Where few rows attend to many keys, as in decode, chunks are spread over programs (Flash-Decoding, Dao et al. 2023).
+Each leaves its part in FP32, and the second kernel merges the parts of a row in the same order, by the same formula.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from numerics.kernels.arithmetic import cast
+from numerics.ops.attention import KEY_CHUNK
+
+PART_BYTES = 256 << 20
+"""The most that parts may take. Rows that would need more are many enough to fill a GPU by themselves."""
+PROGRAMS = 528
+"""Programs that are worth having: four for each of the 132 SMs of an H100 or H200."""
+_ROWS = 4  # of a program that merges
+_SEQUENCES = 256  # among which it finds its own, at least: one compiled kernel for most batches
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What the chunks of keys give each row of the queries, before they are merged.
+
+    outs FP32 [chunks, kv heads, tokens, heads of one, D]: in the order in which rows lie in tiles. peaks, totals FP32
+    [chunks, kv heads, tokens, heads of one]. programs: that share the chunks of a tile.
+    """
+
+    outs: torch.Tensor
+    peaks: torch.Tensor
+    totals: torch.Tensor
+    programs: int
+
+
+def parts_of(q: torch.Tensor, key_heads: int, longest: int, tiles: int) -> Parts | None:
+    """Room for the parts of q [tokens, heads, D] over up to `longest` keys, from shapes alone; None where one program
+    is to take all chunks of a tile. tiles: of all heads."""
+    tokens, heads, dim = q.shape
+    chunks = triton.cdiv(longest, KEY_CHUNK)
+    if chunks <= 1 or 4 * tokens * heads * chunks * (dim + 2) > PART_BYTES:
+        return None
+    shape = (chunks, key_heads, tokens, heads // key_heads)
+    outs = torch.empty(*shape, dim, dtype=torch.float32, device=q.device)
+    peaks, totals = torch.empty(2, *shape, dtype=torch.float32, device=q.device)
+    return Parts(outs, peaks, totals, min(chunks, triton.cdiv(PROGRAMS, tiles)))
+
+
+def merge_parts(parts: Parts, out: torch.Tensor, new: torch.Tensor, lengths: torch.Tensor, scale: float) -> None:
+    """Merge the parts of `paged_attention` into out BF16 [tokens, heads, D]; tokens of no sequence are left alone."""
+    tokens, heads, dim = out.shape
+    sequences = len(new)
+    _merge_kernel[tokens, triton.cdiv(heads, _ROWS)](
+        *(parts.outs, parts.peaks, parts.totals, out, new, lengths, sequences, tokens, heads, scale),
+        GROUP=parts.outs.shape[3],
+        SEQUENCES=max(_SEQUENCES, triton.next_power_of_2(sequences)),
+        ROWS=_ROWS,
+        CHUNK=KEY_CHUNK,
+        D=dim,
+        enable_fp_fusion=False,
+    )
+
+
+@triton.jit(do_not_specialize=["sequences", "tokens"])
+def _merge_kernel(
+    outs_ptr, peaks_ptr, totals_ptr, out_ptr, new_ptr, lengths_ptr, sequences, tokens, heads, scale,
+    GROUP: tl.constexpr, SEQUENCES: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr, D: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0)
+    index = tl.arange(0, SEQUENCES)
+    new = tl.load(new_ptr + index, mask=index < sequences, other=0).to(tl.int32)
+    sequence = tl.sum((tl.cumsum(new, 0) <= token).to(tl.int32), 0)
+    if sequence >= sequences:
+        return
+    keys = tl.load(lengths_ptr + sequence).to(tl.int32)
+    position = keys - tl.sum(tl.where(index <= sequence, new, 0), 0) + token
+    head, column = tl.program_id(1) * ROWS + tl.arange(0, ROWS), tl.arange(0, D)
+    stored = head < heads
+    head = tl.minimum(head, heads - 1)
+
+    peak, total, out = no_keys(ROWS, D)
+    for chunk in range(tl.cdiv(position + 1, CHUNK)):
+        part = ((chunk * (heads // GROUP) + head // GROUP) * tokens + token) * GROUP + head % GROUP
+        part_peak, part_total = tl.load(peaks_ptr + part), tl.load(totals_ptr + part)
+        part_out = tl.load(outs_ptr + part[:, None] * D + column[None, :])
+        peak, total, out = merge_chunk(peak, total, out, part_peak, part_total, part_out, scale)
+    result = cast(divided(out, total)[0], tl.bfloat16)
+    row = (token * heads + head)[:, None]
+    tl.store(out_ptr + row * D + column[None, :], result, mask=stored[:, None])
+
+
+@triton.jit
+def no_keys(ROWS: tl.constexpr, D: tl.constexpr):
+    """Peak, total and out [ROWS, D] of rows that have seen no key yet."""
+    peak = tl.full((ROWS,), float("-inf"), tl.float32)
+    return peak, tl.zeros((ROWS,), tl.float32), tl.zeros((ROWS, D), tl.float32)
+
+
+@triton.jit
+def merge_chunk(peak, total, out, chunk_peak, chunk_total, chunk_out, scale):
+    """Adds a chunk to those before it. Of two peaks one is finite: every row has seen key 0, in the first chunk."""
+    new_peak = tl.maximum(peak, chunk_peak)
+    rescale, share = tl.exp2((peak - new_peak) * scale), tl.exp2((chunk_peak - new_peak) * scale)
+    total = tl.fma(total, rescale, chunk_total * share)
+    return new_peak, total, tl.fma(out, rescale[:, None], chunk_out * share[:, None])
+
+
+@triton.jit
+def divided(out, total):
+    """The result, and the total; a sequence without keys, as in a padded CUDA graph, gives zeros."""
+    total = tl.where(total == 0.0, 1.0, total)
+    return out / total[:, None], total
