@@ -74,8 +74,8 @@ def row_variant_ops(device: torch.device | str = "cpu") -> list[str]:
             variant.append("bf16 product of a micro-batch")
         if not torch.equal(ops.fp8_linear(large, w, operand, spec)[-_MANY:], ops.fp8_linear(x, w, operand, spec)):
             variant.append("fp8_linear of a micro-batch")
-        for tokens, keys in ((2 * _MANY, 2 * _MANY), (_MANY, KEY_CHUNK + KEY_SPLIT + 33)):
-            if not _attention_is_invariant(random(2, tokens, 4, 128), random(2, keys, 2, 128)):
+        for newest, keys in ((2 * _MANY, 2 * _MANY), (_MANY, KEY_CHUNK + KEY_SPLIT + 33)):
+            if not _attention_is_invariant(random(2, newest, 4, 128), random(2, keys, 2, 128)):
                 variant.append(f"attention over {keys} keys")
         variant += [name for name, (one, several) in _forms(random, spec).items() if not torch.equal(one, several)]
     return variant

@@ -10,8 +10,9 @@ from tests.support.hopper import found_elsewhere
 OF_A_LAYER, BESIDE_LAYERS = 34, 7
 """Launches, as counted on 2026-11-23: to be lowered. An op of torch counts once; its sort takes a few."""
 VARIANTS = 36
-"""Compiled kernels: 15 of attention, for 9 powers of two of sequences, 2 heights of tiles, and chunks of keys spread over
-programs or not; 7 of products, for operands, widths and heights of tiles, grouped or not; at most 3 of any other."""
+"""Compiled kernels: 15 of attention, for 9 powers of two of sequences, 2 heights of tiles, and chunks of keys spread
+over programs or not; 7 of products, for operands, widths and heights of tiles, grouped or not; at most 3 of any
+other."""
 
 SCRIPT = """
 import dataclasses, json
