@@ -92,6 +92,16 @@ def before_update(*args: Any, **kwargs: Any) -> None:
     state().weights.invalidate()
 
 
+def update_from_tensor(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """`WeightUpdater.update_weights_from_tensor`: the sender fills the bucket again once this has answered, and SGLang
+    answers when it has asked for the copies out of it. They are waited for."""
+    before_update()
+    try:
+        return original(self, *args, **kwargs)
+    finally:
+        torch.get_device_module(self.device).synchronize()
+
+
 def check_weights(original: Any, self: Any, action: str, allow_quant_error: bool = False) -> Any:
     """`ModelRunner.check_weights`: answer a call of ours (`rollout.protocol`), in SGLang's form of an answer."""
     answer: Held | ProbeAnswer | EngineReport | Inventory | Pong

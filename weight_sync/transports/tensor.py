@@ -47,7 +47,7 @@ class TensorTransport:
 async def _load(bucket: Bucket, engines: Sequence[EngineClient], version: int) -> None:
     """Have every engine load a bucket."""
     # A message counts as one reader of the memory, which is gone once all have read: one for each rank.
-    # An engine answers when it has copied the bucket: dropping its mapping waits for the copy on the GPU.
+    # An engine answers when its copies are done (`rollout.plugin.lifecycle.update_from_tensor`).
     await asyncio.gather(
         *(
             engine.update_weights_from_tensor(

@@ -116,3 +116,26 @@ def test_the_report_says_what_runs() -> None:
     assert report.code == code_digest(("rollout", "models", "numerics"))
     lifecycle.before_update()
     assert EngineReport.model_validate_json(ask(ReadReport())).weight_version is None
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_bucket_is_answered_when_the_copies_out_of_it_are_done(fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a device that copies after it was asked to, as a GPU does; the sender writes the bucket again at the answer."""
+    bucket, parameter, asked = torch.ones(4), torch.zeros(4), []
+    gpu = SimpleNamespace(synchronize=lambda: [copy() for copy in asked])
+    monkeypatch.setattr(torch, "get_device_module", {"gpu": gpu}.__getitem__)
+
+    def sglang_loads(updater: Any, named_tensors: Any, load_format: Any = None) -> tuple[bool, str]:
+        asked.append(lambda: parameter.copy_(named_tensors))
+        if fails:
+            raise RuntimeError("the second tensor has another shape")
+        return True, "Success"
+
+    try:
+        lifecycle.update_from_tensor(sglang_loads, SimpleNamespace(device="gpu"), bucket)
+    except RuntimeError:
+        assert fails
+    bucket.fill_(9)
+    assert parameter.eq(1).all(), "the copy was not done"
+    with pytest.raises(RuntimeError, match="commit"):
+        state.state().weights.check()
