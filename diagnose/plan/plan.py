@@ -16,7 +16,7 @@ from diagnose.plan.verdict import Bracket, Pays
 from rl.experiment import Experiment
 from rl.experiment.budget.fit import SLACK, fullest, largest_micro_batch, with_cache
 from rl.experiment.budget.gpus import Gpu
-from rl.experiment.budget.job import Job, job_of
+from rl.experiment.budget.job import Job, job_of, teacher_bytes
 from rl.experiment.budget.memory import Memory, colocated_memory, engine_memory, peak_on_a_cpu, trainer_memory
 from trainer.config import TrainerConfig
 from trainer.state_bytes import storage_on
@@ -98,6 +98,8 @@ def make_plan(
     experiment, shape = subject.experiment, subject.shape
     storage = storage_on(experiment.numerics_config(), cuda=True, transformer_engine=True)
     job = job_of(experiment, shape, storage, gpu.memory, length)
+    if subject.teacher is not None:
+        job = replace(job, teacher=teacher_bytes(experiment, subject.teacher, gpu.memory))
     if not subject.engines_chosen:
         job = replace(job, engine_tp=layouts.engine_ranks(job, gpu))
     if subject.chosen:

@@ -28,6 +28,7 @@ class Subject:
         name: as it was given. shape: of the model.
         chosen: whether somebody said how the trainer is laid out; else the plan chooses. engines_chosen: likewise how
             many ranks an engine has.
+        teacher: shape of the spec's teacher; the policy's where nobody has made it yet.
         stands_in: name of the packaged config that is planned with, because the spec's model is not there yet.
     """
 
@@ -37,6 +38,7 @@ class Subject:
     chosen: bool
     engines_chosen: bool = True
     stands_in: str = ""
+    teacher: Shape | None = None
 
 
 def read_subject(subject: str | None, overrides: Sequence[str] = ()) -> Subject:
@@ -54,7 +56,8 @@ def read_subject(subject: str | None, overrides: Sequence[str] = ()) -> Subject:
         if not directory.exists() and not stands_in:
             raise _unknown("model.path", str(directory), directory.name, "the directory of a model")
         shape = read_shape(CONFIGS / stands_in if stands_in else directory)
-        return Subject(subject, shape, experiment, chosen=True, stands_in=stands_in)
+        teacher = _teacher(experiment, shape)
+        return Subject(subject, shape, experiment, chosen=True, stands_in=stands_in, teacher=teacher)
     packaged = "" if path.exists() else _packaged(subject)
     if not subject or not (packaged or path.is_dir()):
         raise _unknown("SPEC|MODEL", subject, path.name, "a YAML spec, a Hugging Face directory")
@@ -71,6 +74,16 @@ def read_subject(subject: str | None, overrides: Sequence[str] = ()) -> Subject:
     chosen = any(key.startswith(f"trainer.{name}=") for key in overrides for name in ("tp", "pp", "ep", "dp"))
     engines_chosen = any(key.startswith("rollout.tp=") for key in overrides)
     return Subject(subject, shape, compose_experiment(values, overrides, directory), chosen, engines_chosen)
+
+
+def _teacher(experiment: Experiment, policy: Shape) -> Shape | None:
+    if experiment.teacher is None:
+        return None
+    directory = Path(experiment.teacher.path)
+    if directory.exists():
+        return read_shape(directory, "teacher.path")
+    packaged = _packaged(directory.name)
+    return read_shape(CONFIGS / packaged) if packaged else policy
 
 
 def _packaged(name: str) -> str:

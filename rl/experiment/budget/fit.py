@@ -95,8 +95,12 @@ class Cure:
 def _cure(job: Job, name: str, gpu_memory: float) -> Cure | None:
     """The key that makes a class smaller; None where none does."""
     layout, in_fp8 = job.layout, job.storage == "transformer_engine" and job.fp8
-    kind = name.rpartition(" ")[2]
+    owner, _, kind = name.rpartition(" ")
     match kind:
+        case "weights" if owner == "teacher's":
+            return Cure("teacher.path", "Take a smaller teacher, or give the run a GPU for its engine.", True)
+        case "cache" if owner == "teacher's":
+            return Cure("teacher.max_total_tokens", "Lower teacher.max_total_tokens.")
         case "masters" | "moments" if not in_fp8 and not layout.optimizer.offload:
             return Cure("trainer.optimizer.offload", "Set trainer.optimizer.offload=true.")
         case "moments" if layout.optimizer.moments == "fp32":

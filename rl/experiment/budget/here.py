@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -10,7 +10,7 @@ import torch
 from models import read_shape
 from models.shape import Shape
 from rl.experiment.budget.fit import with_cache
-from rl.experiment.budget.job import Job, job_of
+from rl.experiment.budget.job import Job, job_of, teacher_bytes
 from rl.experiment.experiment import Experiment
 from trainer.device import has_transformer_engine
 from trainer.state_bytes import storage_on
@@ -34,12 +34,15 @@ def own_gpu() -> OwnGpu | None:
 
 
 def planned_here(shape: Shape, experiment: Experiment, gpu: OwnGpu) -> tuple[Job, bool]:
-    """The job of a step here, with the KV cache that an engine gets; and whether engines have GPUs of their own, as
-    they do where enough are left."""
+    """The job of a step here, with the KV cache that an engine gets; and whether the policy's engines have GPUs of
+    their own, as they do where enough are left. The teacher's come after them."""
     storage = storage_on(experiment.numerics_config(), True, has_transformer_engine())
     job = job_of(experiment, shape, storage, gpu.memory)
     left = gpu.count - job.layout.world_size
-    apart = experiment.sync.engines_own_gpus or left >= sum(experiment.engine_ranks)
+    if experiment.teacher is not None and left < sum(experiment.engine_ranks):
+        taught = read_shape(Path(experiment.teacher.path), "teacher.path")
+        job = replace(job, teacher=teacher_bytes(experiment, taught, gpu.memory))
+    apart = experiment.sync.engines_own_gpus or left >= job.engines * job.engine_tp
     return with_cache(job, experiment, gpu.memory, apart), apart
 
 

@@ -4,12 +4,23 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from models.shape import Shape
+from models.shape import BF16_BYTES, Shape
 from numerics.config import NumericsConfig
 from rl.experiment.budget.engine_room import engine_room
 from rl.experiment.experiment import Experiment
 from trainer.config import TrainerConfig
 from trainer.state_bytes import Storage
+from weight_sync.served_bytes import served_bytes
+
+
+@dataclass(frozen=True)
+class TeacherBytes:
+    """Bytes of a teacher's engine on a GPU. working: what it wants to find free beside the others."""
+
+    weights: float
+    cache: float
+    graphs: float
+    working: float
 
 
 @dataclass(frozen=True)
@@ -25,6 +36,7 @@ class Job:
         graph_bytes, working_bytes: of an engine's CUDA graphs, and what it wants to find free beside them.
         sleep: of trainer and engine on one GPU, one leaves it while the other works.
         reference, critic: the trainer holds such a model, too.
+        teacher: an engine of it computes on a trainer rank's GPU, too.
     """
 
     shape: Shape
@@ -43,6 +55,7 @@ class Job:
     sleep: bool = False
     reference: bool = False
     critic: bool = False
+    teacher: TeacherBytes | None = None
 
     @property
     def fp8(self) -> bool:
@@ -101,3 +114,15 @@ def job_of(experiment: Experiment, shape: Shape, storage: Storage, gpu_memory: f
         reference=algorithm.needs.reference,
         critic=algorithm.needs.critic,
     )
+
+
+def teacher_bytes(experiment: Experiment, shape: Shape, gpu_memory: float) -> TeacherBytes | None:
+    """What one engine of the spec's teacher, a model of this shape, takes where it shares a trainer rank's GPU of so
+    many bytes; None where none does: with ranks of its own, or GPUs of the engines' own."""
+    teacher = experiment.teacher
+    if teacher is None or teacher.tp > 1 or experiment.sync.engines_own_gpus:
+        return None
+    spec = teacher.numerics(experiment.numerics, experiment.numerics_config().k_splits).rollout_spec
+    room = engine_room(teacher.engine(experiment.rollout), gpu_memory)
+    cache = float(teacher.max_total_tokens * shape.kv_bytes(BF16_BYTES))
+    return TeacherBytes(served_bytes(shape, spec), cache, room.graphs, room.working)

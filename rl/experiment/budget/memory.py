@@ -178,6 +178,12 @@ def _trainer(job: Job, rank: int) -> dict[str, Mapping[Phase, float]]:
     found["buckets"] = {"sync": float(BUCKETS * job.bucket_bytes)}
     if job.reference:
         found["reference"] = _through(sum(state.parameters + state.operands for state in states.values()))
+    if job.teacher is not None:
+        found["teacher's weights"] = _through(job.teacher.weights)
+        found["teacher's cache"] = _through(job.teacher.cache)
+        found["teacher's graphs"] = _through(job.teacher.graphs)
+        found["teacher's workspace"] = {"rollout": job.teacher.working}
+        found["teacher's runtime"] = _through(RUNTIME_BYTES)
     if job.critic:
         found["critic"] = _through(sum(state.total for state in states.values()))
     return _held(found)

@@ -98,8 +98,8 @@ def place_engine(
 
     nodes: with the GPUs that are left. index: of the engine, the policy's before the teacher's.
 
-    It takes as many GPUs of one node. Where none is left it shares a rank's, one engine to a GPU. With the
-    `distributed` transport it must not, as NCCL refuses two processes on one GPU.
+    It takes as many GPUs of one node. Where none is left it shares a rank's, one engine of the policy and one of the
+    teacher to a GPU. With the `distributed` transport it must not, as NCCL refuses two processes on one GPU.
     """
     cluster, width = experiment.cluster, experiment.engine_ranks[index]
     shares_memory = experiment.sync.transport == "tensor" and index < experiment.rollout.engines
@@ -111,10 +111,12 @@ def place_engine(
     if node is not None:
         return Place(node)
     ids = {node.id for node in able}
-    shared = {other.shares for other in others}
-    alone = [rank for rank, node in enumerate(ranks) if node.id in ids and rank not in shared]
-    if alone and width == 1 and not experiment.sync.engines_own_gpus:
-        return Place(ranks[alone[0]], alone[0])
+    shared, own = [other.shares for other in others], experiment.rollout.engines
+    alike = shared[:own] if index < own else shared[own:]
+    able_ranks = [rank for rank, node in enumerate(ranks) if node.id in ids and rank not in alike]
+    if able_ranks and width == 1 and not experiment.sync.engines_own_gpus:
+        rank = min(able_ranks, key=shared.count)
+        return Place(ranks[rank], rank)
     own = " (sync.transport=distributed: none that the trainer uses)" if experiment.sync.engines_own_gpus else ""
     key = "rollout.engines" if experiment.teacher is None else "rollout.engines + teacher.engines"
     raise user_error(

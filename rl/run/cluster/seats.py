@@ -74,10 +74,8 @@ class Seats:
         if not self._is_up(self._ranks.nodes):
             remove_placement_group(self._ranks.group)
             self._ranks = self._seated_again()
-        half = {place.shares for place in self._places.values()}
         return [
-            self._seat(node, self._ranks.group, rank, 0.5 if rank in half else 1.0)
-            for rank, node in enumerate(self._ranks.nodes)
+            self._seat(node, self._ranks.group, rank, self._share(rank)) for rank, node in enumerate(self._ranks.nodes)
         ]
 
     def engine(self, role: Role, index: int) -> Seat:
@@ -87,7 +85,7 @@ class Seats:
         if not self._is_up([place.node]):
             self._places[index] = place = self._another(index)
         if place.shares is not None:
-            return self._seat(place.node, self._ranks.group, place.shares, 0.5, all_gpus=True)
+            return self._seat(place.node, self._ranks.group, place.shares, self._share(place.shares), all_gpus=True)
         self._hold(index, place)
         # CUDA IPC maps memory of the trainer's GPU.
         all_gpus = not self._experiment.sync.engines_own_gpus
@@ -117,6 +115,10 @@ class Seats:
         strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle)
         options = {"num_gpus": 0.0 if node.gpus is None else gpus, "scheduling_strategy": strategy}
         return Seat(node.address if self._spans else LOOPBACK, environment, options)
+
+    def _share(self, rank: int) -> float:
+        """The part of a rank's GPU that each of those gets that compute on it; Ray counts to four places."""
+        return 10_000 // (1 + [place.shares for place in self._places.values()].count(rank)) / 10_000
 
     def _number(self, role: Role, index: int) -> int:
         """The number of an engine among those of all roles: the policy's come first."""

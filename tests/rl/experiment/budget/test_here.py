@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import namedtuple
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,10 +12,13 @@ import torch
 from models import read_shape
 from numerics.errors import UserError
 from rl.experiment import Experiment, load_experiment
+from rl.experiment.budget.fit import fullest
 from rl.experiment.budget.here import own_gpu, planned_here, with_own_cache
+from rl.experiment.budget.memory import RUNTIME_BYTES, colocated_memory
 from rl.experiment.preconditions import resources
 from rl.experiment.preconditions.resources import check_memory
 from tests.support.paths import CONFIGS, EXAMPLES
+from weight_sync.served_bytes import served_bytes
 
 H100, H200 = ("NVIDIA H100 80GB HBM3", 79 << 30), ("NVIDIA H200", 139 << 30)
 MODELS = {"qwen3_4b_one_gpu": "qwen3_4b"}
@@ -108,3 +112,33 @@ def test_offloading_takes_memory_of_the_host(machine: Machine, monkeypatch: pyte
     monkeypatch.setattr(resources, "available_memory", lambda: needed - 1)
     with pytest.raises(UserError, match="trainer.dp: found 1, expected processes that fit the free memory"):
         checked("qwen3_4b_one_gpu")
+
+
+TAUGHT = ("algorithm.name=opd", "rollout.temperature=1", "eval.problems=0", "model.path=m", "teacher.path=t")
+
+
+def test_a_teacher_on_the_one_gpu_is_counted_or_refused(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    from rl.experiment.budget import here
+
+    size = {"t": "qwen3_4b"}
+    monkeypatch.setattr(here, "read_shape", lambda path, key="": read_shape(CONFIGS / size[path.name]))
+    machine(H100, 1)
+    alone, taught = checked("qwen3_4b_one_gpu"), checked("qwen3_4b_one_gpu", *TAUGHT)
+    gpu, policy = own_gpu(), read_shape(CONFIGS / "qwen3_4b")
+    assert gpu is not None
+    (less, _), (job, _) = planned_here(policy, alone, gpu), planned_here(policy, taught, gpu)
+    held = colocated_memory(replace(job, kv_tokens=less.kv_tokens)).in_phase("train")
+    assert job.teacher is not None and taught.teacher is not None
+    weights = served_bytes(read_shape(CONFIGS / "qwen3_4b"), taught.numerics_config().rollout_spec)
+    cache = 32768 * read_shape(CONFIGS / "qwen3_4b").kv_bytes()
+    assert held - colocated_memory(less).in_phase("train") == weights + cache + job.teacher.graphs + RUNTIME_BYTES
+    machine(H100, 2)
+    with_own, apart = planned_here(policy, taught, own_gpu())
+    assert apart and with_own.teacher is not None, "the policy's engine takes the second GPU"
+    assert fullest(with_own, apart).peak < fullest(job, apart=False).peak
+    machine(H100, 3)
+    assert planned_here(policy, taught, own_gpu())[0].teacher is None
+    machine(H100, 1)
+    size["t"] = "qwen3_30b_a3b"
+    with pytest.raises(UserError, match="teacher.path: found .* of which teacher's weights .* Take a smaller teacher"):
+        checked("qwen3_4b_one_gpu", *TAUGHT)

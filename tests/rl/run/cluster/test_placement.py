@@ -124,6 +124,13 @@ def test_a_teachers_engines_are_placed_behind_the_policys_and_need_not_share_its
     assert [each.node.id for each in place(nodes(2, 2), spec).engines] == ["a", "b", "b"], "the policy's is synced"
     with pytest.raises(UserError, match=r"rollout.engines \+ teacher.engines: found 3, expected at most 2"):
         place(nodes(2), spec)
+    one = experiment(algorithm={"name": "opd"}, teacher={"path": "/t"})
+    assert [each.shares for each in place(nodes(1), one).engines] == [0, 0], "both on the one GPU"
+    two = experiment(algorithm={"name": "opd"}, teacher={"path": "/t"}, trainer={"dp": 2})
+    assert [each.shares for each in place(nodes(2), two).engines] == [0, 1], "where nobody else is"
+    apart = experiment(algorithm={"name": "opd"}, teacher={"path": "/t"}, sync={"transport": "distributed"})
+    with pytest.raises(UserError, match="found 2, expected at most 1"):
+        place(nodes(2), apart)
     wide = experiment(**taught | {"teacher": {"path": "/t", "tp": 2}, "numerics": {"mode": "native"}})
     assert [each.node.id for each in place(nodes(4), wide).engines] == ["a", "a"]
     with pytest.raises(UserError, match="teacher.tp: found '2 with numerics.mode=native on CPUs'"):
