@@ -111,8 +111,8 @@ def place_engine(
     if node is not None:
         return Place(node)
     ids = {node.id for node in able}
-    shared, own = [other.shares for other in others], experiment.rollout.engines
-    alike = shared[:own] if index < own else shared[own:]
+    shared, policys = [other.shares for other in others], experiment.rollout.engines
+    alike = shared[:policys] if index < policys else shared[policys:]
     able_ranks = [rank for rank, node in enumerate(ranks) if node.id in ids and rank not in alike]
     if able_ranks and width == 1 and not experiment.sync.engines_own_gpus:
         rank = min(able_ranks, key=shared.count)

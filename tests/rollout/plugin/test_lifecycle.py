@@ -120,7 +120,7 @@ def test_the_report_says_what_runs() -> None:
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_bucket_is_answered_when_the_copies_out_of_it_are_done(fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a device that copies after it was asked to, as a GPU does; the sender writes the bucket again at the answer."""
+    """On a device that copies after it was asked to, as a GPU does; the sender then writes the bucket again."""
     bucket, parameter, asked = torch.ones(4), torch.zeros(4), []
     gpu = SimpleNamespace(synchronize=lambda: [copy() for copy in asked])
     monkeypatch.setattr(torch, "get_device_module", {"gpu": gpu}.__getitem__)
