@@ -64,7 +64,7 @@ def _tiles(rows: int, height: int, sequences: int) -> int:
     return rows // height + sequences if sequences else triton.cdiv(rows, height)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["sequences", "queries", "keys"])
 def _dq_kernel(
     q_ptr, k_ptr, v_ptr, dout_ptr, out_ptr, logsumexp_ptr, delta_ptr, positions_ptr, lengths_ptr, sequences, dq_ptr,
     q_batch, q_token, q_head, k_batch, k_token, k_head, v_batch, v_token, v_head,
@@ -124,7 +124,7 @@ def _dq_kernel(
     tl.store(dq_ptr + where[:, None] * D + column[None, :], cast(dq * scale, tl.bfloat16), mask=stored[:, None])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["sequences", "queries", "keys"])
 def _dkv_kernel(
     q_ptr, k_ptr, v_ptr, dout_ptr, out_ptr, logsumexp_ptr, delta_ptr, positions_ptr, lengths_ptr, sequences,
     dk_ptr, dv_ptr,

@@ -69,9 +69,11 @@ class Job:
 
     @property
     def micro_batch(self) -> int:
-        """Tokens of one micro-batch: whole rows, as many as `micro_batch_tokens` allow, and one at least."""
-        rows = max(1, self.layout.micro_batch_tokens // self.length)
-        return min(rows, -(-self.rows // self.layout.dp)) * self.length
+        """Tokens of one micro-batch: whole rows, as many as `micro_batch_tokens` allow, and one at least. Packed rows,
+        of which some are shorter, fill it."""
+        budget = max(self.layout.micro_batch_tokens, self.length)
+        most = budget if self.layout.packing else budget // self.length * self.length
+        return min(most, -(-self.rows // self.layout.dp) * self.length)
 
     @property
     def micro_batches(self) -> int:

@@ -128,6 +128,19 @@ def test_the_largest_micro_batch_counts_a_chunk_of_logits() -> None:
     assert plans[1024].largest_micro_batch["trainer"] > 2 * plans[1 << 20].largest_micro_batch["trainer"]
 
 
+def test_rows_end_to_end_fill_a_micro_batch(eight_h200: Plan) -> None:
+    job = replace(eight_h200.job, length=3000)
+
+    def tokens(budget: int, packing: bool) -> int:
+        keys = {"micro_batch_tokens": budget, "packing": packing}
+        return replace(job, layout=job.layout.model_copy(update=keys)).micro_batch
+
+    assert [tokens(8192, packing) for packing in (False, True)] == [6000, 8192]
+    assert [tokens(2048, packing) for packing in (False, True)] == [3000, 3000]
+    share = 3000 * job.rows // job.layout.dp
+    assert [tokens(10 * share, packing) for packing in (False, True)] == [share, share]
+
+
 def test_the_first_stage_keeps_most_micro_batches() -> None:
     plan = planned("qwen3_30b_a3b", "trainer.pp=4", "trainer.ep=2", gpu="h200", gpus=8)
     first, last = (activation_bytes(plan.job, stage) for stage in (0, 3))

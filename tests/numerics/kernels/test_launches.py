@@ -54,10 +54,15 @@ with using("triton"), torch.no_grad():
     decoded = ((rows, rows) for rows in range(1, 257))
     prefilled = ((tokens, sequences) for tokens in (17, 100, 128, 1000, 8191, 8192) for sequences in (1, 2, 16))
     every = counted([layer], *decoded, *prefilled)
+q = torch.empty(1000, 16, HEAD, dtype=torch.bfloat16, device=META, requires_grad=True)
+k = torch.empty(1000, 2, HEAD, dtype=torch.bfloat16, device=META, requires_grad=True)
+with using("triton"), launches() as packed:  # a tensor on meta cannot be read, as a wait for the device would
+    ops.packed_attention(q, k, k, whole(9), 0.1).sum().backward()
 of_a_layer = two.total - one.total
 variants = {name: len(keys) for name, keys in every.variants.items()}
 beside, names = one.total - of_a_layer, one.torch | one.kernels
-print(json.dumps({"layer": of_a_layer, "beside": beside, "names": names, "variants": variants}))
+found = {"layer": of_a_layer, "beside": beside, "names": names, "variants": variants, "packed": packed.kernels}
+print(json.dumps(found))
 """
 
 
@@ -74,3 +79,11 @@ def test_batches_of_all_sizes_are_served_by_few_compiled_kernels(found: Any) -> 
     assert sum(found["variants"].values()) <= VARIANTS, found["variants"]
     by_size = {"attention._forward_kernel", "gemm._product_kernel"}
     assert all(count <= 3 for name, count in found["variants"].items() if name not in by_size), found["variants"]
+
+
+def test_attention_of_rows_end_to_end_never_waits_for_the_device(found: Any) -> None:
+    assert found["packed"] == {
+        "attention._forward_kernel": 1,
+        "attention_backward._dq_kernel": 1,
+        "attention_backward._dkv_kernel": 1,
+    }
