@@ -29,7 +29,7 @@ MODEL = TinyModel(layers=4, hidden=512, heads=4, kv_heads=2, intermediate=512, e
 DEMO = Path(__file__).with_name("demo_lengths.json")
 """Tokens of each row, prompt included, in some steps of `examples/arithmetic.yaml`."""
 MEDIAN, LONGEST, LONG_TAILED = 64, 512, 96
-"""Of rows with log-normal lengths (sigma 1)."""
+"""The long-tailed rows: log-normal lengths (sigma 1)."""
 BUDGET, ROUNDS = 4096, 5
 
 

@@ -60,7 +60,7 @@ def attention_backward(
 
 
 def _tiles(rows: int, height: int, sequences: int) -> int:
-    """Of one sequence; of several end to end as many as there can be at most."""
+    """Tiles of one sequence; where several lie end to end, as many as these can need at most."""
     return rows // height + sequences if sequences else triton.cdiv(rows, height)
 
 
