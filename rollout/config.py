@@ -62,6 +62,10 @@ class RolloutConfig(Section):
     graph_batches: tuple[Annotated[int, Field(ge=1)], ...] | None = Field(default=None, min_length=1, strict=False)
     """Numbers of answers for which a decode step is captured as a CUDA graph, on a GPU; 2 MiB for each answer of the
     largest. Null leaves SGLang's own, up to 256."""
+    sleep: bool = False
+    """Take turns on the GPUs that engines share with the trainer: while it works they give up weights, KV cache and
+    CUDA graphs, and while they sample its masters and moments are in the host's memory, and it has no gradients. The
+    sync that wakes them is a whole and verified one. Synchronous runs only; [memory.md](memory.md#turns)."""
     chunked_prefill_size: int | None = Field(default=None, ge=1)
     """Longest prefill chunk in tokens; null leaves SGLang's default."""
     prefix_cache: bool = True

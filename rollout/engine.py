@@ -37,6 +37,17 @@ class Health:
     pid: int | None
 
 
+@dataclass(frozen=True)
+class Slept:
+    """What the fullest rank of an engine has given up, and what stays behind (`rollout.protocol.Memory.in_use`): bytes.
+
+    CUDA graphs count in the second alone.
+    """
+
+    released: int
+    behind: int
+
+
 class Engine:
     """Owns one server from start to stop. All methods but the constructor belong to one event loop."""
 
@@ -124,6 +135,15 @@ class Engine:
 
     async def flush(self) -> None:
         await self._call(lambda c: c.flush())
+
+    async def sleep(self) -> Slept:
+        """Give up weights, KV cache and CUDA graphs; answers that are under way wait. A sync wakes it."""
+        await self.pause("retract")
+        before = await self._call(lambda c: c.memory())
+        await self._call(lambda c: c.release())
+        after = await self._call(lambda c: c.memory())
+        given = (b.weights + b.kv_cache - a.weights - a.kv_cache for b, a in zip(before, after, strict=True))
+        return Slept(max(given), max(rank.in_use for rank in after))
 
     async def report(self) -> EngineReport:
         """See `EngineClient.report`."""

@@ -56,13 +56,19 @@ class ReadInventory(_Message):
     call: Literal["inventory"] = "inventory"
 
 
+class ReadMemory(_Message):
+    """Say how many bytes are in use. Answer: Memory."""
+
+    call: Literal["memory"] = "memory"
+
+
 class Ping(_Message):
     """Say that the scheduler lives. Answer: Pong."""
 
     call: Literal["ping"] = "ping"
 
 
-Call = Commit | ReadManifest | Probe | ReadReport | ReadInventory | Ping
+Call = Commit | ReadManifest | Probe | ReadReport | ReadInventory | ReadMemory | Ping
 _CALLS: TypeAdapter[Call] = TypeAdapter(Annotated[Call, Field(discriminator="call")])
 
 
@@ -114,12 +120,27 @@ class Inventory(_Message):
     held: tuple[Holding, ...]
 
 
+class Memory(_Message):
+    """Bytes of one rank of an engine.
+
+    weights: with what is made of them. kv_cache: of keys and values. in_use: on its whole GPU, whoever uses them; on a
+    CPU of its process.
+    """
+
+    weights: int
+    kv_cache: int
+    in_use: int
+
+
 class Pong(_Message):
     """weight_version: of the loaded weights; None within an update."""
 
     weight_version: str | None
 
 
+WEIGHTS, CACHE, GRAPHS = "weights", "kv_cache", "cuda_graph"
+RELEASED = (WEIGHTS, CACHE, GRAPHS)
+"""What an engine gives up while it sleeps, as SGLang names it."""
 DELTA = "delta:"
 """Before the label of what a rank of an engine holds: a tensor that is sent under this name is a change of it
 (`numerics.delta`)."""

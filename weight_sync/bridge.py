@@ -21,6 +21,7 @@ import httpx
 from numerics.ranks import exhaust
 from numerics.spec import QuantSpec
 from rollout.errors import EngineError
+from rollout.protocol import CACHE, GRAPHS, WEIGHTS
 from rollout.server.client import EngineClient, PauseMode
 from rollout.types import Endpoint
 from trainer.actor import TrainerGroup
@@ -66,6 +67,7 @@ class Bridge:
     """Brings the weights of one trainer to its engines.
 
     spec: what the engines serve. model_path: source of configuration files. scratch: directory for written checkpoints.
+    wakes: the engines may be asleep; a sync wakes them.
     """
 
     trainer: TrainerGroup
@@ -73,6 +75,7 @@ class Bridge:
     config: SyncConfig
     model_path: Path
     scratch: Path
+    wakes: bool = False
 
     def write_checkpoint(self) -> Path:
         """The current weights as a directory that an engine can start from."""
@@ -97,7 +100,13 @@ class Bridge:
                 since = asyncio.run(_common_version(endpoints, patience_s))
         share = Share(transport, self.spec, list(endpoints), version, config.delta, since, patience_s)
         manifest, report, problems = send_and_verify(
-            lambda: self.trainer.apply(send_share, share), self.spec, endpoints, version, config.pause, patience_s
+            lambda: self.trainer.apply(send_share, share),
+            self.spec,
+            endpoints,
+            version,
+            config.pause,
+            patience_s,
+            wakes=self.wakes,
         )
         if manifest_path is not None:
             manifest.save(manifest_path)
@@ -134,12 +143,24 @@ def send_and_verify(
     version: int,
     pause: PauseMode = "retract",
     patience_s: float = ANSWER_WITHIN_S,
+    wakes: bool = False,
 ) -> tuple[Manifest, SyncReport, list[str]]:
     """A sync: pause, send, commit, compare; generation resumes if nothing differs. Also the lines that say what does.
 
     send: has every rank send its share of what is served under `spec`. pause: what becomes of answers that are under
-    way, see `SyncConfig.pause`. patience_s: for one answer of an engine.
+    way, see `SyncConfig.pause`. patience_s: for one answer of an engine. wakes: give sleeping engines memory for their
+    weights before these come, and for the rest once they are proven.
     """
+
+    async def stop(engine: EngineClient) -> None:
+        await engine.pause(pause)
+        if wakes:
+            await engine.occupy(WEIGHTS)
+
+    async def go_on(engine: EngineClient) -> None:
+        if wakes:
+            await engine.occupy(CACHE, GRAPHS)
+        await engine.resume()
 
     async def commit(engine: EngineClient) -> dict[str, str]:
         if pause != "in_place":  # whose answers need what they have cached
@@ -148,14 +169,14 @@ def send_and_verify(
 
     start = time.perf_counter()
     with _as_sync_error(version):
-        asyncio.run(_each(endpoints, lambda engine: engine.pause(pause), patience_s))
+        asyncio.run(_each(endpoints, stop, patience_s))
         parts = send()
         sent = time.perf_counter()
         manifest = Manifest.merged(version, spec, parts)
         held = asyncio.run(_each(endpoints, commit, patience_s))
         problems = _differences(manifest, endpoints, held)
         if not problems:
-            asyncio.run(_each(endpoints, lambda engine: engine.resume(), patience_s))
+            asyncio.run(_each(endpoints, go_on, patience_s))
         end = time.perf_counter()
     bad = set().union(*(manifest.mismatched(entries) for entries in held))
     report = SyncReport(

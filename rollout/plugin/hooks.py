@@ -17,7 +17,7 @@ from models import forms
 from models.forms import OpForm
 from numerics.config import NumericsConfig
 from numerics.spec import TensorSpec
-from rollout.plugin import lifecycle, logprobs, native, ops, pausing, sampling
+from rollout.plugin import lifecycle, logprobs, native, ops, pausing, sampling, sleeping
 from rollout.plugin.state import state
 
 SGLANG_VERSION = "0.5.19"
@@ -63,6 +63,7 @@ _FUSED += "num_token_non_padded"
 _CACHE = "query output k_cache v_cache req_to_token req_pool_indices seq_lens"
 _MASK = "encoder_lens scaling enable_gqa causal is_cross_attn sliding_window_size"
 _LAYER = "q k v layer forward_batch save_kv_cache sinks score_mod aux_tensors"
+_MEMORY = "managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager."
 _UPDATER = "model_executor.model_runner_components.weight_updater.WeightUpdater."
 
 # A checkpoint's FP8 weights, as they are.
@@ -213,6 +214,9 @@ _EVERY_MODE: tuple[Hook, ...] = (
     # pauses
     Hook("managers.scheduler.Scheduler.flush_cache", "around", pausing.flush_cache, "empty_cache"),
     Hook("managers.scheduler.Scheduler.process_input_requests", "after", pausing.process_input_requests, "recv_reqs"),
+    # sleep
+    Hook(_MEMORY + "release_memory_occupation", "around", sleeping.release, "recv_req"),
+    Hook(_MEMORY + "resume_memory_occupation", "around", sleeping.resume, "recv_req"),
     # seeds
     Hook(
         "sampling.sampling_batch_info.SamplingBatchInfo.from_schedule_batch",

@@ -38,11 +38,19 @@ def _derived(weights: ServedWeights) -> Iterator[Holding]:
 
 def _kv_cache(pool: Any) -> Iterator[Holding]:
     """The pool's own dtype: where it is an FP8 one, its buffers are uint8."""
+    for kind, layer, buffer in _layers(pool):
+        yield Holding(f"{kind} of layer {layer}", KV_CACHE, format_of(pool.dtype), tuple(buffer.shape), buffer.nbytes)
+
+
+def cache_buffers(pool: Any) -> Iterator[Tensor]:
+    """The tensors that hold keys and values."""
+    return (buffer for _, _, buffer in _layers(pool))
+
+
+def _layers(pool: Any) -> Iterator[tuple[str, int, Tensor]]:
     for kind in ("k", "v", "kv"):  # `kv` of latent attention
         for layer, buffer in enumerate(getattr(pool, f"{kind}_buffer", None) or ()):
-            yield Holding(
-                f"{kind} of layer {layer}", KV_CACHE, format_of(pool.dtype), tuple(buffer.shape), buffer.nbytes
-            )
+            yield kind, layer, buffer
 
 
 def _storage(tensor: Tensor) -> int:

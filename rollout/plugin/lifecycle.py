@@ -14,7 +14,7 @@ from numerics.backend.compiler import enable_compiler
 from numerics.backend.implementation import choose
 from numerics.backend.probe import allow_short_tiles
 from rollout import protocol
-from rollout.plugin import op_probe
+from rollout.plugin import op_probe, sleeping
 from rollout.plugin.forms import check_forms
 from rollout.plugin.inventory import inventory
 from rollout.plugin.state import report, state
@@ -23,12 +23,14 @@ from rollout.protocol import (
     EngineReport,
     Held,
     Inventory,
+    Memory,
     Ping,
     Pong,
     Probe,
     ProbeAnswer,
     ReadInventory,
     ReadManifest,
+    ReadMemory,
     ReadReport,
 )
 
@@ -104,7 +106,7 @@ def update_from_tensor(original: Any, self: Any, *args: Any, **kwargs: Any) -> A
 
 def check_weights(original: Any, self: Any, action: str, allow_quant_error: bool = False) -> Any:
     """`ModelRunner.check_weights`: answer a call of ours (`rollout.protocol`), in SGLang's form of an answer."""
-    answer: Held | ProbeAnswer | EngineReport | Inventory | Pong
+    answer: Held | ProbeAnswer | EngineReport | Inventory | Memory | Pong
     match protocol.from_action(action):
         case None:
             return original(self, action=action, allow_quant_error=allow_quant_error)
@@ -118,6 +120,8 @@ def check_weights(original: Any, self: Any, action: str, allow_quant_error: bool
             answer = report(self)
         case ReadInventory():
             answer = Inventory(held=inventory(state().weights, self))
+        case ReadMemory():
+            answer = sleeping.memory(self)
         case Ping():
             answer = Pong(weight_version=state().weights.version)
     own = state().weights.rank

@@ -28,6 +28,8 @@ class EngineState:
     provides: tuple[str, ...] = ()
     implementation: Implementation = "torch"
     row_variant: tuple[str, ...] | None = None
+    released: dict[str, list[tuple[torch.UntypedStorage, int]]] = dataclasses.field(default_factory=dict)
+    """By tag what sleeps, with the memory that was freed for it and its bytes, as far as that was done here."""
 
 
 _state: EngineState | None = None

@@ -39,6 +39,7 @@ class ServedWeights:
     def __init__(self, spec: TensorSpec) -> None:
         self.version: str | None = None
         self.rank = WHOLE
+        self._released = False
         self._spec = spec
         self._attached: tuple[nn.Module, Model] | None = None
         self._operands: dict[Tensor, Operand] = {}
@@ -75,6 +76,25 @@ class ServedWeights:
 
     def invalidate(self) -> None:
         """The parameters are being written: nothing may be computed with them until `commit`."""
+        self._check_there()
+        self._forget_version()
+
+    def release(self) -> None:
+        """Their memory goes: nothing may be read or written until `occupy`, and then all has to be written."""
+        self._forget_version()
+        self._released = True
+
+    def occupy(self) -> None:
+        """There is memory for them again, with nothing in it."""
+        self._released = False
+
+    def everything(self) -> Iterator[Tensor]:
+        """All parameters, and what is made of them."""
+        yield from self._loaded()[0].parameters()
+        for held in self._operands.values():
+            yield from tensors_in(held.value)
+
+    def _forget_version(self) -> None:
         if self.version is not None:
             self._made.clear()
             self._digested.clear()
@@ -120,6 +140,7 @@ class ServedWeights:
         The manifest gives, for each tensor by its HF name, `digest` for what is served as it is, and `digest@version`
         for what is quantized, where `version` is that of the operand in use.
         """
+        self._check_there()
         self._forget_written()
         self._arrived.clear()
         self._refresh({parameter for parameter, _ in _quantized_parameters(self._loaded()[0])} - self._made)
@@ -132,6 +153,7 @@ class ServedWeights:
 
     def manifest(self) -> dict[str, str]:
         """`commit`'s manifest, taken anew from the parameters as they are now."""
+        self._check_there()
         return self._entries(self._digests(self._names.keys()))
 
     def _forget_written(self) -> None:
@@ -181,6 +203,13 @@ class ServedWeights:
                 delta.apply(tensor, held)
         if whole:
             original(whole)
+
+    def _check_there(self) -> None:
+        if self._released:
+            raise RuntimeError(
+                "fp8rl plugin: found weights whose memory was released, expected it to be taken back first; wake this "
+                "engine (/resume_memory_occupation)"
+            )
 
     def _refresh(self, parameters: Set[Tensor]) -> None:
         """Make the operands of these anew; they have no version yet."""

@@ -57,6 +57,9 @@ _CUDA_ENVIRONMENT = {
     "NCCL_NVLS_ENABLE": "0",
 }
 
+# Beside `--enable-memory-saver`, which leaves CUDA graphs out.
+_SLEEPING_ENVIRONMENT = {"SGLANG_MEMORY_SAVER_CUDA_GRAPH": "1"}
+
 _CUDA_ENVIRONMENT_OF: dict[Mode, dict[str, str]] = {
     "exact": {
         # DeepGEMM would compile its kernels at the start, and no product runs on it.
@@ -122,6 +125,8 @@ def server_arguments(
         arguments += ["--mem-fraction-static", str(config.memory_fraction)]
     if config.graph_batches is not None:
         arguments += ["--cuda-graph-bs-decode", *map(str, config.graph_batches)]
+    if config.sleep:
+        arguments.append("--enable-memory-saver")
     return [*arguments, *_CUDA_ARGUMENTS[mode]]
 
 
@@ -133,10 +138,12 @@ def server_environment(
     cuda: bool,
     mode: Mode = "native",
     ranks: int = 1,
+    sleep: bool = False,
 ) -> dict[str, str]:
     """Environment of the server: ours, with our plugin and no other (`plugin` None: no plugin at all).
 
-    scratch: directory for the server's sockets and temporary files. ranks: tensor-parallel processes.
+    scratch: directory for the server's sockets and temporary files. ranks: tensor-parallel processes. sleep: it will
+    give up its memory now and then.
     """
     environment = {
         **os.environ,
@@ -158,6 +165,8 @@ def server_environment(
     environment |= BOUNDED_MEMORY
     environment["OMP_NUM_THREADS"] = "1"
     environment |= _CUDA_ENVIRONMENT | _CUDA_ENVIRONMENT_OF[mode] if cuda else _CPU_ENVIRONMENT
+    if cuda and sleep:
+        environment |= _SLEEPING_ENVIRONMENT
     if not cuda and ranks > 1:
         # By itself SGLang gives each rank a NUMA node, and there may be fewer.
         cores = sorted(os.sched_getaffinity(0))

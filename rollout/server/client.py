@@ -15,17 +15,20 @@ import httpx
 from numerics.holdings import Holding
 from rollout.errors import EngineError
 from rollout.protocol import (
+    RELEASED,
     Call,
     Commit,
     EngineReport,
     Held,
     Inventory,
+    Memory,
     Ping,
     Pong,
     Probe,
     ProbeAnswer,
     ReadInventory,
     ReadManifest,
+    ReadMemory,
     ReadReport,
     from_checksums,
     to_action,
@@ -124,6 +127,14 @@ class EngineClient:
         """Generate again."""
         await self.admin("/continue_generation")
 
+    async def release(self, tags: Sequence[str] = RELEASED) -> None:
+        """Have the engine, which is paused, give up memory (`rollout.protocol.RELEASED`), with all that is in it."""
+        await self.admin("/release_memory_occupation", tags=list(tags))
+
+    async def occupy(self, *tags: str) -> None:
+        """Have the engine take memory back, in which nothing is yet. What it has not given up is left as it is."""
+        await self.admin("/resume_memory_occupation", tags=list(tags))
+
     async def flush(self) -> None:
         """Forget every cached prefix. Fails while a request runs."""
         await self.admin("/flush_cache")
@@ -220,6 +231,10 @@ class EngineClient:
         """What each of the engine's ranks holds, tensor by tensor."""
         answers = await self._ask_plugin(ReadInventory())
         return [Inventory.model_validate_json(answer).held for answer in answers]
+
+    async def memory(self) -> list[Memory]:
+        """How many bytes are in use in each of the engine's ranks."""
+        return [Memory.model_validate_json(answer) for answer in await self._ask_plugin(ReadMemory())]
 
     async def ping(self) -> str | None:
         """The weight version that the scheduler itself says it holds, also beside long requests and while paused."""

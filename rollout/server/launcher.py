@@ -28,6 +28,7 @@ ENDPOINTS = {
     "/generate", "/model_info", "/pause_generation", "/continue_generation", "/flush_cache", "/weights_checker",
     "/update_weights_from_tensor", "/update_weights_from_disk", "/update_weights_from_distributed",
     "/init_weights_update_group", "/destroy_weights_update_group", "/freeze_gc", "/v1/loads",
+    "/release_memory_occupation", "/resume_memory_occupation",
 }  # fmt: skip
 """What `rollout.server.client` uses, and what SGLang itself calls at the end of a start: it keeps the garbage collector
 from walking through all that the imports have made, which would take 0.3 s in each flush of a sync."""

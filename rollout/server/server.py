@@ -102,7 +102,9 @@ class SGLangServer:
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env=server_environment(plugin, scratch, host=host, cuda=cuda, mode=mode, ranks=config.tp),
+                env=server_environment(
+                    plugin, scratch, host=host, cuda=cuda, mode=mode, ranks=config.tp, sleep=config.sleep
+                ),
                 start_new_session=True,
                 pass_fds=(lock,),
             )

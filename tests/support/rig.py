@@ -212,14 +212,18 @@ class Pipeline:
     def tokenizer(self) -> Any:
         return AutoTokenizer.from_pretrained(self.rig.models[self.setup.model])
 
-    def sync(self, transport: str = "tensor", manifest: Path | None = None, delta: bool = False) -> SyncReport:
+    def sync(
+        self, transport: str = "tensor", manifest: Path | None = None, delta: bool = False, wakes: bool = False
+    ) -> SyncReport:
         """A sync through real buckets: of one MiB, so that a model needs several."""
-        return self.bridge(transport, delta=delta).sync([self.endpoint], manifest)
+        return self.bridge(transport, delta=delta, wakes=wakes).sync([self.endpoint], manifest)
 
-    def bridge(self, transport: str = "tensor", pause: str = "retract", delta: bool = False) -> Bridge:
+    def bridge(
+        self, transport: str = "tensor", pause: str = "retract", delta: bool = False, wakes: bool = False
+    ) -> Bridge:
         config = SyncConfig(transport=transport, pause=pause, bucket_mib=1, delta=delta)
         model = self.rig.models[self.setup.model]
-        return Bridge(self.trainer, self.setup.numerics.rollout_spec, config, model, self.rig.folder)
+        return Bridge(self.trainer, self.setup.numerics.rollout_spec, config, model, self.rig.folder, wakes)
 
     def generate(self, groups: list[Group], sampling: SamplingParams) -> list[Trajectory]:
         answers: list[Trajectory] = self.rig.run(self.engine.generate(groups, sampling))

@@ -1,0 +1,103 @@
+"""Hooks that let an engine give up weights, KV cache and CUDA graphs, and take the room back before a sync fills it.
+
+On a GPU torch_memory_saver, which SGLang asks, unmaps the memory behind tensors whose addresses stay. Where there is
+none, on a CPU, this frees the memory of weights and cache. Either way nothing of what was there comes back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import psutil
+import torch
+from torch import Tensor
+
+from rollout.plugin.inventory import cache_buffers
+from rollout.plugin.state import state
+from rollout.protocol import CACHE, RELEASED, WEIGHTS, Memory
+
+
+def release(original: Callable[..., Any], self: Any, recv_req: Any) -> Any:
+    """`SchedulerWeightUpdaterManager.release_memory_occupation` of a paused engine. What is gone already is left out.
+
+    SGLang dies of a request that waits. One that holds no KV cache may: its prefix is prefilled once the engine wakes.
+    """
+    from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqOutput
+
+    recv_req.tags = [tag for tag in recv_req.tags or RELEASED if tag not in self.offload_tags]
+    if not recv_req.tags:
+        return ReleaseMemoryOccupationReqOutput()
+    if WEIGHTS in recv_req.tags:
+        state().weights.release()
+    waiting = self.scheduler.waiting_queue
+    if not any(request.kv.holds_kv for request in waiting):
+        self.scheduler.waiting_queue = []
+    try:
+        answer = original(self, recv_req)
+    finally:
+        self.scheduler.waiting_queue = waiting
+    saved, runner = self.memory_saver_adapter.enabled, self.tp_worker.model_runner
+    for tag in recv_req.tags:
+        state().released[tag] = [] if saved else freed(_tensors(runner, tag))
+    return answer
+
+
+def resume(original: Callable[..., Any], self: Any, recv_req: Any) -> Any:
+    """`SchedulerWeightUpdaterManager.resume_memory_occupation`. What is there already is left out.
+
+    The cache begins with zeros, as when the engine starts: what a masked key holds counts nothing, if it is finite.
+    """
+    from sglang.srt.managers.io_struct import ResumeMemoryOccupationReqOutput
+
+    recv_req.tags = [tag for tag in recv_req.tags or RELEASED if tag in self.offload_tags]
+    if not recv_req.tags:
+        return ResumeMemoryOccupationReqOutput()
+    for tag in recv_req.tags:
+        for storage, size in state().released.pop(tag):
+            storage.resize_(size)
+    answer = original(self, recv_req)
+    if CACHE in recv_req.tags:
+        for buffer in cache_buffers(self.tp_worker.model_runner.token_to_kv_pool):
+            buffer.zero_()
+    if WEIGHTS in recv_req.tags:
+        state().weights.occupy()
+    return answer
+
+
+def freed(tensors: Iterable[Tensor]) -> list[tuple[torch.UntypedStorage, int]]:
+    """Free the memory of these; what was freed, and how many bytes it had."""
+    found = []
+    for tensor in tensors:
+        storage = tensor.untyped_storage()
+        if size := storage.nbytes():  # several tensors may share it
+            found.append((storage, size))
+            storage.resize_(0)
+    return found
+
+
+def memory(runner: Any) -> Memory:
+    """What a rank of the engine holds. runner: SGLang's ModelRunner."""
+    device = state().weights.device
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        return Memory(in_use=total - free, **_held(runner))
+    return Memory(in_use=psutil.Process().memory_info().rss, **_held(runner))
+
+
+def _held(runner: Any) -> dict[str, int]:
+    """Bytes of what can be released, by tag; CUDA graphs, of which torch knows no size, are not among them."""
+    released = state().released
+    return {tag: 0 if tag in released else _bytes(_tensors(runner, tag)) for tag in (WEIGHTS, CACHE)}
+
+
+def _tensors(runner: Any, tag: str) -> Iterator[Tensor]:
+    if tag == WEIGHTS:
+        yield from state().weights.everything()
+    elif tag == CACHE:
+        yield from cache_buffers(runner.token_to_kv_pool)
+
+
+def _bytes(tensors: Iterable[Tensor]) -> int:
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+    return sum(storages.values())

@@ -1,0 +1,70 @@
+"""An engine that gives up its memory and gets it back, and a trainer beside it that does the same."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator
+from typing import TypeVar
+
+import pytest
+
+from models import read_shape
+from rl.run.feed.feed import to_groups
+from rollout.errors import EngineError
+from rollout.protocol import Memory
+from rollout.server.client import EngineClient
+from rollout.types import SamplingParams
+from tests.support.rig import Pipeline, Rig, Setup, prompts
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+
+SETUP = Setup("moe")
+SAMPLING = SamplingParams(max_new_tokens=24)
+
+
+@pytest.fixture
+def pipeline(rig: Rig) -> Iterator[Pipeline]:
+    """Left awake, whatever became of the test."""
+    pipeline = rig.open(SETUP)
+    yield pipeline
+    pipeline.sync(wakes=True)
+
+
+Asked = TypeVar("Asked")
+
+
+def ask(pipeline: Pipeline, use: Callable[[EngineClient], Awaitable[Asked]]) -> Asked:
+    endpoint = pipeline.endpoint
+
+    async def asked() -> Asked:
+        async with EngineClient(endpoint) as client:
+            return await use(client)
+
+    return asyncio.run(asked())
+
+
+def memory(pipeline: Pipeline) -> Memory:
+    (rank,) = ask(pipeline, EngineClient.memory)
+    return rank
+
+
+def answers(pipeline: Pipeline) -> list[tuple[list[int], list[float]]]:
+    groups = to_groups(prompts(0), 2, run_seed=0, step=1)
+    return [(each.token_ids, each.logprobs) for each in pipeline.generate(groups, SAMPLING)]
+
+
+@pytest.mark.parametrize("transport", ["tensor", "disk"])
+def test_an_engine_sleeps_and_wakes_as_it_was(pipeline: Pipeline, transport: str) -> None:
+    said, awake = answers(pipeline), memory(pipeline)
+    shape = read_shape(pipeline.rig.models[SETUP.model])
+    assert awake.kv_cache == shape.kv_bytes() * (16384 + 1)
+    slept = pipeline.rig.run(pipeline.engine.sleep())
+    asleep = memory(pipeline)
+    assert (asleep.weights, asleep.kv_cache) == (0, 0)
+    assert slept.released == awake.weights + awake.kv_cache and slept.behind < awake.in_use
+    with pytest.raises(EngineError, match="memory was released"):
+        ask(pipeline, EngineClient.manifest)
+    report = pipeline.sync(transport, wakes=True)
+    assert report.bytes == report.weight_bytes and report.mismatched_tensors == 0
+    assert memory(pipeline).weights == awake.weights and memory(pipeline).kv_cache == awake.kv_cache
+    assert answers(pipeline) == said
