@@ -238,13 +238,15 @@ def _begin(run: LiveRun, evaluation: Evaluation, replay: bool) -> None:
     """
     first = run.sync()
     run.console.note(f"first sync verified: {first.verified_tensors} tensors, {first.bytes / 1e6:.1f} MB")
-    run.stack.engines.figures()  # from here on they count
+    run.stack.figures()  # from here on they count
     if run.step == 0:
         experiment, stack = run.experiment, run.stack
         evaluation.begin(0)
         evaluated, greedy = evaluation.finish()
         cap = experiment.algorithm.measured_cap
-        metrics = first.metrics() | evaluated | agreement_on(greedy, stack.trainer, replay=replay, cap=cap)
+        with stack.turn("train"):
+            agreed = agreement_on(greedy, stack.trainer, replay=replay, cap=cap)
+        metrics = first.metrics() | evaluated | agreed
         run.console.step(0, run.tracker.log(0, metrics))
     elif evaluation.is_due(run.step) and evaluation.goes_beside(run.step):
         evaluation.begin(run.step)
@@ -259,7 +261,7 @@ def _last_row(run: LiveRun) -> Row:
 def _record(run: LiveRun, metrics: Row, clock: StepClock, decision: Decision) -> Row:
     """Log the step, with which its checkpoint counts if it has one; the metrics as logged."""
     first, work = decision.first, dataclasses.replace(decision.attempt.work, batch=decision.attempt.batch)
-    metrics |= run.mendings() | run.stack.engines.figures() | clock.lap()
+    metrics |= run.mendings() | run.stack.figures() | clock.lap()
     metrics |= throughput(metrics, work.batch)
     written = run.tracker.log(
         run.step, metrics, lambda: (rollout_records(work, first.result.logprobs), scored_records(first.ahead))

@@ -20,7 +20,7 @@ from trainer.config import TrainerConfig
 from trainer.seat import Seat
 from trainer.step.batch import UNKNOWN, TokenBatch
 from trainer.step.objective import Objective
-from trainer.step.result import PassResult, RankPassResult, Scored
+from trainer.step.result import MovedAside, PassResult, RankPassResult, Scored
 
 if TYPE_CHECKING:
     from models.roles import Role
@@ -125,6 +125,13 @@ class TrainerActor:
 
     def export_hf(self, path: Path) -> None:
         self._roles.policy.export_hf(path)
+
+    def put_aside(self) -> MovedAside:
+        moved: MovedAside = self._roles.put_aside()
+        return moved
+
+    def take_back(self) -> None:
+        self._roles.take_back()
 
     def apply(self, function: Callable[..., T], *args: Any) -> T:
         return function(self._roles.policy, *args)
@@ -280,6 +287,16 @@ class TrainerGroup:
     def export_hf(self, path: Path) -> None:
         """Write a Hugging Face directory: current weights, and the config and tokenizer files of the source."""
         self._all("export_hf", Path(path).absolute())
+
+    def put_aside(self) -> list[MovedAside]:
+        """Have each rank make room on its device, which `take_back` undoes: masters and moments go to the host, the
+        gradients are forgotten. Meanwhile it scores, sends and saves, and does not train."""
+        moved: list[MovedAside] = self._all("put_aside")
+        return moved
+
+    def take_back(self) -> None:
+        """Bring back what was put aside."""
+        self._all("take_back")
 
     def apply(self, function: Callable[..., T], *args: Any) -> list[T]:
         """Run `function(trainer, *args)` on every rank, with the policy's trainer; the results in rank order."""

@@ -20,6 +20,7 @@ from numerics.holdings import Holding, format_of, holding, tensors_in
 from trainer.weights import te_weights
 
 if TYPE_CHECKING:
+    from trainer.scorer import Scorer
     from trainer.trainer import Trainer
 
 Kind = Literal["parameters", "operands", "gradients", "masters", "moments", "rest"]
@@ -32,12 +33,17 @@ the padding of Megatron's buffers, and counters."""
 def inventory(trainer: Trainer) -> list[Holding]:
     """Everything that this rank keeps of its model and its optimizer."""
     return [
-        *_parameters(trainer),
-        *_operands(trainer),
+        *of_model(trainer),
         *_gradients(trainer),
         *_optimizer_state(trainer),
         *_padding(trainer),
     ]
+
+
+def of_model(model: Scorer) -> Iterator[Holding]:
+    """What this rank keeps of a model that is not trained."""
+    yield from _parameters(model)
+    yield from _operands(model)
 
 
 @dataclass(frozen=True)
@@ -100,14 +106,14 @@ def transfer(func: Any, args: Any, kwargs: Any, buffers: dict[int, Kind]) -> Tra
 def buffer_kinds(trainer: Trainer) -> dict[int, Kind]:
     """Where Megatron's buffers of parameters and of gradients lie, by address."""
     kinds: dict[int, Kind] = {}
-    for buffer in _buffers(trainer):
+    for buffer in buffers(trainer):
         kinds[_storage(buffer.grad_data)] = "gradients"
         if buffer.param_data is not None:
             kinds[_storage(buffer.param_data)] = "parameters"
     return kinds
 
 
-def _parameters(trainer: Trainer) -> Iterator[Holding]:
+def _parameters(trainer: Scorer) -> Iterator[Holding]:
     for name, parameter in trainer.model.named_parameters():
         if te_weights.is_quantized(parameter):
             weight = te_weights.quantized(parameter)
@@ -118,7 +124,7 @@ def _parameters(trainer: Trainer) -> Iterator[Holding]:
             yield holding(name, "parameters", parameter.data)
 
 
-def _operands(trainer: Trainer) -> Iterator[Holding]:
+def _operands(trainer: Scorer) -> Iterator[Holding]:
     names = {id(parameter): name for name, parameter in trainer.model.named_parameters()}
     for weights, operand in trainer.cache.operands():
         of_each = operand if isinstance(operand, list) and len(operand) == len(weights) else [operand]
@@ -153,7 +159,7 @@ def optimizer_state(trainer: Trainer) -> Iterator[tuple[str, Kind, Tensor]]:
 
 def _padding(trainer: Trainer) -> Iterator[Holding]:
     parameters = list(trainer.model.parameters())
-    for index, buffer in enumerate(_buffers(trainer)):
+    for index, buffer in enumerate(buffers(trainer)):
         own = [parameter for parameter in parameters if parameter in buffer.param_to_bucket]
         spare = buffer.grad_data.numel() - sum(parameter.main_grad.numel() for parameter in own)
         for part, data in (("gradients", buffer.grad_data), ("parameters", buffer.param_data)):
@@ -163,7 +169,8 @@ def _padding(trainer: Trainer) -> Iterator[Holding]:
                 )
 
 
-def _buffers(trainer: Trainer) -> list[Any]:
+def buffers(trainer: Trainer) -> list[Any]:
+    """Megatron's, of parameters and of gradients."""
     model = trainer.optimizer.model
     return [*model.buffers, *model.expert_parallel_buffers]
 

@@ -12,7 +12,9 @@ from trainer.checkpoint import checkpoint
 from trainer.config import TrainerConfig
 from trainer.critic import Critic
 from trainer.distributed.layout import Layout
+from trainer.inventory import inventory, of_model
 from trainer.scorer import Scorer
+from trainer.step.result import MovedAside
 from trainer.trainer import Trainer
 
 
@@ -53,6 +55,22 @@ class Roles:
         model = self.models[role]
         assert isinstance(model, Trainer), role
         return model
+
+    def put_aside(self) -> MovedAside:
+        """Make room on the device: see :meth:`Trainer.put_aside`."""
+        held = sum(
+            holding.bytes
+            for model in self.models.values()
+            for holding in (inventory(model) if isinstance(model, Trainer) else of_model(model))
+        )
+        moved = sum(model.put_aside() for model in self.models.values() if isinstance(model, Trainer))
+        return MovedAside(moved, held - moved)
+
+    def take_back(self) -> None:
+        """Undo `put_aside`."""
+        for model in self.models.values():
+            if isinstance(model, Trainer):
+                model.take_back()
 
     def stage(self, path: Path, extra: dict[str, Any], texts: Mapping[str, str]) -> checkpoint.Staged:
         """Copy what a checkpoint holds of all that is trained; see :func:`trainer.checkpoint.checkpoint.stage`."""

@@ -77,6 +77,35 @@ def check_sync(experiment: Experiment) -> None:
         )
 
 
+def check_sleep(experiment: Experiment) -> None:
+    """Raise `UserError` if engines that sleep could not be woken, or would be needed while they do."""
+    rollout, sync = experiment.rollout, experiment.sync
+    if not rollout.sleep:
+        return
+    if rollout.staleness:
+        raise user_error(
+            "rollout.sleep",
+            found=f"true with rollout.staleness={rollout.staleness}",
+            expected="rollout.staleness=0: an engine that samples ahead works while the trainer does",
+            remedy="Set rollout.sleep=false, or rollout.staleness=0.",
+        )
+    if sync.delta:
+        raise user_error(
+            "rollout.sleep",
+            found="true with sync.delta=true",
+            expected="a sync that sends everything: an engine that wakes has nothing that a change could be made to",
+            remedy="Remove sync.delta, or rollout.sleep.",
+        )
+    if sync.engines_own_gpus:
+        raise user_error(
+            "rollout.sleep",
+            found=f"true with sync.transport={sync.transport}",
+            expected="tensor or disk: with this transport engines have GPUs of their own, where they make room for "
+            "nobody",
+            remedy="Set sync.transport=tensor, or remove rollout.sleep.",
+        )
+
+
 def check_teacher(experiment: Experiment) -> None:
     """Raise `UserError` if the algorithm and the teacher are not both there, or cannot be at one temperature."""
     name, teacher = experiment.algorithm.name, experiment.teacher

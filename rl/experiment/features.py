@@ -66,6 +66,11 @@ CONDITIONS: dict[Feature, Condition] = {
     "several_engines": Condition(
         lambda e: e.rollout.engines > 1, lambda e: f"rollout.engines={e.rollout.engines}", "rollout.engines above 1"
     ),
+    "sleep": Condition(
+        lambda e: e.rollout.sleep and e.needs_engines,
+        lambda e: f"rollout.sleep={str(e.rollout.sleep).lower()}",
+        "rollout.sleep=true",
+    ),
     "routes": Condition(
         lambda e: e.numerics.router_replay != "off",
         lambda e: f"numerics.router_replay={e.numerics.router_replay}",

@@ -19,6 +19,7 @@ from rl.experiment.contradictions import (
     check_gates,
     check_groups,
     check_ranks,
+    check_sleep,
     check_staleness,
     check_sync,
     check_teacher,
@@ -50,6 +51,7 @@ def parse_experiment(values: dict[str, Any]) -> Experiment:
     check_updates(experiment)
     check_groups(experiment)
     check_sync(experiment)
+    check_sleep(experiment)
     check_teacher(experiment)
     check_gates(experiment)
     return experiment

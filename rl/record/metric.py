@@ -13,6 +13,7 @@ Feature = Literal[
     "environment",
     "staleness",
     "several_engines",
+    "sleep",
     "routes",
     "redraws",
     "weights",

@@ -326,6 +326,31 @@ _PERF = {
     ),
 }
 
+_TURNS = {
+    "turn_seconds": Metric(
+        "s", "Time in which engines went to sleep and the trainer's optimizer moved; the rest of waking is in the sync."
+    ),
+}
+
+_MEMORY = {
+    "engine_released_bytes": Metric(
+        "bytes", "Weights and KV cache that the fullest rank of an engine gave up.", chart=("Memory by turns", "engine")
+    ),
+    "behind_bytes": Metric(
+        "bytes",
+        "In use on the GPU of a sleeping engine before the trainer's part comes back, whoever uses it; on a CPU by the "
+        "engine's process.",
+        chart=("Memory by turns", "stays behind"),
+    ),
+    "behind_growth_bytes": Metric("bytes", "`memory/behind_bytes` beyond that of the first time in this start."),
+    "trainer_moved_bytes": Metric(
+        "bytes",
+        "Masters, moments and gradients of the fullest trainer rank that left for the engines' turn.",
+        chart=("Memory by turns", "trainer"),
+    ),
+    "trainer_stays_bytes": Metric("bytes", "Weights, quantized ones and others that stay on the GPU of that rank."),
+}
+
 _EVAL = {
     "accuracy": Metric(
         "",
@@ -361,6 +386,8 @@ METRICS: dict[str, Metric] = {
     **rows("perf/", _STEP, late=True),
     **rows("perf/", _SAMPLING, late=True, needs=("samples",)),
     **rows("perf/", _PERF, late=True),
+    **rows("perf/", _TURNS, late=True, needs=("sleep",), at_times=True),
+    **rows("memory/", _MEMORY, late=True, needs=("sleep",), at_times=True),
     **rows("sync/", _SYNC, late=True, needs=("engines",), at_times=True),
     **rows("sync/", _REPEATED, late=True, needs=("engines",)),
     **rows("eval/", _EVAL, late=True, needs=("evaluation",), at_times=True),

@@ -3,9 +3,10 @@
 A name is `group/name`. Groups: `rollout/` sampling and rewards, `train/` the optimizer steps, `critic/` the critic's,
 `mismatch/` trainer against engine on tokens that the trainer's own weights have sampled, `drift/` the same on trained
 tokens that older ones have sampled, `gates/` what followed from it, `sync/` weight synchronisation, `perf/` time,
-`eval/` held-out problems, `tracking/` the log itself. Unless said otherwise a metric describes one step, those of
-`train/` and `critic/` as means over its updates; d is trainer minus rollout logprob of a sampled token, rho = e^d.
-`p50` and `p99` are percentiles by nearest rank. Exponents are clamped to ±20.
+`memory/` what trainer and engines move as they take turns, `eval/` held-out problems, `tracking/` the log itself.
+Unless said otherwise a metric describes one step, those of `train/` and `critic/` as means over its updates; d is
+trainer minus rollout logprob of a sampled token, rho = e^d. `p50` and `p99` are percentiles by nearest rank. Exponents
+are clamped to ±20.
 """
 
 from __future__ import annotations

@@ -85,6 +85,9 @@ SECTIONS: dict[str, dict[str, Look]] = {
     "Time": {
         TIME: Look("Other: everything outside the named parts.", "seconds", "floor", bars=True),
         "Throughput": Look("Generated and trained tokens.", "tokens per second", "floor"),
+        "Memory by turns": Look(
+            "What one side gives up for the other's turn; what stays behind of engines should not grow.", "MiB", "floor"
+        ),
     },
     "Optimization": {
         "Loss": Look("Of the whole batch, before the update.", "loss"),

@@ -23,6 +23,7 @@ from rl.run.feed.conversations import Conversations
 from rl.run.feed.judging import Judge
 from rl.run.lifecycle.interrupts import Closing
 from rl.run.listener import Listener
+from rl.run.room import SharedRoom
 from rl.run.sampling import Sampling
 from rl.run.syncing import Syncing
 from rl.run.turns import Side, Turns
@@ -48,6 +49,7 @@ class Stack:
         syncing: brings the trainer's weights into the engines.
         sampling: has the engines answer.
         listener: is told what was mended on the way, and passes it on.
+        room: what trainer and engines share, if they take turns on it.
     """
 
     experiment: Experiment
@@ -64,6 +66,7 @@ class Stack:
     sampling: Sampling
     listener: Listener
     turns: Turns
+    room: SharedRoom | None
 
     @classmethod
     def open(
@@ -91,11 +94,12 @@ class Stack:
         closing.callback(seats.close)
         description = folder / "served" / "start"
         closing.callback(shutil.rmtree, description.parent, ignore_errors=True)
-        engines = EnginePool.none()
-        if experiment.needs_engines:  # they come up while the trainer does
+        engines, rollout = EnginePool.none(), experiment.rollout
+        if experiment.needs_engines:  # they come up while the trainer does, unless they take turns
             write_description(Path(experiment.model.path), description, numerics.rollout_spec)
             make = engine_maker(experiment, "policy", seats, folder, numerics)
-            engines = EnginePool(experiment.rollout.engines, Serving(make, description, NO_WEIGHTS), experiment.rollout)
+            serving = Serving(make, description, NO_WEIGHTS)
+            engines = EnginePool(rollout.engines, serving, rollout, awake=not rollout.sleep)
         closing.callback(engines.stop)
         teacher = Teacher.start(experiment, seats, folder)
         if teacher is not None:
@@ -109,8 +113,10 @@ class Stack:
         if experiment.environment.function != SINGLE_TURN:  # one turn is asked for by groups, which is faster
             conversations = Conversations(experiment.environment, tokenizer, engines.admit)
             closing.callback(conversations.close)
-        listener, turns = Listener([engines] + ([] if teacher is None else [teacher.engines])), Turns()
-        syncing = Syncing(_bridge(experiment, numerics, trainer, folder), engines, listener)
+        listener = Listener([engines] + ([] if teacher is None else [teacher.engines]))
+        room = SharedRoom(engines, trainer) if rollout.sleep and engines else None
+        turns = Turns(room)
+        syncing = Syncing(_bridge(experiment, numerics, trainer, folder), engines, listener, turns)
         return cls(
             experiment=experiment,
             numerics=numerics,
@@ -123,14 +129,17 @@ class Stack:
             description=description,
             teacher=teacher,
             syncing=syncing,
-            sampling=Sampling(experiment.rollout, tokenizer, engines, conversations, judge, syncing, listener, turns),
+            sampling=Sampling(rollout, tokenizer, engines, conversations, judge, syncing, listener, turns),
             listener=listener,
             turns=turns,
+            room=room,
         )
 
     def wait_for_engines(self) -> None:
         """Until every engine answers and has passed the handshake. Raises what went wrong at the first start."""
-        self.engines.wait()
+        if self.engines:
+            with self.turn("rollout"):
+                self.engines.wait()
         if self.teacher is not None:
             self.teacher.engines.wait()
 
@@ -138,9 +147,13 @@ class Stack:
         """A new trainer in place of one that is lost, at the weights that the experiment starts from; then `numerics`
         on both sides. The engines stay up, and have to be synced before anything is sampled."""
         self.trainer.shutdown()
+        if self.room is not None:
+            self.engines.sleep()
         self.trainer = _start_trainer(self.experiment, self.numerics, self.seats)
         self.closing.callback(self.trainer.shutdown)
         self._connect()
+        with self.turn("train"):  # in which it has come up
+            pass
         if numerics != self.numerics:
             self.switch(numerics)
 
@@ -159,18 +172,26 @@ class Stack:
         self._connect()
         write_description(Path(self.experiment.model.path), self.description, numerics.rollout_spec)
         make = engine_maker(self.experiment, "policy", self.seats, self.folder, numerics)
-        self.engines.switch(Serving(make, self.description, NO_WEIGHTS))
+        with self.turn("rollout"):
+            self.engines.switch(Serving(make, self.description, NO_WEIGHTS))
 
     def turn(self, side: Side) -> AbstractContextManager[None]:
         """Give the device to one side for a block; see `Turns.turn`."""
         return self.turns.turn(side)
 
+    def figures(self) -> dict[str, float]:
+        """What engines did, and what turns moved, since this was last asked."""
+        return self.engines.figures() | ({} if self.room is None else self.room.metrics())
+
     def _connect(self) -> None:
         self.syncing.bridge = _bridge(self.experiment, self.numerics, self.trainer, self.folder)
+        if self.room is not None:
+            self.room.trainer = self.trainer
 
 
 def _bridge(experiment: Experiment, numerics: NumericsConfig, trainer: TrainerGroup, folder: Path) -> Bridge:
-    return Bridge(trainer, numerics.rollout_spec, experiment.sync, Path(experiment.model.path), folder / "served")
+    source, wakes = Path(experiment.model.path), experiment.rollout.sleep
+    return Bridge(trainer, numerics.rollout_spec, experiment.sync, source, folder / "served", wakes)
 
 
 def _start_trainer(experiment: Experiment, numerics: NumericsConfig, seats: Seats) -> TrainerGroup:

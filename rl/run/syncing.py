@@ -8,6 +8,7 @@ from pathlib import Path
 
 from rl.run.engines.pool import EnginePool
 from rl.run.listener import SYNCS_REPEATED, Listener
+from rl.run.turns import Turns
 from rollout.types import Endpoint
 from weight_sync.bridge import Bridge, SyncReport
 from weight_sync.manifest import SyncError
@@ -24,6 +25,7 @@ class Syncing:
     bridge: Bridge
     engines: EnginePool
     listener: Listener
+    turns: Turns
 
     @property
     def version(self) -> int:
@@ -33,16 +35,18 @@ class Syncing:
     def sync(self, manifest: Path | None = None) -> SyncReport:
         """The trainer's weights into every engine that is up, verified; their digests are saved to `manifest`.
 
-        An engine that is lost on the way is left to be replaced. Raises SyncError, EngineError.
+        It is the engines' turn then, and those that slept are awake. An engine that is lost on the way is left to be
+        replaced. Raises SyncError, EngineError.
         """
-        self.engines.expect(self.version)
-        report = self._sent(self.engines.up, manifest)
+        with self.turns.turn("rollout"):
+            self.engines.expect(self.version)
+            report = self._sent(self.engines.up, manifest)
         self.listener.hear()
         assert report is not None, "`up` waits for an engine"
         return report
 
     def welcome(self) -> None:
-        """The trainer's weights into engines that have come up since the last sync."""
+        """The trainer's weights into engines that have come up, or gone to sleep, since the last sync."""
         self._sent(self.engines.waiting)
 
     def _sent(self, to: Callable[[], list[Endpoint]], manifest: Path | None = None) -> SyncReport | None:

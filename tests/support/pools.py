@@ -57,6 +57,6 @@ class Pool:
 def sampling_of(pool: Pool, experiment: Experiment, tokenizer: Any, judge: Judge) -> Sampling:
     """Sampling over the pool, for a trainer at version 0."""
     engines, trainer = cast(Any, pool), SimpleNamespace(weight_version=0)
-    listener = Listener([engines])
-    syncing = Syncing(cast(Any, SimpleNamespace(trainer=trainer)), engines, listener)
-    return Sampling(experiment.rollout, tokenizer, engines, None, judge, syncing, listener, Turns())
+    listener, turns = Listener([engines]), Turns()
+    syncing = Syncing(cast(Any, SimpleNamespace(trainer=trainer)), engines, listener, turns)
+    return Sampling(experiment.rollout, tokenizer, engines, None, judge, syncing, listener, turns)

@@ -82,6 +82,8 @@ def load(path: Path, parts: Parts) -> tuple[int, dict[str, Any]]:
         DamagedCheckpointError: a file is not the one that was written; nothing was loaded.
     """
     path = Path(path).absolute()
+    for part in parts.values():
+        part.optimizer.aside.check_here()
     about = read_about(path)
     _check_files(path, sorted(about.files))
     state = dist_checkpointing.load(_state(parts, about.step, about.extra, loading=True), str(path / STATE))

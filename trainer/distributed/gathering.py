@@ -11,6 +11,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 
 from trainer import device
+from trainer.distributed.aside import Aside
 
 AT_ONCE = 16 << 20
 """Elements of all ranks that a GPU holds at a time. Megatron has it hold a whole buffer, twice."""
@@ -18,7 +19,13 @@ _KEYS = ("param", "exp_avg", "exp_avg_sq")
 
 
 class GatheredInPieces(DistributedOptimizer):  # type: ignore[misc]
-    """Megatron's distributed optimizer, whose state for a checkpoint goes through a GPU piece by piece."""
+    """Megatron's distributed optimizer, whose state for a checkpoint goes through a GPU piece by piece.
+
+    Attributes:
+        aside: where the state is while others need the device.
+    """
+
+    aside: Aside
 
     def get_parameter_state_dp_zero(
         self, use_gloo_comm: bool = True, empty_data: bool = False, return_on_all_ranks: bool = False
@@ -50,7 +57,7 @@ class GatheredInPieces(DistributedOptimizer):  # type: ignore[misc]
         for parameter, ranges in parameters.items():
             tensors, local = self._get_main_param_and_optimizer_states(parameter), ranges["gbuf_local"]
             for key, shard in shards.items():
-                shard[local.start : local.end].copy_(tensors[key].detach())
+                shard[local.start : local.end].copy_(self.aside.held(tensors[key].detach()))
         return shards
 
 

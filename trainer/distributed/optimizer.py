@@ -22,6 +22,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from trainer import device
 from trainer.config import TrainerConfig
 from trainer.distributed import wires
+from trainer.distributed.aside import Aside
 from trainer.distributed.gathering import GatheredInPieces
 from trainer.megatron.lowering import Lowering
 from trainer.megatron.optimizer_memory import lower_optimizer
@@ -37,6 +38,7 @@ class Optimizer:
 
     Attributes:
         traffic: the bytes that this rank has sent to its data-parallel peers.
+        aside: where masters and moments are while others need the device.
     """
 
     def __init__(
@@ -80,25 +82,30 @@ class Optimizer:
                 config_overrides=get_standard_config_overrides(optimizer_config),
                 use_gloo_process_groups=False,
             )
+        self.aside = Aside()
         for optimizer in self.inner.chained_optimizers:
             if not optimizer.is_stub_optimizer:  # of a rank without such parameters
                 _create_moments(become(optimizer, GatheredInPieces))
+                optimizer.aside = self.aside
         self.schedule = schedule(self.inner, config, total_steps)
 
     def zero_grad(self) -> None:
         """Forget all gradients; call it before each forward and backward pass."""
+        self.aside.check_here()
         self.model.zero_grad_buffer()
         self.inner.zero_grad()
 
     @torch.no_grad()
     def grad_norm(self) -> float:
         """The norm of all gradients, which this makes ready for `step`."""
+        self.aside.check_here()
         self.inner.prepare_grads()
         return float(self.inner.get_grad_norm())
 
     @torch.no_grad()
     def step(self, norm: float) -> float:
         """Clip by `norm`, the finite result of `grad_norm`, and apply the gradients; the learning rate used."""
+        self.aside.check_here()
         with applied(CUDA_TYPES):
             for optimizer in self.inner.chained_optimizers:
                 if optimizer.get_parameters():
@@ -123,6 +130,7 @@ class Optimizer:
     @torch.no_grad()
     def begin_anew(self) -> None:
         """Make the FP32 masters from the model's weights, and forget the moments."""
+        self.aside.check_here()
         self.inner.reload_model_params()
         for optimizer in self.inner.chained_optimizers:
             if optimizer.is_stub_optimizer:

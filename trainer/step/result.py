@@ -47,3 +47,11 @@ class Scored:
     logprobs: Tensor
     routes: Tensor | None
     draws: Tensor | None
+
+
+@dataclass(frozen=True)
+class MovedAside:
+    """Bytes that a rank has freed on its device for others, and that it keeps there."""
+
+    moved: int
+    stays: int

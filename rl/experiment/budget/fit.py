@@ -52,8 +52,8 @@ def check_fits(job: Job, memory: Memory, gpu_memory: float, gpu: str) -> None:
     phase, short = max(PHASES, key=memory.in_phase), memory.peak - gpu_memory
     held = sorted(((bytes_of.get(phase, 0.0), name) for name, bytes_of in memory.held.items()), reverse=True)
     able = [(size, name, cure) for size, name in held if size and (cure := _cure(job, name, gpu_memory)) is not None]
-    # The largest class; rather one that takes no more GPUs, if it is large enough.
-    enough = [each for each in able if each[0] >= short and not each[2].takes_gpus]
+    # The largest class; rather one whose cure is not dear, if it is large enough.
+    enough = [each for each in able if each[0] >= short and not each[2].dear]
     size, name, cure = (enough or able)[0]
     where = "an engine's GPU" if memory.rank is None else f"the GPU of rank {memory.rank}"
     raise user_error(
@@ -85,11 +85,11 @@ def largest_micro_batch(job: Job, memory: Memory, gpu_memory: float, slack: floa
 
 @dataclass(frozen=True)
 class Cure:
-    """What makes a class smaller. takes_gpus: only with more GPUs than the run has."""
+    """What makes a class smaller. dear: with more GPUs than the run has, or at some cost in every step."""
 
     key: str
     remedy: str
-    takes_gpus: bool = False
+    dear: bool = False
 
 
 def _cure(job: Job, name: str, gpu_memory: float) -> Cure | None:
@@ -106,8 +106,8 @@ def _cure(job: Job, name: str, gpu_memory: float) -> Cure | None:
         case "moments" if layout.optimizer.moments == "fp32":
             return Cure("trainer.optimizer.moments", "Set trainer.optimizer.moments=bf16.")
         case "masters" | "moments":
-            return Cure("trainer.dp", "Raise trainer.dp, whose ranks share masters and moments.", takes_gpus=True)
-        case "parameters" | "operands" | "gradients" | "reference" | "critic":
+            return Cure("trainer.dp", "Raise trainer.dp, whose ranks share masters and moments.", dear=True)
+        case "parameters" | "operands" | "gradients" | "reference" | "critic" | "optimizer":
             keys = "trainer.ep, trainer.tp or trainer.pp" if job.shape.sizes.moe else "trainer.tp or trainer.pp"
             return Cure(keys.partition(",")[0].partition(" or ")[0], f"Raise {keys}, which share the weights.", True)
         case "activations":
@@ -116,10 +116,14 @@ def _cure(job: Job, name: str, gpu_memory: float) -> Cure | None:
             return _cure_of_tokens(job, "trainer.head_chunk_tokens", "1024", layout.head_chunk_tokens > 1024)
         case "weights" if engine_memory(job).peak > gpu_memory:
             remedy = "Raise rollout.tp, in native mode: an engine's rank does not fit by itself."
-            return Cure("rollout.tp", remedy, takes_gpus=True)
+            return Cure("rollout.tp", remedy, dear=True)
+        case "weights" if job.may_sleep and not job.sleep:
+            return Cure(
+                "rollout.sleep", "Set rollout.sleep=true, with which trainer and engines take turns.", dear=True
+            )
         case "weights":
             remedy = "Set sync.transport=distributed, with which engines have GPUs of their own."
-            return Cure("sync.transport", remedy, takes_gpus=True)
+            return Cure("sync.transport", remedy, dear=True)
         case "cache":
             return Cure("rollout.max_total_tokens", "Lower rollout.max_total_tokens.")
         case "graphs":
@@ -141,4 +145,4 @@ def _cure_of_tokens(job: Job, key: str, value: str, unset: bool) -> Cure:
     if job.micro_batch > job.length:
         return Cure("trainer.micro_batch_tokens", f"Lower trainer.micro_batch_tokens, down to rows of {job.length}.")
     remedy = "Raise trainer.tp or trainer.pp, or lower rollout.context_length: one row is a micro-batch."
-    return Cure("trainer.tp", remedy, takes_gpus=True)
+    return Cure("trainer.tp", remedy, dear=True)

@@ -34,7 +34,7 @@ class Job:
         engines, engine_tp: their number and ranks. kv_tokens: that the KV cache of one holds.
         bucket_bytes: of a sync. maps: engines map the buckets of every rank, so that each has a context on each GPU.
         graph_bytes, working_bytes: of an engine's CUDA graphs, and what it wants to find free beside them.
-        sleep: of trainer and engine on one GPU, one leaves it while the other works.
+        sleep: of trainer and engine on one GPU, one makes room while the other works. may_sleep: they could.
         reference, critic: the trainer holds such a model, too.
         teacher: an engine of it computes on a trainer rank's GPU, too.
     """
@@ -53,6 +53,7 @@ class Job:
     graph_bytes: float = 0.0
     working_bytes: float = 0.0
     sleep: bool = False
+    may_sleep: bool = False
     reference: bool = False
     critic: bool = False
     teacher: TeacherBytes | None = None
@@ -113,6 +114,8 @@ def job_of(experiment: Experiment, shape: Shape, storage: Storage, gpu_memory: f
         maps=experiment.sync.transport == "tensor",
         graph_bytes=room.graphs,
         working_bytes=room.working,
+        sleep=rollout.sleep and experiment.needs_engines,
+        may_sleep=not (rollout.staleness or experiment.sync.delta or experiment.sync.engines_own_gpus),
         reference=algorithm.needs.reference,
         critic=algorithm.needs.critic,
     )

@@ -90,17 +90,22 @@ def colocated_memory(job: Job) -> Memory:
     rank, engine = fullest_rank(job), _engine(job)
     engine.pop("engine buckets")  # the same memory, mapped
     trainer = _trainer(job, rank)
-    if job.sleep:  # a sync needs the weights of both, and nothing else
-        sent = {name for name in trainer if name.endswith((" parameters", "buckets"))}
-        trainer = {name: _without(held, ("rollout",)) for name, held in trainer.items()}
-        trainer = {name: held if name in sent else _without(held, ("sync",)) for name, held in trainer.items()}
+    if job.sleep:
+        for name in filter(_leaves, trainer):
+            trainer[name] = _without(trainer[name], ("rollout", "sync"))
         engine = {name: _without(held, ("train", "update")) for name, held in engine.items()}
-        for name in ("KV cache", "CUDA graphs"):
-            engine[name] = _without(engine.get(name, {}), ("sync",))
+        for name in ("KV cache", "CUDA graphs"):  # they wake once the weights are there
+            engine[name] = _without(engine[name], ("sync",))
     runtimes = {"runtime": RUNTIME_BYTES, "engine runtime": RUNTIME_BYTES}
     if job.maps:
         runtimes["other engines' contexts"] = CONTEXT_BYTES * (min(job.engines * job.engine_tp, GPUS_PER_NODE) - 1)
     return Memory(rank, _held(trainer | engine | {name: _through(held) for name, held in runtimes.items()}))
+
+
+def moved_bytes(job: Job, rank: int) -> float:
+    """Bytes of a rank that lie in the host's memory while engines sample: masters and moments."""
+    held = _trainer(job, rank)
+    return sum(held[name]["update"] for name in held if _leaves(name) and not name.endswith("gradients"))
 
 
 def activation_bytes(job: Job, stage: int = 0, tokens: int | None = None) -> float:
@@ -185,8 +190,15 @@ def _trainer(job: Job, rank: int) -> dict[str, Mapping[Phase, float]]:
         found["teacher's workspace"] = {"rollout": job.teacher.working}
         found["teacher's runtime"] = _through(RUNTIME_BYTES)
     if job.critic:
-        found["critic"] = _through(sum(state.total for state in states.values()))
+        stays = sum(state.parameters + state.operands for state in states.values())
+        found["critic"] = _through(stays)
+        found["critic's optimizer"] = _through(sum(state.total for state in states.values()) - stays)
     return _held(found)
+
+
+def _leaves(name: str) -> bool:
+    """Whether a class of the trainer's makes room for engines. Weights stay, as do those of a reference."""
+    return name.endswith((" gradients", " masters", " moments", " optimizer"))
 
 
 def _engine(job: Job) -> dict[str, Mapping[Phase, float]]:

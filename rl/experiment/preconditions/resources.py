@@ -15,8 +15,9 @@ from models.shape import Shape
 from numerics.errors import user_error
 from rl.experiment import Experiment
 from rl.experiment.budget.fit import check_fits, fullest
-from rl.experiment.budget.here import own_gpu, planned_here
+from rl.experiment.budget.here import OwnGpu, own_gpu, planned_here
 from rl.experiment.budget.job import Job
+from rl.experiment.budget.memory import moved_bytes
 from rl.experiment.teacher import TeacherSection
 from rollout.config import RolloutConfig
 from trainer.config import OptimizerMemory
@@ -50,11 +51,11 @@ def check_memory(shape: Shape, experiment: Experiment, teacher: Shape | None = N
     if "RAY_ADDRESS" in os.environ:
         return
     if (gpu := own_gpu()) is not None:
+        _check_shares(experiment, gpu)
         job, apart = planned_here(shape, experiment, gpu)
         check_fits(job, fullest(job, apart), gpu.memory, gpu.name)
-        offload = experiment.trainer.optimizer.offload
-        stages = range(experiment.trainer.pp if offload else 0)
-        _check_processes(shape, experiment, [_offloaded(job, stage) for stage in stages] or [0], weights=0)
+        stages = range(experiment.trainer.pp)
+        _check_processes(shape, experiment, [_on_the_host(job, stage) for stage in stages], weights=0)
         return
     state = [_state(shape, experiment, stage) for stage in range(experiment.trainer.pp)]
     weights = served_bytes(shape, experiment.numerics_config().rollout_spec) if experiment.needs_engines else 0
@@ -134,11 +135,29 @@ def _state(shape: Shape, experiment: Experiment, stage: int) -> int:
     return sum(state.total for state in states.values())
 
 
-def _offloaded(job: Job, stage: int) -> int:
-    """Bytes of the host that a rank's Adam takes there: masters, two moments and gradients, all FP32."""
+def _on_the_host(job: Job, stage: int) -> int:
+    """Bytes of the host that a rank takes beside its GPU: where its Adam runs there masters, two moments and gradients,
+    all FP32; where trainer and engines take turns masters and moments."""
     layout = job.layout.model_copy(update={"optimizer": OptimizerMemory()})
-    states = state_bytes(job.shape, layout, job.numerics, job.storage, stage * layout.tp * layout.dp)
-    return 4 * sum(state.masters for state in states.values())
+    rank = stage * layout.tp * layout.dp
+    if job.layout.optimizer.offload:
+        states = state_bytes(job.shape, layout, job.numerics, job.storage, rank)
+        return 4 * sum(state.masters for state in states.values())
+    return int(moved_bytes(job, rank)) if job.sleep else 0
+
+
+def _check_shares(experiment: Experiment, gpu: OwnGpu) -> None:
+    """Whether engines that are to sleep share their GPUs with the trainer, as they do where no others are left."""
+    ranks = experiment.trainer.world_size
+    if experiment.rollout.sleep and experiment.needs_engines and gpu.count > ranks:
+        raise user_error(
+            "rollout.sleep",
+            found=f"true with {gpu.count} GPUs for {ranks} trainer rank(s)",
+            expected="as many ranks as GPUs: an engine gets one of its own as long as one is left, where it makes room "
+            "for nobody",
+            remedy=f"Have the trainer take all {gpu.count} (trainer.dp), let the run see fewer (CUDA_VISIBLE_DEVICES), "
+            "or remove rollout.sleep.",
+        )
 
 
 def available_memory() -> int:

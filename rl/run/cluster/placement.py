@@ -67,6 +67,7 @@ def place(nodes: Sequence[Node], experiment: Experiment) -> Placement:
         if engines[-1].shares is None:
             left = [_with_less(node, width) if node.id == engines[-1].node.id else node for node in left]
     whole = Placement(tuple(ranks), tuple(engines))
+    _check_sleepers(whole, experiment)
     if experiment.sync.transport == "tensor" and experiment.needs_engines:
         _check_one_node(replace(whole, engines=whole.engines[: experiment.rollout.engines]))  # those that are synced
     return whole
@@ -179,6 +180,19 @@ def _check_engine_ranks(nodes: Sequence[Node], experiment: Experiment) -> None:
                 expected="1 there",
                 remedy=f"Set {key}=1, or numerics.mode={'native' if exact else 'exact'}.",
             )
+
+
+def _check_sleepers(placement: Placement, experiment: Experiment) -> None:
+    """Engines that are to sleep share a GPU with the trainer, or all are on CPUs."""
+    own = [place for place in placement.engines[: experiment.rollout.engines] if place.shares is None]
+    if experiment.rollout.sleep and any(place.node.gpus is not None for place in own):
+        raise user_error(
+            "rollout.sleep",
+            found=f"true with {len(own)} engine(s) on GPUs of their own",
+            expected="engines on the trainer's GPUs: elsewhere they make room for nobody",
+            remedy="Have the trainer take all GPUs that the run may use (trainer.dp, cluster.engine_nodes), or remove "
+            "rollout.sleep.",
+        )
 
 
 def _check_one_node(placement: Placement) -> None:

@@ -19,6 +19,7 @@ from rl.run.cluster.seats import NoRoomError
 from rl.run.engines.serving import Serving
 from rl.run.engines.slot import Slot
 from rollout.config import RolloutConfig
+from rollout.engine import Slept
 from rollout.errors import EngineDiedError, EngineError
 from rollout.sampler import check_versions
 from rollout.server.server import GRACE_S
@@ -64,9 +65,11 @@ class Fleet:
         self._failure: Exception | None = None
         self._maker = ThreadPoolExecutor(1, "engine-maker")
 
-    async def open(self, count: int) -> None:
-        """Begin to start so many engines."""
-        self._change = asyncio.Event()
+    async def open(self, count: int, awake: bool) -> None:
+        """Begin to start so many engines, unless they sleep for now."""
+        self._change, self._awake = asyncio.Event(), asyncio.Event()
+        if awake:
+            self._awake.set()
         loop = asyncio.get_running_loop()
         self.slots = [Slot(index, loop.create_future()) for index in range(count)]
         self._lives = [asyncio.create_task(self._live(slot)) for slot in self.slots]
@@ -148,6 +151,25 @@ class Fleet:
         _, scores = await self._asked(len(sequences), longest, lambda actor: actor.score.remote(sequences))
         return scores
 
+    async def sleep(self) -> list[Slept]:
+        """Have every engine give up its memory, and start none until `wake`; what each has given up.
+
+        They get no groups until a sync has woken them. Those that are on their way up are waited for. One that does not
+        answer is lost, and replaced once the others wake.
+        """
+        self._awake.clear()
+        for slot in self.slots:
+            slot.serving = False
+        while any(slot.starts for slot in self.slots):
+            await self._change.wait()
+        there = [slot for slot in self.slots if slot.is_up]
+        slept = await asyncio.gather(*map(self._put_to_sleep, there))
+        return [each for each in slept if each is not None]
+
+    async def wake(self) -> None:
+        """Let engines start again in place of those that are lost. The others wake by a sync."""
+        self._awake.set()
+
     async def switch(self, serving: Serving) -> None:
         """Replace all engines by others; groups under way are answered by these."""
         self._serving, self._newest = serving, serving.version
@@ -208,7 +230,12 @@ class Fleet:
         """One engine from its start to where it has to be replaced; why, empty if that is nobody's fault."""
         serving, patience = self._serving, self._config.hung_after_s
         actor = slot.actor = await self._made(serving, slot, patient=not first)
-        endpoint = await _call(actor.start.remote(serving.checkpoint, serving.version))
+        await self._awake.wait()
+        slot.starts = True
+        try:
+            endpoint = await _call(actor.start.remote(serving.checkpoint, serving.version))
+        finally:
+            slot.starts = False
         if serving is not self._serving:
             return ""  # the pool was switched meanwhile
         if serving.manifest is not None:
@@ -230,6 +257,18 @@ class Fleet:
                 return f"it has not answered for {patience:g} s (rollout.hung_after_s), though its process is there"
             except EngineError as error:
                 return str(error)
+
+    async def _put_to_sleep(self, slot: Slot) -> Slept | None:
+        actor, patience = slot.actor, self._config.hung_after_s
+        try:
+            slept: Slept = await asyncio.wait_for(_call(actor.sleep.remote()), patience)
+            return slept
+        except TimeoutError:
+            slot.lose(actor, f"it has not gone to sleep within {patience:g} s (rollout.hung_after_s)")
+        except EngineError as error:
+            slot.lose(actor, str(error))
+        await self._end(actor)  # before another takes its memory
+        return None
 
     async def _made(self, serving: Serving, slot: Slot, patient: bool) -> Any:
         """The actor of an engine; patient: once a node has room for it, which is said to be waited for."""

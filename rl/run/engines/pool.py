@@ -12,6 +12,7 @@ from rl.run.background import Background
 from rl.run.engines.fleet import Fleet, News
 from rl.run.engines.serving import Serving
 from rollout.config import RolloutConfig
+from rollout.engine import Slept
 from rollout.server.client import EngineClient
 from rollout.types import Endpoint, Group, SamplingParams, Trajectory
 
@@ -29,12 +30,12 @@ class EnginePool:
         EngineError: from any method that waits, when more engines were lost within an hour than the spec allows.
     """
 
-    def __init__(self, count: int, serving: Serving, config: RolloutConfig) -> None:
-        """Begin to start `count` engines; `wait` for them."""
+    def __init__(self, count: int, serving: Serving, config: RolloutConfig, awake: bool = True) -> None:
+        """Begin to start `count` engines; `wait` for them. awake: now, not only when they are to `wake`."""
         self._count = count
         self.fleet = Fleet(serving, config)
         self._background = Background("engines")
-        self._run(self.fleet.open(count))
+        self._run(self.fleet.open(count, awake))
 
     @classmethod
     def none(cls) -> EnginePool:
@@ -82,6 +83,15 @@ class EnginePool:
     def score(self, sequences: list[list[int]]) -> Future[list[list[float]]]:
         """Have sequences scored, see `EngineClient.score`, by the engine with the least to do."""
         return self._background.begin(self.fleet.score(sequences))
+
+    def sleep(self) -> list[Slept]:
+        """Have every engine give up its memory, and start none until `wake`; what each has given up. They get no groups
+        until a sync has woken them."""
+        return self._run(self.fleet.sleep())
+
+    def wake(self) -> None:
+        """Let engines start again in place of those that are lost. The others wake by a sync."""
+        self._run(self.fleet.wake())
 
     def switch(self, serving: Serving) -> None:
         """Replace all engines by others; groups under way are answered by these."""

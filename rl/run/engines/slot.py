@@ -15,8 +15,9 @@ class Slot:
     """The place of one engine, in which one follows another if it has to.
 
     endpoint: of the engine that is there now; None until it answers and has passed the handshake. serving: a sync has
-    verified what it holds, so that it gets groups. engines: that were here before. answers: under way. load: as it last
-    said. tokens: it has generated. idle: seconds that it had nothing to do. idle_since: monotonic, of its last answer.
+    verified what it holds, so that it gets groups. starts: an engine is on its way up. engines: that were here
+    before. answers: under way. load: as it last said. tokens: it has generated. idle: seconds that it had nothing to
+    do. idle_since: monotonic, of its last answer.
     """
 
     index: int
@@ -24,6 +25,7 @@ class Slot:
     actor: Any = None
     endpoint: Endpoint | None = None
     serving: bool = False
+    starts: bool = False
     engines: int = 0
     answers: int = 0
     load: Load | None = None

@@ -17,7 +17,14 @@ from diagnose.plan.in_spec import with_table
 from fp8rl.cli import app
 from numerics.errors import UserError
 from rl.experiment.budget.gpus import GPUS
-from rl.experiment.budget.memory import activation_bytes, colocated_memory, logit_bytes, trainer_memory
+from rl.experiment.budget.memory import (
+    PHASES,
+    Phase,
+    activation_bytes,
+    colocated_memory,
+    logit_bytes,
+    trainer_memory,
+)
 from studies.document.calculated import on_h20
 from tests.support.paths import EXAMPLES, REAL_SPECS
 
@@ -83,14 +90,23 @@ def test_a_phase_holds_what_it_needs(eight_h200: Plan) -> None:
     assert both.always == alone.always + engine.always
 
 
-def test_asleep_only_one_side_is_there() -> None:
+def test_asleep_each_side_makes_room_for_the_other() -> None:
+    """What stays are the trainer's weights."""
     job = on_h20("qwen3_235b_a22b")
-    memory = colocated_memory(job)
-    assert {name for name, held in memory.held.items() if held.get("rollout")} == {
-        "engine weights", "KV cache", "runtime", "engine runtime"
-    }  # fmt: skip
-    assert not memory.held["engine weights"].get("train")
-    assert memory.held["experts parameters"]["sync"] and not memory.held["experts moments"].get("sync")
+    asleep, awake = colocated_memory(job), colocated_memory(replace(job, sleep=False))
+
+    def held(phase: Phase) -> set[str]:
+        return {name for name, bytes_of in asleep.held.items() if bytes_of.get(phase)}
+
+    engine = {"engine weights", "KV cache"}
+    state = {name.partition(" ")[2] for name in held("rollout") if name.startswith(("dense", "experts"))}
+    assert state == {"parameters"}
+    assert engine <= held("rollout") and not engine & (held("train") | held("update"))
+    assert "engine weights" in held("sync") and not {"KV cache", "experts moments", "experts gradients"} & held("sync")
+    for phase in PHASES:
+        gone = sum(awake.held[name].get(phase, 0.0) for name in awake.held.keys() - held(phase))
+        assert asleep.in_phase(phase) == pytest.approx(awake.in_phase(phase) - gone)
+    assert asleep.peak == max(asleep.in_phase("rollout"), asleep.in_phase("train")) < awake.peak
 
 
 def test_recomputing_keeps_two_hidden_rows_a_layer(eight_h200: Plan) -> None:

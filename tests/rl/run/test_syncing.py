@@ -10,6 +10,7 @@ import pytest
 
 from rl.run.listener import Listener
 from rl.run.syncing import Syncing
+from rl.run.turns import Turns
 from rollout.types import Endpoint
 from weight_sync.manifest import SyncError
 
@@ -25,7 +26,7 @@ class Side:
         self.there, self.serving, self.said = [FIRST, SECOND], cast(list[Endpoint], []), cast(list[str], [])
         self.syncs: list[tuple[list[Endpoint], bool]] = []
         listener = Listener([], tell=lambda metric, count, text: self.said.append(text))
-        self.syncing = Syncing(cast(Any, self), cast(Any, self), listener)
+        self.syncing = Syncing(cast(Any, self), cast(Any, self), listener, Turns())
 
     def sync(self, endpoints: list[Endpoint], manifest: Path | None, *, whole: bool) -> str:
         self.syncs.append((endpoints, whole))

@@ -56,7 +56,7 @@ def test_specs_for_real_models_are_let_through_on_their_gpus(machine: Machine) -
     ("example", "kind", "count", "override", "said"),
     [
         ("qwen3_30b_a3b", H200, 8, "trainer.recompute=none", "trainer.recompute: found .* which activations 231.1 GB"),
-        ("qwen3_30b_a3b", H100, 8, "trainer.optimizer.offload=false", "sync.transport: .*engine weights 31.2 GB"),
+        ("qwen3_30b_a3b", H100, 8, "trainer.optimizer.offload=false", "rollout.sleep: .*engine weights 31.2 GB"),
         (
             "qwen3_30b_a3b",
             ("X", 112 << 30),
