@@ -157,6 +157,7 @@ def _stack_of(subject: AttributionSubject, numerics: NumericsConfig, say: Callab
     experiment = subject.experiment.model_copy(update={"trainer": trainer, "rollout": rollout})
     with open_pair(experiment, numerics, say) as stack:
         if subject.checkpoint is not None:
-            stack.trainer.load(subject.checkpoint)
+            with stack.turn("train"):
+                stack.trainer.load(subject.checkpoint)
             stack.syncing.sync()
         yield stack

@@ -62,8 +62,10 @@ def examine(
     stack.syncing.sync()
     say("sampling answers and learning from them, uncompiled")
     batch = sampled_batch(stack, calibration_prompts(stack), ANSWERS, stack.experiment.rollout.temperature)
-    seen = trainer_sightings(stack, batch, numerics)
-    for held in stack.engines.ask(lambda client: client.inventory()):
+    holdings = stack.engines.ask(lambda client: client.inventory())
+    with stack.turn("train"):
+        seen = trainer_sightings(stack, batch, numerics)
+    for held in holdings:
         seen += engine_sightings(held, model, numerics)
     return int(batch.real_tokens().sum()), seen
 

@@ -67,8 +67,8 @@ class Aside:
         """Raise RuntimeError if their memory is gone."""
         if self.away:
             raise RuntimeError(
-                "found masters and moments in the host's memory, expected them on the device: the trainer's turn has to "
-                "begin first (rl.run.turns)"
+                "found masters and moments in the host's memory, expected them on the device: the trainer's turn has "
+                "to begin first (rl.run.turns)"
             )
 
 
