@@ -23,7 +23,7 @@ class Turns:
     """
 
     def __init__(self, room: Room | None = None) -> None:
-        """room: makes it for the side whose turn begins, unless the last one was its own. The trainer is there first."""
+        """room: makes it for the side whose turn begins, unless it had the last one. The trainer is there first."""
         self._room = room
         self._there: Side = "train"
         self._holder: Side | None = None
