@@ -6,6 +6,7 @@ none, on a CPU, this frees the memory of weights and cache. Either way nothing o
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -40,13 +41,16 @@ def release(original: Callable[..., Any], self: Any, recv_req: Any) -> Any:
     saved, runner = self.memory_saver_adapter.enabled, self.tp_worker.model_runner
     for tag in recv_req.tags:
         state().released[tag] = [] if saved else freed(_tensors(runner, tag))
+    if not saved and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
+        trim(0)  # the C library would keep blocks that are no larger than those it has been given back before
     return answer
 
 
 def resume(original: Callable[..., Any], self: Any, recv_req: Any) -> Any:
     """`SchedulerWeightUpdaterManager.resume_memory_occupation`. What is there already is left out.
 
-    The cache begins with zeros, as when the engine starts: what a masked key holds counts nothing, if it is finite.
+    The cache begins with zeros, as when the engine starts: what a masked key holds counts nothing, if it is finite, and
+    the rows that pad a CUDA graph's batch have to name slots that are there.
     """
     from sglang.srt.managers.io_struct import ResumeMemoryOccupationReqOutput
 
@@ -58,7 +62,9 @@ def resume(original: Callable[..., Any], self: Any, recv_req: Any) -> Any:
             storage.resize_(size)
     answer = original(self, recv_req)
     if CACHE in recv_req.tags:
-        for buffer in cache_buffers(self.tp_worker.model_runner.token_to_kv_pool):
+        runner = self.tp_worker.model_runner
+        runner.req_to_token_pool.req_to_token.zero_()
+        for buffer in cache_buffers(runner.token_to_kv_pool):
             buffer.zero_()
     if WEIGHTS in recv_req.tags:
         state().weights.occupy()

@@ -12,8 +12,9 @@ from models import read_shape
 from rl.run.feed.feed import to_groups
 from rollout.errors import EngineError
 from rollout.protocol import Memory
+from rollout.sampler import sample_groups
 from rollout.server.client import EngineClient
-from rollout.types import SamplingParams
+from rollout.types import SamplingParams, Trajectory
 from tests.support.rig import Pipeline, Rig, Setup, prompts
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
@@ -53,6 +54,28 @@ def answers(pipeline: Pipeline) -> list[tuple[list[int], list[float]]]:
     return [(each.token_ids, each.logprobs) for each in pipeline.generate(groups, SAMPLING)]
 
 
+def test_what_is_asked_of_an_engine_that_sleeps_is_answered_under_the_weights_that_wake_it(pipeline: Pipeline) -> None:
+    said = answers(pipeline)
+    groups = to_groups(prompts(0), 2, run_seed=0, step=1)
+
+    async def asked_asleep() -> list[Trajectory]:
+        async with EngineClient(await pipeline.engine.endpoint()) as client:
+            under_way = asyncio.create_task(sample_groups(client, groups, SAMPLING))
+            while (await client.load()).running == 0 and not under_way.done():
+                await asyncio.sleep(0.01)
+            await pipeline.engine.sleep()  # some run, others wait
+            assert await client.ping() is None
+            late = asyncio.create_task(sample_groups(client, groups[:1], SAMPLING))
+            await asyncio.sleep(0.3)
+            assert not late.done()
+            await pipeline.engine.sleep()  # once more changes nothing
+            await asyncio.to_thread(pipeline.bridge(wakes=True).sync, [await pipeline.engine.endpoint()])
+            return [*await under_way, *await late]
+
+    found = [(each.token_ids, each.logprobs) for each in pipeline.rig.run(asked_asleep())]
+    assert found == [*said, *said[:2]]
+
+
 @pytest.mark.parametrize("transport", ["tensor", "disk"])
 def test_an_engine_sleeps_and_wakes_as_it_was(pipeline: Pipeline, transport: str) -> None:
     said, awake = answers(pipeline), memory(pipeline)
@@ -61,7 +84,8 @@ def test_an_engine_sleeps_and_wakes_as_it_was(pipeline: Pipeline, transport: str
     slept = pipeline.rig.run(pipeline.engine.sleep())
     asleep = memory(pipeline)
     assert (asleep.weights, asleep.kv_cache) == (0, 0)
-    assert slept.released == awake.weights + awake.kv_cache and slept.behind < awake.in_use
+    assert slept.released == awake.weights + awake.kv_cache
+    assert awake.in_use - slept.behind > awake.weights, "the process gave at least the weights' memory back"
     with pytest.raises(EngineError, match="memory was released"):
         ask(pipeline, EngineClient.manifest)
     report = pipeline.sync(transport, wakes=True)

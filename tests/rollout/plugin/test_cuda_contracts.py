@@ -30,6 +30,39 @@ CONTRACTS = {
         "model_executor.runner_backend.full_cuda_graph_backend.FullCudaGraphBackend.capture_one",
         "for _ in range(2): self._device_module.synchronize() self._tp_group.barrier() forward_fn()",
     ),
+    "weights are loaded in a region of the memory saver, without a copy on the host unless asked for": (
+        "model_executor.model_runner_components.load_model_utils.load_model_with_memory_saver",
+        "with memory_saver_adapter.region( GPU_MEMORY_TYPE_WEIGHTS, enable_cpu_backup=enable_cpu_backup, ):",
+    ),
+    "so is the KV cache": (
+        "mem_cache.memory_pool.MHATokenToKVPool._create_buffers_normal",
+        "with self.memory_saver_adapter.region(GPU_MEMORY_TYPE_KV_CACHE):",
+    ),
+    "so is the table of the cache's slots, whose first row pads a graph's batch": (
+        "mem_cache.memory_pool.ReqToTokenPool.__init__",
+        "with memory_saver_adapter.region(GPU_MEMORY_TYPE_KV_CACHE): self.req_to_token = torch.zeros(",
+    ),
+    "so are CUDA graphs, if the environment says so": (
+        "model_executor.runner_backend.full_cuda_graph_backend.FullCudaGraphBackend",
+        'enable=enable_memory_saver and get_bool_env_var("SGLANG_MEMORY_SAVER_CUDA_GRAPH")',
+    ),
+    "what sleeps is released by tag, once": (
+        "managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager.release_memory_occupation",
+        "assert ( self.is_fully_idle() ), ",
+    ),
+    "each tag is paused, and the cache flushed": (
+        "managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager.release_memory_occupation",
+        "self.memory_saver_adapter.pause(GPU_MEMORY_TYPE_KV_CACHE) self.flush_cache()",
+    ),
+    "a tag that was not released must not be resumed": (
+        "managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager.resume_memory_occupation",
+        "for tag in tags: self.offload_tags.remove(tag)",
+    ),
+    "buffers of the model come back with the weights' memory": (
+        "managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager.resume_memory_occupation",
+        "self.memory_saver_adapter.resume(GPU_MEMORY_TYPE_WEIGHTS) torch.distributed.barrier(self.tp_cpu_group)"
+        " _import_static_state(",
+    ),
     "each decode step needs a kernel that nvcc compiles, and there is no other": (
         "model_executor.forward_batch_info",
         "if is_cuda() or is_hip(): from sglang.kernels.ops.attention.clamp_position import clamp_position_cuda"
@@ -43,6 +76,14 @@ def test_sglang_keeps_what_the_gpu_path_takes_for_granted(contract: str) -> None
     target, expected = CONTRACTS[contract]
     source = inspect.getsource(pkgutil.resolve_name(f"sglang.srt.{target}"))
     assert expected in re.sub(r"\s+", " ", re.sub(r"#.*", "", source))
+
+
+def test_what_an_engine_gives_up_is_all_that_sglang_can_release() -> None:
+    from sglang.srt.constants import GPU_MEMORY_ALL_TYPES
+
+    from rollout.protocol import RELEASED
+
+    assert set(RELEASED) == set(GPU_MEMORY_ALL_TYPES)
 
 
 def test_what_a_routers_hook_refuses_is_off_by_default() -> None:

@@ -61,16 +61,28 @@ def test_memory_keys_are_a_gpus_but_for_the_number_of_answers() -> None:
     assert " ".join(arguments_for(config, cuda=True)) == f"{COMMON} {keys} {EXACT}"
 
 
+def test_an_engine_that_sleeps_has_its_memory_on_a_gpu_in_regions_of_torch_memory_saver(tmp_path: Path) -> None:
+    config, graphs = RolloutConfig(sleep=True), "SGLANG_MEMORY_SAVER_CUDA_GRAPH"
+    assert arguments_for(config) == arguments_for(RolloutConfig())
+    more = set(arguments_for(config, cuda=True)) - set(arguments_for(RolloutConfig(), cuda=True))
+    assert more == {"--enable-memory-saver"}
+    for cuda, sleep, expected in ((True, True, "1"), (True, False, None), (False, True, None)):
+        assert server_environment(None, tmp_path, cuda=cuda, sleep=sleep).get(graphs) == expected
+
+
 @pytest.mark.parametrize(("cuda", "mode", "extra"), CASES)
 def test_sglang_knows_every_argument(cuda: bool, mode: str, extra: str) -> None:
     server_args = pytest.importorskip("sglang.srt.server_args")
     model = EXAMPLES / "models/tiny_qwen3_moe"
-    config = RolloutConfig(chunked_prefill_size=96, prefix_cache=False, memory_fraction=0.6, graph_batches=(1, 8))
+    config = RolloutConfig(
+        chunked_prefill_size=96, prefix_cache=False, memory_fraction=0.6, graph_batches=(1, 8), sleep=True
+    )
     parsed = server_args.prepare_server_args(arguments_for(config, cuda=cuda, mode=mode, routes=True, model=model))
     assert (parsed.random_seed, parsed.weight_version, parsed.max_total_tokens) == (0, "2", 32768)
     assert parsed.chunked_prefill_size == 96 and parsed.disable_radix_cache and parsed.enable_return_routed_experts
     assert parsed.mem_fraction_static == (0.6 if cuda else None)
     assert parsed.cuda_graph_bs_decode == ([1, 8] if cuda else None)
+    assert parsed.enable_memory_saver is cuda
     given = (parsed.device, parsed.attention_backend, parsed.sampling_backend, parsed.moe_runner_backend)
     assert (
         given

@@ -143,3 +143,11 @@ def test_an_engine_that_lost_its_node_goes_where_room_is() -> None:
     assert place_engine([one, three], spec, [one], [Place(one)], 1) == Place(three)
     with pytest.raises(UserError, match="rollout.engines: found 2, expected at most 1, for which 10.0.0.1"):
         place_engine([one], spec, [one], [Place(one)], 1)
+
+
+def test_engines_that_sleep_share_the_trainers_gpus() -> None:
+    spec = experiment(rollout={"sleep": True})
+    assert place(nodes(1), spec).engines[0].shares == 0
+    assert place(nodes(None), spec).engines[0].shares is None
+    with pytest.raises(UserError, match=r"^rollout.sleep: found 'true with 1 engine\(s\) on GPUs of their own'"):
+        place(nodes(2), spec)

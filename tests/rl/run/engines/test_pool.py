@@ -6,6 +6,7 @@ Real engines that die, hang and come back are in tests/e2e.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,7 +21,7 @@ from rl.run.engines.fleet import News
 from rl.run.engines.pool import EnginePool
 from rl.run.engines.serving import Serving
 from rollout.config import RolloutConfig
-from rollout.engine import Health
+from rollout.engine import Health, Slept
 from rollout.errors import EngineDiedError, EngineError, StaleWeightsError
 from rollout.types import Endpoint, Group, Load, SamplingParams, Trajectory
 from tests.support.servers import groups, wait_until
@@ -52,6 +53,8 @@ class Actor:
     scored: list[list[int]] = field(default_factory=list)
     got: list[Group] = field(default_factory=list)
     ended: bool = False
+    started: bool = False
+    asleep: bool = False
 
     def __post_init__(self) -> None:
         self.finish = asyncio.Event()  # set once the group may be answered
@@ -63,6 +66,7 @@ class Actor:
     async def _start(self, checkpoint: Path, version: int) -> Endpoint:
         if self.failure is not None:
             raise self.failure
+        self.started = True
         return Endpoint(self.name, "", "")
 
     async def _generate(self, asked: list[Group], sampling: SamplingParams) -> list[Trajectory]:
@@ -104,6 +108,12 @@ class Actor:
 
     async def _health(self) -> Health:
         return Health(not self.dead, 1)
+
+    async def _sleep(self) -> Slept:
+        if self.dead:
+            raise EngineDiedError("it was killed")
+        self.asleep = True
+        return Slept(7, 5)
 
     async def _stop(self, grace_s: float = 0.0) -> None:
         self.ended = True
@@ -362,3 +372,38 @@ def test_an_engine_that_holds_other_weights_than_its_files_is_refused(stage: Sta
 
 def replace_config(**changes: Any) -> RolloutConfig:
     return CONFIG.model_copy(update=changes)
+
+
+def test_engines_that_sleep_get_no_groups_until_a_sync_and_no_other_starts_meanwhile(stage: Stage) -> None:
+    pool = stage.open(2)
+    stage.serve()
+    first, second = stage.made
+    assert pool.sleep() == [Slept(7, 5), Slept(7, 5)] and first.asleep and second.asleep
+    (answer,) = stage.admit(1)
+    first.dead = True
+    assert wait_until(lambda: pool.news() != [], 10)
+    time.sleep(0.3)
+    assert first.ended and not any(actor.started for actor in stage.made[2:]) and not answer.done()
+    pool.wake()
+    assert wait_until(lambda: len(stage.made) == 3 and len(pool.waiting()) == 2, 10)
+    assert not answer.done(), "nobody has brought them weights yet"
+    stage.serve()
+    assert len(answer.result(5)) == 2
+
+
+def test_an_engine_that_does_not_go_to_sleep_is_lost_before_its_memory_is_used(stage: Stage) -> None:
+    pool = stage.open(2)
+    stage.serve()
+    stage.made[1].dead = True
+    assert pool.sleep() == [Slept(7, 5)]
+    assert stage.made[1].ended and len(pool.waiting()) == 1
+
+
+def test_engines_of_a_pool_that_begins_asleep_start_once_it_wakes(stage: Stage) -> None:
+    pool = stage.pool = EnginePool(1, Serving(stage.make, Path("served"), 3), CONFIG, awake=False)
+    assert pool.sleep() == []
+    time.sleep(0.2)
+    assert not any(actor.started for actor in stage.made)
+    pool.wake()
+    pool.wait()
+    assert stage.made[0].started
