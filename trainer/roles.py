@@ -13,6 +13,7 @@ from trainer.config import TrainerConfig
 from trainer.critic import Critic
 from trainer.distributed.layout import Layout
 from trainer.inventory import inventory, of_model
+from trainer.room import put_aside, take_back
 from trainer.scorer import Scorer
 from trainer.step.result import MovedAside
 from trainer.trainer import Trainer
@@ -57,20 +58,20 @@ class Roles:
         return model
 
     def put_aside(self) -> MovedAside:
-        """Make room on the device: see :meth:`Trainer.put_aside`."""
+        """Make room on the device: see :func:`trainer.room.put_aside`."""
         held = sum(
             holding.bytes
             for model in self.models.values()
             for holding in (inventory(model) if isinstance(model, Trainer) else of_model(model))
         )
-        moved = sum(model.put_aside() for model in self.models.values() if isinstance(model, Trainer))
+        moved = sum(put_aside(model) for model in self.models.values() if isinstance(model, Trainer))
         return MovedAside(moved, held - moved)
 
     def take_back(self) -> None:
         """Undo `put_aside`."""
         for model in self.models.values():
             if isinstance(model, Trainer):
-                model.take_back()
+                take_back(model)
 
     def stage(self, path: Path, extra: dict[str, Any], texts: Mapping[str, str]) -> checkpoint.Staged:
         """Copy what a checkpoint holds of all that is trained; see :func:`trainer.checkpoint.checkpoint.stage`."""

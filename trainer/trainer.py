@@ -25,7 +25,6 @@ from trainer.distributed.layout import Layout
 from trainer.distributed.optimizer import Optimizer
 from trainer.distributed.weight_gather import travels_in_fp8
 from trainer.errors import NonFiniteLossError
-from trainer.inventory import buffers, optimizer_state
 from trainer.megatron.model_checks import check_wires
 from trainer.scorer import Scorer
 from trainer.step.batch import TokenBatch
@@ -118,22 +117,9 @@ class Trainer(Scorer):
         self.update()
         return done
 
-    def put_aside(self) -> int:
-        """Move masters and moments to the host, and give up the gradients; the bytes that this frees on the device.
-
-        Weights can still be read, sent and saved, tokens scored. Where Megatron has the optimizer on the host already
-        (`trainer.optimizer.offload`), the gradients' are all.
-        """
+    def forget_gradients(self) -> None:
+        """Have `update` refuse until the next `forward_backward`."""
         self._ready_norm = None
-        here = device.current().type
-        state = (tensor for _, kind, tensor in optimizer_state(self) if kind in ("masters", "moments"))
-        return self.optimizer.aside.leave(
-            [tensor for tensor in state if tensor.device.type == here], [each.grad_data for each in buffers(self)]
-        )
-
-    def take_back(self) -> None:
-        """Undo `put_aside`, but for the gradients."""
-        self.optimizer.aside.come_back()
 
     def export_weights(self) -> Iterator[tuple[str, Tensor | QuantizedTensor]]:
         """Yield (HF name, tensor) for this rank's share of the checkpoint. See :meth:`HFWeights.share`."""

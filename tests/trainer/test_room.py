@@ -12,6 +12,7 @@ from tests.support.batches import cross_entropy, random_batch
 from tests.support.holdings import bytes_held
 from tests.support.trainers import MakeTrainer
 from trainer.inventory import buffers, optimizer_state
+from trainer.room import put_aside, take_back
 from trainer.trainer import Trainer
 
 
@@ -35,11 +36,11 @@ def test_training_goes_on_bit_for_bit(
     for trainer in (moving, staying):
         trainer.train_step(batch, cross_entropy(batch))
     held = bytes_held(moving)
-    moved = moving.put_aside()
+    moved = put_aside(moving)
     gradients = sum(buffer.grad_data.nbytes for buffer in buffers(moving))
     assert moved == held["masters"] + held["moments"] + gradients and gradients >= held["gradients"]
     assert all(buffer.grad_data.untyped_storage().nbytes() == 0 for buffer in buffers(moving))
-    assert moving.put_aside() == moved, "once is enough"
+    assert put_aside(moving) == moved, "once is enough"
 
     assert moving.score(batch)[1].equal(staying.score(batch)[1])
     for trainer, name in ((moving, "moving"), (staying, "staying")):
@@ -50,7 +51,7 @@ def test_training_goes_on_bit_for_bit(
     with pytest.raises(RuntimeError, match="masters and moments in the host's memory"):
         moving.load(tmp_path / "moving")
 
-    moving.take_back()
+    take_back(moving)
     done = [trainer.train_step(batch, cross_entropy(batch)).result for trainer in (moving, staying)]
     assert done[0].loss == done[1].loss and done[0].grad_norm == done[1].grad_norm
     after = state_of(staying)
