@@ -164,8 +164,8 @@ def _forms(random: Callable[..., Tensor], spec: QuantSpec) -> dict[str, tuple[Te
 
 
 def _attention_is_invariant(q: Tensor, kv: Tensor) -> bool:
-    """The newest tokens of a sequence, q, against single queries over just the keys that they see, and against the
-    paged op."""
+    """The newest tokens of a sequence, q, against single queries over just the keys that they see, against the paged
+    op, and where they are all of them, against sequences that lie end to end."""
     length = kv.shape[1]
     oldest = length - q.shape[1]
     positions = torch.arange(oldest, length, device=q.device).expand(q.shape[0], -1)
@@ -182,6 +182,11 @@ def _attention_is_invariant(q: Tensor, kv: Tensor) -> bool:
         fresh = q[:, first - oldest : stop - oldest].flatten(0, 1)
         return ops.paged_attention(fresh, cache, cache, slots, both, new, lengths, 0.1).unflatten(0, (2, -1))
 
+    if not oldest:
+        lengths = torch.tensor([length, length - 100], device=q.device)
+        queries, keys, expected = (torch.cat([x[0], x[1, : length - 100]]) for x in (q, kv, whole))
+        if not torch.equal(ops.packed_attention(queries, keys, keys, lengths, 0.1), expected):
+            return False
     ends = (0, 5, 31, 32, 96, KEY_SPLIT - 1, KEY_SPLIT, KEY_SPLIT + 33, 2 * KEY_SPLIT + 1, KEY_CHUNK - 1, KEY_CHUNK)
     return torch.equal(paged(oldest, length), whole) and all(
         torch.equal(

@@ -112,9 +112,18 @@ def test_strided_inputs_are_read_in_place():
     compare_gradients(q, k, v, positions)
 
 
-@pytest.mark.parametrize("heads, key_heads, dim", [(4, 1, 16), (2, 2, 64), (1, 1, 256)])
-def test_sequences_end_to_end_have_the_bits_of_padded_ones_and_so_have_their_gradients(heads, key_heads, dim):
-    lengths, width = [1, 70, 130, 33], 140
+@pytest.mark.parametrize(
+    "heads, key_heads, dim, lengths",
+    [
+        (4, 1, 16, [1, 70, 130, 33]),
+        (2, 2, 64, [1, 70, 130, 33]),
+        (1, 1, 256, [1, 70, 130, 33]),
+        (1, 1, 16, [530, 500]),  # more than a chunk of keys together, and less each
+        (1, 1, 16, [1030, 70]),
+    ],
+)
+def test_sequences_end_to_end_have_the_bits_of_padded_ones_and_so_have_their_gradients(heads, key_heads, dim, lengths):
+    width = max(lengths) + 10
     real = torch.arange(width, device=DEVICE) < torch.tensor(lengths, device=DEVICE)[:, None]
     q, k, v, positions = inputs(len(lengths), width, width, heads, key_heads, dim)
     dout = random(*q.shape, seed=4) * real[..., None, None]  # what is in the padding, nobody asks
