@@ -60,10 +60,16 @@ def route_sigmoid(
     Returns probabilities FP32 [T, k] and experts int64 [T, k], in ascending expert id within a token. Gradients flow
     through the probabilities alone. choose: as in `route`, of what experts are chosen by, -inf outside the kept groups.
     """
-    scores = logits.float().sigmoid()
+    scores = sigmoid(logits.float())
     experts = choose(kept_scores(scores.detach() + bias, groups, kept_groups), top_k).sort(-1).values
     chosen = scores.gather(1, experts)
     return (chosen / (chosen.sum(-1, keepdim=True) + SMALLEST_SUM) if renormalize else chosen) * factor, experts
+
+
+def sigmoid(x: torch.Tensor) -> torch.Tensor:
+    """1 / (1 + exp(-x)). torch.sigmoid takes another exp for the last few elements of a CPU tensor than for the others,
+    so that a token's bits would depend on where it stands in the batch."""
+    return 1 / (1 + torch.exp(-x))
 
 
 def kept_scores(scores: torch.Tensor, groups: int, kept_groups: int) -> torch.Tensor:

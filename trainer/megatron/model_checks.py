@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 
+from models.shape import overlap
 from models.sizes import ModelSizes
 from numerics.config import Mode
 from numerics.errors import user_error
@@ -106,6 +107,8 @@ def check_split(sizes: ModelSizes, tp: int, spec: QuantSpec, key: str) -> None:
     split = {"num_attention_heads": sizes.heads, "num_key_value_heads": sizes.kv_heads, "vocab_size": sizes.vocab_size}
     if sizes.ffn_size:
         split["intermediate_size"] = sizes.ffn_size
+    if sizes.shared_size:
+        split["moe_intermediate_size * n_shared_experts"] = sizes.shared_size
     for name, size in split.items():
         _require_divisor(key, tp, name, size)
     _check_quantization(sizes, tp, spec, key)
@@ -153,13 +156,15 @@ def _check_quantization(sizes: ModelSizes, tp: int, spec: QuantSpec, key: str) -
             "or a static range (numerics.weight.fixed).",
         )
     block = _block(spec)
-    shares = f" / {key} = {sizes.ffn_size} / {tp}" if tp > 1 else ""
     pieces = {
         "hidden_size": sizes.hidden_size,
         "head_dim": sizes.head_dim,
-        f"intermediate_size{shares}": sizes.ffn_size // tp,
         "moe_intermediate_size": sizes.expert_size,
     }
+    dense = range(sizes.layers - sizes.moe_layers)
+    if overlap(dense, range(spec.first_layers_bf16, sizes.layers - spec.last_layers_bf16)):
+        pieces |= _shares("intermediate_size", sizes.ffn_size, tp, key)
+    pieces |= _shares("moe_intermediate_size * n_shared_experts", sizes.shared_size, tp, key)
     for name, size in pieces.items():
         if size % block:
             raise user_error(
@@ -169,6 +174,11 @@ def _check_quantization(sizes: ModelSizes, tp: int, spec: QuantSpec, key: str) -
                 remedy=f"Choose a model with aligned dimensions, lower {key}, or run both sides in BF16 "
                 "(numerics.preset=bf16 numerics.trainer=bf16 numerics.rollout=bf16).",
             )
+
+
+def _shares(name: str, size: int, tp: int, key: str) -> dict[str, int]:
+    """What a rank has of a width, by a name that says how it comes about."""
+    return {f"{name} / {key} = {size} / {tp}" if tp > 1 else name: size // tp}
 
 
 def _block(spec: QuantSpec) -> int:

@@ -118,7 +118,7 @@ def by_hand(logits, bias, groups, kept, top_k):
 @pytest.mark.parametrize("shape", GROUPED, ids=str)
 def test_a_sigmoid_router_with_groups_and_a_bias(shape, renormalize, implementation):
     experts, groups, kept, top_k = shape
-    logits = logits_of(9, experts)
+    logits = logits_of(9, experts) * 2
     bias = torch.linspace(-0.4, 0.4, experts, device=DEVICE).flip(0)
     leaf, leaf64 = logits.clone().requires_grad_(), logits.double().requires_grad_()
     probs, chosen = implementation(leaf, bias, top_k, groups, kept, renormalize, 2.5)
@@ -147,3 +147,12 @@ def test_of_equal_experts_and_groups_the_lower(implementation):
     assert torch.allclose(probs, torch.full((2, 8), 2.5 / 8, device=DEVICE))
     with pytest.raises(UserError, match="top_k: found 9, expected 1 to 8"):
         route_sigmoid(logits, bias, 9, 8, 2, True, 2.5)
+
+
+def test_a_token_alone_has_the_bits_that_it_has_in_a_batch():
+    """Of eight experts: vector and scalar code of torch.sigmoid differ, in one number of 25."""
+    logits, bias = logits_of(300, 8) * 2, torch.zeros(8, device=DEVICE)
+    probs, chosen = ops.route_sigmoid(logits, bias, 4, 1, 1, True, 1.5)
+    alone = [ops.route_sigmoid(row[None], bias, 4, 1, 1, True, 1.5) for row in logits]
+    assert torch.equal(torch.cat([each[0] for each in alone]), probs)
+    assert torch.equal(torch.cat([each[1] for each in alone]), chosen)

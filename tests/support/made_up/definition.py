@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-import torch
 from torch import Tensor
 
 from models.architectures import qwen3_moe
@@ -27,6 +26,7 @@ from models.shape import Shape, decoder, product, vector
 from models.sizes import ModelSizes
 from models.tensors import Location, TensorRow
 from models.trace import Forward, Op
+from numerics.ops.router import sigmoid
 
 EXPERTS = "specialists"
 
@@ -34,7 +34,7 @@ EXPERTS = "specialists"
 def gate_heads(x: Tensor, gates: Tensor) -> Tensor:
     """Attention x [..., heads * D], each head times the sigmoid of its gate [..., heads]: in FP32, rounded once."""
     heads = x.unflatten(-1, (gates.shape[-1], -1)).float()
-    return (heads * torch.sigmoid(gates.float()).unsqueeze(-1)).to(x.dtype).flatten(-2)
+    return (heads * sigmoid(gates.float()).unsqueeze(-1)).to(x.dtype).flatten(-2)
 
 
 GATED = OpForm(

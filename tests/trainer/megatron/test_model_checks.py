@@ -85,3 +85,17 @@ def test_the_checks_of_the_driver_do_not_import_megatron() -> None:
         "import sys, rl.experiment.preconditions; sys.exit(any(name.startswith('megatron') for name in sys.modules))"
     )
     assert subprocess.run([sys.executable, "-c", source], timeout=120).returncode == 0
+
+
+def test_dense_first_layers_and_shared_experts() -> None:
+    """GLM-4.5-Air: its first layer is 85.5 blocks wide."""
+    air = dataclasses.replace(MOE, dense_layers=1, ffn_size=10944, expert_size=1408, shared_size=1408)
+    first_in_bf16 = dataclasses.replace(SPEC, first_layers_bf16=1)
+    with pytest.raises(UserError, match="intermediate_size: found 10944, expected a multiple of 128"):
+        check_layout(air, TrainerConfig(), SPEC)
+    check_layout(air, TrainerConfig(), first_in_bf16)
+    with pytest.raises(UserError, match=r"n_shared_experts / trainer.tp = 1408 / 2: found 704, expected a multiple"):
+        check_layout(air, TrainerConfig(tp=2), first_in_bf16)
+    wide = dataclasses.replace(air, ffn_size=1024, shared_size=1024, expert_size=1024)
+    with pytest.raises(UserError, match=r"rollout\.tp: found 2, expected 1 for a model with shared experts"):
+        check_engine_layout(wide, 2, SPEC)
