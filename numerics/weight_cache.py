@@ -47,9 +47,10 @@ class WeightCache:
             self._operands[key] = ops.trained_operand(self.served(weight), spec)
         return self._operands[key]
 
-    def group_operand(self, weights: Sequence[torch.Tensor], spec: TensorSpec) -> Any:
-        """`ops.group_operand` of what the experts' parameters [N, K] serve."""
-        key = (tuple(weights), spec)
-        if key not in self._operands:
-            self._operands[key] = ops.group_operand([self.served(weight) for weight in weights], spec)
-        return self._operands[key]
+    def group_operand(self, weights: Sequence[torch.Tensor] | torch.Tensor, spec: TensorSpec) -> Any:
+        """`ops.group_operand` of what the experts' parameters [N, K], or their stack [experts, N, K], serve."""
+        given = (weights,) if isinstance(weights, torch.Tensor) else tuple(weights)
+        if (given, spec) not in self._operands:
+            served = [self.served(weight) for weight in given]
+            self._operands[given, spec] = ops.group_operand(served[0] if len(given) < len(weights) else served, spec)
+        return self._operands[given, spec]

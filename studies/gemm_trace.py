@@ -254,9 +254,11 @@ def _with_routes(trainer: Trainer, batch: TokenBatch) -> TokenBatch:
 
 def _means(model: str, step: int, trainer: Trainer, fake: ProductRecorder, grown: dict[str, list[float]]) -> Means:
     """Mean errors of one trace by series, of all products and of each role."""
+    from trainer.modules.weights import named_weights
+
     layers = trainer.model.decoder.layers
-    layer_of = {id(weight): index for index, layer in enumerate(layers) for weight in layer.parameters()}
-    where = [layer_of[id(weight)] for weight in fake.weights]
+    layer_of = {weight.data_ptr(): index for index, layer in enumerate(layers) for _, weight in named_weights(layer)}
+    where = [layer_of[weight.data_ptr()] for weight in fake.weights]
     means: Means = {}
     for series in (QUANTIZATION, KERNEL):
         same = [one[series] for one in fake.measured]

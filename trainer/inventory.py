@@ -17,6 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from numerics.holdings import Holding, format_of, holding, tensors_in
+from trainer.distributed.gathering import parts_of_matrices
+from trainer.modules.weights import matrices, named_weights
 from trainer.weights import te_weights
 
 if TYPE_CHECKING:
@@ -114,7 +116,7 @@ def buffer_kinds(trainer: Trainer) -> dict[int, Kind]:
 
 
 def _parameters(trainer: Scorer) -> Iterator[Holding]:
-    for name, parameter in trainer.model.named_parameters():
+    for name, parameter in named_weights(trainer.model):
         if te_weights.is_quantized(parameter):
             weight = te_weights.quantized(parameter)
             inner = [value for value in vars(parameter).values() if isinstance(value, Tensor) and value.is_cuda]
@@ -127,14 +129,16 @@ def _parameters(trainer: Scorer) -> Iterator[Holding]:
 def _operands(trainer: Scorer) -> Iterator[Holding]:
     names = {id(parameter): name for name, parameter in trainer.model.named_parameters()}
     for weights, operand in trainer.cache.operands():
-        of_each = operand if isinstance(operand, list) and len(operand) == len(weights) else [operand]
-        for weight, value in zip(weights, of_each):
-            yield holding(names[id(weight)], "operands", *tensors_in(value))
+        held = [name for weight in weights for name, _ in matrices(names[id(weight)], weight)]
+        of_each = operand if isinstance(operand, list) and len(operand) == len(held) else [operand]
+        for name, value in zip(held, of_each):
+            yield holding(name, "operands", *tensors_in(value))
 
 
 def _gradients(trainer: Trainer) -> Iterator[Holding]:
     for name, parameter in trainer.model.named_parameters():
-        yield holding(name, "gradients", parameter.main_grad)
+        for each, gradient in matrices(name, parameter.main_grad):
+            yield holding(each, "gradients", gradient)
 
 
 def _optimizer_state(trainer: Trainer) -> Iterator[Holding]:
@@ -142,19 +146,23 @@ def _optimizer_state(trainer: Trainer) -> Iterator[Holding]:
 
 
 def optimizer_state(trainer: Trainer) -> Iterator[tuple[str, Kind, Tensor]]:
-    """The tensors of this rank's optimizer: of which parameter, what for, and itself."""
+    """The tensors of this rank's optimizer: of which of the model's `named_weights`, what for, and itself."""
     names = {id(parameter): name for name, parameter in trainer.model.named_parameters()}
     for optimizer in trainer.optimizer.inner.chained_optimizers:
         if optimizer.is_stub_optimizer:  # of a rank without such parameters
             continue
         for parameter, (group, order) in optimizer.model_param_group_index_map.items():
             master, name = optimizer.optimizer.param_groups[group]["params"][order], names[id(parameter)]
+            part = optimizer._get_model_param_range_map(parameter)["param"]
             if _storage(master) != _storage(parameter):  # an FP32 parameter is its own master
-                yield name, "masters", master.data
+                for each, piece in parts_of_matrices(name, parameter, master.data, part.start):
+                    yield each, "masters", piece
             for key, value in optimizer.optimizer.state[master].items():
                 if isinstance(value, Tensor):
                     kind: Kind = "moments" if key.startswith("exp_avg") else "rest"
-                    yield f"{name}:{key}", "masters" if key == "master_param" else kind, value
+                    pieces = parts_of_matrices(name, parameter, value, part.start) if value.dim() else [(name, value)]
+                    for each, piece in pieces:
+                        yield f"{each}:{key}", "masters" if key == "master_param" else kind, piece
 
 
 def _padding(trainer: Trainer) -> Iterator[Holding]:

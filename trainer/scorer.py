@@ -20,6 +20,7 @@ from trainer.megatron.lowering import lower
 from trainer.megatron.model import build_model
 from trainer.megatron.model_checks import check_layout, check_packing
 from trainer.modules.precision import Precision
+from trainer.modules.weights import matrices
 from trainer.step.batch import TokenBatch
 from trainer.step.head import Head
 from trainer.step.microbatches import MicroBatch
@@ -109,12 +110,13 @@ class Scorer:
         self.weights_changed()
 
     def quantized_parameters(self) -> list[str]:
-        """The parameters that the last forward multiplied with in FP8, by Megatron's name."""
+        """The weights that the last forward multiplied with in FP8, as `named_weights` names them."""
         if self.lowering.transformer_engine:
             in_fp8 = self.model.config.fp8 is not None
             return [name for name, p in self.model.named_parameters() if in_fp8 and te_weights.is_quantized(p)]
         used = {id(weight) for weight in self.cache.weights()}
-        return [name for name, p in self.model.named_parameters() if id(p) in used]
+        asked = ((name, p) for name, p in self.model.named_parameters() if id(p) in used)
+        return [each for name, parameter in asked for each, _ in matrices(name, parameter)]
 
     def _finish(self, model: GPTModel) -> None:
         """What else is done to the model once its weights are loaded."""

@@ -26,6 +26,7 @@ from trainer.distributed.optimizer import Optimizer
 from trainer.distributed.weight_gather import travels_in_fp8
 from trainer.errors import NonFiniteLossError
 from trainer.megatron.model_checks import check_wires
+from trainer.modules.weights import matrices
 from trainer.scorer import Scorer
 from trainer.step.batch import TokenBatch
 from trainer.step.objective import Objective
@@ -146,7 +147,10 @@ class Trainer(Scorer):
     def _tensors_of_parameters(self) -> dict[nn.Parameter, Sequence[TensorRow]]:
         """The tensors of the table that each parameter holds, whole or in part."""
         rows = self.weights.rows(self.model)
-        return {p: rows[name] for name, p in self.model.named_parameters()}
+        return {
+            parameter: [row for each, _ in matrices(name, parameter) for row in rows[each]]
+            for name, parameter in self.model.named_parameters()
+        }
 
     def _gathered_in_fp8(self) -> dict[nn.Parameter, TensorSpec]:
         """The parameters that ranks send each other as FP8 codes after an update: those that products take as such."""

@@ -214,16 +214,18 @@ class _Watcher(TorchDispatchMode):
         if not tensors or not tensors[0].is_floating_point():
             return
         node = self._node()
-        if node is not None and node.name() == ACCUMULATE:
-            if op == "add_" and len(tensors) == 2 and _storage(tensors[0]) in self._buffers:
+        if op == "add_":
+            if node is not None and len(tensors) == 2 and self._buffers.get(_storage(tensors[0])) == "gradients":
                 self._note("gradient.weight", "the model's parameters", format_of(tensors[1].dtype))
+            return
+        if node is not None and node.name() == ACCUMULATE:
             return
         path = self._place()
         site = self._sites.at(path)
         if op in PRODUCTS:
             if site is not None:
                 self._multiplied(site, node is not None, tensors[-2], tensors[-1], out)
-        elif op != "add_":
+        else:
             self._reduced(site, path, op, node is not None, format_of(tensors[0].dtype))
 
     def _multiplied(self, site: Site, backward: bool, left: Tensor, right: Tensor, out: Tensor) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from numerics.kernels.quantize import quantize_columns, quantize_rows, quantize_
 from numerics.kernels.swiglu import swiglu, swiglu_backward, swiglu_quantize
 from numerics.kernels.tiles import Tiles, make_tiles
 from numerics.ops.experts import ExpertWeights
+from numerics.ops.grouped import Gradients, given_to_autograd
 from numerics.ops.linear import Backward
 from numerics.spec import QuantSpec
 
@@ -34,7 +35,9 @@ def experts(
     if not torch.is_grad_enabled():  # an engine's hundreds of matrices need not go through autograd one by one
         height = tile_height(-(-len(x) // max(counts.numel(), 1)))  # rows of an expert in the mean
         return _forward(x, make_tiles(counts.to(x.device), len(x), height), spec, w13.operand, w2.operand)[0]
-    return _Experts.apply(x, counts, spec, w13.operand, w2.operand, *w13.weights, *w2.weights)
+    given = [given_to_autograd(each.weights) for each in (w13, w2)]
+    gradients = [Gradients.of(each.weights) for each in (w13, w2)]
+    return _Experts.apply(x, counts, spec, w13.operand, w2.operand, *gradients, *given[0], *given[1])
 
 
 def grouped_linear(
@@ -46,16 +49,24 @@ def grouped_linear(
     backward: Backward = "fp8",
 ) -> torch.Tensor:
     """`numerics.ops.grouped.grouped_linear`. Unquantized weights that are not stacked are copied together."""
+    gradients, given = Gradients.of(weights), given_to_autograd(weights)
     if operand is None or spec is None:
-        stacked = weights if isinstance(weights, torch.Tensor) else torch.stack([w.detach() for w in weights])
-        return _Grouped.apply(x, counts, stacked, *weights)
-    return _Fp8Grouped.apply(x, counts, operand, spec, backward, *weights)
+        stacked = weights.detach() if isinstance(weights, torch.Tensor) else torch.stack([w.detach() for w in weights])
+        return _Grouped.apply(x, counts, stacked, gradients, *given)
+    return _Fp8Grouped.apply(x, counts, operand, spec, backward, gradients, *given)
 
 
 class _Grouped(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, counts: torch.Tensor, stacked: torch.Tensor, *weights: torch.Tensor) -> Any:
-        ctx.tiles = make_tiles(counts.to(x.device), len(x))
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        counts: torch.Tensor,
+        stacked: torch.Tensor,
+        gradients: Gradients,
+        *weights: torch.Tensor,
+    ) -> torch.Tensor:
+        ctx.tiles, ctx.gradients = make_tiles(counts.to(x.device), len(x)), gradients
         ctx.save_for_backward(x, stacked)
         return grouped_matmul(x, stacked, ctx.tiles, x.dtype)
 
@@ -63,8 +74,8 @@ class _Grouped(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
         x, stacked = ctx.saved_tensors
         dx = grouped_matmul(grads[0].contiguous(), stacked.transpose(1, 2).contiguous(), ctx.tiles, x.dtype)
-        dw = grouped_wgrad_matmul(grads[0], x, ctx.tiles, stacked.dtype)
-        return dx, None, None, *dw.unbind(0)
+        dw = _summed(grouped_wgrad_matmul, grads[0], x, ctx.tiles, ctx.gradients)
+        return dx, None, None, None, *dw
 
 
 class _Fp8Grouped(torch.autograd.Function):
@@ -76,11 +87,12 @@ class _Fp8Grouped(torch.autograd.Function):
         operand: WeightOperand,
         spec: QuantSpec,
         backward: Backward,
+        gradients: Gradients,
         *weights: torch.Tensor,
     ) -> torch.Tensor:
         tiles = make_tiles(counts.to(x.device), len(x))
         ctx.save_for_backward(x)
-        ctx.tiles, ctx.operand, ctx.spec, ctx.backward, ctx.dtype = tiles, operand, spec, backward, weights[0].dtype
+        ctx.tiles, ctx.operand, ctx.spec, ctx.backward, ctx.gradients = tiles, operand, spec, backward, gradients
         return grouped_gemm(quantize_rows(x, spec.activation), operand.codes, tiles, x.dtype)
 
     @staticmethod
@@ -89,12 +101,13 @@ class _Fp8Grouped(torch.autograd.Function):
         spec, tiles = ctx.spec, ctx.tiles
         if ctx.backward == "fp8":
             columns = quantize_columns(x, spec.activation, tiles)
-            dx, dw = _gradients(grads[0], columns, ctx.operand, spec, tiles, x.dtype, ctx.dtype)
+            dx, dw = _gradients(grads[0], columns, ctx.operand, spec, tiles, x.dtype, ctx.gradients)
         else:
             dy = grads[0].contiguous()
             dx = grouped_matmul(dy, ctx.operand.dequantized().transpose(1, 2).contiguous().to(dy.dtype), tiles, x.dtype)
-            dw = grouped_wgrad_matmul(dy, quantize_rows(x, spec.activation).dequantize(dy.dtype), tiles, ctx.dtype)
-        return dx, None, None, None, None, *dw.unbind(0)
+            rows = quantize_rows(x, spec.activation).dequantize(dy.dtype)
+            dw = _summed(grouped_wgrad_matmul, dy, rows, tiles, ctx.gradients)
+        return dx, None, None, None, None, None, *dw
 
 
 class _Experts(torch.autograd.Function):
@@ -106,12 +119,14 @@ class _Experts(torch.autograd.Function):
         spec: QuantSpec,
         w13: WeightOperand,
         w2: WeightOperand,
+        gradients13: Gradients,
+        gradients2: Gradients,
         *weights: torch.Tensor,
     ) -> torch.Tensor:
         tiles = make_tiles(counts.to(x.device), len(x))
         out, gate_up = _forward(x, tiles, spec, w13, w2)
         ctx.save_for_backward(x, gate_up)
-        ctx.tiles, ctx.spec, ctx.w13, ctx.w2, ctx.dtype = tiles, spec, w13, w2, weights[0].dtype
+        ctx.tiles, ctx.spec, ctx.w13, ctx.w2, ctx.gradients = tiles, spec, w13, w2, (gradients13, gradients2)
         return out
 
     @staticmethod
@@ -119,11 +134,12 @@ class _Experts(torch.autograd.Function):
         x, gate_up = ctx.saved_tensors
         spec, tiles = ctx.spec, ctx.tiles
         hidden = quantize_columns(swiglu(gate_up), spec.activation, tiles)
-        dhidden, dw2 = _gradients(grads[0], hidden, ctx.w2, spec, tiles, x.dtype, ctx.dtype)
+        gradients13, gradients2 = ctx.gradients
+        dhidden, dw2 = _gradients(grads[0], hidden, ctx.w2, spec, tiles, x.dtype, gradients2)
         dgate_up = swiglu_backward(gate_up, dhidden)
         inputs = quantize_columns(x, spec.activation, tiles)
-        dx, dw13 = _gradients(dgate_up, inputs, ctx.w13, spec, tiles, x.dtype, ctx.dtype)
-        return dx, None, None, None, None, *dw13.unbind(0), *dw2.unbind(0)
+        dx, dw13 = _gradients(dgate_up, inputs, ctx.w13, spec, tiles, x.dtype, gradients13)
+        return dx, *(None,) * 6, *dw13, *dw2
 
 
 def _forward(
@@ -141,9 +157,17 @@ def _gradients(
     spec: QuantSpec,
     tiles: Tiles,
     dtype: torch.dtype,
-    weight_dtype: torch.dtype,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """dx [T, K] and dw [E, N, K] of a grouped FP8 product, from dy [T, N] and the columns of its input."""
+    gradients: Gradients,
+) -> tuple[torch.Tensor, Sequence[torch.Tensor | None]]:
+    """dx [T, K] of a grouped FP8 product, from dy [T, N] and the columns of its input; and as `_summed`."""
     dy_rows, dy_columns = quantize_rows_and_columns(dy.contiguous(), spec.gradient, spec.gradient, tiles)
     dx = grouped_gemm(dy_rows, operand.transposed, tiles, dtype)
-    return dx, grouped_wgrad(dy_columns, columns, tiles, weight_dtype)
+    return dx, _summed(grouped_wgrad, dy_columns, columns, tiles, gradients)
+
+
+def _summed(
+    product: Callable[..., torch.Tensor], dy: Any, x: Any, tiles: Tiles, gradients: Gradients
+) -> Sequence[torch.Tensor | None]:
+    """What autograd has of the weights' gradients, a `grouped_wgrad` or a `grouped_wgrad_matmul`."""
+    found = product(dy, x, tiles, gradients.dtype, gradients.total)
+    return gradients.returned(found if gradients.total is None else None)

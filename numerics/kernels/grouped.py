@@ -6,6 +6,8 @@ Nothing here waits for the counts on the host.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -33,9 +35,12 @@ def grouped_matmul(a: torch.Tensor, b: torch.Tensor, tiles: Tiles, dtype: torch.
     return product(a, b, dtype, tiles=tiles)
 
 
-def grouped_wgrad(dy_t: QuantizedTensor, x_t: QuantizedTensor, tiles: Tiles, dtype: torch.dtype) -> torch.Tensor:
+def grouped_wgrad(
+    dy_t: QuantizedTensor, x_t: QuantizedTensor, tiles: Tiles, dtype: torch.dtype, total: torch.Tensor | None = None
+) -> torch.Tensor:
     """The sum over each expert's tokens of dy^T x -> [E, N, K] in `dtype`; zeros for an expert without tokens.
 
+    total: FP32 [E, N, K], contiguous, to which what is in `dtype` is added, and which is returned in its place.
     dy_t [N, 128 tiles], x_t [K, 128 tiles]: as `quantize_columns` gives them with these tiles, tile i's tokens in the
     columns from 128 i on, and zeros where a tile has no token. Each expert gets the bits of `gemm` over its columns.
     """
@@ -49,13 +54,12 @@ def grouped_wgrad(dy_t: QuantizedTensor, x_t: QuantizedTensor, tiles: Tiles, dty
             expected=f"{columns}, of {columns // TALL} tiles",
             remedy="Quantize both along the tokens with the same tiles.",
         )
-    out = torch.empty(tiles.starts.numel() - 1, n, k, dtype=dtype, device=left.device)
-    if not columns:
-        return out.zero_()
-    if out.numel():
+    out = _room(tiles, n, k, dtype, left.device, columns) if total is None else total
+    if out.numel() and columns:
         _wgrad_kernel[triton.cdiv(k, TALL), triton.cdiv(n, TALL), len(out)](
             *(describe(left, TALL, TALL), describe(right, TALL, TALL), out, tiles.starts, n, k),
             *scales(dy_t, x_t, TALL),
+            **_constants(dtype, total),
             SIZE=TALL,
             num_warps=8,
             num_stages=4,
@@ -63,7 +67,9 @@ def grouped_wgrad(dy_t: QuantizedTensor, x_t: QuantizedTensor, tiles: Tiles, dty
     return out
 
 
-def grouped_wgrad_matmul(dy: torch.Tensor, x: torch.Tensor, tiles: Tiles, dtype: torch.dtype) -> torch.Tensor:
+def grouped_wgrad_matmul(
+    dy: torch.Tensor, x: torch.Tensor, tiles: Tiles, dtype: torch.dtype, total: torch.Tensor | None = None
+) -> torch.Tensor:
     """`grouped_wgrad` of unquantized BF16 rows dy [T, N] and x [T, K]."""
     check_operands(dy, x)
     if dy.dtype != torch.bfloat16 or len(dy) != len(x):
@@ -75,12 +81,11 @@ def grouped_wgrad_matmul(dy: torch.Tensor, x: torch.Tensor, tiles: Tiles, dtype:
         )
     dy, x = dy.contiguous(), x.contiguous()
     n, k = dy.shape[1], x.shape[1]
-    out = torch.empty(tiles.starts.numel() - 1, n, k, dtype=dtype, device=x.device)
-    if not len(x):
-        return out.zero_()
-    if out.numel():
+    out = _room(tiles, n, k, dtype, x.device, len(x)) if total is None else total
+    if out.numel() and len(x):
         _wgrad_matmul_kernel[triton.cdiv(k, TALL), triton.cdiv(n, TALL), len(out)](
             *(dy, x, out, tiles.starts, tiles.first, tiles.rows, n, k),
+            **_constants(dtype, total),
             SIZE=TALL,
             TOKENS=_TOKENS,
             num_warps=8,
@@ -89,27 +94,37 @@ def grouped_wgrad_matmul(dy: torch.Tensor, x: torch.Tensor, tiles: Tiles, dtype:
     return out
 
 
+def _room(tiles: Tiles, n: int, k: int, dtype: torch.dtype, device: torch.device, tokens: int) -> torch.Tensor:
+    """[E, N, K], which no kernel writes to without tokens."""
+    return (torch.empty if tokens else torch.zeros)(tiles.starts.numel() - 1, n, k, dtype=dtype, device=device)
+
+
+def _constants(dtype: torch.dtype, total: torch.Tensor | None) -> dict[str, Any]:
+    return {"DTYPE": tl.float32 if dtype == torch.float32 else tl.bfloat16, "ADD": total is not None}
+
+
 @triton.jit
 def _wgrad_kernel(
     dy_desc, x_desc, out_ptr, starts_ptr, n, k, a_scale_ptr, b_scale_ptr, a_row, a_step, b_matrix, b_row, b_step,
-    SIZE: tl.constexpr,
+    DTYPE: tl.constexpr, ADD: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
     expert = tl.program_id(2).to(tl.int64)
     row, column = tl.program_id(1) * SIZE, tl.program_id(0) * SIZE
     rows, columns = row + tl.arange(0, SIZE), column + tl.arange(0, SIZE)
+    begin, end = tl.load(starts_ptr + expert), tl.load(starts_ptr + expert + 1)
     acc = sum_products(
-        dy_desc, x_desc, row, column, tl.load(starts_ptr + expert), tl.load(starts_ptr + expert + 1), 1,
+        dy_desc, x_desc, row, column, begin, end, 1,
         a_scale_ptr + tl.minimum(rows, n - 1).to(tl.int64)[:, None] * a_row, b_scale_ptr + column, a_step, b_step,
         "token_group", False, SIZE, SIZE, SIZE,
     )  # fmt: skip
-    where = out_ptr + (expert * n + rows)[:, None] * k + columns[None, :]
-    tl.store(where, cast(acc, out_ptr.dtype.element_ty), mask=(rows < n)[:, None] & (columns < k)[None, :])
+    _put(out_ptr, expert, begin < end, rows, columns, n, k, acc, DTYPE, ADD)
 
 
 @triton.jit
 def _wgrad_matmul_kernel(
-    dy_ptr, x_ptr, out_ptr, starts_ptr, first_ptr, rows_ptr, n, k, SIZE: tl.constexpr, TOKENS: tl.constexpr
-):
+    dy_ptr, x_ptr, out_ptr, starts_ptr, first_ptr, rows_ptr, n, k,
+    DTYPE: tl.constexpr, ADD: tl.constexpr, SIZE: tl.constexpr, TOKENS: tl.constexpr,
+):  # fmt: skip
     expert = tl.program_id(2).to(tl.int64)
     begin, end = tl.load(starts_ptr + expert), tl.load(starts_ptr + expert + 1)
     first, last = 0, 0
@@ -124,5 +139,16 @@ def _wgrad_matmul_kernel(
         dy = tl.load(dy_ptr + tokens * n + rows[None, :], mask=(tokens < last) & (rows < n)[None, :], other=0.0)
         x = tl.load(x_ptr + tokens * k + columns[None, :], mask=(tokens < last) & (columns < k)[None, :], other=0.0)
         acc = dot(dy.T, x, acc)
+    _put(out_ptr, expert, begin < end, rows, columns, n, k, acc, DTYPE, ADD)
+
+
+@triton.jit
+def _put(out_ptr, expert, has_tokens, rows, columns, n, k, acc, DTYPE: tl.constexpr, ADD: tl.constexpr):
+    """Round a tile of an expert's matrix [N, K], and store it, or add it to what is there, which zeros leave alone."""
     where = out_ptr + (expert * n + rows)[:, None] * k + columns[None, :]
-    tl.store(where, cast(acc, out_ptr.dtype.element_ty), mask=(rows < n)[:, None] & (columns < k)[None, :])
+    inside = (rows < n)[:, None] & (columns < k)[None, :]
+    rounded = cast(acc, DTYPE)
+    if ADD:
+        inside &= has_tokens
+        rounded = tl.load(where, mask=inside, other=0.0) + rounded.to(tl.float32)
+    tl.store(where, rounded, mask=inside)

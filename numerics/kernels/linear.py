@@ -54,7 +54,7 @@ def trained_operand(weight: torch.Tensor, spec: TensorSpec) -> WeightOperand:
     return WeightOperand(codes, transposed)
 
 
-def group_operand(weights: Sequence[torch.Tensor], spec: TensorSpec) -> WeightOperand:
+def group_operand(weights: Sequence[torch.Tensor] | torch.Tensor, spec: TensorSpec) -> WeightOperand:
     """`numerics.ops.group_operand`: all experts, codes and transposes, in one launch."""
     return WeightOperand(*quantize_both_ways(weights, spec))
 

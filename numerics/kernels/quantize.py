@@ -125,9 +125,12 @@ def quantize_many(
     return made
 
 
-def quantize_both_ways(weights: Sequence[torch.Tensor], spec: TensorSpec) -> tuple[QuantizedTensor, QuantizedTensor]:
-    """weights [N, K] of one shape, in blocks -> stacked codes [E, N, K] and, from the same load, those of their
-    transposes [E, K, N]; scales [E, N / 128, K / 128] and [E, K / 128, N / 128], in square blocks the same numbers.
+def quantize_both_ways(
+    weights: Sequence[torch.Tensor] | torch.Tensor, spec: TensorSpec
+) -> tuple[QuantizedTensor, QuantizedTensor]:
+    """weights [N, K] of one shape, or stacked, in blocks -> stacked codes [E, N, K] and, from the same load, those of
+    their transposes [E, K, N]; scales [E, N / 128, K / 128] and [E, K / 128, N / 128], in square blocks the same
+    numbers.
     """
     n, k = weights[0].shape
     codes = empty_blocks((len(weights), n, k), spec, weights[0].device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from itertools import accumulate
@@ -27,13 +28,45 @@ def grouped_linear(
     """Row by row the same as `linear`, or with an operand and a spec as `fp8_linear`, of the row's group.
 
     x [T, K], the first counts[0] rows in group 0, and so on; counts int64 [groups]. weights [N, K] each, or [groups, N,
-    K], receive the gradients; operand is their `group_operand`, or the `weight_operand` of their stack. Returns [T, N]
-    in x's dtype. Rows are quantized in one go; for wgrad, blocks along the tokens begin anew in each group. A group may
-    be empty.
+    K], receive the gradients (`Gradients`); operand is their `group_operand`, or the `weight_operand` of their stack.
+    Returns [T, N] in x's dtype. Rows are quantized in one go; for wgrad, blocks along the tokens begin anew in each
+    group. A group may be empty.
     """
+    gradients, given = Gradients.of(weights), given_to_autograd(weights)
     if spec is None or operand is None:
-        return _GroupedProduct.apply(x, counts.tolist(), None, "bf16", tuple(weights), *weights)
-    return _GroupedProduct.apply(x, counts.tolist(), spec, backward, tuple(operand), *weights)
+        plain = tuple(weight.detach() for weight in weights)
+        return _GroupedProduct.apply(x, counts.tolist(), None, "bf16", plain, gradients, *given)
+    return _GroupedProduct.apply(x, counts.tolist(), spec, backward, tuple(operand), gradients, *given)
+
+
+def given_to_autograd(weights: Sequence[torch.Tensor] | torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """What a grouped product is a function of: each matrix, or the one stack of all."""
+    return (weights,) if isinstance(weights, torch.Tensor) else tuple(weights)
+
+
+@dataclasses.dataclass(frozen=True)
+class Gradients:
+    """Where the gradients of a grouped product's weights go.
+
+    Attributes:
+        stacked: the weights are one tensor [groups, N, K].
+        dtype: of the weights, to which each gradient is rounded.
+        total: FP32, of a stack's shape, to which a trainer has them added where they are computed; None: autograd has
+            them. Megatron-core keeps it at the parameter.
+    """
+
+    stacked: bool
+    dtype: torch.dtype
+    total: torch.Tensor | None
+
+    @classmethod
+    def of(cls, weights: Sequence[torch.Tensor] | torch.Tensor) -> Gradients:
+        stacked = isinstance(weights, torch.Tensor)
+        return cls(stacked, weights[0].dtype, getattr(weights, "main_grad", None) if stacked else None)
+
+    def returned(self, found: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        """What autograd has of gradients [groups, N, K]; None: they are in the total."""
+        return (found,) if found is None or self.stacked else found.unbind(0)
 
 
 class _GroupedProduct(torch.autograd.Function):
@@ -45,13 +78,14 @@ class _GroupedProduct(torch.autograd.Function):
         spec: QuantSpec | None,
         backward: Backward,
         operands: tuple[torch.Tensor, ...],
+        gradients: Gradients,
         *weights: torch.Tensor,
     ) -> torch.Tensor:
         rows = x if spec is None else fake_quantize_rows(x, spec.activation)
         ctx.save_for_backward(x if spec is not None and backward == "fp8" else rows)
         ctx.spec = spec if backward == "fp8" else None
-        ctx.counts, ctx.operands, ctx.dtype, ctx.weight_dtype = counts, operands, x.dtype, weights[0].dtype
-        out = x.new_empty(x.shape[0], weights[0].shape[0])
+        ctx.counts, ctx.operands, ctx.dtype, ctx.gradients = counts, operands, x.dtype, gradients
+        out = x.new_empty(x.shape[0], weights[0].shape[-2])
         for (start, stop), weight in zip(_spans(counts), operands, strict=True):
             if start < stop:
                 out[start:stop] = _span_product(rows, start, stop, weight, x.dtype)
@@ -74,11 +108,23 @@ class _GroupedProduct(torch.autograd.Function):
             multiple = math.lcm(*(r.group for r in roles if r.quantized and r.granularity == "token_group"))
             (dy, rows), counts = _padded((dy, rows), counts, multiple)
             dy, rows = (_quantize_groups(x, counts, role) for x, role in zip((dy, rows), roles, strict=True))
-        dws = [
-            wide_mm(d.t(), r).to(ctx.weight_dtype) if d.shape[0] else None
-            for d, r in zip(dy.split(list(counts)), rows.split(list(counts)), strict=True)
-        ]
-        return dx, None, None, None, None, *dws
+        return dx, None, None, None, None, None, *_weight_gradients(dy, rows, counts, ctx.gradients)
+
+
+def _weight_gradients(
+    dy: torch.Tensor, rows: torch.Tensor, counts: Sequence[int], gradients: Gradients
+) -> Sequence[torch.Tensor | None]:
+    """What autograd has of the gradients, each of dy [T, N] and rows [T, K] of its group."""
+    groups = zip(dy.split(list(counts)), rows.split(list(counts)), strict=True)
+    found = (wide_mm(d.t(), r).to(gradients.dtype) if d.shape[0] else None for d, r in groups)
+    if not gradients.stacked:
+        return list(found)
+    total = gradients.total
+    into = dy.new_zeros(len(counts), dy.shape[1], rows.shape[1], dtype=gradients.dtype) if total is None else total
+    for place, gradient in zip(into, found, strict=True):
+        if gradient is not None:
+            place.add_(gradient)
+    return [into if total is None else None]
 
 
 def _spans(counts: Sequence[int]) -> list[tuple[int, int]]:

@@ -47,8 +47,8 @@ def trained_operand(weight: torch.Tensor, spec: TensorSpec) -> Any:
 
 
 @op
-def group_operand(weights: Sequence[torch.Tensor], spec: TensorSpec) -> Any:
-    """The experts' weights [N, K], each quantized by `spec`, in the form that grouped products take."""
+def group_operand(weights: Sequence[torch.Tensor] | torch.Tensor, spec: TensorSpec) -> Any:
+    """The experts' weights [N, K], or a stack of them, each quantized by `spec`, as grouped products take them."""
     return [quantize(weight, spec).dequantize() for weight in weights]
 
 

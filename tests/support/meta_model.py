@@ -54,6 +54,7 @@ def _parameters(directory: Path, values: dict[str, Any], rank: int) -> list[Any]
     from trainer.megatron.lowering import Lowering
     from trainer.megatron.model import build_model
     from trainer.modules.precision import Precision
+    from trainer.modules.weights import named_weights
     from trainer.weights.hf_weights import HFWeights
 
     experiment, definition = parse_experiment(values), read_model(directory)
@@ -66,7 +67,7 @@ def _parameters(directory: Path, values: dict[str, Any], rank: int) -> list[Any]
     model = build_model(definition, config, layout, precision, Lowering(), experiment.rollout.context_length)
     weights = HFWeights(directory, definition, model.config, numerics.spec.weight, cache, layout)
     rows, found = weights.rows(model), []
-    for name, each in model.named_parameters():
+    for name, each in named_weights(model):
         split = rows[name][0].expert is None and getattr(each, "tensor_model_parallel", False)
         found.append([[row.name for row in rows[name]], list(each.shape), each.partition_dim if split else None])
     return found

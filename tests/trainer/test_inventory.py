@@ -42,10 +42,12 @@ def test_a_rank_holds_two_bytes_of_a_weight_and_sixteen_for_its_update(
 
 
 def test_every_holding_is_named_formatted_and_as_large_as_its_shape(moe_path: Path, make_trainer: MakeTrainer) -> None:
+    from trainer.modules.weights import named_weights
+
     trainer = make_trainer(moe_path, "fp8")
     trainer.score(random_batch(rows=2, longest=9))
     held = inventory(trainer)
-    names = {name for name, _ in trainer.model.named_parameters()}
+    names = {name for name, _ in named_weights(trainer.model)}
     formats = {"parameters": "bf16", "operands": "bf16", "gradients": "fp32", "masters": "fp32", "moments": "fp32"}
     for each in held:
         if each.kind != "rest":

@@ -1,4 +1,5 @@
-"""Masters and moments of all data-parallel ranks, gathered for a checkpoint, with little of a GPU's memory."""
+"""Masters and moments of all data-parallel ranks, gathered for a checkpoint, with little of a GPU's memory; and the
+gradients that the norm is taken of."""
 
 from __future__ import annotations
 
@@ -19,13 +20,28 @@ _KEYS = ("param", "exp_avg", "exp_avg_sq")
 
 
 class GatheredInPieces(DistributedOptimizer):  # type: ignore[misc]
-    """Megatron's distributed optimizer, whose state for a checkpoint goes through a GPU piece by piece.
+    """Megatron's distributed optimizer, whose state for a checkpoint goes through a GPU piece by piece, and which takes
+    the norm of each expert's gradient by itself.
 
     Attributes:
         aside: where the state is while others need the device.
     """
 
     aside: Aside
+
+    def get_main_grads_for_grad_norm(self) -> list[Tensor]:
+        """The gradients whose norms are squared and added: experts' one by one, the last first, as Megatron has them
+        that are parameters of their own."""
+        whole: list[Tensor] = super().get_main_grads_for_grad_norm()
+        pieces: dict[int, list[Tensor]] = {}
+        for parameter, (group, order) in self.model_param_group_index_map.items():
+            master = self.optimizer.param_groups[group]["params"][order]
+            part = self._get_model_param_range_map(parameter)["param"]
+            for gradient in (master.grad, getattr(master, "decoupled_grad", None)):
+                if parameter.dim() == 3 and gradient is not None:
+                    parts = parts_of_matrices("", parameter, gradient, part.start)
+                    pieces[id(gradient)] = [piece for _, piece in parts][::-1]
+        return [piece for gradient in whole for piece in pieces.get(id(gradient), [gradient])]
 
     def get_parameter_state_dp_zero(
         self, use_gloo_comm: bool = True, empty_data: bool = False, return_on_all_ranks: bool = False
@@ -59,6 +75,19 @@ class GatheredInPieces(DistributedOptimizer):  # type: ignore[misc]
             for key, shard in shards.items():
                 shard[local.start : local.end].copy_(self.aside.held(tensors[key].detach()))
         return shards
+
+
+def parts_of_matrices(name: str, parameter: Tensor, shard: Tensor, start: int) -> Iterator[tuple[str, Tensor]]:
+    """What a rank has of something of a parameter's shape, cut where the parameter's `matrices` end, by their names.
+
+    shard: [n], of the parameter's elements from `start` on.
+    """
+    if parameter.dim() < 3:
+        yield name, shard
+        return
+    size = parameter[0].numel()
+    for index in range(start // size, -(-(start + shard.numel()) // size)):
+        yield f"{name}{index}", shard[max(0, index * size - start) : (index + 1) * size - start]
 
 
 def gathered(shard: Tensor, group: Any) -> Iterator[tuple[int, Tensor]]:

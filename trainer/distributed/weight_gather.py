@@ -50,10 +50,12 @@ class _Weight:
 def gather_weights(buffer: Tensor, in_fp8: Iterable[tuple[nn.Parameter, TensorSpec]], ranks: dist.ProcessGroup) -> int:
     """Fill `buffer` [ranks * n] with every rank's part of it, and return the bytes that this rank has sent.
 
-    in_fp8: parameters [N, K] that are views of the buffer, and how they are quantized. All else is sent as it is.
+    in_fp8: parameters [N, K], or stacks of such, that are views of the buffer, and how they are quantized. All else is
+    sent as it is.
     """
     begins = int(buffer.storage_offset())
-    held = [_Weight(p.data, spec, int(p.data.storage_offset()) - begins) for p, spec in in_fp8]
+    of_each = ((matrix, spec) for p, spec in in_fp8 for matrix in p.data.view(-1, *p.shape[-2:]))
+    held = [_Weight(matrix, spec, int(matrix.storage_offset()) - begins) for matrix, spec in of_each]
     weights = sorted(held, key=lambda weight: weight.start)
     gaps = _gaps(weights, buffer.numel())
     size = buffer.numel() // ranks.size()

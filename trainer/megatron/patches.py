@@ -227,6 +227,12 @@ OVERRIDES: tuple[Override, ...] = (
         "it gathers whole buffers on a GPU (distrib_optimizer.py:1077), twice their size",
     ),
     Override(
+        _CORE + "optimizer.distrib_optimizer.DistributedOptimizer.get_main_grads_for_grad_norm",
+        "",
+        "trainer.distributed.gathering.GatheredInPieces",
+        "the norm of experts that are one parameter has the bits of that of parameters of their own",
+    ),
+    Override(
         _CORE + "distributed.DistributedDataParallel._make_backward_post_hook",
         "param",
         "trainer.distributed.optimizer.DataParallel",

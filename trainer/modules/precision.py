@@ -64,8 +64,8 @@ class LayerPrecision:
         """What a quantized weight [N, K] multiplies as."""
         return self.model.cache.operand(weight, self.spec.weight)
 
-    def group_operand(self, weights: Sequence[Tensor]) -> Any:
-        """What the quantized weights of a layer's experts multiply as."""
+    def group_operand(self, weights: Sequence[Tensor] | Tensor) -> Any:
+        """What the quantized weights of a layer's experts multiply as: of each, or of their stack."""
         return self.model.cache.group_operand(weights, self.spec.weight)
 
     def fp8_linear(self, x: Tensor, weight: Tensor, k_splits: int = 1) -> Tensor:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
-from megatron.core.dist_checkpointing.mapping import ShardedStateDict
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor
 from megatron.core.dist_checkpointing.utils import replace_prefix_for_sharding
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
@@ -32,6 +33,56 @@ def norm_weight(config: TransformerConfig, size: int) -> nn.Parameter:
     return weight
 
 
+class StackedWeights(nn.Module):
+    """The weights of this rank's experts as one parameter `weight` [experts, N, K].
+
+    The experts are not split over tensor-parallel ranks (expert_tensor_parallel_size is 1).
+    """
+
+    def __init__(
+        self,
+        num_gemms: int,
+        input_size: int,
+        output_size: int,
+        *,
+        config: TransformerConfig,
+        pg_collection: ProcessGroupCollection,
+        **unused: Any,
+    ) -> None:
+        super().__init__()
+        self._groups = pg_collection
+        self.weight = _empty(config, num_gemms, output_size, input_size)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict[str, Any] | None = None
+    ) -> ShardedStateDict:
+        """All experts of a layer under one key, as `GroupedWeights` has them: either reads what the other wrote."""
+        groups, key = self._groups, f"{prefix}weight"
+        tensor = ShardedTensor.from_rank_offsets(
+            key,
+            self.weight,
+            *sharded_offsets,
+            (len(sharded_offsets), groups.ep.rank(), groups.ep.size()),
+            replica_id=(0, 0, groups.expt_dp.rank()),
+            prepend_axis_num=len(sharded_offsets),
+        )
+        return {key: tensor}
+
+
+def named_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """A model's parameters by TransformerEngine's names: of stacked experts `weight0`, `weight1`, …, each a view."""
+    for name, parameter in model.named_parameters():
+        yield from matrices(name, parameter)
+
+
+def matrices(name: str, of_parameter: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """A parameter, or something of its shape, by itself, or if it stacks experts, [experts, N, K], one by one."""
+    if of_parameter.dim() < 3:
+        yield name, of_parameter
+    else:
+        yield from ((f"{name}{index}", matrix) for index, matrix in enumerate(of_parameter.detach()))
+
+
 class GroupedWeights(nn.Module):
     """The weights of this rank's experts as `weight0`, `weight1`, … [N, K], TransformerEngine's GroupedLinear names.
 
@@ -52,10 +103,7 @@ class GroupedWeights(nn.Module):
         self.num_gemms = num_gemms
         self._groups = pg_collection
         for index in range(num_gemms):
-            weight = nn.Parameter(
-                torch.empty(output_size, input_size, dtype=config.params_dtype, device=torch.cuda.current_device())
-            )
-            setattr(self, f"weight{index}", weight)
+            setattr(self, f"weight{index}", _empty(config, output_size, input_size))
 
     def weights(self) -> list[nn.Parameter]:
         return [getattr(self, f"weight{index}") for index in range(self.num_gemms)]
@@ -79,3 +127,7 @@ class GroupedWeights(nn.Module):
             tensor.replica_id = (*tensor.replica_id[:2], groups.expt_dp.rank())
             sharded[f"{prefix}weight{index}"] = tensor
         return sharded
+
+
+def _empty(config: TransformerConfig, *shape: int) -> nn.Parameter:
+    return nn.Parameter(torch.empty(shape, dtype=config.params_dtype, device=torch.cuda.current_device()))

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from numerics.quantize import QuantizedTensor
 from numerics.spec import TensorSpec
-from numerics.weight_cache import WeightCache
 from trainer.distributed.layout import Layout
 from trainer.weights import te_weights
 from trainer.weights.table_bridge import TableBridge
@@ -38,7 +37,6 @@ class Exporter:
     """Hands out this rank's share of a model.
 
     bridge: of the weights; scale_bridge: of the scales of those that are held in FP8, quantized as `quantized_as`.
-    cache: says which weight is served in place of a parameter.
     """
 
     def __init__(
@@ -46,43 +44,42 @@ class Exporter:
         bridge: TableBridge,
         scale_bridge: TableBridge,
         quantized_as: TensorSpec,
-        cache: WeightCache,
         layout: Layout,
     ) -> None:
         self._bridge, self._scale_bridge, self._spec = bridge, scale_bridge, quantized_as
-        self._cache, self._layout = cache, layout
+        self._layout = layout
 
     @torch.no_grad()
-    def share(self, parameters: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor | QuantizedTensor]]:
+    def share(self, weights: Iterable[tuple[str, Tensor, Tensor]]) -> Iterator[tuple[str, Tensor | QuantizedTensor]]:
         """(HF name, tensor) of what this rank hands out. All ranks must iterate to the end: parts are gathered.
 
-        parameters: (Megatron's name in the whole model, what this rank holds of it), tagged as by Megatron, in the
-        same order on all ranks of a pipeline stage.
+        weights: (Megatron's name in the whole model, what this rank holds of it, tagged as by Megatron, and what it
+        serves in place of that), in the same order on all ranks of a pipeline stage.
         """
         at = self._layout
         dense, experts = Dealer(at.dp_size * at.tp_size), Dealer(at.expert_dp_size)
-        for name, held in parameters:
+        for name, held, served in weights:
             row = self._bridge.rows(name)[0]
             if name in row.copies:
                 continue  # the stage with the original hands it out
             if row.expert is not None:
                 if experts.next(held.nbytes) == at.expert_dp_rank:
-                    yield from self._tensors(name, held, [self._pieces(held)])
+                    yield from self._tensors(name, held, [self._pieces(held, served)])
                 continue
             its_replica, its_rank = divmod(dense.next(held.nbytes), at.tp_size)
             if its_replica != at.dp_rank:
                 continue
             if at.tp_size > 1 and getattr(held, "tensor_model_parallel", False):
-                parts = _gathered(self._pieces(held), its_rank, at.tp_group)
+                parts = _gathered(self._pieces(held, served), its_rank, at.tp_group)
             else:
-                parts = [self._pieces(held)]
+                parts = [self._pieces(held, served)]
             if its_rank == at.tp_rank:
                 yield from self._tensors(name, held, parts)
 
-    def _pieces(self, held: Tensor) -> list[Tensor]:
+    def _pieces(self, held: Tensor, served: Tensor) -> list[Tensor]:
         """A weight, or the codes and the scales of one that TransformerEngine holds in FP8."""
         if not te_weights.is_quantized(held):
-            return [self._cache.served(held)]
+            return [served]
         weight = te_weights.quantized(held)
         assert weight.spec == self._spec, f"found a weight that is {weight.spec}, expected {self._spec}"
         return [weight.data.view(torch.uint8), weight.scale_inv.contiguous()]

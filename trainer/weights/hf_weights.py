@@ -24,6 +24,7 @@ from numerics.ranks import exhaust, rank
 from numerics.spec import TensorSpec
 from numerics.weight_cache import WeightCache
 from trainer.distributed.layout import Layout
+from trainer.modules.weights import matrices, named_weights
 from trainer.weights import te_weights
 from trainer.weights.export import Exporter
 from trainer.weights.table_bridge import TableBridge
@@ -51,10 +52,10 @@ class HFWeights:
         dtype: torch.dtype = torch.bfloat16,
     ) -> None:
         self._path, self._spec, self._dtype = Path(model_path), quantized_as, dtype
-        self._definition, self._table = definition, definition.tensors
+        self._definition, self._table, self._cache = definition, definition.tensors, cache
         self._bridge = TableBridge(self._table, config)
         scales = TableBridge(self._table, config, quantized_as.group)
-        self._exporter = Exporter(self._bridge, scales, quantized_as, cache, layout)
+        self._exporter = Exporter(self._bridge, scales, quantized_as, layout)
 
     @torch.no_grad()
     def load(self, model: GPTModel) -> None:
@@ -70,7 +71,7 @@ class HFWeights:
         plain = {name: torch.empty(p.shape, dtype=self._dtype, device=p.device) for name, p in quantized.items()}
         tensors = {name: plain.get(name, held.detach()) for name, held in self._held(model)}
         rows = self.rows(model)
-        self._bridge.load_weights([_StandIn(model, tensors, rows)], str(self._path))
+        self._bridge.load_weights([_StandIn(model, tensors, dict(self._held(model)), rows)], str(self._path))
         for name, tensor in tensors.items():
             check_finite(" and ".join(row.name for row in rows[name]), tensor)
         for name, parameter in quantized.items():
@@ -82,21 +83,35 @@ class HFWeights:
         A weight that TransformerEngine holds in FP8 is yielded as it holds it. The tensors may share memory with the
         parameters: use or copy them before the next training step. All ranks must take all of it.
         """
-        whole = self._bridge._weight_name_mapping_mcore_local_to_global(model)
-        return self._exporter.share((whole[name], held) for name, held in self._held(model))
+        return self._exporter.share(self._served(model))
 
     def rows(self, model: GPTModel) -> dict[str, Sequence[TensorRow]]:
-        """The tensors of the checkpoint that each parameter of this rank holds, whole or in part, by its name."""
-        whole = self._bridge._weight_name_mapping_mcore_local_to_global(model)
+        """The tensors of the checkpoint that each of this rank's `named_weights` holds, whole or in part, by name."""
+        whole = self._whole_names(model)
         return {name: self._bridge.rows(whole[name]) for name, _ in self._held(model)}
 
     def _held(self, model: GPTModel) -> Iterator[tuple[str, Tensor]]:
         """Everything of this rank's that is a tensor of the checkpoint."""
-        yield from model.named_parameters()
-        whole = self._bridge._weight_name_mapping_mcore_local_to_global(model)
-        for name, buffer in model.named_buffers():
-            if whole.get(name) in self._table.in_megatron:
-                yield name, buffer
+        yield from named_weights(model)
+        yield from self._buffers(model)
+
+    def _served(self, model: GPTModel) -> Iterator[tuple[str, Tensor, Tensor]]:
+        """The same by its name in the whole model, and what is served in its place."""
+        whole = self._whole_names(model)
+        for name, held in (*model.named_parameters(), *self._buffers(model)):
+            served = held if te_weights.is_quantized(held) else self._cache.served(held)
+            for (one, part), (_, in_its_place) in zip(matrices(name, held), matrices(name, served), strict=True):
+                yield whole[one], part, in_its_place
+
+    def _buffers(self, model: GPTModel) -> Iterator[tuple[str, Tensor]]:
+        whole = self._whole_names(model)
+        return ((name, each) for name, each in model.named_buffers() if whole.get(name) in self._table.in_megatron)
+
+    def _whole_names(self, model: GPTModel) -> dict[str, str]:
+        """What this rank's weights and buffers are called in the whole model."""
+        held = {**dict(named_weights(model)), **dict(model.named_buffers())}
+        names: dict[str, str] = self._bridge._weight_name_mapping_mcore_local_to_global(_Named(model, held))
+        return names
 
     def write(self, model: GPTModel, path: Path) -> None:
         """Write a Hugging Face directory: the weights, dequantized, and what the source directory has besides: other
@@ -115,17 +130,11 @@ class HFWeights:
             exhaust(weights)
 
 
-class _StandIn:
+class _Named:
     """A model as mbridge sees it, with these tensors in place of its parameters."""
 
-    def __init__(self, model: GPTModel, tensors: dict[str, Tensor], rows: Mapping[str, Sequence[TensorRow]]) -> None:
+    def __init__(self, model: GPTModel, tensors: dict[str, Tensor]) -> None:
         self._model, self._tensors = model, tensors
-        held = {**dict(model.named_buffers()), **dict(model.named_parameters())}
-        for name, tensor in tensors.items():
-            # By these tags mbridge gathers. Experts have them for the gradient norm alone: no rank has split them.
-            split = getattr(held[name], "tensor_model_parallel", False) and rows[name][0].expert is None
-            tensor.tensor_model_parallel = split  # type: ignore[attr-defined]
-            tensor.partition_dim = getattr(held[name], "partition_dim", -1)  # type: ignore[attr-defined]
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._model, name)
@@ -135,3 +144,21 @@ class _StandIn:
 
     def state_dict(self) -> dict[str, Tensor]:
         return self._tensors
+
+
+class _StandIn(_Named):
+    """The same, with tensors that are tagged as those that the model holds."""
+
+    def __init__(
+        self,
+        model: GPTModel,
+        tensors: dict[str, Tensor],
+        held: Mapping[str, Tensor],
+        rows: Mapping[str, Sequence[TensorRow]],
+    ) -> None:
+        super().__init__(model, tensors)
+        for name, tensor in tensors.items():
+            # By these tags mbridge gathers. Experts have them for the gradient norm alone: no rank has split them.
+            split = getattr(held[name], "tensor_model_parallel", False) and rows[name][0].expert is None
+            tensor.tensor_model_parallel = split  # type: ignore[attr-defined]
+            tensor.partition_dim = getattr(held[name], "partition_dim", -1)  # type: ignore[attr-defined]

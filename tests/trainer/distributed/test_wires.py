@@ -112,6 +112,8 @@ class Case:
         }
 
     def _gathered(self, layout: Layout, config: TrainerConfig) -> dict[str, Any]:
+        from trainer.modules.weights import named_weights
+
         trainer = self._trainer(layout, config)
         batch = random_batch(**BATCH)
         out: dict[str, Any] = {}
@@ -123,7 +125,7 @@ class Case:
             out[f"said {step}"] = trainer.optimizer.traffic.weights - before
             out[f"sent {step}"] = sent["broadcast"] + sent["all_reduce"]
             out[f"scores {step}"] = trainer.score(batch)
-        out["weights"] = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+        out["weights"] = {name: p.detach().clone() for name, p in named_weights(trainer.model)}
         out["in fp8"] = trainer.quantized_parameters()
         saved = self.folder / config.weight_gather
         trainer.save(saved, {})
@@ -134,7 +136,7 @@ class Case:
         out["resumed"] = torch.equal(trainer.score(batch)[1], resumed.score(batch)[1])
         trainer.set_numerics(replace(trainer.numerics, trainer="bf16"))
         trainer.train_step(batch, cross_entropy(batch))
-        out["bf16 trainer"] = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+        out["bf16 trainer"] = {name: p.detach().clone() for name, p in named_weights(trainer.model)}
         return out
 
     def _trainer(self, layout: Layout, config: TrainerConfig) -> Any:

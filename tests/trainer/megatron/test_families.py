@@ -170,8 +170,10 @@ class Gradients:
         return self.of(Trainer(self.path, config, numerics, layout, dtype=torch.float32, **sizes))
 
     def of(self, trainer: Any) -> dict[str, Tensor]:
+        from trainer.modules.weights import matrices
         from trainer.step.passes import run_pass
 
         batch = random_batch()
         run_pass(trainer.optimizer.model, batch, trainer.layout, 100, 2, cross_entropy(batch))
-        return {name: parameter.main_grad for name, parameter in trainer.model.named_parameters()}
+        named = trainer.model.named_parameters()
+        return {each: grad for name, parameter in named for each, grad in matrices(name, parameter.main_grad)}

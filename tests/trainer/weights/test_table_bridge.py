@@ -27,13 +27,15 @@ class Split:
 def test_every_parameter_is_the_tensors_that_mbridge_says(kind: str, request: Any, make_trainer: Any) -> None:
     from mbridge import AutoBridge
 
+    from trainer.modules.weights import named_weights
+
     path: Path = request.getfixturevalue(f"{kind}_path")
     trainer = make_trainer(path)
     config = AutoConfig.from_pretrained(path)
     config.tie_word_embeddings = False
     theirs = AutoBridge.from_config(config, dtype=torch.bfloat16)
     ours = TableBridge(trainer.definition.tensors, trainer.model.config)
-    for name, parameter in trainer.model.named_parameters():
+    for name, parameter in named_weights(trainer.model):
         names = theirs._weight_name_mapping_mcore_to_hf(name)
         assert [row.name for row in ours.rows(name)] == names, name
         value = torch.arange(parameter.numel(), dtype=torch.int32).view(parameter.shape)

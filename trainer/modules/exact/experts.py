@@ -12,7 +12,7 @@ from numerics import ops
 from numerics.ops import ExpertWeights
 from trainer.modules.permutation import pair_of_row
 from trainer.modules.precision import LayerPrecision
-from trainer.modules.weights import GroupedWeights
+from trainer.modules.weights import StackedWeights
 
 
 class Experts(TEGroupedMLP):
@@ -36,9 +36,9 @@ class Experts(TEGroupedMLP):
         )
         return out, None
 
-    def _weights(self, linear: GroupedWeights, kind: str) -> ExpertWeights:
-        weights, precision = linear.weights(), self.precision
-        return ExpertWeights(weights, precision.group_operand(weights) if precision.quantizes(kind) else None)
+    def _weights(self, linear: StackedWeights, kind: str) -> ExpertWeights:
+        stack, precision = linear.weight, self.precision
+        return ExpertWeights(stack, precision.group_operand(stack) if precision.quantizes(kind) else None)
 
 
 class MoE(MoELayer):

@@ -18,7 +18,7 @@ from trainer.modules.exact.norm import RMSNorm
 from trainer.modules.exact.router import BiasedRouter, Router
 from trainer.modules.layer import LayerModules, asking
 from trainer.modules.precision import LayerPrecision
-from trainer.modules.weights import GroupedWeights
+from trainer.modules.weights import StackedWeights
 
 
 def layer_modules(sizes: ModelSizes, precision: LayerPrecision) -> LayerModules:
@@ -26,7 +26,7 @@ def layer_modules(sizes: ModelSizes, precision: LayerPrecision) -> LayerModules:
     experts = ModuleSpec(
         module=Experts,
         params={"precision": precision},
-        submodules=MLPSubmodules(linear_fc1=GroupedWeights, linear_fc2=GroupedWeights),
+        submodules=MLPSubmodules(linear_fc1=StackedWeights, linear_fc2=StackedWeights),
     )
     return LayerModules(
         norm=RMSNorm,
