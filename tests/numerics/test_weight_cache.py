@@ -27,6 +27,15 @@ def test_experts_are_cached_together():
     assert cache.weights() == experts
 
 
+def test_a_stack_is_cached_as_one_weight():
+    stack = torch.randn(3, 128, 128).bfloat16()
+    cache = WeightCache()
+    group = cache.group_operand(stack, SPEC)
+    assert cache.group_operand(stack, SPEC) is group
+    assert all(torch.equal(found, fake_quantize(weight, SPEC)) for found, weight in zip(group, stack, strict=True))
+    assert [each is stack for each in cache.weights()] == [True]
+
+
 def test_weights_are_told_apart_by_identity():
     a = torch.ones(128, 128, dtype=torch.bfloat16)
     b = torch.zeros(128, 128, dtype=torch.bfloat16)

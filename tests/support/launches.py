@@ -76,14 +76,18 @@ class _Ops(TorchDispatchMode):
 
 
 @contextlib.contextmanager
-def interpreted_launches() -> Iterator[Launches]:
-    """Inside, kernels run in Triton's interpreter and count as launches; what it does to run them does not."""
+def interpreted_launches(run_kernels: bool = True) -> Iterator[Launches]:
+    """Inside, kernels run in Triton's interpreter and count as launches; what it does to run them does not.
+
+    run_kernels: False for tensors on the meta device, where there is nothing to run on.
+    """
     found, run = Launches(), GridExecutor.__call__
 
     def count(self: Any, *args: Any, **kwargs: Any) -> None:
         found.kernels[f"{self.fn.__module__.rpartition('.')[2]}.{self.fn.__name__}"] += 1
         with _disable_current_modes():
-            run(self, *args, **kwargs)
+            if run_kernels:
+                run(self, *args, **kwargs)
 
     with mock.patch.object(GridExecutor, "__call__", count), _Ops(found.torch):
         yield found

@@ -158,6 +158,20 @@ def test_weight_gradients_are_those_of_the_torch_op(quantize_it):
         assert ((ours.double() - grad.double()).abs() <= lost + 2.0**-7 * (grad.double().abs() + lost)).all()
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_weight_gradients_are_rounded_and_added_to_a_total(dtype):
+    """What experts without tokens have stays as it is, whatever it is."""
+    tiles, total = tiles_of(COUNTS), numbers(len(COUNTS), 136, 200, seed=2).float().to(DEVICE)
+    total[0] = float("nan")
+    dy, x = numbers(200, 136), numbers(200, 200, seed=1)
+    columns = columns_of(dy, ROWS, COUNTS), columns_of(x, ROWS, COUNTS)
+    for product, operands in ((grouped_wgrad, columns), (grouped_wgrad_matmul, (dy.to(DEVICE), x.to(DEVICE)))):
+        added = total.clone()
+        assert product(*operands, tiles, dtype, added) is added
+        same(added[1:], (total + product(*operands, tiles, dtype).float())[1:])
+        assert added[0].isnan().all()
+
+
 @pytest.mark.parametrize("out", [torch.bfloat16, torch.float32])
 def test_unquantized_weight_gradients_within_the_bound(out):
     dy, x = numbers(200, 130), numbers(200, 200, seed=1)

@@ -130,6 +130,35 @@ def test_experts(spec, backward):
             assert_close(found, expected)
 
 
+@pytest.mark.parametrize(("spec", "backward"), ((None, "bf16"), (POW2, "fp8"), (POW2, "bf16")))
+@pytest.mark.parametrize("implementation", ("torch", "triton"))
+def test_gradients_of_a_stack_are_those_of_its_matrices_and_go_where_they_are_added_up(implementation, spec, backward):
+    counts, x = torch.tensor([5, 0, 9, 1], device=DEVICE), random(15, 128)
+    stacks = [random(4, *shape, seed=3, scale=0.1) for shape in ((256, 128), (128, 128))]
+
+    def gradients(weights_of, leaves_of):
+        given = [weights_of(stack.clone()) for stack in stacks]
+        operands = [None if spec is None else ops.group_operand(each, spec.weight) for each in given]
+        out = ops.experts(x, counts, *map(ExpertWeights, given, operands), spec, backward)
+        out.backward(random(15, 128, seed=4))
+        return [leaf for each in given for leaf in leaves_of(each)]
+
+    def summed(stack):
+        stack.requires_grad_().main_grad = random(*stack.shape, seed=5, dtype=torch.float32)
+        return stack
+
+    with using(implementation):
+        apart = gradients(
+            lambda stack: [w.requires_grad_() for w in stack.unbind(0)], lambda each: [w.grad for w in each]
+        )
+        whole = gradients(torch.Tensor.requires_grad_, lambda stack: stack.grad)
+        added = gradients(summed, lambda stack: zip(stack.main_grad, [stack.grad] * 4))
+        before = [each for stack in stacks for each in random(*stack.shape, seed=5, dtype=torch.float32)]
+    for alone, together, (total, left), start in zip(apart, whole, added, before, strict=True):
+        assert left is None and torch.equal(together, torch.zeros_like(together) if alone is None else alone)
+        assert torch.equal(total, start + together.float())
+
+
 @pytest.mark.parametrize("spec", (None, POW2), ids=("bf16", "fp8"))
 def test_an_experts_row_is_the_row_of_its_matrix_alone(spec):
     counts, x = torch.tensor([3, 0, 130], device=DEVICE), random(133, 256)
