@@ -74,7 +74,7 @@ class _Grouped(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
         x, stacked = ctx.saved_tensors
         dx = grouped_matmul(grads[0].contiguous(), stacked.transpose(1, 2).contiguous(), ctx.tiles, x.dtype)
-        dw = _summed(grouped_wgrad_matmul, grads[0], x, ctx.tiles, ctx.gradients)
+        dw = _weight_gradients(grouped_wgrad_matmul, grads[0], x, ctx.tiles, ctx.gradients)
         return dx, None, None, None, *dw
 
 
@@ -106,7 +106,7 @@ class _Fp8Grouped(torch.autograd.Function):
             dy = grads[0].contiguous()
             dx = grouped_matmul(dy, ctx.operand.dequantized().transpose(1, 2).contiguous().to(dy.dtype), tiles, x.dtype)
             rows = quantize_rows(x, spec.activation).dequantize(dy.dtype)
-            dw = _summed(grouped_wgrad_matmul, dy, rows, tiles, ctx.gradients)
+            dw = _weight_gradients(grouped_wgrad_matmul, dy, rows, tiles, ctx.gradients)
         return dx, None, None, None, None, None, *dw
 
 
@@ -159,13 +159,13 @@ def _gradients(
     dtype: torch.dtype,
     gradients: Gradients,
 ) -> tuple[torch.Tensor, Sequence[torch.Tensor | None]]:
-    """dx [T, K] of a grouped FP8 product, from dy [T, N] and the columns of its input; and as `_summed`."""
+    """dx [T, K] of a grouped FP8 product, from dy [T, N] and the columns of its input; and as `_weight_gradients`."""
     dy_rows, dy_columns = quantize_rows_and_columns(dy.contiguous(), spec.gradient, spec.gradient, tiles)
     dx = grouped_gemm(dy_rows, operand.transposed, tiles, dtype)
-    return dx, _summed(grouped_wgrad, dy_columns, columns, tiles, gradients)
+    return dx, _weight_gradients(grouped_wgrad, dy_columns, columns, tiles, gradients)
 
 
-def _summed(
+def _weight_gradients(
     product: Callable[..., torch.Tensor], dy: Any, x: Any, tiles: Tiles, gradients: Gradients
 ) -> Sequence[torch.Tensor | None]:
     """What autograd has of the weights' gradients, a `grouped_wgrad` or a `grouped_wgrad_matmul`."""
