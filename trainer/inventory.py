@@ -5,6 +5,7 @@ What a step holds besides, the activations, is not in it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from numerics.holdings import Holding, format_of, holding, tensors_in
-from trainer.distributed.gathering import parts_of_matrices
+from trainer.distributed.gathering import matrices_of_shard
 from trainer.modules.weights import matrices, named_weights
 from trainer.weights import te_weights
 
@@ -137,16 +138,34 @@ def _operands(trainer: Scorer) -> Iterator[Holding]:
 
 def _gradients(trainer: Trainer) -> Iterator[Holding]:
     for name, parameter in trainer.model.named_parameters():
-        for each, gradient in matrices(name, parameter.main_grad):
-            yield holding(each, "gradients", gradient)
+        total = parameter.main_grad
+        for each, weight in matrices(name, parameter):
+            size = weight.numel() * total.itemsize
+            yield Holding(each, "gradients", format_of(total.dtype), tuple(weight.shape), size)
 
 
 def _optimizer_state(trainer: Trainer) -> Iterator[Holding]:
-    return (holding(name, kind, tensor) for name, kind, tensor in optimizer_state(trainer))
+    for suffix, kind, tensor, places in _state(trainer):
+        for name, place in places:
+            shape = (place.stop - place.start,) if tensor.dim() else ()
+            size = math.prod(shape) * tensor.itemsize
+            yield Holding(f"{name}{suffix}", kind, format_of(tensor.dtype), shape, size)
 
 
 def optimizer_state(trainer: Trainer) -> Iterator[tuple[str, Kind, Tensor]]:
     """The tensors of this rank's optimizer: of which of the model's `named_weights`, what for, and itself."""
+    for suffix, kind, tensor, places in _state(trainer):
+        for name, place in places:
+            yield f"{name}{suffix}", kind, tensor[place] if tensor.dim() else tensor
+
+
+def optimizer_tensors(trainer: Trainer) -> Iterator[tuple[Kind, Tensor]]:
+    """The same whole, whether there is memory behind them or not."""
+    return ((kind, tensor) for _, kind, tensor, _ in _state(trainer))
+
+
+def _state(trainer: Trainer) -> Iterator[tuple[str, Kind, Tensor, list[tuple[str, slice]]]]:
+    """Of each tensor what follows the weight's name, what it is for, itself, and which of it is which weight's."""
     names = {id(parameter): name for name, parameter in trainer.model.named_parameters()}
     for optimizer in trainer.optimizer.inner.chained_optimizers:
         if optimizer.is_stub_optimizer:  # of a rank without such parameters
@@ -154,15 +173,14 @@ def optimizer_state(trainer: Trainer) -> Iterator[tuple[str, Kind, Tensor]]:
         for parameter, (group, order) in optimizer.model_param_group_index_map.items():
             master, name = optimizer.optimizer.param_groups[group]["params"][order], names[id(parameter)]
             part = optimizer._get_model_param_range_map(parameter)["param"]
+            places = list(matrices_of_shard(name, parameter, part.start, part.size))
             if _storage(master) != _storage(parameter):  # an FP32 parameter is its own master
-                for each, piece in parts_of_matrices(name, parameter, master.data, part.start):
-                    yield each, "masters", piece
+                yield "", "masters", master.data, places
             for key, value in optimizer.optimizer.state[master].items():
                 if isinstance(value, Tensor):
                     kind: Kind = "moments" if key.startswith("exp_avg") else "rest"
-                    pieces = parts_of_matrices(name, parameter, value, part.start) if value.dim() else [(name, value)]
-                    for each, piece in pieces:
-                        yield f"{each}:{key}", "masters" if key == "master_param" else kind, piece
+                    of = places if value.dim() else [(name, slice(0, 1))]
+                    yield f":{key}", "masters" if key == "master_param" else kind, value, of
 
 
 def _padding(trainer: Trainer) -> Iterator[Holding]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from trainer import device
-from trainer.inventory import buffers, optimizer_state
+from trainer.inventory import buffers, optimizer_tensors
 from trainer.trainer import Trainer
 
 
@@ -15,7 +15,7 @@ def put_aside(trainer: Trainer) -> int:
     """
     trainer.forget_gradients()
     here = device.current().type
-    state = (tensor for _, kind, tensor in optimizer_state(trainer) if kind in ("masters", "moments"))
+    state = (tensor for kind, tensor in optimizer_tensors(trainer) if kind in ("masters", "moments"))
     return trainer.optimizer.aside.leave(
         [tensor for tensor in state if tensor.device.type == here], [each.grad_data for each in buffers(trainer)]
     )

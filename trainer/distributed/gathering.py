@@ -39,8 +39,8 @@ class GatheredInPieces(DistributedOptimizer):  # type: ignore[misc]
             part = self._get_model_param_range_map(parameter)["param"]
             for gradient in (master.grad, getattr(master, "decoupled_grad", None)):
                 if parameter.dim() == 3 and gradient is not None:
-                    parts = parts_of_matrices("", parameter, gradient, part.start)
-                    pieces[id(gradient)] = [piece for _, piece in parts][::-1]
+                    places = matrices_of_shard("", parameter, part.start, part.size)
+                    pieces[id(gradient)] = [gradient[place] for _, place in places][::-1]
         return [piece for gradient in whole for piece in pieces.get(id(gradient), [gradient])]
 
     def get_parameter_state_dp_zero(
@@ -77,17 +77,17 @@ class GatheredInPieces(DistributedOptimizer):  # type: ignore[misc]
         return shards
 
 
-def parts_of_matrices(name: str, parameter: Tensor, shard: Tensor, start: int) -> Iterator[tuple[str, Tensor]]:
-    """What a rank has of something of a parameter's shape, cut where the parameter's `matrices` end, by their names.
+def matrices_of_shard(name: str, parameter: Tensor, start: int, size: int) -> Iterator[tuple[str, slice]]:
+    """The `matrices` of a parameter that a rank's shard of it has elements of, by name, and which of the shard's.
 
-    shard: [n], of the parameter's elements from `start` on.
+    The shard is `size` of the parameter's elements, from `start` on.
     """
     if parameter.dim() < 3:
-        yield name, shard
+        yield name, slice(0, size)
         return
-    size = parameter[0].numel()
-    for index in range(start // size, -(-(start + shard.numel()) // size)):
-        yield f"{name}{index}", shard[max(0, index * size - start) : (index + 1) * size - start]
+    each = parameter[0].numel()
+    for index in range(start // each, -(-(start + size) // each)):
+        yield f"{name}{index}", slice(max(0, index * each - start), min((index + 1) * each - start, size))
 
 
 def gathered(shard: Tensor, group: Any) -> Iterator[tuple[int, Tensor]]:
