@@ -38,12 +38,14 @@ EXACT = {
     "moe-tp2": TWO_RANKS,
     "dense-engine-tp2-ironwood": Setup("dense", preset="ironwood", k_splits=2, engine_tp=2),
     "dense-tp2-recomputing": Setup(
-        "dense", k_splits=2, layout=(("tp", 2), ("recompute", "experts"), ("head_chunk_tokens", 96))
+        "dense", k_splits=2, layout=(("tp", 2), ("recompute", "experts"), ("head_chunk_tokens", 96), ("packing", True))
     ),
     "dense-pp2-tp2": Setup("dense", k_splits=2, layout=(("pp", 2), ("tp", 2))),
     "dense": Setup("dense", k_splits=2),
     "moe-fp32-scales-bf16-ends": Setup("moe", preset="fp8_block_fp32", bf16_ends=1),
-    "moe-pp3-recomputing": Setup("moe", layout=(("pp", 3), ("recompute", "layer"), ("head_chunk_tokens", 96))),
+    "moe-pp3-recomputing": Setup(
+        "moe", layout=(("pp", 3), ("recompute", "layer"), ("head_chunk_tokens", 96), ("packing", True))
+    ),
     "moe-ep2-fp8-wires": Setup(
         "moe", layout=(("ep", 2), ("dp", 2), ("gradient_wire", "e4m3"), ("weight_gather", "e4m3"))
     ),

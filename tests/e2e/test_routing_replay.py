@@ -16,7 +16,9 @@ from trainer.step.result import PassResult, Scored
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
-SETUP = Setup("moe", layout=(("ep", 2), ("dp", 2), ("recompute", "attention")), router_replay="record")
+SETUP = Setup(
+    "moe", layout=(("ep", 2), ("dp", 2), ("recompute", "attention"), ("packing", True)), router_replay="record"
+)
 
 
 def test_engine_and_trainer_choose_the_same_experts_before_and_after_an_update(rig: Rig) -> None:
