@@ -2,8 +2,10 @@
 
 Standard input is the lifeline. Its first line is a JSON object with the server's arguments and keys, which thus appear
 neither in the process list nor in the environment. The pipe then stays open: when the owner closes it, or dies in
-whatever way, the kernel ends the stream and the whole process group is killed. (PR_SET_PDEATHSIG would not do: it
-fires when the *thread* that started the process ends, and a Ray actor's threads come and go.)
+whatever way, the kernel ends the stream, and the watch kills the whole process group. The watch is a process of its
+own, so that it does so too when the server itself has been stopped, or killed before its workers could ask for its
+death signal. (PR_SET_PDEATHSIG would not do: it fires when the *thread* that started the process ends, and a Ray
+actor's threads come and go.)
 """
 
 from __future__ import annotations
@@ -13,17 +15,20 @@ import importlib.util
 import json
 import multiprocessing
 import os
+import select
 import signal
 import socket
 import sys
-import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from rollout.server import public
 from rollout.server.scratch import note_shared_memory, remove_queues, remove_scratch
 
+WATCH_S = 0.5
+"""Seconds between two looks at whether the server lives. The end of the lifeline is seen at once."""
 ENDPOINTS = {
     "/generate", "/model_info", "/pause_generation", "/continue_generation", "/flush_cache", "/weights_checker",
     "/update_weights_from_tensor", "/update_weights_from_disk", "/update_weights_from_distributed",
@@ -38,7 +43,7 @@ def main() -> None:
     """Serve until SIGTERM, or until standard input ends."""
     request = json.loads(_read_line(0))
     _check_keys(request)
-    threading.Thread(target=_die_with_owner, name="lifeline", daemon=True).start()
+    start_watch()
     # Until the first request SGLang does not handle SIGTERM, and the `finally` below would be skipped.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL))
@@ -100,16 +105,32 @@ def _read_line(descriptor: int) -> bytes:
     return line
 
 
-def _die_with_owner() -> None:
-    import psutil
-
-    while os.read(0, 1):
-        pass
+def start_watch() -> None:
+    """Fork a process that kills this process group, and removes its scratch directory, once standard input has ended or
+    this process has."""
+    server = os.getpid()
+    if os.fork():
+        return
     try:
-        remove_queues([child.pid for child in psutil.Process().children(recursive=True)])
+        while os.getppid() == server:
+            if select.select([0], [], [], WATCH_S)[0] and not os.read(0, 1):
+                break
+        remove_queues(_group())
         remove_scratch(Path(os.environ["TMPDIR"]))
     finally:
         os.killpg(0, signal.SIGKILL)
+
+
+def _group() -> list[int]:
+    """The processes of this one's group."""
+    import psutil
+
+    found = []
+    for pid in psutil.pids():
+        with suppress(ProcessLookupError):
+            if os.getpgid(pid) == os.getpgrp():
+                found.append(pid)
+    return found
 
 
 def _remember_shared_memory(ports: Any, *_: Any, **__: Any) -> None:

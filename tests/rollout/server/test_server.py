@@ -243,3 +243,36 @@ def test_a_server_that_others_reach_does_not_start_without_its_keys(missing: str
     )
     assert done.returncode == 1
     assert "found no two keys for an engine at 192.0.2.7" in done.stderr and "Traceback" not in done.stderr
+
+
+SERVER = """
+import os, subprocess, sys
+from rollout.server.launcher import start_watch
+start_watch()
+worker = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+print(worker.pid, flush=True)
+worker.wait()
+"""
+
+
+@pytest.mark.parametrize("ending", ["killed", "stopped and left by its owner"])
+def test_the_workers_of_a_server_go_with_it(ending: str, tmp_path: Path) -> None:
+    """Also those that have not asked for its death signal yet, and those of a server that could not kill them."""
+    (tmp_path / "scratch").mkdir()
+    server = subprocess.Popen(
+        [sys.executable, "-c", SERVER],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        start_new_session=True,
+        env=os.environ | {"TMPDIR": str(tmp_path / "scratch")},
+    )
+    assert server.stdin is not None and server.stdout is not None
+    worker = psutil.Process(int(server.stdout.readline()))
+    if ending == "killed":
+        server.kill()
+    else:
+        server.send_signal(signal.SIGSTOP)
+        server.stdin.close()
+    worker.wait(30)
+    server.wait(30)
+    assert not (tmp_path / "scratch").exists()
