@@ -29,7 +29,7 @@ class EngineState:
     implementation: Implementation = "torch"
     row_variant: tuple[str, ...] | None = None
     released: dict[str, list[tuple[torch.UntypedStorage, int]]] = dataclasses.field(default_factory=dict)
-    """By tag what sleeps, with the memory that was freed for it and its bytes, as far as that was done here."""
+    """What sleeps, by tag, and where it was done here the memory that was freed for it, with its bytes."""
 
 
 _state: EngineState | None = None

@@ -106,8 +106,9 @@ def test_a_run_outlives_interrupts_kills_and_the_death_of_its_engine(start: Star
     assert {process.name() for process in run.family()} <= RAY_AGENTS
     run.destroy()
 
-    # Its engine dies in the middle of a step, and the run completes. Rows beyond the checkpoint were cut.
-    run = start(*settings, "--resume")
+    # Its engine dies in the middle of a step, and the run completes. Rows beyond the checkpoint were cut. From here on
+    # trainer and engine take turns.
+    run = start(*settings, "rollout.sleep=true", "--resume")
     run.wait_for("first sync verified")
     (newest,) = checkpoints(run)[-1:]
     assert newest in (2, 4) and [row["step"] for row in run.rows()] == list(range(newest + 1))
@@ -125,6 +126,8 @@ def test_a_run_outlives_interrupts_kills_and_the_death_of_its_engine(start: Star
     assert {row["mismatch/train_rollout_logprob_abs_diff_max"] for row in rows} == {0.0}
     assert {row["mismatch/exact_frac"] for row in rows} == {1.0}
     assert {row["sync/mismatched_tensors"] for row in rows} == {0.0}
+    released = [row.get("memory/engine_released_bytes", 0.0) for row in rows[1:]]
+    assert [each > 1e6 for each in released] == [step > newest for step in range(1, 8)]
     assert [row["train/lr"] for row in rows[1:]] == pytest.approx([2e-5, 4e-5, 6e-5, 8e-5, *[1e-4] * 3])
     assert [version(run, step) for step in range(8)] == list(range(8))
     assert [row["step"] for row in rows if "tracking/resumed" in row][-1] == newest + 1

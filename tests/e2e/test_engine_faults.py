@@ -9,12 +9,14 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 import ray
 
+from models import read_shape
 from rl.experiment import load_experiment
 from rl.run.feed.feed import to_groups, to_prompts
 from rl.run.lifecycle.interrupts import Closing
@@ -25,7 +27,9 @@ from rollout.types import Group, Trajectory
 from tests.support import wire
 from tests.support.paths import ROOT
 from tests.support.servers import wait_until
+from trainer.state_bytes import state_bytes
 from weight_sync.manifest import SyncError
+from weight_sync.served_bytes import served_bytes
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -37,14 +41,19 @@ START_S = 120.0
 
 @pytest.fixture(scope="module")
 def stack(compiled: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    """A trainer and two engines, synced."""
-    settings = ["rollout.engines=2", f"rollout.hung_after_s={HUNG_AFTER_S}", "rollout.max_new_tokens=60"]
-    settings += ["sync.bucket_mib=1"]  # several buckets
+    """A trainer and two engines, synced, which take turns if they are asked to."""
+    settings = [
+        "rollout.engines=2",
+        "rollout.sleep=true",
+        f"rollout.hung_after_s={HUNG_AFTER_S}",
+        "rollout.max_new_tokens=60",
+    ]
+    settings += ["rollout.sleep=true", "sync.bucket_mib=1"]  # several buckets
     experiment = load_experiment(ROOT / "examples/arithmetic.yaml", settings)
     folder = tmp_path_factory.mktemp("stack")
     with Closing() as closing:
         stack = Stack.open(experiment, experiment.numerics_config(), folder, closing, print)
-        stack.engines.wait()
+        stack.wait_for_engines()
         stack.syncing.sync()
         yield stack
 
@@ -150,6 +159,26 @@ def test_an_engine_that_dies_within_a_sync_is_left_out_of_it(
     assert [line.partition(" is")[0] for line in told] == ["engine 1"]
 
 
+def test_engines_wake_as_they_were_and_one_that_dies_asleep_is_replaced_once_they_wake(
+    stack: Stack, told: list[str], asked: list[Group], undisturbed: list[Trajectory]
+) -> None:
+    shape = read_shape(Path(stack.experiment.model.path))
+    state = state_bytes(shape, stack.experiment.trainer, stack.numerics, "torch", 0)
+    moved = sum(part.gradients + part.masters + part.moments for part in state.values())
+    cache = shape.kv_bytes() * (stack.experiment.rollout.cache_tokens + 1)
+    stack.figures()
+    with stack.turn("train"):
+        figures = stack.figures()
+        server_of(stack, 1).kill()
+        assert wait_until(lambda: stack.engines.fleet.slots[1].actor is None, START_S)
+        assert figures["memory/engine_released_bytes"] > cache + served_bytes(shape, stack.numerics.rollout_spec)
+        assert stack.engines.fleet.slots[1].endpoint is None and not stack.engines.fleet.slots[0].serving
+    assert bits(stack.sampling.sample(asked, 1.0)) == bits(undisturbed)
+    assert len(told) == 1 and told[0].startswith("engine 1 is lost and replaced")
+    figures = stack.figures()
+    assert figures["memory/trainer_moved_bytes"] == moved
+
+
 def test_an_actor_that_is_gone_is_replaced_as_a_dead_engine_is(
     stack: Stack, told: list[str], asked: list[Group], undisturbed: list[Trajectory]
 ) -> None:
@@ -165,6 +194,8 @@ def test_a_sync_that_the_way_breaks_is_done_again(
 ) -> None:
     touch = wire.cut_between_buckets() if fault.startswith("cut") else wire.flipped_in_memory(trainer_of(stack))
     with engine_behind(stack, touch):
+        with stack.turn("train"):
+            pass  # the sync has to wake them
         report = stack.syncing.sync()
     assert (report.mismatched_tensors, len(told)) == (0, 1)
     assert "a sync failed and is done again" in told[0]
