@@ -45,6 +45,7 @@ class TeacherSection(Section):
                 "context_length": self.context_length or rollout.context_length + SCORED_SHORT_OF,
                 "max_total_tokens": self.max_total_tokens,
                 "port": None,
+                "sleep": False,
             }
         )
 

@@ -114,6 +114,32 @@ def test_offloading_takes_memory_of_the_host(machine: Machine, monkeypatch: pyte
         checked("qwen3_4b_one_gpu")
 
 
+ASLEEP = ("rollout.sleep=true", "trainer.optimizer.offload=false")
+
+
+def test_turns_let_a_spec_fit_whose_sides_do_not_fit_beside_each_other(machine: Machine) -> None:
+    """The peak is the larger of two turns."""
+    smaller = ("X", 112 << 30)
+    machine(smaller, 8)
+    with pytest.raises(UserError, match="found '144.6 GB on the GPU of rank 0"):
+        checked("qwen3_30b_a3b", ASLEEP[1])
+    checked("qwen3_30b_a3b", *ASLEEP)
+    with pytest.raises(UserError, match="rollout.sleep: found 'true with 9 GPUs for 8 trainer rank"):
+        machine(smaller, 9)
+        checked("qwen3_30b_a3b", *ASLEEP)
+
+
+def test_turns_take_memory_of_the_host(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """12 bytes a parameter: masters and moments."""
+    machine(H200, 1)
+    needed = 12 * 4_022_468_096 + resources.RANK_BYTES + resources.ENGINE_BYTES
+    monkeypatch.setattr(resources, "available_memory", lambda: needed)
+    checked("qwen3_4b_one_gpu", *ASLEEP)
+    monkeypatch.setattr(resources, "available_memory", lambda: needed - 1)
+    with pytest.raises(UserError, match="trainer.dp: found 1, expected processes that fit the free memory"):
+        checked("qwen3_4b_one_gpu", *ASLEEP)
+
+
 TAUGHT = ("algorithm.name=opd", "rollout.temperature=1", "eval.problems=0", "model.path=m", "teacher.path=t")
 
 
