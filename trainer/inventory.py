@@ -165,7 +165,7 @@ def optimizer_tensors(trainer: Trainer) -> Iterator[tuple[Kind, Tensor]]:
 
 
 def _state(trainer: Trainer) -> Iterator[tuple[str, Kind, Tensor, list[tuple[str, slice]]]]:
-    """Of each tensor what follows the weight's name, what it is for, itself, and which of it is which weight's."""
+    """Yield each tensor's suffix to a weight's name, what it is for, itself, and which of it is which weight's."""
     names = {id(parameter): name for name, parameter in trainer.model.named_parameters()}
     for optimizer in trainer.optimizer.inner.chained_optimizers:
         if optimizer.is_stub_optimizer:  # of a rank without such parameters
