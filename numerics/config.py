@@ -36,6 +36,8 @@ class NumericsConfig:
         only.
     router_replay: `record`: the engine reports the experts of each token, and the trainer its own choice beside them.
         `replay`: the trainer takes the engine's (R3).
+    deepgemm: FP8 products run on DeepGEMM, on both sides, and neither starts where its bits are not those of our
+        kernels. Exact mode only.
     """
 
     mode: Mode = "exact"
@@ -44,6 +46,7 @@ class NumericsConfig:
     rollout: RolloutPrecision = "fp8"
     k_splits: int = 1
     router_replay: RouterReplay = "off"
+    deepgemm: bool = False
 
     def __post_init__(self) -> None:
         for key, kind in _CHOICES.items():
@@ -77,6 +80,11 @@ class NumericsConfig:
             raise UserError(
                 f"numerics.k_splits: found {self.k_splits}, expected 1 in native mode, where each side adds in its "
                 "library's own order. Set it to 1, or numerics.mode to exact"
+            )
+        if self.deepgemm and self.mode == "native":
+            raise UserError(
+                "numerics.deepgemm: found true, expected false in native mode, where each side chooses its "
+                "library's own products. Remove it, or set numerics.mode to exact"
             )
         if self.k_splits < 1:
             raise UserError(f"numerics.k_splits: found {self.k_splits}, expected the trainer's tp, at least 1")

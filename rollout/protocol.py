@@ -95,7 +95,8 @@ class EngineReport(_Message):
         versions: of libraries, by name. code: digest of the packages that the engine imports (`numerics.io.code`).
         weight_version: of the loaded weights; None within an update.
         row_variant_ops: those whose result depends on the batch; None in native mode, which does not look for them.
-        implementation: of the ops. threads: of the scheduler.
+        implementation: of the ops. without_deepgemm: why products do not run on DeepGEMM, which the spec asks for; None
+            if they do, or it does not ask. threads: of the scheduler.
         dtype, kv_cache_dtype: of the model and of the cache, as torch names them.
     """
 
@@ -112,6 +113,7 @@ class EngineReport(_Message):
     role: Role = "policy"
     dtype: str = "bfloat16"
     kv_cache_dtype: str = "bfloat16"
+    without_deepgemm: str | None = None
 
 
 class Inventory(_Message):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from models.tensors import TensorRow
-from numerics.backend.probe import allow_short_tiles, row_variant_ops
+from numerics.backend.probe import allow_deepgemm, allow_short_tiles, row_variant_ops
 from numerics.config import NumericsConfig
 from numerics.delta import LastSent
 from numerics.errors import user_error
@@ -171,9 +171,17 @@ class Trainer(Scorer):
         return self.optimizer.model
 
 
-def check_row_invariance() -> None:
-    """Raise `UserError` if a token's result depends on its batch on this machine, where no d could be 0."""
+def check_row_invariance(deepgemm: bool = False) -> None:
+    """Raise `UserError` if a token's result depends on its batch on this machine, where no d could be 0; or if products
+    are to run on DeepGEMM, and cannot."""
     allow_short_tiles(device.current())
+    if deepgemm and (reason := allow_deepgemm(device.current())) is not None:
+        raise user_error(
+            "numerics.deepgemm",
+            found=f"true, and {reason}",
+            expected="a Hopper GPU on which DeepGEMM gives the bits of our kernels",
+            remedy="Set numerics.deepgemm=false: products run on our kernels, with the same results.",
+        )
     variant = row_variant_ops(device.current())
     if variant:
         raise user_error(

@@ -127,16 +127,20 @@ def _weakest(machine: Machine) -> InstalledGpu | None:
     return min(machine.gpus, key=lambda gpu: gpu.capability) if machine.torch_sees else None
 
 
-def _shared_ops(machine: Machine, spec: QuantSpec) -> str:
+def _shared_ops(machine: Machine, spec: QuantSpec, deepgemm: bool) -> str:
     gpu = _weakest(machine)
     kernels = implementation_for(gpu.capability if gpu else None, spec) == "triton"
-    return "shared ops, Triton kernels" if kernels else "shared ops, torch" + ", emulated FP8" * spec.quantized
+    return (
+        "shared ops, Triton kernels" + ", FP8 products on DeepGEMM" * deepgemm * spec.quantized
+        if kernels
+        else "shared ops, torch" + ", emulated FP8" * spec.quantized
+    )
 
 
 def _trainer(machine: Machine, numerics: NumericsConfig) -> Side:
     spec, device = numerics.trainer_spec, _device(machine)
     if numerics.mode == "exact":
-        return Side("trainer", numerics.trainer, device, _shared_ops(machine, spec))
+        return Side("trainer", numerics.trainer, device, _shared_ops(machine, spec, numerics.deepgemm))
     ops = "TransformerEngine" if _has_te(machine) else "Megatron-core" + ", emulated FP8" * spec.quantized
     return Side("trainer", numerics.trainer, device, ops)
 
@@ -148,7 +152,7 @@ def _engine(machine: Machine, numerics: NumericsConfig) -> Side:
     )
     attention = _value(arguments, "--attention-backend") or "SGLang's choice"
     if numerics.mode == "exact":
-        ops = _shared_ops(machine, spec)
+        ops = _shared_ops(machine, spec, numerics.deepgemm)
     else:
         ops = "SGLang" + ", emulated FP8" * (spec.quantized and device == "cpu")
     return Side("engine", numerics.rollout, device, ops, attention)
@@ -226,6 +230,9 @@ def _of_the_arithmetic(machine: Machine, numerics: NumericsConfig) -> Iterator[R
         found = f"a token's result depends on its batch: {', '.join(machine.row_variant)}"
         expected = "row-invariant ops, in exact mode"
         yield Remark(True, "row invariance", found, expected, "Use another machine, or set numerics.mode=native.")
+    if machine.without_deepgemm is not None:
+        expected = "numerics.deepgemm: a Hopper GPU on which DeepGEMM gives the bits of our kernels"
+        yield Remark(True, "DeepGEMM", machine.without_deepgemm, expected, "Set numerics.deepgemm=false.")
 
 
 def _has_te(machine: Machine) -> bool:

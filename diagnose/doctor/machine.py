@@ -30,11 +30,13 @@ PROBE = """
 import json, sys
 from numerics.backend.compiler import enable_compiler
 from numerics.config import NumericsConfig
-from numerics.backend.probe import row_variant_ops
+from numerics.backend.probe import allow_deepgemm, row_variant_ops
 from trainer import device
-device.start(0, NumericsConfig.from_dict(json.loads(sys.argv[1])))
+numerics = NumericsConfig.from_dict(json.loads(sys.argv[1]))
+device.start(0, numerics)
 here = device.current()
-print(json.dumps([enable_compiler() if here == device.CPU else None, row_variant_ops(here)]))
+lacks = allow_deepgemm(here) if numerics.deepgemm else None
+print(json.dumps([enable_compiler() if here == device.CPU else None, row_variant_ops(here), lacks]))
 """
 PROBE_SECONDS = 120
 
@@ -66,6 +68,7 @@ class Machine:
     nvcc: path of CUDA's compiler, which SGLang's kernels are made with at run time.
     cc: path of the C compiler, which Triton's launchers are made with. cxx: the same for C++, which torch.compile uses
         on a CPU. compiles: whether it works.
+    without_deepgemm: why products cannot run on DeepGEMM, which the spec asks for.
     row_variant: ops that give a row other bits in another batch; None if the probe died, and `probe_error` is its end.
     """
 
@@ -87,6 +90,7 @@ class Machine:
     compiles: bool | None = None
     row_variant: tuple[str, ...] | None = ()
     probe_error: str = ""
+    without_deepgemm: str | None = None
 
 
 def gather(numerics: NumericsConfig, say: Callable[[str], object]) -> Machine:
@@ -101,7 +105,7 @@ def gather(numerics: NumericsConfig, say: Callable[[str], object]) -> Machine:
     driver, shown = _nvidia_smi()
     shown_libraries = {name: _version(name) for name in LIBRARIES}
     _import_what_conditions_need()
-    compiles, row_variant, probe_error = _answer(probe)
+    compiles, row_variant, without_deepgemm, probe_error = _answer(probe)
     return Machine(
         python=platform.python_version(),
         system=f"{platform.system()} {platform.machine()}",
@@ -121,6 +125,7 @@ def gather(numerics: NumericsConfig, say: Callable[[str], object]) -> Machine:
         compiles=compiles,
         row_variant=row_variant,
         probe_error=probe_error,
+        without_deepgemm=without_deepgemm,
     )
 
 
@@ -211,15 +216,16 @@ def _start_probe(numerics: NumericsConfig) -> subprocess.Popen[str]:
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-def _answer(probe: subprocess.Popen[str]) -> tuple[bool | None, tuple[str, ...] | None, str]:
-    """Whether torch.compile works, the ops that are not row-invariant, and the end of a probe that died."""
+def _answer(probe: subprocess.Popen[str]) -> tuple[bool | None, tuple[str, ...] | None, str | None, str]:
+    """Whether torch.compile works, the ops that are not row-invariant, what is in DeepGEMM's way, and the end of a
+    probe that died."""
     try:
         answered, complained = probe.communicate(timeout=PROBE_SECONDS)
     except subprocess.TimeoutExpired:
         probe.kill()
         probe.communicate()
-        return None, None, f"no answer within {PROBE_SECONDS} s"
+        return None, None, None, f"no answer within {PROBE_SECONDS} s"
     if probe.returncode != 0:
-        return None, None, (complained.strip().splitlines() or [f"exit code {probe.returncode}"])[-1]
-    compiles, variant = json.loads(answered.splitlines()[-1])
-    return compiles, tuple(variant), ""
+        return None, None, None, (complained.strip().splitlines() or [f"exit code {probe.returncode}"])[-1]
+    compiles, variant, without_deepgemm = json.loads(answered.splitlines()[-1])
+    return compiles, tuple(variant), without_deepgemm, ""

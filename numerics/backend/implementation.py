@@ -6,6 +6,7 @@ A process chooses once, at its start, by its device and the run's spec.
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 from collections.abc import Iterator
 from typing import Literal
 
@@ -20,6 +21,8 @@ FEWEST_CAPABILITY = (8, 9)
 """Compute capability from which a GPU converts to FP8."""
 _SMALL_CAPABILITY = (12, 0)
 """GPUs from this capability on have less shared memory again (99 KiB) than a product's tile takes."""
+_HOPPER = 9
+"""Major capability of the GPUs on which DeepGEMM multiplies by our formula; on later ones it scales otherwise."""
 _GROUP = 128
 # Weights in blocks alone: the gradient of the input sums over their rows, where the scales of groups change at each.
 _GRANULARITY: dict[str, Granularity] = {"weight": "block", "activation": "token_group", "gradient": "token_group"}
@@ -45,6 +48,13 @@ def implementation_for(capability: tuple[int, int] | None, spec: QuantSpec) -> I
     roles = {name: getattr(spec, name) for name in _GRANULARITY}
     known = all(not role.quantized or _known(role, _GRANULARITY[name]) for name, role in roles.items())
     return "triton" if known else "torch"
+
+
+def deepgemm_lacks(capability: tuple[int, int] | None) -> str | None:
+    """What DeepGEMM's products lack on a device of this compute capability (None: a CPU); None: nothing."""
+    if capability is None or capability[0] != _HOPPER:
+        return "Hopper GPU (compute capability 9.0)"
+    return "DeepGEMM (the package sgl-deep-gemm)" if importlib.util.find_spec("deep_gemm") is None else None
 
 
 def _known(role: TensorSpec, granularity: Granularity) -> bool:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from numerics import ops
 from numerics.backend import dispatch
+from numerics.backend.implementation import capability_of, deepgemm_lacks
 from numerics.ops import ExpertWeights
 from numerics.ops.attention import KEY_CHUNK, KEY_SPLIT
 from numerics.ops.grouped import grouped_linear
@@ -102,6 +103,61 @@ def allow_short_tiles(device: torch.device | str) -> bool:
             "runs in tiles of 128, which is slower and changes no result"
         )
     return equal
+
+
+def allow_deepgemm(device: torch.device | str) -> str | None:
+    """Let FP8 products run on DeepGEMM where kernels run and its bits are theirs. Returns what stands in the way; None
+    if nothing does.
+
+    Every process decides for itself, before its first CUDA graph.
+    """
+    if lacking := deepgemm_lacks(capability_of(device)):
+        return f"no {lacking}"
+    if dispatch.installed() is None:
+        return "no kernels for the spec, which the products could be compared with"
+    from numerics.kernels import deepgemm
+
+    deepgemm.allow(None)
+    ours = _products(device)
+    deepgemm.allow(deepgemm.installed())
+    theirs = _products(device)
+    if different := [name for name, bits in ours.items() if not torch.equal(bits, theirs[name])]:
+        deepgemm.allow(None)
+        return f"other bits than those of the Triton kernel, in {', '.join(different)}"
+    return None
+
+
+_DENSE = ((1, 384, 512), (65, 192, 2048), (130, 4096, 256), (192, 2048, 768), (4096, 1536, 2048))
+"""Rows, N and K of products that two implementations are compared in: ragged and whole tiles, narrow and wide ones."""
+_GROUPED = ((300, 0, 213), 384, 512)
+"""Rows of each expert, N and K."""
+
+
+@torch.no_grad()
+def _products(device: torch.device | str) -> dict[str, Tensor]:
+    from numerics.kernels.gemm import gemm
+    from numerics.kernels.grouped import grouped_gemm
+    from numerics.kernels.tiles import make_tiles
+
+    generator, found = torch.Generator().manual_seed(2), {}
+
+    def random(*shape: int) -> Tensor:
+        """Normal numbers, of which rows differ in size."""
+        sizes = torch.exp2(torch.randint(-6, 7, (*shape[:-1], 1), generator=generator))
+        return (torch.randn(*shape, generator=generator) * sizes).to(device=device, dtype=torch.bfloat16)
+
+    counts, wide, deep = _GROUPED
+    rows, matrices = random(sum(counts), deep), random(len(counts), wide, deep)
+    dense = [(random(m, k), random(n, k)) for m, n, k in _DENSE]
+    for preset in ("fp8_block_pow2", "fp8_block_fp32"):
+        spec = QuantSpec.preset(preset)
+        for (x, w), (m, n, k) in zip(dense, _DENSE, strict=True):
+            a, b = quantize(x, spec.activation), quantize(w, spec.weight)
+            found[f"{m} x {n} x {k} in {preset}"] = gemm(a, b, torch.bfloat16)
+        tiles = make_tiles(torch.tensor(counts, device=rows.device), len(rows))
+        a, b = quantize(rows, spec.activation), quantize(matrices, spec.weight)
+        found[f"experts in {preset}"] = grouped_gemm(a, b, tiles, torch.bfloat16)
+    return found
 
 
 @torch.no_grad()

@@ -29,6 +29,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from numerics.errors import user_error
+from numerics.kernels import deepgemm
 from numerics.kernels.arithmetic import cast, dot
 from numerics.kernels.heights import TALL, tile_height, warps
 from numerics.kernels.rounding import GROUP
@@ -75,6 +76,8 @@ def product(a: Any, b: Any, dtype: torch.dtype, k_splits: int = 1, tiles: Tiles 
             expected=f"a number that cuts K = {k} into equal multiples of {depth}",
             remedy="Use the trainer's tensor-parallel size, and one that divides K so.",
         )
+    if (done := deepgemm.product(a, b, dtype, k_splits, tiles)) is not None:
+        return done
     out = torch.empty(rows, n, dtype=dtype, device=left.device)
     if not out.numel() or not k:
         return out.zero_()

@@ -100,6 +100,9 @@ class NumericsSection(Section):
     router_replay: RouterReplay = "off"
     """`record`: the engine reports each token's experts, and their agreement with the trainer's is measured. `replay`:
     the trainer takes the engine's experts (R3)."""
+    deepgemm: bool = False
+    """FP8 products run on DeepGEMM, on Hopper GPUs, in exact mode. Its formula is that of the Triton kernels. Each
+    process compares the bits when it starts, and does not start where they differ."""
 
     @field_validator("router_replay", mode="before")
     @classmethod
@@ -131,6 +134,7 @@ class NumericsSection(Section):
             rollout=self.rollout,
             k_splits=tp if self.mode == "exact" else 1,
             router_replay=self.router_replay,
+            deepgemm=self.deepgemm,
         )
 
     @model_validator(mode="after")

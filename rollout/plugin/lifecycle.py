@@ -12,7 +12,7 @@ from models import read_model
 from models.tensors import EngineRank
 from numerics.backend.compiler import enable_compiler
 from numerics.backend.implementation import choose
-from numerics.backend.probe import allow_short_tiles
+from numerics.backend.probe import allow_deepgemm, allow_short_tiles
 from rollout import protocol
 from rollout.plugin import op_probe, sleeping
 from rollout.plugin.forms import check_forms
@@ -54,6 +54,8 @@ def after_load_model(result: Any, self: Any, *args: Any, **kwargs: Any) -> None:
     if current.numerics.mode == "exact":
         _leave_factor_to_routers(self.model)
         allow_short_tiles(device)
+        if current.numerics.deepgemm:
+            current.without_deepgemm = allow_deepgemm(device)
         check_forms(definition.forward, current.provides)
     rank = EngineRank(self.ps.tp_rank, self.ps.tp_size)
     current.weights.attach(self.model, definition, self.server_args.weight_version, rank)

@@ -28,6 +28,7 @@ class EngineState:
     provides: tuple[str, ...] = ()
     implementation: Implementation = "torch"
     row_variant: tuple[str, ...] | None = None
+    without_deepgemm: str | None = None
     released: dict[str, list[tuple[torch.UntypedStorage, int]]] = dataclasses.field(default_factory=dict)
     """What sleeps, by tag, and where it was done here the memory that was freed for it, with its bytes."""
 
@@ -65,6 +66,7 @@ def report(runner: Any) -> EngineReport:
         weight_version=current.weights.version,
         row_variant_ops=current.row_variant if exact else None,
         implementation=current.implementation,
+        without_deepgemm=current.without_deepgemm,
         threads=torch.get_num_threads(),
         dtype=str(runner.dtype).removeprefix("torch."),
         kv_cache_dtype=str(runner.kv_cache_dtype).removeprefix("torch."),

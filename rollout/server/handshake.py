@@ -23,6 +23,7 @@ _REMEDIES = {
     "weight_version": "Sync the weights before sampling.",
     "row_variant_ops": "On this machine a row's result depends on its batch: exact mode cannot run here.",
     "implementation": "Trainer and engine must run on GPUs of one kind, or both on CPUs.",
+    "without_deepgemm": "Set numerics.deepgemm=false, or mend it in the engine's environment.",
     "threads": "Set OMP_NUM_THREADS in the engine's environment.",
     "dtype": "Start the engine in BF16.",
     "kv_cache_dtype": "Start the engine without --kv-cache-dtype.",

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import torch
 
 from models import Model, ModelSizes
 from models.stored import check_stored
+from numerics.backend.implementation import capability_of, deepgemm_lacks
 from numerics.errors import user_error
 from rl.experiment import Experiment
 from rl.experiment.preconditions.algorithm import check_algorithm
@@ -44,6 +46,7 @@ def check(experiment: Experiment, say: Callable[[str], object] = lambda text: No
     """
     if experiment.numerics.mode == "exact":
         _check_sampling(experiment)
+        _check_deepgemm(experiment)
     check_algorithm(experiment)
     check_wandb(experiment.tracking.wandb)
     model = read_model(path := Path(experiment.model.path))
@@ -91,6 +94,19 @@ def _check_sampling(experiment: Experiment) -> None:
                 expected=f"{off} (off) in exact mode",
                 remedy=f"Remove rollout.{name}: reported logprobs precede its renormalisation.",
             )
+
+
+def _check_deepgemm(experiment: Experiment) -> None:
+    """Whether DeepGEMM, if it is asked for, is here; its bits are compared where it is to run. A cluster that is not
+    ours knows its machines."""
+    asked = experiment.numerics.deepgemm and "RAY_ADDRESS" not in os.environ
+    if asked and (lacking := deepgemm_lacks(capability_of("cuda" if torch.cuda.is_available() else "cpu"))):
+        raise user_error(
+            "numerics.deepgemm",
+            found=f"true, and no {lacking} here",
+            expected="a Hopper GPU and DeepGEMM",
+            remedy="Set numerics.deepgemm=false: products run on our kernels, with the same results.",
+        )
 
 
 def _check_context(sizes: ModelSizes, experiment: Experiment) -> None:
