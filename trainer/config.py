@@ -61,9 +61,12 @@ class TrainerConfig(RateConfig):
     pp: int = Field(default=1, ge=1)
     """Pipeline-parallel ranks; the number of layers is a multiple of it."""
     ep: int = Field(default=1, ge=1)
-    """Expert-parallel ranks; they are taken from the tp * dp ranks, so ep divides that product."""
+    """Expert-parallel ranks; they are taken from the tp * dp * cp ranks, so ep divides that product."""
     dp: int = Field(default=1, ge=1)
-    """Data-parallel replicas; the trainer has tp * pp * dp ranks."""
+    """Data-parallel replicas; the trainer has tp * pp * dp * cp ranks."""
+    cp: int = Field(default=1, ge=1)
+    """Context-parallel ranks, which share the tokens of each row, so that longer rows fit. No log-probability changes.
+    Gradients of weights are added up over the tokens in another order. Exact mode only, without `packing`."""
     weight_decay: float = Field(default=0.0, ge=0.0, le=100.0)
     """AdamW's weight decay, apart from the gradient."""
     adam_beta1: float = Field(default=0.9, ge=0.0, lt=1.0)
@@ -105,5 +108,15 @@ class TrainerConfig(RateConfig):
 
     @property
     def world_size(self) -> int:
-        """Ranks of the trainer; expert parallelism shares the ranks of tp and dp."""
-        return self.tp * self.pp * self.dp
+        """Ranks of the trainer; expert parallelism shares the ranks of tp, dp and cp."""
+        return self.stage_size * self.pp
+
+    @property
+    def stage_size(self) -> int:
+        """Ranks of a pipeline stage."""
+        return self.tp * self.copies
+
+    @property
+    def copies(self) -> int:
+        """Ranks that hold the same dense weights, whether they share rows or tokens."""
+        return self.dp * self.cp

@@ -18,7 +18,7 @@ from trainer.distributed.layout import Layout
 from trainer.megatron import te_runtime
 from trainer.megatron.lowering import lower
 from trainer.megatron.model import build_model
-from trainer.megatron.model_checks import check_layout, check_packing
+from trainer.megatron.model_checks import check_layout, check_packing, check_sharing
 from trainer.modules.precision import Precision
 from trainer.modules.weights import matrices
 from trainer.step.batch import TokenBatch
@@ -60,6 +60,7 @@ class Scorer:
         sizes = self.definition.sizes
         check_layout(sizes, config, numerics.trainer_spec)
         check_packing(config.packing, numerics.mode, device.has_transformer_engine())
+        check_sharing(config, numerics.mode)
         _check_sequence_length(max_sequence_length, sizes.max_positions)
         _check_k_splits(config, numerics)
         self.max_sequence_length = max_sequence_length

@@ -26,12 +26,12 @@ def on_gpus(layout: TrainerConfig, gpus: int) -> TrainerConfig:
     """The layout with as many replicas as the GPUs allow. Raises UserError: they do not divide."""
     if gpus < 1:
         raise user_error("--gpus", found=gpus, expected="1 or more", remedy="Give the number of GPUs of the trainer.")
-    each = layout.tp * layout.pp
+    each = layout.tp * layout.pp * layout.cp
     if gpus % each:
         raise user_error(
             "--gpus",
             found=gpus,
-            expected=f"a multiple of trainer.tp * trainer.pp = {layout.tp} * {layout.pp}",
+            expected=f"a multiple of trainer.tp * trainer.pp * trainer.cp = {layout.tp} * {layout.pp} * {layout.cp}",
             remedy=f"Give {max(1, gpus // each) * each}, or change the layout.",
         )
     return layout.model_copy(update={"dp": gpus // each})
@@ -116,7 +116,7 @@ def layouts(shape: Shape, base: TrainerConfig, gpus: int, spec: QuantSpec) -> It
     for tp in _divisors(gpus, GPUS_PER_NODE):
         for pp in _divisors(gpus // tp, min(MOST_STAGES, sizes.layers)):
             for ep in _experts_ranks(sizes):
-                layout = base.model_copy(update={"tp": tp, "pp": pp, "ep": ep, "dp": gpus // tp // pp})
+                layout = base.model_copy(update={"tp": tp, "pp": pp, "ep": ep, "dp": gpus // tp // pp, "cp": 1})
                 try:
                     check(shape, layout, spec)
                 except UserError:

@@ -64,7 +64,9 @@ def _heading(plan: Plan) -> RenderableType:
     lines = [
         f"{plan.subject}: {plan.parameters:,} parameters, {plan.active_parameters:,} of them multiply a token",
         f"  {plan.training_flops / 1e9:.3g} GFLOP a token at {job.length:,} tokens; {plan.kv_bytes:,} bytes in a cache",
-        f"{plan.gpus} x {plan.gpu.name}, tp {layout.tp} pp {layout.pp} ep {layout.ep} dp {layout.dp}, {numerics}",
+        f"{plan.gpus} x {plan.gpu.name}, tp {layout.tp} pp {layout.pp} ep {layout.ep} dp {layout.dp}"
+        + (f" cp {layout.cp}" if layout.cp > 1 else "")
+        + f", {numerics}",
         f"  {job.rows:,} rows of {job.length:,} tokens a step, {job.micro_batches} micro-batches of "
         f"{job.micro_batch:,}" + (f"; engines of {job.engine_tp}" if job.engines else ""),
     ]

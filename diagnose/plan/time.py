@@ -79,14 +79,14 @@ def _of_stage(job: Job, gpu: Gpu, rates: Rates, stage: int) -> StepTime:
     quantization = sum(_operand_bytes(job, each) * each.again for each in parts if each.fp8) / bandwidth
     layers = _layers(job, stage)
     share = len(layers) / job.shape.sizes.layers / job.layout.tp
-    forward = job.shape.attention_flops(job.length / 2) * share * job.micro_batch
+    forward = job.shape.attention_flops(job.length / 2) * share * job.rank_tokens
     attention = (
         forward
         * (1 + (job.layout.recompute in ("attention", "layer")) + BACKWARD_ATTENTION)
         / (gpu.bf16 * rates.attention)
     )
-    kept = sum(job.shape.activations(layer).bf16 for layer in layers) * job.micro_batch / job.layout.tp
-    logits = LOGIT_BYTES * job.shape.sizes.vocab_size * job.micro_batch if stage == job.layout.pp - 1 else 0.0
+    kept = sum(job.shape.activations(layer).bf16 for layer in layers) * job.rank_tokens / job.layout.tp
+    logits = LOGIT_BYTES * job.shape.sizes.vocab_size * job.rank_tokens if stage == job.layout.pp - 1 else 0.0
     elementwise = PASSES * (kept + logits) / bandwidth
     launches = LAUNCH_S * (4 / 3 if job.layout.recompute == "layer" else 1.0) * kernels(job, stage)
     transfers = 0.0 if rates.hidden else layer_transfers(job, gpu, rates, layers)
@@ -152,9 +152,9 @@ def _products(job: Job, stage: int) -> Iterator[_Product]:
 def _product(job: Job, weight: WeightGroup, layers: int, fp8: bool) -> _Product:
     tp, experts, again = job.layout.tp, weight.share == "experts", 4 / 3 if _twice(job, weight) else 1.0
     if experts:  # the tokens of all ranks, taken k times, on the experts of all ranks
-        rows, n, k = job.micro_batch / tp * weight.taken, weight.rows, weight.columns
+        rows, n, k = job.rank_tokens / tp * weight.taken, weight.rows, weight.columns
         return _Product(rows, n, k, weight.copies // job.layout.ep, layers, experts, fp8, again)
-    rows = job.micro_batch if weight.share == "split" else job.micro_batch / tp
+    rows = job.rank_tokens if weight.share == "split" else job.rank_tokens / tp
     parts = tp if weight.share == "split" else 1
     return _Product(rows, weight.rows // parts, weight.columns, 1, layers, experts, fp8, again)
 
@@ -162,7 +162,7 @@ def _product(job: Job, weight: WeightGroup, layers: int, fp8: bool) -> _Product:
 def _twice(job: Job, weight: WeightGroup) -> bool:
     """Whether the trainer computes a product's forward in the backward as well."""
     if weight.place == "last":
-        return job.micro_batch > job.layout.head_chunk_tokens
+        return job.rank_tokens > job.layout.head_chunk_tokens
     inside = weight.name == "router" or weight.name.startswith(("experts", "mlp", "shared"))
     return job.layout.recompute == "layer" or (job.layout.recompute == "experts" and inside)
 
@@ -205,7 +205,7 @@ def product_bytes(job: Job) -> float:
 
 def _update(job: Job, bandwidth: float, stage: int) -> float:
     """Seconds of the optimizer, and of quantizing each weight from BF16 into codes both ways."""
-    rank = stage * job.layout.tp * job.layout.dp
+    rank = stage * job.layout.stage_size
     on_gpu = job.layout.model_copy(update={"optimizer": OptimizerMemory()})
     states = state_bytes(job.shape, on_gpu, job.numerics, job.storage, rank).values()
     quantized = sum(each.layers * each.copies * each.n * each.k for each in _products(job, stage) if each.fp8)

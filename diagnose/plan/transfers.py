@@ -36,11 +36,16 @@ def layer_transfers(job: Job, gpu: Gpu, rates: Rates, layers: range) -> float:
     """Seconds of a micro-batch's transfers in these layers: sequence-parallel gathers and sums, tokens to experts."""
     sizes, layout = job.shape.sizes, job.layout
     moe = sum(sizes.has_experts(layer) for layer in layers)
-    token = 2.0 * sizes.hidden_size * job.micro_batch
+    token = 2.0 * sizes.hidden_size * job.rank_tokens
     seconds = 0.0
     if layout.tp > 1:  # forward: gathered and summed; backward: likewise, and gathered once more for the weights
         blocks = 2 * len(layers) - moe
         seconds += 5 * blocks * token * (layout.tp - 1) / layout.tp / (gpu.nvlink * rates.link)
+    if layout.cp > 1:  # keys and values, once more in the backward, where queries and their gradient come too
+        gathered = (
+            4.0 * (sizes.heads + (2 + (layout.recompute in ("attention", "layer"))) * sizes.kv_heads) * sizes.head_dim
+        )
+        seconds += len(layers) * gathered * job.micro_batch / layout.tp * _per_byte(layout.cp, layout.tp, gpu, rates)
     if layout.ep > 1:  # there and back, forward and backward
         seconds += _expert_bytes(job, layers) * _per_byte(layout.ep, 1, gpu, rates)
     return seconds
@@ -51,7 +56,7 @@ def _expert_bytes(job: Job, layers: range) -> float:
     them."""
     sizes = job.shape.sizes
     moe = sum(sizes.has_experts(layer) for layer in layers)
-    return 4.0 * moe * sizes.top_k * 2 * sizes.hidden_size * job.micro_batch / job.layout.tp
+    return 4.0 * moe * sizes.top_k * 2 * sizes.hidden_size * job.rank_tokens / job.layout.tp
 
 
 def sums(job: Job, gpu: Gpu, rates: Rates, stage: int) -> float:
@@ -66,9 +71,9 @@ def _shared(job: Job, stage: int) -> Iterator[tuple[float, int, int, float]]:
     """Elements of a rank's dense weights, and of its experts: with how many ranks it shares them, how far apart these
     are, and in how many bytes one is gathered."""
     layout = job.layout
-    states = state_bytes(job.shape, layout, job.numerics, job.storage, stage * layout.tp * layout.dp)
-    yield states["dense"].gradients / 4, layout.dp, layout.tp, _gathered_bytes(job, experts=False)
-    experts = layout.tp * layout.dp // layout.ep
+    states = state_bytes(job.shape, layout, job.numerics, job.storage, stage * layout.stage_size)
+    yield states["dense"].gradients / 4, layout.copies, layout.tp, _gathered_bytes(job, experts=False)
+    experts = layout.stage_size // layout.ep
     yield states["experts"].gradients / 4, experts, layout.ep, _gathered_bytes(job, experts=True)
 
 

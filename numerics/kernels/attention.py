@@ -22,7 +22,7 @@ import triton.language as tl
 
 from numerics.errors import user_error
 from numerics.kernels.arithmetic import cast, dot, load
-from numerics.kernels.attention_backward import LOG2_E, attention_backward
+from numerics.kernels.attention_backward import LOG2_E, attention_dkv, attention_dq
 from numerics.kernels.attention_chunks import divided, merge_chunk, merge_parts, no_keys, parts_of
 from numerics.kernels.heights import TALL, tile_height, warps
 from numerics.kernels.memory import dense_rows
@@ -45,21 +45,31 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, positions: torc
     return _Attention.apply(*(dense_rows(x) for x in (q, k, v)), positions, scale)
 
 
+def attention_forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, positions: torch.Tensor, scale: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """See `numerics.ops.attention.attention_forward`; the logarithm is that of `attention_backward`."""
+    _check(q, k, v)
+    q, k, v = (dense_rows(x) for x in (q, k, v))
+    batch, length, heads, dim = q.shape
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    logsumexp = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+    group = heads // k.shape[2]
+    _forward_kernel[triton.cdiv(length * group, TALL), k.shape[2], batch](
+        *(q, k, v, out, logsumexp, positions, positions, positions, positions, out, out, out),
+        *(*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *positions.stride()),
+        *(batch, length, k.shape[1], heads, scale * LOG2_E),
+        **_constants(CONTIGUOUS, 1, group, dim, TALL, k.shape[1]),
+    )
+    return out, out, logsumexp
+
+
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, positions: torch.Tensor, scale: float
     ) -> torch.Tensor:
-        batch, length, heads, dim = q.shape
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        logsumexp = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
-        group = heads // k.shape[2]
-        _forward_kernel[triton.cdiv(length * group, TALL), k.shape[2], batch](
-            *(q, k, v, out, logsumexp, positions, positions, positions, positions, out, out, out),
-            *(*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *positions.stride()),
-            *(batch, length, k.shape[1], heads, scale * LOG2_E),
-            **_constants(CONTIGUOUS, 1, group, dim, TALL, k.shape[1]),
-        )
+        out, _, logsumexp = attention_forward(q, k, v, positions, scale)
         ctx.save_for_backward(q, k, v, positions, out, logsumexp)
         ctx.scale = scale
         return out
@@ -67,8 +77,8 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, None, None]:
         q, k, v, positions, out, logsumexp = ctx.saved_tensors
-        dout = dense_rows(grads[0])
-        return *attention_backward(dout, q, k, v, positions, out, logsumexp, ctx.scale), None, None
+        dq, delta = attention_dq(grads[0], q, k, v, positions, out, logsumexp, ctx.scale)
+        return dq, *attention_dkv(grads[0], q, k, v, positions, logsumexp, delta, ctx.scale), None, None
 
 
 def packed_attention(
@@ -107,7 +117,8 @@ class _PackedAttention(torch.autograd.Function):
         *saved, lengths = ctx.saved_tensors
         q, k, v, positions, out, logsumexp = (x[None] for x in saved)
         dout = dense_rows(grads[0])[None]
-        dq, dk, dv = attention_backward(dout, q, k, v, positions, out, logsumexp, ctx.scale, lengths)
+        dq, delta = attention_dq(dout, q, k, v, positions, out, logsumexp, ctx.scale, lengths)
+        dk, dv = attention_dkv(dout, q, k, v, positions, logsumexp, delta, ctx.scale, lengths)
         return dq[0], dk[0], dv[0], None, None
 
 

@@ -1,4 +1,4 @@
-"""The gradient of `numerics.kernels.attention`, in the two kernels of FlashAttention 2 (Dao 2023), without atomics.
+"""The gradient of `numerics.kernels.attention`, by the two kernels of FlashAttention 2 (Dao 2023), without atomics.
 
 The weights are computed anew from the saved log-sum-exp. One kernel holds a tile of queries and adds over the keys
 (dq), the other holds a tile of keys and adds over the queries, and over the heads that share the key (dk and dv), each
@@ -16,47 +16,78 @@ import triton
 import triton.language as tl
 
 from numerics.kernels.arithmetic import cast, dot, load
+from numerics.kernels.memory import dense_rows
 from numerics.kernels.sequences import find_sequence
 
 LOG2_E = math.log2(math.e)
 """exp(x) = exp2(x * LOG2_E)"""
+_LARGE, _SMALL = (128, 64), (64, 64)  # rows or keys that a program holds, and that it takes at a time
 
 
-def attention_backward(
+def attention_dq(
     dout: torch.Tensor,
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
     positions: torch.Tensor,
-    out: torch.Tensor,
+    result: torch.Tensor,
     logsumexp: torch.Tensor,
     scale: float,
     lengths: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """dq [B, Q, heads, D], dk and dv [B, T, kv heads, D] in BF16; their arguments' last strides are 1.
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """dq BF16 [B, Q, heads, D], and what the softmax's gradient subtracts in each row, FP32 [B, Q, heads].
 
     logsumexp: FP32 [B, Q, heads], log2 of the sum of exp2(score * scale * LOG2_E). lengths: of sequences that lie end
     to end in a batch of one, whose queries and keys are the same tokens.
     """
-    batch, length, heads, dim = q.shape
-    keys, key_heads = k.shape[1:3]
-    group = heads // key_heads
-    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
-    delta = torch.empty_like(logsumexp)  # of each row, what the softmax's gradient subtracts
-    tensors = (q, k, v, dout, out, logsumexp, delta, positions)
-    strides = [*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *dout.stride()[:3], *positions.stride()]
-    sizes = (length, keys, heads, scale * LOG2_E, scale)
-    long, short = (128, 64) if dim <= 128 else (64, 64)
+    q, k, v, dout = (dense_rows(x) for x in (q, k, v, dout))
+    dq, delta = torch.empty(q.shape, dtype=q.dtype, device=q.device), torch.empty_like(logsumexp)
+    rows, sequences = q.shape[1] * q.shape[2] // k.shape[2], 0 if lengths is None else len(lengths)
+    long, short = _LARGE if q.shape[3] <= 128 else _SMALL
+    _dq_kernel[_tiles(rows, long, sequences), k.shape[2], len(q)](
+        *_before((q, k, v, dout, result, logsumexp, delta, positions), lengths), dq, *_after(q, k, v, dout, positions),
+        *(scale * LOG2_E, scale), ROWS=long, KEYS=short, **_constants(q, k, lengths),
+    )  # fmt: skip
+    return dq, delta
+
+
+def attention_dkv(
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    positions: torch.Tensor,
+    logsumexp: torch.Tensor,
+    delta: torch.Tensor,
+    scale: float,
+    lengths: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """dk and dv BF16 [B, T, kv heads, D], of arguments as in `attention_dq`, which gives `delta`."""
+    q, k, v, dout = (dense_rows(x) for x in (q, k, v, dout))
+    dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (k, v))
+    long, short = _LARGE if q.shape[3] <= 128 else _SMALL
+    _dkv_kernel[_tiles(k.shape[1], long, 0 if lengths is None else len(lengths)), k.shape[2], len(q)](
+        *_before((q, k, v, dout, q, logsumexp, delta, positions), lengths), dk, dv, *_after(q, k, v, dout, positions),
+        *(scale * LOG2_E, scale), ROWS=short, KEYS=long, **_constants(q, k, lengths),
+    )  # fmt: skip
+    return dk, dv
+
+
+def _before(tensors: tuple[torch.Tensor, ...], lengths: torch.Tensor | None) -> tuple[Any, ...]:
+    return *tensors, tensors[-1] if lengths is None else lengths, 0 if lengths is None else len(lengths)
+
+
+def _after(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Tensor, positions: torch.Tensor
+) -> tuple[int, ...]:
+    strides = *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *dout.stride()[:3], *positions.stride()
+    return *strides, q.shape[1], k.shape[1], q.shape[2]
+
+
+def _constants(q: torch.Tensor, k: torch.Tensor, lengths: torch.Tensor | None) -> dict[str, Any]:
     packed = 0 if lengths is None else triton.next_power_of_2(len(lengths))
-    own = (positions if lengths is None else lengths, 0 if lengths is None else len(lengths))
-    constants: dict[str, Any] = {"PACKED": packed, "GROUP": group, "D": dim, "num_warps": 8, "num_stages": 2}
-    _dq_kernel[_tiles(length * group, long, own[1]), key_heads, batch](
-        *(*tensors, *own, dq, *strides, *sizes), ROWS=long, KEYS=short, **constants
-    )
-    _dkv_kernel[_tiles(keys, long, own[1]), key_heads, batch](
-        *(*tensors, *own, dk, dv, *strides, *sizes), ROWS=short, KEYS=long, **constants
-    )
-    return dq, dk, dv
+    sizes = {"PACKED": packed, "GROUP": q.shape[2] // k.shape[2], "D": q.shape[3]}
+    return sizes | {"num_warps": 8, "num_stages": 2}
 
 
 def _tiles(rows: int, height: int, sequences: int) -> int:

@@ -5,7 +5,14 @@ it. Each names its rounding points and its order of reduction. What a CPU's matr
 checked at start by `numerics.backend.probe`.
 """
 
-from numerics.ops.attention import attention, packed_attention, paged_attention
+from numerics.ops.attention import (
+    attention,
+    attention_dkv,
+    attention_dq,
+    attention_forward,
+    packed_attention,
+    paged_attention,
+)
 from numerics.ops.draw import draw
 from numerics.ops.experts import ExpertWeights, combine, experts, group_by_expert
 from numerics.ops.linear import (
@@ -31,6 +38,9 @@ __all__ = [
     "add_bias",
     "add_rms_norm",
     "attention",
+    "attention_dkv",
+    "attention_dq",
+    "attention_forward",
     "combine",
     "draw",
     "experts",

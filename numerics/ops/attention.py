@@ -9,7 +9,7 @@ a query do not change its result.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -91,45 +91,107 @@ def packed_attention(
     return torch.cat(results)[tokens.argsort()]
 
 
+@op
+def attention_forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, positions: torch.Tensor, scale: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`attention`, without a gradient, and what its gradient is made of: the result [B, Q, heads, D], unrounded here,
+    and the logarithm of the sum of each row's weights, FP32 [B, Q, heads]."""
+    groups = k.shape[2]
+    queries, rows = _fold_queries(q, groups), q.shape[1] * q.shape[2] // groups
+    padding = max(0, FEWEST_ROWS - rows)
+    queries = F.pad(queries, (0, 0, 0, padding))
+    limits = F.pad(_row_positions(positions, q.shape[2] // groups, groups), (0, 0, 0, padding))
+    keys, values = _fold_keys(k), _fold_keys(v)
+
+    peak, total, out = _attend_chunk(queries, keys[:, :KEY_CHUNK], values[:, :KEY_CHUNK], 0, limits, scale)
+    for start in range(KEY_CHUNK, keys.shape[1], KEY_CHUNK):
+        chunk = slice(start, start + KEY_CHUNK)
+        own = _attend_chunk(queries, keys[:, chunk], values[:, chunk], start, limits, scale)
+        peak, total, out = _merge_chunk((peak, total, out), own)
+    result = _unfold_rows((out / total)[:, :rows], q.shape)
+    return result.to(q.dtype), result, _unfold_rows((peak + total.log())[:, :rows], (*q.shape[:3], 1))[..., 0]
+
+
+@op
+def attention_dq(
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    positions: torch.Tensor,
+    result: torch.Tensor,
+    logsumexp: torch.Tensor,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The gradient of the queries, and what the softmax's gradient subtracts in each row, FP32 [B, Q, heads]."""
+    delta = (dout.float() * result.float()).sum(-1)
+    _, dscores = _weights(dout, q, k, v, positions, logsumexp, delta, scale)
+    return _unfold_rows(torch.bmm(dscores, _fold_keys(k)), q.shape).to(q.dtype), delta
+
+
+@op
+def attention_dkv(
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    positions: torch.Tensor,
+    logsumexp: torch.Tensor,
+    delta: torch.Tensor,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The gradients of keys and values from all queries. The keys may be some of a sequence's, next to each other, and
+    positions are counted from the first of them: negative of a query that sees none."""
+    weights, dscores = _weights(dout, q, k, v, positions, logsumexp, delta, scale)
+    return _of_keys(dscores, q, k), _of_keys(weights, dout, v)
+
+
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, positions: torch.Tensor, scale: float
     ) -> torch.Tensor:
-        groups = k.shape[2]
-        queries, rows = _fold_queries(q, groups), q.shape[1] * q.shape[2] // groups
-        padding = max(0, FEWEST_ROWS - rows)
-        queries = F.pad(queries, (0, 0, 0, padding))
-        limits = F.pad(_row_positions(positions, q.shape[2] // groups, groups), (0, 0, 0, padding))
-        keys, values = _fold_keys(k), _fold_keys(v)
-
-        peak, total, out = _attend_chunk(queries, keys[:, :KEY_CHUNK], values[:, :KEY_CHUNK], 0, limits, scale)
-        for start in range(KEY_CHUNK, keys.shape[1], KEY_CHUNK):
-            chunk = slice(start, start + KEY_CHUNK)
-            own = _attend_chunk(queries, keys[:, chunk], values[:, chunk], start, limits, scale)
-            peak, total, out = _merge_chunk((peak, total, out), own)
-        result = (out / total)[:, :rows]
-        ctx.save_for_backward(q, k, v, positions, result, (peak + total.log())[:, :rows])
+        out, result, logsumexp = attention_forward(q, k, v, positions, scale)
+        ctx.save_for_backward(q, k, v, positions, result, logsumexp)
         ctx.scale = scale
-        return _unfold_queries(result, q)
+        return out
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, None, None]:
-        """The gradient of softmax attention in FP32, from the saved log-sum-exp (Dao et al. 2022, without tiling)."""
         q, k, v, positions, result, logsumexp = ctx.saved_tensors
-        groups, length = k.shape[2], k.shape[1]
-        queries, keys, values = _fold_queries(q, groups), _fold_keys(k), _fold_keys(v)
-        dout = _fold_queries(grads[0], groups)
-        limits = _row_positions(positions, q.shape[2] // groups, groups)
-        seen = torch.arange(keys.shape[1], device=q.device) <= limits
-        scores = (torch.bmm(queries, keys.transpose(1, 2)) * ctx.scale).masked_fill(~seen, -torch.inf)
-        weights = torch.exp(scores - logsumexp)
-        dweights = torch.bmm(dout, values.transpose(1, 2))
-        dscores = weights * (dweights - (dout * result).sum(-1, keepdim=True)) * ctx.scale
-        dq = _unfold_queries(torch.bmm(dscores, keys), q)
-        dk = _unfold_keys(torch.bmm(dscores.transpose(1, 2), queries), k, length)
-        dv = _unfold_keys(torch.bmm(weights.transpose(1, 2), dout), v, length)
-        return dq, dk, dv, None, None
+        delta = (grads[0].float() * result).sum(-1)
+        weights, dscores = _weights(grads[0], q, k, v, positions, logsumexp, delta, ctx.scale)
+        dq = _unfold_rows(torch.bmm(dscores, _fold_keys(k)), q.shape).to(q.dtype)
+        return dq, _of_keys(dscores, q, k), _of_keys(weights, grads[0], v), None, None
+
+
+def _weights(
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    positions: torch.Tensor,
+    logsumexp: torch.Tensor,
+    delta: torch.Tensor,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The weights of softmax attention from the saved log-sum-exp, and the gradient of its scores, FP32
+    [B * groups, rows, keys] (Dao et al. 2022, without tiling)."""
+    groups = k.shape[2]
+    queries, keys, values = _fold_queries(q, groups), _fold_keys(k), _fold_keys(v)
+    limits = _row_positions(positions, q.shape[2] // groups, groups)
+    seen = torch.arange(keys.shape[1], device=q.device) <= limits
+    scores = (torch.bmm(queries, keys.transpose(1, 2)) * scale).masked_fill(~seen, -torch.inf)
+    weights = torch.exp(scores - _fold_queries(logsumexp[..., None], groups))
+    dweights = torch.bmm(_fold_queries(dout, groups), values.transpose(1, 2))
+    return weights, weights * (dweights - _fold_queries(delta[..., None], groups)) * scale
+
+
+def _of_keys(weights: torch.Tensor, rows: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """rows [B, Q, heads, D], summed with weights for each key, in the shape of k or v."""
+    folded = torch.bmm(weights.transpose(1, 2), _fold_queries(rows, like.shape[2]))
+    return _unfold_keys(folded, like, like.shape[1])
 
 
 def _attend_chunk(
@@ -181,11 +243,11 @@ def _fold_queries(x: torch.Tensor, groups: int) -> torch.Tensor:
     )
 
 
-def _unfold_queries(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    batch, length, heads, dim = like.shape
+def _unfold_rows(x: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    """[B * groups, heads/groups * Q, D] -> [B, Q, heads, D], which is `shape`."""
+    batch, length, heads, dim = shape
     groups = x.shape[0] // batch
-    folded = x.reshape(batch, groups, heads // groups, length, dim).to(like.dtype)
-    return folded.permute(0, 3, 1, 2, 4).reshape(like.shape)
+    return x.reshape(batch, groups, heads // groups, length, dim).permute(0, 3, 1, 2, 4).reshape(*shape)
 
 
 def _fold_keys(x: torch.Tensor) -> torch.Tensor:

@@ -19,7 +19,7 @@ from rl.run.feed.ahead import FeedState
 from trainer.actor import TrainerDiedError, TrainerGroup
 from trainer.checkpoint.files import CONTENT, DamagedCheckpointError, check_digests, check_sizes, read_about
 
-_LAYOUT = {"trainer.tp", "trainer.pp", "trainer.ep", "trainer.dp"}
+_LAYOUT = {"trainer.tp", "trainer.pp", "trainer.ep", "trainer.dp", "trainer.cp"}
 
 
 def is_due(experiment: Experiment, step: int) -> bool:

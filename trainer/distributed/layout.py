@@ -1,7 +1,7 @@
 """Where a rank stands among the others: what everybody asks who splits something over ranks.
 
-The order is Megatron's: tensor-parallel ranks are neighbours, so are those that share the experts, and the stages of a
-pipeline are far apart.
+The order is Megatron's: tensor-parallel ranks are neighbours, next to them are those that share rows, so are those that
+share the experts, and the stages of a pipeline are far apart.
 """
 
 from __future__ import annotations
@@ -11,6 +11,9 @@ from typing import Any
 
 from trainer.config import TrainerConfig
 
+CHUNKS = 2
+"""Chunks of a row that each of the ranks has that share it."""
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -19,6 +22,7 @@ class Layout:
 
     Attributes:
         dp_rank, dp_size: its place among those that hold the same dense weights.
+        cp_rank, cp_size: its place among those of them that share the tokens of the same rows, which are neighbours.
         expert_dp_rank, expert_dp_size: its place among those that hold the same experts.
     """
 
@@ -30,6 +34,8 @@ class Layout:
     pp_size: int
     dp_rank: int
     dp_size: int
+    cp_rank: int
+    cp_size: int
     ep_rank: int
     ep_size: int
     expert_dp_rank: int
@@ -38,7 +44,7 @@ class Layout:
     @classmethod
     def of(cls, rank: int, config: TrainerConfig) -> Layout:
         """The place of rank 0 to `config.world_size` - 1, calculated."""
-        stage_size = config.tp * config.dp
+        stage_size = config.stage_size
         stage, inside = divmod(rank, stage_size)
         return cls(
             rank=rank,
@@ -48,7 +54,9 @@ class Layout:
             pp_rank=stage,
             pp_size=config.pp,
             dp_rank=inside // config.tp,
-            dp_size=config.dp,
+            dp_size=config.copies,
+            cp_rank=inside // config.tp % config.cp,
+            cp_size=config.cp,
             ep_rank=inside % config.ep,
             ep_size=config.ep,
             expert_dp_rank=inside // config.ep,
@@ -68,7 +76,17 @@ class Layout:
     @property
     def reports(self) -> bool:
         """Whether it is the one rank of its data-parallel share that hands results back."""
-        return self.last_stage and self.tp_rank == 0
+        return self.last_stage and self.tp_rank == 0 and self.cp_rank == 0
+
+    @property
+    def share(self) -> int:
+        """Which share of a batch's rows it has, of `shares`."""
+        return self.dp_rank // self.cp_size
+
+    @property
+    def shares(self) -> int:
+        """Into how many shares the rows of a batch fall."""
+        return self.dp_size // self.cp_size
 
     @property
     def tp_group(self) -> Any:
@@ -76,6 +94,13 @@ class Layout:
         from megatron.core import parallel_state
 
         return parallel_state.get_tensor_model_parallel_group()
+
+    @property
+    def cp_group(self) -> Any:
+        """The process group of the ranks that share the tokens of its rows."""
+        from megatron.core import parallel_state
+
+        return parallel_state.get_context_parallel_group()
 
     @property
     def dp_group(self) -> Any:

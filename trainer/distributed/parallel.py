@@ -47,6 +47,7 @@ def initialize(config: TrainerConfig, rank: int = 0, store: dist.Store | None = 
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=config.tp,
         pipeline_model_parallel_size=config.pp,
+        context_parallel_size=config.cp,
         expert_model_parallel_size=config.ep,
         expert_tensor_parallel_size=1,
         create_gloo_process_groups=False,
@@ -57,11 +58,12 @@ def initialize(config: TrainerConfig, rank: int = 0, store: dist.Store | None = 
     found = (
         parallel_state.get_tensor_model_parallel_rank(),
         parallel_state.get_pipeline_model_parallel_rank(),
-        parallel_state.get_data_parallel_rank(),
+        parallel_state.get_data_parallel_rank(with_context_parallel=True),
+        parallel_state.get_context_parallel_rank(),
         parallel_state.get_expert_model_parallel_rank(),
         parallel_state.get_expert_data_parallel_rank(),
     )
-    expected = (layout.tp_rank, layout.pp_rank, layout.dp_rank, layout.ep_rank, layout.expert_dp_rank)
+    expected = (layout.tp_rank, layout.pp_rank, layout.dp_rank, layout.cp_rank, layout.ep_rank, layout.expert_dp_rank)
     assert found == expected, f"found Megatron's places {found} of rank {rank}, expected {expected}"
     return layout
 

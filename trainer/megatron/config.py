@@ -87,6 +87,7 @@ def transformer_config(
         persist_layer_norm=False,
         tensor_model_parallel_size=config.tp,
         pipeline_model_parallel_size=config.pp,
+        context_parallel_size=config.cp,
         expert_model_parallel_size=config.ep,
         expert_tensor_parallel_size=1,
         sequence_parallel=config.tp > 1,

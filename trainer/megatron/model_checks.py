@@ -13,6 +13,7 @@ from numerics.config import Mode
 from numerics.errors import user_error
 from numerics.spec import QuantSpec
 from trainer.config import TrainerConfig
+from trainer.distributed.layout import CHUNKS
 from trainer.distributed.weight_gather import travels_in_fp8
 
 
@@ -40,11 +41,11 @@ def check_layout(sizes: ModelSizes, config: TrainerConfig, spec: QuantSpec) -> N
         )
     if sizes.moe:
         _require_divisor("trainer.ep", config.ep, "num_experts", sizes.experts)
-    if (tp * config.dp) % config.ep:
+    if config.stage_size % config.ep:
         raise user_error(
             "trainer.ep",
             found=config.ep,
-            expected=f"a divisor of tp * dp = {tp} * {config.dp}, whose ranks the experts are spread over",
+            expected=f"a divisor of tp * dp * cp = {tp} * {config.dp} * {config.cp}, whose ranks share the experts",
             remedy=f"Set trainer.dp={config.ep} or another multiple, or lower trainer.ep.",
         )
     _require_divisor("trainer.pp", config.pp, "num_hidden_layers", sizes.layers)
@@ -63,7 +64,7 @@ def check_wires(sizes: ModelSizes, config: TrainerConfig, spec: QuantSpec) -> No
         "trainer.gradient_wire": (config.gradient_wire, "fp32"),
         "trainer.weight_gather": (config.weight_gather, "bf16"),
     }
-    alone = config.dp == 1 and not (sizes.moe and config.tp > config.ep)  # experts are not split by tp
+    alone = config.copies == 1 and not (sizes.moe and config.tp > config.ep)  # experts are not split by tp
     for key, (wire, default) in wires.items():
         if alone and wire != default:
             raise user_error(
@@ -96,6 +97,40 @@ def check_packing(packing: bool, mode: Mode, transformer_engine: bool) -> None:
             found="true with numerics.mode=native and without TransformerEngine",
             expected="false: Megatron's own attention, which native mode has there, takes rows that are padded",
             remedy="Set trainer.packing=false, or numerics.mode=exact.",
+        )
+
+
+def check_sharing(config: TrainerConfig, mode: Mode, length: int | None = None) -> None:
+    """Check that context-parallel ranks can share rows.
+
+    length: tokens of the longest row, where it is known.
+
+    Raises:
+        UserError: attention is not ours, rows lie end to end, or the longest row is no whole number of chunks.
+    """
+    if config.cp == 1:
+        return
+    found, chunks = config.cp, CHUNKS * config.cp
+    if mode != "exact":
+        raise user_error(
+            "trainer.cp",
+            found=f"{found} with numerics.mode={mode}",
+            expected="1: the attention of native mode takes whole rows",
+            remedy="Set trainer.cp=1, or numerics.mode=exact.",
+        )
+    if config.packing:
+        raise user_error(
+            "trainer.cp",
+            found=f"{found} with trainer.packing=true",
+            expected="1: ranks share the tokens of rows that are padded",
+            remedy="Set trainer.packing=false, or trainer.cp=1.",
+        )
+    if length is not None and length % chunks:
+        raise user_error(
+            "rollout.context_length",
+            found=length,
+            expected=f"a multiple of {chunks}: trainer.cp={found} cuts each row into {chunks} chunks, two for a rank",
+            remedy=f"Set rollout.context_length={length // chunks * chunks or chunks}, or trainer.cp=1.",
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -16,7 +17,7 @@ from megatron.core.utils import get_model_config
 from torch import Tensor, nn
 
 from numerics.ranks import all_gathered
-from trainer.distributed.layout import Layout
+from trainer.distributed.layout import CHUNKS, Layout
 from trainer.errors import NonFiniteLossError
 from trainer.step.batch import UNKNOWN, TokenBatch
 from trainer.step.head import head_of
@@ -25,6 +26,7 @@ from trainer.step.objective import Objective
 from trainer.step.packing import PackedMicroBatch, plan_packed
 from trainer.step.reading import Reading, gpt_of, hidden_states, read_logprobs
 from trainer.step.routing import Routing, routing_of
+from trainer.step.sharing import SharedMicroBatch
 
 
 @dataclass(frozen=True)
@@ -63,7 +65,8 @@ def run_pass(
 
     Args:
         budget: tokens of a micro-batch, padding included.
-        multiple: rows, or the one that they are packed into, are padded to a multiple of this.
+        multiple: what the model takes of a row, or of the one that they are packed into, is padded to a multiple of
+            this.
         objective: None for scoring only. Otherwise `model` is in Megatron's data-parallel wrapper.
         read: what is made of the final hidden states.
         packing: rows lie end to end in a micro-batch.
@@ -73,8 +76,12 @@ def run_pass(
         UserError, ValueError: the batch has routes that this model cannot take; see
             :func:`trainer.step.routing.routing_of`.
     """
-    assign, form = (plan_packed, PackedMicroBatch) if packing else (plan, MicroBatch)
-    groups = assign(batch.lengths.tolist(), layout.dp_size, budget, multiple)[layout.dp_rank]
+    form: type[MicroBatch] = PackedMicroBatch if packing else MicroBatch
+    assign = plan_packed if packing else plan
+    if layout.cp_size > 1:
+        form = SharedMicroBatch
+        multiple = layout.cp_size * math.lcm(multiple, CHUNKS)
+    groups = assign(batch.lengths.tolist(), layout.shares, budget, multiple)[layout.share]
     get_model_config(model).finalize_model_grads_func = _finalize_sums
     with routing_of(model, batch, layout) as routing:
         # The last stage alone sees logits; the shapes given here are replaced by those of each micro-batch.

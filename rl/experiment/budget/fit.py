@@ -70,14 +70,15 @@ def largest_micro_batch(job: Job, memory: Memory, gpu_memory: float, slack: floa
     slack: part of the GPU's memory that stays free. Activations grow with the tokens, and logits up to a chunk; nothing
     else does.
     """
-    stage = (memory.rank or 0) // (job.layout.tp * job.layout.dp)
+    stage = (memory.rank or 0) // job.layout.stage_size
     logits = stage == job.layout.pp - 1
     per_token = activation_bytes(job, stage, 1)
     rest = memory.in_phase("train") - per_token * job.micro_batch - (logit_bytes(job) if logits else 0.0)
     free = gpu_memory * (1 - slack) - rest
     if any(memory.in_phase(phase) > gpu_memory * (1 - slack) for phase in PHASES if phase != "train"):
         return 0
-    most, chunk = free // (per_token + (logit_bytes(job, 1) if logits else 0.0)), job.layout.head_chunk_tokens
+    most = free // (per_token + (logit_bytes(job, 1) if logits else 0.0))
+    chunk = job.layout.head_chunk_tokens * job.layout.cp
     if logits and most > chunk:  # more tokens have no more logits
         most = max(chunk, (free - logit_bytes(job, chunk + 1)) // per_token)
     return max(0, int(most))

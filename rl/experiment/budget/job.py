@@ -77,6 +77,11 @@ class Job:
         return min(most, -(-self.rows // self.layout.dp) * self.length)
 
     @property
+    def rank_tokens(self) -> float:
+        """Those of them that a rank has: context-parallel ranks share rows."""
+        return self.micro_batch / self.layout.cp
+
+    @property
     def micro_batches(self) -> int:
         """Micro-batches of a step, in each data-parallel replica."""
         return -(-self.tokens // (self.layout.dp * self.micro_batch))

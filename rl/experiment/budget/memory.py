@@ -69,13 +69,13 @@ def trainer_state(job: Job, rank: int) -> dict[str, StateBytes]:
 def fullest_rank(job: Job) -> int:
     """The fullest rank of the first replica, where nothing is rounded down, in the stage with most bytes in
     training."""
-    stages = [stage * job.layout.tp * job.layout.dp for stage in range(job.layout.pp)]
+    stages = [stage * job.layout.stage_size for stage in range(job.layout.pp)]
     return max(stages, key=lambda rank: Memory(rank, _trainer(job, rank)).peak)
 
 
 def trainer_memory(job: Job, stage: int | None = None) -> Memory:
     """Memory of a GPU with a trainer rank alone: the fullest one of all, or of a pipeline stage."""
-    rank = fullest_rank(job) if stage is None else stage * job.layout.tp * job.layout.dp
+    rank = fullest_rank(job) if stage is None else stage * job.layout.stage_size
     return Memory(rank, _trainer(job, rank) | {"runtime": _through(RUNTIME_BYTES)})
 
 
@@ -112,12 +112,22 @@ def activation_bytes(job: Job, stage: int = 0, tokens: int | None = None) -> flo
     """Bytes of a pipeline stage's activations in training, without logits: those of all micro-batches that are under
     way.
 
-    Stage s of p holds p - s of them (1F1B). tokens: of a micro-batch, if not the job's.
+    Stage s of p holds p - s of them (1F1B). tokens: of a micro-batch, if not the job's. Context-parallel ranks share
+    them, and gather those of one layer.
     """
+    tokens = tokens or job.micro_batch
     layers = [_of_layer(job, layer) for layer in layers_of_stage(job.shape.sizes.layers, job.layout.pp, stage)]
     under_way = min(job.micro_batches, job.layout.pp - stage)
     per_token = sum(stays for stays, _ in layers) + max(back for _, back in layers) / under_way
-    return per_token * (tokens or job.micro_batch) / job.layout.tp * under_way
+    return (per_token / job.layout.cp * under_way + _gathered(job)) * tokens / job.layout.tp
+
+
+def _gathered(job: Job) -> float:
+    """Bytes per token of what context-parallel ranks gather in the backward of a layer: keys, values, queries and the
+    gradient of the result in BF16, two numbers of each query in FP32."""
+    sizes = job.shape.sizes
+    gathered = 4 * sizes.head_dim * (sizes.heads + sizes.kv_heads) + 8 * sizes.heads
+    return float(gathered) if job.layout.cp > 1 else 0.0
 
 
 def peak_on_a_cpu(job: Job) -> tuple[float, float]:
@@ -127,13 +137,13 @@ def peak_on_a_cpu(job: Job) -> tuple[float, float]:
     """
     rank = fullest_rank(job)
     state = sum(each.total for each in trainer_state(job, rank).values())
-    stage = rank // (job.layout.tp * job.layout.dp)
+    stage = rank // job.layout.stage_size
     layers = layers_of_stage(job.shape.sizes.layers, job.layout.pp, stage)
     kept = [job.shape.activations(layer) for layer in layers]
     attention, mlps, once, each = CPU_KEPT[job.numerics.mode, job.fp8]
     per_token = sum(attention * layer.attention + mlps * layer.mlp for layer in kept) + once * kept[0].attention
     under_way = min(job.micro_batches, job.layout.pp - stage)
-    tensors = state + per_token * job.micro_batch / job.layout.tp * under_way + each * job.shape.parameters
+    tensors = state + per_token * job.rank_tokens / job.layout.tp * under_way + each * job.shape.parameters
     if stage == job.layout.pp - 1:
         tensors += logit_bytes(job)
     return tensors, tensors + CPU_PROCESS_BYTES
@@ -142,10 +152,10 @@ def peak_on_a_cpu(job: Job) -> tuple[float, float]:
 def logit_bytes(job: Job, tokens: int | None = None) -> float:
     """6 bytes for each of the whole vocabulary's logits of a micro-batch, or of a chunk, beside which the gradient of
     the head's weight is added up in FP32; tensor parallelism shares the weight alone."""
-    sizes, tokens = job.shape.sizes, tokens or job.micro_batch
+    sizes, mine = job.shape.sizes, (tokens or job.micro_batch) / job.layout.cp
     chunk = job.layout.head_chunk_tokens
-    total = 4.0 * sizes.vocab_size * sizes.hidden_size / job.layout.tp if tokens > chunk else 0.0
-    return LOGIT_BYTES * sizes.vocab_size * min(tokens, chunk) + total
+    total = 4.0 * sizes.vocab_size * sizes.hidden_size / job.layout.tp if mine > chunk else 0.0
+    return LOGIT_BYTES * sizes.vocab_size * min(mine, chunk) + total
 
 
 def _of_layer(job: Job, layer: int) -> tuple[float, float]:
@@ -172,7 +182,7 @@ def cache_bytes(job: Job) -> float:
 
 
 def _trainer(job: Job, rank: int) -> dict[str, Mapping[Phase, float]]:
-    states, stage = trainer_state(job, rank), rank // (job.layout.tp * job.layout.dp)
+    states, stage = trainer_state(job, rank), rank // job.layout.stage_size
     found: dict[str, Mapping[Phase, float]] = {}
     for kind in ("parameters", "operands", "gradients", "masters", "moments", "padding"):
         for where, state in states.items():

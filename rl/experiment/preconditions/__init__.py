@@ -30,7 +30,7 @@ from rollout.rewards.config import RewardConfig
 from rollout.rewards.functions import load_function
 from trainer.device import has_transformer_engine
 from trainer.megatron.lowering import lower
-from trainer.megatron.model_checks import check_packing
+from trainer.megatron.model_checks import check_packing, check_sharing
 from trainer.megatron.optimizer_memory import lower_optimizer
 
 __all__ = ["check", "read_model"]
@@ -55,6 +55,7 @@ def check(experiment: Experiment, say: Callable[[str], object] = lambda text: No
     held_in_fp8 = bool(lowered.ddp.get("fp8_param_gather"))
     lower_optimizer(experiment.trainer.optimizer, held_in_fp8, torch.cuda.is_available(), has_transformer_engine())
     check_packing(experiment.trainer.packing, experiment.numerics.mode, has_transformer_engine())
+    check_sharing(experiment.trainer, experiment.numerics.mode, experiment.rollout.context_length)
     _check_context(model.sizes, experiment)
     tokenizer = read_tokenizer(path, model.sizes.vocab_size)
     check_data(experiment, tokenizer, say)

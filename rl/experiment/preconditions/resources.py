@@ -130,7 +130,7 @@ def check_shared_memory(shape: Shape, experiment: Experiment) -> None:
 def _state(shape: Shape, experiment: Experiment, stage: int) -> int:
     """Bytes that a rank of a pipeline stage holds from step to step on a CPU."""
     layout = experiment.trainer
-    rank = stage * layout.tp * layout.dp
+    rank = stage * layout.stage_size
     states = state_bytes(shape, layout, experiment.numerics_config(), "torch", rank)
     return sum(state.total for state in states.values())
 
@@ -139,7 +139,7 @@ def _on_the_host(job: Job, stage: int) -> int:
     """Bytes of the host that a rank takes beside its GPU: where its Adam runs there masters, two moments and gradients,
     all FP32; where trainer and engines take turns masters and moments."""
     layout = job.layout.model_copy(update={"optimizer": OptimizerMemory()})
-    rank = stage * layout.tp * layout.dp
+    rank = stage * layout.stage_size
     if job.layout.optimizer.offload:
         states = state_bytes(job.shape, layout, job.numerics, job.storage, rank)
         return 4 * sum(state.masters for state in states.values())

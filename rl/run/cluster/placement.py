@@ -83,9 +83,9 @@ def place_ranks(nodes: Sequence[Node], experiment: Experiment) -> list[Node]:
         if node is None:
             raise user_error(
                 "trainer",
-                found=f"tp * pp * dp = {count} ranks",
+                found=f"tp * pp * dp * cp = {count} ranks",
                 expected=f"at most the {seated.total()} free GPUs of {_listed(able)}, one for each",
-                remedy="Lower trainer.tp, trainer.pp or trainer.dp, or wait for GPUs that others use.",
+                remedy="Lower trainer.tp, trainer.pp, trainer.dp or trainer.cp, or wait for GPUs that others use.",
             )
         seated[node.id] += 1
         able = [_with_less(other, 1) if other.id == node.id else other for other in able]

@@ -212,7 +212,7 @@ def test_a_layout_is_chosen_that_fits_and_divides() -> None:
             "qwen3_4b",
             ("trainer.tp=4",),
             {"gpus": 6},
-            "--gpus: found 6, expected a multiple of trainer.tp * trainer.pp = 4",
+            "--gpus: found 6, expected a multiple of trainer.tp * trainer.pp * trainer.cp = 4",
         ),
         ("qwen3_30b_a3b", ("trainer.ep=16",), {"gpus": 8}, "trainer.ep: found 16, expected a divisor of tp * dp"),
         ("qwen3_30b_a3b", ("trainer.pp=5",), {"gpus": 5}, "trainer.pp: found 5, expected a divisor of the model's"),

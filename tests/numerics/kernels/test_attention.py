@@ -6,7 +6,8 @@ import torch
 from numerics import ops
 from numerics.errors import UserError
 from numerics.kernels import attention_chunks
-from numerics.kernels.attention import attention, packed_attention, paged_attention
+from numerics.kernels.attention import attention, attention_forward, packed_attention, paged_attention
+from numerics.kernels.attention_backward import attention_dkv, attention_dq
 from tests.support.kernels import DEVICE, random
 
 SCALE = 0.1
@@ -84,6 +85,24 @@ def test_positions_may_have_any_order():
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_gradients(shape):
     compare_gradients(*inputs(2, *shape))
+
+
+def test_keys_in_parts_get_the_gradients_that_they_get_together():
+    """As ranks that share a row take them: all queries, and some keys next to each other."""
+    q, k, v, positions = inputs(2, 230, 230, 4, 2, 64)
+    dout = random(*q.shape, seed=4)
+    _, result, logsumexp = attention_forward(q, k, v, positions, SCALE)
+    dq, delta = attention_dq(dout, q, k, v, positions, result, logsumexp, SCALE)
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    attention(*leaves, positions, SCALE).backward(dout)
+    assert torch.equal(dq, leaves[0].grad)
+    first = 0
+    for some in zip(k.split((70, 100, 60), 1), v.split((70, 100, 60), 1)):
+        own = slice(first, first + some[0].shape[1])
+        found = attention_dkv(dout, q, *some, positions - first, logsumexp, delta, SCALE)
+        for gradient, leaf in zip(found, leaves[1:]):
+            assert torch.equal(gradient, leaf.grad[:, own])
+        first = own.stop
 
 
 def compare_gradients(q, k, v, positions):

@@ -13,3 +13,13 @@ def test_every_rank_has_a_place_of_its_own() -> None:
     assert [(at.ep_rank, at.expert_dp_rank, at.expert_dp_size) for at in places] == [(r % 4, 0, 1) for r in range(8)]
     assert [at.rank for at in places if at.reports] == [4, 6]
     assert [at.rank for at in places if at.first_stage] == [0, 1, 2, 3]
+
+
+def test_ranks_that_share_rows_are_neighbours_and_hold_the_same_weights() -> None:
+    config = TrainerConfig(tp=2, cp=2, dp=2, ep=8)
+    places = [Layout.of(rank, config) for rank in range(config.world_size)]
+    assert [(at.share, at.cp_rank, at.tp_rank) for at in places] == [
+        (share, own, part) for share in range(2) for own in range(2) for part in range(2)
+    ]
+    assert {(at.dp_size, at.shares, at.expert_dp_size) for at in places} == {(4, 2, 1)}
+    assert [at.rank for at in places if at.reports] == [0, 4]

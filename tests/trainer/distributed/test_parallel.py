@@ -1,4 +1,4 @@
-"""Two ranks against one: tensor, expert and data parallelism, bit for bit where the ops promise it."""
+"""Two ranks against one: tensor, expert, data and context parallelism, bit for bit where the ops promise it."""
 
 from __future__ import annotations
 
@@ -44,6 +44,7 @@ LAYOUTS = {
     "dp2": {"dp": 2},
     "pp2": {"pp": 2},
     "tp2ep2": {"tp": 2, "ep": 2},
+    "cp2": {"cp": 2},
 }
 BATCH: dict[str, Any] = {"rows": 9, "longest": 150, "temperature": 0.9}
 CHUNK = 100
@@ -79,7 +80,8 @@ class Case:
         out["turns"] = turns(layout)
         out["routed"] = self._routed(layout, trainer)
         out["with less memory"] = self._with_less_memory(layout, config)
-        out["packed"] = self._packed(layout, config)
+        if config.cp == 1:
+            out["packed"] = self._packed(layout, config)
         out["extra"] = trainer.load(self.checkpoint)
         with transfers(trainer) as sent:
             out["resumed"] = two_steps(trainer)
@@ -318,16 +320,19 @@ def test_replayed_routes_are_bit_equal(outcome: Outcome, one_rank: Any, moe_path
     """Of padded rows, and of rows end to end."""
     rows, expected = one_rank(moe_path, "fp8", k_splits=outcome.k_splits).score_routed(routed_batch())
     place = torch.tensor(rows).argsort()
-    for said in ([rank["routed"] for rank in outcome.ranks], [rank["packed"][1] for rank in outcome.ranks]):
+    packed = [rank["packed"][1] for rank in outcome.ranks if "packed" in rank]
+    for said in ([rank["routed"] for rank in outcome.ranks], packed or [None]):
         parts = [each for each in said if each is not None]
         for own_rows, scored in parts:
             assert torch.equal(scored.logprobs, expected.logprobs[place[own_rows]])
             assert torch.equal(scored.routes, expected.routes[place[own_rows]])
         everyone = sorted(row for own_rows, _ in parts for row in own_rows)
-        assert everyone == (list(range(BATCH["rows"])) if outcome.config.pp == 1 else [])
+        assert everyone == (list(range(BATCH["rows"])) if outcome.config.pp == 1 and said != [None] else [])
 
 
 def test_rows_end_to_end_have_the_bits_of_padded_ones_and_their_gradients(outcome: Outcome) -> None:
+    if outcome.config.cp > 1:
+        pytest.skip("rows that ranks share are not laid end to end")
     expected, found = outcome.scores("moe/fp8"), torch.full((BATCH["rows"], BATCH["longest"]), float("nan"))
     for rank in outcome.ranks:
         if rank["packed"][0] is not None:
@@ -355,6 +360,8 @@ def test_gradients_are_the_sums_of_one_rank(outcome: Outcome, one_rank: Any, moe
     assert found.keys() == expected.keys()
     for name, value in expected.items():
         torch.testing.assert_close(found[name], value, rtol=1e-3, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
+        if outcome.config.cp > 1:
+            assert (found[name] - value).norm() <= 1e-6 * value.norm(), name
 
 
 def test_weights_leave_as_they_came(outcome: Outcome, moe_path: Path) -> None:
@@ -421,7 +428,7 @@ def test_ranks_hold_and_send_the_bytes_that_are_calculated(outcome: Outcome, moe
 def test_ranks_share_the_state_of_what_they_hold_alike_and_send_it_each_step(outcome: Outcome) -> None:
     """Gradients in FP32, summed; weights gathered in BF16."""
     config = outcome.config
-    shared = {False: config.dp, True: config.dp * config.tp // config.ep}
+    shared = {False: config.copies, True: config.stage_size // config.ep}
     for held, sent in (rank["inventory"] for rank in outcome.ranks):
         for experts, ranks in shared.items():
             sizes = dict.fromkeys(("gradients", "masters", "moments"), 0)
@@ -449,5 +456,5 @@ def test_every_rank_computes_as_the_precision_map_plans(outcome: Outcome) -> Non
     assert [differences_of(rank["audit"]) for rank in outcome.ranks] == [[], []]
     seen = {each.key for rank in outcome.ranks for each in rank["audit"]}
     config = outcome.config
-    assert ("wire.layer" in seen) == (config.tp > 1 or config.ep > 1 or config.pp > 1)
+    assert ("wire.layer" in seen) == (max(config.tp, config.ep, config.pp, config.cp) > 1)
     assert {"gradient.wire", "wire.weights", "product.gradient", "softmax.reduction", "loss.reduction"} <= seen

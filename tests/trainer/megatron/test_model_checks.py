@@ -43,7 +43,7 @@ def test_what_divides_is_accepted(sizes: ModelSizes, layout: dict[str, int]) -> 
         (DENSE, {"pp": 4}, r"trainer\.pp: found 4, expected a divisor of the model's num_hidden_layers = 6"),
         (DENSE, {"ep": 2, "dp": 2}, r"trainer\.ep: found 2, expected 1 for a dense model"),
         (MOE, {"ep": 16, "dp": 16}, r"trainer\.ep: found 16, expected a divisor of the model's num_experts = 8"),
-        (MOE, {"ep": 4, "tp": 2}, r"trainer\.ep: found 4, expected a divisor of tp \* dp = 2 \* 1"),
+        (MOE, {"ep": 4, "tp": 2}, r"trainer\.ep: found 4, expected a divisor of tp \* dp \* cp = 2 \* 1 \* 1"),
         # 768 / 4 = 192 columns on a rank, which is one block and a half; an expert's 256 are not split.
         (DENSE, {"tp": 4}, r"intermediate_size / trainer\.tp = 768 / 4: found 192, expected a multiple of 128"),
         (

@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor, nn
 
 from numerics import ops
+from trainer.distributed.context import own_positions, shared_attention
 from trainer.modules.packing import PackedRows
 
 
@@ -16,7 +18,8 @@ class CoreAttention(nn.Module):
     """`ops.rope` on queries and keys, then causal `ops.attention`.
 
     The model is built without position embeddings: rows start at position 0 and are right-padded, so a token's
-    position is its index, and padding is never a key of a real query. Rows that lie end to end bring their positions.
+    position is its index, and padding is never a key of a real query. Rows that lie end to end bring their positions;
+    of rows that context-parallel ranks share, S is this rank's part.
     """
 
     def __init__(
@@ -24,7 +27,7 @@ class CoreAttention(nn.Module):
     ) -> None:
         super().__init__()
         self.rope_theta, self.rotary_dim = rope_theta, rotary_dim
-        self.scale = config.kv_channels**-0.5
+        self.scale, self.shared = config.kv_channels**-0.5, config.context_parallel_size > 1
 
     def forward(
         self,
@@ -41,6 +44,12 @@ class CoreAttention(nn.Module):
             query, key = (self._turned(x[None], rows.positions[None])[0] for x in (query, key))
             return ops.packed_attention(query, key, value, rows.lengths, self.scale).flatten(1).unsqueeze(1)
         query, key, value = (t.transpose(0, 1) for t in (query, key, value))
+        if self.shared:
+            group = parallel_state.get_context_parallel_group()
+            own = own_positions(query.shape[1] * group.size(), group.rank(), group.size()).to(query.device)
+            positions = own.expand(query.shape[:2])
+            query, key = (self._turned(x, positions) for x in (query, key))
+            return shared_attention(query, key, value, positions, self.scale, group).transpose(0, 1).flatten(2)
         out = ops.attention(self.rotated(query), self.rotated(key), value, _positions(query), self.scale)
         return out.transpose(0, 1).flatten(2)
 

@@ -107,8 +107,8 @@ def test_tensor_parallel_slices_must_hold_whole_blocks(values, models):
         ({"tp": 3}, "trainer.tp", "num_attention_heads = 4"),
         ({"tp": 4}, "trainer.tp", "num_key_value_heads = 2"),
         ({"ep": 3, "dp": 3}, "trainer.ep", "num_experts = 8"),
-        ({"ep": 2}, "trainer.ep", "tp * dp = 1 * 1"),
-        ({"ep": 4, "tp": 2}, "trainer.ep", "tp * dp = 2 * 1"),
+        ({"ep": 2}, "trainer.ep", "tp * dp * cp = 1 * 1 * 1"),
+        ({"ep": 4, "tp": 2}, "trainer.ep", "tp * dp * cp = 2 * 1 * 1"),
         ({"gradient_wire": "e4m3"}, "trainer.gradient_wire", "found 'e4m3 with trainer.dp=1', expected fp32"),
     ],
 )
