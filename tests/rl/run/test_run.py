@@ -29,7 +29,7 @@ def test_what_was_started_is_ended_in_reverse_when_a_later_part_fails(
             events.append("ray ended")
 
     class Engines:
-        def __init__(self, *_: object) -> None:
+        def __init__(self, *_: object, awake: bool) -> None:
             events.append("engines")
 
         @staticmethod
