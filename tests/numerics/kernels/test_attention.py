@@ -136,7 +136,6 @@ def test_strided_inputs_are_read_in_place():
     [
         (4, 1, 16, [1, 70, 130, 33]),
         (2, 2, 64, [1, 70, 130, 33]),
-        (1, 1, 256, [1, 70, 130, 33]),
         (1, 1, 16, [530, 500]),  # more than a chunk of keys together, and less each
         (1, 1, 16, [1030, 70]),
     ],

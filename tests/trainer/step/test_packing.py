@@ -45,7 +45,7 @@ def test_what_a_pass_says_of_tokens_has_the_bits_of_padded_rows(
 ) -> None:
     batches = batch, replace(batch, replay=True)
     expected = [passed(make_trainer(moe_path, "fp8"), each)[0] for each in batches]
-    for keys in ({}, {"recompute": "attention"}, {"recompute": "layer", "head_chunk_tokens": 37}):
+    for keys in ({}, {"recompute": "layer", "head_chunk_tokens": 37}):
         packed = make_trainer(moe_path, "fp8", packing=True, **keys)
         for each, wanted in zip(batches, expected, strict=True):
             found = passed(packed, each)[0]
@@ -83,13 +83,9 @@ def test_a_critic_reads_the_same_values(moe_path: Path, make_trainer: MakeTraine
 
 
 def test_every_op_is_placed_and_in_the_format_that_is_planned(moe_path: Path, make_trainer: MakeTrainer) -> None:
-    batch, seen = random_batch(rows=4, longest=40), []
-    for packing in (False, True):
-        trainer = make_trainer(moe_path, "fp8", packing=packing)
-        sightings = watch_step(trainer, batch, cross_entropy(batch), trainer.numerics, trainer.config)
-        assert differences_of(sightings) == []
-        seen.append({(each.key, each.name, each.found) for each in sightings})
-    assert seen[0] == seen[1]
+    trainer, batch = make_trainer(moe_path, "fp8", packing=True), random_batch(rows=4, longest=40)
+    sightings = watch_step(trainer, batch, cross_entropy(batch), trainer.numerics, trainer.config)
+    assert differences_of(sightings) == [] and "softmax.reduction" in {each.key for each in sightings}
 
 
 def test_megatron_s_own_attention_takes_padded_rows_alone(moe_path: Path, make_trainer: MakeTrainer) -> None:
