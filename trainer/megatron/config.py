@@ -44,8 +44,10 @@ def transformer_config(
             "moe_enable_routing_replay": True,
             # Probabilities that sum to one are a softmax over the chosen logits; exact mode's router has its own.
             "moe_router_pre_softmax": not sizes.renormalize or sizes.top_k == 1,
-            "moe_layer_freq": [int(sizes.has_experts(layer)) for layer in range(sizes.layers)],
         }
+        has_experts = [sizes.has_experts(layer) for layer in range(sizes.layers)]
+        if not all(has_experts):  # else checkpoints would have a key for each layer, and older ones would not load
+            moe["moe_layer_freq"] = [int(has) for has in has_experts]
     if sizes.shared_size:
         moe["moe_shared_expert_intermediate_size"] = sizes.shared_size
     if sizes.sigmoid_router is not None:

@@ -10,12 +10,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.checkpoint import FileSystemReader
 
 from numerics.errors import UserError
 from tests.support.batches import cross_entropy, random_batch
+from tests.support.models import EXPERTS, LAYERS
 from tests.support.trainers import MakeTrainer
 from trainer.checkpoint import writer as checkpoint_writer
-from trainer.checkpoint.files import CONTENT, DamagedCheckpointError, check_digests, read_about
+from trainer.checkpoint.files import CONTENT, STATE, DamagedCheckpointError, check_digests, read_about
 from trainer.inventory import optimizer_state
 
 pytestmark = pytest.mark.slow
@@ -47,6 +49,30 @@ def test_three_and_three_steps_equal_six(
     assert _train(resumed, 3, 6) == expected[3:]
     ours, theirs = (dict(t.model.named_parameters()) for t in (resumed, straight))
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+@pytest.mark.parametrize(("wrote", "reads"), [("native", "exact"), ("exact", "native")])
+def test_experts_that_are_one_parameter_and_parameters_of_their_own_have_the_same_checkpoints(
+    wrote: str, reads: str, moe_path: Path, tmp_path: Path, make_trainer: MakeTrainer
+) -> None:
+    """Native mode has a parameter for each, as exact mode had: with one key for all layers and experts."""
+    first, second = make_trainer(moe_path, mode=wrote), make_trainer(moe_path, mode=reads)
+    _train(first, 0, 2)
+    first.save(tmp_path / "a", {})
+    found = FileSystemReader(tmp_path / "a" / STATE).read_metadata().state_dict_metadata
+    for product, shape in (("linear_fc1", (256, 256)), ("linear_fc2", (256, 128))):
+        for kept in ("", "optimizer.state.param.", "optimizer.state.exp_avg.", "optimizer.state.exp_avg_sq."):
+            held = found[f"{kept}decoder.layers.mlp.experts.experts.{product}.weight"]
+            assert tuple(held.size) == (LAYERS, EXPERTS, *shape)
+    second.load(tmp_path / "a")
+    for (name, kind, ours), (other, _, theirs) in zip(*(_by_name(each) for each in (first, second)), strict=True):
+        assert name == other and torch.equal(ours, theirs), (name, kind)
+    ours, theirs = (dict(each.export_weights()) for each in (first, second))
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def _by_name(trainer: Any) -> list[tuple[str, str, torch.Tensor]]:
+    return sorted((each for each in optimizer_state(trainer) if each[1] != "rest"), key=lambda each: each[:2])
 
 
 def test_a_loaded_checkpoint_retires_quantized_weights(
