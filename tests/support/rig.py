@@ -52,7 +52,7 @@ MODELS = {
     "dense": TinyModel(layers=2, hidden=256, heads=4, kv_heads=2, intermediate=512, experts=0, vocab=250, tied=True),
     "qwen2": TinyModel(layers=3, hidden=256, heads=4, kv_heads=2, intermediate=256, family="qwen2"),
     "glm": TinyModel(
-        layers=4, hidden=256, heads=4, kv_heads=2, intermediate=128, experts=8, top_k=4, family="glm4_moe"
+        layers=4, hidden=256, heads=4, kv_heads=2, intermediate=256, experts=8, top_k=4, family="glm4_moe"
     ),
     "olmoe": TinyModel(layers=3, hidden=256, heads=2, kv_heads=2, experts=16, top_k=8, family="olmoe"),
 }
