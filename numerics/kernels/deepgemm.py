@@ -87,7 +87,7 @@ def _aligned(scale_inv: Tensor) -> Tensor:
 
 
 def _grouped(library: Library, a: QuantizedTensor, b: QuantizedTensor, dtype: torch.dtype, tiles: Tiles) -> Tensor:
-    """By rows that are copied so that tile i has the rows from 128 i on, and back."""
+    """The grouped product of rows that are copied so that tile i has the rows from 128 i on, and back."""
     rows, device = len(a.data), a.data.device
     lane = torch.arange(TALL, device=device)
     real = lane < tiles.rows[:, None]
