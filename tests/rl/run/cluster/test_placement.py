@@ -79,7 +79,11 @@ def test_by_hand(cluster: list[Node], settings: dict[str, Any], expected: str) -
 @pytest.mark.parametrize(
     ("cluster", "settings", "message"),
     [
-        (nodes(2, 1), {"ranks": 4}, r"trainer: found 'tp \* pp \* dp = 4 ranks', expected at most the 3 free GPUs of"),
+        (
+            nodes(2, 1),
+            {"ranks": 4},
+            r"trainer: found 'tp \* pp \* dp \* cp = 4 ranks', expected at most the 3 free GPUs of",
+        ),
         (
             nodes(2),
             {"engines": 3},
