@@ -15,10 +15,10 @@ from torch import Tensor
 
 from bench.gpu.measure import Measured, Sizes, Stopwatch, random
 from bench.gpu.products import BLOCKS, ROWS, record
-from numerics.kernels.gemm import gemm
-from numerics.kernels.grouped import grouped_gemm
+from numerics.kernels.products.gemm import gemm
+from numerics.kernels.products.grouped import grouped_gemm
+from numerics.kernels.products.tiles import make_tiles
 from numerics.kernels.quantize import quantize_rows
-from numerics.kernels.tiles import make_tiles
 from numerics.quantize import QuantizedTensor, quantize
 
 ALIGNED = 128

@@ -9,12 +9,12 @@ import torch
 
 from bench.gpu.measure import Measured, Sizes, Stopwatch, random
 from bench.measure import Result
-from numerics.kernels.gemm import gemm
-from numerics.kernels.grouped import grouped_gemm, grouped_wgrad
 from numerics.kernels.norm import rms_norm_quantize
+from numerics.kernels.products.gemm import gemm
+from numerics.kernels.products.grouped import grouped_gemm, grouped_wgrad
+from numerics.kernels.products.tiles import make_tiles
 from numerics.kernels.quantize import quantize_blocks, quantize_columns, quantize_rows, quantize_rows_and_columns
 from numerics.kernels.swiglu import swiglu_quantize
-from numerics.kernels.tiles import make_tiles
 from numerics.quantize import QuantizedTensor, quantize
 from numerics.spec import TensorSpec
 

@@ -64,6 +64,7 @@ def row_variant_ops(device: torch.device | str = "cpu") -> list[str]:
         "swiglu": lambda n: ops.swiglu(gate_up[:n]),
         "rope": lambda n: ops.rope(x[:n].view(n, 1, 4, 128), positions[:n], 1e6),
         "route": lambda n: ops.route(logits[:n], 4, True)[0],
+        "route_sigmoid": lambda n: ops.route_sigmoid(logits[:n].float(), logits[0].float(), 4, 4, 2, True, 1.5)[0],
         "token_logprobs": lambda n: ops.token_logprobs(logits[:n], tokens[:n], 0.7)[0],
     }
     with torch.no_grad():
@@ -90,7 +91,7 @@ def allow_short_tiles(device: torch.device | str) -> bool:
     """
     if dispatch.installed() is None:
         return False
-    from numerics.kernels import heights  # Triton is imported where its kernels run, and nowhere else
+    from numerics.kernels.products import heights  # Triton is imported where its kernels run, and nowhere else
 
     heights.allow_short(False)
     tall = _of_few_rows(device)
@@ -115,7 +116,7 @@ def allow_deepgemm(device: torch.device | str) -> str | None:
         return f"no {lacking}"
     if dispatch.installed() is None:
         return "no kernels for the spec, which the products could be compared with"
-    from numerics.kernels import deepgemm
+    from numerics.kernels.products import deepgemm
 
     deepgemm.allow(None)
     ours = _products(device)
@@ -135,9 +136,9 @@ _GROUPED = ((300, 0, 213), 384, 512)
 
 @torch.no_grad()
 def _products(device: torch.device | str) -> dict[str, Tensor]:
-    from numerics.kernels.gemm import gemm
-    from numerics.kernels.grouped import grouped_gemm
-    from numerics.kernels.tiles import make_tiles
+    from numerics.kernels.products.gemm import gemm
+    from numerics.kernels.products.grouped import grouped_gemm
+    from numerics.kernels.products.tiles import make_tiles
 
     generator, found = torch.Generator().manual_seed(2), {}
 

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from numerics.kernels.attention import attention, attention_forward, packed_attention, paged_attention
-from numerics.kernels.attention_backward import attention_dkv, attention_dq
+from numerics.kernels.attention.backward import attention_dkv, attention_dq
+from numerics.kernels.attention.forward import attention, attention_forward, packed_attention, paged_attention
 from numerics.kernels.combine import combine
 from numerics.kernels.digest import chunk_sums
 from numerics.kernels.draw import draw
-from numerics.kernels.experts import experts, grouped_linear
-from numerics.kernels.linear import (
+from numerics.kernels.logprobs import token_logprobs
+from numerics.kernels.norm import add_rms_norm, rms_norm
+from numerics.kernels.products.experts import experts, grouped_linear
+from numerics.kernels.products.linear import (
     fp8_linear,
     fp8_linear_partial,
     group_operand,
@@ -21,17 +23,15 @@ from numerics.kernels.linear import (
     trained_operand,
     weight_operand,
 )
-from numerics.kernels.logprobs import token_logprobs
-from numerics.kernels.norm import add_rms_norm, rms_norm
 from numerics.kernels.quantize import quantize, quantize_many
 from numerics.kernels.rope import rope
-from numerics.kernels.router import route, top_experts
+from numerics.kernels.router import route, route_sigmoid, top_experts
 from numerics.kernels.swiglu import swiglu
 
 _ALL = (
     add_rms_norm, attention, attention_dkv, attention_dq, attention_forward, chunk_sums, combine, draw, experts,
     fp8_linear, fp8_linear_partial, group_operand, grouped_linear, linear, linear_partial, norm_fp8_linear,
-    packed_attention, paged_attention, quantize, quantize_many, rms_norm, rope, route, swiglu, token_logprobs,
-    top_experts, trained_operand, weight_operand,
+    packed_attention, paged_attention, quantize, quantize_many, rms_norm, rope, route, route_sigmoid, swiglu,
+    token_logprobs, top_experts, trained_operand, weight_operand,
 )  # fmt: skip
 KERNELS: dict[str, Callable[..., Any]] = {kernel.__name__: kernel for kernel in _ALL}

@@ -23,7 +23,7 @@ from numerics.quantize import QuantizedTensor, scale_shape
 from numerics.spec import TensorSpec
 
 if TYPE_CHECKING:
-    from numerics.kernels.tiles import Tiles
+    from numerics.kernels.products.tiles import Tiles
 
 # A program holds 8 rows of 8 groups: 8 scales side by side fill one 32-byte sector of memory.
 _ROWS, _GROUPS = 8, 8

@@ -19,9 +19,9 @@ from bench.gpu import child, deepgemm, processes, transport
 from bench.gpu.journal import Journal, Report, read
 from bench.gpu.measure import Measured, Sizes, Stopwatch
 from bench.gpu.parts import PARTS, WITHOUT_ENGINE, Part
-from numerics.kernels.gemm import gemm
-from numerics.kernels.grouped import grouped_gemm
-from numerics.kernels.tiles import make_tiles
+from numerics.kernels.products.gemm import gemm
+from numerics.kernels.products.grouped import grouped_gemm
+from numerics.kernels.products.tiles import make_tiles
 from studies.harness.lab import in_own_process
 from tests.support.gpu_parts import part
 from tests.support.ranks import WARM

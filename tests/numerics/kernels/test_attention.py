@@ -5,9 +5,9 @@ import torch
 
 from numerics import ops
 from numerics.errors import UserError
-from numerics.kernels import attention_chunks
-from numerics.kernels.attention import attention, attention_forward, packed_attention, paged_attention
-from numerics.kernels.attention_backward import attention_dkv, attention_dq
+from numerics.kernels.attention import chunks as attention_chunks
+from numerics.kernels.attention.backward import attention_dkv, attention_dq
+from numerics.kernels.attention.forward import attention, attention_forward, packed_attention, paged_attention
 from tests.support.kernels import DEVICE, random
 
 SCALE = 0.1

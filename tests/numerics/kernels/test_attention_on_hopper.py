@@ -8,8 +8,8 @@ pytestmark = pytest.mark.slow  # 20 kernels to compile
 
 SCRIPT = """
 import torch
-from numerics.kernels import heights
-from numerics.kernels.attention import attention, packed_attention, paged_attention
+from numerics.kernels.products import heights
+from numerics.kernels.attention.forward import attention, packed_attention, paged_attention
 from tests.support.hopper import compiled_only
 
 def tensor(*shape):

@@ -10,12 +10,12 @@ import torch
 from numerics.backend import probe
 from numerics.backend.implementation import deepgemm_lacks, using
 from numerics.errors import UserError
-from numerics.kernels import deepgemm
-from numerics.kernels.deepgemm import NOBODY, Library
-from numerics.kernels.gemm import gemm
-from numerics.kernels.grouped import grouped_gemm
+from numerics.kernels.products import deepgemm
+from numerics.kernels.products.deepgemm import NOBODY, Library
+from numerics.kernels.products.gemm import gemm
+from numerics.kernels.products.grouped import grouped_gemm
+from numerics.kernels.products.tiles import make_tiles
 from numerics.kernels.quantize import quantize_blocks, quantize_rows
-from numerics.kernels.tiles import make_tiles
 from numerics.quantize import QuantizedTensor
 from numerics.spec import TensorSpec
 from tests.support.kernels import DEVICE, random

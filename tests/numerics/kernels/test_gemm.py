@@ -4,10 +4,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-import numerics.kernels.gemm
+import numerics.kernels.products.gemm
 from numerics.errors import UserError
 from numerics.fake_quantize import fake_quantize_columns
-from numerics.kernels.gemm import gemm, matmul
+from numerics.kernels.products.gemm import gemm, matmul
 from numerics.quantize import QuantizedTensor, quantize
 from numerics.spec import TensorSpec
 from tests.support.kernels import BF16_BITS, DEVICE, FP8_BITS, GPU
@@ -129,7 +129,7 @@ def test_programs_share_the_tiles(monkeypatch):
     a, b = quantized(numbers(300, 256), TensorSpec()), quantized(numbers(300, 256, seed=1), BLOCK)
     expected = gemm(a, b, torch.bfloat16)
     for count in (2, 4, 100):
-        monkeypatch.setattr(numerics.kernels.gemm, "programs", lambda device, count=count: count)
+        monkeypatch.setattr(numerics.kernels.products.gemm, "programs", lambda device, count=count: count)
         same(gemm(a, b, torch.bfloat16), expected)
 
 

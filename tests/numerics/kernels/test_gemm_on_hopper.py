@@ -11,10 +11,10 @@ import dataclasses
 import torch
 from numerics.quantize import QuantizedTensor, scale_shape
 from numerics.spec import TensorSpec
-from numerics.kernels import heights
-from numerics.kernels.gemm import gemm, matmul
-from numerics.kernels.grouped import grouped_gemm, grouped_wgrad, grouped_wgrad_matmul
-from numerics.kernels.tiles import Tiles
+from numerics.kernels.products import heights
+from numerics.kernels.products.gemm import gemm, matmul
+from numerics.kernels.products.grouped import grouped_gemm, grouped_wgrad, grouped_wgrad_matmul
+from numerics.kernels.products.tiles import Tiles
 from tests.support.hopper import compiled_only
 
 def tensor(*shape, format="e4m3", granularity="token_group"):

@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 
 from numerics.errors import UserError
-from numerics.kernels.gemm import gemm, matmul
-from numerics.kernels.grouped import grouped_gemm, grouped_matmul, grouped_wgrad, grouped_wgrad_matmul
-from numerics.kernels.tiles import make_tiles
+from numerics.kernels.products.gemm import gemm, matmul
+from numerics.kernels.products.grouped import grouped_gemm, grouped_matmul, grouped_wgrad, grouped_wgrad_matmul
+from numerics.kernels.products.tiles import make_tiles
 from numerics.ops.grouped import grouped_linear
 from numerics.ops.linear import group_operand
 from numerics.quantize import QuantizedTensor, quantize

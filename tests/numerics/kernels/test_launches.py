@@ -21,7 +21,7 @@ from bench.gpu.exactness import HEAD, Pages, engine_forward, make_layer, make_no
 from bench.gpu.measure import Sizes, random
 from numerics import ops
 from numerics.backend.implementation import using
-from numerics.kernels import heights
+from numerics.kernels.products import heights
 from tests.support.launches import launches
 
 META, CONTEXT = torch.device("meta"), 4096

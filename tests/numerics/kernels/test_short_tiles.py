@@ -5,11 +5,11 @@ import torch
 
 from numerics.backend import probe
 from numerics.backend.implementation import using
-from numerics.kernels import heights
-from numerics.kernels.attention import paged_attention
-from numerics.kernels.gemm import gemm
-from numerics.kernels.grouped import grouped_gemm
-from numerics.kernels.tiles import make_tiles
+from numerics.kernels.attention.forward import paged_attention
+from numerics.kernels.products import heights
+from numerics.kernels.products.gemm import gemm
+from numerics.kernels.products.grouped import grouped_gemm
+from numerics.kernels.products.tiles import make_tiles
 from numerics.quantize import QuantizedTensor, quantize
 from numerics.spec import TensorSpec
 from tests.support.kernels import DEVICE, random

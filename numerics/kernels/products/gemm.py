@@ -29,11 +29,11 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from numerics.errors import user_error
-from numerics.kernels import deepgemm
 from numerics.kernels.arithmetic import cast, dot
-from numerics.kernels.heights import TALL, tile_height, warps
+from numerics.kernels.products import deepgemm
+from numerics.kernels.products.heights import TALL, tile_height, warps
+from numerics.kernels.products.tiles import Tiles
 from numerics.kernels.rounding import GROUP
-from numerics.kernels.tiles import Tiles
 from numerics.quantize import QuantizedTensor
 from numerics.spec import TensorSpec
 

@@ -1,4 +1,4 @@
-"""The gradient of `numerics.kernels.attention`, by the two kernels of FlashAttention 2 (Dao 2023), without atomics.
+"""The gradient of `forward`, by the two kernels of FlashAttention 2 (Dao 2023), without atomics.
 
 The weights are computed anew from the saved log-sum-exp. One kernel holds a tile of queries and adds over the keys
 (dq), the other holds a tile of keys and adds over the queries, and over the heads that share the key (dk and dv), each
@@ -16,8 +16,8 @@ import triton
 import triton.language as tl
 
 from numerics.kernels.arithmetic import cast, dot, load
+from numerics.kernels.attention.sequences import find_sequence
 from numerics.kernels.memory import dense_rows
-from numerics.kernels.sequences import find_sequence
 
 LOG2_E = math.log2(math.e)
 """exp(x) = exp2(x * LOG2_E)"""

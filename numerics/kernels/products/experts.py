@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
-from numerics.kernels.grouped import grouped_gemm, grouped_matmul, grouped_wgrad, grouped_wgrad_matmul
-from numerics.kernels.heights import tile_height
-from numerics.kernels.linear import WeightOperand
+from numerics.kernels.products.grouped import grouped_gemm, grouped_matmul, grouped_wgrad, grouped_wgrad_matmul
+from numerics.kernels.products.heights import tile_height
+from numerics.kernels.products.linear import WeightOperand
+from numerics.kernels.products.tiles import Tiles, make_tiles
 from numerics.kernels.quantize import quantize_columns, quantize_rows, quantize_rows_and_columns
 from numerics.kernels.swiglu import swiglu, swiglu_backward, swiglu_quantize
-from numerics.kernels.tiles import Tiles, make_tiles
 from numerics.ops.experts import ExpertWeights
 from numerics.ops.grouped import Gradients, given_to_autograd
 from numerics.ops.linear import Backward

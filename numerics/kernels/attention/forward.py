@@ -22,11 +22,11 @@ import triton.language as tl
 
 from numerics.errors import user_error
 from numerics.kernels.arithmetic import cast, dot, load
-from numerics.kernels.attention_backward import LOG2_E, attention_dkv, attention_dq
-from numerics.kernels.attention_chunks import divided, merge_chunk, merge_parts, no_keys, parts_of
-from numerics.kernels.heights import TALL, tile_height, warps
+from numerics.kernels.attention.backward import LOG2_E, attention_dkv, attention_dq
+from numerics.kernels.attention.chunks import divided, merge_chunk, merge_parts, no_keys, parts_of
+from numerics.kernels.attention.sequences import find_sequence, positions_of
 from numerics.kernels.memory import dense_rows
-from numerics.kernels.sequences import find_sequence, positions_of
+from numerics.kernels.products.heights import TALL, tile_height, warps
 from numerics.ops.attention import KEY_CHUNK
 
 CONTIGUOUS, PACKED, PAGED = "contiguous", "packed", "paged"

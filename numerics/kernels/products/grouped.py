@@ -14,9 +14,9 @@ import triton.language as tl
 
 from numerics.errors import user_error
 from numerics.kernels.arithmetic import cast, dot
-from numerics.kernels.gemm import check_operands, describe, product, scales, sum_products
-from numerics.kernels.heights import TALL
-from numerics.kernels.tiles import Tiles
+from numerics.kernels.products.gemm import check_operands, describe, product, scales, sum_products
+from numerics.kernels.products.heights import TALL
+from numerics.kernels.products.tiles import Tiles
 from numerics.quantize import QuantizedTensor
 
 _TOKENS = 64  # that one step of an unquantized gradient sums

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from numerics.errors import user_error
-from numerics.kernels.heights import TALL
+from numerics.kernels.products.heights import TALL
 
 _TILES = 64  # that one program describes
 

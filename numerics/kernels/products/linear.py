@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from numerics.kernels.gemm import gemm, matmul
 from numerics.kernels.norm import rms_norm, rms_norm_backward, rms_norm_quantize
+from numerics.kernels.products.gemm import gemm, matmul
 from numerics.kernels.quantize import quantize_both_ways, quantize_columns, quantize_rows, quantize_rows_and_columns
 from numerics.ops.linear import Backward, wide_mm
 from numerics.quantize import QuantizedTensor

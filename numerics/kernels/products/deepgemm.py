@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from numerics.kernels.heights import TALL
-from numerics.kernels.tiles import Tiles
+from numerics.kernels.products.heights import TALL
+from numerics.kernels.products.tiles import Tiles
 from numerics.quantize import QuantizedTensor
 
 Scaled = tuple[Tensor, Tensor]
@@ -54,7 +54,7 @@ def installed() -> Library | None:
 
 
 def product(a: Any, b: Any, dtype: torch.dtype, k_splits: int, tiles: Tiles | None) -> Tensor | None:
-    """`numerics.kernels.gemm.product` by the library that was allowed; None where none was or this is not for it."""
+    """`gemm.product` by the library that was allowed; None where none was or this is not for it."""
     if _library is None or not _takes(a, b, dtype, k_splits):
         return None
     if tiles is None:
