@@ -24,6 +24,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from setproctitle import setproctitle
+
 from rollout.server import public
 from rollout.server.scratch import note_shared_memory, remove_queues, remove_scratch
 
@@ -112,6 +114,7 @@ def start_watch() -> None:
     if os.fork():
         return
     try:
+        setproctitle("fp8rl::watch")
         while os.getppid() == server:
             if select.select([0], [], [], WATCH_S)[0] and not os.read(0, 1):
                 break

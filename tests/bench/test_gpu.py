@@ -45,8 +45,8 @@ EQUAL = {
     "transport": {"tensors that differ in the other process": {"tensors": 32}},
     "steps": {
         "log-probabilities of two equal train steps, tensors that differ": {"tensors": 1},
-        "gradients of two equal train steps, tensors that differ": {"tensors": 18},
-        "updated weights of two equal train steps, tensors that differ": {"tensors": 18},
+        "gradients of two equal train steps, tensors that differ": {"tensors": 12},
+        "updated weights of two equal train steps, tensors that differ": {"tensors": 12},
     },
     "stack": {},
 }
