@@ -40,7 +40,7 @@ TE_PARTS = {"transformer-engine", "transformer-engine-cu13", "transformer-engine
 OTHER_WITH_CUDA = {"numpy", "protobuf"}
 GONE = {"cuda-tile"}
 # torch and pydantic each bring these along at the one version that fits.
-PINNED_BY_ANOTHER = {"triton", "pydantic-core"}
+PINNED_BY_ANOTHER = {"triton", "pydantic-core", "sgl-deep-gemm"}
 # Modules that only the CUDA install has, or has from another distribution, as they were found in one.
 CUDA_MODULES = {
     "deep_gemm": ["sgl-deep-gemm"],
@@ -222,7 +222,7 @@ def test_every_import_is_a_declared_dependency() -> None:
     undeclared = []
     for path in (path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))):
         for module in top_level_imports(path.read_text()) - own - set(sys.stdlib_module_names):
-            names = {canonicalize_name(name) for name in distributions.get(module, [module])}
+            names = {canonicalize_name(name) for name in distributions.get(module, CUDA_MODULES.get(module, [module]))}
             if not names & (runtime | PINNED_BY_ANOTHER):
                 undeclared.append(f"{path.relative_to(ROOT)}: {module}")
     assert not undeclared, undeclared

@@ -33,6 +33,34 @@ def attention_dq(
     result: torch.Tensor,
     logsumexp: torch.Tensor,
     scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`numerics.ops.attention.attention_dq`."""
+    return gradient_of_queries(dout, q, k, v, positions, result, logsumexp, scale)
+
+
+def attention_dkv(
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    positions: torch.Tensor,
+    logsumexp: torch.Tensor,
+    delta: torch.Tensor,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`numerics.ops.attention.attention_dkv`."""
+    return gradients_of_keys(dout, q, k, v, positions, logsumexp, delta, scale)
+
+
+def gradient_of_queries(
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    positions: torch.Tensor,
+    result: torch.Tensor,
+    logsumexp: torch.Tensor,
+    scale: float,
     lengths: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """dq BF16 [B, Q, heads, D], and what the softmax's gradient subtracts in each row, FP32 [B, Q, heads].
@@ -51,7 +79,7 @@ def attention_dq(
     return dq, delta
 
 
-def attention_dkv(
+def gradients_of_keys(
     dout: torch.Tensor,
     q: torch.Tensor,
     k: torch.Tensor,
@@ -62,7 +90,7 @@ def attention_dkv(
     scale: float,
     lengths: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """dk and dv BF16 [B, T, kv heads, D], of arguments as in `attention_dq`, which gives `delta`."""
+    """dk and dv BF16 [B, T, kv heads, D], of arguments as in `gradient_of_queries`, which gives `delta`."""
     q, k, v, dout = (dense_rows(x) for x in (q, k, v, dout))
     dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (k, v))
     long, short = _LARGE if q.shape[3] <= 128 else _SMALL

@@ -22,7 +22,7 @@ import triton.language as tl
 
 from numerics.errors import user_error
 from numerics.kernels.arithmetic import cast, dot, load
-from numerics.kernels.attention.backward import LOG2_E, attention_dkv, attention_dq
+from numerics.kernels.attention.backward import LOG2_E, gradient_of_queries, gradients_of_keys
 from numerics.kernels.attention.chunks import divided, merge_chunk, merge_parts, no_keys, parts_of
 from numerics.kernels.attention.sequences import find_sequence, positions_of
 from numerics.kernels.memory import dense_rows
@@ -77,8 +77,8 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, None, None]:
         q, k, v, positions, out, logsumexp = ctx.saved_tensors
-        dq, delta = attention_dq(grads[0], q, k, v, positions, out, logsumexp, ctx.scale)
-        return dq, *attention_dkv(grads[0], q, k, v, positions, logsumexp, delta, ctx.scale), None, None
+        dq, delta = gradient_of_queries(grads[0], q, k, v, positions, out, logsumexp, ctx.scale)
+        return dq, *gradients_of_keys(grads[0], q, k, v, positions, logsumexp, delta, ctx.scale), None, None
 
 
 def packed_attention(
@@ -117,8 +117,8 @@ class _PackedAttention(torch.autograd.Function):
         *saved, lengths = ctx.saved_tensors
         q, k, v, positions, out, logsumexp = (x[None] for x in saved)
         dout = dense_rows(grads[0])[None]
-        dq, delta = attention_dq(dout, q, k, v, positions, out, logsumexp, ctx.scale, lengths)
-        dk, dv = attention_dkv(dout, q, k, v, positions, logsumexp, delta, ctx.scale, lengths)
+        dq, delta = gradient_of_queries(dout, q, k, v, positions, out, logsumexp, ctx.scale, lengths)
+        dk, dv = gradients_of_keys(dout, q, k, v, positions, logsumexp, delta, ctx.scale, lengths)
         return dq[0], dk[0], dv[0], None, None
 
 

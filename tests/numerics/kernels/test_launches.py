@@ -77,13 +77,13 @@ def test_a_decode_step_keeps_to_its_launches(found: Any) -> None:
 
 def test_batches_of_all_sizes_are_served_by_few_compiled_kernels(found: Any) -> None:
     assert sum(found["variants"].values()) <= VARIANTS, found["variants"]
-    by_size = {"attention._forward_kernel", "gemm._product_kernel"}
+    by_size = {"forward._forward_kernel", "gemm._product_kernel"}
     assert all(count <= 3 for name, count in found["variants"].items() if name not in by_size), found["variants"]
 
 
 def test_attention_of_rows_end_to_end_never_waits_for_the_device(found: Any) -> None:
     assert found["packed"] == {
-        "attention._forward_kernel": 1,
-        "attention_backward._dq_kernel": 1,
-        "attention_backward._dkv_kernel": 1,
+        "forward._forward_kernel": 1,
+        "backward._dq_kernel": 1,
+        "backward._dkv_kernel": 1,
     }

@@ -32,12 +32,12 @@ def cluster() -> Iterator[Cluster]:
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("GLOO_SOCKET_IFNAME", raising=False)  # of a trainer that was in this process
         cluster = Cluster(initialize_head=True, head_node_args=head)
-        # Actors are numbered by job and order. A handle of an earlier Ray in this process, whose job was the first too,
-        # would end the actor of its number here when it goes: so this process comes as the second job.
-        for _ in range(2):
+        # Actors are numbered by job and order. A handle of an earlier Ray in this process, of a job of the same number,
+        # would end the actor of its number here when it goes: so this process comes as a later job than any other test.
+        for _ in range(9):
             ray.shutdown()
             ray.init(address=cluster.address, log_to_driver=False, logging_level=logging.ERROR)
-        assert ray.get_runtime_context().get_job_id() == "02000000"
+        assert ray.get_runtime_context().get_job_id() == "09000000"
         yield cluster
         ray.shutdown()
         cluster.shutdown()
