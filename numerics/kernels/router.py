@@ -159,20 +159,11 @@ def _route_kernel(
     first = token * TOP_K
     real = token < tokens
     probs = _softmax(logits_ptr, token, expert, tokens, experts, EXPERTS)
-    chosen = tl.zeros((TOKENS, EXPERTS), tl.int1)
     order = _order(probs, expert, experts)
-    for index in range(TOP_K):
-        if GIVEN:
-            best = tl.load(chosen_ptr + first + index, mask=real, other=0).to(tl.int32)
-        else:
-            best, order = _take_best(order, expert, experts)
-        chosen = chosen | (expert == best)
-    rank = tl.cumsum(chosen.to(tl.int32), 1) - 1
+    chosen = _choose(order, chosen_ptr + first, real, expert, experts, TOP_K, GIVEN)
     if RENORMALIZE:
         probs = tl.div_rn(probs, pairwise_sum(tl.where(chosen, probs, 0.0), EXPERTS)[:, None])
-    tl.store(probs_ptr + first + rank, probs, mask=chosen & real)
-    if not GIVEN:
-        tl.store(chosen_ptr + first + rank, expert.to(tl.int64), mask=chosen & real)
+    _store(probs, chosen, probs_ptr + first, chosen_ptr + first, real, expert, GIVEN)
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -186,20 +177,11 @@ def _route_sigmoid_kernel(
     real = token < tokens
     probs = _sigmoid(logits_ptr, token, expert, tokens, experts)
     order = _kept(probs, bias_ptr, expert, experts, GROUPS, KEPT)
-    chosen = tl.zeros((TOKENS, EXPERTS), tl.int1)
-    for index in range(TOP_K):
-        if GIVEN:
-            best = tl.load(chosen_ptr + first + index, mask=real, other=0).to(tl.int32)
-        else:
-            best, order = _take_best(order, expert, experts)
-        chosen = chosen | (expert == best)
-    rank = tl.cumsum(chosen.to(tl.int32), 1) - 1
+    chosen = _choose(order, chosen_ptr + first, real, expert, experts, TOP_K, GIVEN)
     if RENORMALIZE:
         total = pairwise_sum(tl.where(chosen, probs, 0.0), EXPERTS)[:, None] + SMALLEST_SUM
         probs = tl.div_rn(probs, total + tl.zeros(probs.shape, tl.float32))
-    tl.store(probs_ptr + first + rank, probs * FACTOR, mask=chosen & real)
-    if not GIVEN:
-        tl.store(chosen_ptr + first + rank, expert.to(tl.int64), mask=chosen & real)
+    _store(probs * FACTOR, chosen, probs_ptr + first, chosen_ptr + first, real, expert, GIVEN)
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -276,6 +258,28 @@ def _kept(probs, bias_ptr, expert, experts, GROUPS: tl.constexpr, KEPT: tl.const
             scores = tl.where(kept, float("-inf"), scores)
         order = tl.where(kept, order, float("-inf"))
     return order
+
+
+@triton.jit
+def _choose(order, chosen_ptr, real, expert, experts, TOP_K: tl.constexpr, GIVEN: tl.constexpr):
+    """Which experts a token takes [TOKENS, EXPERTS]: those that are given, or the first ones in order."""
+    chosen = tl.zeros(order.shape, tl.int1)
+    for index in range(TOP_K):
+        if GIVEN:
+            best = tl.load(chosen_ptr + index, mask=real, other=0).to(tl.int32)
+        else:
+            best, order = _take_best(order, expert, experts)
+        chosen = chosen | (expert == best)
+    return chosen
+
+
+@triton.jit
+def _store(probs, chosen, probs_ptr, chosen_ptr, real, expert, GIVEN: tl.constexpr):
+    """The probabilities of the chosen experts, and if they were not given, these, in ascending order."""
+    rank = tl.cumsum(chosen.to(tl.int32), 1) - 1
+    tl.store(probs_ptr + rank, probs, mask=chosen & real)
+    if not GIVEN:
+        tl.store(chosen_ptr + rank, expert.to(tl.int64), mask=chosen & real)
 
 
 @triton.jit
