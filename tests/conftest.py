@@ -11,9 +11,7 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 
-import gc
 import multiprocessing
-import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -75,17 +73,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
-
-
-@pytest.hookimpl(trylast=True)
-def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-    """Have handles of Ray's actors go with the file that had them, also those in the frames of a test that failed.
-    Numbers of actors begin anew with each Ray of a process, and a handle that goes late would end the actor of its
-    number in another one."""
-    if item.get_closest_marker("e2e") and (nextitem is None or nextitem.path != item.path):
-        for name in ("last_exc", "last_type", "last_value", "last_traceback"):
-            sys.__dict__.pop(name, None)
-        gc.collect()
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:

@@ -147,7 +147,7 @@ class Rig:
         if self._opened is not None:
             self.stop_engine()
             self._trainer, self._ranks = None, []
-            gc.collect()  # a handle that outlived Ray would end the actor that has its number in the next one
+            gc.collect()  # no handle outlives its Ray
             self._opened.close()
             self._opened = None
 
