@@ -22,6 +22,7 @@ from numerics.backend.implementation import capability_of, deepgemm_lacks
 from numerics.ops import ExpertWeights
 from numerics.ops.attention import KEY_CHUNK, KEY_SPLIT
 from numerics.ops.grouped import grouped_linear
+from numerics.ops.rope import Yarn
 from numerics.quantize import quantize
 from numerics.spec import QuantSpec
 
@@ -48,6 +49,9 @@ def row_variant_ops(device: torch.device | str = "cpu") -> list[str]:
     operand = ops.weight_operand(quantize(w, spec.weight))
     stacked = torch.stack((w, -w, w * 2))
     group = ops.weight_operand(quantize(stacked, spec.weight))
+    kv_b, yarn = w[:, :128].contiguous(), Yarn(factor=40.0, original=64, beta_fast=32.0, beta_slow=1.0, mscale=1.0)
+    latent = ops.weight_operand(quantize(kv_b, spec.weight))
+    half = x[:, :256].view(_MANY, 4, 64)
     tokens = torch.arange(_MANY, device=device)
     positions = tokens[:, None]
 
@@ -63,6 +67,9 @@ def row_variant_ops(device: torch.device | str = "cpu") -> list[str]:
         "rms_norm": lambda n: ops.rms_norm(x[:n], norm, 1e-6),
         "swiglu": lambda n: ops.swiglu(gate_up[:n]),
         "rope": lambda n: ops.rope(x[:n].view(n, 1, 4, 128), positions[:n], 1e6),
+        "rope_pairs": lambda n: ops.rope_pairs(x[:n].view(n, 1, 4, 128), positions[:n], 1e6, yarn),
+        "head_linear": lambda n: ops.head_linear(x[:n].view(n, 4, 128), kv_b, latent, 0, 64),
+        "head_linear, transposed": lambda n: ops.head_linear(half[:n], kv_b, latent, 32, 64, True),
         "route": lambda n: ops.route(logits[:n], 4, True)[0],
         "route_sigmoid": lambda n: ops.route_sigmoid(logits[:n].float(), logits[0].float(), 4, 4, 2, True, 1.5)[0],
         "token_logprobs": lambda n: ops.token_logprobs(logits[:n], tokens[:n], 0.7)[0],
@@ -79,6 +86,8 @@ def row_variant_ops(device: torch.device | str = "cpu") -> list[str]:
         for newest, keys in ((2 * _MANY, 2 * _MANY), (_MANY, KEY_CHUNK + KEY_SPLIT + 33)):
             if not _attention_is_invariant(random(2, newest, 4, 128), random(2, keys, 2, 128)):
                 variant.append(f"attention over {keys} keys")
+            if not _attention_is_invariant(random(2, newest, 4, 96), random(2, keys, 96), latent=64):
+                variant.append(f"latent attention over {keys} keys")
         variant += [name for name, (one, several) in _forms(random, spec).items() if not torch.equal(one, several)]
     return variant
 
@@ -220,13 +229,21 @@ def _forms(random: Callable[..., Tensor], spec: QuantSpec) -> dict[str, tuple[Te
     return forms
 
 
-def _attention_is_invariant(q: Tensor, kv: Tensor) -> bool:
+def _attention_is_invariant(q: Tensor, kv: Tensor, latent: int = 0) -> bool:
     """The newest tokens of a sequence, q, against single queries over just the keys that they see, against the paged
-    op, and where they are all of them, against sequences that lie end to end."""
+    op, and where they are all of them, against sequences that lie end to end; latent: of the ops over latent rows, with
+    values so wide."""
+
+    def attend(op: Callable[..., Tensor], queries: Tensor, keys: Tensor, *where: Tensor) -> Tensor:
+        return op(queries, keys, *where, latent, 0.1) if latent else op(queries, keys, keys, *where, 0.1)
+
+    over_all = ops.latent_attention if latent else ops.attention
+    over_slots = ops.paged_latent_attention if latent else ops.paged_attention
+    over_packed = ops.packed_latent_attention if latent else ops.packed_attention
     length = kv.shape[1]
     oldest = length - q.shape[1]
     positions = torch.arange(oldest, length, device=q.device).expand(q.shape[0], -1)
-    whole = ops.attention(q, kv, kv, positions, 0.1)
+    whole = attend(over_all, q, kv, positions)
     # Slot 0 of the cache is nobody's; sequence b's keys lie backwards in the rest.
     slots = 1 + torch.arange(2 * length, device=q.device).flip(0).view(2, length)
     cache = kv.new_full((1 + 2 * length, *kv.shape[2:]), torch.nan)
@@ -237,17 +254,17 @@ def _attention_is_invariant(q: Tensor, kv: Tensor) -> bool:
         """Queries first to stop of both sequences, when they are the newest."""
         new, lengths = (torch.full((2,), count, device=q.device) for count in (stop - first, stop))
         fresh = q[:, first - oldest : stop - oldest].flatten(0, 1)
-        return ops.paged_attention(fresh, cache, cache, slots, both, new, lengths, 0.1).unflatten(0, (2, -1))
+        return attend(over_slots, fresh, cache, slots, both, new, lengths).unflatten(0, (2, -1))
 
     if not oldest:
         lengths = torch.tensor([length, length - 100], device=q.device)
         queries, keys, expected = (torch.cat([x[0], x[1, : length - 100]]) for x in (q, kv, whole))
-        if not torch.equal(ops.packed_attention(queries, keys, keys, lengths, 0.1), expected):
+        if not torch.equal(attend(over_packed, queries, keys, lengths), expected):
             return False
     ends = (0, 5, 31, 32, 96, KEY_SPLIT - 1, KEY_SPLIT, KEY_SPLIT + 33, 2 * KEY_SPLIT + 1, KEY_CHUNK - 1, KEY_CHUNK)
     return torch.equal(paged(oldest, length), whole) and all(
         torch.equal(
-            ops.attention(q[:1, i : i + 1], kv[:1, : t + 1], kv[:1, : t + 1], positions[:1, i : i + 1], 0.1),
+            attend(over_all, q[:1, i : i + 1], kv[:1, : t + 1], positions[:1, i : i + 1]),
             whole[:1, i : i + 1],
         )
         and torch.equal(paged(t, t + 1), whole[:, i : i + 1])

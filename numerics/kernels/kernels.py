@@ -7,12 +7,14 @@ from typing import Any
 
 from numerics.kernels.attention.backward import attention_dkv, attention_dq
 from numerics.kernels.attention.forward import attention, attention_forward, packed_attention, paged_attention
+from numerics.kernels.attention.latent import latent_attention, packed_latent_attention, paged_latent_attention
 from numerics.kernels.combine import combine
 from numerics.kernels.digest import chunk_sums
 from numerics.kernels.draw import draw
 from numerics.kernels.logprobs import token_logprobs
 from numerics.kernels.norm import add_rms_norm, rms_norm
 from numerics.kernels.products.experts import experts, grouped_linear
+from numerics.kernels.products.heads import head_linear
 from numerics.kernels.products.linear import (
     fp8_linear,
     fp8_linear_partial,
@@ -24,14 +26,15 @@ from numerics.kernels.products.linear import (
     weight_operand,
 )
 from numerics.kernels.quantize import quantize, quantize_many
-from numerics.kernels.rope import rope
+from numerics.kernels.rope import rope, rope_pairs
 from numerics.kernels.router import route, route_sigmoid, top_experts
 from numerics.kernels.swiglu import swiglu
 
 _ALL = (
     add_rms_norm, attention, attention_dkv, attention_dq, attention_forward, chunk_sums, combine, draw, experts,
-    fp8_linear, fp8_linear_partial, group_operand, grouped_linear, linear, linear_partial, norm_fp8_linear,
-    packed_attention, paged_attention, quantize, quantize_many, rms_norm, rope, route, route_sigmoid, swiglu,
+    fp8_linear, fp8_linear_partial, group_operand, grouped_linear, head_linear, latent_attention, linear,
+    linear_partial, norm_fp8_linear, packed_attention, packed_latent_attention, paged_attention,
+    paged_latent_attention, quantize, quantize_many, rms_norm, rope, rope_pairs, route, route_sigmoid, swiglu,
     token_logprobs, top_experts, trained_operand, weight_operand,
 )  # fmt: skip
 KERNELS: dict[str, Callable[..., Any]] = {kernel.__name__: kernel for kernel in _ALL}

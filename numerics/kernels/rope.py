@@ -1,4 +1,4 @@
-"""Rotary position embedding: `numerics.ops.rope`, for any position without a table.
+"""Rotary position embedding: the ops of `numerics.ops.rope`, for any position without a table.
 
 Angles are products in FP64, brought into one turn before their sine and cosine are taken in FP32, so that late
 positions lose nothing.
@@ -16,6 +16,7 @@ import triton.language as tl
 
 from numerics.kernels.arithmetic import cast
 from numerics.kernels.memory import dense_rows
+from numerics.ops.rope import Yarn, frequencies
 
 _HEADS = 8  # of one program
 _TURN = tl.constexpr(2 * math.pi)
@@ -23,32 +24,54 @@ _TURN = tl.constexpr(2 * math.pi)
 
 def rope(x: torch.Tensor, positions: torch.Tensor, theta: float, rotary_dim: int | None = None) -> torch.Tensor:
     """`numerics.ops.rope`."""
-    return _Rope.apply(x, positions, theta, rotary_dim or x.shape[-1])
+    return _Rope.apply(x, positions, theta, rotary_dim or x.shape[-1], None, False)
+
+
+def rope_pairs(x: torch.Tensor, positions: torch.Tensor, theta: float, yarn: Yarn | None = None) -> torch.Tensor:
+    """`numerics.ops.rope_pairs`."""
+    return _Rope.apply(x, positions, theta, x.shape[-1], yarn, True)
 
 
 class _Rope(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, positions: torch.Tensor, theta: float, rotary_dim: int) -> torch.Tensor:
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        positions: torch.Tensor,
+        theta: float,
+        rotary_dim: int,
+        yarn: Yarn | None,
+        pairs: bool,
+    ) -> torch.Tensor:
         ctx.save_for_backward(positions)
-        ctx.theta, ctx.rotary_dim = theta, rotary_dim
-        return _rotate(x, positions, theta, rotary_dim, 1.0)
+        ctx.form = theta, rotary_dim, yarn, pairs
+        return _rotate(x, positions, *ctx.form, 1.0)
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        return _rotate(grads[0], ctx.saved_tensors[0], ctx.theta, ctx.rotary_dim, -1.0), None, None, None
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None, None]:
+        return _rotate(grads[0], ctx.saved_tensors[0], *ctx.form, -1.0), None, None, None, None, None
 
 
-def _rotate(x: torch.Tensor, positions: torch.Tensor, theta: float, rotary_dim: int, direction: float) -> torch.Tensor:
+def _rotate(
+    x: torch.Tensor,
+    positions: torch.Tensor,
+    theta: float,
+    rotary_dim: int,
+    yarn: Yarn | None,
+    pairs: bool,
+    direction: float,
+) -> torch.Tensor:
     batch, length, heads, dim = x.shape
     tokens = batch * length
     flat = dense_rows(x).reshape(tokens, heads, dim)
     out = torch.empty(tokens, heads, dim, dtype=x.dtype, device=x.device)
     if out.numel():
         _kernel[tokens, triton.cdiv(heads, _HEADS)](
-            *(flat, positions.reshape(-1).contiguous(), _frequencies(theta, rotary_dim, x.device), out),
+            *(flat, positions.reshape(-1).contiguous(), _frequencies(theta, rotary_dim, yarn, x.device), out),
             *(heads, flat.stride(0), flat.stride(1), direction),
             HALF=rotary_dim // 2,
             REST=dim - rotary_dim,
+            PAIRS=pairs,
             BLOCK=triton.next_power_of_2(rotary_dim // 2),
             HEADS=_HEADS,
             num_warps=4,
@@ -58,16 +81,19 @@ def _rotate(x: torch.Tensor, positions: torch.Tensor, theta: float, rotary_dim: 
 
 
 @functools.lru_cache(maxsize=8)
-def _frequencies(theta: float, dim: int, device: torch.device) -> torch.Tensor:
-    """Radians per position, FP64 [dim / 2]."""
-    return (theta ** (-torch.arange(0, dim, 2, dtype=torch.float64) / dim)).to(device)
+def _frequencies(theta: float, dim: int, yarn: Yarn | None, device: torch.device) -> torch.Tensor:
+    """`frequencies` where the kernel reads them."""
+    return frequencies(theta, dim, yarn).to(device)
 
 
 @triton.jit(do_not_specialize=["heads"])
 def _kernel(
     x_ptr, positions_ptr, frequencies_ptr, out_ptr, heads, token_stride, head_stride, direction,
-    HALF: tl.constexpr, REST: tl.constexpr, BLOCK: tl.constexpr, HEADS: tl.constexpr,
+    HALF: tl.constexpr, REST: tl.constexpr, PAIRS: tl.constexpr, BLOCK: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
+    """PAIRS: neighbours turn together, else the channels of the first half with those of the second."""
+    EACH: tl.constexpr = 2 if PAIRS else 1
+    PARTNER: tl.constexpr = 1 if PAIRS else HALF
     token = tl.program_id(0).to(tl.int64)
     half = tl.arange(0, BLOCK)
     angle = tl.load(positions_ptr + token).to(tl.float64) * tl.load(frequencies_ptr + half, mask=half < HALF, other=0.0)
@@ -75,13 +101,13 @@ def _kernel(
     cos, sin = tl.cos(angle)[None, :], (tl.sin(angle) * direction)[None, :]
     head = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None]
     inside = (head < heads) & (half < HALF)[None, :]
-    at = x_ptr + token * token_stride + head * head_stride + half[None, :]
+    at = x_ptr + token * token_stride + head * head_stride + EACH * half[None, :]
     first = tl.load(at, mask=inside, other=0.0).to(tl.float32)
-    second = tl.load(at + HALF, mask=inside, other=0.0).to(tl.float32)
+    second = tl.load(at + PARTNER, mask=inside, other=0.0).to(tl.float32)
     start = out_ptr + (token * heads + head) * (2 * HALF + REST)
-    to = start + half[None, :]
+    to = start + EACH * half[None, :]
     tl.store(to, cast(first * cos - second * sin, out_ptr.dtype.element_ty), mask=inside)
-    tl.store(to + HALF, cast(second * cos + first * sin, out_ptr.dtype.element_ty), mask=inside)
+    tl.store(to + PARTNER, cast(second * cos + first * sin, out_ptr.dtype.element_ty), mask=inside)
     for passed in range(2 * HALF, 2 * HALF + REST, BLOCK):
         column = passed + half[None, :]
         inside = (head < heads) & (column < 2 * HALF + REST)

@@ -15,6 +15,7 @@ from numerics.ops.attention import (
 )
 from numerics.ops.draw import draw
 from numerics.ops.experts import ExpertWeights, combine, experts, group_by_expert
+from numerics.ops.latent import head_linear, latent_attention, packed_latent_attention, paged_latent_attention
 from numerics.ops.linear import (
     add_bias,
     fp8_linear,
@@ -29,7 +30,7 @@ from numerics.ops.linear import (
 )
 from numerics.ops.logprobs import token_logprobs
 from numerics.ops.norm import add_rms_norm, rms_norm
-from numerics.ops.rope import rope
+from numerics.ops.rope import rope, rope_pairs
 from numerics.ops.router import route, route_sigmoid, top_experts
 from numerics.ops.swiglu import swiglu
 
@@ -48,14 +49,19 @@ __all__ = [
     "fp8_linear_partial",
     "group_by_expert",
     "group_operand",
+    "head_linear",
+    "latent_attention",
     "linear",
     "linear_partial",
     "merge_partials",
     "norm_fp8_linear",
     "packed_attention",
+    "packed_latent_attention",
     "paged_attention",
+    "paged_latent_attention",
     "rms_norm",
     "rope",
+    "rope_pairs",
     "route",
     "route_sigmoid",
     "swiglu",

@@ -28,8 +28,8 @@ KEY_PADDING = 32
 def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, positions: torch.Tensor, scale: float) -> torch.Tensor:
     """softmax(q k^T * scale) v over the keys t <= positions[b, i].
 
-    q [B, Q, heads, D]; k, v [B, T, kv heads, D], key t at position t; positions int64 [B, Q]. Scores, softmax and sums
-    in FP32, rounded once to q's dtype. Returns [B, Q, heads, D].
+    q [B, Q, heads, D]; k [B, T, kv heads, D], key t at position t; v [B, T, kv heads, E]; positions int64 [B, Q].
+    Scores, softmax and sums in FP32, rounded once to q's dtype. Returns [B, Q, heads, E].
     """
     return _Attention.apply(q, k, v, positions, scale)
 
@@ -47,12 +47,13 @@ def paged_attention(
 ) -> torch.Tensor:
     """`attention` of the newest tokens of some sequences over keys that lie in the slots of a cache, bit for bit.
 
-    q [tokens, heads, D] holds the new tokens of every sequence, end to end; k_cache, v_cache [slots, kv heads, D] hold
-    their keys and values too. Key t of sequence b is in slot table[requests[b], t]; table int [rows, max], requests int
-    [B]. new int [B] counts new tokens, 0 or more, lengths int [B] all of them: new token i of sequence b stands at
-    position lengths[b] - new[b] + i. Returns [tokens, heads, D], zeros for tokens of no sequence or without keys.
+    q [tokens, heads, D] holds the new tokens of every sequence, end to end; k_cache [slots, kv heads, D] and v_cache
+    [slots, kv heads, E] hold their keys and values too. Key t of sequence b is in slot table[requests[b], t]; table int
+    [rows, max], requests int [B]. new int [B] counts new tokens, 0 or more, lengths int [B] all of them: new token i
+    of sequence b stands at position lengths[b] - new[b] + i. Returns [tokens, heads, E], zeros for tokens of no
+    sequence or without keys.
     """
-    out = torch.zeros_like(q)
+    out = q.new_zeros(*q.shape[:2], v_cache.shape[-1])
     starts = new.cumsum(0) - new
     for rows in _of_similar_length(new, lengths):
         fresh, total = new[rows].long()[:, None], lengths[rows].long()[:, None]
@@ -72,8 +73,8 @@ def packed_attention(
 ) -> torch.Tensor:
     """`attention` of sequences that lie end to end, each over its own keys, bit for bit.
 
-    q [T, heads, D]; k, v [T, kv heads, D]; lengths int64 [B], 1 or more each, T together. Returns [T, heads, D]. The
-    gradients are those of sequences of similar length that are padded with zeros.
+    q [T, heads, D]; k [T, kv heads, D], v [T, kv heads, E]; lengths int64 [B], 1 or more each, T together. Returns
+    [T, heads, E]. The gradients are those of sequences of similar length that are padded with zeros.
     """
     starts = lengths.cumsum(0) - lengths
     order, real = [], []
@@ -95,7 +96,7 @@ def packed_attention(
 def attention_forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, positions: torch.Tensor, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`attention`, without a gradient, and what its gradient is made of: the result [B, Q, heads, D], unrounded here,
+    """`attention`, without a gradient, and what its gradient is made of: the result [B, Q, heads, E], unrounded here,
     and the logarithm of the sum of each row's weights, FP32 [B, Q, heads]."""
     groups = k.shape[2]
     queries, rows = _fold_queries(q, groups), q.shape[1] * q.shape[2] // groups
@@ -109,7 +110,7 @@ def attention_forward(
         chunk = slice(start, start + KEY_CHUNK)
         own = _attend_chunk(queries, keys[:, chunk], values[:, chunk], start, limits, scale)
         peak, total, out = _merge_chunk((peak, total, out), own)
-    result = _unfold_rows((out / total)[:, :rows], q.shape)
+    result = _unfold_rows((out / total)[:, :rows], (*q.shape[:3], v.shape[3]))
     return result.to(q.dtype), result, _unfold_rows((peak + total.log())[:, :rows], (*q.shape[:3], 1))[..., 0]
 
 
@@ -200,11 +201,11 @@ def _attend_chunk(
     """The online softmax of folded queries over the keys of a chunk, of which `first` is the position of the first.
 
     Returns each row's largest score [B, rows, 1], -inf where it sees none of these keys; the sum of its weights,
-    exp(score - largest) [B, rows, 1]; and the values summed with these weights [B, rows, D].
+    exp(score - largest) [B, rows, 1]; and the values summed with these weights [B, rows, E].
     """
     peak = queries.new_full((*queries.shape[:2], 1), -torch.inf)
     total = queries.new_zeros(*queries.shape[:2], 1)
-    out = torch.zeros_like(queries)
+    out = queries.new_zeros(*queries.shape[:2], values.shape[2])
     for start in range(0, keys.shape[1], KEY_SPLIT):
         stop = min(start + KEY_SPLIT, keys.shape[1])
         scores = torch.bmm(queries, keys[:, start:stop].transpose(1, 2)) * scale

@@ -1,13 +1,38 @@
-"""Rotary position embedding (Su et al. 2021), in the rotate-half form of Llama and Qwen."""
+"""Rotary position embedding (Su et al. 2021): in the rotate-half form of Llama and Qwen, and of neighbouring pairs."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import math
 from typing import Any
 
 import torch
 
 from numerics.backend.dispatch import op
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Yarn:
+    """The frequencies of a model whose context was lengthened by YaRN (arXiv 2309.00071, 3.2 and 3.3).
+
+    Attributes:
+        factor: by which the context was lengthened. original: positions before that.
+        beta_fast, beta_slow: turns over these positions above which a pair is left alone, and below which its frequency
+            is divided by the factor.
+        mscale: weight of the factor's logarithm in the temperature of the softmax.
+    """
+
+    factor: float
+    original: int
+    beta_fast: float
+    beta_slow: float
+    mscale: float
+
+    @property
+    def temperature(self) -> float:
+        """What scores are multiplied by, beside the square root of a head's width."""
+        return (0.1 * self.mscale * math.log(self.factor) + 1.0) ** 2 if self.factor > 1 else 1.0
 
 
 @op
@@ -16,34 +41,70 @@ def rope(x: torch.Tensor, positions: torch.Tensor, theta: float, rotary_dim: int
 
     rotary_dim: the first channels of a head that are rotated; the others pass. None: all.
     """
-    return _Rope.apply(x, positions, theta, rotary_dim or x.shape[-1])
+    return _Rope.apply(x, positions, theta, rotary_dim or x.shape[-1], None, False)
+
+
+@op
+def rope_pairs(x: torch.Tensor, positions: torch.Tensor, theta: float, yarn: Yarn | None = None) -> torch.Tensor:
+    """Rotate the pairs (x0, x1), (x2, x3), ... of x [B, S, heads, D], which stay where they are; else as `rope`.
+
+    yarn: of a lengthened context; None: the frequencies are theta's alone.
+    """
+    return _Rope.apply(x, positions, theta, x.shape[-1], yarn, True)
+
+
+def frequencies(theta: float, rotary_dim: int, yarn: Yarn | None = None) -> torch.Tensor:
+    """Radians per position of each pair, FP64 [rotary_dim / 2]."""
+    plain = theta ** (-torch.arange(0, rotary_dim, 2, dtype=torch.float64) / rotary_dim)
+    if yarn is None:
+        return plain
+
+    def pair_with(turns: float) -> float:
+        """Which pair turns so often over the original positions."""
+        return rotary_dim * math.log(yarn.original / (turns * 2 * math.pi)) / (2 * math.log(theta))
+
+    low = max(math.floor(pair_with(yarn.beta_fast)), 0)
+    high = min(math.ceil(pair_with(yarn.beta_slow)), rotary_dim - 1)
+    slow = ((torch.arange(rotary_dim // 2, dtype=torch.float64) - low) / max(high - low, 0.001)).clamp(0, 1)
+    return slow * plain / yarn.factor + (1 - slow) * plain
 
 
 class _Rope(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, positions: torch.Tensor, theta: float, rotary_dim: int) -> torch.Tensor:
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        positions: torch.Tensor,
+        theta: float,
+        rotary_dim: int,
+        yarn: Yarn | None,
+        pairs: bool,
+    ) -> torch.Tensor:
         # Whole powers of two, so that few tables are ever made.
         length = 1 << max(10, int(positions.max()).bit_length()) if positions.numel() else 1
-        table = _table(theta, rotary_dim, length, x.device)[:, positions].unsqueeze(-2)
+        table = _table(theta, rotary_dim, yarn, length, x.device)[:, positions].unsqueeze(-2)
         ctx.save_for_backward(table)
-        return _rotate(x, table[0], table[1])
+        ctx.pairs = pairs
+        return _rotate(x, table[0], table[1], pairs)
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None, None]:
         (table,) = ctx.saved_tensors
-        return _rotate(grads[0], table[0], -table[1]), None, None, None
+        return _rotate(grads[0], table[0], -table[1], ctx.pairs), None, None, None, None, None
 
 
-def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, pairs: bool) -> torch.Tensor:
     size = 2 * cos.shape[-1]
+    if pairs:
+        first, second = x.float().unflatten(-1, (-1, 2)).unbind(-1)
+        return torch.stack((first * cos - second * sin, second * cos + first * sin), -1).flatten(-2).to(x.dtype)
     first, second = x[..., :size].float().chunk(2, -1)
     rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), -1).to(x.dtype)
     return rotated if size == x.shape[-1] else torch.cat((rotated, x[..., size:]), -1)
 
 
 @functools.lru_cache(maxsize=8)
-def _table(theta: float, rotary_dim: int, length: int, device: torch.device) -> torch.Tensor:
+def _table(theta: float, rotary_dim: int, yarn: Yarn | None, length: int, device: torch.device) -> torch.Tensor:
     """cos and sin, FP32 [2, length, rotary_dim / 2]."""
-    frequencies = theta ** (-torch.arange(0, rotary_dim, 2, dtype=torch.float64) / rotary_dim)
-    angles = torch.arange(length, dtype=torch.float64)[:, None] * frequencies
+    angles = torch.arange(length, dtype=torch.float64)[:, None] * frequencies(theta, rotary_dim, yarn)
     return torch.stack((angles.cos(), angles.sin())).float().to(device)

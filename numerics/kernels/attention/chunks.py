@@ -37,16 +37,16 @@ class Parts:
     programs: int
 
 
-def parts_of(q: torch.Tensor, key_heads: int, longest: int, tiles: int) -> Parts | None:
-    """Room for the parts of q [tokens, heads, D] over up to `longest` keys, from shapes alone; None where one program
+def parts_of(out: torch.Tensor, key_heads: int, longest: int, tiles: int) -> Parts | None:
+    """Room for the parts of out [tokens, heads, D] over up to `longest` keys, from shapes alone; None where one program
     is to take all chunks of a tile. tiles: of all heads."""
-    tokens, heads, dim = q.shape
+    tokens, heads, dim = out.shape
     chunks = triton.cdiv(longest, KEY_CHUNK)
     if chunks <= 1 or 4 * tokens * heads * chunks * (dim + 2) > PART_BYTES:
         return None
     shape = (chunks, key_heads, tokens, heads // key_heads)
-    outs = torch.empty(*shape, dim, dtype=torch.float32, device=q.device)
-    peaks, totals = torch.empty(2, *shape, dtype=torch.float32, device=q.device)
+    outs = torch.empty(*shape, dim, dtype=torch.float32, device=out.device)
+    peaks, totals = torch.empty(2, *shape, dtype=torch.float32, device=out.device)
     return Parts(outs, peaks, totals, min(chunks, triton.cdiv(PROGRAMS, tiles)))
 
 

@@ -26,7 +26,7 @@ from numerics.kernels.attention.backward import LOG2_E, gradient_of_queries, gra
 from numerics.kernels.attention.chunks import divided, merge_chunk, merge_parts, no_keys, parts_of
 from numerics.kernels.attention.sequences import find_sequence, positions_of
 from numerics.kernels.memory import dense_rows
-from numerics.kernels.products.heights import TALL, tile_height, warps
+from numerics.kernels.products.heights import SHORT, TALL, tile_height, warps
 from numerics.ops.attention import KEY_CHUNK
 
 CONTIGUOUS, PACKED, PAGED = "contiguous", "packed", "paged"
@@ -50,16 +50,23 @@ def attention_forward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """See `numerics.ops.attention.attention_forward`; the logarithm is that of `attention_backward`."""
     _check(q, k, v)
+    return attend(q, k, v, positions, scale)
+
+
+def attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, positions: torch.Tensor, scale: float, tail: int = 0
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`attention_forward` of what is known to fit; tail: as `TAIL` of the kernel, v being the first channels of k."""
     q, k, v = (dense_rows(x) for x in (q, k, v))
-    batch, length, heads, dim = q.shape
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    (batch, length, heads, _), dim = q.shape, v.shape[3]
+    out = torch.empty(*q.shape[:3], dim, dtype=q.dtype, device=q.device)
     logsumexp = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
-    group = heads // k.shape[2]
-    _forward_kernel[triton.cdiv(length * group, TALL), k.shape[2], batch](
+    group, height = heads // k.shape[2], SHORT if tail else TALL
+    _forward_kernel[triton.cdiv(length * group, height), k.shape[2], batch](
         *(q, k, v, out, logsumexp, positions, positions, positions, positions, out, out, out),
         *(*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *positions.stride()),
         *(batch, length, k.shape[1], heads, scale * LOG2_E),
-        **_constants(CONTIGUOUS, 1, group, dim, TALL, k.shape[1]),
+        **_constants(CONTIGUOUS, 1, group, dim, height, k.shape[1], tail),
     )
     return out, out, logsumexp
 
@@ -97,17 +104,7 @@ class _PackedAttention(torch.autograd.Function):
     def forward(
         ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: torch.Tensor, scale: float
     ) -> torch.Tensor:
-        tokens, heads, dim = q.shape
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        logsumexp = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
-        group, sequences = heads // k.shape[1], len(lengths)
-        positions = positions_of(lengths, tokens)
-        _forward_kernel[tokens * group // TALL + sequences, k.shape[1], 1](
-            *(q, k, v, out, logsumexp, positions, lengths, lengths, lengths, out, out, out),
-            *(0, *q.stride()[:2], 0, *k.stride()[:2], 0, *v.stride()[:2], 0, 1),
-            *(sequences, tokens, 0, heads, scale * LOG2_E),
-            **_constants(PACKED, triton.next_power_of_2(sequences), group, dim, TALL, tokens),
-        )
+        out, logsumexp, positions = attend_packed(q, k, v, lengths, scale)
         ctx.save_for_backward(q, k, v, positions, out, logsumexp, lengths)
         ctx.scale = scale
         return out
@@ -120,6 +117,24 @@ class _PackedAttention(torch.autograd.Function):
         dq, delta = gradient_of_queries(dout, q, k, v, positions, out, logsumexp, ctx.scale, lengths)
         dk, dv = gradients_of_keys(dout, q, k, v, positions, logsumexp, delta, ctx.scale, lengths)
         return dq[0], dk[0], dv[0], None, None
+
+
+def attend_packed(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: torch.Tensor, scale: float, tail: int = 0
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Result, log-sum-exp and each token's position, of sequences that lie end to end; tail: as in `attend`."""
+    (tokens, heads, _), dim = q.shape, v.shape[2]
+    out = torch.empty(tokens, heads, dim, dtype=q.dtype, device=q.device)
+    logsumexp = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+    group, sequences, height = heads // k.shape[1], len(lengths), SHORT if tail else TALL
+    positions = positions_of(lengths, tokens)
+    _forward_kernel[tokens * group // height + sequences, k.shape[1], 1](
+        *(q, k, v, out, logsumexp, positions, lengths, lengths, lengths, out, out, out),
+        *(0, *q.stride()[:2], 0, *k.stride()[:2], 0, *v.stride()[:2], 0, 1),
+        *(sequences, tokens, 0, heads, scale * LOG2_E),
+        **_constants(PACKED, triton.next_power_of_2(sequences), group, dim, height, tokens, tail),
+    )
+    return out, logsumexp, positions
 
 
 def paged_attention(
@@ -138,22 +153,39 @@ def paged_attention(
     many keys as the table is wide, and programs that find nothing to do leave at once.
     """
     _check(q, k_cache, v_cache)
-    tokens, heads, dim = q.shape
+    return attend_paged(q, k_cache, v_cache, table, requests, new, lengths, scale)
+
+
+def attend_paged(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    table: torch.Tensor,
+    requests: torch.Tensor,
+    new: torch.Tensor,
+    lengths: torch.Tensor,
+    scale: float,
+    tail: int = 0,
+) -> torch.Tensor:
+    """`paged_attention` of what is known to fit; tail: as in `attend`."""
+    (tokens, heads, _), dim = q.shape, v_cache.shape[2]
     sequences, group = len(requests), heads // k_cache.shape[1]
     requests, new, lengths = (x.contiguous() for x in (requests, new, lengths))
     q, k_cache, v_cache = (dense_rows(x) for x in (q, k_cache, v_cache))
-    out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
+    out = torch.zeros(tokens, heads, dim, dtype=q.dtype, device=q.device)
     # Rows of a sequence in the mean; the accumulators of a larger head would leave a short tile's registers.
-    height = tile_height(triton.cdiv(tokens * group, max(sequences, 1))) if dim <= 128 else TALL
+    height = tile_height(triton.cdiv(tokens * group, max(sequences, 1))) if dim <= 128 else SHORT if tail else TALL
     most_tiles = tokens * group // height + sequences
     longest, tiles = table.shape[1], most_tiles * k_cache.shape[1]
-    parts = parts_of(q, k_cache.shape[1], longest, tiles)
+    parts = parts_of(out, k_cache.shape[1], longest, tiles)
     left = (parts.outs, parts.peaks, parts.totals) if parts else (out, out, out)
     _forward_kernel[most_tiles, k_cache.shape[1], parts.programs if parts else 1](
         *(q, k_cache, v_cache, out, out, table, requests, new, lengths, *left),
         *(0, *q.stride()[:2], 0, *k_cache.stride()[:2], 0, *v_cache.stride()[:2], *table.stride()),
         *(sequences, tokens, 0, heads, scale * LOG2_E),
-        **_constants(PAGED, triton.next_power_of_2(max(sequences, 1)), group, dim, height, longest, parts is not None),
+        **_constants(
+            *(PAGED, triton.next_power_of_2(max(sequences, 1)), group, dim, height, longest, tail, parts is not None)
+        ),
     )
     if parts:
         merge_parts(parts, out, new, lengths, scale * LOG2_E)
@@ -161,20 +193,27 @@ def paged_attention(
 
 
 def _constants(
-    form: str, sequences: int, group: int, dim: int, height: int, longest: int, spread: bool = False
+    form: str, sequences: int, group: int, dim: int, height: int, longest: int, tail: int = 0, spread: bool = False
 ) -> dict[str, Any]:
-    keys = 128 if dim <= 128 else 64  # of larger heads, two stages of 128 keys do not fit into shared memory
-    shape = {"FORM": form, "SEQUENCES": sequences, "GROUP": group, "ROWS": height, "KEYS": keys, "D": dim}
+    # Of larger heads, two stages of 128 keys do not fit into shared memory, nor of a latent the pointers to 64.
+    keys = 32 if tail else 128 if dim <= 128 else 64
+    shape = {"FORM": form, "SEQUENCES": sequences, "GROUP": group, "ROWS": height, "KEYS": keys, "D": dim, "TAIL": tail}
     chunks = {"CHUNK": KEY_CHUNK, "CHUNKED": longest > KEY_CHUNK, "SPREAD": spread}
-    return shape | chunks | {"num_warps": warps(height), "num_stages": 2, "enable_fp_fusion": False}
+    threads = 8 if tail else warps(height)  # the sums of a latent's 512 channels take two warp groups' registers
+    return shape | chunks | {"num_warps": threads, "num_stages": 2, "enable_fp_fusion": False}
+
+
+def check_dtypes(*tensors: torch.Tensor) -> None:
+    """Raises UserError unless all are BF16."""
+    if {x.dtype for x in tensors} != {torch.bfloat16}:
+        dtypes = [str(x.dtype) for x in tensors]
+        raise user_error("attention", found=dtypes, expected="BF16 q, k and v", remedy="Cast them.")
 
 
 def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
     """Raises UserError unless the kernels know these dtypes and head sizes."""
     dim = q.shape[-1]
-    if {q.dtype, k.dtype, v.dtype} != {torch.bfloat16}:
-        dtypes = [str(x.dtype) for x in (q, k, v)]
-        raise user_error("attention", found=dtypes, expected="BF16 q, k and v", remedy="Cast them.")
+    check_dtypes(q, k, v)
     if not 16 <= dim <= 256 or dim & (dim - 1):
         expected = "a power of two from 16 to 256"
         raise user_error("attention head size", found=dim, expected=expected, remedy="Run the ops on torch.")
@@ -191,11 +230,12 @@ def _forward_kernel(
     q_batch, q_token, q_head, k_batch, k_token, k_head, v_batch, v_token, v_head, positions_row, positions_column,
     sequences, queries, keys, heads, scale,
     FORM: tl.constexpr, SEQUENCES: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
-    D: tl.constexpr, CHUNK: tl.constexpr, CHUNKED: tl.constexpr, SPREAD: tl.constexpr,
+    D: tl.constexpr, TAIL: tl.constexpr, CHUNK: tl.constexpr, CHUNKED: tl.constexpr, SPREAD: tl.constexpr,
 ):  # fmt: skip
     """FORM: `contiguous`, queries [B, Q]; `packed`, sequences end to end; `paged`, over a cache. positions_ptr: of each
     query; of a paged cache the table [rows, max].
 
+    TAIL: channels that a key has behind the D of its value, which is a part of it (`latent`); 0: values are apart.
     CHUNKED: there may be more keys than a chunk's. SPREAD: every program takes some of the chunks, and leaves a part of
     each (`Parts`).
     """
@@ -232,7 +272,9 @@ def _forward_kernel(
     else:
         position = tl.load(positions_ptr + query.to(tl.int64) * positions_column).to(tl.int32)
         q_row = query.to(tl.int64) * q_token
-    q = tl.load(q_ptr + (q_row + head * q_head)[:, None] + column[None, :])
+    q_ptr += (q_row + head * q_head)[:, None]
+    q = tl.load(q_ptr + column[None, :])
+    q_tail = tl.load(q_ptr + D + tl.arange(0, TAIL)[None, :]) if TAIL else q
     k_ptr += key_head * k_head
     v_ptr += key_head * v_head
 
@@ -245,8 +287,8 @@ def _forward_kernel(
         step = tl.num_programs(2) * CHUNK if SPREAD else CHUNK
         for start in range(tl.program_id(2) * CHUNK if SPREAD else 0, stop, step):
             chunk_peak, chunk_total, chunk_out = _attend_chunk(
-                q, k_ptr, v_ptr, positions_ptr, start, tl.minimum(start + CHUNK, stop), whole, keys, position,
-                positions_column, k_token, v_token, scale, PAGED, KEYS, D,
+                q, q_tail, k_ptr, v_ptr, positions_ptr, start, tl.minimum(start + CHUNK, stop), whole, keys, position,
+                positions_column, k_token, v_token, scale, PAGED, KEYS, D, TAIL,
             )  # fmt: skip
             if SPREAD:
                 part = ((start // CHUNK * tl.num_programs(1) + key_head) * tokens + first) * GROUP + row
@@ -257,8 +299,8 @@ def _forward_kernel(
                 peak, total, out = merge_chunk(peak, total, out, chunk_peak, chunk_total, chunk_out, scale)
     else:
         peak, total, out = _attend_chunk(
-            q, k_ptr, v_ptr, positions_ptr, 0, stop, whole, keys, position,
-            positions_column, k_token, v_token, scale, PAGED, KEYS, D,
+            q, q_tail, k_ptr, v_ptr, positions_ptr, 0, stop, whole, keys, position,
+            positions_column, k_token, v_token, scale, PAGED, KEYS, D, TAIL,
         )  # fmt: skip
 
     if not SPREAD:
@@ -270,8 +312,8 @@ def _forward_kernel(
 
 @triton.jit
 def _attend_chunk(
-    q, k_ptr, v_ptr, table_ptr, first, stop, whole, keys, position, table_column, k_token, v_token, scale,
-    PAGED: tl.constexpr, KEYS: tl.constexpr, D: tl.constexpr,
+    q, q_tail, k_ptr, v_ptr, table_ptr, first, stop, whole, keys, position, table_column, k_token, v_token, scale,
+    PAGED: tl.constexpr, KEYS: tl.constexpr, D: tl.constexpr, TAIL: tl.constexpr,
 ):  # fmt: skip
     """Peak, total and out of the rows over the keys first to stop of one chunk."""
     peak, total, out = no_keys(q.shape[0], D)
@@ -280,8 +322,9 @@ def _attend_chunk(
     for MASKED in tl.static_range(2):
         for start in range(whole if MASKED else first, stop if MASKED else whole, KEYS):
             peak, total, out = _merge_split(
-                q, k_ptr, v_ptr, slot, start, keys, position, peak, total, out, k_token, v_token, scale, MASKED, KEYS, D
-            )
+                q, q_tail, k_ptr, v_ptr, slot, start, keys, position, peak, total, out, k_token, v_token, scale,
+                MASKED, KEYS, D, TAIL,
+            )  # fmt: skip
             # The next split's, ahead of its keys, whose loads would wait for them.
             slot = _slots(table_ptr, start + KEYS, keys, table_column, PAGED, KEYS)
     return peak, total, out
@@ -296,16 +339,21 @@ def _slots(table_ptr, start, keys, table_column, PAGED: tl.constexpr, KEYS: tl.c
 
 @triton.jit
 def _merge_split(
-    q, k_ptr, v_ptr, slot, start, keys, position, peak, total, out, k_token, v_token, scale,
-    MASKED: tl.constexpr, KEYS: tl.constexpr, D: tl.constexpr,
+    q, q_tail, k_ptr, v_ptr, slot, start, keys, position, peak, total, out, k_token, v_token, scale,
+    MASKED: tl.constexpr, KEYS: tl.constexpr, D: tl.constexpr, TAIL: tl.constexpr,
 ):  # fmt: skip
     """Keys start to start + KEYS. Without MASKED all of them exist and every row sees them."""
     key = start + tl.arange(0, KEYS)
     exists = key < keys
     column, slot = tl.arange(0, D), slot.to(tl.int64)
     # Keys that do not exist are zeros, for 0 times what lies there might be NaN.
-    k = load(k_ptr + (slot * k_token)[None, :] + column[:, None], exists[None, :], MASKED)
-    scores = dot(q, k, tl.zeros((q.shape[0], KEYS), tl.float32))
+    if TAIL:
+        v = load(k_ptr + (slot * k_token)[:, None] + column[None, :], exists[:, None], MASKED)
+        tail = load(k_ptr + D + (slot * k_token)[None, :] + tl.arange(0, TAIL)[:, None], exists[None, :], MASKED)
+        scores = dot(q_tail, tail, dot(q, tl.trans(v), tl.zeros((q.shape[0], KEYS), tl.float32)))
+    else:
+        k = load(k_ptr + (slot * k_token)[None, :] + column[:, None], exists[None, :], MASKED)
+        scores = dot(q, k, tl.zeros((q.shape[0], KEYS), tl.float32))
     if MASKED:
         seen = (key[None, :] <= position[:, None]) & exists[None, :]
         scores = tl.where(seen, scores, float("-inf"))
@@ -314,6 +362,7 @@ def _merge_split(
     weights = tl.exp2(tl.fma(scores, scale, -(shift * scale)[:, None]))
     rescale = tl.exp2((peak - shift) * scale)
     total = tl.fma(total, rescale, tl.sum(weights, 1))
-    v = load(v_ptr + (slot * v_token)[:, None] + column[None, :], exists[:, None], MASKED)
+    if not TAIL:
+        v = load(v_ptr + (slot * v_token)[:, None] + column[None, :], exists[:, None], MASKED)
     out = dot(cast(weights, tl.bfloat16), v, out * rescale[:, None])
     return new_peak, total, out

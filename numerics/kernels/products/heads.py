@@ -1,0 +1,104 @@
+"""A product for each head: `numerics.ops.head_linear`, of unquantized rows and of FP8 codes as they lie in memory.
+
+A program takes 64 tokens and 128 columns of one head, and sums over K in steps of 64, ascending. Codes are dequantized
+where they are loaded, to BF16, so that a quantized weight is read once, in one byte a number, whatever its blocks cut.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from numerics.kernels.arithmetic import cast, dot
+from numerics.kernels.memory import dense_rows
+from numerics.kernels.products.linear import WeightOperand
+from numerics.ops.latent import head_gradients
+
+_ROWS, _COLUMNS, _DEPTH, _BLOCK = 64, 128, 64, 128
+
+
+def head_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    operand: WeightOperand | None,
+    first: int,
+    count: int,
+    transposed: bool = False,
+) -> torch.Tensor:
+    """`numerics.ops.head_linear`."""
+    return _HeadProduct.apply(dense_rows(x), weight, operand, first, count, transposed)
+
+
+class _HeadProduct(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        operand: WeightOperand | None,
+        first: int,
+        count: int,
+        transposed: bool,
+    ) -> torch.Tensor:
+        (tokens, heads, k), rank = x.shape, weight.shape[1]
+        codes, scale_inv = (weight, None) if operand is None else (operand.codes.data, operand.codes.scale_inv)
+        columns = rank if transposed else count
+        out = torch.empty(tokens, heads, columns, dtype=x.dtype, device=x.device)
+        if out.numel():
+            _kernel[triton.cdiv(tokens, _ROWS), triton.cdiv(columns, _COLUMNS), heads](
+                *(x, codes, scale_inv, out, tokens, heads, columns, k, *x.stride()[:2]),
+                *(len(weight) // heads, first, rank, scale_inv.stride(0) if scale_inv is not None else 0),
+                TRANSPOSED=transposed,
+                ROWS=_ROWS,
+                COLUMNS=_COLUMNS,
+                DEPTH=_DEPTH,
+                BLOCK=_BLOCK,
+                num_warps=4,
+                num_stages=3,
+            )
+        ctx.save_for_backward(x, weight)
+        ctx.operand, ctx.place, ctx.transposed = operand, (first, count), transposed
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+        x, weight = ctx.saved_tensors
+        plain = weight if ctx.operand is None else ctx.operand.dequantized().to(x.dtype)
+        first, count = ctx.place
+        matrices = plain.unflatten(0, (x.shape[1], -1))[:, first : first + count]
+        needed = ctx.needs_input_grad
+        found = head_gradients(grads[0], x, matrices, ctx.place, weight.shape, weight.dtype, ctx.transposed, needed)
+        return *found, None, None, None, None
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _kernel(
+    x_ptr, weight_ptr, scale_ptr, out_ptr, tokens, heads, columns, k, x_token, x_head,
+    head_rows, first, rank, scale_row,
+    TRANSPOSED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    head = tl.program_id(2)
+    token = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    x_ptr += tl.minimum(token, tokens - 1).to(tl.int64)[:, None] * x_token + head * x_head
+    begin = head * head_rows + first  # the first of the head's rows in the weight
+    total = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for start in range(0, k, DEPTH):
+        step = start + tl.arange(0, DEPTH)
+        x = tl.load(x_ptr + step[None, :], mask=(step < k)[None, :], other=0.0)
+        # [DEPTH, COLUMNS] of what x is multiplied by
+        if TRANSPOSED:
+            row, at = (begin + step)[:, None], column[None, :]
+        else:
+            row, at = (begin + column)[None, :], step[:, None]
+        inside = (step < k)[:, None] & (column < columns)[None, :]
+        w = tl.load(weight_ptr + row.to(tl.int64) * rank + at, mask=inside, other=0.0)
+        if scale_ptr is not None:
+            scale = tl.load(scale_ptr + row // BLOCK * scale_row + at // BLOCK, mask=inside, other=0.0)
+            w = cast(w.to(tl.float32) * scale, tl.bfloat16)
+        total = dot(x, w, total)
+    where = out_ptr + (token.to(tl.int64)[:, None] * heads + head) * columns + column[None, :]
+    tl.store(where, cast(total, tl.bfloat16), mask=(token < tokens)[:, None] & (column < columns)[None, :])

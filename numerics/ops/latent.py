@@ -1,0 +1,115 @@
+"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, 2.1), absorbed: over the narrow rows of a cache.
+
+A token's row is [latent | rotated key], R + P numbers that all heads share. A head's keys and values are products of
+the latent with its part of `kv_b`, W_k [N, R] and W_v [V, R]. Instead of making them for every token, the query goes
+through W_k and the result of the attention through W_v:
+
+1. a head's query [N + P] becomes [q_nope W_k | q_rope], rounded once;
+2. attention of all heads over one key, the row, whose value is its first R numbers (`ops.attention`);
+3. W_v times the result, rounded once.
+
+Latents are not quantized for these products: where `kv_b` is in FP8, what it dequantizes to multiplies the unquantized
+latent's side, as in SGLang. A head does not depend on the others.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from numerics.backend.dispatch import op
+from numerics.ops.attention import attention, packed_attention, paged_attention
+from numerics.ops.linear import product, wide_mm
+
+
+@op
+def latent_attention(q: Tensor, rows: Tensor, positions: Tensor, rank: int, scale: float) -> Tensor:
+    """`attention` of q [B, Q, heads, D] over rows [B, T, D], whose first `rank` numbers are the values.
+
+    positions int64 [B, Q]. Returns [B, Q, heads, rank]. A row's gradient is that of the key and that of the value.
+    """
+    keys = rows.unsqueeze(2)
+    return attention(q, keys, keys[..., :rank], positions, scale)
+
+
+@op
+def packed_latent_attention(q: Tensor, rows: Tensor, lengths: Tensor, rank: int, scale: float) -> Tensor:
+    """`latent_attention` of sequences that lie end to end, each over its own rows, bit for bit.
+
+    q [T, heads, D]; rows [T, D]; lengths int64 [B], 1 or more each, T together. Returns [T, heads, rank].
+    """
+    keys = rows.unsqueeze(1)
+    return packed_attention(q, keys, keys[..., :rank], lengths, scale)
+
+
+@op
+def paged_latent_attention(
+    q: Tensor, cache: Tensor, table: Tensor, requests: Tensor, new: Tensor, lengths: Tensor, rank: int, scale: float
+) -> Tensor:
+    """`latent_attention` of the newest tokens over rows in the slots of a cache [slots, D], bit for bit.
+
+    q [tokens, heads, D]; the rest as of `paged_attention`. Returns [tokens, heads, rank].
+    """
+    keys = cache.unsqueeze(1)
+    return paged_attention(q, keys, keys[..., :rank], table, requests, new, lengths, scale)
+
+
+@op
+def head_linear(x: Tensor, weight: Tensor, operand: Any, first: int, count: int, transposed: bool = False) -> Tensor:
+    """For each head a product with W [count, R]: the rows from `first` on of its equal part of weight [heads * M, R].
+
+    x [T, heads, R] -> [T, heads, count], x W^T of each head; transposed: x [T, heads, count] -> [T, heads, R], x W.
+    Summed in FP32, rounded once to x's dtype. weight receives the gradient; operand: its `weight_operand`, where it is
+    quantized, of which the dequantized numbers are taken and x as it is; None: the weight itself.
+    """
+    return _HeadProduct.apply(x, weight, weight if operand is None else operand, first, count, transposed)
+
+
+class _HeadProduct(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, operand: Tensor, first: int, count: int, transposed: bool
+    ) -> Tensor:
+        matrices = operand.detach().unflatten(0, (x.shape[1], -1))[:, first : first + count]
+        ctx.save_for_backward(x, matrices)
+        ctx.place, ctx.shape, ctx.dtype = (first, count), weight.shape, weight.dtype
+        ctx.transposed = transposed
+        right = matrices.transpose(1, 2) if transposed else matrices
+        return torch.stack(
+            [product(x[:, head].contiguous(), w.contiguous(), x.dtype) for head, w in enumerate(right)], 1
+        )
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
+        x, matrices = ctx.saved_tensors
+        return *head_gradients(
+            grads[0], x, matrices, ctx.place, ctx.shape, ctx.dtype, ctx.transposed, ctx.needs_input_grad
+        ), None, None, None, None  # fmt: skip
+
+
+def head_gradients(
+    dy: Tensor,
+    x: Tensor,
+    matrices: Tensor,
+    place: tuple[int, int],
+    shape: torch.Size,
+    dtype: torch.dtype,
+    transposed: bool,
+    needed: tuple[bool, ...],
+) -> tuple[Tensor | None, Tensor | None]:
+    """The gradients of `head_linear`: of x, and of its weight of `shape`, of which matrices [heads, count, R] stand at
+    `place`; zeros elsewhere. They need no fixed order."""
+    dx = dw = None
+    each = range(len(matrices))
+    if needed[0]:
+        found = [wide_mm(dy[:, head], matrices[head].t() if transposed else matrices[head]) for head in each]
+        dx = torch.stack(found, 1).to(x.dtype)
+    if needed[1]:
+        left, right = (x, dy) if transposed else (dy, x)
+        dw = torch.zeros(shape, dtype=dtype, device=x.device)
+        into = dw.unflatten(0, (len(matrices), -1))[:, place[0] : sum(place)]
+        for head in each:
+            into[head] = wide_mm(left[:, head].t(), right[:, head])
+    return dx, dw
