@@ -45,22 +45,18 @@ class _Rope(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.save_for_backward(positions)
         ctx.form = theta, rotary_dim, yarn, pairs
-        return _rotate(x, positions, *ctx.form, 1.0)
+        return _rotate(x, positions, ctx.form, 1.0)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None, None]:
-        return _rotate(grads[0], ctx.saved_tensors[0], *ctx.form, -1.0), None, None, None, None, None
+        return _rotate(grads[0], ctx.saved_tensors[0], ctx.form, -1.0), None, None, None, None, None
 
 
 def _rotate(
-    x: torch.Tensor,
-    positions: torch.Tensor,
-    theta: float,
-    rotary_dim: int,
-    yarn: Yarn | None,
-    pairs: bool,
-    direction: float,
+    x: torch.Tensor, positions: torch.Tensor, form: tuple[float, int, Yarn | None, bool], direction: float
 ) -> torch.Tensor:
+    """form: theta, rotated channels, YaRN, and whether pairs are neighbours."""
+    theta, rotary_dim, yarn, pairs = form
     batch, length, heads, dim = x.shape
     tokens = batch * length
     flat = dense_rows(x).reshape(tokens, heads, dim)
