@@ -29,6 +29,15 @@ from numerics.ops.linear import (
     weight_operand,
 )
 from numerics.ops.logprobs import token_logprobs
+from numerics.ops.low_rank import (
+    Fused,
+    LowRank,
+    adapted_fp8_linear,
+    adapted_linear,
+    grouped_low_rank_term,
+    low_rank_of,
+    low_rank_term,
+)
 from numerics.ops.norm import add_rms_norm, rms_norm
 from numerics.ops.rope import rope, rope_pairs
 from numerics.ops.router import route, route_sigmoid, top_experts
@@ -36,6 +45,10 @@ from numerics.ops.swiglu import swiglu
 
 __all__ = [
     "ExpertWeights",
+    "Fused",
+    "LowRank",
+    "adapted_fp8_linear",
+    "adapted_linear",
     "add_bias",
     "add_rms_norm",
     "attention",
@@ -49,10 +62,13 @@ __all__ = [
     "fp8_linear_partial",
     "group_by_expert",
     "group_operand",
+    "grouped_low_rank_term",
     "head_linear",
     "latent_attention",
     "linear",
     "linear_partial",
+    "low_rank_of",
+    "low_rank_term",
     "merge_partials",
     "norm_fp8_linear",
     "packed_attention",

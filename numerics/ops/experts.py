@@ -11,16 +11,21 @@ import torch
 from numerics.backend.dispatch import op
 from numerics.ops.grouped import grouped_linear
 from numerics.ops.linear import Backward
+from numerics.ops.low_rank import LowRank, grouped_low_rank_term, low_rank_of
 from numerics.ops.swiglu import swiglu
 from numerics.spec import QuantSpec
 
 
 @dataclasses.dataclass(frozen=True)
 class ExpertWeights:
-    """One matrix of every expert: the parameters [N, K] (or one, stacked), and their operand (None: not quantized)."""
+    """One matrix of every expert: the parameters [N, K] (or one, stacked), and their operand (None: not quantized).
+
+    low_rank: the adapter, each expert's own or one for all; None: none.
+    """
 
     weights: Sequence[torch.Tensor] | torch.Tensor
     operand: Any = None
+    low_rank: LowRank | None = None
 
 
 @op
@@ -35,10 +40,24 @@ def experts(
     """Each expert's MLP on its own tokens: x [T, H] sorted by expert, counts int64 [experts], -> [T, H].
 
     An expert's w13 is [2F, H], gate rows first; its w2 is [H, F]. Rounded to x's dtype after each of the two products
-    and after SwiGLU. The router's probability is applied by the caller, after this. An expert may have no tokens.
+    and after SwiGLU. Adapters are added as `numerics.ops.low_rank` says. The router's probability is applied by the
+    caller, after this. An expert may have no tokens.
     """
-    hidden = swiglu(grouped_linear(x, counts, w13.weights, w13.operand, spec, backward))
-    return grouped_linear(hidden, counts, w2.weights, w2.operand, spec, backward)
+    hidden = swiglu(adapted_grouped_linear(x, counts, w13, spec, backward))
+    return adapted_grouped_linear(hidden, counts, w2, spec, backward)
+
+
+def adapted_grouped_linear(
+    x: torch.Tensor, counts: torch.Tensor, w: ExpertWeights, spec: QuantSpec | None, backward: Backward
+) -> torch.Tensor:
+    """`grouped_linear` with these weights, and with their adapter if there is one."""
+    low_rank, plus = w.low_rank, None
+    if low_rank is not None and low_rank.per_expert:
+        h = grouped_linear(x, counts, low_rank.a)
+        plus = grouped_low_rank_term(h, counts, low_rank.b, low_rank.scale, low_rank.parts)
+    elif low_rank is not None:
+        plus = low_rank_of(x, low_rank)
+    return grouped_linear(x, counts, w.weights, w.operand, spec, backward, plus)
 
 
 def group_by_expert(experts: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -24,8 +24,10 @@ def grouped_linear(
     operand: Any = None,
     spec: QuantSpec | None = None,
     backward: Backward = "fp8",
+    plus: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Row by row the same as `linear`, or with an operand and a spec as `fp8_linear`, of the row's group.
+    """Row by row the same as `linear`, or with an operand and a spec as `fp8_linear`, of the row's group; plus [T, N]
+    as there.
 
     x [T, K], the first counts[0] rows in group 0, and so on; counts int64 [groups]. weights [N, K] each, or [groups, N,
     K], receive the gradients (`Gradients`); operand is their `group_operand`, or the `weight_operand` of their stack.
@@ -35,8 +37,8 @@ def grouped_linear(
     gradients, given = Gradients.of(weights), given_to_autograd(weights)
     if spec is None or operand is None:
         plain = tuple(weight.detach() for weight in weights)
-        return _GroupedProduct.apply(x, counts.tolist(), None, "bf16", plain, gradients, *given)
-    return _GroupedProduct.apply(x, counts.tolist(), spec, backward, tuple(operand), gradients, *given)
+        return _GroupedProduct.apply(x, counts.tolist(), None, "bf16", plain, gradients, plus, *given)
+    return _GroupedProduct.apply(x, counts.tolist(), spec, backward, tuple(operand), gradients, plus, *given)
 
 
 def given_to_autograd(weights: Sequence[torch.Tensor] | torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -79,23 +81,27 @@ class _GroupedProduct(torch.autograd.Function):
         backward: Backward,
         operands: tuple[torch.Tensor, ...],
         gradients: Gradients,
+        plus: torch.Tensor | None,
         *weights: torch.Tensor,
     ) -> torch.Tensor:
         rows = x if spec is None else fake_quantize_rows(x, spec.activation)
-        ctx.save_for_backward(x if spec is not None and backward == "fp8" else rows)
+        kept = x if spec is not None and backward == "fp8" else rows
+        ctx.save_for_backward(kept if any(ctx.needs_input_grad[7:]) else None)
+        ctx.kept_dtype = kept.dtype
         ctx.spec = spec if backward == "fp8" else None
         ctx.counts, ctx.operands, ctx.dtype, ctx.gradients = counts, operands, x.dtype, gradients
         out = x.new_empty(x.shape[0], weights[0].shape[-2])
         for (start, stop), weight in zip(_spans(counts), operands, strict=True):
             if start < stop:
-                out[start:stop] = _span_product(rows, start, stop, weight, x.dtype)
+                out[start:stop] = _span_product(rows, start, stop, weight, x.dtype, plus)
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
         (rows,) = ctx.saved_tensors
-        dy = grads[0].to(rows.dtype)
+        dy = grads[0].to(ctx.kept_dtype)
         spec, counts = ctx.spec, ctx.counts
+        dplus = grads[0] if ctx.needs_input_grad[6] else None
         dx = None
         if ctx.needs_input_grad[0]:
             dy_rows = dy if spec is None else fake_quantize_rows(dy, spec.gradient)
@@ -103,12 +109,14 @@ class _GroupedProduct(torch.autograd.Function):
                 wide_mm(part, weight) for part, weight in zip(dy_rows.split(list(counts)), ctx.operands, strict=True)
             ]
             dx = torch.cat(parts).to(ctx.dtype)
+        if rows is None:
+            return dx, None, None, None, None, None, dplus, *(None,) * len(ctx.needs_input_grad[7:])
         if spec is not None:
             roles = (spec.gradient, spec.activation)
             multiple = math.lcm(*(r.group for r in roles if r.quantized and r.granularity == "token_group"))
             (dy, rows), counts = _padded((dy, rows), counts, multiple)
             dy, rows = (_quantize_groups(x, counts, role) for x, role in zip((dy, rows), roles, strict=True))
-        return dx, None, None, None, None, None, *_weight_gradients(dy, rows, counts, ctx.gradients)
+        return dx, None, None, None, None, None, dplus, *_weight_gradients(dy, rows, counts, ctx.gradients)
 
 
 def _weight_gradients(
@@ -132,11 +140,19 @@ def _spans(counts: Sequence[int]) -> list[tuple[int, int]]:
     return list(zip([0, *stops[:-1]], stops, strict=True))
 
 
-def _span_product(rows: torch.Tensor, start: int, stop: int, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _span_product(
+    rows: torch.Tensor,
+    start: int,
+    stop: int,
+    weight: torch.Tensor,
+    dtype: torch.dtype,
+    plus: torch.Tensor | None = None,
+) -> torch.Tensor:
     """Rows start to stop. A short span borrows neighbouring rows, which are dropped, instead of being padded."""
     first = max(0, min(start, rows.shape[0] - FEWEST_ROWS))
     last = max(stop, min(first + FEWEST_ROWS, rows.shape[0]))
-    return product(rows[first:last], weight, dtype)[start - first : stop - first]
+    more = None if plus is None else plus[first:last]
+    return product(rows[first:last], weight, dtype, more)[start - first : stop - first]
 
 
 def _padded(

@@ -53,18 +53,19 @@ def group_operand(weights: Sequence[torch.Tensor] | torch.Tensor, spec: TensorSp
 
 
 @op
-def linear(x: torch.Tensor, weight: torch.Tensor, k_splits: int = 1) -> torch.Tensor:
-    """x [..., K] @ weight [N, K]^T in x's dtype, unquantized."""
+def linear(x: torch.Tensor, weight: torch.Tensor, k_splits: int = 1, plus: torch.Tensor | None = None) -> torch.Tensor:
+    """x [..., K] @ weight [N, K]^T in x's dtype, unquantized. plus [..., N], in x's dtype, is added to the FP32 sum
+    before it is rounded."""
     if k_splits == 1:
-        return _Product.apply(x, weight, weight, None, "bf16", x.dtype)
+        return _Product.apply(x, weight, weight, None, "bf16", x.dtype, plus)
     slices = zip(x.chunk(k_splits, -1), weight.chunk(k_splits, -1), strict=True)
-    return merge_partials([linear_partial(a, w) for a, w in slices], x.dtype)
+    return merge_partials([linear_partial(a, w) for a, w in slices], x.dtype, plus)
 
 
 @op
 def linear_partial(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """One K slice of `linear`: x [..., K/n], weight [N, K/n] -> FP32 [..., N]."""
-    return _Product.apply(x, weight, weight, None, "bf16", torch.float32)
+    return _Product.apply(x, weight, weight, None, "bf16", torch.float32, None)
 
 
 @op
@@ -75,8 +76,9 @@ def fp8_linear(
     spec: QuantSpec,
     backward: Backward = "fp8",
     k_splits: int = 1,
+    plus: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The FP8 product of x [..., K] and a quantized weight, in x's dtype.
+    """The FP8 product of x [..., K] and a quantized weight, in x's dtype; plus as in `linear`.
 
     weight [N, K] is the parameter, which receives the gradient; operand is its `trained_operand`
     (`WeightCache.operand`), or the `weight_operand` of its quantized form. x is quantized by `spec.activation` along K.
@@ -84,9 +86,9 @@ def fp8_linear(
     Float8BlockScaling); `bf16` takes the gradient of the quantized forward with dy as it is (straight through).
     """
     if k_splits == 1:
-        return _Product.apply(x, weight, operand, spec, backward, x.dtype)
+        return _Product.apply(x, weight, operand, spec, backward, x.dtype, plus)
     slices = zip(x.chunk(k_splits, -1), weight.chunk(k_splits, -1), operand.chunk(k_splits, -1), strict=True)
-    return merge_partials([fp8_linear_partial(a, w, q, spec, backward) for a, w, q in slices], x.dtype)
+    return merge_partials([fp8_linear_partial(a, w, q, spec, backward) for a, w, q in slices], x.dtype, plus)
 
 
 @op
@@ -94,7 +96,7 @@ def fp8_linear_partial(
     x: torch.Tensor, weight: torch.Tensor, operand: Any, spec: QuantSpec, backward: Backward = "fp8"
 ) -> torch.Tensor:
     """One K slice of `fp8_linear`: FP32 [..., N]. A slice must hold whole quantization groups of K."""
-    return _Product.apply(x, weight, operand, spec, backward, torch.float32)
+    return _Product.apply(x, weight, operand, spec, backward, torch.float32, None)
 
 
 @op
@@ -133,25 +135,42 @@ class _AddBias(torch.autograd.Function):
         return grads[0], grads[0].flatten(0, -2).sum(0, dtype=torch.float32).to(ctx.dtype)
 
 
-def merge_partials(partials: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-    """FP32 partials [..., N] added in the order given, rounded once to `dtype`."""
+def merge_partials(
+    partials: Sequence[torch.Tensor], dtype: torch.dtype, plus: torch.Tensor | None = None
+) -> torch.Tensor:
+    """FP32 partials [..., N] added in the order given, and then plus [..., N], rounded once to `dtype`."""
     total = partials[0]
     for partial in partials[1:]:
         total = total + partial
-    return total.to(dtype)
+    return (total if plus is None else total + plus).to(dtype)
 
 
-def product(x: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """x [T, K] @ weight [N, K]^T -> [T, N], each row the same whatever T is. An FP32 result is not rounded to BF16."""
+def product(
+    x: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype, plus: torch.Tensor | None = None
+) -> torch.Tensor:
+    """x [T, K] @ weight [N, K]^T -> [T, N], each row the same whatever T is. An FP32 result is not rounded to BF16.
+
+    plus [T, N], BF16, is added to the FP32 sum, which is rounded once.
+    """
     rows = x.shape[0]
     if torch.float32 in (dtype, x.dtype, weight.dtype):
         x, weight = x.float(), weight.float()
-    if chooses_by_rows(x.device, x.dtype):
-        x = F.pad(x, (0, 0, 0, -rows % ROW_BLOCK))
-        return torch.cat([torch.mm(block, weight.t()) for block in x.split(ROW_BLOCK)])[:rows].to(dtype)
-    if 0 < rows < FEWEST_ROWS:
-        x = F.pad(x, (0, 0, 0, FEWEST_ROWS - rows))
-    return torch.mm(x, weight.t())[:rows].to(dtype)
+    height = ROW_BLOCK if chooses_by_rows(x.device, x.dtype) else max(rows, FEWEST_ROWS)
+    if missing := -rows % height:
+        x = F.pad(x, (0, 0, 0, missing))
+        plus = None if plus is None else F.pad(plus, (0, 0, 0, missing))
+    if len(x) <= height:
+        return _mm(x, plus, weight)[:rows].to(dtype)
+    blocks = x.split(height)
+    more = [None] * len(blocks) if plus is None else plus.split(height)
+    return torch.cat([_mm(*block, weight) for block in zip(blocks, more, strict=True)])[:rows].to(dtype)
+
+
+def _mm(x: torch.Tensor, plus: torch.Tensor | None, weight: torch.Tensor) -> torch.Tensor:
+    """One call of the matrix library. Of BF16 matrices it adds `plus` to its FP32 sum; an FP32 sum needs no help."""
+    if plus is None:
+        return torch.mm(x, weight.t())
+    return torch.addmm(plus, x, weight.t()) if x.dtype == plus.dtype else torch.mm(x, weight.t()) + plus
 
 
 @functools.cache
@@ -177,21 +196,22 @@ class _Product(torch.autograd.Function):
         spec: QuantSpec | None,
         backward: Backward,
         dtype: torch.dtype,
+        plus: torch.Tensor | None,
     ) -> torch.Tensor:
         rows = x.reshape(-1, x.shape[-1])
         operand = rows if spec is None else fake_quantize_rows(rows, spec.activation)
         # An FP8 wgrad quantizes x anew, along the tokens; any other takes the operand of the forward.
-        ctx.save_for_backward(rows if spec is not None and backward == "fp8" else operand, weight_dq)
+        kept = rows if spec is not None and backward == "fp8" else operand
+        ctx.save_for_backward(kept if ctx.needs_input_grad[1] else None, weight_dq)
         ctx.spec, ctx.shape = (spec if backward == "fp8" else None), x.shape
-        ctx.dtype, ctx.weight_dtype = x.dtype, weight.dtype
-        return product(operand, weight_dq, dtype).reshape(*x.shape[:-1], weight.shape[0])
+        ctx.dtype, ctx.kept_dtype, ctx.weight_dtype = x.dtype, kept.dtype, weight.dtype
+        more = None if plus is None else plus.reshape(-1, weight.shape[0])
+        return product(operand, weight_dq, dtype, more).reshape(*x.shape[:-1], weight.shape[0])
 
     @staticmethod
-    def backward(
-        ctx: Any, *grads: torch.Tensor
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None, None, None, None, None]:
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
         rows, weight_dq = ctx.saved_tensors
-        dy = grads[0].reshape(-1, grads[0].shape[-1]).to(rows.dtype)
+        dy = grads[0].reshape(-1, grads[0].shape[-1]).to(ctx.kept_dtype)
         spec: QuantSpec | None = ctx.spec
         dx = dw = None
         if ctx.needs_input_grad[0]:
@@ -201,7 +221,7 @@ class _Product(torch.autograd.Function):
             if spec is not None:
                 dy, rows = fake_quantize_columns(dy, spec.gradient), fake_quantize_columns(rows, spec.activation)
             dw = wide_mm(dy.t(), rows).to(ctx.weight_dtype)
-        return dx, dw, None, None, None, None
+        return dx, dw, None, None, None, None, grads[0] if ctx.needs_input_grad[6] else None
 
 
 def wide_mm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

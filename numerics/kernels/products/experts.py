@@ -13,7 +13,7 @@ from numerics.kernels.products.linear import WeightOperand
 from numerics.kernels.products.tiles import Tiles, make_tiles
 from numerics.kernels.quantize import quantize_columns, quantize_rows, quantize_rows_and_columns
 from numerics.kernels.swiglu import swiglu, swiglu_backward, swiglu_quantize
-from numerics.ops.experts import ExpertWeights
+from numerics.ops.experts import ExpertWeights, adapted_grouped_linear
 from numerics.ops.grouped import Gradients, given_to_autograd
 from numerics.ops.linear import Backward
 from numerics.spec import QuantSpec
@@ -29,9 +29,10 @@ def experts(
 ) -> torch.Tensor:
     """`numerics.ops.experts`; where all of it is FP8, SwiGLU is quantized where it is computed."""
     fused = backward == "fp8" or not torch.is_grad_enabled()
-    if spec is None or not fused or w13.operand is None or w2.operand is None:
-        hidden = swiglu(grouped_linear(x, counts, w13.weights, w13.operand, spec, backward))
-        return grouped_linear(hidden, counts, w2.weights, w2.operand, spec, backward)
+    adapted = w13.low_rank is not None or w2.low_rank is not None
+    if spec is None or not fused or adapted or w13.operand is None or w2.operand is None:
+        hidden = swiglu(adapted_grouped_linear(x, counts, w13, spec, backward))
+        return adapted_grouped_linear(hidden, counts, w2, spec, backward)
     if not torch.is_grad_enabled():  # an engine's hundreds of matrices need not go through autograd one by one
         height = tile_height(-(-len(x) // max(counts.numel(), 1)))  # rows of an expert in the mean
         return _forward(x, make_tiles(counts.to(x.device), len(x), height), spec, w13.operand, w2.operand)[0]
@@ -47,13 +48,14 @@ def grouped_linear(
     operand: WeightOperand | None = None,
     spec: QuantSpec | None = None,
     backward: Backward = "fp8",
+    plus: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`numerics.ops.grouped.grouped_linear`. Unquantized weights that are not stacked are copied together."""
     gradients, given = Gradients.of(weights), given_to_autograd(weights)
     if operand is None or spec is None:
         stacked = weights.detach() if isinstance(weights, torch.Tensor) else torch.stack([w.detach() for w in weights])
-        return _Grouped.apply(x, counts, stacked, gradients, *given)
-    return _Fp8Grouped.apply(x, counts, operand, spec, backward, gradients, *given)
+        return _Grouped.apply(x, counts, stacked, gradients, plus, *given)
+    return _Fp8Grouped.apply(x, counts, operand, spec, backward, gradients, plus, *given)
 
 
 class _Grouped(torch.autograd.Function):
@@ -64,18 +66,22 @@ class _Grouped(torch.autograd.Function):
         counts: torch.Tensor,
         stacked: torch.Tensor,
         gradients: Gradients,
+        plus: torch.Tensor | None,
         *weights: torch.Tensor,
     ) -> torch.Tensor:
-        ctx.tiles, ctx.gradients = make_tiles(counts.to(x.device), len(x)), gradients
-        ctx.save_for_backward(x, stacked)
-        return grouped_matmul(x, stacked, ctx.tiles, x.dtype)
+        ctx.tiles, ctx.gradients, ctx.dtype = make_tiles(counts.to(x.device), len(x)), gradients, x.dtype
+        ctx.save_for_backward(x if any(ctx.needs_input_grad[5:]) else None, stacked)
+        return grouped_matmul(x, stacked, ctx.tiles, x.dtype, plus)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
         x, stacked = ctx.saved_tensors
-        dx = grouped_matmul(grads[0].contiguous(), stacked.transpose(1, 2).contiguous(), ctx.tiles, x.dtype)
+        dx = grouped_matmul(grads[0].contiguous(), stacked.transpose(1, 2).contiguous(), ctx.tiles, ctx.dtype)
+        dplus = grads[0] if ctx.needs_input_grad[4] else None
+        if x is None:
+            return dx, None, None, None, dplus, *(None,) * len(ctx.needs_input_grad[5:])
         dw = _weight_gradients(grouped_wgrad_matmul, grads[0], x, ctx.tiles, ctx.gradients)
-        return dx, None, None, None, *dw
+        return dx, None, None, None, dplus, *dw
 
 
 class _Fp8Grouped(torch.autograd.Function):
@@ -88,26 +94,32 @@ class _Fp8Grouped(torch.autograd.Function):
         spec: QuantSpec,
         backward: Backward,
         gradients: Gradients,
+        plus: torch.Tensor | None,
         *weights: torch.Tensor,
     ) -> torch.Tensor:
         tiles = make_tiles(counts.to(x.device), len(x))
-        ctx.save_for_backward(x)
+        ctx.save_for_backward(x if any(ctx.needs_input_grad[7:]) else None)
         ctx.tiles, ctx.operand, ctx.spec, ctx.backward, ctx.gradients = tiles, operand, spec, backward, gradients
-        return grouped_gemm(quantize_rows(x, spec.activation), operand.codes, tiles, x.dtype)
+        ctx.dtype = x.dtype
+        return grouped_gemm(quantize_rows(x, spec.activation), operand.codes, tiles, x.dtype, plus)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
         (x,) = ctx.saved_tensors
         spec, tiles = ctx.spec, ctx.tiles
+        dplus = grads[0] if ctx.needs_input_grad[6] else None
+        if x is None:
+            dx = _input_gradient(grads[0].contiguous(), ctx.operand, spec, ctx.backward, tiles, ctx.dtype)
+            return dx, *(None,) * 5, dplus, *(None,) * len(ctx.needs_input_grad[7:])
         if ctx.backward == "fp8":
             columns = quantize_columns(x, spec.activation, tiles)
             dx, dw = _gradients(grads[0], columns, ctx.operand, spec, tiles, x.dtype, ctx.gradients)
         else:
             dy = grads[0].contiguous()
-            dx = grouped_matmul(dy, ctx.operand.dequantized().transpose(1, 2).contiguous().to(dy.dtype), tiles, x.dtype)
+            dx = _input_gradient(dy, ctx.operand, spec, "bf16", tiles, x.dtype)
             rows = quantize_rows(x, spec.activation).dequantize(dy.dtype)
             dw = _weight_gradients(grouped_wgrad_matmul, dy, rows, tiles, ctx.gradients)
-        return dx, None, None, None, None, None, *dw
+        return dx, None, None, None, None, None, dplus, *dw
 
 
 class _Experts(torch.autograd.Function):
@@ -148,6 +160,15 @@ def _forward(
     """The experts' outputs [T, H], and what SwiGLU was taken of [T, 2F]."""
     gate_up = grouped_gemm(quantize_rows(x, spec.activation), w13.codes, tiles, x.dtype)
     return grouped_gemm(swiglu_quantize(gate_up, spec.activation), w2.codes, tiles, x.dtype), gate_up
+
+
+def _input_gradient(
+    dy: torch.Tensor, operand: WeightOperand, spec: QuantSpec, backward: Backward, tiles: Tiles, dtype: torch.dtype
+) -> torch.Tensor:
+    """dx [T, K] of a grouped FP8 product, from dy [T, N] alone."""
+    if backward == "fp8":
+        return grouped_gemm(quantize_rows(dy, spec.gradient), operand.transposed, tiles, dtype)
+    return grouped_matmul(dy, operand.dequantized().transpose(1, 2).contiguous().to(dy.dtype), tiles, dtype)
 
 
 def _gradients(

@@ -42,25 +42,37 @@ _SHARING = 8  # tiles of rows that neighbouring programs work on
 _SHAPES = "Pass a [M, K] and b [N, K], or for sorted rows b [experts, N, K]."
 
 
-def gemm(a: QuantizedTensor, b: QuantizedTensor, dtype: torch.dtype, k_splits: int = 1) -> torch.Tensor:
+def gemm(
+    a: QuantizedTensor, b: QuantizedTensor, dtype: torch.dtype, k_splits: int = 1, plus: torch.Tensor | None = None
+) -> torch.Tensor:
     """a [M, K] @ b [N, K]^T -> [M, N] in `dtype`, BF16 or FP32, accumulated in FP32 and rounded once.
 
     a: E4M3 or E5M2 in groups of 128 along K. b: likewise, or in blocks of 128 x 128.
     k_splits: into how many equal slices, of a multiple of 128, K is cut; their FP32 sums are added in ascending order.
+    plus: [M, N], BF16 or FP32, is added to the sum before it is rounded.
     """
-    return product(a, b, dtype, k_splits)
+    return product(a, b, dtype, k_splits, plus=plus)
 
 
-def matmul(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype, k_splits: int = 1) -> torch.Tensor:
+def matmul(
+    a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype, k_splits: int = 1, plus: torch.Tensor | None = None
+) -> torch.Tensor:
     """a [M, K] @ b [N, K]^T -> [M, N] in `dtype`, BF16 or FP32, of two BF16 or two FP32 matrices.
 
     Accumulated in FP32 and rounded once; FP32 operands are multiplied in FP32. k_splits: as in `gemm`, but a slice need
-    only be a multiple of 64.
+    only be a multiple of 64. plus: as in `gemm`.
     """
-    return product(a, b, dtype, k_splits)
+    return product(a, b, dtype, k_splits, plus=plus)
 
 
-def product(a: Any, b: Any, dtype: torch.dtype, k_splits: int = 1, tiles: Tiles | None = None) -> torch.Tensor:
+def product(
+    a: Any,
+    b: Any,
+    dtype: torch.dtype,
+    k_splits: int = 1,
+    tiles: Tiles | None = None,
+    plus: torch.Tensor | None = None,
+) -> torch.Tensor:
     """`gemm` or `matmul`, as the operands are quantized or not; with tiles, of sorted rows and b [E, N, K]."""
     left, right = check_operands(a, b, matrices=3 if tiles else 2)
     (rows, k), n = left.shape, right.shape[-2]
@@ -76,7 +88,7 @@ def product(a: Any, b: Any, dtype: torch.dtype, k_splits: int = 1, tiles: Tiles 
             expected=f"a number that cuts K = {k} into equal multiples of {depth}",
             remedy="Use the trainer's tensor-parallel size, and one that divides K so.",
         )
-    if (done := deepgemm.product(a, b, dtype, k_splits, tiles)) is not None:
+    if plus is None and (done := deepgemm.product(a, b, dtype, k_splits, tiles)) is not None:
         return done
     out = torch.empty(rows, n, dtype=dtype, device=left.device)
     if not out.numel() or not k:
@@ -84,7 +96,7 @@ def product(a: Any, b: Any, dtype: torch.dtype, k_splits: int = 1, tiles: Tiles 
     height = tiles.height if tiles else tile_height(rows) if isinstance(a, QuantizedTensor) else TALL
     row_tiles = tiles.expert.numel() if tiles else triton.cdiv(rows, height)
     _product_kernel[min(row_tiles * triton.cdiv(n, width), programs(out.device) * (TALL // height)),](
-        *(describe(left, height, depth), describe(right.flatten(0, -2), width, depth), out),
+        *(describe(left, height, depth), describe(right.flatten(0, -2), width, depth), out, plus),
         *((tiles.expert, tiles.first, tiles.rows, tiles.starts[-1:]) if tiles else (None,) * 4),
         *(rows, n, k, k // k_splits // depth, *scales(a, b, width)),
         SCALES=b.spec.granularity if isinstance(b, QuantizedTensor) else "none",
@@ -180,7 +192,7 @@ def _multiprocessors(index: int) -> int:
 
 @triton.jit(do_not_specialize=["m", "a_step", "slice_steps", "b_row", "first_ptr", "rows_ptr"])
 def _product_kernel(
-    a_desc, b_desc, out_ptr, expert_ptr, first_ptr, rows_ptr, used_ptr, m, n, k, slice_steps,
+    a_desc, b_desc, out_ptr, plus_ptr, expert_ptr, first_ptr, rows_ptr, used_ptr, m, n, k, slice_steps,
     a_scale_ptr, b_scale_ptr, a_row, a_step, b_matrix, b_row, b_step,
     SCALES: tl.constexpr, SPLIT: tl.constexpr,
     HEIGHT: tl.constexpr, WIDTH: tl.constexpr, DEPTH: tl.constexpr, SHARING: tl.constexpr,
@@ -210,8 +222,11 @@ def _product_kernel(
             a_scale, b_scale, a_step, b_step, SCALES, SPLIT, HEIGHT, WIDTH, DEPTH,
         )  # fmt: skip
         columns = column + tl.arange(0, WIDTH)
-        where = out_ptr + (first + lane).to(tl.int64)[:, None] * n + columns[None, :]
-        tl.store(where, cast(total, out_ptr.dtype.element_ty), mask=(lane < rows)[:, None] & (columns < n)[None, :])
+        where = (first + lane).to(tl.int64)[:, None] * n + columns[None, :]
+        exists = (lane < rows)[:, None] & (columns < n)[None, :]
+        if plus_ptr is not None:
+            total += tl.load(plus_ptr + where, mask=exists, other=0.0).to(tl.float32)
+        tl.store(out_ptr + where, cast(total, out_ptr.dtype.element_ty), mask=exists)
 
 
 @triton.jit

@@ -22,17 +22,21 @@ from numerics.quantize import QuantizedTensor
 _TOKENS = 64  # that one step of an unquantized gradient sums
 
 
-def grouped_gemm(a: QuantizedTensor, b: QuantizedTensor, tiles: Tiles, dtype: torch.dtype) -> torch.Tensor:
+def grouped_gemm(
+    a: QuantizedTensor, b: QuantizedTensor, tiles: Tiles, dtype: torch.dtype, plus: torch.Tensor | None = None
+) -> torch.Tensor:
     """a [T, K] @ b[e] [N, K]^T of each row's expert e -> [T, N] in `dtype`. b [E, N, K], in blocks of 128 x 128.
 
-    Rows that belong to no tile are not written.
+    Rows that belong to no tile are not written. plus: [T, N], as in `gemm`.
     """
-    return product(a, b, dtype, tiles=tiles)
+    return product(a, b, dtype, tiles=tiles, plus=plus)
 
 
-def grouped_matmul(a: torch.Tensor, b: torch.Tensor, tiles: Tiles, dtype: torch.dtype) -> torch.Tensor:
+def grouped_matmul(
+    a: torch.Tensor, b: torch.Tensor, tiles: Tiles, dtype: torch.dtype, plus: torch.Tensor | None = None
+) -> torch.Tensor:
     """`grouped_gemm` of unquantized rows a [T, K] and matrices b [E, N, K]: the bits of `matmul`."""
-    return product(a, b, dtype, tiles=tiles)
+    return product(a, b, dtype, tiles=tiles, plus=plus)
 
 
 def grouped_wgrad(

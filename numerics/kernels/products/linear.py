@@ -59,14 +59,14 @@ def group_operand(weights: Sequence[torch.Tensor] | torch.Tensor, spec: TensorSp
     return WeightOperand(*quantize_both_ways(weights, spec))
 
 
-def linear(x: torch.Tensor, weight: torch.Tensor, k_splits: int = 1) -> torch.Tensor:
+def linear(x: torch.Tensor, weight: torch.Tensor, k_splits: int = 1, plus: torch.Tensor | None = None) -> torch.Tensor:
     """`numerics.ops.linear`."""
-    return _Linear.apply(x, weight, x.dtype, k_splits)
+    return _Linear.apply(x, weight, x.dtype, k_splits, plus)
 
 
 def linear_partial(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """`numerics.ops.linear_partial`."""
-    return _Linear.apply(x, weight, torch.float32, 1)
+    return _Linear.apply(x, weight, torch.float32, 1, None)
 
 
 def fp8_linear(
@@ -76,16 +76,17 @@ def fp8_linear(
     spec: QuantSpec,
     backward: Backward = "fp8",
     k_splits: int = 1,
+    plus: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`numerics.ops.fp8_linear`."""
-    return _Fp8Linear.apply(x, None, weight, operand, spec, backward, x.dtype, k_splits, 0.0)
+    return _Fp8Linear.apply(x, None, weight, operand, spec, backward, x.dtype, k_splits, 0.0, plus)
 
 
 def fp8_linear_partial(
     x: torch.Tensor, weight: torch.Tensor, operand: WeightOperand, spec: QuantSpec, backward: Backward = "fp8"
 ) -> torch.Tensor:
     """`numerics.ops.fp8_linear_partial`."""
-    return _Fp8Linear.apply(x, None, weight, operand, spec, backward, torch.float32, 1, 0.0)
+    return _Fp8Linear.apply(x, None, weight, operand, spec, backward, torch.float32, 1, 0.0, None)
 
 
 def norm_fp8_linear(
@@ -98,26 +99,33 @@ def norm_fp8_linear(
     backward: Backward = "fp8",
 ) -> torch.Tensor:
     """`numerics.ops.norm_fp8_linear`: the norm is quantized where it is computed, and computed anew for backward."""
-    return _Fp8Linear.apply(x, norm_weight, weight, operand, spec, backward, x.dtype, 1, eps)
+    return _Fp8Linear.apply(x, norm_weight, weight, operand, spec, backward, x.dtype, 1, eps, None)
 
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype, k_splits: int) -> torch.Tensor:
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        dtype: torch.dtype,
+        k_splits: int,
+        plus: torch.Tensor | None,
+    ) -> torch.Tensor:
         rows = x.reshape(-1, x.shape[-1])
-        ctx.save_for_backward(rows, weight)
-        ctx.shape = x.shape
+        ctx.save_for_backward(rows if ctx.needs_input_grad[1] else None, weight)
+        ctx.shape, ctx.dtype = x.shape, x.dtype
         if rows.dtype != weight.dtype:
             rows, weight = rows.float(), weight.float()
-        return matmul(rows, weight, dtype, k_splits).view(*x.shape[:-1], weight.shape[0])
+        return matmul(rows, weight, dtype, k_splits, _rows(plus, weight)).view(*x.shape[:-1], weight.shape[0])
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None, None]:
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
         rows, weight = ctx.saved_tensors
-        dy = grads[0].reshape(-1, weight.shape[0]).to(rows.dtype)
-        dx = wide_mm(dy, weight).to(rows.dtype).view(ctx.shape) if ctx.needs_input_grad[0] else None
+        dy = grads[0].reshape(-1, weight.shape[0]).to(ctx.dtype)
+        dx = wide_mm(dy, weight).to(ctx.dtype).view(ctx.shape) if ctx.needs_input_grad[0] else None
         dw = wide_mm(dy.t(), rows).to(weight.dtype) if ctx.needs_input_grad[1] else None
-        return dx, dw, None, None
+        return dx, dw, None, None, grads[0] if ctx.needs_input_grad[4] else None
 
 
 class _Fp8Linear(torch.autograd.Function):
@@ -135,33 +143,43 @@ class _Fp8Linear(torch.autograd.Function):
         dtype: torch.dtype,
         k_splits: int,
         eps: float,
+        plus: torch.Tensor | None,
     ) -> torch.Tensor:
         rows = x.reshape(-1, x.shape[-1])
         if norm_weight is None:
             quantized, inverse_rms = quantize_rows(rows, spec.activation), None
         else:
             quantized, inverse_rms = rms_norm_quantize(rows, norm_weight, eps, spec.activation)
-        ctx.save_for_backward(rows, norm_weight, inverse_rms)
+        kept = rows if norm_weight is not None or ctx.needs_input_grad[2] else None
+        ctx.save_for_backward(kept, norm_weight, inverse_rms)
         ctx.operand, ctx.spec, ctx.backward, ctx.eps = operand, spec, backward, eps
-        ctx.shape, ctx.weight_dtype = x.shape, weight.dtype
-        return gemm(quantized, operand.codes, dtype, k_splits).view(*x.shape[:-1], weight.shape[0])
+        ctx.shape, ctx.dtype, ctx.weight_dtype = x.shape, x.dtype, weight.dtype
+        return gemm(quantized, operand.codes, dtype, k_splits, _rows(plus, weight)).view(*x.shape[:-1], weight.shape[0])
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
         rows, norm_weight, inverse_rms = ctx.saved_tensors
         spec: QuantSpec = ctx.spec
-        dy = grads[0].reshape(-1, grads[0].shape[-1]).to(rows.dtype)
-        inputs = rows if norm_weight is None else rms_norm(rows, norm_weight, ctx.eps)
+        dy = grads[0].reshape(-1, grads[0].shape[-1]).to(ctx.dtype)
+        trained = ctx.needs_input_grad[2]
+        inputs = rms_norm(rows, norm_weight, ctx.eps) if trained and norm_weight is not None else rows
         dw = dnorm = None
         if ctx.backward == "fp8":
-            dy_rows, dy_columns = quantize_rows_and_columns(dy, spec.gradient, spec.gradient)
-            dx = gemm(dy_rows, ctx.operand.transposed, rows.dtype)
-            if ctx.needs_input_grad[2]:
+            if trained:
+                dy_rows, dy_columns = quantize_rows_and_columns(dy, spec.gradient, spec.gradient)
                 dw = gemm(dy_columns, quantize_columns(inputs, spec.activation), ctx.weight_dtype)
+            else:
+                dy_rows = quantize_rows(dy, spec.gradient)
+            dx = gemm(dy_rows, ctx.operand.transposed, ctx.dtype)
         else:
-            dx = wide_mm(dy, ctx.operand.dequantized()).to(rows.dtype)
-            if ctx.needs_input_grad[2]:
+            dx = wide_mm(dy, ctx.operand.dequantized()).to(ctx.dtype)
+            if trained:
                 dw = wide_mm(dy.t(), quantize_rows(inputs, spec.activation).dequantize()).to(ctx.weight_dtype)
         if norm_weight is not None:
             dx, dnorm = rms_norm_backward(dx, rows, norm_weight, inverse_rms)
-        return dx.view(ctx.shape), dnorm, dw, *(None,) * 6
+        return dx.view(ctx.shape), dnorm, dw, *(None,) * 6, grads[0] if ctx.needs_input_grad[9] else None
+
+
+def _rows(plus: torch.Tensor | None, weight: torch.Tensor) -> torch.Tensor | None:
+    """plus [..., N] as a matrix of rows."""
+    return None if plus is None else plus.reshape(-1, weight.shape[0]).contiguous()

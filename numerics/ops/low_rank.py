@@ -1,0 +1,135 @@
+"""Adapters: low-rank terms that are added to products of frozen weights (LoRA, Hu et al. 2021).
+
+y = round(S + d): S is the FP32 sum of the base product (FP8 or BF16, its slices of K added in order) before its
+rounding, and d = round(scale * (h B^T)) with h = round(x A^T). The three are rounded to x's dtype, BF16; sums are FP32.
+h is `linear` of x as it came, not quantized, in as many slices of K as the base product has. h B^T sums over the rank,
+ascending. d is rounded because matrix libraries add a BF16 matrix within a BF16 product, and it is added before S is
+rounded because a small d would else be lost: an element of y would not move until d is half its last place. With B = 0,
+y has the bits of the base product.
+
+A fused product is the side-by-side of its matrices, each with an A of its own: which of them a row of B goes with is
+part of the operand, and the bits of a row do not depend on what it is fused with, nor on the rows' order.
+
+Gradients are low-rank products: dB = scale * dy^T h, dh = scale * dy B, dA = dh^T x, and dh A is added to the base
+product's dx. None has the shape of the weight, and the weight gets none if it requires none.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from numerics.backend.dispatch import op
+from numerics.ops.linear import Backward, fp8_linear, linear, product, wide_mm
+from numerics.spec import QuantSpec
+
+
+@dataclasses.dataclass(frozen=True)
+class LowRank:
+    """The adapter of one product, or of all experts, as the product takes it.
+
+    a: [parts * r, K], the A of each matrix that the product fuses, one after the other. b: [N, parts * r]: in the
+        columns of the part that a row goes with that row of B, else zeros (`Fused.wide`). Both BF16. Of experts with
+        adapters of their own, a [experts, parts * r, K] and b [experts, N, parts * r].
+    scale: alpha / rank.
+    """
+
+    a: Tensor
+    b: Tensor
+    scale: float
+    parts: int = 1
+
+    @property
+    def per_expert(self) -> bool:
+        """Whether each expert has its own."""
+        return self.b.dim() == 3
+
+
+@dataclasses.dataclass(frozen=True)
+class Fused:
+    """Where the rows of B [M, r] stand among the N rows of a product that fuses matrices, some of them without adapter.
+
+    index: int64 [M * r], of B's elements in the flattened [N, parts * r]. shape: (N, parts * r).
+    """
+
+    index: Tensor
+    shape: tuple[int, int]
+
+    @classmethod
+    def of(cls, rows: Tensor, part: Tensor, n: int, parts: int, rank: int) -> Fused:
+        """Row i of B adds to the product's row rows[i], and goes with matrix part[i] of A; both int64 [M]."""
+        first = (rows * parts + part) * rank
+        return cls((first[:, None] + torch.arange(rank, device=rows.device)).flatten(), (n, parts * rank))
+
+    def wide(self, b: Tensor) -> Tensor:
+        """`LowRank.b` of B [M, r], or of each expert's [experts, M, r]."""
+        zeros = b.new_zeros(*b.shape[:-2], self.shape[0] * self.shape[1])
+        return zeros.index_copy(-1, self.index, b.flatten(-2)).unflatten(-1, self.shape)
+
+
+def adapted_linear(x: Tensor, weight: Tensor, low_rank: LowRank, k_splits: int = 1) -> Tensor:
+    """`linear` of x [..., K] and weight [N, K] with an adapter, as the module defines it."""
+    return linear(x, weight, k_splits, low_rank_of(x, low_rank, k_splits))
+
+
+def adapted_fp8_linear(
+    x: Tensor,
+    weight: Tensor,
+    operand: Any,
+    spec: QuantSpec,
+    low_rank: LowRank,
+    backward: Backward = "fp8",
+    k_splits: int = 1,
+) -> Tensor:
+    """`fp8_linear` of x [..., K] with an adapter, which takes x unquantized, as the module defines it."""
+    return fp8_linear(x, weight, operand, spec, backward, k_splits, low_rank_of(x, low_rank, k_splits))
+
+
+def low_rank_of(x: Tensor, low_rank: LowRank, k_splits: int = 1) -> Tensor:
+    """d [..., N] of x [..., K]: what a product adds before it is rounded."""
+    return low_rank_term(linear(x, low_rank.a, k_splits), low_rank.b, low_rank.scale, low_rank.parts)
+
+
+@op
+def low_rank_term(h: Tensor, b: Tensor, scale: float, parts: int = 1) -> Tensor:
+    """round(scale * (h b^T)), h [..., parts * r] = round(x a^T) and b [N, parts * r] as in `LowRank`, -> [..., N].
+
+    Where ranks share K, h is their merged `linear_partial`s, and `merge_partials` adds the term.
+    """
+    return _Term.apply(h, b, scale, None)
+
+
+@op
+def grouped_low_rank_term(h: Tensor, counts: Tensor, b: Tensor, scale: float, parts: int = 1) -> Tensor:
+    """`low_rank_term` with b [groups, N, parts * r] of each row's group: h [T, parts * r] sorted by group, counts int64
+    [groups]."""
+    return _Term.apply(h, b, scale, counts.tolist())
+
+
+class _Term(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, h: Tensor, b: Tensor, scale: float, counts: Sequence[int] | None) -> Tensor:
+        ctx.save_for_backward(h, b)
+        ctx.scale, ctx.counts = scale, counts
+        rows = h.reshape(-1, h.shape[-1])
+        if counts is None:
+            return (product(rows, b, torch.float32) * scale).to(h.dtype).view(*h.shape[:-1], len(b))
+        out = h.new_empty(len(rows), b.shape[1])
+        for into, part, of_group in zip(out.split(list(counts)), rows.split(list(counts)), b, strict=True):
+            if len(part):
+                into.copy_(product(part, of_group, torch.float32) * scale)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+        h, b = ctx.saved_tensors
+        dy, rows = grads[0].reshape(-1, b.shape[-2]), h.reshape(-1, h.shape[-1])
+        counts = [len(rows)] if ctx.counts is None else list(ctx.counts)
+        matrices = b.unsqueeze(0) if ctx.counts is None else b
+        dh = torch.cat([wide_mm(d, m) for d, m in zip(dy.split(counts), matrices, strict=True)]) * ctx.scale
+        db = [wide_mm(d.t(), r) * ctx.scale for d, r in zip(dy.split(counts), rows.split(counts), strict=True)]
+        return dh.view(h.shape), torch.stack(db).view(b.shape), None, None

@@ -1,0 +1,188 @@
+"""Adapted products: values against their definition, gradients against float64, the same row in every batch and
+fusion."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from numerics import ops
+from numerics.ops import ExpertWeights, Fused, LowRank
+from numerics.quantize import quantize
+from numerics.spec import QuantSpec
+
+POW2, FP32 = QuantSpec.preset("fp8_block_pow2"), QuantSpec.preset("fp8_block_fp32")
+TOKENS, K, N, RANK, SCALE = 150, 256, 384, 8, 2.0
+EXPERTS = 4
+
+
+def randn(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed + sum(shape))).bfloat16()
+
+
+def part_of(n, parts):
+    """Rows belong to the parts by turns of eight."""
+    return torch.arange(n) // 8 % parts
+
+
+def adapter(parts=1, experts=(), k=K, n=N):
+    a, b = randn(*experts, parts * RANK, k) / k**0.5, randn(*experts, n, RANK)
+    return LowRank(a, Fused.of(torch.arange(n), part_of(n, parts), n, parts, RANK).wide(b), SCALE, parts)
+
+
+def operands(tokens=TOKENS, k=K, n=N):
+    return randn(tokens, k), randn(n, k, seed=1) / k**0.5
+
+
+def leaves(low_rank):
+    a, b = (t.clone().requires_grad_() for t in (low_rank.a, low_rank.b))
+    return dataclasses.replace(low_rank, a=a, b=b)
+
+
+def close(found, expected):
+    assert (found.double() - expected).abs().max() <= 2**-6 * expected.abs().max()
+
+
+@pytest.mark.parametrize("parts", (1, 3))
+@pytest.mark.parametrize("spec", (None, POW2, FP32), ids=("bf16", "pow2", "fp32"))
+@pytest.mark.parametrize("k_splits", (1, 2))
+def test_an_adapted_product_and_its_gradients(parts, spec, k_splits):
+    (x, weight), low_rank = operands(), leaves(adapter(parts))
+    x.requires_grad_()
+    dy = randn(TOKENS, N, seed=2)
+    if spec is None:
+        y, served = ops.adapted_linear(x, weight, low_rank, k_splits), weight.double()
+        seen = x.detach().double()
+    else:
+        quantized = quantize(weight, spec.weight)
+        served, seen = (
+            quantized.dequantize(torch.float64),
+            quantize(x.detach(), spec.activation).dequantize(torch.float64),
+        )
+        y = ops.adapted_fp8_linear(x, weight, ops.weight_operand(quantized), spec, low_rank, "bf16", k_splits)
+    y.backward(dy)
+    a, b, rows, dy = low_rank.a.detach().double(), low_rank.b.detach().double(), x.detach().double(), dy.double()
+    delta = SCALE * b @ a
+    close(y, seen @ served.t() + rows @ delta.t())
+    close(x.grad, dy @ (served + delta))
+    close(low_rank.b.grad, SCALE * dy.t() @ (rows @ a.t()))
+    close(low_rank.a.grad, SCALE * (dy @ b).t() @ rows)
+    assert weight.grad is None
+
+
+def test_the_term_is_rounded_and_then_added_before_the_product_is():
+    """Twice rounded, a term below half the last place of the product would never move it."""
+    x, weight = operands()
+    low_rank = dataclasses.replace(adapter(), scale=2.0**-9)
+    h = (x.double() @ low_rank.a.double().t()).bfloat16()
+    term = (2.0**-9 * (h.double() @ low_rank.b.double().t())).bfloat16().double()
+    whole = x.double() @ weight.double().t()
+    found = ops.adapted_linear(x, weight, low_rank)
+    assert (found != (whole + term).bfloat16()).float().mean() < 1e-2  # sums in FP32, next to a rounding boundary
+    assert (found != (whole.bfloat16().double() + term).bfloat16()).float().mean() > 0.1
+
+
+def test_an_adapter_of_zeros_leaves_the_bits_of_the_product():
+    x, weight = operands()
+    low_rank = dataclasses.replace(adapter(3), b=torch.zeros(N, 3 * RANK, dtype=torch.bfloat16))
+    operand = ops.weight_operand(quantize(weight, POW2.weight))
+    assert torch.equal(ops.adapted_linear(x, weight, low_rank), ops.linear(x, weight))
+    assert torch.equal(
+        ops.adapted_fp8_linear(x, weight, operand, POW2, low_rank), ops.fp8_linear(x, weight, operand, POW2)
+    )
+
+
+@pytest.mark.parametrize("k_splits", (1, 2))
+def test_a_row_has_the_same_bits_in_every_batch(k_splits):
+    (x, weight), low_rank = operands(), adapter(2)
+    operand = ops.weight_operand(quantize(weight, POW2.weight))
+
+    def adapted(rows):
+        return (
+            ops.adapted_linear(rows, weight, low_rank, k_splits),
+            ops.adapted_fp8_linear(rows, weight, operand, POW2, low_rank, k_splits=k_splits),
+        )
+
+    whole = adapted(x)
+    for rows in (slice(0, 1), slice(17, 18), slice(100, 131), slice(3, 19)):
+        assert all(torch.equal(few, all_[rows]) for few, all_ in zip(adapted(x[rows]), whole, strict=True))
+
+
+def test_fused_matrices_have_the_bits_of_each_alone_in_any_order_of_rows():
+    (x, weight), low_rank = operands(), adapter(3)
+    order = torch.randperm(N, generator=torch.Generator().manual_seed(0))
+    shuffled = dataclasses.replace(low_rank, b=low_rank.b[order])
+    whole = ops.adapted_linear(x, weight, low_rank)
+    assert torch.equal(ops.adapted_linear(x, weight[order], shuffled), whole[:, order])
+    for part in range(3):
+        rows, its = part_of(N, 3) == part, slice(part * RANK, part * RANK + RANK)
+        alone = LowRank(low_rank.a[its], low_rank.b[rows][:, its], SCALE)
+        assert torch.equal(ops.adapted_linear(x, weight[rows], alone), whole[:, rows])
+
+
+def test_rows_of_b_stand_where_their_matrices_are_in_the_product_and_others_have_none():
+    """q and v of a fused product in an order of heads, k without an adapter."""
+    rows, part, b = torch.tensor([0, 1, 3, 4, 5, 7]), torch.tensor([0, 0, 1, 0, 0, 1]), randn(6, 2).requires_grad_()
+    wide = Fused.of(rows, part, 8, 2, 2).wide(b)
+    expected = torch.zeros(8, 2, 2, dtype=torch.bfloat16)
+    expected[rows, part] = b.detach()
+    assert torch.equal(wide, expected.flatten(1))
+    dwide = randn(8, 4)
+    wide.backward(dwide)
+    assert torch.equal(b.grad, dwide.unflatten(1, (2, 2))[rows, part])
+
+
+def test_ranks_that_share_k_give_the_bits_of_slices():
+    (x, weight), low_rank = operands(), adapter()
+    halves = zip(x.chunk(2, 1), weight.chunk(2, 1), low_rank.a.chunk(2, 1), strict=True)
+    sums = [(ops.linear_partial(part, w), ops.linear_partial(part, a)) for part, w, a in halves]
+    h = ops.merge_partials([of_a for _, of_a in sums], x.dtype)
+    plus = ops.low_rank_term(h, low_rank.b, SCALE)
+    merged = ops.merge_partials([of_weight for of_weight, _ in sums], x.dtype, plus)
+    assert torch.equal(merged, ops.adapted_linear(x, weight, low_rank, k_splits=2))
+
+
+def experts_of(shared, spec, width=128):
+    """Weights and adapters: each expert's own, or one for all."""
+    w13, w2 = randn(EXPERTS, 2 * width, K) / K**0.5, randn(EXPERTS, K, width) / width**0.5
+    own = () if shared else (EXPERTS,)
+    adapters = leaves(adapter(2, own, K, 2 * width)), leaves(adapter(1, own, width, K))
+    operand = [None if spec is None else ops.weight_operand(quantize(w, spec.weight)) for w in (w13, w2)]
+    return [ExpertWeights(w, o, a) for w, o, a in zip((w13, w2), operand, adapters, strict=True)]
+
+
+def of_expert(low_rank, expert):
+    return (
+        dataclasses.replace(low_rank, a=low_rank.a[expert], b=low_rank.b[expert]) if low_rank.per_expert else low_rank
+    )
+
+
+@pytest.mark.parametrize("spec", (None, POW2), ids=("bf16", "pow2"))
+@pytest.mark.parametrize("shared", (False, True), ids=("of each expert", "of all experts"))
+def test_adapted_experts_are_the_products_of_each_with_their_gradients(spec, shared):
+    """An expert without tokens, and one with fewer than a product takes, among them."""
+    w13, w2 = experts_of(shared, spec)
+    counts = torch.tensor([70, 0, 3, TOKENS - 73])
+    x = randn(TOKENS, K).requires_grad_()
+    out = ops.experts(x, counts, w13, w2, spec, "bf16")
+    dy = randn(TOKENS, K, seed=3)
+    out.backward(dy)
+    adapters = [w.low_rank for w in (w13, w2)]
+    found = [x.grad, *(t.grad.clone() for each in adapters for t in (each.a, each.b))]
+    for tensor in (x, *(t for each in adapters for t in (each.a, each.b))):
+        tensor.grad = None
+    parts = []
+    for expert, rows in enumerate(x.split(counts.tolist())):
+
+        def product(rows, w, expert=expert):
+            low_rank = of_expert(w.low_rank, expert)
+            if spec is None:
+                return ops.adapted_linear(rows, w.weights[expert], low_rank)
+            return ops.adapted_fp8_linear(rows, w.weights[expert], w.operand[expert], spec, low_rank, "bf16")
+
+        parts.append(product(ops.swiglu(product(rows, w13)), w2))
+    assert torch.equal(out, torch.cat(parts))
+    torch.cat(parts).backward(dy)
+    expected = [x.grad, *(t.grad for each in adapters for t in (each.a, each.b))]
+    for one, other in zip(found, expected, strict=True):
+        close(one, other.double())
