@@ -93,6 +93,11 @@ class TrainerConfig(RateConfig):
     size, and their logits are made once more in the backward. No log-probability changes. The gradient of the head's
     weight is added up over chunks in FP32."""
 
+    router_bias_rate: float = Field(default=0.0, ge=0.0, le=1.0)
+    """What an optimizer step adds to the bias of each expert of a sigmoid router that the batch's tokens chose less often
+    than the mean of its layer, and takes from each chosen more often. DeepSeek-V3 was trained with 0.001. At 0 biases
+    stay as the model has them, which is usual in reinforcement learning. Engines choose by the biases of each sync."""
+
     gradient_wire: GradientWire = "fp32"
     """What gradients are sent in between data-parallel ranks, FP8 with an FP32 scale per 128 numbers,
     which is 0.26 of the bytes of `fp32`. Whatever it is,

@@ -129,8 +129,9 @@ class Scorer:
 
     def _pass(self, batch: TokenBatch, objective: Objective | None) -> RankPass:
         budget, multiple = self.config.micro_batch_tokens, self.layout.tp_size * self.lowering.row_multiple
+        counting = objective is not None and self.config.router_bias_rate > 0
         packing = self.config.packing
-        return run_pass(self._runs, batch, self.layout, budget, multiple, objective, self._read, packing)
+        return run_pass(self._runs, batch, self.layout, budget, multiple, objective, self._read, packing, counting)
 
     def _read(self, hidden: Tensor, head: Head, micro: MicroBatch) -> Read:
         """What is made of the final hidden states; see :mod:`trainer.step.reading`."""

@@ -25,12 +25,13 @@ from trainer.distributed.layout import Layout
 from trainer.distributed.optimizer import Optimizer
 from trainer.distributed.weight_gather import travels_in_fp8
 from trainer.errors import NonFiniteLossError
-from trainer.megatron.model_checks import check_wires
+from trainer.megatron.model_checks import check_router_bias, check_wires
 from trainer.modules.weights import matrices
 from trainer.scorer import Scorer
 from trainer.step.batch import TokenBatch
 from trainer.step.objective import Objective
 from trainer.step.result import PassResult, RankPassResult
+from trainer.step.router_bias import move_biases
 
 
 class Trainer(Scorer):
@@ -61,12 +62,14 @@ class Trainer(Scorer):
         torch.manual_seed(seed)
         super().__init__(model_path, config, numerics, layout, max_sequence_length=max_sequence_length, dtype=dtype)
         check_wires(self.definition.sizes, config, numerics.trainer_spec)
+        check_router_bias(self.definition.sizes, config)
         self.weight_version = 0
         self.last_sent = LastSent()
         self._rows = self._tensors_of_parameters()
         experts = [p for p, rows in self._rows.items() if rows[0].expert is not None]
         self.optimizer = Optimizer(self.model, config, self.lowering, total_steps, experts, self._gathered_in_fp8)
         self._ready_norm: float | None = None
+        self._loads: Tensor | None = None
 
     def forward_backward(self, batch: TokenBatch, objective: Objective) -> RankPassResult:
         """The gradients of the whole batch. `update` applies them; another pass forgets them.
@@ -79,6 +82,7 @@ class Trainer(Scorer):
         self._ready_norm = None
         self.optimizer.zero_grad()
         done = self._pass(batch, objective)
+        self._loads = done.loads
         norm = self.optimizer.grad_norm()
         if not math.isfinite(norm):
             raise NonFiniteLossError(
@@ -108,6 +112,8 @@ class Trainer(Scorer):
             raise RuntimeError("update: found no gradients, expected those of a forward_backward that succeeded")
         norm, self._ready_norm = self._ready_norm, None
         lr = self.optimizer.step(norm)
+        if self._loads is not None:
+            move_biases(self.model, self._loads, self.config.router_bias_rate)
         self.weight_version += 1
         self.weights_changed()
         return lr

@@ -15,6 +15,7 @@ import httpx
 import pytest
 import torch
 
+from diagnose.attribution import attribute
 from rl.mismatch import token_versions
 from rl.run.feed.batching import batch_from_trajectories
 from rollout.environments.conversation import Conversation
@@ -51,11 +52,15 @@ EXACT = {
     ),
     "moe": Setup("moe"),
     "qwen2-bf16-ends-tp2": Setup("qwen2", bf16_ends=1, k_splits=2, layout=(("tp", 2),)),
-    "glm-bf16-ends-tp2-ep2": Setup(
-        "glm", bf16_ends=1, k_splits=2, layout=(("tp", 2), ("ep", 2)), router_replay="record"
-    ),
     "olmoe-bf16-ends-tp2-ep2": Setup(
         "olmoe", bf16_ends=1, k_splits=2, layout=(("tp", 2), ("ep", 2)), router_replay="record"
+    ),
+    "glm-bf16-ends-tp2-ep2": Setup(
+        "glm",
+        bf16_ends=1,
+        k_splits=2,
+        layout=(("tp", 2), ("ep", 2), ("router_bias_rate", 0.01)),
+        router_replay="record",
     ),
 }
 WEIGHTS = {f"{faults.EXPERT}{kind}_proj.weight" for kind in ("gate", "up", "down")}
@@ -243,6 +248,20 @@ def test_every_sampled_token_agrees_before_and_after_an_update(rig: Rig, setup: 
     # Prompts whose prefixes were cached before the update.
     again = pipeline.sample(0.7)
     assert_equal(pipeline.trainer.score(again), again)
+
+
+def test_a_stale_expert_bias_is_named_first(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All biases move with each update, and those of one layer do not arrive."""
+    pipeline = rig.open(replace(EXACT["glm-bf16-ends-tp2-ep2"], layout=(("router_bias_rate", 0.3),)))
+    pipeline.train_step(pipeline.sample(1.0, count=4))
+    message = failed_sync(pipeline, monkeypatch, faults.missed_bias)
+    assert f"1 of {served_tensors_of(pipeline.setup)} tensors" in message and faults.BIAS in message
+    pipeline.resume()  # nobody looked
+    batch, numerics = pipeline.sample(1.0, count=4), pipeline.setup.numerics
+    first = attribute(pipeline.trainer, pipeline.endpoint, batch, numerics, pipeline.definition).findings[0]
+    pipeline.sync()
+    assert (first.cause, first.op, first.layers, first.tensors) == ("weights", "topk", (2,), (faults.BIAS,))
+    assert "layer 2 topk differs" in first.text and "e_score_correction_bias are not those of version" in first.text
 
 
 def failed_sync(

@@ -75,7 +75,7 @@ def test_a_stale_expert(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
         patch.setattr(bridge, "make_transport", lambda *args: faults.Tampered(make(*args), faults.missed_expert))
         with pytest.raises(SyncError):
             pipeline.sync()
-    pipeline.rig.run(resume(pipeline))  # nobody looked
+    pipeline.resume()  # nobody looked
     result = attributed(pipeline, pipeline.sample(1.0))
     pipeline.sync()
     first = result.findings[0]
@@ -171,11 +171,6 @@ def put_in_engine(
 
 def served(trainer: Any, spec: Any, name: str) -> torch.Tensor:
     return dict(served_tensors(trainer.export_weights(), spec, trainer.definition))[name].clone()
-
-
-async def resume(pipeline: Pipeline) -> None:
-    async with EngineClient(await pipeline.engine.endpoint()) as engine:
-        await engine.resume()
 
 
 def rope_base(trainer: Any) -> None:

@@ -15,6 +15,7 @@ Named = tuple[str, Tensor]
 
 MATRIX = "model.layers.0.self_attn.k_proj.weight"
 EXPERT = "model.layers.1.mlp.experts.5."
+BIAS = "model.layers.2.mlp.gate.e_score_correction_bias"
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,11 @@ def swapped_scales(tensors: Iterable[Named]) -> Iterator[Named]:
 def missed_expert(tensors: Iterable[Named]) -> Iterator[Named]:
     """Nothing of EXPERT is sent: the engine keeps what it had."""
     return ((name, tensor) for name, tensor in tensors if not name.startswith(EXPERT))
+
+
+def missed_bias(tensors: Iterable[Named]) -> Iterator[Named]:
+    """BIAS is not sent: the engine keeps what it had."""
+    return ((name, tensor) for name, tensor in tensors if name != BIAS)
 
 
 def broken_transport(tensors: Iterable[Named]) -> Iterator[Named]:

@@ -34,6 +34,7 @@ from rollout.data.tasks import Problem
 from rollout.engine import Engine
 from rollout.environments.conversation import Conversation
 from rollout.sampler import check_versions
+from rollout.server.client import EngineClient
 from rollout.types import Endpoint, Group, Prompt, SamplingParams, Trajectory
 from tests.support.warm_engine import EngineTemplate
 from trainer.actor import TrainerActor, TrainerGroup
@@ -73,7 +74,7 @@ class Setup:
     trainer: str = "fp8"
     rollout: str = "fp8"
     k_splits: int = 1
-    layout: tuple[tuple[str, int | str], ...] = ()
+    layout: tuple[tuple[str, int | float | str], ...] = ()
     bf16_ends: int = 0
     """Layers that stay in BF16, at the start and at the end."""
     mode: str = "exact"
@@ -224,6 +225,15 @@ class Pipeline:
         config = SyncConfig(transport=transport, pause=pause, bucket_mib=1, delta=delta)
         model = self.rig.models[self.setup.model]
         return Bridge(self.trainer, self.setup.numerics.rollout_spec, config, model, self.rig.folder, wakes)
+
+    def resume(self) -> None:
+        """Have the engine go on after a sync that failed, with whatever weights it has."""
+
+        async def resumed() -> None:
+            async with EngineClient(await self.engine.endpoint()) as engine:
+                await engine.resume()
+
+        self.rig.run(resumed())
 
     def generate(self, groups: list[Group], sampling: SamplingParams) -> list[Trajectory]:
         answers: list[Trajectory] = self.rig.run(self.engine.generate(groups, sampling))

@@ -85,6 +85,17 @@ def check_wires(sizes: ModelSizes, config: TrainerConfig, spec: QuantSpec) -> No
         )
 
 
+def check_router_bias(sizes: ModelSizes, config: TrainerConfig) -> None:
+    """Check that the model's experts have biases, if these are to be moved. Raises `UserError`."""
+    if config.router_bias_rate and sizes.sigmoid_router is None:
+        raise user_error(
+            "trainer.router_bias_rate",
+            found=config.router_bias_rate,
+            expected="0 for a model whose experts have no biases",
+            remedy="Set trainer.router_bias_rate=0, or choose a model with a sigmoid router, such as GLM-4.5.",
+        )
+
+
 def check_packing(packing: bool, mode: Mode, transformer_engine: bool) -> None:
     """Check that attention can take rows that lie end to end: ours can, and TransformerEngine's.
 

@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.models.gpt import GPTModel
@@ -39,6 +40,8 @@ class RankPass:
         loss, metrics: of the whole batch, the same on every rank.
         routes: int16 [len(rows), S, L, K], the router's own choice for a batch with routes; -1 in the padding.
         draws: int64 [len(rows), S], the tokens drawn again for a batch with seeds; a critic draws none.
+        loads: int64 [layers of this stage, E], how often the routers chose each expert for the tokens of the whole
+            batch; None where that was not asked for.
     """
 
     rows: list[int]
@@ -47,6 +50,7 @@ class RankPass:
     metrics: dict[str, float]
     routes: Tensor | None
     draws: Tensor | None
+    loads: Tensor | None = None
 
 
 def run_pass(
@@ -58,6 +62,7 @@ def run_pass(
     objective: Objective | None,
     read: Reading = read_logprobs,
     packing: bool = False,
+    counting: bool = False,
 ) -> RankPass:
     """Score the batch and, with an objective, accumulate its summed gradients in `model`.
 
@@ -70,6 +75,7 @@ def run_pass(
         objective: None for scoring only. Otherwise `model` is in Megatron's data-parallel wrapper.
         read: what is made of the final hidden states.
         packing: rows lie end to end in a micro-batch.
+        counting: whether to count how often routers choose each expert.
 
     Raises:
         NonFiniteLossError: on all ranks, naming the rows of the micro-batches whose loss is not finite.
@@ -83,7 +89,7 @@ def run_pass(
         multiple = layout.cp_size * math.lcm(multiple, CHUNKS)
     groups = assign(batch.lengths.tolist(), layout.shares, budget, multiple)[layout.share]
     get_model_config(model).finalize_model_grads_func = _finalize_sums
-    with routing_of(model, batch, layout) as routing:
+    with routing_of(model, batch, layout, counting) as routing:
         # The last stage alone sees logits; the shapes given here are replaced by those of each micro-batch.
         outputs: list[_MicroOutput] = get_forward_backward_func()(
             forward_step_func=partial(_forward, objective=objective, read=read, routing=routing),
@@ -108,7 +114,9 @@ def run_pass(
     if batch.seeds is not None and all(output.draws is not None for output in outputs):
         undrawn = torch.full((len(rows), batch.width), UNKNOWN)
         draws = _collect([output.draws for output in outputs], outputs, undrawn)
-    return RankPass(rows=rows, logprobs=logprobs, loss=loss, metrics=metrics, routes=routes, draws=draws)
+    if routing.loads is not None:
+        dist.all_reduce(routing.loads, group=layout.dp_group)
+    return RankPass(rows, logprobs, loss, metrics, routes, draws, routing.loads)
 
 
 @dataclass(frozen=True)

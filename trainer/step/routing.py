@@ -5,6 +5,8 @@ During a pass over a batch with routes, those of this model remember what the ro
 with the batch's routes if it is to be replayed. Probabilities are always the trainer's, at whatever experts are taken,
 so gradients reach the router; what the forward chose is in its graph, so the backward needs no replay of its own. A
 forward that is recomputed in the backward still finds the routes of its micro-batch, for the next one comes later.
+
+The same record says how often each expert was chosen, by which a router's bias is moved (`trainer.step.router_bias`).
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from megatron.core.transformer.moe.router_replay import RouterReplay, RouterRepl
 from torch import Tensor, nn
 
 from numerics.errors import user_error
+from trainer import device
 from trainer.distributed.layout import Layout
 from trainer.megatron.patches import become
 from trainer.step.batch import UNKNOWN, TokenBatch
@@ -27,24 +30,27 @@ from trainer.step.microbatches import MicroBatch
 
 
 @contextmanager
-def routing_of(model: nn.Module, batch: TokenBatch, layout: Layout) -> Iterator[Routing]:
-    """The model's routers for a pass over `batch`; without routes in the batch they are left alone.
+def routing_of(model: nn.Module, batch: TokenBatch, layout: Layout, counting: bool = False) -> Iterator[Routing]:
+    """The model's routers for a pass over `batch`; without routes in the batch or counting they are left alone.
+
+    counting: whether to count what each expert is chosen for.
 
     Raises:
         UserError: the batch has routes, and the model is split over pipeline stages.
         ValueError: the routes are not those of such a model.
     """
-    layers: list[LayerRouting] = []
+    routers: list[TopKRouter] = []
+    if counting or batch.routes is not None:
+        routers = [module.router for module in model.modules() if isinstance(module, MoELayer)]
     if batch.routes is not None:
         _check_pipeline(layout.pp_size)
-        routers = [module.router for module in model.modules() if isinstance(module, MoELayer)]
         _check_routes(batch, routers)
-        layers = [_layer_routing(router) for router in routers]
+    layers = [_layer_routing(router) for router in routers]
     action = RouterReplayAction.REPLAY_FORWARD if batch.replay else RouterReplayAction.RECORD
     for layer in layers:
         layer.set_router_replay_action(action)
     try:
-        yield Routing(layers, layout)
+        yield Routing(layers, layout, _no_loads(routers) if counting else None)
     finally:
         for layer in layers:
             layer.clear_router_replay_action()
@@ -52,10 +58,15 @@ def routing_of(model: nn.Module, batch: TokenBatch, layout: Layout) -> Iterator[
 
 
 class Routing:
-    """The routers of one model during a pass."""
+    """The routers of one model during a pass.
 
-    def __init__(self, layers: list[LayerRouting], layout: Layout) -> None:
-        self._layers, self._layout = layers, layout
+    Attributes:
+        loads: int64 [layers of this stage, E], how often each expert was chosen by the tokens of this rank's rows.
+            Padding does not count, nor does a rank that shares its rows with the one that does. None: not counted.
+    """
+
+    def __init__(self, layers: list[LayerRouting], layout: Layout, loads: Tensor | None = None) -> None:
+        self._layers, self._layout, self.loads = layers, layout, loads
 
     def begin(self, micro: MicroBatch) -> None:
         """Before the forward of a micro-batch: where its tokens are to go."""
@@ -74,9 +85,19 @@ class Routing:
 
     def own_choice(self, micro: MicroBatch) -> Tensor | None:
         """After the forward: where the routers would have sent the micro-batch's tokens, int16 [B, S, L, K], experts
-        ascending and -1 in the padding. None for a batch without routes."""
+        ascending and -1 in the padding; they are counted, too. None for a batch without routes."""
         if not self._layers:
             return None
+        routes = self._chosen(micro)
+        if self.loads is not None and micro.rows and self._layout.cp_rank == 0:
+            for load, experts in zip(self.loads, routes[micro.batch.real_tokens()].unbind(1), strict=True):
+                load += experts.flatten().bincount(minlength=len(load))
+        if micro.batch.routes is None:
+            return None
+        return torch.where(micro.batch.real_tokens()[:, :, None, None], routes, UNKNOWN).to(torch.int16)
+
+    def _chosen(self, micro: MicroBatch) -> Tensor:
+        """int32 [B, S, L, K], with anything in the padding."""
         # Not int16, which gloo does not carry.
         chosen = torch.stack([layer.recorded_topk_idx for layer in self._layers], dim=1).int()
         if self._layout.tp_size > 1:
@@ -84,8 +105,7 @@ class Routing:
             dist.all_gather(parts, chosen, group=self._layout.tp_group)
             chosen = torch.cat(parts)
         rows = micro.laid(micro.batch.tokens).shape[0]
-        routes = micro.by_row(chosen.sort(-1).values.unflatten(0, (-1, rows)).transpose(0, 1))
-        return torch.where(micro.batch.real_tokens()[:, :, None, None], routes, UNKNOWN).to(torch.int16)
+        return micro.by_row(chosen.sort(-1).values.unflatten(0, (-1, rows)).transpose(0, 1))
 
 
 class LayerRouting(RouterReplay):
@@ -112,6 +132,11 @@ class LayerRouting(RouterReplay):
         # In the order of top-k, so that a softmax over the values adds in the same order as without replay.
         values, best_first = scores.gather(1, experts).sort(dim=-1, descending=True)
         return values, experts.gather(1, best_first)
+
+
+def _no_loads(routers: list[TopKRouter]) -> Tensor:
+    experts = routers[0].config.num_moe_experts if routers else 0
+    return torch.zeros(len(routers), experts, dtype=torch.int64, device=device.current())
 
 
 def _layer_routing(router: TopKRouter) -> LayerRouting:

@@ -10,7 +10,7 @@ from numerics.errors import user_error
 from numerics.io.reading import check_regular
 from numerics.spec import QuantSpec
 from rl.experiment import Experiment
-from trainer.megatron.model_checks import check_engine_layout, check_layout, check_wires
+from trainer.megatron.model_checks import check_engine_layout, check_layout, check_router_bias, check_wires
 
 
 def read_model(path: Path, key: str = "model.path") -> Model:
@@ -56,4 +56,5 @@ def check_model_layout(sizes: ModelSizes, experiment: Experiment) -> None:
     quant = experiment.numerics.quant_spec() if experiment.numerics.quantizes else QuantSpec.preset("bf16")
     check_layout(sizes, experiment.trainer, quant)
     check_wires(sizes, experiment.trainer, experiment.numerics_config().trainer_spec)
+    check_router_bias(sizes, experiment.trainer)
     check_engine_layout(sizes, experiment.rollout.tp, quant)
