@@ -94,8 +94,8 @@ class TrainerConfig(RateConfig):
     weight is added up over chunks in FP32."""
 
     router_bias_rate: float = Field(default=0.0, ge=0.0, le=1.0)
-    """What an optimizer step adds to the bias of each expert of a sigmoid router that the batch's tokens chose less often
-    than the mean of its layer, and takes from each chosen more often. DeepSeek-V3 was trained with 0.001. At 0 biases
+    """What an optimizer step adds to the bias of each expert of a sigmoid router that the batch's tokens chose less
+    than the mean of its layer, and takes from each chosen more. DeepSeek-V3 was trained with 0.001. At 0 biases
     stay as the model has them, which is usual in reinforcement learning. Engines choose by the biases of each sync."""
 
     gradient_wire: GradientWire = "fp32"
