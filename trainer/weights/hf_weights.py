@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import functools
+import json
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
@@ -116,11 +116,15 @@ class HFWeights:
     def write(self, model: GPTModel, path: Path) -> None:
         """Write a Hugging Face directory: the weights, dequantized, and what the source directory has besides: other
         files, and draft layers as they are."""
-        copied = functools.partial(
-            shutil.copytree, self._path, ignore=shutil.ignore_patterns(*_WEIGHT_FILES, ".*"), dirs_exist_ok=True
-        )
         drafts = draft_tensors(self._path, self._definition) if rank() == 0 else ()
-        write_directory(Path(path).absolute(), chain(self._plain(self.share(model)), drafts), copied)
+        write_directory(Path(path).absolute(), chain(self._plain(self.share(model)), drafts), self._copy_description)
+
+    def _copy_description(self, partial: Path) -> None:
+        """What is beside the weights; config.json does not say any more that they are in FP8."""
+        shutil.copytree(self._path, partial, ignore=shutil.ignore_patterns(*_WEIGHT_FILES, ".*"), dirs_exist_ok=True)
+        config = json.loads((partial / "config.json").read_text())
+        if config.pop("quantization_config", None) is not None:
+            (partial / "config.json").write_text(json.dumps(config, indent=1))
 
     def _plain(self, weights: Iterator[tuple[str, Tensor | QuantizedTensor]]) -> Iterator[tuple[str, Tensor]]:
         try:
