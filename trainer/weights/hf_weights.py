@@ -15,10 +15,12 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
 from models import Model
+from models.base import Base
 from models.stored import check_finite, draft_tensors
 from models.storing import write_directory
 from models.tensors import TensorRow
 from numerics.errors import user_error
+from numerics.frozen import frozen_of
 from numerics.quantize import QuantizedTensor
 from numerics.ranks import exhaust, rank
 from numerics.spec import TensorSpec
@@ -26,6 +28,7 @@ from numerics.weight_cache import WeightCache
 from trainer.distributed.layout import Layout
 from trainer.modules.weights import matrices, named_weights
 from trainer.weights import te_weights
+from trainer.weights.base import adopt
 from trainer.weights.export import Exporter
 from trainer.weights.table_bridge import TableBridge
 
@@ -56,6 +59,8 @@ class HFWeights:
         self._bridge = TableBridge(self._table, config)
         scales = TableBridge(self._table, config, quantized_as.group)
         self._exporter = Exporter(self._bridge, scales, quantized_as, layout)
+        self._scales, self._layout = scales, layout
+        self._base: Base | None = None
 
     @torch.no_grad()
     def load(self, model: GPTModel) -> None:
@@ -83,7 +88,17 @@ class HFWeights:
         A weight that TransformerEngine holds in FP8 is yielded as it holds it. The tensors may share memory with the
         parameters: use or copy them before the next training step. All ranks must take all of it.
         """
-        return self._exporter.share(self._served(model))
+        return self._exporter.share(self._served(model), self._base)
+
+    def adopt(self, model: GPTModel, base: Base) -> int:
+        """Have what is frozen of the model read from a base; the bytes of the parameters that could not.
+
+        See :mod:`trainer.weights.base`.
+        """
+        self._base = base
+        whole = self._whole_names(model)
+        parts = ((p, [whole[one] for one, _ in matrices(name, p)]) for name, p in model.named_parameters())
+        return sum(adopt(parameter, names, base, self._scales, self._layout) for parameter, names in parts)
 
     def rows(self, model: GPTModel) -> dict[str, Sequence[TensorRow]]:
         """The tensors of the checkpoint that each of this rank's `named_weights` holds, whole or in part, by name."""
@@ -99,7 +114,8 @@ class HFWeights:
         """The same by its name in the whole model, and what is served in its place."""
         whole = self._whole_names(model)
         for name, held in (*model.named_parameters(), *self._buffers(model)):
-            served = held if te_weights.is_quantized(held) else self._cache.served(held)
+            read_from_base = te_weights.is_quantized(held) or (self._base is not None and frozen_of(held) is not None)
+            served = held if read_from_base else self._cache.served(held)
             for (one, part), (_, in_its_place) in zip(matrices(name, held), matrices(name, served), strict=True):
                 yield whole[one], part, in_its_place
 
