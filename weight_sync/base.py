@@ -50,8 +50,7 @@ def place_base(trainer: Trainer, spec: QuantSpec) -> Placed:
     """
     device, size = next(trainer.model.parameters()).device, base_bytes(trainer.definition, spec)
     memory = share("base", size, device) if rank() == 0 else None
-    address = all_gathered(memory and memory.address())[0]
-    assert address is not None
+    address = all_gathered("" if memory is None else memory.address())[0]
     recorder = Recorder(trainer.definition.tensors)
 
     def write() -> None:
@@ -61,7 +60,7 @@ def place_base(trainer: Trainer, spec: QuantSpec) -> Placed:
                 base.tensors[name].copy_(tensor)
 
     together(write)
-    together(lambda: memory and memory.seal())
+    together(lambda: None if memory is None else memory.seal())
     trainer.shared_base = memory
     kept = trainer.adopt(Base(mapped(address), trainer.definition, spec))
     give_back()

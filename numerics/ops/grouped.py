@@ -31,8 +31,8 @@ def grouped_linear(
 
     x [T, K], the first counts[0] rows in group 0, and so on; counts int64 [groups]. weights [N, K] each, or [groups, N,
     K], receive the gradients (`Gradients`); operand is their `group_operand`, the `weight_operand` of their stack, or
-    its `Frozen`. Returns [T, N] in x's dtype. Rows are quantized in one go; for wgrad, blocks along the tokens begin anew in each
-    group. A group may be empty.
+    its `Frozen`. Returns [T, N] in x's dtype. Rows are quantized in one go; for wgrad, blocks along the tokens begin
+    anew in each group. A group may be empty.
     """
     gradients, given = Gradients.of(weights), given_to_autograd(weights)
     if spec is None or operand is None:

@@ -232,8 +232,8 @@ class ServedWeights:
             tensor_name = base_name(name.removeprefix(DELTA))[0]
             if tensor_name in of_base:
                 raise RuntimeError(
-                    f"fp8rl plugin: found {tensor_name} sent to an engine that reads it from a base, and must not write "
-                    "it, expected what is not in the base; replace this engine"
+                    f"fp8rl plugin: found {tensor_name} sent to an engine that reads it from a base, and must not "
+                    "write it, expected what is not in the base; replace this engine"
                 )
             self._arrived.add(tensor_name)
             if not name.startswith(DELTA):
