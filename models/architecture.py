@@ -5,11 +5,12 @@ from __future__ import annotations
 import functools
 import pkgutil
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
 
 import models.architectures as ours
+from models.adapters import AdapterConfig, adapter_rows, check_adapter
 from models.config_file import ConfigFile
 from models.shape import Shape
 from models.sizes import ModelSizes
@@ -49,10 +50,11 @@ class Architecture:
 
 @dataclass(frozen=True)
 class Model:
-    """An architecture in the sizes of one model."""
+    """An architecture in the sizes of one model, and the adapters beside its weights."""
 
     architecture: Architecture
     sizes: ModelSizes
+    adapter: AdapterConfig | None = None
 
     @functools.cached_property
     def shape(self) -> Shape:
@@ -61,12 +63,24 @@ class Model:
     @functools.cached_property
     def tensors(self) -> TensorTable:
         assert self.architecture.tensors is not None
-        return TensorTable(self.architecture.tensors(self.sizes), self.sizes.kv_heads)
+        rows = list(self.architecture.tensors(self.sizes))
+        adapters = adapter_rows(rows, self.adapter) if self.adapter else ()
+        return TensorTable((*rows, *adapters), self.sizes.kv_heads)
 
     @functools.cached_property
     def forward(self) -> Forward:
         assert self.architecture.forward is not None
         return self.architecture.forward(self.sizes)
+
+    def adapted(self, adapter: AdapterConfig | None) -> Model:
+        """The same model with these adapters.
+
+        Raises:
+            UserError: it cannot have them; see :func:`models.adapters.check_adapter`.
+        """
+        if adapter is not None:
+            check_adapter(self.tensors.rows.values(), adapter)
+        return replace(self, adapter=adapter)
 
     def quantizes(self, row: TensorRow, spec: QuantSpec) -> bool:
         """Whether a tensor of the table is in FP8 under `spec`."""

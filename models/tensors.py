@@ -59,6 +59,7 @@ class TensorRow:
         megatron: where the trainer holds it. copies: parameters of Megatron's that hold the same, such as the output
             projection at the last pipeline stage where it is tied to the embedding.
         served: dtype in which the engine holds it where it is not quantized.
+        adapts: of an adapter's tensor, the weight that it stands beside, or the first of those that share it.
     """
 
     name: str
@@ -72,6 +73,7 @@ class TensorRow:
     megatron: Location
     copies: tuple[str, ...] = ()
     served: torch.dtype = torch.bfloat16
+    adapts: str | None = None
 
 
 class TensorTable:

@@ -6,13 +6,12 @@ explicit: whoever changes the weights calls `advance`, and nothing of an older v
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 
 from numerics import ops
-from numerics.frozen import frozen_of
 from numerics.spec import TensorSpec
 
 
@@ -22,10 +21,17 @@ class WeightCache:
     def __init__(self, version: int = 0) -> None:
         self.version = version
         self._operands: dict[tuple[tuple[torch.Tensor, ...], TensorSpec], Any] = {}
+        self._made: dict[torch.Tensor, Callable[[], torch.Tensor]] = {}
+        self._plain: dict[torch.Tensor, torch.Tensor] = {}
+
+    def serve(self, weight: torch.Tensor, make: Callable[[], torch.Tensor]) -> None:
+        """Have what `make` gives at each version served in place of a parameter, which gets no gradient then."""
+        self._made[weight] = make
 
     def advance(self, version: int) -> None:
         """Announce that the weights are now those of `version`; everything cached is dropped."""
         self._operands.clear()
+        self._plain.clear()
         self.version = version
 
     def weights(self) -> list[torch.Tensor]:
@@ -34,18 +40,26 @@ class WeightCache:
 
     def operands(self) -> Iterator[tuple[tuple[torch.Tensor, ...], Any]]:
         """What is held at this version: the weights of a product, and their operand."""
-        return ((weights, operand) for (weights, _), operand in self._operands.items())
+        yield from ((weights, operand) for (weights, _), operand in self._operands.items())
+        yield from (((weight,), served) for weight, served in self._plain.items())
 
     def served(self, weight: torch.Tensor) -> torch.Tensor:
         """The weight that a module serves in place of its parameter: quantized products take it, and engines are sent
-        it. It is the parameter as it stands, or what the codes of a frozen one say."""
-        frozen = frozen_of(weight)
-        return weight.detach() if frozen is None else frozen.dequantized().to(weight.dtype)
+        it. It is the parameter as it stands, or what `serve` puts in its place, made anew."""
+        make = self._made.get(weight)
+        return weight.detach() if make is None else make()
+
+    def plain(self, weight: torch.Tensor) -> torch.Tensor:
+        """What an unquantized product takes of a parameter: the parameter itself, for its gradient, or what is served
+        in its place, made once per version."""
+        if weight not in self._made:
+            return weight
+        if weight not in self._plain:
+            self._plain[weight] = self.served(weight)
+        return self._plain[weight]
 
     def operand(self, weight: torch.Tensor, spec: TensorSpec) -> Any:
-        """`ops.trained_operand` of what the parameter weight [N, K] serves; of a frozen one its own."""
-        if (frozen := frozen_of(weight)) is not None:
-            return frozen
+        """`ops.trained_operand` of what the parameter weight [N, K] serves."""
         key = ((weight,), spec)
         if key not in self._operands:
             self._operands[key] = ops.trained_operand(self.served(weight), spec)
@@ -54,9 +68,6 @@ class WeightCache:
     def group_operand(self, weights: Sequence[torch.Tensor] | torch.Tensor, spec: TensorSpec) -> Any:
         """`ops.group_operand` of what the experts' parameters [N, K], or their stack [experts, N, K], serve."""
         given = (weights,) if isinstance(weights, torch.Tensor) else tuple(weights)
-        frozen = [each for weight in given if (each := frozen_of(weight)) is not None]
-        if frozen:
-            return frozen[0] if isinstance(weights, torch.Tensor) else frozen
         if (given, spec) not in self._operands:
             served = [self.served(weight) for weight in given]
             self._operands[given, spec] = ops.group_operand(served[0] if len(given) < len(weights) else served, spec)

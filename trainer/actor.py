@@ -13,6 +13,7 @@ import ray
 import torch
 from torch import Tensor
 
+from models.adapters import AdapterConfig
 from numerics.backend.environment import BOUNDED_MEMORY
 from numerics.config import NumericsConfig
 from trainer.checkpoint.files import discard
@@ -170,11 +171,12 @@ class TrainerGroup:
         seats: Sequence[Seat] | None = None,
         reference: bool = False,
         critic: TrainerConfig | None = None,
+        adapter: AdapterConfig | None = None,
     ) -> TrainerGroup:
         """Start the ranks on the running Ray cluster and load the model.
 
         seats: where each rank runs; None: on one machine, without GPUs. reference: hold a copy of the model that stays
-        as it is. critic: how a critic is trained, if there is one.
+        as it is. critic: how a critic is trained, if there is one. adapter: what is trained in place of the weights.
 
         Raises:
             UserError: the model, the layout and the sizes do not fit together.
@@ -199,6 +201,7 @@ class TrainerGroup:
                 max_sequence_length=max_sequence_length,
                 reference=reference,
                 critic=critic,
+                adapter=adapter,
             )
         except BaseException:
             group.shutdown()

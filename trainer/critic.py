@@ -27,6 +27,9 @@ class Critic(Trainer):
         values = micro.by_row(head(hidden).transpose(0, 1).contiguous()[..., 0])[:, :-1]
         return Read(values, torch.zeros_like(values))
 
+    def _is_trained_whole(self, name: str) -> bool:
+        return name.startswith("output_layer.")
+
     def _finish(self, model: GPTModel) -> None:
         model.share_embeddings_and_output_weights = False
         if model.post_process:

@@ -138,6 +138,8 @@ def _operands(trainer: Scorer) -> Iterator[Holding]:
 
 def _gradients(trainer: Trainer) -> Iterator[Holding]:
     for name, parameter in trainer.model.named_parameters():
+        if not parameter.requires_grad:
+            continue
         total = parameter.main_grad
         for each, weight in matrices(name, parameter):
             size = weight.numel() * total.itemsize

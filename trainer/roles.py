@@ -6,8 +6,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from models.adapters import AdapterConfig
 from models.roles import Role
 from numerics.config import NumericsConfig
+from trainer.base import Base
 from trainer.checkpoint import checkpoint
 from trainer.config import TrainerConfig
 from trainer.critic import Critic
@@ -35,21 +37,25 @@ class Roles:
         *,
         reference: bool = False,
         critic: TrainerConfig | None = None,
+        adapter: AdapterConfig | None = None,
         **options: Any,
     ) -> None:
-        """reference: whether a copy is to stay as the directory has it. critic: its optimizer's settings, if there is
-        to be one. options: the keywords of `Trainer`.
+        """reference: whether a model is to stay as the directory has it: of a policy with adapters its own weights, of
+        any other a copy. critic: its optimizer's settings, if there is to be one. adapter: of all that is trained.
+        options: the keywords of `Trainer`.
 
         Raises:
             UserError: as `Trainer` does.
         """
-        self.policy = Trainer(model_path, config, numerics, layout, **options)
-        self.models: dict[Role, Scorer] = {"policy": self.policy}
-        if reference:
+        self.policy = Trainer(model_path, config, numerics, layout, adapter=adapter, **options)
+        self.models: dict[Role, Scorer | Base] = {"policy": self.policy}
+        if reference and adapter is not None:
+            self.models["reference"] = Base(self.policy)
+        elif reference:
             length = options["max_sequence_length"]
             self.models["reference"] = Scorer(model_path, config, numerics, layout, max_sequence_length=length)
         if critic is not None:
-            self.models["critic"] = Critic(model_path, critic, numerics, layout, **options)
+            self.models["critic"] = Critic(model_path, critic, numerics, layout, adapter=adapter, **options)
 
     def trained(self, role: Role) -> Trainer:
         """The model of a role that has an optimizer."""
@@ -61,7 +67,7 @@ class Roles:
         """Make room on the device: see :func:`trainer.room.put_aside`."""
         held = sum(
             holding.bytes
-            for model in self.models.values()
+            for model in self._held()
             for holding in (inventory(model) if isinstance(model, Trainer) else of_model(model))
         )
         moved = sum(put_aside(model) for model in self.models.values() if isinstance(model, Trainer))
@@ -80,14 +86,18 @@ class Roles:
     def load(self, path: Path) -> dict[str, Any]:
         """Restore a checkpoint and return its `extra`. A reference stays what it was."""
         self.policy.weight_version, extra = checkpoint.load(path, self._parts())
-        for model in self.models.values():
+        for model in self._held():
             model.weights_changed()
         return extra
 
     def set_numerics(self, numerics: NumericsConfig) -> None:
         """Have all of them compute in other numerics; see :meth:`Scorer.set_numerics`."""
-        for model in self.models.values():
+        for model in self._held():
             model.set_numerics(numerics)
+
+    def _held(self) -> list[Scorer]:
+        """The models that have weights of their own."""
+        return [model for model in self.models.values() if isinstance(model, Scorer)]
 
     def _parts(self) -> checkpoint.Parts:
         trained = {role: model.trained for role, model in self.models.items() if isinstance(model, Trainer)}

@@ -9,10 +9,9 @@ from megatron.core.models.gpt import GPTModel
 from torch import Tensor, nn
 
 from models import read_model
-from models.base import Base
+from models.adapters import AdapterConfig
 from numerics.config import NumericsConfig
 from numerics.errors import user_error
-from numerics.holdings import give_back
 from numerics.weight_cache import WeightCache
 from trainer import device
 from trainer.config import TrainerConfig
@@ -51,6 +50,7 @@ class Scorer:
         *,
         max_sequence_length: int,
         dtype: torch.dtype = torch.bfloat16,
+        adapter: AdapterConfig | None = None,
     ) -> None:
         """Build the model and load the weights of the Hugging Face directory `model_path`.
 
@@ -58,7 +58,7 @@ class Scorer:
             UserError: the directory, the layout or the sizes do not fit together.
         """
         self.config, self.numerics, self.layout = config, numerics, layout
-        self.definition = read_model(model_path)
+        self.definition = read_model(model_path).adapted(adapter)
         sizes = self.definition.sizes
         check_layout(sizes, config, numerics.trainer_spec)
         check_packing(config.packing, numerics.mode, device.has_transformer_engine())
@@ -92,16 +92,6 @@ class Scorer:
     def weights_changed(self) -> None:
         """Retire all quantized weights. Whoever writes parameters calls it."""
         self.cache.advance(self.cache.version + 1)
-
-    def adopt(self, base: Base) -> int:
-        """Read what is frozen of the model from a base that others read as well; the bytes of what could not be.
-
-        Whoever changes the numerics afterwards changes what is computed with these codes, not the codes.
-        """
-        kept = self.weights.adopt(self.model, base)
-        self.weights_changed()
-        give_back()
-        return kept
 
     def set_numerics(self, numerics: NumericsConfig) -> None:
         """Compute in another precision or spec from now on, with the same weights.

@@ -5,21 +5,24 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from models.adapters import AdapterConfig
 from models.tensors import TensorRow
 from numerics.backend.probe import allow_deepgemm, allow_short_tiles, row_variant_ops
 from numerics.config import NumericsConfig
 from numerics.delta import LastSent
 from numerics.errors import user_error
-from numerics.io.shared import Shared
 from numerics.quantize import QuantizedTensor
 from numerics.spec import TensorSpec
+from numerics.weight_cache import WeightCache
 from trainer import device
+from trainer.adapters import attach, keep_graph
 from trainer.checkpoint import checkpoint
 from trainer.config import TrainerConfig
 from trainer.distributed.layout import Layout
@@ -41,7 +44,6 @@ class Trainer(Scorer):
     Attributes:
         weight_version: optimizer steps taken.
         last_sent: what this rank has handed to engines, kept where the next sync sends only what has changed.
-        shared_base: the memory of the base that it reads with the engines (`weight_sync.base`), if this rank owns it.
     """
 
     def __init__(
@@ -55,19 +57,33 @@ class Trainer(Scorer):
         total_steps: int,
         max_sequence_length: int,
         dtype: torch.dtype = torch.bfloat16,
+        adapter: AdapterConfig | None = None,
     ) -> None:
         """Build the model, load the weights of the Hugging Face directory `model_path`, and make the optimizer.
 
+        adapter: what is trained in place of the weights.
+
         Raises:
-            UserError: the directory, the layout or the sizes do not fit together.
+            UserError: the directory, the layout, the sizes or the adapter do not fit together.
         """
         torch.manual_seed(seed)
-        super().__init__(model_path, config, numerics, layout, max_sequence_length=max_sequence_length, dtype=dtype)
+        super().__init__(
+            model_path,
+            config,
+            numerics,
+            layout,
+            max_sequence_length=max_sequence_length,
+            dtype=dtype,
+            adapter=adapter,
+        )
+        if adapter is not None:
+            attach(self.model, self.weights, self.cache, adapter, seed, self._is_trained_whole)
+            if config.recompute != "none":
+                keep_graph(self.model)
         check_wires(self.definition.sizes, config, numerics.trainer_spec)
         check_router_bias(self.definition.sizes, config)
         self.weight_version = 0
         self.last_sent = LastSent()
-        self.shared_base: Shared | None = None
         self._rows = self._tensors_of_parameters()
         experts = [p for p, rows in self._rows.items() if rows[0].expert is not None]
         self.optimizer = Optimizer(self.model, config, self.lowering, total_steps, experts, self._gathered_in_fp8)
@@ -121,6 +137,17 @@ class Trainer(Scorer):
         self.weights_changed()
         return lr
 
+    @contextmanager
+    def without_adapter(self) -> Iterator[None]:
+        """Compute with the frozen weights alone, for a block."""
+        adapter = self.definition.adapter
+        # Products of a merged adapter have operands of their own; those of the base are there for the block alone.
+        self._precision.bare = WeightCache() if adapter is not None and adapter.mode == "merged" else self.cache
+        try:
+            yield
+        finally:
+            self._precision.bare = None
+
     def train_step(self, batch: TokenBatch, objective: Objective) -> RankPassResult:
         """`forward_backward` and `update` in one."""
         done = self.forward_backward(batch, objective)
@@ -153,12 +180,17 @@ class Trainer(Scorer):
         self.weights_changed()
         return extra
 
+    def _is_trained_whole(self, name: str) -> bool:
+        """Whether a parameter is trained itself where others have adapters."""
+        return False
+
     def _tensors_of_parameters(self) -> dict[nn.Parameter, Sequence[TensorRow]]:
         """The tensors of the table that each parameter holds, whole or in part."""
         rows = self.weights.rows(self.model)
         return {
             parameter: [row for each, _ in matrices(name, parameter) for row in rows[each]]
             for name, parameter in self.model.named_parameters()
+            if parameter.requires_grad
         }
 
     def _gathered_in_fp8(self) -> dict[nn.Parameter, TensorSpec]:

@@ -38,6 +38,7 @@ from numerics.ops.low_rank import (
     low_rank_of,
     low_rank_term,
 )
+from numerics.ops.merged import merged, reaching
 from numerics.ops.norm import add_rms_norm, rms_norm
 from numerics.ops.rope import rope, rope_pairs
 from numerics.ops.router import route, route_sigmoid, top_experts
@@ -70,11 +71,13 @@ __all__ = [
     "low_rank_of",
     "low_rank_term",
     "merge_partials",
+    "merged",
     "norm_fp8_linear",
     "packed_attention",
     "packed_latent_attention",
     "paged_attention",
     "paged_latent_attention",
+    "reaching",
     "rms_norm",
     "rope",
     "rope_pairs",

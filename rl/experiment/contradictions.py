@@ -77,6 +77,24 @@ def check_sync(experiment: Experiment) -> None:
         )
 
 
+def check_adapter(experiment: Experiment) -> None:
+    """Raise `UserError` if adapters cannot be had in this mode."""
+    if experiment.adapter is not None and experiment.numerics.mode == "native":
+        raise user_error(
+            "adapter",
+            found="an adapter with numerics.mode=native",
+            expected="numerics.mode=exact, whose products take adapters on both sides",
+            remedy="Set numerics.mode=exact, or remove the adapter section.",
+        )
+    if experiment.adapter is not None and experiment.trainer.router_bias_rate:
+        raise user_error(
+            "trainer.router_bias_rate",
+            found=f"{experiment.trainer.router_bias_rate:g} with an adapter",
+            expected="0: everything but the adapters stays as it is",
+            remedy="Set trainer.router_bias_rate=0, or remove the adapter section.",
+        )
+
+
 def check_sleep(experiment: Experiment) -> None:
     """Raise `UserError` if engines that sleep could not be woken, or would be needed while they do."""
     rollout, sync = experiment.rollout, experiment.sync

@@ -7,6 +7,7 @@ from typing import Any
 import yaml
 from pydantic import Field
 
+from models.adapters import AdapterConfig
 from numerics.config import NumericsConfig
 from numerics.io.section import Section
 from rl.algorithms import Algorithm
@@ -44,6 +45,7 @@ class Experiment(Section):
     teacher: TeacherSection | None = None
     """None but for `algorithm.name=opd`."""
     trainer: TrainerConfig = TrainerConfig()
+    adapter: AdapterConfig | None = None
     algorithm: Algorithm = Grpo()
     sync: SyncConfig = SyncConfig()
     # Strictness would refuse the list that YAML gives; the gates inside stay strict.

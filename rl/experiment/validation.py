@@ -15,6 +15,7 @@ from pydantic_core import ErrorDetails
 from numerics.errors import UserError, shown, user_error
 from rl.algorithms import ALGORITHMS, algorithm_class
 from rl.experiment.contradictions import (
+    check_adapter,
     check_environment,
     check_gates,
     check_groups,
@@ -52,6 +53,7 @@ def parse_experiment(values: dict[str, Any]) -> Experiment:
     check_groups(experiment)
     check_sync(experiment)
     check_sleep(experiment)
+    check_adapter(experiment)
     check_teacher(experiment)
     check_gates(experiment)
     return experiment

@@ -168,6 +168,7 @@ def _kept(experiment: Experiment) -> dict[str, Any]:
         "numerics.rollout": numerics.rollout,
         "algorithm.name": experiment.algorithm.name,
         "run.seed": experiment.run.seed,
+        "adapter": None if experiment.adapter is None else experiment.adapter.model_dump(mode="json"),
         "eval.problems": experiment.eval.problems,
     }
 

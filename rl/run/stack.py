@@ -206,6 +206,7 @@ def _start_trainer(experiment: Experiment, numerics: NumericsConfig, seats: Seat
         seats=seats.trainer(),
         reference=algorithm.needs.reference,
         critic=algorithm.critic_config(experiment.trainer),
+        adapter=experiment.adapter,
     )
 
 

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from diagnose.attribution import attribute
+from models.adapters import AdapterConfig
 from rl.mismatch import token_versions
 from rl.run.feed.batching import batch_from_trajectories
 from rollout.environments.conversation import Conversation
@@ -34,9 +35,11 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 # Tests and cases stand in an order in which neighbours share an engine.
 TWO_RANKS = Setup("moe", k_splits=2, layout=(("tp", 2),))
 BOTH_TWO_RANKS = replace(TWO_RANKS, engine_tp=2)
+MERGED = AdapterConfig(rank=8, alpha=256.0, mode="merged")
 EXACT = {
     "moe-both-tp2": BOTH_TWO_RANKS,
     "moe-tp2": TWO_RANKS,
+    "moe-merged-tp2": replace(TWO_RANKS, adapter=MERGED),
     "dense-engine-tp2-ironwood": Setup("dense", preset="ironwood", k_splits=2, engine_tp=2),
     "dense-tp2-recomputing": Setup(
         "dense", k_splits=2, layout=(("tp", 2), ("recompute", "experts"), ("head_chunk_tokens", 96), ("packing", True))
@@ -49,6 +52,11 @@ EXACT = {
     ),
     "moe-ep2-fp8-wires": Setup(
         "moe", layout=(("ep", 2), ("dp", 2), ("gradient_wire", "e4m3"), ("weight_gather", "e4m3"))
+    ),
+    "moe-merged-shared-ep2-recomputing": Setup(
+        "moe",
+        layout=(("ep", 2), ("dp", 2), ("recompute", "layer")),
+        adapter=MERGED.model_copy(update={"experts": "shared"}),
     ),
     "moe": Setup("moe"),
     "qwen2-bf16-ends-tp2": Setup("qwen2", bf16_ends=1, k_splits=2, layout=(("tp", 2),)),

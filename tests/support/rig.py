@@ -22,6 +22,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
 from models import Model, read_model
+from models.adapters import AdapterConfig
 from models.tiny import TinyModel, write_tiny_model
 from numerics.config import NumericsConfig
 from numerics.spec import QuantSpec
@@ -80,6 +81,7 @@ class Setup:
     mode: str = "exact"
     router_replay: str = "off"
     engine_tp: int = 1
+    adapter: AdapterConfig | None = None
 
     @property
     def numerics(self) -> NumericsConfig:
@@ -122,7 +124,9 @@ class Rig:
         """Wait for a coroutine of the engine's event loop."""
         return self._runner.run(call)
 
-    def start_trainer(self, model: Path, config: TrainerConfig, numerics: NumericsConfig) -> TrainerGroup:
+    def start_trainer(
+        self, model: Path, config: TrainerConfig, numerics: NumericsConfig, adapter: AdapterConfig | None = None
+    ) -> TrainerGroup:
         """A trainer of a model, on ranks that others were on before; it takes the place of the one before."""
         self._up()
         self._trainer = None
@@ -134,7 +138,7 @@ class Rig:
             for name in self._ranks[: config.world_size]
         ]
         return TrainerGroup.start(
-            model, config, numerics, seed=0, total_steps=100, max_sequence_length=512, seats=named
+            model, config, numerics, seed=0, total_steps=100, max_sequence_length=512, seats=named, adapter=adapter
         )
 
     def stop_engine(self) -> None:
@@ -181,7 +185,7 @@ class Rig:
         if self._trainer is None or self._trainer[0] != setup:
             # Three layers of up to 360 tokens in several micro-batches, and steps large enough to move every expert.
             config = TrainerConfig(lr=1e-3, warmup_steps=0, micro_batch_tokens=2048, **dict(setup.layout))
-            self._trainer = setup, self.start_trainer(self.models[setup.model], config, setup.numerics)
+            self._trainer = setup, self.start_trainer(self.models[setup.model], config, setup.numerics, setup.adapter)
         return self._trainer[1]
 
 

@@ -34,6 +34,7 @@ def make_trainer(layout: Layout) -> MakeTrainer:
         dtype: torch.dtype = torch.bfloat16,
         k_splits: int = 1,
         mode: str = "exact",
+        adapter: Any = None,
         **config: Any,
     ) -> Any:
         from trainer.trainer import Trainer
@@ -50,6 +51,7 @@ def make_trainer(layout: Layout) -> MakeTrainer:
             total_steps=100,
             max_sequence_length=LENGTH,
             dtype=dtype,
+            adapter=adapter,
         )
 
     return make

@@ -13,6 +13,7 @@ from numerics.config import NumericsConfig
 from numerics.ops.linear import Backward
 from numerics.spec import QuantSpec
 from numerics.weight_cache import WeightCache
+from trainer.modules.adapter import Adapter
 
 
 @dataclass
@@ -22,11 +23,18 @@ class Precision:
     Attributes:
         cache: the operands of the current weight version's products.
         layers: of the whole model.
+        bare: while the model computes without its adapters: the operands of the weights as they are.
     """
 
     numerics: NumericsConfig
     cache: WeightCache
     layers: int
+    bare: WeightCache | None = None
+
+    @property
+    def weights(self) -> WeightCache:
+        """The operands of what is computed now."""
+        return self.cache if self.bare is None else self.bare
 
     def of_layer(self, layer: int) -> LayerPrecision:
         """What the modules of layer 0 to `layers` - 1 share."""
@@ -62,12 +70,32 @@ class LayerPrecision:
 
     def operand(self, weight: Tensor) -> Any:
         """What a quantized weight [N, K] multiplies as."""
-        return self.model.cache.operand(weight, self.spec.weight)
+        return self.model.weights.operand(weight, self.spec.weight)
 
     def group_operand(self, weights: Sequence[Tensor] | Tensor) -> Any:
         """What the quantized weights of a layer's experts multiply as: of each, or of their stack."""
-        return self.model.cache.group_operand(weights, self.spec.weight)
+        return self.model.weights.group_operand(weights, self.spec.weight)
 
-    def fp8_linear(self, x: Tensor, weight: Tensor, k_splits: int = 1) -> Tensor:
+    def fp8_linear(self, x: Tensor, weight: Tensor, k_splits: int = 1, plus: Tensor | None = None) -> Tensor:
         """`ops.fp8_linear` of x [..., K] and weight [N, K]."""
-        return ops.fp8_linear(x, weight, self.operand(weight), self.spec, self.backward, k_splits)
+        return ops.fp8_linear(x, weight, self.operand(weight), self.spec, self.backward, k_splits, plus)
+
+    def product(
+        self, kind: str, x: Tensor, weight: Tensor, adapter: Adapter | None = None, k_splits: int = 1
+    ) -> Tensor:
+        """The product of x [..., K] and weight [N, K], in FP8 where `kind` is, with the adapter that stands beside."""
+        adapter = self.used(adapter)
+        plus = adapter.term(x, k_splits) if adapter is not None else None
+        if self.quantizes(kind):
+            out = self.fp8_linear(x, weight, k_splits, plus)
+        else:
+            out = ops.linear(x, self.plain(weight), k_splits, plus)
+        return out if adapter is None else adapter.reached(out, x)
+
+    def plain(self, weight: Tensor) -> Tensor:
+        """What an unquantized product takes of a parameter."""
+        return self.model.weights.plain(weight)
+
+    def used(self, adapter: Adapter | None) -> Adapter | None:
+        """The adapter, unless the model computes without."""
+        return None if self.model.bare is not None else adapter

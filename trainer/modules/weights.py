@@ -11,8 +11,12 @@ from megatron.core.dist_checkpointing.utils import replace_prefix_for_sharding
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from trainer.modules.adapter import Adapter
 
 
 def tag_split(weight: Tensor, axis: int) -> None:
@@ -39,6 +43,8 @@ class StackedWeights(nn.Module):
     The experts are not split over tensor-parallel ranks (expert_tensor_parallel_size is 1).
     """
 
+    adapter: Adapter | None = None
+
     def __init__(
         self,
         num_gemms: int,
@@ -57,16 +63,43 @@ class StackedWeights(nn.Module):
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict[str, Any] | None = None
     ) -> ShardedStateDict:
         """All experts of a layer under one key, as `GroupedWeights` has them: either reads what the other wrote."""
-        groups, key = self._groups, f"{prefix}weight"
-        tensor = ShardedTensor.from_rank_offsets(
-            key,
-            self.weight,
-            *sharded_offsets,
-            (len(sharded_offsets), groups.ep.rank(), groups.ep.size()),
-            replica_id=(0, 0, groups.expt_dp.rank()),
-            prepend_axis_num=len(sharded_offsets),
-        )
-        return {key: tensor}
+        groups = self._groups
+        sharded: ShardedStateDict = {}
+        for name, held in self._parameters.items():
+            if held is not None and held.dim() == 3:
+                sharded[f"{prefix}{name}"] = ShardedTensor.from_rank_offsets(
+                    f"{prefix}{name}",
+                    held,
+                    *sharded_offsets,
+                    (len(sharded_offsets), groups.ep.rank(), groups.ep.size()),
+                    replica_id=(0, 0, groups.expt_dp.rank()),
+                    prepend_axis_num=len(sharded_offsets),
+                )
+        if self.adapter is not None and self.adapter.b.dim() == 2:  # of all experts together
+            sharded |= sharded_adapter(self.adapter, groups.tp, prefix, sharded_offsets, metadata)
+        return sharded
+
+
+def sharded_adapter(
+    adapter: Adapter | None,
+    tp_group: ProcessGroup,
+    prefix: str,
+    sharded_offsets: tuple,
+    metadata: dict[str, Any] | None,
+) -> ShardedStateDict:
+    """A module's adapter as Megatron's checkpoints have the tensors that tensor-parallel ranks share."""
+    if adapter is None:
+        return {}
+    held = {"lora_a": adapter.a, "lora_b": adapter.b}
+    split = {name for name, each in held.items() if getattr(each, "tensor_model_parallel", False)}
+    axes = {name: axis for name, axis in (("lora_a", 1), ("lora_b", 0)) if name in split}
+    sharded = make_sharded_tensors_for_checkpoint(
+        held, prefix, axes, sharded_offsets, tp_group=tp_group, dp_cp_group=(metadata or {})["dp_cp_group"]
+    )
+    if adapter.halves and "lora_b" in axes:
+        key = f"{prefix}lora_b"
+        sharded[key] = apply_swiglu_sharded_factory(sharded[key], sharded_offsets)
+    return sharded
 
 
 def named_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -81,6 +114,17 @@ def matrices(name: str, of_parameter: Tensor) -> Iterator[tuple[str, Tensor]]:
         yield name, of_parameter
     else:
         yield from ((f"{name}{index}", matrix) for index, matrix in enumerate(of_parameter.detach()))
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a parameter of this name is an adapter's."""
+    return name.rpartition(".")[2].startswith("lora_")
+
+
+def beside(weight: str, letter: str) -> str:
+    """The name of the parameter `a` or `b` of the adapter beside a weight: both may end in an expert's number."""
+    before, _, number = weight.rpartition("weight")
+    return f"{before}lora_{letter}{number}"
 
 
 class GroupedWeights(nn.Module):

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
+import functools
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -15,20 +15,17 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
 from models import Model
-from models.base import Base
 from models.stored import check_finite, draft_tensors
 from models.storing import write_directory
 from models.tensors import TensorRow
 from numerics.errors import user_error
-from numerics.frozen import frozen_of
 from numerics.quantize import QuantizedTensor
 from numerics.ranks import exhaust, rank
 from numerics.spec import TensorSpec
 from numerics.weight_cache import WeightCache
 from trainer.distributed.layout import Layout
-from trainer.modules.weights import matrices, named_weights
+from trainer.modules.weights import beside, is_adapter, matrices, named_weights
 from trainer.weights import te_weights
-from trainer.weights.base import adopt
 from trainer.weights.export import Exporter
 from trainer.weights.table_bridge import TableBridge
 
@@ -59,8 +56,7 @@ class HFWeights:
         self._bridge = TableBridge(self._table, config)
         scales = TableBridge(self._table, config, quantized_as.group)
         self._exporter = Exporter(self._bridge, scales, quantized_as, layout)
-        self._scales, self._layout = scales, layout
-        self._base: Base | None = None
+        self._layout = layout
 
     @torch.no_grad()
     def load(self, model: GPTModel) -> None:
@@ -88,22 +84,37 @@ class HFWeights:
         A weight that TransformerEngine holds in FP8 is yielded as it holds it. The tensors may share memory with the
         parameters: use or copy them before the next training step. All ranks must take all of it.
         """
-        return self._exporter.share(self._served(model), self._base)
+        return self._exporter.share(self._served(model))
 
-    def adopt(self, model: GPTModel, base: Base) -> int:
-        """Have what is frozen of the model read from a base; the bytes of the parameters that could not.
+    def base(self, model: GPTModel) -> Iterator[tuple[str, Tensor | QuantizedTensor]]:
+        """The same of the weights alone, without adapters in or beside them."""
+        whole, held = self.whole_names(model), self._weights(model)
+        parts = (part for name, each in held for part in matrices(name, each))
+        return self._exporter.share((whole[name], each, each.detach()) for name, each in parts)
 
-        See :mod:`trainer.weights.base`.
-        """
-        self._base = base
-        whole = self._whole_names(model)
-        parts = ((p, [whole[one] for one, _ in matrices(name, p)]) for name, p in model.named_parameters())
-        return sum(adopt(parameter, names, base, self._scales, self._layout) for parameter, names in parts)
+    def adapters(self, model: GPTModel) -> Iterator[tuple[str, Tensor | QuantizedTensor]]:
+        """The same of the adapters alone."""
+        whole = self.whole_names(model)
+        parts = ((name, each) for name, each in named_weights(model) if is_adapter(name))
+        return self._exporter.share((whole[name], each, each.detach()) for name, each in parts)
 
     def rows(self, model: GPTModel) -> dict[str, Sequence[TensorRow]]:
         """The tensors of the checkpoint that each of this rank's `named_weights` holds, whole or in part, by name."""
-        whole = self._whole_names(model)
+        whole = self.whole_names(model)
         return {name: self._bridge.rows(whole[name]) for name, _ in self._held(model)}
+
+    def rows_of(self, name: str) -> Sequence[TensorRow]:
+        """The tensors in a matrix, by its name in the whole model."""
+        return self._bridge.rows(name)
+
+    def part(self, name: str, values: Callable[[TensorRow], Tensor], split: Any) -> Tensor:
+        """This rank's part of a matrix, by its name in the whole model, of values for each of its tensors.
+
+        split: what has the tags by which Megatron says how it is split.
+        """
+        fused = self._bridge._weight_to_mcore_format(name, [values(row) for row in self.rows_of(name)])
+        at = self._layout
+        return self._bridge._weight_split_across_tp(name, fused, split, at.tp_size)[at.tp_rank]
 
     def _held(self, model: GPTModel) -> Iterator[tuple[str, Tensor]]:
         """Everything of this rank's that is a tensor of the checkpoint."""
@@ -112,35 +123,42 @@ class HFWeights:
 
     def _served(self, model: GPTModel) -> Iterator[tuple[str, Tensor, Tensor]]:
         """The same by its name in the whole model, and what is served in its place."""
-        whole = self._whole_names(model)
-        for name, held in (*model.named_parameters(), *self._buffers(model)):
-            read_from_base = te_weights.is_quantized(held) or (self._base is not None and frozen_of(held) is not None)
-            served = held if read_from_base else self._cache.served(held)
+        whole = self.whole_names(model)
+        for name, held in self._weights(model):
+            served = held if te_weights.is_quantized(held) else self._cache.served(held)
             for (one, part), (_, in_its_place) in zip(matrices(name, held), matrices(name, served), strict=True):
                 yield whole[one], part, in_its_place
 
+    def _weights(self, model: GPTModel) -> Iterator[tuple[str, Tensor]]:
+        """Parameters and buffers that are tensors of the checkpoint; no adapters."""
+        yield from ((name, parameter) for name, parameter in model.named_parameters() if not is_adapter(name))
+        yield from self._buffers(model)
+
     def _buffers(self, model: GPTModel) -> Iterator[tuple[str, Tensor]]:
-        whole = self._whole_names(model)
+        whole = self.whole_names(model)
         return ((name, each) for name, each in model.named_buffers() if whole.get(name) in self._table.in_megatron)
 
-    def _whole_names(self, model: GPTModel) -> dict[str, str]:
-        """What this rank's weights and buffers are called in the whole model."""
+    def whole_names(self, model: GPTModel) -> dict[str, str]:
+        """What this rank's weights, adapters and buffers are called in the whole model."""
         held = {**dict(named_weights(model)), **dict(model.named_buffers())}
-        names: dict[str, str] = self._bridge._weight_name_mapping_mcore_local_to_global(_Named(model, held))
+        weights = {name: each for name, each in held.items() if not is_adapter(name)}
+        names: dict[str, str] = self._bridge._weight_name_mapping_mcore_local_to_global(_Named(model, weights))
+        for name, whole in list(names.items()):
+            for letter in ("a", "b"):
+                if (own := beside(name, letter)) in held:
+                    names[own] = beside(whole, letter)
+                elif (of_all := own.rstrip("0123456789")) in held:
+                    names[of_all] = beside(whole, letter).rstrip("0123456789")
         return names
 
     def write(self, model: GPTModel, path: Path) -> None:
         """Write a Hugging Face directory: the weights, dequantized, and what the source directory has besides: other
         files, and draft layers as they are."""
+        copied = functools.partial(
+            shutil.copytree, self._path, ignore=shutil.ignore_patterns(*_WEIGHT_FILES, ".*"), dirs_exist_ok=True
+        )
         drafts = draft_tensors(self._path, self._definition) if rank() == 0 else ()
-        write_directory(Path(path).absolute(), chain(self._plain(self.share(model)), drafts), self._copy_description)
-
-    def _copy_description(self, partial: Path) -> None:
-        """What is beside the weights; config.json does not say any more that they are in FP8."""
-        shutil.copytree(self._path, partial, ignore=shutil.ignore_patterns(*_WEIGHT_FILES, ".*"), dirs_exist_ok=True)
-        config = json.loads((partial / "config.json").read_text())
-        if config.pop("quantization_config", None) is not None:
-            (partial / "config.json").write_text(json.dumps(config, indent=1))
+        write_directory(Path(path).absolute(), chain(self._plain(self.share(model)), drafts), copied)
 
     def _plain(self, weights: Iterator[tuple[str, Tensor | QuantizedTensor]]) -> Iterator[tuple[str, Tensor]]:
         try:

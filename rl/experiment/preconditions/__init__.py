@@ -51,6 +51,7 @@ def check(experiment: Experiment, say: Callable[[str], object] = lambda text: No
     check_wandb(experiment.tracking.wandb)
     model = read_model(path := Path(experiment.model.path))
     check_model_layout(model.sizes, experiment)
+    model.adapted(experiment.adapter)  # refuses what the model cannot have
     lowered = lower(experiment.numerics_config(), has_transformer_engine())
     held_in_fp8 = bool(lowered.ddp.get("fp8_param_gather"))
     lower_optimizer(experiment.trainer.optimizer, held_in_fp8, torch.cuda.is_available(), has_transformer_engine())
@@ -59,7 +60,7 @@ def check(experiment: Experiment, say: Callable[[str], object] = lambda text: No
     _check_context(model.sizes, experiment)
     tokenizer = read_tokenizer(path, model.sizes.vocab_size)
     check_data(experiment, tokenizer, say)
-    check_stored(path, model, say=say)
+    check_stored(path, model)
     teacher = check_teacher(experiment, model.sizes, tokenizer)
     check_memory(model.shape, experiment, teacher)
     check_shared_memory(model.shape, experiment)

@@ -10,9 +10,12 @@ from torch import Tensor
 
 from numerics import ops
 from numerics.ops import ExpertWeights
+from numerics.ops.experts import adapted_grouped_linear
 from trainer.modules.permutation import pair_of_row
 from trainer.modules.precision import LayerPrecision
 from trainer.modules.weights import StackedWeights
+
+GATE, DOWN = "experts.gate_proj", "experts.down_proj"
 
 
 class Experts(TEGroupedMLP):
@@ -26,19 +29,29 @@ class Experts(TEGroupedMLP):
         self, permuted_local_hidden_states: Tensor, tokens_per_expert: Tensor, permuted_probs: Tensor
     ) -> tuple[Tensor, None]:
         """[T, H] sorted by expert -> ([T, H], no bias). The probabilities are applied where tokens are combined."""
-        out = ops.experts(
-            permuted_local_hidden_states,
-            tokens_per_expert.to(permuted_local_hidden_states.device),  # Megatron moved them to the host
-            self._weights(self.linear_fc1, "experts.gate_proj"),
-            self._weights(self.linear_fc2, "experts.down_proj"),
-            self.precision.spec,
-            self.precision.backward,
-        )
-        return out, None
+        x, p = permuted_local_hidden_states, self.precision
+        counts = tokens_per_expert.to(x.device)  # Megatron moved them to the host
+        w13, w2 = self._weights(self.linear_fc1, GATE), self._weights(self.linear_fc2, DOWN)
+        if not any(self._merges(linear) for linear in (self.linear_fc1, self.linear_fc2)):
+            return ops.experts(x, counts, w13, w2, p.spec, p.backward), None
+        hidden = ops.swiglu(self._product(x, counts, self.linear_fc1, w13))
+        return self._product(hidden, counts, self.linear_fc2, w2), None
 
     def _weights(self, linear: StackedWeights, kind: str) -> ExpertWeights:
-        stack, precision = linear.weight, self.precision
-        return ExpertWeights(stack, precision.group_operand(stack) if precision.quantizes(kind) else None)
+        stack, p = linear.weight, self.precision
+        adapter = p.used(linear.adapter)
+        low_rank = None if adapter is None or adapter.merges else adapter.low_rank
+        return ExpertWeights(p.plain(stack), p.group_operand(stack) if p.quantizes(kind) else None, low_rank)
+
+    def _merges(self, linear: StackedWeights) -> bool:
+        adapter = self.precision.used(linear.adapter)
+        return adapter is not None and adapter.merges
+
+    def _product(self, x: Tensor, counts: Tensor, linear: StackedWeights, w: ExpertWeights) -> Tensor:
+        """One of the two products of `ops.experts`, whose gradient reaches an adapter that is merged."""
+        out = adapted_grouped_linear(x, counts, w, self.precision.spec, self.precision.backward)
+        adapter = self.precision.used(linear.adapter)
+        return out if adapter is None else adapter.reached(out, x, counts)
 
 
 class MoE(MoELayer):

@@ -6,17 +6,21 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from torch import Tensor
 
 from numerics import ops
+from trainer.modules.adapter import Adapter
 from trainer.modules.precision import LayerPrecision
-from trainer.modules.weights import norm_weight, tag_split
+from trainer.modules.weights import norm_weight, sharded_adapter, tag_split
 
 
 class ColumnLinear(ColumnParallelLinear):
     """Output features split over the tensor-parallel ranks."""
+
+    adapter: Adapter | None = None
 
     def __init__(self, *args: Any, precision: LayerPrecision, kind: str, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -25,9 +29,14 @@ class ColumnLinear(ColumnParallelLinear):
 
     def _forward_impl(self, input: Tensor, weight: Tensor, *unused: Any, **context: Any) -> Tensor:
         input = _whole_sequence(input, context)
-        quantized = self.precision.quantizes(self.kind)
-        product = self.precision.fp8_linear(input, weight) if quantized else ops.linear(input, weight)
-        return ops.add_bias(product, self.bias)
+        return ops.add_bias(self.precision.product(self.kind, input, weight, self.adapter), self.bias)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict[str, Any] | None = None
+    ) -> ShardedStateDict:
+        """Megatron's, with an adapter split like the weight."""
+        sharded = super().sharded_state_dict(prefix, sharded_offsets, metadata)
+        return sharded | sharded_adapter(self.adapter, self.tp_group, prefix, sharded_offsets, metadata)
 
 
 class NormColumnLinear(ColumnLinear):
@@ -40,7 +49,7 @@ class NormColumnLinear(ColumnLinear):
     def forward(self, input_: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
         """[S, B, H] -> ([S, B, N] with the bias in it, None)"""
         p, eps = self.precision, self.config.layernorm_epsilon
-        if p.quantizes(self.kind) and self.tp_group.size() == 1:
+        if p.quantizes(self.kind) and self.tp_group.size() == 1 and p.used(self.adapter) is None:
             operand = p.operand(self.weight)
             out = ops.norm_fp8_linear(input_, self.layer_norm_weight, eps, self.weight, operand, p.spec, p.backward)
             return ops.add_bias(out, self.bias), None
@@ -58,6 +67,8 @@ class RowLinear(RowParallelLinear):
     `precision.k_splits` slices of its K, so both layouts give the same bits.
     """
 
+    adapter: Adapter | None = None
+
     def __init__(self, *args: Any, precision: LayerPrecision, kind: str, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.precision, self.kind = precision, kind
@@ -65,17 +76,28 @@ class RowLinear(RowParallelLinear):
 
     def forward(self, input_: Tensor) -> tuple[Tensor, None]:
         """[S, B, K] -> ([S, B, N], no bias), the sequence split over the ranks if there are several."""
-        p, weight = self.precision, self.weight
-        quantized = p.quantizes(self.kind)
-        if self.tp_group.size() == 1:
-            if quantized:
-                return p.fp8_linear(input_, weight, p.k_splits), None
-            return ops.linear(input_, weight, p.k_splits), None
-        if quantized:
+        p, weight, group, adapter = self.precision, self.weight, self.tp_group, self.precision.used(self.adapter)
+        if group.size() == 1:
+            return p.product(self.kind, input_, weight, adapter, p.k_splits), None
+        if p.quantizes(self.kind):
             partial = ops.fp8_linear_partial(input_, weight, p.operand(weight), p.spec, p.backward)
         else:
-            partial = ops.linear_partial(input_, weight)
-        return _MergeOverRanks.apply(partial, input_.dtype, self.tp_group), None
+            partial = ops.linear_partial(input_, p.plain(weight))
+        if adapter is None:
+            return _MergeOverRanks.apply(partial, None, input_.dtype, group), None
+        if adapter.merges:
+            return _MergeOverRanks.apply(adapter.reached(partial, input_), None, input_.dtype, group), None
+        low_rank = adapter.low_rank
+        inner = _MergeOverRanks.apply(ops.linear_partial(input_, low_rank.a), None, input_.dtype, group)
+        term = ops.low_rank_term(inner, low_rank.b, low_rank.scale, low_rank.parts)
+        return _MergeOverRanks.apply(partial, term, input_.dtype, group), None
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict[str, Any] | None = None
+    ) -> ShardedStateDict:
+        """Megatron's, with an adapter split like the weight."""
+        sharded = super().sharded_state_dict(prefix, sharded_offsets, metadata)
+        return sharded | sharded_adapter(self.adapter, self.tp_group, prefix, sharded_offsets, metadata)
 
 
 class OutputLinear(ColumnParallelLinear):
@@ -86,19 +108,20 @@ class OutputLinear(ColumnParallelLinear):
 
 
 class _MergeOverRanks(torch.autograd.Function):
-    """Exchange FP32 partials so that each rank adds up its part of the sequence, in rank order."""
+    """Exchange FP32 partials so that each rank adds up its part of the sequence, in rank order, and last `plus` of that
+    part."""
 
     @staticmethod
-    def forward(ctx: Any, partial: Tensor, dtype: torch.dtype, group: dist.ProcessGroup) -> Tensor:
+    def forward(ctx: Any, partial: Tensor, plus: Tensor | None, dtype: torch.dtype, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
         parts = torch.empty_like(partial)
         dist.all_to_all_single(parts, partial.contiguous(), group=group)
-        return ops.merge_partials(list(parts.chunk(group.size())), dtype)
+        return ops.merge_partials(list(parts.chunk(group.size())), dtype, plus)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
         whole = gather_from_sequence_parallel_region(grad, tensor_parallel_output_grad=False, group=ctx.group)
-        return whole.float(), None, None
+        return whole.float(), grad if ctx.needs_input_grad[1] else None, None, None
 
 
 def _whole_sequence(input: Tensor, context: dict[str, Any]) -> Tensor:

@@ -1,0 +1,129 @@
+"""Low-rank adapters (LoRA, arXiv 2106.09685): what a spec says of them, and their rows in a model's table of tensors.
+
+The adapter of a matrix X.weight [N, K] is a pair A [rank, K] and B [N, rank], which adds (alpha / rank) · B A to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from models.tensors import Location, TensorRow
+from numerics.errors import user_error
+from numerics.io.section import Section
+
+WEIGHT = "weight"
+
+
+class AdapterConfig(Section):
+    """Train low-rank adapters beside the weights, which stay as they are. Null: all weights are trained."""
+
+    rank: int = Field(default=16, ge=1)
+    """Rows of each A, and columns of each B."""
+    alpha: float = Field(default=32.0, gt=0.0)
+    """What B A is multiplied with, in units of 1 / `rank`."""
+    # Strictness would refuse the list that YAML gives.
+    targets: Literal["all"] | Annotated[tuple[str, ...], Field(strict=False, min_length=1)] = "all"
+    """Matrices that get an adapter, by the last part of their names in the checkpoint (`q_proj`, ...); `all`: every
+    product of attention, MLPs and experts. Routers, embedding and output projection get none."""
+    experts: Literal["per_expert", "shared", "none"] = "per_expert"
+    """Adapters of the experts' matrices: one for each expert, one for all experts of a layer, or none."""
+    mode: Literal["separate", "merged"] = "separate"
+    """`separate`: both sides add the adapter's product to that of the quantized weight, and a sync sends
+    adapters alone. `merged`: an update is added to the weight before it is quantized, and a sync sends weights."""
+
+    @property
+    def scale(self) -> float:
+        """The factor of B A."""
+        return self.alpha / self.rank
+
+    def adapts(self, row: TensorRow) -> bool:
+        """Whether the matrix of a row gets an adapter, or shares one."""
+        if not row.product or row.kind is None or (row.expert is not None and self.experts == "none"):
+            return False
+        return self.targets == "all" or matrix(row) in self.targets
+
+
+def matrix(row: TensorRow) -> str:
+    """The name by which `targets` means the matrix of a row."""
+    return row.name.split(".")[-2]
+
+
+def adapter_rows(rows: Iterable[TensorRow], config: AdapterConfig) -> Iterator[TensorRow]:
+    """The rows of the adapters beside those of the weights: `X.lora_A.weight` and `X.lora_B.weight` of `X.weight`.
+
+    A parameter that fuses several matrices has the A of each, one after the other, beside it in `lora_a`, and the rows
+    of their Bs in its own layout in `lora_b`. Where ranks share the rows of a weight they share those of B, and where
+    they share its columns they share those of A; the other each of them has.
+    """
+    for row in filter(config.adapts, rows):
+        name, expert = row.name.removesuffix(f".{WEIGHT}"), row.expert
+        megatron, engine = row.megatron, row.engine
+        if expert is not None and config.experts == "shared":
+            if expert:
+                continue
+            before, _, after = name.rpartition(f".{expert}.")
+            name, expert = f"{before}.{after}", None
+            megatron = replace(megatron, parameter=megatron.parameter.removesuffix("0"))
+            engine = replace(engine, index=None)
+        rank, (n, k) = config.rank, row.shape
+        for letter, shape in (("A", (rank, k)), ("B", (n, rank))):
+            yield TensorRow(
+                name=f"{name}.lora_{letter}.{WEIGHT}",
+                shape=shape,
+                op=row.op,
+                layer=row.layer,
+                expert=expert,
+                engine=_beside(engine, letter),
+                megatron=_beside(megatron, letter),
+                adapts=row.name,
+            )
+
+
+def _beside(weight: Location, letter: str) -> Location:
+    """Where A or B stands beside a weight."""
+    before, _, after = weight.parameter.rpartition(WEIGHT)
+    axis = 1 if letter == "A" else 0
+    return replace(
+        weight,
+        parameter=f"{before}lora_{letter.lower()}{after}",
+        layout="rows" if letter == "A" else weight.layout,
+        together=False,
+        split=axis if weight.split == axis else None,
+    )
+
+
+def check_adapter(rows: Iterable[TensorRow], config: AdapterConfig) -> None:
+    """Check an adapter against the rows of the model's weights.
+
+    Raises:
+        UserError: a target that the model does not have, none that gets an adapter, or a rank above a matrix's width.
+    """
+    held = [row for row in rows if row.product and row.kind is not None]
+    names = list(dict.fromkeys(matrix(row) for row in held))
+    adapted = [row for row in held if config.adapts(row)]
+    if config.targets != "all" and (unknown := [name for name in config.targets if name not in names]):
+        raise user_error(
+            "adapter.targets",
+            found=", ".join(unknown),
+            expected=f"names of the model's matrices: {', '.join(names)}",
+            remedy="Correct adapter.targets, or set it to all.",
+        )
+    if not adapted:
+        raise user_error(
+            "adapter.targets",
+            found=f"{config.targets} with adapter.experts={config.experts}, by which no matrix has an adapter",
+            expected="at least one that has",
+            remedy="Set adapter.experts=per_expert, or name other targets.",
+        )
+    narrowest = min(adapted, key=lambda row: min(row.shape))
+    if config.rank > min(narrowest.shape):
+        raise user_error(
+            "adapter.rank",
+            found=config.rank,
+            expected=f"at most {min(narrowest.shape)}, the smaller side of {narrowest.name} {list(narrowest.shape)}",
+            remedy="Lower adapter.rank, or leave that matrix out of adapter.targets.",
+        )

@@ -1,0 +1,138 @@
+"""Adapters on one rank: what they compute, what they train, and what they leave alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from models.adapters import AdapterConfig
+from tests.support.batches import cross_entropy, random_batch
+from tests.support.trainers import MakeTrainer
+from trainer.inventory import inventory
+from trainer.modules.adapter import Adapter
+from trainer.modules.weights import is_adapter, named_weights
+
+
+def spread(trainer: Any, size: float = 0.02) -> None:
+    """Move every B away from zero."""
+    draw = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in trainer.model.named_parameters():
+            if name.endswith("lora_b"):
+                parameter.copy_(torch.randn(parameter.shape, generator=draw) * size)
+    trainer.weights_changed()
+
+
+@pytest.mark.parametrize("experts", ["per_expert", "shared"])
+def test_a_merged_adapter_trains_what_the_full_gradient_says(
+    experts: str, moe_path: Path, tmp_path: Path, make_trainer: MakeTrainer
+) -> None:
+    """The model that is served, trained whole: its weight gradients, contracted, are those of A and B."""
+    batch = random_batch(seed=0)
+    merged = make_trainer(moe_path, "bf16", adapter=AdapterConfig(rank=8, mode="merged", experts=experts))
+    spread(merged)
+    merged.export_hf(tmp_path / "merged")
+    whole = make_trainer(tmp_path / "merged", "bf16")
+    ours = merged.forward_backward(batch, cross_entropy(batch)).result
+    theirs = whole.forward_backward(batch, cross_entropy(batch)).result
+    assert torch.equal(ours.logprobs, theirs.logprobs)
+    gradients = {name: p.main_grad.float() for name, p in whole.model.named_parameters()}
+    for name, module in merged.model.named_modules():
+        if (adapter := getattr(module, "adapter", None)) is None:
+            continue
+        dw, low_rank = gradients[f"{name}.weight"], adapter.low_rank
+        a, b = (each.detach().float().requires_grad_() for each in (low_rank.a, low_rank.b))
+        (torch.matmul(b, a) * dw).sum().mul(low_rank.scale).backward()
+        assert relative(adapter.a.main_grad, a.grad) < 0.01, name
+        assert relative(adapter.b.main_grad, own_rows(b.grad, adapter)) < 0.01, name
+
+
+def relative(found: Tensor, expected: Tensor) -> float:
+    return float((found.float() - expected).norm() / expected.norm())
+
+
+def own_rows(wide: Tensor, adapter: Adapter) -> Tensor:
+    """Of the gradient of a wide B [..., N, parts * rank], what each row of B has."""
+    if adapter.fused is None:
+        return wide
+    return wide.flatten(-2)[..., adapter.fused.index].unflatten(-1, (-1, adapter.config.rank))
+
+
+@pytest.mark.parametrize("mode", ["merged", "separate"])
+def test_at_the_start_an_adapter_changes_nothing_and_the_base_has_no_state(
+    mode: str, moe_path: Path, make_trainer: MakeTrainer
+) -> None:
+    batch = random_batch(seed=0)
+    plain, adapted = make_trainer(moe_path, "fp8"), make_trainer(moe_path, "fp8", adapter=AdapterConfig(mode=mode))
+    assert torch.equal(plain.score(batch)[1], adapted.score(batch)[1])
+    before = {name: p.clone() for name, p in adapted.model.named_parameters()}
+    adapted.train_step(batch, cross_entropy(batch))
+    changed = {name for name, p in adapted.model.named_parameters() if not torch.equal(p, before[name])}
+    adapters = {name for name in before if is_adapter(name)}
+    assert changed == {name for name in adapters if name.endswith("lora_b")}  # with B = 0 no A has a gradient
+    held = [each for each in inventory(adapted) if each.kind in ("gradients", "masters", "moments")]
+    assert held and all("lora_" in each.name for each in held)
+
+
+@pytest.mark.parametrize("mode", ["merged", "separate", "full"])
+def test_no_gradient_of_a_weight_is_computed(mode: str, moe_path: Path, make_trainer: MakeTrainer) -> None:
+    """Nothing that a pass makes has the shape of a weight, unless weights are trained."""
+    config = None if mode == "full" else AdapterConfig(rank=24, mode=mode)
+    trainer, batch = make_trainer(moe_path, "fp8", adapter=config), random_batch(seed=0)
+    rows = trainer.weights.rows(trainer.model)
+    of_layers = (each for name, each in named_weights(trainer.model) if rows[name][0].kind)
+    shapes = {tuple(each.shape[-2:]) for each in of_layers}
+    trainer.score(batch)  # after which operands are there
+    with made() as found:
+        trainer.forward_backward(batch, cross_entropy(batch))
+    assert (72, 256) in found or mode == "full", "the gradient of the As of queries, keys and values is seen"
+    assert bool(found & shapes) == (mode == "full")
+
+
+class made(TorchDispatchMode):
+    """The last two sizes of every tensor that is made, views left out."""
+
+    def __enter__(self) -> set[tuple[int, ...]]:
+        super().__enter__()
+        self.found: set[tuple[int, ...]] = set()
+        return self.found
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if not func.is_view:
+            self.found |= {tuple(each.shape[-2:]) for each in tree_leaves(out) if isinstance(each, Tensor)}
+        return out
+
+
+@pytest.mark.parametrize("recompute", ["experts", "layer"])
+def test_what_is_computed_once_more_gives_adapters_of_the_first_layer_the_same_gradients(
+    recompute: str, moe_path: Path, make_trainer: MakeTrainer
+) -> None:
+    config, batch = AdapterConfig(rank=8, targets=("gate_proj", "up_proj", "down_proj")), random_batch(seed=0)
+    found = []
+    for settings in ({}, {"recompute": recompute}):
+        trainer = make_trainer(moe_path, adapter=config, **settings)
+        spread(trainer)
+        trainer.forward_backward(batch, cross_entropy(batch))
+        found.append({name: p.main_grad for name, p in trainer.model.named_parameters() if p.requires_grad})
+    assert all(torch.equal(found[0][name], found[1][name]) and found[0][name].any() for name in found[0])
+
+
+def test_targets_may_be_a_part_of_what_is_fused(moe_path: Path, tmp_path: Path, make_trainer: MakeTrainer) -> None:
+    """As `q_proj` and `v_proj` alone: keys stay the base's, also in what is written."""
+    config = AdapterConfig(rank=4, mode="merged", targets=("q_proj", "v_proj", "up_proj"))
+    trainer = make_trainer(moe_path, adapter=config)
+    spread(trainer)
+    base, served = (dict(each) for each in (trainer.weights.base(trainer.model), trainer.export_weights()))
+    changed = {name.split(".")[-2] for name in base if not torch.equal(base[name], served[name])}
+    assert changed == {"q_proj", "v_proj", "up_proj"}
+    adapters = dict(trainer.weights.adapters(trainer.model))
+    for name in (name for name in base if name.split(".")[-2] in changed):
+        a, b = (adapters[f"{name.removesuffix('.weight')}.lora_{letter}.weight"].float() for letter in "AB")
+        assert torch.equal(served[name], (base[name].float() + config.scale * (b @ a)).bfloat16()), name

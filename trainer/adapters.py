@@ -1,0 +1,149 @@
+"""Adapters of a live model: they are put beside its weights, which are frozen."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from functools import partial
+from types import SimpleNamespace
+
+import torch
+from megatron.core.models.gpt import GPTModel
+from torch import Tensor, nn
+
+from models.adapters import AdapterConfig
+from models.tensors import TensorRow
+from numerics.digest import tensor_digests
+from numerics.errors import user_error
+from numerics.ops.low_rank import Fused
+from numerics.ranks import all_gathered, exhaust
+from numerics.shards import shards
+from numerics.weight_cache import WeightCache
+from trainer.modules.adapter import Adapter, initial_a
+from trainer.modules.weights import beside, matrices, tag_split
+from trainer.weights.hf_weights import HFWeights
+
+_BATCH_BYTES = 16 << 20
+
+
+@torch.no_grad()
+def attach(
+    model: GPTModel,
+    weights: HFWeights,
+    cache: WeightCache,
+    config: AdapterConfig,
+    seed: int,
+    stays: Callable[[str], bool] = lambda name: False,
+) -> None:
+    """Freeze a model, but for parameters that `stays` names, and put adapters beside its weights.
+
+    Each A begins as `initial_a` says, each B as zeros, so that at first nothing is computed otherwise.
+
+    Raises:
+        UserError: a weight that is to have an adapter is in a module that computes none.
+    """
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(stays(name))
+    whole = weights.whole_names(model)
+    for path, module in list(model.named_modules()):
+        held = module._parameters.get("weight")
+        if held is None:
+            continue
+        names = [whole[name] for name, _ in matrices(f"{path}.weight", held)]
+        if not any(config.adapts(row) for row in weights.rows_of(names[0])):
+            continue
+        if not hasattr(type(module), "adapter"):
+            raise user_error(
+                "adapter",
+                found=f"{names[0]} in a {type(module).__name__}, which computes no adapter",
+                expected="products by the shared ops",
+                remedy="Set numerics.mode=exact, or leave this matrix out of adapter.targets.",
+            )
+        adapter = _made(held, names, weights, config, seed, model.config.sequence_parallel)
+        module.register_parameter("lora_a", adapter.a)
+        module.register_parameter("lora_b", adapter.b)
+        module.adapter = adapter  # type: ignore[assignment]
+        if adapter.merges:
+            cache.serve(held, partial(adapter.merged, held))
+
+
+def keep_graph(model: GPTModel) -> None:
+    """Have what comes out of a frozen embedding ask for a gradient: what is computed once more in the backward must
+    have an input that does, or nothing inside has one (torch's reentrant checkpoints)."""
+    if model.pre_process:
+        model.embedding.register_forward_hook(_ask_for_gradient)
+
+
+def _ask_for_gradient(module: nn.Module, inputs: object, output: Tensor) -> Tensor:
+    return output.requires_grad_() if torch.is_grad_enabled() else output
+
+
+def _made(
+    held: nn.Parameter, names: Sequence[str], weights: HFWeights, config: AdapterConfig, seed: int, in_parts: bool
+) -> Adapter:
+    """The adapter of a parameter.
+
+    names: of its matrices in the whole model. in_parts: tensor-parallel ranks share the tokens between products.
+    """
+    stacked, shared = held.dim() == 3, config.experts == "shared"
+    axis = getattr(held, "partition_dim", -1) if getattr(held, "tensor_model_parallel", False) else -1
+    adapted = [row for row in weights.rows_of(names[0]) if config.adapts(row)]
+
+    def begin(letter: str, own_axis: int, first: Callable[[TensorRow], Tensor]) -> nn.Parameter:
+        split = SimpleNamespace(tensor_model_parallel=axis == own_axis, partition_dim=own_axis)
+        own = [beside(name, letter) for name in names]
+        if stacked and shared:
+            own = [own[0].rstrip("0123456789")]
+        made = [weights.part(name, first, split) for name in own]
+        value = torch.stack(made) if stacked and not shared else made[0]
+        parameter = nn.Parameter(value.to(held))
+        if split.tensor_model_parallel:
+            tag_split(parameter, own_axis)
+        elif not stacked or shared:
+            # Each of the ranks that share rows, columns or tokens of the product has a part of its gradient.
+            parameter.sequence_parallel = in_parts if axis >= 0 or shared else _is_shared(held)  # type: ignore[attr-defined]
+        return parameter
+
+    return Adapter(
+        begin("a", 1, lambda row: initial_a(row.name, row.shape, seed)),
+        begin("b", 0, lambda row: torch.zeros(row.shape)),
+        config,
+        len(adapted),
+        _fused(held, names[0], weights, config, axis),
+        halves=len(adapted) == 2 and adapted[0].megatron.layout == "rows",
+    )
+
+
+def _is_shared(held: Tensor) -> bool:
+    return bool(getattr(held, "sequence_parallel", False))
+
+
+def _fused(held: Tensor, name: str, weights: HFWeights, config: AdapterConfig, axis: int) -> Fused | None:
+    """Where the rows of B stand among those of a weight; None where they are the same."""
+    adapted = [row.name for row in weights.rows_of(name) if config.adapts(row)]
+
+    def number(row: TensorRow) -> Tensor:
+        return torch.full((row.shape[0], 1), adapted.index(row.name) if row.name in adapted else -1)
+
+    split = SimpleNamespace(tensor_model_parallel=axis == 0, partition_dim=0)
+    part = weights.part(name, number, split).flatten().to(held.device)
+    if len(weights.rows_of(name)) == 1:
+        return None
+    rows = (part >= 0).nonzero().flatten()
+    return Fused.of(rows, part[rows], len(part), len(adapted), config.rank)
+
+
+def base_digest(model: GPTModel, weights: HFWeights) -> str:
+    """What the frozen weights are, in 32 hex digits: the same wherever their tensors in the checkpoint are the same, on
+    any layout. All ranks take part."""
+    found: dict[str, str] = {}
+    share = weights.base(model)
+    try:
+        for batch in shards(share, _BATCH_BYTES):
+            names, tensors = zip(*batch, strict=True)
+            found.update(zip(names, tensor_digests(tensors), strict=True))
+    finally:
+        exhaust(share)
+    whole = {name: digest for part in all_gathered(found) for name, digest in part.items()}
+    return hashlib.blake2b(json.dumps(whole, sort_keys=True).encode(), digest_size=16).hexdigest()
