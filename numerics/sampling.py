@@ -8,6 +8,7 @@ a retry or a restart, and whoever has the logits, such as the trainer in exact m
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 
 GREEDY = -1
 """Stands in place of a seed: the most probable token is taken."""
@@ -28,6 +29,16 @@ def evaluation_seed(run_seed: int, name: str, problem: int, answer: int) -> int:
     name: of the set. problem: its number in it. answer: its place among the answers to this problem.
     """
     return 1 << 62 | _hash62(f"{run_seed}:{name}:{problem}:{answer}")
+
+
+def branch_seed(seed: int, prompt_ids: Sequence[int], same: int) -> int:
+    """The seed of a row that a conversation with `seed` opens beside its first, in the same range.
+
+    prompt_ids: that it begins with. same: how many rows before it began so. A greedy conversation stays greedy.
+    """
+    if seed == GREEDY:
+        return GREEDY
+    return seed & 1 << 62 | _hash62(f"{seed}:{list(prompt_ids)}:{same}")
 
 
 def _hash62(text: str) -> int:

@@ -101,7 +101,8 @@ class Trajectory:
     finished: a stop token or the environment ended the answer, not the length. stopped: of a finished one, its last
     token is a stop token. group: its group's place in the call that sampled it. seed: that its tokens were drawn with.
     routed_experts: as in a Completion, int16 [P + T - 1, L, K]. outcome: what its environment said of it. failed: its
-    environment did, so that nothing can be learnt from it.
+    environment did, so that nothing can be learnt from it. branch: its number among the rows of one conversation, of
+    which the first is the one that ended it.
     """
 
     prompt_ids: list[int]
@@ -116,6 +117,7 @@ class Trajectory:
     stopped: bool = True
     outcome: dict[str, float] = field(default_factory=dict)
     failed: bool = False
+    branch: int = 0
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ _ROLLOUT = {
     "environment_tokens_mean": Metric(
         "tokens", "Mean tokens that the environment wrote.", ANSWERS, needs=("environment",)
     ),
+    "branches": Metric("rows", "Rows that conversations opened beside their first.", needs=("environment",)),
     "equal_reward_groups": Metric(
         "",
         "Fraction of groups whose rewards are all equal: they teach nothing.",

@@ -191,5 +191,9 @@ def agreement_on(
 
 
 def _answers(item: Asked) -> list[JudgedAnswer]:
-    """Those to one problem, with its number as their group."""
-    return [replace(answer, trajectory=replace(answer.trajectory, group=item.number)) for answer in item.judged()]
+    """Those to one problem, with its number as their group; of several rows of a conversation the one that ended it."""
+    return [
+        replace(answer, trajectory=replace(answer.trajectory, group=item.number))
+        for answer in item.judged()
+        if not answer.trajectory.branch
+    ]

@@ -111,7 +111,9 @@ class Stack:
         closing.callback(judge.close)
         conversations = None
         if experiment.environment.function != SINGLE_TURN:  # one turn is asked for by groups, which is faster
-            conversations = Conversations(experiment.environment, tokenizer, engines.admit)
+            conversations = Conversations(
+                experiment.environment, tokenizer, engines.admit, experiment.rollout.context_length
+            )
             closing.callback(conversations.close)
         listener = Listener([engines] + ([] if teacher is None else [teacher.engines]))
         room = SharedRoom(engines, trainer) if rollout.sleep and engines else None

@@ -2,13 +2,41 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
-from numerics.io.section import Section, SpecFunction
+from numerics.io.section import Section, SpecFunction, SpecPath
 
 SINGLE_TURN = "single_turn"
+HARNESS = "harness"
+
+
+class HarnessConfig(Section):
+    """The program of `function: harness`; [agents.md](agents.md) says what it is given."""
+
+    # Strictness would refuse the lists that YAML gives.
+    command: tuple[str, ...] = Field(default=(), strict=False)
+    """The program and its arguments, one process for each conversation."""
+    program: SpecFunction | None = None
+    """An async function in place of a command, `package.module:name` or `path/to/file.py:name`, of a base URL, a
+    key and the problem. It runs in the run's own process."""
+    directory: SpecPath | None = None
+    """Where a command runs. Null: where the run was started."""
+    variables: tuple[str, ...] = Field(default=(), strict=False)
+    """Names of environment variables of the run that a command is given beside the usual ones."""
+    tool_parser: str | None = None
+    """The format in which the model calls tools, as SGLang names it (`qwen25`, `llama3`, `glm45`, ...)."""
+    override: tuple[
+        Literal["temperature", "top_p", "top_k", "min_p", "seed", "frequency_penalty", "presence_penalty"], ...
+    ] = Field(default=(), strict=False)
+    """Settings of sampling that a program may send without being heard: the run's hold. Others that differ from the
+    run's are refused."""
+    max_requests: int = Field(default=64, ge=1)
+    """Turns of the model that a program may ask for."""
+    deadline_s: float = Field(default=1800.0, gt=0.0)
+    """Seconds that a program may take from its beginning to its end, the engine's time included. `timeout_s` bounds the
+    time between two turns."""
 
 
 class EnvironmentConfig(Section):
@@ -17,7 +45,10 @@ class EnvironmentConfig(Section):
     shorthand: ClassVar[str] = "function"
 
     function: SpecFunction = SINGLE_TURN
-    """One of ours (`single_turn`, `calculator`, `python`, `guess`), `package.module:name` or `path/to/file.py:name`."""
+    """One of ours (`single_turn`, `calculator`, `python`, `guess`), `harness` for a program that speaks OpenAI's API,
+    `package.module:name` or `path/to/file.py:name`."""
+    harness: HarnessConfig | None = None
+    """The program of `function: harness`."""
     timeout_s: float = Field(default=60.0, gt=0.0)
     """An environment that takes longer between two turns of the model, or before the first or after the last, has
     failed."""

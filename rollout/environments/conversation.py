@@ -8,13 +8,14 @@ the trainer scores exactly what was sampled, and the engine finds each prefix in
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from numerics.errors import UserError
+from numerics.sampling import branch_seed
+from rollout.environments.branch import Branch, ConversationOverError
 from rollout.types import Group, Prompt, SamplingParams, Trajectory
 
 if TYPE_CHECKING:
@@ -24,10 +25,6 @@ if TYPE_CHECKING:
 
 Sampler = Callable[[Group, SamplingParams], Awaitable[Trajectory]]
 """One answer to a prompt."""
-
-
-class ConversationOverError(Exception):
-    """An answer has used up its tokens; an environment need not catch it."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +45,7 @@ class Conversation:
 
     Attributes:
         problem: the question that it began with, and the data's answer to it.
+        sampling, tokenizer: how its tokens are drawn, and what they say.
     """
 
     def __init__(
@@ -58,31 +56,29 @@ class Conversation:
         sampler: Sampler,
         tokenizer: PreTrainedTokenizerBase,
         timeout_s: float,
+        longest: int | None = None,
     ) -> None:
         """seed: of all its draws, as each goes by the position too. sampling: `max_new_tokens` bounds everything after
-        the prompt. timeout_s: between two turns of the model."""
+        the prompt. timeout_s: between two turns of the model. longest: tokens of a row; None: its prompt and that."""
         self.problem: Problem = prompt.problem
-        self._prompt, self._seed, self._sampling, self._sampler = prompt, seed, sampling, sampler
-        self._tokenizer, self._timeout_s = tokenizer, timeout_s
+        self.sampling, self._sampler = sampling, sampler
+        self.tokenizer, self._timeout_s, self._longest = tokenizer, timeout_s, longest
         self._scope = asyncio.timeout(timeout_s)
-        self._tokens: list[int] = []
-        self._logprobs: list[float] = []
-        self._weight_versions: list[int] = []
-        self._told: list[tuple[int, int]] = []
-        self._routes: Tensor | None = None
-        self._turns = 0
-        self._cut = self._stopped = False
+        self._main = Branch(prompt.token_ids, seed, sampling.max_new_tokens)
+        self._branches: list[Branch] = []
+        self._last: Branch = self._main
+        self._under_way = 0
         self._lost: BaseException | None = None
 
     @property
     def room(self) -> int:
         """Tokens that are left, for the model and the environment together."""
-        return self._sampling.max_new_tokens - len(self._tokens)
+        return self._main.room
 
     @property
     def turns(self) -> int:
         """How many the model had."""
-        return self._turns
+        return self._main.turns + sum(branch.turns for branch in self._branches)
 
     async def sample(self, stop: Sequence[str] = (), max_new_tokens: int | None = None) -> Turn:
         """The model's next turn: up to its end of turn, one of the `stop` texts (each one token of the vocabulary,
@@ -92,41 +88,61 @@ class Conversation:
             ConversationOverError: no room is left.
             ValueError: a stop is not one token.
         """
-        if self._cut or self.room < 1:
-            self._cut = True
-            raise ConversationOverError
         stops = tuple(self._one_token(text) for text in stop)
-        count = self.room if max_new_tokens is None else min(max_new_tokens, self.room)
-        sampling = replace(
-            self._sampling, max_new_tokens=count, stop_token_ids=(*self._sampling.stop_token_ids, *stops)
-        )
-        prompt = Prompt(self.problem, self._prompt.token_ids + self._tokens)
-        self._scope.reschedule(None)  # the engine's time is not the environment's
-        try:
-            said = await self._sampler(Group(prompt, (self._seed,)), sampling)
-        except Exception as error:
-            self._lost = error  # an environment that catches everything must not hide it
-            raise
-        self._scope.reschedule(asyncio.get_running_loop().time() + self._timeout_s)
-        self._tokens += said.token_ids
-        self._logprobs += said.logprobs
-        self._weight_versions += said.weight_versions
-        self._routes = said.routed_experts
-        self._turns += 1
-        self._stopped = said.finished and said.token_ids[-1] not in stops
-        self._cut = not said.finished and self.room < 1
+        said = await self.ask(self._main, stops, max_new_tokens)
+        self._main.add(said, stops=stops)
         text = said.token_ids[:-1] if said.finished else said.token_ids
-        ended_by = self._tokenizer.decode(said.token_ids[-1:]) if said.finished else None
-        return Turn(self._tokenizer.decode(text), tuple(said.token_ids), ended_by)
+        ended_by = self.tokenizer.decode(said.token_ids[-1:]) if said.finished else None
+        return Turn(self.tokenizer.decode(text), tuple(said.token_ids), ended_by)
 
     def tell(self, text: str) -> None:
         """Put the environment's words after what is there. Raises ConversationOverError: there is no room for them."""
-        self._tell(self._tokenizer(text, add_special_tokens=False).input_ids)
+        self._main.tell(self.tokenizer(text, add_special_tokens=False).input_ids)
 
     def message(self, role: str, content: str) -> None:
         """Put a message there as the chat template writes one after the model's turn, up to where the model's next
         begins. Raises ConversationOverError: there is no room for it."""
-        self._tell(message_ids(self._tokenizer, role, content))
+        self._main.tell(continuation_ids(self.tokenizer, [{"role": role, "content": content}]))
+
+    def branch(self, prompt_ids: list[int]) -> Branch:
+        """Open a row of its own. Its seed follows from its prompt, not from when it was opened.
+
+        Raises ConversationOverError: the prompt leaves no room for an answer.
+        """
+        limit = self.sampling.max_new_tokens
+        if self._longest is not None:
+            limit = min(limit, self._longest - len(prompt_ids))
+        same = sum(branch.prompt_ids == prompt_ids for branch in self._branches)
+        branch = Branch(prompt_ids, branch_seed(self._main.seed, prompt_ids, same), limit)
+        if limit < 1:
+            raise ConversationOverError
+        self._branches.append(branch)
+        return branch
+
+    async def ask(self, branch: Branch, stops: tuple[int, ...] = (), max_new_tokens: int | None = None) -> Trajectory:
+        """What the engine says after a branch, which `Branch.add` puts there. stops: tokens that end it, as the end of
+        turn does.
+
+        Raises ConversationOverError: no room is left.
+        """
+        if branch.cut or branch.room < 1:
+            branch.cut = True
+            raise ConversationOverError
+        count = branch.room if max_new_tokens is None else min(max_new_tokens, branch.room)
+        sampling = replace(self.sampling, max_new_tokens=count, stop_token_ids=(*self.sampling.stop_token_ids, *stops))
+        self._under_way += 1
+        self._give(None)  # the engine's time is not the environment's
+        try:
+            said = await self._sampler(Group(Prompt(self.problem, branch.ids), (branch.seed,)), sampling)
+        except Exception as error:
+            self._lost = error  # an environment that catches everything must not hide it
+            raise
+        finally:
+            self._under_way -= 1
+        if not self._under_way:
+            self._give(self._timeout_s)
+        self._last = branch
+        return said
 
     async def run(self, environment: Callable[[Conversation], Awaitable[object]]) -> object:
         """Let an environment own it from its beginning to its end; what it returned, None if room ran out.
@@ -150,57 +166,62 @@ class Conversation:
         return returned
 
     def trajectory(self, outcome: dict[str, float], *, failed: bool = False) -> Trajectory:
-        """What has become of it. What the environment said last, and nobody answered, is left out."""
-        length = len(self._tokens)
-        told = list(self._told)
-        if told and told[-1][1] == length:
-            length = told.pop()[0]
-        return Trajectory(
-            prompt_ids=self._prompt.token_ids,
-            token_ids=self._tokens[:length],
-            logprobs=self._logprobs,
-            finished=not self._cut,
-            stopped=self._stopped,
-            weight_versions=self._weight_versions,
-            group=0,
-            seed=self._seed,
-            routed_experts=self._routes,
-            told=tuple(told),
-            outcome=outcome,
-            failed=failed,
-        )
+        """What has become of the row that `sample` wrote."""
+        return self._main.trajectory(outcome, failed=failed)
 
-    def _tell(self, ids: list[int]) -> None:
-        if len(ids) >= self.room:  # with one token left there is nothing to answer with
-            self._cut = True
-            raise ConversationOverError
-        begin = len(self._tokens)
-        if self._told and self._told[-1][1] == begin:
-            begin = self._told.pop()[0]
-        self._tokens += ids
-        self._told.append((begin, len(self._tokens)))
+    def trajectories(self, outcome: dict[str, float], *, failed: bool = False) -> list[Trajectory]:
+        """Every row in which the model said something; at least one. The one that it spoke in last comes first, the
+        others in an order that does not depend on when they were opened."""
+        spoken = [branch for branch in (self._main, *self._branches) if branch.turns]
+        others = sorted(spoken, key=lambda branch: (branch is not self._last, branch.prompt_ids, branch.seed))
+        return [
+            branch.trajectory(outcome, failed=failed, number=number)
+            for number, branch in enumerate(others or [self._main])
+        ]
+
+    def _give(self, seconds: float | None) -> None:
+        """Let the environment have so many seconds from now on, or all that there are."""
+        with suppress(RuntimeError):  # what a program has asked for, and ended without
+            self._scope.reschedule(None if seconds is None else asyncio.get_running_loop().time() + seconds)
 
     def _one_token(self, text: str) -> int:
-        ids: list[int] = self._tokenizer(text, add_special_tokens=False).input_ids
+        ids: list[int] = self.tokenizer(text, add_special_tokens=False).input_ids
         if len(ids) != 1:
             raise ValueError(f"stop: found {text!r}, which is {len(ids)} tokens, expected one; choose another text")
         return ids[0]
 
 
-def message_ids(tokenizer: PreTrainedTokenizerBase, role: str, content: str) -> list[int]:
-    """The tokens between the model's end of turn and its next turn, with a message between them.
+def continuation_ids(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Mapping[str, Any]],
+    calls: Sequence[Mapping[str, Any]] = (),
+    **template: Any,
+) -> list[int]:
+    """The tokens between the model's end of turn and its next turn, with messages between them.
+
+    calls: of tools, in that turn; a template may read their names and ids. template: further arguments of the template.
 
     Raises UserError: the chat template does not continue a conversation where it left off, so that no tokens do.
     """
-    before = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
-    options = {"tokenize": False, "add_generation_prompt": True}
-    begun = tokenizer.apply_chat_template(before, tokenize=False)
-    whole = tokenizer.apply_chat_template([*before, {"role": role, "content": content}], **options)
-    end = begun.rfind(tokenizer.eos_token) + len(tokenizer.eos_token)
-    if tokenizer.eos_token not in begun or not whole.startswith(begun[:end]):
+    asked = {"role": "user", "content": "?"}
+    said: dict[str, Any] = {"role": "assistant", "content": _MARK}
+    if calls:
+        said["tool_calls"] = [{**call, "function": {**call["function"], "arguments": {}}} for call in calls]
+    begun = tokenizer.apply_chat_template([asked], tokenize=False, **template)
+    whole = tokenizer.apply_chat_template(
+        [asked, said, *messages], tokenize=False, add_generation_prompt=True, **template
+    )
+    before, mark, after = whole.partition(_MARK)
+    _, end, between = after.partition(tokenizer.eos_token)
+    if not (mark and end and before.startswith(begun)):
+        role = messages[0]["role"] if messages else "further"
         raise UserError(
             f"environment: found a chat template that writes a conversation anew when a {role} message follows, "
             "expected one that goes on after the end of turn. Have the environment use tell() with the text itself."
         )
-    ids: list[int] = tokenizer(whole[end:], add_special_tokens=False).input_ids
+    ids: list[int] = tokenizer(between, add_special_tokens=False).input_ids
     return ids
+
+
+_MARK = "\ue000said\ue001"
+"""Stands for what the model said, of private characters that no message has."""

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import inspect
+import os
+import shutil
 from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any
 
 from numerics.errors import user_error
-from rollout.environments.config import EnvironmentConfig
+from rollout.environments.config import HARNESS, EnvironmentConfig, HarnessConfig
 from rollout.environments.conversation import Conversation
+from rollout.environments.harness.harness import Harness
+from rollout.environments.harness.tools import parsers
 from rollout.named_functions import named_object, signature_of
 
 Environment = Callable[[Conversation], Awaitable[Any]]
@@ -23,28 +27,87 @@ BUILT_IN = {
 
 
 def load_environment(config: EnvironmentConfig, key: str = "environment") -> Environment:
-    """The function that `config` names, with its `kwargs`.
+    """The function that `config` names, with its `kwargs`; a harness, with its program.
 
     Raises:
         UserError: naming `key`: there is no such function, its module cannot be imported, it is not `async`, or it
             cannot be called with a conversation and `kwargs`.
     """
-    call = named_object(config.function, f"{key}.function", BUILT_IN)
+    if config.function == HARNESS:
+        return _harness(config, key)
+    if config.harness is not None:
+        raise user_error(
+            f"{key}.harness",
+            found=f"a program beside function={config.function}",
+            expected=f"function={HARNESS}, which runs it",
+            remedy=f"Set {key}.function={HARNESS}, or remove {key}.harness.",
+        )
+    call = named_object(config.function, f"{key}.function", BUILT_IN | {HARNESS: ""})
+    return partial(
+        _callable(call, config.function, f"{key}.function", ["a conversation"], config.kwargs), **config.kwargs
+    )
+
+
+def _harness(config: EnvironmentConfig, key: str) -> Harness:
+    harness = config.harness or HarnessConfig()
+    if config.kwargs or bool(harness.command) == (harness.program is not None):
+        found = "kwargs" if config.kwargs else "both" if harness.command else "neither"
+        raise user_error(
+            f"{key}.harness",
+            found=found,
+            expected="a command or a program, one of them",
+            remedy="Write harness: {command: [python, agent.py]}, or harness: {program: agent.py:solve}.",
+        )
+    if harness.tool_parser is not None and harness.tool_parser not in (known := parsers()):
+        raise user_error(
+            f"{key}.harness.tool_parser",
+            found=harness.tool_parser,
+            expected=f"one that SGLang has: {', '.join(sorted(known))}",
+            remedy="Choose that of the model's family.",
+        )
+    if harness.program is not None:
+        name, where = harness.program, f"{key}.harness.program"
+        call = named_object(name, where, {})
+        return Harness(harness, _callable(call, name, where, ["a base URL", "a key", "the problem"], {}))
+    _check_command(harness, key)
+    return Harness(harness, None)
+
+
+def _check_command(harness: HarnessConfig, key: str) -> None:
+    if harness.directory is not None and not os.path.isdir(harness.directory):
+        raise user_error(
+            f"{key}.harness.directory", found=harness.directory, expected="a folder", remedy="Correct the path."
+        )
+    path, within = harness.command[0], harness.directory or "."
+    if shutil.which(os.path.join(within, path) if os.sep in path and not os.path.isabs(path) else path) is None:
+        raise user_error(
+            f"{key}.harness.command",
+            found=path,
+            expected="a program that can be run",
+            remedy="Correct its name, or install it.",
+        )
+
+
+def _callable(
+    call: Callable[..., Any], name: str, key: str, given: list[str], kwargs: dict[str, Any]
+) -> Callable[..., Awaitable[Any]]:
+    """The async function itself, once it is known to take what it will be given."""
+    label = name.rpartition(":")[2]
     if not inspect.iscoroutinefunction(call):
         raise user_error(
-            f"{key}.function",
-            found=config.function,
+            key,
+            found=name,
             expected="an async function, as it waits for the model",
-            remedy=f"Write async def {config.label}(conversation): ...",
+            remedy=f"Write async def {label}({', '.join(one.split()[-1].lower() for one in given)}): ...",
         )
-    signature = signature_of(call, config.function, f"{key}.function")
+    signature = signature_of(call, name, key)
     try:
-        signature.bind(None, **config.kwargs)
+        signature.bind(*[None] * len(given), **kwargs)
     except TypeError as error:
         raise user_error(
-            f"{key}.kwargs",
-            found=f"{config.label}({', '.join(signature.parameters)})",
-            expected=f"a function of {', '.join(['a conversation', *config.kwargs])}; {error}",
+            f"{key.removesuffix('.function')}.kwargs" if key.endswith(".function") else key,
+            found=f"{label}({', '.join(signature.parameters)})",
+            expected=f"a function of {', '.join([*given, *kwargs])}; {error}",
             remedy="Correct kwargs, or the function's parameters.",
         ) from error
-    return partial(call, **config.kwargs)
+    return call

@@ -137,3 +137,9 @@ def test_the_documented_data_are_the_example_and_are_read_as_it_says(
     short = [problem for problem in drawn if "crosses_ten" in problem.fields]
     assert len({problem.question for problem in short}) == len(short) == pytest.approx(100, abs=2), "a quarter"
     assert short[0].messages == ({"role": "user", "content": short[0].question},)
+
+
+def test_the_documented_agent_is_the_example() -> None:
+    page = (ROOT / "docs/agents.md").read_text()
+    for name in ("agent.py", "agent.yaml"):
+        assert (EXAMPLES / name).read_text() in page

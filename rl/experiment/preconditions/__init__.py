@@ -66,6 +66,8 @@ def check(experiment: Experiment, say: Callable[[str], object] = lambda text: No
     check_shared_memory(model.shape, experiment)
     if experiment.needs_engines:
         check_importable(experiment.environment.function, "environment.function")
+        if experiment.environment.harness is not None and experiment.environment.harness.program is not None:
+            check_importable(experiment.environment.harness.program, "environment.harness.program")
         load_environment(experiment.environment)
         for index, config in enumerate(experiment.rewards.functions):
             _check_reward(config, f"rewards.functions.{index}")

@@ -27,8 +27,9 @@ GROUPS = "groups.jsonl"
 class Answered:
     """The answers to one prompt of a step to come.
 
-    number: of the prompt in the run. prompt_ids: [P]. The others by answer, in the order of the group's seeds; see
-    `rollout.types.Trajectory`.
+    number: of the prompt in the run. prompt_ids: [P]. seeds: of the group. The others by row, in the order of the
+    seeds; see `rollout.types.Trajectory`. row_prompts, row_seeds, branches: empty where each seed has one row, of
+    the prompt.
     """
 
     number: int
@@ -42,13 +43,21 @@ class Answered:
     told: list[list[tuple[int, int]]]
     outcome: list[dict[str, float]]
     failed: list[bool]
+    row_prompts: list[list[int]] = dataclasses.field(default_factory=list)
+    row_seeds: list[int] = dataclasses.field(default_factory=list)
+    branches: list[int] = dataclasses.field(default_factory=list)
 
     @classmethod
-    def of(cls, number: int, answers: Sequence[Trajectory]) -> Answered:
+    def of(cls, number: int, group: Group, answers: Sequence[Trajectory]) -> Answered:
+        plain = [(group.prompt.token_ids, seed) for seed in group.seeds]
+        own = [] if [(answer.prompt_ids, answer.seed) for answer in answers] == plain else answers
         return cls(
             number=number,
-            prompt_ids=answers[0].prompt_ids,
-            seeds=[answer.seed for answer in answers],
+            prompt_ids=group.prompt.token_ids,
+            seeds=list(group.seeds),
+            row_prompts=[answer.prompt_ids for answer in own],
+            row_seeds=[answer.seed for answer in own],
+            branches=[answer.branch for answer in own],
             token_ids=[answer.token_ids for answer in answers],
             logprobs=[answer.logprobs for answer in answers],
             weight_versions=[answer.weight_versions for answer in answers],
@@ -66,7 +75,7 @@ class Answered:
     def trajectories(self) -> list[Trajectory]:
         return [
             Trajectory(
-                prompt_ids=self.prompt_ids,
+                prompt_ids=self.row_prompts[row] if self.row_prompts else self.prompt_ids,
                 token_ids=self.token_ids[row],
                 logprobs=self.logprobs[row],
                 finished=self.finished[row],
@@ -77,8 +86,9 @@ class Answered:
                 stopped=self.stopped[row],
                 outcome=self.outcome[row],
                 failed=self.failed[row],
+                branch=self.branches[row] if self.branches else 0,
             )
-            for row, seed in enumerate(self.seeds)
+            for row, seed in enumerate(self.row_seeds or self.seeds)
         ]
 
 

@@ -15,6 +15,7 @@ from rl.run.feed.failures import Failures
 from rollout.environments.config import EnvironmentConfig
 from rollout.environments.conversation import Conversation
 from rollout.environments.functions import load_environment
+from rollout.environments.harness.harness import Harness
 from rollout.errors import EngineError, StaleWeightsError
 from rollout.returned import Numbers, ReturnError, brief, named_numbers
 from rollout.types import Group, SamplingParams, Trajectory
@@ -37,7 +38,11 @@ class Conversations:
     They take turns in a thread of their own, beside sampling and training.
     """
 
-    def __init__(self, config: EnvironmentConfig, tokenizer: PreTrainedTokenizerBase, ask: Ask) -> None:
+    def __init__(
+        self, config: EnvironmentConfig, tokenizer: PreTrainedTokenizerBase, ask: Ask, longest: int | None = None
+    ) -> None:
+        """longest: tokens of a row that the engines take."""
+        self._longest = longest
         self._config, self._tokenizer, self._ask = config, tokenizer, ask
         self._environment = load_environment(config)
         self._background = Background("environments")
@@ -51,7 +56,8 @@ class Conversations:
         )
 
     def begin(self, group: Group, sampling: SamplingParams, oldest: int) -> Future[list[Trajectory]]:
-        """One conversation for each of the group's answers, in their order; see `EnginePool.admit`."""
+        """One conversation for each of the group's answers, in their order, each with all of its rows; see
+        `EnginePool.admit`."""
         return self._background.begin(self._group(group, sampling, oldest))
 
     def check(self) -> None:
@@ -68,20 +74,25 @@ class Conversations:
 
     def close(self) -> None:
         """Give up what is under way. A second call does nothing."""
+        if isinstance(self._environment, Harness) and not self._background.closed:
+            self._background.run(self._environment.close())
         self._background.close()
 
     # The rest runs in the background.
 
     async def _group(self, group: Group, sampling: SamplingParams, oldest: int) -> list[Trajectory]:
-        return list(await asyncio.gather(*(self._answer(group, seed, sampling, oldest) for seed in group.seeds)))
+        answers = await asyncio.gather(*(self._answer(group, seed, sampling, oldest) for seed in group.seeds))
+        return [row for rows in answers for row in rows]
 
-    async def _answer(self, group: Group, seed: int, sampling: SamplingParams, oldest: int) -> Trajectory:
+    async def _answer(self, group: Group, seed: int, sampling: SamplingParams, oldest: int) -> list[Trajectory]:
         async def sample(turn: Group, bounded: SamplingParams) -> Trajectory:
             # Later turns go to the engine that has the earlier ones in its cache.
             (answer,) = await asyncio.wrap_future(self._ask(turn, bounded, oldest, conversation))
             return answer
 
-        conversation = Conversation(group.prompt, seed, sampling, sample, self._tokenizer, self._config.timeout_s)
+        conversation = Conversation(
+            group.prompt, seed, sampling, sample, self._tokenizer, self._config.timeout_s, self._longest
+        )
         try:
             outcome = _outcome(await conversation.run(self._environment))
             if not conversation.turns:
@@ -95,9 +106,9 @@ class Conversations:
         except Exception:  # of a user's function
             why = traceback.format_exc()
         else:
-            return conversation.trajectory(outcome)
+            return conversation.trajectories(outcome)
         self.failures.add(self._config.label, why)
-        return conversation.trajectory({}, failed=True)
+        return conversation.trajectories({}, failed=True)[:1]
 
 
 def _outcome(returned: object) -> Numbers:

@@ -157,7 +157,9 @@ class SampledFeed:
                 self._sampling.collect(asked)
 
     def state(self) -> FeedState:
-        answered = [Answered.of(item.number, item.answers.result()) for item in self._admitted if item.answered]
+        answered = [
+            Answered.of(item.number, item.group, item.answers.result()) for item in self._admitted if item.answered
+        ]
         return FeedState(self._next, [item.number for item in self._admitted], answered)
 
     def restore(self, state: FeedState) -> None:
@@ -364,6 +366,7 @@ def conversation_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]
     return {
         "rollout/turns_mean": sum(len(trajectory.told) + 1 for trajectory in trajectories) / len(trajectories),
         "rollout/environment_tokens_mean": sum(told) / len(told),
+        "rollout/branches": float(sum(trajectory.branch > 0 for trajectory in trajectories)),
         **{f"{OUTCOMES}{name}": sum(values) / len(values) for name, values in outcomes.items()},
     }
 

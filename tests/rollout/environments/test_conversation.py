@@ -10,7 +10,7 @@ import pytest
 
 from numerics.errors import UserError
 from rollout.data.tasks import Problem
-from rollout.environments.conversation import Conversation, Turn, message_ids
+from rollout.environments.conversation import Conversation, Turn, continuation_ids
 from rollout.environments.transcript import transcript
 from rollout.types import Group, Prompt, SamplingParams, Trajectory
 from tests.support.conversations import EOS, Stage
@@ -133,4 +133,4 @@ def test_a_chat_template_that_rewrites_what_was_said_is_refused(tokenizer: Any) 
     rewriting = copy.deepcopy(tokenizer)
     rewriting.chat_template = "{% for m in messages %}{{ messages | length }}{{ m.content }}<|im_end|>{% endfor %}"
     with pytest.raises(UserError, match="writes a conversation anew"):
-        message_ids(rewriting, "user", "again")
+        continuation_ids(rewriting, [{"role": "user", "content": "again"}])

@@ -65,7 +65,11 @@ def test_the_last_whole_block_counts() -> None:
 @pytest.mark.parametrize(
     ("function", "kwargs", "expected"),
     [
-        ("chess", {}, "environment.function: found 'chess', expected single_turn, calculator, python, guess, package"),
+        (
+            "chess",
+            {},
+            "environment.function: found 'chess', expected single_turn, calculator, python, guess, harness, ",
+        ),
         ("{}:plain", {}, ":plain', expected an async function"),
         ("{}:nothing", {}, "found 'nothing()', expected a function of a conversation; too many positional"),
         (

@@ -1,0 +1,95 @@
+"""A row of tokens that a conversation makes: what the model sampled and what was told, which can only grow."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from rollout.types import Trajectory
+
+
+class ConversationOverError(Exception):
+    """An answer has used up its tokens; an environment need not catch it."""
+
+
+@dataclass(eq=False)
+class Branch:
+    """One row of a conversation. Most have one; a program that changes what was said before, or talks to the model as
+    several agents, opens others.
+
+    Attributes:
+        prompt_ids: [P], nothing of which is learnt here. seed: of all its draws, as each goes by the position too.
+        limit: tokens that the model and the environment may put after the prompt, together.
+        tokens: [T], what follows. turns: how many the model had. cut: its tokens are used up.
+    """
+
+    prompt_ids: list[int]
+    seed: int
+    limit: int
+    tokens: list[int] = field(default_factory=list)
+    turns: int = 0
+    cut: bool = False
+    _logprobs: list[float] = field(default_factory=list)
+    _weight_versions: list[int] = field(default_factory=list)
+    _told: list[tuple[int, int]] = field(default_factory=list)
+    _routes: Tensor | None = None
+    _stopped: bool = False
+
+    @property
+    def room(self) -> int:
+        """Tokens that are left."""
+        return self.limit - len(self.tokens)
+
+    @property
+    def ids(self) -> list[int]:
+        """All its tokens, [P + T]."""
+        return self.prompt_ids + self.tokens
+
+    def add(self, said: Trajectory, *, length: int | None = None, stops: tuple[int, ...] = ()) -> None:
+        """Put the model's turn there as the engine gave it.
+
+        length: only its first so many tokens. stops: last tokens that do not end the answer.
+        """
+        count = len(said.token_ids) if length is None else length
+        finished = said.finished and count == len(said.token_ids)
+        self.tokens += said.token_ids[:count]
+        self._logprobs += said.logprobs[:count]
+        self._weight_versions += said.weight_versions[:count]
+        # An expert is chosen for every token but the last.
+        self._routes = said.routed_experts if said.routed_experts is None else said.routed_experts[: len(self.ids) - 1]
+        self.turns += 1
+        self._stopped = finished and said.token_ids[-1] not in stops
+        self.cut = not finished and self.room < 1
+
+    def tell(self, ids: list[int]) -> None:
+        """Put the environment's tokens there. Raises ConversationOverError: there is no room for them."""
+        if len(ids) >= self.room:  # with one token left there is nothing to answer with
+            self.cut = True
+            raise ConversationOverError
+        begin = len(self.tokens)
+        if self._told and self._told[-1][1] == begin:
+            begin = self._told.pop()[0]
+        self.tokens += ids
+        self._told.append((begin, len(self.tokens)))
+
+    def trajectory(self, outcome: dict[str, float], *, failed: bool = False, number: int = 0) -> Trajectory:
+        """What has become of it. What the environment said last, and nobody answered, is left out."""
+        length, told = len(self.tokens), list(self._told)
+        if told and told[-1][1] == length:
+            length = told.pop()[0]
+        return Trajectory(
+            prompt_ids=self.prompt_ids,
+            token_ids=self.tokens[:length],
+            logprobs=self._logprobs,
+            finished=not self.cut,
+            stopped=self._stopped,
+            weight_versions=self._weight_versions,
+            group=0,
+            seed=self.seed,
+            routed_experts=self._routes,
+            told=tuple(told),
+            outcome=outcome,
+            failed=failed,
+            branch=number,
+        )

@@ -1,0 +1,163 @@
+"""OpenAI's API for programs of a run, at an address of this machine alone: each conversation has a key of its own."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from aiohttp import web
+
+from rollout.environments.harness.recording import Recording, Said
+from rollout.environments.harness.requests import MODEL, Ask, RefusedError, read
+from rollout.types import LOOPBACK, SamplingParams
+
+_MOST_BYTES = 32 << 20
+
+
+class Endpoint:
+    """The server. Its handlers run in the event loop that opens it.
+
+    Attributes:
+        url: base URL, once it is open.
+    """
+
+    def __init__(self, tool_parser: str | None, override: Collection[str]) -> None:
+        self._tool_parser, self._override = tool_parser, override
+        self._open: dict[str, tuple[Recording, SamplingParams, int]] = {}
+        self._runner: web.AppRunner | None = None
+        self.url = ""
+
+    async def open(self) -> None:
+        """Listen, if it does not yet."""
+        if self._runner is not None:
+            return
+        app = web.Application(client_max_size=_MOST_BYTES)
+        app.router.add_get("/v1/models", self._models)
+        app.router.add_post("/v1/chat/completions", self._chat)
+        app.router.add_post("/v1/completions", self._text)
+        self._runner = web.AppRunner(app, access_log=None)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, LOOPBACK, 0)
+        await site.start()
+        self.url = f"http://{LOOPBACK}:{self._runner.addresses[0][1]}/v1"
+
+    async def close(self) -> None:
+        """Stop listening. A second call does nothing."""
+        runner, self._runner = self._runner, None
+        if runner is not None:
+            await runner.cleanup()
+
+    @contextmanager
+    def recorded(self, recording: Recording, sampling: SamplingParams, vocabulary: int) -> Iterator[str]:
+        """A key whose requests are answered and recorded there, for as long as the block lasts."""
+        key = secrets.token_urlsafe(24)
+        self._open[key] = recording, sampling, vocabulary
+        try:
+            yield key
+        finally:
+            del self._open[key]
+
+    async def _models(self, request: web.Request) -> web.StreamResponse:
+        if self._of(request) is None:
+            return _error(_NO_KEY)
+        return web.json_response({"object": "list", "data": [{"id": MODEL, "object": "model", "owned_by": "fp8rl"}]})
+
+    async def _chat(self, request: web.Request) -> web.StreamResponse:
+        return await self._answered(request, chat=True)
+
+    async def _text(self, request: web.Request) -> web.StreamResponse:
+        return await self._answered(request, chat=False)
+
+    async def _answered(self, request: web.Request, chat: bool) -> web.StreamResponse:
+        opened = self._of(request)
+        if opened is None:
+            return _error(_NO_KEY)
+        recording, sampling, vocabulary = opened
+        try:
+            ask = read(await request.read(), chat, sampling, self._override, vocabulary)
+            if ask.calls and self._tool_parser is None:
+                raise RefusedError(
+                    "tools: found some, expected the format in which the model calls them. Set "
+                    "environment.harness.tool_parser",
+                    "tools",
+                )
+            said = await recording.answer(ask)
+        except RefusedError as error:
+            return _error(error)
+        if not ask.stream:
+            return web.json_response(_whole(said, chat))
+        return await _streamed(request, said, ask, chat)
+
+    def _of(self, request: web.Request) -> tuple[Recording, SamplingParams, int] | None:
+        return self._open.get(request.headers.get("Authorization", "").removeprefix("Bearer ").strip())
+
+
+_NO_KEY = RefusedError(
+    "found no key of a conversation that goes on, expected the one in OPENAI_API_KEY",
+    status=401,
+    code="invalid_api_key",
+)
+
+
+def _error(error: RefusedError) -> web.Response:
+    body = {"message": str(error), "type": "invalid_request_error", "param": error.param, "code": error.code}
+    return web.json_response({"error": body}, status=error.status)
+
+
+def _about(said: Said, chat: bool, kind: str) -> dict[str, Any]:
+    return {"id": f"{'chatcmpl' if chat else 'cmpl'}-{said.number}", "object": kind, "created": 0, "model": MODEL}
+
+
+def _usage(said: Said) -> dict[str, int]:
+    return {
+        "prompt_tokens": said.prompt,
+        "completion_tokens": said.tokens,
+        "total_tokens": said.prompt + said.tokens,
+    }
+
+
+def _whole(said: Said, chat: bool) -> dict[str, Any]:
+    choice: dict[str, Any] = {"index": 0, "finish_reason": said.reason, "logprobs": None}
+    if chat:
+        message: dict[str, Any] = {"role": "assistant", "content": said.text if said.text or not said.calls else None}
+        choice["message"] = message | ({"tool_calls": list(said.calls)} if said.calls else {})
+    else:
+        choice["text"] = said.text
+    kind = "chat.completion" if chat else "text_completion"
+    return {**_about(said, chat, kind), "choices": [choice], "usage": _usage(said)}
+
+
+async def _streamed(request: web.Request, said: Said, ask: Ask, chat: bool) -> web.StreamResponse:
+    """The turn as events, all at once: it is there, and a call of a tool can only be read whole."""
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+    try:
+        await response.prepare(request)
+        for event in _events(said, ask, chat):
+            await response.write(f"data: {event}\n\n".encode())
+        await response.write_eof()
+    except ConnectionError:
+        pass  # abandoned; what was sampled is recorded
+    return response
+
+
+def _events(said: Said, ask: Ask, chat: bool) -> Iterator[str]:
+    about = _about(said, chat, "chat.completion.chunk" if chat else "text_completion")
+
+    def event(part: dict[str, Any], reason: str | None) -> str:
+        choice = {
+            "index": 0,
+            "finish_reason": reason,
+            **({"delta": part} if chat else {"text": part.get("content", "")}),
+        }
+        return json.dumps({**about, "choices": [choice]})
+
+    yield event({"role": "assistant", "content": said.text}, None)
+    if said.calls:
+        yield event({"tool_calls": [{"index": i, **call} for i, call in enumerate(said.calls)]}, None)
+    yield event({}, said.reason)
+    if ask.usage:
+        yield json.dumps({**about, "choices": [], "usage": _usage(said)})
+    yield "[DONE]"

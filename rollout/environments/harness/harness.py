@@ -1,0 +1,111 @@
+"""An environment that is a program of the user's, which speaks OpenAI's API and knows nothing of training."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+from rollout.data.tasks import Problem
+from rollout.environments.branch import ConversationOverError
+from rollout.environments.config import HarnessConfig
+from rollout.environments.conversation import Conversation
+from rollout.environments.harness.endpoint import Endpoint
+from rollout.environments.harness.recording import Recording
+from rollout.environments.harness.requests import MODEL
+
+Program = Callable[[str, str, Problem], Awaitable[Any]]
+"""An async function of a base URL, a key and the problem; it returns what an environment returns."""
+
+_LEASH = Path(__file__).with_name("leash.py")
+_PASSED = ("PATH", "HOME", "LANG", "LC_ALL", "TZ", "TMPDIR", "PYTHONPATH", "VIRTUAL_ENV")
+"""Variables of the run that a command is given; keys of other services are not among them."""
+_KEPT = 4096
+"""Characters of the end of a command's errors that a message has."""
+_MOST_OUTPUT = 1 << 20
+
+
+class ProgramError(Exception):
+    """A command ended with another status than 0."""
+
+
+class Harness:
+    """Lets a program have a conversation, and records what the model says in it.
+
+    Each conversation has a key of its own, so a program reaches nothing but its own.
+    """
+
+    def __init__(self, config: HarnessConfig, program: Program | None) -> None:
+        """program: in place of the command."""
+        self._config, self._program = config, program
+        self._endpoint = Endpoint(config.tool_parser, config.override)
+
+    async def __call__(self, conversation: Conversation) -> Any:
+        """What the program returned.
+
+        Raises ProgramError, ConversationOverError: the program ended so because no room was left for an answer.
+        """
+        await self._endpoint.open()
+        recording = Recording(conversation, self._config.tool_parser, self._config.max_requests)
+        vocabulary = len(conversation.tokenizer)
+        with self._endpoint.recorded(recording, conversation.sampling, vocabulary) as key:
+            run = self._program or self._command
+            program = asyncio.ensure_future(run(self._endpoint.url, key, conversation.problem))
+            lost = asyncio.ensure_future(recording.lost.wait())
+            try:
+                async with asyncio.timeout(self._config.deadline_s):
+                    await asyncio.wait({program, lost}, return_when=asyncio.FIRST_COMPLETED)
+            except TimeoutError:
+                raise ProgramError(
+                    f"the program took more than {self._config.deadline_s:g} s (environment.harness.deadline_s)"
+                ) from None
+            finally:
+                lost.cancel()
+                if not program.done():
+                    program.cancel()
+                    await asyncio.gather(program, return_exceptions=True)
+            if program.cancelled():  # the engines are lost, which the conversation says
+                return None
+            if recording.over and program.exception() is not None:
+                raise ConversationOverError from program.exception()
+            returned = program.result()
+            await recording.wait()
+            return returned
+
+    async def close(self) -> None:
+        """Stop listening."""
+        await self._endpoint.close()
+
+    async def _command(self, base_url: str, api_key: str, problem: Problem) -> Any:
+        """Run the command; what the last line that it prints says, if that is JSON."""
+        config = self._config
+        names = [*_PASSED, *config.variables]
+        own = {"OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": api_key, "OPENAI_MODEL": MODEL}
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-I", "-S", str(_LEASH), *config.command),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            cwd=config.directory,
+            env={name: os.environ[name] for name in names if name in os.environ} | own,
+            limit=_MOST_OUTPUT,
+        )
+        given = {"question": problem.question, "messages": problem.conversation, "fields": dict(problem.fields)}
+        try:
+            output, errors = await process.communicate(json.dumps(given, default=str).encode())
+        finally:
+            if process.returncode is None:
+                process.terminate()  # which ends what it has started
+                await process.wait()
+        if process.returncode:
+            said = errors.decode(errors="replace")[-_KEPT:].strip()
+            raise ProgramError(f"the command {' '.join(config.command)} ended with status {process.returncode}: {said}")
+        lines = output.decode(errors="replace").strip().splitlines()
+        try:
+            return json.loads(lines[-1]) if lines else None
+        except ValueError:
+            return None

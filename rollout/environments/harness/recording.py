@@ -1,0 +1,237 @@
+"""What a program and the model say to each other, as rows of tokens.
+
+A request is looked up by its messages: where they continue what the model has said, the row goes on from the recorded
+tokens, and only the text between the turns is tokenized, once. Where they do not, a row of its own begins, with as many
+recorded tokens as its history shares with what was said.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import Any
+
+import jinja2
+
+from numerics.errors import UserError
+from rollout.environments.branch import Branch, ConversationOverError
+from rollout.environments.conversation import Conversation, continuation_ids
+from rollout.environments.harness.requests import Ask, RefusedError
+from rollout.environments.harness.tools import parse_calls
+from rollout.types import Trajectory
+
+
+@dataclass(frozen=True)
+class Said:
+    """The model's turn. text: without what ended it, and without its calls of tools. reason: why it ended, as OpenAI
+    says it: stop, length or tool_calls. prompt: tokens before it. tokens: its own."""
+
+    text: str
+    calls: tuple[dict[str, Any], ...]
+    reason: str
+    prompt: int
+    tokens: int
+    number: int
+
+
+@dataclass(frozen=True)
+class _Point:
+    """The end of a turn of the model: so many tokens of a branch. ended: the last of them is the end of turn."""
+
+    branch: Branch
+    length: int
+    ended: bool
+
+
+class Recording:
+    """The turns of one conversation.
+
+    Attributes:
+        over: a turn found no room, so that the program cannot go on as it wanted.
+        lost: an engine's error ended it.
+    """
+
+    def __init__(self, conversation: Conversation, tool_parser: str | None, max_requests: int) -> None:
+        self._conversation, self._tool_parser, self._left = conversation, tool_parser, max_requests
+        self._most = max_requests
+        self._points: dict[bytes, _Point] = {}
+        self._written: list[tuple[str, _Point]] = []
+        self._busy: set[Branch] = set()
+        self._calls = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self.over, self.lost = False, asyncio.Event()
+
+    async def answer(self, ask: Ask) -> Said:
+        """The model's turn after what a request says.
+
+        Raises RefusedError: there is no room for it, or nothing can be said there.
+        """
+        if not self._left:
+            raise RefusedError(
+                f"found more than {self._most} requests, expected a program that ends "
+                "(environment.harness.max_requests)",
+                status=429,
+            )
+        self._left -= 1
+        try:
+            branch = self._chat(ask) if ask.messages else self._text(ask)
+            said, count, text = await self._sampled(branch, ask)
+        except ConversationOverError:
+            self.over = True
+            raise RefusedError(
+                "no room is left for an answer (rollout.max_new_tokens, rollout.context_length)",
+                "messages" if ask.messages else "prompt",
+                code="context_length_exceeded",
+            ) from None
+        except RefusedError:
+            raise
+        except Exception:
+            self.lost.set()
+            raise
+        return self._recorded(branch, ask, said, count, text)
+
+    async def wait(self) -> None:
+        """Until no request is under way: what a program has asked for and not waited for is recorded too."""
+        await self._idle.wait()
+
+    def _recorded(self, branch: Branch, ask: Ask, said: Trajectory, count: int, text: str) -> Said:
+        """Put a turn into the books; what a request that continues it will look like."""
+        whole = count == len(said.token_ids)
+        ended = whole and said.finished and said.token_ids[-1] in self._conversation.sampling.stop_token_ids
+        stopped = not whole or said.finished
+        point = _Point(branch, len(branch.ids), ended)
+        calls: tuple[dict[str, Any], ...] = ()
+        if ask.calls and self._tool_parser is not None:
+            text, calls = parse_calls(text, ask.tools, self._tool_parser, self._calls)
+            self._calls += len(calls)
+        if ask.messages:
+            spoken: dict[str, Any] = {"role": "assistant", "content": text}
+            if calls:
+                spoken["tool_calls"] = [_as_read(call) for call in calls]
+            self._points[_keys(ask, (*ask.messages, spoken))[-1]] = point
+        else:
+            before = ask.prompt if isinstance(ask.prompt, str) else self._conversation.tokenizer.decode(ask.prompt)
+            self._written += [(before + shown, at) for shown, at in self._shown(point, text, count)]
+        reason = "tool_calls" if calls else "stop" if stopped else "length"
+        return Said(text, calls, reason, len(branch.ids) - count, count, self._most - self._left)
+
+    def _shown(self, point: _Point, text: str, count: int) -> Iterator[tuple[str, _Point]]:
+        """A completion as later prompts may begin with it: with the stop that ended it, or without, as it was sent."""
+        decode, begin = self._conversation.tokenizer.decode, point.length - count
+        ids = point.branch.ids[begin:]
+        yield decode(ids[:-1] if point.ended else ids), point
+        for length in range(len(ids), 0, -1):
+            if not point.ended and decode(ids[:length]) == text:
+                yield text, replace(point, length=begin + length)
+
+    async def _sampled(self, branch: Branch, ask: Ask) -> tuple[Trajectory, int, str]:
+        """The engine's turn, put into the branch; how many of its tokens, and their text without what ended it."""
+        tokenizer = self._conversation.tokenizer
+        singles = {stop: tokenizer(stop, add_special_tokens=False).input_ids for stop in ask.stop}
+        stops = tuple(ids[0] for ids in singles.values() if len(ids) == 1)
+        self._busy.add(branch)
+        self._idle.clear()
+        try:
+            said = await self._conversation.ask(branch, stops, ask.max_tokens)
+            ids = said.token_ids
+            text = tokenizer.decode(ids[:-1] if said.finished else ids)
+            count = len(ids)
+            if found := [at for stop in ask.stop if (at := text.find(stop)) >= 0]:
+                # Up to the token that completes a stop of several.
+                count = 1 + bisect_left(
+                    range(1, len(ids) + 1),
+                    True,
+                    key=lambda n: any(stop in tokenizer.decode(ids[:n]) for stop in ask.stop),
+                )
+                text = text[: min(found)]
+            branch.add(said, length=count, stops=stops)
+            return said, count, text
+        finally:
+            self._busy.discard(branch)
+            if not self._busy:
+                self._idle.set()
+
+    def _chat(self, ask: Ask) -> Branch:
+        """The branch that a chat's next turn belongs to, with all that comes before it."""
+        tokenizer, template = self._conversation.tokenizer, _options(ask)
+        keys = _keys(ask, ask.messages)
+        try:
+            for end in range(len(ask.messages), 0, -1):
+                if (point := self._points.get(keys[end - 1])) is not None:
+                    calls = ask.messages[end - 1].get("tool_calls", ())
+                    between = continuation_ids(tokenizer, ask.messages[end:], calls, **template)
+                    return self._goes_on(point, between)
+            ids = tokenizer.apply_chat_template(
+                list(ask.messages), tokenize=True, return_dict=False, add_generation_prompt=True, **template
+            )
+        except (jinja2.TemplateError, TypeError, ValueError, UserError) as error:
+            raise RefusedError(f"messages: the model's chat template cannot write them: {error}", "messages") from error
+        return self._conversation.branch(ids)
+
+    def _text(self, ask: Ask) -> Branch:
+        """The branch that a text completion belongs to."""
+        tokenizer, prompt = self._conversation.tokenizer, ask.prompt
+        if not isinstance(prompt, str):
+            ids = list(prompt)
+            tips = [p for _, p in self._written if self._is_tip(p) and ids[: p.length] == p.branch.ids]
+            return self._told(tips[0].branch, ids[tips[0].length :]) if tips else self._conversation.branch(ids)
+        shared = max(
+            (entry for entry in self._written if prompt.startswith(entry[0])), key=lambda e: len(e[0]), default=None
+        )
+        if shared is None:
+            return self._conversation.branch(tokenizer(prompt).input_ids)
+        text, point = shared
+        rest = prompt[len(text) :]
+        if point.ended and rest.startswith(tokenizer.eos_token):
+            rest = rest.removeprefix(tokenizer.eos_token)
+        elif point.ended:  # the text goes on where the model had ended
+            point = replace(point, length=point.length - 1)
+        return self._goes_on(replace(point, ended=True), tokenizer(rest, add_special_tokens=False).input_ids)
+
+    def _goes_on(self, point: _Point, between: list[int]) -> Branch:
+        """What follows a turn, in its branch or, where that went on already, in one of its own."""
+        between = between if point.ended else [self._conversation.tokenizer.eos_token_id, *between]
+        if self._is_tip(point):
+            return self._told(point.branch, between)
+        return self._conversation.branch(point.branch.ids[: point.length] + between)
+
+    def _is_tip(self, point: _Point) -> bool:
+        return point.branch not in self._busy and len(point.branch.ids) == point.length
+
+    @staticmethod
+    def _told(branch: Branch, ids: list[int]) -> Branch:
+        if ids:
+            branch.tell(ids)
+        return branch
+
+
+def _options(ask: Ask) -> dict[str, Any]:
+    """Arguments of the chat template."""
+    return dict(ask.template) | ({"tools": list(ask.tools)} if ask.tools else {})
+
+
+def _keys(ask: Ask, messages: Sequence[dict[str, Any]]) -> list[bytes]:
+    """A key for each beginning of a chat; tools and the template's arguments are part of it."""
+    begun = _digest(b"", [ask.tools, ask.template])
+    return list(accumulate(messages, _digest, initial=begun))[1:]
+
+
+def _digest(before: bytes, value: Any) -> bytes:
+    text = json.dumps(value, sort_keys=True, ensure_ascii=False, default=str)
+    return hashlib.blake2b(before + text.encode(errors="surrogatepass"), digest_size=16).digest()
+
+
+def _as_read(call: dict[str, Any]) -> dict[str, Any]:
+    """A call as it looks when a program sends it back."""
+    function = call["function"]
+    try:
+        arguments = json.loads(function["arguments"])
+    except ValueError:
+        arguments = function["arguments"]
+    return {"id": call["id"], "type": "function", "function": {"name": function["name"], "arguments": arguments}}

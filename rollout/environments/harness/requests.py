@@ -1,0 +1,245 @@
+"""Requests of OpenAI's chat and text completions, read, and refused where the answer would be another one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rollout.types import SamplingParams
+
+MODEL = "policy"
+"""What the model is called, whatever it is."""
+_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+_IGNORED = {"user", "metadata", "store", "service_tier", "prompt_cache_key", "safety_identifier"}
+_COMMON = _IGNORED | {
+    "model", "n", "max_tokens", "stop", "stream", "stream_options", "logprobs", "temperature", "top_p", "top_k",
+    "min_p", "seed", "frequency_penalty", "presence_penalty",
+}  # fmt: skip
+_OF_CHAT = {
+    "messages", "tools", "tool_choice", "parallel_tool_calls", "response_format", "max_completion_tokens",
+    "top_logprobs", "chat_template_kwargs",
+}  # fmt: skip
+_MEANINGLESS: dict[str, tuple[Any, ...]] = {
+    "n": (1,),
+    "logprobs": (False,),
+    "top_logprobs": (0,),
+    "parallel_tool_calls": (True,),
+    "response_format": ({"type": "text"},),
+    "tool_choice": ("auto", "none"),
+    "stream": (True, False),
+}
+"""Settings, and all the values that they may have."""
+
+
+class RefusedError(Exception):
+    """A request that is not answered; the message says why."""
+
+    def __init__(self, message: str, param: str | None = None, status: int = 400, code: str | None = None) -> None:
+        super().__init__(message)
+        self.param, self.status, self.code = param, status, code
+
+
+@dataclass(frozen=True)
+class Ask:
+    """A request. max_tokens: of the turn; None: as many as there is room for. usage: a stream ends with it.
+
+    messages, tools, template: of a chat, as a chat template reads them. prompt: text or tokens of a text completion.
+    calls: tools may be called.
+    """
+
+    max_tokens: int | None
+    stop: tuple[str, ...]
+    stream: bool
+    usage: bool
+    messages: tuple[dict[str, Any], ...] = ()
+    tools: tuple[dict[str, Any], ...] = ()
+    template: tuple[tuple[str, Any], ...] = ()
+    calls: bool = False
+    prompt: str | tuple[int, ...] = ""
+
+
+def read(body: bytes, chat: bool, sampling: SamplingParams, override: Collection[str], vocabulary: int) -> Ask:
+    """What a body asks for.
+
+    sampling: of the run. override: settings of sampling that a request may say and that the run's replace.
+
+    Raises RefusedError.
+    """
+    try:
+        found = json.loads(body)
+    except ValueError as error:
+        raise RefusedError(f"body: found {error}, expected a JSON object") from error
+    if not isinstance(found, dict):
+        raise RefusedError(f"body: found {type(found).__name__}, expected a JSON object")
+    found = {name: value for name, value in found.items() if value is not None}
+    if found.get("model") != MODEL:
+        raise RefusedError(
+            f"The model {found.get('model')!r} does not exist; a run serves {MODEL!r} (OPENAI_MODEL).",
+            "model",
+            404,
+            "model_not_found",
+        )
+    for name in found.keys() - _COMMON - (_OF_CHAT if chat else {"prompt"}):
+        raise RefusedError(f"{name[:80]}: is not served to a program that is trained with. Leave it out", name[:80])
+    for name, values in _MEANINGLESS.items():
+        if name in found and found[name] not in values:
+            raise RefusedError(
+                f"{name}: found {_brief(found[name])}, expected {' or '.join(map(repr, values))}, "
+                "as all that is sampled is trained on. Leave it out",
+                name,
+            )
+    _check_sampling(found, sampling, override)
+    options = found.get("stream_options")
+    settings: dict[str, Any] = {
+        "max_tokens": _count(found),
+        "stop": _stops(found.get("stop", ())),
+        "stream": bool(found.get("stream")),
+        "usage": bool(isinstance(options, dict) and options.get("include_usage")),
+    }
+    if not chat:
+        return Ask(**settings, prompt=_prompt(found.get("prompt"), vocabulary))
+    return Ask(
+        **settings,
+        messages=_messages(found.get("messages")),
+        tools=_tools(found.get("tools", [])),
+        template=_template(found.get("chat_template_kwargs", {})),
+        calls=found.get("tool_choice") != "none" and bool(found.get("tools")),
+    )
+
+
+def _check_sampling(found: Mapping[str, Any], sampling: SamplingParams, override: Collection[str]) -> None:
+    """A token's log-probability is that of the run's distribution, so a program cannot have another one."""
+    own = {
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "min_p": sampling.min_p,
+        "frequency_penalty": 0,
+        "presence_penalty": 0,
+        "seed": None,
+    }
+    for name, value in own.items():
+        if (
+            name not in found
+            or found[name] == value
+            or name in override
+            or (name != "seed" and not sampling.temperature)
+        ):
+            continue
+        expected = "none: each conversation has one" if name == "seed" else f"{value:g}, that of the run"
+        raise RefusedError(
+            f"{name}: found {_brief(found[name])}, expected {expected}. Leave it out; or write {name} into "
+            "environment.harness.override, and what a program says of it is not heard",
+            name,
+        )
+
+
+def _count(found: Mapping[str, Any]) -> int | None:
+    for name in ("max_completion_tokens", "max_tokens"):
+        if name in found:
+            if not isinstance(found[name], int) or isinstance(found[name], bool) or found[name] < 1:
+                raise RefusedError(f"{name}: found {_brief(found[name])}, expected a whole number from 1", name)
+            return int(found[name])
+    return None
+
+
+def _stops(found: Any) -> tuple[str, ...]:
+    stops = [found] if isinstance(found, str) else found
+    if not isinstance(stops, list | tuple) or not all(isinstance(stop, str) and stop for stop in stops):
+        raise RefusedError(
+            f"stop: found {_brief(found)}, expected a text or a list of texts, none of them empty", "stop"
+        )
+    return tuple(stops)
+
+
+def _prompt(found: Any, vocabulary: int) -> str | tuple[int, ...]:
+    if isinstance(found, str) and found:
+        return found
+    if isinstance(found, list) and found and all(type(token) is int and 0 <= token < vocabulary for token in found):
+        return tuple(found)
+    raise RefusedError(
+        f"prompt: found {_brief(found)}, expected a text or a list of tokens from 0 to {vocabulary - 1}", "prompt"
+    )
+
+
+def _messages(found: Any) -> tuple[dict[str, Any], ...]:
+    if not isinstance(found, list) or not found:
+        raise RefusedError(f"messages: found {_brief(found)}, expected a list of messages", "messages")
+    return tuple(_message(message, f"messages.{number}") for number, message in enumerate(found))
+
+
+def _message(found: Any, place: str) -> dict[str, Any]:
+    """A message as a chat template reads it: content is text, arguments of a call are an object."""
+    if not isinstance(found, dict) or found.get("role") not in _ROLES:
+        role = found.get("role") if isinstance(found, dict) else found
+        raise RefusedError(f"{place}: found the role {_brief(role)}, expected {', '.join(_ROLES)}", place)
+    message: dict[str, Any] = {"role": _ROLES[found["role"]], "content": _text(found.get("content"), place)}
+    message |= {name: found[name] for name in ("name", "tool_call_id") if isinstance(found.get(name), str)}
+    if found.get("tool_calls"):
+        message["tool_calls"] = _calls(found["tool_calls"], place)
+    return message
+
+
+def _text(found: Any, place: str) -> str:
+    if found is None or isinstance(found, str):
+        return found or ""
+    parts = found if isinstance(found, list) else [found]
+    for part in parts:
+        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            kind = part.get("type") if isinstance(part, dict) else part
+            raise RefusedError(f"{place}.content: found {_brief(kind)}, expected text alone", place)
+    return "".join(part["text"] for part in parts)
+
+
+def _calls(found: Any, place: str) -> list[dict[str, Any]]:
+    try:
+        return [
+            {
+                "id": str(call.get("id", "")),
+                "type": "function",
+                "function": {
+                    "name": str(call["function"]["name"]),
+                    "arguments": _arguments(call["function"].get("arguments")),
+                },
+            }
+            for call in found
+        ]
+    except (TypeError, KeyError, AttributeError) as error:
+        raise RefusedError(
+            f"{place}.tool_calls: found {_brief(found)}, expected a list of calls of functions", place
+        ) from error
+
+
+def _arguments(found: Any) -> Any:
+    """An object where the text is one: templates read its parts."""
+    try:
+        return json.loads(found) if isinstance(found, str) else found
+    except ValueError:
+        return found
+
+
+def _tools(found: Any) -> tuple[dict[str, Any], ...]:
+    wanted = isinstance(found, list) and all(
+        isinstance(tool, dict)
+        and isinstance(tool.get("function"), dict)
+        and isinstance(tool["function"].get("name"), str)
+        for tool in found
+    )
+    if not wanted:
+        raise RefusedError(f"tools: found {_brief(found)}, expected a list of functions, each with a name", "tools")
+    return tuple(found)
+
+
+def _template(found: Any) -> tuple[tuple[str, Any], ...]:
+    if not isinstance(found, dict) or not found.keys() <= {"enable_thinking"}:
+        raise RefusedError(
+            f"chat_template_kwargs: found {_brief(found)}, expected enable_thinking alone", "chat_template_kwargs"
+        )
+    return tuple(found.items())
+
+
+def _brief(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."

@@ -1,0 +1,313 @@
+"""Programs of others that speak OpenAI's API, with a model whose lines are given: what is recorded of them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from numerics.errors import UserError
+from rollout.data.tasks import Problem
+from rollout.environments.config import EnvironmentConfig
+from rollout.environments.conversation import Conversation
+from rollout.environments.functions import load_environment
+from rollout.environments.harness.harness import Harness, ProgramError
+from rollout.types import Prompt, SamplingParams, Trajectory
+from tests.support.conversations import EOS, Model
+
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
+USER = {"role": "user", "content": "1+2=?"}
+
+Agent = Callable[[openai.AsyncOpenAI], Any]
+
+
+def played(
+    tokenizer: Any, agent: Agent | Harness, *lines: str, room: int = 200, **settings: Any
+) -> tuple[Any, list[Trajectory], Model]:
+    """What an agent returned in a conversation with these lines of the model, its rows, and the model."""
+    model = Model(tokenizer, *lines)
+    prompt = Prompt(Problem("1+2=?", "#### 3"), tokenizer("1+2=?", add_special_tokens=False).input_ids)
+    sampling = SamplingParams(room, stop_token_ids=(tokenizer.eos_token_id,))
+
+    async def program(base_url: str, api_key: str, problem: Problem) -> Any:
+        assert not isinstance(agent, Harness)
+        async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
+            return await agent(client)
+
+    async def run() -> tuple[Any, list[Trajectory]]:
+        harness = agent
+        if not isinstance(harness, Harness):
+            config = EnvironmentConfig(function="harness", harness={"program": "x:y", **settings}).harness  # type: ignore[arg-type]
+            assert config is not None
+            harness = Harness(config, program)
+        conversation = Conversation(prompt, 7, sampling, model, tokenizer, timeout_s=10.0, longest=1000)
+        try:
+            returned = await conversation.run(harness)
+        finally:
+            await harness.close()
+        return returned, conversation.trajectories({})
+
+    return *asyncio.run(run()), model
+
+
+def ids(tokenizer: Any, text: str) -> list[int]:
+    found: list[int] = tokenizer(text, add_special_tokens=False).input_ids
+    return found
+
+
+def sampled(rows: list[Trajectory]) -> int:
+    return sum(len(row.logprobs) for row in rows)
+
+
+def test_three_turns_with_tools_are_one_row_in_which_nothing_is_tokenized_twice(tokenizer: Any) -> None:
+    async def agent(client: openai.AsyncOpenAI) -> float:
+        messages: list[Any] = [USER]
+        for number in range(3):
+            answer = await client.chat.completions.create(model="policy", messages=messages, tools=[TOOL])  # type: ignore[list-item]
+            message = answer.choices[0].message
+            messages.append(message)
+            if not message.tool_calls:
+                assert (answer.choices[0].finish_reason, message.content) == ("stop", "#### 3")
+                return 1.0
+            (call,) = message.tool_calls
+            assert (call.id, answer.choices[0].finish_reason) == (f"call_{number}", "tool_calls")
+            assert json.loads(call.function.arguments) == {"a": 1, "b": 2}
+            messages.append({"role": "tool", "tool_call_id": call.id, "content": "3"})
+        return 0.0
+
+    reward, rows, model = played(
+        tokenizer, agent, CALL + EOS, CALL + EOS, "#### 3" + EOS, tool_parser="qwen25", room=400
+    )
+    (row,) = rows
+    assert reward == 1.0 and row.branch == 0
+    assert row.prompt_ids == ids(tokenizer, "<|user|>1+2=?<|assistant|>")
+    between = "<|tool|>3<|assistant|>"
+    assert row.token_ids == ids(tokenizer, CALL + EOS + between + CALL + EOS + between + "#### 3" + EOS)
+    assert len(row.told) == 2 and all(tokenizer.decode(row.token_ids[a:b]) == between for a, b in row.told)
+    assert row.logprobs == [-float(t) for t in ids(tokenizer, CALL + EOS + CALL + EOS + "#### 3" + EOS)]
+    assert (
+        row.weight_versions == [1] * (len(ids(tokenizer, CALL)) + 1) + [2] * (len(ids(tokenizer, CALL)) + 1) + [3] * 7
+    )
+    assert [prompt for prompt, _, _ in model.asked][2] == row.prompt_ids + row.token_ids[:-7]
+
+
+def test_a_history_that_is_changed_is_a_row_of_its_own_from_the_recorded_tokens_that_it_shares(tokenizer: Any) -> None:
+    async def agent(client: openai.AsyncOpenAI) -> None:
+        first = await say(client, [USER])
+        history: list[Any] = [USER, {"role": "assistant", "content": first}, {"role": "user", "content": "more"}]
+        second = await say(client, history)
+        assert (first, second) == ("4", "5")
+        await say(client, [*history, {"role": "assistant", "content": "edited"}, {"role": "user", "content": "again"}])
+        await say(client, [{"role": "system", "content": "compact"}, USER])
+        assert await say(client, [*history, {"role": "assistant", "content": second}, USER]) == "8"
+
+    _, rows, model = played(tokenizer, agent, "4" + EOS, "5" + EOS, "6" + EOS, "7" + EOS, "8" + EOS)
+    by_prompt = {tokenizer.decode(row.prompt_ids): tokenizer.decode(row.token_ids) for row in rows}
+    begun = "<|user|>1+2=?<|assistant|>"
+    assert by_prompt == {
+        begun: "4<|im_end|><|user|>more<|assistant|>5<|im_end|><|user|>1+2=?<|assistant|>8<|im_end|>",
+        begun + "4<|im_end|><|user|>more<|assistant|>edited<|im_end|><|user|>again<|assistant|>": "6<|im_end|>",
+        "<|system|>compact<|user|>1+2=?<|assistant|>": "7<|im_end|>",
+    }
+    assert sampled(rows) == 10, "each token that was sampled stands in one row, as one to be learnt"
+    assert tokenizer.decode(rows[0].token_ids).endswith("8<|im_end|>") and [row.branch for row in rows] == [0, 1, 2]
+    assert len({row.seed for row in rows}) == 3 and {seed for _, seed, _ in model.asked} == {row.seed for row in rows}
+
+
+async def say(client: openai.AsyncOpenAI, messages: list[Any], **settings: Any) -> str:
+    answer = await client.chat.completions.create(model="policy", messages=messages, **settings)
+    return answer.choices[0].message.content or ""
+
+
+def test_two_agents_at_once_and_the_same_question_twice_are_rows_with_draws_of_their_own(tokenizer: Any) -> None:
+    async def agent(client: openai.AsyncOpenAI) -> None:
+        await asyncio.gather(say(client, [USER]), say(client, [USER]), say(client, [{**USER, "content": "?"}]))
+
+    _, rows, _ = played(tokenizer, agent, "4" + EOS, "5" + EOS, "6" + EOS)
+    assert len(rows) == 3 and len({row.seed for row in rows}) == 3 and sampled(rows) == 6
+
+
+def test_a_stream_brings_the_same_and_one_that_is_abandoned_is_recorded(tokenizer: Any) -> None:
+    async def agent(client: openai.AsyncOpenAI) -> str:
+        stream = await client.chat.completions.create(
+            model="policy",
+            messages=[USER],
+            stream=True,
+            tools=[TOOL],
+            stream_options={"include_usage": True},  # type: ignore[list-item]
+        )
+        chunks = [chunk async for chunk in stream]
+        assert chunks[-1].usage is not None and chunks[-1].usage.completion_tokens == len(ids(tokenizer, CALL)) + 1
+        calls = [c for chunk in chunks for choice in chunk.choices for c in choice.delta.tool_calls or ()]
+        assert [(c.function.name, c.id) for c in calls if c.function] == [("add", "call_0")]
+        abandoned = await client.chat.completions.create(model="policy", messages=[USER], stream=True)
+        await abandoned.close()
+        return "done"
+
+    _, rows, _ = played(tokenizer, agent, CALL + EOS, "9" + EOS, tool_parser="qwen25", room=400)
+    assert sampled(rows) == len(ids(tokenizer, CALL)) + 1 + 2
+
+
+def test_text_completions_go_on_from_the_recorded_tokens(tokenizer: Any) -> None:
+    async def agent(client: openai.AsyncOpenAI) -> None:
+        first = await client.completions.create(model="policy", prompt="1+2=", stop=["++", "="], max_tokens=50)
+        assert (first.choices[0].text, first.choices[0].finish_reason) == ("12", "stop")
+        text = "1+2=" + first.choices[0].text
+        second = await client.completions.create(model="policy", prompt=text + "++?", max_tokens=2)
+        assert (second.choices[0].text, second.choices[0].finish_reason) == ("34", "length")
+
+        await client.completions.create(model="policy", prompt=text + "!", max_tokens=2)
+
+    _, (other, row), _ = played(tokenizer, agent, "12++77" + EOS, "345", "67")
+    assert tokenizer.decode(row.prompt_ids + row.token_ids) == "1+2=12++?34" and len(row.told) == 1
+    assert row.logprobs == [-float(t) for t in ids(tokenizer, "12++34")], "what follows a stop was never said"
+    assert (tokenizer.decode(other.prompt_ids), tokenizer.decode(other.token_ids)) == ("1+2=12!", "67")
+
+
+@pytest.mark.parametrize(
+    ("settings", "status", "message"),
+    [
+        ({"model": "gpt-5"}, 404, "The model 'gpt-5' does not exist; a run serves 'policy'"),
+        ({"extra_body": {"best_of": 2}}, 400, "best_of: is not served"),
+        ({"messages": "hello"}, 400, "messages: found 'hello', expected a list of messages"),
+        ({"messages": [{"role": "poet", "content": "x"}]}, 400, "messages.0: found the role 'poet', expected system"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+            400,
+            "messages.0.content: found 'image_url', expected text alone",
+        ),
+        ({"n": 2}, 400, "n: found 2, expected 1"),
+        ({"temperature": 0.2}, 400, "temperature: found 0.2, expected 1, that of the run"),
+        ({"seed": 3}, 400, "seed: found 3, expected none"),
+        ({"max_tokens": 0}, 400, "max_tokens: found 0, expected a whole number from 1"),
+        ({"tools": [TOOL]}, 400, "Set environment.harness.tool_parser"),
+        ({"tool_choice": "required"}, 400, "tool_choice: found 'required'"),
+        ({"messages": [{"role": "user", "content": "1" * 1000}]}, 400, "no room is left for an answer"),
+    ],
+)
+def test_a_request_that_cannot_be_answered_as_asked_is_refused_in_one_sentence(
+    tokenizer: Any, settings: dict[str, Any], status: int, message: str
+) -> None:
+    async def agent(client: openai.AsyncOpenAI) -> float:
+        with pytest.raises(openai.APIStatusError, match=message.replace("(", r"\(")) as caught:
+            await client.chat.completions.create(**({"model": "policy", "messages": [USER]} | settings))
+        assert caught.value.status_code == status
+        assert await say(client, [USER], temperature=1.0, top_p=1.0) == "3", "the conversation goes on"
+        return 1.0
+
+    returned, rows, _ = played(tokenizer, agent, "3" + EOS)
+    assert returned == 1.0 and sampled(rows) == 2
+
+
+def test_a_program_gets_nothing_but_its_own_conversation(tokenizer: Any) -> None:
+    async def agent(client: openai.AsyncOpenAI) -> None:
+        with pytest.raises(openai.AuthenticationError, match="found no key of a conversation"):
+            await say(client.with_options(api_key="another"), [USER])
+        await say(client, [USER])
+
+    played(tokenizer, agent, "3" + EOS)
+
+
+def test_requests_without_end_are_refused_and_settings_that_are_overridden_are_not_heard(tokenizer: Any) -> None:
+    async def agent(client: openai.AsyncOpenAI) -> None:
+        await say(client, [USER], temperature=0.1)
+        with pytest.raises(openai.RateLimitError, match="found more than 1 requests"):
+            await say(client, [USER])
+
+    _, _, model = played(tokenizer, agent, "3" + EOS, max_requests=1, override=("temperature",))
+    assert model.asked[0][2].temperature == 1.0
+
+
+def test_a_program_that_fails_for_want_of_room_has_come_to_the_end_of_its_answer(tokenizer: Any) -> None:
+    async def agent(client: openai.AsyncOpenAI) -> float:
+        said = await say(client, [USER])
+        await say(client, [USER, {"role": "assistant", "content": said}, USER])
+        return 1.0
+
+    returned, (row,), _ = played(tokenizer, agent, "3" + EOS, room=8)
+    assert returned is None and not row.finished
+
+
+def test_an_engine_that_is_lost_ends_the_conversation_with_its_own_error(tokenizer: Any) -> None:
+    async def agent(client: openai.AsyncOpenAI) -> None:
+        while True:
+            try:
+                await say(client, [USER])
+            except openai.InternalServerError:
+                await asyncio.sleep(0.01)
+
+    with pytest.raises(IndexError):
+        played(tokenizer, agent)  # a model without a line
+
+
+AGENT = """
+import json, os, sys
+import urllib.request
+problem = json.load(sys.stdin)
+assert set(problem) == {"question", "messages", "fields"} and "FP8RL_SECRET" not in os.environ
+def say(messages):
+    body = json.dumps({"model": os.environ["OPENAI_MODEL"], "messages": messages}).encode()
+    headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
+    request = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body, headers)
+    return json.load(urllib.request.urlopen(request))["choices"][0]["message"]
+said = say(problem["messages"])
+print("thinking")
+END
+print(json.dumps({"reward": float(said["content"] == "3"), "turns": 1}))
+"""
+
+
+@pytest.mark.parametrize(
+    ("end", "expected"),
+    [
+        ("", {"reward": 1.0, "turns": 1}),
+        ("raise SystemExit('no luck')", "ended with status 1: no luck"),
+        ("import time; time.sleep(600)", "the program took more than 3 s (environment.harness.deadline_s)"),
+    ],
+)
+def test_a_command_is_a_process_of_its_own_that_may_die_and_is_ended_in_time(
+    tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str, expected: Any
+) -> None:
+    (tmp_path / "agent.py").write_text(textwrap.dedent(AGENT).replace("END", end))
+    monkeypatch.setenv("FP8RL_SECRET", "x")
+    command = [sys.executable, "-I", "-S", str(tmp_path / "agent.py")]
+    settings = {"command": command, "deadline_s": 3.0 if "sleep" in end else 60.0}
+    harness = load_environment(EnvironmentConfig(function="harness", harness=settings))  # type: ignore[arg-type]
+    assert isinstance(harness, Harness)
+    if isinstance(expected, dict):
+        assert played(tokenizer, harness, "3" + EOS)[0] == expected
+    else:
+        with pytest.raises(ProgramError) as caught:
+            played(tokenizer, harness, "3" + EOS)
+        assert expected in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"function": "harness"}, "environment.harness: found 'neither', expected a command or a program, one"),
+        (
+            {"function": "harness", "harness": {"command": ["no-such-program"]}},
+            "found 'no-such-program', expected",
+        ),
+        ({"function": "harness", "harness": {"command": ["ls"], "tool_parser": "x"}}, "harness.tool_parser: found 'x'"),
+        ({"function": "harness", "harness": {"command": ["ls"], "directory": "/no"}}, "harness.directory: found '/no'"),
+        (
+            {"function": "harness", "harness": {"program": "json:dumps"}},
+            "program: found 'json:dumps', expected an async",
+        ),
+        ({"function": "guess", "harness": {"command": ["ls"]}}, "a program beside function=guess"),
+    ],
+)
+def test_a_program_that_cannot_be_run_is_refused_before_anything_starts(settings: Any, message: str) -> None:
+    with pytest.raises(UserError) as caught:
+        load_environment(EnvironmentConfig.model_validate(settings))
+    assert message in str(caught.value)
