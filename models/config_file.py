@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from models.stored_fp8 import BLOCK
 from numerics.errors import UserError, user_error
 from numerics.io.reading import read_json
 
@@ -14,6 +15,7 @@ LARGEST = 1 << 31
 """The largest size that is accepted: a larger one would be worked on for ever before the tensors say that it is
 wrong."""
 _UNSET: Any = object()
+_BLOCK_FP8 = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [BLOCK, BLOCK]}
 _ROPE_KEYS = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
 
 
@@ -61,11 +63,12 @@ class ConfigFile:
             raise self.refusal(name, self._values.get(name), f"{value!r}, {reason}")
 
     def refuse_quantized(self) -> None:
+        """Refuse weights in another form than BF16, and than FP8 with a scale for each block of 128 x 128."""
         for name in ("quantization_config", "compression_config"):
-            if self._values.get(name) is not None:
-                raise self.refusal(
-                    name, self._values[name], "none: the weights are BF16", "Use the BF16 checkpoint of this model."
-                )
+            found = self._values.get(name)
+            if found is not None and not (isinstance(found, dict) and _BLOCK_FP8.items() <= _with_fmt(found).items()):
+                expected = f"none, for weights in BF16, or FP8 by blocks: {_BLOCK_FP8}"
+                raise self.refusal(name, found, expected, "Use the BF16 checkpoint of this model.")
 
     def refuse_variants(self, expected: Mapping[str, Any], rotary_part: bool = False) -> None:
         """Refuse what the shared ops do not define: other values than these of keys that are there, windows of
@@ -162,3 +165,8 @@ class ConfigFile:
     def _variant(self, name: str, found: object, expected: str) -> UserError:
         remedy = "Use a model without this variant; the shared ops do not define it."
         return self.refusal(name, found, expected, remedy)
+
+
+def _with_fmt(quantization: Mapping[str, Any]) -> dict[str, Any]:
+    """Add the kind of codes, which some files leave out."""
+    return {"fmt": "e4m3", **quantization}

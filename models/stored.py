@@ -2,76 +2,93 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import Tensor
 
 from models.architecture import Model
+from models.stored_fp8 import CODES, WeightFiles, check_scales, how_dequantized, is_scales
 from models.storing import INDEX
 from numerics.errors import UserError, user_error
 from numerics.io.reading import parsed
 
 FLOAT_DTYPES = ("BF16", "F16", "F32")
-"""safetensors' names of what is read; it is rounded to the dtype that a side holds."""
+"""safetensors' names of what is read as it is, and rounded to the dtype that a side holds."""
 SCANNED_BYTES = 2 << 30
 """Smaller weights are looked through for NaN at once; larger ones when they are loaded."""
 _SPARE = ("rotary_emb.inv_freq",)
 """Endings of names that older files have and nothing reads."""
 
 
-def check_stored(path: Path, model: Model, key: str = "model.path") -> None:
-    """Whether the directory holds the tensors of `model`, no more and no less, in its shapes and as finite floats;
-    those of draft layers may have any shape.
+def check_stored(
+    path: Path, model: Model, key: str = "model.path", say: Callable[[str], object] = lambda text: None
+) -> None:
+    """Whether the directory holds the tensors of `model`, no more and no less, in its shapes and as finite floats, or
+    as matrices in FP8 with a scale for each block; those of draft layers may have any shape.
+
+    say: told what becomes of weights in FP8.
 
     Raises:
         UserError: there are no files, one is broken, or they are of another model; the message names the first tensor.
     """
     found: dict[str, tuple[int, ...]] = {}
-    files = weight_files(path, key)
-    for file in files:
+    coded: list[str] = []
+    paths = weight_files(path, key)
+    for file in paths:
         try:
-            with safe_open(file, framework="pt") as stored:
-                for name in stored.keys():
-                    held = stored.get_slice(name)
-                    found[name] = tuple(held.get_shape())
-                    if held.get_dtype() not in FLOAT_DTYPES:
-                        raise _dtype_refusal(f"{key}: {name} in {file}", held.get_dtype())
+            WeightFiles([file])
         except (OSError, SafetensorError) as error:
             raise user_error(
                 f"{key}: {file}", found=str(error), expected="a whole safetensors file", remedy="Copy the file again."
             ) from error
+    files = WeightFiles(paths)
+    for name, file in files.where.items():
+        found[name], dtype = files.described(name)
+        if dtype == CODES:
+            check_scales(name, files, key)
+            coded.append(name)
+        elif dtype not in FLOAT_DTYPES:
+            raise _dtype_refusal(f"{key}: {name} in {file}", dtype)
     for name, row in model.tensors.rows.items():
         if name not in found:
             raise _refusal(key, name, "no such tensor", f"one of shape {list(row.shape)}")
         if found[name] != row.shape:
             raise _refusal(key, name, f"shape {list(found[name])}", f"{list(row.shape)}")
     for name in sorted(found.keys() - model.tensors.rows.keys()):
-        if not _is_spare(name, model):
-            raise _refusal(key, name, f"a tensor of shape {list(found[name])}", "no such tensor")
-    if sum(file.stat().st_size for file in files) <= SCANNED_BYTES:
+        if not _is_spare(name, model) and not is_scales(name, files):
+            raise _unexpected(key, name, found[name], model)
+    if coded:
+        say(how_dequantized(coded, files))
+    if sum(file.stat().st_size for file in paths) <= SCANNED_BYTES:
         for name, tensor in stored_tensors(path, model, key):
             check_finite(name, tensor, key)
 
 
 def stored_tensors(path: Path, model: Model, key: str = "model.path") -> Iterator[tuple[str, Tensor]]:
-    """(name, tensor) of all that is in the table."""
+    """(name, tensor) of all that is in the table; in BF16 where the files have FP8."""
     return _tensors(path, key, lambda name: name in model.tensors.rows)
 
 
+def read_tensors(path: Path, names: Collection[str], key: str = "model.path") -> dict[str, Tensor]:
+    """These tensors, by name; in BF16 where the files have FP8."""
+    files = WeightFiles(weight_files(path, key))
+    return {name: files.read(name) for name in names}
+
+
 def draft_tensors(path: Path, model: Model, key: str = "model.path") -> Iterator[tuple[str, Tensor]]:
-    """(name, tensor) of the draft layers."""
+    """(name, tensor) of the draft layers; in BF16 where the files have FP8."""
     return _tensors(path, key, model.sizes.drafts)
 
 
 def _tensors(path: Path, key: str, wanted: Callable[[str], bool]) -> Iterator[tuple[str, Tensor]]:
-    for file in weight_files(path, key):
-        with safe_open(file, framework="pt") as stored:
-            for name in stored.keys():
-                if wanted(name):
-                    yield name, stored.get_tensor(name)
+    files = WeightFiles(weight_files(path, key))
+    for name in files.where:
+        if wanted(name) and not is_scales(name, files):
+            yield name, files.read(name)
 
 
 def check_finite(name: str, tensor: Tensor, key: str = "model.path") -> None:
@@ -118,7 +135,21 @@ def _is_spare(name: str, model: Model) -> bool:
 
 def _dtype_refusal(what: str, dtype: str) -> UserError:
     remedy = "Use the BF16 checkpoint of this model."
-    return user_error(what, found=dtype, expected=" or ".join(FLOAT_DTYPES), remedy=remedy)
+    return user_error(what, found=dtype, expected=" or ".join((*FLOAT_DTYPES, CODES)), remedy=remedy)
+
+
+def _unexpected(key: str, name: str, shape: tuple[int, ...], model: Model) -> UserError:
+    layers, found = model.sizes.layers, f"a tensor of shape {list(shape)}"
+    if not re.match(rf"model\.layers\.{layers + model.sizes.draft_layers}\.", name):
+        return _refusal(key, name, found, "no such tensor")
+    return user_error(
+        f"{key}: {name}",
+        found=f"{found} behind the {layers} layers and {model.sizes.draft_layers} draft layers of config.json",
+        expected="no such tensor",
+        remedy="If it is of a draft layer (multi-token prediction), set num_nextn_predict_layers in config.json; if "
+        "not, the weights are those of another architecture: put the config.json and the weights of one model into the "
+        "directory.",
+    )
 
 
 def _refusal(key: str, name: str, found: str, expected: str) -> UserError:

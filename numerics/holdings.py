@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -60,3 +61,10 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
     elif isinstance(value, Iterable) and not isinstance(value, str):
         for each in value:
             yield from tensors_in(each)
+
+
+def give_back() -> None:
+    """Have the C library return what was freed: it would keep blocks that are no larger than those it has been given
+    back before."""
+    if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
+        trim(0)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from numerics import ops
+from numerics.frozen import frozen_of
 from numerics.spec import TensorSpec
 
 
@@ -45,9 +46,12 @@ class WeightCache:
 
     def served(self, weight: torch.Tensor) -> torch.Tensor:
         """The weight that a module serves in place of its parameter: quantized products take it, and engines are sent
-        it. It is the parameter as it stands, or what `serve` puts in its place, made anew."""
-        make = self._made.get(weight)
-        return weight.detach() if make is None else make()
+        it. It is the parameter as it stands, or what the codes of a frozen one say, or what `serve` puts in its place,
+        made anew."""
+        if (make := self._made.get(weight)) is not None:
+            return make()
+        frozen = frozen_of(weight)
+        return weight.detach() if frozen is None else frozen.dequantized().to(weight.dtype)
 
     def plain(self, weight: torch.Tensor) -> torch.Tensor:
         """What an unquantized product takes of a parameter: the parameter itself, for its gradient, or what is served
@@ -59,7 +63,9 @@ class WeightCache:
         return self._plain[weight]
 
     def operand(self, weight: torch.Tensor, spec: TensorSpec) -> Any:
-        """`ops.trained_operand` of what the parameter weight [N, K] serves."""
+        """`ops.trained_operand` of what the parameter weight [N, K] serves; of a frozen one its own."""
+        if (frozen := frozen_of(weight)) is not None:
+            return frozen
         key = ((weight,), spec)
         if key not in self._operands:
             self._operands[key] = ops.trained_operand(self.served(weight), spec)
@@ -68,6 +74,9 @@ class WeightCache:
     def group_operand(self, weights: Sequence[torch.Tensor] | torch.Tensor, spec: TensorSpec) -> Any:
         """`ops.group_operand` of what the experts' parameters [N, K], or their stack [experts, N, K], serve."""
         given = (weights,) if isinstance(weights, torch.Tensor) else tuple(weights)
+        frozen = [each for weight in given if (each := frozen_of(weight)) is not None]
+        if frozen:
+            return frozen[0] if isinstance(weights, torch.Tensor) else frozen
         if (given, spec) not in self._operands:
             served = [self.served(weight) for weight in given]
             self._operands[given, spec] = ops.group_operand(served[0] if len(given) < len(weights) else served, spec)

@@ -31,6 +31,14 @@ class Commit(_Message):
     version: str
 
 
+class MapBase(_Message):
+    """Hold the weights of a base (`models.base`) in the memory at this address (`numerics.io.shared`), and not in the
+    engine's own; they have no version until a commit. Answer: Mapped."""
+
+    call: Literal["map_base"] = "map_base"
+    address: str
+
+
 class ReadManifest(_Message):
     """Digest the weights as they are. Answer: Held."""
 
@@ -68,7 +76,7 @@ class Ping(_Message):
     call: Literal["ping"] = "ping"
 
 
-Call = Commit | ReadManifest | Probe | ReadReport | ReadInventory | ReadMemory | Ping
+Call = Commit | MapBase | ReadManifest | Probe | ReadReport | ReadInventory | ReadMemory | Ping
 _CALLS: TypeAdapter[Call] = TypeAdapter(Annotated[Call, Field(discriminator="call")])
 
 
@@ -76,6 +84,12 @@ class Held(_Message):
     """The weights that an engine holds: digests by HF name, of what is quantized `digest@version`."""
 
     entries: dict[str, str]
+
+
+class Mapped(_Message):
+    """bytes: of the base that an engine reads where it is."""
+
+    bytes: int
 
 
 class ProbeAnswer(_Message):

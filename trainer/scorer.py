@@ -10,8 +10,10 @@ from torch import Tensor, nn
 
 from models import read_model
 from models.adapters import AdapterConfig
+from models.base import Base
 from numerics.config import NumericsConfig
 from numerics.errors import user_error
+from numerics.holdings import give_back
 from numerics.weight_cache import WeightCache
 from trainer import device
 from trainer.config import TrainerConfig
@@ -92,6 +94,16 @@ class Scorer:
     def weights_changed(self) -> None:
         """Retire all quantized weights. Whoever writes parameters calls it."""
         self.cache.advance(self.cache.version + 1)
+
+    def adopt(self, base: Base) -> int:
+        """Read what is frozen of the model from a base that others read as well; the bytes of what could not be.
+
+        Whoever changes the numerics afterwards changes what is computed with these codes, not the codes.
+        """
+        kept = self.weights.adopt(self.model, base)
+        self.weights_changed()
+        give_back()
+        return kept
 
     def set_numerics(self, numerics: NumericsConfig) -> None:
         """Compute in another precision or spec from now on, with the same weights.

@@ -49,7 +49,9 @@ def serve(
 
 
 def convert(
-    model: Annotated[Path, typer.Argument(metavar="MODEL", help="Hugging Face directory in BF16.")],
+    model: Annotated[
+        Path, typer.Argument(metavar="MODEL", help="Hugging Face directory in BF16, or in FP8 by blocks.")
+    ],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Directory to write, as an engine loads it.")],
     preset: Annotated[str, typer.Option(help="Quantization preset.")] = "fp8_block_pow2",
 ) -> None:
@@ -69,7 +71,7 @@ def convert(
         quant_spec = QuantSpec.preset(preset)
         definition = read_model(model, "MODEL")
         check_layout(definition.sizes, TrainerConfig(), quant_spec)
-        check_stored(model, definition, "MODEL")
+        check_stored(model, definition, "MODEL", say=lambda note: show(f"note: {note}", soft_wrap=True))
         if (model / "tokenizer.json").is_file():  # an engine needs none, and a base model no chat template
             tokenizer = load_tokenizer(model, "MODEL")
             if tokenizer.chat_template:

@@ -12,7 +12,7 @@ import torch
 
 from numerics.backend.dispatch import op
 from numerics.fake_quantize import fake_quantize_columns, fake_quantize_rows
-from numerics.ops.linear import FEWEST_ROWS, Backward, product, wide_mm
+from numerics.ops.linear import FEWEST_ROWS, Backward, dense, product, wide_mm
 from numerics.spec import QuantSpec, TensorSpec
 
 
@@ -30,9 +30,9 @@ def grouped_linear(
     as there.
 
     x [T, K], the first counts[0] rows in group 0, and so on; counts int64 [groups]. weights [N, K] each, or [groups, N,
-    K], receive the gradients (`Gradients`); operand is their `group_operand`, or the `weight_operand` of their stack.
-    Returns [T, N] in x's dtype. Rows are quantized in one go; for wgrad, blocks along the tokens begin anew in each
-    group. A group may be empty.
+    K], receive the gradients (`Gradients`); operand is their `group_operand`, the `weight_operand` of their stack, or
+    its `Frozen`. Returns [T, N] in x's dtype. Rows are quantized in one go; for wgrad, blocks along the tokens begin
+    anew in each group. A group may be empty.
     """
     gradients, given = Gradients.of(weights), given_to_autograd(weights)
     if spec is None or operand is None:
@@ -79,7 +79,7 @@ class _GroupedProduct(torch.autograd.Function):
         counts: Sequence[int],
         spec: QuantSpec | None,
         backward: Backward,
-        operands: tuple[torch.Tensor, ...],
+        operands: tuple[Any, ...],
         gradients: Gradients,
         plus: torch.Tensor | None,
         *weights: torch.Tensor,
@@ -87,13 +87,13 @@ class _GroupedProduct(torch.autograd.Function):
         rows = x if spec is None else fake_quantize_rows(x, spec.activation)
         kept = x if spec is not None and backward == "fp8" else rows
         ctx.save_for_backward(kept if any(ctx.needs_input_grad[7:]) else None)
-        ctx.kept_dtype = kept.dtype
+        ctx.kept_dtype, ctx.width = kept.dtype, x.shape[1]
         ctx.spec = spec if backward == "fp8" else None
         ctx.counts, ctx.operands, ctx.dtype, ctx.gradients = counts, operands, x.dtype, gradients
         out = x.new_empty(x.shape[0], weights[0].shape[-2])
         for (start, stop), weight in zip(_spans(counts), operands, strict=True):
             if start < stop:
-                out[start:stop] = _span_product(rows, start, stop, weight, x.dtype, plus)
+                out[start:stop] = _span_product(rows, start, stop, dense(weight), x.dtype, plus)
         return out
 
     @staticmethod
@@ -105,10 +105,9 @@ class _GroupedProduct(torch.autograd.Function):
         dx = None
         if ctx.needs_input_grad[0]:
             dy_rows = dy if spec is None else fake_quantize_rows(dy, spec.gradient)
-            parts = [
-                wide_mm(part, weight) for part, weight in zip(dy_rows.split(list(counts)), ctx.operands, strict=True)
-            ]
-            dx = torch.cat(parts).to(ctx.dtype)
+            parts = zip(dy_rows.split(list(counts)), ctx.operands, strict=True)
+            found = [wide_mm(part, dense(weight)) for part, weight in parts if len(part)]
+            dx = torch.cat(found).to(ctx.dtype) if found else dy.new_zeros(0, ctx.width, dtype=ctx.dtype)
         if rows is None:
             return dx, None, None, None, None, None, dplus, *(None,) * len(ctx.needs_input_grad[7:])
         if spec is not None:

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 
 from numerics.backend.dispatch import op
 from numerics.fake_quantize import fake_quantize_columns, fake_quantize_rows
+from numerics.frozen import Frozen
 from numerics.ops.norm import rms_norm
 from numerics.quantize import QuantizedTensor, quantize
 from numerics.spec import QuantSpec, TensorSpec
@@ -38,6 +39,12 @@ def weight_operand(quantized: QuantizedTensor, former: Any = None) -> Any:
     former: the operand of an earlier version of this weight, which nothing uses any more; its memory may be used again.
     """
     return quantized.dequantize(out=former)
+
+
+def dense(operand: Any) -> torch.Tensor:
+    """What a product multiplies with: the operand itself, or of a frozen weight what its codes say, made anew."""
+    made: torch.Tensor = operand.dequantized() if isinstance(operand, Frozen) else operand
+    return made
 
 
 @op
@@ -81,7 +88,8 @@ def fp8_linear(
     """The FP8 product of x [..., K] and a quantized weight, in x's dtype; plus as in `linear`.
 
     weight [N, K] is the parameter, which receives the gradient; operand is its `trained_operand`
-    (`WeightCache.operand`), or the `weight_operand` of its quantized form. x is quantized by `spec.activation` along K.
+    (`WeightCache.operand`), the `weight_operand` of its quantized form, or its `Frozen`. x is quantized by
+    `spec.activation` along K.
     backward: `fp8` quantizes dy along N for dgrad, and dy and x along the tokens for wgrad (TransformerEngine's
     Float8BlockScaling); `bf16` takes the gradient of the quantized forward with dy as it is (straight through).
     """
@@ -192,7 +200,7 @@ class _Product(torch.autograd.Function):
         ctx: Any,
         x: torch.Tensor,
         weight: torch.Tensor,
-        weight_dq: torch.Tensor,
+        held: Any,
         spec: QuantSpec | None,
         backward: Backward,
         dtype: torch.dtype,
@@ -202,21 +210,22 @@ class _Product(torch.autograd.Function):
         operand = rows if spec is None else fake_quantize_rows(rows, spec.activation)
         # An FP8 wgrad quantizes x anew, along the tokens; any other takes the operand of the forward.
         kept = rows if spec is not None and backward == "fp8" else operand
-        ctx.save_for_backward(kept if ctx.needs_input_grad[1] else None, weight_dq)
+        ctx.frozen = held if isinstance(held, Frozen) else None
+        ctx.save_for_backward(kept if ctx.needs_input_grad[1] else None, held if ctx.frozen is None else None)
         ctx.spec, ctx.shape = (spec if backward == "fp8" else None), x.shape
         ctx.dtype, ctx.kept_dtype, ctx.weight_dtype = x.dtype, kept.dtype, weight.dtype
         more = None if plus is None else plus.reshape(-1, weight.shape[0])
-        return product(operand, weight_dq, dtype, more).reshape(*x.shape[:-1], weight.shape[0])
+        return product(operand, dense(held), dtype, more).reshape(*x.shape[:-1], weight.shape[0])
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
-        rows, weight_dq = ctx.saved_tensors
+        rows, weight = ctx.saved_tensors
         dy = grads[0].reshape(-1, grads[0].shape[-1]).to(ctx.kept_dtype)
         spec: QuantSpec | None = ctx.spec
         dx = dw = None
         if ctx.needs_input_grad[0]:
             dy_rows = dy if spec is None else fake_quantize_rows(dy, spec.gradient)
-            dx = wide_mm(dy_rows, weight_dq).reshape(ctx.shape).to(ctx.dtype)
+            dx = wide_mm(dy_rows, weight if ctx.frozen is None else dense(ctx.frozen)).reshape(ctx.shape).to(ctx.dtype)
         if ctx.needs_input_grad[1]:
             if spec is not None:
                 dy, rows = fake_quantize_columns(dy, spec.gradient), fake_quantize_columns(rows, spec.activation)

@@ -9,10 +9,13 @@ from typing import Any
 import torch
 
 from models import read_model
+from models.base import Base
 from models.tensors import EngineRank
 from numerics.backend.compiler import enable_compiler
 from numerics.backend.implementation import choose
 from numerics.backend.probe import allow_deepgemm, allow_short_tiles
+from numerics.holdings import give_back
+from numerics.io.shared import mapped
 from rollout import protocol
 from rollout.plugin import op_probe, sleeping
 from rollout.plugin.forms import check_forms
@@ -23,6 +26,8 @@ from rollout.protocol import (
     EngineReport,
     Held,
     Inventory,
+    MapBase,
+    Mapped,
     Memory,
     Ping,
     Pong,
@@ -108,12 +113,14 @@ def update_from_tensor(original: Any, self: Any, *args: Any, **kwargs: Any) -> A
 
 def check_weights(original: Any, self: Any, action: str, allow_quant_error: bool = False) -> Any:
     """`ModelRunner.check_weights`: answer a call of ours (`rollout.protocol`), in SGLang's form of an answer."""
-    answer: Held | ProbeAnswer | EngineReport | Inventory | Memory | Pong
+    answer: Held | Mapped | ProbeAnswer | EngineReport | Inventory | Memory | Pong
     match protocol.from_action(action):
         case None:
             return original(self, action=action, allow_quant_error=allow_quant_error)
         case Commit(version=version):
             answer = Held(entries=state().weights.commit(version))
+        case MapBase(address=address):
+            answer = map_base(self, address)
         case ReadManifest():
             answer = Held(entries=state().weights.manifest())
         case Probe(recording=recording):
@@ -130,6 +137,18 @@ def check_weights(original: Any, self: Any, action: str, allow_quant_error: bool
     parallelism = {"tp_rank": own.rank, "tp_size": own.ranks, "rank": own.rank, "size": own.ranks}
     parallelism |= {"dp_rank": 0, "dp_size": 1, "pp_rank": 0, "pp_size": 1}
     return {"checksums": protocol.to_checksums(answer), "per_gpu_checksum": "", "parallelism_info": parallelism}
+
+
+def map_base(runner: Any, address: str) -> Mapped:
+    """Compute with the weights at this address from the next commit on. runner: SGLang's ModelRunner."""
+    current = state()
+    flat = mapped(address)
+    current.weights.map_base(Base(flat, current.weights.definition, current.numerics.rollout_spec))
+    if current.weights.device.type == "cuda":
+        runner.init_decode_cuda_graph()  # those that there are read the memory of before
+    else:
+        give_back()
+    return Mapped(bytes=flat.nbytes)
 
 
 def make_host_cache(self: Any, num_tokens: int, num_layers: int, topk_size: int, name: str) -> None:

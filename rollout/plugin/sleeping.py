@@ -6,7 +6,6 @@ none, on a CPU, this frees the memory of weights and cache. Either way nothing o
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -14,6 +13,7 @@ import psutil
 import torch
 from torch import Tensor
 
+from numerics.holdings import give_back
 from rollout.plugin.inventory import cache_buffers
 from rollout.plugin.state import state
 from rollout.protocol import CACHE, RELEASED, WEIGHTS, Memory
@@ -41,8 +41,8 @@ def release(original: Callable[..., Any], self: Any, recv_req: Any) -> Any:
     saved, runner = self.memory_saver_adapter.enabled, self.tp_worker.model_runner
     for tag in recv_req.tags:
         state().released[tag] = [] if saved else freed(_tensors(runner, tag))
-    if not saved and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
-        trim(0)  # the C library would keep blocks that are no larger than those it has been given back before
+    if not saved:
+        give_back()
     return answer
 
 

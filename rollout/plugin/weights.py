@@ -15,9 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from models import Model
+from models.base import Base
 from models.tensors import SCALE_SUFFIX, WHOLE, EngineRank, TensorRow, TensorTable, base_name
 from numerics import delta, ops
 from numerics.digest import tensor_digests
+from numerics.frozen import Frozen
 from numerics.holdings import tensors_in
 from numerics.quantize import QuantizedTensor
 from numerics.spec import TensorSpec
@@ -45,6 +47,7 @@ class ServedWeights:
         self._operands: dict[Tensor, Operand] = {}
         self._places: dict[str, Tensor] = {}
         self._names: dict[Tensor, set[str]] = {}
+        self._mapped: frozenset[Tensor] = frozenset()
         self._arrived: set[str] = set()
         self._made: set[Tensor] = set()
         self._digested: dict[Tensor, dict[str, str]] = {}
@@ -65,6 +68,7 @@ class ServedWeights:
         """
         check_table(model, definition)
         self._attached, self.rank = (model, definition), rank
+        self._mapped = frozenset()
         self._operands.clear()
         self._places.clear()
         self._names.clear()
@@ -73,6 +77,34 @@ class ServedWeights:
         for parameter, scale_inv in _quantized_parameters(model):
             self._names[parameter] |= self._names[scale_inv]
         self.commit(version)
+
+    def map_base(self, base: Base) -> None:
+        """Have the parameters be those of a base, which this engine shares with others and does not write. Nothing may
+        be computed with them until `commit`.
+
+        Raises:
+            RuntimeError: a rank of several holds parts alone; or the base has not this engine's parameters.
+        """
+        if self.rank.ranks > 1:
+            raise RuntimeError(
+                "fp8rl plugin: found a base for a rank of several, expected it for a whole engine; send the weights"
+            )
+        held = dict(self._loaded()[0].named_parameters())
+        wrong = [
+            f"{name}: found {tuple(view.shape)} in {view.dtype}, expected {_said(held.get(name))}"
+            for name, view in base.parameters.items()
+            if name not in held or (held[name].shape, held[name].dtype) != (view.shape, view.dtype)
+        ]
+        if wrong:
+            raise RuntimeError("fp8rl plugin: a base is not of this engine's parameters\n" + "\n".join(wrong[:5]))
+        self.invalidate()
+        for former in self._operands:
+            self._operands[former] = Operand(None, None)
+        for name, view in base.parameters.items():
+            held[name].data = view
+        self._mapped = frozenset(held[name] for name in base.parameters)
+        for stale in (self._places, self._arrived, self._made, self._digested):
+            stale.clear()
 
     def invalidate(self) -> None:
         """The parameters are being written: nothing may be computed with them until `commit`."""
@@ -89,10 +121,11 @@ class ServedWeights:
         self._released = False
 
     def everything(self) -> Iterator[Tensor]:
-        """All parameters, and what is made of them."""
-        yield from self._loaded()[0].parameters()
-        for held in self._operands.values():
-            yield from tensors_in(held.value)
+        """All parameters, and what is made of them, but for those of a base: it is not this engine's."""
+        yield from (each for each in self._loaded()[0].parameters() if each not in self._mapped)
+        for parameter, held in self._operands.items():
+            if parameter not in self._mapped:
+                yield from tensors_in(held.value)
 
     def _forget_version(self) -> None:
         if self.version is not None:
@@ -194,9 +227,15 @@ class ServedWeights:
 
         A delta of what another rank holds is none of this one's.
         """
-        whole = []
+        whole, of_base = [], set().union(*(self._names[parameter] for parameter in self._mapped))
         for name, tensor in weights:
-            self._arrived.add(base_name(name.removeprefix(DELTA))[0])
+            tensor_name = base_name(name.removeprefix(DELTA))[0]
+            if tensor_name in of_base:
+                raise RuntimeError(
+                    f"fp8rl plugin: found {tensor_name} sent to an engine that reads it from a base, and must not "
+                    "write it, expected what is not in the base; replace this engine"
+                )
+            self._arrived.add(tensor_name)
             if not name.startswith(DELTA):
                 whole.append((name, tensor))
             elif (held := self._held_as().get(name.removeprefix(DELTA))) is not None:
@@ -216,10 +255,14 @@ class ServedWeights:
         for parameter, scale_inv in _quantized_parameters(self._loaded()[0]):
             if parameter in parameters:
                 quantized = QuantizedTensor(parameter.detach(), scale_inv.detach(), self._spec)
-                former = self._operands.get(parameter)
-                value = ops.weight_operand(quantized, former.value if former else None)
-                self._operands[parameter] = Operand(value, None)
+                self._operands[parameter] = Operand(self._operand_of(parameter, quantized), None)
                 self._made.add(parameter)
+
+    def _operand_of(self, parameter: Tensor, quantized: QuantizedTensor) -> Any:
+        if parameter in self._mapped:
+            return Frozen(quantized)
+        former = self._operands.get(parameter)
+        return ops.weight_operand(quantized, former.value if former else None)
 
     def _held_as(self) -> dict[str, Tensor]:
         """Where each tensor is, by its label."""
@@ -231,6 +274,10 @@ class ServedWeights:
         if self._attached is None:
             raise RuntimeError("fp8rl plugin: no model is loaded yet")
         return self._attached
+
+
+def _said(parameter: Tensor | None) -> str:
+    return "none" if parameter is None else f"{tuple(parameter.shape)} in {parameter.dtype}"
 
 
 def _quantized_parameters(model: nn.Module) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:

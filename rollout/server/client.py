@@ -21,6 +21,8 @@ from rollout.protocol import (
     EngineReport,
     Held,
     Inventory,
+    MapBase,
+    Mapped,
     Memory,
     Ping,
     Pong,
@@ -214,6 +216,10 @@ class EngineClient:
     async def commit(self, version: int) -> Held:
         """Refresh all that the engine makes of its weights, under this version; what it holds then."""
         return merged(await self._ask_plugin(Commit(version=str(version))))
+
+    async def map_base(self, address: str) -> Mapped:
+        """Have the engine's weights be those at this address (`numerics.io.shared`); `commit` makes them known."""
+        return Mapped.model_validate_json(_only(await self._ask_plugin(MapBase(address=address))))
 
     async def manifest(self) -> Held:
         """What the engine holds."""

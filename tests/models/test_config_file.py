@@ -41,6 +41,7 @@ GLM = {
     "num_experts_per_tok": 4,
     "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 0.5},
 }
+FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4}
 PLAIN = {"rope_type": "default", "rope_theta": 1e4}
 
@@ -179,7 +180,9 @@ def test_variants_of_glm_are_refused(changes: dict[str, Any], named: str, tmp_pa
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"quantization_config": {"quant_method": "fp8"}}, "BF16 checkpoint"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "or FP8 by blocks"),
+        ({"quantization_config": FP8 | {"weight_block_size": [64, 64]}}, "'weight_block_size': [128, 128]"),
+        ({"quantization_config": FP8 | {"fmt": "e5m2"}}, "'fmt': 'e4m3'"),
         ({"compression_config": {"format": "int-quantized"}}, "BF16 checkpoint"),
         ({"rope_parameters": YARN}, "rope_parameters.rope_type"),
         ({"rope_scaling": YARN}, "rope_scaling.rope_type"),
@@ -231,6 +234,10 @@ def test_experts_that_the_shared_ops_do_not_define_are_refused(
     changes: dict[str, Any], named: str, tmp_path: Path
 ) -> None:
     assert named in refusal(tmp_path, MOE | changes)
+
+
+def test_weights_in_fp8_by_blocks_make_no_other_sizes(tmp_path: Path) -> None:
+    assert read_sizes(write(tmp_path, MOE | {"quantization_config": FP8})) == read_sizes(write(tmp_path, MOE))
 
 
 def test_values_that_change_nothing_are_accepted(tmp_path: Path) -> None:

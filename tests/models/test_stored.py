@@ -10,9 +10,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from models import Model, read_model
-from models.stored import check_stored
+from models.stored import check_stored, stored_tensors
 from models.tiny import TinyModel, write_tiny_model
 from numerics.errors import UserError
+from numerics.quantize import quantize
+from numerics.spec import QuantSpec
 
 EXPERT = "model.layers.1.mlp.experts.7.up_proj.weight"
 
@@ -74,3 +76,48 @@ def test_leftovers_that_nothing_reads_are_let_pass(model: Path) -> None:
     tensors = load_file(file)
     save_file(tensors | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(64)}, file)
     check_stored(model, read_model(model))
+
+
+def test_draft_layers_that_the_config_does_not_count_are_told_from_another_model(model: Path) -> None:
+    file = model / "model.safetensors"
+    save_file(load_file(file) | {"model.layers.2.eh_proj.weight": torch.zeros(128, 256)}, file)
+    message = refusal(model, read_model(model))
+    assert "model.layers.2.eh_proj.weight: found 'a tensor of shape [128, 256] behind the 2 layers" in message
+    assert "set num_nextn_predict_layers in config.json" in message
+
+
+MATRIX = "model.layers.0.self_attn.q_proj.weight"
+
+
+def in_fp8(model: Path, scale: str) -> dict[str, torch.Tensor]:
+    """Have a matrix of the directory in FP8, with its scales in another file; the tensors of the directory before."""
+    file, spec = model / "model.safetensors", QuantSpec.preset(f"fp8_block_{scale}").weight
+    tensors = load_file(file)
+    coded = quantize(tensors[MATRIX], spec)
+    save_file(tensors | {MATRIX: coded.data}, file)
+    save_file({MATRIX + "_scale_inv": coded.scale_inv}, model / "scales.safetensors")
+    return tensors | {MATRIX: coded.dequantize(torch.bfloat16)}
+
+
+@pytest.mark.parametrize(
+    ("scale", "says"),
+    [("pow2", "no value changes"), ("fp32", "values of 1 are rounded, whose scales are no powers of two")],
+)
+def test_weights_in_fp8_are_read_as_codes_times_scales(model: Path, scale: str, says: str) -> None:
+    expected, said = in_fp8(model, scale), []
+    check_stored(model, read_model(model), say=said.append)
+    assert said[0].startswith("1 weights of the model are in FP8") and said[0].endswith(says)
+    read = dict(stored_tensors(model, read_model(model)))
+    assert read.keys() == expected.keys() and all(torch.equal(read[name], value) for name, value in expected.items())
+
+
+@pytest.mark.parametrize("shape", [(4, 2), None])
+def test_scales_of_other_blocks_are_refused(model: Path, shape: tuple[int, ...] | None) -> None:
+    in_fp8(model, "pow2")
+    save_file({} if shape is None else {MATRIX + "_scale_inv": torch.ones(shape)}, model / "scales.safetensors")
+    message = refusal(model, read_model(model))
+    assert (
+        f"{MATRIX}: found 'F8_E4M3 of shape [512, 128] with scales of shape {list(shape) if shape else None}" in message
+    )
+    assert "expected scales of shape [4, 1], one for each block of 128 x 128" in message
+    assert "BF16 checkpoint" in message

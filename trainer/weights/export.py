@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from models.base import Base
 from numerics.quantize import QuantizedTensor
 from numerics.spec import TensorSpec
 from trainer.distributed.layout import Layout
@@ -50,11 +51,14 @@ class Exporter:
         self._layout = layout
 
     @torch.no_grad()
-    def share(self, weights: Iterable[tuple[str, Tensor, Tensor]]) -> Iterator[tuple[str, Tensor | QuantizedTensor]]:
+    def share(
+        self, weights: Iterable[tuple[str, Tensor, Tensor]], base: Base | None = None
+    ) -> Iterator[tuple[str, Tensor | QuantizedTensor]]:
         """(HF name, tensor) of what this rank hands out. All ranks must iterate to the end: parts are gathered.
 
         weights: (Megatron's name in the whole model, what this rank holds of it, tagged as by Megatron, and what it
-        serves in place of that), in the same order on all ranks of a pipeline stage.
+        serves in place of that), in the same order on all ranks of a pipeline stage. base: what is in it comes from
+        there, whole, to all ranks.
         """
         at = self._layout
         dense, experts = Dealer(at.dp_size * at.tp_size), Dealer(at.expert_dp_size)
@@ -64,10 +68,17 @@ class Exporter:
                 continue  # the stage with the original hands it out
             if row.expert is not None:
                 if experts.next(held.nbytes) == at.expert_dp_rank:
-                    yield from self._tensors(name, held, [self._pieces(held, served)])
+                    if base is not None and row.name in base.tensors:
+                        yield from self._of_base(name, base)
+                    else:
+                        yield from self._tensors(name, held, [self._pieces(held, served)])
                 continue
             its_replica, its_rank = divmod(dense.next(held.nbytes), at.tp_size)
             if its_replica != at.dp_rank:
+                continue
+            if base is not None and row.name in base.tensors:
+                if its_rank == at.tp_rank:
+                    yield from self._of_base(name, base)
                 continue
             if at.tp_size > 1 and getattr(held, "tensor_model_parallel", False):
                 parts = _gathered(self._pieces(held, served), its_rank, at.tp_group)
@@ -75,6 +86,9 @@ class Exporter:
                 parts = [self._pieces(held, served)]
             if its_rank == at.tp_rank:
                 yield from self._tensors(name, held, parts)
+
+    def _of_base(self, name: str, base: Base) -> Iterator[tuple[str, Tensor | QuantizedTensor]]:
+        return ((row.name, base.tensor(row.name)) for row in self._bridge.rows(name))
 
     def _pieces(self, held: Tensor, served: Tensor) -> list[Tensor]:
         """A weight, or the codes and the scales of one that TransformerEngine holds in FP8."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import functools
+import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
@@ -15,10 +15,12 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
 from models import Model
+from models.base import Base
 from models.stored import check_finite, draft_tensors
 from models.storing import write_directory
 from models.tensors import TensorRow
 from numerics.errors import user_error
+from numerics.frozen import frozen_of
 from numerics.quantize import QuantizedTensor
 from numerics.ranks import exhaust, rank
 from numerics.spec import TensorSpec
@@ -26,6 +28,7 @@ from numerics.weight_cache import WeightCache
 from trainer.distributed.layout import Layout
 from trainer.modules.weights import beside, is_adapter, matrices, named_weights
 from trainer.weights import te_weights
+from trainer.weights.base import adopt
 from trainer.weights.export import Exporter
 from trainer.weights.table_bridge import TableBridge
 
@@ -56,7 +59,8 @@ class HFWeights:
         self._bridge = TableBridge(self._table, config)
         scales = TableBridge(self._table, config, quantized_as.group)
         self._exporter = Exporter(self._bridge, scales, quantized_as, layout)
-        self._layout = layout
+        self._scales, self._layout = scales, layout
+        self._base: Base | None = None
 
     @torch.no_grad()
     def load(self, model: GPTModel) -> None:
@@ -84,13 +88,23 @@ class HFWeights:
         A weight that TransformerEngine holds in FP8 is yielded as it holds it. The tensors may share memory with the
         parameters: use or copy them before the next training step. All ranks must take all of it.
         """
-        return self._exporter.share(self._served(model))
+        return self._exporter.share(self._served(model), self._base)
+
+    def adopt(self, model: GPTModel, base: Base) -> int:
+        """Have what is frozen of the model read from a base; the bytes of the parameters that could not.
+
+        See :mod:`trainer.weights.base`.
+        """
+        self._base = base
+        whole = self.whole_names(model)
+        parts = ((p, [whole[one] for one, _ in matrices(name, p)]) for name, p in model.named_parameters())
+        return sum(adopt(parameter, names, base, self._scales, self._layout) for parameter, names in parts)
 
     def base(self, model: GPTModel) -> Iterator[tuple[str, Tensor | QuantizedTensor]]:
         """The same of the weights alone, without adapters in or beside them."""
         whole, held = self.whole_names(model), self._weights(model)
         parts = (part for name, each in held for part in matrices(name, each))
-        return self._exporter.share((whole[name], each, each.detach()) for name, each in parts)
+        return self._exporter.share(((whole[name], each, each.detach()) for name, each in parts), self._base)
 
     def adapters(self, model: GPTModel) -> Iterator[tuple[str, Tensor | QuantizedTensor]]:
         """The same of the adapters alone."""
@@ -125,7 +139,8 @@ class HFWeights:
         """The same by its name in the whole model, and what is served in its place."""
         whole = self.whole_names(model)
         for name, held in self._weights(model):
-            served = held if te_weights.is_quantized(held) else self._cache.served(held)
+            read_from_base = te_weights.is_quantized(held) or (self._base is not None and frozen_of(held) is not None)
+            served = held if read_from_base else self._cache.served(held)
             for (one, part), (_, in_its_place) in zip(matrices(name, held), matrices(name, served), strict=True):
                 yield whole[one], part, in_its_place
 
@@ -154,11 +169,15 @@ class HFWeights:
     def write(self, model: GPTModel, path: Path) -> None:
         """Write a Hugging Face directory: the weights, dequantized, and what the source directory has besides: other
         files, and draft layers as they are."""
-        copied = functools.partial(
-            shutil.copytree, self._path, ignore=shutil.ignore_patterns(*_WEIGHT_FILES, ".*"), dirs_exist_ok=True
-        )
         drafts = draft_tensors(self._path, self._definition) if rank() == 0 else ()
-        write_directory(Path(path).absolute(), chain(self._plain(self.share(model)), drafts), copied)
+        write_directory(Path(path).absolute(), chain(self._plain(self.share(model)), drafts), self._copy_description)
+
+    def _copy_description(self, partial: Path) -> None:
+        """What is beside the weights; config.json does not say any more that they are in FP8."""
+        shutil.copytree(self._path, partial, ignore=shutil.ignore_patterns(*_WEIGHT_FILES, ".*"), dirs_exist_ok=True)
+        config = json.loads((partial / "config.json").read_text())
+        if config.pop("quantization_config", None) is not None:
+            (partial / "config.json").write_text(json.dumps(config, indent=1))
 
     def _plain(self, weights: Iterator[tuple[str, Tensor | QuantizedTensor]]) -> Iterator[tuple[str, Tensor]]:
         try:

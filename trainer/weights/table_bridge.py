@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from mbridge.core.safetensor_io import SafeTensorIO
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
+from models.stored import read_tensors
 from models.tensors import TensorRow, TensorTable
 
 
@@ -32,7 +34,7 @@ class TableBridge(Bridge):
         return self._megatron
 
     def _get_safetensor_io(self, weights_path: str) -> SafeTensorIO:
-        return SafeTensorIO(weights_path)  # mbridge's takes what is no directory for a name on a hub
+        return _Files(weights_path)  # mbridge's takes what is no directory for a name on a hub
 
     def _weight_name_mapping_mcore_to_hf(self, mcore_weights_name: str) -> list[str]:
         return [row.name for row in self.rows(mcore_weights_name)]
@@ -66,3 +68,10 @@ class TableBridge(Bridge):
         whole = self._table.split(mcore_weights, rows, self._block)
         shares = zip(*(tensor.chunk(ranks) for tensor in whole))
         return [self._table.fuse(share, rows, self._block, ranks) for share in shares]
+
+
+class _Files(SafeTensorIO):  # type: ignore[misc]
+    """mbridge's, for weights that may be in FP8."""
+
+    def load_some_hf_weight(self, hf_weight_names: list[str]) -> dict[str, Tensor]:
+        return read_tensors(Path(self.hf_dir), hf_weight_names)

@@ -60,7 +60,7 @@ def check(experiment: Experiment, say: Callable[[str], object] = lambda text: No
     _check_context(model.sizes, experiment)
     tokenizer = read_tokenizer(path, model.sizes.vocab_size)
     check_data(experiment, tokenizer, say)
-    check_stored(path, model)
+    check_stored(path, model, say=say)
     teacher = check_teacher(experiment, model.sizes, tokenizer)
     check_memory(model.shape, experiment, teacher)
     check_shared_memory(model.shape, experiment)

@@ -9,9 +9,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from models.base import Base, base_bytes
 from models.parts import embedding, last_tensors
 from models.sizes import ModelSizes
 from models.tensors import TensorRow, TensorTable
+from numerics.quantize import QuantizedTensor
 from rollout.plugin import weights as plugin_weights
 from rollout.plugin.weights import ServedWeights, hf_tensors
 from tests.support.served_model import ATTENTION, DEFINITION, DENSE, MOE, SIZES, SPEC, build, hf_tensors_served, load
@@ -246,3 +248,56 @@ def dequantized_w13(tensors: dict[str, Tensor]) -> Tensor:
             halves.append(tensors[name].float() * scales)
         matrices.append(torch.cat(halves))
     return torch.stack(matrices).bfloat16()
+
+
+def base_of(tensors: dict[str, Tensor]) -> Base:
+    base = Base(torch.zeros(base_bytes(DEFINITION, SPEC), dtype=torch.uint8), DEFINITION, SPEC)
+    for name, tensor in tensors.items():
+        base.tensors[name].copy_(tensor)
+    return base
+
+
+def test_an_engine_that_maps_a_base_holds_its_tensors_and_has_no_copy(served: ServedWeights, model: nn.Module) -> None:
+    base, multiplied = base_of(NEW), parameter(model, W13)
+    served.map_base(base)
+    with pytest.raises(RuntimeError, match="without a version"):
+        served.check()
+    assert not sent(NEW, "3").differences(served.commit("3"))
+    assert all(each.data_ptr() in places_in(base) for each in model.parameters())
+    assert list(served.everything()) == []
+    of_codes = QuantizedTensor(multiplied, parameter(model, W13 + "_scale_inv"), SPEC.weight)
+    assert torch.equal(served.operand(multiplied).dequantized(), of_codes.dequantize())
+    served.release()  # the memory of others stays
+    served.occupy()
+    assert not sent(NEW, "4").differences(served.commit("4"))
+
+
+def places_in(base: Base) -> set[int]:
+    return {view.data_ptr() for view in base.parameters.values()}
+
+
+def test_a_base_that_changes_under_the_engine_is_found_when_somebody_asks(
+    served: ServedWeights, model: nn.Module
+) -> None:
+    base = base_of(NEW)
+    served.map_base(base)
+    proven = served.commit("3")
+    assert served.manifest() == proven
+    base.tensors[f"{MOE}experts.1.up_proj.weight"].view(torch.uint8)[0, 0] ^= 1
+    assert sent(NEW, "3").mismatched(served.manifest()) == {f"{MOE}experts.1.up_proj.weight"}
+
+
+def test_a_base_of_another_model_changes_nothing(served: ServedWeights, model: nn.Module) -> None:
+    before = served.manifest()
+    model.get_submodule("model.norm").weight = nn.Parameter(torch.ones(7), requires_grad=False)
+    with pytest.raises(RuntimeError, match=r"model.norm.weight: found \(256,\) in torch.bfloat16, expected \(7,\)"):
+        served.map_base(base_of(NEW))
+    assert served.version == "0"
+    assert served.manifest().items() >= {k: v for k, v in before.items() if k != "model.norm.weight"}.items()
+
+
+def test_what_is_in_the_base_cannot_be_sent(served: ServedWeights) -> None:
+    served.map_base(base_of(NEW))
+    name = f"{ATTENTION}o_proj.weight"
+    with pytest.raises(RuntimeError, match=f"found {name} sent to an engine that reads it from a base"):
+        served.load(lambda weights: list(weights), [(name, NEW[name])])

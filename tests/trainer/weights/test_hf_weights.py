@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,10 +19,12 @@ from numerics.spec import QuantSpec
 from tests.support.blockwise import BlockwiseWeight
 from tests.support.models import LAYERS, LENGTH
 from tests.support.ranks import run_on_ranks
+from tests.support.trainers import MakeTrainer
 from trainer.config import TrainerConfig
 from trainer.distributed.layout import Layout
 from trainer.weights import te_weights
 from trainer.weights.hf_weights import HFWeights
+from weight_sync.hf_checkpoint import convert_checkpoint
 
 PRESETS = ("fp8_block_pow2", "fp8_block_fp32")
 SETTINGS = {"lr": 1e-3, "warmup_steps": 0}
@@ -140,3 +143,27 @@ def test_a_written_directory_is_dequantized(moe_path: Path, tmp_path: Path, layo
     for name, tensor in stored.items():
         expected = quantize(tensor, spec).dequantize() if table[name].kind else tensor
         assert torch.equal(written[name], expected)
+
+
+def test_a_trainer_starts_from_published_fp8_and_writes_bf16(
+    moe_path: Path, tmp_path: Path, make_trainer: MakeTrainer
+) -> None:
+    """Its engine's first weights, too, are those of the dequantized directory."""
+    spec, published = QuantSpec.preset("fp8_block_pow2"), tmp_path / "published"
+    convert_checkpoint(moe_path, published, spec)
+    trainer = make_trainer(published, "fp8")
+    plain = {
+        name: quantize(tensor, spec.weight).dequantize(torch.bfloat16)
+        if read_model(moe_path).tensors[name].kind
+        else tensor
+        for name, tensor in load_file(moe_path / "model.safetensors").items()
+    }
+    trainer.export_hf(tmp_path / "written")
+    written = load_file(tmp_path / "written" / "model.safetensors")
+    assert written.keys() == plain.keys() and all(torch.equal(written[name], plain[name]) for name in plain)
+    assert "quantization_config" not in json.loads((tmp_path / "written" / "config.json").read_text())
+    convert_checkpoint(published, tmp_path / "served", spec)
+    held = load_file(published / "model.safetensors")
+    assert all(
+        torch.equal(held[name], tensor) for name, tensor in load_file(tmp_path / "served" / "model.safetensors").items()
+    )

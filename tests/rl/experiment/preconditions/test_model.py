@@ -146,7 +146,7 @@ def test_experts_of_a_dense_model_are_refused(values, models):
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("quantization_config", {"quant_method": "fp8", "weight_block_size": [128, 128]}),
+        ("quantization_config", {"quant_method": "fp8", "weight_block_size": [64, 64]}),
         ("attention_bias", True),
         ("use_sliding_window", True),
         ("layer_types", ["full_attention", "sliding_attention"]),

@@ -1,0 +1,144 @@
+"""The tensors of a quantized model in one piece of memory, laid out as the engine's parameters are.
+
+A trainer that does not change them and the engines of the same machine read the same bytes. Either side finds its
+parameters in it as views; where the trainer has rows in another order, it is told the order.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from models.architecture import Model
+from models.tensors import PADDED_TO, SCALE_SUFFIX, WHOLE, TensorRow
+from numerics.digest import tensor_digests
+from numerics.quantize import QuantizedTensor, scale_shape
+from numerics.spec import QuantSpec
+
+ALIGNMENT = 256
+"""Bytes: what kernels that load whole tiles want of an address."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where one parameter of the engine lies. start: in bytes."""
+
+    start: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def stop(self) -> int:
+        return self.start + math.prod(self.shape) * self.dtype.itemsize
+
+
+def places(model: Model, spec: QuantSpec) -> dict[str, Place]:
+    """Where each parameter of the engine lies, by its name there, scales behind their weight; buffers are left out."""
+    found: dict[str, Place] = {}
+    end = 0
+    for name, by_index in model.tensors.in_engine.items():
+        rows = next(iter(by_index.values()))
+        if rows[0].engine.buffer:
+            continue
+        quantized = model.quantizes(rows[0], spec)
+        shape = _shape(rows, None if None in by_index else len(by_index))
+        kinds = [("", shape, spec.weight.dtype if quantized else rows[0].served)]
+        if quantized:
+            kinds.append((SCALE_SUFFIX, scale_shape(shape, spec.weight), spec.weight.scale_dtype))
+        for suffix, its_shape, dtype in kinds:
+            found[name + suffix] = Place(-(-end // ALIGNMENT) * ALIGNMENT, its_shape, dtype)
+            end = found[name + suffix].stop
+    return found
+
+
+def base_bytes(model: Model, spec: QuantSpec) -> int:
+    """Bytes of a base."""
+    return max(place.stop for place in places(model, spec).values())
+
+
+def _shape(rows: Sequence[TensorRow], stacked: int | None) -> tuple[int, ...]:
+    count = sum(row.shape[0] for row in rows)
+    if rows[0].engine.padded:
+        count = -(-count // PADDED_TO) * PADDED_TO
+    return (*(() if stacked is None else (stacked,)), count, *rows[0].shape[1:])
+
+
+class Base:
+    """Views of the memory of a base.
+
+    Attributes:
+        flat: uint8 [base_bytes]. model, spec: whose tensors it holds, quantized by what.
+        parameters: by their names in the engine.
+    """
+
+    def __init__(self, flat: Tensor, model: Model, spec: QuantSpec) -> None:
+        """Raises ValueError if the memory is not that of such a base."""
+        found = places(model, spec)
+        if flat.numel() != (size := max(place.stop for place in found.values())):
+            raise ValueError(f"found a base of {flat.numel()} bytes, expected {size}: another model, or another spec")
+        self.flat, self.model, self.spec = flat, model, spec
+        self.parameters: Mapping[str, Tensor] = {
+            name: flat[place.start : place.stop].view(place.dtype).view(place.shape) for name, place in found.items()
+        }
+
+    @functools.cached_property
+    def tensors(self) -> Mapping[str, Tensor]:
+        """By their names in the checkpoint, a quantized one beside its scales."""
+        return dict(self._tensors())
+
+    def _tensors(self) -> Iterator[tuple[str, Tensor]]:
+        table, block = self.model.tensors, self.spec.weight.group
+        for name, by_index in table.in_engine.items():
+            for suffix, rows_of_one in (("", 1), (SCALE_SUFFIX, block)):
+                if (held := self.parameters.get(name + suffix)) is None:
+                    continue
+                for index, rows in by_index.items():
+                    fused = held if index is None else held[index]
+                    for row, part in zip(rows, table.engine_parts(fused, rows, rows_of_one, WHOLE), strict=True):
+                        yield row.name + suffix, part
+
+    def tensor(self, name: str) -> Tensor | QuantizedTensor:
+        """One tensor of the checkpoint, as it is held."""
+        data, scales = self.tensors[name], self.tensors.get(name + SCALE_SUFFIX)
+        return data if scales is None else QuantizedTensor(data, scales, self.spec.weight)
+
+    def fused(self, rows: Sequence[TensorRow], stacked: int = 0) -> Tensor | QuantizedTensor:
+        """Tensors that stand one after the other in one parameter of the engine, as one [N, ...]: a view.
+
+        stacked: of so many experts, the first of which has these rows: [stacked, N, K].
+
+        Raises ValueError if they do not stand so.
+        """
+        place, table = rows[0].engine, self.model.tensors.in_engine
+        together = list(table[place.parameter][place.index])
+        first = together.index(rows[0])
+        if together[first : first + len(rows)] != list(rows):
+            names = ", ".join(row.name for row in rows)
+            raise ValueError(f"{names}: found them apart in the engine's parameters, expected one after the other")
+        before, count = (sum(row.shape[0] for row in part) for part in (together[:first], rows))
+
+        def cut(suffix: str, block: int) -> Tensor:
+            held = self.parameters[place.parameter + suffix]
+            if place.index is not None:
+                held = held[place.index : place.index + stacked] if stacked else held[place.index]
+            return held.narrow(1 if stacked else 0, before // block, -(-count // block))
+
+        if place.parameter + SCALE_SUFFIX not in self.parameters:
+            return cut("", 1)
+        return QuantizedTensor(cut("", 1), cut(SCALE_SUFFIX, self.spec.weight.group), self.spec.weight)
+
+    def digests(self) -> dict[str, str]:
+        """The digest of each tensor of the checkpoint, taken now."""
+        return dict(zip(self.tensors, tensor_digests(list(self.tensors.values())), strict=True))
+
+
+def base_digest(digests: Mapping[str, str]) -> str:
+    """One digest, 32 hex digits, of the tensors of a base, from theirs by name."""
+    text = "\n".join(f"{name} {digest}" for name, digest in sorted(digests.items()))
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()

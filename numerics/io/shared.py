@@ -1,0 +1,117 @@
+"""Memory that several processes of a machine map.
+
+On a CPU nobody can write it once it is sealed. It has no name in a file system: it goes with the last process that maps
+it, however that ends, and /dev/shm's size does not bound it. Whoever may look into the owner's process opens it by its
+address. On a GPU it is the owner's, others map it by CUDA IPC, and nothing keeps them from writing.
+"""
+
+from __future__ import annotations
+
+import base64
+import fcntl
+import json
+import mmap
+import os
+import warnings
+from typing import Protocol
+
+import torch
+
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL
+
+
+_ON_GPU = "cuda:"
+
+
+class Shared(Protocol):
+    """Memory that this process owns."""
+
+    def address(self) -> str:
+        """What one other process opens it by, with `mapped`, as long as this one holds it."""
+
+    def seal(self) -> None:
+        """Refuse every write from now on, in every process, where that can be done.
+
+        Raises:
+            OSError: it is mapped to be written somewhere.
+        """
+
+
+def share(name: str, size: int, device: torch.device) -> Shared:
+    """So many bytes of zeros for other processes, on a device."""
+    return HostMemory(name, size) if device.type == "cpu" else DeviceMemory(size, device)
+
+
+class HostMemory:
+    """Memory of the host, owned until `close`."""
+
+    def __init__(self, name: str, size: int) -> None:
+        self.size = size
+        self._file = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        os.ftruncate(self._file, size)
+
+    def address(self) -> str:
+        """For processes of the same user."""
+        return f"/proc/{os.getpid()}/fd/{self._file}"
+
+    def seal(self) -> None:
+        fcntl.fcntl(self._file, fcntl.F_ADD_SEALS, _SEALS)
+
+    def close(self) -> None:
+        """Forget the address. Those who have mapped it keep it."""
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+
+
+class DeviceMemory:
+    """Memory of a GPU, owned as long as this object lives. An address is good for one reader."""
+
+    def __init__(self, size: int, device: torch.device) -> None:
+        self.flat = torch.zeros(size, dtype=torch.uint8, device=device)
+
+    def address(self) -> str:
+        index, *rest = self.flat.untyped_storage()._share_cuda_()
+        handle = [_text(part) for part in rest]
+        uuid = str(torch.cuda.get_device_properties(index).uuid)  # processes may number the same GPUs differently
+        return _ON_GPU + json.dumps([uuid, len(self.flat), *handle])
+
+    def seal(self) -> None:
+        """CUDA IPC has no memory that can only be read: a digest finds what was written."""
+
+
+def mapped(address: str, *, writable: bool = False) -> torch.Tensor:
+    """The memory at an address, uint8 [size]. A write to what is not writable ends the process (SIGSEGV).
+
+    Raises:
+        OSError: it is not there, or is sealed and was to be writable.
+    """
+    if address.startswith(_ON_GPU):
+        return _mapped_on_gpu(address.removeprefix(_ON_GPU))
+    file = os.open(address, os.O_RDWR if writable else os.O_RDONLY)
+    try:
+        protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
+        memory = mmap.mmap(file, os.fstat(file).st_size, mmap.MAP_SHARED, protection)
+    finally:
+        os.close(file)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # torch has no tensors that it knows to be read-only
+        return torch.frombuffer(memory, dtype=torch.uint8)
+
+
+def _mapped_on_gpu(address: str) -> torch.Tensor:
+    uuid, size, *handle = json.loads(address)
+    seen = [str(torch.cuda.get_device_properties(index).uuid) for index in range(torch.cuda.device_count())]
+    if uuid not in seen:
+        raise OSError(f"GPU {uuid}: found {seen} in this process, expected the one that holds the memory")
+    # What torch.multiprocessing does with a tensor that was sent, without a pickle.
+    storage = torch.UntypedStorage._new_shared_cuda(seen.index(uuid), *map(_bytes, handle))
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)[:size]
+
+
+def _text(part: bytes | int | bool) -> str | int | bool:
+    return base64.b64encode(part).decode() if isinstance(part, bytes) else part
+
+
+def _bytes(part: str | int | bool) -> bytes | int | bool:
+    return base64.b64decode(part) if isinstance(part, str) else part

@@ -1,0 +1,78 @@
+"""Products of frozen weights: the bits of trained ones, from codes alone."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from numerics import ops
+from numerics.frozen import Frozen, freeze, frozen_of
+from numerics.ops.grouped import grouped_linear
+from numerics.ops.linear import Backward
+from numerics.quantize import quantize
+from numerics.spec import QuantSpec
+from numerics.weight_cache import WeightCache
+
+N, K, BLOCK = 512, 256, 128
+COUNTS = torch.tensor([5, 0, 12])
+
+
+def random(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
+
+
+@pytest.mark.parametrize("preset", ["fp8_block_pow2", "fp8_block_fp32"])
+@pytest.mark.parametrize("backward", ["fp8", "bf16"])
+@pytest.mark.parametrize("k_splits", [1, 2])
+def test_a_frozen_product_and_its_gradient_have_the_bits_of_a_trained_one(
+    preset: str, backward: Backward, k_splits: int
+) -> None:
+    spec, weight, dy = QuantSpec.preset(preset), random(N, K, seed=1), random(7, N, seed=2)
+    found = []
+    for operand in (ops.trained_operand(weight, spec.weight), Frozen(quantize(weight, spec.weight))):
+        x = random(7, K).requires_grad_()
+        y = ops.fp8_linear(x, weight, operand, spec, backward, k_splits)
+        y.backward(dy)
+        found.append((y, x.grad))
+    for trained, frozen in zip(*found, strict=True):
+        assert torch.equal(trained, frozen)
+
+
+def test_frozen_experts_have_the_bits_of_trained_ones() -> None:
+    spec, stack, dy = QuantSpec.preset("fp8_block_pow2"), random(3, N, K, seed=1), random(17, N, seed=2)
+    found = []
+    for operand in (ops.group_operand(stack, spec.weight), Frozen(quantize(stack, spec.weight))):
+        x = random(17, K).requires_grad_()
+        y = grouped_linear(x, COUNTS, stack, operand, spec)
+        y.backward(dy)
+        found.append((y, x.grad))
+    for trained, frozen in zip(*found, strict=True):
+        assert torch.equal(trained, frozen)
+
+
+def test_rows_that_lie_in_another_order_are_taken_in_the_products_own() -> None:
+    """Codes and scales of what lies as 3 0 2 1, of which the product takes 0 1 2."""
+    spec = QuantSpec.preset("fp8_block_fp32").weight
+    weight = random(N, K) * torch.exp2(torch.arange(N // BLOCK).repeat_interleave(BLOCK))[:, None]
+    there = quantize(torch.cat([weight.bfloat16().split(BLOCK)[index] for index in (3, 0, 2, 1)]), spec)
+    frozen = Frozen(there, torch.tensor([1, 3, 2]), BLOCK)
+    here = quantize(weight.bfloat16()[: 3 * BLOCK], spec)
+    assert torch.equal(frozen.codes.data.view(torch.uint8), here.data.view(torch.uint8))
+    assert torch.equal(frozen.codes.scale_inv, here.scale_inv)
+    assert torch.equal(frozen.dequantized(), here.dequantize())
+    assert torch.equal(frozen.columns(1, 2).dequantized(), here.dequantize()[:, K // 2 :])
+    assert torch.equal(frozen.transposed.dequantize(), here.dequantize().t())
+
+
+def test_a_frozen_parameter_keeps_its_shape_and_no_memory() -> None:
+    weight = random(N, K)
+    codes = quantize(weight, QuantSpec.preset("fp8_block_pow2").weight)
+    parameter = torch.nn.Parameter(weight.clone())
+    freeze(parameter, Frozen(codes))
+    cache = WeightCache()
+    assert (parameter.shape, parameter.dtype, parameter.requires_grad) == (weight.shape, weight.dtype, False)
+    assert parameter.untyped_storage().nbytes() == 2
+    assert parameter.isnan().all()
+    assert cache.operand(parameter, codes.spec) is frozen_of(parameter)
+    assert torch.equal(cache.served(parameter), codes.dequantize())
+    assert not list(cache.operands())
