@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from numerics.errors import user_error
+from numerics.sampling import EVERY_TOKEN
 from rl.experiment import Experiment
 from rl.run.feed.batching import batch_from_trajectories
 from rl.run.feed.feed import to_groups, to_prompts
@@ -30,7 +31,8 @@ def sampled_batch(stack: Stack, prompts: list[Prompt], group_size: int, temperat
     """`group_size` answers to each prompt, as a step would batch them, without advantages."""
     groups = to_groups(prompts, group_size, run_seed=stack.experiment.run.seed, step=0)
     answers = stack.sampling.sample(groups, temperature)
-    return batch_from_trajectories(answers, temperature, replay=stack.replays)
+    truncation = stack.experiment.rollout.truncation if temperature else EVERY_TOKEN
+    return batch_from_trajectories(answers, temperature, replay=stack.replays, truncation=truncation)
 
 
 def check_has_engine(experiment: Experiment) -> None:

@@ -9,9 +9,27 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 GREEDY = -1
 """Stands in place of a seed: the most probable token is taken."""
+
+
+@dataclass(frozen=True)
+class Truncation:
+    """The tokens that may be drawn, as `numerics.ops.support_floors` finds them in the logits; by itself all."""
+
+    top_p: float = 1.0
+    top_k: int = -1
+    min_p: float = 0.0
+
+    @property
+    def cuts(self) -> bool:
+        """Whether it leaves any token out."""
+        return self.top_p < 1.0 or self.top_k > 0 or self.min_p > 0.0
+
+
+EVERY_TOKEN = Truncation()
 
 
 def answer_seed(run_seed: int, step: int, prompt: int, answer: int) -> int:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Annotated
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from numerics.io.section import Section
-from rollout.types import SamplingParams
+from numerics.sampling import Truncation
+from rollout.types import SamplingParams, some_or_all
 
 CPU_CACHE_TOKENS = 32768
 
@@ -42,11 +43,12 @@ class RolloutConfig(Section):
     temperature: float = Field(default=1.0, gt=0.0, le=10.0)
     """The temperature of sampling and of all log-probabilities of a run."""
     top_p: float = Field(default=1.0, gt=0.0, le=1.0)
-    """Must stay 1.0 in exact mode: reported logprobs precede the renormalisation."""
-    top_k: int = Field(default=-1, ge=-1)
-    """-1 is off; must stay so in exact mode."""
+    """Draw from the most probable tokens of together so much probability; 1 is off. Log-probabilities, entropy and
+    gradients are those of what is left ([agreement.md](agreement.md#top-p-top-k-and-min-p))."""
+    top_k: Annotated[int, AfterValidator(some_or_all)] = Field(default=-1, ge=-1)
+    """Draw from so many of the most probable tokens, and from those as probable as the last of them; -1 is off."""
     min_p: float = Field(default=0.0, ge=0.0, le=1.0)
-    """0 is off; must stay so in exact mode."""
+    """Draw from tokens at least so probable as this share of the most probable one; 0 is off."""
     context_length: int = Field(default=1024, ge=1)
     """Longest sequence, prompt and answer together."""
     max_total_tokens: int | None = Field(default=None, ge=1)
@@ -105,6 +107,11 @@ class RolloutConfig(Section):
     def updates_in_flight(self) -> bool:
         """`in_flight`, decided."""
         return self.staleness > 1 if self.in_flight is None else self.in_flight
+
+    @property
+    def truncation(self) -> Truncation:
+        """Which tokens of a training answer may be drawn."""
+        return Truncation(self.top_p, self.top_k, self.min_p)
 
     def sampling(self, temperature: float, stop_token_ids: tuple[int, ...]) -> SamplingParams:
         """How answers are drawn at a temperature of the caller's; 0 is greedy, and then nothing else counts."""

@@ -48,6 +48,7 @@ def _trajectory(prompt_ids: list[int], seed: int, group: int, answer: Completion
         group=group,
         seed=seed,
         routed_experts=answer.routed_experts,
+        supports=answer.supports,
     )
 
 

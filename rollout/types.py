@@ -2,12 +2,42 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from rollout.data.tasks import Problem
+
+
+@dataclass(frozen=True)
+class Supports:
+    """The tokens that each of M tokens was drawn from, where top-p, top-k or min-p left some out.
+
+    counts: int32 [M], how many. ids: int32 [counts.sum()], which, one token's after the other's.
+    """
+
+    counts: Tensor
+    ids: Tensor
+
+    @classmethod
+    def of(cls, lists: Sequence[Sequence[int]]) -> Supports:
+        ids = torch.tensor([token for each in lists for token in each], dtype=torch.int32)
+        return cls(torch.tensor([len(each) for each in lists], dtype=torch.int32), ids)
+
+    def then(self, rest: Supports) -> Supports:
+        return Supports(torch.cat([self.counts, rest.counts]), torch.cat([self.ids, rest.ids]))
+
+    def first(self, count: int) -> Supports:
+        """Those of the first so many tokens."""
+        counts = self.counts[:count]
+        return Supports(counts, self.ids[: int(counts.sum())])
+
+    def lists(self) -> list[list[int]]:
+        """By token."""
+        return [each.tolist() for each in self.ids.split(self.counts.tolist())]
 
 
 @dataclass(frozen=True)
@@ -30,12 +60,20 @@ class Group:
     seeds: tuple[int, ...]
 
 
+def some_or_all(top_k: int) -> int:
+    """A top-k of a spec. Raises ValueError: it leaves none, or one, which is what a temperature of 0 is for."""
+    if -1 < top_k < 2:
+        raise ValueError(f"found {top_k}, expected 2 or more, or -1 for all. Greedy answers have a temperature of 0")
+    return top_k
+
+
 @dataclass(frozen=True)
 class SamplingParams:
     """How answers are drawn. Temperature 0 is greedy.
 
     stop_token_ids: generation ends with the first of these (the EOS), which stays part of the answer. The stop tokens
         of the model's own configuration count as well.
+    supports: have the engine say which tokens each one was drawn from.
     """
 
     max_new_tokens: int
@@ -44,6 +82,7 @@ class SamplingParams:
     top_p: float = 1.0
     top_k: int = -1
     min_p: float = 0.0
+    supports: bool = False
 
     def to_request(self, seed: int | None = None, spent: int = 0) -> dict[str, Any]:
         """SGLang's `sampling_params` of an answer of which `spent` tokens are there already.
@@ -55,7 +94,8 @@ class SamplingParams:
             "temperature": self.temperature,
             "stop_token_ids": list(self.stop_token_ids),
             "top_p": self.top_p,
-            "top_k": self.top_k,
+            # SGLang says what a token was drawn from under a finite top-k only; this one leaves nothing out.
+            "top_k": _FINITE if self.supports and self.top_k < 1 else self.top_k,
             "min_p": self.min_p,
             # Events only for the first and the last token of a streamed answer.
             "stream_interval": 1 << 30,
@@ -72,6 +112,7 @@ class Completion:
         pause for an update.
     routed_experts: int16 [P + T - 1, L, K], the experts of every token but the last, prompt included, in the MoE layers
         in order; None if they were not asked for.
+    supports: of the T tokens; None if they were not asked for.
     """
 
     token_ids: list[int]
@@ -80,6 +121,7 @@ class Completion:
     finished: bool
     routed_experts: Tensor | None = field(default=None, repr=False)
     cut: bool = False
+    supports: Supports | None = field(default=None, repr=False)
 
     def then(self, rest: Completion) -> Completion:
         """This one, which was cut, with what the engine has answered from its last token on."""
@@ -88,6 +130,7 @@ class Completion:
             token_ids=self.token_ids + rest.token_ids,
             logprobs=self.logprobs + rest.logprobs,
             weight_versions=self.weight_versions + rest.weight_versions,
+            supports=self.supports.then(rest.supports) if self.supports and rest.supports else rest.supports,
         )
 
 
@@ -102,7 +145,7 @@ class Trajectory:
     token is a stop token. group: its group's place in the call that sampled it. seed: that its tokens were drawn with.
     routed_experts: as in a Completion, int16 [P + T - 1, L, K]. outcome: what its environment said of it. failed: its
     environment did, so that nothing can be learnt from it. branch: its number among the rows of one conversation, of
-    which the first is the one that ended it.
+    which the first is the one that ended it. supports: of the M tokens, where they were asked for.
     """
 
     prompt_ids: list[int]
@@ -118,6 +161,7 @@ class Trajectory:
     outcome: dict[str, float] = field(default_factory=dict)
     failed: bool = False
     branch: int = 0
+    supports: Supports | None = field(default=None, repr=False)
 
 
 @dataclass(frozen=True)
@@ -129,6 +173,7 @@ class Load:
     tokens: int
 
 
+_FINITE = (1 << 30) - 1
 LOOPBACK = "127.0.0.1"
 NO_WEIGHTS = -1
 """The version of an engine that has been sent no weights yet: its directory describes the model, and the first sync,

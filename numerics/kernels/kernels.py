@@ -29,6 +29,7 @@ from numerics.kernels.products.low_rank import grouped_low_rank_term, low_rank_t
 from numerics.kernels.quantize import quantize, quantize_many
 from numerics.kernels.rope import rope, rope_pairs
 from numerics.kernels.router import route, route_sigmoid, top_experts
+from numerics.kernels.support import support_floors
 from numerics.kernels.swiglu import swiglu
 
 _ALL = (
@@ -36,6 +37,7 @@ _ALL = (
     fp8_linear, fp8_linear_partial, group_operand, grouped_linear, grouped_low_rank_term, head_linear,
     latent_attention, linear, linear_partial, low_rank_term, norm_fp8_linear, packed_attention,
     packed_latent_attention, paged_attention, paged_latent_attention, quantize, quantize_many, rms_norm, rope,
-    rope_pairs, route, route_sigmoid, swiglu, token_logprobs, top_experts, trained_operand, weight_operand,
+    rope_pairs, route, route_sigmoid, support_floors, swiglu, token_logprobs, top_experts, trained_operand,
+    weight_operand,
 )  # fmt: skip
 KERNELS: dict[str, Callable[..., Any]] = {kernel.__name__: kernel for kernel in _ALL}

@@ -42,6 +42,7 @@ from numerics.ops.merged import merged, reaching
 from numerics.ops.norm import add_rms_norm, rms_norm
 from numerics.ops.rope import rope, rope_pairs
 from numerics.ops.router import route, route_sigmoid, top_experts
+from numerics.ops.support import narrowed, support_floors
 from numerics.ops.swiglu import swiglu
 
 __all__ = [
@@ -72,6 +73,7 @@ __all__ = [
     "low_rank_term",
     "merge_partials",
     "merged",
+    "narrowed",
     "norm_fp8_linear",
     "packed_attention",
     "packed_latent_attention",
@@ -83,6 +85,7 @@ __all__ = [
     "rope_pairs",
     "route",
     "route_sigmoid",
+    "support_floors",
     "swiglu",
     "token_logprobs",
     "top_experts",

@@ -73,6 +73,13 @@ class Experiment(Section):
         return self.guard.redraws if self.numerics.mode == "exact" else 0
 
     @property
+    def carries_supports(self) -> bool:
+        """Whether the engine says what each token was drawn from under top-p, top-k or min-p: where the trainer's own
+        logits would say otherwise, at later weights or with other ops."""
+        later = self.rollout.staleness > 0 or self.algorithm.updates > 1
+        return self.rollout.truncation.cuts and (later or self.numerics.mode == "native")
+
+    @property
     def engine_ranks(self) -> tuple[int, ...]:
         """Tensor-parallel ranks of each engine that is started: the policy's, then the teacher's."""
         policy = (self.rollout.tp,) * self.rollout.engines if self.needs_engines else ()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, field_validator, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
 
 from models.architecture import check_scope
 from numerics.config import Mode, NumericsConfig, RolloutPrecision, RouterReplay, TrainerPrecision
@@ -14,6 +14,7 @@ from numerics.spec import LAYER_EXCEPTIONS, ROLES, Format, Granularity, QuantSpe
 from rl.record.wandb_run import WandbConfig
 from rollout.data.sources import Source
 from rollout.rewards.config import RewardsConfig
+from rollout.types import some_or_all
 
 
 class RunSection(Section):
@@ -255,7 +256,7 @@ class EvalSet(DataSource):
     """0 is greedy."""
     top_p: float = Field(default=1.0, gt=0.0, le=1.0)
     """Sample from the most probable tokens of together so much probability. 1 is off."""
-    top_k: int = Field(default=-1, ge=-1)
+    top_k: Annotated[int, AfterValidator(some_or_all)] = Field(default=-1, ge=-1)
     """Sample from so many of the most probable tokens. -1 is off."""
     min_p: float = Field(default=0.0, ge=0.0, le=1.0)
     """Sample from tokens at least so probable as this share of the most probable one. 0 is off."""
@@ -273,6 +274,12 @@ class EvalSet(DataSource):
                 f"found samples={self.samples} with temperature=0, expected a temperature above 0, as greedy answers "
                 "are all the same. Set temperature, or samples to 1"
             )
+        for name, off in (("top_p", 1.0), ("top_k", -1), ("min_p", 0.0)):
+            if self.temperature == 0 and getattr(self, name) != off:
+                raise ValueError(
+                    f"found {name}={getattr(self, name)} with temperature=0, expected a temperature above 0, as greedy "
+                    f"answers take the most probable token. Set temperature, or remove {name}"
+                )
         if wrong := [k for k in self.pass_at if not 1 <= k <= self.samples]:
             raise ValueError(
                 f"found pass_at {wrong[0]} with samples={self.samples}, expected 1 to samples. Raise samples"

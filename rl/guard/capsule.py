@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, FiniteFloat
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, TypeAdapter
 from safetensors.torch import load_file, save_file
 
 from numerics.config import NumericsConfig
@@ -24,10 +24,12 @@ from numerics.errors import user_error
 from numerics.io.files import new_directory
 from numerics.io.reading import check_path, parsed, read_text
 from numerics.io.section import validated
+from numerics.sampling import Truncation
 from rl.experiment import Experiment, read_resolved
 from rl.guard.evidence import Evidence
 from rl.record.run_dir import RunDir
 from trainer.step.batch import TokenBatch
+from trainer.step.support import Supports
 from weight_sync.manifest import Manifest
 
 FORMAT = 1
@@ -95,9 +97,13 @@ class _About(BaseModel):
     weight_version: Annotated[int, Field(ge=0, lt=2**63)]
     temperature: float
     replay: bool
+    truncation: dict[str, Any] = {}
     rows: list[int]
     tis_cap: Annotated[FiniteFloat, Field(ge=1.0)]
     metrics: dict[str, FiniteFloat]
+
+
+_TRUNCATION = TypeAdapter(Truncation)
 
 
 def write_capsule(path: Path, case: Case, evidence: Evidence, export: Callable[[Path], object] | None) -> None:
@@ -115,6 +121,7 @@ def write_capsule(path: Path, case: Case, evidence: Evidence, export: Callable[[
         "weight_version": evidence.version,
         "temperature": chosen.batch.temperature,
         "replay": chosen.batch.replay,
+        **({"truncation": dataclasses.asdict(truncation)} if (truncation := chosen.batch.truncation).cuts else {}),
         "rows": list(case.rows),
         "tis_cap": evidence.cap,
         "metrics": chosen.metrics() | chosen.drift(),
@@ -201,6 +208,8 @@ def _tensors(evidence: Evidence) -> dict[str, torch.Tensor]:
         tensors["train_routes"] = evidence.routes
     if batch.seeds is not None:
         tensors["seeds"] = batch.seeds
+    if batch.supports is not None:
+        tensors["supports.at"], tensors["supports.pool"] = batch.supports.at, batch.supports.pool
     if evidence.draws is not None:
         tensors["train_draws"] = evidence.draws
     return tensors
@@ -216,6 +225,8 @@ def _evidence(tensors: dict[str, torch.Tensor], about: _About) -> Evidence:
         routes=tensors.get("rollout_routes"),
         replay=about.replay,
         seeds=tensors.get("seeds"),
+        truncation=_TRUNCATION.validate_python(about.truncation),
+        supports=Supports(tensors["supports.at"], tensors["supports.pool"]) if "supports.at" in tensors else None,
     )
     shape, routes = batch.tokens.shape, None if batch.routes is None else batch.routes.shape
     expected = {

@@ -32,7 +32,8 @@ class RolloutRecord:
     rollout_logprobs, train_logprobs, weight_versions: of the other tokens; a log-probability that is not finite is NaN.
     advantage: of its first token, None before training. reward_parts: what each function said. said: (model or
     environment, text) by turn, where there was an environment that said something. outcome: what it returned.
-    teacher_logprobs: [T]; None without a teacher.
+    teacher_logprobs: [T]; None without a teacher. supports: of the other tokens, the ids that each was drawn from under
+    top-p, top-k or min-p; None where these are found in the trainer's own logits.
     """
 
     prompt: str
@@ -53,6 +54,7 @@ class RolloutRecord:
     said: list[tuple[Literal["model", "environment"], str]] = dataclasses.field(default_factory=list)
     outcome: dict[str, float] = dataclasses.field(default_factory=dict)
     teacher_logprobs: list[float] | None = None
+    supports: list[list[int]] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,6 +90,8 @@ def shown(records: Sequence[RolloutRecord]) -> list[RolloutRecord]:
 
 def _line(record: RolloutRecord | ScoredRecord) -> str:
     values = dict(vars(record))  # `asdict` would copy every token
+    if values.get("supports", ()) is None:
+        del values["supports"]  # as files were before there were any
     for name in ("rollout_logprobs", "train_logprobs"):
         values[name] = [x if math.isfinite(x) else None for x in values[name]]
     return json.dumps(values, ensure_ascii=False, allow_nan=False) + "\n"

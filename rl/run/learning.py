@@ -9,6 +9,7 @@ from statistics import fmean
 import torch
 from torch import Tensor
 
+from numerics.sampling import EVERY_TOKEN
 from rl.algorithms.base import AlgorithmConfig, Outcomes, used_tokens
 from rl.run.records import train_metrics
 from trainer.actor import TrainerGroup
@@ -137,8 +138,9 @@ def mean_of(passes: Sequence[PassResult]) -> PassResult:
 
 
 def _alone(batch: TokenBatch) -> TokenBatch:
-    """The batch for a model that did not sample it: where its own routers send the tokens, and nothing drawn again."""
-    return replace(batch, routes=None, replay=False, seeds=None)
+    """The batch for a model that did not sample it: where its own routers send the tokens, among all tokens, and
+    nothing drawn again."""
+    return replace(batch, routes=None, replay=False, seeds=None, truncation=EVERY_TOKEN, supports=None)
 
 
 def _check_finite(name: str, scores: Tensor, used: Tensor) -> None:

@@ -68,6 +68,7 @@ def rollout_records(work: Work, train_logprobs: Tensor) -> list[RolloutRecord]:
                 said=list(answer.said) if trajectory.told else [],
                 outcome=trajectory.outcome,
                 teacher_logprobs=answer.teacher_logprobs,
+                supports=None if trajectory.supports is None else trajectory.supports.lists(),
             )
         )
     return records

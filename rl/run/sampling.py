@@ -83,6 +83,7 @@ class Sampling:
         rollout: how answers are drawn and counted.
         conversations: of an experiment with an environment, where an answer is more than one turn of the model.
         judge: gives answers their rewards.
+        carries_supports: see `Experiment`.
     """
 
     rollout: RolloutConfig
@@ -93,6 +94,7 @@ class Sampling:
     syncing: Syncing
     listener: Listener
     turns: Turns
+    carries_supports: bool = False
 
     @property
     def failures(self) -> list[Failures]:
@@ -101,7 +103,8 @@ class Sampling:
 
     def at(self, temperature: float) -> SamplingParams:
         """How the experiment draws answers at a temperature; 0 is greedy."""
-        return self.rollout.sampling(temperature, (self.tokenizer.eos_token_id,))
+        drawn = self.rollout.sampling(temperature, (self.tokenizer.eos_token_id,))
+        return replace(drawn, supports=self.carries_supports and temperature > 0)
 
     def admit(
         self, groups: Sequence[Group], sampling: SamplingParams, judge: Judge | None = None, first: int = 0

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from rollout.types import Trajectory
+from rollout.types import Supports, Trajectory
 
 
 class ConversationOverError(Exception):
@@ -34,6 +34,7 @@ class Branch:
     _weight_versions: list[int] = field(default_factory=list)
     _told: list[tuple[int, int]] = field(default_factory=list)
     _routes: Tensor | None = None
+    _supports: Supports | None = None
     _stopped: bool = False
 
     @property
@@ -58,6 +59,9 @@ class Branch:
         self._weight_versions += said.weight_versions[:count]
         # An expert is chosen for every token but the last.
         self._routes = said.routed_experts if said.routed_experts is None else said.routed_experts[: len(self.ids) - 1]
+        if said.supports is not None:
+            supports = said.supports.first(count)
+            self._supports = supports if self._supports is None else self._supports.then(supports)
         self.turns += 1
         self._stopped = finished and said.token_ids[-1] not in stops
         self.cut = not finished and self.room < 1
@@ -88,6 +92,7 @@ class Branch:
             group=0,
             seed=self.seed,
             routed_experts=self._routes,
+            supports=self._supports,
             told=tuple(told),
             outcome=outcome,
             failed=failed,

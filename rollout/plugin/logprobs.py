@@ -8,7 +8,10 @@ from typing import Any
 import torch
 
 from numerics import ops
-from rollout.plugin.sampling import draw_from_logits
+from rollout.plugin.sampling import draw_from_logits, narrowed, supports
+
+NEVER = -9999.0
+"""The log-probability of a token that cannot be drawn, as OpenAI writes it: JSON has no infinity."""
 
 
 def of_samples(
@@ -21,22 +24,29 @@ def of_samples(
     token_ids_logprobs: list[list[int] | None],
     positions: torch.Tensor,
 ) -> torch.Tensor:
-    """`Sampler.forward`: draws a token for each row of logits [B, V], and writes log-probabilities beside them."""
-    logits = logits_output.next_token_logits
+    """`Sampler.forward`: draws a token for each row of logits [B, V], and writes log-probabilities beside them.
+
+    All are of the distribution that is drawn from, without what top-p, top-k and min-p leave out.
+    """
+    logits = narrowed(logits_output.next_token_logits, sampling_info)
     tokens = draw_from_logits(logits, sampling_info, positions)
     if not return_logprob:
         return tokens.to(torch.int32)
     temperatures = sampling_info.temperatures.reshape(-1)
     logits_output.next_token_logprobs = ops.token_logprobs(logits, tokens, temperatures)[0]
+    if any(wanted := sampling_info.return_sampling_masks or []):
+        logits_output.next_token_sampling_mask_idx = supports(logits, wanted)
+        logits_output.next_token_sampling_logprobs = logits_output.next_token_logprobs.tolist()
     if any(top_logprobs_nums):
         values, ids = _most_probable(logits, temperatures, max(top_logprobs_nums))
+        values = values.clamp(min=NEVER)
         logits_output.next_token_top_logprobs_val = [row[:k] for row, k in zip(values, top_logprobs_nums)]
         logits_output.next_token_top_logprobs_idx = [row[:k] for row, k in zip(ids, top_logprobs_nums)]
     if any(token_ids_logprobs):
         wanted = [ids or [] for ids in token_ids_logprobs]
         rows = torch.tensor([row for row, ids in enumerate(wanted) for _ in ids], device=logits.device)
         others = torch.tensor([token for ids in wanted for token in ids], device=logits.device)
-        found = ops.token_logprobs(logits[rows], others, temperatures[rows])[0]
+        found = ops.token_logprobs(logits[rows], others, temperatures[rows])[0].clamp(min=NEVER)
         logits_output.next_token_token_ids_logprobs_val = list(found.split([len(ids) for ids in wanted]))
         logits_output.next_token_token_ids_logprobs_idx = wanted
     return tokens.to(torch.int32)

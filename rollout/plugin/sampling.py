@@ -33,24 +33,29 @@ def seeds_of_batch(result: Any, cls: Any, batch: Any, vocab_size: int) -> Any:
 
 
 def draw_from_logits(logits: Tensor, sampling_info: Any, positions: Tensor) -> Tensor:
-    """The tokens, int64 [B], of logits [B, V] in exact mode; positions [B] are those of the last tokens seen.
-
-    A run samples from all tokens; who asks an engine that is served may narrow the choice.
-    """
-    if _narrows(sampling_info, logits.shape[-1]):
-        logits = narrowed(logits, sampling_info)
+    """The tokens, int64 [B], of logits [B, V] in exact mode, which are narrowed; positions [B] are those of the last
+    tokens seen."""
     return ops.draw(logits, sampling_info.temperatures.reshape(-1), sampling_info.sampling_seed, positions)
 
 
 def narrowed(logits: Tensor, sampling_info: Any) -> Tensor:
-    """Logits [B, V] without the tokens that top-k, top-p and min-p of their requests leave out: -inf there."""
-    probs = (logits.float() / sampling_info.temperatures.reshape(-1, 1)).softmax(-1)
-    ordered, order = probs.sort(dim=-1, descending=True, stable=True)
-    rank = torch.arange(logits.shape[-1], device=logits.device)
-    kept = rank < sampling_info.top_ks[:, None]
-    kept &= ordered.cumsum(-1) - ordered < sampling_info.top_ps[:, None]
-    kept &= ordered >= sampling_info.min_ps[:, None] * ordered[:, :1]
-    return logits.masked_fill(~kept.gather(-1, order.argsort(-1)), -torch.inf)
+    """Logits [B, V] in exact mode without the tokens that top-k, top-p and min-p of their requests leave out: -inf
+    there. Where none leaves any out, the logits themselves."""
+    if not _narrows(sampling_info, logits.shape[-1]):
+        return logits
+    greedy = sampling_info.top_ks == 1  # whose log-probabilities are of the whole distribution
+    top_p = sampling_info.top_ps.float().masked_fill(greedy, 1.0)
+    top_k = sampling_info.top_ks.long().masked_fill(greedy, -1)
+    min_p = sampling_info.min_ps.float().masked_fill(greedy, 0.0)
+    floors = ops.support_floors(logits, sampling_info.temperatures.reshape(-1), top_p, top_k, min_p)
+    return ops.narrowed(logits, floors)
+
+
+def supports(logits: Tensor, wanted: list[bool]) -> list[list[int] | None]:
+    """The tokens that each row of narrowed logits [B, V] is drawn from; None of rows that nobody asks about."""
+    row, token = (~logits.isneginf()).nonzero(as_tuple=True)
+    found = token.cpu().split(row.bincount(minlength=len(logits)).tolist())
+    return [tokens.tolist() if asked else None for tokens, asked in zip(found, wanted, strict=True)]
 
 
 def _narrows(sampling_info: Any, vocabulary: int) -> bool:

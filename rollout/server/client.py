@@ -36,7 +36,7 @@ from rollout.protocol import (
     to_action,
 )
 from rollout.routes import RouteShape, parse_routes
-from rollout.types import IDLE_S, Completion, Endpoint, Load, SamplingParams
+from rollout.types import IDLE_S, Completion, Endpoint, Load, SamplingParams, Supports
 
 PauseMode = Literal["abort", "retract", "in_place"]
 
@@ -99,8 +99,9 @@ class EngineClient:
             sampling.to_request(None if seeds is None else seeds[row], 0 if spent is None else spent[row])
             for row in range(len(input_ids))
         ]
-        answers = (await self._generation_post(input_ids, each, **self._extras())).json()
-        return [parse_completion(answer, self._routes) for answer in answers]
+        asked = self._extras() | ({"return_sampling_mask": True} if sampling.supports else {})
+        answers = (await self._generation_post(input_ids, each, **asked)).json()
+        return [parse_completion(answer, self._routes, sampling.supports) for answer in answers]
 
     async def score(self, sequences: list[list[int]]) -> list[list[float]]:
         """Log-probabilities of the tokens of each sequence from index 1 on, at the loaded weights and temperature 1.
@@ -315,10 +316,13 @@ def _only(answers: list[str]) -> str:
     return answers[0]
 
 
-def parse_completion(answer: dict[str, Any], routes: RouteShape | None = None) -> Completion:
+def parse_completion(answer: dict[str, Any], routes: RouteShape | None = None, supports: bool = False) -> Completion:
     """One answer of /generate, asked with `return_logprob`, and with `return_routed_experts` if `routes` is given.
 
-    Raises EngineError if the engine gave up, or its tokens, logprobs, version spans and routes do not fit each other.
+    supports: it was asked with `return_sampling_mask`; log-probabilities are then those among what was drawn from.
+
+    Raises EngineError if the engine gave up, or its tokens, logprobs, version spans, routes and supports do not fit
+    each other.
     """
     meta: dict[str, Any] = answer["meta_info"]
     reason = meta["finish_reason"]
@@ -331,14 +335,29 @@ def parse_completion(answer: dict[str, Any], routes: RouteShape | None = None) -
             f"request {meta['id']}: found logprobs for {len(reported)} tokens, expected one for each of the "
             f"{len(token_ids)} generated tokens, in their order"
         )
+    drawn_from = _supports(meta, token_ids) if supports else None
+    if drawn_from is not None:
+        reported = [(logprob, 0, None) for logprob in meta.get("output_token_sampling_logprobs", [])]
     return Completion(
         token_ids=token_ids,
+        supports=drawn_from,
         logprobs=_logprobs(reported),
         weight_versions=expand_versions(meta.get("weight_versions", []), len(token_ids)),
         finished=reason["type"] == "stop",
         cut=cut,
         routed_experts=None if routes is None else parse_routes(meta, meta["prompt_tokens"] + len(token_ids), routes),
     )
+
+
+def _supports(meta: dict[str, Any], token_ids: list[int]) -> Supports:
+    masks = meta.get("output_token_sampling_mask", [])
+    said = len(masks) == len(token_ids) == len(meta.get("output_token_sampling_logprobs", []))
+    if not said or any(mask is None or token not in mask for mask, token in zip(masks, token_ids)):
+        raise EngineError(
+            f"request {meta['id']}: found {len(masks)} sets of tokens to draw from, expected one for each of the "
+            f"{len(token_ids)} generated tokens, with the token in it"
+        )
+    return Supports.of(masks)
 
 
 def parse_prompt_logprobs(answer: dict[str, Any], length: int) -> list[float]:

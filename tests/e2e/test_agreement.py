@@ -17,6 +17,7 @@ import torch
 
 from diagnose.attribution import attribute
 from models.adapters import AdapterConfig
+from numerics.sampling import Truncation
 from rl.mismatch import token_versions
 from rl.run.feed.batching import batch_from_trajectories
 from rollout.environments.conversation import Conversation
@@ -70,6 +71,12 @@ EXACT = {
         layout=(("tp", 2), ("ep", 2), ("router_bias_rate", 0.01)),
         router_replay="record",
     ),
+}
+CUTS = {
+    "top-p": Truncation(top_p=0.9),
+    "top-k": Truncation(top_k=20),
+    "both": Truncation(top_p=0.9, top_k=20),
+    "min-p": Truncation(min_p=0.05),
 }
 WEIGHTS = {f"{faults.EXPERT}{kind}_proj.weight" for kind in ("gate", "up", "down")}
 SCALES = {f"{name}_scale_inv" for name in WEIGHTS}
@@ -148,6 +155,21 @@ def test_tokens_of_a_stale_weight_version_are_refused(rig: Rig) -> None:
         pipeline.sample(1.0, count=1)
     pipeline.sync()
     assert rig.run(one_token(pipeline))[0].weight_versions == [version]
+
+
+@pytest.mark.parametrize("cut", CUTS.values(), ids=CUTS)
+def test_every_token_agrees_under_top_p_top_k_and_min_p(rig: Rig, cut: Truncation) -> None:
+    """The trainer finds what each was drawn from in its own logits, and the engine says the same."""
+    pipeline = rig.open(TWO_RANKS)
+    batch = pipeline.sample(0.9, count=6, cut=cut)
+    scored = pipeline.trainer.score_routed(batch)
+    assert_equal(scored.logprobs, batch)
+    assert scored.draws is not None and scored.draws[batch.loss_mask].equal(batch.tokens[batch.loss_mask])
+    whole = pipeline.trainer.score(replace(batch, truncation=Truncation()))
+    assert (differences(whole, batch) < 0).float().mean() > 0.5
+    carried = pipeline.sample(0.9, count=6, cut=cut, supports=True)
+    assert carried.tokens.equal(batch.tokens) and carried.supports is not None
+    assert_equal(pipeline.trainer.score(carried), carried)
 
 
 def test_every_token_of_the_model_agrees_in_a_conversation_and_what_it_is_told_has_no_loss(rig: Rig) -> None:
@@ -256,6 +278,8 @@ def test_every_sampled_token_agrees_before_and_after_an_update(rig: Rig, setup: 
     # Prompts whose prefixes were cached before the update.
     again = pipeline.sample(0.7)
     assert_equal(pipeline.trainer.score(again), again)
+    some = pipeline.sample(0.7, count=3, cut=CUTS["both"])
+    assert_equal(pipeline.trainer.score(some), some)
 
 
 def test_a_stale_expert_bias_is_named_first(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from numerics.sampling import Truncation
 from numerics.spec import QuantSpec
 from rl.mismatch import token_versions
 from rl.run.feed.batching import batch_from_trajectories
@@ -24,14 +26,15 @@ from weight_sync.transports import TensorTransport
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 SETUP = Setup("moe")
-SAMPLING = SamplingParams(max_new_tokens=150)
+PLAIN = SamplingParams(max_new_tokens=150)
+CUT = dataclasses.replace(PLAIN, top_p=0.9, min_p=0.02, supports=True)
 UPDATES = 2
 GROUP = 3
 ANSWERS = GROUP * len(prompts(0))
 
 
 def sampled_across_updates(
-    pipeline: Pipeline, folder: Path, sync: Callable[[Endpoint], object]
+    pipeline: Pipeline, folder: Path, sync: Callable[[Endpoint], object], sampling: SamplingParams = PLAIN
 ) -> tuple[list[Trajectory], dict[int, Path]]:
     """Answers with UPDATES in their midst, and a checkpoint of the trainer at each version that sampled a part."""
     endpoint = pipeline.endpoint
@@ -41,7 +44,7 @@ def sampled_across_updates(
 
     async def run() -> list[Trajectory]:
         async with EngineClient(endpoint) as client:
-            answers = asyncio.create_task(sample_groups(client, asked, SAMPLING))
+            answers = asyncio.create_task(sample_groups(client, asked, sampling))
             for version in later:
                 await until_they_run(client, answers)
                 await asyncio.sleep(0.3)
@@ -74,10 +77,12 @@ async def until_they_run(client: EngineClient, answers: asyncio.Task[list[Trajec
 
 
 def differences_by_version(
-    pipeline: Pipeline, trajectories: list[Trajectory], checkpoints: dict[int, Path]
+    pipeline: Pipeline, trajectories: list[Trajectory], checkpoints: dict[int, Path], sampling: SamplingParams = PLAIN
 ) -> dict[int, torch.Tensor]:
     """d of the tokens that each version sampled, against a trainer that holds it, over the whole prefix."""
-    batch = batch_from_trajectories(trajectories, 1.0, redraws=len(trajectories))
+    cut = Truncation(sampling.top_p, sampling.top_k, sampling.min_p)
+    batch = batch_from_trajectories(trajectories, 1.0, redraws=len(trajectories), truncation=cut)
+    assert (batch.supports is not None) == sampling.supports
     versions = token_versions(trajectories, batch.loss_mask)
     found = {}
     for version, path in checkpoints.items():
@@ -85,20 +90,28 @@ def differences_by_version(
         scored = pipeline.trainer.score_routed(batch)
         mine = batch.loss_mask & (versions == version)
         found[version] = (scored.logprobs - batch.fields["rollout_logprobs"])[mine]
+        if sampling.supports:  # the trainer finds them again, and has others at other weights
+            own = pipeline.trainer.score(dataclasses.replace(batch, supports=None))
+            assert own[mine].equal(scored.logprobs[mine])
+            assert not own[batch.loss_mask & ~mine].equal(scored.logprobs[batch.loss_mask & ~mine])
         if not found[version].any():
             assert scored.draws is not None and scored.draws[mine].equal(batch.tokens[mine])
     return found
 
 
-@pytest.mark.parametrize("pause", ["retract", "abort"])
-def test_each_token_is_one_of_the_weights_that_it_names(rig: Rig, tmp_path: Path, pause: str) -> None:
+@pytest.mark.parametrize(("pause", "sampling"), [("retract", PLAIN), ("abort", CUT)], ids=["retract", "abort-top-p"])
+def test_each_token_is_one_of_the_weights_that_it_names(
+    rig: Rig, tmp_path: Path, pause: str, sampling: SamplingParams
+) -> None:
     pipeline = rig.open(SETUP)
     bridge = pipeline.bridge(pause=pause)
-    trajectories, checkpoints = sampled_across_updates(pipeline, tmp_path, lambda endpoint: bridge.sync([endpoint]))
+    trajectories, checkpoints = sampled_across_updates(
+        pipeline, tmp_path, lambda endpoint: bridge.sync([endpoint]), sampling
+    )
     assert all(t.weight_versions == sorted(t.weight_versions) for t in trajectories)
     assert sum(len(set(t.weight_versions)) == 1 + UPDATES for t in trajectories) >= ANSWERS / 3
-    assert max(len(t.token_ids) for t in trajectories) == SAMPLING.max_new_tokens
-    for version, d in differences_by_version(pipeline, trajectories, checkpoints).items():
+    assert max(len(t.token_ids) for t in trajectories) == PLAIN.max_new_tokens
+    for version, d in differences_by_version(pipeline, trajectories, checkpoints, sampling).items():
         assert len(d) > 10, f"version {version} has sampled {len(d)} tokens"
         assert (d == 0).all(), f"version {version}: {int((d != 0).sum())} of {len(d)} tokens differ"
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from numerics.sampling import EVERY_TOKEN, Truncation
 from rl.algorithms.base import Outcomes
 from rl.experiment import Experiment, read_resolved
 from rl.mismatch import agreement, drift_metrics
@@ -26,7 +27,7 @@ def first_step(run: Path, layout: Layout, config: TrainerConfig) -> tuple[dict[s
     experiment = read_resolved(run / "spec.yaml")
     lines = _lines(run / "rollouts/step_1.jsonl")
     trainer = _trainer(experiment, Path(experiment.model.path), layout)
-    batch = _batch(lines, experiment.rollout.temperature)
+    batch = _batch(lines, experiment.rollout.temperature, experiment.rollout.truncation)
     outcomes = Outcomes(_column(lines, "reward"), _column(lines, "group").long(), _column(lines, "finished"))
     batch = batch.with_fields(advantages=experiment.algorithm.advantages(outcomes, batch))
     done = trainer.forward_backward(batch, experiment.algorithm.objective(batch))
@@ -113,7 +114,7 @@ def _column(lines: list[dict[str, Any]], name: str) -> Tensor:
     return torch.tensor([line[name] for line in lines])
 
 
-def _batch(lines: list[dict[str, Any]], temperature: float) -> TokenBatch:
+def _batch(lines: list[dict[str, Any]], temperature: float, truncation: Truncation = EVERY_TOKEN) -> TokenBatch:
     rows = [line["prompt_ids"] + line["token_ids"] for line in lines]
     shape = len(rows), max(map(len, rows))
     tokens, mask = torch.zeros(shape, dtype=torch.int64), torch.zeros(shape, dtype=torch.bool)
@@ -125,4 +126,5 @@ def _batch(lines: list[dict[str, Any]], temperature: float) -> TokenBatch:
         mask[row, sampled] = True
         for name in names:
             fields[name][row, sampled] = torch.tensor(line[name])
-    return TokenBatch(tokens, torch.tensor([len(row) for row in rows]), mask, temperature, fields)
+    lengths = torch.tensor([len(row) for row in rows])
+    return TokenBatch(tokens, lengths, mask, temperature, fields, truncation=truncation)

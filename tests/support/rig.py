@@ -25,6 +25,7 @@ from models import Model, read_model
 from models.adapters import AdapterConfig
 from models.tiny import TinyModel, write_tiny_model
 from numerics.config import NumericsConfig
+from numerics.sampling import EVERY_TOKEN, Truncation
 from numerics.spec import QuantSpec
 from rl.algorithms.sft import SftObjective
 from rl.run.engines.serving import expected_report
@@ -244,12 +245,19 @@ class Pipeline:
         check_versions(answers, self.trainer.weight_version, self.trainer.weight_version)
         return answers
 
-    def sample(self, temperature: float, seed: int = 0, count: int | None = None) -> TokenBatch:
+    def sample(
+        self,
+        temperature: float,
+        seed: int = 0,
+        count: int | None = None,
+        cut: Truncation = EVERY_TOKEN,
+        supports: bool = False,
+    ) -> TokenBatch:
         """Two answers to each of the first `count` prompts, as the loop would batch them."""
-        sampling = SamplingParams(max_new_tokens=NEW_TOKENS, temperature=temperature)
+        sampling = SamplingParams(NEW_TOKENS, temperature, **dataclasses.asdict(cut), supports=supports)
         groups = to_groups(prompts(seed)[:count], 2, run_seed=seed, step=1)
         trajectories = self.generate(groups, sampling)
-        return batch_from_trajectories(trajectories, temperature, redraws=len(trajectories))
+        return batch_from_trajectories(trajectories, temperature, redraws=len(trajectories), truncation=cut)
 
     def converse(
         self, environment: Callable[[Conversation], Awaitable[object]], count: int, new_tokens: int = 64

@@ -10,6 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from numerics.sampling import EVERY_TOKEN, Truncation
+from trainer.step.support import Supports
+
 UNKNOWN = -1
 """Stands in place of an expert where no route is known."""
 
@@ -31,6 +34,8 @@ class TokenBatch:
         replay: the trainer sends tokens where `routes` says instead of choosing itself (R3, arXiv 2510.11370).
         seeds: int64 [B], that the tokens of a row were sampled with, for the trainer to draw them again; `GREEDY` in
             rows that it is not to. None: in no row.
+        truncation: under which the tokens with a loss were drawn; they are scored among those that it leaves.
+        supports: what they were drawn from, [B, S], where that is not to be found in the trainer's own logits.
 
     Raises:
         ValueError: a shape, a dtype, a length, the temperature or the mask breaks the rules above.
@@ -44,6 +49,8 @@ class TokenBatch:
     routes: Tensor | None = None
     replay: bool = False
     seeds: Tensor | None = None
+    truncation: Truncation = EVERY_TOKEN
+    supports: Supports | None = None
 
     def __post_init__(self) -> None:
         if self.tokens.dim() != 2 or 0 in self.tokens.shape:
@@ -54,6 +61,8 @@ class TokenBatch:
         _expect("loss_mask", self.loss_mask, shape, torch.bool)
         if self.seeds is not None:
             _expect("seeds", self.seeds, shape[:1], torch.int64)
+        if self.supports is not None:
+            _expect("supports", self.supports.at, shape, torch.int64)
         for name, value in self.fields.items():
             _expect(f"fields[{name!r}]", value, shape, torch.float32)
         if self.routes is not None:
@@ -114,6 +123,8 @@ class TokenBatch:
         """These rows, then those of another batch of the same width, temperature and fields, both without routes."""
         if self.routes is not None or other.routes is not None or self.temperature != other.temperature:
             raise ValueError("found batches with routes or of two temperatures, expected none and one")
+        if self.truncation != other.truncation or (self.supports is None) != (other.supports is None):
+            raise ValueError("found batches drawn in two ways, expected one")
         seeds = None if self.seeds is None or other.seeds is None else torch.cat([self.seeds, other.seeds])
         return TokenBatch(
             tokens=torch.cat([self.tokens, other.tokens]),
@@ -122,12 +133,17 @@ class TokenBatch:
             temperature=self.temperature,
             fields={name: torch.cat([value, other.fields[name]]) for name, value in self.fields.items()},
             seeds=seeds,
+            truncation=self.truncation,
+            supports=self.supports and other.supports and self.supports.followed_by(other.supports),
         )
 
     def to(self, device: torch.device | str) -> TokenBatch:
         """The same batch with its tensors on `device`."""
         seeds = None if self.seeds is None else self.seeds.to(device)
-        return self._changed(lambda value: value.to(device), self.lengths.to(device), seeds)
+        moved = self._changed(lambda value: value.to(device), self.lengths.to(device), seeds)
+        if moved.supports is None:
+            return moved
+        return replace(moved, supports=replace(moved.supports, pool=moved.supports.pool.to(device)))
 
     def _changed(self, change: Callable[[Tensor], Tensor], lengths: Tensor, seeds: Tensor | None) -> TokenBatch:
         """The batch with `change` made to every [B, S, ...] tensor."""
@@ -140,6 +156,8 @@ class TokenBatch:
             routes=None if self.routes is None else change(self.routes),
             replay=self.replay,
             seeds=seeds,
+            truncation=self.truncation,
+            supports=self.supports and replace(self.supports, at=change(self.supports.at)),
         )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,10 +13,11 @@ from torch import Tensor, nn
 
 from numerics import ops
 from numerics.ops.linear import add_weight_gradient
-from numerics.sampling import GREEDY
+from numerics.sampling import GREEDY, Truncation
 from trainer.step.batch import UNKNOWN
 from trainer.step.head import Head
 from trainer.step.microbatches import MicroBatch
+from trainer.step.support import Supports, left_out
 
 DRAWN_TOGETHER = 1024
 """Rows of logits that are copied to be drawn from."""
@@ -92,13 +93,17 @@ class _Sought:
 
     Attributes:
         tokens: int64, the one that follows. seeds: int64, `GREEDY` where none is drawn; None: nowhere.
-        positions: int64, of the token in its row.
+        positions: int64, of the token in its row. drawn: bool, whether the one that follows was. truncation: how.
+        supports: of the tokens that follow.
     """
 
     tokens: Tensor
     temperature: float
     seeds: Tensor | None
     positions: Tensor
+    drawn: Tensor
+    truncation: Truncation
+    supports: Supports | None
 
     @classmethod
     def of(cls, micro: MicroBatch, ranks: int) -> _Sought:
@@ -110,13 +115,35 @@ class _Sought:
         if batch.seeds is not None:
             seeds = by_rank(torch.where(positions < batch.lengths[:, None] - 1, batch.seeds[:, None], GREEDY))
         following = batch.tokens.roll(-1, 1)  # of the last, nobody asks
-        return cls(by_rank(following), batch.temperature, seeds, by_rank(positions))
+        supports = batch.supports and replace(batch.supports, at=by_rank(batch.supports.at.roll(-1, 1)))
+        return cls(
+            by_rank(following),
+            batch.temperature,
+            seeds,
+            by_rank(positions),
+            by_rank(batch.loss_mask.roll(-1, 1)),
+            batch.truncation,
+            supports,
+        )
 
     def split(self, chunks: int) -> Iterator[_Sought]:
-        tokens, positions = (each.tensor_split(chunks, 1) for each in (self.tokens, self.positions))
-        seeds = [None] * chunks if self.seeds is None else self.seeds.tensor_split(chunks, 1)
-        for token, seed, position in zip(tokens, seeds, positions, strict=True):
-            yield _Sought(token, self.temperature, seed, position)
+        whole = self.tokens.shape[1]
+        for part in torch.arange(whole, device=self.tokens.device).tensor_split(chunks):
+            yield self._at(part)
+
+    def _at(self, places: Tensor) -> _Sought:
+        return self._changed(lambda values: values[..., places])
+
+    def _changed(self, change: Callable[[Tensor], Tensor]) -> _Sought:
+        """What is left of it where `change` is made to every tensor [ranks, n]."""
+        return replace(
+            self,
+            tokens=change(self.tokens),
+            seeds=None if self.seeds is None else change(self.seeds),
+            positions=change(self.positions),
+            drawn=change(self.drawn),
+            supports=self.supports and replace(self.supports, at=change(self.supports.at)),
+        )
 
     def read(self, logits: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """Log-probabilities and entropy FP32 [ranks, n], and the tokens that are drawn, int64 [ranks, n]."""
@@ -124,7 +151,18 @@ class _Sought:
         return *self.logprobs(logits), self._draws(logits)
 
     def logprobs(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        return ops.token_logprobs(logits.view(*self.tokens.shape, -1), self.tokens, self.temperature)
+        """Log-probabilities among the tokens that may be drawn, the one that was always among them."""
+        logits = logits.view(*self.tokens.shape, -1)
+        if self.truncation.cuts:
+            out = self._left_out(logits.detach()).scatter_(-1, self.tokens.unsqueeze(-1), False)
+            logits = logits.masked_fill(out, -torch.inf)
+        return ops.token_logprobs(logits, self.tokens, self.temperature)
+
+    def _left_out(self, logits: Tensor) -> Tensor:
+        """bool [ranks, n, V]"""
+        flat = self._changed(Tensor.flatten)
+        rows = logits.flatten(0, -2)
+        return left_out(rows, self.temperature, self.truncation, flat.drawn, flat.supports).view(logits.shape)
 
     @torch.no_grad()
     def _draws(self, logits: Tensor) -> Tensor | None:
@@ -133,8 +171,11 @@ class _Sought:
         seeds, positions, logits = self.seeds.flatten(), self.positions.flatten(), logits.flatten(0, 1)
         drawn = torch.full_like(seeds, UNKNOWN)
         for some in (seeds != GREEDY).nonzero().flatten().split(DRAWN_TOGETHER):
-            temperatures = torch.full(some.shape, self.temperature, device=logits.device)
-            drawn[some] = ops.draw(logits[some], temperatures, seeds[some], positions[some])
+            temperatures, chosen = torch.full(some.shape, self.temperature, device=logits.device), logits[some]
+            if self.truncation.cuts:
+                out = self._changed(Tensor.flatten)._at(some)._left_out(chosen)
+                chosen = chosen.masked_fill(out, -torch.inf)
+            drawn[some] = ops.draw(chosen, temperatures, seeds[some], positions[some])
         return drawn.view_as(self.seeds)
 
 

@@ -45,7 +45,6 @@ def check(experiment: Experiment, say: Callable[[str], object] = lambda text: No
         UserError: the first thing that stands in the way.
     """
     if experiment.numerics.mode == "exact":
-        _check_sampling(experiment)
         _check_deepgemm(experiment)
     check_algorithm(experiment)
     check_wandb(experiment.tracking.wandb)
@@ -85,19 +84,6 @@ def _check_reward(config: RewardConfig, key: str) -> None:
     if config.function in BUILT_IN and (name := BUILT_IN[config.function].tokenizer):
         key, directory = f"{key}.kwargs.{name}", str(config.kwargs[name])
         check_chat_template(load_tokenizer(directory, key), directory, key)
-
-
-def _check_sampling(experiment: Experiment) -> None:
-    """The engine reports logprobs from before top-p, top-k and min-p renormalise, so d could not be 0."""
-    for name, off in (("top_p", 1.0), ("top_k", -1), ("min_p", 0.0)):
-        value = getattr(experiment.rollout, name)
-        if value != off:
-            raise user_error(
-                f"rollout.{name}",
-                found=value,
-                expected=f"{off} (off) in exact mode",
-                remedy=f"Remove rollout.{name}: reported logprobs precede its renormalisation.",
-            )
 
 
 def _check_deepgemm(experiment: Experiment) -> None:

@@ -16,7 +16,7 @@ from pydantic import TypeAdapter
 
 from numerics.io.reading import whole_json_lines
 from numerics.io.section import validated
-from rollout.types import Group, Trajectory
+from rollout.types import Group, Supports, Trajectory
 from trainer.checkpoint.files import read_about
 
 GROUPS = "groups.jsonl"
@@ -46,6 +46,7 @@ class Answered:
     row_prompts: list[list[int]] = dataclasses.field(default_factory=list)
     row_seeds: list[int] = dataclasses.field(default_factory=list)
     branches: list[int] = dataclasses.field(default_factory=list)
+    supports: list[list[list[int]] | None] | None = None
 
     @classmethod
     def of(cls, number: int, group: Group, answers: Sequence[Trajectory]) -> Answered:
@@ -66,6 +67,7 @@ class Answered:
             told=[list(answer.told) for answer in answers],
             outcome=[answer.outcome for answer in answers],
             failed=[answer.failed for answer in answers],
+            supports=[None if answer.supports is None else answer.supports.lists() for answer in answers],
         )
 
     def answers(self, group: Group) -> bool:
@@ -87,6 +89,7 @@ class Answered:
                 outcome=self.outcome[row],
                 failed=self.failed[row],
                 branch=self.branches[row] if self.branches else 0,
+                supports=None if self.supports is None else _supports(self.supports[row]),
             )
             for row, seed in enumerate(self.row_seeds or self.seeds)
         ]
@@ -126,6 +129,10 @@ class FeedState:
 _STATE = TypeAdapter(FeedState)
 
 
+def _supports(lists: list[list[int]] | None) -> Supports | None:
+    return None if lists is None else Supports.of(lists)
+
+
 def to_lines(groups: Iterable[Answered]) -> str:
     """The file's text; a log-probability that is not finite is null."""
     return "".join(_line(group) for group in groups)
@@ -138,7 +145,10 @@ def read_answered(path: Path) -> list[Answered]:
 
 def _line(group: Answered) -> str:
     logprobs = [[x if math.isfinite(x) else None for x in answer] for answer in group.logprobs]
-    return json.dumps({**vars(group), "logprobs": logprobs}, allow_nan=False) + "\n"
+    values = {**vars(group), "logprobs": logprobs}
+    if not any(group.supports or ()):
+        del values["supports"]  # as files were before there were any
+    return json.dumps(values, allow_nan=False) + "\n"
 
 
 _ANSWERED = TypeAdapter(Answered)

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from numerics.sampling import GREEDY
+from numerics.sampling import EVERY_TOKEN, GREEDY, Truncation
 from trainer.step.batch import UNKNOWN, TokenBatch
+from trainer.step.support import Supports
 
 if TYPE_CHECKING:
     from rollout.types import Trajectory
@@ -34,6 +35,7 @@ def batch_from_trajectories(
     *,
     replay: bool = False,
     redraws: int = 0,
+    truncation: Truncation = EVERY_TOKEN,
 ) -> TokenBatch:
     """One row per trajectory: prompt then answer, the tokens that the model sampled as targets, the engine's routes if
     it reported them.
@@ -46,9 +48,10 @@ def batch_from_trajectories(
         temperature: that the tokens were sampled with.
         replay: the trainer is to take the engine's routes.
         redraws: rows, spread over the batch, whose tokens the trainer is to draw again.
+        truncation: under which the tokens were drawn; they carry what they were drawn from if the engine said it.
 
     Raises:
-        ValueError: numbers of logprobs or routes do not fit the tokens, or a prompt is empty.
+        ValueError: numbers of logprobs, routes or supports do not fit the tokens, or a prompt is empty.
     """
     for row, trajectory in enumerate(trajectories):
         told = sum(end - begin for begin, end in trajectory.told)
@@ -70,6 +73,8 @@ def batch_from_trajectories(
         routes=_routes(trajectories, batch),
         replay=replay,
         seeds=_seeds(trajectories, redraws) if redraws else None,
+        truncation=truncation,
+        supports=_supports(trajectories, batch),
     )
 
 
@@ -98,6 +103,20 @@ def _routes(trajectories: Sequence[Trajectory], batch: TokenBatch) -> Tensor | N
             raise ValueError(f"trajectory {row}: found {found} for its routes, expected those of {length - 1} tokens")
         routes[row, : length - 1] = experts
     return routes
+
+
+def _supports(trajectories: Sequence[Trajectory], batch: TokenBatch) -> Supports | None:
+    """Of the sampled tokens, in the rows that have them; None if no trajectory has."""
+    reported = [t.supports for t in trajectories if t.supports is not None]
+    if not reported:
+        return None
+    for row, t in enumerate(trajectories):
+        if t.supports is not None and len(t.supports.counts) != len(t.logprobs):
+            found, expected = len(t.supports.counts), len(t.logprobs)
+            raise ValueError(f"trajectory {row}: found {found} supports, expected {expected}, one per sampled token")
+    has = torch.tensor([t.supports is not None for t in trajectories])
+    counts, ids = torch.cat([each.counts for each in reported]), torch.cat([each.ids for each in reported])
+    return Supports.of(batch.loss_mask & has[:, None], counts, ids)
 
 
 def _seeds(trajectories: Sequence[Trajectory], redraws: int) -> Tensor:

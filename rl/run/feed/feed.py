@@ -274,7 +274,8 @@ class SampledFeed:
     def _batch(self, trajectories: Sequence[Trajectory]) -> tuple[TokenBatch, Tensor]:
         """The batch, and the version of each of its tokens."""
         temperature, redraws = self._experiment.rollout.temperature, self._experiment.redraws
-        batch = batch_from_trajectories(trajectories, temperature, redraws=redraws)
+        truncation = self._experiment.rollout.truncation
+        batch = batch_from_trajectories(trajectories, temperature, redraws=redraws, truncation=truncation)
         return batch, token_versions(trajectories, batch.loss_mask)
 
 

@@ -58,10 +58,15 @@ q = torch.empty(1000, 16, HEAD, dtype=torch.bfloat16, device=META, requires_grad
 k = torch.empty(1000, 2, HEAD, dtype=torch.bfloat16, device=META, requires_grad=True)
 with using("triton"), launches() as packed:  # a tensor on meta cannot be read, as a wait for the device would
     ops.packed_attention(q, k, k, whole(9), 0.1).sum().backward()
+settings = torch.empty(256, device=META), whole(256), torch.empty(256, device=META)
+with using("triton"), launches() as cut:
+    logits = whole(256, SHAPE.vocab, dtype=torch.bfloat16)
+    ops.narrowed(logits, ops.support_floors(logits, settings[0], *settings))
 of_a_layer = two.total - one.total
 variants = {name: len(keys) for name, keys in every.variants.items()}
 beside, names = one.total - of_a_layer, one.torch | one.kernels
 found = {"layer": of_a_layer, "beside": beside, "names": names, "variants": variants, "packed": packed.kernels}
+found["cut"] = {"kernels": cut.kernels, "torch": cut.torch}
 print(json.dumps(found))
 """
 
@@ -87,3 +92,8 @@ def test_attention_of_rows_end_to_end_never_waits_for_the_device(found: Any) -> 
         "backward._dq_kernel": 1,
         "backward._dkv_kernel": 1,
     }
+
+
+def test_top_p_top_k_and_min_p_add_few_launches_to_a_decode_step(found: Any) -> None:
+    assert found["cut"]["kernels"] == {"support._floors_kernel": 1}
+    assert sum(found["cut"]["torch"].values()) <= 2, found["cut"]

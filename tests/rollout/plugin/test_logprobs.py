@@ -30,6 +30,9 @@ class Info:
     need_top_p_sampling: bool = False
     need_min_p_sampling: bool = False
     need_top_k_sampling: bool = False
+    top_ps: Tensor = field(default_factory=lambda: torch.ones(3))
+    min_ps: Tensor = field(default_factory=lambda: torch.zeros(3))
+    return_sampling_masks: list[bool] | None = None
 
 
 def expected(logits: Tensor, temperature: float = 1.0) -> Tensor:
@@ -41,10 +44,11 @@ def never(*_: Any) -> Tensor:
     raise AssertionError("the stock sampler was asked")
 
 
-def sample(return_logprob: bool, top: list[int], ids: list[list[int] | None]) -> tuple[Tensor, Any, Tensor]:
+def sample(
+    return_logprob: bool, top: list[int], ids: list[list[int] | None], info: Info = Info()
+) -> tuple[Tensor, Any, Tensor]:
     logits = torch.randn(3, VOCABULARY, generator=torch.Generator().manual_seed(0)) * 5
     output = SimpleNamespace(next_token_logits=logits.clone())
-    info = Info()
     tokens = logprobs.of_samples(never, None, output, info, return_logprob, top, ids, torch.arange(3))
     return logits, output, tokens
 
@@ -133,3 +137,26 @@ def test_prompts_are_scored_in_chunks_by_sglangs_own_walk(chunk: int, top: list[
             assert token == row.topk(k).indices[0].tolist()
             assert value == [float(ops.token_logprobs(row, torch.tensor([each]), 1.0)[0]) for each in token]
     assert next(flat, None) is None
+
+
+def test_under_top_p_everything_is_of_what_is_left_but_for_greedy_requests() -> None:
+    top_p = torch.tensor([0.99, 1.0, 0.6])
+    top_k = torch.tensor([1 << 30, 5, 1])
+    cut = Info(
+        top_ps=top_p, top_ks=top_k, need_top_p_sampling=True, need_top_k_sampling=True, return_sampling_masks=[True] * 3
+    )
+    logits, output, tokens = sample(True, [30, 0, 2], [None, [0, 1], None], cut)
+    supports = output.next_token_sampling_mask_idx
+    assert 1 < len(supports[0]) < VOCABULARY and len(supports[1]) == 5 and len(supports[2]) == VOCABULARY
+    assert sorted(logits[1].topk(5).indices.tolist()) == supports[1]
+    for row, (temperature, support) in enumerate(zip(TEMPERATURES, supports, strict=True)):
+        at = support.index(int(tokens[row]))
+        reference = expected(logits[row, support], temperature)[at]
+        assert output.next_token_logprobs[row] == pytest.approx(float(reference), rel=1e-6, abs=1e-6)
+    assert output.next_token_sampling_logprobs == output.next_token_logprobs.tolist()
+    (likely, _, _), (ids, _, _) = output.next_token_top_logprobs_val, output.next_token_top_logprobs_idx
+    assert (likely == logprobs.NEVER).sum() == 30 - len(supports[0])
+    assert set(ids[: len(supports[0])].tolist()) == set(supports[0])
+    assert output.next_token_token_ids_logprobs_val[1].isfinite().all()
+    plain = sample(True, [0, 0, 0], [None, None, None])[1]
+    assert output.next_token_logprobs[2] == plain.next_token_logprobs[2]

@@ -93,4 +93,4 @@ def test_exact_draws_of_a_narrowed_choice_are_those_of_what_is_left(changes: dic
         assert left.isneginf().any()
         assert (sampling.narrowed(logits, batch).isneginf() == left.isneginf()).all()
         expected = draw(logits.masked_fill(left.isneginf(), -torch.inf), torch.full((3,), 0.7), seeds, positions)
-        assert sampling.draw_from_logits(logits, batch, positions).equal(expected)
+        assert sampling.draw_from_logits(sampling.narrowed(logits, batch), batch, positions).equal(expected)

@@ -12,10 +12,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from numerics.sampling import Truncation
 from tests.support.batches import Entropy, cross_entropy, random_batch
-from tests.support.models import write_model
+from tests.support.models import VOCAB, write_model
 from tests.support.trainers import MakeTrainer
 from trainer.step.batch import TokenBatch
+from trainer.step.support import Supports
 
 CHUNK = 37
 """No divisor of anything."""
@@ -106,3 +108,60 @@ def test_a_critic_keeps_no_logits_either(tmp_path: Path, make_trainer: MakeTrain
     with noted() as shapes:
         critic.forward_backward(batch, cross_entropy(batch))
     assert shapes and not [shape for shape in shapes if shape[-1:] == (WORDS,)]
+
+
+CUTS = {"top-p": Truncation(top_p=0.6), "top-k": Truncation(top_k=5), "both": Truncation(0.7, 6, 0.02)}
+
+
+def carried(batch: TokenBatch) -> Supports:
+    """Of the targets of every second row: the token itself and two others."""
+    rows = batch.loss_mask & (torch.arange(batch.rows) % 2 == 0)[:, None]
+    own = batch.tokens[rows].int()
+    ids = torch.stack([own, (own + 3) % VOCAB, (own + 11) % VOCAB], 1)
+    return Supports.of(rows, torch.full((len(own),), 3, dtype=torch.int32), ids.flatten())
+
+
+@pytest.mark.parametrize("truncation", CUTS.values(), ids=CUTS)
+def test_chunks_and_rows_end_to_end_change_nothing_of_truncated_tokens(
+    truncation: Truncation, dense_path: Path, make_trainer: MakeTrainer, batch: TokenBatch
+) -> None:
+    batch = replace(batch, truncation=truncation, supports=carried(batch))
+    whole, *others = (
+        make_trainer(dense_path, "fp8", head_chunk_tokens=chunk, packing=packing)
+        for chunk, packing in ((4096, False), (CHUNK, False), (CHUNK, True))
+    )
+    expected = whole.forward_backward(batch, Entropy(100))
+    wanted = gradients(whole)["decoder.final_layernorm.weight"]
+    assert wanted.abs().max() > 0 and expected.result.logprobs.isfinite().all()
+    for other in others:
+        found = other.forward_backward(batch, Entropy(100))
+        order = [found.rows.index(row) for row in expected.rows]
+        assert torch.equal(found.result.logprobs[order], expected.result.logprobs)
+        assert torch.equal(found.result.draws[order], expected.result.draws)
+        got = gradients(other)["decoder.final_layernorm.weight"]
+        assert (got - wanted).norm() <= 1e-2 * wanted.norm()
+
+
+def test_a_truncated_token_is_scored_among_what_is_left_or_what_it_was_drawn_from(
+    dense_path: Path, make_trainer: MakeTrainer
+) -> None:
+    """Against the whole distribution after one prefix, token by token."""
+    trainer, prefix = make_trainer(dense_path, "fp8"), torch.randint(0, VOCAB, (1, 9))
+    tokens = torch.cat([prefix.expand(VOCAB, -1), torch.arange(VOCAB)[:, None]], 1)
+    mask = torch.zeros_like(tokens, dtype=torch.bool)
+    mask[:, -1] = True
+    batch = TokenBatch(tokens, torch.full((VOCAB,), 10), mask, 0.8)
+
+    def scores(**how: Any) -> Tensor:
+        rows, values = trainer.score(replace(batch, **how))
+        return values[torch.tensor(rows).argsort(), -1].double()
+
+    everything = scores()
+    found, best = scores(truncation=Truncation(top_k=5)), everything.topk(5).indices
+    assert torch.allclose(found[best], everything[best].log_softmax(0), atol=1e-5)
+    supports = Supports.of(
+        mask, torch.full((VOCAB,), 2), torch.stack([tokens[:, -1], tokens[:, -1].roll(1)], 1).flatten()
+    )
+    found = scores(truncation=Truncation(top_k=5), supports=supports)
+    pairs = torch.stack([everything, everything.roll(1)])
+    assert torch.allclose(found, pairs.log_softmax(0)[0], atol=1e-5)

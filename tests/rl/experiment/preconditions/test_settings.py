@@ -1,17 +1,8 @@
 """Settings that contradict each other, the mode or the model's context."""
 
-import pytest
-
 from rl.experiment import parse_experiment
 from rl.experiment.preconditions import check
 from tests.support.preconditions import merged, refusal
-
-
-@pytest.mark.parametrize(("key", "value"), [("top_p", 0.9), ("top_k", 50), ("min_p", 0.1)])
-def test_truncated_sampling_is_refused_in_exact_mode(values, key, value):
-    text = refusal(values, rollout={key: value})
-    assert text.startswith(f"rollout.{key}: found {value}") and "exact mode" in text
-    check(parse_experiment(merged(values, rollout={key: value}, numerics={"mode": "native"})))
 
 
 def test_the_context_must_fit_the_model_and_the_cache(values):
