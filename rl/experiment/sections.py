@@ -257,7 +257,7 @@ class EvalSet(DataSource):
     top_p: float = Field(default=1.0, gt=0.0, le=1.0)
     """Sample from the most probable tokens of together so much probability. 1 is off."""
     top_k: Annotated[int, AfterValidator(some_or_all)] = Field(default=-1, ge=-1)
-    """Sample from so many of the most probable tokens. -1 is off."""
+    """Sample from so many of the most probable tokens, and from those as probable as the last of them. -1 is off."""
     min_p: float = Field(default=0.0, ge=0.0, le=1.0)
     """Sample from tokens at least so probable as this share of the most probable one. 0 is off."""
     max_new_tokens: int | None = Field(default=None, ge=1)
