@@ -36,7 +36,7 @@ class Supports:
         return Supports(counts, self.ids[: int(counts.sum())])
 
     def lists(self) -> list[list[int]]:
-        """By token."""
+        """The ids by token."""
         return [each.tolist() for each in self.ids.split(self.counts.tolist())]
 
 

@@ -106,7 +106,7 @@ def _routes(trajectories: Sequence[Trajectory], batch: TokenBatch) -> Tensor | N
 
 
 def _supports(trajectories: Sequence[Trajectory], batch: TokenBatch) -> Supports | None:
-    """Of the sampled tokens, in the rows that have them; None if no trajectory has."""
+    """What the sampled tokens were drawn from, in the rows that say it; None if no trajectory does."""
     reported = [t.supports for t in trajectories if t.supports is not None]
     if not reported:
         return None
