@@ -311,5 +311,15 @@ class TrackingSection(Section):
     rollouts: Literal["all", "shown"] = "all"
     """Trajectories that rollouts/step_N.jsonl keeps: all, so that a step can be computed again from it (about 60 bytes
     a generated token), or those that the report shows."""
+    # Strictness would refuse the list that YAML gives.
+    to: tuple[Literal["wandb", "tensorboard", "mlflow", "trackio"], ...] = Field(default=("wandb",), strict=False)
+    """Trackers that are told of the run. But for wandb each needs the extra of its name, and is a process beside the
+    run that may be lost without harm. TensorBoard's files lie in `tensorboard/` of the run; MLflow's database in
+    `mlflow/`, or it is that of MLFLOW_TRACKING_URI; Trackio's files in `trackio/`, or in TRACKIO_DIR."""
     wandb: WandbConfig = WandbConfig()
-    """The run in wandb."""
+    """The run in wandb; the others take the name of the project from here."""
+
+    @property
+    def recorded_wandb(self) -> WandbConfig:
+        """`wandb`, disabled where it is not among those that are told."""
+        return self.wandb if "wandb" in self.to else self.wandb.model_copy(update={"mode": "disabled"})

@@ -368,6 +368,7 @@ _EVAL = {
 _TRACKING = {
     "resumed": Metric("", "1 in the first step after a resume; absent in others.", at_times=True),
     "wandb_lost": Metric("", "1 from the step after wandb was lost; absent before.", at_times=True),
+    "tracker_lost": Metric("", "1 from the step after another tracker was lost; absent before.", at_times=True),
     "nonfinite_dropped": Metric("", "Metrics of this step left out because they were not finite."),
 }
 

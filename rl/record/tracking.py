@@ -1,4 +1,4 @@
-"""Where a run's numbers go: metrics.jsonl, wandb and the files of rollouts."""
+"""Where a run's numbers go: metrics.jsonl, trackers and the files of rollouts."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any, Self
 from rl.record.metrics_log import MetricsLog
 from rl.record.rollouts import RolloutRecord, ScoredRecord, shown, write_rollouts
 from rl.record.run_dir import RunDir
+from rl.record.trackers.beside import Beside
 from rl.record.wandb_run import WandbRun, table
 
 TABLE_EVERY = 10
@@ -19,6 +20,7 @@ TABLE_EVERY = 10
 Samples = Callable[[], tuple[Sequence[RolloutRecord], Sequence[ScoredRecord]]]
 
 WANDB_LOST = "tracking/wandb_lost"
+TRACKER_LOST = "tracking/tracker_lost"
 
 
 class Tracker:
@@ -29,6 +31,7 @@ class Tracker:
         last_step: the one after which there is nothing more to record.
         all_rollouts: write all trajectories of a step, not only those that are shown.
         resume_step: the step of the checkpoint that a resumed run starts from; later rows are cut.
+        beside: starts the trackers beside wandb, once later rows are cut.
     """
 
     def __init__(
@@ -39,10 +42,12 @@ class Tracker:
         last_step: int,
         all_rollouts: bool = True,
         resume_step: int | None = None,
+        beside: Callable[[], Beside | None] = lambda: None,
     ) -> None:
         self._run_dir, self._all_rollouts, self._last_step = run, all_rollouts, last_step
         self._metrics = MetricsLog(run.metrics, resume_step=resume_step)
         self._wandb = wandb_run
+        self.beside = beside()
         self._writer = ThreadPoolExecutor(1, "rollouts")
         self._to_write: tuple[int, Samples] | None = None
         self._writing: Future[list[RolloutRecord]] | None = None
@@ -59,6 +64,8 @@ class Tracker:
         self.wait()
         if self._wandb.is_lost:
             metrics = {**metrics, WANDB_LOST: 1.0}
+        if self.beside is not None and self.beside.look():
+            metrics = {**metrics, TRACKER_LOST: 1.0}
         written = self._metrics.append(step, metrics)
         row: dict[str, Any] = {"step": step, **written}
         self._to_write = step, samples
@@ -96,12 +103,14 @@ class Tracker:
         self._wandb.alert(f"{self._run_dir.name}: {text.split(':')[0]}", text)
 
     def finish(self, summary: Mapping[str, Any] | None = None, *, exit_code: int = 0) -> None:
-        """Close the log and wandb; `summary` goes into wandb's run summary. A second call does nothing."""
+        """Close the log and the trackers; `summary` goes into wandb's run summary. A second call does nothing."""
         try:
             self.wait()
         finally:
             self._writer.shutdown()
             self._metrics.close()
+            if self.beside is not None:
+                self.beside.finish(failed=exit_code != 0)
             self._wandb.finish(summary or {}, exit_code)
 
     def __enter__(self) -> Self:

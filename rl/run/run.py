@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -22,7 +22,9 @@ from rl.record.events import Event, append_event, cut_events
 from rl.record.log import CONSOLE, run_log
 from rl.record.run_dir import RunDir
 from rl.record.sessions import Session, append_session, this_session
-from rl.record.tracking import WANDB_LOST, Tracker
+from rl.record.trackers import TRACKERS, Tracked
+from rl.record.trackers.beside import Beside
+from rl.record.tracking import TRACKER_LOST, WANDB_LOST, Tracker
 from rl.record.wandb_run import WandbRun, leet
 from rl.run.checkpoints import Checkpoints, with_older
 from rl.run.feed.ahead import FeedState
@@ -114,7 +116,7 @@ class LiveRun:
             wandb_run = WandbRun(
                 files,
                 experiment.to_dict(),
-                experiment.tracking.wandb,
+                experiment.tracking.recorded_wandb,
                 resumed=resume_step is not None,
                 lost=console.note,
             )
@@ -144,6 +146,7 @@ class LiveRun:
                 last_step=experiment.run.steps,
                 all_rollouts=experiment.tracking.rollouts == "all",
                 resume_step=resume_step,
+                beside=partial(_trackers_beside, experiment, files, resume_step, console.note),
             )
             run = cls(
                 experiment=experiment,
@@ -160,6 +163,8 @@ class LiveRun:
                 _folder=Folder(files.path),
             )
             append_session(files.sessions, run.session)
+            if tracker.beside is not None:
+                tracker.beside.lost = run.note_tracker_lost
             wandb_run.lost, stack.listener.tell = run.note_wandb_lost, run.note_mended
             stack.listener.progress = console.progress
             if resume_step is not None:
@@ -244,6 +249,10 @@ class LiveRun:
         """Announce it; the tracker gives it as a metric from the next row on."""
         self.announce(Event(self.step, WANDB_LOST, 1.0, "above 0", "go_on", None, text))
 
+    def note_tracker_lost(self, text: str) -> None:
+        """Announce it likewise."""
+        self.announce(Event(self.step, TRACKER_LOST, 1.0, "above 0", "go_on", None, text))
+
     def mendings(self) -> dict[str, float]:
         """What was mended since this was last asked, as metrics."""
         counts: dict[str, int] = {}
@@ -267,3 +276,15 @@ def _load(stack: Stack, files: RunDir, step: int) -> None:
         stack.trainer.load(files.checkpoint(step))
     except DamagedCheckpointError as error:
         raise with_older(error, files, step) from None
+
+
+def _trackers_beside(
+    experiment: Experiment, files: RunDir, resume_step: int | None, lost: Callable[[str], object]
+) -> Beside | None:
+    """The trackers beside wandb; None where there are none."""
+    names = [name for name in experiment.tracking.to if name in TRACKERS]
+    if not names:
+        return None
+    project, resumed = experiment.tracking.wandb.project, resume_step is not None
+    tracked = Tracked(str(files.path.absolute()), files.name, project, experiment.to_dict(), resumed)
+    return Beside(names, tracked, files.metrics, -1 if resume_step is None else resume_step, lost)

@@ -22,6 +22,7 @@ from rl.experiment.preconditions.model import check_model_layout, read_model
 from rl.experiment.preconditions.resources import check_memory, check_port, check_shared_memory
 from rl.experiment.preconditions.teacher import check_teacher
 from rl.experiment.preconditions.tokenizer import check_chat_template, load_tokenizer, read_tokenizer
+from rl.record.trackers import check_trackers
 from rl.record.wandb_run import check_wandb
 from rollout.environments.functions import load_environment
 from rollout.named_functions import check_importable
@@ -47,7 +48,8 @@ def check(experiment: Experiment, say: Callable[[str], object] = lambda text: No
     if experiment.numerics.mode == "exact":
         _check_deepgemm(experiment)
     check_algorithm(experiment)
-    check_wandb(experiment.tracking.wandb)
+    check_trackers(experiment.tracking.to)
+    check_wandb(experiment.tracking.recorded_wandb)
     model = read_model(path := Path(experiment.model.path))
     check_model_layout(model.sizes, experiment)
     model.adapted(experiment.adapter)  # refuses what the model cannot have

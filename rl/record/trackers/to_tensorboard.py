@@ -1,0 +1,31 @@
+"""A run as TensorBoard's event files, in `tensorboard/` of its folder."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from rl.record.metrics import metric
+from rl.record.trackers import Tracked
+
+
+def start(run: Tracked) -> TensorBoard:
+    return TensorBoard(run)
+
+
+class TensorBoard:
+    """Metrics as scalars: the group is the part before the slash, unit and meaning are the description."""
+
+    def __init__(self, run: Tracked) -> None:
+        from tensorboard.summary import Writer
+
+        self._writer = Writer(str(run.place("tensorboard")))
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        for name, value in metrics.items():
+            row = metric(name)
+            described = f"{row.meaning} ({row.unit})" if row.unit else row.meaning
+            self._writer.add_scalar(name, value, step, description=described)
+        self._writer.flush()
+
+    def finish(self, failed: bool) -> None:
+        self._writer.close()

@@ -1,0 +1,38 @@
+"""A run in Trackio, in `trackio/` of its folder, or where TRACKIO_DIR, TRACKIO_SERVER_URL or TRACKIO_SPACE_ID say."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+from rl.record.metric_rows import METRICS
+from rl.record.trackers import Tracked
+
+
+def start(run: Tracked) -> Trackio:
+    return Trackio(run)
+
+
+class Trackio:
+    """Metrics in groups by the part before the slash; units stand in the config."""
+
+    def __init__(self, run: Tracked) -> None:
+        os.environ.setdefault("TRACKIO_DIR", str(run.place("trackio")))  # read while it is imported
+        import trackio
+
+        config = {**run.config, "units": {name: row.unit for name, row in METRICS.items() if row.unit}}
+        self._run = trackio.init(
+            project=run.project,
+            name=run.name,
+            config=config,
+            resume="allow" if run.resumed else "never",
+            embed=False,
+            auto_log_gpu=False,
+            auto_log_cpu=False,
+        )
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._run.log(dict(metrics), step=step)
+
+    def finish(self, failed: bool) -> None:
+        self._run.finish()

@@ -1,0 +1,120 @@
+"""Trackers beside wandb: their own files read back by their own packages, and what becomes of one that fails."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from numerics.errors import UserError
+from rl.record.metrics_log import MetricsLog
+from rl.record.trackers import TRACKERS, Tracked, check_trackers
+from rl.record.trackers import beside as processes
+from rl.record.trackers.beside import Beside
+
+ROWS = {1: {"train/loss": 0.5, "eval/set/pass@2": 0.25}, 2: {"train/loss": 0.25}}
+CONFIG = {"trainer": {"lr": 1e-4}, "run": {"name": "demo"}}
+
+
+def needs(package: str) -> pytest.MarkDecorator:
+    return pytest.mark.skipif(importlib.util.find_spec(package) is None, reason=f"{package} is not installed")
+
+
+def followed(
+    folder: Path,
+    name: str,
+    rows: dict[int, dict[str, float]],
+    lost: Callable[[str], object] = pytest.fail,
+    after: int = -1,
+) -> None:
+    """Have a tracker follow a run of these rows to its end."""
+    run = Tracked(str(folder), "demo", "project", CONFIG, resumed=after >= 0)
+    log = MetricsLog(folder / "metrics.jsonl", resume_step=after if after >= 0 else None)
+    beside = Beside([name], run, folder / "metrics.jsonl", after, lost)
+    for step, row in rows.items():
+        log.append(step, row)
+    beside.look()
+    beside.finish(failed=False)
+    log.close()
+
+
+@needs("tensorboard")
+def test_tensorboards_event_file_has_every_row_with_unit_and_meaning(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    followed(tmp_path, "tensorboard", ROWS)
+    read = EventAccumulator(str(tmp_path / "tensorboard"))
+    read.Reload()
+    loss = [(event.step, event.tensor_proto.float_val[0]) for event in read.Tensors("train/loss")]
+    assert loss == [(1, 0.5), (2, 0.25)]
+    assert read.SummaryMetadata("train/loss").summary_description
+
+
+@needs("mlflow")
+def test_mlflow_has_rows_parameters_and_units_and_goes_on_after_a_resume(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from mlflow import MlflowClient
+
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    followed(tmp_path, "mlflow", ROWS)
+    followed(tmp_path, "mlflow", {3: {"train/loss": 0.125}}, after=2)
+    client = MlflowClient(f"sqlite:///{tmp_path / 'mlflow/mlflow.db'}")
+    experiment = client.get_experiment_by_name("project")
+    assert experiment is not None
+    (run,) = client.search_runs([experiment.experiment_id])
+    history = [(each.step, each.value) for each in client.get_metric_history(run.info.run_id, "train/loss")]
+    assert history == [(1, 0.5), (2, 0.25), (3, 0.125)]
+    assert run.data.metrics["eval/set/pass_at_2"] == 0.25
+    assert (run.info.status, run.info.run_name, run.data.params["trainer.lr"]) == ("FINISHED", "demo", "0.0001")
+    (units,) = tmp_path.glob("mlflow/files/**/metrics.json")
+    assert json.loads(units.read_text())["train/loss"]["meaning"]
+
+
+@needs("trackio")
+def test_a_local_trackio_has_every_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("TRACKIO_SERVER_URL", "TRACKIO_SPACE_ID"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+    followed(tmp_path, "trackio", ROWS)
+    from trackio.sqlite_storage import SQLiteStorage
+
+    logs = SQLiteStorage.get_logs("project", "demo")
+    assert [(row["step"], row["train/loss"]) for row in logs] == [(1, 0.5), (2, 0.25)]
+
+
+@pytest.mark.parametrize("name", TRACKERS)
+def test_a_tracker_that_is_not_installed_is_named_with_its_extra(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda package: None)
+    with pytest.raises(UserError, match=rf"tracking.to: found '{name}'.*pip install 'fp8rl\[{name}\]'"):
+        check_trackers(["wandb", name])
+
+
+@pytest.mark.parametrize(
+    ("does", "why"),
+    [("raise RuntimeError('no server')", "RuntimeError: no server"), ("time.sleep(600)", "did not take the last rows")],
+)
+def test_a_tracker_that_dies_or_hangs_costs_no_row_and_is_said_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, does: str, why: str
+) -> None:
+    """The package that this one needs is a file of ours."""
+    (tmp_path / "trackio.py").write_text(
+        "import time\n"
+        f"class Run:\n    def log(self, *a, **b):\n        {does}\n"
+        "def init(**settings):\n    return Run()\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{Path.cwd()}")
+    monkeypatch.setattr(processes, "_FINISH_SECONDS", 120.0 if "raise" in does else 3.0)
+    said: list[str] = []
+    followed(tmp_path, "trackio", ROWS, lost=said.append)
+    (sentence,) = said
+    assert (
+        sentence.startswith("trackio is lost: ")
+        and why in sentence
+        and "metrics.jsonl and the report are kept" in sentence
+    )
+    assert (tmp_path / "metrics.jsonl").read_text().count("\n") == 2
