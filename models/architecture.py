@@ -28,7 +28,8 @@ class Architecture:
     """One architecture of Hugging Face models.
 
     Attributes:
-        name: in `architectures` of config.json. model_type: that goes with it.
+        name: in `architectures` of config.json. model_type: that goes with it. aliases: other words for it, which
+            older versions of transformers do not know.
         sizes: reads a config.json, or says what the shared ops do not define.
         shape: its formula: what a model of these sizes weighs and computes.
         tensors: the rows of such a model, in the order of its forward. forward: its ops. Without both, a model can be
@@ -46,6 +47,7 @@ class Architecture:
     forward: Callable[[ModelSizes], Forward] | None = None
     kinds: tuple[tuple[str, ...], ...] = ()
     engine_extras: frozenset[str] = frozenset()
+    aliases: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -127,7 +129,10 @@ def _read(path: Path, key: str, known: Mapping[str, Architecture], served: bool)
     if name not in known:
         raise config.refusal("architectures", name, choice, f"Choose a model of {choice}.")
     architecture = known[name]
-    config.expect("model_type", architecture.model_type, f"as for {name}")
+    if config.model_type() in architecture.aliases:
+        config.refuse_unknown_alias(architecture.model_type)
+    else:
+        config.expect("model_type", architecture.model_type, f"as for {name}")
     if not served:
         config.refuse_quantized()
     sizes = architecture.sizes(config)

@@ -10,13 +10,18 @@ from typing import Any
 from models.stored_fp8 import BLOCK
 from numerics.errors import UserError, user_error
 from numerics.io.reading import read_json
+from numerics.ops.rope import Yarn
 
 LARGEST = 1 << 31
 """The largest size that is accepted: a larger one would be worked on for ever before the tensors say that it is
 wrong."""
 _UNSET: Any = object()
 _BLOCK_FP8 = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [BLOCK, BLOCK]}
+_ROPE_PLACES = ("rope_parameters", "rope_scaling")
+"""transformers writes the first and lets the second, of older files, win over it."""
 _ROPE_KEYS = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
+_YARN_KEYS = {"factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"}
+_YARN_KEYS |= {"truncate"}
 
 
 class ConfigFile:
@@ -62,6 +67,16 @@ class ConfigFile:
         if self._values.get(name) != value:
             raise self.refusal(name, self._values.get(name), f"{value!r}, {reason}")
 
+    def refuse_unknown_alias(self, usual: str) -> None:
+        """Refuse a `model_type`, which computes the same as the usual one, that transformers here does not know."""
+        import transformers
+        from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+        found = self.model_type()
+        if found not in CONFIG_MAPPING_NAMES:
+            expected = f"{usual!r}: transformers {transformers.__version__} does not know {found!r}"
+            raise self.refusal("model_type", found, expected, f"Write {usual!r}, which computes the same.")
+
     def refuse_quantized(self) -> None:
         """Refuse weights in another form than BF16, and than FP8 with a scale for each block of 128 x 128."""
         for name in ("quantization_config", "compression_config"):
@@ -70,9 +85,10 @@ class ConfigFile:
                 expected = f"none, for weights in BF16, or FP8 by blocks: {_BLOCK_FP8}"
                 raise self.refusal(name, found, expected, "Use the BF16 checkpoint of this model.")
 
-    def refuse_variants(self, expected: Mapping[str, Any], rotary_part: bool = False) -> None:
+    def refuse_variants(self, expected: Mapping[str, Any], rotary_part: bool = False, yarn: bool = False) -> None:
         """Refuse what the shared ops do not define: other values than these of keys that are there, windows of
-        attention, and scaled rotary embeddings; rotary_part: a part of a head may be rotated."""
+        attention, and scaled rotary embeddings; rotary_part: a part of a head may be rotated; yarn: `yarn` looks at
+        the rotation."""
         for name, value in expected.items():
             found = self._values.get(name)
             if found is not None and found != value:
@@ -80,8 +96,7 @@ class ConfigFile:
         layers = self._values.get("layer_types")
         if layers is not None and not (isinstance(layers, list) and all(kind == "full_attention" for kind in layers)):
             raise self._variant("layer_types", layers, "'full_attention' in every layer")
-        # transformers writes the first and lets the second, of older files, win over it.
-        for name in ("rope_parameters", "rope_scaling"):
+        for name in () if yarn else _ROPE_PLACES:
             self._refuse_scaled_rope(name, rotary_part)
 
     def _refuse_scaled_rope(self, name: str, rotary_part: bool) -> None:
@@ -97,6 +112,43 @@ class ConfigFile:
         for key in rope.keys() - _ROPE_KEYS:
             if rope[key] is not None:
                 raise self._variant(f"{name}.{key}", rope[key], "no such key: plain rotary embeddings")
+
+    def yarn(self) -> Yarn | None:
+        """How the context was lengthened, as every place of the config gives it; None: it was not."""
+        found = {name: self._yarn_at(name) for name in _ROPE_PLACES if self._values.get(name) is not None}
+        if len(set(found.values())) > 1:
+            raise self.refusal("rope_scaling", found, "one scaling in all places", "Make them equal.")
+        return next(iter(found.values()), None)
+
+    def _yarn_at(self, name: str) -> Yarn | None:
+        rope = self._values[name]
+        if not isinstance(rope, dict):
+            raise self._variant(name, rope, "a JSON object or null")
+        kind = rope.get("rope_type") or rope.get("type") or "default"
+        if kind not in ("default", "yarn"):
+            raise self._variant(f"{name}.rope_type", kind, "'default' or 'yarn'")
+        plain = kind == "default"
+        for key in rope.keys() - _ROPE_KEYS - (set() if plain else _YARN_KEYS):
+            if rope[key] is not None:
+                raise self._variant(f"{name}.{key}", rope[key], "no such key")
+        if plain:
+            return None
+        if rope.get("truncate", True) is not True:
+            raise self._variant(f"{name}.truncate", rope["truncate"], "true")
+
+        def number(key: str, default: float | None = None) -> float:
+            return self._positive(f"{name}.{key}", rope.get(key, default))
+
+        mscale = number("mscale_all_dim")
+        if number("mscale") != mscale:
+            raise self._variant(f"{name}.mscale", rope["mscale"], f"mscale_all_dim = {mscale:g}")
+        return Yarn(
+            factor=number("factor"),
+            original=int(number("original_max_position_embeddings")),
+            beta_fast=number("beta_fast", 32.0),
+            beta_slow=number("beta_slow", 1.0),
+            mscale=mscale,
+        )
 
     def rope_theta(self) -> float:
         """The one base that every place of the config gives, or transformers' default."""
@@ -122,6 +174,16 @@ class ConfigFile:
         if len(parts) > 1 or not 2 <= size <= head_dim or size % 2:
             raise self.refusal(name, found, f"one part of head_dim = {head_dim} that is an even number of channels")
         return size
+
+    def leading(self, name: str, first: str, other: str, default: int) -> int:
+        """How many of a list's entries are `first` before all others are `other`; the default where there is none."""
+        kinds = self._values.get(name)
+        if kinds is None:
+            return default
+        count = kinds.count(first) if isinstance(kinds, list) else 0
+        if not isinstance(kinds, list) or kinds != [first] * count + [other] * (len(kinds) - count) or not count:
+            raise self._variant(name, kinds, f"{first!r} in the first layers and {other!r} in all behind them")
+        return count
 
     def one_of(self, *names: str) -> int:
         """A size with several spellings, which must agree."""

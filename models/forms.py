@@ -71,6 +71,19 @@ QKV = OpForm(
 )
 ROPE = OpForm(name="rope", shapes="q, k -> q, k", definition=ops.rope, constant=_THETA)
 ATTENTION = OpForm(name="attention", shapes="q, k, v -> [T, heads * D]", definition=ops.attention, part="attention")
+LATENT_DOWN = OpForm(
+    name="latent_down",
+    shapes="[T, H] -> the narrow rows of queries [T, q rank], and of keys and values [T, kv rank + rope]",
+    definition=ops.linear,
+)
+LATENT_ATTENTION = OpForm(
+    name="latent_attention",
+    shapes="q [T, heads, D] and rows [T, kv rank + rope], neither rotated -> [T, heads * value]: the rows' norm, "
+    "`ops.rope_pairs`, `ops.head_linear` into the latents and out of them, and the attention between",
+    definition=ops.latent_attention,
+    constant=_THETA,
+    part="attention",
+)
 LINEAR = OpForm(
     name="linear", shapes="[T, K] -> [T, N]; a router's product too, whose module is the router", definition=ops.linear
 )

@@ -20,8 +20,11 @@ from models.forms import (
     EXPERTS_AND_SHARED,
     HEAD_NORM,
     HEADS_NORM,
+    LATENT_ATTENTION,
+    LATENT_DOWN,
     LINEAR,
     LOGPROBS,
+    NORM,
     QKV,
     ROPE,
     ROUTER,
@@ -161,6 +164,90 @@ SHARED_MOE_OPS = (
     Op("experts", EXPERTS_AND_SHARED, ("x", "probs", "chosen", "shared"), ("x",), "mlp.experts", "mlp"),
 )
 """A sigmoid router, and experts that every token takes beside those that are chosen for it."""
+SIGMOID_MOE_OPS = (SHARED_MOE_OPS[0], *SHARED_MOE_OPS[4:6], MOE_OPS[-1])
+"""A sigmoid router without such experts."""
+
+
+def latent_attention_ops(sizes: ModelSizes) -> tuple[Op, ...]:
+    """The norm before latent attention, and all that is inside it."""
+    inside, there = "self_attn.", "self_attention."
+    first = Op("input_norm", ADD_NORM, ("x", "residual"), ("x", "residual"), "input_layernorm", "input_layernorm")
+    if sizes.latent is not None and sizes.latent.q_rank:
+        fused, up = f"{inside}fused_qkv_a_proj_with_mqa", f"{there}linear_q_up_proj"
+        queries: tuple[Op, ...] = (
+            Op("qkv_a", LATENT_DOWN, ("x",), ("q_row", "kv_row"), fused, "self_attention"),
+            Op("q_a_norm", NORM, ("q_row",), ("q_row",), f"{inside}q_a_layernorm", up),
+            Op("q_b", LINEAR, ("q_row",), ("q",), f"{inside}q_b_proj", up),
+        )
+    else:
+        down = f"{there}linear_kv_down_proj"
+        queries = (
+            Op("q", LINEAR, ("x",), ("q",), f"{inside}q_proj", f"{there}linear_q_proj"),
+            Op("kv_a", LINEAR, ("x",), ("kv_row",), f"{inside}kv_a_proj_with_mqa", down),
+        )
+    attended, last = f"{there}core_attention", ATTENTION_OPS[-1]
+    return first, *queries, Op("attention", LATENT_ATTENTION, ("q", "kv_row"), ("x",), "self_attn", attended), last
+
+
+def latent_attention_tensors(sizes: ModelSizes, layer: int) -> Iterator[TensorRow]:
+    """The norm before latent attention, and all that is inside it."""
+    latent = sizes.latent
+    assert latent is not None
+    hidden, name = sizes.hidden_size, f"model.layers.{layer}."
+    inside, there = f"{name}self_attn.", f"decoder.layers.{layer}.self_attention."
+    fused = f"{inside}fused_qkv_a_proj_with_mqa.weight" if latent.q_rank else f"{inside}kv_a_proj_with_mqa.weight"
+
+    def product(name: str, shape: tuple[int, int], op: str, engine: Location, megatron: str) -> TensorRow:
+        return TensorRow(
+            name=f"{inside}{name}.weight",
+            shape=shape,
+            op=op,
+            layer=layer,
+            kind="o_proj" if op == "o_proj" else "q_proj",
+            product=True,
+            engine=engine,
+            megatron=Location(f"{there}{megatron}.weight"),
+        )
+
+    queries = sizes.heads * sizes.head_dim
+    before = f"decoder.layers.{layer}.input_layernorm.weight"
+    yield norm(f"{name}input_layernorm.weight", hidden, "input_norm", layer, before)
+    if latent.q_rank:
+        pair = Location(fused, together=True)
+        yield product("q_a_proj", (latent.q_rank, hidden), "qkv_a", pair, "linear_q_down_proj")
+    else:
+        own = Location(f"{inside}q_proj.weight", split=0)
+        yield product("q_proj", (queries, hidden), "q", own, "linear_q_proj")
+        pair = Location(fused)
+    rows = (latent.kv_rank + latent.rope_dim, hidden)
+    yield product("kv_a_proj_with_mqa", rows, "qkv_a" if latent.q_rank else "kv_a", pair, "linear_kv_down_proj")
+    if latent.q_rank:
+        up = f"{there}linear_q_up_proj"
+        yield norm(f"{inside}q_a_layernorm.weight", latent.q_rank, "q_a_norm", layer, f"{up}.layer_norm_weight")
+        own = Location(f"{inside}q_b_proj.weight", split=0)
+        yield product("q_b_proj", (queries, latent.q_rank), "q_b", own, "linear_q_up_proj")
+    up = f"{there}linear_kv_up_proj"
+    yield norm(f"{inside}kv_a_layernorm.weight", latent.kv_rank, "attention", layer, f"{up}.layer_norm_weight")
+    both = (sizes.heads * (sizes.plain_dim + latent.value_dim), latent.kv_rank)
+    own = Location(f"{inside}kv_b_proj.weight", split=0)
+    yield product("kv_b_proj", both, "attention", own, "linear_kv_up_proj")
+    own = Location(f"{inside}o_proj.weight", split=1)
+    yield product("o_proj", (hidden, sizes.heads * latent.value_dim), "o_proj", own, "linear_proj")
+
+
+def latent_attention_weights(sizes: ModelSizes) -> Iterator[WeightGroup]:
+    """The products and norms of latent attention, of all layers."""
+    latent = sizes.latent
+    assert latent is not None
+    hidden, heads, layers = sizes.hidden_size, sizes.heads, range(sizes.layers)
+    if latent.q_rank:
+        yield product("q_a", latent.q_rank, hidden, layers, kind="q_proj", share="replicated")
+        yield vector("q_a_norm", latent.q_rank, layers)
+    yield product("q_b", heads * sizes.head_dim, latent.q_rank or hidden, layers, kind="q_proj")
+    yield product("kv_a", latent.kv_rank + latent.rope_dim, hidden, layers, kind="q_proj", share="replicated")
+    yield vector("kv_a_norm", latent.kv_rank, layers)
+    yield product("kv_b", heads * (sizes.plain_dim + latent.value_dim), latent.kv_rank, layers, kind="q_proj")
+    yield product("o", hidden, heads * latent.value_dim, layers, kind="o_proj")
 
 
 def embedding(sizes: ModelSizes) -> TensorRow:
@@ -283,8 +370,11 @@ def norm(name: str, size: int, op: str, layer: int | None, megatron: str) -> Ten
     return TensorRow(name=name, shape=(size,), op=op, layer=layer, engine=Location(name), megatron=Location(megatron))
 
 
-def moe_tensors(sizes: ModelSizes, layer: int, experts: str = "experts") -> Iterator[TensorRow]:
-    """Router and experts of a layer, shared ones too; experts: their name in the checkpoint."""
+def moe_tensors(
+    sizes: ModelSizes, layer: int, experts: str = "experts", router: torch.dtype | None = None
+) -> Iterator[TensorRow]:
+    """Router and experts of a layer, shared ones too; experts: their name in the checkpoint; router: what the engine
+    holds its weight in, FP32 if it takes sigmoids."""
     inside, there = f"model.layers.{layer}.mlp.", f"decoder.layers.{layer}.mlp."
     hidden, width = sizes.hidden_size, sizes.expert_size
     yield TensorRow(
@@ -295,7 +385,7 @@ def moe_tensors(sizes: ModelSizes, layer: int, experts: str = "experts") -> Iter
         product=True,
         engine=Location(f"{inside}gate.weight"),
         megatron=Location(f"{there}router.weight"),
-        served=torch.float32 if sizes.sigmoid_router else torch.bfloat16,
+        served=router or (torch.float32 if sizes.sigmoid_router else torch.bfloat16),
     )
     if sizes.sigmoid_router:
         yield TensorRow(

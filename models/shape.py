@@ -83,14 +83,12 @@ class Shape:
         weights: everything that a checkpoint has, in the order of the forward.
         cached: elements that one token occupies in a layer's cache.
         value_dim: width of a head's value.
-        trained: whether something here trains and serves the model; the others can be calculated.
     """
 
     sizes: ModelSizes
     weights: tuple[WeightGroup, ...]
     cached: int
     value_dim: int
-    trained: bool = True
 
     @cached_property
     def parameters(self) -> int:
@@ -153,15 +151,14 @@ def decoder(
     cached: int,
     value_dim: int | None = None,
     expert_bias: bool = False,
-    trained: bool = True,
 ) -> Shape:
     """The shape of a decoder whose layers are attention and SwiGLU MLPs or experts, each behind a norm.
 
-    attention: the weights of it, in all layers. cached, value_dim, trained: as in `Shape`; a value is as wide as a head
+    attention: the weights of it, in all layers. cached, value_dim: as in `Shape`; a value is as wide as a head
     unless it says otherwise. expert_bias: the router has a bias for each expert, which is no parameter (DeepSeek-V3).
     """
     weights = tuple(_decoder_weights(sizes, attention, expert_bias))
-    return Shape(sizes, weights, cached, sizes.head_dim if value_dim is None else value_dim, trained)
+    return Shape(sizes, weights, cached, sizes.head_dim if value_dim is None else value_dim)
 
 
 def _decoder_weights(s: ModelSizes, attention: Iterable[WeightGroup], expert_bias: bool) -> Iterator[WeightGroup]:

@@ -5,13 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from numerics.ops.rope import Yarn
+
 
 @dataclass(frozen=True, kw_only=True)
 class Latent:
     """The sizes of multi-head latent attention (MLA): queries, and keys with values, come from narrow rows.
 
     Attributes:
-        q_rank, kv_rank: width of these rows; the second is cached.
+        q_rank, kv_rank: width of these rows; the second is cached. Without the first, 0, queries come from the hidden
+            states.
         rope_dim: width of the one rotated key that all heads share, cached beside it.
         value_dim: width of a head's value.
     """
@@ -54,6 +57,7 @@ class ModelSizes:
         tied: the embedding is also the output projection.
         draft_layers: layers behind the last one that predict further tokens, which nothing here trains or serves.
         latent: of latent attention, in which `head_dim` is the width of a query, and every head has its own key.
+        yarn: of rotation over a lengthened context.
     """
 
     layers: int
@@ -79,6 +83,17 @@ class ModelSizes:
     qkv_bias: bool = False
     draft_layers: int = 0
     latent: Latent | None = None
+    yarn: Yarn | None = None
+
+    @property
+    def attention_scale(self) -> float:
+        """What the products of queries and keys are multiplied by."""
+        return self.head_dim**-0.5 * (self.yarn.temperature if self.yarn else 1.0)
+
+    @property
+    def plain_dim(self) -> int:
+        """Channels of a head that are not rotated: the first ones, in latent attention."""
+        return self.head_dim - self.rotary_dim
 
     @property
     def moe(self) -> bool:

@@ -29,7 +29,8 @@ class Location:
         index: on the first axis of a parameter that stacks several, such as an engine's experts; None otherwise.
         layout: how the tensors of one parameter (and index) lie in it: one after the other along the rows in the order
             of the table, or q, k and v interleaved by key-value head.
-        together: the side takes the tensors of the parameter, and their scales, only if they come in one message.
+        together: the side's own loader takes the tensors of the parameter, and their scales, only in one message, and
+            drops any that comes alone.
         buffer: the parameter is a buffer of the side's model.
         padded: the parameter may have more rows than the tensor.
         split: axis on which an engine's tensor-parallel ranks share the tensor; None: each rank has it, or, of experts,

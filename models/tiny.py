@@ -17,8 +17,12 @@ from typing import Any, Literal
 import torch
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
     Glm4MoeConfig,
     Glm4MoeForCausalLM,
+    Glm4MoeLiteConfig,
+    Glm4MoeLiteForCausalLM,
     OlmoeConfig,
     OlmoeForCausalLM,
     PreTrainedModel,
@@ -44,7 +48,11 @@ CHAT_TEMPLATE = (
 ROPE_THETA = 10000.0
 
 
-Family = Literal["qwen3", "qwen2", "olmoe", "glm4_moe"]
+Family = Literal["qwen3", "qwen2", "olmoe", "glm4_moe", "deepseek_v3", "glm4_moe_lite"]
+Q_RANK, KV_RANK, ROPE_DIM = 128, 256, 64
+"""Of a tiny model's latent attention. A latent and its rotated key must not be as wide as a head's key: SGLang's own
+attention on a CPU then reads the one for the other."""
+YARN = {"rope_type": "yarn", "factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0}
 
 
 @dataclass(frozen=True)
@@ -67,7 +75,15 @@ class TinyModel:
     """The chosen experts' probabilities are divided by their sum."""
     family: Family = "qwen3"
     """Qwen2 is dense, whatever `experts` says; OLMoE has as many key-value heads as heads, `hidden` wide together, and
-    does not renormalize; GLM-4.5 has a dense first layer, an expert that every token takes, and groups of experts."""
+    does not renormalize; GLM-4.5 has a dense first layer, an expert that every token takes, and groups of experts; so
+    has DeepSeek-V3, with latent attention, in which `head_dim` is the part of a head that is not rotated and the width
+    of a value; GLM-4.7-Flash, `glm4_moe_lite`, is one with other widths."""
+    groups: int = 4
+    """Of the experts of a sigmoid router, of which a token may go to half; 1 as in Kimi-K2."""
+    q_rank: int = Q_RANK
+    """The narrow row of DeepSeek-V3's queries; 0: none, as in Moonlight."""
+    yarn: bool = False
+    """DeepSeek-V3's context was lengthened by YaRN."""
 
     @property
     def moe(self) -> bool:
@@ -149,8 +165,8 @@ def build_model(shape: TinyModel, seed: int) -> PreTrainedModel:
                     n_routed_experts=shape.experts,
                     num_experts_per_tok=shape.top_k,
                     n_shared_experts=1,
-                    n_group=4,
-                    topk_group=2,
+                    n_group=shape.groups,
+                    topk_group=max(1, shape.groups // 2),
                     routed_scaling_factor=1.5,
                     first_k_dense_replace=1,
                     norm_topk_prob=shape.renormalize,
@@ -158,6 +174,8 @@ def build_model(shape: TinyModel, seed: int) -> PreTrainedModel:
                     **common | {"attention_bias": True, "rope_parameters": _rope(partial_rotary_factor=0.5)},
                 )
             )
+        elif shape.family in ("deepseek_v3", "glm4_moe_lite"):
+            model = _latent_model(shape, common)
         elif not shape.moe:
             model = Qwen3ForCausalLM(Qwen3Config(intermediate_size=shape.intermediate, **common))
         else:
@@ -177,6 +195,34 @@ def build_model(shape: TinyModel, seed: int) -> PreTrainedModel:
     model.generation_config.eos_token_id = EOS
     model.generation_config.pad_token_id = PAD
     return model
+
+
+def _latent_model(shape: TinyModel, common: dict[str, Any]) -> PreTrainedModel:
+    yarn = YARN | {"original_max_position_embeddings": shape.max_positions // 4} if shape.yarn else {}
+    sizes = {name: value for name, value in common.items() if name not in ("head_dim", "num_key_value_heads")} | {
+        "num_key_value_heads": shape.heads,
+        "intermediate_size": 2 * shape.intermediate,
+        "moe_intermediate_size": shape.intermediate,
+        "n_routed_experts": shape.experts,
+        "num_experts_per_tok": shape.top_k,
+        "n_shared_experts": 1,
+        "n_group": shape.groups,
+        "topk_group": max(1, shape.groups // 2),
+        "routed_scaling_factor": 1.5,
+        "first_k_dense_replace": 1,
+        "norm_topk_prob": shape.renormalize,
+        "q_lora_rank": shape.q_rank or None,
+        "kv_lora_rank": KV_RANK,
+        "qk_rope_head_dim": ROPE_DIM,
+        "rope_parameters": _rope(**yarn),
+    }
+    if shape.family == "deepseek_v3":
+        widths = {"qk_nope_head_dim": shape.head_dim, "v_head_dim": shape.head_dim}
+        return DeepseekV3ForCausalLM(
+            DeepseekV3Config(**sizes, **widths, topk_method="noaux_tc", scoring_func="sigmoid", moe_layer_freq=1)
+        )
+    widths = {"qk_nope_head_dim": 3 * ROPE_DIM, "v_head_dim": 2 * shape.head_dim}
+    return Glm4MoeLiteForCausalLM(Glm4MoeLiteConfig(**sizes, **widths))
 
 
 def _rope(**changes: Any) -> dict[str, Any]:

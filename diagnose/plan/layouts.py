@@ -50,8 +50,8 @@ def check(shape: Shape, layout: TrainerConfig, spec: QuantSpec) -> None:
     if shape.sizes.latent is None:
         check_layout(shape.sizes, layout, spec)
         return
-    # The rows of a latent product need not be whole blocks, and Megatron lays out stages of unequal depth.
-    check_layout(replace(shape.sizes, head_dim=shape.value_dim), layout.model_copy(update={"pp": 1}), spec)
+    # Megatron lays out stages of unequal depth.
+    check_layout(shape.sizes, layout.model_copy(update={"pp": 1}), spec)
     if layout.pp > shape.sizes.layers:
         raise user_error(
             "trainer.pp",

@@ -107,14 +107,6 @@ def remarks(job: Job, gpu: Gpu, memory: Memory, ratio: Bracket) -> Iterator[Rema
             "no saving by FP8 in training: codes and their transposes are kept beside BF16 weights, or in their place",
             "Count on the engine's half and on activations alone.",
         )
-    if not job.shape.trained:
-        yield Remark(
-            False,
-            "model",
-            "multi-head latent attention",
-            "an architecture that this project trains and serves (docs/models.md)",
-            "Take the plan as a calculation.",
-        )
 
 
 def _remedy(job: Job, gpu: Gpu, memory: Memory) -> str:

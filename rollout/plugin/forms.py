@@ -20,6 +20,7 @@ from models.sizes import ModelSizes
 from models.trace import Forward
 from numerics import ops
 from numerics.sampling import GREEDY
+from rollout.plugin import latent
 from rollout.plugin.state import state
 
 Read = Sequence[Tensor | None]
@@ -136,6 +137,26 @@ def _attention(engine: Probed, attn: Any, q: Tensor, k: Tensor, v: Tensor) -> tu
     return (out.flatten(1),)
 
 
+def _latent_down(engine: Probed, module: Any, x: Tensor) -> tuple[Tensor, ...]:
+    rank = engine.sizes.latent.q_rank if engine.sizes.latent else 0
+    fused = module(x)[0]
+    return fused[:, :rank], fused[:, rank:]
+
+
+def _latent_attention(engine: Probed, module: Any, q: Tensor, kv_row: Tensor) -> tuple[Tensor, ...]:
+    """Of whole sequences, whose rows lie in slots of their own; before the product behind it."""
+    if state().numerics.mode != "exact":
+        raise NotImplementedError(
+            "SGLang's own latent attention runs on the batches of its scheduler only: found native mode, expected "
+            "exact mode. Ask without the comparison op by op"
+        )
+    lengths, starts = engine.lengths, engine.lengths.cumsum(0) - engine.lengths
+    slots = (starts[:, None] + torch.arange(int(lengths.max()), device=q.device)).clamp(max=len(q) - 1)
+    requests = torch.arange(len(lengths), device=q.device)
+    where = latent.Where(slots.int(), requests, lengths, lengths)
+    return (latent.attend(module, q.flatten(1), kv_row, engine.positions, lambda rows: rows, where),)
+
+
 def _top_k(_: Probed, module: Any, logits: Tensor) -> tuple[Tensor, ...]:
     """Experts in the engine's own order, in which it adds them up."""
     config = module.topk_config
@@ -211,6 +232,8 @@ SIDES: dict[OpForm, EngineSide] = {
     forms.QKV: EngineSide(_qkv),
     forms.ROPE: EngineSide(_rope, constant=lambda module: module.base),
     forms.ATTENTION: EngineSide(_attention),
+    forms.LATENT_DOWN: EngineSide(_latent_down),
+    forms.LATENT_ATTENTION: EngineSide(_latent_attention, constant=lambda module: module.rotary_emb.base),
     forms.LINEAR: EngineSide(_linear),
     forms.SWIGLU: EngineSide(lambda _, module, x: (module(x),)),
     forms.TOPK: EngineSide(_top_k),

@@ -17,7 +17,7 @@ from models import forms
 from models.forms import OpForm
 from numerics.config import NumericsConfig
 from numerics.spec import TensorSpec
-from rollout.plugin import lifecycle, logprobs, native, ops, pausing, sampling, sleeping
+from rollout.plugin import latent, lifecycle, logprobs, native, ops, pausing, sampling, sleeping
 from rollout.plugin.state import state
 
 SGLANG_VERSION = "0.5.19"
@@ -62,7 +62,10 @@ _FUSED = "routed_scaling_factor apply_routed_scaling_factor_on_output num_fused_
 _FUSED += "num_token_non_padded"
 _CACHE = "query output k_cache v_cache req_to_token req_pool_indices seq_lens"
 _MASK = "encoder_lens scaling enable_gqa causal is_cross_attn sliding_window_size"
+_MLA = "positions hidden_states forward_batch zero_allocator layer_scatter_modes llama_4_scaling prev_topk_indices"
+_ROPE_CPU = "head_size rotary_dim max_position base is_neox_style rope_scaling dtype partial_rotary_factor device"
 _LAYER = "q k v layer forward_batch save_kv_cache sinks score_mod aux_tensors"
+_DEEPSEEK_WEIGHTS = "models.deepseek_common.deepseek_weight_loader.DeepseekV2WeightLoaderMixin."
 _MEMORY = "managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager."
 _UPDATER = "model_executor.model_runner_components.weight_updater.WeightUpdater."
 
@@ -80,6 +83,27 @@ _EXACT_OPS: tuple[Hook, ...] = (
     Hook(_FP8 + "Fp8LinearMethod.apply", "replace", ops.fp8_linear, "layer x bias", _PRODUCTS),
     Hook(_FP8 + "Fp8MoEMethod.apply", "replace", ops.fp8_moe, "layer dispatch_output", _EXPERTS),
     Hook("models.glm4_moe.Glm4MoeGate.forward", "replace", ops.router_logits, "hidden_states", (forms.ROUTER,)),
+    Hook(
+        "models.glm4_moe_lite.Glm4MoeLiteGate.forward", "replace", ops.router_logits, "hidden_states", (forms.ROUTER,)
+    ),
+    Hook(
+        "models.deepseek_v2.MoEGate.forward",
+        "replace",
+        ops.router_logits,
+        "hidden_states gemm_output_zero_allocator forward_batch",
+        (forms.ROUTER,),
+    ),
+    Hook(
+        "models.deepseek_v2.DeepseekV2AttentionMLA.forward",
+        "replace",
+        latent.attention,
+        _MLA,
+        (forms.LATENT_DOWN, forms.LATENT_ATTENTION),
+    ),
+    # A BF16 product of few rows that goes around the hook of products.
+    Hook("models.deepseek_v2.fused_a_gemm_weight_eligible", "replace", lifecycle.never, "layer"),
+    # Copies of kv_b_proj for SGLang's own attention.
+    Hook(_DEEPSEEK_WEIGHTS + "post_load_weights", "replace", latent.no_copies, "is_nextn weight_names"),
     Hook("layers.moe.topk.biased_grouped_topk", "replace", ops.biased_grouped_topk, _GROUPED, (forms.SIGMOID_TOPK,)),
     Hook(
         "layers.logits_processor.LogitsProcessor._compute_lm_head",
@@ -137,6 +161,11 @@ _EXACT_OPS_CPU: tuple[Hook, ...] = (
     ),
 )
 
+# get_rope_cpu knows YaRN alone.
+_EVERY_CPU: tuple[Hook, ...] = (
+    Hook("layers.rotary_embedding.factory.get_rope_cpu", "around", latent.rope_on_cpu, _ROPE_CPU),
+)
+
 _EXACT_OPS_CUDA: tuple[Hook, ...] = (
     Hook("layers.layernorm.RMSNorm.forward_cuda", "replace", ops.rms_norm, _NORM, _NORMS),
     Hook(
@@ -169,6 +198,16 @@ _NATIVE_DRAW: tuple[Hook, ...] = (
 _NATIVE_FP8_CPU: tuple[Hook, ...] = (
     Hook(_FP8 + "Fp8LinearMethod.apply", "replace", ops.fp8_linear, "layer x bias"),
     Hook(_FP8 + "Fp8MoEMethod.apply", "replace", native.fp8_moe, "layer dispatch_output"),
+)
+
+# With torch_native SGLang takes for granted that a cache holds keys of heads, and gives latents to the wrong attention.
+_NATIVE_LATENT_CPU: tuple[Hook, ...] = (
+    Hook(
+        "models.deepseek_v2.DeepseekV2AttentionMLA.dispatch_attn_forward_method",
+        "replace",
+        latent.absorbed,
+        "forward_batch",
+    ),
 )
 
 # SGLang's scales are FP32 below Blackwell, whatever the checkpoint's scale_fmt says.
@@ -240,12 +279,15 @@ def hooks_for(numerics: NumericsConfig, cuda: bool) -> tuple[Hook, ...]:
     Exact mode replaces every op. Native mode replaces the draw, the FP8 products on a CPU, and on a GPU the quantizer
     of activations unless they are rounded under FP32 scales as SGLang does; in a BF16 engine the draw alone.
     """
+    every = _EVERY_MODE if cuda else (*_EVERY_MODE, *_EVERY_CPU)
     if numerics.mode == "exact":
-        return (*(_EXACT_OPS_CUDA if cuda else _EXACT_OPS_CPU), *_EXACT_OPS, *_FP8_LAYOUT, *_EVERY_MODE)
+        return (*(_EXACT_OPS_CUDA if cuda else _EXACT_OPS_CPU), *_EXACT_OPS, *_FP8_LAYOUT, *every)
+    if not cuda:
+        every = (*every, *_NATIVE_LATENT_CPU)
     if not numerics.rollout_spec.quantized:
-        return (*_NATIVE_DRAW, *_EVERY_MODE)
+        return (*_NATIVE_DRAW, *every)
     quantizer = () if numerics.rollout_spec.activation == _SGLANGS else _NATIVE_QUANTIZER_CUDA
-    return (*(quantizer if cuda else _NATIVE_FP8_CPU), *_NATIVE_DRAW, *_FP8_LAYOUT, *_EVERY_MODE)
+    return (*(quantizer if cuda else _NATIVE_FP8_CPU), *_NATIVE_DRAW, *_FP8_LAYOUT, *every)
 
 
 def provided(hooks: Sequence[Hook]) -> tuple[str, ...]:

@@ -84,8 +84,8 @@ def fused_topk(
     return probs, experts.int()
 
 
-def router_logits(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
-    """A router's weight is BF16 in the checkpoint, and held in FP32."""
+def router_logits(self: Any, hidden_states: torch.Tensor, *others: Any, **unused: Any) -> torch.Tensor:
+    """A router's weight is BF16 in the checkpoint, and held in FP32 by some models."""
     return ops.linear_partial(hidden_states, self.weight.to(hidden_states.dtype))
 
 

@@ -225,8 +225,10 @@ class ServedWeights:
     def load(self, original: Callable[[Iterable[tuple[str, Tensor]]], object], weights: Iterable[Any]) -> None:
         """Load tensors of the checkpoint, and deltas: stands in place of the model's `load_weights`, here `original`.
 
-        A delta of what another rank holds is none of this one's.
+        A delta of what another rank holds is none of this one's. What SGLang would drop without a word if its partner
+        is not in the same message (`Location.together`) is put where it belongs.
         """
+        table = self.definition.tensors
         whole, of_base = [], set().union(*(self._names[parameter] for parameter in self._mapped))
         for name, tensor in weights:
             tensor_name = base_name(name.removeprefix(DELTA))[0]
@@ -236,7 +238,9 @@ class ServedWeights:
                     "write it, expected what is not in the base; replace this engine"
                 )
             self._arrived.add(tensor_name)
-            if not name.startswith(DELTA):
+            if name in self._held_as() and table[name].engine.together:
+                self._held_as()[name].copy_(tensor)
+            elif not name.startswith(DELTA):
                 whole.append((name, tensor))
             elif (held := self._held_as().get(name.removeprefix(DELTA))) is not None:
                 delta.apply(tensor, held)

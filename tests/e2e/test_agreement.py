@@ -61,6 +61,9 @@ EXACT = {
     ),
     "moe": Setup("moe"),
     "qwen2-bf16-ends-tp2": Setup("qwen2", bf16_ends=1, k_splits=2, layout=(("tp", 2),)),
+    "deepseek-bf16-ends-tp2-ep2": Setup(
+        "deepseek", bf16_ends=1, k_splits=2, layout=(("tp", 2), ("ep", 2)), router_replay="record"
+    ),
     "olmoe-bf16-ends-tp2-ep2": Setup(
         "olmoe", bf16_ends=1, k_splits=2, layout=(("tp", 2), ("ep", 2)), router_replay="record"
     ),
@@ -326,10 +329,11 @@ def assert_equal(logprobs: torch.Tensor, batch: TokenBatch) -> None:
 def served_tensors_of(setup: Setup) -> int:
     """What is compared, counted by hand: the matrices of FP8 layers come with scales."""
     shape = MODELS[setup.model]
-    if shape.family == "glm4_moe":  # 3 biases and 4 norms a layer; the first is dense, the others have a shared expert
-        dense, sparse = 4 + 3, 4 + 3 * shape.experts + 3
+    if shape.family in ("glm4_moe", "deepseek_v3"):  # the first layer is dense, the others have a shared expert
+        attention, vectors = (4, 3 + 4) if shape.family == "glm4_moe" else (5, 4)  # biases and norms
+        dense, sparse = attention + 3, attention + 3 * shape.experts + 3
         fp8_layers = shape.layers - 2 * setup.bf16_ends
-        return dense + 7 + (shape.layers - 1) * (sparse + 2 + 7) + fp8_layers * sparse + 3
+        return dense + vectors + (shape.layers - 1) * (sparse + 2 + vectors) + fp8_layers * sparse + 3
     matrices = 4 + 3 * (shape.experts if shape.moe else 1)
     router, vectors = int(shape.moe), 5 if shape.family == "qwen2" else 4  # norms and biases
     fp8_layers = shape.layers - 2 * setup.bf16_ends if setup.rollout == "fp8" else 0

@@ -57,6 +57,9 @@ MODELS = {
     "glm": TinyModel(
         layers=4, hidden=256, heads=4, kv_heads=2, intermediate=256, experts=8, top_k=4, family="glm4_moe"
     ),
+    "deepseek": TinyModel(
+        layers=4, hidden=256, heads=4, intermediate=256, experts=8, top_k=4, family="deepseek_v3", yarn=True
+    ),
     "olmoe": TinyModel(layers=3, hidden=256, heads=2, kv_heads=2, experts=16, top_k=8, family="olmoe"),
 }
 BLOCK = 128

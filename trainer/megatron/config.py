@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
 from models.sizes import ModelSizes
 from numerics.config import Mode
@@ -62,7 +62,7 @@ def transformer_config(
             "moe_router_group_topk": sizes.sigmoid_router.kept_groups if grouped else None,
             "moe_router_topk_scaling_factor": sizes.sigmoid_router.factor,
         }
-    return TransformerConfig(
+    return (MLATransformerConfig if sizes.latent else TransformerConfig)(
         num_layers=sizes.layers,
         hidden_size=sizes.hidden_size,
         num_attention_heads=sizes.heads,
@@ -98,6 +98,33 @@ def transformer_config(
         calculate_per_token_loss=True,
         **_RECOMPUTE[config.recompute],
         **moe,
+        **_latent(sizes),
         **mapping.config(sizes),
         **lowering.config,
     )
+
+
+def _latent(sizes: ModelSizes) -> dict[str, Any]:
+    """What the config says of latent attention."""
+    latent, yarn = sizes.latent, sizes.yarn
+    if latent is None:
+        return {}
+    rope: dict[str, Any] = {"rope_type": "rope", "rotary_scaling_factor": 1.0, "mscale_all_dim": 0.0}
+    if yarn is not None:
+        rope = {
+            "rope_type": "yarn",
+            "rotary_scaling_factor": yarn.factor,
+            "original_max_position_embeddings": yarn.original,
+            "beta_fast": yarn.beta_fast,
+            "beta_slow": yarn.beta_slow,
+            "mscale": yarn.mscale,
+            "mscale_all_dim": yarn.mscale,
+        }
+    return rope | {
+        "q_lora_rank": latent.q_rank or None,
+        "kv_lora_rank": latent.kv_rank,
+        "qk_head_dim": sizes.plain_dim,
+        "qk_pos_emb_head_dim": latent.rope_dim,
+        "v_head_dim": latent.value_dim,
+        "rotary_base": sizes.rope_theta,
+    }

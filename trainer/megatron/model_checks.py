@@ -49,6 +49,13 @@ def check_layout(sizes: ModelSizes, config: TrainerConfig, spec: QuantSpec) -> N
             remedy=f"Set trainer.dp={config.ep} or another multiple, or lower trainer.ep.",
         )
     _require_divisor("trainer.pp", config.pp, "num_hidden_layers", sizes.layers)
+    if config.cp > 1 and sizes.latent is not None:
+        raise user_error(
+            "trainer.cp",
+            found=config.cp,
+            expected="1 for a model with latent attention, whose ranks cannot share a row yet",
+            remedy="Set trainer.cp=1.",
+        )
 
 
 def check_wires(sizes: ModelSizes, config: TrainerConfig, spec: QuantSpec) -> None:
@@ -204,9 +211,9 @@ def _check_quantization(sizes: ModelSizes, tp: int, spec: QuantSpec, key: str) -
     block = _block(spec)
     pieces = {
         "hidden_size": sizes.hidden_size,
-        "head_dim": sizes.head_dim,
         "moe_intermediate_size": sizes.expert_size,
     }
+    pieces |= {"head_dim": sizes.head_dim} if sizes.latent is None else _latent_pieces(sizes, tp, key)
     dense = range(sizes.layers - sizes.moe_layers)
     if overlap(dense, range(spec.first_layers_bf16, sizes.layers - spec.last_layers_bf16)):
         pieces |= _shares("intermediate_size", sizes.ffn_size, tp, key)
@@ -220,6 +227,24 @@ def _check_quantization(sizes: ModelSizes, tp: int, spec: QuantSpec, key: str) -
                 remedy=f"Choose a model with aligned dimensions, lower {key}, or run both sides in BF16 "
                 "(numerics.preset=bf16 numerics.trainer=bf16 numerics.rollout=bf16).",
             )
+
+
+def _latent_pieces(sizes: ModelSizes, tp: int, key: str) -> dict[str, int]:
+    """What has to be whole blocks in latent attention; the rows of kv_a_proj_with_mqa need not be."""
+    latent, heads = sizes.latent, sizes.heads
+    assert latent is not None
+    return {
+        "q_lora_rank": latent.q_rank,
+        "kv_lora_rank": latent.kv_rank,
+        **_shares("num_attention_heads * (qk_nope_head_dim + qk_rope_head_dim)", heads * sizes.head_dim, tp, key),
+        **_shares(
+            "num_attention_heads * (qk_nope_head_dim + v_head_dim)",
+            heads * (sizes.plain_dim + latent.value_dim),
+            tp,
+            key,
+        ),
+        **_shares("num_attention_heads * v_head_dim", heads * latent.value_dim, tp, key),
+    }
 
 
 def _shares(name: str, size: int, tp: int, key: str) -> dict[str, int]:

@@ -106,6 +106,13 @@ PATCHES: tuple[Patch, ...] = (
         "it starts a manager process for a queue through which nothing goes here",
     ),
     Patch(
+        _CORE + "transformer.multi_latent_attention.HAVE_TE",
+        None,
+        _value(False),
+        "without TransformerEngine",
+        "it is true where the wrappers of TransformerEngine can be imported, of which isinstance then asks for None",
+    ),
+    Patch(
         _CORE + "transformer.moe.moe_utils.te_general_gemm",
         _ABSENT,
         lambda found: found,

@@ -9,9 +9,11 @@ from typing import Any
 from megatron.core.transformer import ModuleSpec
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
+from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSubmodules
 from torch import nn
 
 from models.sizes import ModelSizes
@@ -23,6 +25,15 @@ Fields = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
+class LatentModules:
+    """Of Megatron's MLASelfAttention: what stands in its place, the class of its narrow products, and its core."""
+
+    attention: ModuleSpec
+    narrow: type[nn.Module]
+    core: ModuleSpec | type[nn.Module]
+
+
+@dataclass(frozen=True)
 class LayerModules:
     """What differs between the modes.
 
@@ -30,6 +41,7 @@ class LayerModules:
         norm_column_linear, column_linear, row_linear: for a module kind; see `asking`.
         activation: of a dense MLP; None for the SwiGLU inside Megatron's MLP.
         router, experts, moe: of routed experts; `moe` holds the other two.
+        latent: latent attention, its narrow products, and what stands in it as the core.
     """
 
     norm: type[nn.Module]
@@ -41,6 +53,7 @@ class LayerModules:
     router: ModuleSpec
     experts: ModuleSpec
     moe: type[MoELayer]
+    latent: LatentModules
 
 
 @dataclass(frozen=True)
@@ -95,7 +108,29 @@ def _head_norm(layer: Layer, heads: int) -> ModuleSpec | type[nn.Module] | None:
 
 
 def attention(layer: Layer) -> Fields:
+    if layer.sizes.latent is not None:
+        return {"input_layernorm": layer.modules.norm, "self_attention": _latent_attention(layer.modules)}
     return {"self_attention": attention_spec(layer)}
+
+
+def _latent_attention(modules: LayerModules) -> ModuleSpec:
+    """With the norms of both narrow rows inside the products out of them."""
+    latent = modules.latent
+    return ModuleSpec(
+        module=latent.attention.module,
+        params={"attn_mask_type": AttnMaskType.causal, **latent.attention.params},
+        submodules=MLASelfAttentionSubmodules(
+            linear_q_proj=modules.column_linear("q_proj"),
+            linear_q_down_proj=latent.narrow,
+            linear_q_up_proj=modules.norm_column_linear("q_proj"),
+            linear_kv_down_proj=latent.narrow,
+            linear_kv_up_proj=modules.norm_column_linear("q_proj"),
+            core_attention=latent.core,
+            linear_proj=modules.row_linear("o_proj"),
+            q_layernorm=IdentityOp,
+            kv_layernorm=IdentityOp,
+        ),
+    )
 
 
 def router(layer: Layer) -> ModuleSpec:

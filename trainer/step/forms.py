@@ -17,6 +17,7 @@ from models import forms
 from models.forms import OpForm
 from trainer.modules.exact.attention import CoreAttention
 from trainer.modules.exact.experts import MoE
+from trainer.modules.exact.latent import LatentCore
 
 Call = tuple[Any, tuple[Any, ...], Any]
 """A module, what it was given, and what it returned, in Megatron's shapes, for one sequence."""
@@ -70,6 +71,12 @@ def _rope(call: Call) -> tuple[Tensor, ...]:
     return _rows(q), _rows(k)
 
 
+def _latent_down(call: Call) -> tuple[Tensor, ...]:
+    """Of the attention, whose narrow products are taken again."""
+    module, (x, *_), _ = call
+    return tuple(_rows(linear(x)[0]) for linear in (module.linear_q_down_proj, module.linear_kv_down_proj))
+
+
 def _linear(call: Call) -> tuple[Tensor, ...]:
     module, given, _ = call
     return (_rows(module.gating(given[0])),) if hasattr(module, "gating") else output(call)
@@ -104,7 +111,9 @@ def _epsilon(model: GPTModel, _: nn.Module) -> float:
 
 
 def _theta(model: GPTModel, module: nn.Module) -> float:
-    return module.rope_theta if isinstance(module, CoreAttention) else model.rotary_base
+    if isinstance(module, (CoreAttention, LatentCore)):
+        return module.rope_theta
+    return model.config.rotary_base if model.config.multi_latent_attention else model.rotary_base
 
 
 SIDES: dict[OpForm, MegatronSide] = {
@@ -116,6 +125,8 @@ SIDES: dict[OpForm, MegatronSide] = {
     forms.HEADS_NORM: MegatronSide(output, constant=_epsilon),
     forms.ROPE: MegatronSide(_rope, constant=_theta),
     forms.ATTENTION: MegatronSide(output),
+    forms.LATENT_DOWN: MegatronSide(_latent_down),
+    forms.LATENT_ATTENTION: MegatronSide(output, constant=_theta),
     forms.LINEAR: MegatronSide(_linear),
     forms.SWIGLU: MegatronSide(_input),
     forms.TOPK: MegatronSide(_topk),

@@ -33,6 +33,9 @@ FAMILIES = {
     "glm4_moe": TinyModel(
         layers=3, hidden=256, heads=4, kv_heads=2, intermediate=256, experts=8, top_k=3, family="glm4_moe"
     ),
+    "deepseek_v3": TinyModel(layers=3, hidden=256, heads=4, experts=8, top_k=3, family="deepseek_v3", yarn=True),
+    "moonlight": TinyModel(layers=2, hidden=256, heads=2, family="deepseek_v3", groups=1, q_rank=0),
+    "glm4_moe_lite": TinyModel(layers=2, hidden=256, heads=2, family="glm4_moe_lite", groups=1),
     "olmoe": TinyModel(hidden=256, heads=2, kv_heads=2, experts=16, top_k=8, family="olmoe"),
 }
 each_family = pytest.mark.parametrize("name", FAMILIES)
@@ -98,7 +101,7 @@ def test_native_mode_computes_the_same_but_for_rounding(
     path, batch = write(tmp_path / "model", name), random_batch(2, 60)
     exact, native = (make_trainer(path, precision, mode=mode).score(batch)[1] for mode in ("exact", "native"))
     difference = (exact - native).abs()
-    assert 0 < difference.max() and difference.mean() < 0.15, difference
+    assert 0 < difference.max() and difference.mean() < 0.2, difference  # native mode quantizes latents, too
 
 
 def test_draft_layers_are_kept_as_they_are(tmp_path: Path, make_trainer: MakeTrainer) -> None:
@@ -126,7 +129,7 @@ def test_rows_end_to_end_have_the_bits_of_padded_ones(name: str, tmp_path: Path,
     )
 
 
-@pytest.mark.parametrize("name", ["qwen2", "olmoe", "glm4_moe"])
+@pytest.mark.parametrize("name", ["qwen2", "olmoe", "glm4_moe", "deepseek_v3", "moonlight"])
 def test_gradients_are_those_of_transformers_on_one_rank_and_on_two(
     name: str, tmp_path: Path, make_trainer: MakeTrainer
 ) -> None:

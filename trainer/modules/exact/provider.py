@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.transformer import ModuleSpec
 from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.module import MegatronModule
@@ -13,10 +14,11 @@ from numerics import ops
 from trainer.megatron.patches import become
 from trainer.modules.exact.attention import CoreAttention
 from trainer.modules.exact.experts import Experts, MoE
+from trainer.modules.exact.latent import LatentAttention, LatentCore
 from trainer.modules.exact.linear import ColumnLinear, NormColumnLinear, OutputLinear, RowLinear
 from trainer.modules.exact.norm import RMSNorm
 from trainer.modules.exact.router import BiasedRouter, Router
-from trainer.modules.layer import LayerModules, asking
+from trainer.modules.layer import LatentModules, LayerModules, asking
 from trainer.modules.precision import LayerPrecision
 from trainer.modules.weights import StackedWeights
 
@@ -40,6 +42,11 @@ def layer_modules(sizes: ModelSizes, precision: LayerPrecision) -> LayerModules:
         router=_router(sizes),
         experts=experts,
         moe=MoE,
+        latent=LatentModules(
+            attention=ModuleSpec(module=LatentAttention, params={"precision": precision}),
+            narrow=ColumnParallelLinear,
+            core=ModuleSpec(module=LatentCore, params={"sizes": sizes}),
+        ),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.transformer import ModuleSpec
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.mlp import MLPSubmodules
@@ -9,8 +10,10 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.router import TopKRouter
 
 from models.sizes import ModelSizes
-from trainer.modules.layer import LayerModules, asking
+from trainer.modules.latent import LatentAttention
+from trainer.modules.layer import LatentModules, LayerModules, asking
 from trainer.modules.native.experts import Experts, GroupedLinear
+from trainer.modules.native.latent import LatentCore
 from trainer.modules.native.linear import ColumnLinear, NormColumnLinear, RowLinear
 from trainer.modules.native.norm import RMSNorm
 from trainer.modules.native.router import OneExpertRouter
@@ -31,6 +34,11 @@ def layer_modules(sizes: ModelSizes, precision: LayerPrecision) -> LayerModules:
         router=router(sizes),
         experts=ModuleSpec(module=Experts, submodules=experts),
         moe=MoELayer,
+        latent=LatentModules(
+            attention=ModuleSpec(module=LatentAttention, params={"precision": precision}),
+            narrow=ColumnParallelLinear,
+            core=LatentCore,
+        ),
     )
 
 

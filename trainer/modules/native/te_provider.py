@@ -8,9 +8,10 @@ from __future__ import annotations
 from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
 from megatron.core.transformer import ModuleSpec
 from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 
 from models.sizes import ModelSizes
-from trainer.modules.layer import LayerModules
+from trainer.modules.layer import LatentModules, LayerModules
 from trainer.modules.native.experts import Experts
 from trainer.modules.native.provider import router
 from trainer.modules.precision import LayerPrecision
@@ -33,4 +34,5 @@ def layer_modules(sizes: ModelSizes, precision: LayerPrecision) -> LayerModules:
         router=router(sizes),
         experts=ModuleSpec(module=Experts, submodules=experts),
         moe=MoELayer,
+        latent=LatentModules(ModuleSpec(module=MLASelfAttention), provider.linear(), provider.core_attention()),
     )

@@ -1,0 +1,127 @@
+"""Latent attention in the engine (`numerics.ops.latent`): SGLang's `DeepseekV2AttentionMLA` in exact mode, and what a
+CPU lacks for its own.
+
+SGLang multiplies by copies of kv_b_proj (w_kc, w_vc), which on a CPU are quantized anew. Exact mode has none of them:
+it takes the operand of kv_b_proj, whose version is that of the weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from numerics import ops
+from rollout.plugin.state import state
+
+
+@dataclass(frozen=True)
+class Where:
+    """Where the rows of some sequences lie, as `ops.paged_latent_attention` is told."""
+
+    table: Tensor
+    requests: Tensor
+    new: Tensor
+    lengths: Tensor
+
+
+def attention(
+    self: Any,
+    positions: Tensor,
+    hidden_states: Tensor,
+    forward_batch: Any,
+    zero_allocator: Any,
+    layer_scatter_modes: Any = None,
+    llama_4_scaling: Tensor | None = None,
+    prev_topk_indices: Tensor | None = None,
+) -> Tensor:
+    """`DeepseekV2AttentionMLA.forward`: prefill, whole or in chunks, and decode alike."""
+    from sglang.srt.layers.communicator import get_attn_tp_context
+    from sglang.srt.mem_cache.memory_pool import KVWriteLoc
+    from sglang.srt.model_executor.forward_context import get_attn_backend
+
+    if llama_4_scaling is not None or prev_topk_indices is not None or self.use_dsa:
+        raise NotImplementedError("exact mode: found latent attention with more than a causal mask; use another model")
+    if not len(hidden_states):
+        return hidden_states
+    if self.q_lora_rank is not None:
+        low, kv_row = (
+            get_attn_tp_context()
+            .fetch_qkv_latent()
+            .split((self.q_lora_rank, self.kv_lora_rank + self.qk_rope_head_dim), -1)
+        )
+        q = self.q_b_proj(self.q_a_layernorm(low.contiguous()))[0]
+    else:
+        q, kv_row = self.q_proj(hidden_states)[0], self.kv_a_proj_with_mqa(hidden_states)[0]
+    backend, layer = get_attn_backend(), self.attn_mqa
+    pool = backend.token_to_kv_pool
+
+    def cached(rows: Tensor) -> Tensor:
+        pool.set_kv_buffer(layer, KVWriteLoc(forward_batch.out_cache_loc, None), rows[:, None], None)
+        return pool.get_key_buffer(layer.layer_id)[:, 0]
+
+    lengths = forward_batch.seq_lens
+    decode = forward_batch.forward_mode.is_decode_or_idle()
+    new = torch.ones_like(lengths) if decode else forward_batch.extend_seq_lens
+    where = Where(backend.req_to_token_pool.req_to_token, forward_batch.req_pool_indices, new, lengths)
+    return self.o_proj(attend(self, q, kv_row, positions, cached, where))[0]
+
+
+def attend(
+    module: Any, q: Tensor, kv_row: Tensor, positions: Tensor, cached: Callable[[Tensor], Tensor], where: Where
+) -> Tensor:
+    """q [T, heads * D] and kv_row [T, kv rank + rope] of the new tokens -> [T, heads * value], before the last product.
+
+    cached: puts the new rows into a cache, and gives the cache [slots, kv rank + rope].
+    """
+    current = state()
+    sizes, rank = current.weights.definition.sizes, module.kv_lora_rank
+    weight = module.kv_b_proj.weight
+    operand = current.weights.operand(weight) if weight.dtype == torch.float8_e4m3fn else None
+    plain, value = sizes.plain_dim, module.v_head_dim
+
+    def rotated(x: Tensor) -> Tensor:
+        return ops.rope_pairs(x[None], positions[None], sizes.rope_theta, sizes.yarn)[0]
+
+    heads = q.unflatten(-1, (-1, sizes.head_dim))
+    latents = module.kv_a_layernorm(kv_row[:, :rank].contiguous())
+    cache = cached(torch.cat((latents, rotated(kv_row[:, None, rank:])[:, 0]), -1))
+    inside = ops.head_linear(heads[..., :plain], weight, operand, 0, plain, True)
+    queries = torch.cat((inside, rotated(heads[..., plain:])), -1)
+    out = ops.paged_latent_attention(
+        queries, cache, where.table, where.requests, where.new, where.lengths, rank, sizes.attention_scale
+    )
+    return ops.head_linear(out, weight, operand, plain, value).flatten(1)
+
+
+def no_copies(self: Any, is_nextn: bool = False, weight_names: Any = None) -> None:
+    """`post_load_weights`, which makes w_kc and w_vc: what exact mode does not multiply by."""
+
+
+def absorbed(self: Any, forward_batch: Any) -> Any:
+    """`dispatch_attn_forward_method` on a CPU, whose attention of expanded keys would read latents in their place."""
+    from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods import AttnForwardMethod
+
+    return AttnForwardMethod.MLA
+
+
+def rope_on_cpu(
+    original: Callable[..., Any],
+    head_size: int,
+    rotary_dim: int,
+    max_position: int,
+    base: float,
+    is_neox_style: bool = True,
+    rope_scaling: Any = None,
+    dtype: torch.dtype | None = None,
+    partial_rotary_factor: float = 1.0,
+    device: Any = None,
+) -> Any:
+    """`get_rope_cpu`, which knows YaRN alone: SGLang's usual rotation where there is none."""
+    from sglang.srt.layers.rotary_embedding.factory import get_rope
+
+    usual = head_size, rotary_dim, max_position, base, is_neox_style, rope_scaling, dtype, partial_rotary_factor
+    return get_rope(*usual) if rope_scaling is None else original(*usual, device)

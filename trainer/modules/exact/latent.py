@@ -1,0 +1,112 @@
+"""Latent attention, absorbed: `numerics.ops.latent`, as the engine computes it over its cache."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core import tensor_parallel
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+from torch import Tensor, nn
+
+from models.sizes import ModelSizes
+from numerics import ops
+from trainer.modules import latent
+from trainer.modules.packing import PackedRows
+from trainer.modules.precision import LayerPrecision
+
+
+class NarrowLinear(latent.NarrowLinear):
+    """With the shared product."""
+
+    def plain(self, x: Tensor) -> Tensor:
+        return ops.linear(x, self.weight)
+
+
+class LatentAttention(latent.LatentAttention):
+    """Queries and latent rows of a sequence, and attention of the first over the second.
+
+    The norm of the rows is `linear_kv_up_proj`'s, whose weight is multiplied head by head (`ops.head_linear`); of the
+    module itself nothing runs.
+    """
+
+    def __init__(self, *args: Any, precision: LayerPrecision, **kwargs: Any) -> None:
+        super().__init__(*args, precision=precision, narrow=NarrowLinear, **kwargs)
+        self.precision = precision
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        packed_seq_params: PackedRows | None = None,
+        **unused: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """[S, B, H], of a tensor-parallel rank its part of S -> ([S, B, H] likewise, no bias)"""
+        queries = self._queries(hidden_states)
+        rows = self._rows(hidden_states)
+        weight = self.linear_kv_up_proj.weight
+        operand = self.precision.operand(weight) if self.precision.quantizes(latent.KIND) else None
+
+        def attend(queries: Tensor, rows: Tensor, weight: Tensor) -> Tensor:
+            return self.core_attention(queries, rows, weight, operand, packed_seq_params)
+
+        if self.checkpoint_core_attention and self.training:
+            out = tensor_parallel.checkpoint(attend, False, queries, rows, weight)
+        else:
+            out = attend(queries, rows, weight)
+        return self.linear_proj(out)
+
+    def _queries(self, x: Tensor) -> Tensor:
+        """[S, B, heads * D] of the whole sequence and this rank's heads"""
+        if self.config.q_lora_rank is None:
+            return self.linear_q_proj(x)[0]
+        return self.linear_q_up_proj(self.linear_q_down_proj(x)[0])[0]
+
+    def _rows(self, x: Tensor) -> Tensor:
+        """[S, B, kv rank + rope] of the whole sequence: the normed latent, and the key that is not rotated yet."""
+        latent, key = self.linear_kv_down_proj(x)[0].split(
+            (self.config.kv_lora_rank, self.config.qk_pos_emb_head_dim), -1
+        )
+        rows = torch.cat((self.linear_kv_up_proj.normalized(latent.contiguous()), key), -1)
+        if not self.config.sequence_parallel:
+            return rows
+        return gather_from_sequence_parallel_region(rows, tensor_parallel_output_grad=True, group=self.tp_group)
+
+
+class LatentCore(nn.Module):
+    """Rotation, the products of heads, and the attention between them.
+
+    Rows start at position 0 and are right-padded, or lie end to end and bring their positions.
+    """
+
+    def __init__(self, *, sizes: ModelSizes, **unused: Any) -> None:
+        super().__init__()
+        assert sizes.latent is not None
+        self.sizes, self.latent = sizes, sizes.latent
+        self.rope_theta, self.yarn, self.scale = sizes.rope_theta, sizes.yarn, sizes.attention_scale
+
+    def forward(
+        self, queries: Tensor, rows: Tensor, weight: Tensor, operand: Any, packed: PackedRows | None = None
+    ) -> Tensor:
+        """queries [S, B, heads * D]; rows [S, B, kv rank + rope]; weight [heads * (plain + value), kv rank], and its
+        operand if it is quantized -> [S, B, heads * value]"""
+        length, batch = rows.shape[:2]
+        plain, value, rank = self.sizes.plain_dim, self.latent.value_dim, self.latent.kv_rank
+        positions = torch.arange(length, device=rows.device) if packed is None else packed.positions
+        positions = positions[:, None].expand(length, batch)
+        q = queries.unflatten(-1, (-1, self.sizes.head_dim))
+        keys = self.rotated(rows[..., None, rank:], positions)[:, :, 0]
+        rows = torch.cat((rows[..., :rank], keys), -1)
+        inside = ops.head_linear(q[..., :plain].flatten(0, 1), weight, operand, 0, plain, True)
+        q = torch.cat((inside.unflatten(0, (length, batch)), self.rotated(q[..., plain:], positions)), -1)
+        if packed is None:
+            q, rows = q.transpose(0, 1), rows.transpose(0, 1)
+            out = ops.latent_attention(q, rows, positions.t(), rank, self.scale).transpose(0, 1)
+        else:
+            out = ops.packed_latent_attention(q[:, 0], rows[:, 0], packed.lengths, rank, self.scale)[:, None]
+        out = ops.head_linear(out.flatten(0, 1), weight, operand, plain, value)
+        return out.flatten(1).unflatten(0, (length, batch))
+
+    def rotated(self, x: Tensor, positions: Tensor) -> Tensor:
+        """x [S, B, heads, rope]"""
+        return ops.rope_pairs(x, positions, self.rope_theta, self.yarn)
