@@ -38,6 +38,7 @@ from models.tensors import Location, TensorRow
 from models.trace import TOKENS, Op
 
 ATTENTION_KINDS = (("q_proj", "k_proj", "v_proj"), ("o_proj",))
+LATENT_KINDS = (("q_a_proj", "kv_a_proj"), ("q_b_proj",), ("kv_b_proj",), ("o_proj",))
 DENSE_KINDS = (("gate_proj", "up_proj"), ("down_proj",))
 EXPERT_KINDS = (("experts.gate_proj", "experts.up_proj"), ("experts.down_proj",))
 """Kinds of which one product reads several stand together."""
@@ -197,13 +198,13 @@ def latent_attention_tensors(sizes: ModelSizes, layer: int) -> Iterator[TensorRo
     inside, there = f"{name}self_attn.", f"decoder.layers.{layer}.self_attention."
     fused = f"{inside}fused_qkv_a_proj_with_mqa.weight" if latent.q_rank else f"{inside}kv_a_proj_with_mqa.weight"
 
-    def product(name: str, shape: tuple[int, int], op: str, engine: Location, megatron: str) -> TensorRow:
+    def product(name: str, kind: str, shape: tuple[int, int], op: str, engine: Location, megatron: str) -> TensorRow:
         return TensorRow(
             name=f"{inside}{name}.weight",
             shape=shape,
             op=op,
             layer=layer,
-            kind="o_proj" if op == "o_proj" else "q_proj",
+            kind=kind,
             product=True,
             engine=engine,
             megatron=Location(f"{there}{megatron}.weight"),
@@ -214,25 +215,26 @@ def latent_attention_tensors(sizes: ModelSizes, layer: int) -> Iterator[TensorRo
     yield norm(f"{name}input_layernorm.weight", hidden, "input_norm", layer, before)
     if latent.q_rank:
         pair = Location(fused, together=True)
-        yield product("q_a_proj", (latent.q_rank, hidden), "qkv_a", pair, "linear_q_down_proj")
+        yield product("q_a_proj", "q_a_proj", (latent.q_rank, hidden), "qkv_a", pair, "linear_q_down_proj")
     else:
         own = Location(f"{inside}q_proj.weight", split=0)
-        yield product("q_proj", (queries, hidden), "q", own, "linear_q_proj")
+        yield product("q_proj", "q_b_proj", (queries, hidden), "q", own, "linear_q_proj")
         pair = Location(fused)
     rows = (latent.kv_rank + latent.rope_dim, hidden)
-    yield product("kv_a_proj_with_mqa", rows, "qkv_a" if latent.q_rank else "kv_a", pair, "linear_kv_down_proj")
+    down = "qkv_a" if latent.q_rank else "kv_a"
+    yield product("kv_a_proj_with_mqa", "kv_a_proj", rows, down, pair, "linear_kv_down_proj")
     if latent.q_rank:
         up = f"{there}linear_q_up_proj"
         yield norm(f"{inside}q_a_layernorm.weight", latent.q_rank, "q_a_norm", layer, f"{up}.layer_norm_weight")
         own = Location(f"{inside}q_b_proj.weight", split=0)
-        yield product("q_b_proj", (queries, latent.q_rank), "q_b", own, "linear_q_up_proj")
+        yield product("q_b_proj", "q_b_proj", (queries, latent.q_rank), "q_b", own, "linear_q_up_proj")
     up = f"{there}linear_kv_up_proj"
     yield norm(f"{inside}kv_a_layernorm.weight", latent.kv_rank, "attention", layer, f"{up}.layer_norm_weight")
     both = (sizes.heads * (sizes.plain_dim + latent.value_dim), latent.kv_rank)
     own = Location(f"{inside}kv_b_proj.weight", split=0)
-    yield product("kv_b_proj", both, "attention", own, "linear_kv_up_proj")
+    yield product("kv_b_proj", "kv_b_proj", both, "attention", own, "linear_kv_up_proj")
     own = Location(f"{inside}o_proj.weight", split=1)
-    yield product("o_proj", (hidden, sizes.heads * latent.value_dim), "o_proj", own, "linear_proj")
+    yield product("o_proj", "o_proj", (hidden, sizes.heads * latent.value_dim), "o_proj", own, "linear_proj")
 
 
 def latent_attention_weights(sizes: ModelSizes) -> Iterator[WeightGroup]:
@@ -241,12 +243,12 @@ def latent_attention_weights(sizes: ModelSizes) -> Iterator[WeightGroup]:
     assert latent is not None
     hidden, heads, layers = sizes.hidden_size, sizes.heads, range(sizes.layers)
     if latent.q_rank:
-        yield product("q_a", latent.q_rank, hidden, layers, kind="q_proj", share="replicated")
+        yield product("q_a", latent.q_rank, hidden, layers, kind="q_a_proj", share="replicated")
         yield vector("q_a_norm", latent.q_rank, layers)
-    yield product("q_b", heads * sizes.head_dim, latent.q_rank or hidden, layers, kind="q_proj")
-    yield product("kv_a", latent.kv_rank + latent.rope_dim, hidden, layers, kind="q_proj", share="replicated")
+    yield product("q_b", heads * sizes.head_dim, latent.q_rank or hidden, layers, kind="q_b_proj")
+    yield product("kv_a", latent.kv_rank + latent.rope_dim, hidden, layers, kind="q_a_proj", share="replicated")
     yield vector("kv_a_norm", latent.kv_rank, layers)
-    yield product("kv_b", heads * (sizes.plain_dim + latent.value_dim), latent.kv_rank, layers, kind="q_proj")
+    yield product("kv_b", heads * (sizes.plain_dim + latent.value_dim), latent.kv_rank, layers, kind="kv_b_proj")
     yield product("o", hidden, heads * latent.value_dim, layers, kind="o_proj")
 
 

@@ -123,6 +123,6 @@ ARCHITECTURE = Architecture(
     shape=shape,
     tensors=tensors,
     forward=forward,
-    kinds=(*parts.ATTENTION_KINDS, *parts.DENSE_KINDS, *parts.EXPERT_KINDS),
+    kinds=(*parts.LATENT_KINDS, *parts.DENSE_KINDS, *parts.EXPERT_KINDS),
     engine_extras=parts.CACHE_SCALES,
 )

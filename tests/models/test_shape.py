@@ -23,6 +23,8 @@ PUBLISHED = {
     "deepseek_v3": (671_026_419_200, 70_272),
 }
 """Parameters, and bytes of a token in a BF16 KV cache."""
+PLAIN = {"rope_type": "default", "rope_theta": 10000.0}
+YARN = {"type": "yarn", "factor": 40, "original_max_position_embeddings": 4096, "mscale": 1.0, "mscale_all_dim": 1.0}
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -89,7 +91,21 @@ def test_activations_worked_by_hand() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"q_lora_rank": None}, "q_lora_rank"),
+        ({"q_lora_rank": 1000}, "q_lora_rank in .*: found 1000, expected a multiple of 128.*SGLang"),
+        ({"qk_rope_head_dim": 63}, "qk_rope_head_dim in .*: found 63, expected an even number"),
+        ({"topk_method": "greedy"}, "topk_method in .*: found 'greedy', expected 'noaux_tc'"),
+        ({"index_topk": 2048}, "index_topk in .*: found 2048"),
+        (
+            {"rope_scaling": {"type": "linear", "factor": 4}},
+            "rope_scaling.rope_type in .*: found 'linear', .* or 'yarn'",
+        ),
+        ({"rope_scaling": YARN | {"mscale_all_dim": 0.5}}, "mscale in .*: found 1.0, expected mscale_all_dim = 0.5"),
+        (
+            {"rope_scaling": YARN | {"factor": None}},
+            "rope_scaling.factor in .*: found None, expected a positive number",
+        ),
+        ({"rope_parameters": PLAIN, "rope_scaling": YARN}, "rope_scaling in .*expected one scaling in all places"),
+        ({"model_type": "kimi_k2"}, "found 'kimi_k2', expected 'deepseek_v3': transformers .* Write 'deepseek_v3'"),
         ({"v_head_dim": "wide"}, "v_head_dim in .*: found 'wide', expected a positive integer"),
         ({"first_k_dense_replace": 61}, "first_k_dense_replace in .*: found 61, expected less than num_hidden_layers"),
         ({"num_experts_per_tok": 300}, "num_experts_per_tok in .*: found 300, expected at most n_routed_experts = 256"),

@@ -9,12 +9,17 @@ import torch
 
 from models.architecture import architectures
 from models.parts import dense_mlp_tensors, moe_tensors
-from models.sizes import SigmoidRouter
+from models.sizes import Latent, SigmoidRouter
 from models.tensors import EngineRank, Location, TensorRow, TensorTable
 from tests.support.definitions import SIZES
 
 TRAINED = {name: known for name, known in architectures().items() if known.tensors is not None}
+LATENT = {"latent": Latent(q_rank=128, kv_rank=256, rope_dim=64, value_dim=128), "rotary_dim": 64, "head_dim": 192}
+LATENT |= {"kv_heads": 4, "head_norms": None, "dense_layers": 1, "shared_size": 256}
+LATENT |= {"sigmoid_router": SigmoidRouter(groups=4, kept_groups=2, factor=1.0)}
 OWN = {
+    "DeepseekV3ForCausalLM": LATENT,
+    "Glm4MoeLiteForCausalLM": LATENT,
     "Qwen2ForCausalLM": {"head_norms": None, "qkv_bias": True},
     "OlmoeForCausalLM": {"head_norms": "together"},
     "Glm4MoeForCausalLM": {

@@ -15,24 +15,25 @@ from torch import Tensor, nn
 
 from trainer.modules.precision import LayerPrecision
 
-NARROW = ("linear_q_down_proj", "linear_kv_down_proj")
-KIND = "q_proj"
-"""The module kind of the products into and out of the narrow rows."""
+NARROW = {"linear_q_down_proj": "q_a_proj", "linear_kv_down_proj": "kv_a_proj"}
+"""Megatron's narrow products, and their module kinds."""
 
 
 class NarrowLinear(nn.Module):
     """A product that is not split over the tensor-parallel ranks, each of which sees its part of the sequence."""
 
-    def __init__(self, config: TransformerConfig, input_size: int, output_size: int, precision: LayerPrecision) -> None:
+    def __init__(
+        self, config: TransformerConfig, input_size: int, output_size: int, precision: LayerPrecision, kind: str
+    ) -> None:
         super().__init__()
-        self.precision = precision
+        self.precision, self.kind = precision, kind
         empty = torch.empty(output_size, input_size, dtype=config.params_dtype, device=torch.cuda.current_device())
         self.weight = nn.Parameter(empty)
         setattr(self.weight, "sequence_parallel", config.sequence_parallel)  # noqa: B010
 
     def forward(self, x: Tensor) -> tuple[Tensor, None]:
         """[..., K] -> ([..., N], no bias)"""
-        quantized = self.precision.quantizes(KIND)
+        quantized = self.precision.quantizes(self.kind)
         return self.precision.fp8_linear(x, self.weight) if quantized else self.plain(x), None
 
     def plain(self, x: Tensor) -> Tensor:
@@ -47,6 +48,6 @@ class LatentAttention(MLASelfAttention):
         self, *args: Any, precision: LayerPrecision, narrow: type[NarrowLinear] = NarrowLinear, **kwargs: Any
     ) -> None:
         super().__init__(*args, **kwargs)
-        for name in NARROW:
+        for name, kind in NARROW.items():
             if (split := getattr(self, name, None)) is not None:
-                setattr(self, name, narrow(self.config, split.input_size, split.output_size, precision))
+                setattr(self, name, narrow(self.config, split.input_size, split.output_size, precision, kind))

@@ -45,7 +45,7 @@ class LatentAttention(latent.LatentAttention):
         queries = self._queries(hidden_states)
         rows = self._rows(hidden_states)
         weight = self.linear_kv_up_proj.weight
-        operand = self.precision.operand(weight) if self.precision.quantizes(latent.KIND) else None
+        operand = self.precision.operand(weight) if self.precision.quantizes("kv_b_proj") else None
 
         def attend(queries: Tensor, rows: Tensor, weight: Tensor) -> Tensor:
             return self.core_attention(queries, rows, weight, operand, packed_seq_params)
