@@ -83,6 +83,7 @@ FP8_LAYER = "layers.quantization.fp8.Fp8{}Method."
 PRODUCTS = {FP8_LAYER.format(kind) + "apply" for kind in ("Linear", "MoE")}
 LAYOUTS = {FP8_LAYER.format(kind) + "process_weights_after_loading_block_quant" for kind in ("Linear", "MoE")}
 DRAW = {"layers.sampler.Sampler._sample_from_probs"}
+ROPE_ON_CPU = "layers.rotary_embedding.factory.get_rope_cpu"
 QUANTIZERS = {
     f"kernels.ops.quantization.fp8_kernel.{name}"
     for name in ("_run_per_token_group_quant_8bit_kernel", "sglang_per_token_quant_fp8")
@@ -107,9 +108,10 @@ def ops_hooked(cuda: bool, **numerics: Any) -> set[str]:
     return {target for target in targets if target.startswith(("layers.", "kernels.", "models."))}
 
 
-def test_native_mode_on_a_cpu_hooks_no_op_but_the_draw_and_the_fp8_products() -> None:
-    assert ops_hooked(False, mode="native") == DRAW | PRODUCTS | LAYOUTS
-    assert ops_hooked(False, mode="native", rollout="bf16") == DRAW
+def test_native_mode_on_a_cpu_hooks_no_op_but_the_draw_the_fp8_products_and_what_latents_lack() -> None:
+    lacking = {ROPE_ON_CPU, "models.deepseek_v2.DeepseekV2AttentionMLA.dispatch_attn_forward_method"}
+    assert ops_hooked(False, mode="native") == DRAW | PRODUCTS | LAYOUTS | lacking
+    assert ops_hooked(False, mode="native", rollout="bf16") == DRAW | lacking
     assert ops_hooked(False, mode="exact", rollout="bf16") > PRODUCTS | LAYOUTS
 
 
@@ -122,7 +124,7 @@ def test_native_mode_on_a_gpu_hooks_the_draw_and_the_quantizer_of_powers_of_two(
 
 def test_exact_mode_replaces_the_same_ops_on_both_devices() -> None:
     """On a GPU under their other names, and with it what would fuse two of them."""
-    cpu, gpu = ops_hooked(False, mode="exact"), ops_hooked(True, mode="exact")
+    cpu, gpu = ops_hooked(False, mode="exact") - {ROPE_ON_CPU}, ops_hooked(True, mode="exact")
     renamed = {target.replace("forward_native", "forward_cuda") for target in cpu - gpu}
     attention = {target for target in cpu | gpu if "attention" in target}
     fusions = {"models.utils.can_use_fused_inplace_qknorm", "models.utils.enable_fused_set_kv_buffer"}
