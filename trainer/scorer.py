@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from megatron.core.models.gpt import GPTModel
@@ -41,7 +42,10 @@ class Scorer:
     Attributes:
         definition: what is known of the model before it is built. model: Megatron's, this rank's part of it.
         cache: the quantized weights that the forward uses, under its own count of weight changes.
+        placed: the base that it reads with engines (`weight_sync.base.Placed`); None: it has its weights for itself.
     """
+
+    placed: Any = None
 
     def __init__(
         self,

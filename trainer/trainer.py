@@ -18,7 +18,6 @@ from numerics.backend.probe import allow_deepgemm, allow_short_tiles, row_varian
 from numerics.config import NumericsConfig
 from numerics.delta import LastSent
 from numerics.errors import user_error
-from numerics.io.shared import Shared
 from numerics.quantize import QuantizedTensor
 from numerics.spec import TensorSpec
 from numerics.weight_cache import WeightCache
@@ -45,7 +44,6 @@ class Trainer(Scorer):
     Attributes:
         weight_version: optimizer steps taken.
         last_sent: what this rank has handed to engines, kept where the next sync sends only what has changed.
-        shared_base: the memory of the base that it reads with the engines (`weight_sync.base`), if this rank owns it.
     """
 
     def __init__(
@@ -86,7 +84,6 @@ class Trainer(Scorer):
         check_router_bias(self.definition.sizes, config)
         self.weight_version = 0
         self.last_sent = LastSent()
-        self.shared_base: Shared | None = None
         self._rows = self._tensors_of_parameters()
         experts = [p for p, rows in self._rows.items() if rows[0].expert is not None]
         self.optimizer = Optimizer(self.model, config, self.lowering, total_steps, experts, self._gathered_in_fp8)

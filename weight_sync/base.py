@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
 from models.base import Base, base_bytes
-from numerics.holdings import give_back
-from numerics.io.shared import mapped, share
+from numerics.io.shared import Shared, mapped, share
 from numerics.ranks import all_gathered, rank, together
 from numerics.spec import QuantSpec
 from rollout.server.client import EngineClient
@@ -24,70 +23,110 @@ from weight_sync.manifest import Recorder, Sent
 from weight_sync.quantized import served_tensors
 
 if TYPE_CHECKING:
-    from trainer.trainer import Trainer
+    from trainer.scorer import Scorer
+
+
+class Ranks(Protocol):
+    """What a `TrainerGroup` is to this module."""
+
+    def apply(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+        """What the function gives on each rank, with the rank's model first."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Placed:
-    """What one trainer rank knows of the base that it has written with the others.
+    """A base, as one trainer rank knows it.
 
     Attributes:
+        base: what it reads. memory: on the rank that owns it.
         sent: digests of what the rank has written.
-        bytes: of the base. kept: of this rank's frozen parameters that it still has for itself.
+        kept: bytes of the rank's frozen parameters that it still has for itself.
     """
 
+    base: Base
+    memory: Shared | None
     sent: Sent
-    bytes: int
     kept: int
 
 
-def place_base(trainer: Trainer, spec: QuantSpec) -> Placed:
-    """Write the weights of a trainer, quantized under `spec`, into a new base, and have the trainer read them there.
-    Every rank calls it, all on one machine.
+def place_base(model: Scorer, spec: QuantSpec) -> Placed:
+    """Write the frozen weights of a trainer, quantized under `spec`, into memory for all, and have it read them there.
+    Every rank calls it, all on one machine. A trainer that has done it is asked for nothing.
 
     Raises:
         OSError: a rank cannot reach the memory of the first.
     """
-    device, size = next(trainer.model.parameters()).device, base_bytes(trainer.definition, spec)
+    if model.placed is not None:
+        return model.placed
+    device, size = next(model.model.parameters()).device, base_bytes(model.definition, spec)
     memory = share("base", size, device) if rank() == 0 else None
     address = all_gathered("" if memory is None else memory.address())[0]
-    recorder = Recorder(trainer.definition.tensors)
+    recorder = Recorder(model.definition.tensors)
 
     def write() -> None:
-        base = Base(mapped(address, writable=True), trainer.definition, spec)
-        for name, tensor in recorder.watch(served_tensors(trainer.export_weights(), spec, trainer.definition)):
-            if name in base.tensors:
-                base.tensors[name].copy_(tensor)
+        base = Base(mapped(address, writable=True), model.definition, spec)
+        weights = served_tensors(model.weights.share(model.model), spec, model.definition)
+        for name, tensor in recorder.watch((name, tensor) for name, tensor in weights if name in base.tensors):
+            base.tensors[name].copy_(tensor)
 
     together(write)
     together(lambda: None if memory is None else memory.seal())
-    trainer.shared_base = memory
-    kept = trainer.adopt(Base(mapped(address), trainer.definition, spec))
-    give_back()
-    return Placed(recorder.sent(0), size, kept)
+    base = Base(mapped(address), model.definition, spec)
+    model.placed = Placed(base, memory, recorder.sent(0), model.adopt(base))
+    return model.placed
 
 
-def address_of_base(trainer: Trainer) -> str | None:
-    """Where the base is, for one engine; None on the ranks that do not own it."""
-    return None if trainer.shared_base is None else trainer.shared_base.address()
+def give_base(trainer: Ranks, spec: QuantSpec, endpoints: Sequence[Endpoint], patience_s: float) -> list[Sent]:
+    """Have engines read the base of a trainer, which places it if it has not; `commit` follows. What each rank has
+    written of it.
+
+    Raises:
+        EngineError: an engine cannot, and has to be replaced.
+    """
+    sent = trainer.apply(_written, spec)
+    addresses = next(each for each in trainer.apply(_addresses, len(endpoints)) if each)
+
+    async def read(endpoint: Endpoint, address: str) -> None:
+        async with EngineClient(endpoint, timeout_s=patience_s) as engine:
+            await engine.map_base(address)
+
+    async def all_of_them() -> None:
+        await asyncio.gather(*(read(endpoint, to) for endpoint, to in zip(endpoints, addresses, strict=True)))
+
+    asyncio.run(all_of_them())
+    return sent
 
 
-async def map_base(engines: Sequence[EngineClient], addresses: Sequence[str]) -> None:
-    """Have each engine read the base at an address of its own; `commit` follows."""
-    await asyncio.gather(*(engine.map_base(to) for engine, to in zip(engines, addresses, strict=True)))
+def changed_in_base(model: Scorer) -> list[str]:
+    """The tensors of a rank's base that are not what was written: digested now, named. None of them on any rank says
+    that the base is what it was."""
+    assert model.placed is not None, "there is no base"
+    now, then = model.placed.base.digests(), all_gathered(model.placed.sent.digests)
+    written = {name: digest for part in then for name, digest in part.items()}
+    return sorted(name for name, digest in written.items() if now[name] != digest)
 
 
-def reason_to_send(endpoints: Sequence[Endpoint], spec: QuantSpec, trained: QuantSpec, transport: str) -> str | None:
-    """Why a base cannot be read by these engines where the trainer has it, and has to be sent; None: it can.
+def reason_to_send(endpoints: Sequence[Endpoint], transport: str, served: QuantSpec, trained: QuantSpec) -> str | None:
+    """Why engines cannot read a base where the trainer has it, and have to be sent it; None: they can.
 
-    spec: what the engines serve. trained: what the trainer computes in.
+    served, trained: what either side computes in.
     """
     if transport != "tensor":
         return f"sync.transport is {transport}: engines do not map the trainer's memory"
-    if spec != trained:
+    if served != trained:
         return "the two sides do not compute in one spec"
-    if spec.quantized and spec.weight.granularity != "block":
-        return f"weights are quantized by {spec.weight.granularity}; only blocks lie alike on both sides"
-    if ranks := max(endpoint.ranks for endpoint in endpoints) - 1:
-        return f"an engine of {ranks + 1} ranks holds parts of tensors"
+    if served.quantized and served.weight.granularity != "block":
+        return f"weights are quantized by {served.weight.granularity}; only blocks lie alike on both sides"
+    if (ranks := max(endpoint.ranks for endpoint in endpoints)) > 1:
+        return f"an engine of {ranks} ranks holds parts of tensors"
     return None
+
+
+def _written(model: Scorer, spec: QuantSpec) -> Sent:
+    return place_base(model, spec).sent
+
+
+def _addresses(model: Scorer, count: int) -> list[str]:
+    """One for each engine, by the rank that owns the memory."""
+    memory = model.placed.memory if model.placed is not None else None
+    return [] if memory is None else [memory.address() for _ in range(count)]
