@@ -1,4 +1,4 @@
-"""One base for a frozen trainer and its engines: what both have in memory, against one copy; the same bits; what it costs.
+"""One base for a frozen trainer and its engines: what both have in memory, against one copy; the same bits; the time.
 
 What a process holds beside the base is counted by what it gives back: own copies, of known size, are replaced by the
 mapping, and what they leave behind in private memory counts as held.
@@ -87,7 +87,9 @@ def _measure(folder: Path, layout: Any) -> list[Result]:
     ranks = SimpleNamespace(apply=lambda function, *args: [function(scorer, *args)])
     tokens = torch.randint(6, MODEL.vocab, (ROWS, WIDTH - 4), generator=torch.Generator().manual_seed(0))
     lengths = torch.full((ROWS,), tokens.shape[1])
-    batch = TokenBatch(tokens, lengths, torch.ones_like(tokens, dtype=torch.bool), 1.0)
+    mask = torch.ones_like(tokens, dtype=torch.bool)
+    mask[:, 0] = False
+    batch = TokenBatch(tokens, lengths, mask, 1.0)
     config = RolloutConfig(max_total_tokens=4096, context_length=WIDTH + 64, prefix_cache=False)
     plugin, report = {"numerics": numerics.to_dict()}, expected_report(numerics)
     engines = [Engine(config, folder / f"engine{index}.log", plugin, report) for index in range(ENGINES)]

@@ -7,7 +7,6 @@ parameters in it as views; where the trainer has rows in another order, it is to
 from __future__ import annotations
 
 import functools
-import hashlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -39,12 +38,13 @@ class Place:
 
 
 def places(model: Model, spec: QuantSpec) -> dict[str, Place]:
-    """Where each parameter of the engine lies, by its name there, scales behind their weight; buffers are left out."""
+    """Where each parameter of the engine lies, by its name there, scales behind their weight; buffers and
+    adapters are left out."""
     found: dict[str, Place] = {}
     end = 0
     for name, by_index in model.tensors.in_engine.items():
         rows = next(iter(by_index.values()))
-        if rows[0].engine.buffer:
+        if rows[0].engine.buffer or rows[0].adapts is not None:
             continue
         quantized = model.quantizes(rows[0], spec)
         shape = _shape(rows, None if None in by_index else len(by_index))
@@ -136,9 +136,3 @@ class Base:
     def digests(self) -> dict[str, str]:
         """The digest of each tensor of the checkpoint, taken now."""
         return dict(zip(self.tensors, tensor_digests(list(self.tensors.values())), strict=True))
-
-
-def base_digest(digests: Mapping[str, str]) -> str:
-    """One digest, 32 hex digits, of the tensors of a base, from theirs by name."""
-    text = "\n".join(f"{name} {digest}" for name, digest in sorted(digests.items()))
-    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()

@@ -56,7 +56,7 @@ class WeightCache:
     def plain(self, weight: torch.Tensor) -> torch.Tensor:
         """What an unquantized product takes of a parameter: the parameter itself, for its gradient, or what is served
         in its place, made once per version."""
-        if weight not in self._made:
+        if weight not in self._made and frozen_of(weight) is None:
             return weight
         if weight not in self._plain:
             self._plain[weight] = self.served(weight)

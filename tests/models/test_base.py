@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from models.base import Base, base_bytes, base_digest, places
+from models.base import Base, base_bytes, places
 from numerics.quantize import QuantizedTensor
 from numerics.spec import QuantSpec
 from tests.support.served_model import DEFINITION, EXPERTS, HIDDEN, SPEC, WIDTH, build, hf_tensors_served
@@ -54,10 +54,9 @@ def test_another_spec_is_refused_by_its_size() -> None:
         Base(filled().flat, DEFINITION, QuantSpec.preset("bf16"))
 
 
-def test_a_changed_byte_changes_the_digest_of_its_tensor_and_of_the_base() -> None:
+def test_a_changed_byte_changes_the_digest_of_its_tensor() -> None:
     base = filled()
     before = base.digests()
     base.tensors["model.layers.1.mlp.down_proj.weight"].view(torch.uint8)[3, 5] ^= 1
     after = base.digests()
     assert {name for name in before if before[name] != after[name]} == {"model.layers.1.mlp.down_proj.weight"}
-    assert base_digest(before) != base_digest(after)

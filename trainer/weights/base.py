@@ -21,13 +21,13 @@ from trainer.weights.table_bridge import TableBridge
 
 
 def adopt(parameter: nn.Parameter, names: Sequence[str], base: Base, scales: TableBridge, layout: Layout) -> int:
-    """Have a parameter read from the base, unless it is trained. Returns the bytes that stay its own.
+    """Have a frozen parameter read from the base. Returns the bytes that stay its own.
 
     names: in the whole model; of stacked experts, of each. scales: the bridge of the scales of weights.
     """
     in_table = all(name in base.model.tensors.in_megatron for name in names)
     rows = [scales.rows(name) for name in names] if in_table else []
-    if parameter.requires_grad or not rows or rows[0][0].name not in base.tensors:
+    if not rows or rows[0][0].name not in base.tensors:
         return 0
     stacked = parameter.dim() == 3
     held = base.fused(rows[0], len(rows) if stacked else 0)

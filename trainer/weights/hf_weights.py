@@ -97,7 +97,8 @@ class HFWeights:
         """
         self._base = base
         whole = self.whole_names(model)
-        parts = ((p, [whole[one] for one, _ in matrices(name, p)]) for name, p in model.named_parameters())
+        frozen = ((name, p) for name, p in model.named_parameters() if not p.requires_grad)
+        parts = ((p, [whole[one] for one, _ in matrices(name, p)]) for name, p in frozen)
         return sum(adopt(parameter, names, base, self._scales, self._layout) for parameter, names in parts)
 
     def base(self, model: GPTModel) -> Iterator[tuple[str, Tensor | QuantizedTensor]]:
