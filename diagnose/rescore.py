@@ -19,8 +19,8 @@ from rl.guard.capsule import Capsule, read_capsule
 from rl.guard.evidence import Evidence
 from rl.record.console import format_difference
 from trainer.config import TrainerConfig
+from weight_sync.adapters import would_hold
 from weight_sync.manifest import Manifest
-from weight_sync.quantized import would_send
 
 NATIVE_TOLERANCE = 0.01
 """Mean difference in nats up to which native log-probabilities count as the same: the libraries' own ops round
@@ -155,7 +155,7 @@ def _check_weights(capsule: Capsule, trainer: Any, weights: Path) -> None:
     """The weights, quantized as they were for the engine, must have the digests of the manifest."""
     manifest = capsule.manifest
     spec = capsule.numerics.rollout_spec
-    sent = would_send(trainer.export_weights(), spec, trainer.definition, capsule.experiment.rollout.tp)
+    sent = would_hold(trainer, spec, capsule.experiment.rollout.tp)
     found = Manifest.merged(int(manifest.version), spec, [sent])
     differing = sorted(manifest.mismatched(found.entries))
     if differing:

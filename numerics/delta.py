@@ -14,10 +14,14 @@ _ENTRY_BYTES = 3
 
 @dataclasses.dataclass
 class LastSent:
-    """A copy of what a process has sent, by name, from one time to the next. version: None while it is not whole."""
+    """A copy of what a process has sent, by name, from one time to the next. version: None while it is not whole.
+
+    frozen: digests of its parameters that are not trained, by name, when they were sent for the first time.
+    """
 
     version: int | None = None
     tensors: dict[str, Tensor] = dataclasses.field(default_factory=dict)
+    frozen: dict[str, str] = dataclasses.field(default_factory=dict)
 
 
 def encode(new: Tensor, old: Tensor) -> Tensor | None:

@@ -112,6 +112,7 @@ class EngineReport(_Message):
         implementation: of the ops. without_deepgemm: why products do not run on DeepGEMM, which the spec asks for; None
             if they do, or it does not ask. threads: of the scheduler.
         dtype, kv_cache_dtype: of the model and of the cache, as torch names them.
+        adapter: the run's section on adapters that stand beside the weights; None: the engine has none.
     """
 
     spec_digest: str
@@ -128,6 +129,7 @@ class EngineReport(_Message):
     dtype: str = "bfloat16"
     kv_cache_dtype: str = "bfloat16"
     without_deepgemm: str | None = None
+    adapter: dict[str, Any] | None = None
 
 
 class Inventory(_Message):
@@ -157,6 +159,8 @@ class Pong(_Message):
 WEIGHTS, CACHE, GRAPHS = "weights", "kv_cache", "cuda_graph"
 RELEASED = (WEIGHTS, CACHE, GRAPHS)
 """What an engine gives up while it sleeps, as SGLang names it."""
+ADAPTER_SCALE = "adapter.scale"
+"""The name, among those of tensors, under which an engine with adapters says what it multiplies them with."""
 DELTA = "delta:"
 """Before the label of what a rank of an engine holds: a tensor that is sent under this name is a change of it
 (`numerics.delta`)."""

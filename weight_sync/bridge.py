@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import httpx
 
+from models.adapters import AdapterConfig
 from numerics.ranks import exhaust
 from numerics.spec import QuantSpec
 from rollout.errors import EngineError
@@ -25,6 +26,7 @@ from rollout.protocol import CACHE, GRAPHS, WEIGHTS
 from rollout.server.client import EngineClient, PauseMode
 from rollout.types import Endpoint
 from trainer.actor import TrainerGroup
+from weight_sync.adapters import Contents, HeldBase, check_frozen, exported
 from weight_sync.buckets import Named
 from weight_sync.config import ANSWER_WITHIN_S, SyncConfig
 from weight_sync.delta import changes
@@ -67,7 +69,8 @@ class Bridge:
     """Brings the weights of one trainer to its engines.
 
     spec: what the engines serve. model_path: source of configuration files. scratch: directory for written checkpoints.
-    wakes: the engines may be asleep; a sync wakes them.
+    wakes: the engines may be asleep; a sync wakes them. adapter: what stands beside the weights that the engines serve,
+    which a sync sends alone where they hold the weights. base: what these are.
     """
 
     trainer: TrainerGroup
@@ -76,6 +79,8 @@ class Bridge:
     model_path: Path
     scratch: Path
     wakes: bool = False
+    adapter: AdapterConfig | None = None
+    base: HeldBase = dataclasses.field(default_factory=HeldBase)
 
     def write_checkpoint(self) -> Path:
         """The current weights as a directory that an engine can start from."""
@@ -88,19 +93,27 @@ class Bridge:
     ) -> SyncReport:
         """Bring all engines to the trainer's weight version, verified.
 
-        whole: send all, though `sync.delta` would send changes. The manifest is saved to `manifest_path`.
+        whole: send all, though adapters alone or, with `sync.delta`, changes would do. The manifest is saved to
+        `manifest_path`.
 
         Raises `SyncError` with the tensors that differ, engine by engine, or with what failed on the way.
         """
         config, version = self.config, self.trainer.weight_version
         transport = make_transport(config, self.model_path, self.scratch / "sync_checkpoint", self.spec)
         patience_s, since = config.answer_within_s, None
-        if config.delta and not whole:
+        if (config.delta or self.adapter) and not whole:
             with _as_sync_error(version):
                 since = asyncio.run(_common_version(endpoints, patience_s))
-        share = Share(transport, self.spec, list(endpoints), version, config.delta, since, patience_s)
+        contents: Contents = self.base.contents(since) if self.adapter else "weights"
+        share = Share(transport, self.spec, list(endpoints), version, config.delta, since, patience_s, contents)
+
+        def send() -> Sequence[Sent]:
+            parts = self.trainer.apply(send_share, share)
+            return self.base.completed(parts, self.adapter, contents) if self.adapter else parts
+
+        self.base.version = None
         manifest, report, problems = send_and_verify(
-            lambda: self.trainer.apply(send_share, share),
+            send,
             self.spec,
             endpoints,
             version,
@@ -116,6 +129,7 @@ class Bridge:
                 "not what the trainer sent; generation stays paused. Restart the run from its last checkpoint, and if "
                 "it happens again, compare the versions of sglang on both sides:\n" + "\n".join(problems[:20])
             )
+        self.base.version = version
         return report
 
 
@@ -124,7 +138,7 @@ class Share:
     """What each trainer rank is asked for in a sync: to send its part of `version`, served under `spec`, to engines.
 
     delta: keep a copy, and send only what has changed since the version that all engines hold, `since`, if there is one
-    and it was the last to be sent. patience_s: for one answer of an engine.
+    and it was the last to be sent. patience_s: for one answer of an engine. contents: what of the model it sends.
     """
 
     transport: Transport
@@ -134,6 +148,7 @@ class Share:
     delta: bool = False
     since: int | None = None
     patience_s: float = ANSWER_WITHIN_S
+    contents: Contents = "weights"
 
 
 def send_and_verify(
@@ -196,7 +211,7 @@ def send_share(trainer: Trainer, share: Share) -> Sent:
     """What each trainer rank does in a sync: quantize what it hands out, and send it to every engine."""
     table, ranks = trainer.definition.tensors, max(endpoint.ranks for endpoint in share.endpoints)
     recorder, payload = Recorder(table, ranks), 0
-    weights = trainer.export_weights()
+    weights = exported(trainer, share.contents)
 
     def to_send() -> Iterator[Named]:
         nonlocal payload
@@ -214,6 +229,8 @@ def send_share(trainer: Trainer, share: Share) -> Sent:
             await share.transport.send(to_send(), engines, share.version)
 
     try:
+        if share.contents != "weights":
+            check_frozen(trainer)
         with _as_sync_error(share.version):
             asyncio.run(send())
         return recorder.sent(payload)

@@ -77,11 +77,16 @@ def _of_scales(label: str) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Sent:
-    """What one rank has sent. digests: by HF name. weight_bytes: of the tensors; bytes: that it took to send them."""
+    """What one rank has sent. digests: by HF name. weight_bytes: of the tensors; bytes: that it took to send them.
+
+    adapters: the names of those that are adapters', adapter_bytes: theirs of weight_bytes.
+    """
 
     digests: dict[str, str]
     weight_bytes: int
     bytes: int
+    adapters: frozenset[str] = frozenset()
+    adapter_bytes: int = 0
 
 
 class Recorder:
@@ -93,7 +98,9 @@ class Recorder:
     def __init__(self, table: TensorTable, ranks: int = 1) -> None:
         self._table, self._ranks = table, [EngineRank(rank, ranks) for rank in range(ranks)]
         self._digests: dict[str, str] = {}
-        self._bytes = 0
+        self._bytes = self._adapter_bytes = 0
+        self._known_adapters = {row.name for row in table.rows.values() if row.adapts is not None}
+        self._adapters: set[str] = set()
 
     def watch(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """The same stream; each tensor is digested before it is handed on, many of them at once."""
@@ -101,6 +108,9 @@ class Recorder:
             parts = dict(part for name, tensor in batch for part in self._parts(name, tensor))
             self._digests.update(zip(parts, tensor_digests(list(parts.values()))))
             self._bytes += sum(tensor.nbytes for _, tensor in batch)
+            adapters = [(name, tensor) for name, tensor in batch if name in self._known_adapters]
+            self._adapters.update(label for name, tensor in adapters for label, _ in self._parts(name, tensor))
+            self._adapter_bytes += sum(tensor.nbytes for _, tensor in adapters)
             yield from batch
 
     def _parts(self, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
@@ -113,4 +123,5 @@ class Recorder:
 
     def sent(self, payload: int | None = None) -> Sent:
         """What has been seen so far. payload: bytes that it took to send it, if not all."""
-        return Sent(dict(self._digests), self._bytes, self._bytes if payload is None else payload)
+        sent = self._bytes if payload is None else payload
+        return Sent(dict(self._digests), self._bytes, sent, frozenset(self._adapters), self._adapter_bytes)

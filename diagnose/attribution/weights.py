@@ -2,24 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from numerics.spec import QuantSpec
 from trainer.actor import TrainerGroup
-from weight_sync.manifest import Manifest, Sent
-from weight_sync.quantized import would_send
-
-if TYPE_CHECKING:
-    from trainer.trainer import Trainer  # megatron is for the ranks, not for the driver
+from weight_sync.adapters import would_hold
+from weight_sync.manifest import Manifest
 
 
 def expected_manifest(trainer: TrainerGroup, spec: QuantSpec) -> Manifest:
     """What an engine that serves `spec` must hold at the trainer's version."""
-    return Manifest.merged(trainer.weight_version, spec, trainer.apply(_would_send, spec))
-
-
-def _would_send(trainer: Trainer, spec: QuantSpec) -> Sent:
-    return would_send(trainer.export_weights(), spec, trainer.definition)
+    return Manifest.merged(trainer.weight_version, spec, trainer.apply(would_hold, spec))
 
 
 def uncommitted(expected: Manifest, found: dict[str, str]) -> bool:

@@ -19,8 +19,9 @@ from torch import Tensor
 from numerics import ops
 from numerics.backend import dispatch
 from numerics.backend.implementation import capability_of, deepgemm_lacks
-from numerics.ops import ExpertWeights
+from numerics.ops import ExpertWeights, Fused, LowRank
 from numerics.ops.attention import KEY_CHUNK, KEY_SPLIT
+from numerics.ops.experts import adapted_grouped_linear
 from numerics.ops.grouped import grouped_linear
 from numerics.ops.rope import Yarn
 from numerics.quantize import quantize
@@ -52,6 +53,7 @@ def row_variant_ops(device: torch.device | str = "cpu") -> list[str]:
     kv_b, yarn = w[:, :128].contiguous(), Yarn(factor=40.0, original=64, beta_fast=32.0, beta_slow=1.0, mscale=1.0)
     latent = ops.weight_operand(quantize(kv_b, spec.weight))
     half = x[:, :256].view(_MANY, 4, 64)
+    adapter, stacked_adapter = _adapter(random, (), 384, 512), _adapter(random, (3,), 384, 512)
     tokens = torch.arange(_MANY, device=device)
     positions = tokens[:, None]
 
@@ -60,10 +62,18 @@ def row_variant_ops(device: torch.device | str = "cpu") -> list[str]:
         counts = torch.tensor([n, _MANY, 0], device=device)
         return grouped_linear(torch.cat((x[:n], x)), counts, stacked, group, spec)[n:]
 
+    def of_adapted_experts(n: int) -> Tensor:
+        """The same with adapters."""
+        counts, rows = torch.tensor([n, _MANY, 0], device=device), torch.cat((x[:n], x))
+        weights = ExpertWeights(stacked, group, stacked_adapter)
+        return adapted_grouped_linear(rows, counts, weights, spec, "bf16")[n:]
+
     rowwise = {
         "bf16 product": lambda n: ops.linear(x[:n], w),
         "fp32 product": lambda n: ops.linear(x[:n].float(), wide),
         "fp8_linear": lambda n: ops.fp8_linear(x[:n], w, operand, spec),
+        "adapted bf16 product": lambda n: ops.adapted_linear(x[:n], w, adapter),
+        "adapted fp8_linear": lambda n: ops.adapted_fp8_linear(x[:n], w, operand, spec, adapter),
         "rms_norm": lambda n: ops.rms_norm(x[:n], norm, 1e-6),
         "swiglu": lambda n: ops.swiglu(gate_up[:n]),
         "rope": lambda n: ops.rope(x[:n].view(n, 1, 4, 128), positions[:n], 1e6),
@@ -78,6 +88,8 @@ def row_variant_ops(device: torch.device | str = "cpu") -> list[str]:
         variant = [name for name, op in rowwise.items() if any(not torch.equal(op(n), op(_MANY)[:n]) for n in _FEW)]
         if any(not torch.equal(of_experts(n), of_experts(0)) for n in _FEW):
             variant.append("grouped_linear")
+        if any(not torch.equal(of_adapted_experts(n), of_adapted_experts(0)) for n in _FEW):
+            variant.append("adapted grouped_linear")
         large = x.repeat(-(-_MICRO_BATCH // _MANY), 1)
         if not torch.equal(ops.linear(large, w)[-_MANY:], ops.linear(x, w)):
             variant.append("bf16 product of a micro-batch")
@@ -223,10 +235,46 @@ def _forms(random: Callable[..., Tensor], spec: QuantSpec) -> dict[str, tuple[Te
         "bf16 product in slices": (ops.linear(x, w, 2), ops.merge_partials(bf16_partials, x.dtype)),
         "fp8_linear in slices": (product(x, 2), ops.merge_partials(fp8_partials, x.dtype)),
     }
+    forms |= _adapted_forms(random, x, w, counts)
     if x.is_cuda:  # where tiles are wider for wide weights, of which a tensor-parallel rank holds a part
         wide = random(4096, 512)
         forms["bf16 product of some columns"] = (ops.linear(x, wide)[:, :1024], ops.linear(x, wide[:1024]))
     return forms
+
+
+def _adapter(random: Callable[..., Tensor], experts: tuple[int, ...], n: int, k: int) -> LowRank:
+    """Of a product that fuses two matrices, whose rows take turns."""
+    rows, rank = torch.arange(n), 8
+    fused = Fused.of(rows, rows // 64 % 2, n, 2, rank)
+    a, b = random(*experts, 2 * rank, k) / 16, random(*experts, n, rank)
+    return LowRank(a, fused.to(b.device).wide(b), 0.5, 2)
+
+
+def _adapted_forms(
+    random: Callable[..., Tensor], x: Tensor, w: Tensor, counts: Tensor
+) -> dict[str, tuple[Tensor, Tensor]]:
+    """An adapted product in slices of K, its rows in another order, and the experts' terms one by one."""
+    adapter, of_each = _adapter(random, (), *w.shape), _adapter(random, (3,), *w.shape)
+    halves = zip(*(each.chunk(2, 1) for each in (x, w, adapter.a)), strict=True)
+    sums = [(ops.linear_partial(part, of_w), ops.linear_partial(part, of_a)) for part, of_w, of_a in halves]
+    h = ops.merge_partials([of_a for _, of_a in sums], x.dtype)
+    term = ops.low_rank_term(h, adapter.b, adapter.scale, adapter.parts)
+    merged = ops.merge_partials([of_w for of_w, _ in sums], x.dtype, term)
+    order = torch.arange(len(w), device=w.device).flip(0)
+    turned = LowRank(adapter.a, adapter.b[order], adapter.scale, adapter.parts)
+    terms = ops.grouped_low_rank_term(h, counts, of_each.b, of_each.scale, of_each.parts)
+    alone = [
+        ops.low_rank_term(rows, b, of_each.scale, of_each.parts)
+        for rows, b in zip(h.split(counts.tolist()), of_each.b, strict=True)
+    ]
+    return {
+        "adapted product in slices": (ops.adapted_linear(x, w, adapter, 2), merged),
+        "adapted product of other rows": (
+            ops.adapted_linear(x, w, adapter)[:, order],
+            ops.adapted_linear(x, w[order], turned),
+        ),
+        "terms of experts": (terms, torch.cat(alone)),
+    }
 
 
 def _attention_is_invariant(q: Tensor, kv: Tensor, latent: int = 0) -> bool:

@@ -65,6 +65,9 @@ class Fused:
         first = (rows * parts + part) * rank
         return cls((first[:, None] + torch.arange(rank, device=rows.device)).flatten(), (n, parts * rank))
 
+    def to(self, device: torch.device) -> Fused:
+        return Fused(self.index.to(device), self.shape)
+
     def wide(self, b: Tensor) -> Tensor:
         """`LowRank.b` of B [M, r], or of each expert's [experts, M, r]."""
         zeros = b.new_zeros(*b.shape[:-2], self.shape[0] * self.shape[1])

@@ -17,7 +17,7 @@ from rl.experiment.budget.here import with_own_cache
 from rl.run.cluster.cluster import end_at_once, ray_cluster
 from rl.run.cluster.seats import Seats
 from rl.run.engines.pool import EnginePool
-from rl.run.engines.serving import Serving, engine_maker
+from rl.run.engines.serving import Serving, engine_adapter, engine_maker
 from rl.run.engines.teacher import Teacher
 from rl.run.feed.conversations import Conversations
 from rl.run.feed.judging import Judge
@@ -203,7 +203,8 @@ class Stack:
 
 def _bridge(experiment: Experiment, numerics: NumericsConfig, trainer: TrainerGroup, folder: Path) -> Bridge:
     source, wakes = Path(experiment.model.path), experiment.rollout.sleep
-    return Bridge(trainer, numerics.rollout_spec, experiment.sync, source, folder / "served", wakes)
+    scratch, adapter = folder / "served", engine_adapter(experiment)
+    return Bridge(trainer, numerics.rollout_spec, experiment.sync, source, scratch, wakes, adapter)
 
 
 def _start_trainer(experiment: Experiment, numerics: NumericsConfig, seats: Seats) -> TrainerGroup:

@@ -21,10 +21,14 @@ def register() -> None:
         return
     import torch
 
+    from models.adapters import AdapterConfig
     from numerics.config import NumericsConfig
     from rollout.plugin import hooks, state
 
     config = json.loads(text)
     numerics = NumericsConfig.from_dict(config["numerics"])
-    state.configure(numerics, config.get("role", "policy"))
+    adapter = config.get("adapter")
+    state.configure(
+        numerics, config.get("role", "policy"), AdapterConfig.model_validate(adapter) if adapter is not None else None
+    )
     hooks.install(hooks.hooks_for(numerics, torch.cuda.is_available()))

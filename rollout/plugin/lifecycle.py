@@ -55,7 +55,7 @@ def after_load_model(result: Any, self: Any, *args: Any, **kwargs: Any) -> None:
             )
         enable_compiler()
     _number_routers(self.model)
-    definition = read_model(Path(self.server_args.model_path), served=True)
+    definition = read_model(Path(self.server_args.model_path), served=True).adapted(current.adapter)
     if current.numerics.mode == "exact":
         _leave_factor_to_routers(self.model)
         allow_short_tiles(device)

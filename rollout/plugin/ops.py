@@ -49,19 +49,24 @@ def silu_and_mul(self: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 def linear(self: Any, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    low_rank = state().weights.low_rank(layer.weight)
     if ranks.splits(layer):
-        return ops.add_bias(ranks.merged(ops.linear_partial(x, layer.weight), x.dtype), bias)
-    return ops.add_bias(ops.linear(x, layer.weight, _k_splits(layer)), bias)
+        return ops.add_bias(ranks.merged(ops.linear_partial(x, layer.weight), x, low_rank), bias)
+    splits = _k_splits(layer)
+    plus = None if low_rank is None else ops.low_rank_of(x, low_rank, splits)
+    return ops.add_bias(ops.linear(x, layer.weight, splits, plus), bias)
 
 
 def fp8_linear(self: Any, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     current = state()
-    operand = current.weights.operand(layer.weight)
+    operand, low_rank = current.weights.operand(layer.weight), current.weights.low_rank(layer.weight)
     spec = current.numerics.rollout_spec
     if ranks.splits(layer):
         partial = ops.fp8_linear_partial(x, layer.weight, operand, spec, "bf16")
-        return ops.add_bias(ranks.merged(partial, x.dtype), bias)
-    return ops.add_bias(ops.fp8_linear(x, layer.weight, operand, spec, "bf16", _k_splits(layer)), bias)
+        return ops.add_bias(ranks.merged(partial, x, low_rank), bias)
+    splits = _k_splits(layer)
+    plus = None if low_rank is None else ops.low_rank_of(x, low_rank, splits)
+    return ops.add_bias(ops.fp8_linear(x, layer.weight, operand, spec, "bf16", splits, plus), bias)
 
 
 def lm_head(self: Any, hidden_states: torch.Tensor, lm_head: Any, embedding_bias: Any = None) -> torch.Tensor:
@@ -118,13 +123,18 @@ def biased_grouped_topk(
 
 def moe(self: Any, layer: Any, dispatch_output: Any) -> Any:
     """Routed experts, BF16: every expert's matrices as they are."""
-    return _moe(layer, dispatch_output, lambda parameter: ExpertWeights(parameter))
+    low_rank = state().weights.low_rank
+    return _moe(layer, dispatch_output, lambda parameter: ExpertWeights(parameter, None, low_rank(parameter)))
 
 
 def fp8_moe(self: Any, layer: Any, dispatch_output: Any) -> Any:
     """Routed experts, FP8."""
-    operand = state().weights.operand
-    return _moe(layer, dispatch_output, lambda parameter: ExpertWeights(parameter, operand(parameter)))
+    weights = state().weights
+
+    def weights_of(parameter: Any) -> ExpertWeights:
+        return ExpertWeights(parameter, weights.operand(parameter), weights.low_rank(parameter))
+
+    return _moe(layer, dispatch_output, weights_of)
 
 
 def _moe(layer: Any, dispatch_output: Any, weights_of: Callable[[Any], ExpertWeights]) -> Any:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from numerics import ops
+from numerics.ops import LowRank
 from rollout.plugin.state import state
 
 
@@ -24,12 +25,19 @@ def splits(layer: Any) -> bool:
     return isinstance(layer, RowParallelLinear) and layer.tp_size > 1
 
 
-def merged(partial: Tensor, dtype: torch.dtype) -> Tensor:
-    """The sum of all ranks' FP32 partials [T, N], in rank order, rounded once: on rank 0."""
+def merged(partial: Tensor, x: Tensor, low_rank: LowRank | None = None) -> Tensor:
+    """The sum of all ranks' FP32 partials [T, N] of x [T, K], in rank order, and the term of the product's adapter,
+    rounded once: on rank 0."""
     from sglang.srt.distributed import get_tp_group
 
-    parts = get_tp_group().all_gather(partial.contiguous()[None], dim=0)
-    return _on_rank_0(ops.merge_partials(list(parts), dtype))
+    width = partial.shape[-1]
+    if low_rank is not None:
+        partial = torch.cat((partial, ops.linear_partial(x, low_rank.a)), -1)
+    parts, plus = get_tp_group().all_gather(partial.contiguous()[None], dim=0), None
+    if low_rank is not None:
+        h = ops.merge_partials(list(parts[..., width:]), x.dtype)
+        plus = ops.low_rank_term(h, low_rank.b, low_rank.scale, low_rank.parts)
+    return _on_rank_0(ops.merge_partials(list(parts[..., :width]), x.dtype, plus))
 
 
 def experts(

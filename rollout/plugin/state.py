@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from models.adapters import AdapterConfig
 from models.roles import Role
 from numerics.backend.implementation import Implementation
 from numerics.backend.probe import row_variant_ops
@@ -24,6 +25,7 @@ class EngineState:
     numerics: NumericsConfig
     role: Role
     weights: ServedWeights
+    adapter: AdapterConfig | None = None
     hooks: tuple[str, ...] = ()
     provides: tuple[str, ...] = ()
     implementation: Implementation = "torch"
@@ -36,10 +38,11 @@ class EngineState:
 _state: EngineState | None = None
 
 
-def configure(numerics: NumericsConfig, role: Role = "policy") -> None:
-    """Called once per process, before any hook is installed."""
+def configure(numerics: NumericsConfig, role: Role = "policy", adapter: AdapterConfig | None = None) -> None:
+    """Called once per process, before any hook is installed. adapter: that stands beside the weights."""
     global _state
-    _state = EngineState(numerics=numerics, role=role, weights=ServedWeights(numerics.rollout_spec.weight))
+    weights = ServedWeights(numerics.rollout_spec.weight)
+    _state = EngineState(numerics=numerics, role=role, weights=weights, adapter=adapter)
 
 
 def state() -> EngineState:
@@ -69,5 +72,6 @@ def report(runner: Any) -> EngineReport:
         without_deepgemm=current.without_deepgemm,
         threads=torch.get_num_threads(),
         dtype=str(runner.dtype).removeprefix("torch."),
+        adapter=current.adapter.model_dump(mode="json") if current.adapter else None,
         kv_cache_dtype=str(runner.kv_cache_dtype).removeprefix("torch."),
     )

@@ -21,9 +21,12 @@ from numerics import delta, ops
 from numerics.digest import tensor_digests
 from numerics.frozen import Frozen
 from numerics.holdings import tensors_in
+from numerics.ops import LowRank
 from numerics.quantize import QuantizedTensor
 from numerics.spec import TensorSpec
-from rollout.protocol import DELTA
+from rollout.plugin import adapters
+from rollout.plugin.adapters import Adapter
+from rollout.protocol import ADAPTER_SCALE, DELTA
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,6 +53,8 @@ class ServedWeights:
         self._mapped: frozenset[Tensor] = frozenset()
         self._arrived: set[str] = set()
         self._made: set[Tensor] = set()
+        self._stays: set[Tensor] = set()
+        self._adapters: dict[Tensor, Adapter] = {}
         self._digested: dict[Tensor, dict[str, str]] = {}
 
     @property
@@ -62,10 +67,12 @@ class ServedWeights:
         return self._loaded()[1]
 
     def attach(self, model: nn.Module, definition: Model, version: str, rank: EngineRank = WHOLE) -> None:
-        """Take charge of a model that has just been loaded, whole or the part of a rank.
+        """Take charge of a model that has just been loaded, whole or the part of a rank. Adapters that its definition
+        has are put beside its weights.
 
         Raises `RuntimeError` if it is not as its table says.
         """
+        self._adapters = adapters.attach(model, definition, rank) if definition.adapter else {}
         check_table(model, definition)
         self._attached, self.rank = (model, definition), rank
         self._mapped = frozenset()
@@ -103,7 +110,7 @@ class ServedWeights:
         for name, view in base.parameters.items():
             held[name].data = view
         self._mapped = frozenset(held[name] for name in base.parameters)
-        for stale in (self._places, self._arrived, self._made, self._digested):
+        for stale in (self._places, self._arrived, self._made, self._stays, self._digested):
             stale.clear()
 
     def invalidate(self) -> None:
@@ -114,6 +121,7 @@ class ServedWeights:
     def release(self) -> None:
         """Their memory goes: nothing may be read or written until `occupy`, and then all has to be written."""
         self._forget_version()
+        self._stays.clear()
         self._released = True
 
     def occupy(self) -> None:
@@ -131,6 +139,8 @@ class ServedWeights:
         if self.version is not None:
             self._made.clear()
             self._digested.clear()
+            # A sync of adapters alone leaves the others as they are. Their digests are taken anew all the same.
+            self._stays = set(self._operands) if self._adapters else set()
         self.version = None
         self._operands = {parameter: Operand(held.value, None) for parameter, held in self._operands.items()}
 
@@ -156,6 +166,11 @@ class ServedWeights:
             )
         return entry.value
 
+    def low_rank(self, parameter: Tensor) -> LowRank | None:
+        """What a product with this weight adds; None if it has no adapter."""
+        adapter = self._adapters.get(parameter)
+        return None if adapter is None else adapter.low_rank
+
     def prepare(self) -> None:
         """Digest the parameters that have arrived whole, with their scales, and make their operands, while the engine
         waits for the others."""
@@ -171,13 +186,17 @@ class ServedWeights:
         """Refresh everything derived from the parameters, set the version, and return the manifest.
 
         The manifest gives, for each tensor by its HF name, `digest` for what is served as it is, and `digest@version`
-        for what is quantized, where `version` is that of the operand in use.
+        for what is quantized, where `version` is that of the operand in use. With adapters, what is not written stays
+        in use: that it has not changed is what its digest, taken anew, says.
         """
         self._check_there()
         self._forget_written()
         self._arrived.clear()
-        self._refresh({parameter for parameter, _ in _quantized_parameters(self._loaded()[0])} - self._made)
-        self._operands |= {each: Operand(self._operands[each].value, version) for each in self._made}
+        quantized = {parameter for parameter, _ in _quantized_parameters(self._loaded()[0])}
+        self._refresh(quantized - self._made - self._stays)
+        for adapter in self._adapters.values():
+            adapter.refresh()
+        self._operands |= {each: Operand(self._operands[each].value, version) for each in self._made | self._stays}
         digests = self._digested | self._digests(self._names.keys() - self._digested.keys())
         self._made.clear()
         self._digested.clear()
@@ -193,6 +212,7 @@ class ServedWeights:
         """What was prepared of a parameter counts no more once a part of it has come again."""
         written = {parameter for parameter, names in self._names.items() if names & self._arrived}
         self._made -= written
+        self._stays -= written
         self._digested = {each: digests for each, digests in self._digested.items() if each not in written}
 
     def _digests(self, parameters: Set[Tensor]) -> dict[Tensor, dict[str, str]]:
@@ -210,6 +230,8 @@ class ServedWeights:
             operand = self._operands.get(parameter)
             of_version = "" if operand is None or operand.version is None else f"@{operand.version}"
             entries |= {label: digest + of_version for label, digest in its_digests.items()}
+        if scales := {adapter.low_rank.scale for adapter in self._adapters.values()}:
+            entries[ADAPTER_SCALE] = " and ".join(map(repr, sorted(scales)))
         return entries
 
     def tensors(self, within: Set[Tensor] | None = None) -> Iterator[Served]:
@@ -240,12 +262,23 @@ class ServedWeights:
             self._arrived.add(tensor_name)
             if name in self._held_as() and table[name].engine.together:
                 self._held_as()[name].copy_(tensor)
+            elif self._load_adapter(name, tensor):
+                continue
             elif not name.startswith(DELTA):
                 whole.append((name, tensor))
             elif (held := self._held_as().get(name.removeprefix(DELTA))) is not None:
                 delta.apply(tensor, held)
         if whole:
             original(whole)
+
+    def _load_adapter(self, name: str, tensor: Tensor) -> bool:
+        """Take a tensor if it is an adapter's, of which another rank may hold all; whether it is."""
+        row = self.definition.tensors.rows.get(name)
+        if row is None or row.adapts is None:
+            return False
+        if (held := self._held_as().get(self.rank.label(name, row))) is not None:
+            held.copy_(self.rank.part(row, tensor))
+        return True
 
     def _check_there(self) -> None:
         if self._released:

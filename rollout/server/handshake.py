@@ -26,6 +26,7 @@ _REMEDIES = {
     "without_deepgemm": "Set numerics.deepgemm=false, or mend it in the engine's environment.",
     "threads": "Set OMP_NUM_THREADS in the engine's environment.",
     "dtype": "Start the engine in BF16.",
+    "adapter": "Start the engine with the run's adapter section.",
     "kv_cache_dtype": "Start the engine without --kv-cache-dtype.",
 }
 

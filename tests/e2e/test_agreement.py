@@ -37,8 +37,11 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 TWO_RANKS = Setup("moe", k_splits=2, layout=(("tp", 2),))
 BOTH_TWO_RANKS = replace(TWO_RANKS, engine_tp=2)
 MERGED = AdapterConfig(rank=8, alpha=256.0, mode="merged")
+SEPARATE = AdapterConfig(rank=8, alpha=256.0)
 EXACT = {
     "moe-both-tp2": BOTH_TWO_RANKS,
+    "moe-adapters-both-tp2": replace(BOTH_TWO_RANKS, adapter=SEPARATE),
+    "moe-adapters": Setup("moe", adapter=SEPARATE),
     "moe-tp2": TWO_RANKS,
     "moe-merged-tp2": replace(TWO_RANKS, adapter=MERGED),
     "dense-engine-tp2-ironwood": Setup("dense", preset="ironwood", k_splits=2, engine_tp=2),
@@ -274,6 +277,7 @@ def test_every_sampled_token_agrees_before_and_after_an_update(rig: Rig, setup: 
     assert batch.loss_mask.sum() > 400
     report = pipeline.sync("disk" if setup.engine_tp == 1 else "distributed")
     assert report.mismatched_tensors == 0
+    assert (report.bytes < report.weight_bytes) == (setup.beside is not None)  # adapters alone
     assert (report.version, report.verified_tensors) == (pipeline.trainer.weight_version, served_tensors_of(setup))
     # The update was real: the same tokens have other logprobs now.
     moved = differences(pipeline.trainer.score(batch), batch)
@@ -340,7 +344,11 @@ def served_tensors_of(setup: Setup) -> int:
     ends = 2 if shape.tied else 3  # embedding, final norm, and an output projection of its own
     shared = 4 if shape.moe else matrices  # over an engine's ranks, each of which has a part; experts are whole
     parts = (shape.layers + fp8_layers) * shared + ends - 1
-    return shape.layers * (matrices + router + vectors) + fp8_layers * matrices + ends + (setup.engine_tp - 1) * parts
+    beside = 0
+    if setup.beside is not None:  # A and B of each matrix, one in parts where ranks share it, and the scale
+        beside, parts = 2 * shape.layers * matrices + 1, parts + shape.layers * shared
+    weights = shape.layers * (matrices + router + vectors) + fp8_layers * matrices + ends
+    return weights + beside + (setup.engine_tp - 1) * parts
 
 
 def one_token(pipeline: Pipeline) -> Any:

@@ -44,6 +44,7 @@ from trainer.config import TrainerConfig
 from trainer.seat import Seat
 from trainer.step.batch import TokenBatch
 from trainer.step.result import PassResult
+from weight_sync.adapters import HeldBase
 from weight_sync.bridge import Bridge, SyncReport
 from weight_sync.config import SyncConfig
 from weight_sync.hf_checkpoint import convert_checkpoint
@@ -103,7 +104,13 @@ class Setup:
     @property
     def served(self) -> tuple[Any, ...]:
         """What the engine depends on."""
-        return self.model, self.numerics.rollout_spec, self.k_splits, self.mode, self.router_replay, self.engine_tp
+        numerics = self.numerics.rollout_spec, self.k_splits, self.mode, self.router_replay, self.engine_tp
+        return self.model, *numerics, self.beside
+
+    @property
+    def beside(self) -> AdapterConfig | None:
+        """The adapters that the engine holds beside its weights."""
+        return self.adapter if self.adapter is not None and self.adapter.mode == "separate" else None
 
 
 class Rig:
@@ -180,7 +187,7 @@ class Rig:
             self.stop_engine()
             checkpoint = self.folder / "served"
             convert_checkpoint(self.models[setup.model], checkpoint, setup.numerics.rollout_spec)
-            engine = make_engine(self.folder / "engine.log", setup.numerics, setup.engine_tp)
+            engine = make_engine(self.folder / "engine.log", setup.numerics, setup.engine_tp, setup.beside)
             self._runner.run(engine.start(checkpoint, 0))
             self._engine = setup.served, engine
         return self._engine[1]
@@ -208,6 +215,7 @@ class Pipeline:
     setup: Setup
     engine: Engine
     trainer: TrainerGroup
+    held: HeldBase = dataclasses.field(default_factory=HeldBase)
 
     @property
     def endpoint(self) -> Endpoint:
@@ -231,8 +239,8 @@ class Pipeline:
         self, transport: str = "tensor", pause: str = "retract", delta: bool = False, wakes: bool = False
     ) -> Bridge:
         config = SyncConfig(transport=transport, pause=pause, bucket_mib=1, delta=delta)
-        model = self.rig.models[self.setup.model]
-        return Bridge(self.trainer, self.setup.numerics.rollout_spec, config, model, self.rig.folder, wakes)
+        model, spec = self.rig.models[self.setup.model], self.setup.numerics.rollout_spec
+        return Bridge(self.trainer, spec, config, model, self.rig.folder, wakes, self.setup.beside, self.held)
 
     def resume(self) -> None:
         """Have the engine go on after a sync that failed, with whatever weights it has."""
@@ -287,10 +295,13 @@ class Pipeline:
         return self.trainer.train_step(batch, SftObjective.of(batch))
 
 
-def make_engine(log: Path, numerics: NumericsConfig, tp: int = 1, **changes: Any) -> Engine:
+def make_engine(
+    log: Path, numerics: NumericsConfig, tp: int = 1, adapter: AdapterConfig | None = None, **changes: Any
+) -> Engine:
     """An engine as a run starts it: prefix cache on, short prefill chunks, handshake expected."""
     config = RolloutConfig(context_length=512, max_total_tokens=16384, chunked_prefill_size=CHUNK, tp=tp)
-    options = {"plugin": {"numerics": numerics.to_dict()}, "expected": expected_report(numerics)}
+    plugin = {"numerics": numerics.to_dict(), "adapter": adapter and adapter.model_dump(mode="json")}
+    options = {"plugin": plugin, "expected": expected_report(numerics, adapter)}
     return Engine(config, log, **{**options, **changes})
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from models.adapters import AdapterConfig
 from models.roles import Role
 from numerics.backend.implementation import implementation_for
 from numerics.config import NumericsConfig
@@ -43,15 +44,16 @@ def engine_maker(
     experiment: Experiment, role: Role, seats: Seats, folder: Path, numerics: NumericsConfig
 ) -> Callable[[int], Any]:
     """Makes the actor of an engine of this role, by its index, on `numerics`; folder: for its log."""
-    config = engine_config(experiment, role)
+    config, adapter = engine_config(experiment, role), engine_adapter(experiment, role)
+    plugin = {"numerics": numerics.to_dict(), "role": role, "adapter": adapter and adapter.model_dump(mode="json")}
 
     def make(index: int) -> Any:
         seat = seats.engine(role, index)
         return EngineActor.options(**seat.actor()).remote(
             config,
             folder / f"{_LOGS[role]}_{index}.log",
-            {"numerics": numerics.to_dict(), "role": role},
-            report_on(numerics, seats.capability(role, index), role),
+            plugin,
+            report_on(numerics, seats.capability(role, index), role, adapter),
             seat.host,
         )
 
@@ -66,12 +68,23 @@ def engine_config(experiment: Experiment, role: Role) -> RolloutConfig:
     return experiment.teacher.engine(experiment.rollout)
 
 
-def expected_report(numerics: NumericsConfig) -> EngineReport:
+def engine_adapter(experiment: Experiment, role: Role = "policy") -> AdapterConfig | None:
+    """What stands beside the weights of an engine: of adapters that are merged, nothing does."""
+    adapter = experiment.adapter
+    return adapter if adapter is not None and role == "policy" and adapter.mode == "separate" else None
+
+
+def expected_report(numerics: NumericsConfig, adapter: AdapterConfig | None = None) -> EngineReport:
     """What an engine's plugin must say before the engine is used, on this machine."""
-    return report_on(numerics, own_capability())
+    return report_on(numerics, own_capability(), adapter=adapter)
 
 
-def report_on(numerics: NumericsConfig, capability: tuple[int, int] | None, role: Role = "policy") -> EngineReport:
+def report_on(
+    numerics: NumericsConfig,
+    capability: tuple[int, int] | None,
+    role: Role = "policy",
+    adapter: AdapterConfig | None = None,
+) -> EngineReport:
     """The same on a GPU of this compute capability; None: on a CPU."""
     hooks = hooks_for(numerics, cuda=capability is not None)
     return EngineReport(
@@ -86,4 +99,5 @@ def report_on(numerics: NumericsConfig, capability: tuple[int, int] | None, role
         row_variant_ops=() if numerics.mode == "exact" else None,
         implementation=implementation_for(capability, numerics.spec),
         threads=1,
+        adapter=adapter.model_dump(mode="json") if adapter else None,
     )

@@ -1,0 +1,122 @@
+"""Syncs of adapters alone: what the engines hold of the weights beside them, and the proof that these stay as they are.
+
+Either side digests its own weights in every sync, where they lie: the trainer its frozen parameters, an engine what it
+serves. Neither is sent or quantized again. A digest reads memory once, at its full speed.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from torch import Tensor
+
+from models.adapters import AdapterConfig
+from numerics.digest import tensor_digests
+from numerics.frozen import frozen_of
+from numerics.quantize import QuantizedTensor
+from numerics.ranks import rank
+from numerics.spec import QuantSpec
+from rollout.protocol import ADAPTER_SCALE
+from weight_sync.manifest import Sent, SyncError
+from weight_sync.quantized import would_send
+
+if TYPE_CHECKING:
+    from trainer.trainer import Trainer
+
+Contents = Literal["weights", "adapters", "weights and adapters"]
+"""What a sync sends. `weights`: what the model serves, with adapters merged into it if it has any."""
+_NAMED = 20
+
+
+@dataclass
+class HeldBase:
+    """The weights that engines hold beside adapters.
+
+    sent: what they must be, from the first sync on. version: that all engines which it was sent to hold; None: nobody
+    can say.
+    """
+
+    sent: Sent | None = None
+    version: int | None = None
+
+    def contents(self, held: int | None) -> Contents:
+        """What to send to engines that all hold version `held`; None: they do not hold one."""
+        known = self.sent is not None and held is not None and held == self.version
+        return "adapters" if known else "weights and adapters"
+
+    def completed(self, parts: Sequence[Sent], adapter: AdapterConfig, contents: Contents) -> list[Sent]:
+        """What engines must hold after a sync whose ranks have sent these parts: the base too, and the adapters' scale.
+
+        Raises:
+            SyncError: the trainer has sent a base that is not the one of the first sync.
+        """
+        scale = _scale(adapter)
+        if contents == "adapters":
+            assert self.sent is not None
+            return [*parts, self.sent, scale]
+        digests = {n: each for part in parts for n, each in part.digests.items() if n not in part.adapters}
+        held = sum(part.weight_bytes - part.adapter_bytes for part in parts)
+        self.sent = self.sent or Sent(digests, held, 0)
+        _compare(self.sent.digests, digests, "what the trainer sends of the weights")
+        return [*parts, scale]
+
+
+def exported(trainer: Trainer, contents: Contents) -> Iterator[tuple[str, Tensor | QuantizedTensor]]:
+    """(HF name, tensor) of this rank's share. All ranks must iterate to the end."""
+    if contents == "weights":
+        return trainer.export_weights()
+    adapters = trainer.weights.adapters(trainer.model)
+    return adapters if contents == "adapters" else itertools.chain(trainer.export_weights(), adapters)
+
+
+def would_hold(trainer: Trainer, spec: QuantSpec, engine_ranks: int = 1) -> Sent:
+    """This rank's part of what an engine that serves `spec` must hold of the trainer's model, adapters too."""
+    adapter = trainer.definition.adapter
+    if adapter is None or adapter.mode == "merged":
+        return would_send(trainer.export_weights(), spec, trainer.definition, engine_ranks)
+    sent = would_send(exported(trainer, "weights and adapters"), spec, trainer.definition, engine_ranks)
+    return replace(sent, digests=sent.digests | _scale(adapter).digests) if rank() == 0 else sent
+
+
+def _scale(adapter: AdapterConfig) -> Sent:
+    return Sent({ADAPTER_SCALE: repr(adapter.scale)}, 0, 0)
+
+
+def check_frozen(trainer: Trainer) -> None:
+    """Check that what this rank does not train is as it was when this was first asked, where it is.
+
+    Raises:
+        SyncError: with the names of the parameters.
+    """
+    frozen = dict(_frozen(trainer))
+    found = dict(zip(frozen, tensor_digests(list(frozen.values())), strict=True))
+    known = trainer.last_sent.frozen
+    for name, digest in found.items():
+        known.setdefault(name, digest)
+    _compare({name: known[name] for name in found}, found, "the trainer's frozen parameters")
+
+
+def _frozen(trainer: Trainer) -> Iterator[tuple[str, Tensor]]:
+    """What this rank does not train: parameters, or the codes and scales in their place."""
+    for name, parameter in trainer.model.named_parameters():
+        if (codes := frozen_of(parameter)) is not None:
+            yield f"codes of {name}", codes.held.data.view(torch.uint8)
+            yield f"scales of {name}", codes.held.scale_inv
+        elif not parameter.requires_grad:
+            yield name, parameter.detach()
+
+
+def _compare(expected: dict[str, str], found: dict[str, str], what: str) -> None:
+    if expected == found:
+        return
+    names = sorted(name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name))
+    lines = (f"{name}: found {found.get(name)}, expected {expected.get(name)}" for name in names[:_NAMED])
+    raise SyncError(
+        f"the base changed under the run: found {len(names)} of {what} other than in the first sync, expected all of "
+        "them as they were, since adapters alone are trained; generation stays paused. Restart the run from its last "
+        "checkpoint:\n" + "\n".join(lines)
+    )
