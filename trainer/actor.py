@@ -99,6 +99,10 @@ class TrainerActor:
         lr: float = self._roles.trained(role).update()
         return lr
 
+    def update_survival(self) -> float | None:
+        survival: float | None = self._roles.policy.update_survival()
+        return survival
+
     def score_routed(self, batch: TokenBatch, role: Role) -> tuple[list[int], Scored] | None:
         """The rank's rows and their scores, as in :meth:`forward_backward`."""
         scored = self._roles.models[role].score_routed(batch)
@@ -149,13 +153,15 @@ class TrainerGroup:
 
     Attributes:
         weight_version: optimizer steps of the policy.
+        merges: adapters are merged into the weights.
 
     Raises:
         TrainerDiedError: from any method, when a rank's process has ended.
     """
 
-    def __init__(self, actors: list[Any], hung_after_s: float = 120.0) -> None:
+    def __init__(self, actors: list[Any], hung_after_s: float = 120.0, merges: bool = False) -> None:
         self._actors, self._hung_after_s = actors, hung_after_s
+        self.merges = merges
         self._started = False
         self.weight_version = 0
 
@@ -186,7 +192,7 @@ class TrainerGroup:
         actors = [
             remote.options(**seat.actor(RANK_ENVIRONMENT)).remote(rank, trainer) for rank, seat in enumerate(seats)
         ]
-        group = cls(actors, trainer.hung_after_s)
+        group = cls(actors, trainer.hung_after_s, adapter is not None and adapter.mode == "merged")
         try:
             host = seats[0].host
             port = group._one(0, "open_rendezvous", host) if trainer.world_size > 1 else 0
@@ -230,6 +236,11 @@ class TrainerGroup:
         lr: float = self._all("update", role)[0]
         self.weight_version += role == "policy"
         return lr
+
+    def update_survival(self) -> float | None:
+        """How far quantization lets the policy's merged adapters through; see :func:`trainer.adapters.update_survival`."""
+        survival: float | None = self._all("update_survival")[0] if self.merges else None
+        return survival
 
     def train_step(self, batch: TokenBatch, objective: Objective) -> PassResult:
         """`forward_backward` and `update` in one."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from types import SimpleNamespace
@@ -14,12 +15,16 @@ from torch import Tensor, nn
 
 from models.adapters import AdapterConfig
 from models.tensors import TensorRow
+from numerics import ops
 from numerics.digest import tensor_digests
 from numerics.errors import user_error
 from numerics.ops.low_rank import Fused
+from numerics.quantize import quantize
 from numerics.ranks import all_gathered, exhaust
 from numerics.shards import shards
+from numerics.spec import TensorSpec
 from numerics.weight_cache import WeightCache
+from trainer.distributed.layout import Layout
 from trainer.modules.adapter import Adapter, initial_a
 from trainer.modules.weights import beside, matrices, tag_split
 from trainer.weights.hf_weights import HFWeights
@@ -132,6 +137,38 @@ def _fused(held: Tensor, name: str, weights: HFWeights, config: AdapterConfig, a
         return None
     rows = (part >= 0).nonzero().flatten()
     return Fused.of(rows, part[rows], len(part), len(adapted), config.rank)
+
+
+@torch.no_grad()
+def update_survival(model: GPTModel, spec_of: Callable[[str], TensorSpec | None], layout: Layout) -> float | None:
+    """How far quantization lets merged updates D through: the cosine of Q(W + D) - Q(W) and D, over all quantized
+    weights W together; None while there are none. All ranks take part.
+
+    Their product alone would say little: a weight that a small update moves to the next code moves by a whole step of
+    the grid, few weights do, and in the mean over many the two cancel. The cosine falls with what that adds of noise.
+
+    spec_of: how the weight of a name is quantized; None: not at all.
+    """
+    sums = torch.zeros(3, dtype=torch.float64)
+    for path, module in model.named_modules():
+        adapter = getattr(module, "adapter", None)
+        if adapter is None or not adapter.merges or (spec := spec_of(f"{path}.weight")) is None:
+            continue
+        copies = layout.expert_dp_size if module.weight.dim() == 3 else layout.dp_size
+        low_rank, weights = adapter.low_rank, module.weight.view(-1, *module.weight.shape[-2:])
+        for index, weight in enumerate(weights):
+            own = low_rank.of_expert(index)
+            update = ops.updates(own)
+            left = _quantized(ops.merged(weight, own), spec) - _quantized(weight, spec)
+            sums += torch.stack([(left * update).sum(), left.square().sum(), update.square().sum()]).cpu() / copies
+    both, of_left, of_update = torch.stack(all_gathered(sums)).sum(0).tolist()
+    if not of_update:
+        return None
+    return both / math.sqrt(of_left * of_update) if of_left else 0.0
+
+
+def _quantized(weight: Tensor, spec: TensorSpec) -> Tensor:
+    return quantize(weight, spec).dequantize().double()
 
 
 def base_digest(model: GPTModel, weights: HFWeights) -> str:

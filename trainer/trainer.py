@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,7 +23,7 @@ from numerics.quantize import QuantizedTensor
 from numerics.spec import TensorSpec
 from numerics.weight_cache import WeightCache
 from trainer import device
-from trainer.adapters import attach, keep_graph
+from trainer.adapters import attach, base_digest, keep_graph, update_survival
 from trainer.checkpoint import checkpoint
 from trainer.config import TrainerConfig
 from trainer.distributed.layout import Layout
@@ -180,6 +181,19 @@ class Trainer(Scorer):
         self.weights_changed()
         return extra
 
+    def update_survival(self) -> float | None:
+        """How far quantization lets merged adapters through; None where there are none, or nothing is quantized."""
+        adapter, spec = self.definition.adapter, self.numerics.trainer_spec
+        if adapter is None or adapter.mode != "merged" or not spec.quantized:
+            return None
+        rows = self.weights.rows(self.model)
+
+        def spec_of(name: str) -> TensorSpec | None:
+            first = rows.get(name) or rows[f"{name}0"]
+            return spec.weight if self.definition.quantizes(first[0], spec) else None
+
+        return update_survival(self.model, spec_of, self.layout)
+
     def _is_trained_whole(self, name: str) -> bool:
         """Whether a parameter is trained itself where others have adapters."""
         return False
@@ -205,7 +219,14 @@ class Trainer(Scorer):
     @property
     def trained(self) -> checkpoint.Trained:
         """What training changes."""
-        return checkpoint.Trained(self.model, self.optimizer, self.layout)
+        return checkpoint.Trained(self.model, self.optimizer, self.layout, self._adapter)
+
+    @functools.cached_property
+    def _adapter(self) -> dict[str, Any] | None:
+        """What a checkpoint says of the adapters; all ranks ask at once."""
+        if (adapter := self.definition.adapter) is None:
+            return None
+        return {**adapter.model_dump(mode="json"), checkpoint.BASE: base_digest(self.model, self.weights)}
 
     @property
     def _runs(self) -> nn.Module:

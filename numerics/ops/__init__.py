@@ -38,7 +38,7 @@ from numerics.ops.low_rank import (
     low_rank_of,
     low_rank_term,
 )
-from numerics.ops.merged import merged, reaching
+from numerics.ops.merged import merged, reaching, updates
 from numerics.ops.norm import add_rms_norm, rms_norm
 from numerics.ops.rope import rope, rope_pairs
 from numerics.ops.router import route, route_sigmoid, top_experts
@@ -90,5 +90,6 @@ __all__ = [
     "token_logprobs",
     "top_experts",
     "trained_operand",
+    "updates",
     "weight_operand",
 ]

@@ -48,6 +48,10 @@ class LowRank:
         """Whether each expert has its own."""
         return self.b.dim() == 3
 
+    def of_expert(self, index: int) -> LowRank:
+        """That of one expert."""
+        return dataclasses.replace(self, a=self.a[index], b=self.b[index]) if self.per_expert else self
+
 
 @dataclasses.dataclass(frozen=True)
 class Fused:

@@ -20,9 +20,20 @@ from numerics.ops.low_rank import LowRank
 
 @torch.no_grad()
 def merged(weight: Tensor, low_rank: LowRank) -> Tensor:
-    """weight [..., N, K] + scale * B A, summed in FP32 over the rank and rounded once to the weight's dtype."""
-    update = torch.matmul(low_rank.b.float(), low_rank.a.float())
-    return update.mul_(low_rank.scale).add(weight).to(weight.dtype)
+    """weight [..., N, K] + scale * B A, rounded to FP32 and then once to the weight's dtype.
+
+    B A is summed in FP64, where the products of BF16 numbers are exact and so are, but for numbers of very different
+    size, their sums: the order of the sum, and with it how ranks share the weight, makes no difference.
+    """
+    if weight.dim() == 2:
+        return updates(low_rank).add_(weight).float().to(weight.dtype)
+    # Of experts one at a time: what is made here is four times as large as a weight.
+    return torch.stack([merged(each, low_rank.of_expert(index)) for index, each in enumerate(weight)])
+
+
+def updates(low_rank: LowRank) -> Tensor:
+    """scale * B A, FP64 [N, K]."""
+    return torch.mm(low_rank.b.double(), low_rank.a.double()).mul_(low_rank.scale)
 
 
 def reaching(product: Tensor, x: Tensor, low_rank: LowRank, counts: Tensor | None = None) -> Tensor:

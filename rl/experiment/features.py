@@ -81,6 +81,11 @@ CONDITIONS: dict[Feature, Condition] = {
         lambda e: f"numerics.mode={e.numerics.mode}, guard.redraws={e.guard.redraws}",
         "exact mode and guard.redraws above 0",
     ),
+    "merged": Condition(
+        lambda e: e.adapter is not None and e.adapter.mode == "merged" and e.numerics.trainer != "bf16",
+        lambda e: f"adapter.mode={e.adapter.mode if e.adapter else None}, numerics.trainer={e.numerics.trainer}",
+        "adapter.mode=merged and a trainer that quantizes",
+    ),
     "weights": Condition(_weighs, _correction, "an algorithm with an importance weight"),
     "cap": Condition(lambda e: e.algorithm.cap is not None, _correction, "an importance weight with algorithm.tis_cap"),
     "rejection": Condition(_rejects, _correction, "algorithm.rejection or algorithm.veto"),

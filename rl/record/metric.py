@@ -17,6 +17,7 @@ Feature = Literal[
     "routes",
     "redraws",
     "weights",
+    "merged",
     "cap",
     "rejection",
     "reference",

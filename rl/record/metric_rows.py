@@ -54,6 +54,15 @@ _TRAIN = {
     "loss": Metric("", "Loss over the whole batch.", chart=("Loss", "loss")),
     "grad_norm": Metric("", "Global gradient norm before clipping.", chart=("Gradient norm", "gradient norm")),
     "lr": Metric("", "Learning rate of the step's last update.", late=True, chart=("Learning rate", "lr")),
+    "update_survival": Metric(
+        "",
+        "Cosine of what merged adapters add to the weights and what that changes of them after quantization: 1 where all "
+        "of an update survives, near 0 where it is lost in the grid's steps. Absent while they add nothing.",
+        late=True,
+        needs=("merged",),
+        at_times=True,
+        chart=("Merged updates", "cosine after quantization"),
+    ),
     "entropy": Metric(
         "nats",
         "Mean entropy of the distributions the target tokens were scored under.",

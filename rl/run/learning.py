@@ -105,7 +105,8 @@ class Lesson:
             except NonFiniteLossError as error:
                 return self._metrics(passes) | rates, error
             rates = self.update(trainer, step)
-        return self._metrics(passes) | rates, None
+        survival = trainer.update_survival()
+        return self._metrics(passes) | rates | ({} if survival is None else {"train/update_survival": survival}), None
 
     def _metrics(self, passes: Sequence[PassResult]) -> dict[str, float]:
         metrics = train_metrics(mean_of(passes), self.batch)

@@ -12,8 +12,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from models.adapters import AdapterConfig
+from numerics.errors import UserError
 from tests.support.batches import cross_entropy, random_batch
+from tests.support.models import write_model
 from tests.support.trainers import MakeTrainer
+from trainer.base import Base
 from trainer.inventory import inventory
 from trainer.modules.adapter import Adapter
 from trainer.modules.weights import is_adapter, named_weights
@@ -136,3 +139,62 @@ def test_targets_may_be_a_part_of_what_is_fused(moe_path: Path, tmp_path: Path, 
     for name in (name for name in base if name.split(".")[-2] in changed):
         a, b = (adapters[f"{name.removesuffix('.weight')}.lora_{letter}.weight"].float() for letter in "AB")
         assert torch.equal(served[name], (base[name].float() + config.scale * (b @ a)).bfloat16()), name
+
+
+def test_adapters_resume_bit_for_bit_from_a_checkpoint_that_has_nothing_else(
+    moe_path: Path, tmp_path: Path, make_trainer: MakeTrainer
+) -> None:
+    config = AdapterConfig(rank=4, mode="merged", targets=("q_proj", "v_proj", "gate_proj", "up_proj", "down_proj"))
+    straight, first, resumed, whole = (make_trainer(moe_path, "fp8", adapter=each) for each in (*[config] * 3, None))
+    expected = train(straight, 0, 4)
+    assert train(first, 0, 2) == expected[:2]
+    first.save(tmp_path / "adapters", {"seed": 7})
+    train(resumed, 10, 11)  # a different past must leave no trace
+    assert resumed.load(tmp_path / "adapters") == {"seed": 7}
+    assert train(resumed, 2, 4) == expected[2:]
+    whole.save(tmp_path / "whole", {})
+    small, large = (sum(f.stat().st_size for f in (tmp_path / name).rglob("*")) for name in ("adapters", "whole"))
+    assert small < large / 8
+    with pytest.raises(UserError, match="found 'all weights, trained whole', expected adapters"):
+        resumed.load(tmp_path / "whole")
+    with pytest.raises(UserError, match="found 'adapters', expected all weights, trained whole"):
+        whole.load(tmp_path / "adapters")
+    other = make_trainer(moe_path, "fp8", adapter=config.model_copy(update={"alpha": 8.0}))
+    with pytest.raises(UserError, match=r"adapter\.alpha: found 32\.0, expected 8\.0"):
+        other.load(tmp_path / "adapters")
+    with pytest.raises(UserError, match="digest of the base"):
+        make_trainer(write_model(tmp_path / "other", rms_norm_eps=1e-5, num_key_value_heads=4), adapter=config).load(
+            tmp_path / "adapters"
+        )
+
+
+def train(trainer: Any, first: int, last: int) -> list[tuple[float, float]]:
+    results = []
+    for step in range(first, last):
+        batch = random_batch(seed=step)
+        results.append(trainer.train_step(batch, cross_entropy(batch)).result)
+    return [(each.loss, each.grad_norm) for each in results]
+
+
+def test_without_its_adapter_a_policy_is_its_base(moe_path: Path, make_trainer: MakeTrainer) -> None:
+    batch = random_batch(seed=0)
+    before = make_trainer(moe_path, "fp8").score(batch)[1]
+    for mode in ("merged", "separate"):
+        policy = make_trainer(moe_path, "fp8", adapter=AdapterConfig(mode=mode))
+        spread(policy)
+        learned = policy.score(batch)[1]
+        assert torch.equal(Base(policy).score(batch)[1], before)
+        assert torch.equal(policy.score(batch)[1], learned) and not torch.equal(learned, before)
+
+
+def test_a_merged_update_survives_as_far_as_it_is_larger_than_the_steps_of_the_grid(
+    moe_path: Path, make_trainer: MakeTrainer
+) -> None:
+    trainer = make_trainer(moe_path, "fp8", adapter=AdapterConfig(rank=4, mode="merged", experts="shared"))
+    assert trainer.update_survival() is None
+    found = []
+    for size in (1.0, 0.01, 1e-4):
+        spread(trainer, size)
+        found.append(trainer.update_survival())
+    assert 1.0 > found[0] > 0.99 > found[1] > found[2] + 0.2 > 0.2
+    assert make_trainer(moe_path, "bf16", adapter=AdapterConfig(mode="merged")).update_survival() is None

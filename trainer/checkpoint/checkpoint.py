@@ -13,6 +13,7 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 from megatron.core.models.gpt import GPTModel
 
+from numerics.errors import user_error
 from numerics.ranks import all_gathered, together
 from trainer.checkpoint.files import (
     CONTENT,
@@ -26,17 +27,23 @@ from trainer.checkpoint.writer import Staged
 from trainer.distributed.layout import Layout
 from trainer.distributed.optimizer import Optimizer
 
+ADAPTER, BASE = "adapter", "base"
+"""The key of `About.extra` by which a checkpoint says what its adapters are, and in it that of their base's digest."""
 _EXTRA = "_extra_state"
 """Part of the names of what TransformerEngine's modules keep for recipes with a history; block scaling has none."""
 
 
 @dataclass(frozen=True)
 class Trained:
-    """What training changes of one model."""
+    """What training changes of one model.
+
+    adapter: where it changes no weights: what the adapters are, and the digest of the weights that they stand beside.
+    """
 
     model: GPTModel
     optimizer: Optimizer
     layout: Layout
+    adapter: dict[str, Any] | None = None
 
 
 Parts = Mapping[str, Trained]
@@ -44,8 +51,8 @@ Parts = Mapping[str, Trained]
 
 
 def stage(path: Path, parts: Parts, step: int, extra: dict[str, Any], texts: Mapping[str, str]) -> Staged:
-    """Copy weights, FP32 masters, moments, schedule, step, `extra` (JSON values) and `texts` (further files, by name);
-    masters and moments not if `extra` says so by `CONTENT`.
+    """Copy what is trained, weights or adapters, FP32 masters, moments, schedule, step, `extra` (JSON values) and
+    `texts` (further files, by name); masters and moments not if `extra` says so by `CONTENT`.
 
     All ranks take part, and each then has its part written; the model may be trained on meanwhile. The directory
     `path` appears complete under its name, or not at all; one that is there is replaced.
@@ -54,6 +61,8 @@ def stage(path: Path, parts: Parts, step: int, extra: dict[str, Any], texts: Map
         discard(path)
     dist.barrier()
     contents = {name: text.encode() for name, text in texts.items()}
+    if (adapter := _adapter_of(parts)) is not None:
+        extra = {**extra, ADAPTER: adapter}
     return Staged(path, About(step, extra, {}), contents, _copied(_state(parts, step, extra, loading=False)))
 
 
@@ -78,22 +87,52 @@ def load(path: Path, parts: Parts) -> tuple[int, dict[str, Any]]:
         The step, and the `extra` given to `save`.
 
     Raises:
-        UserError: no checkpoint there, or one of another format.
+        UserError: no checkpoint there, or one of another format, of other adapters or of another base.
         DamagedCheckpointError: a file is not the one that was written; nothing was loaded.
     """
     path = Path(path).absolute()
     for part in parts.values():
         part.optimizer.aside.check_here()
     about = read_about(path)
+    _check_adapter(path, about.extra.get(ADAPTER), _adapter_of(parts))
     _check_files(path, sorted(about.files))
     state = dist_checkpointing.load(_state(parts, about.step, about.extra, loading=True), str(path / STATE))
     for name, part in parts.items():
         _restore(part, state[name] if name else state)
-    return about.step, about.extra
+    return about.step, {key: value for key, value in about.extra.items() if key != ADAPTER}
+
+
+def _adapter_of(parts: Parts) -> dict[str, Any] | None:
+    """What all parts stand beside: they are of one model directory."""
+    return next((part.adapter for part in parts.values()), None)
+
+
+def _check_adapter(path: Path, found: dict[str, Any] | None, expected: dict[str, Any] | None) -> None:
+    """Raise `UserError` if what was trained is not what is to be trained on."""
+    if found == expected:
+        return
+    if found is None or expected is None:
+        raise user_error(
+            f"checkpoint {path}",
+            found="all weights, trained whole" if found is None else "adapters",
+            expected="adapters" if found is None else "all weights, trained whole",
+            remedy="Resume with the adapter section that it was written with, or start a new run; a full checkpoint's "
+            "model can be the model.path of a run with adapters.",
+        )
+    for key in sorted(found.keys() | expected.keys()):
+        if found.get(key) != expected.get(key):
+            raise user_error(
+                f"checkpoint {path}: {'digest of the base' if key == BASE else f'adapter.{key}'}",
+                found=found.get(key),
+                expected=f"{expected.get(key)}, as the {'model of model.path' if key == BASE else 'spec'} has it",
+                remedy="Give the model.path whose weights the adapters were trained beside."
+                if key == BASE
+                else "Resume with the adapter section that it was written with, or start a new run.",
+            )
 
 
 def _restore(part: Trained, state: dict[str, Any]) -> None:
-    _load_weights(part.model, state["model"])
+    _load_weights(part, state["model"])
     if "optimizer" in state:
         part.optimizer.inner.load_state_dict(state["optimizer"])
         part.optimizer.write_weights()
@@ -108,9 +147,10 @@ def _check_files(path: Path, names: list[str]) -> None:
     together(lambda: check_digests(path, names[dist.get_rank() :: dist.get_world_size()]))
 
 
-def _load_weights(model: GPTModel, weights: dict[str, Any]) -> None:
-    result = model.load_state_dict(weights, strict=False)
-    wrong = [name for name in (*result.missing_keys, *result.unexpected_keys) if _EXTRA not in name]
+def _load_weights(part: Trained, weights: dict[str, Any]) -> None:
+    result = part.model.load_state_dict(weights, strict=False)
+    missing = _changed(part, dict.fromkeys(result.missing_keys))
+    wrong = [name for name in (*missing, *result.unexpected_keys) if _EXTRA not in name]
     assert not wrong, f"the checkpoint's weights are not the model's: {wrong}"
 
 
@@ -135,6 +175,14 @@ def _state(parts: Parts, step: int, extra: Mapping[str, Any], loading: bool) -> 
     return state
 
 
+def _changed(part: Trained, state: dict[str, Any]) -> dict[str, Any]:
+    """Of a model's state by name, what training changes."""
+    if part.adapter is None:
+        return state
+    trained = {name for name, parameter in part.model.named_parameters() if parameter.requires_grad}
+    return {name: value for name, value in state.items() if name in trained}
+
+
 def _state_of(part: Trained, loading: bool, optimized: bool) -> dict[str, Any]:
     model, optimizer = part.model, part.optimizer
     metadata = {
@@ -144,7 +192,7 @@ def _state_of(part: Trained, loading: bool, optimized: bool) -> dict[str, Any]:
         "singleton_local_shards": False,
         "dp_cp_group": part.layout.dp_group,
     }
-    weights = model.sharded_state_dict(metadata=metadata)
+    weights = _changed(part, model.sharded_state_dict(metadata=metadata))
     state: dict[str, Any] = {
         "model": {name: value for name, value in weights.items() if _EXTRA not in name},
         "schedule": optimizer.schedule.state_dict(),

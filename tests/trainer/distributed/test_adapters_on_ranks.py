@@ -1,0 +1,105 @@
+"""Adapters on several ranks: the log-probabilities of one, gradients that are whole, checkpoints that move."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from models.adapters import AdapterConfig
+from numerics.config import NumericsConfig
+from numerics.spec import QuantSpec
+from tests.support.batches import cross_entropy, random_batch
+from tests.support.models import LENGTH
+from tests.support.ranks import run_on_ranks
+from tests.support.trainers import MakeTrainer
+from trainer.config import TrainerConfig
+from trainer.distributed.layout import Layout
+
+pytestmark = pytest.mark.slow
+
+SETTINGS = {"lr": 1e-3, "warmup_steps": 0, "micro_batch_tokens": 512}
+CONFIGS = {
+    "merged": AdapterConfig(rank=8, mode="merged", targets=("q_proj", "v_proj", "o_proj", "gate_proj", "up_proj")),
+    "separate": AdapterConfig(rank=8),
+    "shared": AdapterConfig(rank=8, experts="shared"),
+}
+"""What is trained, by what is special about it."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """What each rank of a layout does with the checkpoints of one rank."""
+
+    path: Path
+    folder: Path
+
+    def __call__(self, layout: Layout, config: TrainerConfig) -> dict[str, Any]:
+        from trainer.trainer import Trainer
+
+        out = {}
+        spec = QuantSpec.preset("fp8_block_pow2")
+        numerics = NumericsConfig(mode="exact", spec=spec, trainer="fp8", k_splits=2)
+        options: dict[str, Any] = {"seed": 0, "total_steps": 100, "max_sequence_length": LENGTH}
+        for name, adapter in CONFIGS.items():
+            trainer = Trainer(self.path, config, numerics, layout, adapter=adapter, **options)
+            begun = adapters(trainer)
+            trainer.load(self.folder / name)
+            scored = scores(trainer)
+            trainer.save(self.folder / f"{name}-again", {})
+            norm = learn(trainer, 9)
+            out[name] = scored if layout.reports else {}, norm, begun, adapters(trainer)
+        return out
+
+
+def learn(trainer: Any, seed: int) -> float:
+    batch = random_batch(seed=seed)
+    norm: float = trainer.train_step(batch, cross_entropy(batch)).result.grad_norm
+    return norm
+
+
+def scores(trainer: Any) -> dict[int, Tensor]:
+    """The log-probabilities of this rank's rows, by their numbers."""
+    rows, logprobs = trainer.score(random_batch(seed=9))
+    return dict(zip(rows, logprobs, strict=True))
+
+
+def adapters(trainer: Any) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in trainer.weights.adapters(trainer.model)}
+
+
+@pytest.mark.parametrize("ranks", [{"tp": 2, "ep": 2}, {"ep": 2, "dp": 2}, {"pp": 2}], ids=["tp2-ep2", "ep2", "pp2"])
+def test_adapters_on_two_ranks_compute_and_learn_as_on_one(
+    ranks: dict[str, int], moe_path: Path, tmp_path: Path, make_trainer: MakeTrainer
+) -> None:
+    expected = {}
+    for name, config in CONFIGS.items():
+        one = make_trainer(moe_path, "fp8", k_splits=2, adapter=config, **SETTINGS)
+        begun = adapters(one)
+        learn(one, 0)
+        one.save(tmp_path / name, {})
+        scored = scores(one)
+        expected[name] = scored, learn(one, 9), begun, adapters(one)
+    found = run_on_ranks(TrainerConfig(**SETTINGS, **ranks), tmp_path / "ranks", Case(moe_path, tmp_path))
+    for name, (logprobs, norm, begun, learned) in expected.items():
+        of_ranks = [each[name] for each in found]
+        assert_same({row: each for of_rank in of_ranks for row, each in of_rank[0].items()}, logprobs)
+        assert all(each[1] == pytest.approx(norm, rel=1e-2) for each in of_ranks), name
+        for place, whole in ((2, begun), (3, learned)):
+            held = {key: tensor for each in of_ranks for key, tensor in each[place].items()}
+            assert held.keys() == whole.keys()
+            moved = torch.cat([(held[key] - whole[key]).float().abs().flatten() for key in whole])
+            # A first step of Adam goes by a gradient's sign: rounding turns it where the gradient is almost none.
+            assert (moved < 1e-4).float().mean() > (0.95 if place == 3 else 0.999), (name, place)
+        again = make_trainer(moe_path, "fp8", k_splits=2, adapter=CONFIGS[name], **SETTINGS)
+        again.load(tmp_path / f"{name}-again")
+        assert_same(scores(again), logprobs)
+
+
+def assert_same(found: dict[int, Tensor], expected: dict[int, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[row], expected[row]) for row in expected)
