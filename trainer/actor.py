@@ -238,7 +238,7 @@ class TrainerGroup:
         return lr
 
     def update_survival(self) -> float | None:
-        """How far quantization lets the policy's merged adapters through; see :func:`trainer.adapters.update_survival`."""
+        """How far quantization lets merged adapters through; see :func:`trainer.adapters.update_survival`."""
         survival: float | None = self._all("update_survival")[0] if self.merges else None
         return survival
 

@@ -71,6 +71,6 @@ class _Reaching(torch.autograd.Function):
 
 
 def _gradients(dy: Tensor, x: Tensor, a: Tensor, b: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Of a [R, K] and b [N, R], in their dtype, from dy [T, N] and x [T, K]."""
+    """The gradients of a [R, K] and b [N, R], in their dtype, from dy [T, N] and x [T, K]."""
     dh, h = wide_mm(dy, b) * scale, wide_mm(x, a.t()) * scale
     return wide_mm(dh.t(), x).to(a.dtype), wide_mm(dy.t(), h).to(b.dtype)

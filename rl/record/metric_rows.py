@@ -56,8 +56,8 @@ _TRAIN = {
     "lr": Metric("", "Learning rate of the step's last update.", late=True, chart=("Learning rate", "lr")),
     "update_survival": Metric(
         "",
-        "Cosine of what merged adapters add to the weights and what that changes of them after quantization: 1 where all "
-        "of an update survives, near 0 where it is lost in the grid's steps. Absent while they add nothing.",
+        "Cosine of what merged adapters add to the weights and what that changes of them after quantization: 1 where "
+        "all of an update survives, near 0 where it is lost in the grid's steps. Absent while they add nothing.",
         late=True,
         needs=("merged",),
         at_times=True,

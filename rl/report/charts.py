@@ -92,6 +92,9 @@ SECTIONS: dict[str, dict[str, Look]] = {
     "Optimization": {
         "Loss": Look("Of the whole batch, before the update.", "loss"),
         "Gradient norm": Look("Before clipping.", "global L2 norm", "floor"),
+        "Merged updates": Look(
+            "Of the update and what quantization makes of it; 1 where all survives.", "cosine", "floor"
+        ),
         "Entropy": Look("Mean over the target tokens.", "nats", "floor"),
         "KL to other models": Look("Of the policy, over the target tokens; the reference's is 0 at first.", "nats"),
         "Importance weight": Look(

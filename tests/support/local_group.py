@@ -44,6 +44,9 @@ class LocalGroup:
         self.calls.append(("update", role))
         return self.roles.trained(role).update()
 
+    def update_survival(self) -> float | None:
+        return self.roles.policy.update_survival()
+
     def score(self, batch: TokenBatch, role: Any = "policy") -> Tensor:
         return self.score_routed(batch, role).logprobs
 

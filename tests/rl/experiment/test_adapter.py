@@ -1,0 +1,40 @@
+"""What a spec may say of adapters."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from numerics.errors import UserError
+from tests.support.experiments import experiment
+
+
+def test_left_out_all_weights_are_trained() -> None:
+    assert experiment().adapter is None
+    given = experiment(adapter={"rank": 8, "targets": ["q_proj"]}).adapter
+    assert given is not None and (given.mode, given.experts, given.scale) == ("separate", "per_expert", 4.0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"adapter": {"rank": 0}}, "adapter.rank: found 0"),
+        ({"adapter": {"targets": []}}, "adapter.targets"),
+        ({"adapter": {"dora": True}}, "adapter.dora"),
+        ({"adapter": {"mode": "both"}}, "adapter.mode: found 'both'"),
+        ({"adapter": {}, "numerics": {"mode": "native"}}, "adapter: found 'an adapter with numerics.mode=native'"),
+        (
+            {"adapter": {}, "trainer": {"router_bias_rate": 0.1}},
+            "trainer.router_bias_rate: found '0.1 with an adapter'",
+        ),
+        (
+            {"gates": [{"metric": "train/update_survival", "below": 0.5, "action": "warn"}]},
+            "train/update_survival with adapter.mode=None",
+        ),
+    ],
+)
+def test_what_cannot_be_is_refused_in_one_message(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=".") as refused:
+        experiment(**changes)
+    assert message in str(refused.value)
