@@ -257,6 +257,7 @@ OVERRIDES: tuple[Override, ...] = (
             ("_build_config", ""),
             ("_get_safetensor_io", "weights_path"),
             ("_weight_name_mapping_mcore_to_hf", "mcore_weights_name"),
+            ("_weight_name_mapping_mcore_local_to_global", "model consider_ep"),
             ("_weight_to_hf_format", "mcore_weights_name mcore_weights"),
             ("_weight_to_mcore_format", "mcore_weights_name hf_weights"),
             ("_weight_merge_across_tp", "mcore_weights_name mcore_weights param"),

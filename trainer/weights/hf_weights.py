@@ -75,8 +75,11 @@ class HFWeights:
         quantized = {name: p for name, p in model.named_parameters() if te_weights.is_quantized(p)}
         plain = {name: torch.empty(p.shape, dtype=self._dtype, device=p.device) for name, p in quantized.items()}
         tensors = {name: plain.get(name, held.detach()) for name, held in self._held(model)}
-        rows = self.rows(model)
-        self._bridge.load_weights([_StandIn(model, tensors, dict(self._held(model)), rows)], str(self._path))
+        rows, whole = self.rows(model), self.whole_names(model)
+        held = {whole[name]: each for name, each in self._held(model)}
+        named = {whole[name]: tensor for name, tensor in tensors.items()}
+        by_name = {whole[name]: each for name, each in rows.items()}
+        self._bridge.load_weights([_StandIn(model, named, held, by_name)], str(self._path))
         for name, tensor in tensors.items():
             check_finite(" and ".join(row.name for row in rows[name]), tensor)
         for name, parameter in quantized.items():
@@ -158,7 +161,7 @@ class HFWeights:
         """What this rank's weights, adapters and buffers are called in the whole model."""
         held = {**dict(named_weights(model)), **dict(model.named_buffers())}
         weights = {name: each for name, each in held.items() if not is_adapter(name)}
-        names: dict[str, str] = self._bridge._weight_name_mapping_mcore_local_to_global(_Named(model, weights))
+        names = self._bridge.whole_names(_Named(model, weights))
         for name, whole in list(names.items()):
             for letter in ("a", "b"):
                 if (own := beside(name, letter)) in held:

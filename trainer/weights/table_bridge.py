@@ -30,6 +30,16 @@ class TableBridge(Bridge):
         """The tensors in a parameter, by its name in the whole model."""
         return self._table.in_megatron[parameter]
 
+    def whole_names(self, model: Any) -> dict[str, str]:
+        """What the parameters of a rank's model are called in the whole model."""
+        names: dict[str, str] = super()._weight_name_mapping_mcore_local_to_global(model)
+        return names
+
+    def _weight_name_mapping_mcore_local_to_global(self, model: Any, consider_ep: bool = True) -> dict[str, str]:
+        """Of a model whose parameters go by their names in the whole one (`HFWeights.load`): mbridge asks for layouts
+        by a rank's own names, which in another pipeline stage may be those of another kind of layer."""
+        return {name: name for name in model.state_dict()}
+
     def _build_config(self) -> TransformerConfig:
         return self._megatron
 

@@ -9,15 +9,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from models.architecture import Model
 from models.base import Base, base_bytes
-from models.parts import embedding, last_tensors
-from models.sizes import ModelSizes
+from models.parts import embedding, last_tensors, latent_attention_tensors
+from models.sizes import Latent, ModelSizes
 from models.tensors import TensorRow, TensorTable
 from numerics.quantize import QuantizedTensor
 from rollout.plugin import weights as plugin_weights
 from rollout.plugin.weights import ServedWeights, hf_tensors
 from tests.support.served_model import ATTENTION, DEFINITION, DENSE, MOE, SIZES, SPEC, build, hf_tensors_served, load
 from weight_sync.manifest import Manifest, Recorder
+from weight_sync.quantized import served_tensors
 
 OLD, NEW = hf_tensors_served(0), hf_tensors_served(1)
 W13 = "model.layers.0.mlp.experts.w13_weight"
@@ -301,3 +303,45 @@ def test_what_is_in_the_base_cannot_be_sent(served: ServedWeights) -> None:
     name = f"{ATTENTION}o_proj.weight"
     with pytest.raises(RuntimeError, match=f"found {name} sent to an engine that reads it from a base"):
         served.load(lambda weights: list(weights), [(name, NEW[name])])
+
+
+LATENT = dataclasses.replace(SIZES, latent=Latent(q_rank=128, kv_rank=256, rope_dim=64, value_dim=128))
+PAIR = [f"{ATTENTION}{name}.weight" for name in ("q_a_proj", "kv_a_proj_with_mqa")]
+
+
+class Fused(nn.Module):
+    """The parameter of a layer's latent attention in which SGLang keeps two tensors, and their scales."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        shape = (128 + 256 + 64, SIZES.hidden_size)
+        self.weight = nn.Parameter(torch.zeros(shape, dtype=torch.float8_e4m3fn), requires_grad=False)
+        self.weight_scale_inv = nn.Parameter(torch.zeros(1 + 3, SIZES.hidden_size // 128), requires_grad=False)
+
+
+def test_both_halves_of_a_pair_arrive_in_messages_of_their_own_and_a_half_that_does_not_is_named() -> None:
+    """SGLang's loader would drop either, and answer that all went well."""
+    rows = [row for row in latent_attention_tensors(LATENT, 0) if row.name in PAIR]
+    definition = Model(dataclasses.replace(DEFINITION.architecture, tensors=lambda _: iter(rows)), LATENT)
+    model = held = nn.Module()
+    *path, name, _ = rows[0].engine.parameter.split(".")
+    for part in path:
+        held.register_module(part, nn.Module())
+        held = held.get_submodule(part)
+    held.register_module(name, Fused())
+    served = ServedWeights(SPEC.weight)
+    served.attach(model, definition, "0")
+    draw = torch.Generator().manual_seed(0)
+    tensors = [(row.name, torch.randn(row.shape, generator=draw).bfloat16()) for row in rows]
+    served.invalidate()
+    recorder, stock = Recorder(definition.tensors), list[str]()
+    for sent_name, tensor in recorder.watch(served_tensors(tensors, SPEC, definition)):
+        if sent_name != PAIR[1]:
+            served.load(lambda whole: stock.extend(name for name, _ in whole), [(sent_name, tensor)])
+        else:
+            lost = tensor
+    manifest = Manifest.merged(1, SPEC, [recorder.sent()])
+    assert {line.split(": ")[0] for line in manifest.differences(served.commit("1"))} == {PAIR[1]}
+    served.invalidate()
+    served.load(lambda whole: stock.extend(name for name, _ in whole), [(PAIR[1], lost)])
+    assert not manifest.differences(served.commit("1")) and not stock

@@ -159,6 +159,30 @@ def test_gradients_are_those_of_transformers_on_one_rank_and_on_two(
             torch.testing.assert_close(whole, gradient, rtol=1e-3, atol=1e-6)
 
 
+def test_stages_whose_layers_are_not_alike_hold_and_export_every_tensor(tmp_path: Path) -> None:
+    """The first stage's layer is dense, and the first layer of the second one is not."""
+    path = write(tmp_path / "model", "moonlight")
+    ranks = run_on_ranks(TrainerConfig(lr=1e-3, pp=2), tmp_path / "ranks", Export(path))
+    stored, exported = load_file(path / "model.safetensors"), ranks[0] | ranks[1]
+    assert len(ranks[0]) + len(ranks[1]) == len(stored) and exported.keys() == stored.keys()
+    assert all(torch.equal(exported[key], tensor) for key, tensor in stored.items())
+
+
+@dataclass(frozen=True)
+class Export:
+    """What a rank hands out of a model."""
+
+    path: Path
+
+    def __call__(self, layout: Layout, config: TrainerConfig) -> dict[str, Tensor]:
+        from trainer.trainer import Trainer
+
+        numerics = NumericsConfig(spec=QuantSpec.preset("fp8_block_pow2"))
+        sizes = {"seed": 0, "total_steps": 100, "max_sequence_length": LENGTH}
+        trainer = Trainer(self.path, config, numerics, layout, **sizes)
+        return {name: tensor.clone() for name, tensor in trainer.export_weights()}
+
+
 @dataclass(frozen=True)
 class Gradients:
     """The gradients of a rank's parameters, by their names, for one batch in FP32."""
