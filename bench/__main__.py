@@ -20,7 +20,7 @@ from studies.harness.provenance import processor
 
 BENCHMARKS = (
     *("rollout", "train", "sync", "churn", "checkpoint", "loop", "functions", "scaling"),
-    *("memory", "base", "packing", "agreement", "algorithms", "asynchrony", "kills", "long", "harness"),
+    *("memory", "base", "adapters", "packing", "agreement", "algorithms", "asynchrony", "kills", "long", "harness"),
 )
 RESULTS = Path("bench/results.json")
 

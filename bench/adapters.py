@@ -1,0 +1,139 @@
+"""Adapters beside the weights: bytes of a sync of them alone, and rollout throughput with them."""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+from transformers import AutoTokenizer
+
+from bench.measure import Result, median_ratio
+from bench.rollout import GROUP, NEW_TOKENS, PROBLEMS, PROMPTS
+from bench.rollout import MODEL as DEMO
+from bench.sync import BUCKET_BYTES, MODEL
+from models.adapters import AdapterConfig
+from models.tiny import write_tiny_model
+from numerics.backend.compiler import enable_compiler
+from numerics.config import NumericsConfig
+from numerics.spec import QuantSpec
+from rl.run.engines.serving import expected_report
+from rl.run.feed.feed import to_groups
+from rollout.config import RolloutConfig
+from rollout.data.sources import Source, load_problems
+from rollout.data.tasks import prompt_ids
+from rollout.engine import Engine
+from rollout.types import Prompt, SamplingParams
+from trainer.config import TrainerConfig
+from trainer.distributed import parallel
+from weight_sync.adapters import Contents, HeldBase
+from weight_sync.bridge import Share, SyncReport, send_and_verify, send_share
+from weight_sync.hf_checkpoint import convert_checkpoint
+from weight_sync.manifest import Sent
+from weight_sync.transports.tensor import TensorTransport
+
+ADAPTER = AdapterConfig(rank=8, alpha=16.0)
+NUMERICS = NumericsConfig(spec=QuantSpec.preset("fp8_block_pow2"))
+ROUNDS, WARMUP = 8, 2
+
+
+def run() -> list[Result]:
+    whole, alone = _syncs()
+    rates = asyncio.run(_rates())
+    base_bytes = whole.bytes - alone.bytes
+    return [
+        Result(
+            name="bytes of a sync, adapters of rank 8 alone / all weights in FP8",
+            value=alone.bytes / base_bytes,
+            bar=0.05,
+            at_least=False,
+            parts={
+                "adapters (MB)": alone.bytes / 1e6,
+                "weights in FP8 (MB)": base_bytes / 1e6,
+                "rank of as many bytes": ADAPTER.rank * base_bytes / alone.bytes,
+                "adapters alone (s)": alone.seconds,
+                "of which commit and comparison, with all of the base digested (s)": alone.verify_seconds,
+                "adapters and weights (s)": whole.seconds,
+            },
+        ),
+        Result(
+            name=f"rollout tokens/s, with adapters of rank 8 / without ({PROMPTS} x {GROUP} answers)",
+            value=median_ratio(rates["with adapters"], rates["without"]),
+            bar=0.85,
+            at_least=True,
+            parts={f"{name} (tokens/s)": statistics.median(values) for name, values in rates.items()},
+        ),
+    ]
+
+
+def _syncs() -> tuple[SyncReport, SyncReport]:
+    """A sync of everything, and one of adapters alone."""
+    enable_compiler()
+    layout = parallel.initialize(TrainerConfig())
+    from trainer.trainer import Trainer
+
+    runner, spec = asyncio.Runner(), NUMERICS.rollout_spec
+    with tempfile.TemporaryDirectory() as folder:
+        model, served = Path(folder) / "model", Path(folder) / "served"
+        write_tiny_model(model, MODEL)
+        convert_checkpoint(model, served, spec)
+        trainer = Trainer(
+            model, TrainerConfig(), NUMERICS, layout, seed=0, total_steps=1, max_sequence_length=64, adapter=ADAPTER
+        )
+        engine = _engine(Path(folder), RolloutConfig(max_total_tokens=4096), ADAPTER)
+        endpoint, held = runner.run(engine.start(served)), HeldBase()
+
+        def sync(contents: Contents) -> SyncReport:
+            share = Share(TensorTransport(BUCKET_BYTES), spec, [endpoint], 0, contents=contents)
+
+            def send() -> list[Sent]:
+                return held.completed([send_share(trainer, share)], ADAPTER, contents)
+
+            _, report, problems = send_and_verify(send, spec, [endpoint], 0)
+            assert not problems, problems
+            return report
+
+        try:
+            sync("weights and adapters")  # compiles
+            sync("adapters")
+            return sync("weights and adapters"), sync("adapters")
+        finally:
+            runner.run(engine.stop())
+            runner.close()
+            parallel.shutdown()
+
+
+async def _rates() -> dict[str, list[float]]:
+    tokenizer = AutoTokenizer.from_pretrained(DEMO)
+    prompts = [Prompt(p, prompt_ids(tokenizer, p)) for p in load_problems(Source(PROBLEMS))]
+    sampling = SamplingParams(max_new_tokens=NEW_TOKENS, stop_token_ids=(tokenizer.eos_token_id,))
+    sides = {"with adapters": ADAPTER, "without": None}
+    rates: dict[str, list[float]] = {name: [] for name in sides}
+    with tempfile.TemporaryDirectory() as folder:
+        served = Path(folder) / "served"
+        convert_checkpoint(DEMO, served, NUMERICS.rollout_spec)
+        engines = {name: _engine(Path(folder), RolloutConfig(), adapter) for name, adapter in sides.items()}
+        try:
+            for engine in engines.values():
+                await engine.start(served)
+            for index in range(WARMUP + ROUNDS):
+                chosen = prompts[index * PROMPTS : (index + 1) * PROMPTS]
+                for name, engine in engines.items():
+                    await engine.flush()
+                    start = time.perf_counter()
+                    answers = await engine.generate(to_groups(chosen, GROUP, run_seed=0, step=index), sampling)
+                    if index >= WARMUP:
+                        tokens = sum(len(answer.token_ids) for answer in answers)
+                        rates[name].append(tokens / (time.perf_counter() - start))
+        finally:
+            for engine in engines.values():
+                await engine.stop()
+    return rates
+
+
+def _engine(folder: Path, config: RolloutConfig, adapter: AdapterConfig | None) -> Engine:
+    plugin = {"numerics": NUMERICS.to_dict(), "adapter": adapter and adapter.model_dump(mode="json")}
+    log = folder / f"engine_{'without' if adapter is None else 'with'}.log"
+    return Engine(config, log, plugin, expected_report(NUMERICS, adapter))
