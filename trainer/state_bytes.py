@@ -8,11 +8,12 @@ another, each sharded over the ranks that hold the same.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Literal
 
 from models.shape import Shape, WeightGroup, overlap
+from models.tensors import TensorRow
 from numerics.config import NumericsConfig
 from numerics.quantize import scale_shape
 from numerics.spec import QuantSpec, TensorSpec
@@ -64,17 +65,30 @@ def storage_on(numerics: NumericsConfig, cuda: bool, transformer_engine: bool) -
 
 
 def state_bytes(
-    shape: Shape, config: TrainerConfig, numerics: NumericsConfig, storage: Storage, rank: int = 0
+    shape: Shape,
+    config: TrainerConfig,
+    numerics: NumericsConfig,
+    storage: Storage,
+    rank: int = 0,
+    adapters: Sequence[TensorRow] = (),
 ) -> dict[str, StateBytes]:
     """What one rank holds of `dense` weights (replicated ones among them) and of `experts`, in training.
 
+    adapters: the rows of the table that are trained in place of all weights, of which then only
+        what the forward reads is held.
     Exact where every parameter's size is a multiple of 64 elements.
     """
     at, memory = Layout.of(rank, config), config.optimizer
     gpu = storage != "torch"  # where there is none, the host's memory is all there is
     moment_bytes = None if gpu and memory.offload else BF16 if gpu and memory.moments == "bf16" else FP32
     found = {"dense": StateBytes(), "experts": StateBytes()}
-    for buffer in buffers(shape, config, numerics.trainer_spec, storage, at.pp_rank):
+    trained = list(buffers(shape, config, numerics.trainer_spec, storage, at.pp_rank))
+    if adapters:
+        for buffer in trained:
+            frozen = StateBytes(parameters=buffer.elements * BF16 + buffer.scales, operands=buffer.operands)
+            found["experts" if buffer.experts else "dense"] += frozen
+        trained = list(_of_adapters(adapters, shape, config, at.pp_rank))
+    for buffer in trained:
         ranks, replica = (at.expert_dp_size, at.expert_dp_rank) if buffer.experts else (at.dp_size, at.dp_rank)
         found["experts" if buffer.experts else "dense"] += _held(buffer, ranks, replica, moment_bytes)
     return found
@@ -115,6 +129,22 @@ def buffers(shape: Shape, config: TrainerConfig, spec: QuantSpec, storage: Stora
     for each in held:
         if each.apart:
             yield Buffer(False, each.elements)
+
+
+def _of_adapters(rows: Sequence[TensorRow], shape: Shape, config: TrainerConfig, stage: int) -> Iterator[Buffer]:
+    """The buffers of adapters on a rank of a stage: those that experts have of their own are in another."""
+    layers = layers_of_stage(shape.sizes.layers, config.pp, stage)
+    sizes: dict[tuple[bool, str], int] = {}
+    for row in rows:
+        if row.layer in layers:
+            parameter = row.megatron.parameter.rstrip("0123456789")  # experts are stacked
+            parts = config.ep if row.expert is not None else config.tp if row.engine.split is not None else 1
+            key = row.expert is not None, parameter
+            sizes[key] = sizes.get(key, 0) + math.prod(row.shape) // parts
+    for experts in (False, True):
+        own = [-(-size // _PARAMETER) * _PARAMETER for (of_experts, _), size in sizes.items() if of_experts is experts]
+        if own:
+            yield Buffer(experts, sum(own))
 
 
 def layers_of_stage(layers: int, stages: int, stage: int) -> range:

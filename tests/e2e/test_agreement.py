@@ -42,6 +42,8 @@ EXACT = {
     "moe-both-tp2": BOTH_TWO_RANKS,
     "moe-adapters-both-tp2": replace(BOTH_TWO_RANKS, adapter=SEPARATE),
     "moe-adapters": Setup("moe", adapter=SEPARATE),
+    "moe-adapters-ep2": Setup("moe", layout=(("ep", 2), ("dp", 2)), adapter=SEPARATE),
+    "moe-adapters-pp3-recomputing": Setup("moe", layout=(("pp", 3), ("recompute", "layer")), adapter=SEPARATE),
     "moe-tp2": TWO_RANKS,
     "moe-merged-tp2": replace(TWO_RANKS, adapter=MERGED),
     "dense-engine-tp2-ironwood": Setup("dense", preset="ironwood", k_splits=2, engine_tp=2),

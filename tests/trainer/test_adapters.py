@@ -198,3 +198,14 @@ def test_a_merged_update_survives_as_far_as_it_is_larger_than_the_steps_of_the_g
         found.append(trainer.update_survival())
     assert 1.0 > found[0] > 0.99 > found[1] > found[2] + 0.2 > 0.2
     assert make_trainer(moe_path, "bf16", adapter=AdapterConfig(mode="merged")).update_survival() is None
+
+
+@pytest.mark.parametrize("mode", ["merged", "separate"])
+def test_a_gate_may_turn_to_bf16_with_adapters(mode: str, moe_path: Path, make_trainer: MakeTrainer) -> None:
+    batch, config = random_batch(seed=0), AdapterConfig(mode=mode)
+    turned, plain = (make_trainer(moe_path, precision, adapter=config) for precision in ("fp8", "bf16"))
+    for trainer in (turned, plain):
+        spread(trainer)
+        trainer.score(batch)
+    turned.set_numerics(plain.numerics)
+    assert torch.equal(turned.score(batch)[1], plain.score(batch)[1])

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from models import read_shape
+from models.adapters import AdapterConfig
 from models.shape import Shape
 from numerics.config import NumericsConfig
 from numerics.spec import QuantSpec
@@ -104,6 +105,20 @@ def test_a_tied_embedding_is_held_by_the_first_and_by_the_last_stage() -> None:
     states = [total("qwen3_4b", rank=stage, pp=2) for stage in range(2)]
     assert sum(state.gradients for state in states) == 4 * (n.parameters + 151_936 * 2560)
     assert total("qwen3_4b").gradients == 4 * n.parameters
+
+
+@pytest.mark.parametrize("experts", ["per_expert", "shared"])
+def test_a_live_trainer_of_adapters_holds_them(experts: str, make_trainer: MakeTrainer, moe_path: Path) -> None:
+    config = AdapterConfig(rank=8, experts=experts, targets=("q_proj", "v_proj", "o_proj", "up_proj", "down_proj"))
+    trainer = make_trainer(moe_path, "fp8", adapter=config)
+    trainer.score(random_batch(rows=2, longest=8))
+    adapters = [row for row in trainer.definition.tensors.rows.values() if row.adapts]
+    states = state_bytes(read_shape(moe_path), trainer.config, EXACT, "torch", adapters=adapters).values()
+    held = bytes_held(trainer)
+    for name in ("parameters", "operands", "gradients", "masters", "moments"):
+        assert held[name] == sum(getattr(state, name) for state in states), name
+    full = sum(state_bytes(read_shape(moe_path), trainer.config, EXACT, "torch").values(), StateBytes())
+    assert sum(states, StateBytes()).total < 0.35 * full.total
 
 
 @pytest.mark.parametrize("kind", ["moe", "dense"])

@@ -133,6 +133,8 @@ def test_a_run_resumes_only_what_it_can(tmp_path: Path) -> None:
     ("key", "value", "said"),
     [
         ("numerics.preset", "fp8_block_fp32", "numerics: found 'spec digest .*as in the checkpoint of step 6"),
+        ("numerics.first_layers_bf16", 1, "numerics: found 'spec digest .*as in the checkpoint of step 6"),
+        ("adapter.rank", 8, "adapter: found .*'rank': 8.*, expected None, as in the checkpoint of step 6"),
         ("numerics.mode", "native", "numerics.mode: found 'native', expected 'exact'"),
         ("numerics.trainer", "bf16", "numerics.trainer: found 'bf16', expected 'fp8'"),
         ("numerics.rollout", "bf16", "numerics.rollout: found 'bf16', expected 'fp8'"),
