@@ -35,12 +35,16 @@ LONGEST = 32768
 
 @dataclass(frozen=True)
 class Served:
-    """A model and how it is to be computed. path: a Hugging Face directory in BF16. name: what clients call it."""
+    """A model and how it is to be computed. path: a Hugging Face directory in BF16. name: what clients call it.
+
+    adapter: a directory in PEFT's format that is merged into the weights.
+    """
 
     path: Path
     name: str
     numerics: NumericsConfig
     rollout: RolloutConfig
+    adapter: Path | None = None
 
 
 def read_served(subject: Path, mode: Mode, preset: str) -> Served:
@@ -59,6 +63,10 @@ def read_served(subject: Path, mode: Mode, preset: str) -> Served:
         section = NumericsSection.model_validate({"mode": mode, "preset": preset, "trainer": side, "rollout": side})
         rollout = RolloutConfig(context_length=min(sizes.max_positions, LONGEST))
         return Served(subject, files.name, section.config(tp=1), rollout)
+    if files.adapter.is_dir() and not files.model.is_dir():
+        experiment, name = read_resolved(files.experiment), files.name
+        base = Path(experiment.model.path)
+        return Served(base, name, experiment.numerics_config(), experiment.rollout, files.adapter)
     if not files.model.is_dir():
         raise user_error(
             "RUN|MODEL",
@@ -114,7 +122,7 @@ def serve(
     config = served.rollout.model_copy(update={"port": port})
     with tempfile.TemporaryDirectory(prefix="fp8rl-serve-") as folder:
         checkpoint = Path(folder) / "served"
-        convert_checkpoint(served.path, checkpoint, served.numerics.rollout_spec)
+        convert_checkpoint(served.path, checkpoint, served.numerics.rollout_spec, adapter=served.adapter)
         plugin = {"numerics": served.numerics.to_dict()}
         server = SGLangServer.start(
             checkpoint, config, log_path=log, plugin=plugin, served_name=served.name, host=host, api_key=api_key

@@ -13,7 +13,7 @@ from pydantic import Field
 
 from models.tensors import Location, TensorRow
 from numerics.errors import user_error
-from numerics.io.section import Section
+from numerics.io.section import Section, SpecPath
 
 WEIGHT = "weight"
 WITHOUT = frozenset({"q_a_proj", "kv_a_proj", "kv_b_proj"})
@@ -36,6 +36,10 @@ class AdapterConfig(Section):
     mode: Literal["separate", "merged"] = "separate"
     """`separate`: both sides add the adapter's product to that of the quantized weight, and a sync sends
     adapters alone. `merged`: an update is added to the weight before it is quantized, and a sync sends weights."""
+
+    start: SpecPath | None = None
+    """Directory of an adapter in PEFT's format, of the same model, rank, alpha and matrices, with which training
+    begins. Null: A is random and B zero."""
 
     @property
     def scale(self) -> float:

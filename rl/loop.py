@@ -67,7 +67,10 @@ def train(run: LiveRun) -> str:
         before = _record(run, metrics, clock, decision)
         if decision.verdict.stop:
             return decision.verdict.stop
-    trainer.export_hf(run.files.model)
+    if experiment.adapter is not None:
+        trainer.export_adapter(run.files.adapter)
+    if experiment.adapter is None or experiment.adapter.mode == "merged":
+        trainer.export_hf(run.files.model)
     return ""
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import SimpleNamespace
 
@@ -40,10 +40,13 @@ def attach(
     config: AdapterConfig,
     seed: int,
     stays: Callable[[str], bool] = lambda name: False,
+    start: Mapping[str, Tensor] | None = None,
 ) -> None:
     """Freeze a model, but for parameters that `stays` names, and put adapters beside its weights.
 
     Each A begins as `initial_a` says, each B as zeros, so that at first nothing is computed otherwise.
+
+    start: the tensors of adapters by name, with which they begin instead.
 
     Raises:
         UserError: a weight that is to have an adapter is in a module that computes none.
@@ -65,7 +68,7 @@ def attach(
                 expected="products by the shared ops",
                 remedy="Set numerics.mode=exact, or leave this matrix out of adapter.targets.",
             )
-        adapter = _made(held, names, weights, config, seed, model.config.sequence_parallel)
+        adapter = _made(held, names, weights, config, seed, model.config.sequence_parallel, start)
         module.register_parameter("lora_a", adapter.a)
         module.register_parameter("lora_b", adapter.b)
         module.adapter = adapter  # type: ignore[assignment]
@@ -85,7 +88,13 @@ def _ask_for_gradient(module: nn.Module, inputs: object, output: Tensor) -> Tens
 
 
 def _made(
-    held: nn.Parameter, names: Sequence[str], weights: HFWeights, config: AdapterConfig, seed: int, in_parts: bool
+    held: nn.Parameter,
+    names: Sequence[str],
+    weights: HFWeights,
+    config: AdapterConfig,
+    seed: int,
+    in_parts: bool,
+    start: Mapping[str, Tensor] | None,
 ) -> Adapter:
     """The adapter of a parameter.
 
@@ -111,8 +120,8 @@ def _made(
         return parameter
 
     return Adapter(
-        begin("a", 1, lambda row: initial_a(row.name, row.shape, seed)),
-        begin("b", 0, lambda row: torch.zeros(row.shape)),
+        begin("a", 1, lambda row: start[row.name] if start else initial_a(row.name, row.shape, seed)),
+        begin("b", 0, lambda row: start[row.name] if start else torch.zeros(row.shape)),
         config,
         len(adapted),
         _fused(held, names[0], weights, config, axis),

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from models.adapters import AdapterConfig
+from models.peft import START, read_adapter
 from models.tensors import TensorRow
 from numerics.backend.probe import allow_deepgemm, allow_short_tiles, row_variant_ops
 from numerics.config import NumericsConfig
@@ -78,7 +79,8 @@ class Trainer(Scorer):
             adapter=adapter,
         )
         if adapter is not None:
-            attach(self.model, self.weights, self.cache, adapter, seed, self._is_trained_whole)
+            start = read_adapter(Path(adapter.start), model_path, self.definition, START) if adapter.start else None
+            attach(self.model, self.weights, self.cache, adapter, seed, self._is_trained_whole, start)
             if config.recompute != "none":
                 keep_graph(self.model)
         check_wires(self.definition.sizes, config, numerics.trainer_spec)
@@ -166,6 +168,10 @@ class Trainer(Scorer):
     def export_hf(self, path: Path) -> None:
         """Write a Hugging Face directory with the current weights."""
         self.weights.write(self.model, path)
+
+    def export_adapter(self, path: Path) -> None:
+        """Write a directory in PEFT's format with the current adapters."""
+        self.weights.write_adapters(self.model, path)
 
     def save(self, path: Path, extra: dict[str, Any], texts: Mapping[str, str] | None = None) -> None:
         """Write a checkpoint, and wait for it."""

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from models import Model, read_model
+from models.peft import pair_of, read_adapter, read_config
 from models.stored import check_finite, stored_tensors
 from models.storing import INDEX, write_directory
 from numerics.io.reading import read_bytes
+from numerics.ops.low_rank import LowRank
+from numerics.ops.merged import merged
 from numerics.spec import QuantSpec
 from weight_sync.manifest import Recorder
 from weight_sync.quantized import served_tensors
 
+ADAPTER = "--adapter"
+"""What messages call an adapter that is merged."""
 _COPIED = ("*.json", "*.jinja", "*.txt", "*.model")
 
 
@@ -68,21 +73,42 @@ def _unquantized_modules(spec: QuantSpec, model: Model) -> list[str]:
     return list(dict.fromkeys(modules))
 
 
-def convert_checkpoint(source: Path, path: Path, spec: QuantSpec, recorder: Recorder | None = None) -> None:
+def convert_checkpoint(
+    source: Path, path: Path, spec: QuantSpec, recorder: Recorder | None = None, adapter: Path | None = None
+) -> None:
     """The weights of an HF directory, quantized by the spec, as a directory that an engine loads.
 
     Weights of another float format are rounded first to what the trainer holds them in. recorder: digests what is
-    written.
+    written. adapter: a directory in PEFT's format, which is added to the weights before they are quantized.
+
+    Raises:
+        UserError: the adapter is not one of this model; see :mod:`models.peft`.
     """
     model = read_model(source)
+    add = _merging(source, model, adapter) if adapter is not None else None
 
     def weights() -> Iterator[tuple[str, Tensor]]:
         for name, tensor in stored_tensors(source, model):
             check_finite(name, tensor)
-            yield name, tensor.to(model.tensors[name].served)
+            weight = tensor.to(model.tensors[name].served)
+            yield name, add(name, weight) if add is not None else weight
 
     tensors = served_tensors(weights(), spec, model)
     write_served_checkpoint(recorder.watch(tensors) if recorder else tensors, source, path, spec)
+
+
+def _merging(source: Path, model: Model, adapter: Path) -> Callable[[str, Tensor], Tensor]:
+    """What a weight is with its adapter, by its name."""
+    config = read_config(adapter, model, ADAPTER)
+    tensors = read_adapter(adapter, source, model.adapted(config), ADAPTER)
+
+    def add(name: str, weight: Tensor) -> Tensor:
+        if not config.adapts(row := model.tensors[name]):
+            return weight
+        a, b = (tensors[each].to(weight.dtype) for each in pair_of(row, config))
+        return merged(weight, LowRank(a, b, config.scale))
+
+    return add
 
 
 def _copy_description(source: Path, partial: Path, spec: QuantSpec) -> None:

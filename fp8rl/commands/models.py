@@ -53,7 +53,10 @@ def convert(
         Path, typer.Argument(metavar="MODEL", help="Hugging Face directory in BF16, or in FP8 by blocks.")
     ],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Directory to write, as an engine loads it.")],
-    preset: Annotated[str, typer.Option(help="Quantization preset.")] = "fp8_block_pow2",
+    preset: Annotated[str, typer.Option(help="Quantization preset; bf16 quantizes nothing.")] = "fp8_block_pow2",
+    adapter: Annotated[
+        Path | None, typer.Option(help="LoRA adapter in PEFT's format, e.g. runs/NAME/adapter, to merge before.")
+    ] = None,
 ) -> None:
     """Quantize a checkpoint with the project's one quantizer."""
     with user_errors():
@@ -80,5 +83,6 @@ def convert(
         if os.path.lexists(out):
             raise UserError(f"OUT: found {out}, expected a directory that does not exist yet. Choose another one.")
         with interruptible():
-            convert_checkpoint(model, out, quant_spec)
-        show(f"{out}: quantized as {preset}, quantization spec {quant_spec.digest()}", soft_wrap=True)
+            convert_checkpoint(model, out, quant_spec, adapter=adapter)
+        merged = f" with {adapter}" if adapter else ""
+        show(f"{out}: quantized{merged} as {preset}, quantization spec {quant_spec.digest()}", soft_wrap=True)

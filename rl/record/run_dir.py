@@ -37,7 +37,7 @@ class RunDir:
     def begun(self) -> bool:
         """Whether it got as far as a row of metrics, or left anything that took training."""
         rows = self.metrics.is_file() and self.metrics.stat().st_size > 0
-        return rows or bool(self.checkpoint_steps()) or self.model.exists()
+        return rows or bool(self.checkpoint_steps()) or self.model.exists() or self.adapter.exists()
 
     @property
     def report(self) -> Path:
@@ -51,6 +51,11 @@ class RunDir:
     def model(self) -> Path:
         """The trained model as a Hugging Face directory, once the run is through."""
         return self.path / "model"
+
+    @property
+    def adapter(self) -> Path:
+        """The trained adapters in PEFT's format, once a run that has some is through."""
+        return self.path / "adapter"
 
     @property
     def checkpoints(self) -> Path:

@@ -16,13 +16,14 @@ from torch import Tensor
 
 from models import Model
 from models.base import Base
+from models.peft import write_adapter
 from models.stored import check_finite, draft_tensors
 from models.storing import write_directory
 from models.tensors import TensorRow
 from numerics.errors import user_error
 from numerics.frozen import frozen_of
 from numerics.quantize import QuantizedTensor
-from numerics.ranks import exhaust, rank
+from numerics.ranks import all_gathered, exhaust, rank, together
 from numerics.spec import TensorSpec
 from numerics.weight_cache import WeightCache
 from trainer.distributed.layout import Layout
@@ -175,6 +176,12 @@ class HFWeights:
         files, and draft layers as they are."""
         drafts = draft_tensors(self._path, self._definition) if rank() == 0 else ()
         write_directory(Path(path).absolute(), chain(self._plain(self.share(model)), drafts), self._copy_description)
+
+    def write_adapters(self, model: GPTModel, path: Path) -> None:
+        """Write the adapters as a directory in PEFT's format."""
+        shares = all_gathered({name: tensor.cpu() for name, tensor in self._plain(self.adapters(model))})
+        tensors = {name: tensor for share in shares for name, tensor in share.items()}
+        together(lambda: write_adapter(path, tensors, self._definition, self._path) if rank() == 0 else None)
 
     def _copy_description(self, partial: Path) -> None:
         """What is beside the weights; config.json does not say any more that they are in FP8."""

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from models import Model, ModelSizes
+from models.peft import START, read_adapter
 from models.stored import check_stored
 from numerics.backend.implementation import capability_of, deepgemm_lacks
 from numerics.errors import user_error
@@ -52,7 +53,7 @@ def check(experiment: Experiment, say: Callable[[str], object] = lambda text: No
     check_wandb(experiment.tracking.recorded_wandb)
     model = read_model(path := Path(experiment.model.path))
     check_model_layout(model.sizes, experiment)
-    model.adapted(experiment.adapter)  # refuses what the model cannot have
+    adapted = model.adapted(experiment.adapter)  # refuses what the model cannot have
     lowered = lower(experiment.numerics_config(), has_transformer_engine())
     held_in_fp8 = bool(lowered.ddp.get("fp8_param_gather"))
     lower_optimizer(experiment.trainer.optimizer, held_in_fp8, torch.cuda.is_available(), has_transformer_engine())
@@ -62,6 +63,8 @@ def check(experiment: Experiment, say: Callable[[str], object] = lambda text: No
     tokenizer = read_tokenizer(path, model.sizes.vocab_size)
     check_data(experiment, tokenizer, say)
     check_stored(path, model, say=say)
+    if experiment.adapter is not None and experiment.adapter.start is not None:
+        read_adapter(Path(experiment.adapter.start), path, adapted, START)
     teacher = check_teacher(experiment, model.sizes, tokenizer)
     check_memory(model.shape, experiment, teacher)
     check_shared_memory(model.shape, experiment)

@@ -33,6 +33,9 @@ def finish(run: LiveRun, stopped: str = "") -> None:
         say(f"stopped: {stopped}", style="bold red")
         say(f"resume   fp8rl train {run.files.experiment} --resume")
     else:
-        say(f"model    {run.files.model}")
+        if run.files.adapter.is_dir():
+            say(f"adapter  {run.files.adapter}")
+        if run.files.model.is_dir():
+            say(f"model    {run.files.model}")
     if (summarized := leet(run.files, "inspect", "--summary")) is not None:
         say(f"wandb    {summarized}")

@@ -1,0 +1,190 @@
+"""Adapters in the format of PEFT, out and in: `adapter_config.json` and `adapter_model.safetensors`.
+
+Each matrix has its pair under its own name in the checkpoint, experts too: what PEFT wrote of a model whose experts
+are modules, and what it turns itself into stacked experts where transformers has them so (PEFT 0.19 and later).
+Adapters that a layer's experts share stand there once for each of them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, equal
+
+from models.adapters import WEIGHT, AdapterConfig, matrix
+from models.architecture import Model
+from models.stored import check_finite, stored_tensors
+from models.tensors import TensorRow
+from numerics.digest import tensor_digest
+from numerics.errors import UserError, user_error
+from numerics.io.files import new_directory
+from numerics.io.reading import read_json
+
+CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
+START = "adapter.start"
+"""Key of the spec that names such a directory."""
+BASE = "base_digest"
+"""Key of the tensors' metadata by which they name the weights that they were trained beside."""
+_PREFIX = "base_model.model."
+_PLAIN: dict[str, tuple[Any, ...]] = {
+    "use_dora": (None, False),
+    "use_rslora": (None, False),
+    "use_qalora": (None, False),
+    "alora_invocation_tokens": (None, []),
+    "fan_in_fan_out": (None, False),
+    "bias": (None, "none"),
+    "lora_bias": (None, False),
+    "modules_to_save": (None, []),
+    "trainable_token_indices": (None, [], {}),
+    "layer_replication": (None, []),
+    "rank_pattern": (None, {}),
+    "alpha_pattern": (None, {}),
+}
+"""Keys of adapter_config.json by which an adapter is more than scale * B A, and their values where it is not."""
+
+
+def pair_of(row: TensorRow, config: AdapterConfig) -> tuple[str, str]:
+    """The names of A and B beside a weight."""
+    name = row.name.removesuffix(f".{WEIGHT}")
+    if row.expert is not None and config.experts == "shared":
+        before, _, after = name.rpartition(f".{row.expert}.")
+        name = f"{before}.{after}"
+    return f"{name}.lora_A.{WEIGHT}", f"{name}.lora_B.{WEIGHT}"
+
+
+def base_digest(path: Path, model: Model) -> str:
+    """What the weights of a directory are, in 32 hex digits, as BF16 and whatever files they are in."""
+    found = {name: tensor_digest(held.to(model.tensors[name].served)) for name, held in stored_tensors(path, model)}
+    return hashlib.blake2b(json.dumps(found, sort_keys=True).encode(), digest_size=16).hexdigest()
+
+
+def write_adapter(path: Path, tensors: Mapping[str, Tensor], model: Model, base: Path) -> None:
+    """Write the adapters of a model as a directory, in place of what stood there.
+
+    tensors: by the names of the model's table. base: directory of the weights that they stand beside.
+    """
+    config = model.adapter
+    assert config is not None, "a model without adapters"
+    adapted = list(filter(config.adapts, _weights(model)))
+    described = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": str(base),
+        "r": config.rank,
+        "lora_alpha": config.alpha,
+        "lora_dropout": 0.0,
+        "target_modules": sorted({matrix(row) for row in adapted}),
+        "bias": "none",
+        "use_dora": False,
+        "use_rslora": False,
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+    }
+    written: dict[str, Tensor] = {}
+    for row in adapted:
+        for letter, name in zip("AB", pair_of(row, config), strict=True):
+            own = tensors[name].detach().cpu()
+            written[_key(row, letter)] = own.clone() if config.experts == "shared" else own.contiguous()
+    with new_directory(path) as partial:
+        save_file(written, partial / TENSORS, {"format": "pt", BASE: base_digest(base, model)})
+        (partial / CONFIG).write_text(json.dumps(described, indent=1))
+
+
+def read_config(path: Path, model: Model, key: str) -> AdapterConfig:
+    """What the adapters of a PEFT directory are: which matrices have one, how wide, and how much it counts.
+
+    Raises:
+        UserError: no such directory, another method than LoRA or a variant of it, or matrices that the model lacks.
+    """
+    described = read_json(path / CONFIG, key, "the adapter_config.json of PEFT")
+    if (kind := described.get("peft_type")) != "LORA":
+        raise _refusal(key, f"peft_type {kind!r} in {path / CONFIG}", "LORA", "Train a LoRA adapter.")
+    for name, plain in _PLAIN.items():
+        if (value := described.get(name)) not in plain:
+            remedy = "Merge it into its model with PEFT (merge_and_unload), and start from that model."
+            raise _refusal(key, f"{name}={value!r} in {path / CONFIG}", "plain LoRA, without it", remedy)
+    found = _adapted(path, model, key)
+    experts = any(row.expert is not None for row in found)
+    return AdapterConfig(
+        rank=described["r"],
+        alpha=described["lora_alpha"],
+        targets=tuple(dict.fromkeys(map(matrix, found))),
+        experts="per_expert" if experts else "none",
+    )
+
+
+def read_adapter(path: Path, base: Path, model: Model, key: str) -> dict[str, Tensor]:
+    """The tensors of a PEFT directory, by the names that the table of `model` has for its adapters.
+
+    base: directory of the weights that they are to stand beside.
+
+    Raises:
+        UserError: as `read_config` does; or the tensors are not those of the model's adapters, or of another base.
+    """
+    config = model.adapter
+    assert config is not None, "a model without adapters"
+    stored = read_config(path, model, key)
+    for name in ("rank", "alpha"):
+        if (found := getattr(stored, name)) != (expected := getattr(config, name)):
+            raise _refusal(key, f"{name} {found:g} in {path}", f"adapter.{name}={expected:g}", f"Set it to {found:g}.")
+    adapted = list(filter(config.adapts, _weights(model)))
+    if others := {row.name for row in _adapted(path, model, key)} ^ {row.name for row in adapted}:
+        remedy = f"Set adapter.targets to {', '.join(stored.targets)} and adapter.experts={stored.experts}."
+        raise _refusal(key, f"adapters of other matrices in {path}, e.g. {min(others)}", "those of the spec", remedy)
+    tensors: dict[str, Tensor] = {}
+    with safe_open(path / TENSORS, framework="pt") as file:
+        if (digest := (file.metadata() or {}).get(BASE)) is not None and digest != (ours := base_digest(base, model)):
+            found = f"{path}, trained beside weights with the digest {digest}"
+            remedy = "Give the model that they were trained beside."
+            raise _refusal(key, found, f"those of {base}, {ours}", remedy)
+        for row in adapted:
+            for letter, name in zip("AB", pair_of(row, config), strict=True):
+                tensor, shape = file.get_tensor(_key(row, letter)), model.tensors[name].shape
+                check_finite(_key(row, letter), tensor, key)
+                if tuple(tensor.shape) != shape:
+                    found = f"{_key(row, letter)} of shape {list(tensor.shape)}"
+                    raise _refusal(key, found, f"{list(shape)}", "Give an adapter of this model.")
+                if name in tensors and not equal(tensors[name], tensor):
+                    found = f"experts with adapters of their own in {path}, e.g. {_key(row, letter)}"
+                    raise _refusal(key, found, "one for all of a layer", "Set adapter.experts=per_expert.")
+                tensors[name] = tensor
+    return tensors
+
+
+def _adapted(path: Path, model: Model, key: str) -> list[TensorRow]:
+    """The weights that the tensors of a PEFT directory stand beside."""
+    try:
+        with safe_open(path / TENSORS, framework="pt") as file:
+            left = set(file.keys())
+    except (OSError, SafetensorError) as error:
+        expected = f"the {TENSORS} of PEFT"
+        raise _refusal(key, f"{path / TENSORS}: {error}", expected, "Restore the file.") from error
+    found = []
+    for row in _weights(model):
+        if (pair := {_key(row, "A"), _key(row, "B")}) <= left:
+            left -= pair
+            found.append(row)
+    if left or not found:
+        what = f"{path}: {min(left)}" if left else f"{path}: no tensors"
+        expected = f"pairs like {_key(next(_weights(model)), 'A')}, of products of attention, MLPs and experts"
+        remedy = "Give an adapter of this model whose target_modules are such products."
+        raise _refusal(key, what, expected, remedy)
+    return found
+
+
+def _weights(model: Model) -> Iterator[TensorRow]:
+    return (row for row in model.tensors.rows.values() if row.product and row.kind is not None and row.adapts is None)
+
+
+def _key(row: TensorRow, letter: str) -> str:
+    return f"{_PREFIX}{row.name.removesuffix(f'.{WEIGHT}')}.lora_{letter}.{WEIGHT}"
+
+
+def _refusal(key: str, found: str, expected: str, remedy: str) -> UserError:
+    return user_error(key, found=found, expected=expected, remedy=remedy)

@@ -1,0 +1,156 @@
+"""Adapters in PEFT's format: what we write is what PEFT computes, and what we read is what was written."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from models import read_model
+from models.adapters import AdapterConfig
+from models.peft import BASE, CONFIG, TENSORS, read_adapter, read_config
+from numerics.errors import UserError
+from numerics.spec import QuantSpec
+from tests.support.batches import random_batch
+from tests.support.models import write_model
+from tests.support.trainers import MakeTrainer
+from tests.trainer.test_adapters import spread
+from trainer.step.batch import TokenBatch
+from weight_sync.hf_checkpoint import convert_checkpoint
+
+
+@pytest.fixture(scope="module")
+def written(moe_path: Path, tmp_path_factory: pytest.TempPathFactory, make_trainer: MakeTrainer) -> Path:
+    """An adapter whose B is not zero, as a trainer writes it."""
+    trainer = make_trainer(moe_path, "bf16", adapter=AdapterConfig(rank=4))
+    spread(trainer)
+    trainer.export_adapter(path := tmp_path_factory.mktemp("peft") / "adapter")
+    return path
+
+
+@pytest.mark.parametrize("experts", ["per_expert", "shared"])
+def test_peft_computes_what_the_trainer_does_in_fp32(
+    experts: str, moe_path: Path, tmp_path: Path, make_trainer: MakeTrainer
+) -> None:
+    peft = pytest.importorskip("peft", reason="needs peft and accelerate, which nothing else here does")
+    from transformers import AutoModelForCausalLM
+
+    trainer = make_trainer(moe_path, "bf16", torch.float32, adapter=AdapterConfig(rank=4, experts=experts))
+    batch = random_batch(seed=0)
+    before = scored(trainer, batch)
+    spread(trainer, 0.1)
+    trainer.export_adapter(tmp_path / "adapter")
+    plain = AutoModelForCausalLM.from_pretrained(moe_path, dtype=torch.float32).eval()
+    adapted = peft.PeftModel.from_pretrained(plain, tmp_path / "adapter").eval()
+    ours = scored(trainer, batch)
+    assert (ours - before).abs().mean() > 1
+    assert (ours - by_transformers(adapted, batch)).abs().max() < 1e-4
+
+
+def scored(trainer: Any, batch: TokenBatch) -> Tensor:
+    """The log-probabilities of a batch's targets, one after the other."""
+    rows, logprobs = trainer.score(batch)
+    found = torch.empty_like(logprobs)
+    found[rows] = logprobs
+    return found[batch.loss_mask]
+
+
+@torch.no_grad()
+def by_transformers(model: Any, batch: TokenBatch) -> Tensor:
+    """The same by a model of transformers. The padding behind a row changes nothing before it."""
+    logprobs = model(input_ids=batch.tokens).logits[:, :-1].log_softmax(-1)
+    return logprobs.gather(-1, batch.tokens[:, 1:, None])[..., 0][batch.loss_mask[:, 1:]]
+
+
+def test_a_run_begins_with_what_another_has_written(
+    written: Path, moe_path: Path, make_trainer: MakeTrainer, tmp_path: Path
+) -> None:
+    again = make_trainer(moe_path, "bf16", adapter=AdapterConfig(rank=4, start=str(written)))
+    again.export_adapter(tmp_path / "again")
+    first, second = (load_file(path / TENSORS) for path in (written, tmp_path / "again"))
+    assert first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+    assert (tmp_path / "again" / CONFIG).read_bytes() == (written / CONFIG).read_bytes()
+
+
+def test_a_merged_checkpoint_is_the_sum_and_is_quantized_like_any(
+    written: Path, moe_path: Path, tmp_path: Path, make_trainer: MakeTrainer
+) -> None:
+    convert_checkpoint(moe_path, tmp_path / "bf16", QuantSpec.preset("bf16"), adapter=written)
+    convert_checkpoint(moe_path, tmp_path / "fp8", QuantSpec.preset("fp8_block_pow2"), adapter=written)
+    convert_checkpoint(tmp_path / "bf16", tmp_path / "after", QuantSpec.preset("fp8_block_pow2"))
+    name = "model.layers.1.mlp.experts.5.up_proj"
+    adapter, base, merged = (
+        load_file(file)
+        for file in (written / TENSORS, *(each / "model.safetensors" for each in (moe_path, tmp_path / "bf16")))
+    )
+    a, b = (adapter[f"base_model.model.{name}.lora_{letter}.weight"].double() for letter in "AB")
+    expected = (base[f"{name}.weight"].double() + 8.0 * b @ a).float().bfloat16()
+    assert (merged[f"{name}.weight"] != expected).sum() <= 2  # sums of another order
+    assert not torch.equal(merged[f"{name}.weight"], base[f"{name}.weight"])
+    assert torch.equal(merged["lm_head.weight"], base["lm_head.weight"])
+    direct, later = (load_file(tmp_path / each / "model.safetensors") for each in ("fp8", "after"))
+    assert direct.keys() == later.keys()
+    assert all(torch.equal(direct[each].view(torch.uint8), later[each].view(torch.uint8)) for each in direct)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"use_dora": True}, "use_dora=True"),
+        ({"rank_pattern": {"q_proj": 8}}, "rank_pattern"),
+        ({"peft_type": "IA3"}, "peft_type 'IA3'"),
+        ({"r": 8}, "rank 8"),
+        ("unknown", "score.lora_A.weight"),
+        ("base", "digest"),
+        ("shared", "experts with adapters of their own"),
+    ],
+)
+def test_what_is_no_adapter_of_this_model_is_refused(
+    change: dict[str, Any] | str, message: str, written: Path, moe_path: Path, tmp_path: Path
+) -> None:
+    adapter = tmp_path / "adapter"
+    shutil.copytree(written, adapter)
+    described, experts = json.loads((adapter / CONFIG).read_text()), "per_expert"
+    if isinstance(change, dict):
+        (adapter / CONFIG).write_text(json.dumps(described | change))
+    elif change == "unknown":
+        tensors = load_file(adapter / TENSORS) | {"base_model.model.score.lora_A.weight": torch.zeros(4, 256)}
+        save_file(tensors, adapter / TENSORS)
+    elif change == "base":
+        save_file(load_file(adapter / TENSORS), adapter / TENSORS, {BASE: "0" * 32})
+    else:
+        experts = change
+    model = read_model(moe_path).adapted(AdapterConfig(rank=4, experts=experts))
+    with pytest.raises(UserError, match=message):
+        read_adapter(adapter, moe_path, model, "adapter.start")
+
+
+def test_what_peft_wrote_itself_of_a_dense_model_is_read(tmp_path: Path) -> None:
+    """Files as PEFT leaves them: without our metadata, with keys that we do not write."""
+    path = write_model(tmp_path / "model", moe=False)
+    model = read_model(path)
+    targets = ("q_proj", "v_proj")
+    rows = [row for row in model.tensors.rows.values() if row.name.split(".")[-2] in targets]
+    prefix = "base_model.model."
+    tensors = {}
+    for row in rows:
+        name = prefix + row.name.removesuffix(".weight")
+        tensors[f"{name}.lora_A.weight"] = torch.randn(8, row.shape[1])
+        tensors[f"{name}.lora_B.weight"] = torch.randn(row.shape[0], 8)
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    save_file(tensors, adapter / TENSORS)
+    plain = {"alpha_pattern": {}, "bias": "none", "corda_config": None, "layers_to_transform": None}
+    described = plain | {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": ["v_proj", "q_proj"]}
+    (adapter / CONFIG).write_text(json.dumps(described))
+    config = read_config(adapter, model, "adapter.start")
+    assert (config.rank, config.alpha, set(config.targets), config.experts) == (8, 16.0, set(targets), "none")
+    found = read_adapter(adapter, path, model.adapted(config), "adapter.start")
+    assert {prefix + name for name in found} == tensors.keys()
+    assert all(torch.equal(found[name.removeprefix(prefix)], tensor) for name, tensor in tensors.items())
