@@ -89,7 +89,7 @@ class Base:
 
     @functools.cached_property
     def tensors(self) -> Mapping[str, Tensor]:
-        """By their names in the checkpoint, a quantized one beside its scales."""
+        """The tensors by their names in the checkpoint, a quantized one beside its scales."""
         return dict(self._tensors())
 
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:

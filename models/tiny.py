@@ -50,8 +50,8 @@ ROPE_THETA = 10000.0
 
 Family = Literal["qwen3", "qwen2", "olmoe", "glm4_moe", "deepseek_v3", "glm4_moe_lite"]
 Q_RANK, KV_RANK, ROPE_DIM = 128, 256, 64
-"""Of a tiny model's latent attention. A latent and its rotated key must not be as wide as a head's key: SGLang's own
-attention on a CPU then reads the one for the other."""
+"""Widths of a tiny model's latent attention. A latent and its rotated key must not be as wide as a head's key: SGLang's
+own attention on a CPU then reads the one for the other."""
 YARN = {"rope_type": "yarn", "factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0}
 
 
@@ -79,7 +79,7 @@ class TinyModel:
     has DeepSeek-V3, with latent attention, in which `head_dim` is the part of a head that is not rotated and the width
     of a value; GLM-4.7-Flash, `glm4_moe_lite`, is one with other widths."""
     groups: int = 4
-    """Of the experts of a sigmoid router, of which a token may go to half; 1 as in Kimi-K2."""
+    """Groups of a sigmoid router's experts, of which a token may go to half; 1 as in Kimi-K2."""
     q_rank: int = Q_RANK
     """The narrow row of DeepSeek-V3's queries; 0: none, as in Moonlight."""
     yarn: bool = False

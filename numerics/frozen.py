@@ -73,11 +73,11 @@ class Frozen:
         return len(self.held.data)
 
     def __iter__(self) -> Iterator[Frozen]:
-        """Of a stack, the operand of each."""
+        """The operand of each matrix of a stack."""
         return (self[index] for index in range(len(self)))
 
     def __getitem__(self, index: int | slice) -> Frozen:
-        """Of a stack, the operand of one, or of a part."""
+        """The operand of one matrix of a stack, or of a part of it."""
         held = QuantizedTensor(self.held.data[index], self.held.scale_inv[index], self.held.spec)
         return dataclasses.replace(self, held=held)
 

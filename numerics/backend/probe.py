@@ -243,7 +243,7 @@ def _forms(random: Callable[..., Tensor], spec: QuantSpec) -> dict[str, tuple[Te
 
 
 def _adapter(random: Callable[..., Tensor], experts: tuple[int, ...], n: int, k: int) -> LowRank:
-    """Of a product that fuses two matrices, whose rows take turns."""
+    """An adapter of a product that fuses two matrices, whose rows take turns."""
     rows, rank = torch.arange(n), 8
     fused = Fused.of(rows, rows // 64 % 2, n, 2, rank)
     a, b = random(*experts, 2 * rank, k) / 16, random(*experts, n, rank)

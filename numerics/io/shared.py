@@ -51,7 +51,7 @@ class HostMemory:
         os.ftruncate(self._file, size)
 
     def address(self) -> str:
-        """For processes of the same user."""
+        """The path by which processes of the same user map it."""
         return f"/proc/{os.getpid()}/fd/{self._file}"
 
     def seal(self) -> None:

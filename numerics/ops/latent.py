@@ -58,7 +58,7 @@ def paged_latent_attention(
 
 @op
 def head_linear(x: Tensor, weight: Tensor, operand: Any, first: int, count: int, transposed: bool = False) -> Tensor:
-    """For each head a product with W [count, R]: the rows from `first` on of its equal part of weight [heads * M, R].
+    """Each head's product with W [count, R]: the rows from `first` on of its equal part of weight [heads * M, R].
 
     x [T, heads, R] -> [T, heads, count], x W^T of each head; transposed: x [T, heads, count] -> [T, heads, R], x W.
     Summed in FP32, rounded once to x's dtype. weight receives the gradient; operand: its `weight_operand`, where it is

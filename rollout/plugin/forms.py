@@ -144,7 +144,7 @@ def _latent_down(engine: Probed, module: Any, x: Tensor) -> tuple[Tensor, ...]:
 
 
 def _latent_attention(engine: Probed, module: Any, q: Tensor, kv_row: Tensor) -> tuple[Tensor, ...]:
-    """Of whole sequences, whose rows lie in slots of their own; before the product behind it."""
+    """The attention of whole sequences, whose rows lie in slots of their own; before the product behind it."""
     if state().numerics.mode != "exact":
         raise NotImplementedError(
             "SGLang's own latent attention runs on the batches of its scheduler only: found native mode, expected "

@@ -75,7 +75,7 @@ def refused(spec: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..
         ("rollout.temperatur=1.0", ["rollout.temperatur", "1.0", "Did you mean rollout.temperature?"]),
         ("trainer.lr=-1", ["trainer.lr: found -1", "greater than", "trainer.lr=VALUE"]),
         ("run.steps=many", ["run.steps: found 'many'", "integer"]),
-        ("rollout.top_p=0", ["rollout.top_p: found 0", "greater than 0", "Set"]),
+        ("rollout.top_p=0", ["rollout.top_p: found 0", "greater than 0", "rollout.top_p=VALUE"]),
         ("rollout.top_k=-3", ["rollout.top_k: found -3", "-1"]),
         ("rollout.max_total_tokens=100000000000", ["rollout.max_total_tokens: found 100000000000", "GiB", "Set"]),
         ("model.path=/nowhere", ["model.path", "/nowhere", "expected"]),
@@ -117,13 +117,6 @@ def test_models_that_cannot_be_trained(refused: Callable[..., str], model: Path,
     (other / "config.json").write_text(json.dumps({**config, "moe_intermediate_size": 96}))
     message = refused(f"model.path={other}")
     assert "96" in message and "128" in message and "moe_intermediate_size" in message
-
-
-def test_an_fp8_checkpoint_is_not_trained(refused: Callable[..., str], model: Path, tmp_path: Path) -> None:
-    quantized = tmp_path / "fp8"
-    assert CliRunner().invoke(app, ["convert", str(model), str(quantized)]).exit_code == 0
-    message = refused(f"model.path={quantized}")
-    assert "quantization_config" in message and "BF16 checkpoint" in message
 
 
 def test_models_that_cannot_be_converted(model: Path, tmp_path: Path) -> None:

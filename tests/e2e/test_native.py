@@ -20,7 +20,6 @@ from numerics.config import NumericsConfig
 from numerics.holdings import Holding
 from rl.run.feed.batching import batch_from_trajectories
 from rl.run.feed.feed import to_groups
-from rollout.config import RolloutConfig
 from rollout.data.tasks import Problem
 from rollout.engine import Engine
 from rollout.protocol import EngineReport
@@ -82,15 +81,15 @@ def sides(rig: Rig, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sides]
         rig.run(stop())
 
 
-def test_only_the_draw_and_the_fp8_products_are_hooked(rig: Rig, sides: Sides) -> None:
+def test_only_the_draw_the_fp8_products_and_a_rotation_are_hooked(rig: Rig, sides: Sides) -> None:
     hooks = {name: ops_hooked(rig.run(engine.report())) for name, engine in sides.engines.items()}
-    draw = "layers.sampler.Sampler._sample_from_probs"
-    assert hooks["bf16"] == [draw]
+    draw, rotation = "layers.sampler.Sampler._sample_from_probs", "layers.rotary_embedding.factory.get_rope_cpu"
+    assert hooks["bf16"] == [rotation, draw]
     assert hooks["fp8"] == [
         f"{PRODUCTS}Fp8{kind}Method.{method}"
         for kind in ("Linear", "MoE")
         for method in ("apply", "process_weights_after_loading_block_quant")
-    ] + [draw]
+    ] + [rotation, draw]
 
 
 @pytest.mark.parametrize("rollout", ["bf16", "fp8"])
@@ -138,7 +137,7 @@ def test_the_engine_restricts_its_draws_as_the_spec_says(
     rig: Rig, sides: Sides, only_the_best: dict[str, float]
 ) -> None:
     def first_logprobs(temperature: float, **spec: float) -> torch.Tensor:
-        sampling = RolloutConfig(max_new_tokens=1, **spec).sampling(temperature, ())  # type: ignore[arg-type]
+        sampling = SamplingParams(max_new_tokens=1, temperature=temperature, **spec)  # type: ignore[arg-type]
         prompts = [Prompt(Problem("", ""), [number, *range(20, 40)]) for number in range(6, 38)]
         groups = to_groups(prompts, 1, run_seed=0, step=1)
         answers = rig.run(sides.engines["bf16"].generate(groups, sampling))

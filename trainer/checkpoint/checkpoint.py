@@ -176,7 +176,7 @@ def _state(parts: Parts, step: int, extra: Mapping[str, Any], loading: bool) -> 
 
 
 def _changed(part: Trained, state: dict[str, Any]) -> dict[str, Any]:
-    """Of a model's state by name, what training changes."""
+    """What training changes of a model's state, by name."""
     if part.adapter is None:
         return state
     trained = {name for name, parameter in part.model.named_parameters() if parameter.requires_grad}

@@ -26,7 +26,7 @@ Fields = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class LatentModules:
-    """Of Megatron's MLASelfAttention: what stands in its place, the class of its narrow products, and its core."""
+    """What stands in the place of Megatron's MLASelfAttention, the class of its narrow products, and its core."""
 
     attention: ModuleSpec
     narrow: type[nn.Module]
@@ -114,7 +114,7 @@ def attention(layer: Layer) -> Fields:
 
 
 def _latent_attention(modules: LayerModules) -> ModuleSpec:
-    """With the norms of both narrow rows inside the products out of them."""
+    """Latent attention with the norms of both narrow rows inside the products out of them."""
     latent = modules.latent
     return ModuleSpec(
         module=latent.attention.module,

@@ -72,7 +72,7 @@ def _rope(call: Call) -> tuple[Tensor, ...]:
 
 
 def _latent_down(call: Call) -> tuple[Tensor, ...]:
-    """Of the attention, whose narrow products are taken again."""
+    """The narrow rows of an attention, whose products are taken again."""
     module, (x, *_), _ = call
     return tuple(_rows(linear(x)[0]) for linear in (module.linear_q_down_proj, module.linear_kv_down_proj))
 

@@ -36,8 +36,8 @@ class TableBridge(Bridge):
         return names
 
     def _weight_name_mapping_mcore_local_to_global(self, model: Any, consider_ep: bool = True) -> dict[str, str]:
-        """Of a model whose parameters go by their names in the whole one (`HFWeights.load`): mbridge asks for layouts
-        by a rank's own names, which in another pipeline stage may be those of another kind of layer."""
+        """A parameter's name in the whole model, by which it goes here already (`HFWeights.load`): mbridge asks for
+        layouts by a rank's own names, which in another pipeline stage may be those of another kind of layer."""
         return {name: name for name in model.state_dict()}
 
     def _build_config(self) -> TransformerConfig:

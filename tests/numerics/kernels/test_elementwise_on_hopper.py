@@ -70,5 +70,5 @@ def test_power_of_two_scales_take_no_division(kernels):
 
 def test_log_probabilities_take_no_division_for_each_logit(kernels):
     """One for the temperature, and one for the entropy."""
-    forward, backward = kernels[-4:-2]
+    forward, backward = kernels[-5:-3]
     assert (forward["divisions"], backward["divisions"]) == (2, 1)

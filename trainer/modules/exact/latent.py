@@ -17,7 +17,7 @@ from trainer.modules.precision import LayerPrecision
 
 
 class NarrowLinear(latent.NarrowLinear):
-    """With the shared product."""
+    """A narrow product by the shared definition."""
 
     def plain(self, x: Tensor) -> Tensor:
         return ops.linear(x, self.weight)
