@@ -30,6 +30,7 @@ from rollout.types import LOOPBACK, NO_WEIGHTS, Endpoint
 
 GRACE_S = 4.0
 """Time for an orderly exit before the remaining processes are killed."""
+_KILLED_S = 60.0  # a busy machine takes its time to free an engine's memory
 _FIRST_PORT = 16000
 
 
@@ -166,12 +167,12 @@ class SGLangServer:
                 process.kill()
             except psutil.NoSuchProcess:
                 pass
-        survivors = self._wait_until_gone(5.0)
+        survivors = self._wait_until_gone(_KILLED_S)
         remove_queues(self._pids)
         remove_scratch(self._scratch)
         if survivors:
             raise EngineError(f"engine processes {[p.pid for p in survivors]} survived SIGKILL. End them by hand.")
-        self._process.wait(5.0)
+        self._process.wait(_KILLED_S)
 
     def _wait_until_gone(self, timeout_s: float) -> list[psutil.Process]:
         """Wait for the end of all processes; those that are left."""
