@@ -41,7 +41,9 @@ class Experts(TEGroupedMLP):
         stack, p = linear.weight, self.precision
         adapter = p.used(linear.adapter)
         low_rank = None if adapter is None or adapter.merges else adapter.low_rank
-        return ExpertWeights(p.plain(stack), p.group_operand(stack) if p.quantizes(kind) else None, low_rank)
+        if not p.quantizes(kind):
+            return ExpertWeights(p.plain(stack), None, low_rank)
+        return ExpertWeights(stack, p.group_operand(stack), low_rank)
 
     def _merges(self, linear: StackedWeights) -> bool:
         adapter = self.precision.used(linear.adapter)
