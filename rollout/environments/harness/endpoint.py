@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import secrets
 from collections.abc import Collection, Iterator
@@ -28,12 +29,16 @@ class Endpoint:
         self._tool_parser, self._override = tool_parser, override
         self._open: dict[str, tuple[Recording, SamplingParams, int]] = {}
         self._runner: web.AppRunner | None = None
+        self._opening = asyncio.Lock()
         self.url = ""
 
     async def open(self) -> None:
-        """Listen, if it does not yet."""
-        if self._runner is not None:
-            return
+        """Listen, if it does not yet. Conversations begin many at a time, and each waits until it does."""
+        async with self._opening:
+            if self._runner is None:
+                await self._listen()
+
+    async def _listen(self) -> None:
         app = web.Application(client_max_size=_MOST_BYTES)
         app.router.add_get("/v1/models", self._models)
         app.router.add_post("/v1/chat/completions", self._chat)

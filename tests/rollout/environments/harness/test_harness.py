@@ -216,6 +216,25 @@ def test_a_program_gets_nothing_but_its_own_conversation(tokenizer: Any) -> None
     played(tokenizer, agent, "3" + EOS)
 
 
+def test_conversations_that_begin_at_once_all_find_the_endpoint_open(tokenizer: Any) -> None:
+    found: list[str] = []
+
+    async def program(base_url: str, api_key: str, problem: Problem) -> None:
+        found.append(base_url)
+
+    async def run() -> None:
+        config = EnvironmentConfig.model_validate({"function": "harness", "harness": {"program": "x:y"}}).harness
+        assert config is not None
+        harness = Harness(config, program)
+        prompt, sampling = Prompt(Problem("?", "!"), [4]), SamplingParams(8)
+        begun = [Conversation(prompt, n, sampling, Model(tokenizer), tokenizer, 10.0) for n in range(8)]
+        await asyncio.gather(*(conversation.run(harness) for conversation in begun))
+        await harness.close()
+
+    asyncio.run(run())
+    assert len(found) == 8 and len(set(found)) == 1 and found[0].startswith("http://127.0.0.1:")
+
+
 def test_requests_without_end_are_refused_and_settings_that_are_overridden_are_not_heard(tokenizer: Any) -> None:
     async def agent(client: openai.AsyncOpenAI) -> None:
         await say(client, [USER], temperature=0.1)
