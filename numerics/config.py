@@ -61,12 +61,18 @@ class NumericsConfig:
                 "mode; a scale that tokens share would make a token's logprob depend on its batch. Change activation, "
                 "give it a static range (activation.fixed), or set numerics.mode to native"
             )
-        if self.rollout_spec.quantized and (weight.format, weight.granularity) != ("e4m3", "block"):
+        if self.rollout_spec.quantized and not weight.mx and (weight.format, weight.granularity) != ("e4m3", "block"):
             raise UserError(
                 f"weight: found {weight.format} in {weight.granularity} granularity, expected e4m3 in block "
-                "granularity: that is how the engine holds FP8 weights. Change weight, or set numerics.rollout to bf16"
+                "granularity, or that of the preset mxfp8: so the engine holds FP8 weights. Change weight, or set "
+                "numerics.rollout to bf16"
             )
-        if self.rollout_spec.quantized and weight.scale == "e8m0":
+        if self.rollout_spec.quantized and weight.mx and self.mode == "native":
+            raise UserError(
+                "numerics.mode: found 'native' with MXFP8 weights in the engine, expected exact, whose products are "
+                "ours. Set numerics.mode to exact, or set numerics.rollout to bf16"
+            )
+        if self.rollout_spec.quantized and not weight.mx and weight.scale == "e8m0":
             raise UserError(
                 "weight.scale: found 'e8m0', expected pow2 or fp32; the engine holds scales in FP32. Change weight, or "
                 "set numerics.rollout to bf16"

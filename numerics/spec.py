@@ -108,6 +108,16 @@ class TensorSpec:
         """The narrowest dtype that holds a dequantized value exactly: BF16 for power-of-two scales, else FP32."""
         return torch.float32 if self.quantized and self.scale == "fp32" else torch.bfloat16
 
+    @property
+    def mx(self) -> bool:
+        """Whether this is OCP's MXFP8: 1 x 32 with E8M0 scales, without a static range."""
+        return self == _MX
+
+    @property
+    def block_rows(self) -> int:
+        """Rows of a weight that share scales: 1 for all but blocks."""
+        return self.group if self.granularity == "block" else 1
+
     def block_shape(self, rows: int, columns: int) -> tuple[int, int]:
         """(rows, columns) of one scale's block in a [rows, columns] matrix."""
         return {

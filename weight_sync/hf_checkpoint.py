@@ -53,7 +53,7 @@ def quantization_config(spec: QuantSpec, model: Model) -> dict[str, Any]:
         "quant_method": "fp8",
         "fmt": spec.weight.format,
         "activation_scheme": "dynamic",
-        "weight_block_size": [spec.weight.group, spec.weight.group],
+        "weight_block_size": [spec.weight.block_rows, spec.weight.group],
     }
     if spec.activation.scale == "pow2":
         config["scale_fmt"] = "ue8m0"

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-import torch
 from torch import Tensor
 
 from models import Model
-from models.tensors import SCALE_SUFFIX
+from models.tensors import SCALE_SUFFIX, SERVED_SCALES
 from numerics.errors import UserError
 from numerics.quantize import QuantizedTensor, check_quantizable, quantize_many, scale_shape
 from numerics.ranks import exhaust
@@ -42,7 +41,7 @@ def served_tensors(
             for name, weight in batch:
                 if name in quantized:
                     yield name, quantized[name].data
-                    yield name + SCALE_SUFFIX, quantized[name].scale_inv
+                    yield name + SCALE_SUFFIX, quantized[name].scale_inv.to(SERVED_SCALES)
                 elif isinstance(weight, QuantizedTensor):
                     yield name, weight.dequantize(rows[name].served)
                 else:
@@ -80,4 +79,4 @@ def _quantized(
 
 def _destination(weight: Tensor, spec: TensorSpec, allocate: Allocate) -> QuantizedTensor:
     data = allocate(weight.shape, spec.dtype, weight.device)
-    return QuantizedTensor(data, allocate(scale_shape(weight.shape, spec), torch.float32, weight.device), spec)
+    return QuantizedTensor(data, allocate(scale_shape(weight.shape, spec), SERVED_SCALES, weight.device), spec)

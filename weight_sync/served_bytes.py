@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 
 from models.shape import BF16_BYTES, Shape, WeightGroup
+from models.tensors import SERVED_SCALES
 from numerics.quantize import scale_shape
 from numerics.spec import QuantSpec
 
@@ -30,7 +31,7 @@ def weight_bytes(shape: Shape, weight: WeightGroup, spec: QuantSpec) -> int:
     if not quantized:
         return plain
     scales = sum(math.prod(scales) for scales in _scale_shapes(weight, spec))
-    return plain + quantized * (weight.size * spec.weight.dtype.itemsize + scales * spec.weight.scale_dtype.itemsize)
+    return plain + quantized * (weight.size * spec.weight.dtype.itemsize + scales * SERVED_SCALES.itemsize)
 
 
 def _scale_shapes(weight: WeightGroup, spec: QuantSpec) -> Iterator[tuple[int, ...]]:

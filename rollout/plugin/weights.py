@@ -237,7 +237,7 @@ class ServedWeights:
     def tensors(self, within: Set[Tensor] | None = None) -> Iterator[Served]:
         """What this rank has of the checkpoint, as it is held; within: in these parameters alone."""
         model, definition = self._loaded()
-        return hf_tensors(model, definition.tensors, self._spec.group, self.rank, within)
+        return hf_tensors(model, definition.tensors, self._spec.block_rows, self.rank, within)
 
     def operands(self) -> Iterator[tuple[str, list[Tensor]]]:
         """The engine's name of each FP8 parameter, and the tensors of which its operand is made."""
@@ -291,7 +291,8 @@ class ServedWeights:
         """Make the operands of these anew; they have no version yet."""
         for parameter, scale_inv in _quantized_parameters(self._loaded()[0]):
             if parameter in parameters:
-                quantized = QuantizedTensor(parameter.detach(), scale_inv.detach(), self._spec)
+                scales = scale_inv.detach().to(self._spec.scale_dtype)
+                quantized = QuantizedTensor(parameter.detach(), scales, self._spec)
                 self._operands[parameter] = Operand(self._operand_of(parameter, quantized), None)
                 self._made.add(parameter)
 

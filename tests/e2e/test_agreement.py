@@ -64,6 +64,7 @@ EXACT = {
         layout=(("ep", 2), ("dp", 2), ("recompute", "layer")),
         adapter=MERGED.model_copy(update={"experts": "shared"}),
     ),
+    "moe-mxfp8": Setup("moe", preset="mxfp8"),
     "moe": Setup("moe"),
     "qwen2-bf16-ends-tp2": Setup("qwen2", bf16_ends=1, k_splits=2, layout=(("tp", 2),)),
     "deepseek-bf16-ends-tp2-ep2": Setup(
@@ -79,6 +80,7 @@ EXACT = {
         layout=(("tp", 2), ("ep", 2), ("router_bias_rate", 0.01)),
         router_replay="record",
     ),
+    "glm-both-tp2": Setup("glm", bf16_ends=1, k_splits=2, layout=(("tp", 2),), router_replay="record", engine_tp=2),
 }
 CUTS = {
     "top-p": Truncation(top_p=0.9),
@@ -339,7 +341,10 @@ def served_tensors_of(setup: Setup) -> int:
         attention, vectors = (4, 3 + 4) if shape.family == "glm4_moe" else (5, 4)  # biases and norms
         dense, sparse = attention + 3, attention + 3 * shape.experts + 3
         fp8_layers = shape.layers - 2 * setup.bf16_ends
-        return dense + vectors + (shape.layers - 1) * (sparse + 2 + vectors) + fp8_layers * sparse + 3
+        whole = dense + vectors + (shape.layers - 1) * (sparse + 2 + vectors) + fp8_layers * sparse + 3
+        # Ranks of an engine have parts of GLM's attention with its biases, of the dense or shared MLP, and of both ends.
+        parts = shape.layers * (4 + 3 + 3) + fp8_layers * (4 + 3) + 2
+        return whole + (setup.engine_tp - 1) * parts
     matrices = 4 + 3 * (shape.experts if shape.moe else 1)
     router, vectors = int(shape.moe), 5 if shape.family == "qwen2" else 4  # norms and biases
     fp8_layers = shape.layers - 2 * setup.bf16_ends if setup.rollout == "fp8" else 0

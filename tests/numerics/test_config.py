@@ -11,13 +11,12 @@ from numerics.config import NumericsConfig
 from numerics.errors import UserError
 from numerics.spec import PRESETS, QuantSpec
 
-POW2 = QuantSpec.preset("fp8_block_pow2")
+POW2, MX = QuantSpec.preset("fp8_block_pow2"), QuantSpec.preset("mxfp8")
 
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_it_survives_json(preset: str) -> None:
-    rollout: Any = "bf16" if preset == "mxfp8" else "fp8"
-    numerics = NumericsConfig(spec=QuantSpec.preset(preset), trainer="fp8_forward", rollout=rollout, k_splits=2)
+    numerics = NumericsConfig(spec=QuantSpec.preset(preset), trainer="fp8_forward", k_splits=2)
     assert NumericsConfig.from_dict(json.loads(json.dumps(numerics.to_dict()))) == numerics
 
 
@@ -41,7 +40,8 @@ def test_each_side_runs_the_spec_or_bf16() -> None:
         ({"spec": POW2.override({"activation": {"granularity": "tensor"}})}, "activation.granularity: found 'tensor'"),
         ({"spec": POW2.override({"weight": {"granularity": "channel"}})}, "found e4m3 in channel granularity"),
         ({"spec": POW2.override({"weight": {"format": "e5m2"}})}, "found e5m2 in block granularity"),
-        ({"spec": QuantSpec.preset("mxfp8")}, "found e4m3 in token_group granularity"),
+        ({"spec": MX.override({"weight": {"group": 64}})}, "found e4m3 in token_group granularity"),
+        ({"spec": MX, "mode": "native"}, "found 'native' with MXFP8 weights in the engine, expected exact"),
         ({"spec": POW2.override({"weight": {"scale": "e8m0"}})}, "weight.scale: found 'e8m0', expected pow2 or fp32"),
         ({"spec": POW2.override({"scope": ["o_proj"]})}, r"scope: found \['o_proj'\]"),
     ],

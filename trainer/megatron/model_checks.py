@@ -177,13 +177,6 @@ def check_engine_layout(sizes: ModelSizes, tp: int, spec: QuantSpec, key: str = 
             expected="1 for a model whose norms of queries and keys are over all heads: SGLang does not share them",
             remedy=f"Set {key}=1, and rollout.engines to use more GPUs.",
         )
-    if tp > 1 and sizes.shared_size:
-        raise user_error(
-            key,
-            found=tp,
-            expected="1 for a model with shared experts: what its ranks add up of them is not exact yet",
-            remedy=f"Set {key}=1, and rollout.engines to use more GPUs.",
-        )
     if sizes.moe:
         _require_divisor(key, tp, "num_experts", sizes.experts)
 

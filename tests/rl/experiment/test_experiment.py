@@ -272,7 +272,7 @@ def test_keys_of_another_algorithm_are_refused():
         ("numerics", {"mode": "fast"}, "'exact' or 'native'"),
         ("numerics", {"weight": {"fixed": 0}}, "greater than 0"),
         ("numerics", {"gradient": {"rounding": "up"}}, "'nearest' or 'stochastic'"),
-        ("numerics", {"preset": "mxfp8"}, "set numerics.rollout to bf16"),
+        ("numerics", {"preset": "mxfp8", "mode": "native"}, "set numerics.rollout to bf16"),
         ("numerics", {"router_replay": "on"}, "'off', 'record' or 'replay'"),
         ("algorithm", {"name": "none"}, " or ".join(map(repr, sorted(ALGORITHMS)))),
         ("algorithm", {"name": "gsop"}, "Did you mean gspo? Set it in"),

@@ -97,5 +97,4 @@ def test_dense_first_layers_and_shared_experts() -> None:
     with pytest.raises(UserError, match=r"n_shared_experts / trainer.tp = 1408 / 2: found 704, expected a multiple"):
         check_layout(air, TrainerConfig(tp=2), first_in_bf16)
     wide = dataclasses.replace(air, ffn_size=1024, shared_size=1024, expert_size=1024)
-    with pytest.raises(UserError, match=r"rollout\.tp: found 2, expected 1 for a model with shared experts"):
-        check_engine_layout(wide, 2, SPEC)
+    check_engine_layout(wide, 2, SPEC)
