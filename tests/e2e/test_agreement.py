@@ -342,7 +342,7 @@ def served_tensors_of(setup: Setup) -> int:
         dense, sparse = attention + 3, attention + 3 * shape.experts + 3
         fp8_layers = shape.layers - 2 * setup.bf16_ends
         whole = dense + vectors + (shape.layers - 1) * (sparse + 2 + vectors) + fp8_layers * sparse + 3
-        # Ranks of an engine have parts of GLM's attention with its biases, of the dense or shared MLP, and of both ends.
+        # Ranks of an engine have parts of GLM's attention, its biases, the dense or shared MLP and both ends.
         parts = shape.layers * (4 + 3 + 3) + fp8_layers * (4 + 3) + 2
         return whole + (setup.engine_tp - 1) * parts
     matrices = 4 + 3 * (shape.experts if shape.moe else 1)
