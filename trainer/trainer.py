@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from models.adapters import AdapterConfig
+from models.base import Base
 from models.peft import START, read_adapter
 from models.tensors import TensorRow
 from numerics.backend.probe import allow_deepgemm, allow_short_tiles, row_variant_ops
@@ -186,6 +187,11 @@ class Trainer(Scorer):
         self.weight_version, extra = checkpoint.load(path, {"": self.trained})
         self.weights_changed()
         return extra
+
+    def adopt(self, base: Base) -> int:
+        """See :meth:`Scorer.adopt`. A checkpoint goes on naming the frozen weights as they were unquantized."""
+        _ = self._adapter
+        return super().adopt(base)
 
     def update_survival(self) -> float | None:
         """How far quantization lets merged adapters through; None where there are none, or nothing is quantized."""

@@ -27,8 +27,9 @@ from weight_sync.quantized import would_send
 if TYPE_CHECKING:
     from trainer.trainer import Trainer
 
-Contents = Literal["weights", "adapters", "weights and adapters"]
-"""What a sync sends. `weights`: what the model serves, with adapters merged into it if it has any."""
+Contents = Literal["weights", "adapters", "weights and adapters", "adapters beside a base"]
+"""What a sync sends. `weights`: what the model serves, with adapters merged into it if it has any. `adapters beside a
+base`: and of the weights what is not in the memory that engines read with the trainer (`weight_sync.base`)."""
 _NAMED = 20
 
 
@@ -70,6 +71,9 @@ def exported(trainer: Trainer, contents: Contents) -> Iterator[tuple[str, Tensor
     if contents == "weights":
         return trainer.export_weights()
     adapters = trainer.weights.adapters(trainer.model)
+    if contents == "adapters beside a base":
+        of_base = trainer.placed.base.tensors
+        return itertools.chain((each for each in trainer.export_weights() if each[0] not in of_base), adapters)
     return adapters if contents == "adapters" else itertools.chain(trainer.export_weights(), adapters)
 
 

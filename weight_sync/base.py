@@ -106,20 +106,9 @@ def changed_in_base(model: Scorer) -> list[str]:
     return sorted(name for name, digest in written.items() if now[name] != digest)
 
 
-def reason_to_send(endpoints: Sequence[Endpoint], transport: str, served: QuantSpec, trained: QuantSpec) -> str | None:
-    """Why engines cannot read a base where the trainer has it, and have to be sent it; None: they can.
-
-    served, trained: what either side computes in.
-    """
-    if transport != "tensor":
-        return f"sync.transport is {transport}: engines do not map the trainer's memory"
-    if served != trained:
-        return "the two sides do not compute in one spec"
-    if served.quantized and served.weight.granularity != "block":
-        return f"weights are quantized by {served.weight.granularity}; only blocks lie alike on both sides"
-    if (ranks := max(endpoint.ranks for endpoint in endpoints)) > 1:
-        return f"an engine of {ranks} ranks holds parts of tensors"
-    return None
+def reads(model: Scorer, spec: QuantSpec) -> bool:
+    """Whether a base under `spec` can be this trainer's: it has none yet, or that one."""
+    return model.placed is None or model.placed.base.spec == spec
 
 
 def _written(model: Scorer, spec: QuantSpec) -> Sent:

@@ -27,6 +27,7 @@ from rollout.server.client import EngineClient, PauseMode
 from rollout.types import Endpoint
 from trainer.actor import TrainerGroup
 from weight_sync.adapters import Contents, HeldBase, check_frozen, exported
+from weight_sync.base import give_base, reads
 from weight_sync.buckets import Named
 from weight_sync.config import ANSWER_WITHIN_S, SyncConfig
 from weight_sync.delta import changes
@@ -105,10 +106,14 @@ class Bridge:
             with _as_sync_error(version):
                 since = asyncio.run(_common_version(endpoints, patience_s))
         contents: Contents = self.base.contents(since) if self.adapter else "weights"
+        if contents == "weights and adapters" and config.shared_base and all(self.trainer.apply(reads, self.spec)):
+            contents = "adapters beside a base"
         share = Share(transport, self.spec, list(endpoints), version, config.delta, since, patience_s, contents)
 
         def send() -> Sequence[Sent]:
-            parts = self.trainer.apply(send_share, share)
+            shared = contents == "adapters beside a base"
+            parts = give_base(self.trainer, self.spec, endpoints, patience_s) if shared else []
+            parts += self.trainer.apply(send_share, share)
             return self.base.completed(parts, self.adapter, contents) if self.adapter else parts
 
         self.base.version = None

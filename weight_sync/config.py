@@ -7,6 +7,7 @@ from typing import Literal
 from pydantic import Field
 
 from numerics.io.section import Section
+from numerics.spec import QuantSpec
 
 ANSWER_WITHIN_S = 600.0
 
@@ -25,6 +26,10 @@ class SyncConfig(Section):
     delta: bool = False
     """Send only the bytes that have changed, where every engine holds what was sent last; else, and where the proof
     finds a difference, all of them. Each trainer rank keeps a copy of what it sends."""
+    shared_base: bool = False
+    """With `adapter` in mode `separate`: engines of the trainer's machine read the frozen weights from the trainer's
+    memory, which nobody can write, in place of copies of their own, and the trainer keeps no BF16 form of what is
+    quantized. Products then take their weights from the codes in every call, which costs time on a CPU."""
     bucket_mib: int = Field(default=256, ge=1)
     """Largest send buffer in MiB, of which a few are held; a larger tensor gets one of its own."""
     answer_within_s: float = Field(default=ANSWER_WITHIN_S, ge=1.0)
@@ -35,3 +40,19 @@ class SyncConfig(Section):
     def engines_own_gpus(self) -> bool:
         """Whether each engine needs a GPU that nobody else uses, where there are GPUs."""
         return self.transport == "distributed"
+
+
+def reason_to_send(transport: str, engine_ranks: int, served: QuantSpec, trained: QuantSpec) -> str | None:
+    """Why engines cannot read frozen weights where the trainer has them, and have to be sent them; None: they can.
+
+    served, trained: what either side computes in.
+    """
+    if transport != "tensor":
+        return f"sync.transport is {transport}: engines do not map memory of the trainer"
+    if served != trained:
+        return "the two sides do not compute in one spec"
+    if served.quantized and served.weight.granularity != "block":
+        return f"weights are quantized by {served.weight.granularity}; only blocks lie alike on both sides"
+    if engine_ranks > 1:
+        return f"an engine of {engine_ranks} ranks holds parts of tensors"
+    return None

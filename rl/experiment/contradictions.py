@@ -11,6 +11,7 @@ from rl.experiment.features import missing
 from rl.experiment.gates import SEVERITY, WITHHOLDING, GateSection
 from rl.record.metrics import metric
 from rollout.environments.config import SINGLE_TURN
+from weight_sync.config import reason_to_send
 
 if TYPE_CHECKING:
     from rl.experiment.experiment import Experiment
@@ -92,6 +93,26 @@ def check_adapter(experiment: Experiment) -> None:
             found=f"{experiment.trainer.router_bias_rate:g} with an adapter",
             expected="0: everything but the adapters stays as it is",
             remedy="Set trainer.router_bias_rate=0, or remove the adapter section.",
+        )
+
+
+def check_shared_base(experiment: Experiment) -> None:
+    """Raise `UserError` if engines cannot read frozen weights where the trainer has them."""
+    if not experiment.sync.shared_base:
+        return
+    numerics = experiment.numerics_config()
+    if experiment.adapter is None or experiment.adapter.mode == "merged":
+        reason: str | None = "no frozen weights are served: there is no adapter, or it is merged into them"
+    else:
+        reason = reason_to_send(
+            experiment.sync.transport, experiment.rollout.tp, numerics.rollout_spec, numerics.trainer_spec
+        )
+    if reason is not None:
+        raise user_error(
+            "sync.shared_base",
+            found=f"true, and {reason}",
+            expected="separate adapters, one spec on both sides, engines of one rank, and sync.transport=tensor",
+            remedy="Set sync.shared_base=false: engines are sent the weights once, and hold a copy.",
         )
 
 

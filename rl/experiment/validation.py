@@ -20,6 +20,7 @@ from rl.experiment.contradictions import (
     check_gates,
     check_groups,
     check_ranks,
+    check_shared_base,
     check_sleep,
     check_staleness,
     check_sync,
@@ -54,6 +55,7 @@ def parse_experiment(values: dict[str, Any]) -> Experiment:
     check_sync(experiment)
     check_sleep(experiment)
     check_adapter(experiment)
+    check_shared_base(experiment)
     check_teacher(experiment)
     check_gates(experiment)
     return experiment

@@ -87,6 +87,7 @@ class Setup:
     router_replay: str = "off"
     engine_tp: int = 1
     adapter: AdapterConfig | None = None
+    shared_base: bool = False
 
     @property
     def numerics(self) -> NumericsConfig:
@@ -183,7 +184,8 @@ class Rig:
 
     def _engine_for(self, setup: Setup) -> Engine:
         self._up()
-        if self._engine is None or self._engine[0] != setup.served:
+        reads_a_base = self._trainer is not None and self._trainer[0].shared_base  # and may not be sent weights
+        if self._engine is None or self._engine[0] != setup.served or reads_a_base > setup.shared_base:
             self.stop_engine()
             checkpoint = self.folder / "served"
             convert_checkpoint(self.models[setup.model], checkpoint, setup.numerics.rollout_spec)
@@ -238,7 +240,9 @@ class Pipeline:
     def bridge(
         self, transport: str = "tensor", pause: str = "retract", delta: bool = False, wakes: bool = False
     ) -> Bridge:
-        config = SyncConfig(transport=transport, pause=pause, bucket_mib=1, delta=delta)
+        config = SyncConfig(
+            transport=transport, pause=pause, bucket_mib=1, delta=delta, shared_base=self.setup.shared_base
+        )
         model, spec = self.rig.models[self.setup.model], self.setup.numerics.rollout_spec
         return Bridge(self.trainer, spec, config, model, self.rig.folder, wakes, self.setup.beside, self.held)
 

@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from models.adapters import AdapterConfig
 from numerics.errors import UserError
+from numerics.spec import QuantSpec
 from tests.support.batches import cross_entropy, random_batch
 from tests.support.models import write_model
 from tests.support.trainers import MakeTrainer
@@ -20,6 +21,7 @@ from trainer.base import Base
 from trainer.inventory import inventory
 from trainer.modules.adapter import Adapter
 from trainer.modules.weights import is_adapter, named_weights
+from weight_sync.base import place_base
 
 
 def spread(trainer: Any, size: float = 0.02) -> None:
@@ -166,6 +168,21 @@ def test_adapters_resume_bit_for_bit_from_a_checkpoint_that_has_nothing_else(
         make_trainer(write_model(tmp_path / "other", rms_norm_eps=1e-5, num_key_value_heads=4), adapter=config).load(
             tmp_path / "adapters"
         )
+
+
+def test_weights_that_engines_read_too_are_trained_beside_and_resumed_as_before(
+    moe_path: Path, tmp_path: Path, make_trainer: MakeTrainer
+) -> None:
+    """Each way between two trainers of which one has given its frozen weights to a base."""
+    config, spec = AdapterConfig(rank=4), QuantSpec.preset("fp8_block_pow2")
+    apart, shared = (make_trainer(moe_path, "fp8", adapter=config) for _ in range(2))
+    place_base(shared, spec)
+    assert train(shared, 0, 2) == train(apart, 0, 2)
+    shared.save(tmp_path / "shared", {})
+    apart.save(tmp_path / "apart", {})
+    apart.load(tmp_path / "shared")
+    shared.load(tmp_path / "apart")
+    assert train(shared, 2, 3) == train(apart, 2, 3)
 
 
 def train(trainer: Any, first: int, last: int) -> list[tuple[float, float]]:
