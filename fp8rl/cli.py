@@ -10,18 +10,17 @@ from typing import Annotated
 import typer
 
 import fp8rl
-from fp8rl.commands import causes, checks, models, runs
+from fp8rl.commands import causes, checks, models, runs, starting
 from rl.run.lifecycle.interrupts import end_on_signal
 
 app = typer.Typer(
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
 COMMANDS: dict[str, tuple[Callable[..., None], ...]] = {
-    "Run": (runs.train, runs.demo, runs.submit, runs.report),
+    "Run": (starting.init, runs.train, runs.demo, runs.submit, runs.report, starting.runs),
     "Before a run": (checks.doctor, checks.plan, checks.preflight, checks.audit),
     "After a run": (causes.attribute, causes.rescore, models.serve),
     "Besides": (models.convert, causes.study),

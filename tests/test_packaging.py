@@ -248,7 +248,8 @@ def test_every_data_file_is_declared() -> None:
     present = {
         path
         for package in PACKAGES
-        for path in (ROOT / package).rglob("*")
+        for below in ((ROOT / package), *(link for link in (ROOT / package).rglob("*") if link.is_symlink()))
+        for path in (below.rglob("*") if below.is_dir() else [below])
         if path.is_file() and path.suffix not in {".py", ".pyc"}
     }
     assert present == shipped

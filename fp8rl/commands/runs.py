@@ -10,11 +10,12 @@ import typer
 
 from fp8rl.commands.shared import Overrides, Overwrite, Resume, SpecPath, end, show, user_errors
 from fp8rl.training import RunFailedError, run_experiment
-from numerics.errors import UserError
 from rl.run.lifecycle.interrupts import interruptible
 from rl.run.lifecycle.stopping import STOPPED
 
 DEMO_SPEC = Path("examples/arithmetic.yaml")
+INSTALLED = Path(__file__).parents[1]
+"""What the distribution has of the examples is below it."""
 
 
 def train(spec: SpecPath, overrides: Overrides = None, resume: Resume = False, overwrite: Overwrite = False) -> None:
@@ -32,9 +33,8 @@ def demo(overrides: Overrides = None) -> None:
     It replaces an earlier runs/demo.
     """
     with user_errors():
-        if not DEMO_SPEC.is_file():
-            raise UserError(f"demo: found no {DEMO_SPEC} here, expected the repository's root. Change there.")
-        _train(DEMO_SPEC, ["run.name=demo", *(overrides or [])], overwrite=True)
+        spec = DEMO_SPEC if DEMO_SPEC.is_file() else INSTALLED / DEMO_SPEC
+        _train(spec, ["run.name=demo", *(overrides or [])], overwrite=True)
 
 
 def submit(

@@ -16,6 +16,7 @@ from fp8rl.cli import COMMANDS, app
 from fp8rl.commands import runs
 from models.tiny import TinyModel, write_tiny_model
 from numerics.errors import UserError
+from rl.experiment import load_experiment
 from tests.support.paths import ROOT, new_run
 
 
@@ -33,7 +34,7 @@ def test_without_a_command_it_lists_them() -> None:
 @pytest.mark.parametrize("option", ["-h", "--help"])
 def test_every_command_explains_itself(option: str) -> None:
     names = [command.__name__ for commands in COMMANDS.values() for command in commands]
-    assert len(names) == len(set(names)) == 13
+    assert len(names) == len(set(names)) == 15
     for name in names:
         code, printed = invoke(name, option)
         assert code == 0 and f"fp8rl {name}" in printed.replace("root", "fp8rl")
@@ -82,10 +83,14 @@ def test_convert_writes_a_quantized_directory_once(tmp_path: Path) -> None:
     assert code == 2 and "does not exist yet" in printed
 
 
-def test_the_demo_is_found_from_the_repository_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_demo_is_found_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    monkeypatch.setattr(runs, "_train", lambda *arguments, **options: calls.append(arguments))
     monkeypatch.chdir(tmp_path)
-    code, printed = invoke("demo")
-    assert code == 2 and "repository's root" in printed
+    assert invoke("demo")[0] == 0
+    experiment = load_experiment(calls[0][0])
+    for path in (experiment.model.path, experiment.data.source(experiment.data.eval, "data.eval").path):
+        assert Path(path).is_relative_to(ROOT / "fp8rl/examples") and Path(path).exists()
 
 
 def test_the_demo_runs_the_example_anew(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,77 @@
+"""A first experiment of one's own: a folder with a spec, a reward, data, a model, and what to change."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from numerics.errors import user_error
+
+MODEL = Path(__file__).parent / "examples/models/tiny_qwen3_moe"
+"""A model of half a million parameters that has seen sums."""
+_FILES = {
+    "spec.yaml": """\
+# yaml-language-server: $schema=spec.schema.json
+# GRPO with a reward of one's own, in FP8 on both sides: fp8rl train spec.yaml
+run: {name: first, steps: 30}
+model: {path: model}
+numerics: {mode: exact, preset: fp8_block_pow2, trainer: fp8, rollout: fp8}
+data: {train: data.jsonl, eval: data.jsonl}
+rewards: [{function: "reward.py:right"}]
+rollout: {prompts_per_step: 10, group_size: 8, max_new_tokens: 20}
+trainer: {lr: 1.0e-4}
+algorithm: {name: grpo}
+eval: {problems: 5}
+gates: [{metric: mismatch/train_rollout_logprob_abs_diff_max, above: 0.0, action: warn}]
+""",
+    "reward.py": '''\
+"""The reward of an answer: what it is asked to be, as a number."""
+
+
+def right(answer: str, reference: str) -> float:
+    return 1.0 if answer.endswith(reference) else 0.0
+''',
+    "data.jsonl": """\
+{"question": "9+4+5-8=?", "answer": "#### 10"}
+{"question": "7-2+6+3=?", "answer": "#### 14"}
+{"question": "8+8-5+1=?", "answer": "#### 12"}
+{"question": "3+9-4+7=?", "answer": "#### 15"}
+{"question": "6-1+8-9=?", "answer": "#### 4"}
+""",
+    "README.md": """\
+# A first experiment
+
+    fp8rl doctor spec.yaml     # looks at everything, starts nothing
+    fp8rl train spec.yaml      # 30 steps, then runs/first/report.html
+    fp8rl runs                 # what there is; fp8rl runs A B compares two
+
+| to | change |
+|---|---|
+| ask other questions | `data.jsonl`, a question and a reference answer a line |
+| reward something else | `reward.py`; its parameters say what it sees (`answer`, `reference`, `question`, ...) |
+| train another model | `model.path` in `spec.yaml`, a Hugging Face directory |
+| change a setting once | `fp8rl train spec.yaml run.name=second trainer.lr=2e-4` |
+
+`spec.schema.json` has every key: editors with a YAML language server complete and check `spec.yaml` by it.
+`fp8rl --install-completion` teaches the shell the commands.
+""",
+}
+
+
+def write_start(folder: Path) -> list[Path]:
+    """Write the files of a first experiment; their paths.
+
+    Raises:
+        UserError: there is something in the folder, or it is a file.
+    """
+    from rl.experiment.reference import schema_text
+
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise user_error(
+            "DIR", found=str(folder), expected="a new folder, or an empty one", remedy="Choose another name."
+        )
+    folder.mkdir(parents=True, exist_ok=True)
+    shutil.copytree(MODEL, folder / "model")
+    for name, text in {**_FILES, "spec.schema.json": schema_text()}.items():
+        (folder / name).write_text(text)
+    return [folder / name for name in (*_FILES, "spec.schema.json", "model")]
