@@ -27,9 +27,9 @@ class SyncConfig(Section):
     """Send only the bytes that have changed, where every engine holds what was sent last; else, and where the proof
     finds a difference, all of them. Each trainer rank keeps a copy of what it sends."""
     shared_base: bool = False
-    """With `adapter` in mode `separate`: engines of the trainer's machine read the frozen weights from the trainer's
-    memory, which nobody can write, in place of copies of their own, and the trainer keeps no BF16 form of what is
-    quantized. Products then take their weights from the codes in every call, which costs time on a CPU."""
+    """Engines of the trainer's machine read the frozen weights from the trainer's memory, which nobody can write, in
+    place of copies of their own, and the trainer keeps no BF16 form of what is quantized. It needs `adapter` in mode
+    `separate`. Products then take their weights from the codes in every call, which costs time on a CPU."""
     bucket_mib: int = Field(default=256, ge=1)
     """Largest send buffer in MiB, of which a few are held; a larger tensor gets one of its own."""
     answer_within_s: float = Field(default=ANSWER_WITHIN_S, ge=1.0)
