@@ -21,7 +21,7 @@ from numerics.quantize import QuantizedTensor
 from numerics.ranks import rank
 from numerics.spec import QuantSpec
 from rollout.protocol import ADAPTER_SCALE
-from weight_sync.manifest import Sent, SyncError
+from weight_sync.manifest import Sent, SyncError, some_of
 from weight_sync.quantized import would_send
 
 if TYPE_CHECKING:
@@ -64,6 +64,12 @@ class HeldBase:
         self.sent = self.sent or Sent(digests, held, 0)
         _compare(self.sent.digests, digests, "what the trainer sends of the weights")
         return [*parts, scale]
+
+    def changed(self, names: Sequence[str]) -> str:
+        """What a message says where some of these tensors, found other than they are after a sync that did not send
+        the base, are the base's."""
+        own = sum(name in self.sent.digests for name in names) if self.sent is not None else 0
+        return f" ({own} of the base, which changed in the engine under the run)" if own else ""
 
 
 def exported(trainer: Trainer, contents: Contents) -> Iterator[tuple[str, Tensor | QuantizedTensor]]:
@@ -120,7 +126,7 @@ def _compare(expected: dict[str, str], found: dict[str, str], what: str) -> None
     names = sorted(name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name))
     lines = (f"{name}: found {found.get(name)}, expected {expected.get(name)}" for name in names[:_NAMED])
     raise SyncError(
-        f"the base changed under the run: found {len(names)} of {what} other than in the first sync, expected all of "
-        "them as they were, since adapters alone are trained; generation stays paused. Restart the run from its last "
-        "checkpoint:\n" + "\n".join(lines)
+        f"the base changed under the run: found {len(names)} of {what} other than in the first sync "
+        f"({some_of(names)}), expected all of them as they were, since adapters alone are trained; generation stays "
+        "paused.\nRestart the run from its last checkpoint:\n" + "\n".join(lines)
     )

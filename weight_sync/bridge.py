@@ -32,7 +32,7 @@ from weight_sync.buckets import Named
 from weight_sync.config import ANSWER_WITHIN_S, SyncConfig
 from weight_sync.delta import changes
 from weight_sync.hf_checkpoint import write_served_checkpoint
-from weight_sync.manifest import Manifest, Recorder, Sent, SyncError
+from weight_sync.manifest import Manifest, Recorder, Sent, SyncError, some_of
 from weight_sync.quantized import served_tensors
 from weight_sync.transports import Transport, make_transport
 
@@ -47,7 +47,7 @@ class SyncReport:
     """One sync. bytes: payload to each engine, of weight_bytes that it holds of it. seconds: pause to resume, of which
     verify_seconds for the proof.
 
-    verified_tensors: tensors whose digests were equal in every engine; mismatched_tensors: the others.
+    verified_tensors: tensors whose digests were equal in every engine; mismatched: the names of the others.
     """
 
     version: int
@@ -57,12 +57,16 @@ class SyncReport:
     send_seconds: float
     verify_seconds: float
     verified_tensors: int
-    mismatched_tensors: int
+    mismatched: tuple[str, ...] = ()
+
+    @property
+    def mismatched_tensors(self) -> int:
+        return len(self.mismatched)
 
     def metrics(self) -> dict[str, float]:
-        """All but the version as `sync/...` metrics; seconds and bytes."""
-        values = dataclasses.asdict(self)
-        return {f"sync/{name}": float(value) for name, value in values.items() if name != "version"}
+        """All but version and names as `sync/...` metrics; seconds and bytes."""
+        values = dataclasses.asdict(self) | {"mismatched_tensors": self.mismatched_tensors}
+        return {f"sync/{name}": float(each) for name, each in values.items() if name not in ("version", "mismatched")}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,10 +133,12 @@ class Bridge:
         if manifest_path is not None:
             manifest.save(manifest_path)
         if problems:
+            of_base = self.base.changed(report.mismatched) if contents == "adapters" else ""
             raise SyncError(
                 f"sync to weight version {version}: {report.mismatched_tensors} of {len(manifest.entries)} tensors are "
-                "not what the trainer sent; generation stays paused. Restart the run from its last checkpoint, and if "
-                "it happens again, compare the versions of sglang on both sides:\n" + "\n".join(problems[:20])
+                f"not what the trainer sent: {some_of(report.mismatched)}{of_base}; generation stays paused.\n"
+                "Restart the run from its last checkpoint, and if it happens again, compare the versions of sglang on "
+                "both sides:\n" + "\n".join(problems[:20])
             )
         self.base.version = version
         return report
@@ -207,7 +213,7 @@ def send_and_verify(
         send_seconds=sent - start,
         verify_seconds=end - sent,
         verified_tensors=len(manifest.entries) - len(bad & manifest.entries.keys()),
-        mismatched_tensors=len(bad),
+        mismatched=tuple(sorted(bad)),
     )
     return manifest, report, problems
 

@@ -17,6 +17,13 @@ from numerics.shards import shards
 from numerics.spec import QuantSpec
 
 _BATCH_BYTES = 16 << 20
+_NAMED = 3
+
+
+def some_of(names: Sequence[str]) -> str:
+    """The first of these names, and how many more there are, for the first line of a message."""
+    more = len(names) - _NAMED
+    return ", ".join(names[:_NAMED]) + (f" and {more} more" if more > 0 else "")
 
 
 class SyncError(RuntimeError):
