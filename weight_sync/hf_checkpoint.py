@@ -63,14 +63,13 @@ def quantization_config(spec: QuantSpec, model: Model) -> dict[str, Any]:
 def _unquantized_modules(spec: QuantSpec, model: Model) -> list[str]:
     """The modules that stay in BF16; for a layer's experts their common module.
 
-    Never a layer's prefix: transformers takes that of 1 for 10's, too.
+    Never a layer's prefix: transformers takes that of 1 for 10's, too. For q_a_proj and kv_a_proj, one module in the
+    engine, its name as well: SGLang's GLM-4.7-Flash looks for no other.
     """
-    kept = (row for row in model.tensors.rows.values() if row.product and not model.quantizes(row, spec))
-    modules = (
-        row.name.removesuffix(".weight") if row.expert is None else row.name.rpartition(f".{row.expert}.")[0]
-        for row in kept
-    )
-    return list(dict.fromkeys(modules))
+    kept = [row for row in model.tensors.rows.values() if row.product and not model.quantizes(row, spec)]
+    modules = [row.name if row.expert is None else row.name.rpartition(f".{row.expert}.")[0] for row in kept]
+    fused = [row.engine.parameter for row in kept if row.engine.together]
+    return list(dict.fromkeys(name.removesuffix(".weight") for name in modules + fused))
 
 
 def convert_checkpoint(

@@ -39,26 +39,7 @@ def on_gpus(layout: TrainerConfig, gpus: int) -> TrainerConfig:
 
 def check_ranks(shape: Shape, layout: TrainerConfig) -> None:
     """Raises UserError: heads, layers or experts do not divide over the ranks, whatever is quantized."""
-    check(shape, layout, QuantSpec.preset("bf16"))
-
-
-def check(shape: Shape, layout: TrainerConfig, spec: QuantSpec) -> None:
-    """`trainer.megatron.model_checks.check_layout` of a model that may be one that can only be calculated.
-
-    Raises UserError: a size does not divide over ranks, or over the blocks of `spec`.
-    """
-    if shape.sizes.latent is None:
-        check_layout(shape.sizes, layout, spec)
-        return
-    # Megatron lays out stages of unequal depth.
-    check_layout(shape.sizes, layout.model_copy(update={"pp": 1}), spec)
-    if layout.pp > shape.sizes.layers:
-        raise user_error(
-            "trainer.pp",
-            found=layout.pp,
-            expected=f"at most the model's num_hidden_layers = {shape.sizes.layers}",
-            remedy="Lower trainer.pp.",
-        )
+    check_layout(shape.sizes, layout, QuantSpec.preset("bf16"))
 
 
 def engine_ranks(job: Job, gpu: Gpu) -> int:
@@ -86,7 +67,7 @@ def choose(job: Job, gpu: Gpu, gpus: int, efficiency: Efficiency) -> Job:
         if best is None or rank < best[0]:
             best = rank, candidate
     if best is None:  # even the plainest one, which says why
-        check(job.shape, job.layout, job.numerics.trainer_spec)
+        check_layout(job.shape.sizes, job.layout, job.numerics.trainer_spec)
         raise AssertionError("found no layout, expected the plainest one to be refused")
     return best[1]
 
@@ -118,7 +99,7 @@ def layouts(shape: Shape, base: TrainerConfig, gpus: int, spec: QuantSpec) -> It
             for ep in _experts_ranks(sizes):
                 layout = base.model_copy(update={"tp": tp, "pp": pp, "ep": ep, "dp": gpus // tp // pp, "cp": 1})
                 try:
-                    check(shape, layout, spec)
+                    check_layout(sizes, layout, spec)
                 except UserError:
                     continue
                 yield layout

@@ -88,7 +88,7 @@ def _teacher(experiment: Experiment, policy: Shape) -> Shape | None:
 
 def _packaged(name: str) -> str:
     """The packaged config of a model's name, also as its publisher writes it (`Qwen3-30B-A3B`); "" if there is none."""
-    plain = name.lower().replace("-", "_")
+    plain = _plain(name)
     return plain if plain in _names() else ""
 
 
@@ -97,10 +97,14 @@ def _names() -> list[str]:
 
 
 def _unknown(key: str, found: str, name: str, expected: str) -> UserError:
-    plain = name.lower().replace("-", "_")
+    plain = _plain(name)
     longer = [each for each in _names() if plain and each.startswith(plain)]
     close = longer or difflib.get_close_matches(plain, _names(), n=1, cutoff=0.4)
     meant = f"Did you mean {close[0]}? " if close else ""
     return user_error(
         key, found=found, expected=f"{expected}, or one of {', '.join(_names())}", remedy=f"{meant}Correct the name."
     )
+
+
+def _plain(name: str) -> str:
+    return name.lower().translate(str.maketrans("-.", "__"))

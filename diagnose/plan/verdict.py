@@ -16,6 +16,7 @@ from rl.experiment.budget.fit import SLACK, check_fits, largest_micro_batch
 from rl.experiment.budget.gpus import Gpu
 from rl.experiment.budget.job import Job
 from rl.experiment.budget.memory import Memory, colocated_memory, engine_memory, trainer_memory
+from trainer.megatron.model_checks import check_layout
 from trainer.megatron.optimizer_memory import lower_optimizer
 
 Pays = Literal["FP8 is slower here", "FP8 is faster here", "FP8 may be faster or slower here"]
@@ -75,7 +76,7 @@ def remarks(job: Job, gpu: Gpu, memory: Memory, ratio: Bracket) -> Iterator[Rema
     found = f"{memory.peak / 1e9:.1f} GB on {'an engine' if memory.rank is None else f'rank {memory.rank}'}"
     for check in (
         lambda: check_fits(job, memory, gpu.memory, gpu.name),
-        lambda: layouts.check(job.shape, job.layout, job.numerics.trainer_spec),
+        lambda: check_layout(job.shape.sizes, job.layout, job.numerics.trainer_spec),
         lambda: lower_optimizer(job.layout.optimizer, job.storage == "transformer_engine" and job.fp8, True, True),
     ):
         try:
@@ -118,7 +119,7 @@ def _remedy(job: Job, gpu: Gpu, memory: Memory) -> str:
     elif beside_engine and layouts.leaves_slack(trainer_memory(job).peak, gpu):
         ways.append("give engines GPUs of their own (sync.transport=distributed)")
     if beside_engine and not layouts.leaves_slack(engine_memory(job).peak, gpu):
-        ways.append("raise rollout.tp, in native mode: an engine's rank does not fit by itself")
+        ways.append("raise rollout.tp, in exact mode with trainer.tp: an engine's rank does not fit by itself")
     else:
         ways.append("take more GPUs, or more of trainer.ep, trainer.pp or trainer.tp")
     text = ", or ".join(ways)

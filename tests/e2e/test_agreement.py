@@ -70,6 +70,7 @@ EXACT = {
     "deepseek-bf16-ends-tp2-ep2": Setup(
         "deepseek", bf16_ends=1, k_splits=2, layout=(("tp", 2), ("ep", 2)), router_replay="record"
     ),
+    "flash-both-tp2": Setup("flash", bf16_ends=1, k_splits=2, layout=(("tp", 2),), engine_tp=2),
     "olmoe-bf16-ends-tp2-ep2": Setup(
         "olmoe", bf16_ends=1, k_splits=2, layout=(("tp", 2), ("ep", 2)), router_replay="record"
     ),
@@ -337,13 +338,15 @@ def assert_equal(logprobs: torch.Tensor, batch: TokenBatch) -> None:
 def served_tensors_of(setup: Setup) -> int:
     """What is compared, counted by hand: the matrices of FP8 layers come with scales."""
     shape = MODELS[setup.model]
-    if shape.family in ("glm4_moe", "deepseek_v3"):  # the first layer is dense, the others have a shared expert
+    if shape.family in ("glm4_moe", "deepseek_v3", "glm4_moe_lite"):
+        # The first layer is dense, the others have a shared expert.
         attention, vectors = (4, 3 + 4) if shape.family == "glm4_moe" else (5, 4)  # biases and norms
         dense, sparse = attention + 3, attention + 3 * shape.experts + 3
         fp8_layers = shape.layers - 2 * setup.bf16_ends
         whole = dense + vectors + (shape.layers - 1) * (sparse + 2 + vectors) + fp8_layers * sparse + 3
-        # Ranks of an engine have parts of GLM's attention, its biases, the dense or shared MLP and both ends.
-        parts = shape.layers * (4 + 3 + 3) + fp8_layers * (4 + 3) + 2
+        # Ranks of an engine have parts of heads' products and biases, of the dense or shared MLP and of both ends.
+        heads, biases = (4, 3) if shape.family == "glm4_moe" else (3, 0)
+        parts = shape.layers * (heads + biases + 3) + fp8_layers * (heads + 3) + 2
         return whole + (setup.engine_tp - 1) * parts
     matrices = 4 + 3 * (shape.experts if shape.moe else 1)
     router, vectors = int(shape.moe), 5 if shape.family == "qwen2" else 4  # norms and biases

@@ -21,6 +21,8 @@ PUBLISHED = {
     "qwen3_30b_a3b": (30_532_122_624, 98_304),
     "qwen3_235b_a22b": (235_093_634_560, 192_512),
     "deepseek_v3": (671_026_419_200, 70_272),
+    "glm_4_7_flash": (29_943_393_920, 54_144),
+    "moonlight_16b_a3b": (15_960_110_208, 31_104),
 }
 """Parameters, and bytes of a token in a BF16 KV cache."""
 PLAIN = {"rope_type": "default", "rope_theta": 10000.0}

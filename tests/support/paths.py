@@ -7,7 +7,14 @@ from rl.record.run_dir import RunDir
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
 CONFIGS = ROOT / "diagnose/plan/configs"
-REAL_SPECS = {"qwen3_4b_one_gpu": "h100", "qwen3_30b_a3b": "h200", "qwen3_235b_a22b": "h200"}
+REAL_SPECS = {
+    "qwen3_4b_one_gpu": "h100",
+    "qwen3_30b_a3b": "h200",
+    "qwen3_235b_a22b": "h200",
+    "glm_4_7_flash": "h200",
+    "moonlight_16b_a3b": "h100",
+    "deepseek_v3": "h200",
+}
 """Examples for models that people train, and the GPU that each is written for."""
 
 

@@ -61,6 +61,9 @@ MODELS = {
     "deepseek": TinyModel(
         layers=4, hidden=256, heads=4, intermediate=256, experts=8, top_k=4, family="deepseek_v3", yarn=True
     ),
+    "flash": TinyModel(
+        layers=4, hidden=256, heads=4, intermediate=256, experts=8, top_k=4, family="glm4_moe_lite", groups=1
+    ),
     "olmoe": TinyModel(layers=3, hidden=256, heads=2, kv_heads=2, experts=16, top_k=8, family="olmoe"),
 }
 BLOCK = 128

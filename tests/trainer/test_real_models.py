@@ -36,12 +36,14 @@ def test_every_rank_holds_its_part_of_every_tensor_in_whole_blocks(example: str,
             assert each.shape == tuple(whole), each
             if any(model.quantizes(row, numerics.trainer_spec) for row in rows):
                 assert each.split != 0 or all(row.shape[0] // ranks % BLOCK == 0 for row in rows), each
-                assert all(size % BLOCK == 0 for row in rows for size in row.shape) and each.shape[1] % BLOCK == 0, each
+                # The last block of kv_a_proj's rows is half a one; nothing lies behind it.
+                sizes = [size for row in rows for size in row.shape if row.kind != "kv_a_proj"]
+                assert all(size % BLOCK == 0 for size in (*sizes, each.shape[1])), each
         # As the planner counts them, to the element.
         counted = buffers(model.shape, config, numerics.trainer_spec, "torch", stage)
         assert sum(_size(each) for each in held) == sum(buffer.elements for buffer in counted)
         seen |= {name for each in held for name in each.tensors}
-    others = table.rows.keys() - seen
+    others = {name for name, row in table.rows.items() if not row.megatron.buffer} - seen
     at = Layout.of(config.world_size - 1, config)
     mine = range(model.sizes.experts // config.ep * at.ep_rank, model.sizes.experts // config.ep * (at.ep_rank + 1))
     assert {row.expert for row in map(table.__getitem__, others)} == {*range(model.sizes.experts)} - {*mine}

@@ -116,7 +116,7 @@ def _cure(job: Job, name: str, gpu_memory: float) -> Cure | None:
         case "logits":
             return _cure_of_tokens(job, "trainer.head_chunk_tokens", "1024", layout.head_chunk_tokens > 1024)
         case "weights" if engine_memory(job).peak > gpu_memory:
-            remedy = "Raise rollout.tp, in native mode: an engine's rank does not fit by itself."
+            remedy = "Raise rollout.tp, in exact mode with trainer.tp: an engine's rank does not fit by itself."
             return Cure("rollout.tp", remedy, dear=True)
         case "weights" if job.may_sleep and not job.sleep:
             return Cure(
