@@ -13,13 +13,14 @@ PYTEST := $(BIN)/python -m pytest -q --numprocesses $(WORKERS) --dist loadfile -
 GPU_VENV := .venv-gpu
 GPU_BIN := $(GPU_VENV)/bin
 GPU_LIBRARIES := $(GPU_VENV)/.libraries-installed
+DOCS_VENV := .venv-docs
 STUBS := $(shell find cpu_stubs/pyproject.toml cpu_stubs/src -name '*.py' -o -name '*.toml' 2> /dev/null)
 
 # One thread per process: a second one is slower at these sizes, and several processes share the cores.
 export OMP_NUM_THREADS := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-gpu gpu-libraries demo test test-fast bench lint clean
+.PHONY: help install install-gpu gpu-libraries demo test test-fast bench docs lint clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -44,13 +45,16 @@ test-fast: $(INSTALLED) ## the tests that start no engine and take seconds
 bench: $(INSTALLED) ## measure speed side by side, into bench/results.json and a table
 	$(BIN)/python -m bench
 
+docs: $(DOCS_VENV)/.installed ## build the documentation's site into site/, and check its links
+	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs build --strict
+
 lint: $(INSTALLED) ## ruff check, ruff format --check and mypy
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
 clean: ## remove caches and build products; environments and runs/ stay
-	rm -rf build dist cpu_stubs/build .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf build dist site cpu_stubs/build .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	rm -rf *.egg-info cpu_stubs/src/*.egg-info
 	find . -path './.venv*' -prune -o -type d -name __pycache__ -exec rm -rf {} +
 
@@ -71,6 +75,14 @@ $(INSTALLED): requirements/cpu.txt pyproject.toml $(STUBS)
 	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation ./cpu_stubs
 	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation -e .
 	@rm -rf build cpu_stubs/build $(INSTALLING)
+	@touch $@
+
+# The site needs none of what fp8rl needs: of the package only the extra's own requirements.
+$(DOCS_VENV)/.installed: pyproject.toml
+	$(PYTHON) -m venv --clear $(DOCS_VENV)
+	$(PYTHON) -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"], sep="\n")' \
+	    > $(DOCS_VENV)/requirements.txt
+	$(DOCS_VENV)/bin/python -m pip install --quiet -r $(DOCS_VENV)/requirements.txt
 	@touch $@
 
 # TransformerEngine's kernels come compiled; what binds them to torch is C++, built against the CUDA headers that came with

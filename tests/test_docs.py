@@ -11,8 +11,10 @@ import fp8rl
 from rl.record.metric_rows import METRICS
 from tests.support.paths import ROOT
 
-PAGES = [ROOT / "README.md", ROOT / "examples/README.md", *sorted((ROOT / "docs").glob("*.md"))]
-FOLDERS = "numerics models rollout trainer weight_sync rl diagnose studies fp8rl examples docs bench tests requirements"
+OWN = ("README.md", "CONTRIBUTING.md", "AGENTS.md", "CHANGELOG.md", "examples/README.md")
+PAGES = [*(ROOT / name for name in OWN), *sorted((ROOT / "docs").glob("*.md"))]
+FOLDERS = "numerics models rollout trainer weight_sync rl diagnose studies fp8rl"
+FOLDERS += " examples docs bench tests requirements launch"
 SECTIONS = {"numerics", "rollout", "trainer"}
 """Folders that are sections of a spec too: what follows a dot there may be a key."""
 ELSEWHERE = {"models/Qwen3-30B-A3B"}
