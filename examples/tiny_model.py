@@ -25,6 +25,7 @@ def main() -> None:
     parser.add_argument("--vocab", type=int, default=TinyModel.vocab)
     parser.add_argument("--max-positions", type=int, default=TinyModel.max_positions)
     parser.add_argument("--dense", action="store_true", help="a dense Qwen3 instead of a mixture of experts")
+    parser.add_argument("--yarn", action="store_true", help="a DeepSeek-V3 whose context YaRN lengthened")
     values = vars(parser.parse_args())
     out, seed = values.pop("out"), values.pop("seed")
     if values.pop("dense"):

@@ -150,7 +150,7 @@ class ConfigFile:
             mscale=mscale,
         )
 
-    def rope_theta(self) -> float:
+    def rope_theta(self, default: float = 10000.0) -> float:
         """The one base that every place of the config gives, or transformers' default."""
         found: dict[str, float] = {}
         for name in ("rope_scaling", "rope_parameters"):
@@ -161,7 +161,7 @@ class ConfigFile:
             found["rope_theta"] = self.number("rope_theta", default=0.0)
         if len(set(found.values())) > 1:
             raise self.refusal("rope_theta", found, "one value in all places", "Make them equal.")
-        return next(iter(found.values()), 10000.0)
+        return next(iter(found.values()), default)
 
     def rotary_dim(self, head_dim: int, default: float) -> int:
         """The channels of a head that are rotated, by `partial_rotary_factor` wherever it stands."""

@@ -23,6 +23,8 @@ from transformers import (
     Glm4MoeForCausalLM,
     Glm4MoeLiteConfig,
     Glm4MoeLiteForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
     OlmoeConfig,
     OlmoeForCausalLM,
     PreTrainedModel,
@@ -48,7 +50,7 @@ CHAT_TEMPLATE = (
 ROPE_THETA = 10000.0
 
 
-Family = Literal["qwen3", "qwen2", "olmoe", "glm4_moe", "deepseek_v3", "glm4_moe_lite"]
+Family = Literal["qwen3", "qwen2", "olmoe", "glm4_moe", "deepseek_v3", "glm4_moe_lite", "mixtral"]
 Q_RANK, KV_RANK, ROPE_DIM = 128, 256, 64
 """Widths of a tiny model's latent attention. A latent and its rotated key must not be as wide as a head's key: SGLang's
 own attention on a CPU then reads the one for the other."""
@@ -77,7 +79,7 @@ class TinyModel:
     """Qwen2 is dense, whatever `experts` says; OLMoE has as many key-value heads as heads, `hidden` wide together, and
     does not renormalize; GLM-4.5 has a dense first layer, an expert that every token takes, and groups of experts; so
     has DeepSeek-V3, with latent attention, in which `head_dim` is the part of a head that is not rotated and the width
-    of a value; GLM-4.7-Flash, `glm4_moe_lite`, is one with other widths."""
+    of a value; GLM-4.7-Flash, `glm4_moe_lite`, is one with other widths. Mixtral has `hidden` channels in all heads."""
     groups: int = 4
     """Groups of a sigmoid router's experts, of which a token may go to half; 1 as in Kimi-K2."""
     q_rank: int = Q_RANK
@@ -155,6 +157,15 @@ def build_model(shape: TinyModel, seed: int) -> PreTrainedModel:
                     num_experts_per_tok=shape.top_k,
                     norm_topk_prob=False,
                     **common | {"rms_norm_eps": 1e-5},
+                )
+            )
+        elif shape.family == "mixtral":
+            model = MixtralForCausalLM(
+                MixtralConfig(
+                    intermediate_size=shape.intermediate,
+                    num_local_experts=shape.experts,
+                    num_experts_per_tok=shape.top_k,
+                    **common,
                 )
             )
         elif shape.family == "glm4_moe":

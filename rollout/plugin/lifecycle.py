@@ -70,7 +70,7 @@ def after_load_model(result: Any, self: Any, *args: Any, **kwargs: Any) -> None:
 def _number_routers(model: Any) -> None:
     """Tell each router its layer, by which its choice is kept for replay: SGLang's OLMoE leaves it out."""
     for name, module in model.named_modules():
-        if name.endswith(".mlp.topk") and module.layer_id is None:
+        if name.endswith(".topk") and module.layer_id is None:
             module.layer_id = int(name.split(".")[-3])
 
 

@@ -71,6 +71,7 @@ EXACT = {
         "deepseek", bf16_ends=1, k_splits=2, layout=(("tp", 2), ("ep", 2)), router_replay="record"
     ),
     "flash-both-tp2": Setup("flash", bf16_ends=1, k_splits=2, layout=(("tp", 2),), engine_tp=2),
+    "mixtral": Setup("mixtral", router_replay="record"),
     "olmoe-bf16-ends-tp2-ep2": Setup(
         "olmoe", bf16_ends=1, k_splits=2, layout=(("tp", 2), ("ep", 2)), router_replay="record"
     ),
@@ -349,7 +350,7 @@ def served_tensors_of(setup: Setup) -> int:
         parts = shape.layers * (heads + biases + 3) + fp8_layers * (heads + 3) + 2
         return whole + (setup.engine_tp - 1) * parts
     matrices = 4 + 3 * (shape.experts if shape.moe else 1)
-    router, vectors = int(shape.moe), 5 if shape.family == "qwen2" else 4  # norms and biases
+    router, vectors = int(shape.moe), {"qwen2": 5, "mixtral": 2}.get(shape.family, 4)  # norms and biases
     fp8_layers = shape.layers - 2 * setup.bf16_ends if setup.rollout == "fp8" else 0
     ends = 2 if shape.tied else 3  # embedding, final norm, and an output projection of its own
     shared = 4 if shape.moe else matrices  # over an engine's ranks, each of which has a part; experts are whole

@@ -32,6 +32,7 @@ MOE = {
     "num_experts_per_tok": 2,
 }
 OLMOE = {**COMMON, "architectures": ["OlmoeForCausalLM"], "model_type": "olmoe", "num_experts": 64}
+MIXTRAL = {**COMMON, "architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "num_local_experts": 8}
 GLM = {
     **COMMON,
     "architectures": ["Glm4MoeForCausalLM"],
@@ -134,6 +135,30 @@ def test_values_and_defaults_of_olmoe_are_those_of_transformers(changes: dict[st
 )
 def test_variants_of_olmoe_are_refused(changes: dict[str, Any], named: str, tmp_path: Path) -> None:
     assert re.search(named, refusal(tmp_path, OLMOE | changes))
+
+
+@pytest.mark.parametrize("changes", [{}, {"num_key_value_heads": 64, "num_experts_per_tok": 4}, {"rope_theta": 5e5}])
+def test_values_and_defaults_of_mixtral_are_those_of_transformers(changes: dict[str, Any], tmp_path: Path) -> None:
+    sizes = read_sizes(write(tmp_path, MIXTRAL | changes))
+    theirs = AutoConfig.from_pretrained(tmp_path)
+    assert (sizes.experts, sizes.top_k) == (theirs.num_local_experts, theirs.num_experts_per_tok)
+    assert sizes.expert_size == theirs.intermediate_size and sizes.kv_heads == theirs.num_key_value_heads
+    assert sizes.norm_eps == theirs.rms_norm_eps and sizes.rope_theta == theirs.rope_parameters["rope_theta"]
+    assert sizes.head_dim == 256 // 64 and sizes.renormalize
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"sliding_window": 4096}, "sliding_window"),
+        ({"tie_word_embeddings": True}, "tie_word_embeddings"),
+        ({"head_dim": 128}, "head_dim in .*found 128, expected 4.*SGLang"),
+        ({"rope_theta": 10000.5}, "rope_theta in .*found 10000.5, expected 10000.*SGLang"),
+        ({"num_experts_per_tok": 9}, "num_experts_per_tok"),
+    ],
+)
+def test_variants_of_mixtral_are_refused(changes: dict[str, Any], named: str, tmp_path: Path) -> None:
+    assert re.search(named, refusal(tmp_path, MIXTRAL | changes))
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ OWN = {
     "DeepseekV3ForCausalLM": LATENT,
     "Glm4MoeLiteForCausalLM": LATENT,
     "Qwen2ForCausalLM": {"head_norms": None, "qkv_bias": True},
+    "MixtralForCausalLM": {"head_norms": None},
     "OlmoeForCausalLM": {"head_norms": "together"},
     "Glm4MoeForCausalLM": {
         "head_norms": None,

@@ -64,6 +64,7 @@ MODELS = {
     "flash": TinyModel(
         layers=4, hidden=256, heads=4, intermediate=256, experts=8, top_k=4, family="glm4_moe_lite", groups=1
     ),
+    "mixtral": TinyModel(layers=2, hidden=512, heads=4, kv_heads=2, family="mixtral"),
     "olmoe": TinyModel(layers=3, hidden=256, heads=2, kv_heads=2, experts=16, top_k=8, family="olmoe"),
 }
 BLOCK = 128
