@@ -12,8 +12,11 @@ import torch
 
 from numerics.backend.dispatch import op
 from numerics.fake_quantize import fake_quantize_columns, fake_quantize_rows
-from numerics.ops.linear import FEWEST_ROWS, Backward, dense, product, wide_mm
+from numerics.ops.linear import FEWEST_ROWS, Backward, chooses_by_rows, dense, product, wide_mm
 from numerics.spec import QuantSpec, TensorSpec
+
+_CALL = 1 << 22  # multiplications in the time of a call of the matrix library
+_WEIGHTS_AS_ROWS = 64  # reading a matrix takes as long as so many rows of its products
 
 
 @op
@@ -90,7 +93,10 @@ class _GroupedProduct(torch.autograd.Function):
         ctx.kept_dtype, ctx.width = kept.dtype, x.shape[1]
         ctx.spec = spec if backward == "fp8" else None
         ctx.counts, ctx.operands, ctx.dtype, ctx.gradients = counts, operands, x.dtype, gradients
-        out = x.new_empty(x.shape[0], weights[0].shape[-2])
+        n, stacked = weights[0].shape[-2], weights[0] if gradients.stacked else None
+        if spec is None and plus is None and stacked is not None and narrow(x, counts, n * x.shape[1]):
+            return side_by_side(x, counts, stacked.detach())
+        out = x.new_empty(x.shape[0], n)
         for (start, stop), weight in zip(_spans(counts), operands, strict=True):
             if start < stop:
                 out[start:stop] = _span_product(rows, start, stop, dense(weight), x.dtype, plus)
@@ -132,6 +138,25 @@ def _weight_gradients(
         if gradient is not None:
             place.add_(gradient)
     return [into if total is None else None]
+
+
+def narrow(x: torch.Tensor, counts: Sequence[int], work: int) -> bool:
+    """Whether one product of all rows with the matrices of all groups, side by side, is faster than one for each group,
+    with the same bits: where a call costs more than what it computes. work: multiplications of a row with a matrix."""
+    used = sum(map(bool, counts))
+    fast = len(counts) * work * (len(x) + _WEIGHTS_AS_ROWS) <= used * _CALL
+    return fast and x.device.type == "cpu" and not chooses_by_rows(x.device, x.dtype)
+
+
+def side_by_side(x: torch.Tensor, counts: Sequence[int], stack: torch.Tensor) -> torch.Tensor:
+    """Rows x [T, K] by their groups' matrices, of stack [groups, N, K], computed by those of all groups -> [T, N]."""
+    whole = product(x, stack.flatten(0, 1), x.dtype).unflatten(1, stack.shape[:2])
+    return whole[torch.arange(len(x)), group_of_rows(counts)]
+
+
+def group_of_rows(counts: Sequence[int]) -> torch.Tensor:
+    """The group of each row, int64 [T]."""
+    return torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
 
 
 def _spans(counts: Sequence[int]) -> list[tuple[int, int]]:

@@ -2,8 +2,8 @@
 
 y = round(S + d): S is the FP32 sum of the base product (FP8 or BF16, its slices of K added in order) before its
 rounding, and d = round(scale * (h B^T)) with h = round(x A^T). The three are rounded to x's dtype, BF16; sums are FP32.
-h is `linear` of x as it came, not quantized, in as many slices of K as the base product has. h B^T sums over the rank,
-ascending. d is rounded because matrix libraries add a BF16 matrix within a BF16 product, and it is added before S is
+h is `linear` of x as it came, not quantized, in as many slices of K as the base product has. h B^T sums over the rank.
+d is rounded because matrix libraries add a BF16 matrix within a BF16 product, and it is added before S is
 rounded because a small d would else be lost: an element of y would not move until d is half its last place. With B = 0,
 y has the bits of the base product.
 
@@ -17,6 +17,7 @@ product's dx. None has the shape of the weight, and the weight gets none if it r
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,6 +25,7 @@ import torch
 from torch import Tensor
 
 from numerics.backend.dispatch import op
+from numerics.ops.grouped import group_of_rows, narrow
 from numerics.ops.linear import Backward, fp8_linear, linear, product, wide_mm
 from numerics.spec import QuantSpec
 
@@ -107,36 +109,54 @@ def low_rank_term(h: Tensor, b: Tensor, scale: float, parts: int = 1) -> Tensor:
 
     Where ranks share K, h is their merged `linear_partial`s, and `merge_partials` adds the term.
     """
-    return _Term.apply(h, b, scale, None)
+    return _Term.apply(h, b, scale, parts, None)
 
 
 @op
 def grouped_low_rank_term(h: Tensor, counts: Tensor, b: Tensor, scale: float, parts: int = 1) -> Tensor:
     """`low_rank_term` with b [groups, N, parts * r] of each row's group: h [T, parts * r] sorted by group, counts int64
     [groups]."""
-    return _Term.apply(h, b, scale, counts.tolist())
+    return _Term.apply(h, b, scale, parts, counts.tolist())
 
 
 class _Term(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, h: Tensor, b: Tensor, scale: float, counts: Sequence[int] | None) -> Tensor:
+    def forward(ctx: Any, h: Tensor, b: Tensor, scale: float, parts: int, counts: Sequence[int] | None) -> Tensor:
         ctx.save_for_backward(h, b)
         ctx.scale, ctx.counts = scale, counts
         rows = h.reshape(-1, h.shape[-1])
+        even = b.shape[-1] // parts % 2 == 0
         if counts is None:
-            return (product(rows, b, torch.float32) * scale).to(h.dtype).view(*h.shape[:-1], len(b))
+            return _scaled(rows, b, scale, even).view(*h.shape[:-1], len(b))
+        if even and _is_power_of_two(scale) and narrow(rows, counts, b[0].numel()):
+            wide = h.new_zeros(len(rows), len(b), b.shape[2])
+            wide[torch.arange(len(rows)), group_of_rows(counts)] = rows
+            return _scaled(wide.flatten(1), b.transpose(0, 1).flatten(1), scale, even)
         out = h.new_empty(len(rows), b.shape[1])
         for into, part, of_group in zip(out.split(list(counts)), rows.split(list(counts)), b, strict=True):
             if len(part):
-                into.copy_(product(part, of_group, torch.float32) * scale)
+                into.copy_(_scaled(part, of_group, scale, even))
         return out
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
         h, b = ctx.saved_tensors
         dy, rows = grads[0].reshape(-1, b.shape[-2]), h.reshape(-1, h.shape[-1])
         counts = [len(rows)] if ctx.counts is None else list(ctx.counts)
         matrices = b.unsqueeze(0) if ctx.counts is None else b
         dh = torch.cat([wide_mm(d, m) for d, m in zip(dy.split(counts), matrices, strict=True)]) * ctx.scale
         db = [wide_mm(d.t(), r) * ctx.scale for d, r in zip(dy.split(counts), rows.split(counts), strict=True)]
-        return dh.view(h.shape), torch.stack(db).view(b.shape), None, None
+        return dh.view(h.shape), torch.stack(db).view(b.shape), None, None, None
+
+
+def _scaled(h: Tensor, b: Tensor, scale: float, even: bool) -> Tensor:
+    """round(scale * (h b^T)). Rounding commutes with a power of two, which then needs no sum in FP32 outside of the
+    matrix library. That adds terms of BF16 in pairs: a sum has the same bits within a wider one if it begins with a
+    pair, so the rank has to be `even`."""
+    if even and _is_power_of_two(scale):
+        return product(h * scale, b, h.dtype)
+    return (product(h, b, torch.float32) * scale).to(h.dtype)
+
+
+def _is_power_of_two(scale: float) -> bool:
+    return math.frexp(scale)[0] == 0.5

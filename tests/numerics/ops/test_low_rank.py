@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from numerics import ops
-from numerics.ops import ExpertWeights, Fused, LowRank
+from numerics.ops import ExpertWeights, Fused, LowRank, grouped
 from numerics.quantize import quantize
 from numerics.spec import QuantSpec
 
@@ -149,6 +149,25 @@ def experts_of(shared, spec, width=128):
     adapters = leaves(adapter(2, own, K, 2 * width)), leaves(adapter(1, own, width, K))
     operand = [None if spec is None else ops.weight_operand(quantize(w, spec.weight)) for w in (w13, w2)]
     return [ExpertWeights(w, o, a) for w, o, a in zip((w13, w2), operand, adapters, strict=True)]
+
+
+@pytest.mark.parametrize(("rank", "scale"), ((8, 2.0), (3, 2.0), (8, 1.5)))
+def test_few_rows_of_many_experts_have_the_bits_of_each_expert_alone(rank, scale, monkeypatch):
+    """They are computed with the matrices of all experts side by side, where that is faster."""
+    counts = torch.tensor([7, 0, 20, 2, 1, 9, 0, 1])
+    x, a, b = randn(40, K), randn(8, 2 * rank, K), randn(8, N, 2 * rank)
+    b.unflatten(2, (2, rank))[:, torch.arange(N), 1 - part_of(N, 2)] = 0
+    assert grouped.narrow(x, counts.tolist(), a[0].numel())
+
+    def both():
+        h = grouped.grouped_linear(x, counts, a)
+        return h, ops.grouped_low_rank_term(h, counts, b, scale, 2)
+
+    found = both()
+    monkeypatch.setattr(grouped, "_CALL", 0)
+    assert not grouped.narrow(x, counts.tolist(), a[0].numel())
+    for one, other in zip(found, both(), strict=True):
+        assert torch.equal(one, other)
 
 
 def of_expert(low_rank, expert):
