@@ -31,12 +31,22 @@ CONFIGS = {
 """What is trained, by what is special about it."""
 
 
+RANKS: dict[str, tuple[dict[str, int], tuple[str, ...]]] = {
+    "tp2-ep2": ({"tp": 2, "ep": 2}, ("merged", "separate", "shared")),
+    "ep2": ({"ep": 2, "dp": 2}, ("separate", "shared")),
+    "pp2": ({"pp": 2}, ("merged", "separate")),
+}
+"""Layouts, and what is trained on them: on the first all, on the others what they treat in a way of their own."""
+
+
 @dataclass(frozen=True)
 class Case:
     """What each rank of a layout does with the checkpoints of one rank."""
 
     path: Path
     folder: Path
+    again: Path
+    names: tuple[str, ...]
 
     def __call__(self, layout: Layout, config: TrainerConfig) -> dict[str, Any]:
         from trainer.trainer import Trainer
@@ -45,12 +55,12 @@ class Case:
         spec = QuantSpec.preset("fp8_block_pow2")
         numerics = NumericsConfig(mode="exact", spec=spec, trainer="fp8", k_splits=2)
         options: dict[str, Any] = {"seed": 0, "total_steps": 100, "max_sequence_length": LENGTH}
-        for name, adapter in CONFIGS.items():
-            trainer = Trainer(self.path, config, numerics, layout, adapter=adapter, **options)
+        for name in self.names:
+            trainer = Trainer(self.path, config, numerics, layout, adapter=CONFIGS[name], **options)
             begun = adapters(trainer)
             trainer.load(self.folder / name)
             scored = scores(trainer)
-            trainer.save(self.folder / f"{name}-again", {})
+            trainer.save(self.again / name, {})
             norm = learn(trainer, 9)
             out[name] = scored if layout.reports else {}, norm, begun, adapters(trainer)
         return out
@@ -72,32 +82,58 @@ def adapters(trainer: Any) -> dict[str, Tensor]:
     return {name: tensor.clone() for name, tensor in trainer.weights.adapters(trainer.model)}
 
 
-@pytest.mark.parametrize("ranks", [{"tp": 2, "ep": 2}, {"ep": 2, "dp": 2}, {"pp": 2}], ids=["tp2-ep2", "ep2", "pp2"])
+@dataclass(frozen=True)
+class One:
+    """One rank of what a config trains. Its checkpoint is of the first step; begun, learned: its adapters before that
+    and after the second."""
+
+    trainer: Any
+    begun: dict[str, Tensor]
+    logprobs: dict[int, Tensor]
+    norm: float
+    learned: dict[str, Tensor]
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("checkpoints")
+
+
+@pytest.fixture(scope="module")
+def alone(moe_path: Path, checkpoints: Path, make_trainer: MakeTrainer) -> dict[str, One]:
+    def made(name: str) -> One:
+        trainer = make_trainer(moe_path, "fp8", k_splits=2, adapter=CONFIGS[name], **SETTINGS)
+        begun = adapters(trainer)
+        learn(trainer, 0)
+        trainer.save(checkpoints / name, {})
+        return One(trainer, begun, scores(trainer), learn(trainer, 9), adapters(trainer))
+
+    return {name: made(name) for name in CONFIGS}
+
+
+@pytest.mark.parametrize(("ranks", "names"), RANKS.values(), ids=RANKS)
 def test_adapters_on_two_ranks_compute_and_learn_as_on_one(
-    ranks: dict[str, int], moe_path: Path, tmp_path: Path, make_trainer: MakeTrainer
+    ranks: dict[str, int],
+    names: tuple[str, ...],
+    moe_path: Path,
+    checkpoints: Path,
+    tmp_path: Path,
+    alone: dict[str, One],
 ) -> None:
-    expected = {}
-    for name, config in CONFIGS.items():
-        one = make_trainer(moe_path, "fp8", k_splits=2, adapter=config, **SETTINGS)
-        begun = adapters(one)
-        learn(one, 0)
-        one.save(tmp_path / name, {})
-        scored = scores(one)
-        expected[name] = scored, learn(one, 9), begun, adapters(one)
-    found = run_on_ranks(TrainerConfig(**SETTINGS, **ranks), tmp_path / "ranks", Case(moe_path, tmp_path))
-    for name, (logprobs, norm, begun, learned) in expected.items():
-        of_ranks = [each[name] for each in found]
-        assert_same({row: each for of_rank in of_ranks for row, each in of_rank[0].items()}, logprobs)
-        assert all(each[1] == pytest.approx(norm, rel=1e-2) for each in of_ranks), name
-        for place, whole in ((2, begun), (3, learned)):
+    case = Case(moe_path, checkpoints, tmp_path, names)
+    found = run_on_ranks(TrainerConfig(**SETTINGS, **ranks), tmp_path / "ranks", case)
+    for name in names:
+        one, of_ranks = alone[name], [each[name] for each in found]
+        assert_same({row: each for of_rank in of_ranks for row, each in of_rank[0].items()}, one.logprobs)
+        assert all(each[1] == pytest.approx(one.norm, rel=1e-2) for each in of_ranks), name
+        for place, whole in ((2, one.begun), (3, one.learned)):
             held = {key: tensor for each in of_ranks for key, tensor in each[place].items()}
             assert held.keys() == whole.keys()
             moved = torch.cat([(held[key] - whole[key]).float().abs().flatten() for key in whole])
             # A first step of Adam goes by a gradient's sign: rounding turns it where the gradient is almost none.
             assert (moved < 1e-4).float().mean() > (0.95 if place == 3 else 0.999), (name, place)
-        again = make_trainer(moe_path, "fp8", k_splits=2, adapter=CONFIGS[name], **SETTINGS)
-        again.load(tmp_path / f"{name}-again")
-        assert_same(scores(again), logprobs)
+        one.trainer.load(tmp_path / name)
+        assert_same(scores(one.trainer), one.logprobs)
 
 
 def assert_same(found: dict[int, Tensor], expected: dict[int, Tensor]) -> None:
