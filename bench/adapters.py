@@ -1,4 +1,4 @@
-"""Adapters beside the weights: bytes of a sync of them alone, and rollout throughput with them."""
+"""Adapters beside the weights: bytes of a sync of them alone, rollout throughput and the time of a step with them."""
 
 from __future__ import annotations
 
@@ -6,19 +6,25 @@ import asyncio
 import statistics
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from transformers import AutoTokenizer
 
-from bench.measure import Result, median_ratio
+from bench.batch import random_batch
+from bench.measure import Result, interleaved, median_ratio
 from bench.rollout import GROUP, NEW_TOKENS, PROBLEMS, PROMPTS
 from bench.rollout import MODEL as DEMO
 from bench.sync import BUCKET_BYTES, MODEL
+from bench.train import MODEL as TRAINED
+from bench.train import ROWS, WIDTH
 from models.adapters import AdapterConfig
 from models.tiny import write_tiny_model
 from numerics.backend.compiler import enable_compiler
 from numerics.config import NumericsConfig
 from numerics.spec import QuantSpec
+from rl.algorithms.sft import SftObjective
 from rl.run.engines.serving import expected_report
 from rl.run.feed.feed import to_groups
 from rollout.config import RolloutConfig
@@ -36,12 +42,12 @@ from weight_sync.transports.tensor import TensorTransport
 
 ADAPTER = AdapterConfig(rank=8, alpha=16.0)
 NUMERICS = NumericsConfig(spec=QuantSpec.preset("fp8_block_pow2"))
-ROUNDS, WARMUP = 8, 2
+ROUNDS, WARMUP, STEPS = 8, 2, 5
 
 
 def run() -> list[Result]:
     whole, alone = _syncs()
-    rates = asyncio.run(_rates())
+    times, rates = _steps(), asyncio.run(_rates())
     base_bytes = whole.bytes - alone.bytes
     return [
         Result(
@@ -64,6 +70,13 @@ def run() -> list[Result]:
             bar=0.85,
             at_least=True,
             parts={f"{name} (tokens/s)": statistics.median(values) for name, values in rates.items()},
+        ),
+        Result(
+            name="train step time, adapters of rank 8 / all weights (hidden 512, 4 layers, 8,192 tokens)",
+            value=median_ratio(times["adapters"], times["all weights"]),
+            bar=1.1,
+            at_least=False,
+            parts={f"{name} (s)": statistics.median(values) for name, values in times.items()},
         ),
     ]
 
@@ -103,6 +116,27 @@ def _syncs() -> tuple[SyncReport, SyncReport]:
             runner.run(engine.stop())
             runner.close()
             parallel.shutdown()
+
+
+def _steps() -> dict[str, list[float]]:
+    """Seconds of a step that trains adapters, and of one that trains all weights."""
+    config = TrainerConfig(micro_batch_tokens=4096)
+    layout = parallel.initialize(config)
+    from trainer.trainer import Trainer
+
+    batch = random_batch(ROWS, WIDTH, TRAINED.vocab)
+    objective = SftObjective.of(batch)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "model"
+        write_tiny_model(path, TRAINED)
+        options: dict[str, Any] = {"seed": 0, "total_steps": 100, "max_sequence_length": WIDTH}
+        adapters = Trainer(path, config, NUMERICS, layout, adapter=ADAPTER, **options)
+        whole = Trainer(path, config, NUMERICS, layout, **options)
+        sides = {"adapters": adapters, "all weights": whole}
+        steps = {name: partial(side.train_step, batch, objective) for name, side in sides.items()}
+        times = interleaved(steps, STEPS, warmup=2)
+    parallel.shutdown()
+    return times
 
 
 async def _rates() -> dict[str, list[float]]:
