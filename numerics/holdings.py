@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 _NAMES = {
+    torch.float64: "fp64",
     torch.float32: "fp32",
     torch.bfloat16: "bf16",
     torch.float16: "fp16",

@@ -1,8 +1,8 @@
 """The precision map: each class of tensors of a training step and of an engine, its planned format, and why.
 
-The first twelve rows are those of a map published for DeepSeek-V3; the router, what travels inside a layer, and the
-engine follow. docs/precision.md has it as a table, and some reasons at length. An audit (`fp8rl audit`) compares the
-plan with what a live trainer and engine are found to do.
+The first twelve rows are those of a map published for DeepSeek-V3; the router, adapters, what travels inside a layer,
+and the engine follow. docs/precision.md has it as a table, and some reasons at length. An audit (`fp8rl audit`)
+compares the plan with what a live trainer and engine are found to do.
 """
 
 from __future__ import annotations
@@ -252,6 +252,14 @@ CLASSES: tuple[TensorClass, ...] = (
          "", "", "Exact mode weights experts' outputs in FP32."),
         router_probabilities={"exact": "fp32", "native": "bf16"},
         router_gradient={"exact": "fp32", "native": "bf16"},
+    ),
+    *_row(
+        "adapters",
+        _MODULES,
+        ("adapter.operands", "operands of an adapter's products, forward and backward",
+         "bf16", "", "They are small, and FP8 would round updates away."),
+        ("adapter.merged", "A and B, where their product is added to a weight",
+         "fp64", "", "The sum does not depend on its order, nor on how ranks share the weight."),
     ),
     *_row(
         "between ranks",

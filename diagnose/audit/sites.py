@@ -36,7 +36,7 @@ class Site:
 
 
 class Sites:
-    """The modules of one rank, found by path, and its parameters by what they are."""
+    """The modules of one rank, found by path, its parameters by what they are, and those of them that adapt others."""
 
     def __init__(self, trainer: Trainer, numerics: NumericsConfig) -> None:
         """numerics: as planned."""
@@ -50,6 +50,7 @@ class Sites:
             quantized = frozenset(definition.quantizes(row, spec) for row in inside)
             if part := _part(seen, bool(inside), path in heads):
                 self._by_path[path] = Site(path, part, quantized or frozenset({False}))
+        self.adapters = {name for name, row in rows.items() if row.adapts is not None}
         for name, row in rows.items():
             self.parameters[name] = self._part_of(name, row)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from diagnose.audit.formats import Grids
+from diagnose.audit.formats import Grids, stored
 from diagnose.audit.memory import held_by_optimizer, held_in_pass
 from diagnose.audit.sighting import Sighting
 from diagnose.audit.sites import Part, Site, Sites
@@ -44,6 +44,8 @@ BACKWARD = {"_softmax_backward_data", "_log_softmax_backward_data", "_fused_rms_
 ACCUMULATE = "torch::autograd::AccumulateGrad"
 FORMATS = {"fp32", "bf16", "fp16", "e4m3", "e5m2"}
 CAST = "_to_copy"
+COPIES = {CAST, "clone", "index_copy"}
+"""What is multiplied may be an adapter in another dtype or order, or with its rows where the product has them."""
 CLIPPING, UPDATE = "clipping", "update"
 WIRES = {"start_grad_sync": "gradient.wire", "start_param_sync": "wire.weights"}
 """Methods of Megatron's groups of buffers, and what they send."""
@@ -98,6 +100,7 @@ class _Watcher(TorchDispatchMode):
     def __init__(self, trainer: Trainer, sites: Sites, plan: Mapping[str, Planned], grids: Grids) -> None:
         super().__init__()
         from trainer.inventory import buffer_kinds
+        from trainer.modules.weights import named_weights
 
         self._trainer, self._sites = trainer, sites
         self._plan, self._grids = plan, grids
@@ -109,6 +112,8 @@ class _Watcher(TorchDispatchMode):
         self._attention_products = 0
         self._buffers = buffer_kinds(trainer)
         self._parameters = {_storage(parameter) for parameter in trainer.model.parameters()}
+        weights = named_weights(trainer.model)
+        self._adapters = {_storage(weight): weight for name, weight in weights if name in sites.adapters}
         self._weights: set[int] | None = None
 
     def sightings(self) -> list[Sighting]:
@@ -122,6 +127,8 @@ class _Watcher(TorchDispatchMode):
             if func.__name__.partition(".")[0] == CAST and out.is_floating_point() and out.dtype.itemsize < 4:
                 self._cast = format_of(out.dtype)
         elif self._phase != UPDATE:
+            if func.__name__.partition(".")[0] in COPIES and self._from_adapter(args):
+                self._adapters[_storage(out)] = out  # kept, so that nothing else comes to lie there
             self._computed(func.__name__.partition(".")[0], args, out)
         return out
 
@@ -230,6 +237,14 @@ class _Watcher(TorchDispatchMode):
 
     def _multiplied(self, site: Site, backward: bool, left: Tensor, right: Tensor, out: Tensor) -> None:
         """One matrix product. Both operands are grouped along what is summed over, if they are quantized."""
+        if not left.numel() or not right.numel():  # an expert without tokens
+            return
+        if (key := self._adapts(left, right)) is not None:
+            for operand in (left, right):
+                wide = stored(operand)
+                narrowest = self._grids.format(operand.bfloat16(), "activation") if wide == "bf16" else wide
+                self._note(key, site.path, narrowest)
+            return
         if site.part == "attention":
             if not backward:  # in turns: queries and keys, weights and values
                 first = self._attention_products % 2 == 0
@@ -247,6 +262,18 @@ class _Watcher(TorchDispatchMode):
                 self._note(f"{site.part}.operands", site.path, found)
         if site.part == "router" and not backward:
             self._note("router.logits", site.path, format_of(out.dtype))
+
+    def _adapts(self, left: Tensor, right: Tensor) -> str | None:
+        """The class of a product of an adapter's; None for all other products."""
+        if left.dtype is torch.float64:
+            return "adapter.merged"
+        seen: Iterable[Any] = (left, right)
+        if (node := self._node()) is not None:  # what it was made of: gradients are products of others
+            seen = (*getattr(node, "saved_tensors", ()), *getattr(node, "operands", ()))
+        return "adapter.operands" if self._from_adapter(seen) else None
+
+    def _from_adapter(self, values: Iterable[Any]) -> bool:
+        return any(isinstance(value, Tensor) and _storage(value) in self._adapters for value in values)
 
     def _operand(self, operand: Tensor, role: Role) -> str | None:
         """A parameter is what its dtype says, whatever its values: they may come from a checkpoint in FP8."""

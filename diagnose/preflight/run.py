@@ -18,6 +18,7 @@ from models.stored import check_stored
 from numerics.errors import user_error
 from rl.experiment import Experiment
 from rl.experiment.preconditions import check, read_model
+from rl.run.engines.serving import engine_adapter
 from rl.run.stack import Stack, open_pair
 from rollout.errors import HandshakeError
 from trainer.step.batch import TokenBatch
@@ -104,7 +105,7 @@ def _examine_spec(stack: Stack, batch: TokenBatch, so_far: SoFar) -> None:
         "engine": same_spec.quantized_names(manifest),
     }
     so_far.checks += [
-        same_spec.handshake(numerics, report),
+        same_spec.handshake(numerics, engine_adapter(stack.experiment), report),
         same_spec.quantized_modules(**so_far.quantized),
         same_spec.kv_cache_dtype(report),
     ]

@@ -10,6 +10,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from diagnose.preflight.check import Check, judged
+from models.adapters import AdapterConfig
 from models.forms import TOPK
 from models.tensors import SCALE_SUFFIX
 from numerics.config import NumericsConfig
@@ -26,9 +27,9 @@ _SHOWN = 5
 """Names that a message spells out."""
 
 
-def handshake(numerics: NumericsConfig, report: EngineReport) -> Check:
-    """The engine's report on itself against what the trainer runs."""
-    expected = expected_report(numerics)
+def handshake(numerics: NumericsConfig, adapter: AdapterConfig | None, report: EngineReport) -> Check:
+    """The engine's report on itself against what the trainer runs. adapter: beside the engine's weights."""
+    expected = expected_report(numerics, adapter)
     problems = differences(expected, report)
     return judged(
         "spec",

@@ -21,6 +21,7 @@ from diagnose.audit.report import Deviation, differences_of, rows_of
 from diagnose.audit.sighting import Sighting
 from diagnose.audit.watch import watch_step
 from fp8rl.cli import app
+from models.adapters import AdapterConfig
 from numerics import ops
 from numerics.backend import dispatch
 from numerics.config import NumericsConfig
@@ -48,12 +49,12 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture
 def make(paths: dict[str, Path], layout: Any) -> Callable[..., Any]:
-    def make(numerics: NumericsConfig, kind: str = "moe") -> Any:
+    def make(numerics: NumericsConfig, kind: str = "moe", adapter: AdapterConfig | None = None) -> Any:
         from trainer.trainer import Trainer
 
         config = TrainerConfig(lr=1e-3, warmup_steps=0, micro_batch_tokens=256)
         sizes = {"seed": 0, "total_steps": 10, "max_sequence_length": LENGTH}
-        return Trainer(paths[kind], config, numerics, layout, **sizes)
+        return Trainer(paths[kind], config, numerics, layout, adapter=adapter, **sizes)
 
     return make
 
@@ -92,6 +93,34 @@ def test_a_step_is_as_planned_and_every_row_is_seen(kind: str, mode: str, make: 
     assert formats["product.activation"] == formats["product.weight"] == formats["product.gradient"] == {"e4m3"}
     assert formats["scores.output"] == formats["softmax.output"] == {"fp32" if mode == "exact" else "bf16"}
     assert formats["gradient.buffer"] == formats["gradient.wire"] == {"fp32"}
+
+
+@pytest.mark.parametrize("merged", [False, True])
+def test_adapters_are_multiplied_unquantized_beside_products_in_fp8(merged: bool, make: Callable[..., Any]) -> None:
+    numerics, adapter = plan("exact"), AdapterConfig(rank=8, mode="merged" if merged else "separate")
+    trainer = make(numerics, adapter=adapter)
+    watched(trainer, numerics)  # B is zero before the first update, which says nothing
+    sightings = watched(trainer, numerics)
+    assert differences_of(sightings) == []
+    formats = found(sightings)
+    assert formats["product.activation"] == formats["product.weight"] == formats["product.gradient"] == {"e4m3"}
+    assert formats["adapter.operands"] == {"bf16"}
+    assert formats.get("adapter.merged") == ({"fp64"} if merged else None)
+
+
+def test_an_adapter_that_is_multiplied_in_fp8_is_found(
+    make: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    numerics, term = plan("exact"), ops.low_rank_term
+
+    def coarse(h: Tensor, *rest: Any) -> Tensor:
+        return term(fake_quantize(h, SPEC.activation, h.dtype), *rest)
+
+    monkeypatch.setattr("numerics.ops.low_rank.low_rank_term", coarse)
+    trainer = make(numerics, "dense", AdapterConfig(rank=64))
+    (difference,) = differences_of(watched(trainer, numerics))
+    assert (difference.key, difference.found) == ("adapter.operands", "e4m3")
+    assert all(name.startswith("decoder.layers.") for name in difference.names)
 
 
 def test_a_step_that_is_watched_is_a_step(make: Callable[..., Any]) -> None:
@@ -266,7 +295,7 @@ def test_fp32_numbers_that_are_all_bf16_are_bf16() -> None:
 
 
 def test_every_class_has_a_plan_of_formats_in_every_mode_and_precision() -> None:
-    names = {"fp32", "bf16", "e4m3", "e5m2"}
+    names = {"fp64", "fp32", "bf16", "e4m3", "e5m2"}
     for mode in MODES:
         for trainer in ("bf16", "fp8_forward", "fp8"):
             for planned in precision_map(plan(mode, trainer=trainer)).values():

@@ -175,9 +175,9 @@ def test_a_scale_that_the_engine_holds_otherwise_fails() -> None:
 
 def test_an_engine_that_reports_something_else_is_told() -> None:
     expected = expected_report(EXACT)
-    assert same_spec.handshake(EXACT, expected).ok
+    assert same_spec.handshake(EXACT, None, expected).ok
     changed = expected.model_copy(update={"spec_digest": "0" * 16, "hooks": expected.hooks[1:]})
-    check = same_spec.handshake(EXACT, changed)
+    check = same_spec.handshake(EXACT, None, changed)
     assert not check.ok
     assert "spec_digest" in check.found and expected.hooks[0] in check.found
 
