@@ -16,6 +16,7 @@ from numerics.config import NumericsConfig
 from rl.algorithms.sft import SftObjective
 from rl.experiment import Experiment
 from rl.experiment.preconditions import check, read_model
+from rl.run.engines.serving import engine_adapter
 from rl.run.stack import Stack, open_pair
 from rollout.errors import HandshakeError
 from trainer.step.batch import TokenBatch
@@ -31,7 +32,7 @@ def audit(experiment: Experiment, *, say: Callable[[str], None] = print) -> Audi
         UserError: no run of the spec could start.
     """
     began, numerics = time.monotonic(), experiment.numerics_config()
-    model = read_model(Path(experiment.model.path))
+    model = read_model(Path(experiment.model.path)).adapted(engine_adapter(experiment))
     check(experiment)
     check_has_engine(experiment)
     seen: list[Sighting] = []

@@ -66,7 +66,7 @@ class Sites:
         return self._by_path.get(path)
 
     def _part_of(self, name: str, row: TensorRow) -> Part:
-        if row.kind is not None:
+        if row.kind is not None or row.adapts is not None:
             return "product" if row.expert is None else "experts"
         site = self.at(name)
         if not row.product and site is not None and site.part != "embedding":

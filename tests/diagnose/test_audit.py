@@ -105,6 +105,7 @@ def test_adapters_are_multiplied_unquantized_beside_products_in_fp8(merged: bool
     formats = found(sightings)
     assert formats["product.activation"] == formats["product.weight"] == formats["product.gradient"] == {"e4m3"}
     assert formats["adapter.operands"] == {"bf16"}
+    assert formats["master"] == formats["moment"] == {"fp32"} and "gain.master" not in formats
     assert formats.get("adapter.merged") == ({"fp64"} if merged else None)
 
 
