@@ -6,6 +6,7 @@ import asyncio
 import statistics
 import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 from transformers import AutoTokenizer
@@ -25,11 +26,14 @@ from weight_sync.hf_checkpoint import convert_checkpoint
 MODEL = Path("examples/models/tiny_qwen3_moe")
 PROBLEMS = Path("examples/data/arithmetic_train.jsonl")
 PROMPTS, GROUP, NEW_TOKENS, ROUNDS, WARMUP = 32, 8, 20, 8, 2
+Side = tuple[Mode, RolloutPrecision] | None
+"""What an engine computes; None is SGLang without our plugin."""
 STOCK, BF16, FP8, NATIVE = "stock SGLang BF16", "exact BF16", "exact FP8", "native FP8"
 
 
 def run() -> list[Result]:
-    rates = asyncio.run(_measure())
+    sides: dict[str, Side] = {STOCK: None, BF16: ("exact", "bf16"), FP8: ("exact", "fp8"), NATIVE: ("native", "fp8")}
+    rates = asyncio.run(measure(MODEL, sides))
     parts = {f"{name} (tokens/s)": statistics.median(values) for name, values in rates.items()}
     shape = f"{PROMPTS} x {GROUP} answers"
     return [
@@ -57,19 +61,17 @@ def run() -> list[Result]:
     ]
 
 
-async def _measure() -> dict[str, list[float]]:
-    tokenizer = AutoTokenizer.from_pretrained(MODEL)
+async def measure(model: Path, sides: Mapping[str, Side]) -> dict[str, list[float]]:
+    """Tokens per second of an engine for each side, which take turns, in every round."""
+    tokenizer = AutoTokenizer.from_pretrained(model)
     prompts = [Prompt(p, prompt_ids(tokenizer, p)) for p in load_problems(Source(PROBLEMS))]
     sampling = SamplingParams(max_new_tokens=NEW_TOKENS, stop_token_ids=(tokenizer.eos_token_id,))
-    rates: dict[str, list[float]] = {STOCK: [], BF16: [], FP8: [], NATIVE: []}
+    rates: dict[str, list[float]] = {name: [] for name in sides}
+    engines: dict[str, Engine] = {}
     with tempfile.TemporaryDirectory() as folder:
-        engines = {
-            STOCK: await _engine(Path(folder), STOCK, None),
-            BF16: await _engine(Path(folder), BF16, "bf16"),
-            FP8: await _engine(Path(folder), FP8, "fp8"),
-            NATIVE: await _engine(Path(folder), NATIVE, "fp8", "native"),
-        }
         try:
+            for name, side in sides.items():
+                engines[name] = await _engine(model, Path(folder), name, side)
             for index in range(WARMUP + ROUNDS):
                 chosen = prompts[index * PROMPTS : (index + 1) * PROMPTS]
                 for name, engine in engines.items():
@@ -85,18 +87,16 @@ async def _measure() -> dict[str, list[float]]:
     return rates
 
 
-async def _engine(folder: Path, name: str, precision: RolloutPrecision | None, mode: Mode = "exact") -> Engine:
-    """An engine on the demo's model; `precision` None is SGLang without our plugin."""
-    spec = QuantSpec.preset("fp8_block_pow2")
-    numerics = NumericsConfig(mode=mode, spec=spec, trainer="bf16", rollout=precision or "bf16")
+async def _engine(model: Path, folder: Path, name: str, side: Side) -> Engine:
+    mode, precision = side or ("exact", "bf16")
+    numerics = NumericsConfig(mode=mode, spec=QuantSpec.preset("fp8_block_pow2"), trainer="bf16", rollout=precision)
     checkpoint = folder / name.replace(" ", "_")
-    convert_checkpoint(MODEL, checkpoint, numerics.rollout_spec)
-    ours = precision is not None
+    convert_checkpoint(model, checkpoint, numerics.rollout_spec)
     engine = Engine(
         RolloutConfig(),
         folder / f"{checkpoint.name}.log",
-        {"numerics": numerics.to_dict()} if ours else None,
-        expected_report(numerics) if ours else None,
+        {"numerics": numerics.to_dict()} if side else None,
+        expected_report(numerics) if side else None,
     )
     await engine.start(checkpoint)
     return engine
