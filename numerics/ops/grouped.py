@@ -99,7 +99,7 @@ class _GroupedProduct(torch.autograd.Function):
         out = x.new_empty(x.shape[0], n)
         for (start, stop), weight in zip(_spans(counts), operands, strict=True):
             if start < stop:
-                out[start:stop] = _span_product(rows, start, stop, dense(weight), x.dtype, plus)
+                _span_product(rows, start, stop, dense(weight), plus, out)
         return out
 
     @staticmethod
@@ -169,14 +169,25 @@ def _span_product(
     start: int,
     stop: int,
     weight: torch.Tensor,
-    dtype: torch.dtype,
-    plus: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Rows start to stop. A short span borrows neighbouring rows, which are dropped, instead of being padded."""
+    plus: torch.Tensor | None,
+    out: torch.Tensor,
+) -> None:
+    """Fill rows start to stop of `out`. A short span borrows neighbouring rows, which are dropped; none is padded."""
+    if (
+        stop - start >= FEWEST_ROWS
+        and rows.dtype == weight.dtype == out.dtype
+        and not chooses_by_rows(rows.device, rows.dtype)
+    ):
+        into = out[start:stop]
+        if plus is None:
+            torch.mm(rows[start:stop], weight.t(), out=into)
+        else:
+            torch.addmm(plus[start:stop], rows[start:stop], weight.t(), out=into)
+        return
     first = max(0, min(start, rows.shape[0] - FEWEST_ROWS))
     last = max(stop, min(first + FEWEST_ROWS, rows.shape[0]))
     more = None if plus is None else plus[first:last]
-    return product(rows[first:last], weight, dtype, more)[start - first : stop - first]
+    out[start:stop] = product(rows[first:last], weight, out.dtype, more)[start - first : stop - first]
 
 
 def _padded(
