@@ -60,7 +60,8 @@ class Model:
 
     @functools.cached_property
     def shape(self) -> Shape:
-        return self.architecture.shape(self.sizes)
+        adapters = tuple(row for row in self.tensors.rows.values() if row.adapts is not None) if self.adapter else ()
+        return replace(self.architecture.shape(self.sizes), adapters=adapters)
 
     @functools.cached_property
     def tensors(self) -> TensorTable:
@@ -111,14 +112,18 @@ def read_model(path: Path, key: str = "model.path", *, served: bool = False) -> 
     return _read(path, key, trained, served)
 
 
-def read_shape(path: Path, key: str = "model.path") -> Shape:
+def read_shape(path: Path, key: str = "model.path", adapter: AdapterConfig | None = None) -> Shape:
     """Read the shape of a Hugging Face directory, from its config.json alone; messages speak of the directory as `key`.
+    adapter: trained in place of its weights.
 
     Whether the weights are quantized makes no difference. Draft layers (multi-token prediction) are not counted.
 
     Raises:
-        UserError: no readable config, an unknown architecture, or a value that is missing or wrong.
+        UserError: no readable config, an unknown architecture, or a value that is missing or wrong; or an adapter that
+            the model cannot have.
     """
+    if adapter is not None:
+        return read_model(path, key, served=True).adapted(adapter).shape
     return _read(path, key, architectures(), served=True).shape
 
 

@@ -1,6 +1,7 @@
 """What a model weighs and computes, by closed formula from its sizes; each architecture says its own (`shape`).
 
-No tensor is named and no table is made, so that architectures are calculated too which nothing here can train.
+No tensor is named and no table is made, so that architectures are calculated too which nothing here can train. Only
+adapters are those of a model's table.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from functools import cached_property
 from typing import Literal
 
 from models.sizes import ModelSizes
+from models.tensors import TensorRow
 from numerics.spec import QuantSpec
 
 Share = Literal["split", "experts", "replicated"]
@@ -83,12 +85,14 @@ class Shape:
         weights: everything that a checkpoint has, in the order of the forward.
         cached: elements that one token occupies in a layer's cache.
         value_dim: width of a head's value.
+        adapters: rows of the adapters that are trained in place of the weights.
     """
 
     sizes: ModelSizes
     weights: tuple[WeightGroup, ...]
     cached: int
     value_dim: int
+    adapters: tuple[TensorRow, ...] = ()
 
     @cached_property
     def parameters(self) -> int:

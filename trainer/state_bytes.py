@@ -8,12 +8,11 @@ another, each sharded over the ranks that hold the same.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import Literal
 
 from models.shape import Shape, WeightGroup, overlap
-from models.tensors import TensorRow
 from numerics.config import NumericsConfig
 from numerics.quantize import scale_shape
 from numerics.spec import QuantSpec, TensorSpec
@@ -70,12 +69,12 @@ def state_bytes(
     numerics: NumericsConfig,
     storage: Storage,
     rank: int = 0,
-    adapters: Sequence[TensorRow] = (),
+    base: bool = False,
 ) -> dict[str, StateBytes]:
     """What one rank holds of `dense` weights (replicated ones among them) and of `experts`, in training.
 
-    adapters: the rows of the table that are trained in place of all weights, of which then only
-        what the forward reads is held.
+    Of a shape with adapters these are trained in place of the weights, of which then only what the forward reads is
+    held. base: nor is that, as it is read where engines have it (`sync.shared_base`).
     Exact where every parameter's size is a multiple of 64 elements.
     """
     at, memory = Layout.of(rank, config), config.optimizer
@@ -83,11 +82,11 @@ def state_bytes(
     moment_bytes = None if gpu and memory.offload else BF16 if gpu and memory.moments == "bf16" else FP32
     found = {"dense": StateBytes(), "experts": StateBytes()}
     trained = list(buffers(shape, config, numerics.trainer_spec, storage, at.pp_rank))
-    if adapters:
-        for buffer in trained:
+    if shape.adapters:
+        for buffer in () if base else trained:
             frozen = StateBytes(parameters=buffer.elements * BF16 + buffer.scales, operands=buffer.operands)
             found["experts" if buffer.experts else "dense"] += frozen
-        trained = list(_of_adapters(adapters, shape, config, at.pp_rank))
+        trained = list(_of_adapters(shape, config, at.pp_rank))
     for buffer in trained:
         ranks, replica = (at.expert_dp_size, at.expert_dp_rank) if buffer.experts else (at.dp_size, at.dp_rank)
         found["experts" if buffer.experts else "dense"] += _held(buffer, ranks, replica, moment_bytes)
@@ -131,11 +130,11 @@ def buffers(shape: Shape, config: TrainerConfig, spec: QuantSpec, storage: Stora
             yield Buffer(False, each.elements)
 
 
-def _of_adapters(rows: Sequence[TensorRow], shape: Shape, config: TrainerConfig, stage: int) -> Iterator[Buffer]:
+def _of_adapters(shape: Shape, config: TrainerConfig, stage: int) -> Iterator[Buffer]:
     """The buffers of adapters on a rank of a stage: those that experts have of their own are in another."""
     layers = layers_of_stage(shape.sizes.layers, config.pp, stage)
     sizes: dict[tuple[bool, str], int] = {}
-    for row in rows:
+    for row in shape.adapters:
         if row.layer in layers:
             parameter = row.megatron.parameter.rstrip("0123456789")  # experts are stacked
             parts = config.ep if row.expert is not None else config.tp if row.engine.split is not None else 1

@@ -55,7 +55,7 @@ def read_subject(subject: str | None, overrides: Sequence[str] = ()) -> Subject:
         stands_in = "" if directory.exists() else _packaged(directory.name)
         if not directory.exists() and not stands_in:
             raise _unknown("model.path", str(directory), directory.name, "the directory of a model")
-        shape = read_shape(CONFIGS / stands_in if stands_in else directory)
+        shape = read_shape(CONFIGS / stands_in if stands_in else directory, adapter=experiment.adapter)
         teacher = _teacher(experiment, shape)
         return Subject(subject, shape, experiment, chosen=True, stands_in=stands_in, teacher=teacher)
     packaged = "" if path.exists() else _packaged(subject)

@@ -168,8 +168,10 @@ def _twice(job: Job, weight: WeightGroup) -> bool:
 
 
 def _product_seconds(job: Job, gpu: Gpu, rates: Rates, each: _Product) -> float:
-    """Forward, gradient of the input, gradient of the weight. With `fp8_forward` the last two are BF16's."""
-    fp8_of = (each.fp8, each.fp8 and job.numerics.trainer == "fp8", each.fp8 and job.numerics.trainer == "fp8")
+    """Forward, gradient of the input, gradient of the weight. With `fp8_forward` the last two are BF16's. A weight that
+    has an adapter beside it has no gradient; the adapter's own products, of few rows, are left out."""
+    backward = each.fp8 and job.numerics.trainer == "fp8"
+    fp8_of = (each.fp8, backward, backward)[: 2 if job.shape.adapters else 3]
     flops = 2.0 * each.rows * each.n * each.k
     return each.layers * sum(
         max(
@@ -208,7 +210,8 @@ def _update(job: Job, bandwidth: float, stage: int) -> float:
     rank = stage * job.layout.stage_size
     on_gpu = job.layout.model_copy(update={"optimizer": OptimizerMemory()})
     states = state_bytes(job.shape, on_gpu, job.numerics, job.storage, rank).values()
-    quantized = sum(each.layers * each.copies * each.n * each.k for each in _products(job, stage) if each.fp8)
+    again = () if job.separate else _products(job, stage)  # weights that stay are quantized once
+    quantized = sum(each.layers * each.copies * each.n * each.k for each in again if each.fp8)
     return (OPTIMIZER_BYTES * sum(state.masters / 4 for state in states) + 4 * quantized) / bandwidth
 
 

@@ -112,8 +112,7 @@ def test_a_live_trainer_of_adapters_holds_them(experts: str, make_trainer: MakeT
     config = AdapterConfig(rank=8, experts=experts, targets=("q_proj", "v_proj", "o_proj", "up_proj", "down_proj"))
     trainer = make_trainer(moe_path, "fp8", adapter=config)
     trainer.score(random_batch(rows=2, longest=8))
-    adapters = [row for row in trainer.definition.tensors.rows.values() if row.adapts]
-    states = state_bytes(read_shape(moe_path), trainer.config, EXACT, "torch", adapters=adapters).values()
+    states = state_bytes(read_shape(moe_path, adapter=config), trainer.config, EXACT, "torch").values()
     held = bytes_held(trainer)
     for name in ("parameters", "operands", "gradients", "masters", "moments"):
         assert held[name] == sum(getattr(state, name) for state in states), name

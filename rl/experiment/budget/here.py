@@ -51,5 +51,7 @@ def with_own_cache(experiment: Experiment) -> Experiment:
     gpu = own_gpu()
     if gpu is None or experiment.rollout.max_total_tokens is not None:
         return experiment
-    tokens = planned_here(read_shape(Path(experiment.model.path)), experiment, gpu)[0].kv_tokens
+    tokens = planned_here(read_shape(Path(experiment.model.path), adapter=experiment.adapter), experiment, gpu)[
+        0
+    ].kv_tokens
     return experiment.model_copy(update={"rollout": experiment.rollout.model_copy(update={"max_total_tokens": tokens})})

@@ -37,6 +37,7 @@ class Job:
         sleep: of trainer and engine on one GPU, one makes room while the other works. may_sleep: they could.
         reference, critic: the trainer holds such a model, too.
         teacher: an engine of it computes on a trainer rank's GPU, too.
+        base: the trainer reads frozen weights where engines have them. separate: engines have adapters beside theirs.
     """
 
     shape: Shape
@@ -57,6 +58,8 @@ class Job:
     reference: bool = False
     critic: bool = False
     teacher: TeacherBytes | None = None
+    base: bool = False
+    separate: bool = False
 
     @property
     def fp8(self) -> bool:
@@ -121,8 +124,10 @@ def job_of(experiment: Experiment, shape: Shape, storage: Storage, gpu_memory: f
         working_bytes=room.working,
         sleep=rollout.sleep and experiment.needs_engines,
         may_sleep=not (rollout.staleness or experiment.sync.delta or experiment.sync.engines_own_gpus),
-        reference=algorithm.needs.reference,
+        reference=algorithm.needs.reference and not shape.adapters,  # without its adapters, the policy is the reference
         critic=algorithm.needs.critic,
+        base=experiment.sync.shared_base,
+        separate=experiment.adapter is not None and experiment.adapter.mode == "separate",
     )
 
 

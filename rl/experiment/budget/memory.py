@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -63,7 +64,7 @@ class Memory:
 
 def trainer_state(job: Job, rank: int) -> dict[str, StateBytes]:
     """What a rank holds from step to step on its GPU, by `dense` and `experts`."""
-    return state_bytes(job.shape, job.layout, job.numerics, job.storage, rank)
+    return state_bytes(job.shape, job.layout, job.numerics, job.storage, rank, base=job.base)
 
 
 def fullest_rank(job: Job) -> int:
@@ -191,6 +192,8 @@ def _trainer(job: Job, rank: int) -> dict[str, Mapping[Phase, float]]:
     if stage == job.layout.pp - 1:
         found["logits"] = {"train": logit_bytes(job)}
     found["buckets"] = {"sync": float(BUCKETS * job.bucket_bytes)}
+    if job.base:
+        found["weights before the base"] = {"sync": _before_the_base(job, rank)}
     if job.reference:
         found["reference"] = _through(sum(state.parameters + state.operands for state in states.values()))
     if job.teacher is not None:
@@ -206,14 +209,25 @@ def _trainer(job: Job, rank: int) -> dict[str, Mapping[Phase, float]]:
     return _held(found)
 
 
+def _before_the_base(job: Job, rank: int) -> float:
+    """Bytes of the first sync: the BF16 weights that a trainer has read, and those that an engine began with. Both give
+    way to the base, which is written from the first."""
+    states = state_bytes(job.shape, job.layout, job.numerics, "torch", rank).values()
+    own = sum(state.parameters for state in states) - sum(
+        state.parameters for state in trainer_state(job, rank).values()
+    )
+    return own + float(served_bytes(job.shape, job.numerics.rollout_spec, job.engine_tp))
+
+
 def _leaves(name: str) -> bool:
     """Whether a class of the trainer's makes room for engines. Weights stay, as do those of a reference."""
     return name.endswith((" gradients", " masters", " moments", " optimizer"))
 
 
 def _engine(job: Job) -> dict[str, Mapping[Phase, float]]:
+    adapters = sum(math.prod(row.shape) for row in job.shape.adapters) * BF16_BYTES if job.separate else 0
     return {
-        "engine weights": _through(served_bytes(job.shape, job.numerics.rollout_spec, job.engine_tp)),
+        "engine weights": _through(adapters + served_bytes(job.shape, job.numerics.rollout_spec, job.engine_tp)),
         "KV cache": _through(job.kv_tokens * cache_bytes(job)),
         "CUDA graphs": _through(job.graph_bytes),
         "engine workspace": {"rollout": job.working_bytes},

@@ -66,7 +66,7 @@ def check(experiment: Experiment, say: Callable[[str], object] = lambda text: No
     if experiment.adapter is not None and experiment.adapter.start is not None:
         read_adapter(Path(experiment.adapter.start), path, adapted, START)
     teacher = check_teacher(experiment, model.sizes, tokenizer)
-    check_memory(model.shape, experiment, teacher)
+    check_memory(adapted.shape, experiment, teacher)
     check_shared_memory(model.shape, experiment)
     if experiment.needs_engines:
         check_importable(experiment.environment.function, "environment.function")

@@ -13,6 +13,7 @@ from diagnose.plan.time import kernels, step_time
 from diagnose.plan.transfers import expert_bytes, gathered_and_summed_bytes
 from diagnose.plan.verdict import Bracket, break_even, fp8_over_bf16, pays
 from models import read_shape
+from models.adapters import AdapterConfig
 from rl.experiment.budget.gpus import GPUS
 from rl.experiment.budget.job import Job
 from studies.document.calculated import NATIVE, deepseek_on_h800, on_h200, products_share_of_ironwood
@@ -94,6 +95,16 @@ def test_products_take_their_flops_where_these_are_many() -> None:
     assert time.attention == pytest.approx(attention, rel=1e-6)
     assert (time.quantization, time.transfers, time.bubble) == (0, 0, 0)
     assert time.optimizer == pytest.approx(30 * job.shape.parameters / 3.35e12, rel=1e-6)
+
+
+def test_weights_with_adapters_have_no_gradients_and_are_quantized_once() -> None:
+    config = TrainerConfig(micro_batch_tokens=8192)
+    whole = Job(read_shape(CONFIGS / "qwen3_4b"), config, NATIVE, "kernels", 8, 8192)
+    adapter = AdapterConfig(rank=16)
+    adapted = replace(whole, shape=read_shape(CONFIGS / "qwen3_4b", adapter=adapter), separate=True)
+    times = [step_time(job, GPUS["h100"], PERFECT) for job in (adapted, whole)]
+    assert times[0].products == pytest.approx(2 / 3 * times[1].products, rel=0.01)
+    assert times[0].optimizer < 0.02 * times[1].optimizer
 
 
 def test_products_take_their_bytes_where_tokens_are_few() -> None:

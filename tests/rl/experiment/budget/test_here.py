@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import namedtuple
 from collections.abc import Callable
 from dataclasses import replace
@@ -21,7 +22,7 @@ from tests.support.paths import CONFIGS, EXAMPLES
 from weight_sync.served_bytes import served_bytes
 
 H100, H200 = ("NVIDIA H100 80GB HBM3", 79 << 30), ("NVIDIA H200", 139 << 30)
-MODELS = {"qwen3_4b_one_gpu": "qwen3_4b"}
+MODELS = {"qwen3_4b_one_gpu": "qwen3_4b", "qwen3_4b_lora_one_gpu": "qwen3_4b"}
 Machine = Callable[..., None]
 
 
@@ -41,15 +42,31 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
 
 def checked(example: str, *overrides: str) -> Experiment:
     experiment = load_experiment(EXAMPLES / f"{example}.yaml", overrides)
-    check_memory(read_shape(CONFIGS / MODELS.get(example, example)), experiment)
+    check_memory(read_shape(CONFIGS / MODELS.get(example, example), adapter=experiment.adapter), experiment)
     return experiment
 
 
 def test_specs_for_real_models_are_let_through_on_their_gpus(machine: Machine) -> None:
     machine(H100, 1)
     checked("qwen3_4b_one_gpu")
+    checked("qwen3_4b_lora_one_gpu")
     machine(H200, 8)
     checked("qwen3_30b_a3b")
+
+
+def test_a_base_that_is_read_by_both_sides_is_counted_once_but_for_the_first_sync(machine: Machine) -> None:
+    machine(H100, 1)
+    gpu, experiment = own_gpu(), load_experiment(EXAMPLES / "qwen3_4b_lora_one_gpu.yaml")
+    assert gpu is not None
+    shared = experiment.model_copy(update={"sync": experiment.sync.model_copy(update={"shared_base": True})})
+    shape = read_shape(CONFIGS / "qwen3_4b", adapter=experiment.adapter)
+    one, two = (colocated_memory(planned_here(shape, each, gpu)[0]).held for each in (shared, experiment))
+    adapters = 2 * sum(math.prod(row.shape) for row in shape.adapters)
+    assert one["dense parameters"]["train"] == adapters and "dense operands" not in one
+    assert two["dense parameters"]["train"] == adapters + 2 * shape.parameters
+    served = served_bytes(shape, experiment.numerics_config().rollout_spec)
+    assert one["engine weights"]["train"] == two["engine weights"]["train"] == served + adapters
+    assert one["weights before the base"] == {"sync": 2 * shape.parameters + served}
 
 
 @pytest.mark.parametrize(
