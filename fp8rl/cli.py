@@ -22,7 +22,7 @@ app = typer.Typer(
 COMMANDS: dict[str, tuple[Callable[..., None], ...]] = {
     "Run": (starting.init, runs.train, runs.demo, runs.submit, runs.report, starting.runs),
     "Before a run": (checks.doctor, checks.plan, checks.preflight, checks.audit),
-    "After a run": (causes.attribute, causes.rescore, models.serve),
+    "After a run": (causes.attribute, causes.rescore, models.eval, models.serve),
     "Besides": (models.convert, causes.study),
 }
 """The commands by the heading that `--help` lists them under."""

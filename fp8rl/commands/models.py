@@ -1,4 +1,4 @@
-"""Commands that take a model: serve and convert."""
+"""Commands that take a model: serve, eval and convert."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from fp8rl.commands.shared import show, user_errors
+from fp8rl.commands.shared import AsJson, Overrides, progress, show, user_errors
 from numerics.errors import UserError
 from rl.run.lifecycle.interrupts import interruptible
 
@@ -46,6 +46,38 @@ def serve(
                 while True:
                     server.check()
                     time.sleep(1.0)
+
+
+def eval(
+    subject: Annotated[Path, typer.Argument(metavar="RUN|MODEL", help="E.g. runs/demo, or a Hugging Face directory.")],
+    overrides: Overrides = None,
+    sets: Annotated[
+        list[str] | None,
+        typer.Option("--set", help="Data file to ask in place of the run's own sets, or YAML as `eval.sets` takes it."),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Ask a trained model held-out problems and judge its answers, as its run does, in the run's numerics.
+
+    A MODEL needs a set; rewards=[{function: math}] and other keys say how it is asked and judged.
+    """
+    with user_errors():
+        import json
+
+        from rich.table import Table
+
+        from fp8rl import evaluating
+
+        served, experiment = evaluating.read_evaluated(subject, sets or [], overrides or [])
+        with interruptible(), tempfile.TemporaryDirectory(prefix="fp8rl-eval-") as folder:
+            found = evaluating.evaluate(served, experiment, Path(folder) / "engine.log", progress())
+        if as_json:
+            print(json.dumps(found))
+            return
+        table = Table("metric", "value")
+        for name, value in found.items():
+            table.add_row(name, f"{value:.4g}")
+        show(table)
 
 
 def convert(

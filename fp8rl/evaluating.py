@@ -1,0 +1,137 @@
+"""A model's answers to held-out problems, judged: the evaluation of a run, without the run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from fp8rl.serving import Served, read_served, serve
+from numerics.errors import UserError, user_error
+from rl.experiment import Experiment, load_experiment
+from rl.experiment.loading import compose_experiment
+from rl.experiment.preconditions.data import check_data
+from rl.experiment.preconditions.tokenizer import load_tokenizer
+from rl.record.run_dir import RunDir
+from rl.run.background import Background
+from rl.run.evaluation import HeldOut, held_out, set_metrics
+from rl.run.feed.conversations import Conversations
+from rl.run.feed.judging import Judge
+from rollout.environments.config import SINGLE_TURN
+from rollout.sampler import sample_groups
+from rollout.server.client import EngineClient
+from rollout.types import Group, SamplingParams, Trajectory
+
+EVERY_PROBLEM = (1 << 31) - 1
+_LOOK_SECONDS = 0.1
+_NOTHING_TO_ASK = "--set: found none, and no evaluation in the spec, expected problems to ask. Name a data file."
+
+
+def read_evaluated(subject: Path, sets: Sequence[str], overrides: Sequence[str]) -> tuple[Served, Experiment]:
+    """The model of a run or of a directory, and the experiment whose evaluation it is put through.
+
+    sets: each the path of a data file, or what `eval.sets` takes as YAML; they stand in place of the run's own, and all
+    their problems are asked. overrides: keys of the spec, as in training.
+
+    Raises:
+        UserError: there is no such model, nothing to ask, or a key or value is wrong.
+    """
+    served = read_served(subject, "exact", "fp8_block_pow2")
+    given = [_parsed(text) for text in sets]
+    asked = []
+    if given:
+        first = json.dumps(given[0].get("path"))
+        every = f"eval.problems={EVERY_PROBLEM}"
+        asked = [f"data.train={first}", "data.eval=null", f"eval.sets={json.dumps(given)}", every]
+    files = RunDir(subject.absolute())
+    if files.experiment.is_file():
+        experiment = load_experiment(files.experiment, [*asked, *overrides])
+    elif not given:
+        raise UserError(_NOTHING_TO_ASK)
+    else:
+        values = {
+            "model": {"path": str(subject.absolute())},
+            "numerics": {"trainer": "fp8", "rollout": "fp8"},
+            "rollout": {"context_length": served.rollout.context_length},
+        }
+        experiment = compose_experiment(values, [*asked, *overrides], subject)
+    if not any((experiment.data.eval, experiment.eval.sets)) or experiment.eval.problems == 0:
+        raise UserError(_NOTHING_TO_ASK)
+    return replace(served, numerics=experiment.numerics_config(), rollout=experiment.rollout), experiment
+
+
+def evaluate(served: Served, experiment: Experiment, log: Path, say: Callable[[str], object]) -> dict[str, float]:
+    """`eval/...` of each set, by one engine of this machine in the model's numerics. log: of the engine.
+
+    Raises:
+        UserError: a set or a reward cannot be used; nothing was started. EngineError, HandshakeError, RewardError,
+        TooManyFailuresError: see `Evaluation`.
+    """
+    tokenizer = load_tokenizer(served.path, "RUN|MODEL")
+    check_data(experiment, tokenizer)
+    sets = list(held_out(experiment, tokenizer))
+    metrics: dict[str, float] = {}
+    with ExitStack() as closing:
+        judges = [Judge(each.rewards, tokenizer, each.rewards_key or "rewards") for each in sets]
+        for judge in judges:
+            closing.callback(judge.close)
+        say(f"starting an engine with {served.path} in {served.numerics.mode} mode")
+        server = closing.enter_context(serve(served, log))
+        background = Background("answers")
+        closing.callback(background.close)
+        client = EngineClient(server.endpoint)
+        closing.callback(lambda: background.run(client.close()))
+
+        def ask(group: Group, sampling: SamplingParams, *_: object) -> Future[list[Trajectory]]:
+            return background.begin(sample_groups(client, [group], sampling))
+
+        conversations = None
+        if experiment.environment.function != SINGLE_TURN:
+            longest = experiment.rollout.context_length
+            conversations = Conversations(experiment.environment, tokenizer, ask, longest)
+            closing.callback(conversations.close)
+        for each, judge in zip(sets, judges, strict=True):
+            say(f"asking {len(each.groups)} problems of {each.name or 'data.eval'}")
+            if conversations is None:
+                answers = _split(background.run(sample_groups(client, each.groups, each.sampling)), len(each.groups))
+            else:
+                answers = _conversed(conversations, each)
+            verdicts = [judge.begin(group.prompt, found) for group, found in zip(each.groups, answers, strict=True)]
+            judged = [[one for one in judge.wait(verdict) if not one.trajectory.branch] for verdict in verdicts]
+            metrics |= set_metrics(each, judged)
+            for failures in (judge.failures, *([] if conversations is None else [conversations.failures])):
+                for text in filter(None, failures.news()):
+                    say(text)
+    return metrics
+
+
+def _parsed(text: str) -> dict[str, Any]:
+    """A set as `eval.sets` takes it; a path stands for one that is called as its file."""
+    if not text.lstrip().startswith("{"):
+        return {"name": Path(text).stem, "path": text}
+    try:
+        read = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        problem = str(error).splitlines()[0]
+        raise user_error("--set", found=problem, expected="valid YAML", remedy="Correct it.") from None
+    return dict(read)
+
+
+def _split(answers: Sequence[Trajectory], groups: int) -> list[list[Trajectory]]:
+    of_group: list[list[Trajectory]] = [[] for _ in range(groups)]
+    for answer in answers:
+        of_group[answer.group].append(answer)
+    return of_group
+
+
+def _conversed(conversations: Conversations, each: HeldOut) -> list[list[Trajectory]]:
+    asked = [conversations.begin(group, each.sampling, 0) for group in each.groups]
+    while wait(asked, _LOOK_SECONDS).not_done:
+        conversations.check()
+    return [future.result() for future in asked]
