@@ -89,7 +89,7 @@ class ConfigFile:
         """Refuse what the shared ops do not define: other values than these of keys that are there, windows of
         attention, and scaled rotary embeddings; rotary_part: a part of a head may be rotated; yarn: `yarn` looks at
         the rotation."""
-        for name, value in expected.items():
+        for name, value in {"use_sliding_window": False, **expected}.items():
             found = self._values.get(name)
             if found is not None and found != value:
                 raise self._variant(name, found, repr(value))

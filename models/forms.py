@@ -25,7 +25,7 @@ class OpForm:
         definition: what both sides compute it with in exact mode, `ops.fp8_linear` in place of `ops.linear` where a
             product is quantized; None where nothing is computed.
         compared: how many of the values that it writes are compared, the first ones; None for all.
-        constant: name of a constant in it, which both sides report.
+        constants: names of constants in it, which both sides report.
         part: what a module that computes it is to the precision map, whatever else it computes; None for what is a
             part of a product or of nothing.
     """
@@ -34,7 +34,7 @@ class OpForm:
     shapes: str
     definition: Callable[..., Any] | None
     compared: int | None = None
-    constant: str | None = None
+    constants: tuple[str, ...] = ()
     part: Part | None = None
 
     @property
@@ -43,25 +43,25 @@ class OpForm:
         return "" if self.definition is None else f"{self.definition.__module__}.{self.definition.__name__}"
 
 
-_EPS, _THETA = "norm_eps", "rope_theta"
+_EPS, _THETA, _YARN = "norm_eps", "rope_theta", "the factor of YaRN"
 
 EMBED = OpForm(name="embed", shapes="tokens int64 [T] -> [T, H]", definition=None, part="embedding")
-NORM = OpForm(name="norm", shapes="[T, H] -> [T, H]", definition=ops.rms_norm, constant=_EPS, part="norm")
+NORM = OpForm(name="norm", shapes="[T, H] -> [T, H]", definition=ops.rms_norm, constants=(_EPS,), part="norm")
 ADD_NORM = OpForm(
     name="add_norm",
     shapes="x, residual [T, H] -> normed, and the sum that was normed; the first of a model has no residual",
     definition=ops.add_rms_norm,
-    constant=_EPS,
+    constants=(_EPS,),
     part="norm",
 )
 HEAD_NORM = OpForm(
-    name="head_norm", shapes="[T, heads, D] -> the same", definition=ops.rms_norm, constant=_EPS, part="norm"
+    name="head_norm", shapes="[T, heads, D] -> the same", definition=ops.rms_norm, constants=(_EPS,), part="norm"
 )
 HEADS_NORM = OpForm(
     name="heads_norm",
     shapes="[T, heads, D] -> the same, normed over all heads of a token together",
     definition=ops.rms_norm,
-    constant=_EPS,
+    constants=(_EPS,),
     part="norm",
 )
 QKV = OpForm(
@@ -69,7 +69,7 @@ QKV = OpForm(
     shapes="[T, H] -> q [T, heads, D], k and v [T, kv heads, D]; with `ops.add_bias` behind it where there are biases",
     definition=ops.linear,
 )
-ROPE = OpForm(name="rope", shapes="q, k -> q, k", definition=ops.rope, constant=_THETA)
+ROPE = OpForm(name="rope", shapes="q, k -> q, k", definition=ops.rope, constants=(_THETA,))
 ATTENTION = OpForm(name="attention", shapes="q, k, v -> [T, heads * D]", definition=ops.attention, part="attention")
 LATENT_DOWN = OpForm(
     name="latent_down",
@@ -81,7 +81,7 @@ LATENT_ATTENTION = OpForm(
     shapes="q [T, heads, D] and rows [T, kv rank + rope], neither rotated -> [T, heads * value]: the rows' norm, "
     "`ops.rope_pairs`, `ops.head_linear` into the latents and out of them, and the attention between",
     definition=ops.latent_attention,
-    constant=_THETA,
+    constants=(_THETA, _YARN),
     part="attention",
 )
 LINEAR = OpForm(

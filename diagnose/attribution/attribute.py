@@ -277,7 +277,8 @@ def _settings(model: Model, trace: OpTrace, answer: EngineAnswer) -> dict[str, t
     return {
         place.op.name: (name, trace.settings[name], answer.settings[name])
         for place in model.forward.places()
-        if (name := place.op.form.constant) is not None and trace.settings[name] != answer.settings[name]
+        for name in place.op.form.constants
+        if trace.settings[name] != answer.settings[name]
     }
 
 

@@ -21,7 +21,7 @@ NORM_EPS = 1e-5
 
 def sizes(config: ConfigFile) -> ModelSizes:
     """Absent keys have the defaults of transformers' Glm4MoeConfig."""
-    config.refuse_variants({"hidden_act": "silu", "use_sliding_window": False}, rotary_part=True)
+    config.refuse_variants({"hidden_act": "silu"}, rotary_part=True)
     heads, hidden = config.size("num_attention_heads", default=96), config.size("hidden_size", default=4096)
     head_dim = config.size("head_dim", default=max(1, hidden // heads))
     attention = parts.family_sizes(config, heads, config.size("num_key_value_heads", default=8), head_dim)

@@ -11,7 +11,6 @@ from models.sizes import ModelSizes
 
 VARIANTS = {
     "hidden_act": "silu",
-    "use_sliding_window": False,
     "partial_rotary_factor": 1,
     "dual_chunk_attention_config": None,
 }

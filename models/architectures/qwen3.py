@@ -11,7 +11,7 @@ from models.sizes import ModelSizes
 from models.tensors import TensorRow
 from models.trace import Forward
 
-VARIANTS = {"hidden_act": "silu", "attention_bias": False, "use_sliding_window": False, "partial_rotary_factor": 1}
+VARIANTS = {"hidden_act": "silu", "attention_bias": False, "partial_rotary_factor": 1}
 """The only values of these keys that the shared ops define."""
 
 

@@ -53,13 +53,13 @@ class EngineSide:
     Attributes:
         run: what a module of it writes, as a tuple, of what it reads.
         each: [T, k, H], what each of a token's experts adds to the output; None where there are no experts.
-        constant: the value of the form's constant in a module.
+        constants: the values of the form's constants in a module.
         hooked: exact mode puts the form's definition there with a hook; else the model itself calls the definition.
     """
 
     run: Callable[..., tuple[Tensor, ...]]
     each: Callable[..., Tensor] | None = None
-    constant: Callable[[Any], float] | None = None
+    constants: Callable[[Any], tuple[float, ...]] | None = None
     hooked: bool = True
 
 
@@ -219,21 +219,26 @@ def _logprobs(engine: Probed, _: Any, logits: Tensor) -> tuple[Tensor, ...]:
     return (torch.stack([torch.as_tensor(row)[0] for row in output.next_token_token_ids_logprobs_val]).float(),)
 
 
-def _epsilon(module: Any) -> float:
-    return module.variance_epsilon
+def _epsilon(module: Any) -> tuple[float, ...]:
+    return (module.variance_epsilon,)
+
+
+def _rotation(attention: Any) -> tuple[float, ...]:
+    """1 as the factor of a model without YaRN."""
+    return attention.rotary_emb.base, getattr(attention.rotary_emb, "scaling_factor", 1.0)
 
 
 SIDES: dict[OpForm, EngineSide] = {
     forms.EMBED: EngineSide(lambda _, module, tokens: (module(tokens),)),
-    forms.NORM: EngineSide(lambda _, module, x: (module(x),), constant=_epsilon),
-    forms.ADD_NORM: EngineSide(_add_norm, constant=_epsilon),
-    forms.HEAD_NORM: EngineSide(lambda _, module, x: (module(x.flatten(0, 1)).view(x.shape),), constant=_epsilon),
-    forms.HEADS_NORM: EngineSide(lambda _, module, x: (module(x.flatten(1)).view(x.shape),), constant=_epsilon),
+    forms.NORM: EngineSide(lambda _, module, x: (module(x),), constants=_epsilon),
+    forms.ADD_NORM: EngineSide(_add_norm, constants=_epsilon),
+    forms.HEAD_NORM: EngineSide(lambda _, module, x: (module(x.flatten(0, 1)).view(x.shape),), constants=_epsilon),
+    forms.HEADS_NORM: EngineSide(lambda _, module, x: (module(x.flatten(1)).view(x.shape),), constants=_epsilon),
     forms.QKV: EngineSide(_qkv),
-    forms.ROPE: EngineSide(_rope, constant=lambda module: module.base),
+    forms.ROPE: EngineSide(_rope, constants=lambda module: (module.base,)),
     forms.ATTENTION: EngineSide(_attention),
     forms.LATENT_DOWN: EngineSide(_latent_down),
-    forms.LATENT_ATTENTION: EngineSide(_latent_attention, constant=lambda module: module.rotary_emb.base),
+    forms.LATENT_ATTENTION: EngineSide(_latent_attention, constants=_rotation),
     forms.LINEAR: EngineSide(_linear),
     forms.SWIGLU: EngineSide(lambda _, module, x: (module(x),)),
     forms.TOPK: EngineSide(_top_k),

@@ -96,8 +96,11 @@ class EngineOps:
 
     def settings(self) -> dict[str, float]:
         """The constants of the ops, by name, each as the first op with it has it."""
-        sides = [(place, SIDES[place.op.form].constant) for place in reversed(self.places)]
-        return {str(at.op.form.constant): float(read(self.module(at))) for at, read in sides if read is not None}
+        found: dict[str, float] = {}
+        for at in reversed(self.places):
+            if (read := SIDES[at.op.form].constants) is not None:
+                found |= zip(at.op.form.constants, map(float, read(self.module(at))), strict=True)
+        return found
 
     def module(self, place: OpSite) -> Any:
         owner = self._model if place.layer is None else self._model.model.layers[place.layer]

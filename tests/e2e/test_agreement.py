@@ -16,7 +16,9 @@ import pytest
 import torch
 
 from diagnose.attribution import attribute
+from diagnose.attribution.result import Finding
 from models.adapters import AdapterConfig
+from numerics import ops
 from numerics.sampling import Truncation
 from rl.mismatch import token_versions
 from rl.run.feed.batching import batch_from_trajectories
@@ -84,6 +86,47 @@ EXACT = {
     ),
     "glm-both-tp2": Setup("glm", bf16_ends=1, k_splits=2, layout=(("tp", 2),), router_replay="record", engine_tp=2),
 }
+LATENT = replace(EXACT["deepseek-bf16-ends-tp2-ep2"], layout=())
+
+
+def wrong_yarn(trainer: Any) -> None:
+    for layer in trainer.model.decoder.layers:
+        core = layer.self_attention.core_attention
+        core.yarn = replace(core.yarn, factor=2 * core.yarn.factor)
+
+
+def no_groups(trainer: Any) -> None:
+    for router in routers(trainer):
+        router.chooses = replace(router.chooses, groups=1, kept_groups=1)
+
+
+def bf16_router(trainer: Any) -> None:
+    def gating(router: Any, x: torch.Tensor) -> torch.Tensor:
+        return ops.linear(x, router.weight).float()
+
+    for router in routers(trainer):
+        router.gating = gating.__get__(router)
+
+
+def restored(trainer: Any) -> None:
+    sizes = trainer.definition.sizes
+    for layer in trainer.model.decoder.layers:
+        layer.self_attention.core_attention.yarn = sizes.yarn
+    for router in routers(trainer):
+        router.chooses = sizes.sigmoid_router
+        vars(router).pop("gating", None)
+
+
+def routers(trainer: Any) -> list[Any]:
+    return [layer.mlp.router for layer in trainer.model.decoder.layers if hasattr(layer.mlp, "router")]
+
+
+DEFINITIONS: dict[str, tuple[Callable[[Any], None], str, tuple[int, ...], str]] = {
+    "YaRN": (wrong_yarn, "attention", (0, 1, 2, 3), "the factor of YaRN is 8 in the trainer and 4 in the engine"),
+    "groups": (no_groups, "topk", (1, 2, 3), "topk differs in every layer"),
+    "BF16 router": (bf16_router, "router", (1, 2, 3), "router differs in every layer"),
+}
+"""What is planted in the trainer, and the op and layers that it is found in."""
 CUTS = {
     "top-p": Truncation(top_p=0.9),
     "top-k": Truncation(top_k=20),
@@ -302,11 +345,41 @@ def test_a_stale_expert_bias_is_named_first(rig: Rig, monkeypatch: pytest.Monkey
     message = failed_sync(pipeline, monkeypatch, faults.missed_bias)
     assert f"1 of {served_tensors_of(pipeline.setup)} tensors" in message and faults.BIAS in message
     pipeline.resume()  # nobody looked
-    batch, numerics = pipeline.sample(1.0, count=4), pipeline.setup.numerics
-    first = attribute(pipeline.trainer, pipeline.endpoint, batch, numerics, pipeline.definition).findings[0]
+    first = first_finding(pipeline, pipeline.sample(1.0, count=4))
     pipeline.sync()
     assert (first.cause, first.op, first.layers, first.tensors) == ("weights", "topk", (2,), (faults.BIAS,))
     assert "layer 2 topk differs" in first.text and "e_score_correction_bias are not those of version" in first.text
+
+
+def test_half_a_pair_is_named_first(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine holds q_a_proj and kv_a_proj as one parameter; one of both does not arrive."""
+    pipeline = rig.open(LATENT)
+    pipeline.train_step(pipeline.sample(1.0, count=4))
+    assert faults.HALF in failed_sync(pipeline, monkeypatch, faults.half_a_pair)
+    pipeline.resume()  # nobody looked
+    first = first_finding(pipeline, pipeline.sample(1.0, count=4))
+    pipeline.sync()
+    assert (first.cause, first.op, first.layers) == ("weights", "qkv_a", (1,))
+    assert faults.HALF in first.tensors and {name.removesuffix("_scale_inv") for name in first.tensors} == {faults.HALF}
+
+
+@pytest.mark.parametrize("fault", DEFINITIONS)
+def test_another_definition_is_named_first(rig: Rig, fault: str) -> None:
+    """In all layers of the trainer that have such an op."""
+    pipeline = rig.open(LATENT)
+    batch = pipeline.sample(1.0, count=4)
+    plant, op, layers, says = DEFINITIONS[fault]
+    pipeline.trainer.apply(plant)
+    try:
+        first = first_finding(pipeline, batch)
+    finally:
+        pipeline.trainer.apply(restored)
+    assert (first.cause, first.op, first.layers) == ("op", op, layers) and says in first.text
+
+
+def first_finding(pipeline: Pipeline, batch: TokenBatch) -> Finding:
+    numerics = pipeline.setup.numerics
+    return attribute(pipeline.trainer, pipeline.endpoint, batch, numerics, pipeline.definition).findings[0]
 
 
 def failed_sync(

@@ -97,6 +97,7 @@ def test_activations_worked_by_hand() -> None:
         ({"qk_rope_head_dim": 63}, "qk_rope_head_dim in .*: found 63, expected an even number"),
         ({"topk_method": "greedy"}, "topk_method in .*: found 'greedy', expected 'noaux_tc'"),
         ({"index_topk": 2048}, "index_topk in .*: found 2048"),
+        ({"use_sliding_window": True}, "use_sliding_window in .*: found True, expected False"),
         (
             {"rope_scaling": {"type": "linear", "factor": 4}},
             "rope_scaling.rope_type in .*: found 'linear', .* or 'yarn'",

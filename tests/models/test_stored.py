@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from models import Model, read_model
 from models.stored import check_stored, stored_tensors
-from models.tiny import TinyModel, write_tiny_model
+from models.tiny import Family, TinyModel, write_tiny_model
 from numerics.errors import UserError
 from numerics.quantize import quantize
 from numerics.spec import QuantSpec
@@ -69,6 +69,15 @@ def test_a_tensor_that_is_missing_or_in_excess_is_named(model: Path) -> None:
     del tensors[EXPERT]
     save_file(tensors, file)
     assert f"{EXPERT}: found 'no such tensor', expected one of shape [128, 128]" in refusal(model, read_model(model))
+
+
+@pytest.mark.parametrize("family", ["glm4_moe", "deepseek_v3"])
+def test_an_expert_s_bias_that_is_missing_is_named(tmp_path: Path, family: Family) -> None:
+    write_tiny_model(tmp_path / "model", TinyModel(hidden=128, top_k=4, family=family))
+    file, name = tmp_path / "model/model.safetensors", "model.layers.1.mlp.gate.e_score_correction_bias"
+    save_file({key: value for key, value in load_file(file).items() if key != name}, file)
+    message = refusal(tmp_path / "model", read_model(tmp_path / "model"))
+    assert f"{name}: found 'no such tensor', expected one of shape [8]" in message
 
 
 def test_leftovers_that_nothing_reads_are_let_pass(model: Path) -> None:

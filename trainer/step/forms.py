@@ -31,12 +31,12 @@ class MegatronSide:
         writes: what the op wrote, [S, ...] each, of a call of its module.
         each: what each of a token's experts adds [S, k, H], of the module, probabilities, chosen experts, and the rows
             [S * k, H] that its `experts` put out in the order of experts, then tokens; None where there are none.
-        constant: the value of the form's constant, of the model and the module.
+        constants: the values of the form's constants, of the model and the module.
     """
 
     writes: Callable[[Call], tuple[Tensor, ...]]
     each: Callable[[nn.Module, Tensor, Tensor, Tensor], Tensor] | None = None
-    constant: Callable[[GPTModel, nn.Module], float] | None = None
+    constants: Callable[[GPTModel, nn.Module], tuple[float, ...]] | None = None
 
 
 def output(call: Call) -> tuple[Tensor, ...]:
@@ -106,27 +106,32 @@ def _rows(tensor: Tensor) -> Tensor:
     return tensor.squeeze(0) if tensor.shape[0] == 1 else tensor.squeeze(1)
 
 
-def _epsilon(model: GPTModel, _: nn.Module) -> float:
-    return model.config.layernorm_epsilon
+def _epsilon(model: GPTModel, _: nn.Module) -> tuple[float, ...]:
+    return (model.config.layernorm_epsilon,)
 
 
-def _theta(model: GPTModel, module: nn.Module) -> float:
-    if isinstance(module, (CoreAttention, LatentCore)):
-        return module.rope_theta
-    return model.config.rotary_base if model.config.multi_latent_attention else model.rotary_base
+def _theta(model: GPTModel, module: nn.Module) -> tuple[float, ...]:
+    return (module.rope_theta if isinstance(module, CoreAttention) else model.rotary_base,)
+
+
+def _rotation(model: GPTModel, module: nn.Module) -> tuple[float, ...]:
+    """1 as the factor of a model without YaRN."""
+    if isinstance(module, LatentCore):
+        return module.rope_theta, module.yarn.factor if module.yarn is not None else 1.0
+    return model.config.rotary_base, model.config.rotary_scaling_factor
 
 
 SIDES: dict[OpForm, MegatronSide] = {
     forms.EMBED: MegatronSide(output),
-    forms.NORM: MegatronSide(_norm, constant=_epsilon),
-    forms.ADD_NORM: MegatronSide(_add_norm, constant=_epsilon),
+    forms.NORM: MegatronSide(_norm, constants=_epsilon),
+    forms.ADD_NORM: MegatronSide(_add_norm, constants=_epsilon),
     forms.QKV: MegatronSide(_qkv),
-    forms.HEAD_NORM: MegatronSide(output, constant=_epsilon),
-    forms.HEADS_NORM: MegatronSide(output, constant=_epsilon),
-    forms.ROPE: MegatronSide(_rope, constant=_theta),
+    forms.HEAD_NORM: MegatronSide(output, constants=_epsilon),
+    forms.HEADS_NORM: MegatronSide(output, constants=_epsilon),
+    forms.ROPE: MegatronSide(_rope, constants=_theta),
     forms.ATTENTION: MegatronSide(output),
     forms.LATENT_DOWN: MegatronSide(_latent_down),
-    forms.LATENT_ATTENTION: MegatronSide(output, constant=_theta),
+    forms.LATENT_ATTENTION: MegatronSide(output, constants=_rotation),
     forms.LINEAR: MegatronSide(_linear),
     forms.SWIGLU: MegatronSide(_input),
     forms.TOPK: MegatronSide(_topk),

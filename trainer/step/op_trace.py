@@ -110,5 +110,8 @@ def _module(model: GPTModel, place: OpSite) -> nn.Module:
 
 def _settings(model: GPTModel, forward: Forward) -> dict[str, float]:
     """The constants of the ops, by name, each as the first op with it has it."""
-    sides = [(place, SIDES[place.op.form].constant) for place in reversed(forward.places())]
-    return {str(at.op.form.constant): float(read(model, _module(model, at))) for at, read in sides if read is not None}
+    found: dict[str, float] = {}
+    for at in reversed(forward.places()):
+        if (read := SIDES[at.op.form].constants) is not None:
+            found |= zip(at.op.form.constants, map(float, read(model, _module(model, at))), strict=True)
+    return found
