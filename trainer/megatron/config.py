@@ -98,9 +98,8 @@ def transformer_config(
         calculate_per_token_loss=True,
         **_RECOMPUTE[config.recompute],
         **moe,
-        **_latent(sizes),
         **mapping.config(sizes),
-        **lowering.config,
+        **{**lowering.config, **_latent(sizes)},
     )
 
 
@@ -121,6 +120,7 @@ def _latent(sizes: ModelSizes) -> dict[str, Any]:
             "mscale_all_dim": yarn.mscale,
         }
     return rope | {
+        "apply_rope_fusion": False,  # of latent attention it is for YaRN alone, and experimental
         "q_lora_rank": latent.q_rank or None,
         "kv_lora_rank": latent.kv_rank,
         "qk_head_dim": sizes.plain_dim,

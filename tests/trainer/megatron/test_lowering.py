@@ -119,6 +119,11 @@ from megatron.core.fp8_utils import is_first_last_bf16_layer
 assert [is_first_last_bf16_layer(config, layer) for layer in range(4)] == [True, False, False, False]
 assert DistributedDataParallelConfig(**lowering.ddp).fp8_param_gather
 assert OptimizerConfig(**lowering.optimizer).fp8_recipe == "blockwise"
+from models import read_model
+from tests.support.paths import CONFIGS
+for name in ("deepseek_v3", "glm_4_7_flash", "moonlight_16b_a3b"):
+    sizes = read_model(CONFIGS / name).sizes
+    assert not transformer_config(sizes, USUAL, TrainerConfig(), torch.bfloat16, "native", lowering).apply_rope_fusion
 """
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     subprocess.run([sys.executable, "-c", program], check=True, timeout=120, env=environment)
