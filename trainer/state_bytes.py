@@ -18,6 +18,7 @@ from numerics.quantize import scale_shape
 from numerics.spec import QuantSpec, TensorSpec
 from trainer.config import TrainerConfig
 from trainer.distributed.layout import Layout
+from trainer.megatron.lowering import by_mx
 
 Storage = Literal["torch", "kernels", "transformer_engine"]
 """What computes FP8 products, and so in which form quantized weights are kept: `torch`: beside the BF16 weight, what it
@@ -58,8 +59,8 @@ def storage_on(numerics: NumericsConfig, cuda: bool, transformer_engine: bool) -
     """How a trainer keeps its quantized weights on a machine with or without GPUs and TransformerEngine."""
     if not cuda:
         return "torch"
-    if numerics.mode == "exact":
-        return "kernels"
+    if numerics.mode == "exact" or (transformer_engine and by_mx(numerics.trainer_spec)):
+        return "kernels"  # BF16, and beside it codes both ways
     return "transformer_engine" if transformer_engine else "torch"
 
 

@@ -21,7 +21,7 @@ from numerics.errors import UserError
 from numerics.spec import QuantSpec
 from rollout.config import RolloutConfig
 from rollout.server.arguments import server_arguments
-from trainer.megatron.lowering import lower
+from trainer.megatron.lowering import by_mx, lower
 
 Blocks = Literal["native", "by MX", "no"]
 
@@ -251,7 +251,10 @@ def _of_native_mode(machine: Machine, numerics: NumericsConfig) -> Iterator[Rema
     if numerics.rollout_spec.quantized and not can.fp8:
         yield Remark(True, "numerics.rollout", place, "compute capability 8.9 or higher, for SGLang's kernels", remedy)
     if trainer.quantized and _has_te(machine):
-        if can.blocks == "no":
+        if by_mx(trainer) and not can.mx:
+            expected = "a Blackwell GPU (compute capability 10.0), for TransformerEngine's MXFP8"
+            yield Remark(True, "numerics.trainer", place, expected, remedy)
+        elif not by_mx(trainer) and can.blocks == "no":
             expected = "compute capability 9.0 and CUDA 12.9 or higher, for TransformerEngine's 128-blocks"
             yield Remark(True, "numerics.trainer", place, expected, remedy)
         if can.blocks == "by MX" and trainer.weight.scale != "pow2":

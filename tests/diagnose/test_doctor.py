@@ -177,6 +177,15 @@ def test_an_a100_has_no_fp8() -> None:
     assert judge(machine, numerics("native", "bf16", trainer="bf16", rollout="bf16")).remarks == ()
 
 
+def test_mxfp8_takes_a_b200() -> None:
+    spec = QuantSpec.preset("mxfp8").override(
+        {role: {"scale": "pow2"} for role in ("weight", "activation", "gradient")}
+    )
+    mx = NumericsConfig(mode="native", spec=spec, rollout="bf16")
+    assert judge(with_gpu("NVIDIA B200", (10, 0)), mx).ok
+    assert keys(judge(with_gpu("NVIDIA H100 80GB HBM3", (9, 0)), mx)) == [("numerics.trainer", True)]
+
+
 def test_a_b200_multiplies_blocks_as_mx() -> None:
     machine = with_gpu("NVIDIA B200", (10, 0))
     found = judge(machine, numerics("native"))

@@ -3,6 +3,7 @@
 Pure data. TransformerEngine 2.20's recipe `Float8BlockScaling` is what the spec says for `fp8_block_*`: activations and
 gradients in 1x128 groups, weights in 128x128 blocks, split accumulators. Its scales are FP32 or powers of two by an
 environment variable that it reads when it is imported, and Megatron 0.16.1 hands it nothing but the format.
+`MXFP8BlockScaling`, for Blackwell, has 1x32 groups for all three, whose scales are the power of two that nothing clips at.
 """
 
 from __future__ import annotations
@@ -15,10 +16,11 @@ from numerics.config import NumericsConfig
 from numerics.errors import UserError, user_error
 from numerics.spec import ALL, QuantSpec, Scale, TensorSpec
 
+BLOCKS, MX = "Float8BlockScaling", "MXFP8BlockScaling"
 FP32_SCALES = "NVTE_FP8_BLOCK_SCALING_FP32_SCALES"
 BACKWARD = "NVTE_BACKWARD_OVERRIDE"
 
-_BLOCK = 128
+_BLOCK, _MX_GROUP = 128, 32
 _SCALES: tuple[Scale, ...] = ("pow2", "fp32")
 _ROWS = 16
 """FP8 products want a multiple of it in every dimension, tokens included."""
@@ -33,7 +35,7 @@ class Lowering:
         config, ddp, optimizer: keywords of Megatron's TransformerConfig, DistributedDataParallelConfig and
             OptimizerConfig.
         environment: variables that TransformerEngine reads when it is imported; None for one that must not be set.
-        recipe: fields of the Float8BlockScaling that Megatron then makes, by dotted name; None without FP8.
+        recipe: fields of the recipe that Megatron then makes, by dotted name; None without FP8. recipe_kind: its class.
         row_multiple: what the number of tokens in a micro-batch must be a multiple of, on each tensor-parallel rank.
     """
 
@@ -43,6 +45,7 @@ class Lowering:
     optimizer: Mapping[str, Any] = field(default_factory=dict)
     environment: Mapping[str, str | None] = field(default_factory=dict)
     recipe: Mapping[str, Any] | None = None
+    recipe_kind: str = BLOCKS
     row_multiple: int = 1
 
 
@@ -59,12 +62,32 @@ def lower(numerics: NumericsConfig, transformer_engine: bool) -> Lowering:
     spec = numerics.trainer_spec
     if not spec.quantized:
         return Lowering(transformer_engine=True, config=fused)
-    _check(spec)
+    mx = by_mx(spec)
+    _check(spec, mx)
     backward = numerics.trainer == "fp8" and spec.gradient.quantized
     hybrid = backward and spec.gradient.format == "e5m2"
     pow2 = spec.weight.scale == "pow2"
     # Operands of the forward, dequantized: the gradient of the quantized forward with BF16 products.
     override = None if backward else "dequantized"
+    layers = {
+        "first_last_layers_bf16": bool(spec.first_layers_bf16 or spec.last_layers_bf16),
+        "num_layers_at_start_in_bf16": spec.first_layers_bf16,
+        "num_layers_at_end_in_bf16": spec.last_layers_bf16,
+    }
+    if mx:  # Megatron gathers such weights in FP8 only into the gradients' buffer: they stay in BF16
+        return Lowering(
+            transformer_engine=True,
+            config={**fused, "fp8": "hybrid" if hybrid else "e4m3", "fp8_recipe": "mxfp8", **layers},
+            environment={BACKWARD: override},
+            recipe={
+                "fp8_format.name": "HYBRID" if hybrid else "E4M3",
+                "fp8_dpa": False,
+                "fp8_mha": False,
+                "backward_override": override,
+            },
+            recipe_kind=MX,
+            row_multiple=_MX_GROUP,
+        )
     return Lowering(
         transformer_engine=True,
         config={
@@ -72,9 +95,7 @@ def lower(numerics: NumericsConfig, transformer_engine: bool) -> Lowering:
             "fp8": "hybrid" if hybrid else "e4m3",
             "fp8_recipe": "blockwise",
             "fp8_param": True,
-            "first_last_layers_bf16": bool(spec.first_layers_bf16 or spec.last_layers_bf16),
-            "num_layers_at_start_in_bf16": spec.first_layers_bf16,
-            "num_layers_at_end_in_bf16": spec.last_layers_bf16,
+            **layers,
         },
         ddp={"fp8_param_gather": True},
         optimizer={"fp8_recipe": "blockwise"},
@@ -101,35 +122,44 @@ def lower(numerics: NumericsConfig, transformer_engine: bool) -> Lowering:
     )
 
 
-def _check(spec: QuantSpec) -> None:
-    """Raise `UserError` for what Float8BlockScaling does not offer."""
+def by_mx(spec: QuantSpec) -> bool:
+    """Whether TransformerEngine's recipe for Blackwell is what a spec asks for, by the groups of its weights."""
+    return spec.weight.granularity == "token_group" and spec.weight.group == _MX_GROUP
+
+
+def _check(spec: QuantSpec, mx: bool) -> None:
+    """Raise `UserError` for what Float8BlockScaling, or MXFP8BlockScaling, does not offer."""
+    group, recipe = (_MX_GROUP, MX) if mx else (_BLOCK, BLOCKS)
     offered: dict[str, dict[str, tuple[object, ...]]] = {
-        "weight": {"format": ("e4m3",), "granularity": ("block",)},
+        "weight": {"format": ("e4m3",), "granularity": ("token_group" if mx else "block",)},
         "activation": {"format": ("e4m3",), "granularity": ("token_group",)},
         "gradient": {"format": ("e4m3", "e5m2"), "granularity": ("token_group",)},
     }
-    scales = (spec.weight.scale,) if spec.weight.scale in _SCALES else _SCALES
+    possible = _SCALES[:1] if mx else _SCALES
+    scales = (spec.weight.scale,) if spec.weight.scale in possible else possible
     for role, fields in offered.items():
         tensor: TensorSpec = getattr(spec, role)
         if not tensor.quantized:  # a gradient
             continue
-        alike = {"group": (_BLOCK,), "scale": scales, "fixed": (None,), "rounding": ("nearest",)}
+        alike = {"group": (group,), "scale": scales, "fixed": (None,), "rounding": ("nearest",)}
         for name, choices in {**fields, **alike}.items():
             if getattr(tensor, name) not in choices:
-                raise _refusal(f"numerics.{role}.{name}", getattr(tensor, name), " or ".join(map(_yaml, choices)))
+                raise _refusal(
+                    f"numerics.{role}.{name}", getattr(tensor, name), " or ".join(map(_yaml, choices)), recipe
+                )
     if spec.scope != ALL:
-        raise _refusal("numerics.scope", sorted(spec.scope), "all module kinds")
+        raise _refusal("numerics.scope", sorted(spec.scope), "all module kinds", recipe)
 
 
 def _yaml(value: object) -> str:
     return "null" if value is None else str(value)
 
 
-def _refusal(key: str, found: object, expected: str) -> UserError:
+def _refusal(key: str, found: object, expected: str, recipe: str) -> UserError:
     return user_error(
         key,
         found=found,
-        expected=f"{expected}, as TransformerEngine computes native mode's FP8 here (Float8BlockScaling, one type of "
+        expected=f"{expected}, as TransformerEngine computes native mode's FP8 here ({recipe}, one type of "
         "scales for all roles)",
         remedy="Change it, or set numerics.mode=exact.",
     )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
 from functools import reduce
 from typing import TYPE_CHECKING, Any
 
@@ -13,8 +12,6 @@ from trainer.megatron.lowering import Lowering
 
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
-
-_RECIPE = "Float8BlockScaling"
 
 
 def prepare(lowering: Lowering) -> None:
@@ -41,7 +38,7 @@ def check(lowering: Lowering, config: TransformerConfig) -> None:
         return
     from megatron.core.fp8_utils import get_fp8_recipe
 
-    compare(lowering.recipe, get_fp8_recipe(config), lowering.environment)
+    compare(lowering, get_fp8_recipe(config))
 
 
 def switch(built: Lowering, wanted: Lowering, config: TransformerConfig) -> None:
@@ -64,18 +61,18 @@ def switch(built: Lowering, wanted: Lowering, config: TransformerConfig) -> None
     config.fp8 = wanted.config.get("fp8")
 
 
-def compare(expected: Mapping[str, Any], recipe: object, environment: Mapping[str, str | None]) -> None:
-    """Raise `UserError` unless `recipe` is a Float8BlockScaling with the fields `expected`."""
-    kind = type(recipe).__name__
-    found = {name: _field(recipe, name) for name in expected} if kind == _RECIPE else {}
+def compare(lowering: Lowering, recipe: object) -> None:
+    """Raise `UserError` unless `recipe` is the lowering's."""
+    kind, expected = type(recipe).__name__, lowering.recipe or {}
+    found = {name: _field(recipe, name) for name in expected} if kind == lowering.recipe_kind else {}
     differing = {name: value for name, value in found.items() if value != expected[name]}
-    if kind == _RECIPE and not differing:
+    if kind == lowering.recipe_kind and not differing:
         return
-    settings = " ".join(f"{name}={value}" if value else f"{name} unset" for name, value in environment.items())
+    settings = " ".join(f"{name}={value}" if value else f"{name} unset" for name, value in lowering.environment.items())
     raise user_error(
         "TransformerEngine's FP8 recipe",
         found=differing or kind,
-        expected=str({name: expected[name] for name in differing} or _RECIPE),
+        expected=str({name: expected[name] for name in differing} or lowering.recipe_kind),
         remedy=f"It reads its settings when it is imported: start the process with {settings}, and with "
         "TransformerEngine 2.20.",
     )

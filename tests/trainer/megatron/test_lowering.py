@@ -63,6 +63,24 @@ def test_a_bf16_trainer_has_no_fp8(numerics: NumericsConfig) -> None:
     assert lower(numerics, True) == Lowering(transformer_engine=True, config=FUSED)
 
 
+def mxfp8(**changes: Any) -> NumericsConfig:
+    scales = {role: {"scale": "pow2"} for role in ("weight", "activation", "gradient")}
+    return native(rollout="bf16", preset="mxfp8", **scales | changes)
+
+
+def test_mxfp8_is_a_recipe_of_its_own() -> None:
+    """TransformerEngine rounds scales up, so that nothing is clipped; OCP's rule, which the preset has, may clip."""
+    found = lower(mxfp8(), True)
+    assert (found.recipe_kind, found.row_multiple, found.ddp) == ("MXFP8BlockScaling", 32, {})
+    without = {key: value for key, value in FP8.items() if key != "fp8_param"}
+    assert found.config == without | {"fp8_recipe": "mxfp8"}
+    assert found.recipe == {"fp8_format.name": "E4M3", "fp8_dpa": False, "fp8_mha": False, "backward_override": None}
+    with pytest.raises(UserError, match="numerics.weight.scale: found 'e8m0', expected pow2, as .*MXFP8BlockScaling"):
+        lower(native(rollout="bf16", preset="mxfp8"), True)
+    with pytest.raises(UserError, match="numerics.activation.group: found 128, expected 32"):
+        lower(mxfp8(activation={"scale": "pow2", "group": 128}), True)
+
+
 def test_nothing_is_lowered_in_exact_mode_or_without_transformer_engine() -> None:
     assert lower(NumericsConfig(spec=POW2), True) == Lowering()
     assert lower(native(), False) == Lowering()

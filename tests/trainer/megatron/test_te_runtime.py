@@ -49,10 +49,9 @@ def test_it_is_left_alone_once_it_has_been_read(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_the_recipe_that_was_lowered_passes() -> None:
-    te_runtime.compare(RECIPE, Float8BlockScaling(), DEFAULT.environment)
+    te_runtime.compare(DEFAULT, Float8BlockScaling())
     hybrid = lower(native("fp8", preset="fp8_block_fp32", gradient={"format": "e5m2"}), True)
-    assert hybrid.recipe is not None
-    te_runtime.compare(hybrid.recipe, Float8BlockScaling(pow2=False, form="HYBRID"), hybrid.environment)
+    te_runtime.compare(hybrid, Float8BlockScaling(pow2=False, form="HYBRID"))
 
 
 @pytest.mark.parametrize(
@@ -67,7 +66,7 @@ def test_the_recipe_that_was_lowered_passes() -> None:
 )
 def test_another_recipe_is_refused_with_its_settings(recipe: Any, found: str) -> None:
     with pytest.raises(UserError) as error:
-        te_runtime.compare(RECIPE, recipe, {FP32_SCALES: "1", BACKWARD: None})
+        te_runtime.compare(replace(DEFAULT, environment={FP32_SCALES: "1", BACKWARD: None}), recipe)
     assert found in str(error.value)
     assert f"start the process with {FP32_SCALES}=1 {BACKWARD} unset" in str(error.value)
 
