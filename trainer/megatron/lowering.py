@@ -3,7 +3,7 @@
 Pure data. TransformerEngine 2.20's recipe `Float8BlockScaling` is what the spec says for `fp8_block_*`: activations and
 gradients in 1x128 groups, weights in 128x128 blocks, split accumulators. Its scales are FP32 or powers of two by an
 environment variable that it reads when it is imported, and Megatron 0.16.1 hands it nothing but the format.
-`MXFP8BlockScaling`, for Blackwell, has 1x32 groups for all three, whose scales are the power of two that nothing clips at.
+`MXFP8BlockScaling`, for Blackwell, has 1x32 groups for all three, with the power of two at which nothing clips.
 """
 
 from __future__ import annotations
@@ -143,10 +143,8 @@ def _check(spec: QuantSpec, mx: bool) -> None:
             continue
         alike = {"group": (group,), "scale": scales, "fixed": (None,), "rounding": ("nearest",)}
         for name, choices in {**fields, **alike}.items():
-            if getattr(tensor, name) not in choices:
-                raise _refusal(
-                    f"numerics.{role}.{name}", getattr(tensor, name), " or ".join(map(_yaml, choices)), recipe
-                )
+            if (found := getattr(tensor, name)) not in choices:
+                raise _refusal(f"numerics.{role}.{name}", found, " or ".join(map(_yaml, choices)), recipe)
     if spec.scope != ALL:
         raise _refusal("numerics.scope", sorted(spec.scope), "all module kinds", recipe)
 

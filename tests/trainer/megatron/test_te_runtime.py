@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from numerics.errors import UserError
-from tests.support.lowering import DEFAULT, RECIPE, native
+from tests.support.lowering import DEFAULT, native
 from trainer.megatron import te_runtime
 from trainer.megatron.lowering import BACKWARD, FP32_SCALES, Lowering, lower
 
