@@ -19,7 +19,7 @@ from studies.harness.lab import in_own_process
 from studies.harness.provenance import processor
 
 BENCHMARKS = (
-    *("rollout", "families", "train", "sync", "churn", "checkpoint", "loop", "functions", "scaling"),
+    *("rollout", "families", "train", "skipped", "sync", "churn", "checkpoint", "loop", "functions", "scaling"),
     *("memory", "base", "adapters", "packing", "agreement", "algorithms", "asynchrony", "kills", "long", "harness"),
 )
 RESULTS = Path("bench/results.json")
