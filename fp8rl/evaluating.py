@@ -46,9 +46,10 @@ def read_evaluated(subject: Path, sets: Sequence[str], overrides: Sequence[str])
     given = [_parsed(text) for text in sets]
     asked = []
     if given:
-        first = json.dumps(given[0].get("path"))
+        first = given[0].get("path")
+        unused = json.dumps(first if isinstance(first, str) else ".")
         every = f"eval.problems={EVERY_PROBLEM}"
-        asked = [f"data.train={first}", "data.eval=null", f"eval.sets={json.dumps(given)}", every]
+        asked = [f"data.train={unused}", "data.eval=null", f"eval.sets={json.dumps(given)}", every]
     files = RunDir(subject.absolute())
     if files.experiment.is_file():
         experiment = load_experiment(files.experiment, [*asked, *overrides])

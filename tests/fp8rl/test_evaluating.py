@@ -53,7 +53,7 @@ def test_a_run_is_asked_its_own_sets_or_others_with_keys_of_their_own(data: Path
     [
         ([], [], "--set: found none"),
         (["{name: [}"], [], "--set: found "),
-        (["{name: it}"], [], "path"),
+        (["{name: it}"], [], "eval.sets.0.path"),
         (["sums.jsonl", "sums.jsonl"], [], "found two sets called sums"),
         (["sums.jsonl"], ["rolout.tp=1"], "rolout"),
         (["sums.jsonl"], ["eval.problems=0"], "--set: found none"),
