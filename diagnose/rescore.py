@@ -146,7 +146,16 @@ def _trainer(capsule: Capsule, weights: Path) -> Iterator[Any]:
         if capsule.numerics.mode == "exact":
             check_row_invariance()
         length = capsule.experiment.rollout.context_length
-        yield Trainer(weights, config, capsule.numerics, layout, seed=0, total_steps=1, max_sequence_length=length)
+        yield Trainer(
+            weights,
+            config,
+            capsule.numerics,
+            layout,
+            seed=0,
+            total_steps=1,
+            max_sequence_length=length,
+            adapter=capsule.beginning(weights).adapter,
+        )
     finally:
         parallel.shutdown()
 

@@ -131,8 +131,8 @@ class TrainerActor:
     def export_hf(self, path: Path) -> None:
         self._roles.policy.export_hf(path)
 
-    def export_adapter(self, path: Path) -> None:
-        self._roles.policy.export_adapter(path)
+    def export_adapter(self, path: Path, base: Path | None) -> None:
+        self._roles.policy.export_adapter(path, base)
 
     def put_aside(self) -> MovedAside:
         moved: MovedAside = self._roles.put_aside()
@@ -305,9 +305,9 @@ class TrainerGroup:
         """Write a Hugging Face directory: current weights, and the config and tokenizer files of the source."""
         self._all("export_hf", Path(path).absolute())
 
-    def export_adapter(self, path: Path) -> None:
-        """Write the current adapters as a directory in PEFT's format."""
-        self._all("export_adapter", Path(path).absolute())
+    def export_adapter(self, path: Path, base: Path | None = None) -> None:
+        """Write the current adapters as a directory in PEFT's format; see :meth:`trainer.trainer.Trainer`."""
+        self._all("export_adapter", Path(path).absolute(), base)
 
     def put_aside(self) -> list[MovedAside]:
         """Have each rank make room on its device, which `take_back` undoes: masters and moments go to the host, the

@@ -170,9 +170,10 @@ class Trainer(Scorer):
         """Write a Hugging Face directory with the current weights."""
         self.weights.write(self.model, path)
 
-    def export_adapter(self, path: Path) -> None:
-        """Write a directory in PEFT's format with the current adapters."""
-        self.weights.write_adapters(self.model, path)
+    def export_adapter(self, path: Path, base: Path | None = None) -> None:
+        """Write a directory in PEFT's format with the current adapters. base: directory of the weights that they name;
+        without one, that which training began with."""
+        self.weights.write_adapters(self.model, path, base)
 
     def save(self, path: Path, extra: dict[str, Any], texts: Mapping[str, str] | None = None) -> None:
         """Write a checkpoint, and wait for it."""

@@ -127,7 +127,7 @@ def _capsule(path: Path) -> AttributionSubject:
             expected="a capsule with its weights",
             remedy="Set guard.capsule_weights=true in runs to come, or attribute the run.",
         )
-    experiment = _with_model(capsule.experiment, capsule.weights)
+    experiment = capsule.beginning(capsule.weights)
     # Beside the capsule, whose files are sealed.
     page = path.with_name(f"{path.name}.attribution.html")
     return AttributionSubject(

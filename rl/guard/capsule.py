@@ -13,12 +13,13 @@ import json
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, TypeAdapter
 from safetensors.torch import load_file, save_file
 
+from models.adapters import AdapterConfig
 from numerics.config import NumericsConfig
 from numerics.errors import user_error
 from numerics.io.files import new_directory
@@ -32,12 +33,16 @@ from trainer.step.batch import TokenBatch
 from trainer.step.support import Supports
 from weight_sync.manifest import Manifest
 
+if TYPE_CHECKING:
+    from trainer.actor import TrainerGroup
+
 FORMAT = 1
 _ABOUT = "capsule.json"
 _TENSORS = "tensors.safetensors"
 _EXPERIMENT = "spec.yaml"
 _MANIFEST = "manifest.json"
 _WEIGHTS = "weights"
+_ADAPTER = "adapter"
 _SUMS = "SHA256SUMS"
 _OPTIONAL = ("train_routes", "train_draws")
 _COPY = "The capsule is damaged: copy it again from where the run wrote it."
@@ -67,6 +72,15 @@ class Capsule:
         """The weights that scored the sequences, if they were kept."""
         path = self.path / _WEIGHTS
         return path if path.is_dir() else None
+
+    def beginning(self, weights: Path) -> Experiment:
+        """The capsule's experiment, as it would begin with what `export_weights` has written."""
+        adapter = self.experiment.adapter
+        if adapter is not None:
+            start = weights / _ADAPTER
+            adapter = adapter.model_copy(update={"start": str(start)}) if adapter.mode == "separate" else None
+        model = self.experiment.model.model_copy(update={"path": str(weights)})
+        return self.experiment.model_copy(update={"model": model, "adapter": adapter})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,6 +118,13 @@ class _About(BaseModel):
 
 
 _TRUNCATION = TypeAdapter(Truncation)
+
+
+def export_weights(trainer: TrainerGroup, adapter: AdapterConfig | None, path: Path) -> None:
+    """Write what scores a batch to a new directory: a model's, and in it that of the adapters beside its weights."""
+    trainer.export_hf(path)
+    if adapter is not None and adapter.mode == "separate":
+        trainer.export_adapter(path / _ADAPTER, path)
 
 
 def write_capsule(path: Path, case: Case, evidence: Evidence, export: Callable[[Path], object] | None) -> None:

@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import Self
 
 from rl.experiment import Experiment
-from rl.guard.capsule import Case, cut_capsules, remove_superfluous, write_capsule
+from rl.guard.capsule import Case, cut_capsules, export_weights, remove_superfluous, write_capsule
 from rl.guard.evidence import Evidence
 from rl.guard.judge import Verdict
 from rl.guard.standing import Standing
@@ -229,7 +229,8 @@ class LiveRun:
                 experiment=self.files.experiment,
                 manifest=self.manifest,
             )
-            export = self.stack.trainer.export_hf if self.experiment.guard.capsule_weights else None
+            kept = partial(export_weights, self.stack.trainer, self.experiment.adapter)
+            export = kept if self.experiment.guard.capsule_weights else None
             write_capsule(self.files.capsule(self.step), case, evidence, export)
             remove_superfluous(self.files, self.experiment.guard.capsules)
         for event in verdict.events:

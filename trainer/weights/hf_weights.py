@@ -177,11 +177,12 @@ class HFWeights:
         drafts = draft_tensors(self._path, self._definition) if rank() == 0 else ()
         write_directory(Path(path).absolute(), chain(self._plain(self.share(model)), drafts), self._copy_description)
 
-    def write_adapters(self, model: GPTModel, path: Path) -> None:
-        """Write the adapters as a directory in PEFT's format."""
+    def write_adapters(self, model: GPTModel, path: Path, base: Path | None = None) -> None:
+        """Write the adapters as a directory in PEFT's format, which names its base: the directory that the model was
+        read from, or another one with the same weights."""
         shares = all_gathered({name: tensor.cpu() for name, tensor in self._plain(self.adapters(model))})
         tensors = {name: tensor for share in shares for name, tensor in share.items()}
-        together(lambda: write_adapter(path, tensors, self._definition, self._path) if rank() == 0 else None)
+        together(lambda: write_adapter(path, tensors, self._definition, base or self._path) if rank() == 0 else None)
 
     def _copy_description(self, partial: Path) -> None:
         """What is beside the weights; config.json does not say any more that they are in FP8."""

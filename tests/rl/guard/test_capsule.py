@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from models.adapters import AdapterConfig
 from numerics.config import NumericsConfig
 from numerics.errors import UserError
 from rl.guard.capsule import cut_capsules, read_capsule, remove_superfluous
@@ -54,6 +55,17 @@ def test_what_was_written_is_read_bit_for_bit(tmp_path: Path) -> None:
     assert torch.equal(back.logprobs.view(torch.int32), chosen.logprobs.view(torch.int32)), "NaN included"
     assert read.metrics == back.metrics() == dataclasses.replace(chosen, cap=1.5).metrics()
     assert read.metrics["mismatch/nonfinite_count"] == 1 and read.metrics["mismatch/tokens"] == 4
+
+
+@pytest.mark.parametrize(("mode", "start"), [("separate", "adapter"), ("merged", None)])
+def test_adapters_begin_where_a_capsule_has_them_unless_its_weights_have_them_in(
+    mode: str, start: str | None, capsule: Path, tmp_path: Path
+) -> None:
+    read = read_capsule(capsule)
+    assert read.beginning(tmp_path).model.path == str(tmp_path) and read.beginning(tmp_path).adapter is None
+    adapted = read.experiment.model_copy(update={"adapter": AdapterConfig(mode=mode)})
+    adapter = dataclasses.replace(read, experiment=adapted).beginning(tmp_path).adapter
+    assert adapter == (AdapterConfig(mode=mode, start=str(tmp_path / start)) if start else None)
 
 
 def test_weights_are_left_out_on_demand(tmp_path: Path) -> None:
