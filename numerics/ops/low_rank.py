@@ -130,8 +130,8 @@ class _Term(torch.autograd.Function):
             return _scaled(rows, b, scale, even).view(*h.shape[:-1], len(b))
         if even and _is_power_of_two(scale) and narrow(rows, counts, b[0].numel()):
             wide = h.new_zeros(len(rows), len(b), b.shape[2])
-            wide[torch.arange(len(rows)), group_of_rows(counts)] = rows
-            return _scaled(wide.flatten(1), b.transpose(0, 1).flatten(1), scale, even)
+            wide[torch.arange(len(rows)), group_of_rows(counts)] = rows * scale
+            return product(wide.flatten(1), b.transpose(0, 1).flatten(1), h.dtype)
         out = h.new_empty(len(rows), b.shape[1])
         for into, part, of_group in zip(out.split(list(counts)), rows.split(list(counts)), b, strict=True):
             if len(part):
