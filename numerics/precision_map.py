@@ -7,7 +7,9 @@ compares the plan with what a live trainer and engine are found to do.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 from numerics.backend.implementation import Implementation
 from numerics.config import NumericsConfig
@@ -61,10 +63,12 @@ def precision_map(
     implementation: Implementation = "torch",
     gradient_wire: str = "fp32",
     weight_gather: str = "bf16",
+    own: Mapping[str, str] = MappingProxyType({}),
 ) -> dict[str, Planned]:
     """What a run plans for each class, by key.
 
-    implementation: of the ops on its device. gradient_wire, weight_gather: between its data-parallel ranks.
+    implementation: of the ops on its device. gradient_wire, weight_gather: between its data-parallel ranks. own: the
+        formats that a model's own ops have instead, by key.
     """
     spec, served = numerics.trainer_spec, numerics.rollout_spec.weight
     # A backward in BF16 takes gradients as they are.
@@ -83,7 +87,7 @@ def precision_map(
     planned = {}
     for each in CLASSES:
         said = each.kernels if by_kernels else getattr(each, numerics.mode)
-        formats = tuple(dict.fromkeys(said.format(**names).split("|")))
+        formats = tuple(dict.fromkeys(own.get(each.key, said).format(**names).split("|")))
         planned[each.key] = Planned(each, formats, hidden=by_kernels and each.kernels != each.exact)
     return planned
 

@@ -8,7 +8,7 @@ from diagnose.audit.sighting import Sighting
 from models import Model
 from models.tensors import base_name
 from numerics.config import NumericsConfig
-from numerics.holdings import Holding
+from numerics.holdings import Holding, format_of
 from numerics.precision_map import precision_map
 from rollout.plugin.inventory import DERIVED, KV_CACHE, SCALES
 
@@ -23,5 +23,7 @@ def engine_sightings(held: Iterable[Holding], model: Model, numerics: NumericsCo
         if key is None:
             row = model.tensors[base_name(each.name)[0]]
             key = "engine.weight" if model.quantizes(row, numerics.rollout_spec) else "engine.leftover"
-        found.append(Sighting(key, each.name, each.format, plan[key].formats, bytes=each.bytes))
+        # A router or an expert's bias may be in FP32.
+        formats = (format_of(row.served),) if key == "engine.leftover" else plan[key].formats
+        found.append(Sighting(key, each.name, each.format, formats, bytes=each.bytes))
     return found

@@ -22,10 +22,11 @@ from diagnose.audit.formats import Grids, stored
 from diagnose.audit.memory import held_by_optimizer, held_in_pass
 from diagnose.audit.sighting import Sighting
 from diagnose.audit.sites import Part, Site, Sites
+from models.sizes import ModelSizes
 from numerics.backend import dispatch
 from numerics.backend.compiler import uncompiled
 from numerics.backend.implementation import Implementation, using
-from numerics.config import NumericsConfig
+from numerics.config import Mode, NumericsConfig
 from numerics.holdings import format_of, tensors_in
 from numerics.precision_map import Planned, precision_map, unquantized
 from numerics.spec import Role
@@ -40,6 +41,8 @@ PRODUCTS = {"mm", "bmm", "addmm", "baddbmm", "_scaled_mm", "_grouped_mm"}
 SUMS = {"mean", "sum", "norm", "linalg_vector_norm", "logsumexp", "_softmax", "_log_softmax", "_fused_rms_norm"}
 SOFTMAX = {"exp", "amax", "max"}
 """The ops of a softmax that is put together by hand."""
+SPREAD = {"_AddBiasBackward", "AddBackward0", "ExpandBackward0"}
+"""Nodes of what is one for many rows or heads, such as a bias: its gradient is a sum over them."""
 BACKWARD = {"_softmax_backward_data", "_log_softmax_backward_data", "_fused_rms_norm_backward"}
 ACCUMULATE = "torch::autograd::AccumulateGrad"
 FORMATS = {"fp32", "bf16", "fp16", "e4m3", "e5m2"}
@@ -86,6 +89,7 @@ def watch_step(
             implementation=implementation,
             gradient_wire=config.gradient_wire,
             weight_gather=config.weight_gather,
+            own=_own_formats(trainer.definition.sizes, numerics.mode),
         )
         watcher = _Watcher(trainer, sites, plan, Grids(numerics))
         with watcher.hooked(), watcher:
@@ -94,6 +98,15 @@ def watch_step(
         with watcher.hooked(), watcher:
             trainer.update()
     return [*watcher.sightings(), *held, *held_by_optimizer(trainer, sites, plan)]
+
+
+def _own_formats(sizes: ModelSizes, mode: Mode) -> dict[str, str]:
+    """What a model's own ops compute in FP32: all of a sigmoid router, of which exact mode multiplies in BF16 what is
+    BF16, and the core of latent attention that native mode has where Megatron has none."""
+    router = dict.fromkeys(("router.logits", "router.probabilities", "router.gradient"), "fp32")
+    router["router.operands"] = "bf16|fp32"
+    core = dict.fromkeys(("scores.output", "softmax.output"), "fp32")
+    return (router if sizes.sigmoid_router else {}) | (core if sizes.latent and mode == "native" else {})
 
 
 class _Watcher(TorchDispatchMode):
@@ -246,7 +259,7 @@ class _Watcher(TorchDispatchMode):
                 self._note(key, site.path, narrowest)
             return
         if site.part == "attention":
-            if not backward:  # in turns: queries and keys, weights and values
+            if not backward and out.dim() > 2:  # in turns: queries and keys, weights and values; others have parameters
                 first = self._attention_products % 2 == 0
                 self._attention_products += 1
                 key = "scores.output" if first else "softmax.output"
@@ -291,7 +304,7 @@ class _Watcher(TorchDispatchMode):
             # What else is summed in the backward are gradients of heads that share their keys.
             if not backward or op in BACKWARD:
                 self._note("softmax.reduction", site.path, found)
-        elif op not in SOFTMAX:
+        elif op not in SOFTMAX and not (backward and self._node().name() in SPREAD):
             if (key := _SUMMED.get(site.part)) is not None:
                 self._note(key, site.path, found)
 

@@ -22,6 +22,7 @@ from diagnose.audit.sighting import Sighting
 from diagnose.audit.watch import watch_step
 from fp8rl.cli import app
 from models.adapters import AdapterConfig
+from models.tiny import TinyModel, write_tiny_model
 from numerics import ops
 from numerics.backend import dispatch
 from numerics.config import NumericsConfig
@@ -41,7 +42,11 @@ MODES = ("exact", "native")
 @pytest.fixture(scope="session")
 def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("audited")
+    for family in ("glm4_moe", "deepseek_v3"):
+        write_tiny_model(folder / family, TinyModel(hidden=256, top_k=4, family=family))
     return {
+        "glm4_moe": folder / "glm4_moe",
+        "deepseek_v3": folder / "deepseek_v3",
         "moe": write_model(folder / "moe"),
         "dense": write_model(folder / "dense", moe=False, tie_word_embeddings=True),
     }
@@ -77,7 +82,7 @@ def found(sightings: list[Sighting]) -> dict[str, set[str]]:
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("kind", ["moe", "dense"])
+@pytest.mark.parametrize("kind", ["moe", "dense", "glm4_moe", "deepseek_v3"])
 def test_a_step_is_as_planned_and_every_row_is_seen(kind: str, mode: str, make: Callable[..., Any]) -> None:
     numerics = plan(mode)
     sightings = watched(make(numerics, kind), numerics, rows=12)  # in several micro-batches
@@ -87,11 +92,12 @@ def test_a_step_is_as_planned_and_every_row_is_seen(kind: str, mode: str, make: 
     masters = held["master"] + held["gain.master"]
     assert held["moment"] == 2 * masters == 2 * held["gradient.buffer"]
     keys = {each.key for each in sightings}
-    assert ({"experts.activation", "experts.weight", "experts.gradient", "experts.output"} <= keys) == (kind == "moe")
-    assert ("router" in {row.row for row in rows_of(sightings) if row.found}) == (kind == "moe")
+    assert ({"experts.activation", "experts.weight", "experts.gradient", "experts.output"} <= keys) == (kind != "dense")
+    assert ("router" in {row.row for row in rows_of(sightings) if row.found}) == (kind != "dense")
     formats = found(sightings)
     assert formats["product.activation"] == formats["product.weight"] == formats["product.gradient"] == {"e4m3"}
-    assert formats["scores.output"] == formats["softmax.output"] == {"fp32" if mode == "exact" else "bf16"}
+    attention = {"fp32" if mode == "exact" or kind == "deepseek_v3" else "bf16"}
+    assert formats["scores.output"] == formats["softmax.output"] == attention
     assert formats["gradient.buffer"] == formats["gradient.wire"] == {"fp32"}
 
 
