@@ -16,21 +16,25 @@ from typer.testing import CliRunner
 
 from diagnose.audit import AuditReport, rendered, run
 from diagnose.audit.claims import answers
+from diagnose.audit.engine import engine_sightings
 from diagnose.audit.formats import Grids, stored
 from diagnose.audit.report import Deviation, differences_of, rows_of
 from diagnose.audit.sighting import Sighting
 from diagnose.audit.watch import watch_step
 from fp8rl.cli import app
+from models import read_model
 from models.adapters import AdapterConfig
 from models.tiny import TinyModel, write_tiny_model
 from numerics import ops
 from numerics.backend import dispatch
 from numerics.config import NumericsConfig
+from numerics.holdings import Holding
 from numerics.precision_map import CLASSES, DOCUMENTED, precision_map
 from numerics.quantize import fake_quantize
 from numerics.spec import QuantSpec, TensorSpec
 from rl.experiment import load_experiment
 from rollout.errors import HandshakeError
+from rollout.plugin.inventory import WEIGHTS
 from tests.support.batches import cross_entropy, random_batch
 from tests.support.models import LENGTH, write_model
 from trainer.config import TrainerConfig
@@ -99,6 +103,15 @@ def test_a_step_is_as_planned_and_every_row_is_seen(kind: str, mode: str, make: 
     attention = {"fp32" if mode == "exact" or kind == "deepseek_v3" else "bf16"}
     assert formats["scores.output"] == formats["softmax.output"] == attention
     assert formats["gradient.buffer"] == formats["gradient.wire"] == {"fp32"}
+
+
+def test_an_engine_holds_each_weight_in_what_the_architecture_says(paths: dict[str, Path]) -> None:
+    """SGLang has GLM-4.5's routers in FP32, those of DeepSeek-V3 in BF16, and experts' biases in FP32."""
+    for family, router in (("glm4_moe", "fp32"), ("deepseek_v3", "bf16")):
+        found = {"model.layers.1.mlp.gate.weight": router, "model.layers.1.mlp.gate.e_score_correction_bias": "fp32"}
+        held = [Holding(name, WEIGHTS, form, (1,), 4) for name, form in (found | {"model.norm.weight": "fp32"}).items()]
+        (difference,) = differences_of(engine_sightings(held, read_model(paths[family]), plan("exact")))
+        assert (difference.names, difference.planned, difference.found) == (["model.norm.weight"], "bf16", "fp32")
 
 
 @pytest.mark.parametrize("merged", [False, True])
