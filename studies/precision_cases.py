@@ -6,9 +6,6 @@ both sides, which on a CPU is case 3.
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +19,7 @@ from numerics.spec import QuantSpec
 from studies.harness import figures, live
 from studies.harness.claims import difference, ratio, twice, value
 from studies.harness.lab import Lab
+from studies.harness.runs import trained
 from studies.harness.study import Measurement, Study, TextTable
 from studies.harness.subjects import MODEL, random_model
 from trainer.step.batch import TokenBatch
@@ -277,10 +275,7 @@ def _grpo(lab: Lab) -> dict[str, dict[str, list[float]]]:
 
 def _trained(precision: str, seed: int, folder: Path) -> dict[str, float]:
     """Means over a run of 20 steps; the reward is that of the last 5."""
-    name = f"{precision}_{seed}"
     settings = {
-        "run.dir": folder,
-        "run.name": name,
         "run.seed": seed,
         "run.steps": TRAINED_STEPS,
         "numerics.trainer": precision,
@@ -289,20 +284,8 @@ def _trained(precision: str, seed: int, folder: Path) -> dict[str, float]:
         "rollout.prompts_per_step": 16,
         "eval.problems": 0,
         "checkpoint.every": TRAINED_STEPS,
-        "tracking.wandb.mode": "disabled",
     }
-    command = [str(Path(sys.executable).with_name("fp8rl")), "train", str(live.EXAMPLES / "arithmetic_native.yaml")]
-    command += [f"{key}={value}" for key, value in settings.items()]
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as run:
-        try:
-            errors = run.communicate()[1]
-        except KeyboardInterrupt:
-            run.terminate()
-            run.communicate()  # until it has ended its engine
-            raise
-    if run.returncode:
-        raise RuntimeError(f"{' '.join(command)} ended with {run.returncode}: {errors[-2000:]}")
-    rows = [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
+    rows = trained(live.EXAMPLES / "arithmetic_native.yaml", folder, f"{precision}_{seed}", settings)
     steps = [row for row in rows if row["step"] > 0]
     d = [row["mismatch/train_rollout_logprob_abs_diff_mean"] for row in steps]
     reward = [row["rollout/reward_mean"] for row in steps]

@@ -18,6 +18,7 @@ NAMES = (
     "model_scale",
     "wire_formats",
     "bf16",
+    "adapters",
 )
 """The studies' names, in the order in which they run."""
 
