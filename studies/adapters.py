@@ -105,7 +105,7 @@ def _run(name: str, arm: Arm, seed: int, steps: int, folder: Path) -> dict[str, 
         "checkpoint.every": steps,
         "eval.every": 0,
     }
-    rows = trained(live.EXAMPLES / "arithmetic.yaml", folder, f"{list(ARMS).index(name)}_{seed}", settings)
+    rows = trained(live.EXAMPLES / "arithmetic.yaml", folder, f"arm{list(ARMS).index(name)}_{seed}", settings)
     learned = [row for row in rows if row["step"] > 0]
     survival = [row.get("train/update_survival", 1.0) for row in learned]
     d = [row["mismatch/train_rollout_logprob_abs_diff_mean"] for row in learned]
