@@ -9,9 +9,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -21,6 +22,7 @@ import pytest
 import yaml
 from transformers import AutoTokenizer
 
+from fp8rl import evaluating
 from models import read_shape
 from numerics.sampling import answer_seed
 from numerics.spec import QuantSpec
@@ -29,6 +31,7 @@ from rl.experiment.features import missing
 from rl.record.metric_rows import METRICS
 from rl.record.metrics import describe
 from rl.run.lifecycle.interrupts import INTERRUPTED
+from rollout.types import Endpoint
 from tests.support.cli_runs import SMALL, StartedRun
 from tests.support.paths import EXAMPLES
 from tests.support.ranks import run_on_ranks
@@ -207,8 +210,21 @@ def test_the_trained_model_is_served_as_it_was_trained(run: StartedRun, tmp_path
         several_answers_are_drawn_apart(client, model, asked[0])
         prompts_are_scored_as_lm_eval_asks(client, model, asked[0])
         what_is_wrong_is_refused(client, model)
+        the_last_evaluation_is_found_again(client, run)
     (scores,) = run_on_ranks(TrainerConfig(), tmp_path, partial(trained_scores, run.path, answers))
     assert scores == [answer["logprobs"] for answer in answers], "bit for bit"
+
+
+def the_last_evaluation_is_found_again(client: openai.OpenAI, run: StartedRun) -> None:
+    """`fp8rl eval` asks the trained model what the run asked at its end, greedily and by seeds, and finds that."""
+    model, experiment = evaluating.read_evaluated(run.path, [], [])
+    assert client.api_key
+    endpoint = Endpoint(str(client.base_url).removesuffix("/v1/"), client.api_key, "")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(evaluating, "serve", lambda *_: nullcontext(SimpleNamespace(endpoint=endpoint)))
+        found = evaluating.evaluate(model, experiment, Path(), lambda text: None)
+    last = json.loads((run.path / "metrics.jsonl").read_text().splitlines()[-1])
+    assert found == {name: value for name, value in last.items() if name.startswith("eval/")} and len(found) > 5
 
 
 def several_answers_are_drawn_apart(client: openai.OpenAI, model: str, prompt: list[int]) -> None:
