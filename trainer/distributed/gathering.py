@@ -3,12 +3,12 @@ gradients that the norm is taken of."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.distrib_optimizer import HAVE_APEX_OR_TE, DistributedOptimizer
 from torch import Tensor
 
 from trainer import device
@@ -24,10 +24,24 @@ class GatheredInPieces(DistributedOptimizer):  # type: ignore[misc]
     the norm of each expert's gradient by itself.
 
     Attributes:
-        aside: where the state is while others need the device.
+        aside: where the state is while others need the device. beside: all optimizers of the rank.
     """
 
     aside: Aside
+    beside: Sequence[DistributedOptimizer]
+
+    def state_dict(self) -> dict[str, Any]:
+        """What does not belong to a parameter. With torch's Adam, Megatron takes the number of steps from a parameter's
+        state, and the experts' optimizer of a pipeline stage without experts has none."""
+        if self.optimizer.state or HAVE_APEX_OR_TE:
+            found: dict[str, Any] = super().state_dict()
+            return found
+        counted = (float(state["step"]) for other in self.beside for state in other.optimizer.state.values())
+        steps, inner = next(counted, 0.0), self.optimizer.state_dict()
+        groups = [{**group, "step": steps} for group in inner["param_groups"]]
+        for group in groups:
+            del group["params"]
+        return {"optimizer": {"param_groups": groups}}
 
     def get_main_grads_for_grad_norm(self) -> list[Tensor]:
         """The gradients whose norms are squared and added: experts' one by one, the last first, as Megatron has them

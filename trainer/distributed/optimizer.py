@@ -86,7 +86,7 @@ class Optimizer:
         for optimizer in self.inner.chained_optimizers:
             if not optimizer.is_stub_optimizer:  # of a rank without such parameters
                 _create_moments(become(optimizer, GatheredInPieces))
-                optimizer.aside = self.aside
+                optimizer.aside, optimizer.beside = self.aside, self.inner.chained_optimizers
         self.schedule = schedule(self.inner, config, total_steps)
 
     def zero_grad(self) -> None:

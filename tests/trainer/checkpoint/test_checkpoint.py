@@ -51,6 +51,19 @@ def test_three_and_three_steps_equal_six(
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
+def test_an_optimizer_without_parameters_counts_the_steps_of_the_others(
+    moe_path: Path, make_trainer: MakeTrainer
+) -> None:
+    """The experts' one of a pipeline stage whose layers have none."""
+    trainer = make_trainer(moe_path, "bf16")
+    _train(trainer, 0, 2)
+    dense, experts = trainer.optimizer.inner.chained_optimizers
+    experts.optimizer = torch.optim.AdamW([{"params": [], "is_expert_parallel": True}])
+    (group,) = experts.state_dict()["optimizer"]["param_groups"]
+    assert group["step"] == 2 and group["is_expert_parallel"] and "params" not in group
+    assert {group["step"] for group in dense.state_dict()["optimizer"]["param_groups"]} == {2}
+
+
 @pytest.mark.parametrize(("wrote", "reads"), [("native", "exact"), ("exact", "native")])
 def test_experts_that_are_one_parameter_and_parameters_of_their_own_have_the_same_checkpoints(
     wrote: str, reads: str, moe_path: Path, tmp_path: Path, make_trainer: MakeTrainer
