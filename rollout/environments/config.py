@@ -45,7 +45,7 @@ class EnvironmentConfig(Section):
     shorthand: ClassVar[str] = "function"
 
     function: SpecFunction = SINGLE_TURN
-    """One of ours (`single_turn`, `calculator`, `python`, `guess`), `harness` for a program that speaks OpenAI's API,
+    """One of ours (`single_turn`, `calculator`, `python`, `guess`, `openenv`), `harness` for a program that speaks OpenAI's API,
     `package.module:name` or `path/to/file.py:name`."""
     harness: HarnessConfig | None = None
     """The program of `function: harness`."""

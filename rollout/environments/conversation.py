@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from numerics.errors import UserError
 from numerics.sampling import branch_seed
+from rollout.data.tasks import prompt_ids
 from rollout.environments.branch import Branch, ConversationOverError
 from rollout.types import Group, Prompt, SamplingParams, Trajectory
 
@@ -80,6 +81,20 @@ class Conversation:
         """How many the model had."""
         return self._main.turns + sum(branch.turns for branch in self._branches)
 
+    def begin(self, messages: Sequence[Mapping[str, Any]]) -> None:
+        """Have it begin with these messages in place of the problem's own: what an environment shows at its start.
+
+        Raises:
+            ValueError: something has been said already.
+            ConversationOverError: they leave no room for an answer.
+        """
+        if self._main.tokens:
+            raise ValueError("begin: found a conversation that has begun, expected to be called before sample and tell")
+        ids = prompt_ids(self.tokenizer, replace(self.problem, messages=messages))
+        self._main.prompt_ids, self._main.limit = ids, self._limit(ids)
+        if self._main.limit < 1:
+            raise ConversationOverError
+
     async def sample(self, stop: Sequence[str] = (), max_new_tokens: int | None = None) -> Turn:
         """The model's next turn: up to its end of turn, one of the `stop` texts (each one token of the vocabulary,
         which stays part of the conversation), or `max_new_tokens`.
@@ -109,9 +124,7 @@ class Conversation:
 
         Raises ConversationOverError: the prompt leaves no room for an answer.
         """
-        limit = self.sampling.max_new_tokens
-        if self._longest is not None:
-            limit = min(limit, self._longest - len(prompt_ids))
+        limit = self._limit(prompt_ids)
         same = sum(branch.prompt_ids == prompt_ids for branch in self._branches)
         branch = Branch(prompt_ids, branch_seed(self._main.seed, prompt_ids, same), limit)
         if limit < 1:
@@ -178,6 +191,10 @@ class Conversation:
             branch.trajectory(outcome, failed=failed, number=number)
             for number, branch in enumerate(others or [self._main])
         ]
+
+    def _limit(self, begun: list[int]) -> int:
+        limit = self.sampling.max_new_tokens
+        return limit if self._longest is None else min(limit, self._longest - len(begun))
 
     def _give(self, seconds: float | None) -> None:
         """Let the environment have so many seconds from now on, or all that there are."""

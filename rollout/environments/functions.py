@@ -23,6 +23,7 @@ BUILT_IN = {
     "calculator": "rollout.environments.calculator:calculator",
     "python": "rollout.environments.python:python",
     "guess": "rollout.environments.guess:guess",
+    "openenv": "rollout.environments.openenv:openenv",
 }
 
 

@@ -143,3 +143,18 @@ def test_the_documented_agent_is_the_example() -> None:
     page = (ROOT / "docs/agents.md").read_text()
     for name in ("agent.py", "agent.yaml"):
         assert (EXAMPLES / name).read_text() in page
+
+
+def test_the_documented_game_of_gymnasium_is_the_example_and_plays_as_it_says() -> None:
+    page = (ROOT / "docs/extending.md").read_text()
+    for name in ("gym_text.py", "blackjack.yaml"):
+        assert (EXAMPLES / name).read_text() in page
+    experiment = load_experiment(EXAMPLES / "blackjack.yaml")
+    environment = load_environment(experiment.environment)
+    play = Stage(AutoTokenizer.from_pretrained(experiment.model.path))
+    dealt = {"fields": {"seed": 3}}
+    hit = play(environment, "1" + EOS, "0" + EOS, **dealt)
+    assert play.tokenizer.decode(hit.prompt_ids) == "<|user|>7,10,0<|assistant|>"
+    assert "<|user|>17,10,0<|assistant|>" in play.tokenizer.decode(hit.token_ids), "a card more, the same each time"
+    assert hit.outcome["steps"] == 2.0 and hit.outcome["reward"] in (-1.0, 0.0, 1.0)
+    assert play(environment, "7" + EOS, **dealt).outcome == {"reward": -1.0, "steps": 1.0, "unread": 1.0}

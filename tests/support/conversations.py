@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,11 +50,13 @@ class Stage:
         question: str = "1+2=?",
         answer: str = "#### 3",
         max_new_tokens: int = 64,
+        fields: Mapping[str, Any] | None = None,
     ) -> Trajectory:
         """The trajectory of a conversation with these lines of the model."""
         self.model = model = Model(self.tokenizer, *lines)
         sampling = SamplingParams(max_new_tokens, stop_token_ids=(self.tokenizer.eos_token_id,))
-        prompt = Prompt(Problem(question, answer), self.tokenizer(question, add_special_tokens=False).input_ids)
+        ids = self.tokenizer(question, add_special_tokens=False).input_ids
+        prompt = Prompt(Problem(question, answer, fields=fields or {}), ids)
 
         async def run() -> Trajectory:
             conversation = Conversation(prompt, 7, sampling, model, self.tokenizer, timeout_s=5.0)

@@ -134,3 +134,15 @@ def test_a_chat_template_that_rewrites_what_was_said_is_refused(tokenizer: Any) 
     rewriting.chat_template = "{% for m in messages %}{{ messages | length }}{{ m.content }}<|im_end|>{% endfor %}"
     with pytest.raises(UserError, match="writes a conversation anew"):
         continuation_ids(rewriting, [{"role": "user", "content": "again"}])
+
+
+def test_an_environment_may_begin_with_messages_of_its_own(play: Stage, tokenizer: Any) -> None:
+    async def environment(conversation: Conversation) -> float:
+        conversation.begin([{"role": "system", "content": "?"}, {"role": "user", "content": "2"}])
+        await conversation.sample()
+        with pytest.raises(ValueError, match="found a conversation that has begun"):
+            conversation.begin([{"role": "user", "content": "3"}])
+        return 1.0
+
+    answer = play(environment, "4" + EOS)
+    assert tokenizer.decode(answer.prompt_ids) == "<|system|>?<|user|>2<|assistant|>" and answer.seed == 7

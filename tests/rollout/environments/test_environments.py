@@ -68,7 +68,7 @@ def test_the_last_whole_block_counts() -> None:
         (
             "chess",
             {},
-            "environment.function: found 'chess', expected single_turn, calculator, python, guess, harness, ",
+            "environment.function: found 'chess', expected single_turn, calculator, python, guess, openenv, harness, ",
         ),
         ("{}:plain", {}, ":plain', expected an async function"),
         ("{}:nothing", {}, "found 'nothing()', expected a function of a conversation; too many positional"),
