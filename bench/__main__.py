@@ -20,7 +20,19 @@ from studies.harness.provenance import processor
 
 BENCHMARKS = (
     *("rollout", "families", "train", "skipped", "sync", "churn", "checkpoint", "loop", "functions", "scaling"),
-    *("memory", "base", "adapters", "packing", "agreement", "algorithms", "asynchrony", "kills", "long", "harness"),
+    *(
+        "memory",
+        "base",
+        "adapters",
+        "packing",
+        "agreement",
+        "layouts",
+        "algorithms",
+        "asynchrony",
+        "kills",
+        "long",
+        "harness",
+    ),
 )
 RESULTS = Path("bench/results.json")
 

@@ -24,6 +24,10 @@ from rollout.plugin import latent
 from rollout.plugin.state import state
 
 Read = Sequence[Tensor | None]
+_OF_ITS_SCHEDULER = (
+    "the attention of SGLang's GPU backends runs on the batches of its scheduler only: found native mode on a GPU, "
+    "expected exact mode or a CPU. Ask without the comparison op by op"
+)
 
 
 @dataclass(frozen=True)
@@ -130,10 +134,7 @@ def _attention(engine: Probed, attn: Any, q: Tensor, k: Tensor, v: Tensor) -> tu
     elif state().numerics.mode == "exact":
         out = ops.paged_attention(q, k, v, slots.int(), requests, lengths, lengths, attn.scaling)
     else:
-        raise NotImplementedError(
-            "the attention of SGLang's GPU backends runs on the batches of its scheduler only: found native mode "
-            "on a GPU, expected exact mode or a CPU. Ask without the comparison op by op"
-        )
+        raise NotImplementedError(_OF_ITS_SCHEDULER)
     return (out.flatten(1),)
 
 
@@ -145,14 +146,14 @@ def _latent_down(engine: Probed, module: Any, x: Tensor) -> tuple[Tensor, ...]:
 
 def _latent_attention(engine: Probed, module: Any, q: Tensor, kv_row: Tensor) -> tuple[Tensor, ...]:
     """The attention of whole sequences, whose rows lie in slots of their own; before the product behind it."""
-    if state().numerics.mode != "exact":
-        raise NotImplementedError(
-            "SGLang's own latent attention runs on the batches of its scheduler only: found native mode, expected "
-            "exact mode. Ask without the comparison op by op"
-        )
     lengths, starts = engine.lengths, engine.lengths.cumsum(0) - engine.lengths
     slots = (starts[:, None] + torch.arange(int(lengths.max()), device=q.device)).clamp(max=len(q) - 1)
     requests = torch.arange(len(lengths), device=q.device)
+    if state().numerics.mode == "native":
+        if q.device.type != "cpu":
+            raise NotImplementedError(_OF_ITS_SCHEDULER)
+        backend, positions = engine.runner.attn_backend, engine.positions
+        return (latent.own_attention(module, backend, q.flatten(1), kv_row, positions, slots, requests, lengths),)
     where = latent.Where(slots.int(), requests, lengths, lengths)
     return (latent.attend(module, q.flatten(1), kv_row, engine.positions, lambda rows: rows, where),)
 
@@ -167,6 +168,14 @@ def _top_k(_: Probed, module: Any, logits: Tensor) -> tuple[Tensor, ...]:
         config.allow_routed_experts_capture = recording
     chosen = output.topk_ids.long()
     return torch.zeros_like(logits, dtype=torch.float32).scatter(1, chosen, output.topk_weights.float()), chosen
+
+
+def _sigmoid_top_k(engine: Probed, module: Any, logits: Tensor) -> tuple[Tensor, ...]:
+    """Experts and their probabilities times the factor, by which SGLang's own models multiply the sum of experts."""
+    probs, chosen = _top_k(engine, module, logits)
+    config = module.topk_config
+    behind = state().numerics.mode == "native" and not config.apply_routed_scaling_factor_on_output
+    return probs * config.routed_scaling_factor if behind else probs, chosen
 
 
 def _experts(_: Probed, module: Any, x: Tensor, probs: Tensor, chosen: Tensor) -> tuple[Tensor, ...]:
@@ -244,7 +253,7 @@ SIDES: dict[OpForm, EngineSide] = {
     forms.TOPK: EngineSide(_top_k),
     forms.EXPERTS: EngineSide(_experts, each=_each_expert),
     forms.ROUTER: EngineSide(lambda _, module, x: (module(x),)),
-    forms.SIGMOID_TOPK: EngineSide(_top_k),
+    forms.SIGMOID_TOPK: EngineSide(_sigmoid_top_k),
     forms.EXPERTS_AND_SHARED: EngineSide(_experts_and_shared, each=_each_expert),
     forms.LOGPROBS: EngineSide(_logprobs),
 }

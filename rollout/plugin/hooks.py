@@ -198,6 +198,13 @@ _NATIVE_DRAW: tuple[Hook, ...] = (
 _NATIVE_FP8_CPU: tuple[Hook, ...] = (
     Hook(_FP8 + "Fp8LinearMethod.apply", "replace", ops.fp8_linear, "layer x bias"),
     Hook(_FP8 + "Fp8MoEMethod.apply", "replace", native.fp8_moe, "layer dispatch_output"),
+    # Copies of kv_b_proj, which SGLang makes in BF16 on a GPU, and on a CPU quantizes once more, with one scale.
+    Hook(
+        "models.deepseek_common.deepseek_weight_loader.block_quant_to_tensor_quant",
+        "replace",
+        latent.dequantized,
+        "x_q_block x_s block_size",
+    ),
 )
 
 # With torch_native SGLang takes for granted that a cache holds keys of heads, and gives latents to the wrong attention.

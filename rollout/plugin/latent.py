@@ -1,8 +1,8 @@
 """Latent attention in the engine (`numerics.ops.latent`): SGLang's `DeepseekV2AttentionMLA` in exact mode, and what a
 CPU lacks for its own.
 
-SGLang multiplies by copies of kv_b_proj (w_kc, w_vc), which on a CPU are quantized anew. Exact mode has none of them:
-it takes the operand of kv_b_proj, whose version is that of the weights.
+SGLang multiplies by copies of kv_b_proj (w_kc, w_vc; `latent_copies`). Exact mode has none of them: it takes the
+operand of kv_b_proj, whose version is that of the weights.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from numerics import ops
+from numerics.quantize import QuantizedTensor
 from rollout.plugin.state import state
 
 
@@ -99,6 +100,52 @@ def attend(
 
 def no_copies(self: Any, is_nextn: bool = False, weight_names: Any = None) -> None:
     """`post_load_weights`, which makes w_kc and w_vc: what exact mode does not multiply by."""
+
+
+def dequantized(x_q_block: Tensor, x_s: Tensor, block_size: list[int]) -> tuple[Tensor, None]:
+    """`block_quant_to_tensor_quant`: kv_b_proj for the copies, in BF16 as on a GPU, and no scale."""
+    spec = state().numerics.rollout_spec.weight
+    return QuantizedTensor(x_q_block, x_s.to(spec.scale_dtype), spec).dequantize(torch.bfloat16), None
+
+
+def own_attention(
+    module: Any,
+    backend: Any,
+    q: Tensor,
+    kv_row: Tensor,
+    positions: Tensor,
+    slots: Tensor,
+    requests: Tensor,
+    lengths: Tensor,
+) -> Tensor:
+    """SGLang's latent attention on a CPU over whole sequences, whose rows lie in slots of their own, by its own parts.
+
+    q [T, heads * D] and kv_row [T, kv rank + rope] -> [T, heads * value], before the last product.
+    """
+    rank = module.kv_lora_rank
+    plain, turned = q.unflatten(-1, (-1, module.qk_head_dim)).split(
+        (module.qk_nope_head_dim, module.qk_rope_head_dim), -1
+    )
+    latents = module.kv_a_layernorm(kv_row[:, :rank].contiguous())
+    turned, key = module.rotary_emb(positions, turned, kv_row[:, None, rank:])
+    inside = torch.bmm(plain.transpose(0, 1), module.w_kc).transpose(0, 1)
+    queries, rows = torch.cat((inside, turned), -1), torch.cat((latents[:, None], key), -1)
+    out = torch.empty_like(inside)
+    backend._run_sdpa_forward_extend(
+        queries,
+        out,
+        rows,
+        rows[..., :rank],
+        slots,
+        requests,
+        lengths,
+        torch.zeros_like(lengths),
+        lengths,
+        scaling=module.attn_mqa.scaling,
+        enable_gqa=True,
+        causal=True,
+    )
+    return torch.bmm(out.transpose(0, 1), module.w_vc).transpose(0, 1).flatten(1)
 
 
 def absorbed(self: Any, forward_batch: Any) -> Any:

@@ -8,7 +8,7 @@ Between an update and its commit the weights have no version and no forward runs
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from models import Model
 from models.base import Base
-from models.tensors import SCALE_SUFFIX, WHOLE, EngineRank, TensorRow, TensorTable, base_name
+from models.tensors import WHOLE, EngineRank, base_name
 from numerics import delta, ops
 from numerics.digest import tensor_digests
 from numerics.frozen import Frozen
@@ -26,6 +26,8 @@ from numerics.quantize import QuantizedTensor
 from numerics.spec import TensorSpec
 from rollout.plugin import adapters
 from rollout.plugin.adapters import Adapter
+from rollout.plugin.held import Served, check_table, hf_tensors, quantized_parameters
+from rollout.plugin.latent_copies import Copies, copies_in
 from rollout.protocol import ADAPTER_SCALE, DELTA
 
 
@@ -55,6 +57,7 @@ class ServedWeights:
         self._made: set[Tensor] = set()
         self._stays: set[Tensor] = set()
         self._adapters: dict[Tensor, Adapter] = {}
+        self._copies: dict[Tensor, Copies] = {}
         self._digested: dict[Tensor, dict[str, str]] = {}
 
     @property
@@ -75,13 +78,14 @@ class ServedWeights:
         self._adapters = adapters.attach(model, definition, rank) if definition.adapter else {}
         check_table(model, definition)
         self._attached, self.rank = (model, definition), rank
+        self._copies = copies_in(model)
         self._mapped = frozenset()
         self._operands.clear()
         self._places.clear()
         self._names.clear()
         for label, parameter, _ in self.tensors():
             self._names.setdefault(parameter, set()).add(base_name(label)[0])
-        for parameter, scale_inv in _quantized_parameters(model):
+        for parameter, scale_inv in quantized_parameters(model):
             self._names[parameter] |= self._names[scale_inv]
         self.commit(version)
 
@@ -192,10 +196,10 @@ class ServedWeights:
         self._check_there()
         self._forget_written()
         self._arrived.clear()
-        quantized = {parameter for parameter, _ in _quantized_parameters(self._loaded()[0])}
+        quantized = {parameter for parameter, _ in quantized_parameters(self._loaded()[0])}
         self._refresh(quantized - self._made - self._stays)
-        for adapter in self._adapters.values():
-            adapter.refresh()
+        for derived in (*self._adapters.values(), *self._copies.values()):
+            derived.refresh()
         self._operands |= {each: Operand(self._operands[each].value, version) for each in self._made | self._stays}
         digests = self._digested | self._digests(self._names.keys() - self._digested.keys())
         self._made.clear()
@@ -229,6 +233,8 @@ class ServedWeights:
         for parameter, its_digests in digests.items():
             operand = self._operands.get(parameter)
             of_version = "" if operand is None or operand.version is None else f"@{operand.version}"
+            if parameter in self._copies and not self._copies[parameter].agree(self._spec):
+                of_version += "@copies of another"
             entries |= {label: digest + of_version for label, digest in its_digests.items()}
         if scales := {adapter.low_rank.scale for adapter in self._adapters.values()}:
             entries[ADAPTER_SCALE] = " and ".join(map(repr, sorted(scales)))
@@ -289,7 +295,7 @@ class ServedWeights:
 
     def _refresh(self, parameters: Set[Tensor]) -> None:
         """Make the operands of these anew; they have no version yet."""
-        for parameter, scale_inv in _quantized_parameters(self._loaded()[0]):
+        for parameter, scale_inv in quantized_parameters(self._loaded()[0]):
             if parameter in parameters:
                 scales = scale_inv.detach().to(self._spec.scale_dtype)
                 quantized = QuantizedTensor(parameter.detach(), scales, self._spec)
@@ -316,76 +322,3 @@ class ServedWeights:
 
 def _said(parameter: Tensor | None) -> str:
     return "none" if parameter is None else f"{tuple(parameter.shape)} in {parameter.dtype}"
-
-
-def _quantized_parameters(model: nn.Module) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
-    """Each with its scales."""
-    held = dict(model.named_parameters())
-    return ((p, held[name + SCALE_SUFFIX]) for name, p in held.items() if name + SCALE_SUFFIX in held)
-
-
-Served = tuple[str, Tensor, Tensor]
-"""A tensor's name in the checkpoint, of a part of it as the rank labels it, the engine's parameter that holds it, and
-where in that."""
-
-
-def hf_tensors(
-    model: nn.Module, table: TensorTable, block: int, rank: EngineRank = WHOLE, within: Set[Tensor] | None = None
-) -> Iterator[Served]:
-    """What this rank has of the checkpoint, and the scales of what is quantized in blocks of `block` rows; within: in
-    these parameters alone."""
-    held = dict(_held(model, table))
-    for name, by_index in table.in_engine.items():
-        for suffix, rows in (("", 1), (SCALE_SUFFIX, block)):
-            parameter = held[name] if not suffix else held.get(name + suffix)
-            if parameter is not None and (within is None or parameter in within):
-                yield from _split(parameter, table, by_index, suffix, rows, rank)
-
-
-def check_table(model: nn.Module, definition: Model) -> None:
-    """Refuse a model of the engine that does not hold what the table says, no more and no less.
-
-    Raises:
-        RuntimeError: it names the parameters.
-    """
-    expected = definition.tensors.in_engine.keys()
-    held = {name.removesuffix(SCALE_SUFFIX) for name, _ in _held(model, definition.tensors)}
-    # An engine that starts without weights has made up whatever is saved with a model, its buffers too.
-    tied = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    held |= model.state_dict().keys() - tied
-    extras = definition.architecture.engine_extras
-    spare = sorted(name for name in held - expected if name.rpartition(".")[2] not in extras)
-    missing = sorted(expected - held)
-    if spare or missing:
-        raise RuntimeError(
-            f"fp8rl plugin: found the parameters {spare[:5]} in the engine and {missing[:5]} not, expected those that "
-            f"models/ says of {definition.architecture.name}. Install the locked version of sglang"
-        )
-
-
-def _held(model: nn.Module, table: TensorTable) -> Iterator[tuple[str, Tensor]]:
-    """Every parameter, tied ones once, and the buffers that the table has."""
-    yield from model.named_parameters()
-    buffers = {
-        name for name, by_index in table.in_engine.items() for rows in by_index.values() if rows[0].engine.buffer
-    }
-    yield from ((name, buffer) for name, buffer in model.named_buffers() if name in buffers)
-
-
-def _split(
-    held: Tensor,
-    table: TensorTable,
-    by_index: Mapping[int | None, Sequence[TensorRow]],
-    suffix: str,
-    block: int,
-    rank: EngineRank,
-) -> Iterator[Served]:
-    for index, rows in by_index.items():
-        fused = held.detach()
-        if index is not None:
-            place = rank.place(index, len(held))
-            if place is None:
-                continue  # an expert of another rank
-            fused = fused[place]
-        for row, part in zip(rows, table.engine_parts(fused, rows, block, rank), strict=True):
-            yield rank.label(row.name + suffix, row), held, part

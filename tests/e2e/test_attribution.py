@@ -147,6 +147,24 @@ def test_native_mode_s_own_ops_are_told_apart(rig: Rig) -> None:
     assert off.findings[0].cause == "sampler" and "temperature 0.7" in off.findings[0].text
 
 
+def test_native_latent_attention_is_told_apart_and_its_copies_follow_a_delta(rig: Rig) -> None:
+    """Megatron expands keys and values from latents in FP8. SGLang multiplies by copies of kv_b_proj, and does not
+    quantize latents; its factor of the experts' probabilities stands behind their sum."""
+    pipeline = rig.open(Setup("deepseek", mode="native"))
+    batch = pipeline.sample(1.0, count=6)
+    result = attributed(pipeline, batch)
+    assert (result.findings[0].cause, result.findings[0].op) == ("op", "attention")
+    largest = {op: max(d.relative_rms for d in result.ops if d.op == op) for op in {d.op for d in result.ops}}
+    equal = {"embed", "qkv_a", "q_a_norm", "q_b", "o_proj", "gate_up", "shared_gate_up", "shared_down", "lm_head"}
+    assert {op for op, size in largest.items() if size == 0} >= equal
+    assert 0.02 < largest["attention"] < 0.08 and max(largest["topk"], largest["experts"]) < 0.01
+    for _ in range(2):
+        pipeline.train_step(batch)
+        report = pipeline.sync(delta=True)
+        assert report.mismatched_tensors == 0
+    assert report.bytes < report.weight_bytes
+
+
 def attributed(pipeline: Pipeline, batch: TokenBatch, **options: Any) -> Attribution:
     return attribute(
         pipeline.trainer, pipeline.endpoint, batch, pipeline.setup.numerics, pipeline.definition, **options

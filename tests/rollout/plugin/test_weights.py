@@ -16,7 +16,8 @@ from models.sizes import Latent, ModelSizes
 from models.tensors import TensorRow, TensorTable
 from numerics.quantize import QuantizedTensor
 from rollout.plugin import weights as plugin_weights
-from rollout.plugin.weights import ServedWeights, hf_tensors
+from rollout.plugin.held import hf_tensors
+from rollout.plugin.weights import ServedWeights
 from tests.support.served_model import ATTENTION, DEFINITION, DENSE, MOE, SIZES, SPEC, build, hf_tensors_served, load
 from weight_sync.manifest import Manifest, Recorder
 from weight_sync.quantized import served_tensors
@@ -168,13 +169,13 @@ def test_a_stale_cache_is_caught(
     served: ServedWeights, model: nn.Module, monkeypatch: pytest.MonkeyPatch, stale: str, names: list[str]
 ) -> None:
     """One parameter's dequantized values are not made anew, while its codes are the new ones."""
-    original = plugin_weights._quantized_parameters
+    original = plugin_weights.quantized_parameters
     left_out = parameter(model, stale)
 
     def forgetful(model: nn.Module) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
         return ((p, scale) for p, scale in original(model) if p is not left_out)
 
-    monkeypatch.setattr(plugin_weights, "_quantized_parameters", forgetful)
+    monkeypatch.setattr(plugin_weights, "quantized_parameters", forgetful)
     found = update(served, model, NEW, "1")
     expected = sent(NEW, "1")
     assert expected.differences(found) == [
