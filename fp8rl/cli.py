@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 import fp8rl
-from fp8rl.commands import causes, checks, models, runs, starting
+from fp8rl.commands import causes, certifying, checks, models, runs, starting
 from rl.run.lifecycle.interrupts import end_on_signal
 
 app = typer.Typer(
@@ -23,7 +23,7 @@ COMMANDS: dict[str, tuple[Callable[..., None], ...]] = {
     "Run": (starting.init, runs.train, runs.demo, runs.submit, runs.report, starting.runs),
     "Before a run": (checks.doctor, checks.plan, checks.preflight, checks.audit),
     "After a run": (causes.attribute, causes.rescore, models.eval, models.serve),
-    "Besides": (models.convert, causes.study),
+    "Besides": (certifying.certify, models.convert, causes.study),
 }
 """The commands by the heading that `--help` lists them under."""
 

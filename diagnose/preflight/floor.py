@@ -7,13 +7,13 @@ alone instead of in a batch. And trainer against engine, both in BF16, so withou
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from diagnose.calibration import sampled_batch
-from rl.mismatch import agreement
+from diagnose.difference import Difference, difference
 from rl.run.stack import Stack
 from rollout.server.client import EngineClient
 from rollout.types import Prompt
@@ -23,44 +23,6 @@ ALONE = 8
 """Sequences that are scored one by one."""
 RESERVED = 6
 """SGLang 0.5.19 takes prompts that are this many tokens short of its context length."""
-
-_ABS_DIFF = "mismatch/train_rollout_logprob_abs_diff_"
-
-
-@dataclass(frozen=True)
-class Difference:
-    """abs(d) of two log-probabilities of the same tokens, in nats.
-
-    Attributes:
-        tokens: with finite d, the denominator. nonfinite: the others.
-        mean, p99, max: of abs(d); None if no token is left.
-        exact_frac: fraction of tokens with d == 0.
-    """
-
-    tokens: int
-    nonfinite: int
-    mean: float | None
-    p99: float | None
-    max: float | None
-    exact_frac: float | None
-
-    @property
-    def zero(self) -> bool:
-        """Every token has d == 0."""
-        return self.nonfinite == 0 and self.max == 0.0
-
-
-def difference(first: Tensor, second: Tensor, mask: Tensor) -> Difference:
-    """Over the tokens of a bool mask; all of one shape [B, S]."""
-    values = agreement(first, second, mask)
-    return Difference(
-        tokens=int(values["mismatch/tokens"]),
-        nonfinite=int(values["mismatch/nonfinite_count"]),
-        mean=values.get(_ABS_DIFF + "mean"),
-        p99=values.get(_ABS_DIFF + "p99"),
-        max=values.get(_ABS_DIFF + "max"),
-        exact_frac=values.get("mismatch/exact_frac"),
-    )
 
 
 def against_trainer(stack: Stack, batch: TokenBatch) -> Difference:

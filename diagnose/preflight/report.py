@@ -10,8 +10,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from diagnose.difference import Difference
 from diagnose.preflight.check import Agreement, Check
-from diagnose.preflight.floor import Difference
 from diagnose.report import Report
 
 _TITLES: dict[Agreement, str] = {"spec": "same spec", "bytes": "same bytes", "logprobs": "same logprobs"}

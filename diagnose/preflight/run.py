@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from diagnose.calibration import ANSWERS, calibration_prompts, check_has_engine, sampled_batch
+from diagnose.difference import Difference
 from diagnose.preflight import floor, same_bytes, same_logprobs, same_spec
 from diagnose.preflight.check import Check
-from diagnose.preflight.floor import Difference
 from diagnose.preflight.observed import Observed, observe
 from diagnose.preflight.report import PreflightReport
 from diagnose.preflight.static import block_alignment, same_precision

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
+from diagnose.difference import Difference, described, shown_number
 from diagnose.preflight.check import Check, judged
-from diagnose.preflight.floor import Difference, against_trainer
+from diagnose.preflight.floor import against_trainer
 from diagnose.preflight.static import SAME_PRECISION
 from numerics.config import Mode, NumericsConfig
 from rl.run.stack import Stack
@@ -58,7 +59,7 @@ def sampler_temperature(stack: Stack, batch: TokenBatch, measured: Difference) -
         for factor in OTHER_TEMPERATURES
     }
     means = {asked: measured.mean, **{t: d.mean for t, d in others.items()}}
-    shown = ", ".join(f"{_number(mean)} at {t:g}" for t, mean in means.items())
+    shown = ", ".join(f"{shown_number(mean)} at {t:g}" for t, mean in means.items())
     return judged(
         "logprobs",
         "sampler temperature",
@@ -70,17 +71,6 @@ def sampler_temperature(stack: Stack, batch: TokenBatch, measured: Difference) -
     )
 
 
-def described(d: Difference) -> str:
-    """`|d| mean 0, p99 0, max 0, exact 1 on 640 tokens`"""
-    if d.mean is None or d.p99 is None or d.max is None or d.exact_frac is None:
-        return f"no finite d, {d.nonfinite} that are not"
-    rest = f", {d.nonfinite} not finite" if d.nonfinite else ""
-    return (
-        f"|d| mean {_number(d.mean)}, p99 {_number(d.p99)}, max {_number(d.max)}, "
-        f"exact {d.exact_frac:.4g} on {d.tokens} tokens{rest}"
-    )
-
-
 def _bound(mode: Mode, measured: Difference, bf16: Difference | None) -> tuple[bool, str]:
     if mode == "exact":
         return measured.zero, "d == 0 on every token"
@@ -89,11 +79,7 @@ def _bound(mode: Mode, measured: Difference, bf16: Difference | None) -> tuple[b
         return finite, "finite log-probabilities (BF16/BF16 was not measured, so there is no bound)"
     ok = finite and measured.mean is not None and measured.mean <= NATIVE_LIMIT * bf16.mean
     ratio = f", found {measured.mean / bf16.mean:.2f}" if measured.mean is not None and bf16.mean else ""
-    return ok, f"mean at most {NATIVE_LIMIT:g} times BF16/BF16's {_number(bf16.mean)}{ratio}"
-
-
-def _number(value: float | None) -> str:
-    return "none" if value is None else "0" if value == 0 else f"{value:.2e}"
+    return ok, f"mean at most {NATIVE_LIMIT:g} times BF16/BF16's {shown_number(bf16.mean)}{ratio}"
 
 
 _REMEDY: dict[Mode, str] = {

@@ -99,7 +99,11 @@ def server_arguments(
     """
     arguments = [
         *("--model-path", str(model_path), "--dtype", "bfloat16"),
-        *(("--skip-tokenizer-init",) if served_name is None else ("--served-model-name", served_name)),
+        *(
+            ("--skip-tokenizer-init",)
+            if served_name is None
+            else ("--served-model-name", served_name, "--enable-cache-report")
+        ),
         *("--host", host, "--port", str(port), "--log-level", "warning"),
         *("--grammar-backend", "none"),
         "--disable-shared-experts-fusion",  # they are no routed experts of the checkpoint

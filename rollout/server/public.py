@@ -19,12 +19,12 @@ from rollout.plugin.hooks import Hook
 ENDPOINTS = {"/health", "/v1/models", "/v1/models/{model:path}", "/v1/completions", "/v1/chat/completions"}
 """What is opened besides what the engine's owner uses."""
 MOST_ANSWERS, MOST_OF_A_REQUEST, MOST_LOGPROBS, LARGEST_SEED, LARGEST_TOP_K = 128, 4096, 20, 2**63 - 1, 2**31 - 1
-MOST_BYTES = 32 << 20
+MOST_BYTES, LONGEST_SALT = 32 << 20, 256
 _COMMON = {
     "model", "max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "frequency_penalty",
     "presence_penalty", "repetition_penalty", "n", "seed", "stop", "stop_token_ids", "ignore_eos", "no_stop_trim",
     "skip_special_tokens", "spaces_between_special_tokens", "logprobs", "stream", "stream_options", "return_token_ids",
-    "user", "metadata", "store", "service_tier",
+    "user", "metadata", "store", "service_tier", "cache_salt",
 }  # fmt: skip
 SETTINGS = {
     "/v1/completions": _COMMON | {"prompt", "echo"},
@@ -155,6 +155,8 @@ def _problems(request: Any, name: str, vocabulary: int) -> Iterator[tuple[str, s
     for token in request.stop_token_ids or ():
         if not _is_in(token, vocabulary):
             yield "stop_token_ids", f"found {token}, expected 0 to {vocabulary - 1}"
+    if not isinstance(request.cache_salt, str | None) or len(request.cache_salt or "") > LONGEST_SALT:
+        yield "cache_salt", f"found another value, expected a text of at most {LONGEST_SALT} characters"
     for parameter in ("logprobs", "top_logprobs"):
         found = getattr(request, parameter, None)
         if found is not None and not 0 <= found <= MOST_LOGPROBS:

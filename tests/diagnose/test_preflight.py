@@ -15,10 +15,10 @@ from click.testing import Result
 from rich.console import Console
 from typer.testing import CliRunner
 
+from diagnose.difference import Difference, described, difference
 from diagnose.preflight import PreflightReport, preflight, rendered, run, same_spec, static
 from diagnose.preflight.check import Check
-from diagnose.preflight.floor import Difference, difference
-from diagnose.preflight.same_logprobs import NATIVE_LIMIT, described, noise_floor, trainer_against_engine
+from diagnose.preflight.same_logprobs import NATIVE_LIMIT, noise_floor, trainer_against_engine
 from fp8rl.cli import app
 from models.sizes import ModelSizes
 from models.tiny import TinyModel, write_tiny_model

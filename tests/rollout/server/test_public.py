@@ -74,6 +74,7 @@ def test_a_body_that_is_no_object_is_refused_in_one_form(client: TestClient, pat
         ({"tools": [{"type": "function", "function": {"name": "f"}}]}, 400, "tools: is not served. Leave it out"),
         ({"stop": ["a", ""]}, 400, "stop: found an empty text, expected at least one character in each"),
         ({"stop_token_ids": [1, 10]}, 400, "stop_token_ids: found 10, expected 0 to 9"),
+        ({"cache_salt": ["a", "b"]}, 400, "cache_salt: found another value, expected a text of at most 256 characters"),
         ({"top_k": 2**31}, 400, f"top_k: found {2**31}, expected 1 to {2**31 - 1}, or -1 for all"),
         ({"top_k": -7}, 400, f"top_k: found -7, expected 1 to {2**31 - 1}, or -1 for all"),
     ],
@@ -112,7 +113,14 @@ def test_a_body_of_any_size_is_not_read_to_its_end(client: TestClient, monkeypat
 
 @pytest.mark.parametrize("path", PATHS)
 def test_what_is_right_comes_through_whole(client: TestClient, path: str) -> None:
-    neutral = {"response_format": {"type": "text"}, "logit_bias": None, "top_k": -1, "stop": [], "user": "somebody"}
+    neutral = {
+        "response_format": {"type": "text"},
+        "logit_bias": None,
+        "top_k": -1,
+        "stop": [],
+        "user": "somebody",
+        "cache_salt": "a",
+    }
     answer = client.post(path, json=_of(path) | neutral | {"seed": 2**63 - 1, "n": 3})
     assert answer.json() == {"model": "it", "seed": 2**63 - 1, "n": 3}
     for prompt in ("99", ["99", "é"], [9, 0], [[9], [0]]):

@@ -1,0 +1,247 @@
+"""The ways in which a server is asked for the same answers, and what comes of each.
+
+Answers are greedy, so that they are a function of the model and the prompt. The reference is each answer alone, with
+nothing else under way. Each other way changes one thing: what else is in the batch, what of the prompt comes from the
+cache, how a long prompt is cut in chunks, what else the server has to do. A server in which a row depends on nothing
+but itself gives the same tokens with the same log-probabilities in all of them, bit for bit.
+
+Where prompts under another salt share no cached prefix, and the server says so, each way begins with an empty cache.
+Else a prompt that was asked for once comes from the cache for ever, and the reference is its second answer.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import count
+from typing import Literal
+
+from diagnose.certify.api import Answer, Prompt, Refused, Server, ServerFailed, TimeUp
+from diagnose.certify.compare import Comparison, compare
+from diagnose.certify.prompts import LONG_PROMPTS, SHORTEST_LONG, Writer
+
+TOKENS = 24
+"""Length of each answer."""
+BATCHES = (2, 8, 32)
+"""Answers at the same time."""
+LOAD, LOAD_TOKENS = 24, 96
+"""Answers that are sampled meanwhile, and how long they are."""
+
+NO_IDS = "the server gives no token ids to go on from"
+NO_CACHE = "the server took nothing from a cache"
+
+Cause = Literal["repetition", "cached prefix", "batch", "prefill", "chunked prefill", "load"]
+
+
+@dataclass(frozen=True)
+class Way:
+    """The same answers, asked for in another way.
+
+    Attributes:
+        name, cause: of the way, and of what a difference in it comes from.
+        outcome: `equal`; `differs`; `absent`, where this server has no such way, or none that can be asked for;
+            `not reached`, where it should have one.
+        why: of an outcome without a comparison. cached: tokens of the prompts that came from the cache; None: not said.
+    """
+
+    name: str
+    cause: Cause
+    outcome: Literal["equal", "differs", "absent", "not reached"]
+    found: Comparison | None = None
+    why: str = ""
+    cached: int | None = None
+
+
+class Probe:
+    """Asks one server in every way."""
+
+    def __init__(self, server: Server, writer: Writer, say: Callable[[str], None]) -> None:
+        self._server, self._writer, self._say = server, writer, say
+        self._salts = (f"fp8rl-certify-{number}" for number in count())
+        self._broken: set[Cause] = set()
+
+    def ways(self) -> Iterator[Way]:
+        """One after the other. Raises what `Server.ask` raises while the references are asked for."""
+        for way in self._ways():
+            if way.outcome == "differs":
+                self._broken.add(way.cause)
+            yield way
+
+    def _ways(self) -> Iterator[Way]:
+        server, rows, salt = self._server, self._writer.short(), next(self._salts)
+        prompts = [self._writer.prompt(row) for row in rows]
+        self._say(f"asking for {len(prompts)} answers, each alone")
+        first = server.alone(prompts, TOKENS, salt)
+        again = server.alone(prompts, TOKENS, salt)
+        reference = first if server.isolates else again
+        yield self._way("alone, once more", "repetition", reference, lambda: self._alone(prompts, salt))
+        yield self._cached("its own prompt cached", first, lambda: again)
+        yield self._continued(rows, first, salt)
+        yield self._shared(rows)
+        for size in BATCHES:
+            ask = partial(self._batches, prompts, size, salt)
+            yield self._way(f"in batches of {size}", "batch", reference, ask)
+        yield from self._scored(rows, reference)
+        with self._load():
+            busy = self._cause("load", "batch")
+            yield self._way("while others are sampled", busy, reference, lambda: self._alone(prompts, salt))
+        yield self._way("alone, after the load", "load", reference, lambda: self._alone(prompts, salt))
+        yield from self._long()
+
+    def _cause(self, cause: Cause, *simpler: Cause) -> Cause:
+        """The cause of a difference in a way that has several: a simpler one, if that alone has made one already."""
+        if not self._server.isolates:  # a prompt may come from the cache, and the reference not, or the other way round
+            simpler = (*simpler, "cached prefix")
+        return next((each for each in simpler if each in self._broken), cause)
+
+    def _alone(self, prompts: Sequence[Prompt], same: str) -> list[Answer]:
+        return self._server.alone(prompts, TOKENS, self._salt(same))
+
+    def _salt(self, same: str) -> str:
+        """A salt under which the cache is empty, or where there is none, the one that was."""
+        return next(self._salts) if self._server.isolates else same
+
+    def _way(self, name: str, cause: Cause, reference: Sequence[Answer], ask: Callable[[], Sequence[Answer]]) -> Way:
+        self._say(name)
+        try:
+            answers = ask()
+        except TimeUp:
+            return Way(name, cause, "not reached", why="the time was over")
+        except (Refused, ServerFailed) as error:
+            return Way(name, cause, "not reached", why=f"the server did not answer: {error}")
+        found = compare(reference, answers)
+        said = [answer.cached for answer in answers if answer.cached is not None]
+        return Way(name, cause, "equal" if found.equal else "differs", found, cached=sum(said) if said else None)
+
+    def _cached(self, name: str, reference: Sequence[Answer], ask: Callable[[], Sequence[Answer]]) -> Way:
+        """A way in which prompts come from the cache, if the server has one."""
+        way = self._way(name, "cached prefix", reference, ask)
+        nothing = self._server.caches is False or (self._server.caches and not way.cached)
+        return replace(way, outcome="absent", found=None, why=NO_CACHE) if nothing and way.outcome == "equal" else way
+
+    def _continued(self, rows: Sequence[list[int]], first: Sequence[Answer], salt: str) -> Way:
+        """The second half of each answer, asked for with the prompt and the first half, which decoding has cached."""
+        name, half = "continued in the middle", TOKENS // 2
+        if not all(_has_ids(answer) for answer in first):
+            return Way(name, "cached prefix", "absent", why=NO_IDS)
+        rest = [Answer(answer.tokens[half:], answer.logprobs[half:]) for answer in first]
+        longer = [_joined(row, answer.tokens[:half]) for row, answer in zip(rows, first, strict=True)]
+        return self._cached(name, rest, lambda: self._server.alone(longer, TOKENS - half, salt))
+
+    def _shared(self, rows: Sequence[list[int]]) -> Way:
+        """Prompts of which a part was in another prompt before; two thirds of a row, and a new end."""
+        name, salt, writer = "another prompt's beginning cached", next(self._salts), self._writer
+        begun = [writer.ids(len(row) - len(row) // 3) for row in rows]
+        others, prompts = ([writer.prompt(b + writer.ids(len(r) // 3)) for b, r in zip(begun, rows)] for _ in range(2))
+        try:
+            self._server.alone(others, 1, salt)
+            found = self._server.alone(prompts, TOKENS, salt)
+            reference = self._alone(prompts, salt)
+        except (TimeUp, Refused, ServerFailed) as error:
+            return Way(name, "cached prefix", "not reached", why=_why(error))
+        return self._cached(name, reference, lambda: found)
+
+    def _batches(self, prompts: Sequence[Prompt], size: int, same: str) -> list[Answer]:
+        """The answers in groups of `size`; others fill up a larger group."""
+        groups = [list(prompts[at : at + size]) for at in range(0, len(prompts), size)]
+        found = []
+        for group in groups:
+            fill = [self._writer.prompt(self._writer.ids(20 + place)) for place in range(size - len(group))]
+            found += self._server.together(group + fill, TOKENS, self._salt(same))[: len(group)]
+        return found
+
+    def _scored(self, rows: Sequence[list[int]], reference: Sequence[Answer]) -> Iterator[Way]:
+        """The tokens of the answers, given with the prompts, so that they are prefilled in place of decoded."""
+        ways: tuple[tuple[str, Cause], ...] = (
+            ("prefilled, not decoded", self._cause("prefill")),
+            ("prefilled together", "batch"),
+        )
+        whole = [_joined(row, answer.tokens) for row, answer in zip(rows, reference, strict=True)]
+        alone: list[Answer] = []
+        for name, cause in ways:
+            if not all(_has_ids(answer) for answer in reference):
+                yield Way(name, cause, "absent", why=NO_IDS)
+                continue
+            salt = next(self._salts)
+            try:
+                asked = [whole] if cause == "batch" else [[row] for row in whole]
+                scores = [each for rows in asked for each in self._server.score(rows, salt) or ()]
+            except (TimeUp, Refused, ServerFailed) as error:
+                yield Way(name, cause, "not reached", why=_why(error))
+                continue
+            values = [each.scored for each in scores if each.scored is not None]
+            if len(values) != len(whole):
+                yield Way(name, cause, "absent", why="the server gives no log-probabilities of prompts")
+                continue
+            found = [Answer(r.tokens, v[-TOKENS:]) for r, v in zip(reference, values, strict=True)]
+            yield self._way(name, cause, alone or reference, lambda found=found: found)  # type: ignore[misc]
+            alone = alone or found
+
+    @contextmanager
+    def _load(self) -> Iterator[None]:
+        """Within, the server samples other answers, again and again."""
+        prompts = [self._writer.prompt(self._writer.ids(10 + 3 * place)) for place in range(LOAD)]
+        over = threading.Event()
+
+        def go_on() -> None:
+            with suppress(TimeUp, Refused, ServerFailed):
+                while not over.is_set():
+                    self._server.together(prompts, LOAD_TOKENS, "fp8rl-certify-load", temperature=1.0)
+
+        thread = threading.Thread(target=go_on, daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join()
+
+    def _long(self) -> Iterator[Way]:
+        """Long prompts, whose chunks begin elsewhere: behind what is cached, or where another prompt ends."""
+        names = "long, their beginning cached", "long, at the same time"
+        try:
+            rows = self._writer.long()
+        except (TimeUp, ServerFailed) as error:
+            yield from (Way(name, "chunked prefill", "not reached", why=_why(error)) for name in names)
+            return
+        chunk = self._server.chunk
+        if not rows or (chunk is not None and len(rows[-1]) <= chunk):
+            why = f"no prompt that the server takes is longer than {chunk or SHORTEST_LONG} tokens"
+            yield from (Way(name, "chunked prefill", "absent", why=why) for name in names)
+            return
+        longest = [self._writer.prompt(row) for row in rows]
+        begun = [self._writer.prompt(row[: len(row) * 3 // 8]) for row in rows[:LONG_PROMPTS]]
+        salt, other = next(self._salts), next(self._salts)
+
+        def behind() -> tuple[list[Answer], list[Answer]]:
+            self._server.alone(begun, 1, salt)
+            return self._server.alone(longest[:LONG_PROMPTS], TOKENS, salt), self._alone(longest[:LONG_PROMPTS], salt)
+
+        def together() -> tuple[list[Answer], list[Answer]]:
+            found = self._server.together(longest[LONG_PROMPTS:], TOKENS, other)
+            return found, self._alone(longest[LONG_PROMPTS:], other)
+
+        simpler: tuple[Cause, Cause] = "cached prefix", "batch"
+        for name, ask, other_cause in zip(names, (behind, together), simpler, strict=True):
+            cause = self._cause("chunked prefill", other_cause)
+            try:
+                found, reference = ask()
+            except (TimeUp, Refused, ServerFailed) as error:
+                yield Way(name, cause, "not reached", why=_why(error))
+                continue
+            yield self._way(name, cause, reference, lambda found=found: found)  # type: ignore[misc]
+
+
+def _has_ids(answer: Answer) -> bool:
+    return all(isinstance(token, int) for token in answer.tokens) and len(answer.tokens) == TOKENS
+
+
+def _joined(row: list[int], tokens: Sequence[int | str]) -> list[int]:
+    return row + [token for token in tokens if isinstance(token, int)]
+
+
+def _why(error: Exception) -> str:
+    return "the time was over" if isinstance(error, TimeUp) else f"the server did not answer: {error}"

@@ -1,0 +1,153 @@
+"""Certifying a running server: what is planted in one is found and named, and bad input is one message."""
+
+from __future__ import annotations
+
+import json
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from diagnose.certify import ServerReport, certify_server, prompts
+from diagnose.certify.api import Answer
+from diagnose.certify.compare import compare
+from fp8rl.cli import app
+from tests.support.planted_server import NAME, Planted, ask_little, serve
+
+
+@pytest.fixture(autouse=True)
+def few_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    ask_little(monkeypatch)
+    monkeypatch.setattr(prompts, "LONGEST", 1000)
+
+
+def certified(planted: Planted, path: str = "", **options: Any) -> ServerReport:
+    with serve(planted) as url:
+        return certify_server(url + path, **options)
+
+
+def outcomes(report: ServerReport) -> dict[str, str]:
+    return {way.name: way.outcome for way in report.ways}
+
+
+@pytest.mark.parametrize("path", ["", "/v1"])
+@pytest.mark.parametrize("salts", [True, False])
+def test_a_server_whose_rows_depend_on_nothing_is_certified(path: str, salts: bool) -> None:
+    report = certified(Planted(salts=salts), path)
+    assert (report.verdict, report.breaks) == ("certified", [])
+    assert set(outcomes(report).values()) == {"equal"} and len(report.ways) == 11
+    assert report.api == ("OpenAI" if path else "SGLang") and report.isolates == (salts or not path)
+
+
+@pytest.mark.parametrize("path", ["", "/v1"])
+@pytest.mark.parametrize(
+    ("fault", "cause", "ways"),
+    [
+        ("batch", "batch", ["in batches of 8"]),
+        ("prefill", "prefill", ["prefilled, not decoded"]),
+        ("chunk", "chunked prefill", ["long, their beginning cached"]),
+    ],
+)
+def test_a_planted_dependence_is_named(fault: str, cause: str, ways: list[str], path: str) -> None:
+    report = certified(Planted(fault), path)
+    assert (report.verdict, report.breaks) == ("broken", [cause])
+    assert [way.name for way in report.ways if way.outcome == "differs"] == ways
+    way = next(way for way in report.ways if way.outcome == "differs")
+    assert way.found is not None and way.found.size.max == 2.0**-20
+    assert way.found.first is not None and len(set(way.found.first.tokens)) == 1
+    one, other = way.found.first.logprobs
+    assert one is not None and other is not None and abs(one - other) == 2.0**-20
+
+
+@pytest.mark.parametrize("salts", [True, False])
+def test_a_dependence_on_the_cache_is_named(salts: bool) -> None:
+    report = certified(Planted("cache", salts=salts), "/v1")
+    assert report.breaks == ["cached prefix"]
+    assert outcomes(report)["its own prompt cached"] == "differs"
+
+
+def test_a_server_that_never_says_the_same_is_broken_by_repetition() -> None:
+    assert certified(Planted("repetition")).breaks[0] == "repetition"
+
+
+def test_what_a_server_has_not_got_does_not_stand_in_the_way() -> None:
+    """No cache, no token ids, one prompt in a request: what can be compared is."""
+    report = certified(Planted(native=False, ids=False, caches=False, lists=False))
+    assert report.verdict == "certified" and report.api == "OpenAI"
+    found = outcomes(report)
+    assert found["in batches of 8"] == found["while others are sampled"] == "equal"
+    assert found["prefilled, not decoded"] == found["continued in the middle"] == "absent"
+    without_cache = certified(Planted(caches=False))
+    assert without_cache.verdict == "certified" and outcomes(without_cache)["its own prompt cached"] == "absent"
+    short = certified(Planted(context=180))
+    assert short.verdict == "certified" and outcomes(short)["long, at the same time"] == "absent"
+
+
+def test_a_server_that_stops_answering_is_undecided() -> None:
+    report = certified(Planted(stall_after=40), seconds=1.5)
+    assert report.verdict == "undecided" and not report.ok
+    assert report.ways[-1].outcome == "not reached" and report.ways[-1].why == "the time was over"
+
+
+def test_answers_are_compared_up_to_the_first_other_token() -> None:
+    nan = float("nan")
+    first = [Answer((5, 6, 7), (-1.0, nan, -2.0)), Answer((5, 6, 7), (-1.0, -1.5, -2.0))]
+    second = [Answer((5, 6, 7), (-1.0, nan, -2.0)), Answer((5, 9, 7), (-1.25, -1.0, -2.0))]
+    found = compare(first, second)
+    assert (found.answers, found.tokens, found.differing, found.other_tokens) == (2, 5, 2, 1)
+    assert found.first is not None and (found.first.prompt, found.first.position) == (1, 0)
+    assert (found.size.max, found.size.tokens, found.size.nonfinite) == (0.25, 3, 0)
+    shorter = compare([Answer((5, 6), (-1.0, -1.0))], [Answer((5,), (-1.0,))])
+    assert (shorter.differing, shorter.tokens) == (1, 1)
+    beside = compare(
+        [Answer((5,), (-1.0,), ((-0.5, -1.0),))],
+        [Answer((5,), (-1.0,), ((-0.5, -1.125),))],
+    )
+    assert (beside.differing, beside.size.max) == (1, 0.125), "a token beside it has another probability"
+
+
+def run(*arguments: str | Path) -> tuple[int, str]:
+    result = CliRunner().invoke(app, ["certify", *map(str, arguments)], env={"FP8RL_API_KEY": None})
+    return result.exit_code, result.output
+
+
+@pytest.mark.parametrize(
+    ("planted", "arguments", "message"),
+    [
+        (Planted(key="k"), [], "--api-key: found 'none, which http://127.0.0.1:PORT refuses (401)'"),
+        (Planted(key="k"), ["--api-key", "x"], "--api-key: found 'one, which http://127.0.0.1:PORT refuses (401)'"),
+        (Planted(), ["--model", "gpt-4"], f"--model: found 'gpt-4', expected one of this server's: {NAME}."),
+        (Planted(native=False), ["--model", "gpt-4"], f"found 'gpt-4', expected one of this server's: {NAME}."),
+        (Planted(logprobs=False), [], "--server: found 'answers of /generate without output_token_logprobs'"),
+        (Planted(native=False, logprobs=False), [], "--server: found 'answers of /v1/completions without log-prob"),
+        (Planted(status=500), [], "which has neither /generate nor /v1/models"),
+    ],
+)
+def test_a_server_that_cannot_be_asked_is_one_message(planted: Planted, arguments: list[str], message: str) -> None:
+    with serve(planted) as url:
+        code, printed = run("--server", url, *arguments)
+    assert code == 2 and message.replace("PORT", url.rpartition(":")[2]) in printed
+    assert printed.count("\n") == 1 and "Traceback" not in printed
+
+
+def test_where_no_server_is_that_is_said() -> None:
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{nobody.getsockname()[1]}"
+        code, printed = run("--server", url)
+    assert code == 2 and f"--server: found 'nothing that answers at {url}" in printed
+    for address in ("127.0.0.1:30000", "ftp://x", "http://", "http://[", ""):
+        code, printed = run("--server", address)
+        assert code == 2 and "expected an address like http://127.0.0.1:30000" in printed, address
+
+
+def test_the_command_says_what_breaks_a_server() -> None:
+    with serve(Planted("batch", key="k")) as url:
+        code, printed = run("--server", url, "--api-key", "k")
+        assert code == 1 and "broken: answers change with what else is in the batch" in printed
+        result = CliRunner().invoke(app, ["certify", "--server", url, "--api-key", "k", "--json"])
+    found = json.loads(result.stdout)
+    assert (result.exit_code, found["verdict"], found["breaks"]) == (1, "broken", ["batch"])
+    assert ServerReport.from_json(result.stdout).breaks == ["batch"]

@@ -1,0 +1,219 @@
+"""A small HTTP server of both APIs whose answers are a function of the prompt, but for a fault that is planted."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+
+from diagnose.certify import probe, prompts
+
+CHUNK = 128
+NAME = "planted"
+
+
+@dataclass
+class Planted:
+    """How the server behaves.
+
+    fault: what answers depend on besides their prompt: batch, cache, prefill, chunk, repetition, or nothing.
+    key: it demands. logprobs: it gives. ids: it says token ids. caches: it reuses prefixes. salts: it keeps those of
+    one salt apart. lists: it takes several prompts in a request. stall_after: of so many requests, none is answered.
+    status: of every answer, if not 200.
+    """
+
+    fault: str = ""
+    key: str | None = None
+    native: bool = True
+    logprobs: bool = True
+    ids: bool = True
+    caches: bool = True
+    salts: bool = True
+    lists: bool = True
+    context: int = 2048
+    stall_after: int | None = None
+    status: int = 200
+    requests: int = 0
+    seen: dict[str, set[tuple[int, ...]]] = field(default_factory=dict)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    over: threading.Event = field(default_factory=threading.Event)
+
+    def answer(self, prompt: Sequence[int], tokens: int, salt: str, beside: int) -> dict[str, Any]:
+        """What is generated behind a prompt while `beside` others are in the batch."""
+        cached = self._cached(prompt, salt)
+        moved = {
+            "batch": beside >= 7,
+            "cache": cached > 0,
+            "chunk": len(prompt) - cached > CHUNK and cached % CHUNK != 0,
+            "repetition": True,
+        }.get(self.fault, False)
+        shift = self.requests if self.fault == "repetition" else 1
+        row = list(prompt)
+        said = []
+        for _ in range(tokens):
+            token, logprob = _next(row)
+            said.append((token, logprob - (2.0**-20 * shift if moved else 0.0)))
+            row.append(token)
+        with self.lock:
+            self.seen.setdefault(salt, set()).update({tuple(prompt), tuple(row)})
+        return {"said": said, "cached": cached}
+
+    def scored(self, prompt: Sequence[int]) -> list[float]:
+        """Log-probabilities of a prompt's tokens but the first."""
+        shift = 2.0**-20 if self.fault == "prefill" else 0.0
+        return [_logprob(prompt[:place], prompt[place]) - shift for place in range(1, len(prompt))]
+
+    def _cached(self, prompt: Sequence[int], salt: str) -> int:
+        if not self.caches:
+            return 0
+        with self.lock:
+            return max((_common(prompt, each) for each in self.seen.get(salt, ())), default=0)
+
+
+def ask_little(patch: pytest.MonkeyPatch) -> None:
+    """Have a server be asked for fewer and shorter answers than a user asks for."""
+    for name, value in (("TOKENS", 8), ("BATCHES", (8,)), ("LOAD", 4), ("LOAD_TOKENS", 8)):
+        patch.setattr(probe, name, value)
+    patch.setattr(prompts, "SHORT", (5, 40, 200))
+    patch.setattr(prompts, "LONGEST", 400)
+
+
+@contextmanager
+def serve(planted: Planted) -> Iterator[str]:
+    """Its address, for as long as the block lasts."""
+    handler = type("Handler", (_Handler,), {"planted": planted})
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    server.daemon_threads = True
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+    finally:
+        planted.over.set()
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+class _Handler(BaseHTTPRequestHandler):
+    planted: Planted
+    protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True
+
+    def log_message(self, *_: Any) -> None:
+        """Nothing is logged."""
+
+    def do_GET(self) -> None:
+        if self._open():
+            paths: dict[str, Any] = {
+                "/v1/models": {"data": [{"id": NAME, "max_model_len": self.planted.context}]},
+                "/model_info": {"model_path": NAME},
+                "/server_info": {"chunked_prefill_size": CHUNK},
+            }
+            known = self.path in paths and (self.planted.native or self.path == "/v1/models")
+            self._say(200, paths[self.path]) if known else self._say(404, {})
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if not self._open():
+            return
+        if self.path == "/generate" and self.planted.native:
+            self._generate(body)
+        elif self.path == "/v1/completions":
+            self._complete(body)
+        else:
+            self._say(404, {})
+
+    def _open(self) -> bool:
+        """Whether the request is to be answered as it says."""
+        planted = self.planted
+        with planted.lock:
+            planted.requests += 1
+        if planted.stall_after is not None and planted.requests > planted.stall_after:
+            planted.over.wait()
+            self.close_connection = True
+            return False
+        if planted.key is not None and self.headers.get("Authorization") != f"Bearer {planted.key}":
+            self._say(401, {"error": "no"})
+            return False
+        if planted.status != 200:
+            self._say(planted.status, {"error": "planted"})
+            return False
+        return True
+
+    def _generate(self, body: dict[str, Any]) -> None:
+        rows, tokens = body["input_ids"], body["sampling_params"]["max_new_tokens"]
+        if any(len(row) + tokens > self.planted.context for row in rows):
+            return self._say(400, {"error": "too long"})
+        found = []
+        for row in rows:
+            scored = self.planted.scored(row) if body.get("logprob_start_len") == 0 else []
+            answer = self.planted.answer(row, tokens, body["extra_key"], len(rows) - 1)
+            meta: dict[str, Any] = {"finish_reason": {"type": "length"}, "cached_tokens": answer["cached"]}
+            if self.planted.logprobs:
+                meta["output_token_logprobs"] = [[logprob, token, None] for token, logprob in answer["said"]]
+                meta["input_token_logprobs"] = [[value, 0, None] for value in [None, *scored]] if scored else []
+            found.append({"meta_info": meta})
+        self._say(200, found)
+
+    def _complete(self, body: dict[str, Any]) -> None:
+        planted, prompt = self.planted, body["prompt"]
+        several = isinstance(prompt, list) and not isinstance(prompt[0], int)
+        if several and len(prompt) > 1 and not planted.lists:
+            return self._say(400, {"error": "one prompt"})
+        rows = [_ids(each) for each in (prompt if several else [prompt])]
+        if not planted.ids and not isinstance(prompt, str) and not (several and isinstance(prompt[0], str)):
+            return self._say(400, {"error": "text only"})
+        if any(len(row) + body["max_tokens"] > planted.context for row in rows):
+            return self._say(400, {"error": "too long"})
+        salt = body.get("cache_salt", "") if planted.salts else ""
+        found = [planted.answer(row, body["max_tokens"], salt, len(rows) - 1) for row in rows]
+        choices = []
+        for index, (row, answer) in enumerate(zip(rows, found, strict=True)):
+            echoed = [(token, value) for token, value in zip(row, [None, *planted.scored(row)], strict=True)]
+            said = (echoed if body.get("echo") else []) + answer["said"]
+            logprobs = {"tokens": [f"<{token}>" for token, _ in said], "token_logprobs": [value for _, value in said]}
+            choice = {"index": index, "logprobs": logprobs if planted.logprobs else None}
+            if body.get("return_token_ids") and planted.ids:
+                choice["token_ids"] = [token for token, _ in answer["said"]]
+            choices.append(choice)
+        cached = sum(answer["cached"] for answer in found)
+        details = {"cached_tokens": cached} if cached else None
+        self._say(200, {"choices": choices[::-1], "usage": {"prompt_tokens_details": details}})
+
+    def _say(self, status: int, value: Any) -> None:
+        text = json.dumps(value).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text)
+
+
+def _next(row: Sequence[int]) -> tuple[int, float]:
+    token = 8 + _hash(row) % 56
+    return token, _logprob(row, token)
+
+
+def _logprob(row: Sequence[int], token: int) -> float:
+    return -(1 + _hash([*row, token]) % 5000) / 1024
+
+
+def _hash(row: Sequence[int]) -> int:
+    return int.from_bytes(hashlib.blake2b(bytes(row[-8:]), digest_size=4).digest(), "big")
+
+
+def _ids(prompt: Any) -> list[int]:
+    return [ord(letter) % 256 for letter in prompt] if isinstance(prompt, str) else list(prompt)
+
+
+def _common(one: Sequence[int], other: Sequence[int]) -> int:
+    """Tokens that both begin with; of a prompt, the last is computed always."""
+    length = min(len(one) - 1, len(other))
+    return next((place for place in range(length) if one[place] != other[place]), length)
