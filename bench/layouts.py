@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import string
 import tempfile
 from pathlib import Path
 
@@ -19,6 +20,7 @@ STEPS = 60
 SETTINGS = {
     "run.steps": STEPS,
     "rollout.prompts_per_step": 4,
+    "rollout.max_new_tokens": 10,
     "rollout.chunked_prefill_size": 96,
     "rollout.prefix_cache": "true",
     "rewards": "[{function: bench.layouts:digits}]",
@@ -47,8 +49,8 @@ SIGMOID = ("glm4_moe", "deepseek_v3", "glm4_moe_lite")
 
 
 def digits(answer: str) -> float:
-    """The share of an answer's characters that are digits."""
-    return sum(map(str.isdigit, answer)) / max(1, len(answer))
+    """How many of the ten digits an answer has, of ten."""
+    return len(set(answer) & set(string.digits)) / 10
 
 
 def run() -> list[Result]:

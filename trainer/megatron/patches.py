@@ -61,9 +61,9 @@ def _value(value: Any) -> Callable[[Any], Any]:
     return lambda replaced: value
 
 
-def _ordered(name: str) -> Callable[[Any], Any]:
-    """The function of this name that adds a token's rows in one order; it imports Megatron, which must not be early."""
-    return lambda replaced: getattr(importlib.import_module("trainer.modules.permutation"), name)
+def _ours(module: str, name: str) -> Callable[[Any], Any]:
+    """A function in trainer/modules; its module imports Megatron, which must not be early."""
+    return lambda replaced: getattr(importlib.import_module(f"trainer.modules.{module}"), name)
 
 
 def _without_cuda(target: str, parameters: str | None, make: Callable[[Any], Any], why: str) -> Patch:
@@ -120,7 +120,13 @@ PATCHES: tuple[Patch, ...] = (
         "moe_utils.py:1192 reads this name, which its imports only define with TransformerEngine",
     ),
     *(
-        Patch(f"{_CORE}transformer.moe.token_dispatcher.{name}", parameters, _ordered(name), "everywhere", why)
+        Patch(
+            f"{_CORE}transformer.moe.token_dispatcher.{name}",
+            parameters,
+            _ours("permutation", name),
+            "everywhere",
+            why,
+        )
         for name, parameters, why in (
             ("permute", "tokens routing_map probs num_out_tokens fused drop_and_pad", "its backward pass uses atomics"),
             (
@@ -129,6 +135,13 @@ PATCHES: tuple[Patch, ...] = (
                 "it uses atomics",
             ),
         )
+    ),
+    Patch(
+        _CORE + "transformer.moe.moe_utils.group_limited_topk",
+        "scores topk num_tokens num_experts num_groups group_topk",
+        _ours("native.router", "best_of_groups"),
+        "everywhere",
+        "it scores a group by its topk // group_topk best experts (moe_utils.py:554), models by their two best",
     ),
     Patch(
         _CORE + "optimizer.distrib_optimizer.DistributedOptimizer._set_main_param_and_optimizer_states",

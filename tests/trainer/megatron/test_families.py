@@ -102,7 +102,8 @@ def test_native_mode_computes_the_same_but_for_rounding(
     path, batch = write(tmp_path / "model", name), random_batch(2, 60)
     exact, native = (make_trainer(path, precision, mode=mode).score(batch)[1] for mode in ("exact", "native"))
     difference = (exact - native).abs()
-    assert 0 < difference.max() and difference.mean() < 0.2, difference  # native mode quantizes latents, too
+    assert 0 < difference.max()
+    assert difference.mean() < (0.05 if precision == "bf16" else 0.25), difference  # native mode quantizes latents, too
 
 
 def test_draft_layers_are_kept_as_they_are(tmp_path: Path, make_trainer: MakeTrainer) -> None:

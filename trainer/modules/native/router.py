@@ -1,9 +1,11 @@
-"""Megatron's router where it would not give the chosen experts probabilities that sum to one."""
+"""Megatron's router where it would choose or weigh experts otherwise than the model."""
 
 from __future__ import annotations
 
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
+
+from numerics.ops.router import kept_scores
 
 
 class OneExpertRouter(TopKRouter):
@@ -16,3 +18,10 @@ class OneExpertRouter(TopKRouter):
         """Logits [S, B, E] -> probabilities [S * B, E], 1 for the chosen expert, and their bool map."""
         probs, routing_map = super().routing(logits, padding_mask)
         return probs * 0 + routing_map.to(probs.dtype), routing_map  # its weight keeps a gradient, of zeros
+
+
+def best_of_groups(
+    scores: Tensor, topk: int, num_tokens: int, num_experts: int, num_groups: int, group_topk: int
+) -> tuple[Tensor, Tensor]:
+    """`group_limited_topk`: scores [T, E] -> those of the experts chosen, and the experts, [T, k] each."""
+    return kept_scores(scores, num_groups, group_topk).topk(topk, dim=-1)
