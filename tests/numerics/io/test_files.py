@@ -1,5 +1,6 @@
 import resource
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -56,29 +57,32 @@ def test_a_line_is_appended_whole_whatever_stands_before(tmp_path: Path, before:
     assert path.read_text() == after
 
 
-@pytest.fixture
-def room() -> Iterator[Callable[[int], None]]:
-    """Sets how many bytes a file of this process may have, as a disk that fills up does."""
+@contextmanager
+def room(size: int) -> Iterator[None]:
+    """Lets no file of this process pass `size` bytes, as a disk that fills up does."""
     former = resource.getrlimit(resource.RLIMIT_FSIZE)
-    yield lambda size: resource.setrlimit(resource.RLIMIT_FSIZE, (size, former[1]))
-    resource.setrlimit(resource.RLIMIT_FSIZE, former)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, former[1]))
+    try:
+        yield
+    finally:  # within the test: pytest's own output may go to a longer file
+        resource.setrlimit(resource.RLIMIT_FSIZE, former)
 
 
-def test_a_line_that_a_full_disk_cuts_off_is_taken_back(tmp_path: Path, room: Callable[[int], None]) -> None:
+def test_a_line_that_a_full_disk_cuts_off_is_taken_back(tmp_path: Path) -> None:
     path = tmp_path / "lines"
     append_line(path, "a" * 50)
-    room(80)
-    with pytest.raises(OSError, match=r"lines: found '.*' with \d+ MiB free, expected room to write it\. Free some"):
+    message = r"lines: found '.*' with \d+ MiB free, expected room to write it\. Free some"
+    with room(80), pytest.raises(OSError, match=message):
         append_line(path, "b" * 50)
     assert path.read_text() == "a" * 50 + "\n"
     append_line(path, "c")
     assert path.read_text().splitlines() == ["a" * 50, "c"]
 
 
-def test_a_full_disk_leaves_the_old_directory_and_nothing_else(tmp_path: Path, room: Callable[[int], None]) -> None:
+def test_a_full_disk_leaves_the_old_directory_and_nothing_else(tmp_path: Path) -> None:
     with new_directory(tmp_path / "model") as partial:
         (partial / "old").touch()
-    room(20_000)
-    with pytest.raises(OSError, match="model: found .* expected room"), new_directory(tmp_path / "model") as partial:
+    message = "model: found .* expected room"
+    with room(20_000), pytest.raises(OSError, match=message), new_directory(tmp_path / "model") as partial:
         save_file({"a": torch.zeros(10_000)}, partial / "model.safetensors")
     assert [str(entry.relative_to(tmp_path)) for entry in tmp_path.rglob("*")] == ["model", "model/old"]
