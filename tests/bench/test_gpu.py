@@ -100,6 +100,7 @@ def test_another_product_than_ours_is_told_from_ours_by_its_bits(tmp_path: Path)
         assert [row["numbers"] for row in checked] == [16 * 128, 3 * 128 * 128]
 
 
+@pytest.mark.slow
 def test_a_part_that_fails_or_dies_keeps_its_rows_and_costs_no_other(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -220,6 +220,7 @@ def test_an_earlier_run_is_neither_continued_nor_deleted_unasked(
         assert (run / "spec.yaml").read_text() == "kept"
 
 
+@pytest.mark.slow
 def test_the_process_itself_ends_with_code_2(spec: Path) -> None:
     done = subprocess.run(
         [FP8RL, "train", spec, "trainer.lrr=1"], cwd=ROOT, capture_output=True, text=True, timeout=120

@@ -85,6 +85,7 @@ def test_other_seeds_give_other_problems_and_lines_are_plain_json(tmp_path):
     assert a != b and [sorted(json.loads(line)) for line in a.splitlines()] == [["answer", "question"]] * 20
 
 
+@pytest.mark.slow
 def test_more_distinct_problems_than_exist_are_refused(tmp_path):
     with pytest.raises(ValueError, match="distinct"):
         write_files(tmp_path, train=1, evaluation=3000, supervised=1)

@@ -5,6 +5,7 @@ import runpy
 import shutil
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pyarrow.parquet
@@ -38,6 +39,10 @@ class Own(PolicyGradient):
 """
 
 
+slow = partial(pytest.param, marks=pytest.mark.slow)
+"""Each of these has a process of its own."""
+
+
 def test_the_documented_environment_is_the_example_and_plays_as_it_says() -> None:
     page = (ROOT / "docs/extending.md").read_text()
     for name in ("second_chance.py", "second_chance.yaml"):
@@ -67,6 +72,7 @@ def test_the_documented_algorithm_is_the_example_and_learns_as_it_says() -> None
     assert again.model_dump() == algorithm.model_dump() and "quantile" in again.model_dump()
 
 
+@pytest.mark.slow
 def test_an_algorithm_of_ones_own_travels_to_processes_that_have_not_its_file(tmp_path: Path) -> None:
     shutil.copy(EXAMPLES / "median.py", tmp_path / "own.py")
     overrides = [f"algorithm={{name: '{tmp_path / 'own.py'}:Median', quantile: 0.25}}"]
@@ -88,13 +94,13 @@ print(algorithm.trajectory_advantages(torch.tensor([0.0, 4.0]), torch.tensor([0,
     ("text", "override", "expected"),
     [
         ("class Own: pass", "", "expected a subclass of fp8rl.PolicyGradient"),
-        ("from fp8rl import PolicyGradient\nclass Other(PolicyGradient): pass", "", "which has Other"),
+        slow("from fp8rl import PolicyGradient\nclass Other(PolicyGradient): pass", "", "which has Other"),
         ("import nowhere", "", "a module that can be imported; this one ends in ModuleNotFoundError"),
-        (OWN, "algorithm.quantil=0.5", "Did you mean algorithm.quantile?"),
-        (OWN, "algorithm.quantile=2.0", "algorithm.quantile: found 2.0, expected a number less than or equal to 1"),
+        slow(OWN, "algorithm.quantil=0.5", "Did you mean algorithm.quantile?"),
+        slow(OWN, "algorithm.quantile=2.0", "algorithm.quantile: found 2.0, expected a number less than or equal to 1"),
         (OWN.replace("rewards - ", "1 / 0 * "), "", "this one ends in ZeroDivisionError"),
-        (OWN.replace("rewards - ", "rewards / 0 - "), "", "advantages: found values that are not finite"),
-        ("from fp8rl import PolicyGradient\nclass Own(PolicyGradient): pass", "", "NotImplementedError"),
+        slow(OWN.replace("rewards - ", "rewards / 0 - "), "", "advantages: found values that are not finite"),
+        slow("from fp8rl import PolicyGradient\nclass Own(PolicyGradient): pass", "", "NotImplementedError"),
     ],
     ids=["no-algorithm", "another-name", "import", "key", "value", "raises", "not-finite", "no-advantages"],
 )

@@ -16,6 +16,7 @@ from triton.runtime import driver
 from triton.runtime.interpreter import GridExecutor
 from triton.runtime.jit import JITFunction
 
+import tests.support.interpreter  # noqa: F401
 from tests.support.hopper import NoDevice
 
 aten = torch.ops.aten

@@ -143,6 +143,7 @@ def test_targets_may_be_a_part_of_what_is_fused(moe_path: Path, tmp_path: Path, 
         assert torch.equal(served[name], (base[name].float() + config.scale * (b @ a)).bfloat16()), name
 
 
+@pytest.mark.slow
 def test_adapters_resume_bit_for_bit_from_a_checkpoint_that_has_nothing_else(
     moe_path: Path, tmp_path: Path, make_trainer: MakeTrainer
 ) -> None:
@@ -170,6 +171,7 @@ def test_adapters_resume_bit_for_bit_from_a_checkpoint_that_has_nothing_else(
         )
 
 
+@pytest.mark.slow
 def test_weights_that_engines_read_too_are_trained_beside_and_resumed_as_before(
     moe_path: Path, tmp_path: Path, make_trainer: MakeTrainer
 ) -> None:

@@ -123,6 +123,7 @@ def test_policy_and_critic_go_on_from_a_checkpoint_bit_for_bit_and_the_reference
     assert torch.equal(resumed.models["reference"].score(start)[1], frozen)
 
 
+@pytest.mark.slow
 def test_the_critic_computes_in_the_trainer_s_numerics(moe_path: Path, layout: Layout) -> None:
     held = roles(moe_path, layout)
     batch, critic = batch_with_returns(), held.models["critic"]

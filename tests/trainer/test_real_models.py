@@ -17,6 +17,7 @@ BLOCK = 128
 CONFIG_OF = {"qwen3_4b_one_gpu": "qwen3_4b", "qwen3_4b_lora_one_gpu": "qwen3_4b"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("example", REAL_SPECS)
 def test_every_rank_holds_its_part_of_every_tensor_in_whole_blocks(example: str, tmp_path: Path) -> None:
     """The last rank of each stage, whose experts are the last ones."""

@@ -76,6 +76,7 @@ def found() -> Any:
     return found_elsewhere(SCRIPT)
 
 
+@pytest.mark.slow
 def test_a_decode_step_keeps_to_its_launches(found: Any) -> None:
     assert found["layer"] <= OF_A_LAYER and found["beside"] <= BESIDE_LAYERS, found
 

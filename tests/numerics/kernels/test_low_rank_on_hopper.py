@@ -82,6 +82,7 @@ def test_everything_fits() -> None:
         assert any("mma" in name for name in kernel["instructions"]), kernel
 
 
+@pytest.mark.slow
 def test_an_adapter_costs_a_product_two_launches() -> None:
     """Its own two; experts add the tiles of each, and SwiGLU is not quantized where it is computed."""
     found: Any = found_elsewhere(LAUNCHED)

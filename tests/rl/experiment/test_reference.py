@@ -14,6 +14,11 @@ from tests.support.paths import EXAMPLES, ROOT
 SPECS = sorted(EXAMPLES.glob("*.yaml"))
 
 
+@pytest.fixture(scope="module")
+def validator() -> jsonschema.Draft202012Validator:
+    return jsonschema.Draft202012Validator(schema())
+
+
 def test_the_page_and_the_schema_are_those_that_the_sections_make() -> None:
     remedy = "run python -m rl.experiment.reference, as its docstring says"
     assert (ROOT / "docs/reference.md").read_text() == reference(), remedy
@@ -29,9 +34,8 @@ def test_every_key_is_on_the_page_with_what_it_is_for() -> None:
         assert descriptions(kind).keys() == kind.model_fields.keys()
 
 
-def test_the_schema_takes_every_example() -> None:
-    validator = jsonschema.Draft202012Validator(schema())
-    validator.check_schema(schema())
+def test_the_schema_takes_every_example(validator: jsonschema.Draft202012Validator) -> None:
+    validator.check_schema(validator.schema)
     for spec in SPECS:
         problems = list(validator.iter_errors(yaml.safe_load(spec.read_text())))
         assert not problems, f"{spec.name}: {problems[0].message}"
@@ -50,12 +54,13 @@ def test_the_schema_takes_every_example() -> None:
     ],
     ids=json.dumps,
 )
-def test_the_schema_marks_what_a_start_would_refuse(wrong: object) -> None:
-    assert not jsonschema.Draft202012Validator(schema()).is_valid(wrong)
+def test_the_schema_marks_what_a_start_would_refuse(validator: jsonschema.Draft202012Validator, wrong: object) -> None:
+    assert not validator.is_valid(wrong)
 
 
-def test_the_schema_takes_what_may_be_written_shorter_and_a_users_own() -> None:
-    validator = jsonschema.Draft202012Validator(schema())
+def test_the_schema_takes_what_may_be_written_shorter_and_a_users_own(
+    validator: jsonschema.Draft202012Validator,
+) -> None:
     for short in (
         {"environment": "guess"},
         {"rewards": [{"function": "integer"}]},

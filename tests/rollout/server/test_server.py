@@ -225,6 +225,7 @@ def test_an_owner_that_dies_during_the_start_leaves_nothing(tiny_model: Path, tm
         owner.wait()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("missing", ["api_key", "admin_api_key"])
 def test_a_server_that_others_reach_does_not_start_without_its_keys(missing: str) -> None:
     request = {
@@ -255,6 +256,7 @@ worker.wait()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ending", ["killed", "stopped and left by its owner"])
 def test_the_workers_of_a_server_go_with_it(ending: str, tmp_path: Path) -> None:
     """Also those that have not asked for its death signal yet, and those of a server that could not kill them."""

@@ -41,6 +41,7 @@ def attended(layout: Layout, config: TrainerConfig) -> dict[str, Any]:
     return {"found": found, "own": part.grad, "expected": whole[:, mine]}
 
 
+@pytest.mark.slow
 def test_two_ranks_have_the_bits_of_one_forward_and_backward(tmp_path: Path) -> None:
     q, k, v, dout = (x.requires_grad_() for x in tensors())
     out = ops.attention(q, k, v, torch.arange(WIDTH).expand(2, -1), SCALE)

@@ -6,6 +6,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.support.models import LENGTH
 from tests.support.ranks import run_on_ranks
 from trainer.config import TrainerConfig
@@ -47,6 +49,7 @@ def _both_ways(path: Path, layout: Layout, config: TrainerConfig) -> list[Any]:
     return found
 
 
+@pytest.mark.slow
 def test_pieces_make_the_buffers_that_megatron_gathers_whole(moe_path: Path, tmp_path: Path) -> None:
     """Three ranks, whose shares do not divide: the last one has padding."""
     config = TrainerConfig(dp=3, micro_batch_tokens=256, lr=1e-3, warmup_steps=0)

@@ -79,6 +79,7 @@ def test_the_formula_and_every_tensor_are_those_of_the_checkpoint(
     assert read_shape(path).parameters == sum(tensor.numel() for tensor in stored.values())
 
 
+@pytest.mark.slow
 @each_family
 def test_a_checkpoint_brings_back_every_tensor(name: str, tmp_path: Path, make_trainer: MakeTrainer) -> None:
     path, batch = write(tmp_path / "model", name), random_batch(2, 60)
@@ -131,6 +132,7 @@ def test_rows_end_to_end_have_the_bits_of_padded_ones(name: str, tmp_path: Path,
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen2", "olmoe", "mixtral", "glm4_moe", "deepseek_v3", "moonlight"])
 def test_gradients_are_those_of_transformers_on_one_rank_and_on_two(
     name: str, tmp_path: Path, make_trainer: MakeTrainer

@@ -111,6 +111,7 @@ def test_what_transformer_engine_does_not_compute_is_refused(changes: dict[str, 
     assert lower(replace(numerics, trainer="bf16"), True).recipe is None
 
 
+@pytest.mark.slow
 def test_the_config_is_one_that_megatron_takes() -> None:
     """In a process of its own, where Megatron believes that TransformerEngine is there."""
     program = """

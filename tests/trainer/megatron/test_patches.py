@@ -29,6 +29,7 @@ assert torch.cuda.Stream is stream
 """
 
 
+@pytest.mark.slow
 def test_one_that_is_not_as_expected_is_named_and_nothing_is_changed() -> None:
     told = subprocess.run(
         [sys.executable, "-c", _REFUSED], cwd=ROOT, capture_output=True, text=True, check=True, timeout=120

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import tests.support.interpreter  # noqa: F401
 from numerics.backend.implementation import using
 from tests.support.batches import cross_entropy, random_batch
 from tests.support.models import write_model

@@ -43,8 +43,10 @@ def passed(trainer: Any, batch: TokenBatch) -> tuple[Any, dict[str, Tensor], dic
     return result, {name: p.main_grad.clone() for name, p in trainer.model.named_parameters()}, calls
 
 
-@pytest.mark.parametrize("mode", ["exact", "native"])
-@pytest.mark.parametrize("kind", ["moe", "dense"])
+@pytest.mark.parametrize(
+    ("kind", "mode"),
+    [("moe", "exact"), pytest.param("moe", "native", marks=pytest.mark.slow), ("dense", "exact"), ("dense", "native")],
+)
 def test_recomputing_changes_no_bit(
     kind: str, mode: str, make_trainer: MakeTrainer, request: pytest.FixtureRequest
 ) -> None:
@@ -66,6 +68,7 @@ def test_recomputing_changes_no_bit(
             assert all(torch.equal(again[name], gradients[name]) for name in gradients), part
 
 
+@pytest.mark.slow
 def test_every_op_that_is_computed_once_more_is_placed_and_in_the_format_that_is_planned(
     moe_path: Path, make_trainer: MakeTrainer
 ) -> None:

@@ -40,7 +40,7 @@ def biases(trainer: Any) -> dict[str, Tensor]:
     return {name: tensor.clone() for name, tensor in trainer.export_weights() if name in LAYERS}
 
 
-@pytest.mark.parametrize("mode", ["exact", "native"])
+@pytest.mark.parametrize("mode", ["exact", pytest.param("native", marks=pytest.mark.slow)])
 def test_an_update_moves_every_bias_towards_the_mean_load(mode: str, glm_path: Path, make_trainer: MakeTrainer) -> None:
     batch = random_batch()
     trainer = make_trainer(glm_path, "fp8", mode=mode, router_bias_rate=RATE)
@@ -64,6 +64,7 @@ def test_biases_stay_without_a_rate(glm_path: Path, make_trainer: MakeTrainer) -
     assert not torch.cat(list(biases(trainer).values())).any()
 
 
+@pytest.mark.slow
 def test_a_resumed_run_has_every_bit(glm_path: Path, tmp_path: Path, make_trainer: MakeTrainer) -> None:
     trainer, resumed = (make_trainer(glm_path, "fp8", router_bias_rate=RATE) for _ in range(2))
     first, second = random_batch(), random_batch(seed=1)
@@ -96,6 +97,7 @@ class Moved:
         return {name: value.clone() for name, value in held.items() if name.endswith("expert_bias")}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("parts", [{"tp": 2, "ep": 2}, {"dp": 2, "packing": True}, {"cp": 2}], ids=str)
 def test_every_layout_moves_the_same_biases(
     parts: dict[str, Any], glm_path: Path, tmp_path: Path, make_trainer: MakeTrainer
