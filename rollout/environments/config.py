@@ -10,6 +10,7 @@ from numerics.io.section import Section, SpecFunction, SpecPath
 
 SINGLE_TURN = "single_turn"
 HARNESS = "harness"
+VERIFIERS = "verifiers"
 
 
 class HarnessConfig(Section):
@@ -45,10 +46,11 @@ class EnvironmentConfig(Section):
     shorthand: ClassVar[str] = "function"
 
     function: SpecFunction = SINGLE_TURN
-    """One of ours (`single_turn`, `calculator`, `python`, `guess`, `openenv`), `harness` for a program that speaks OpenAI's API,
+    """One of ours (`single_turn`, `calculator`, `python`, `guess`, `openenv`, `verifiers`),
+    `harness` for a program that speaks OpenAI's API,
     `package.module:name` or `path/to/file.py:name`."""
     harness: HarnessConfig | None = None
-    """The program of `function: harness`."""
+    """The program of `function: harness`; of `function: verifiers`, what its endpoint takes."""
     timeout_s: float = Field(default=60.0, gt=0.0)
     """An environment that takes longer between two turns of the model, or before the first or after the last, has
     failed."""

@@ -5,15 +5,17 @@ from __future__ import annotations
 import inspect
 import os
 import shutil
+import subprocess
 from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any
 
 from numerics.errors import user_error
-from rollout.environments.config import HARNESS, EnvironmentConfig, HarnessConfig
+from rollout.environments.config import HARNESS, VERIFIERS, EnvironmentConfig, HarnessConfig
 from rollout.environments.conversation import Conversation
 from rollout.environments.harness.harness import Harness
 from rollout.environments.harness.tools import parsers
+from rollout.environments.verifiers import Verifiers
 from rollout.named_functions import named_object, signature_of
 
 Environment = Callable[[Conversation], Awaitable[Any]]
@@ -36,6 +38,8 @@ def load_environment(config: EnvironmentConfig, key: str = "environment") -> Env
     """
     if config.function == HARNESS:
         return _harness(config, key)
+    if config.function == VERIFIERS:
+        return _verifiers(config, key)
     if config.harness is not None:
         raise user_error(
             f"{key}.harness",
@@ -43,7 +47,7 @@ def load_environment(config: EnvironmentConfig, key: str = "environment") -> Env
             expected=f"function={HARNESS}, which runs it",
             remedy=f"Set {key}.function={HARNESS}, or remove {key}.harness.",
         )
-    call = named_object(config.function, f"{key}.function", BUILT_IN | {HARNESS: ""})
+    call = named_object(config.function, f"{key}.function", BUILT_IN | {HARNESS: "", VERIFIERS: ""})
     return partial(
         _callable(call, config.function, f"{key}.function", ["a conversation"], config.kwargs), **config.kwargs
     )
@@ -59,6 +63,50 @@ def _harness(config: EnvironmentConfig, key: str) -> Harness:
             expected="a command or a program, one of them",
             remedy="Write harness: {command: [python, agent.py]}, or harness: {program: agent.py:solve}.",
         )
+    _check_parser(harness, key)
+    if harness.program is not None:
+        name, where = harness.program, f"{key}.harness.program"
+        call = named_object(name, where, {})
+        return Harness(harness, _callable(call, name, where, ["a base URL", "a key", "the problem"], {}))
+    _check_command(harness, key)
+    return Harness(harness, None)
+
+
+def _verifiers(config: EnvironmentConfig, key: str) -> Harness:
+    """The endpoint for what verifiers plays; `config.harness` has its settings alone."""
+    harness = config.harness or HarnessConfig()
+    if harness.command or harness.program is not None:
+        raise user_error(
+            f"{key}.harness",
+            found="a program beside function=verifiers",
+            expected="settings of the endpoint alone",
+            remedy=f"Set {key}.function={HARNESS}, or remove {key}.harness.program and command.",
+        )
+    _check_parser(harness, key)
+    try:
+        played = inspect.signature(Verifiers).bind(**config.kwargs)
+    except TypeError as error:
+        raise user_error(
+            f"{key}.kwargs",
+            found=sorted(config.kwargs),
+            expected=f"env, verifiers' own configuration, and python; {error}",
+            remedy="Write kwargs: {env: {taskset: {id: NAME}, agent: {runtime: {type: subprocess}}}}.",
+        ) from error
+    played.apply_defaults()
+    python = str(played.arguments["python"])
+    looks = "import importlib.util as u, sys; sys.exit(not (u.find_spec('verifiers') and u.find_spec('verifiers.v1')))"
+    if shutil.which(python) is None or subprocess.run([python, "-P", "-c", looks], capture_output=True).returncode:
+        raise user_error(
+            f"{key}.kwargs.python",
+            found=python,
+            expected="a Python that has the package verifiers, from 0.4 on",
+            remedy="pip install 'fp8rl[verifiers]', or name the Python of an environment of its own that has it.",
+        )
+    program = Verifiers(**config.kwargs)
+    return Harness(harness, program, program.close, same_keys=True)
+
+
+def _check_parser(harness: HarnessConfig, key: str) -> None:
     if harness.tool_parser is not None and harness.tool_parser not in (known := parsers()):
         raise user_error(
             f"{key}.harness.tool_parser",
@@ -66,12 +114,6 @@ def _harness(config: EnvironmentConfig, key: str) -> Harness:
             expected=f"one that SGLang has: {', '.join(sorted(known))}",
             remedy="Choose that of the model's family.",
         )
-    if harness.program is not None:
-        name, where = harness.program, f"{key}.harness.program"
-        call = named_object(name, where, {})
-        return Harness(harness, _callable(call, name, where, ["a base URL", "a key", "the problem"], {}))
-    _check_command(harness, key)
-    return Harness(harness, None)
 
 
 def _check_command(harness: HarnessConfig, key: str) -> None:

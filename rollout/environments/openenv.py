@@ -29,8 +29,8 @@ async def openenv(
     the model is an action, and what the environment shows then is the next message, until it is done.
 
     url: of the server. action: the field of an action that a turn is put into; empty: a turn is a whole action, as
-    JSON. observation: the field that is shown; empty: all of them, as JSON. reset: arguments of the reset, and those in the
-    problem's field `reset` beside them. steps: after so many, it is over.
+    JSON. observation: the field that is shown; empty: all of them, as JSON. reset: arguments of the reset, and those in
+    the problem's field `reset` beside them. steps: after so many, it is over.
 
     Returns `reward`, the sum over the steps, `steps`, and `unread`, actions that the environment refused, whose reason
     the model is shown.

@@ -25,8 +25,10 @@ class Endpoint:
         url: base URL, once it is open.
     """
 
-    def __init__(self, tool_parser: str | None, override: Collection[str]) -> None:
+    def __init__(self, tool_parser: str | None, override: Collection[str], same_keys: bool = False) -> None:
+        """same_keys: the key of a conversation that is over may be that of a later one."""
         self._tool_parser, self._override = tool_parser, override
+        self._keys: list[str] | None = [] if same_keys else None
         self._open: dict[str, tuple[Recording, SamplingParams, int]] = {}
         self._runner: web.AppRunner | None = None
         self._opening = asyncio.Lock()
@@ -58,12 +60,14 @@ class Endpoint:
     @contextmanager
     def recorded(self, recording: Recording, sampling: SamplingParams, vocabulary: int) -> Iterator[str]:
         """A key whose requests are answered and recorded there, for as long as the block lasts."""
-        key = secrets.token_urlsafe(24)
+        key = self._keys.pop() if self._keys else secrets.token_urlsafe(24)
         self._open[key] = recording, sampling, vocabulary
         try:
             yield key
         finally:
             del self._open[key]
+            if self._keys is not None:
+                self._keys.append(key)
 
     async def _models(self, request: web.Request) -> web.StreamResponse:
         if self._of(request) is None:

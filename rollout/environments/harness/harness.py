@@ -39,10 +39,17 @@ class Harness:
     Each conversation has a key of its own, so a program reaches nothing but its own.
     """
 
-    def __init__(self, config: HarnessConfig, program: Program | None) -> None:
-        """program: in place of the command."""
-        self._config, self._program = config, program
-        self._endpoint = Endpoint(config.tool_parser, config.override)
+    def __init__(
+        self,
+        config: HarnessConfig,
+        program: Program | None,
+        closing: Callable[[], Awaitable[None]] | None = None,
+        same_keys: bool = False,
+    ) -> None:
+        """program: in place of the command. closing: ends what it has started. same_keys: it is trusted to leave a
+        conversation that is over, so that the next one may have its key."""
+        self._config, self._program, self._closing = config, program, closing
+        self._endpoint = Endpoint(config.tool_parser, config.override, same_keys)
 
     async def __call__(self, conversation: Conversation) -> Any:
         """What the program returned.
@@ -77,7 +84,9 @@ class Harness:
             return returned
 
     async def close(self) -> None:
-        """Stop listening."""
+        """Stop listening, and end what the program has started."""
+        if self._closing is not None:
+            await self._closing()
         await self._endpoint.close()
 
     async def _command(self, base_url: str, api_key: str, problem: Problem) -> Any:
