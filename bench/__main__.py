@@ -19,7 +19,19 @@ from studies.harness.lab import in_own_process
 from studies.harness.provenance import processor
 
 BENCHMARKS = (
-    *("rollout", "families", "train", "skipped", "sync", "churn", "checkpoint", "loop", "functions", "scaling"),
+    *(
+        "rollout",
+        "families",
+        "native",
+        "train",
+        "skipped",
+        "sync",
+        "churn",
+        "checkpoint",
+        "loop",
+        "functions",
+        "scaling",
+    ),
     *(
         "memory",
         "base",
