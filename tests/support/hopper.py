@@ -26,9 +26,10 @@ from triton.runtime.jit import JITFunction
 @dataclasses.dataclass(frozen=True)
 class Compiled:
     """One kernel as it would run. blocks: of its grid. shared: bytes. spilled: bytes of a thread's stack.
-    respilled: loads and stores of these in innermost loops with products. instructions: the matrix and cast
-    instructions of its PTX. divisions: IEEE divisions in FP32, as often as they are written there. sums: the layouts in
-    which its FP32 matrices are reduced, which decide the order of addition."""
+    respilled: loads and stores of these in innermost loops with products. brought: bytes that a thread copies into
+    shared memory in a step of each of these loops. instructions: the matrix and cast instructions of its PTX.
+    divisions: IEEE divisions in FP32, as often as they are written there. sums: the layouts in which its FP32 matrices
+    are reduced, which decide the order of addition."""
 
     name: str
     blocks: int
@@ -36,6 +37,7 @@ class Compiled:
     registers: int
     spilled: int
     respilled: int
+    brought: tuple[int, ...]
     instructions: tuple[str, ...]
     divisions: int
     sums: tuple[str, ...]
@@ -94,9 +96,9 @@ def _sums(ttgir: str) -> tuple[str, ...]:
     return tuple(sorted({layouts[name] for name in reduced}))
 
 
-def _resources(cubin: bytes) -> tuple[int, int, int]:
-    """Registers of a thread; the bytes of its stack, which is what did not fit into them; and how often that is touched
-    in innermost loops with products."""
+def _resources(cubin: bytes) -> tuple[int, int, int, tuple[int, ...]]:
+    """Registers of a thread; the bytes of its stack, which is what did not fit into them; how often that is touched in
+    innermost loops with products; and what a step of each of these copies into shared memory."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
@@ -108,7 +110,16 @@ def _resources(cubin: bytes) -> tuple[int, int, int]:
         assembly = shown(triton.knobs.nvidia.nvdisasm, "-c")
     found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
     assert found is not None, usage
-    return int(found[1]), int(found[2]), sum(len(re.findall(r"\b(?:STL|LDL)\b", loop)) for loop in _loops(assembly))
+    loops = list(_loops(assembly))
+    touched = sum(len(re.findall(r"\b(?:STL|LDL)\b", loop)) for loop in loops)
+    return int(found[1]), int(found[2]), touched, tuple(sum(map(_bytes, loop.splitlines())) for loop in loops)
+
+
+def _bytes(line: str) -> int:
+    """What an instruction copies from global to shared memory, 4 bytes unless it says how many bits."""
+    found = re.search(r"\bLDGSTS(\S*)", line)
+    width = found and re.search(r"\.(64|128)\b", found[1])
+    return 0 if found is None else int(width[1]) // 8 if width else 4
 
 
 def _loops(assembly: str) -> Iterator[str]:

@@ -21,7 +21,7 @@ from numerics.kernels.memory import dense_rows
 
 LOG2_E = math.log2(math.e)
 """exp(x) = exp2(x * LOG2_E)"""
-_LARGE, _SMALL, _LATENT = (128, 64), (64, 64), (64, 32)  # rows or keys that a program holds, and takes at a time
+_LARGE, _SMALL = (128, 64), (64, 64)  # rows or keys that a program holds, and takes at a time
 
 
 def attention_dq(
@@ -69,13 +69,12 @@ def gradient_of_queries(
     to end in a batch of one, whose queries and keys are the same tokens.
     """
     q, k, v, dout = (dense_rows(x) for x in (q, k, v, dout))
-    tail = q.shape[3] - v.shape[3]
     dq, delta = torch.empty(q.shape, dtype=q.dtype, device=q.device), torch.empty_like(logsumexp)
     rows, sequences = q.shape[1] * q.shape[2] // k.shape[2], 0 if lengths is None else len(lengths)
-    long, short = _sizes(q.shape[3], tail)
-    _dq_kernel[_tiles(rows, long, sequences), k.shape[2], len(q)](
+    long, short = _sizes(q.shape[3])
+    _dq_kernel[tiles_of(rows, long, sequences), k.shape[2], len(q)](
         *_before((q, k, v, dout, result, logsumexp, delta, positions), lengths), dq, *_after(q, k, v, dout, positions),
-        *(scale * LOG2_E, scale), ROWS=long, KEYS=short, **_constants(q, k, v, lengths),
+        *(scale * LOG2_E, scale), ROWS=long, KEYS=short, **_constants(q, k, lengths),
     )  # fmt: skip
     return dq, delta
 
@@ -91,16 +90,13 @@ def gradients_of_keys(
     scale: float,
     lengths: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """dk and dv BF16 [B, T, kv heads, D], of arguments as in `gradient_of_queries`, which gives `delta`. Where values
-    are the first channels of wider keys, the gradient of both is in dk, and dv says nothing."""
+    """dk and dv BF16 [B, T, kv heads, D], of arguments as in `gradient_of_queries`, which gives `delta`."""
     q, k, v, dout = (dense_rows(x) for x in (q, k, v, dout))
-    tail = q.shape[3] - v.shape[3]
-    dk = torch.empty(k.shape, dtype=k.dtype, device=k.device)
-    dv = dk if tail else torch.empty(v.shape, dtype=v.dtype, device=v.device)
-    long, short = _sizes(q.shape[3], tail)
-    _dkv_kernel[_tiles(k.shape[1], long, 0 if lengths is None else len(lengths)), k.shape[2], len(q)](
+    dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (k, v))
+    long, short = _sizes(q.shape[3])
+    _dkv_kernel[tiles_of(k.shape[1], long, 0 if lengths is None else len(lengths)), k.shape[2], len(q)](
         *_before((q, k, v, dout, q, logsumexp, delta, positions), lengths), dk, dv, *_after(q, k, v, dout, positions),
-        *(scale * LOG2_E, scale), ROWS=short, KEYS=long, **_constants(q, k, v, lengths),
+        *(scale * LOG2_E, scale), ROWS=short, KEYS=long, **_constants(q, k, lengths),
     )  # fmt: skip
     return dk, dv
 
@@ -116,17 +112,16 @@ def _after(
     return *strides, q.shape[1], k.shape[1], q.shape[2]
 
 
-def _sizes(dim: int, tail: int) -> tuple[int, int]:
-    return _LATENT if tail else _LARGE if dim <= 128 else _SMALL
+def _sizes(dim: int) -> tuple[int, int]:
+    return _LARGE if dim <= 128 else _SMALL
 
 
-def _constants(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: torch.Tensor | None) -> dict[str, Any]:
-    packed, tail = 0 if lengths is None else triton.next_power_of_2(len(lengths)), q.shape[3] - v.shape[3]
-    sizes = {"PACKED": packed, "GROUP": q.shape[2] // k.shape[2], "D": v.shape[3], "TAIL": tail}
-    return sizes | {"num_warps": 8, "num_stages": 2}
+def _constants(q: torch.Tensor, k: torch.Tensor, lengths: torch.Tensor | None) -> dict[str, Any]:
+    packed = 0 if lengths is None else triton.next_power_of_2(len(lengths))
+    return {"PACKED": packed, "GROUP": q.shape[2] // k.shape[2], "D": q.shape[3], "num_warps": 8, "num_stages": 2}
 
 
-def _tiles(rows: int, height: int, sequences: int) -> int:
+def tiles_of(rows: int, height: int, sequences: int) -> int:
     """Tiles of one sequence; where several lie end to end, as many as these can need at most."""
     return rows // height + sequences if sequences else triton.cdiv(rows, height)
 
@@ -136,10 +131,9 @@ def _dq_kernel(
     q_ptr, k_ptr, v_ptr, dout_ptr, out_ptr, logsumexp_ptr, delta_ptr, positions_ptr, lengths_ptr, sequences, dq_ptr,
     q_batch, q_token, q_head, k_batch, k_token, k_head, v_batch, v_token, v_head,
     dout_batch, dout_token, dout_head, positions_row, positions_column, queries, keys, heads, exp2_scale, scale,
-    PACKED: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, TAIL: tl.constexpr,
-    ROWS: tl.constexpr, KEYS: tl.constexpr,
+    PACKED: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """PACKED: a power of two, at least the number of sequences that lie end to end; 0: a batch. TAIL: see `forward`."""
+    """PACKED: a power of two, at least the number of sequences that lie end to end; 0: a batch."""
     key_head, sequence = tl.program_id(1), tl.program_id(2).to(tl.int64)
     if PACKED:
         place, tile, first, queries = find_sequence(lengths_ptr, sequences, PACKED, GROUP, ROWS)
@@ -160,10 +154,7 @@ def _dq_kernel(
     head = key_head * GROUP + row % GROUP
     column = tl.arange(0, D)
     position = tl.load(positions_ptr + sequence * positions_row + query * positions_column).to(tl.int32)
-    tail = tl.arange(0, TAIL if TAIL else D)
-    q_ptr += (sequence * q_batch + query * q_token + head * q_head)[:, None]
-    q = tl.load(q_ptr + column[None, :])
-    q_tail = tl.load(q_ptr + D + tail[None, :]) if TAIL else q
+    q = tl.load(q_ptr + (sequence * q_batch + query * q_token + head * q_head)[:, None] + column[None, :])
     dout = tl.load(
         dout_ptr + (sequence * dout_batch + query * dout_token + head * dout_head)[:, None] + column[None, :]
     )
@@ -174,7 +165,6 @@ def _dq_kernel(
     logsumexp = tl.load(logsumexp_ptr + where)
 
     dq = tl.zeros((ROWS, D), tl.float32)
-    dq_tail = tl.zeros((ROWS, TAIL if TAIL else 16), tl.float32)
     k_ptr += sequence * k_batch + key_head * k_head
     v_ptr += sequence * v_batch + key_head * v_head
     stop = tl.minimum(tl.max(position) + 1, keys)
@@ -186,23 +176,14 @@ def _dq_kernel(
             far = key.to(tl.int64)[:, None]
             k = load(k_ptr + far * k_token + column[None, :], exists[:, None], MASKED)
             scores = dot(q, tl.trans(k), tl.zeros((ROWS, KEYS), tl.float32))
-            if TAIL:
-                v, k_tail = k, load(k_ptr + far * k_token + D + tail[None, :], exists[:, None], MASKED)
-                scores = dot(q_tail, tl.trans(k_tail), scores)
-            else:
-                v = load(v_ptr + far * v_token + column[None, :], exists[:, None], MASKED)
+            v = load(v_ptr + far * v_token + column[None, :], exists[:, None], MASKED)
             weights = tl.exp2(tl.fma(scores, exp2_scale, -logsumexp[:, None]))
             if MASKED:
                 weights = tl.where((key[None, :] <= position[:, None]) & exists[None, :], weights, 0.0)
             dweights = dot(dout, tl.trans(v), tl.zeros((ROWS, KEYS), tl.float32))
             dscores = weights * (dweights - delta[:, None])
             dq = dot(cast(dscores, tl.bfloat16), k, dq)
-            if TAIL:
-                dq_tail = dot(cast(dscores, tl.bfloat16), k_tail, dq_tail)
-    dq_ptr += where[:, None] * (D + TAIL)
-    tl.store(dq_ptr + column[None, :], cast(dq * scale, tl.bfloat16), mask=stored[:, None])
-    if TAIL:
-        tl.store(dq_ptr + D + tail[None, :], cast(dq_tail * scale, tl.bfloat16), mask=stored[:, None])
+    tl.store(dq_ptr + where[:, None] * D + column[None, :], cast(dq * scale, tl.bfloat16), mask=stored[:, None])
 
 
 @triton.jit(do_not_specialize=["sequences", "queries", "keys"])
@@ -211,8 +192,7 @@ def _dkv_kernel(
     dk_ptr, dv_ptr,
     q_batch, q_token, q_head, k_batch, k_token, k_head, v_batch, v_token, v_head,
     dout_batch, dout_token, dout_head, positions_row, positions_column, queries, keys, heads, exp2_scale, scale,
-    PACKED: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, TAIL: tl.constexpr,
-    ROWS: tl.constexpr, KEYS: tl.constexpr,
+    PACKED: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     key_head, sequence = tl.program_id(1), tl.program_id(2).to(tl.int64)
     if PACKED:
@@ -233,20 +213,15 @@ def _dkv_kernel(
     exists = key < keys
     column = tl.arange(0, D)
     far = tl.minimum(key, keys - 1).to(tl.int64)[:, None]
-    tail = tl.arange(0, TAIL if TAIL else D)
-    k_ptr += sequence * k_batch + key_head * k_head + far * k_token
-    k = tl.load(k_ptr + column[None, :])
-    if TAIL:
-        v, k_tail = k, tl.load(k_ptr + D + tail[None, :])
-    else:
-        v = tl.load(v_ptr + sequence * v_batch + key_head * v_head + far * v_token + column[None, :])
+    k = tl.load(k_ptr + sequence * k_batch + key_head * k_head + far * k_token + column[None, :])
+    v = tl.load(v_ptr + sequence * v_batch + key_head * v_head + far * v_token + column[None, :])
     positions_ptr += sequence * positions_row
     q_ptr += sequence * q_batch + key_head * GROUP * q_head
     dout_ptr += sequence * dout_batch + key_head * GROUP * dout_head
 
     dk = tl.zeros((KEYS, D), tl.float32)
-    dv = tl.zeros((KEYS, TAIL if TAIL else D), tl.float32)  # of a latent the tail's, as its value is a part of the key
-    begin = _first_query_at(tile * KEYS, positions_ptr, positions_column, queries) * GROUP // ROWS * ROWS
+    dv = tl.zeros((KEYS, D), tl.float32)
+    begin = first_query_at(tile * KEYS, positions_ptr, positions_column, queries) * GROUP // ROWS * ROWS
     for start in range(begin, queries * GROUP, ROWS):
         row = start + tl.arange(0, ROWS)
         real = row < queries * GROUP
@@ -260,32 +235,19 @@ def _dkv_kernel(
         q = tl.load(q_ptr + q_row[:, None] + column[None, :], mask=real[:, None], other=0.0)
         dout = tl.load(dout_ptr + dout_row[:, None] + column[None, :], mask=real[:, None], other=0.0)
         scores = dot(k, tl.trans(q), tl.zeros((KEYS, ROWS), tl.float32))
-        if TAIL:
-            q_tail = tl.load(q_ptr + q_row[:, None] + D + tail[None, :], mask=real[:, None], other=0.0)
-            scores = dot(k_tail, tl.trans(q_tail), scores)
         weights = tl.exp2(tl.fma(scores, exp2_scale, -logsumexp[None, :]))
         weights = tl.where(key[:, None] <= position[None, :], weights, 0.0)
         dweights = dot(v, tl.trans(dout), tl.zeros((KEYS, ROWS), tl.float32))
         dscores = weights * (dweights - delta[None, :])
-        if TAIL:
-            dscores = cast(dscores * scale, tl.bfloat16)
-            dk = dot(dscores, q, dot(cast(weights, tl.bfloat16), dout, dk))
-            dv = dot(dscores, q_tail, dv)
-        else:
-            dv = dot(cast(weights, tl.bfloat16), dout, dv)
-            dk = dot(cast(dscores, tl.bfloat16), q, dk)
-    where = ((first_key + far) * (heads // GROUP) + key_head) * (D + TAIL) + column[None, :]
-    if TAIL:
-        tl.store(dk_ptr + where, cast(dk, tl.bfloat16), mask=exists[:, None])
-        tail_where = ((first_key + far) * (heads // GROUP) + key_head) * (D + TAIL) + D + tail[None, :]
-        tl.store(dk_ptr + tail_where, cast(dv, tl.bfloat16), mask=exists[:, None])
-    else:
-        tl.store(dk_ptr + where, cast(dk * scale, tl.bfloat16), mask=exists[:, None])
-        tl.store(dv_ptr + where, cast(dv, tl.bfloat16), mask=exists[:, None])
+        dv = dot(cast(weights, tl.bfloat16), dout, dv)
+        dk = dot(cast(dscores, tl.bfloat16), q, dk)
+    where = ((first_key + far) * (heads // GROUP) + key_head) * D + column[None, :]
+    tl.store(dk_ptr + where, cast(dk * scale, tl.bfloat16), mask=exists[:, None])
+    tl.store(dv_ptr + where, cast(dv, tl.bfloat16), mask=exists[:, None])
 
 
 @triton.jit
-def _first_query_at(position, positions_ptr, positions_column, queries):
+def first_query_at(position, positions_ptr, positions_column, queries):
     """The first query at this position or behind it, `queries` if there is none."""
     BLOCK: tl.constexpr = 1024
     first = queries

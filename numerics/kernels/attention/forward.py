@@ -320,7 +320,7 @@ def _attend_chunk(
     whole = tl.minimum(tl.maximum(whole, first), stop // KEYS * KEYS)
     slot = _slots(table_ptr, first, keys, table_column, PAGED, KEYS)
     for MASKED in tl.static_range(2):
-        for start in range(whole if MASKED else first, stop if MASKED else whole, KEYS):
+        for start in tl.range(whole if MASKED else first, stop if MASKED else whole, KEYS, disable_licm=TAIL > 0):
             peak, total, out = _merge_split(
                 q, q_tail, k_ptr, v_ptr, slot, start, keys, position, peak, total, out, k_token, v_token, scale,
                 MASKED, KEYS, D, TAIL,

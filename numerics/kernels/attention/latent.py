@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from numerics.errors import user_error
-from numerics.kernels.attention.backward import gradient_of_queries, gradients_of_keys
 from numerics.kernels.attention.forward import attend, attend_packed, attend_paged, check_dtypes
+from numerics.kernels.attention.latent_backward import gradients_of_latent
 from numerics.kernels.memory import dense_rows
 
 
@@ -60,17 +60,14 @@ class _Latent(torch.autograd.Function):
     ) -> torch.Tensor:
         keys = rows.unsqueeze(2)
         out, _, logsumexp = attend(q, keys, keys[..., :rank], positions, scale, rows.shape[-1] - rank)
-        ctx.save_for_backward(q, keys, positions, out, logsumexp)
-        ctx.rank, ctx.scale = rank, scale
+        ctx.save_for_backward(q, rows, positions, out, logsumexp)
+        ctx.scale = scale
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None, None, None]:
-        q, keys, positions, out, logsumexp = ctx.saved_tensors
-        values = keys[..., : ctx.rank]
-        dq, delta = gradient_of_queries(grads[0], q, keys, values, positions, out, logsumexp, ctx.scale)
-        drows, _ = gradients_of_keys(grads[0], q, keys, values, positions, logsumexp, delta, ctx.scale)
-        return dq, drows[:, :, 0], None, None, None
+        q, rows, positions, out, logsumexp = ctx.saved_tensors
+        return *gradients_of_latent(grads[0], q, rows, positions, out, logsumexp, ctx.scale), None, None, None
 
 
 class _PackedLatent(torch.autograd.Function):
@@ -80,18 +77,16 @@ class _PackedLatent(torch.autograd.Function):
     ) -> torch.Tensor:
         keys = rows.unsqueeze(1)
         out, logsumexp, positions = attend_packed(q, keys, keys[..., :rank], lengths, scale, rows.shape[-1] - rank)
-        ctx.save_for_backward(q, keys, positions, out, logsumexp, lengths)
-        ctx.rank, ctx.scale = rank, scale
+        ctx.save_for_backward(q, rows, positions, out, logsumexp, lengths)
+        ctx.scale = scale
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None, None, None]:
         *saved, lengths = ctx.saved_tensors
-        q, keys, positions, out, logsumexp = (x[None] for x in saved)
-        dout, values = dense_rows(grads[0])[None], keys[..., : ctx.rank]
-        dq, delta = gradient_of_queries(dout, q, keys, values, positions, out, logsumexp, ctx.scale, lengths)
-        drows, _ = gradients_of_keys(dout, q, keys, values, positions, logsumexp, delta, ctx.scale, lengths)
-        return dq[0], drows[0, :, 0], None, None, None
+        q, rows, positions, out, logsumexp = (x[None] for x in saved)
+        dq, drows = gradients_of_latent(grads[0][None], q, rows, positions, out, logsumexp, ctx.scale, lengths)
+        return dq[0], drows[0], None, None, None
 
 
 def _check(q: torch.Tensor, rows: torch.Tensor, rank: int) -> None:

@@ -4,11 +4,11 @@ import pytest
 
 from tests.support.hopper import compiled_elsewhere
 
-pytestmark = pytest.mark.slow  # nine kernels to compile
+pytestmark = pytest.mark.slow  # 15 kernels to compile
 
 SCRIPT = """
 import torch
-from numerics.kernels.attention.latent import latent_attention, paged_latent_attention
+from numerics.kernels.attention.latent import latent_attention, packed_latent_attention, paged_latent_attention
 from numerics.kernels.products.heads import head_linear
 from numerics.kernels.products.linear import weight_operand
 from numerics.quantize import quantize
@@ -16,16 +16,19 @@ from numerics.spec import QuantSpec
 from tests.support.hopper import compiled_only
 
 def tensor(*shape):
-    return torch.zeros(*shape, dtype=torch.bfloat16)
+    return torch.zeros(*shape, dtype=torch.bfloat16, requires_grad=True)
 
 weight = tensor(16 * 256, 512)
-operand = weight_operand(quantize(weight, QuantSpec.preset("fp8_block_pow2").weight))
+operand = weight_operand(quantize(weight.detach(), QuantSpec.preset("fp8_block_pow2").weight))
 with compiled_only() as found:
     for heads, sequences in ((16, 32), (64, 32), (128, 16)):
         table, count = torch.zeros(32, 32768, dtype=torch.int32), torch.ones(sequences, dtype=torch.int64)
         q, cache = tensor(sequences, heads, 576), tensor(4096, 576)
         paged_latent_attention(q, cache, table, count, count.int(), count, 512, 0.1)
-    latent_attention(tensor(2, 4096, 16, 576), tensor(2, 4096, 576), torch.arange(4096).expand(2, -1), 512, 0.1)
+    q, rows = tensor(2, 4096, 128, 576), tensor(2, 4096, 576)
+    latent_attention(q, rows, torch.arange(4096).expand(2, -1), 512, 0.1).sum().backward()
+    q, rows = tensor(2048, 20, 576), tensor(2048, 576)
+    packed_latent_attention(q, rows, torch.full((16,), 128), 512, 0.1).sum().backward()
     for held in (None, operand):
         head_linear(tensor(300, 16, 512), weight, held, 128, 128)
         head_linear(tensor(300, 16, 192)[..., :128], weight, held, 0, 128, True)
@@ -37,20 +40,40 @@ def kernels():
     return compiled_elsewhere(SCRIPT)
 
 
+def named(kernels, name):
+    return [kernel for kernel in kernels if kernel["name"] == name]
+
+
 def test_decode_spills_next_to_nothing_and_runs_on_the_tensor_core(kernels):
-    """Chunks of up to 32,768 keys are spread over programs. Up to 64 heads are one tile of rows, by which a sequence's
-    rows of the cache are read once: 576 numbers a token and layer, as keys and as values."""
-    attention = [kernel for kernel in kernels if kernel["name"] == "_forward_kernel"]
-    *decode, prefill = attention
-    assert len(decode) == 3 and all(kernel["spilled"] <= 32 and not kernel["respilled"] for kernel in decode)
-    assert not prefill["respilled"]  # it merges chunks itself, and keeps the sums of those before outside the loops
-    for kernel in attention:
-        assert kernel["shared"] <= 227 * 1024
+    """Chunks of up to 32,768 keys are spread over programs."""
+    attention = named(kernels, "_forward_kernel")
+    decode, whole = attention[:3], attention[3:]
+    assert len(whole) == 2 and all(kernel["spilled"] <= 32 for kernel in decode)
+    for kernel in attention:  # those of `whole` merge chunks, and keep the sums of those before outside the loops
+        assert kernel["shared"] <= 227 * 1024 and not kernel["respilled"]
         assert "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16" in kernel["instructions"]
-    assert [kernel["sums"] for kernel in attention] == [attention[0]["sums"]] * 4, "rows are summed in one order"
+    assert [kernel["sums"] for kernel in attention] == [attention[0]["sums"]] * 5, "rows are summed in one order"
+
+
+def test_a_step_over_32_keys_brings_each_of_their_bytes_once(kernels):
+    """576 numbers of 2 bytes are key and value; 256 threads. What tiles of heads share is counted in `test_latent`."""
+    for kernel in named(kernels, "_forward_kernel"):
+        assert kernel["brought"] and set(kernel["brought"]) == {32 * 576 * 2 // 256}
+
+
+def test_gradients_spill_next_to_nothing_and_run_on_the_tensor_core(kernels):
+    """A step of the queries' gradient brings 16 keys; one of the rows' 16 queries, of 576 numbers, the gradients of
+    their results, of 512 (and 64 zeros), and a position, two numbers of four bytes for some threads."""
+    queries, rows = named(kernels, "_dq_kernel"), named(kernels, "_dk_kernel")
+    assert len(queries) == len(rows) == len(named(kernels, "_delta_kernel")) == 2
+    for kernel in queries + rows + named(kernels, "_delta_kernel"):
+        assert kernel["spilled"] <= 32 and not kernel["respilled"] and kernel["shared"] <= 227 * 1024, kernel
+    for kernel in queries + rows:
+        assert "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16" in kernel["instructions"]
+    assert all(kernel["brought"] == [16 * 576 * 2 // 256] for kernel in queries)
+    assert all(kernel["brought"] == [2 * 16 * 576 * 2 // 256 + 16] for kernel in rows)
 
 
 def test_products_of_heads_and_merges_spill_nothing(kernels):
-    others = [kernel for kernel in kernels if kernel["name"] != "_forward_kernel"]
-    assert {kernel["name"] for kernel in others} == {"_merge_kernel", "_kernel"}
-    assert all(kernel["spilled"] <= 32 for kernel in others)
+    others = named(kernels, "_kernel") + named(kernels, "_merge_kernel")
+    assert len(others) == 7 and all(kernel["spilled"] <= 32 for kernel in others)
