@@ -21,6 +21,7 @@ from studies.harness.provenance import processor
 BENCHMARKS = (
     *(
         "rollout",
+        "speculation",
         "families",
         "native",
         "train",

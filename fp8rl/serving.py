@@ -24,6 +24,7 @@ from rl.record.run_dir import RunDir
 from rl.run.engines.serving import expected_report
 from rollout.config import RolloutConfig
 from rollout.server import handshake
+from rollout.server.arguments import has_cuda
 from rollout.server.client import EngineClient
 from rollout.server.server import SGLangServer
 from rollout.types import LOOPBACK, Endpoint
@@ -119,7 +120,7 @@ def serve(
     Raises:
         UserError, EngineError: see `SGLangServer.start`. HandshakeError: it computes something else.
     """
-    config = served.rollout.model_copy(update={"port": port})
+    config = served.rollout.model_copy(update={"port": port, **({"speculation": None} if has_cuda() else {})})
     with tempfile.TemporaryDirectory(prefix="fp8rl-serve-") as folder:
         checkpoint = Path(folder) / "served"
         convert_checkpoint(served.path, checkpoint, served.numerics.rollout_spec, adapter=served.adapter)

@@ -9,6 +9,7 @@ from pydantic import AfterValidator, Field, model_validator
 
 from numerics.io.section import Section
 from numerics.sampling import Truncation
+from rollout.speculation import Speculation
 from rollout.types import SamplingParams, some_or_all
 
 CPU_CACHE_TOKENS = 32768
@@ -72,6 +73,8 @@ class RolloutConfig(Section):
     """Longest prefill chunk in tokens; null leaves SGLang's default."""
     prefix_cache: bool = True
     """Reuse the KV cache of common prefixes within one weight version."""
+    speculation: Speculation | None = None
+    """Draft tokens and keep those that are drawn anyway; null: one token of an answer in a forward pass."""
     start_timeout_s: float = Field(default=600.0, ge=10.0)
     """Seconds that a server may take to load the model and become healthy; one that ends is noticed at once. Its
     imports alone take about ten."""
@@ -101,7 +104,12 @@ class RolloutConfig(Section):
     @property
     def cache_tokens(self) -> int:
         """`max_total_tokens`, or what an engine has where nobody has decided it."""
-        return self.max_total_tokens or max(CPU_CACHE_TOKENS, self.context_length)
+        return self.max_total_tokens or max(CPU_CACHE_TOKENS, self.row_tokens)
+
+    @property
+    def row_tokens(self) -> int:
+        """Tokens of the cache that the longest row takes, with what is kept free behind it."""
+        return self.context_length + (0 if self.speculation is None else self.speculation.reserve)
 
     @property
     def updates_in_flight(self) -> bool:

@@ -49,6 +49,7 @@ def _trajectory(prompt_ids: list[int], seed: int, group: int, answer: Completion
         seed=seed,
         routed_experts=answer.routed_experts,
         supports=answer.supports,
+        decoding=answer.decoding,
     )
 
 

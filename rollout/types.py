@@ -104,6 +104,18 @@ class SamplingParams:
 
 
 @dataclass(frozen=True)
+class Decoding:
+    """Forward passes that decoded an answer, tokens that were drafted in them, and drafts that were right."""
+
+    passes: int = 0
+    drafted: int = 0
+    accepted: int = 0
+
+    def __add__(self, other: Decoding) -> Decoding:
+        return Decoding(self.passes + other.passes, self.drafted + other.drafted, self.accepted + other.accepted)
+
+
+@dataclass(frozen=True)
 class Completion:
     """One answer of the engine: generated token ids (the stop token included), and for each of them its
     log-probability under the sampling temperature and the weight version that produced it.
@@ -112,7 +124,7 @@ class Completion:
         pause for an update.
     routed_experts: int16 [P + T - 1, L, K], the experts of every token but the last, prompt included, in the MoE layers
         in order; None if they were not asked for.
-    supports: of the T tokens; None if they were not asked for.
+    supports: of the T tokens; None if they were not asked for. decoding: of an engine that drafts.
     """
 
     token_ids: list[int]
@@ -122,6 +134,7 @@ class Completion:
     routed_experts: Tensor | None = field(default=None, repr=False)
     cut: bool = False
     supports: Supports | None = field(default=None, repr=False)
+    decoding: Decoding = Decoding()
 
     def then(self, rest: Completion) -> Completion:
         """This one, which was cut, with what the engine has answered from its last token on."""
@@ -131,6 +144,7 @@ class Completion:
             logprobs=self.logprobs + rest.logprobs,
             weight_versions=self.weight_versions + rest.weight_versions,
             supports=self.supports.then(rest.supports) if self.supports and rest.supports else rest.supports,
+            decoding=self.decoding + rest.decoding,
         )
 
 
@@ -145,7 +159,8 @@ class Trajectory:
     token is a stop token. group: its group's place in the call that sampled it. seed: that its tokens were drawn with.
     routed_experts: as in a Completion, int16 [P + T - 1, L, K]. outcome: what its environment said of it. failed: its
     environment did, so that nothing can be learnt from it. branch: its number among the rows of one conversation, of
-    which the first is the one that ended it. supports: of the M tokens, where they were asked for.
+    which the first is the one that ended it. supports: of the M tokens, where they were asked for. decoding: as in a
+    Completion.
     """
 
     prompt_ids: list[int]
@@ -162,6 +177,7 @@ class Trajectory:
     failed: bool = False
     branch: int = 0
     supports: Supports | None = field(default=None, repr=False)
+    decoding: Decoding = Decoding()
 
 
 @dataclass(frozen=True)

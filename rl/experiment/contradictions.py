@@ -145,6 +145,28 @@ def check_sleep(experiment: Experiment) -> None:
         )
 
 
+def check_speculation(experiment: Experiment) -> None:
+    """Raise `UserError` if drafts could change what is drawn, or engines cannot say what is asked of them."""
+    drafts = experiment.rollout.speculation
+    if drafts is None:
+        return
+    if experiment.numerics.mode != "exact":
+        raise user_error(
+            "rollout.speculation",
+            found=f"drafts={drafts.drafts} with numerics.mode=native",
+            expected="null, or numerics.mode=exact: in native mode the tokens computed beside one change its logits",
+            remedy="Remove rollout.speculation, or set numerics.mode=exact.",
+        )
+    if experiment.carries_supports:
+        raise user_error(
+            "rollout.speculation",
+            found=f"drafts={drafts.drafts} with rollout.top_p, top_k or min_p, and tokens of older weights",
+            expected="null: SGLang does not say what a token was drawn from where it drafts, which a trainer at other "
+            "weights has to know",
+            remedy="Remove rollout.speculation; or set rollout.staleness=0 and one update for a batch.",
+        )
+
+
 def check_teacher(experiment: Experiment) -> None:
     """Raise `UserError` if the algorithm and the teacher are not both there, or cannot be at one temperature."""
     name, teacher = experiment.algorithm.name, experiment.teacher

@@ -76,8 +76,8 @@ def schema() -> dict[str, Any]:
         if made is None:
             continue
         for name, said in descriptions(section).items():
-            if name in made.get("properties", {}):
-                made["properties"][name]["description"] = said
+            if (key := section.model_fields[name].alias or name) in made.get("properties", {}):
+                made["properties"][key]["description"] = said
         if section.shorthand:
             alone = {key: value for key, value in made["properties"][section.shorthand].items() if key != "default"}
             found["$defs"][section.__name__] = {"anyOf": [alone, made]}
@@ -126,7 +126,7 @@ def rows(
     said = descriptions(section)
     shown = {} if shown is None else shown
     for name, field in section.model_fields.items():
-        key, inner = prefix + name, sections_in(field.annotation)
+        key, inner = prefix + (field.alias or name), sections_in(field.annotation)
         again = "".join(f" Its keys are those of `{shown[each]}`." for each in inner if each in shown)
         yield key, field, said[name] + again
         for each in inner:

@@ -22,6 +22,7 @@ from rl.experiment.contradictions import (
     check_ranks,
     check_shared_base,
     check_sleep,
+    check_speculation,
     check_staleness,
     check_sync,
     check_teacher,
@@ -54,6 +55,7 @@ def parse_experiment(values: dict[str, Any]) -> Experiment:
     check_groups(experiment)
     check_sync(experiment)
     check_sleep(experiment)
+    check_speculation(experiment)
     check_adapter(experiment)
     check_shared_base(experiment)
     check_teacher(experiment)
@@ -87,7 +89,7 @@ def valid_keys(algorithm: str | None = None) -> list[str]:
 
 def _walk(model: type[BaseModel], prefix: str, algorithm: str | None) -> Iterator[str]:
     for name, field in model.model_fields.items():
-        yield prefix + name
+        yield prefix + (field.alias or name)
         inner = _models_in(field.annotation)
         if prefix + name == "algorithm":
             inner = iter(ALGORITHMS.values() if algorithm is None else [algorithm_class(algorithm)])

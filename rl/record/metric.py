@@ -14,6 +14,7 @@ Feature = Literal[
     "staleness",
     "several_engines",
     "sleep",
+    "speculation",
     "routes",
     "redraws",
     "weights",

@@ -336,6 +336,21 @@ _PERF = {
     ),
 }
 
+_DRAFTS = {
+    "accepted_per_forward": Metric(
+        "tokens",
+        "Tokens that a forward pass brought an answer, its own and the drafts that were right; 1 without drafts.",
+        "forward passes of all answers",
+        chart=("Tokens of a forward pass", "accepted"),
+    ),
+    "drafted_per_forward": Metric(
+        "tokens",
+        "Tokens drafted to an answer for a forward pass; 0 where no draft promised to pay.",
+        "forward passes of all answers",
+        chart=("Tokens of a forward pass", "drafted"),
+    ),
+}
+
 _TURNS = {
     "turn_seconds": Metric(
         "s", "Time in which engines went to sleep and the trainer's optimizer moved; the rest of waking is in the sync."
@@ -397,6 +412,7 @@ METRICS: dict[str, Metric] = {
     **rows("perf/", _STEP, late=True),
     **rows("perf/", _SAMPLING, late=True, needs=("samples",)),
     **rows("perf/", _PERF, late=True),
+    **rows("perf/", _DRAFTS, late=True, needs=("speculation",), at_times=True),
     **rows("perf/", _TURNS, late=True, needs=("sleep",), at_times=True),
     **rows("memory/", _MEMORY, late=True, needs=("sleep",), at_times=True),
     **rows("sync/", _SYNC, late=True, needs=("engines",), at_times=True),

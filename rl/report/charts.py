@@ -85,6 +85,9 @@ SECTIONS: dict[str, dict[str, Look]] = {
     "Time": {
         TIME: Look("Other: everything outside the named parts.", "seconds", "floor", bars=True),
         "Throughput": Look("Generated and trained tokens.", "tokens per second", "floor"),
+        "Tokens of a forward pass": Look(
+            "Of an answer: drafted for a pass, and what it brought, its own token included.", "tokens", "floor"
+        ),
         "Memory by turns": Look(
             "What one side gives up for the other's turn; what stays behind of engines should not grow.", "MiB", "floor"
         ),

@@ -23,7 +23,8 @@ def register() -> None:
 
     from models.adapters import AdapterConfig
     from numerics.config import NumericsConfig
-    from rollout.plugin import hooks, state
+    from rollout.plugin import hooks, speculation, state
+    from rollout.speculation import Speculation
 
     config = json.loads(text)
     numerics = NumericsConfig.from_dict(config["numerics"])
@@ -32,3 +33,5 @@ def register() -> None:
         numerics, config.get("role", "policy"), AdapterConfig.model_validate(adapter) if adapter is not None else None
     )
     hooks.install(hooks.hooks_for(numerics, torch.cuda.is_available()))
+    if (drafts := config.get("speculation")) is not None:
+        speculation.register(Speculation.model_validate(drafts))

@@ -161,9 +161,11 @@ _EXACT_OPS_CPU: tuple[Hook, ...] = (
     ),
 )
 
-# get_rope_cpu knows YaRN alone.
 _EVERY_CPU: tuple[Hook, ...] = (
+    # It knows YaRN alone.
     Hook("layers.rotary_embedding.factory.get_rope_cpu", "around", latent.rope_on_cpu, _ROPE_CPU),
+    # A kernel that a CPU lacks, for drafts in trees.
+    Hook("mem_cache.memory_pool.MHATokenToKVPool._init_kv_copy_and_warmup", "replace", lifecycle.no_moves, ""),
 )
 
 _EXACT_OPS_CUDA: tuple[Hook, ...] = (

@@ -162,5 +162,9 @@ def make_host_cache(self: Any, num_tokens: int, num_layers: int, topk_size: int,
     self._log_allocation()
 
 
+def no_moves(self: Any) -> None:
+    """Entries of the KV cache stay where they are."""
+
+
 def no_repacking(self: Any, layer: Any) -> None:
     """FP8 weights stay as they are in the checkpoint, so that what is served can be compared byte for byte."""

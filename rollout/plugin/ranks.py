@@ -61,5 +61,17 @@ def experts(
     return _on_rank_0(ops.combine(choices, probs, whole, dtype))
 
 
+def agreed(number: float) -> float:
+    """Rank 0's number, on every rank."""
+    from sglang.srt.distributed import get_tp_group
+
+    group = get_tp_group()
+    if group.world_size == 1:
+        return number
+    shared = torch.tensor([number], dtype=torch.float64)
+    torch.distributed.broadcast(shared, group.ranks[0], group.cpu_group)
+    return shared.item()
+
+
 def _on_rank_0(result: Tensor) -> Tensor:
     return result if state().weights.rank.rank == 0 else torch.full_like(result, -0.0)

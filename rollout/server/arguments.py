@@ -16,6 +16,8 @@ from numerics.backend.environment import BOUNDED_MEMORY
 from numerics.config import Mode
 from rollout.config import RolloutConfig
 from rollout.plugin import CONFIG_VARIABLE
+from rollout.plugin.speculation import NAME as ALGORITHM
+from rollout.speculation import Speculation, check_drafts
 from rollout.types import IDLE_S, LOOPBACK
 
 _SECRETS = ("RAY_AUTH_TOKEN", "WANDB_API_KEY", "FP8RL_API_KEY")
@@ -116,6 +118,9 @@ def server_arguments(
         arguments += ["--chunked-prefill-size", str(config.chunked_prefill_size)]
     if config.max_running_requests is not None:
         arguments += ["--max-running-requests", str(config.max_running_requests)]
+    check_drafts(config.speculation, cuda)
+    if config.speculation is not None:
+        arguments += _drafting(config.speculation)
     if not config.prefix_cache:
         arguments.append("--disable-radix-cache")
     if routes:
@@ -132,6 +137,15 @@ def server_arguments(
     if config.sleep:
         arguments.append("--enable-memory-saver")
     return [*arguments, *_CUDA_ARGUMENTS[mode]]
+
+
+def _drafting(speculation: Speculation) -> list[str]:
+    """A chain of drafts by the plugin's algorithm; SGLang counts the last token among them."""
+    steps = str(speculation.drafts)
+    return [
+        *("--speculative-algorithm", ALGORITHM, "--speculative-eagle-topk", "1"),
+        *("--speculative-num-steps", steps, "--speculative-num-draft-tokens", str(speculation.width)),
+    ]
 
 
 def server_environment(

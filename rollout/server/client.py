@@ -36,7 +36,7 @@ from rollout.protocol import (
     to_action,
 )
 from rollout.routes import RouteShape, parse_routes
-from rollout.types import IDLE_S, Completion, Endpoint, Load, SamplingParams, Supports
+from rollout.types import IDLE_S, Completion, Decoding, Endpoint, Load, SamplingParams, Supports
 
 PauseMode = Literal["abort", "retract", "in_place"]
 
@@ -345,8 +345,17 @@ def parse_completion(answer: dict[str, Any], routes: RouteShape | None = None, s
         weight_versions=expand_versions(meta.get("weight_versions", []), len(token_ids)),
         finished=reason["type"] == "stop",
         cut=cut,
+        decoding=_decoding(meta),
         routed_experts=None if routes is None else parse_routes(meta, meta["prompt_tokens"] + len(token_ids), routes),
     )
+
+
+def _decoding(meta: dict[str, Any]) -> Decoding:
+    """SGLang says nothing of it where it does not draft, or has cut the answer; of drafts it says how many a pass had,
+    in the mean."""
+    passes = meta.get("spec_verify_ct", 0)
+    drafted = round(passes * meta.get("spec_cap_length", 0.0))
+    return Decoding(passes, drafted, meta.get("spec_num_correct_drafts", 0))
 
 
 def _supports(meta: dict[str, Any], token_ids: list[int]) -> Supports:

@@ -2,101 +2,25 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from numerics.sampling import Truncation
 from numerics.spec import QuantSpec
-from rl.mismatch import token_versions
-from rl.run.feed.batching import batch_from_trajectories
-from rl.run.feed.feed import to_groups
-from rollout.sampler import sample_groups
 from rollout.server.client import EngineClient
-from rollout.types import Endpoint, SamplingParams, Trajectory
-from tests.support.rig import Pipeline, Rig, Setup, prompts
+from rollout.types import Endpoint, SamplingParams
+from tests.support.rig import Rig, Setup
 from tests.support.syncs import push
+from tests.support.updates import ANSWERS, PLAIN, UPDATES, differences_by_version, sampled_across_updates
 from weight_sync.transports import TensorTransport
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 SETUP = Setup("moe")
-PLAIN = SamplingParams(max_new_tokens=150)
 CUT = dataclasses.replace(PLAIN, top_p=0.9, min_p=0.02, supports=True)
-UPDATES = 2
-GROUP = 3
-ANSWERS = GROUP * len(prompts(0))
-
-
-def sampled_across_updates(
-    pipeline: Pipeline, folder: Path, sync: Callable[[Endpoint], object], sampling: SamplingParams = PLAIN
-) -> tuple[list[Trajectory], dict[int, Path]]:
-    """Answers with UPDATES in their midst, and a checkpoint of the trainer at each version that sampled a part."""
-    endpoint = pipeline.endpoint
-    first, *later = trained_versions(pipeline, folder)
-    pipeline.trainer.load(first)
-    asked = to_groups(prompts(0), GROUP, run_seed=0, step=1)
-
-    async def run() -> list[Trajectory]:
-        async with EngineClient(endpoint) as client:
-            answers = asyncio.create_task(sample_groups(client, asked, sampling))
-            for version in later:
-                await until_they_run(client, answers)
-                await asyncio.sleep(0.3)
-                await asyncio.to_thread(pipeline.trainer.load, version)
-                await asyncio.to_thread(sync, endpoint)
-            return await answers
-
-    return pipeline.rig.run(run()), {int(path.name): path for path in (first, *later)}
-
-
-def trained_versions(pipeline: Pipeline, folder: Path) -> list[Path]:
-    """Checkpoints of the trainer before and after UPDATES steps, each named by its version. They are made beforehand:
-    a first step takes longer than answers do on a busy machine."""
-    batch, made = pipeline.sample(1.0, count=4), []
-    for number in range(1 + UPDATES):
-        if number:
-            pipeline.train_step(batch)
-        made.append(folder / str(pipeline.trainer.weight_version))
-        pipeline.trainer.save(made[-1], {})
-    return made
-
-
-async def until_they_run(client: EngineClient, answers: asyncio.Task[list[Trajectory]]) -> None:
-    """Half of them are there, and some run: what comes to the engine after an update is of its weights alone."""
-    load = await client.load()
-    while load.running + load.waiting < ANSWERS / 2 or load.running < ANSWERS / 4:
-        assert not answers.done(), f"no answer was under way any more: {answers.exception() or 'all had ended'}"
-        await asyncio.sleep(0.02)
-        load = await client.load()
-
-
-def differences_by_version(
-    pipeline: Pipeline, trajectories: list[Trajectory], checkpoints: dict[int, Path], sampling: SamplingParams = PLAIN
-) -> dict[int, torch.Tensor]:
-    """d of the tokens that each version sampled, against a trainer that holds it, over the whole prefix."""
-    cut = Truncation(sampling.top_p, sampling.top_k, sampling.min_p)
-    batch = batch_from_trajectories(trajectories, 1.0, redraws=len(trajectories), truncation=cut)
-    assert (batch.supports is not None) == sampling.supports
-    versions = token_versions(trajectories, batch.loss_mask)
-    found = {}
-    for version, path in checkpoints.items():
-        pipeline.trainer.load(path)
-        scored = pipeline.trainer.score_routed(batch)
-        mine = batch.loss_mask & (versions == version)
-        found[version] = (scored.logprobs - batch.fields["rollout_logprobs"])[mine]
-        if sampling.supports:  # the trainer finds them again, and has others at other weights
-            own = pipeline.trainer.score(dataclasses.replace(batch, supports=None))
-            assert own[mine].equal(scored.logprobs[mine])
-            assert not own[batch.loss_mask & ~mine].equal(scored.logprobs[batch.loss_mask & ~mine])
-        if not found[version].any():
-            assert scored.draws is not None and scored.draws[mine].equal(batch.tokens[mine])
-    return found
 
 
 @pytest.mark.parametrize(("pause", "sampling"), [("retract", PLAIN), ("abort", CUT)], ids=["retract", "abort-top-p"])

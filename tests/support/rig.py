@@ -37,6 +37,7 @@ from rollout.engine import Engine
 from rollout.environments.conversation import Conversation
 from rollout.sampler import check_versions
 from rollout.server.client import EngineClient
+from rollout.speculation import Speculation
 from rollout.types import Endpoint, Group, Prompt, SamplingParams, Trajectory
 from tests.support.warm_engine import EngineTemplate
 from trainer.actor import TrainerActor, TrainerGroup
@@ -92,6 +93,7 @@ class Setup:
     engine_tp: int = 1
     adapter: AdapterConfig | None = None
     shared_base: bool = False
+    speculation: Speculation | None = None
 
     @property
     def numerics(self) -> NumericsConfig:
@@ -110,7 +112,7 @@ class Setup:
     def served(self) -> tuple[Any, ...]:
         """What the engine depends on."""
         numerics = self.numerics.rollout_spec, self.k_splits, self.mode, self.router_replay, self.engine_tp
-        return self.model, *numerics, self.beside
+        return self.model, *numerics, self.beside, self.speculation
 
     @property
     def beside(self) -> AdapterConfig | None:
@@ -193,7 +195,8 @@ class Rig:
             self.stop_engine()
             checkpoint = self.folder / "served"
             convert_checkpoint(self.models[setup.model], checkpoint, setup.numerics.rollout_spec)
-            engine = make_engine(self.folder / "engine.log", setup.numerics, setup.engine_tp, setup.beside)
+            served = setup.numerics, setup.engine_tp, setup.beside, setup.speculation
+            engine = make_engine(self.folder / "engine.log", *served)
             self._runner.run(engine.start(checkpoint, 0))
             self._engine = setup.served, engine
         return self._engine[1]
@@ -304,10 +307,17 @@ class Pipeline:
 
 
 def make_engine(
-    log: Path, numerics: NumericsConfig, tp: int = 1, adapter: AdapterConfig | None = None, **changes: Any
+    log: Path,
+    numerics: NumericsConfig,
+    tp: int = 1,
+    adapter: AdapterConfig | None = None,
+    speculation: Speculation | None = None,
+    **changes: Any,
 ) -> Engine:
     """An engine as a run starts it: prefix cache on, short prefill chunks, handshake expected."""
-    config = RolloutConfig(context_length=512, max_total_tokens=16384, chunked_prefill_size=CHUNK, tp=tp)
+    config = RolloutConfig(
+        context_length=512, max_total_tokens=16384, chunked_prefill_size=CHUNK, tp=tp, speculation=speculation
+    )
     plugin = {"numerics": numerics.to_dict(), "adapter": adapter and adapter.model_dump(mode="json")}
     options = {"plugin": plugin, "expected": expected_report(numerics, adapter)}
     return Engine(config, log, **{**options, **changes})

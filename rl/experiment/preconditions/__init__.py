@@ -30,6 +30,7 @@ from rollout.named_functions import check_importable
 from rollout.rewards.builtin import BUILT_IN
 from rollout.rewards.config import RewardConfig
 from rollout.rewards.functions import load_function
+from rollout.speculation import check_drafts
 from trainer.device import has_transformer_engine
 from trainer.megatron.lowering import lower
 from trainer.megatron.model_checks import check_packing, check_sharing
@@ -48,6 +49,7 @@ def check(experiment: Experiment, say: Callable[[str], object] = lambda text: No
     """
     if experiment.numerics.mode == "exact":
         _check_deepgemm(experiment)
+    check_drafts(experiment.rollout.speculation, torch.cuda.is_available())
     check_algorithm(experiment)
     check_trackers(experiment.tracking.to)
     check_wandb(experiment.tracking.recorded_wandb)
@@ -120,10 +122,11 @@ def _check_context(sizes: ModelSizes, experiment: Experiment) -> None:
             expected=f"less than rollout.context_length = {rollout.context_length}, which holds the prompt too",
             remedy="Lower rollout.max_new_tokens or raise rollout.context_length.",
         )
-    if rollout.cache_tokens < rollout.context_length:
+    if rollout.cache_tokens < rollout.row_tokens:
+        behind = "" if rollout.speculation is None else f" and {rollout.speculation.reserve} tokens for drafts"
         raise user_error(
             "rollout.max_total_tokens",
             found=rollout.cache_tokens,
-            expected=f"at least rollout.context_length = {rollout.context_length}",
+            expected=f"at least rollout.context_length = {rollout.context_length}{behind}",
             remedy="Raise rollout.max_total_tokens or lower rollout.context_length.",
         )

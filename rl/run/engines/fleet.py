@@ -23,7 +23,7 @@ from rollout.engine import Slept
 from rollout.errors import EngineDiedError, EngineError
 from rollout.sampler import check_versions
 from rollout.server.server import GRACE_S
-from rollout.types import Endpoint, Group, SamplingParams, Trajectory
+from rollout.types import Decoding, Endpoint, Group, SamplingParams, Trajectory
 
 _STOP_SECONDS = 6.0
 _PULSE_SECONDS = 2.0
@@ -141,6 +141,7 @@ class Fleet:
             len(group.seeds), longest, lambda actor: actor.generate.remote([group], sampling), near
         )
         slot.tokens += sum(len(answer.token_ids) for answer in answers)
+        slot.decoding = sum((answer.decoding for answer in answers), slot.decoding)
         check_versions(answers, oldest, self._newest)
         return answers
 
@@ -179,16 +180,18 @@ class Fleet:
         await self.all_up()
 
     async def figures(self) -> dict[str, float]:
-        """`perf/engine_...` since this was last asked; nothing without engines."""
+        """`perf/engine_...`, and of engines that draft how many tokens a forward pass brought, since this was last
+        asked; nothing without engines."""
         now = time.monotonic()
         idle = [slot.idle + (0.0 if slot.answers else now - slot.idle_since) for slot in self.slots]
         tokens = [slot.tokens for slot in self.slots]
         if not idle:
             return {}
+        decoding = sum((slot.decoding for slot in self.slots), Decoding())
         for slot in self.slots:
-            slot.idle, slot.tokens, slot.idle_since = 0.0, 0, now
+            slot.idle, slot.tokens, slot.decoding, slot.idle_since = 0.0, 0, Decoding(), now
         balance = {"perf/engine_balance": min(tokens) / max(tokens)} if len(tokens) > 1 and max(tokens) else {}
-        return {"perf/engine_idle_seconds": sum(idle) / len(idle), **balance}
+        return {"perf/engine_idle_seconds": sum(idle) / len(idle), **balance, **decoding_metrics(decoding)}
 
     async def news(self) -> list[News]:
         """What has happened to engines since this was last asked."""
@@ -358,6 +361,16 @@ class Fleet:
         """Wake whoever waits for an engine to be free, up or lost."""
         self._change.set()
         self._change = asyncio.Event()
+
+
+def decoding_metrics(decoding: Decoding) -> dict[str, float]:
+    """`perf/..._per_forward`; nothing where no engine said that it drafts."""
+    if not decoding.passes:
+        return {}
+    return {
+        "perf/accepted_per_forward": 1 + decoding.accepted / decoding.passes,
+        "perf/drafted_per_forward": decoding.drafted / decoding.passes,
+    }
 
 
 async def _call(reference: Any) -> Any:

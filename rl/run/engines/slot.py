@@ -7,7 +7,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-from rollout.types import Endpoint, Load
+from rollout.types import Decoding, Endpoint, Load
 
 
 @dataclass
@@ -16,8 +16,8 @@ class Slot:
 
     endpoint: of the engine that is there now; None until it answers and has passed the handshake. serving: a sync has
     verified what it holds, so that it gets groups. starts: an engine is on its way up. engines: that were here
-    before. answers: under way. load: as it last said. tokens: it has generated. idle: seconds that it had nothing to
-    do. idle_since: monotonic, of its last answer.
+    before. answers: under way. load: as it last said. tokens: it has generated. decoding: of their answers. idle:
+    seconds that it had nothing to do. idle_since: monotonic, of its last answer.
     """
 
     index: int
@@ -30,6 +30,7 @@ class Slot:
     answers: int = 0
     load: Load | None = None
     tokens: int = 0
+    decoding: Decoding = field(default_factory=Decoding)
     idle: float = 0.0
     idle_since: float = field(default_factory=time.monotonic)
 

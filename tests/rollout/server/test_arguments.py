@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from numerics.errors import UserError
 from rollout.config import RolloutConfig
 from rollout.plugin import CONFIG_VARIABLE
 from rollout.server.arguments import server_arguments, server_environment
+from rollout.speculation import Speculation
 from rollout.types import IDLE_S
 from tests.support.paths import EXAMPLES
 
@@ -60,6 +62,14 @@ def test_memory_keys_are_a_gpus_but_for_the_number_of_answers() -> None:
     assert " ".join(arguments_for(config)) == f"{COMMON} --max-running-requests 32 {CPU}"
     keys = "--max-running-requests 32 --mem-fraction-static 0.6 --cuda-graph-bs-decode 1 8 32"
     assert " ".join(arguments_for(config, cuda=True)) == f"{COMMON} {keys} {EXACT}"
+
+
+def test_an_engine_that_drafts_asks_for_our_algorithm_and_no_gpu_does() -> None:
+    config = RolloutConfig(speculation=Speculation(drafts=3))
+    asked = "--speculative-algorithm FP8RL --speculative-eagle-topk 1 --speculative-num-steps 3"
+    assert " ".join(arguments_for(config)) == f"{COMMON} {asked} --speculative-num-draft-tokens 4 {CPU}"
+    with pytest.raises(UserError, match="rollout.speculation"):
+        arguments_for(config, cuda=True)
 
 
 def test_an_engine_that_sleeps_has_its_memory_on_a_gpu_in_regions_of_torch_memory_saver(tmp_path: Path) -> None:
