@@ -42,6 +42,18 @@ RIG = [
 """Files whose tests share the rig of tests/e2e, in an order in which neighbours share an engine, too."""
 
 
+class NamesFailures:
+    """Names a failure at once: a run that is cut short, as by a time limit, never comes to its summary."""
+
+    def __init__(self, terminal: Any) -> None:
+        self._terminal = terminal
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            reason = getattr(getattr(report.longrepr, "reprcrash", None), "message", "").partition("\n")[0]
+            self._terminal.write_line(f"\n{report.nodeid} ({report.when}): {reason}", red=True)
+
+
 class BySharing(LoadFileScheduling):  # type: ignore[misc]
     """A file stays with one worker, since its tests share what they have started; so do those that share the rig."""
 
@@ -59,6 +71,13 @@ def pytest_configure(config: pytest.Config) -> None:
         from tests.support.as_on_cuda import install
 
         install()
+
+
+@pytest.hookimpl(trylast=True)  # the terminal's own reporter is there then
+def pytest_sessionstart(session: pytest.Session) -> None:
+    if getattr(session.config.option, "numprocesses", None):
+        plugins = session.config.pluginmanager
+        plugins.register(NamesFailures(plugins.get_plugin("terminalreporter")))
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> BySharing:

@@ -84,7 +84,6 @@ EXACT = {
         layout=(("tp", 2), ("ep", 2), ("router_bias_rate", 0.01)),
         router_replay="record",
     ),
-    "glm-both-tp2": Setup("glm", bf16_ends=1, k_splits=2, layout=(("tp", 2),), router_replay="record", engine_tp=2),
 }
 LATENT = replace(EXACT["deepseek-bf16-ends-tp2-ep2"], layout=())
 

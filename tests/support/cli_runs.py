@@ -26,7 +26,7 @@ FP8RL = Path(sys.executable).with_name("fp8rl")
 SMALL = ["rollout.prompts_per_step=8", "rollout.group_size=4", "eval.problems=16", "checkpoint.every=2"]
 """Steps of less than a second."""
 
-PATIENCE_S = 900.0
+PATIENCE_S = 400.0
 """For what takes seconds on a quiet machine."""
 
 MARK = "FP8RL_TEST_FAMILY"

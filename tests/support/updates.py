@@ -29,17 +29,18 @@ def sampled_across_updates(
 ) -> tuple[list[Trajectory], dict[int, Path]]:
     """Answers with UPDATES in their midst, and a checkpoint of the trainer at each version that sampled a part."""
     endpoint = pipeline.endpoint
-    first, *later = trained_versions(pipeline, folder)
-    pipeline.trainer.load(first)
+    first, *later = trained_versions(pipeline, folder)  # the engine still holds the first
+    pipeline.trainer.load(later[0])
     asked = to_groups(prompts(0), GROUP, run_seed=0, step=1)
 
     async def run() -> list[Trajectory]:
         async with EngineClient(endpoint) as client:
             answers = asyncio.create_task(sample_groups(client, asked, sampling))
             for version in later:
+                if version is not later[0]:  # on a busy machine it takes the time of many tokens
+                    await asyncio.to_thread(pipeline.trainer.load, version)
                 await until_they_run(client, answers)
                 await asyncio.sleep(0.3)
-                await asyncio.to_thread(pipeline.trainer.load, version)
                 await asyncio.to_thread(sync, endpoint)
             return await answers
 
