@@ -19,7 +19,7 @@ from torch import Tensor, equal
 
 from models.adapters import WEIGHT, AdapterConfig, matrix
 from models.architecture import Model
-from models.stored import check_finite, stored_tensors
+from models.stored import check_finite, starting_weights
 from models.tensors import TensorRow
 from numerics.digest import tensor_digest
 from numerics.errors import UserError, user_error
@@ -60,8 +60,12 @@ def pair_of(row: TensorRow, config: AdapterConfig) -> tuple[str, str]:
 
 def base_digest(path: Path, model: Model) -> str:
     """What the weights of a directory are, in 32 hex digits, as BF16 and whatever files they are in."""
-    found = {name: tensor_digest(held.to(model.tensors[name].served)) for name, held in stored_tensors(path, model)}
-    return hashlib.blake2b(json.dumps(found, sort_keys=True).encode(), digest_size=16).hexdigest()
+    return digest_of_all({name: tensor_digest(weight) for name, weight in starting_weights(path, model)})
+
+
+def digest_of_all(weights: Mapping[str, str]) -> str:
+    """The same of the digests of all weights, by name."""
+    return hashlib.blake2b(json.dumps(dict(weights), sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
 def write_adapter(path: Path, tensors: Mapping[str, Tensor], model: Model, base: Path) -> None:

@@ -73,6 +73,22 @@ def stored_tensors(path: Path, model: Model, key: str = "model.path") -> Iterato
     return _tensors(path, key, lambda name: name in model.tensors.rows)
 
 
+def starting_weights(
+    path: Path, model: Model, device: torch.device | None = None, part: int = 0, parts: int = 1
+) -> Iterator[tuple[str, Tensor]]:
+    """(name, tensor) of all that is in the table, one by one, as both sides start from it: finite, and rounded to the
+    dtype that they hold it in. device: where it goes. part: of so many, which share the tensors.
+
+    Raises:
+        UserError: some values are not finite.
+    """
+    mine = set(sorted(model.tensors.rows)[part::parts])
+    for name, tensor in _tensors(path, "model.path", mine.__contains__):
+        here = tensor.to(device)
+        check_finite(name, here)
+        yield name, here.to(model.tensors[name].served)
+
+
 def read_tensors(path: Path, names: Collection[str], key: str = "model.path") -> dict[str, Tensor]:
     """These tensors, by name; in BF16 where the files have FP8."""
     files = WeightFiles(weight_files(path, key))

@@ -66,6 +66,8 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 def give_back() -> None:
     """Have the C library return what was freed: it would keep blocks that are no larger than those it has been given
-    back before."""
+    back before. And torch what was freed on the GPU, for other processes there."""
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
     if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
         trim(0)

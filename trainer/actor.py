@@ -181,11 +181,13 @@ class TrainerGroup:
         reference: bool = False,
         critic: TrainerConfig | None = None,
         adapter: AdapterConfig | None = None,
+        shared_base: bool = False,
     ) -> TrainerGroup:
         """Start the ranks on the running Ray cluster and load the model.
 
         seats: where each rank runs; None: on one machine, without GPUs. reference: hold a copy of the model that stays
         as it is. critic: how a critic is trained, if there is one. adapter: what is trained in place of the weights.
+        shared_base: these come from a base that the policy is to adopt before it computes (`weight_sync.base`).
 
         Raises:
             UserError: the model, the layout and the sizes do not fit together.
@@ -211,6 +213,7 @@ class TrainerGroup:
                 reference=reference,
                 critic=critic,
                 adapter=adapter,
+                shared_base=shared_base,
             )
         except BaseException:
             group.shutdown()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -14,6 +12,7 @@ from megatron.core.models.gpt import GPTModel
 from torch import Tensor, nn
 
 from models.adapters import AdapterConfig
+from models.peft import digest_of_all
 from models.tensors import TensorRow
 from numerics import ops
 from numerics.digest import tensor_digests
@@ -191,5 +190,4 @@ def base_digest(model: GPTModel, weights: HFWeights) -> str:
             found.update(zip(names, tensor_digests(tensors), strict=True))
     finally:
         exhaust(share)
-    whole = {name: digest for part in all_gathered(found) for name, digest in part.items()}
-    return hashlib.blake2b(json.dumps(whole, sort_keys=True).encode(), digest_size=16).hexdigest()
+    return digest_of_all({name: digest for part in all_gathered(found) for name, digest in part.items()})

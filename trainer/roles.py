@@ -38,16 +38,17 @@ class Roles:
         reference: bool = False,
         critic: TrainerConfig | None = None,
         adapter: AdapterConfig | None = None,
+        shared_base: bool = False,
         **options: Any,
     ) -> None:
         """reference: whether a model is to stay as the directory has it: of a policy with adapters its own weights, of
         any other a copy. critic: its optimizer's settings, if there is to be one. adapter: of all that is trained.
-        options: the keywords of `Trainer`.
+        shared_base: the policy's frozen weights come from a base; see `Scorer`. options: the keywords of `Trainer`.
 
         Raises:
             UserError: as `Trainer` does.
         """
-        self.policy = Trainer(model_path, config, numerics, layout, adapter=adapter, **options)
+        self.policy = Trainer(model_path, config, numerics, layout, adapter=adapter, shared_base=shared_base, **options)
         self.models: dict[Role, Scorer | Base] = {"policy": self.policy}
         if reference and adapter is not None:
             self.models["reference"] = Base(self.policy)

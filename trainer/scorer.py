@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from models.base import Base
 from numerics.config import NumericsConfig
 from numerics.errors import user_error
 from numerics.holdings import give_back
+from numerics.placeholders import NAN, placeholders
 from numerics.weight_cache import WeightCache
 from trainer import device
 from trainer.config import TrainerConfig
@@ -57,8 +59,11 @@ class Scorer:
         max_sequence_length: int,
         dtype: torch.dtype = torch.bfloat16,
         adapter: AdapterConfig | None = None,
+        shared_base: bool = False,
     ) -> None:
         """Build the model and load the weights of the Hugging Face directory `model_path`.
+
+        shared_base: they come from a base that it is to adopt, and are NaN and without memory until then.
 
         Raises:
             UserError: the directory, the layout or the sizes do not fit together.
@@ -75,12 +80,15 @@ class Scorer:
         self.cache = WeightCache()
         self.lowering = lower(numerics, device.has_transformer_engine())
         self._precision = Precision(numerics, self.cache, sizes.layers)
-        self.model = build_model(
-            self.definition, config, layout, self._precision, self.lowering, max_sequence_length, dtype
-        )
+        with placeholders(NAN) if shared_base else nullcontext():
+            self.model = build_model(
+                self.definition, config, layout, self._precision, self.lowering, max_sequence_length, dtype
+            )
         spec = numerics.spec.weight
         self.weights = HFWeights(model_path, self.definition, self.model.config, spec, self.cache, layout, dtype)
-        self.weights.load(self.model)
+        self._waits = shared_base
+        if not shared_base:
+            self.weights.load(self.model)
         self._finish(self.model)
 
     def score(self, batch: TokenBatch) -> tuple[list[int], Tensor]:
@@ -104,7 +112,8 @@ class Scorer:
 
         Whoever changes the numerics afterwards changes what is computed with these codes, not the codes.
         """
-        kept = self.weights.adopt(self.model, base)
+        kept = self.weights.adopt(self.model, base, self._waits)
+        self._waits = False
         self.weights_changed()
         give_back()
         return kept

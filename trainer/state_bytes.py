@@ -75,7 +75,7 @@ def state_bytes(
     """What one rank holds of `dense` weights (replicated ones among them) and of `experts`, in training.
 
     Of a shape with adapters these are trained in place of the weights, of which then only what the forward reads is
-    held. base: nor is that, as it is read where engines have it (`sync.shared_base`).
+    held. base: nor is that, as it is read where engines have it (`sync.shared_base`), if it stands there as here.
     Exact where every parameter's size is a multiple of 64 elements.
     """
     at, memory = Layout.of(rank, config), config.optimizer
@@ -84,6 +84,10 @@ def state_bytes(
     found = {"dense": StateBytes(), "experts": StateBytes()}
     trained = list(buffers(shape, config, numerics.trainer_spec, storage, at.pp_rank))
     if shape.adapters:
+        if base:
+            frozen_ones = _of_stage(shape, config, numerics.trainer_spec, at.pp_rank)
+            kept = sum(each.elements * each.count * BF16 for each in frozen_ones if each.stands_otherwise(config.tp))
+            found["dense"] += StateBytes(parameters=kept)
         for buffer in () if base else trained:
             frozen = StateBytes(parameters=buffer.elements * BF16 + buffer.scales, operands=buffer.operands)
             found["experts" if buffer.experts else "dense"] += frozen
@@ -161,6 +165,13 @@ class _Held:
     count: int
     quantized: bool = False
     apart: bool = False
+
+    def stands_otherwise(self, ranks: int) -> bool:
+        """Whether a base has it in another order or whole (`trainer.weights.base`): a fused q|k|v in BF16, and of
+        several tensor-parallel ranks every weight of a layer in BF16."""
+        of_heads = self.weight.name.startswith("qkv")
+        is_part = ranks > 1 and self.weight.share == "split" and self.weight.place == "layers"
+        return not self.quantized and (of_heads or is_part)
 
     def operand_bytes(self, spec: TensorSpec, storage: Storage) -> int:
         if not self.quantized:

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from models.adapters import AdapterConfig
-from models.base import Base
 from models.peft import START, read_adapter
 from models.tensors import TensorRow
 from numerics.backend.probe import allow_deepgemm, allow_short_tiles, row_variant_ops
@@ -61,10 +60,11 @@ class Trainer(Scorer):
         max_sequence_length: int,
         dtype: torch.dtype = torch.bfloat16,
         adapter: AdapterConfig | None = None,
+        shared_base: bool = False,
     ) -> None:
         """Build the model, load the weights of the Hugging Face directory `model_path`, and make the optimizer.
 
-        adapter: what is trained in place of the weights.
+        adapter: what is trained in place of the weights. shared_base: see `Scorer`.
 
         Raises:
             UserError: the directory, the layout, the sizes or the adapter do not fit together.
@@ -78,6 +78,7 @@ class Trainer(Scorer):
             max_sequence_length=max_sequence_length,
             dtype=dtype,
             adapter=adapter,
+            shared_base=shared_base,
         )
         if adapter is not None:
             start = read_adapter(Path(adapter.start), model_path, self.definition, START) if adapter.start else None
@@ -189,11 +190,6 @@ class Trainer(Scorer):
         self.weights_changed()
         return extra
 
-    def adopt(self, base: Base) -> int:
-        """See :meth:`Scorer.adopt`. A checkpoint goes on naming the frozen weights as they were unquantized."""
-        _ = self._adapter
-        return super().adopt(base)
-
     def update_survival(self) -> float | None:
         """How far quantization lets merged adapters through; None where there are none, or nothing is quantized."""
         adapter, spec = self.definition.adapter, self.numerics.trainer_spec
@@ -239,7 +235,8 @@ class Trainer(Scorer):
         """What a checkpoint says of the adapters; all ranks ask at once."""
         if (adapter := self.definition.adapter) is None:
             return None
-        return {**adapter.model_dump(mode="json"), checkpoint.BASE: base_digest(self.model, self.weights)}
+        digest = base_digest(self.model, self.weights) if self.placed is None else self.placed.unquantized
+        return {**adapter.model_dump(mode="json"), checkpoint.BASE: digest}
 
     @property
     def _runs(self) -> nn.Module:

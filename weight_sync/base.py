@@ -1,9 +1,10 @@
 """One base for both sides: the quantized weights of a trainer that does not change them, in memory that engines of the
 same machine read as well.
 
-The trainer's ranks write it together, once, and from then on nobody does: all of them and every engine map it to be
-read. It outlives engines; a new one maps it again. The proof is that of any sync: the engine's digests of its
-parameters, wherever they lie, against those of what was written.
+The trainer's ranks write it together, once, from the model's files, tensor by tensor, and from then on nobody does: all
+of them and every engine map it to be read. Neither side ever holds the weights beside it: a trainer and an engine that
+wait for it have placeholders (`numerics.placeholders`). It outlives engines; a new one maps it again. The proof is
+that of any sync: the engine's digests of its parameters, wherever they lie, against those of what was written.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from models.base import Base, base_bytes
+from models.peft import digest_of_all
+from models.stored import starting_weights
 from numerics.io.shared import Shared, mapped, share
 from numerics.ranks import all_gathered, rank, together
 from numerics.spec import QuantSpec
@@ -40,12 +43,14 @@ class Placed:
     Attributes:
         base: what it reads. memory: on the rank that owns it.
         sent: digests of what the rank has written.
+        unquantized: digest of all weights as the files have them; see `models.peft.base_digest`.
         kept: bytes of the rank's frozen parameters that it still has for itself.
     """
 
     base: Base
     memory: Shared | None
     sent: Sent
+    unquantized: str
     kept: int
 
 
@@ -55,25 +60,33 @@ def place_base(model: Scorer, spec: QuantSpec) -> Placed:
 
     Raises:
         OSError: a rank cannot reach the memory of the first.
+        UserError: the files have values that are not finite.
     """
     if model.placed is not None:
         return model.placed
-    device, size = next(model.model.parameters()).device, base_bytes(model.definition, spec)
-    memory = share("base", size, device) if rank() == 0 else None
-    address = all_gathered("" if memory is None else memory.address())[0]
-    recorder = Recorder(model.definition.tensors)
+    definition, device = model.definition, next(model.model.parameters()).device
+    memory = share("base", base_bytes(definition, spec), device) if rank() == 0 else None
+    addresses = all_gathered("" if memory is None else memory.address())
+    in_files, written = Recorder(definition.tensors), Recorder(definition.tensors)
 
     def write() -> None:
-        base = Base(mapped(address, writable=True), model.definition, spec)
-        weights = served_tensors(model.weights.share(model.model), spec, model.definition)
-        for name, tensor in recorder.watch((name, tensor) for name, tensor in weights if name in base.tensors):
+        base = Base(mapped(addresses[0], writable=True), definition, spec)
+        weights = starting_weights(model.weights.path, definition, device, rank(), len(addresses))
+        served = served_tensors(in_files.watch(weights), spec, definition)
+        for name, tensor in written.watch((name, tensor) for name, tensor in served if name in base.tensors):
             base.tensors[name].copy_(tensor)
 
     together(write)
     together(lambda: None if memory is None else memory.seal())
-    base = Base(mapped(address), model.definition, spec)
-    model.placed = Placed(base, memory, recorder.sent(0), model.adopt(base))
+    base = Base(mapped(addresses[0]), definition, spec)
+    unquantized = {name: digest for part in all_gathered(in_files.sent().digests) for name, digest in part.items()}
+    model.placed = Placed(base, memory, written.sent(0), digest_of_all(unquantized), model.adopt(base))
     return model.placed
+
+
+def write_base(trainer: Ranks, spec: QuantSpec) -> list[Sent]:
+    """Have all ranks place their base, if they have not; what each has written of it."""
+    return trainer.apply(_written, spec)
 
 
 def give_base(trainer: Ranks, spec: QuantSpec, endpoints: Sequence[Endpoint], patience_s: float) -> list[Sent]:
@@ -83,7 +96,7 @@ def give_base(trainer: Ranks, spec: QuantSpec, endpoints: Sequence[Endpoint], pa
     Raises:
         EngineError: an engine cannot, and has to be replaced.
     """
-    sent = trainer.apply(_written, spec)
+    sent = write_base(trainer, spec)
     addresses = next(each for each in trainer.apply(_addresses, len(endpoints)) if each)
 
     async def read(endpoint: Endpoint, address: str) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from models import Model, read_model
 from models.peft import pair_of, read_adapter, read_config
-from models.stored import check_finite, stored_tensors
+from models.stored import starting_weights
 from models.storing import INDEX, write_directory
 from numerics.io.reading import read_bytes
 from numerics.ops.low_rank import LowRank
@@ -87,9 +87,7 @@ def convert_checkpoint(
     add = _merging(source, model, adapter) if adapter is not None else None
 
     def weights() -> Iterator[tuple[str, Tensor]]:
-        for name, tensor in stored_tensors(source, model):
-            check_finite(name, tensor)
-            weight = tensor.to(model.tensors[name].served)
+        for name, weight in starting_weights(source, model):
             yield name, add(name, weight) if add is not None else weight
 
     tensors = served_tensors(weights(), spec, model)

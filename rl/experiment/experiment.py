@@ -10,6 +10,7 @@ from pydantic import Field
 from models.adapters import AdapterConfig
 from numerics.config import NumericsConfig
 from numerics.io.section import Section
+from numerics.spec import QuantSpec
 from rl.algorithms import Algorithm
 from rl.algorithms.grpo import Grpo
 from rl.experiment.gates import GateSection, GuardSection
@@ -88,6 +89,12 @@ class Experiment(Section):
     def numerics_config(self) -> NumericsConfig:
         """The numerics of both sides, with the reduction order of the side that has several ranks."""
         return self.numerics.config(max(self.trainer.tp, self.rollout.tp))
+
+    @property
+    def base_spec(self) -> QuantSpec | None:
+        """What the frozen weights are quantized by in the memory where both sides read them, whatever the sides fall
+        back to later; None: each has its own."""
+        return self.numerics_config().rollout_spec if self.sync.shared_base else None
 
     def to_dict(self) -> dict[str, Any]:
         """Plain YAML types, every default written out."""

@@ -30,6 +30,7 @@ from rl.run.turns import Side, Turns
 from rollout.environments.config import SINGLE_TURN
 from rollout.types import NO_WEIGHTS
 from trainer.actor import TrainerGroup
+from weight_sync.base import write_base
 from weight_sync.bridge import Bridge
 from weight_sync.hf_checkpoint import write_description
 
@@ -208,8 +209,8 @@ def _bridge(experiment: Experiment, numerics: NumericsConfig, trainer: TrainerGr
 
 
 def _start_trainer(experiment: Experiment, numerics: NumericsConfig, seats: Seats) -> TrainerGroup:
-    algorithm = experiment.algorithm
-    return TrainerGroup.start(
+    algorithm, base = experiment.algorithm, experiment.base_spec
+    trainer = TrainerGroup.start(
         Path(experiment.model.path),
         experiment.trainer,
         numerics,
@@ -220,7 +221,15 @@ def _start_trainer(experiment: Experiment, numerics: NumericsConfig, seats: Seat
         reference=algorithm.needs.reference,
         critic=algorithm.critic_config(experiment.trainer),
         adapter=experiment.adapter,
+        shared_base=base is not None,
     )
+    if base is not None:
+        try:
+            write_base(trainer, base)
+        except BaseException:
+            trainer.shutdown()
+            raise
+    return trainer
 
 
 @contextmanager

@@ -30,7 +30,10 @@ def register() -> None:
     numerics = NumericsConfig.from_dict(config["numerics"])
     adapter = config.get("adapter")
     state.configure(
-        numerics, config.get("role", "policy"), AdapterConfig.model_validate(adapter) if adapter is not None else None
+        numerics,
+        config.get("role", "policy"),
+        AdapterConfig.model_validate(adapter) if adapter is not None else None,
+        config.get("shared_base", False),
     )
     hooks.install(hooks.hooks_for(numerics, torch.cuda.is_available()))
     if (drafts := config.get("speculation")) is not None:

@@ -233,7 +233,7 @@ _NATIVE_QUANTIZER_CUDA: tuple[Hook, ...] = (
 
 _EVERY_MODE: tuple[Hook, ...] = (
     # weights
-    Hook("model_executor.model_runner.ModelRunner.load_model", "after", lifecycle.after_load_model, ""),
+    Hook("model_executor.model_runner.ModelRunner.load_model", "around", lifecycle.load_model, ""),
     Hook(
         "model_executor.model_runner.ModelRunner.forward",
         "before",

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from models import read_model
-from models.base import Base
+from models.base import Base, places
 from models.tensors import EngineRank
 from numerics.backend.compiler import enable_compiler
 from numerics.backend.implementation import choose
 from numerics.backend.probe import allow_deepgemm, allow_short_tiles
 from numerics.holdings import give_back
 from numerics.io.shared import mapped
+from numerics.placeholders import ZEROS, placeholders
 from rollout import protocol
 from rollout.plugin import op_probe, sleeping
 from rollout.plugin.forms import check_forms
@@ -40,8 +43,22 @@ from rollout.protocol import (
 )
 
 
-def after_load_model(result: Any, self: Any, *args: Any, **kwargs: Any) -> None:
-    """`ModelRunner.load_model`: choose how the ops run, and take charge of the weights that it loaded."""
+def load_model(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    """`ModelRunner.load_model`, and `after_load_model`. Weights that come from a base have placeholders until then."""
+    waits = state().waits
+    if waits and (found := self.server_args.load_format) != "dummy":
+        raise RuntimeError(
+            f"fp8rl plugin: found load_format {found} for an engine that reads its weights from a base, expected "
+            "dummy; start it from a directory without weights"
+        )
+    with placeholders(ZEROS) if waits else nullcontext():
+        result = original(self, *args, **kwargs)
+    after_load_model(self)
+    return result
+
+
+def after_load_model(self: Any) -> None:
+    """Choose how the ops run, and take charge of the weights that a `ModelRunner` has loaded."""
     current = state()
     device = next(self.model.parameters()).device
     current.implementation = choose(device, current.numerics.spec)
@@ -63,7 +80,8 @@ def after_load_model(result: Any, self: Any, *args: Any, **kwargs: Any) -> None:
             current.without_deepgemm = allow_deepgemm(device)
         check_forms(definition.forward, current.provides)
     rank = EngineRank(self.ps.tp_rank, self.ps.tp_size)
-    current.weights.attach(self.model, definition, self.server_args.weight_version, rank)
+    of_base = places(definition, current.numerics.rollout_spec) if current.waits else ()
+    current.weights.attach(self.model, definition, self.server_args.weight_version, rank, of_base)
     self.model.load_weights = functools.partial(current.weights.load, self.model.load_weights)
 
 

@@ -26,6 +26,8 @@ class EngineState:
     role: Role
     weights: ServedWeights
     adapter: AdapterConfig | None = None
+    waits: bool = False
+    """For a base, and has placeholders for weights until then."""
     hooks: tuple[str, ...] = ()
     provides: tuple[str, ...] = ()
     implementation: Implementation = "torch"
@@ -38,11 +40,14 @@ class EngineState:
 _state: EngineState | None = None
 
 
-def configure(numerics: NumericsConfig, role: Role = "policy", adapter: AdapterConfig | None = None) -> None:
-    """Called once per process, before any hook is installed. adapter: that stands beside the weights."""
+def configure(
+    numerics: NumericsConfig, role: Role = "policy", adapter: AdapterConfig | None = None, waits: bool = False
+) -> None:
+    """Called once per process, before any hook is installed. adapter: that stands beside the weights. waits: see
+    `EngineState`."""
     global _state
     weights = ServedWeights(numerics.rollout_spec.weight)
-    _state = EngineState(numerics=numerics, role=role, weights=weights, adapter=adapter)
+    _state = EngineState(numerics=numerics, role=role, weights=weights, adapter=adapter, waits=waits)
 
 
 def state() -> EngineState:

@@ -8,7 +8,7 @@ Between an update and its commit the weights have no version and no forward runs
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Set
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from numerics.digest import tensor_digests
 from numerics.frozen import Frozen
 from numerics.holdings import tensors_in
 from numerics.ops import LowRank
+from numerics.placeholders import own_memory
 from numerics.quantize import QuantizedTensor
 from numerics.spec import TensorSpec
 from rollout.plugin import adapters
@@ -69,17 +70,30 @@ class ServedWeights:
         """What is known of the model beside its weights."""
         return self._loaded()[1]
 
-    def attach(self, model: nn.Module, definition: Model, version: str, rank: EngineRank = WHOLE) -> None:
+    def attach(
+        self,
+        model: nn.Module,
+        definition: Model,
+        version: str,
+        rank: EngineRank = WHOLE,
+        of_base: Collection[str] = (),
+    ) -> None:
         """Take charge of a model that has just been loaded, whole or the part of a rank. Adapters that its definition
         has are put beside its weights.
 
+        of_base: parameters that are placeholders until a base is mapped; if there are such, then so are all others,
+        which get memory.
         Raises `RuntimeError` if it is not as its table says.
         """
+        held = dict(model.named_parameters())
+        self._mapped = frozenset(parameter for name, parameter in held.items() if name in of_base)
+        for parameter in held.values() if of_base else ():
+            if parameter not in self._mapped:
+                own_memory(parameter)
         self._adapters = adapters.attach(model, definition, rank) if definition.adapter else {}
         check_table(model, definition)
         self._attached, self.rank = (model, definition), rank
         self._copies = copies_in(model)
-        self._mapped = frozenset()
         self._operands.clear()
         self._places.clear()
         self._names.clear()

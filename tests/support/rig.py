@@ -38,7 +38,7 @@ from rollout.environments.conversation import Conversation
 from rollout.sampler import check_versions
 from rollout.server.client import EngineClient
 from rollout.speculation import Speculation
-from rollout.types import Endpoint, Group, Prompt, SamplingParams, Trajectory
+from rollout.types import NO_WEIGHTS, Endpoint, Group, Prompt, SamplingParams, Trajectory
 from tests.support.warm_engine import EngineTemplate
 from trainer.actor import TrainerActor, TrainerGroup
 from trainer.config import TrainerConfig
@@ -48,7 +48,7 @@ from trainer.step.result import PassResult
 from weight_sync.adapters import HeldBase
 from weight_sync.bridge import Bridge, SyncReport
 from weight_sync.config import SyncConfig
-from weight_sync.hf_checkpoint import convert_checkpoint
+from weight_sync.hf_checkpoint import convert_checkpoint, write_description
 
 MODELS = {
     "moe": TinyModel(
@@ -112,7 +112,7 @@ class Setup:
     def served(self) -> tuple[Any, ...]:
         """What the engine depends on."""
         numerics = self.numerics.rollout_spec, self.k_splits, self.mode, self.router_replay, self.engine_tp
-        return self.model, *numerics, self.beside, self.speculation
+        return self.model, *numerics, self.beside, self.speculation, self.shared_base
 
     @property
     def beside(self) -> AdapterConfig | None:
@@ -143,7 +143,12 @@ class Rig:
         return self._runner.run(call)
 
     def start_trainer(
-        self, model: Path, config: TrainerConfig, numerics: NumericsConfig, adapter: AdapterConfig | None = None
+        self,
+        model: Path,
+        config: TrainerConfig,
+        numerics: NumericsConfig,
+        adapter: AdapterConfig | None = None,
+        shared_base: bool = False,
     ) -> TrainerGroup:
         """A trainer of a model, on ranks that others were on before; it takes the place of the one before."""
         self._up()
@@ -156,7 +161,15 @@ class Rig:
             for name in self._ranks[: config.world_size]
         ]
         return TrainerGroup.start(
-            model, config, numerics, seed=0, total_steps=100, max_sequence_length=512, seats=named, adapter=adapter
+            model,
+            config,
+            numerics,
+            seed=0,
+            total_steps=100,
+            max_sequence_length=512,
+            seats=named,
+            adapter=adapter,
+            shared_base=shared_base,
         )
 
     def stop_engine(self) -> None:
@@ -190,14 +203,16 @@ class Rig:
 
     def _engine_for(self, setup: Setup) -> Engine:
         self._up()
-        reads_a_base = self._trainer is not None and self._trainer[0].shared_base  # and may not be sent weights
-        if self._engine is None or self._engine[0] != setup.served or reads_a_base > setup.shared_base:
+        if self._engine is None or self._engine[0] != setup.served:
             self.stop_engine()
-            checkpoint = self.folder / "served"
-            convert_checkpoint(self.models[setup.model], checkpoint, setup.numerics.rollout_spec)
-            served = setup.numerics, setup.engine_tp, setup.beside, setup.speculation
+            checkpoint, model, spec = self.folder / "served", self.models[setup.model], setup.numerics.rollout_spec
+            if setup.shared_base:
+                write_description(model, checkpoint, spec)
+            else:
+                convert_checkpoint(model, checkpoint, spec)
+            served = setup.numerics, setup.engine_tp, setup.beside, setup.speculation, setup.shared_base
             engine = make_engine(self.folder / "engine.log", *served)
-            self._runner.run(engine.start(checkpoint, 0))
+            self._runner.run(engine.start(checkpoint, NO_WEIGHTS if setup.shared_base else 0))
             self._engine = setup.served, engine
         return self._engine[1]
 
@@ -205,7 +220,8 @@ class Rig:
         if self._trainer is None or self._trainer[0] != setup:
             # Three layers of up to 360 tokens in several micro-batches, and steps large enough to move every expert.
             config = TrainerConfig(lr=1e-3, warmup_steps=0, micro_batch_tokens=2048, **dict(setup.layout))
-            self._trainer = setup, self.start_trainer(self.models[setup.model], config, setup.numerics, setup.adapter)
+            own = setup.numerics, setup.adapter, setup.shared_base
+            self._trainer = setup, self.start_trainer(self.models[setup.model], config, *own)
         return self._trainer[1]
 
 
@@ -312,13 +328,18 @@ def make_engine(
     tp: int = 1,
     adapter: AdapterConfig | None = None,
     speculation: Speculation | None = None,
+    shared_base: bool = False,
     **changes: Any,
 ) -> Engine:
     """An engine as a run starts it: prefix cache on, short prefill chunks, handshake expected."""
     config = RolloutConfig(
         context_length=512, max_total_tokens=16384, chunked_prefill_size=CHUNK, tp=tp, speculation=speculation
     )
-    plugin = {"numerics": numerics.to_dict(), "adapter": adapter and adapter.model_dump(mode="json")}
+    plugin = {
+        "numerics": numerics.to_dict(),
+        "adapter": adapter and adapter.model_dump(mode="json"),
+        "shared_base": shared_base,
+    }
     options = {"plugin": plugin, "expected": expected_report(numerics, adapter)}
     return Engine(config, log, **{**options, **changes})
 

@@ -35,6 +35,7 @@ def make_trainer(layout: Layout) -> MakeTrainer:
         k_splits: int = 1,
         mode: str = "exact",
         adapter: Any = None,
+        shared_base: bool = False,
         **config: Any,
     ) -> Any:
         from trainer.trainer import Trainer
@@ -52,6 +53,7 @@ def make_trainer(layout: Layout) -> MakeTrainer:
             max_sequence_length=LENGTH,
             dtype=dtype,
             adapter=adapter,
+            shared_base=shared_base,
         )
 
     return make

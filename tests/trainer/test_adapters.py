@@ -11,7 +11,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from models import read_shape
 from models.adapters import AdapterConfig
+from models.peft import base_digest
 from numerics.errors import UserError
 from numerics.spec import QuantSpec
 from tests.support.batches import cross_entropy, random_batch
@@ -21,6 +23,7 @@ from trainer.base import Base
 from trainer.inventory import inventory
 from trainer.modules.adapter import Adapter
 from trainer.modules.weights import is_adapter, named_weights
+from trainer.state_bytes import state_bytes
 from weight_sync.base import place_base
 
 
@@ -172,13 +175,22 @@ def test_adapters_resume_bit_for_bit_from_a_checkpoint_that_has_nothing_else(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("precision", "preset"), [("fp8", "fp8_block_pow2"), ("bf16", "bf16")])
 def test_weights_that_engines_read_too_are_trained_beside_and_resumed_as_before(
-    moe_path: Path, tmp_path: Path, make_trainer: MakeTrainer
+    precision: str, preset: str, moe_path: Path, tmp_path: Path, make_trainer: MakeTrainer
 ) -> None:
-    """Each way between two trainers of which one has given its frozen weights to a base."""
-    config, spec = AdapterConfig(rank=4), QuantSpec.preset("fp8_block_pow2")
-    apart, shared = (make_trainer(moe_path, "fp8", adapter=config) for _ in range(2))
-    place_base(shared, spec)
+    """Each way between two trainers of which one has its frozen weights in a base, and never had them elsewhere."""
+    config, spec = AdapterConfig(rank=4), QuantSpec.preset(preset)
+    apart, shared = (make_trainer(moe_path, precision, adapter=config, shared_base=shared) for shared in (False, True))
+    frozen = [p for p in shared.model.parameters() if not p.requires_grad]
+    assert len({p.untyped_storage().data_ptr() for p in frozen}) == 1 and all(p.isnan().all() for p in frozen)
+    assert frozen[0].untyped_storage().nbytes() == max(p.nbytes for p in frozen)
+    placed = place_base(shared, spec)
+    assert placed.unquantized == base_digest(moe_path, shared.definition)
+    planned = state_bytes(read_shape(moe_path, adapter=config), shared.config, shared.numerics, "torch", base=True)
+    adapters = 2 * sum(p.numel() for p in shared.model.parameters() if p.requires_grad)
+    assert placed.kept + adapters == sum(each.parameters for each in planned.values())
+    assert (placed.kept > 0) == (preset == "bf16"), "q, k and v stand there in another order"
     assert train(shared, 0, 2) == train(apart, 0, 2)
     shared.save(tmp_path / "shared", {})
     apart.save(tmp_path / "apart", {})

@@ -20,15 +20,15 @@ from trainer.distributed.layout import Layout
 from trainer.weights.table_bridge import TableBridge
 
 
-def adopt(parameter: nn.Parameter, names: Sequence[str], base: Base, scales: TableBridge, layout: Layout) -> int:
-    """Have a frozen parameter read from the base. Returns the bytes that stay its own.
+def adopt(parameter: nn.Parameter, names: Sequence[str], base: Base, scales: TableBridge, layout: Layout) -> bool:
+    """Have a frozen parameter read from the base; whether it can be.
 
     names: in the whole model; of stacked experts, of each. scales: the bridge of the scales of weights.
     """
     in_table = all(name in base.model.tensors.in_megatron for name in names)
     rows = [scales.rows(name) for name in names] if in_table else []
     if not rows or rows[0][0].name not in base.tensors:
-        return 0
+        return False
     stacked = parameter.dim() == 3
     held = base.fused(rows[0], len(rows) if stacked else 0)
     split = getattr(parameter, "tensor_model_parallel", False) and not stacked and rows[0][0].expert is None
@@ -36,12 +36,12 @@ def adopt(parameter: nn.Parameter, names: Sequence[str], base: Base, scales: Tab
     ranks, rank = (layout.tp_size, layout.tp_rank) if split else (1, 0)
     if isinstance(held, QuantizedTensor):
         freeze(parameter, _frozen(held, names[0], rows[0], parameter, scales, ranks, rank, axis))
-        return 0
+        return True
     view = held if axis is None else held.chunk(ranks, axis)[rank]
     if rows[0][0].megatron.layout == "heads" or len(rows[0]) > 1 < ranks or not _alike(view, parameter):
-        return parameter.nbytes
+        return False
     parameter.data = view
-    return 0
+    return True
 
 
 def _frozen(

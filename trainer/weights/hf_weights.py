@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from models.storing import write_directory
 from models.tensors import TensorRow
 from numerics.errors import user_error
 from numerics.frozen import frozen_of
+from numerics.placeholders import own_memory
 from numerics.quantize import QuantizedTensor
 from numerics.ranks import all_gathered, exhaust, rank, together
 from numerics.spec import TensorSpec
@@ -43,6 +44,9 @@ class HFWeights:
     matrix [N, K], and its scales as a matrix [N / block, K / block].
 
     config: of the Megatron model. quantized_as: how such weights are quantized. cache: says which weight is served.
+
+    Attributes:
+        path: of the checkpoint that the model begins with.
     """
 
     def __init__(
@@ -55,7 +59,7 @@ class HFWeights:
         layout: Layout,
         dtype: torch.dtype = torch.bfloat16,
     ) -> None:
-        self._path, self._spec, self._dtype = Path(model_path), quantized_as, dtype
+        self.path, self._spec, self._dtype = Path(model_path), quantized_as, dtype
         self._definition, self._table, self._cache = definition, definition.tensors, cache
         self._bridge = TableBridge(self._table, config)
         scales = TableBridge(self._table, config, quantized_as.group)
@@ -64,23 +68,25 @@ class HFWeights:
         self._base: Base | None = None
 
     @torch.no_grad()
-    def load(self, model: GPTModel) -> None:
-        """Fill the model from the directory's safetensors files."""
-        if not any(self._path.glob("*.safetensors")):
+    def load(self, model: GPTModel, names: Collection[str] | None = None) -> None:
+        """Fill the model, or of what it holds these, by name, from the directory's safetensors files."""
+        if not any(self.path.glob("*.safetensors")):
             raise user_error(
                 "model.path",
-                found=str(self._path),
+                found=str(self.path),
                 expected="a model directory with *.safetensors weights",
                 remedy="Download the weights, or convert them to safetensors.",
             )
-        quantized = {name: p for name, p in model.named_parameters() if te_weights.is_quantized(p)}
+        to_fill = {name: held for name, held in self._held(model) if names is None or name in names}
+        quantized = {name: p for name, p in to_fill.items() if te_weights.is_quantized(p)}
         plain = {name: torch.empty(p.shape, dtype=self._dtype, device=p.device) for name, p in quantized.items()}
-        tensors = {name: plain.get(name, held.detach()) for name, held in self._held(model)}
-        rows, whole = self.rows(model), self.whole_names(model)
-        held = {whole[name]: each for name, each in self._held(model)}
+        tensors = {name: plain.get(name, held.detach()) for name, held in to_fill.items()}
+        whole = self.whole_names(model)
+        rows = {name: self._bridge.rows(whole[name]) for name in to_fill}
+        held = {whole[name]: each for name, each in to_fill.items()}
         named = {whole[name]: tensor for name, tensor in tensors.items()}
         by_name = {whole[name]: each for name, each in rows.items()}
-        self._bridge.load_weights([_StandIn(model, named, held, by_name)], str(self._path))
+        self._bridge.load_weights([_StandIn(model, named, held, by_name)], str(self.path))
         for name, tensor in tensors.items():
             check_finite(" and ".join(row.name for row in rows[name]), tensor)
         for name, parameter in quantized.items():
@@ -94,16 +100,25 @@ class HFWeights:
         """
         return self._exporter.share(self._served(model), self._base)
 
-    def adopt(self, model: GPTModel, base: Base) -> int:
+    def adopt(self, model: GPTModel, base: Base, waits: bool = False) -> int:
         """Have what is frozen of the model read from a base; the bytes of the parameters that could not.
 
-        See :mod:`trainer.weights.base`.
+        See :mod:`trainer.weights.base`. waits: nothing of the model was loaded; what the base has not is.
         """
         self._base = base
         whole = self.whole_names(model)
-        frozen = ((name, p) for name, p in model.named_parameters() if not p.requires_grad)
-        parts = ((p, [whole[one] for one, _ in matrices(name, p)]) for name, p in frozen)
-        return sum(adopt(parameter, names, base, self._scales, self._layout) for parameter, names in parts)
+        frozen = [(name, p) for name, p in model.named_parameters() if not p.requires_grad]
+        parts = {name: [one for one, _ in matrices(name, p)] for name, p in frozen}
+        kept = [
+            (name, p)
+            for name, p in frozen
+            if not adopt(p, [whole[one] for one in parts[name]], base, self._scales, self._layout)
+        ]
+        if waits:
+            for _, parameter in kept:
+                own_memory(parameter)
+            self.load(model, {*(one for name, _ in kept for one in parts[name]), *dict(self._buffers(model))})
+        return sum(parameter.nbytes for _, parameter in kept)
 
     def base(self, model: GPTModel) -> Iterator[tuple[str, Tensor | QuantizedTensor]]:
         """The same of the weights alone, without adapters in or beside them."""
@@ -174,7 +189,7 @@ class HFWeights:
     def write(self, model: GPTModel, path: Path) -> None:
         """Write a Hugging Face directory: the weights, dequantized, and what the source directory has besides: other
         files, and draft layers as they are."""
-        drafts = draft_tensors(self._path, self._definition) if rank() == 0 else ()
+        drafts = draft_tensors(self.path, self._definition) if rank() == 0 else ()
         write_directory(Path(path).absolute(), chain(self._plain(self.share(model)), drafts), self._copy_description)
 
     def write_adapters(self, model: GPTModel, path: Path, base: Path | None = None) -> None:
@@ -182,11 +197,11 @@ class HFWeights:
         read from, or another one with the same weights."""
         shares = all_gathered({name: tensor.cpu() for name, tensor in self._plain(self.adapters(model))})
         tensors = {name: tensor for share in shares for name, tensor in share.items()}
-        together(lambda: write_adapter(path, tensors, self._definition, base or self._path) if rank() == 0 else None)
+        together(lambda: write_adapter(path, tensors, self._definition, base or self.path) if rank() == 0 else None)
 
     def _copy_description(self, partial: Path) -> None:
         """What is beside the weights; config.json does not say any more that they are in FP8."""
-        shutil.copytree(self._path, partial, ignore=shutil.ignore_patterns(*_WEIGHT_FILES, ".*"), dirs_exist_ok=True)
+        shutil.copytree(self.path, partial, ignore=shutil.ignore_patterns(*_WEIGHT_FILES, ".*"), dirs_exist_ok=True)
         config = json.loads((partial / "config.json").read_text())
         if config.pop("quantization_config", None) is not None:
             (partial / "config.json").write_text(json.dumps(config, indent=1))

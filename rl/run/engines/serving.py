@@ -45,7 +45,13 @@ def engine_maker(
 ) -> Callable[[int], Any]:
     """Makes the actor of an engine of this role, by its index, on `numerics`; folder: for its log."""
     config, adapter = engine_config(experiment, role), engine_adapter(experiment, role)
-    plugin = {"numerics": numerics.to_dict(), "role": role, "adapter": adapter and adapter.model_dump(mode="json")}
+    base = experiment.base_spec if role == "policy" else None
+    plugin = {
+        "numerics": numerics.to_dict(),
+        "role": role,
+        "adapter": adapter and adapter.model_dump(mode="json"),
+        "shared_base": base is not None and base == numerics.rollout_spec,
+    }
 
     def make(index: int) -> Any:
         seat = seats.engine(role, index)

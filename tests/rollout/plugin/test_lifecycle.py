@@ -37,7 +37,14 @@ def loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     one_rank = SimpleNamespace(tp_rank=0, tp_size=1)
     model = build(TENSORS)
     model.load_weights = lambda weights: load(model, dict(weights))
-    lifecycle.after_load_model(None, SimpleNamespace(model=model, server_args=arguments, ps=one_rank))
+    lifecycle.load_model(lambda runner: None, SimpleNamespace(model=model, server_args=arguments, ps=one_rank))
+
+
+def test_an_engine_that_waits_for_a_base_is_not_loaded_from_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(state.state(), "waits", True)
+    runner = SimpleNamespace(server_args=SimpleNamespace(load_format="auto"))
+    with pytest.raises(RuntimeError, match="found load_format auto for an engine that reads .* expected dummy"):
+        lifecycle.load_model(lambda runner: pytest.fail("loaded"), runner)
 
 
 def sglang(action: str) -> Any:

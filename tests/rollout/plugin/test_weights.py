@@ -10,10 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from models.architecture import Model
-from models.base import Base, base_bytes
+from models.base import Base, base_bytes, places
 from models.parts import embedding, last_tensors, latent_attention_tensors
 from models.sizes import Latent, ModelSizes
 from models.tensors import TensorRow, TensorTable
+from numerics.frozen import Frozen
+from numerics.placeholders import ZEROS, placeholders
 from numerics.quantize import QuantizedTensor
 from rollout.plugin import weights as plugin_weights
 from rollout.plugin.held import hf_tensors
@@ -273,6 +275,24 @@ def test_an_engine_that_maps_a_base_holds_its_tensors_and_has_no_copy(served: Se
     served.release()  # the memory of others stays
     served.occupy()
     assert not sent(NEW, "4").differences(served.commit("4"))
+
+
+def test_an_engine_that_waits_for_a_base_has_no_weights_before_it() -> None:
+    with placeholders(ZEROS):
+        model = build(OLD)
+    held = dict(model.named_parameters())
+    served = ServedWeights(SPEC.weight)
+    apart = "model.norm.weight"
+    served.attach(model, DEFINITION, "0", of_base=places(DEFINITION, SPEC).keys() - {apart})
+    shared = {each.untyped_storage().data_ptr() for name, each in held.items() if name != apart}
+    assert len(shared) == 1 and list(served.everything()) == [held[apart]]
+    assert held[apart].untyped_storage().nbytes() == held[apart].nbytes
+    operand = served.operand(held[W13])  # which warm-ups and graphs of a start compute with
+    assert isinstance(operand, Frozen) and not operand.dequantized().any()
+    with pytest.raises(RuntimeError, match=f"found {ATTENTION}o_proj.weight sent to an engine that reads it from"):
+        served.load(lambda weights: list(weights), [(f"{ATTENTION}o_proj.weight", NEW[f"{ATTENTION}o_proj.weight"])])
+    served.map_base(base_of(NEW))
+    assert not sent(NEW, "1").differences(served.commit("1"))
 
 
 def places_in(base: Base) -> set[int]:
