@@ -10,6 +10,7 @@ CONFIGS = ROOT / "diagnose/plan/configs"
 REAL_SPECS = {
     "qwen3_4b_one_gpu": "h100",
     "qwen3_4b_lora_one_gpu": "h100",
+    "qwen3_30b_a3b_lora_one_gpu": "h100",
     "qwen3_30b_a3b": "h200",
     "qwen3_235b_a22b": "h200",
     "glm_4_7_flash": "h200",

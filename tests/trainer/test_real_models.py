@@ -14,7 +14,11 @@ from trainer.distributed.layout import Layout
 from trainer.state_bytes import buffers
 
 BLOCK = 128
-CONFIG_OF = {"qwen3_4b_one_gpu": "qwen3_4b", "qwen3_4b_lora_one_gpu": "qwen3_4b"}
+CONFIG_OF = {
+    "qwen3_4b_one_gpu": "qwen3_4b",
+    "qwen3_4b_lora_one_gpu": "qwen3_4b",
+    "qwen3_30b_a3b_lora_one_gpu": "qwen3_30b_a3b",
+}
 
 
 @pytest.mark.slow

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from models.shape import BF16_BYTES
+from models.shape import BF16_BYTES, WeightGroup
+from models.tensors import TensorRow
 from rl.experiment.budget.engine_room import CONTEXT_BYTES
 from rl.experiment.budget.gpus import GPUS_PER_NODE
 from rl.experiment.budget.job import Job
@@ -193,7 +194,8 @@ def _trainer(job: Job, rank: int) -> dict[str, Mapping[Phase, float]]:
         found["logits"] = {"train": logit_bytes(job)}
     found["buckets"] = {"sync": float(BUCKETS * job.bucket_bytes)}
     if job.base:
-        found["weights before the base"] = {"sync": _before_the_base(job, rank)}
+        found["placeholders"] = {"sync": float(_placeholders(job))}
+        found["operands of a call"] = {"train": float(_operands_of_a_call(job))}
     if job.reference:
         found["reference"] = _through(sum(state.parameters + state.operands for state in states.values()))
     if job.teacher is not None:
@@ -209,14 +211,31 @@ def _trainer(job: Job, rank: int) -> dict[str, Mapping[Phase, float]]:
     return _held(found)
 
 
-def _before_the_base(job: Job, rank: int) -> float:
-    """Bytes of the first sync: the BF16 weights that a trainer has read, and those that an engine began with. Both give
-    way to the base, which is written from the first."""
-    states = state_bytes(job.shape, job.layout, job.numerics, "torch", rank).values()
-    own = sum(state.parameters for state in states) - sum(
-        state.parameters for state in trainer_state(job, rank).values()
+def _placeholders(job: Job) -> int:
+    """Bytes of the first sync, and before: of the largest parameter on either side, which all others share until they
+    are read from the base (`numerics.placeholders`)."""
+    spec, weights = job.numerics.rollout_spec, job.shape.weights
+    trainers = max(weight.size * weight.copies // _ranks(job, weight) * BF16_BYTES for weight in weights)
+    engines = max(
+        weight.size * weight.copies * (spec.weight.dtype.itemsize if quantized else BF16_BYTES)
+        for weight in weights
+        for quantized in {layer in job.shape.quantized_layers(weight, spec) for layer in weight.layers or (0,)}
     )
-    return own + float(served_bytes(job.shape, job.numerics.rollout_spec, job.engine_tp))
+    return trainers + engines
+
+
+def _operands_of_a_call(job: Job) -> int:
+    """Bytes of what the backward of a frozen weight makes of its codes, and forgets (`numerics.frozen`), for the
+    largest: their transpose, or where it computes in BF16 what they say, and the transpose of that."""
+    spec = job.numerics.trainer_spec
+    each = 1 if job.numerics.trainer == "fp8" else 2 * spec.weight.dequantized_dtype.itemsize
+    quantized = (weight for weight in job.shape.weights if job.shape.quantized_layers(weight, spec))
+    return max((weight.size * weight.copies // _ranks(job, weight) * each for weight in quantized), default=0)
+
+
+def _ranks(job: Job, weight: WeightGroup) -> int:
+    """How many ranks of a trainer share the weights of a layer."""
+    return {"split": job.layout.tp, "experts": job.layout.ep, "replicated": 1}[weight.share]
 
 
 def _leaves(name: str) -> bool:
@@ -225,7 +244,7 @@ def _leaves(name: str) -> bool:
 
 
 def _engine(job: Job) -> dict[str, Mapping[Phase, float]]:
-    adapters = sum(math.prod(row.shape) for row in job.shape.adapters) * BF16_BYTES if job.separate else 0
+    adapters = adapter_bytes(job.shape.adapters) if job.separate else 0
     return {
         "engine weights": _through(adapters + served_bytes(job.shape, job.numerics.rollout_spec, job.engine_tp)),
         "KV cache": _through(job.kv_tokens * cache_bytes(job)),
@@ -233,6 +252,20 @@ def _engine(job: Job) -> dict[str, Mapping[Phase, float]]:
         "engine workspace": {"rollout": job.working_bytes},
         "engine buckets": {"sync": float(BUCKETS * job.bucket_bytes)},
     }
+
+
+def adapter_bytes(adapters: Sequence[TensorRow]) -> int:
+    """Bytes of adapters in an engine: the pairs, and of matrices that one product fuses each B once more, in rows as
+    wide as all of their ranks together (`numerics.ops.low_rank`)."""
+    fused: dict[tuple[str, int | None], list[TensorRow]] = {}
+    for row in adapters:
+        fused.setdefault((row.engine.parameter, row.engine.index), []).append(row)
+    wide = sum(
+        sum(row.shape[0] for row in rows) * sum(row.shape[1] for row in rows)
+        for rows in fused.values()
+        if len(rows) > 1 and ".lora_B." in rows[0].name
+    )
+    return (wide + sum(math.prod(row.shape) for row in adapters)) * BF16_BYTES
 
 
 def _held(classes: Mapping[str, Mapping[Phase, float]]) -> dict[str, Mapping[Phase, float]]:

@@ -22,7 +22,11 @@ from tests.support.paths import CONFIGS, EXAMPLES
 from weight_sync.served_bytes import served_bytes
 
 H100, H200 = ("NVIDIA H100 80GB HBM3", 79 << 30), ("NVIDIA H200", 139 << 30)
-MODELS = {"qwen3_4b_one_gpu": "qwen3_4b", "qwen3_4b_lora_one_gpu": "qwen3_4b"}
+MODELS = {
+    "qwen3_4b_one_gpu": "qwen3_4b",
+    "qwen3_4b_lora_one_gpu": "qwen3_4b",
+    "qwen3_30b_a3b_lora_one_gpu": "qwen3_30b_a3b",
+}
 Machine = Callable[..., None]
 
 
@@ -50,11 +54,14 @@ def test_specs_for_real_models_are_let_through_on_their_gpus(machine: Machine) -
     machine(H100, 1)
     checked("qwen3_4b_one_gpu")
     checked("qwen3_4b_lora_one_gpu")
+    checked("qwen3_30b_a3b_lora_one_gpu")
+    with pytest.raises(UserError, match="found '1[0-9]{2}.. GB on the GPU of rank 0"):
+        checked("qwen3_30b_a3b_lora_one_gpu", "sync.shared_base=false")
     machine(H200, 8)
     checked("qwen3_30b_a3b")
 
 
-def test_a_base_that_is_read_by_both_sides_is_counted_once_but_for_the_first_sync(machine: Machine) -> None:
+def test_a_base_that_is_read_by_both_sides_is_counted_once_and_before_it_two_placeholders(machine: Machine) -> None:
     machine(H100, 1)
     gpu, experiment = own_gpu(), load_experiment(EXAMPLES / "qwen3_4b_lora_one_gpu.yaml")
     assert gpu is not None
@@ -65,8 +72,12 @@ def test_a_base_that_is_read_by_both_sides_is_counted_once_but_for_the_first_syn
     assert one["dense parameters"]["train"] == adapters and "dense operands" not in one
     assert two["dense parameters"]["train"] == adapters + 2 * shape.parameters
     served = served_bytes(shape, experiment.numerics_config().rollout_spec)
-    assert one["engine weights"]["train"] == two["engine weights"]["train"] == served + adapters
-    assert one["weights before the base"] == {"sync": 2 * shape.parameters + served}
+    rows, ranks = (32 + 2 * 8) * 128, 3 * 32  # q, k and v together; gate and up
+    wide = 36 * (rows * ranks + 2 * 9728 * 2 * 32) * 2
+    assert one["engine weights"]["train"] == two["engine weights"]["train"] == served + adapters + wide
+    embedding = 2 * 151936 * 2560
+    assert one["placeholders"] == {"sync": 2 * embedding}
+    assert one["operands of a call"] == {"train": 2 * 9728 * 2560}, "the transposed codes of gate and up"
 
 
 @pytest.mark.parametrize(
