@@ -1,15 +1,20 @@
 """One base for a frozen trainer and its engines: what both have in memory, against one copy; the same bits; the time.
 
-What a process holds beside the base is counted by what it gives back: own copies, of known size, are replaced by the
-mapping, and what they leave behind in private memory counts as held.
+A process is measured against itself: its private memory as it scores on the base, less that of before. Before, a
+trainer is not there, and an engine waits with a placeholder, of known size, and scores with it what it scores later:
+engines differ from each other by some 30 MB. That an engine which waits holds no weights that it should not is seen
+against one with copies of its own, of known size, as well as that difference lets it.
 """
 
 from __future__ import annotations
 
 import asyncio
+import gc
 import statistics
 import tempfile
-from collections.abc import Iterable
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,24 +27,25 @@ from bench.measure import Result, interleaved, median_ratio
 from models.tiny import TinyModel, write_tiny_model
 from numerics.backend.compiler import enable_compiler
 from numerics.config import NumericsConfig
-from numerics.holdings import give_back, tensors_in
+from numerics.holdings import give_back
 from numerics.spec import QuantSpec
 from rl.run.engines.serving import expected_report
 from rollout.config import RolloutConfig
 from rollout.engine import Engine
 from rollout.server.client import EngineClient
-from rollout.types import Endpoint
+from rollout.types import NO_WEIGHTS, Endpoint
 from trainer.config import TrainerConfig
 from trainer.distributed import parallel
 from trainer.step.batch import TokenBatch
-from weight_sync.base import give_base
+from weight_sync.base import give_base, place_base
 from weight_sync.bridge import send_and_verify
-from weight_sync.hf_checkpoint import convert_checkpoint
+from weight_sync.hf_checkpoint import convert_checkpoint, write_description
 from weight_sync.manifest import Manifest, Sent
 from weight_sync.quantized import would_send
 
 MODEL = TinyModel(layers=14, hidden=1024, heads=8, kv_heads=2, intermediate=1024, experts=16, top_k=2, vocab=2048)
-ENGINES = 2
+ENGINES = 3
+"""One with copies of its own, and two that read the base."""
 ROWS, WIDTH, ROUNDS = 4, 128, 5
 
 
@@ -76,69 +82,118 @@ def _is_base(path: str) -> bool:
     return path.startswith("/memfd:base")
 
 
+class Peak:
+    """The most anonymous memory that this process has had since, in bytes, less what it had at first."""
+
+    bytes = 0
+
+
+@contextmanager
+def watched() -> Iterator[Peak]:
+    """The peak within the block, as a thread sees it every 2 ms."""
+    give_back()
+    found, first, done = Peak(), _anonymous(), threading.Event()
+
+    def watch() -> None:
+        while not done.wait(0.002):
+            found.bytes = max(found.bytes, _anonymous() - first)
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        yield found
+    finally:
+        done.set()
+        thread.join()
+
+
+def _anonymous() -> int:
+    """Without files, which the kernel takes back as it likes, and without the base."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("RssAnon:"))
+
+
 def _measure(folder: Path, layout: Any) -> list[Result]:
     from trainer.scorer import Scorer
 
     spec = QuantSpec.preset("fp8_block_pow2")
     numerics = NumericsConfig(spec=spec)
     convert_checkpoint(folder / "model", folder / "served", spec)
-    scorer = Scorer(folder / "model", TrainerConfig(), numerics, layout, max_sequence_length=WIDTH)
-    scorer.model.requires_grad_(False)
-    ranks = SimpleNamespace(apply=lambda function, *args: [function(scorer, *args)])
+    write_description(folder / "model", folder / "described", spec)
     tokens = torch.randint(6, MODEL.vocab, (ROWS, WIDTH - 4), generator=torch.Generator().manual_seed(0))
     lengths = torch.full((ROWS,), tokens.shape[1])
     mask = torch.ones_like(tokens, dtype=torch.bool)
     mask[:, 0] = False
     batch = TokenBatch(tokens, lengths, mask, 1.0)
+
+    def scorer(shared_base: bool) -> Any:
+        model = folder / "model"
+        made = Scorer(model, TrainerConfig(), numerics, layout, max_sequence_length=WIDTH, shared_base=shared_base)
+        made.model.requires_grad_(False)
+        return made
+
+    scorer(False).score(batch)  # what is compiled, and all that a first model leaves
+    gc.collect()
+    here_before = Memory.of(psutil.Process().pid)
+    with watched() as peak:
+        shared = scorer(True)
+        place_base(shared, spec)
+    here_score = shared.score(batch)[1]
+    here_after = Memory.of(psutil.Process().pid)
+    with watched() as own_peak:
+        own = scorer(False)
+        logprobs = own.score(batch)[1].clone()
+    ranks = SimpleNamespace(apply=lambda function, *args: [function(shared, *args)])
     config = RolloutConfig(max_total_tokens=4096, context_length=WIDTH + 64, prefix_cache=False)
     plugin, report = {"numerics": numerics.to_dict()}, expected_report(numerics)
-    engines = [Engine(config, folder / f"engine{index}.log", plugin, report) for index in range(ENGINES)]
     runner = asyncio.Runner()
-    endpoints = [runner.run(engine.start(folder / "served")) for engine in engines]
-
-    def seconds() -> tuple[list[float], list[float]]:
-        sides = {
-            "trainer": lambda: scorer.score(batch),
-            "engine": lambda: runner.run(engines[0].score(tokens.tolist())),
-        }
-        times = interleaved(sides, ROUNDS, warmup=2)
-        return times["trainer"], times["engine"]
+    engines, endpoints = [], []
+    for index in range(ENGINES):
+        waits = {"shared_base": index > 0}
+        engines.append(Engine(config, folder / f"engine{index}.log", plugin | waits, report))
+        start = (folder / "described", NO_WEIGHTS) if index else (folder / "served", 0)
+        endpoints.append(runner.run(engines[-1].start(*start)))
 
     def memory() -> list[Memory]:
         for engine in engines:
-            runner.run(engine.score(tokens.tolist()))
+            for _ in range(2):
+                runner.run(engine.score(tokens.tolist()))
         pids = [runner.run(engine.health()).pid for engine in engines]
-        return [Memory.of(pid) for pid in (psutil.Process().pid, *filter(None, pids))]
+        return [Memory.of(pid) for pid in pids if pid is not None]
 
     try:
-        before_s = seconds()
-        own = [_bytes_of_trainer(scorer), *(runner.run(_bytes_of_engine(each)) for each in endpoints)]
-        apart = memory()
-        logprobs = scorer.score(batch)[1].clone()
-        whole = would_send(scorer.weights.share(scorer.model), spec, scorer.definition)
-        manifest, sync, problems = send_and_verify(lambda: _given(ranks, spec, endpoints), spec, endpoints, 0)
+        before, engines_own = memory(), runner.run(_bytes_of_engine(endpoints[0]))
+        whole = would_send(own.weights.share(own.model), spec, own.definition)
+        on_base = endpoints[1:]
+        manifest, sync, problems = send_and_verify(lambda: _given(ranks, spec, on_base), spec, on_base, 0)
         assert not problems and manifest == Manifest.merged(0, spec, [whole]), problems
-        after_s = seconds()
         together = memory()
         there = torch.tensor(runner.run(engines[1].score(tokens.tolist())))
-        here = scorer.score(batch)[1]
-        different = int((here != logprobs).sum() + (here[:, 1:] != there).sum())
+        different = int((here_score != logprobs).sum() + (here_score[:, 1:] != there).sum())
+        sides = {
+            "trainer": (lambda: shared.score(batch), lambda: own.score(batch)),
+            "engine": tuple(
+                lambda engine=engine: runner.run(engine.score(tokens.tolist())) for engine in (engines[1], engines[0])
+            ),
+        }
+        times = {
+            side: interleaved({"base": base, "own": apart}, ROUNDS, warmup=2) for side, (base, apart) in sides.items()
+        }
     finally:
         for engine in engines:
             runner.run(engine.stop())
         runner.close()
-    one = len(scorer.placed.base.flat)
-    left = [o - (a.private - t.private) for o, a, t in zip(own, apart, together, strict=True)]
-    names = ("trainer", *(f"engine {index}" for index in range(ENGINES)))
-    mapped = sum(each.of_base for each in together)
+    one = len(shared.placed.base.flat)
+    placeholder = max(view.nbytes for view in shared.placed.base.parameters.values())
+    mapped = Memory.of(psutil.Process().pid).of_base + sum(each.of_base for each in together)
+    left = [here_after.private - here_before.private]
+    left += [after.private - (b.private - placeholder) for after, b in zip(together[1:], before[1:], strict=True)]
+    apart = [each.private - (before[0].private - engines_own) for each in together[1:]]
     parts = {"one copy (MB)": one / 1e6, "mapped by all (MB)": mapped / 1e6, "mapping and proof (s)": sync.seconds}
-    for name, o, a, t, rest in zip(names, own, apart, together, left, strict=True):
-        parts |= {
-            f"{name}, its own copies before (MB)": o / 1e6,
-            f"{name}, private before (MB)": a.private / 1e6,
-            f"{name}, private with the base (MB)": t.private / 1e6,
-            f"{name}, left behind (MB)": rest / 1e6,
-        }
+    for name, rest in zip(("trainer", "engine 1", "engine 2"), left, strict=True):
+        parts[f"{name}, private beside the base (MB)"] = rest / 1e6
+    for name, rest in zip(("engine 1", "engine 2"), apart, strict=True):
+        parts[f"{name}, by an engine with {engines_own / 1e6:.0f} MB of its own (MB)"] = rest / 1e6
     return [
         Result(
             name="resident bytes of the base, a trainer and an engine / one copy (one more engine maps it too)",
@@ -148,7 +203,14 @@ def _measure(folder: Path, layout: Any) -> list[Result]:
             parts=parts,
         ),
         Result(
-            name="log-probabilities that differ: trainer before and on the base, and an engine on it",
+            name="most private memory of a trainer as it starts on a base / with weights of its own",
+            value=peak.bytes / own_peak.bytes,
+            bar=0.2,
+            at_least=False,
+            parts={"on a base (MB)": peak.bytes / 1e6, "with its own, and operands (MB)": own_peak.bytes / 1e6},
+        ),
+        Result(
+            name="log-probabilities that differ: trainer with its own weights and on the base, and an engine on it",
             value=different,
             bar=0,
             at_least=False,
@@ -157,28 +219,18 @@ def _measure(folder: Path, layout: Any) -> list[Result]:
         *(
             Result(
                 name=f"time of the {side} to score {ROWS * WIDTH} tokens, on the base / with copies of its own",
-                value=median_ratio(after, before),
-                bar=limit,
+                value=median_ratio(taken["base"], taken["own"]),
+                bar=1.5,
                 at_least=False,
-                parts={"on the base (s)": statistics.median(after), "own (s)": statistics.median(before)},
+                parts={f"{name} (s)": statistics.median(each) for name, each in taken.items()},
             )
-            for side, before, after, limit in zip(("trainer", "engine"), before_s, after_s, (1.5, 1.5), strict=True)
+            for side, taken in times.items()
         ),
     ]
 
 
 def _given(ranks: Any, spec: QuantSpec, endpoints: list[Endpoint]) -> list[Sent]:
     return give_base(ranks, spec, endpoints, 600.0)
-
-
-def _bytes_of_trainer(scorer: Any) -> int:
-    operands = (each for _, operand in scorer.cache.operands() for each in tensors_in(operand))
-    return _distinct([*scorer.model.parameters(), *operands])
-
-
-def _distinct(tensors: Iterable[torch.Tensor]) -> int:
-    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
-    return sum(storages.values())
 
 
 async def _bytes_of_engine(endpoint: Endpoint) -> int:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import pickle
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,7 +26,7 @@ from trainer.inventory import inventory
 from trainer.modules.adapter import Adapter
 from trainer.modules.weights import is_adapter, named_weights
 from trainer.state_bytes import state_bytes
-from weight_sync.base import place_base
+from weight_sync.base import write_base
 
 
 def spread(trainer: Any, size: float = 0.02) -> None:
@@ -185,7 +187,9 @@ def test_weights_that_engines_read_too_are_trained_beside_and_resumed_as_before(
     frozen = [p for p in shared.model.parameters() if not p.requires_grad]
     assert len({p.untyped_storage().data_ptr() for p in frozen}) == 1 and all(p.isnan().all() for p in frozen)
     assert frozen[0].untyped_storage().nbytes() == max(p.nbytes for p in frozen)
-    placed = place_base(shared, spec)
+    (sent,) = write_base(SimpleNamespace(apply=lambda function, *args: [function(shared, *args)]), spec)
+    placed = shared.placed
+    assert pickle.loads(pickle.dumps(sent)).digests == placed.base.digests(), "what a rank answers the driver"
     assert placed.unquantized == base_digest(moe_path, shared.definition)
     planned = state_bytes(read_shape(moe_path, adapter=config), shared.config, shared.numerics, "torch", base=True)
     adapters = 2 * sum(p.numel() for p in shared.model.parameters() if p.requires_grad)

@@ -108,9 +108,12 @@ def _cure(job: Job, name: str, gpu_memory: float) -> Cure | None:
             return Cure("trainer.optimizer.moments", "Set trainer.optimizer.moments=bf16.")
         case "masters" | "moments":
             return Cure("trainer.dp", "Raise trainer.dp, whose ranks share masters and moments.", dear=True)
-        case "parameters" | "operands" | "gradients" | "reference" | "critic" | "optimizer" | "base":
+        case "parameters" | "operands" | "gradients" | "reference" | "critic" | "optimizer":
             keys = "trainer.ep, trainer.tp or trainer.pp" if job.shape.sizes.moe else "trainer.tp or trainer.pp"
             return Cure(keys.partition(",")[0].partition(" or ")[0], f"Raise {keys}, which share the weights.", True)
+        case "base":
+            remedy = "Set it to false on more GPUs: trainer ranks then share weights, which a base has on one GPU."
+            return Cure("sync.shared_base", remedy, dear=True)
         case "activations":
             return _cure_of_tokens(job, "trainer.recompute", "layer", layout.recompute != "layer")
         case "logits":

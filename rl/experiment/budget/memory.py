@@ -194,6 +194,7 @@ def _trainer(job: Job, rank: int) -> dict[str, Mapping[Phase, float]]:
         found["logits"] = {"train": logit_bytes(job)}
     found["buckets"] = {"sync": float(BUCKETS * job.bucket_bytes)}
     if job.base:
+        found["base"] = _through(served_bytes(job.shape, job.numerics.rollout_spec))
         found["placeholders"] = {"sync": float(_placeholders(job))}
         found["operands of a call"] = {"train": float(_operands_of_a_call(job))}
     if job.reference:
@@ -245,8 +246,9 @@ def _leaves(name: str) -> bool:
 
 def _engine(job: Job) -> dict[str, Mapping[Phase, float]]:
     adapters = adapter_bytes(job.shape.adapters) if job.separate else 0
+    own = 0 if job.base else served_bytes(job.shape, job.numerics.rollout_spec, job.engine_tp)
     return {
-        "engine weights": _through(adapters + served_bytes(job.shape, job.numerics.rollout_spec, job.engine_tp)),
+        "engine weights": _through(adapters + own),
         "KV cache": _through(job.kv_tokens * cache_bytes(job)),
         "CUDA graphs": _through(job.graph_bytes),
         "engine workspace": {"rollout": job.working_bytes},

@@ -74,7 +74,10 @@ def test_a_base_that_is_read_by_both_sides_is_counted_once_and_before_it_two_pla
     served = served_bytes(shape, experiment.numerics_config().rollout_spec)
     rows, ranks = (32 + 2 * 8) * 128, 3 * 32  # q, k and v together; gate and up
     wide = 36 * (rows * ranks + 2 * 9728 * 2 * 32) * 2
-    assert one["engine weights"]["train"] == two["engine weights"]["train"] == served + adapters + wide
+    assert one["engine weights"]["train"] == adapters + wide and one["base"]["train"] == served
+    assert two["engine weights"]["train"] == served + adapters + wide and "base" not in two
+    asleep = colocated_memory(replace(planned_here(shape, shared, gpu)[0], sleep=True)).held
+    assert "train" not in asleep["engine weights"] and asleep["base"] == one["base"], "the trainer reads it"
     embedding = 2 * 151936 * 2560
     assert one["placeholders"] == {"sync": 2 * embedding}
     assert one["operands of a call"] == {"train": 2 * 9728 * 2560}, "the transposed codes of gate and up"
