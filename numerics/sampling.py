@@ -49,6 +49,12 @@ def evaluation_seed(run_seed: int, name: str, problem: int, answer: int) -> int:
     return 1 << 62 | _hash62(f"{run_seed}:{name}:{problem}:{answer}")
 
 
+def canary_seed(run_seed: int) -> int:
+    """The seed of an answer that is known before it is asked for, below `GREEDY`: such seeds are drawn at an infinite
+    temperature, so that the noise alone chooses their tokens, whatever the logits are."""
+    return GREEDY - 1 - _hash62(f"{run_seed}:canary")
+
+
 def branch_seed(seed: int, prompt_ids: Sequence[int], same: int) -> int:
     """The seed of a row that a conversation with `seed` opens beside its first, in the same range.
 

@@ -155,7 +155,7 @@ def decide(run: LiveRun, guard: Guard, attempt: Attempt, before: Row, clock: Ste
 
     before: what the step before has measured too late to be judged then.
     """
-    metrics = attempt.work.metrics | attempt.train_metrics | attempt.agreement
+    metrics = attempt.work.metrics | attempt.train_metrics | attempt.agreement | run.stack.engines.canaries()
     capsule = None if attempt.seen is None else run.capsule
     verdict = guard.judge(run.step, before | metrics, attempt.fault, capsule)
     run.keep(verdict, attempt.seen, _rows(attempt.fault))
@@ -249,7 +249,7 @@ def _begin(run: LiveRun, evaluation: Evaluation, replay: bool) -> None:
         cap = experiment.algorithm.measured_cap
         with stack.turn("train"):
             agreed = agreement_on(greedy, stack.trainer, replay=replay, cap=cap)
-        metrics = first.metrics() | evaluated | agreed
+        metrics = first.metrics() | evaluated | agreed | stack.engines.canaries()
         run.console.step(0, run.tracker.log(0, metrics))
     elif evaluation.is_due(run.step) and evaluation.goes_beside(run.step):
         evaluation.begin(run.step)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from numerics.sampling import GREEDY
 from rollout.data.tasks import Problem
 
 
@@ -87,7 +88,8 @@ class SamplingParams:
     def to_request(self, seed: int | None = None, spent: int = 0) -> dict[str, Any]:
         """SGLang's `sampling_params` of an answer of which `spent` tokens are there already.
 
-        Without a seed, the engine's plugin gives it one.
+        Without a seed, the engine's plugin gives it one. No token ends an answer that is known beforehand
+        (`numerics.sampling.canary_seed`).
         """
         return {
             "max_new_tokens": self.max_new_tokens - spent,
@@ -100,6 +102,7 @@ class SamplingParams:
             # Events only for the first and the last token of a streamed answer.
             "stream_interval": 1 << 30,
             "sampling_seed": seed,
+            "ignore_eos": seed is not None and seed < GREEDY,
         }
 
 

@@ -37,7 +37,7 @@ hypothesis.settings.load_profile("fp8rl")
 
 RIG = [
     f"tests/e2e/test_{name}.py"
-    for name in ("agreement", "turns", "updates_in_flight", "attribution", "routing_replay", "native")
+    for name in ("agreement", "canary", "turns", "updates_in_flight", "attribution", "routing_replay", "native")
 ]
 """Files whose tests share the rig of tests/e2e, in an order in which neighbours share an engine, too."""
 

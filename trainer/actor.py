@@ -267,6 +267,17 @@ class TrainerGroup:
             draws=_draws([(rows, scored.draws) for rows, scored in parts], batch),
         )
 
+    def begin_score(self, batch: TokenBatch) -> Callable[[], Tensor]:
+        """`score` at the weights of now, while the caller does something else. What comes back waits for it, in any
+        thread."""
+        calls = self._begin("score_routed", ray.put(batch), "policy")
+
+        def scored() -> Tensor:
+            parts = [part for part in self._get(range(len(calls)), calls) if part is not None]
+            return _logprobs([(rows, each.logprobs) for rows, each in parts], batch)
+
+        return scored
+
     def set_numerics(self, numerics: NumericsConfig) -> None:
         """Have every model compute in other numerics of the same mode from now on, with the same weights.
 
@@ -336,8 +347,11 @@ class TrainerGroup:
         return self._get([rank], [getattr(self._actors[rank], method).remote(*args)])[0]
 
     def _all(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
-        calls = [getattr(actor, method).remote(*args, **kwargs) for actor in self._actors]
+        calls = self._begin(method, *args, **kwargs)
         return self._get(range(len(calls)), calls)
+
+    def _begin(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
+        return [getattr(actor, method).remote(*args, **kwargs) for actor in self._actors]
 
     def _get(self, ranks: Sequence[int], calls: list[Any]) -> list[Any]:
         """Results in order. The first rank to fail decides; the others may wait for it in a collective for minutes."""

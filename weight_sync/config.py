@@ -30,6 +30,10 @@ class SyncConfig(Section):
     """Engines of the trainer's machine read the frozen weights from the trainer's memory, which nobody can write, in
     place of copies of their own, and the trainer keeps no BF16 form of what is quantized. It needs `adapter` in mode
     `separate`. Products then take their weights from the codes in every call, which costs time on a CPU."""
+    canary: bool = True
+    """Prove after each sync what each engine computes with, beside what it holds: its log-probabilities of a few tokens
+    that are known beforehand are compared with the trainer's before any answer of it counts. Nothing waits for it but
+    these answers. An engine that differs in exact mode is replaced."""
     bucket_mib: int = Field(default=256, ge=1)
     """Largest send buffer in MiB, of which a few are held; a larger tensor gets one of its own."""
     answer_within_s: float = Field(default=ANSWER_WITHIN_S, ge=1.0)

@@ -52,6 +52,11 @@ def _rejects(experiment: Experiment) -> bool:
 CONDITIONS: dict[Feature, Condition] = {
     "samples": Condition(lambda e: e.algorithm.samples, _algorithm, "an algorithm that samples answers"),
     "engines": Condition(lambda e: e.needs_engines, _problems, "a run that samples answers or evaluates"),
+    "canary": Condition(
+        lambda e: e.sync.canary and e.needs_engines,
+        lambda e: f"sync.canary={str(e.sync.canary).lower()}",
+        "sync.canary=true",
+    ),
     "evaluation": Condition(lambda e: e.eval.problems > 0, _problems, "eval.problems above 0"),
     "environment": Condition(
         lambda e: e.environment.function != SINGLE_TURN,

@@ -8,6 +8,7 @@ from typing import Literal
 
 Feature = Literal[
     "engines",
+    "canary",
     "samples",
     "evaluation",
     "environment",

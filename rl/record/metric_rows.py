@@ -288,6 +288,14 @@ _REPEATED = {
     "repeated": Metric("syncs", "Syncs of the step that failed although every engine lived, and were done again.")
 }
 
+_CANARY = {
+    "canary_diff": Metric(
+        "nats",
+        "Largest difference between engine and trainer on the canary of the syncs since the step before.",
+        "the canary's tokens, in each engine",
+    )
+}
+
 _STEP = {"step_seconds": Metric("s", "Wall time of the whole step.")}
 
 _SAMPLING = {
@@ -417,6 +425,7 @@ METRICS: dict[str, Metric] = {
     **rows("memory/", _MEMORY, late=True, needs=("sleep",), at_times=True),
     **rows("sync/", _SYNC, late=True, needs=("engines",), at_times=True),
     **rows("sync/", _REPEATED, late=True, needs=("engines",)),
+    **rows("sync/", _CANARY, needs=("engines", "canary"), at_times=True),
     **rows("eval/", _EVAL, late=True, needs=("evaluation",), at_times=True),
     **rows("tracking/", _TRACKING, late=True),
 }

@@ -34,6 +34,7 @@ SUMMARIES = {
     "mismatch/nonfinite_count": "max",
     "mismatch/exact_frac": "min",
     "sync/mismatched_tensors": "max",
+    "sync/canary_diff": "max",
     "eval/accuracy": "last",
 }
 """Metrics whose worst or last value, not the last row's, stands for the run in wandb's summary."""

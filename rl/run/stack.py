@@ -11,11 +11,13 @@ from pathlib import Path
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from models import read_model
 from numerics.config import NumericsConfig
 from rl.experiment import Experiment
 from rl.experiment.budget.here import with_own_cache
 from rl.run.cluster.cluster import end_at_once, ray_cluster
 from rl.run.cluster.seats import Seats
+from rl.run.engines.canary import Canary
 from rl.run.engines.pool import EnginePool
 from rl.run.engines.serving import Serving, engine_adapter, engine_maker
 from rl.run.engines.teacher import Teacher
@@ -119,7 +121,8 @@ class Stack:
         listener = Listener([engines] + ([] if teacher is None else [teacher.engines]))
         room = SharedRoom(engines, trainer) if rollout.sleep and engines else None
         turns = Turns(room)
-        syncing = Syncing(_bridge(experiment, numerics, trainer, folder), engines, listener, turns)
+        canary = _canary(experiment, numerics)
+        syncing = Syncing(_bridge(experiment, numerics, trainer, folder), engines, listener, turns, canary)
         return cls(
             experiment=experiment,
             numerics=numerics,
@@ -198,6 +201,7 @@ class Stack:
 
     def _connect(self) -> None:
         self.syncing.bridge = _bridge(self.experiment, self.numerics, self.trainer, self.folder)
+        self.syncing.canary = _canary(self.experiment, self.numerics)
         if self.room is not None:
             self.room.trainer = self.trainer
 
@@ -206,6 +210,14 @@ def _bridge(experiment: Experiment, numerics: NumericsConfig, trainer: TrainerGr
     source, wakes = Path(experiment.model.path), experiment.rollout.sleep
     scratch, adapter = folder / "served", engine_adapter(experiment)
     return Bridge(trainer, numerics.rollout_spec, experiment.sync, source, scratch, wakes, adapter)
+
+
+def _canary(experiment: Experiment, numerics: NumericsConfig) -> Canary | None:
+    if not (experiment.sync.canary and experiment.needs_engines):
+        return None
+    vocabulary = read_model(Path(experiment.model.path)).sizes.vocab_size
+    equal = numerics.mode == "exact" and numerics.trainer_spec == numerics.rollout_spec
+    return Canary.of(experiment.run.seed, vocabulary, experiment.rollout.context_length, equal)
 
 
 def _start_trainer(experiment: Experiment, numerics: NumericsConfig, seats: Seats) -> TrainerGroup:
@@ -238,12 +250,19 @@ def open_pair(
 ) -> Iterator[Stack]:
     """Both sides with one engine, up and with the handshake passed but unsynced; all of it ends with the block.
 
+    There is no canary: whoever measures how far an engine is from the trainer wants to keep it.
+
     numerics: if they are not those that the experiment gives its layout.
 
     Raises HandshakeError, and what the start of either side raises.
     """
     alone = {"engines": 1, "port": None}
-    experiment = experiment.model_copy(update={"rollout": experiment.rollout.model_copy(update=alone), "teacher": None})
+    changes = {
+        "rollout": experiment.rollout.model_copy(update=alone),
+        "sync": experiment.sync.model_copy(update={"canary": False}),
+        "teacher": None,
+    }
+    experiment = experiment.model_copy(update=changes)
     with Closing() as closing:
         folder = Path(closing.enter_context(tempfile.TemporaryDirectory(prefix="fp8rl-pair-")))
         stack = Stack.open(experiment, numerics or experiment.numerics_config(), folder, closing, say)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
+from rl.run.engines.canary import Canary, Expected
 from rl.run.engines.pool import EnginePool
 from rl.run.listener import SYNCS_REPEATED, Listener
 from rl.run.turns import Turns
@@ -20,12 +21,15 @@ class Syncing:
 
     Attributes:
         bridge: from the trainer of now to the engines, in the numerics of now.
+        canary: what each engine is asked for after a sync; None: nothing.
     """
 
     bridge: Bridge
     engines: EnginePool
     listener: Listener
     turns: Turns
+    canary: Canary | None = None
+    _expected: Expected | None = field(default=None, init=False)
 
     @property
     def version(self) -> int:
@@ -59,7 +63,7 @@ class Syncing:
         failed = False
         while endpoints := to():
             try:
-                report = self.bridge.sync(endpoints, manifest, whole=failed)
+                report = self.bridge.sync(endpoints, manifest, whole=failed, meanwhile=self._begin_canary)
             except SyncError as error:
                 if self.engines.any_lost(endpoints):
                     continue
@@ -69,6 +73,15 @@ class Syncing:
                 text = f"a sync failed and is done again: {str(error).splitlines()[0]}"
                 self.listener.tell(SYNCS_REPEATED, 1, text)
             else:
+                if self._expected is not None:
+                    self.engines.prove(endpoints, self._expected)
                 self.engines.verified(endpoints)
                 return report
         return None
+
+    def _begin_canary(self) -> None:
+        """Have the trainer score it, while the engines commit."""
+        if self.canary is None:
+            self._expected = None
+        else:
+            self._expected = Expected(self.canary, self.version, self.bridge.trainer.begin_score(self.canary.batch))

@@ -35,7 +35,7 @@ def seeds_of_batch(result: Any, cls: Any, batch: Any, vocab_size: int) -> Any:
 def draw_from_logits(logits: Tensor, sampling_info: Any, positions: Tensor) -> Tensor:
     """The tokens, int64 [B], of logits [B, V] in exact mode, which are narrowed; positions [B] are those of the last
     tokens seen."""
-    return ops.draw(logits, sampling_info.temperatures.reshape(-1), sampling_info.sampling_seed, positions)
+    return _drawn(logits, sampling_info.temperatures.reshape(-1), sampling_info.sampling_seed, positions)
 
 
 def narrowed(logits: Tensor, sampling_info: Any) -> Tensor:
@@ -76,10 +76,20 @@ def draw_from_probabilities(
     """`Sampler._sample_from_probs` in native mode: tokens int32 [B] of probs [B, V], which have the temperature.
 
     Where a request wants top-p, top-k or min-p, the draw is SGLang's own and not seeded: with seeds it stops the
-    scheduler, or draws from what these leave without normalising it.
+    scheduler, or draws from what these leave without normalising it. Answers that are known beforehand stay that.
     """
-    if _narrows(sampling_info, probs.shape[-1]):
-        unseeded = dataclasses.replace(sampling_info, sampling_seed=None)
-        return original(self, probs, unseeded, positions, simple_sampling_case)
-    ones = torch.ones(len(probs), device=probs.device)
-    return ops.draw(probs.log(), ones, sampling_info.sampling_seed, positions).to(torch.int32)
+    seeds, ones = sampling_info.sampling_seed, torch.ones(len(probs), device=probs.device)
+    logits = probs.log().clamp(min=torch.finfo(probs.dtype).min)  # so that the noise may choose any token
+    if not _narrows(sampling_info, probs.shape[-1]):
+        return _drawn(logits, ones, seeds, positions).to(torch.int32)
+    unseeded = dataclasses.replace(sampling_info, sampling_seed=None)
+    tokens = original(self, probs, unseeded, positions, simple_sampling_case)
+    known = seeds < GREEDY
+    if bool(known.any()):
+        tokens = torch.where(known, _drawn(logits, ones, seeds, positions).to(torch.int32), tokens)
+    return tokens
+
+
+def _drawn(logits: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
+    """`ops.draw`, of answers that are known beforehand (`canary_seed`) at an infinite temperature."""
+    return ops.draw(logits, temperatures.masked_fill(seeds < GREEDY, torch.inf), seeds, positions)

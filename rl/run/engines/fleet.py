@@ -13,9 +13,11 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import ray
+from torch import Tensor
 
 from numerics.errors import UserError
 from rl.run.cluster.seats import NoRoomError
+from rl.run.engines.canary import Expected, largest
 from rl.run.engines.serving import Serving
 from rl.run.engines.slot import Slot
 from rollout.config import RolloutConfig
@@ -24,6 +26,7 @@ from rollout.errors import EngineDiedError, EngineError
 from rollout.sampler import check_versions
 from rollout.server.server import GRACE_S
 from rollout.types import Decoding, Endpoint, Group, SamplingParams, Trajectory
+from trainer.actor import TrainerDiedError
 
 _STOP_SECONDS = 6.0
 _PULSE_SECONDS = 2.0
@@ -61,6 +64,7 @@ class Fleet:
         self.slots: list[Slot] = []
         self._losses: deque[float] = deque()
         self._news: list[News] = []
+        self._differences: list[float] = []
         self._near: WeakKeyDictionary[object, Slot] = WeakKeyDictionary()
         self._failure: Exception | None = None
         self._maker = ThreadPoolExecutor(1, "engine-maker")
@@ -110,6 +114,18 @@ class Fleet:
         for slot in self.slots:
             slot.serving = slot.serving or (slot.endpoint in endpoints and slot.is_up)
         self._changed()
+
+    async def prove(self, endpoints: Sequence[Endpoint], expected: Expected) -> None:
+        """Have these engines, which a sync has just verified, answer a canary; no answer of theirs counts before."""
+        scored = asyncio.create_task(asyncio.to_thread(expected.scored))
+        for slot in self.slots:
+            if slot.endpoint in endpoints and slot.is_up:
+                slot.proof = asyncio.create_task(self._prove(slot, expected, scored))
+
+    async def canaries(self) -> dict[str, float]:
+        """`sync/canary_diff` of the canaries that were answered since this was last asked."""
+        differences, self._differences = self._differences, []
+        return largest(differences)
 
     async def any_lost(self, endpoints: Sequence[Endpoint]) -> bool:
         """Whether one of these engines is gone. Looks for a while before it says no."""
@@ -222,7 +238,7 @@ class Fleet:
             slot.engines += 1
             actor, slot.actor = slot.actor, None  # what it still answers is of an engine that is gone
             slot.endpoint, slot.serving, slot.load = None, False, None
-            slot.lost = asyncio.get_running_loop().create_future()
+            slot.lost, slot.proof = asyncio.get_running_loop().create_future(), None
             if reason and self._failure is None:
                 self._note_loss(slot, reason)
             self._changed()
@@ -260,6 +276,23 @@ class Fleet:
                 return f"it has not answered for {patience:g} s (rollout.hung_after_s), though its process is there"
             except EngineError as error:
                 return str(error)
+
+    async def _prove(self, slot: Slot, expected: Expected, scored: asyncio.Task[Tensor]) -> None:
+        """Compare one engine's canary with the trainer's, and condemn the engine if it says so."""
+        actor, canary = slot.actor, expected.canary
+        try:
+            (answer,) = await _call(actor.generate.remote([canary.group], canary.sampling))
+            difference = canary.difference(answer, await asyncio.shield(scored))
+        except TrainerDiedError:
+            return  # whoever trains on the answers meets it too
+        except EngineError as error:
+            slot.condemn(actor, str(error))
+            return
+        if set(answer.weight_versions) != {expected.version}:
+            return  # another sync has come between, with a canary of its own
+        self._differences.append(difference)
+        if fault := expected.fault(difference):
+            slot.condemn(actor, fault)
 
     async def _put_to_sleep(self, slot: Slot) -> Slept | None:
         actor, patience = slot.actor, self._config.hung_after_s
@@ -314,7 +347,8 @@ class Fleet:
     async def _asked(
         self, count: int, longest: int, ask: Callable[[Any], Any], near: object = None
     ) -> tuple[Slot, Any]:
-        """What an engine answers to a request for `count` sequences, and which one: another if the first is lost.
+        """What an engine answers to a request for `count` sequences, and which one: another if the first is lost, or
+        its canary no good.
 
         longest: tokens that one of them may have in the end. near: see `admit`.
         """
@@ -323,7 +357,9 @@ class Fleet:
             actor = slot.actor
             slot.give(count)
             try:
-                return slot, await _call(ask(actor))
+                answer = await _call(ask(actor))
+                if await slot.is_sound(actor):
+                    return slot, answer
             except EngineDiedError as died:
                 slot.lose(actor, str(died))
             except EngineError:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from rl.run.background import Background
+from rl.run.engines.canary import Expected
 from rl.run.engines.fleet import Fleet, News
 from rl.run.engines.serving import Serving
 from rollout.config import RolloutConfig
@@ -64,6 +65,14 @@ class EnginePool:
     def verified(self, endpoints: Sequence[Endpoint]) -> None:
         """A sync found these engines to hold the trainer's weights: they get groups."""
         self._run(self.fleet.verified(endpoints))
+
+    def prove(self, endpoints: Sequence[Endpoint], expected: Expected) -> None:
+        """Have these engines answer a canary, which no answer of theirs may overtake."""
+        self._run(self.fleet.prove(endpoints, expected))
+
+    def canaries(self) -> dict[str, float]:
+        """`sync/canary_diff` of those that were answered since this was last asked."""
+        return self._run(self.fleet.canaries())
 
     def any_lost(self, endpoints: Sequence[Endpoint]) -> bool:
         """Whether one of these engines is gone. Looks for a while before it says no."""

@@ -19,6 +19,7 @@ def case(rows, vocabulary, dtype=torch.float32):
     generator = torch.Generator().manual_seed(rows * vocabulary)
     logits = (torch.randn(rows, vocabulary, generator=generator) * 4).to(dtype)
     temperatures = torch.rand(rows, generator=generator) + 0.3
+    temperatures[1::5] = math.inf
     seeds = torch.randint(0, 2**62, (rows,), generator=generator)
     seeds[::5] = GREEDY
     positions = torch.randint(0, 2**20, (rows,), generator=generator)

@@ -110,3 +110,11 @@ def test_seeds_of_answers_differ_and_stay_what_they_are() -> None:
     )
     # Pinned: a run that is resumed by a later version draws what it would have drawn.
     assert answer_seed(0, 1, 0, 0) == 4220987116127442091
+
+
+def test_at_an_infinite_temperature_only_the_noise_counts() -> None:
+    seeds, positions = torch.arange(200) - 100, torch.arange(200)
+    logits = 1e4 * torch.randn(200, 64, generator=torch.Generator().manual_seed(0))
+    tokens = draw(logits, torch.full((200,), math.inf), seeds, positions)
+    sampled = seeds != GREEDY
+    assert tokens[sampled].equal(gumbel(seeds, positions, 64).argmax(-1)[sampled])

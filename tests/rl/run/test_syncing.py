@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
+from rl.run.engines.canary import Canary, Expected
 from rl.run.listener import Listener
 from rl.run.syncing import Syncing
 from rl.run.turns import Turns
 from rollout.types import Endpoint
+from trainer.step.batch import TokenBatch
 from weight_sync.manifest import SyncError
 
+CANARY = Canary([3, 4], [5], seed=-9, exact=True)
 FIRST, SECOND = Endpoint("first", "", ""), Endpoint("second", "", "")
 
 
@@ -21,15 +25,19 @@ class Side:
     """Both ends of a sync: a bridge that fails as often as it is told, and engines of which some are lost then."""
 
     def __init__(self, failures: int = 0, lost: Endpoint | None = None) -> None:
-        self.trainer = SimpleNamespace(weight_version=7)
+        self.trainer = SimpleNamespace(weight_version=7, begin_score=self.begin_score)
         self.failures, self.lost = failures, lost
         self.there, self.serving, self.said = [FIRST, SECOND], cast(list[Endpoint], []), cast(list[str], [])
         self.syncs: list[tuple[list[Endpoint], bool]] = []
         listener = Listener([], tell=lambda metric, count, text: self.said.append(text))
         self.syncing = Syncing(cast(Any, self), cast(Any, self), listener, Turns())
+        self.steps: list[str] = []
 
-    def sync(self, endpoints: list[Endpoint], manifest: Path | None, *, whole: bool) -> str:
+    def sync(
+        self, endpoints: list[Endpoint], manifest: Path | None, *, whole: bool, meanwhile: Callable[[], object]
+    ) -> str:
         self.syncs.append((endpoints, whole))
+        meanwhile()
         if self.failures:
             self.failures -= 1
             raise SyncError("found something on the way")
@@ -51,6 +59,15 @@ class Side:
 
     def verified(self, endpoints: list[Endpoint]) -> None:
         self.serving += endpoints
+        self.steps.append("verified")
+
+    def begin_score(self, batch: TokenBatch) -> Any:
+        self.steps.append("scored")
+        return lambda: batch
+
+    def prove(self, endpoints: list[Endpoint], expected: Expected) -> None:
+        assert cast(Any, expected.scored()).tokens.tolist() == [CANARY.prompt_ids + CANARY.answer_ids]
+        self.steps.append(f"proven at {expected.version}: {[endpoint.url for endpoint in endpoints]}")
 
 
 def test_a_sync_that_fails_although_all_engines_live_is_done_once_more_and_whole() -> None:
@@ -72,3 +89,13 @@ def test_an_engine_that_is_lost_within_a_sync_is_left_out_and_no_fault_of_the_sy
     newcomer.serving = [FIRST]
     newcomer.syncing.welcome()
     assert newcomer.syncs == [([SECOND], False)] and newcomer.serving == [FIRST], "nobody else waits for weights"
+
+
+def test_the_canary_is_scored_within_the_sync_and_asked_of_its_engines_before_they_get_groups() -> None:
+    side = Side(failures=1, lost=SECOND)
+    side.syncing.canary = CANARY
+    side.syncing.sync()
+    assert side.steps == ["scored", "scored", "proven at 7: ['first']", "verified"]
+    without = Side()
+    without.syncing.sync()
+    assert without.steps == ["verified"]

@@ -11,8 +11,9 @@ import torch
 from transformers.generation.logits_process import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from numerics.ops import draw
-from numerics.sampling import GREEDY
+from numerics.sampling import GREEDY, canary_seed
 from rollout.plugin import sampling
+from rollout.types import SamplingParams
 
 TOP_K_ALL = 1 << 30
 
@@ -94,3 +95,33 @@ def test_exact_draws_of_a_narrowed_choice_are_those_of_what_is_left(changes: dic
         assert (sampling.narrowed(logits, batch).isneginf() == left.isneginf()).all()
         expected = draw(logits.masked_fill(left.isneginf(), -torch.inf), torch.full((3,), 0.7), seeds, positions)
         assert sampling.draw_from_logits(sampling.narrowed(logits, batch), batch, positions).equal(expected)
+
+
+def known(positions: torch.Tensor) -> list[int]:
+    """The tokens of a canary, from the definition of the draw: of logits that are all alike."""
+    count = len(positions)
+    return draw(torch.zeros(count, 9), torch.ones(count), torch.full((count,), canary_seed(0)), positions).tolist()
+
+
+@pytest.mark.parametrize("restricted", [{}, {"need_top_p_sampling": True}])
+def test_the_tokens_of_a_canary_do_not_depend_on_logits_and_other_rows_do_not_on_it(restricted: dict[str, Any]) -> None:
+    logits, positions = 50 * torch.randn(3, 9, generator=torch.Generator().manual_seed(0)), torch.tensor([7, 8, 9])
+    seeds = torch.tensor([3, canary_seed(0), canary_seed(0)])
+    all_drawn = {"top_ks": torch.full((3,), TOP_K_ALL), "need_top_k_sampling": False}
+    exact = sampling.draw_from_logits(logits, info(sampling_seed=seeds, **all_drawn), positions)
+    probabilities, whole = logits.softmax(-1), info(sampling_seed=seeds, **all_drawn, **restricted)
+    native = sampling.draw_from_probabilities(stock, None, probabilities, whole, positions, False)
+    beside = draw(logits[:1], torch.ones(1), seeds[:1], positions[:1]).item()
+    assert exact.tolist() == [beside, *known(positions[1:])]
+    assert native.tolist() == [7 if restricted else beside, *known(positions[1:])]
+
+
+def test_a_canary_is_asked_for_to_its_end_and_no_other_answer_is() -> None:
+    asked = SamplingParams(8)
+    assert [asked.to_request(seed)["ignore_eos"] for seed in (None, 0, GREEDY, canary_seed(0))] == [
+        False,
+        False,
+        False,
+        True,
+    ]
+    assert len({canary_seed(run) for run in range(100)}) == 100 and canary_seed(0) < GREEDY

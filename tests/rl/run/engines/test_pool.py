@@ -6,6 +6,8 @@ Real engines that die, hang and come back are in tests/e2e.
 from __future__ import annotations
 
 import asyncio
+import math
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -14,9 +16,11 @@ from typing import Any
 
 import pytest
 import ray
+import torch
 
 import rl.run.engines.fleet as engines_module
 from rl.run.cluster.seats import NoRoomError
+from rl.run.engines.canary import Canary, Expected
 from rl.run.engines.fleet import News
 from rl.run.engines.pool import EnginePool
 from rl.run.engines.serving import Serving
@@ -25,6 +29,7 @@ from rollout.engine import Health, Slept
 from rollout.errors import EngineDiedError, EngineError, StaleWeightsError
 from rollout.types import Endpoint, Group, Load, SamplingParams, Trajectory
 from tests.support.servers import groups, wait_until
+from trainer.actor import TrainerDiedError
 from weight_sync.manifest import Manifest
 
 SAMPLING = SamplingParams(max_new_tokens=8)
@@ -41,13 +46,14 @@ class Method:
 @dataclass
 class Actor:
     """An engine that answers when it is told to. dead: raises from then on. hangs: does not answer a pulse. broken:
-    what Ray, or a bug, raises in place of every answer."""
+    what Ray, or a bug, raises in place of every answer. logprob: of every token."""
 
     name: str
     version: int = 3
     dead: bool = False
     hangs: bool = False
     broken: Exception | None = None
+    logprob: float = -1.0
     failure: Exception | None = None
     holds: dict[str, str] = field(default_factory=lambda: {"a": "1@3"})
     scored: list[list[int]] = field(default_factory=list)
@@ -80,7 +86,7 @@ class Actor:
         if self.ended:
             raise EngineError("broke the connection")
         return [
-            Trajectory(group.prompt.token_ids, [1], [-1.0], True, [self.version], 0, seed)
+            Trajectory(group.prompt.token_ids, [1], [self.logprob], True, [self.version], 0, seed)
             for group in asked
             for seed in group.seeds
         ]
@@ -407,3 +413,85 @@ def test_engines_of_a_pool_that_begins_asleep_start_once_it_wakes(stage: Stage) 
     pool.wake()
     pool.wait()
     assert stage.made[0].started
+
+
+def expected(exact: bool = True, version: int = 3, scored: Callable[[], torch.Tensor] | None = None) -> Expected:
+    """A canary of one token, of which the trainer says -1."""
+    canary = Canary([5], [1], seed=-7, exact=exact)
+    return Expected(canary, version, scored or (lambda: torch.tensor([[0.0, -1.0]])))
+
+
+def test_no_answer_counts_before_the_canary_of_its_engine_is_right(stage: Stage) -> None:
+    pool, known = stage.open(1), threading.Event()
+
+    def scored() -> torch.Tensor:
+        assert known.wait(30)
+        return torch.tensor([[0.0, -1.0]])
+
+    pool.prove(pool.up(), expected(scored=scored))
+    stage.serve()
+    (answer,) = stage.admit(1)
+    assert wait_until(lambda: len(stage.made[0].got) == 2, 5), "it works meanwhile"
+    time.sleep(0.2)
+    assert not answer.done() and pool.canaries() == {}
+    known.set()
+    assert len(answer.result(5)) == 2
+    assert pool.canaries() == {"sync/canary_diff": 0.0} and pool.canaries() == {}
+
+
+def test_an_engine_whose_canary_differs_is_replaced_and_what_it_answered_is_asked_of_another(stage: Stage) -> None:
+    pool = stage.open(2)
+    stage.made[0].logprob = -1.25
+    pool.prove(pool.up(), expected())
+    stage.serve()
+    answers = [answer.result(5) for answer in stage.admit(2)]
+    assert {t.logprobs[0] for answer in answers for t in answer} == {-1.0}
+    assert [t.seed for answer in answers for t in answer] == [0, 1, 2, 3]
+    assert wait_until(lambda: len(stage.made) == 3 and pool.waiting() != [], 10)
+    assert pool.canaries() == {"sync/canary_diff": 0.25}
+    (news,) = pool.news()
+    assert news.replaced == 1 and news.text.startswith("engine 0 is lost and replaced: its canary differs by 0.25 nats")
+
+
+@pytest.mark.parametrize("spoilt", ["other tokens", "not a number"])
+def test_a_canary_of_other_tokens_or_without_numbers_is_no_good(stage: Stage, spoilt: str) -> None:
+    pool = stage.open(1)
+    canary = Canary([5], [2 if spoilt == "other tokens" else 1], seed=-7, exact=True)
+    stage.made[0].logprob = math.nan if spoilt == "not a number" else -1.0
+    pool.prove(pool.up(), Expected(canary, 3, lambda: torch.tensor([[0.0, -1.0]])))
+    assert wait_until(lambda: len(stage.made) == 2, 10) and pool.canaries() == {}
+    assert "differs by inf nats" in pool.news()[0].text
+
+
+def test_in_native_mode_a_canary_is_a_number_and_the_engine_stays(stage: Stage) -> None:
+    pool = stage.open(1)
+    stage.made[0].logprob = -1.25
+    pool.prove(pool.up(), expected(exact=False))
+    stage.serve()
+    assert stage.admit(1)[0].result(5)[0].logprobs == [-1.25]
+    assert pool.canaries() == {"sync/canary_diff": 0.25} and pool.news() == [] and len(stage.made) == 1
+
+
+def test_a_canary_that_another_sync_has_overtaken_says_nothing(stage: Stage) -> None:
+    pool = stage.open(1)
+    stage.made[0].logprob = -1.25
+    pool.prove(pool.up(), expected(version=2))
+    stage.serve()
+    assert len(stage.admit(1)[0].result(5)) == 2
+    assert pool.canaries() == {} and pool.news() == []
+
+
+def test_a_trainer_that_dies_keeps_no_answer_back_and_a_bug_reaches_who_waits(stage: Stage) -> None:
+    def raises(error: Exception) -> Callable[[], torch.Tensor]:
+        def scored() -> torch.Tensor:
+            raise error
+
+        return scored
+
+    pool = stage.open(1)
+    pool.prove(pool.up(), expected(scored=raises(TrainerDiedError("gone"))))
+    stage.serve()
+    assert len(stage.admit(1)[0].result(5)) == 2 and pool.news() == []
+    pool.prove(pool.up(), expected(scored=raises(ZeroDivisionError("a bug"))))
+    with pytest.raises(ZeroDivisionError, match="a bug"):
+        stage.admit(1)[0].result(5)

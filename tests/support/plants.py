@@ -1,0 +1,24 @@
+"""Faults that are planted into an engine's own process, before it serves. `PLANT` names one to a server that is forked
+from the template of `warm_engine`."""
+
+from __future__ import annotations
+
+from collections.abc import Set
+
+from torch import Tensor
+
+from rollout.plugin.weights import ServedWeights
+
+PLANT = "FP8RL_TEST_PLANT"
+
+
+def stale_operands() -> None:
+    """Products multiply with what was made of the first weights for good, and every commit says that it was made anew.
+    Parameters, their digests and versions are right."""
+    refresh = ServedWeights._refresh
+
+    def pretended(self: ServedWeights, parameters: Set[Tensor]) -> None:
+        refresh(self, parameters - self._operands.keys())
+        self._made |= parameters
+
+    ServedWeights._refresh = pretended  # type: ignore[method-assign]
