@@ -1,5 +1,5 @@
-"""The canary of a sync, at a real engine: what it sees and nothing else does. What follows from it is tested at the pool
-of engines."""
+"""The canary of a sync, at a real engine: what it sees and nothing else does. What follows is tested at the pool of
+engines."""
 
 from __future__ import annotations
 

@@ -19,6 +19,6 @@ def stale_operands() -> None:
 
     def pretended(self: ServedWeights, parameters: Set[Tensor]) -> None:
         refresh(self, parameters - self._operands.keys())
-        self._made |= parameters
+        self._made |= parameters & self._operands.keys()
 
     ServedWeights._refresh = pretended  # type: ignore[method-assign]
