@@ -27,6 +27,7 @@ BENCHMARKS = (
         "train",
         "skipped",
         "sync",
+        "canary",
         "churn",
         "checkpoint",
         "loop",

@@ -102,6 +102,8 @@ def test_trainer_and_engine_agree_on_every_token(run: StartedRun) -> None:
     assert {row["mismatch/exact_frac"] for row in rows} == {1.0}
     assert all(row["mismatch/tokens"] == row["rollout/tokens"] == row["train/tokens"] for row in rows[1:])
     assert {row["sync/mismatched_tensors"] for row in rows} == {0.0}
+    canaries = [row["sync/canary_diff"] for row in rows if "sync/canary_diff" in row]
+    assert canaries == [0.0] * STEPS, "of every sync from which something was sampled"
     assert all(row["train/grad_norm"] > 0 for row in rows[1:]), "the weights moved between the syncs"
     digests = [(run.path / f"manifests/step_{step}.json").read_text() for step in range(STEPS + 1)]
     assert len(set(digests)) == STEPS + 1

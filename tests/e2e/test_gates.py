@@ -35,6 +35,7 @@ from rollout.types import Trajectory
 from tests.support.cli_runs import FP8RL, ROOT, SMALL
 from tests.support.faults import MATRIX, Named, Tampered
 from tests.support.paths import new_run
+from tests.support.servers import wait_until
 from tests.support.syncs import push
 from weight_sync.transports.tensor import TensorTransport
 
@@ -155,6 +156,8 @@ class Faults:
             self._note_passes(stack)
         self.step += 1
         self.passes[self.step] = []
+        proofs = [slot.proof for slot in stack.engines.fleet.slots]
+        assert wait_until(lambda: all(proof is None or proof.done() for proof in proofs), 60), "faults come after these"
         self._before.get(self.step, lambda _: None)(stack)
         return work()
 

@@ -53,7 +53,7 @@ class Canary:
 
     @property
     def group(self) -> Group:
-        """As an engine is asked."""
+        """What an engine is asked for."""
         return Group(Prompt(Problem("", ""), self.prompt_ids), (self.seed,))
 
     @property
@@ -62,7 +62,7 @@ class Canary:
 
     @property
     def batch(self) -> TokenBatch:
-        """As the trainer scores it."""
+        """What the trainer scores."""
         return batch_from_examples([SftExample(self.prompt_ids, self.answer_ids)])
 
     def difference(self, answer: Trajectory, scored: Tensor) -> float:
