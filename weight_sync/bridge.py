@@ -94,18 +94,12 @@ class Bridge:
         return path
 
     def sync(
-        self,
-        endpoints: Sequence[Endpoint],
-        manifest_path: Path | None = None,
-        *,
-        whole: bool = False,
-        meanwhile: Callable[[], object] = lambda: None,
+        self, endpoints: Sequence[Endpoint], manifest_path: Path | None = None, *, whole: bool = False
     ) -> SyncReport:
         """Bring all engines to the trainer's weight version, verified.
 
         whole: send all, though adapters alone or, with `sync.delta`, changes would do. The manifest is saved to
-        `manifest_path`. meanwhile: called once all is sent; the trainer has nothing to do then until the engines have
-        committed.
+        `manifest_path`.
 
         Raises `SyncError` with the tensors that differ, engine by engine, or with what failed on the way.
         """
@@ -124,7 +118,6 @@ class Bridge:
             shared = contents == "adapters beside a base"
             parts = give_base(self.trainer, self.spec, endpoints, patience_s) if shared else []
             parts += self.trainer.apply(send_share, share)
-            meanwhile()
             return self.base.completed(parts, self.adapter, contents) if self.adapter else parts
 
         self.base.version = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from rl.run.engines.canary import Canary, Expected
@@ -29,7 +29,6 @@ class Syncing:
     listener: Listener
     turns: Turns
     canary: Canary | None = None
-    _expected: Expected | None = field(default=None, init=False)
 
     @property
     def version(self) -> int:
@@ -63,7 +62,7 @@ class Syncing:
         failed = False
         while endpoints := to():
             try:
-                report = self.bridge.sync(endpoints, manifest, whole=failed, meanwhile=self._begin_canary)
+                report = self.bridge.sync(endpoints, manifest, whole=failed)
             except SyncError as error:
                 if self.engines.any_lost(endpoints):
                     continue
@@ -73,15 +72,9 @@ class Syncing:
                 text = f"a sync failed and is done again: {str(error).splitlines()[0]}"
                 self.listener.tell(SYNCS_REPEATED, 1, text)
             else:
-                if self._expected is not None:
-                    self.engines.prove(endpoints, self._expected)
+                if self.canary is not None:
+                    scored = self.bridge.trainer.begin_score(self.canary.batch)
+                    self.engines.prove(endpoints, Expected(self.canary, self.version, scored))
                 self.engines.verified(endpoints)
                 return report
         return None
-
-    def _begin_canary(self) -> None:
-        """Have the trainer score it, while the engines commit."""
-        if self.canary is None:
-            self._expected = None
-        else:
-            self._expected = Expected(self.canary, self.version, self.bridge.trainer.begin_score(self.canary.batch))

@@ -3,8 +3,8 @@
 Digests are of parameters. Operands that were made of former parameters, or a captured CUDA graph that reads memory
 which has been freed, leave them as they should be. So each engine answers a few tokens behind a fixed prompt, by
 prefill and by decoding like any other answer, and its log-probabilities are compared with the trainer's. The tokens
-are those of the noise alone (`numerics.sampling.canary_seed`). They are known before they are asked for, so that the
-trainer scores them while the engines commit.
+are those of the noise alone (`numerics.sampling.canary_seed`). They are known before they are asked for, so that
+neither side waits for the other.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -33,11 +32,8 @@ class Side:
         self.syncing = Syncing(cast(Any, self), cast(Any, self), listener, Turns())
         self.steps: list[str] = []
 
-    def sync(
-        self, endpoints: list[Endpoint], manifest: Path | None, *, whole: bool, meanwhile: Callable[[], object]
-    ) -> str:
+    def sync(self, endpoints: list[Endpoint], manifest: Path | None, *, whole: bool) -> str:
         self.syncs.append((endpoints, whole))
-        meanwhile()
         if self.failures:
             self.failures -= 1
             raise SyncError("found something on the way")
@@ -91,11 +87,11 @@ def test_an_engine_that_is_lost_within_a_sync_is_left_out_and_no_fault_of_the_sy
     assert newcomer.syncs == [([SECOND], False)] and newcomer.serving == [FIRST], "nobody else waits for weights"
 
 
-def test_the_canary_is_scored_within_the_sync_and_asked_of_its_engines_before_they_get_groups() -> None:
+def test_the_canary_is_asked_of_the_engines_of_a_sync_before_they_get_groups() -> None:
     side = Side(failures=1, lost=SECOND)
     side.syncing.canary = CANARY
     side.syncing.sync()
-    assert side.steps == ["scored", "scored", "proven at 7: ['first']", "verified"]
+    assert side.steps == ["scored", "proven at 7: ['first']", "verified"]
     without = Side()
     without.syncing.sync()
     assert without.steps == ["verified"]
