@@ -18,6 +18,7 @@ from models import read_model
 from models.tiny import TinyModel, write_tiny_model
 from numerics.config import NumericsConfig
 from numerics.holdings import Holding
+from rl.run.engines.canary import Canary
 from rl.run.feed.batching import batch_from_trajectories
 from rl.run.feed.feed import to_groups
 from rollout.data.tasks import Problem
@@ -130,6 +131,14 @@ def test_updates_arrive_and_the_sides_stay_as_close(rig: Rig, sides: Sides) -> N
     fresh = sample(rig, sides.engines["fp8"], 1)
     after = differences(sides.trainer.score(fresh), fresh).abs().mean()
     assert after < 1.5 * before < stale
+
+
+def test_a_canary_has_known_tokens_here_too_and_is_as_close_as_other_answers(rig: Rig, sides: Sides) -> None:
+    canary = Canary.of(0, MODEL.vocab, 512, exact=False)
+    (answer,) = rig.run(sides.engines["fp8"].generate([canary.group], canary.sampling))
+    difference = canary.difference(answer, sides.trainer.score(canary.batch))
+    largest = differences(sides.trainer.score(sides.batches["fp8"]), sides.batches["fp8"]).abs().max()
+    assert answer.token_ids == canary.answer_ids and 0 < difference < largest
 
 
 @pytest.mark.parametrize("only_the_best", [{"top_k": 1}, {"top_p": 1e-9}, {"min_p": 1.0}])
