@@ -19,6 +19,7 @@ class Difference:
         tokens: with finite d, the denominator. nonfinite: the others.
         mean, p99, max: of abs(d); None if no token is left.
         exact_frac: fraction of tokens with d == 0.
+        p50: of abs(d). k3_kl: KL(second || first) by the estimate k3, per token (`rl.mismatch`).
     """
 
     tokens: int
@@ -27,6 +28,8 @@ class Difference:
     p99: float | None
     max: float | None
     exact_frac: float | None
+    p50: float | None = None
+    k3_kl: float | None = None
 
     @property
     def zero(self) -> bool:
@@ -44,6 +47,8 @@ def difference(first: Tensor, second: Tensor, mask: Tensor) -> Difference:
         p99=values.get(_ABS_DIFF + "p99"),
         max=values.get(_ABS_DIFF + "max"),
         exact_frac=values.get("mismatch/exact_frac"),
+        p50=values.get(_ABS_DIFF + "p50"),
+        k3_kl=values.get("mismatch/k3_kl"),
     )
 
 

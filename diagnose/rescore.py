@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
+from diagnose.one_rank import one_rank
 from numerics.errors import user_error
 from numerics.io.reading import check_path
 from rl.guard.capsule import Capsule, read_capsule
@@ -134,18 +135,10 @@ def print_rescored(result: Rescored, console: Console) -> None:
 @contextmanager
 def _trainer(capsule: Capsule, weights: Path) -> Iterator[Any]:
     """One rank in this process, on the capsule's numerics; they carry the reduction order of the run's layout."""
-    from trainer import device
-    from trainer.distributed import parallel
-
     config = TrainerConfig(micro_batch_tokens=capsule.experiment.trainer.micro_batch_tokens)
-    device.start(0, capsule.numerics)
-    layout = parallel.initialize(config)
-    try:
-        from trainer.trainer import Trainer, check_row_invariance  # Megatron is quiet from here on
+    with one_rank(config, capsule.numerics) as layout:
+        from trainer.trainer import Trainer
 
-        if capsule.numerics.mode == "exact":
-            check_row_invariance()
-        length = capsule.experiment.rollout.context_length
         yield Trainer(
             weights,
             config,
@@ -153,11 +146,9 @@ def _trainer(capsule: Capsule, weights: Path) -> Iterator[Any]:
             layout,
             seed=0,
             total_steps=1,
-            max_sequence_length=length,
+            max_sequence_length=capsule.experiment.rollout.context_length,
             adapter=capsule.beginning(weights).adapter,
         )
-    finally:
-        parallel.shutdown()
 
 
 def _check_weights(capsule: Capsule, trainer: Any, weights: Path) -> None:

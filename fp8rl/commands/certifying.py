@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from contextlib import redirect_stdout
-from typing import Annotated
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -12,30 +15,113 @@ from fp8rl.commands.shared import AsJson, end, progress, show, user_errors
 from numerics.errors import user_error
 from rl.run.lifecycle.interrupts import interruptible
 
+if TYPE_CHECKING:
+    from diagnose.certify.dump.row import Sampling
+
+_SERVER, _DUMP = "A server", "A dump"
+Preset = Literal["bf16", "fp8_block_pow2", "fp8_block_fp32", "mxfp8", "ironwood"]
+
 
 def certify(
+    dump: Annotated[
+        Path | None,
+        typer.Argument(metavar="[DUMP]", help="Token ids and log-probabilities: JSON lines, a run, slime's, verl's."),
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(help="What a server calls it, where it has several; of a dump, the directory of its weights."),
+    ] = None,
     server: Annotated[
         str | None,
-        typer.Option(help="Address of a running server, e.g. http://127.0.0.1:30000; with /v1, OpenAI's API."),
+        typer.Option(
+            help="Address of a running server, e.g. http://127.0.0.1:30000; with /v1, OpenAI's API.",
+            rich_help_panel=_SERVER,
+        ),
     ] = None,
-    model: Annotated[str | None, typer.Option(help="What the server calls it, where it has several.")] = None,
-    api_key: Annotated[str | None, typer.Option(envvar="FP8RL_API_KEY", help="Key of the server.")] = None,
+    api_key: Annotated[
+        str | None, typer.Option(envvar="FP8RL_API_KEY", help="Key of the server.", rich_help_panel=_SERVER)
+    ] = None,
     seconds: Annotated[
-        float, typer.Option(min=5.0, help="For all requests; what does not fit is not reached.")
+        float,
+        typer.Option(min=5.0, help="For all requests; what does not fit is not reached.", rich_help_panel=_SERVER),
     ] = 300.0,
+    temperature: Annotated[
+        float | None,
+        typer.Option(min=0.0, max=100.0, help="Of rows that do not say theirs; else 1.", rich_help_panel=_DUMP),
+    ] = None,
+    top_p: Annotated[float | None, typer.Option(min=1e-6, max=1.0, help="Likewise.", rich_help_panel=_DUMP)] = None,
+    top_k: Annotated[int | None, typer.Option(min=-1, help="Likewise.", rich_help_panel=_DUMP)] = None,
+    min_p: Annotated[float | None, typer.Option(min=0.0, max=1.0, help="Likewise.", rich_help_panel=_DUMP)] = None,
+    preset: Annotated[
+        Preset, typer.Option(help="Quantization that our ops score it in, beside BF16.", rich_help_panel=_DUMP)
+    ] = "fp8_block_pow2",
+    tokens: Annotated[
+        int, typer.Option(min=1, help="Tokens that are scored, evenly over the rows.", rich_help_panel=_DUMP)
+    ] = 50_000,
+    page: Annotated[
+        Path | None, typer.Option(help="Where the page is written; else beside the dump.", rich_help_panel=_DUMP)
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Say whether an engine is exact: do its log-probabilities depend on what else it computes?
+    """Say whether an engine is exact, or how far a dump's log-probabilities are from the model, on which side and why.
 
-    Asks for the same answers alone, in batches, from the cache, in other chunks, under load, and compares bit for bit.
-    Exit code 0: certified, 1: broken or undecided, 2: bad input.
+    A server is asked for the same answers alone, in batches, from the cache, in other chunks, under load. A dump is
+    scored by the model's own code and by our ops. Exit code 0: certified, equal or within the floor, 1: not, 2: bad
+    input.
     """
     with user_errors(), redirect_stdout(sys.stderr):
-        from diagnose.certify import certify_server, rendered
-
-        if server is None:
-            raise user_error("--server", found="none", expected="an address", remedy="Give --server URL.")
+        if (server is None) == (dump is None):
+            raise user_error(
+                "DUMP, --server",
+                found="neither" if dump is None else "both",
+                expected="one of them",
+                remedy="Give a file, or --server URL.",
+            )
         with interruptible():
-            found = certify_server(server, model, api_key, seconds=seconds, say=progress())
-    print(found.to_json()) if as_json else show(rendered(found), soft_wrap=True)
-    end(found.ok)
+            if server is not None:
+                from diagnose.certify import certify_server, rendered
+
+                found = certify_server(server, model, api_key, seconds=seconds, say=progress())
+                text, shown, ok = found.to_json(), rendered(found), found.ok
+            else:
+                assert dump is not None
+                from diagnose.certify import dump as dumps
+                from numerics.io.files import check_writable
+
+                written = page or _beside(dump)
+                check_writable(written, "--page")
+                sampling = _sampling(temperature, top_p, top_k, min_p)
+                weights = None if model is None else Path(model)
+                report = dumps.certify_dump(
+                    dump, weights, sampling=sampling, preset=preset, budget=tokens, say=progress()
+                )
+                dumps.write_page(report, written)
+                progress()(f"page     {written}")
+                text, shown, ok = report.to_json(), dumps.rendered(report), report.ok
+    print(text) if as_json else show(shown, soft_wrap=True)
+    end(ok)
+
+
+def _beside(dump: Path) -> Path:
+    """`x.certify.html` beside a file `x.jsonl`; in a run's folder, `certify.html`."""
+    return dump / "certify.html" if dump.is_dir() else dump.with_suffix(".certify.html")
+
+
+def _sampling(
+    temperature: float | None, top_p: float | None, top_k: int | None, min_p: float | None
+) -> Callable[[Sampling], Sampling]:
+    """What options make of what a dump says of all its rows."""
+
+    def changed(said: Sampling) -> Sampling:
+        cut = said.truncation
+        truncation = replace(
+            cut,
+            top_p=top_p or cut.top_p,
+            top_k=cut.top_k if top_k is None else top_k or -1,
+            min_p=cut.min_p if min_p is None else min_p,
+        )
+        return replace(
+            said, temperature=said.temperature if temperature is None else temperature, truncation=truncation
+        )
+
+    return changed

@@ -79,7 +79,7 @@ def write_rollouts(path: Path, records: Iterable[RolloutRecord] | Iterable[Score
 
 def rollouts_found(path: Path) -> tuple[list[RolloutRecord], list[BadLine]]:
     """The records of a file that may be damaged, and the lines that are none."""
-    return json_lines(path, "rollouts", _record)
+    return json_lines(path, "rollouts", parse_rollout)
 
 
 def shown(records: Sequence[RolloutRecord]) -> list[RolloutRecord]:
@@ -100,7 +100,8 @@ def _line(record: RolloutRecord | ScoredRecord) -> str:
 _RECORD = TypeAdapter(RolloutRecord)
 
 
-def _record(values: dict[str, Any]) -> RolloutRecord:
+def parse_rollout(values: dict[str, Any]) -> RolloutRecord:
+    """The trajectory of a line's object, for `numerics.io.reading.json_lines`."""
     for name in ("rollout_logprobs", "train_logprobs"):
         values[name] = [math.nan if x is None else x for x in values[name]]
     return _RECORD.validate_python(values)

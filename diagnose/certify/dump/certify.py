@@ -1,0 +1,174 @@
+"""`fp8rl certify DUMP`: score a dump's tokens with the model itself and with our ops, and judge each side."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from diagnose.certify.dump import ours as our
+from diagnose.certify.dump import reference as theirs
+from diagnose.certify.dump.explain import Explanation, Looks, explanations, row_means
+from diagnose.certify.dump.parts import histogram, parts
+from diagnose.certify.dump.report import DumpReport, SideReport, Verdict, WorstRow
+from diagnose.certify.dump.row import DumpRow, Sampling
+from diagnose.certify.dump.source import Dump, read_dump
+from diagnose.certify.dump.tokens import ENGINE, TRAINER, Tokens, check_fits, chosen, flat
+from diagnose.difference import Difference, difference
+from numerics.errors import user_error
+
+BUDGET = 50_000
+"""Tokens that are scored, prompts counted."""
+MEAN_WITHIN, P99_WITHIN = 2.0, 4.0
+"""How many times the floor's mean and 99th percentile a side may be at. Two roundings to BF16 that know nothing of each
+other are 1.4 times as far apart as one is from the truth."""
+UNRELATED = 0.25
+"""Of the difference from the log-probabilities of other tokens, from which on a side does not follow the model."""
+WORST = 12
+
+
+def certify_dump(
+    path: Path,
+    model: Path | None = None,
+    *,
+    sampling: Callable[[Sampling], Sampling] = lambda default: default,
+    preset: str = "fp8_block_pow2",
+    budget: int = BUDGET,
+    say: Callable[[str], object] = lambda text: None,
+) -> DumpReport:
+    """Score at most `budget` tokens of a dump, with the weights of `model` or those that the dump knows.
+
+    sampling: makes of what the dump says of all its rows what is taken for those that do not say it themselves.
+    preset: beside BF16, what our ops score a dump in that does not say its numerics.
+
+    Raises:
+        UserError: the dump or the model cannot be used, or they do not fit each other.
+    """
+    began = time.monotonic()
+    dump = read_dump(path)
+    directory = model or dump.model
+    if directory is None:
+        raise user_error(
+            "--model",
+            found="none",
+            expected="the Hugging Face directory of the weights that the dump is from",
+            remedy="Give --model DIR.",
+        )
+    default = sampling(dump.sampling or Sampling())
+    some = chosen(dump.rows, budget)
+    rows, places = [dump.rows[number] for number in some], [dump.places[number] for number in some]
+    samplings = [row.sampling(default) for row in rows]
+    about = theirs.facts(directory)
+    check_fits(rows, places, about.vocabulary, about.positions, directory)
+    tokens = Tokens.of(rows, samplings, about.special)
+    checkpoint = None if model else dump.checkpoint
+    numerics = {f"ours, in the run's numerics ({dump.numerics.mode})": dump.numerics} if dump.numerics else None
+    if numerics is None or dump.numerics is None or dump.numerics.mode == "native":
+        numerics = our.numerics_of(preset)
+    with our.exported(directory, checkpoint, dump.numerics) as weights:
+        looks = Looks(rows, samplings, about.bos)
+        say(f"scoring {sum(len(row.tokens) for row in rows):,} tokens with transformers in FP32")
+        full = flat(theirs.scored(weights, torch.float32, rows, samplings, looks), rows)
+        say("scoring them in BF16, for the floor")
+        half = flat(theirs.scored(weights, torch.bfloat16, rows, samplings), rows)
+        why = our.why_not(weights)
+        mine: dict[str, Tensor] = {}
+        if not why:
+            say("scoring them with our exact ops")
+            mine = {name: flat(each, rows) for name, each in our.scored(weights, numerics, rows, samplings).items()}
+    floor = (half - full).abs()
+    sides = [_side(name, said, full, half, mine, tokens, looks) for name, said in tokens.said.items()]
+    apart = {name: (said - full).abs() for name, said in tokens.said.items()} | {"floor": floor}
+    engine, trainer = tokens.said[ENGINE], tokens.said.get(TRAINER)
+    return DumpReport(
+        dump=str(path),
+        kind=dump.kind,
+        model=str(directory) if checkpoint is None else str(checkpoint),
+        rows=len(rows),
+        of_rows=len(dump.rows),
+        tokens=len(tokens.ids),
+        temperatures=tokens.temperature.unique().tolist(),
+        floor=_difference(full, half),
+        ours={name: _difference(full, each) for name, each in mine.items()},
+        why_not_ours=why,
+        sides=sides,
+        between=None if trainer is None else _difference(trainer, engine),
+        parts=parts(tokens, full, apart),
+        histogram=histogram(apart),
+        worst=_worst(tokens, apart, places),
+        notes=_notes(dump, rows, default, tokens, full, why),
+        unread=dump.unread,
+        seconds=round(time.monotonic() - began, 1),
+    )
+
+
+def _side(
+    name: str, said: Tensor, full: Tensor, half: Tensor, mine: dict[str, Tensor], tokens: Tokens, looks: Looks
+) -> SideReport:
+    apart, floor = _difference(full, said), _difference(full, half)
+    against = {numerics: _difference(each, said) for numerics, each in mine.items()}
+    causes: list[Explanation] = []
+    verdict: Verdict = "equal" if any(each.zero for each in against.values()) else "within the floor"
+    unrelated = False
+    if verdict != "equal" and not _within(apart, floor):
+        causes = explanations(tokens, said, full, looks, (half - full).abs())
+        other = _difference(full.roll(max(1, len(full) // 2)), said)
+        unrelated = _mean(apart) > UNRELATED * _mean(other)
+        verdict = "broken" if causes or unrelated else "above the floor"
+    return SideReport(name, verdict, apart, against, causes, unrelated)
+
+
+def _within(apart: Difference, floor: Difference) -> bool:
+    """Whether a side is no further from the model than BF16 takes the model itself."""
+    if apart.nonfinite or apart.p99 is None or floor.p99 is None:
+        return False
+    return _mean(apart) <= MEAN_WITHIN * _mean(floor) and apart.p99 <= P99_WITHIN * floor.p99
+
+
+def _mean(each: Difference) -> float:
+    return math.inf if each.mean is None else each.mean
+
+
+def _difference(first: Tensor, second: Tensor) -> Difference:
+    """Over the tokens of which the second says something."""
+    return difference(first[None], second[None], ~second.isnan()[None])
+
+
+def _worst(tokens: Tokens, apart: dict[str, Tensor], places: list[str]) -> list[WorstRow]:
+    means = {
+        name: row_means(tokens, each, each.isfinite(), len(places)) for name, each in apart.items() if name != "floor"
+    }
+    size = torch.stack(list(means.values())).nan_to_num(0.0).amax(0)
+    counts = torch.bincount(tokens.row, minlength=len(places)).tolist()
+    return [
+        WorstRow(places[number], counts[number], {name: _finite(each[number].item()) for name, each in means.items()})
+        for number in size.argsort(descending=True, stable=True)[:WORST].tolist()
+    ]
+
+
+def _notes(dump: Dump, rows: list[DumpRow], default: Sampling, tokens: Tokens, full: Tensor, why: str) -> list[str]:
+    notes = []
+    if dump.sampling is None and any(row.temperature is None for row in rows):
+        notes.append(f"temperature {default.temperature:g} where the dump does not say one (--temperature)")
+    for name, said in tokens.said.items():
+        values = said[said.isfinite()].float()
+        for dtype in (torch.bfloat16, torch.float16):
+            if bool((values.to(dtype).float() == values).all()) and not bool((values == values.round()).all()):
+                size = (full - full.to(dtype).double())[full.isfinite()].abs().mean().item()
+                notes.append(
+                    f"{name}'s log-probabilities are rounded to {str(dtype)[6:]}: mean |d| {size:.1e} by itself"
+                )
+                break
+    if why:
+        notes.append(f"our ops have not scored it: {why}")
+    if dump.unread:
+        notes.append(f"not read: {', '.join(dump.unread)}")
+    return notes
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None

@@ -1,0 +1,210 @@
+"""What would explain that a side is far from the model: the usual mistakes, each tried on the same tokens.
+
+A mistake is another reading of the log-probabilities (another temperature, the token beside, another beginning), or a
+part of the tokens without which nothing is left.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from diagnose.attribution.temperature import fit_temperature
+from diagnose.certify.dump.reference import Reference, answer, logprobs, untruncated
+from diagnose.certify.dump.row import DumpRow, Sampling
+from diagnose.certify.dump.tokens import Tokens, flat
+from numerics.sampling import Truncation
+
+KEPT = 1 << 23
+"""Logits that are kept to look for a temperature, at most."""
+KEPT_TOKENS = 1024
+BOS_ROWS = 8
+CANDIDATES = [Truncation(top_p=p) for p in (0.7, 0.8, 0.9, 0.95, 0.99)] + [
+    Truncation(top_k=k) for k in (10, 20, 40, 50)
+]
+"""Settings that people use, tried where a dump says none."""
+CLEARLY = 0.5
+"""Another reading explains a difference if less than this part of it is left."""
+SAME_TEMPERATURE = 0.02
+OUTSTANDING = 10.0
+"""A part of the tokens stands out if it differs so many times as much as the others."""
+_LEFT_OUT = 0.01
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """One mistake that would explain a difference.
+
+    name: in a word. text: a clause that follows the side's name. before, after: mean abs(d) on the `tokens` that it
+    was tried on, as they are and with the mistake made good.
+    """
+
+    name: str
+    text: str
+    before: float
+    after: float
+    tokens: int
+
+
+@dataclass
+class Looks:
+    """What is taken of the logits while they are there, of N rows; see `Tokens`.
+
+    earlier, later: log-probabilities of the token before and after each, by row, NaN where there is none. plain: among
+    all tokens, where some are left out. bos: with the text's first token in front, or without it; of some rows.
+    places, logits: of kept tokens, which are the `places` of `Tokens`.
+    """
+
+    rows: Sequence[DumpRow]
+    samplings: Sequence[Sampling]
+    bos_id: int | None
+    earlier: dict[int, Tensor] = field(default_factory=dict)
+    later: dict[int, Tensor] = field(default_factory=dict)
+    plain: dict[int, Tensor] = field(default_factory=dict)
+    bos: dict[int, Tensor] = field(default_factory=dict)
+    places: list[int] = field(default_factory=list)
+    logits: list[Tensor] = field(default_factory=list)
+    _seen: int = 0
+
+    def __call__(self, model: Reference, number: int, logits: Tensor) -> None:
+        """Look at a row's logits [S - 1, V]."""
+        row, sampling = self.rows[number], self.samplings[number]
+        tokens, start = answer(row), row.prompt_length - 1
+        own = logits[start:]
+        nothing = torch.full((1,), math.nan, dtype=torch.float64)
+        said = logprobs(own, tokens, sampling)
+        before = logprobs(logits[start - 1 : start], torch.tensor([row.tokens[start]]), sampling) if start else nothing
+        self.earlier[number] = torch.cat([before, said[:-1]])
+        self.later[number] = torch.cat([said[1:], nothing])
+        self.plain[number] = untruncated(own, tokens, sampling.divisor) if sampling.truncation.cuts else said
+        if self.bos_id is not None and number < BOS_ROWS:
+            self.bos[number] = self._with_other_beginning(model, row, sampling)
+        self._keep(row, own)
+
+    def _with_other_beginning(self, model: Reference, row: DumpRow, sampling: Sampling) -> Tensor:
+        has, long = row.tokens[0] == self.bos_id, row.prompt_length > 1
+        if has and not long:
+            return torch.full((row.answer_length,), math.nan, dtype=torch.float64)
+        other = row.tokens[1:] if has else [self.bos_id or 0, *row.tokens]
+        start = row.prompt_length - 2 if has else row.prompt_length
+        return logprobs(model.logits(other)[start:], answer(row), sampling)
+
+    def _keep(self, row: DumpRow, own: Tensor) -> None:
+        every = max(1, sum(len(each.sampled) for each in self.rows) // self._room(own.shape[-1]))
+        for place in row.sampled:
+            if self._seen % every == 0 and len(self.places) < self._room(own.shape[-1]):
+                self.places.append(self._seen)
+                self.logits.append(own[place].cpu())
+            self._seen += 1
+
+    @staticmethod
+    def _room(vocabulary: int) -> int:
+        return max(1, min(KEPT_TOKENS, KEPT // vocabulary))
+
+
+def explanations(tokens: Tokens, said: Tensor, reference: Tensor, looks: Looks, floor: Tensor) -> list[Explanation]:
+    """The mistakes that would explain what a side has said [N], the one that leaves least first; parts of the tokens
+    come behind other readings.
+
+    reference: the model's own log-probabilities. floor: how far another precision of the model is from them.
+    """
+    found = [*_readings(tokens, said, reference, looks), *_kept_readings(tokens, said, reference, looks)]
+    good = [each for each in found if each is not None and each.after <= CLEARLY * each.before]
+    parts = list(_parts(tokens, (said - reference).abs(), floor, looks.rows))
+    return sorted(good, key=lambda each: each.after) + parts
+
+
+def _readings(tokens: Tokens, said: Tensor, reference: Tensor, looks: Looks) -> Iterator[Explanation | None]:
+    rows, before = looks.rows, "its log-probabilities are those of"
+    yield _tried("shift", f"{before} the token before each", said, reference, flat(looks.earlier, rows))
+    yield _tried("shift", f"{before} the token behind each", said, reference, flat(looks.later, rows))
+    if any(each.truncation.cuts for each in looks.samplings):
+        text = f"{before} all tokens, not of those that top-p, top-k and min-p leave"
+        yield _tried("not renormalised", text, said, reference, flat(looks.plain, rows))
+    if looks.bos:
+        empty = {number: torch.full((row.answer_length,), math.nan).double() for number, row in enumerate(rows)}
+        has = rows[0].tokens[0] == looks.bos_id
+        text = f"it has seen texts {'without the' if has else 'with a'} token {looks.bos_id} (BOS) at their beginning"
+        yield _tried("BOS", text, said, reference, flat(empty | looks.bos, rows))
+
+
+def _kept_readings(tokens: Tokens, said: Tensor, reference: Tensor, looks: Looks) -> Iterator[Explanation | None]:
+    """Temperatures, and what leaves tokens out, by the logits that were kept."""
+    places = torch.tensor(looks.places)
+    logits = torch.stack(looks.logits)
+    for temperature in tokens.temperature[places].unique().tolist():
+        here = (tokens.temperature[places] == temperature) & said[places].isfinite()
+        if not here.any():
+            continue
+        at, own = places[here], logits[here]
+        fit = fit_temperature(own, tokens.ids[at], said[at].float())
+        if abs(fit.temperature / temperature - 1) > SAME_TEMPERATURE:
+            text = f"its log-probabilities are those of temperature {fit.temperature:.4g}, not of {temperature:.4g}"
+            fitted = untruncated(own, tokens.ids[at], fit.temperature)
+            yield _tried("temperature", text, said[at], reference[at], fitted)
+        if not any(each.truncation.cuts for each in looks.samplings):
+            for cut in CANDIDATES:
+                text = f"its log-probabilities are those among the tokens that {_named(cut)} leaves"
+                narrowed = logprobs(own, tokens.ids[at], Sampling(temperature, cut))
+                yield _tried("renormalised", text, said[at], reference[at], narrowed)
+
+
+def _named(cut: Truncation) -> str:
+    return f"top-p {cut.top_p:g}" if cut.top_p < 1 else f"top-k {cut.top_k}"
+
+
+def _tried(name: str, text: str, said: Tensor, reference: Tensor, other: Tensor) -> Explanation | None:
+    """How much is left with another reading; None where it says nothing of too many tokens."""
+    known = said.isfinite() & ~other.isnan()
+    if not known.any() or (known & other.isinf()).sum() > _LEFT_OUT * known.sum():
+        return None
+    used = known & other.isfinite() & reference.isfinite()
+    before, after = ((said - by)[used].abs().mean().item() for by in (reference, other))
+    return Explanation(name, text, before, after, int(used.sum()))
+
+
+def _parts(tokens: Tokens, abs_d: Tensor, floor: Tensor, rows: Sequence[DumpRow]) -> Iterator[Explanation]:
+    """Parts of the tokens that stand out from all others: special ones, the first of each answer, versions, rows."""
+    used = abs_d.isfinite()
+    candidates: list[tuple[str, str, Tensor]] = [
+        ("special tokens", "special tokens differ, such as the end of an answer", tokens.special),
+        ("first token", "the first token of each answer differs", tokens.place == 0),
+    ]
+    versions = list(dict.fromkeys(tokens.version))
+    for version in versions if len(versions) > 1 else ():
+        mine = torch.tensor([each == version for each in tokens.version])
+        candidates.append(("version", f"tokens of all versions but {version} differ", ~mine))
+    candidates += _outstanding_rows(tokens, abs_d, used, len(rows))
+    for name, text, part in candidates:
+        inside, outside = used & part, used & ~part
+        if not inside.any() or not outside.any():
+            continue
+        before, after = abs_d[used].mean().item(), abs_d[outside].mean().item()
+        stands_out = abs_d[inside].mean().item() >= OUTSTANDING * after
+        if stands_out and after <= CLEARLY * before and after <= 2 * floor[outside].mean().item():
+            yield Explanation(name, text, before, after, int(used.sum()))
+
+
+def _outstanding_rows(tokens: Tokens, abs_d: Tensor, used: Tensor, count: int) -> list[tuple[str, str, Tensor]]:
+    """At most a quarter of the rows, those that differ most."""
+    means = row_means(tokens, abs_d, used, count)
+    known = means[means.isfinite()]
+    if len(known) < 4:
+        return []
+    rest = known.sort().values[: len(known) - len(known) // 4].mean()
+    bad = (means >= OUTSTANDING * rest) & means.isfinite()
+    if not bad.any():
+        return []
+    text = f"{int(bad.sum())} of {len(known)} rows differ, as if they were of other weights or tokens"
+    return [("rows", text, bad[tokens.row])]
+
+
+def row_means(tokens: Tokens, abs_d: Tensor, used: Tensor, count: int) -> Tensor:
+    """float64 [rows], mean abs(d) of each; NaN without a finite one."""
+    sums = torch.zeros(count, dtype=torch.float64).index_add_(0, tokens.row[used], abs_d[used])
+    numbers = torch.zeros(count, dtype=torch.float64).index_add_(0, tokens.row[used], abs_d[used] * 0 + 1)
+    return sums / numbers

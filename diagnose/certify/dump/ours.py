@@ -1,0 +1,109 @@
+"""What our exact ops say of tokens: the trainer's forward pass, one rank of it in this process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+from torch import Tensor
+
+from diagnose.certify.dump.row import DumpRow, Sampling
+from diagnose.one_rank import one_rank
+from models import read_model
+from models.stored import check_stored
+from numerics.config import NumericsConfig
+from numerics.errors import UserError
+from numerics.spec import QuantSpec
+from trainer.config import TrainerConfig
+from trainer.step.batch import TokenBatch
+
+_MICRO_BATCH = 4096
+_CHUNK = 64
+"""Rows of a batch: its log-probabilities are gathered, and a longer row pads the others."""
+
+
+def numerics_of(preset: str) -> dict[str, NumericsConfig]:
+    """What a dump is scored in that does not say its numerics: BF16, and a preset."""
+    spec = QuantSpec.preset(preset)
+    plain = NumericsConfig(spec=QuantSpec.preset("bf16"), trainer="bf16", rollout="bf16")
+    coded = {f"ours, FP8 ({preset})": NumericsConfig(spec=spec)} if spec.quantized else {}
+    return {"ours, BF16": plain, **coded}
+
+
+def why_not(path: Path) -> str:
+    """Why our ops cannot score a model, in words; empty if they can."""
+    try:
+        check_stored(path, read_model(path))
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+def scored(
+    path: Path, numerics: Mapping[str, NumericsConfig], rows: Sequence[DumpRow], samplings: Sequence[Sampling]
+) -> dict[str, dict[int, Tensor]]:
+    """float64 [T] by name of the numerics and by row, of exact mode.
+
+    Raises:
+        UserError: the sizes of the model do not fit a spec; or a token depends on its batch on this machine.
+    """
+    first = next(iter(numerics.values()))
+    config = TrainerConfig(micro_batch_tokens=_MICRO_BATCH)
+    with one_rank(config, first) as layout:
+        from trainer.scorer import Scorer
+
+        longest = max(len(row.tokens) for row in rows)
+        scorer = Scorer(path, config, first, layout, max_sequence_length=longest)
+        found = {}
+        for name, each in numerics.items():
+            scorer.set_numerics(each)
+            found[name] = _of_all(scorer.score, rows, samplings)
+        return found
+
+
+@contextmanager
+def exported(model: Path, checkpoint: Path | None, numerics: NumericsConfig | None) -> Iterator[Path]:
+    """The weights of a checkpoint as a Hugging Face directory, for a block; without one, the model's own."""
+    if checkpoint is None or numerics is None:
+        yield model
+        return
+    config = TrainerConfig(micro_batch_tokens=_MICRO_BATCH)
+    with TemporaryDirectory(prefix="fp8rl-certify-") as folder:
+        with one_rank(config, numerics) as layout:
+            from trainer.trainer import Trainer
+
+            trainer = Trainer(model, config, numerics, layout, seed=0, total_steps=1, max_sequence_length=1)
+            trainer.load(checkpoint)
+            trainer.export_hf(Path(folder) / "model")
+        yield Path(folder) / "model"
+
+
+def _of_all(
+    score: Callable[[TokenBatch], tuple[list[int], Tensor]], rows: Sequence[DumpRow], samplings: Sequence[Sampling]
+) -> dict[int, Tensor]:
+    """Rows of one sampling are scored together."""
+    found = {}
+    for sampling in dict.fromkeys(samplings):
+        numbers = [number for number, each in enumerate(samplings) if each == sampling]
+        for at in range(0, len(numbers), _CHUNK):
+            some = numbers[at : at + _CHUNK]
+            order, logprobs = score(_batch([rows[number] for number in some], sampling))
+            for row, said in zip(order, logprobs, strict=True):
+                number = some[row]
+                answer = slice(rows[number].prompt_length, len(rows[number].tokens))
+                found[number] = said[answer].double().cpu()
+    return found
+
+
+def _batch(rows: Sequence[DumpRow], sampling: Sampling) -> TokenBatch:
+    """[B, S], right-padded; the answers' tokens count."""
+    lengths = torch.tensor([len(row.tokens) for row in rows])
+    tokens = torch.nn.utils.rnn.pad_sequence([torch.tensor(row.tokens) for row in rows], batch_first=True)
+    places = torch.arange(tokens.shape[1])
+    mask = (places >= torch.tensor([[row.prompt_length] for row in rows])) & (places < lengths[:, None])
+    batch = TokenBatch(tokens, lengths, mask, temperature=sampling.divisor)
+    return replace(batch, truncation=sampling.truncation)

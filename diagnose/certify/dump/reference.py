@@ -1,0 +1,195 @@
+"""What the model itself says of tokens: its own code in transformers, one row at a time, in FP32 and in BF16."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from diagnose.certify.dump.row import DumpRow, Sampling
+from models.stored import weight_files
+from models.stored_fp8 import WeightFiles, is_scales
+from numerics.errors import UserError, user_error
+from numerics.io.reading import read_json
+from numerics.ops import narrowed, support_floors
+from numerics.sampling import EVERY_TOKEN, Truncation
+from trainer import device
+
+_BLOCK_FP8 = "fp8"
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """What a model's directory says, whatever its architecture.
+
+    vocabulary: ids that it has an embedding for. positions: tokens of a row, None if it does not say. bos: id that its
+    texts begin with, if any. special: ids that are no text.
+    """
+
+    vocabulary: int
+    positions: int | None
+    bos: int | None
+    special: frozenset[int]
+
+
+class Reference:
+    """A model of transformers, in one dtype, which is asked for the logits of one row after the other."""
+
+    def __init__(self, path: Path, dtype: torch.dtype) -> None:
+        """Raises UserError: transformers cannot make a model of the directory."""
+        self._model = _loaded(path, dtype).to(device.claim(0)).eval()
+
+    @torch.no_grad()
+    def logits(self, tokens: Sequence[int]) -> Tensor:
+        """FP32 [S - 1, V]: at t, of the token behind `tokens[t]`."""
+        ids = torch.tensor([list(tokens)], device=device.current())
+        logits: Tensor = self._model(ids, use_cache=False).logits[0, :-1].float()
+        return logits
+
+
+def logprobs(logits: Tensor, tokens: Tensor, sampling: Sampling, truncation: Truncation | None = None) -> Tensor:
+    """float64 [T] on the CPU: log-probabilities of tokens [T] by logits [T, V], as they were sampled.
+
+    truncation: in place of that of the sampling. A token that it leaves out is at -inf.
+    """
+    cut = sampling.truncation if truncation is None else truncation
+    if cut.cuts:
+        each = logits.new_ones(len(logits))
+        floors = support_floors(
+            logits, each * sampling.divisor, each * cut.top_p, each.long() * cut.top_k, each * cut.min_p
+        )
+        logits = narrowed(logits, floors)
+    scaled = (logits.double() / sampling.divisor).log_softmax(-1)
+    return scaled.gather(-1, tokens.to(logits.device)[:, None]).squeeze(-1).cpu()
+
+
+def scored(
+    path: Path,
+    dtype: torch.dtype,
+    rows: Sequence[DumpRow],
+    samplings: Sequence[Sampling],
+    look: Callable[[Reference, int, Tensor], None] | None = None,
+) -> dict[int, Tensor]:
+    """float64 [T] by row: the log-probabilities of each answer's T tokens.
+
+    look: given the model, the number of each row and its logits [S - 1, V], while they are there.
+    """
+    model = Reference(path, dtype)
+    found = {}
+    for number, (row, sampling) in enumerate(zip(rows, samplings, strict=True)):
+        logits = model.logits(row.tokens)
+        if look is not None:
+            look(model, number, logits)
+        found[number] = logprobs(logits[row.prompt_length - 1 :], answer(row), sampling)
+    return found
+
+
+def answer(row: DumpRow) -> Tensor:
+    """int64 [T], the tokens behind the prompt."""
+    return torch.tensor(row.tokens[row.prompt_length :])
+
+
+def untruncated(logits: Tensor, tokens: Tensor, temperature: float) -> Tensor:
+    """`logprobs` among all tokens."""
+    return logprobs(logits, tokens, Sampling(temperature), EVERY_TOKEN)
+
+
+def facts(path: Path) -> ModelFacts:
+    """What `config.json` and the tokenizer's files say.
+
+    Raises:
+        UserError: there is no model that transformers knows.
+    """
+    from transformers import AutoConfig
+
+    key = "--model"
+    if not (path / "config.json").is_file():
+        raise user_error(
+            key,
+            found=f"{path} without config.json",
+            expected="the Hugging Face directory of the model that the dump is from",
+            remedy="Give it with --model DIR.",
+        )
+    with _quiet():
+        try:
+            config = AutoConfig.from_pretrained(path, local_files_only=True)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise _unknown(path, error) from None
+    text = config.get_text_config()
+    ends = [getattr(each, name, None) for each in (config, text) for name in ("bos_token_id", "eos_token_id")]
+    ids = [one for each in ends for one in (each if isinstance(each, list) else [each]) if isinstance(one, int)]
+    bos = getattr(text, "bos_token_id", None)
+    return ModelFacts(
+        vocabulary=int(text.vocab_size),
+        positions=getattr(text, "max_position_embeddings", None),
+        bos=bos if isinstance(bos, int) else None,
+        special=frozenset(ids) | _added(path),
+    )
+
+
+def _added(path: Path) -> frozenset[int]:
+    """Ids that tokenizer.json calls special."""
+    file = path / "tokenizer.json"
+    if not file.is_file():
+        return frozenset()
+    added = read_json(file, "--model", "a tokenizer").get("added_tokens") or []
+    return frozenset(each["id"] for each in added if isinstance(each, dict) and each.get("special"))
+
+
+def _loaded(path: Path, dtype: torch.dtype) -> Any:
+    """The model of a directory; weights in FP8 with a scale for each block are multiplied out first."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    files = weight_files(path, "--model")
+    with _quiet():
+        try:
+            config = AutoConfig.from_pretrained(path, local_files_only=True)
+            quantization = getattr(config, "quantization_config", None)
+            if quantization is None:
+                return AutoModelForCausalLM.from_pretrained(path, dtype=dtype, local_files_only=True)
+            if quantization.get("quant_method") != _BLOCK_FP8 or not quantization.get("weight_block_size"):
+                raise user_error(
+                    f"--model: quantization_config in {path}",
+                    found=json.dumps(quantization, default=str),
+                    expected="weights in BF16, or in FP8 with a scale for each block",
+                    remedy="Give the BF16 checkpoint of this model.",
+                )
+            del config.quantization_config
+            stored = WeightFiles(files)
+            state = {name: stored.read(name) for name in stored.where if not is_scales(name, stored)}
+            return AutoModelForCausalLM.from_pretrained(None, config=config, state_dict=state, dtype=dtype)
+        except UserError:
+            raise
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
+            raise _unknown(path, error) from None
+
+
+def _unknown(path: Path, error: Exception) -> UserError:
+    return user_error(
+        "--model",
+        found=f"{path}: {str(error).splitlines()[0] if str(error) else type(error).__name__}",
+        expected="a model that transformers can load without code from its directory",
+        remedy="Give the Hugging Face directory of the model that the dump is from.",
+    )
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without the bars and warnings of transformers, whose errors are kept."""
+    from transformers.utils import logging as theirs
+
+    before = theirs.get_verbosity()
+    theirs.set_verbosity(logging.ERROR)
+    theirs.disable_progress_bar()
+    try:
+        yield
+    finally:
+        theirs.set_verbosity(before)
+        theirs.enable_progress_bar()

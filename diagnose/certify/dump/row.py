@@ -1,0 +1,153 @@
+"""One answer of a dump, whatever wrote it: its token ids, and what was said of them. docs/certify.md has the schema."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from numerics.errors import UserError, user_error
+from numerics.sampling import EVERY_TOKEN, Truncation
+
+LARGEST = 1e-3
+"""A log-probability may be above 0 by rounding, not by more."""
+_REMEDY = "Correct the dump; docs/certify.md has its schema."
+
+TokenId = Annotated[int, Field(ge=0, strict=True)]
+Version = int | str | None
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the tokens of an answer were drawn. temperature: 0 is greedy, whose log-probabilities are those at 1."""
+
+    temperature: float = 1.0
+    truncation: Truncation = EVERY_TOKEN
+
+    @property
+    def divisor(self) -> float:
+        """What logits are divided by."""
+        return self.temperature or 1.0
+
+
+class DumpRow(BaseModel):
+    """One answer.
+
+    tokens: ids of prompt and answer. prompt_length: how many of them are the prompt's.
+    logprobs: the engine's, one for each token of the answer. trainer_logprobs: the trainer's, likewise.
+    mask: likewise, 0 where the model has not sampled the token; what is said of such a token does not count.
+    temperature, top_p, top_k, min_p: that the answer was sampled with; null: not said.
+    version: of the weights, one for the answer or one for each of its tokens.
+    """
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+    tokens: list[TokenId]
+    prompt_length: Annotated[int, Field(ge=1, strict=True)]
+    logprobs: list[float | None]
+    trainer_logprobs: list[float | None] | None = None
+    mask: list[bool] | None = None
+    temperature: Annotated[float, Field(ge=0, le=100, allow_inf_nan=False)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1, strict=True)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    version: Version | list[Version] = None
+
+    @field_validator("mask", mode="before")
+    @classmethod
+    def _numbers_are_a_mask(cls, value: Any) -> Any:
+        """0 and 1 of any number type."""
+        return [each in (1, True) if each in (0, 1) else each for each in value] if isinstance(value, list) else value
+
+    @model_validator(mode="after")
+    def _fit_together(self) -> Self:
+        answer = self.answer_length
+        if answer < 1:
+            raise _Unfit("prompt_length", self.prompt_length, f"less than the {len(self.tokens)} tokens")
+        for name in ("logprobs", "trainer_logprobs", "mask", "version"):
+            value = getattr(self, name)
+            if isinstance(value, list) and len(value) != answer:
+                expected = f"{answer}, one for each of {len(self.tokens)} - {self.prompt_length} tokens of the answer"
+                raise _Unfit(name, f"{len(value)} values", expected)
+        for name in ("logprobs", "trainer_logprobs"):
+            for index in self.sampled if getattr(self, name) is not None else ():
+                value = getattr(self, name)[index]
+                if value is None or not math.isfinite(value):
+                    expected = "a finite number, or a 0 in its place of mask if the model has not sampled the token"
+                    raise _Unfit(f"{name}[{index}]", value, expected)
+                if value > LARGEST:
+                    raise _Unfit(f"{name}[{index}]", value, "a logarithm of a probability, at most 0")
+        return self
+
+    @property
+    def answer_length(self) -> int:
+        return len(self.tokens) - self.prompt_length
+
+    @property
+    def sampled(self) -> list[int]:
+        """Places in the answer of the tokens that the model has sampled."""
+        places = range(self.answer_length)
+        return list(places) if self.mask is None else [place for place in places if self.mask[place]]
+
+    def sampling(self, default: Sampling) -> Sampling:
+        """How it was drawn, by what it says itself and else by `default`."""
+
+        def said(name: str, otherwise: Any) -> Any:
+            value = getattr(self, name)
+            return otherwise if value is None else value
+
+        cut = default.truncation
+        return Sampling(
+            said("temperature", default.temperature),
+            Truncation(said("top_p", cut.top_p), said("top_k", cut.top_k) or -1, said("min_p", cut.min_p)),
+        )
+
+    def version_of(self, place: int) -> Version:
+        """The version that sampled the token at a place of the answer."""
+        return self.version[place] if isinstance(self.version, list) else self.version
+
+
+def checked_row(values: Mapping[str, Any], where: str) -> DumpRow:
+    """The row of plain values; where: what a message says of it, e.g. `line 3 of x.jsonl`.
+
+    Raises:
+        UserError: a key is missing or wrong; the message names it.
+    """
+    try:
+        return DumpRow.model_validate(values)
+    except ValidationError as error:
+        first = error.errors()[0]
+        cause = first.get("ctx", {}).get("error")
+        if isinstance(cause, _Unfit):
+            raise user_error(
+                f"{where}: {cause.key}", found=cause.found, expected=cause.expected, remedy=_REMEDY
+            ) from None
+        place = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"] if part != "list")
+        raise _unreadable(values, where, place.lstrip("."), first) from None
+
+
+class _Unfit(ValueError):
+    """A value that does not fit the others of its row."""
+
+    def __init__(self, key: str, found: object, expected: str) -> None:
+        super().__init__(f"{key}: found {found}, expected {expected}")
+        self.key, self.found, self.expected = key, found, expected
+
+
+def _unreadable(values: Mapping[str, Any], where: str, place: str, first: Mapping[str, Any]) -> UserError:
+    if first["type"] == "missing":
+        found = f"a row with {', '.join(sorted(map(str, values))) or 'no key'}"
+        expected = f"{place}, {_MEANING[place]}"
+        return user_error(f"{where}: {place}", found=found, expected=expected, remedy=_REMEDY)
+    expected = str(first["msg"]).removeprefix("Input should be ")
+    return user_error(f"{where}: {place}", found=first["input"], expected=expected, remedy=_REMEDY)
+
+
+_MEANING = {
+    "tokens": "the ids of prompt and answer",
+    "prompt_length": "how many of the tokens are the prompt's",
+    "logprobs": "the engine's log-probability of each token of the answer",
+}

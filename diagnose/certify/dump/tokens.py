@@ -1,0 +1,101 @@
+"""The sampled tokens of a dump, flat: where each stands, and what each side says of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from diagnose.certify.dump.row import DumpRow, Sampling, Version
+from numerics.errors import user_error
+
+ENGINE, TRAINER = "the engine", "the trainer"
+Side = str
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """N sampled tokens, row after row.
+
+    ids, row, place: int64 [N]; the place is that in the answer. length: int64 [N], of the answer. temperature: float64
+    [N], that logits are divided by. special: bool [N], such as the end of an answer. version: of each.
+    said: float64 [N] by side, the engine's and the trainer's; NaN where it says nothing.
+    """
+
+    ids: Tensor
+    row: Tensor
+    place: Tensor
+    length: Tensor
+    temperature: Tensor
+    special: Tensor
+    version: list[Version]
+    said: dict[Side, Tensor] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, rows: Sequence[DumpRow], samplings: Sequence[Sampling], special: frozenset[int]) -> Tokens:
+        places = [(row, number, place) for number, row in enumerate(rows) for place in row.sampled]
+        ids = torch.tensor([row.tokens[row.prompt_length + place] for row, _, place in places])
+        said = {ENGINE: _numbers([row.logprobs[place] for row, _, place in places])}
+        if any(row.trainer_logprobs is not None for row in rows):
+            theirs = [None if row.trainer_logprobs is None else row.trainer_logprobs[at] for row, _, at in places]
+            said[TRAINER] = _numbers(theirs)
+        return cls(
+            ids=ids,
+            row=torch.tensor([number for _, number, _ in places]),
+            place=torch.tensor([place for _, _, place in places]),
+            length=torch.tensor([row.answer_length for row, _, _ in places]),
+            temperature=_numbers([samplings[number].divisor for _, number, _ in places]),
+            special=torch.tensor([token in special for token in ids.tolist()]),
+            version=[row.version_of(place) for row, _, place in places],
+            said=said,
+        )
+
+
+def chosen(rows: Sequence[DumpRow], budget: int) -> list[int]:
+    """Rows whose tokens, prompts counted, are at most `budget`, evenly over the dump; at least one."""
+    total = sum(len(row.tokens) for row in rows)
+    step = max(1.0, total / budget)
+    found: list[int] = []
+    for number in (int(index * step) for index in range(len(rows))):
+        if number >= len(rows) or (found and budget < len(rows[number].tokens)):
+            break
+        found.append(number)
+        budget -= len(rows[number].tokens)
+    return found
+
+
+def check_fits(
+    rows: Sequence[DumpRow], places: Sequence[str], vocabulary: int, positions: int | None, model: object
+) -> None:
+    """Refuse rows that a model cannot have made.
+
+    Raises:
+        UserError: an id is beyond the model's vocabulary, or a row longer than its context; the message names the row.
+    """
+    for row, place in zip(rows, places, strict=True):
+        largest = max(row.tokens)
+        if largest >= vocabulary:
+            raise user_error(
+                f"{place}: tokens[{row.tokens.index(largest)}]",
+                found=largest,
+                expected=f"ids below {vocabulary}, the vocabulary of {model}",
+                remedy="Give the model that the dump is from with --model.",
+            )
+        if positions is not None and len(row.tokens) > positions:
+            raise user_error(
+                f"{place}: tokens",
+                found=f"{len(row.tokens)} tokens",
+                expected=f"at most {positions}, the positions of {model}",
+                remedy="Give the model that the dump is from with --model.",
+            )
+
+
+def flat(by_row: Mapping[int, Tensor], rows: Sequence[DumpRow]) -> Tensor:
+    """[N] of what is known of every answer's tokens [T], by row."""
+    return torch.cat([by_row[number][row.sampled] for number, row in enumerate(rows)])
+
+
+def _numbers(values: Sequence[float | None]) -> Tensor:
+    return torch.tensor([float("nan") if value is None else value for value in values], dtype=torch.float64)
