@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from diagnose.attribution.temperature import fit_temperature
+from diagnose.attribution.temperature import TemperatureFit, fit_temperature
 from diagnose.certify.dump.reference import Reference, answer, logprobs, untruncated
 from diagnose.certify.dump.row import DumpRow, Sampling
 from diagnose.certify.dump.tokens import Tokens, flat
@@ -30,6 +30,7 @@ CANDIDATES = [Truncation(top_p=p) for p in (0.7, 0.8, 0.9, 0.95, 0.99)] + [
 CLEARLY = 0.5
 """Another reading explains a difference if less than this part of it is left."""
 SAME_TEMPERATURE = 0.02
+HARDLY = 1.05
 OUTSTANDING = 10.0
 """A part of the tokens stands out if it differs so many times as much as the others."""
 _LEFT_OUT = 0.01
@@ -55,7 +56,8 @@ class Looks:
     """What is taken of the logits while they are there, of N rows; see `Tokens`.
 
     earlier, later: log-probabilities of the token before and after each, by row, NaN where there is none. plain: among
-    all tokens, where some are left out. bos: with the text's first token in front, or without it; of some rows.
+    all tokens, where some are left out. raw: that, at temperature 1. bos: with the text's first token in front, or
+    without it; of some rows.
     places, logits: of kept tokens, which are the `places` of `Tokens`.
     """
 
@@ -65,6 +67,7 @@ class Looks:
     earlier: dict[int, Tensor] = field(default_factory=dict)
     later: dict[int, Tensor] = field(default_factory=dict)
     plain: dict[int, Tensor] = field(default_factory=dict)
+    raw: dict[int, Tensor] = field(default_factory=dict)
     bos: dict[int, Tensor] = field(default_factory=dict)
     places: list[int] = field(default_factory=list)
     logits: list[Tensor] = field(default_factory=list)
@@ -81,6 +84,7 @@ class Looks:
         self.earlier[number] = torch.cat([before, said[:-1]])
         self.later[number] = torch.cat([said[1:], nothing])
         self.plain[number] = untruncated(own, tokens, sampling.divisor) if sampling.truncation.cuts else said
+        self.raw[number] = untruncated(own, tokens, 1.0)
         if self.bos_id is not None and number < BOS_ROWS:
             self.bos[number] = self._with_other_beginning(model, row, sampling)
         self._keep(row, own)
@@ -107,15 +111,20 @@ class Looks:
 
 
 def explanations(tokens: Tokens, said: Tensor, reference: Tensor, looks: Looks, floor: Tensor) -> list[Explanation]:
-    """The mistakes that would explain what a side has said [N], the one that leaves least first; parts of the tokens
-    come behind other readings.
+    """The mistakes that would explain what a side has said [N], the likeliest first.
+
+    Of readings it is the one that leaves least; one that was fitted comes behind those that have nothing to fit, unless
+    it leaves clearly less. Parts of the tokens come last.
 
     reference: the model's own log-probabilities. floor: how far another precision of the model is from them.
     """
-    found = [*_readings(tokens, said, reference, looks), *_kept_readings(tokens, said, reference, looks)]
-    good = [each for each in found if each is not None and each.after <= CLEARLY * each.before]
+    plain, fitted = (
+        sorted((each for each in found if each and each.after <= CLEARLY * each.before), key=lambda each: each.after)
+        for found in (_readings(tokens, said, reference, looks), _fitted(tokens, said, reference, looks))
+    )
+    first = bool(plain and fitted) and fitted[0].after < CLEARLY * plain[0].after
     parts = list(_parts(tokens, (said - reference).abs(), floor, looks.rows))
-    return sorted(good, key=lambda each: each.after) + parts
+    return (fitted + plain if first else plain or fitted) + parts
 
 
 def _readings(tokens: Tokens, said: Tensor, reference: Tensor, looks: Looks) -> Iterator[Explanation | None]:
@@ -125,6 +134,10 @@ def _readings(tokens: Tokens, said: Tensor, reference: Tensor, looks: Looks) -> 
     if any(each.truncation.cuts for each in looks.samplings):
         text = f"{before} all tokens, not of those that top-p, top-k and min-p leave"
         yield _tried("not renormalised", text, said, reference, flat(looks.plain, rows))
+    others = [f"{each:.4g}" for each in tokens.temperature.unique().tolist() if each != 1.0]
+    if others:
+        text = f"{before} temperature 1, not of {' or '.join(others)}"
+        yield _tried("temperature", text, said, reference, flat(looks.raw, rows))
     if looks.bos:
         empty = {number: torch.full((row.answer_length,), math.nan).double() for number, row in enumerate(rows)}
         has = rows[0].tokens[0] == looks.bos_id
@@ -132,7 +145,7 @@ def _readings(tokens: Tokens, said: Tensor, reference: Tensor, looks: Looks) -> 
         yield _tried("BOS", text, said, reference, flat(empty | looks.bos, rows))
 
 
-def _kept_readings(tokens: Tokens, said: Tensor, reference: Tensor, looks: Looks) -> Iterator[Explanation | None]:
+def _fitted(tokens: Tokens, said: Tensor, reference: Tensor, looks: Looks) -> Iterator[Explanation | None]:
     """Temperatures, and what leaves tokens out, by the logits that were kept."""
     places = torch.tensor(looks.places)
     logits = torch.stack(looks.logits)
@@ -141,16 +154,25 @@ def _kept_readings(tokens: Tokens, said: Tensor, reference: Tensor, looks: Looks
         if not here.any():
             continue
         at, own = places[here], logits[here]
-        fit = fit_temperature(own, tokens.ids[at], said[at].float())
-        if abs(fit.temperature / temperature - 1) > SAME_TEMPERATURE:
-            text = f"its log-probabilities are those of temperature {fit.temperature:.4g}, not of {temperature:.4g}"
-            fitted = untruncated(own, tokens.ids[at], fit.temperature)
+        best = _written(fit_temperature(own, tokens.ids[at], said[at].float()), own, tokens.ids[at], said[at])
+        if abs(best / temperature - 1) > SAME_TEMPERATURE:
+            text = f"its log-probabilities are those of temperature {best:.4g}, not of {temperature:.4g}"
+            fitted = untruncated(own, tokens.ids[at], best)
             yield _tried("temperature", text, said[at], reference[at], fitted)
         if not any(each.truncation.cuts for each in looks.samplings):
             for cut in CANDIDATES:
                 text = f"its log-probabilities are those among the tokens that {_named(cut)} leaves"
                 narrowed = logprobs(own, tokens.ids[at], Sampling(temperature, cut))
                 yield _tried("renormalised", text, said[at], reference[at], narrowed)
+
+
+def _written(fit: TemperatureFit, logits: Tensor, ids: Tensor, said: Tensor) -> float:
+    """The temperature as people write it: with one digit or two, if that leaves hardly more."""
+    for digits in (1, 2):
+        rounded = round(fit.temperature, digits)
+        if rounded and (untruncated(logits, ids, rounded) - said).abs().mean() <= HARDLY * fit.abs_diff_mean:
+            return rounded
+    return fit.temperature
 
 
 def _named(cut: Truncation) -> str:

@@ -60,8 +60,8 @@ def _opened(path: Path) -> dict[str, Any]:
     except pickle.UnpicklingError as error:
         reason = next((line.strip() for line in str(error).splitlines() if "GLOBAL" in line), str(error)[:160])
         raise _closed(path, reason) from None
-    except (OSError, RuntimeError, EOFError, ValueError) as error:
-        raise _closed(path, str(error).splitlines()[0][:160]) from None
+    except (OSError, RuntimeError, EOFError, LookupError, TypeError, ValueError, AttributeError) as error:
+        raise _closed(path, f"{type(error).__name__}: {error}".splitlines()[0][:160]) from None
     if not isinstance(values, dict):
         raise _closed(path, f"a {type(values).__name__}")
     return values

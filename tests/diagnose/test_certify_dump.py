@@ -1,0 +1,489 @@
+"""Certifying a dump: each side is judged by the model itself, and what is planted in one is found and named."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+from typer.testing import CliRunner
+
+from diagnose.certify.dump import DumpReport, certify_dump, write_page
+from diagnose.certify.dump.row import Sampling
+from fp8rl.cli import app
+from numerics.config import NumericsConfig
+from numerics.sampling import Truncation
+from numerics.spec import QuantSpec
+from tests.support.batches import random_batch
+from tests.support.paths import EXAMPLES
+from tests.support.ranks import WARM
+from trainer.config import TrainerConfig
+from trainer.distributed.layout import Layout
+
+BOS, EOS, VOCABULARY = 1, 2, 128
+ROWS, PROMPT, ANSWER = 12, 6, 20
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Llama, which is none of our architectures: transformers alone scores it."""
+    return _write_llama(tmp_path_factory.mktemp("llama"), seed=0)
+
+
+def _write_llama(path: Path, seed: int) -> Path:
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        max_position_embeddings=64,
+        bos_token_id=BOS,
+        eos_token_id=EOS,
+        initializer_range=0.3,
+    )
+    LlamaForCausalLM(config).bfloat16().save_pretrained(path)
+    return path
+
+
+@torch.no_grad()
+def said(path: Path, tokens: list[list[int]], temperature: float = 1.0, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """float64 [B, S - 1], of each token but the first: an honest engine's, of one batch."""
+    logits = LlamaForCausalLM.from_pretrained(path, dtype=dtype)(torch.tensor(tokens)).logits[:, :-1]
+    logprobs = (logits.double() / temperature).log_softmax(-1)
+    return logprobs.gather(-1, torch.tensor(tokens)[:, 1:, None]).squeeze(-1)
+
+
+@pytest.fixture(scope="module")
+def tokens(model: Path) -> list[list[int]]:
+    """Sampled at temperature 1, EOS among them, which answers go on behind."""
+    config = LlamaForCausalLM.from_pretrained(model, dtype=torch.float32)
+    drawn = torch.Generator().manual_seed(0)
+    ids = torch.randint(3, VOCABULARY, (ROWS, PROMPT), generator=drawn)
+    with torch.no_grad():
+        for _ in range(ANSWER):
+            probabilities = config(ids).logits[:, -1].softmax(-1)
+            ids = torch.cat([ids, torch.multinomial(probabilities, 1, generator=drawn)], 1)
+    ids[:, -1] = EOS
+    return ids.tolist()
+
+
+def rows(tokens: list[list[int]], logprobs: Tensor, **more: Any) -> list[dict[str, Any]]:
+    """Rows of our schema. logprobs: of each token but the first."""
+    answers = logprobs[:, PROMPT - 1 :].tolist()
+    return [{"tokens": t, "prompt_length": PROMPT, "logprobs": x, **more} for t, x in zip(tokens, answers, strict=True)]
+
+
+def write(path: Path, found: list[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(each) + "\n" for each in found))
+    return path
+
+
+@pytest.fixture
+def certified(tmp_path: Path, model: Path) -> Callable[..., DumpReport]:
+    def certify(found: list[dict[str, Any]], **options: Any) -> DumpReport:
+        return certify_dump(write(tmp_path / "dump.jsonl", found), model, **options)
+
+    return certify
+
+
+def test_an_honest_engine_in_bf16_is_within_the_floor(
+    certified: Callable[..., DumpReport], model: Path, tokens: list[list[int]]
+) -> None:
+    report = certified(rows(tokens, said(model, tokens)))
+    (engine,) = report.sides
+    assert (report.verdict, report.ok, engine.explanations) == ("within the floor", True, [])
+    full = said(model, tokens, dtype=torch.float32)
+    expected = (said(model, tokens) - full)[:, PROMPT - 1 :].abs().mean().item()
+    assert engine.reference.mean == pytest.approx(expected, rel=1e-6) and expected > 1e-3
+    assert report.floor.mean == pytest.approx(expected, rel=0.2), "BF16, one row at a time"
+    assert (report.tokens, report.rows, report.ours) == (ROWS * ANSWER, ROWS, {})
+    assert "LlamaForCausalLM" in report.why_not_ours and any("LlamaForCausalLM" in note for note in report.notes)
+    by_place = [part for part in report.parts if part.by == "place in the answer"]
+    assert [(part.label, part.tokens) for part in by_place] == [
+        ("0–7", 8 * ROWS),
+        ("8–15", 8 * ROWS),
+        ("16–31", 4 * ROWS),
+    ]
+    mean = sum(part.tokens * (part.means["the engine"] or 0) for part in by_place) / report.tokens
+    assert mean == pytest.approx(expected, rel=1e-6), "the parts are the whole"
+
+
+def test_the_side_that_is_wrong_is_named(
+    certified: Callable[..., DumpReport], model: Path, tokens: list[list[int]]
+) -> None:
+    """An engine in BF16, and a trainer that forgot the temperature of 0.7."""
+    right, wrong = said(model, tokens, 0.7), said(model, tokens, 1.0)
+    found = rows(tokens, right, temperature=0.7)
+    for row, theirs in zip(found, wrong[:, PROMPT - 1 :].tolist(), strict=True):
+        row["trainer_logprobs"] = theirs
+    report = certified(found)
+    assert [(side.name, side.verdict) for side in report.sides] == [
+        ("the engine", "within the floor"),
+        ("the trainer", "broken"),
+    ]
+    first = report.sides[1].explanations[0]
+    assert first.name == "temperature" and "of temperature 1, not of 0.7" in first.text
+    assert report.between is not None and report.between.mean == pytest.approx(first.before, rel=0.2)
+    assert DumpReport.from_json(report.to_json()) == report
+
+
+def _earlier(model: Path, tokens: list[list[int]]) -> Tensor:
+    logprobs = said(model, tokens)
+    return torch.cat([logprobs[:, :1], logprobs[:, :-1]], 1)
+
+
+def _later(model: Path, tokens: list[list[int]]) -> Tensor:
+    logprobs = said(model, tokens)
+    return torch.cat([logprobs[:, 1:], logprobs[:, -1:]], 1)
+
+
+def _without_bos(model: Path, tokens: list[list[int]]) -> Tensor:
+    """As if the texts had begun with another token, which the dump does not have."""
+    return said(model, [[BOS, *row] for row in tokens])[:, 1:]
+
+
+def _two_rows_of_other_weights(model: Path, tokens: list[list[int]]) -> Tensor:
+    logprobs = said(model, tokens)
+    logprobs[3:5] = said(_write_llama(model.parent / "other", seed=1), tokens)[3:5]
+    return logprobs
+
+
+def _special(model: Path, tokens: list[list[int]]) -> Tensor:
+    logprobs = said(model, tokens)
+    logprobs[:, -1] -= 3.0
+    return logprobs
+
+
+def _of_top_k(model: Path, tokens: list[list[int]]) -> Tensor:
+    """Renormalised over the 20 most probable tokens; one outside them keeps what it has."""
+    with torch.no_grad():
+        logits = LlamaForCausalLM.from_pretrained(model, dtype=torch.bfloat16)(torch.tensor(tokens)).logits[:, :-1]
+    top = logits.double().topk(20).values.logsumexp(-1)
+    chosen = logits.double().gather(-1, torch.tensor(tokens)[:, 1:, None]).squeeze(-1)
+    return (chosen - top).clamp(max=0.0)
+
+
+@pytest.mark.parametrize(
+    ("plant", "name", "text"),
+    [
+        (_earlier, "shift", "of the token before each"),
+        (_later, "shift", "of the token behind each"),
+        (lambda model, tokens: said(model, tokens, 0.6), "temperature", "of temperature 0.6, not of 1"),
+        (_without_bos, "BOS", "texts with a token 1 (BOS) at their beginning"),
+        (_two_rows_of_other_weights, "rows", "2 of 12 rows differ"),
+        (_special, "special tokens", "special tokens differ"),
+    ],
+)
+def test_a_planted_mistake_is_named(
+    certified: Callable[..., DumpReport],
+    model: Path,
+    tokens: list[list[int]],
+    plant: Callable[[Path, list[list[int]]], Tensor],
+    name: str,
+    text: str,
+) -> None:
+    report = certified(rows(tokens, plant(model, tokens)))
+    (engine,) = report.sides
+    first = engine.explanations[0]
+    assert (engine.verdict, first.name) == ("broken", name) and text in first.text
+    assert report.floor.mean is not None
+    assert first.after < 2 * report.floor.mean < first.before, "made good, nothing but the floor is left"
+
+
+def test_what_top_k_leaves_is_scored_and_its_absence_is_named(
+    certified: Callable[..., DumpReport], model: Path, tokens: list[list[int]]
+) -> None:
+    """Tokens outside the 20 most probable ones were not sampled, and the mask says so."""
+    with torch.no_grad():
+        logits = LlamaForCausalLM.from_pretrained(model, dtype=torch.float32)(torch.tensor(tokens)).logits[:, :-1]
+    kept = logits.gather(-1, torch.tensor(tokens)[:, 1:, None]).squeeze(-1) > logits.topk(18).values[..., -1]
+    honest, plain = (
+        [
+            {**row, "top_k": 20, "mask": mask}
+            for row, mask in zip(rows(tokens, each), kept[:, PROMPT - 1 :].int().tolist(), strict=True)
+        ]
+        for each in (_of_top_k(model, tokens), said(model, tokens))
+    )
+    report = certified(honest)
+    assert report.verdict == "within the floor" and report.tokens == int(kept[:, PROMPT - 1 :].sum())
+    (engine,) = certified(plain).sides
+    assert (engine.verdict, engine.explanations[0].name) == ("broken", "not renormalised")
+    unsaid = [{key: value for key, value in row.items() if key != "top_k"} for row in honest]
+    (engine,) = certified(unsaid).sides
+    assert engine.explanations[0].name == "renormalised" and "top-k 20" in engine.explanations[0].text
+    told = certified(unsaid, sampling=lambda _: Sampling(1.0, Truncation(top_k=20)))
+    assert told.verdict == "within the floor", "what the dump does not say, an option does"
+
+
+def test_the_version_whose_weights_were_given_is_named(
+    certified: Callable[..., DumpReport], model: Path, tokens: list[list[int]], tmp_path: Path
+) -> None:
+    found = rows(tokens, said(model, tokens), version=4)
+    other = rows(tokens, said(_write_llama(tmp_path / "other", seed=1), tokens), version=3)
+    report = certified(found + other)
+    assert report.sides[0].explanations[0].text == "tokens of all versions but 4 differ"
+    means = {part.label: part.means["the engine"] for part in report.parts if part.by == "weight version"}
+    assert means["3"] is not None and means["4"] is not None and means["3"] > 10 * means["4"]
+
+
+def test_noise_that_nothing_explains_is_above_the_floor_and_another_model_is_broken(
+    certified: Callable[..., DumpReport], model: Path, tokens: list[list[int]], tmp_path: Path
+) -> None:
+    logprobs = said(model, tokens)
+    noise = 0.1 * torch.randn(logprobs.shape, generator=torch.Generator().manual_seed(1)).double()
+    report = certified(rows(tokens, (logprobs + noise).clamp(max=0.0)))
+    assert report.verdict == "above the floor" and report.sides[0].explanations == [] and not report.ok
+    other = certified(rows(tokens, said(_write_llama(tmp_path / "other", seed=1), tokens)))
+    assert other.verdict == "broken" and other.sides[0].unrelated
+
+
+def test_rounded_log_probabilities_are_noticed_and_keys_that_are_not_read_are_said(
+    certified: Callable[..., DumpReport], model: Path, tokens: list[list[int]]
+) -> None:
+    report = certified(rows(tokens, said(model, tokens).bfloat16().double(), reward=1.0))
+    assert any("rounded to bfloat16" in note for note in report.notes) and report.unread == ["reward"]
+
+
+def test_a_part_of_a_long_dump_is_scored(
+    certified: Callable[..., DumpReport], model: Path, tokens: list[list[int]]
+) -> None:
+    report = certified(rows(tokens, said(model, tokens)), budget=3 * (PROMPT + ANSWER))
+    assert (report.rows, report.of_rows, report.tokens) == (3, ROWS, 3 * ANSWER)
+    assert sorted(row.place for row in report.worst) == ["line 1", "line 5", "line 9"]
+
+
+def test_the_page_has_the_verdict_the_comparisons_and_a_chart_of_each_breakdown(
+    certified: Callable[..., DumpReport], model: Path, tokens: list[list[int]], tmp_path: Path
+) -> None:
+    report = certified(rows(tokens, said(model, tokens, 0.5), temperature=0.8))
+    write_page(report, tmp_path / "page.html")
+    page = (tmp_path / "page.html").read_text()
+    assert "the engine: broken: its log-probabilities are those of temperature 0.5, not of 0.8" in page
+    assert "floor: the model in BF16 from the model in FP32" in page and "LlamaForCausalLM" in page
+    charts = json.loads(page.partition('id="charts">')[2].partition("</script>")[0])
+    titles = ["How large differences are", "By place in the answer", "By probability of the token", "By kind of token"]
+    assert [chart["title"] for chart in charts] == titles
+    assert sum(charts[0]["series"][0]["y"]) == report.tokens
+
+
+def slime_samples(tokens: list[list[int]], logprobs: Tensor) -> list[dict[str, Any]]:
+    """What `Sample.to_dict` of slime gives (slime/utils/types.py)."""
+    return [
+        {
+            "group_index": number // 4,
+            "index": number,
+            "prompt": "1 + 1",
+            "tokens": row,
+            "response": "2",
+            "response_length": ANSWER,
+            "label": "2",
+            "reward": 1.0,
+            "loss_mask": [1] * (ANSWER - 1) + [0],
+            "weight_versions": ["3"],
+            "rollout_log_probs": values,
+            "rollout_routed_experts": np.zeros((len(row) - 1, 2, 2), dtype=np.int32),
+            "status": "completed",
+            "metadata": {},
+            "train_metadata": None,
+            "spec_info": {"spec_accept_token_num": 0},
+        }
+        for number, (row, values) in enumerate(zip(tokens, logprobs[:, PROMPT - 1 :].tolist(), strict=True))
+    ]
+
+
+def test_dumps_of_slime_are_read(model: Path, tokens: list[list[int]], tmp_path: Path) -> None:
+    logprobs = said(model, tokens)
+    samples = slime_samples(tokens, logprobs)
+    aborted = {**samples[0], "status": "aborted", "rollout_log_probs": None}
+    torch.save({"rollout_id": 7, "samples": [aborted, *samples]}, tmp_path / "rollout_7.pt")
+    report = certify_dump(tmp_path / "rollout_7.pt", model)
+    assert report.verdict == "within the floor" and report.tokens == ROWS * (ANSWER - 1)
+    columns = {
+        "tokens": [torch.tensor(row) for row in tokens],
+        "response_lengths": [ANSWER] * ROWS,
+        "total_lengths": [PROMPT + ANSWER] * ROWS,
+        "loss_masks": [torch.ones(ANSWER, dtype=torch.int32)] * ROWS,
+        "rollout_log_probs": [row.float() for row in logprobs[:, PROMPT - 1 :]],
+        "log_probs": [row.float() for row in said(model, tokens, 1.4)[:, PROMPT - 1 :]],
+        "raw_reward": [1.0] * (ROWS + 2),
+    }
+    torch.save({"rollout_id": 7, "rank": 0, "rollout_data": columns}, tmp_path / "train_7_0.pt")
+    verdicts = [side.verdict for side in certify_dump(tmp_path / "train_7_0.pt", model).sides]
+    assert verdicts == ["within the floor", "broken"], "both sides are in the file of the trainer"
+
+
+def verl_batch(tokens: list[list[int]], logprobs: Tensor) -> dict[str, Tensor]:
+    """Tensors of a DataProto: prompts padded on the left to 8, answers on the right to 24."""
+    ids = torch.nn.functional.pad(torch.tensor(tokens), (2, 4))
+    mask = torch.nn.functional.pad(torch.ones(ROWS, PROMPT + ANSWER, dtype=torch.int64), (2, 4))
+    by_token = torch.nn.functional.pad(logprobs[:, PROMPT - 1 :].float(), (0, 4))
+    response_mask = mask[:, 8:].clone()
+    response_mask[:, 3:5] = 0  # a tool's words
+    return {
+        "prompts": ids[:, :8].contiguous(),
+        "responses": ids[:, 8:].contiguous(),
+        "input_ids": ids,
+        "attention_mask": mask,
+        "position_ids": mask.cumsum(1) - 1,
+        "response_mask": response_mask,
+        "rollout_log_probs": by_token,
+        "old_log_probs": by_token.clone(),
+    }
+
+
+def test_batches_of_verl_are_read(model: Path, tokens: list[list[int]], tmp_path: Path) -> None:
+    batch = verl_batch(tokens, said(model, tokens, 0.8))
+    save_file(batch, tmp_path / "step_1.safetensors", {"temperature": "0.8"})
+    report = certify_dump(tmp_path / "step_1.safetensors", model)
+    assert [side.verdict for side in report.sides] == ["within the floor"] * 2 and report.temperatures == [0.8]
+    assert report.tokens == ROWS * (ANSWER - 2) and report.between is not None and report.between.zero
+    np.savez(tmp_path / "step_1.npz", **{name: tensor.numpy() for name, tensor in batch.items()})
+    (first, _) = certify_dump(tmp_path / "step_1.npz", model).sides
+    assert "of temperature 0.8, not of 1" in first.explanations[0].text, "an npz has no place for the temperature"
+    torch.save(batch, tmp_path / "step_1.pt")
+    assert certify_dump(tmp_path / "step_1.pt", model, sampling=lambda _: Sampling(0.8)).ok
+
+
+def _certify_in_a_process(path: Path, model: Path, result: Path) -> None:
+    result.write_text(certify_dump(path, model).to_json())
+
+
+@pytest.mark.slow
+def test_exact_log_probabilities_are_equal_to_ours_bit_for_bit(layout: Layout, tmp_path: Path) -> None:
+    """Scored by a trainer, in FP8 and in one batch; certified in a process of its own."""
+    from trainer.trainer import Trainer
+
+    model, batch = EXAMPLES / "models/tiny_qwen3_moe", random_batch(rows=6, longest=40)
+    numerics = NumericsConfig(spec=QuantSpec.preset("fp8_block_pow2"))
+    trainer = Trainer(model, TrainerConfig(), numerics, layout, seed=0, total_steps=1, max_sequence_length=64)
+    order, logprobs = trainer.score(batch)
+    found = []
+    for row, values in zip(order, logprobs, strict=True):
+        length = int(batch.lengths[row])
+        if length < 4:
+            continue
+        ids = batch.tokens[row, :length].tolist()
+        found.append({"tokens": ids, "prompt_length": 3, "logprobs": values[3:length].tolist()})
+    result = tmp_path / "report.json"
+    process = WARM.Process(
+        target=_certify_in_a_process, args=(write(tmp_path / "dump.jsonl", found), model, result), daemon=True
+    )
+    process.start()
+    process.join(300)
+    report = DumpReport.from_json(result.read_text())
+    assert report.verdict == "equal" and report.sides[0].ours["ours, FP8 (fp8_block_pow2)"].zero
+    plain = report.sides[0].ours["ours, BF16"]
+    assert plain.mean is not None and plain.mean > 1e-4, "and BF16 is another computation"
+
+
+def run(*arguments: object) -> tuple[int, str]:
+    result = CliRunner().invoke(app, ["certify", *map(str, arguments)])
+    return result.exit_code, result.output
+
+
+GOOD = {"tokens": [3, 4, 5, 6], "prompt_length": 2, "logprobs": [-1.0, -2.0]}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {"logprobs": None},
+            "line 2 of PATH: logprobs: found 'a row with prompt_length, tokens', expected logprobs, the",
+        ),
+        (
+            {"tokens": None},
+            "line 2 of PATH: tokens: found 'a row with logprobs, prompt_length', expected tokens, the ids",
+        ),
+        ({"logprobs": [-1.0]}, "logprobs: found '1 values', expected 2, one for each of 4 - 2 tokens of the answer"),
+        ({"trainer_logprobs": [-1.0] * 3}, "trainer_logprobs: found '3 values', expected 2"),
+        (
+            {"logprobs": [-1.0, math.nan]},
+            "logprobs[1]: found nan, expected a finite number, or a 0 in its place of mask",
+        ),
+        ({"logprobs": [-1.0, None]}, "logprobs[1]: found None, expected a finite number"),
+        ({"logprobs": [0.4, 0.3]}, "logprobs[0]: found 0.4, expected a logarithm of a probability, at most 0"),
+        ({"tokens": [3, 4, 5, 500]}, "line 2: tokens[3]: found 500, expected ids below 128, the vocabulary of"),
+        ({"tokens": [3, 4, 5, -1]}, "line 2 of PATH: tokens[3]: found -1, expected greater than or equal to 0"),
+        ({"tokens": "3 4 5 6"}, "line 2 of PATH: tokens: found '3 4 5 6', expected a valid list"),
+        ({"prompt_length": 4}, "prompt_length: found 4, expected less than the 4 tokens"),
+        ({"prompt_length": 0}, "prompt_length: found 0, expected greater than or equal to 1"),
+        ({"mask": [1, 2]}, "mask[1]: found 2, expected a valid boolean"),
+        ({"temperature": -1.0}, "temperature: found -1.0, expected greater than or equal to 0"),
+        (
+            {"tokens": [5] * 70, "logprobs": [-1.0] * 68},
+            "line 2: tokens: found '70 tokens', expected at most 64, the pos",
+        ),
+    ],
+)
+def test_a_row_that_does_not_fit_is_one_message(
+    change: dict[str, Any], message: str, model: Path, tmp_path: Path
+) -> None:
+    row = {key: value for key, value in {**GOOD, **change}.items() if value is not None}
+    path = write(tmp_path / "dump.jsonl", [GOOD, row])
+    code, printed = run(path, "--model", model)
+    assert code == 2 and message.replace("PATH", str(path)) in printed
+    assert printed.count("\n") == 1 and "Traceback" not in printed
+
+
+def test_a_dump_that_cannot_be_read_is_one_message(model: Path, tmp_path: Path) -> None:
+    def refusal(name: str, content: bytes | None) -> str:
+        path = tmp_path / name
+        if content is not None:
+            path.write_bytes(content)
+        code, printed = run(path, "--model", model)
+        assert code == 2 and printed.count("\n") == 1 and "Traceback" not in printed, printed
+        return printed
+
+    assert "expected a file, or the folder of a run" in refusal("none.jsonl", None)
+    assert "with 0 rows', expected at least one answer" in refusal("empty.jsonl", b"")
+    assert "line 1 of" in refusal("x.jsonl", b"hello\n") and "expected a JSON object" in refusal("x.jsonl", b"[1]\n")
+    verl = json.dumps({"input": "1 + 1", "output": "2", "gts": "2", "score": 1.0, "step": 1}).encode()
+    assert "as verl writes to trainer.rollout_data_dir" in refusal("1.jsonl", verl)
+    assert "a pickle, which may run any code" in refusal("gen_batch.dp", b"")
+    assert "a pickle, which may run any code" in refusal("dump", b"\x80\x04\x95")
+    assert "expected a whole file" in refusal("x.safetensors", b"abc")
+    assert "expected a parquet file" in refusal("x.parquet", b"abc")
+    assert "expected numbers, texts, lists, dictionaries and tensors" in refusal("x.pt", b"abc")
+    torch.save({"samples": [Path("x")]}, tmp_path / "path.pt")
+    assert "pathlib" in refusal("path.pt", None)
+    torch.save({"weights": torch.zeros(2)}, tmp_path / "weights.pt")
+    assert "with weights', expected slime's samples or rollout_data" in refusal("weights.pt", None)
+    save_file({"responses": torch.zeros(1, 2)}, tmp_path / "verl.safetensors")
+    assert "without attention_mask, input_ids, rollout_log_probs" in refusal("verl.safetensors", None)
+    tmp_path.joinpath("folder").mkdir()
+    assert "expected a run, with its spec.yaml" in refusal("folder", None)
+
+
+def test_a_command_without_a_subject_or_a_model_is_one_message(model: Path, tmp_path: Path) -> None:
+    path = write(tmp_path / "dump.jsonl", [GOOD])
+    for arguments, message in (
+        ([], "DUMP, --server: found 'neither', expected one of them"),
+        ([path, "--server", "http://127.0.0.1:1"], "DUMP, --server: found 'both', expected one of them"),
+        ([path], "--model: found 'none', expected the Hugging Face directory"),
+        ([path, "--model", tmp_path], "without config.json', expected the Hugging Face directory"),
+        ([path, "--model", model, "--page", path / "x.html"], "--page: found"),
+    ):
+        code, printed = run(*arguments)
+        assert code == 2 and message in printed and printed.count("\n") == 1, printed
+
+
+def test_the_command_prints_the_verdict_and_writes_the_page(
+    model: Path, tokens: list[list[int]], tmp_path: Path
+) -> None:
+    path = write(tmp_path / "dump.jsonl", rows(tokens, said(model, tokens, 0.7)))
+    code, printed = run(path, "--model", model, "--temperature", "0.7")
+    assert code == 0 and "the engine: within the floor" in printed
+    assert (tmp_path / "dump.certify.html").is_file()
+    code, printed = run(path, "--model", model, "--json", "--page", tmp_path / "other.html")
+    assert code == 1 and '"verdict": "broken"' in printed and (tmp_path / "other.html").is_file()
