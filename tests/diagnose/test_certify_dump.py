@@ -11,12 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
 from diagnose.certify.dump import DumpReport, certify_dump, write_page
+from diagnose.certify.dump.reference import Reference
 from diagnose.certify.dump.row import Sampling
 from fp8rl.cli import app
 from numerics.config import NumericsConfig
@@ -241,7 +242,7 @@ def test_noise_that_nothing_explains_is_above_the_floor_and_another_model_is_bro
 ) -> None:
     logprobs = said(model, tokens)
     noise = 0.1 * torch.randn(logprobs.shape, generator=torch.Generator().manual_seed(1)).double()
-    report = certified(rows(tokens, (logprobs + noise).clamp(max=0.0)))
+    report = certified(2 * rows(tokens, (logprobs + noise).clamp(max=0.0)))  # answers repeat, as in a group
     assert report.verdict == "above the floor" and report.sides[0].explanations == [] and not report.ok
     other = certified(rows(tokens, said(_write_llama(tmp_path / "other", seed=1), tokens)))
     assert other.verdict == "broken" and other.sides[0].unrelated
@@ -320,6 +321,23 @@ def test_dumps_of_slime_are_read(model: Path, tokens: list[list[int]], tmp_path:
     torch.save({"rollout_id": 7, "rank": 0, "rollout_data": columns}, tmp_path / "train_7_0.pt")
     verdicts = [side.verdict for side in certify_dump(tmp_path / "train_7_0.pt", model).sides]
     assert verdicts == ["within the floor", "broken"], "both sides are in the file of the trainer"
+
+
+def test_a_checkpoint_in_fp8_is_multiplied_out(tmp_path: Path) -> None:
+    """Codes times scales, by torch; transformers has no kernels for them on a CPU."""
+    small = EXAMPLES / "models/tiny_qwen3_moe"
+    result = CliRunner().invoke(app, ["convert", str(small), str(tmp_path / "fp8")])
+    assert result.exit_code == 0, result.output
+    stored = load_file(tmp_path / "fp8/model.safetensors")
+    name = "model.layers.0.self_attn.q_proj.weight"
+    codes, scales = stored[name], stored[name + "_scale_inv"]
+    expected = codes.float() * scales.repeat_interleave(128, 0).repeat_interleave(128, 1)[:, : codes.shape[1]]
+    reference = Reference(tmp_path / "fp8", torch.float32)
+    assert torch.equal(reference.model.state_dict()[name], expected)
+    assert not torch.equal(expected, load_file(small / "model.safetensors")[name].float())
+    ids = list(range(3, 20))
+    apart = (reference.logits(ids) - Reference(small, torch.float32).logits(ids)).abs().max().item()
+    assert 1e-3 < apart < 2.0, "all other weights are where they belong"
 
 
 def verl_batch(tokens: list[list[int]], logprobs: Tensor) -> dict[str, Tensor]:

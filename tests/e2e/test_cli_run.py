@@ -32,7 +32,7 @@ from rl.record.metric_rows import METRICS
 from rl.record.metrics import describe
 from rl.run.lifecycle.interrupts import INTERRUPTED
 from rollout.types import Endpoint
-from tests.support.cli_runs import SMALL, StartedRun
+from tests.support.cli_runs import FP8RL, SMALL, StartedRun
 from tests.support.paths import EXAMPLES
 from tests.support.ranks import run_on_ranks
 from tests.support.recompute import first_step, trained_scores
@@ -163,6 +163,23 @@ def test_a_step_is_computed_again_from_what_the_run_left(run: StartedRun, tmp_pa
 def rollouts(run: StartedRun, step: int) -> list[dict[str, Any]]:
     """The trajectories that a step has left."""
     return [json.loads(line) for line in (run.path / f"rollouts/step_{step}.jsonl").read_text().splitlines()]
+
+
+def test_the_newest_step_with_its_weights_is_certified_bit_for_bit(run: StartedRun, tmp_path: Path) -> None:
+    """The run is over: transformers and our ops score its answers again, from a checkpoint."""
+    command = [FP8RL, "certify", run.path, "--json", "--page", tmp_path / "page.html"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    steps = {int(path.name.removeprefix("step_")) for path in (run.path / "checkpoints").glob("step_*")}
+    newest = max(step for step in steps if (run.path / f"rollouts/step_{step + 1}.jsonl").is_file())
+    assert found["kind"].startswith(f"step {newest + 1} of the run") and found["model"].endswith(f"step_{newest}")
+    assert [(side["name"], side["verdict"]) for side in found["sides"]] == [
+        ("the engine", "equal"),
+        ("the trainer", "equal"),
+    ]
+    assert found["tokens"] == sum(len(answer["token_ids"]) for answer in rollouts(run, newest + 1))
+    assert 0 < found["floor"]["mean"] < found["sides"][0]["reference"]["mean"], "FP8 is further from FP32 than BF16 is"
 
 
 def test_the_log_has_what_the_console_said(run: StartedRun) -> None:

@@ -116,7 +116,8 @@ def _side(
     unrelated = False
     if verdict != "equal" and not _within(apart, floor):
         causes = explanations(tokens, said, full, looks, (half - full).abs())
-        other = _difference(full.roll(max(1, len(full) // 2)), said)
+        others = torch.randperm(len(full), generator=torch.Generator().manual_seed(0))
+        other = _difference(full[others], said)
         unrelated = _mean(apart) > UNRELATED * _mean(other)
         verdict = "broken" if causes or unrelated else "above the floor"
     return SideReport(name, verdict, apart, against, causes, unrelated)

@@ -40,17 +40,21 @@ class ModelFacts:
 
 
 class Reference:
-    """A model of transformers, in one dtype, which is asked for the logits of one row after the other."""
+    """A model of transformers, in one dtype, which is asked for the logits of one row after the other.
+
+    Attributes:
+        model: transformers' own.
+    """
 
     def __init__(self, path: Path, dtype: torch.dtype) -> None:
         """Raises UserError: transformers cannot make a model of the directory."""
-        self._model = _loaded(path, dtype).to(device.claim(0)).eval()
+        self.model = _loaded(path, dtype).to(device.claim(0)).eval()
 
     @torch.no_grad()
     def logits(self, tokens: Sequence[int]) -> Tensor:
         """FP32 [S - 1, V]: at t, of the token behind `tokens[t]`."""
         ids = torch.tensor([list(tokens)], device=device.current())
-        logits: Tensor = self._model(ids, use_cache=False).logits[0, :-1].float()
+        logits: Tensor = self.model(ids, use_cache=False).logits[0, :-1].float()
         return logits
 
 
@@ -145,7 +149,7 @@ def _added(path: Path) -> frozenset[int]:
 
 def _loaded(path: Path, dtype: torch.dtype) -> Any:
     """The model of a directory; weights in FP8 with a scale for each block are multiplied out first."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM
 
     files = weight_files(path, "--model")
     with _quiet():
@@ -164,7 +168,8 @@ def _loaded(path: Path, dtype: torch.dtype) -> Any:
             del config.quantization_config
             stored = WeightFiles(files)
             state = {name: stored.read(name) for name in stored.where if not is_scales(name, stored)}
-            return AutoModelForCausalLM.from_pretrained(None, config=config, state_dict=state, dtype=dtype)
+            model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+            return model_class.from_pretrained(None, config=config, state_dict=state, dtype=dtype)
         except UserError:
             raise
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
