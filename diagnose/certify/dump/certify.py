@@ -14,9 +14,10 @@ from diagnose.certify.dump import ours as our
 from diagnose.certify.dump import reference as theirs
 from diagnose.certify.dump.explain import Explanation, Looks, explanations, row_means
 from diagnose.certify.dump.parts import histogram, parts
+from diagnose.certify.dump.reading import read_dump
 from diagnose.certify.dump.report import DumpReport, SideReport, Verdict, WorstRow
 from diagnose.certify.dump.row import DumpRow, Sampling
-from diagnose.certify.dump.source import Dump, read_dump
+from diagnose.certify.dump.source import Dump
 from diagnose.certify.dump.tokens import ENGINE, TRAINER, Tokens, check_fits, chosen, flat
 from diagnose.difference import Difference, difference
 from numerics.errors import user_error
@@ -27,7 +28,7 @@ MEAN_WITHIN, P99_WITHIN = 2.0, 4.0
 """How many times the floor's mean and 99th percentile a side may be at. Two roundings to BF16 that know nothing of each
 other are 1.4 times as far apart as one is from the truth."""
 UNRELATED = 0.25
-"""Of the difference from the log-probabilities of other tokens, from which on a side does not follow the model."""
+"""A side does not follow the model if it is so far from it, as a part of how far it is from other tokens' values."""
 WORST = 12
 
 

@@ -212,7 +212,7 @@ def _parts(tokens: Tokens, abs_d: Tensor, floor: Tensor, rows: Sequence[DumpRow]
 
 
 def _outstanding_rows(tokens: Tokens, abs_d: Tensor, used: Tensor, count: int) -> list[tuple[str, str, Tensor]]:
-    """At most a quarter of the rows, those that differ most."""
+    """The rows that differ far more than the others, if they are a quarter at most."""
     means = row_means(tokens, abs_d, used, count)
     known = means[means.isfinite()]
     if len(known) < 4:

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from diagnose.certify.dump import verl
 from diagnose.certify.dump.source import Dump, whole
 from numerics.errors import UserError, user_error
 
@@ -36,8 +37,6 @@ def read(path: Path) -> Dump:
     Raises:
         UserError: it is neither, or holds other than plain values.
     """
-    from diagnose.certify.dump import verl
-
     values = _opened(path)
     if verl.REQUIRED <= values.keys():
         return verl.from_tensors(path, values, {})

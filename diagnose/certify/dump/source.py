@@ -1,17 +1,15 @@
-"""The rows of a dump, by what its file is: our schema, a run of ours, slime's, or verl's."""
+"""What the rows of a dump are read into, and how each way of reading checks them."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from diagnose.certify.dump.row import DumpRow, Sampling, checked_row
 from numerics.config import NumericsConfig
-from numerics.errors import UserError, user_error
-from numerics.io.reading import check_path, read_bytes
+from numerics.errors import user_error
 
 SCHEMA_KEYS = frozenset(DumpRow.model_fields)
 
@@ -38,34 +36,6 @@ class Dump:
     numerics: NumericsConfig | None = None
 
 
-def read_dump(path: Path) -> Dump:
-    """The rows of a file, or of a run's folder.
-
-    Raises:
-        UserError: it is none of the kinds, is damaged, or has a row that does not fit; the message names the row.
-    """
-    from diagnose.certify.dump import own_run, slime, verl  # each imports this file
-
-    check_path(path, "DUMP")
-    if not path.exists():
-        raise user_error("DUMP", found=str(path), expected="a file, or the folder of a run", remedy="Correct the path.")
-    if path.is_dir() or own_run.is_rollouts(path):
-        return own_run.read(path)
-    match path.suffix:
-        case ".pt" | ".pth":
-            return slime.read(path)
-        case ".safetensors" | ".npz":
-            return verl.read(path)
-        case ".parquet":
-            return whole(path, "rows in parquet", _parquet(path))
-        case ".pkl" | ".pickle" | ".dp":
-            raise _pickle(path)
-    data = read_bytes(path, "DUMP", "a dump")
-    if data[:2] in (b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05"):
-        raise _pickle(path)
-    return whole(path, "rows in JSON", _json_lines(path, data))
-
-
 def whole(path: Path, kind: str, found: Iterator[tuple[str, dict[str, Any]]], sampling: Sampling | None = None) -> Dump:
     """The dump of plain rows, each with its place in words."""
     every: list[tuple[str, DumpRow]] = []
@@ -82,59 +52,3 @@ def whole(path: Path, kind: str, found: Iterator[tuple[str, dict[str, Any]]], sa
             remedy="Write rows of token ids and log-probabilities; docs/certify.md has the schema.",
         )
     return Dump(kind, [row for _, row in used], [place for place, _ in used], sampling, list(unread))
-
-
-def _json_lines(path: Path, data: bytes) -> Iterator[tuple[str, dict[str, Any]]]:
-    for number, line in enumerate(data.split(b"\n"), start=1):
-        if not line.strip():
-            continue
-        try:
-            values = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            found = f"{line[:60].decode('utf-8', 'replace')} ({error})"
-            raise _no_object(path, number, found) from None
-        if not isinstance(values, dict):
-            raise _no_object(path, number, f"a {type(values).__name__}")
-        if {"input", "output"} <= values.keys() and "tokens" not in values:
-            raise _texts_alone(f"line {number} of {path}", values)
-        yield f"line {number}", values
-
-
-def _parquet(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    import pyarrow
-    import pyarrow.parquet
-
-    try:
-        table = pyarrow.parquet.read_table(path)
-    except (OSError, pyarrow.ArrowException) as error:
-        raise user_error(
-            "DUMP", found=f"{path}: {error}", expected="a parquet file", remedy="Write it again."
-        ) from None
-    for number, values in enumerate(table.to_pylist(), start=1):
-        yield f"row {number}", values
-
-
-def _no_object(path: Path, number: int, found: str) -> UserError:
-    expected = "a JSON object with tokens, prompt_length and logprobs"
-    remedy = "Write one object a line; docs/certify.md has the schema."
-    return user_error(f"line {number} of {path}", found=found, expected=expected, remedy=remedy)
-
-
-def _texts_alone(where: str, values: Mapping[str, Any]) -> UserError:
-    """verl's `trainer.rollout_data_dir`."""
-    return user_error(
-        where,
-        found=f"texts without token ids ({', '.join(list(values)[:6])}), as verl writes to trainer.rollout_data_dir",
-        expected="token ids and log-probabilities",
-        remedy="Have the trainer save its batch as safetensors; docs/certify.md has the line.",
-    )
-
-
-def _pickle(path: Path) -> UserError:
-    """`DataProto.save_to_disk` of verl, for one."""
-    return user_error(
-        "DUMP",
-        found=f"{path}, a pickle, which may run any code when it is opened",
-        expected="JSON lines, safetensors, npz, parquet, or what torch.save wrote of plain values",
-        remedy="Have the trainer save its batch as safetensors; docs/certify.md has the line.",
-    )
