@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +19,16 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
 from diagnose.certify.dump import DumpReport, certify_dump, write_page
+from diagnose.certify.dump.reading import read_dump
 from diagnose.certify.dump.reference import Reference
 from diagnose.certify.dump.row import Sampling
 from fp8rl.cli import app
 from numerics.config import NumericsConfig
 from numerics.sampling import Truncation
 from numerics.spec import QuantSpec
+from rl.record.rollouts import RolloutRecord, write_rollouts
 from tests.support.batches import random_batch
+from tests.support.evidence import CapsuleRun
 from tests.support.paths import EXAMPLES
 from tests.support.ranks import WARM
 from trainer.config import TrainerConfig
@@ -404,6 +409,23 @@ def test_exact_log_probabilities_are_equal_to_ours_bit_for_bit(layout: Layout, t
     assert plain.mean is not None and plain.mean > 1e-4, "and BF16 is another computation"
 
 
+def test_a_run_without_the_weights_of_a_step_takes_those_that_are_given(model: Path, tmp_path: Path) -> None:
+    made = CapsuleRun.make(tmp_path).files
+    record = RolloutRecord(
+        "1+1=?", "2", 1.0, 0.0, 0, 7, True, [5, 6], [7, 8, 9], [-0.5, -0.25], [-0.5, -0.5], [3, 3], 1.0
+    )
+    made.rollouts(4).parent.mkdir()
+    write_rollouts(
+        made.rollouts(4), [replace(record, told=[(1, 2)]), replace(record, told=[(1, 2)], weight_versions=[3, 2])]
+    )
+    code, printed = run(made.path)
+    assert code == 2 and "found 'answers of weight version 3, and checkpoints of versions none'" in printed
+    dump = read_dump(made.path, model)
+    assert (dump.kind, dump.model, dump.numerics is not None) == ("step 4 of the run run", model, True)
+    assert [(row.tokens, row.sampled) for row in dump.rows] == [([5, 6, 7, 8, 9], [0, 2]), ([5, 6, 7, 8, 9], [0])]
+    assert [dump.rows[0].trainer_logprobs, dump.rows[0].version] == [[-0.5, None, -0.5], 3]
+
+
 def run(*arguments: object) -> tuple[int, str]:
     result = CliRunner().invoke(app, ["certify", *map(str, arguments)])
     return result.exit_code, result.output
@@ -454,6 +476,16 @@ def test_a_row_that_does_not_fit_is_one_message(
     assert printed.count("\n") == 1 and "Traceback" not in printed
 
 
+@dataclass
+class Exploit:
+    """An object whose pickle makes a folder when it is opened."""
+
+    path: Path
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.path),)
+
+
 def test_a_dump_that_cannot_be_read_is_one_message(model: Path, tmp_path: Path) -> None:
     def refusal(name: str, content: bytes | None) -> str:
         path = tmp_path / name
@@ -473,8 +505,8 @@ def test_a_dump_that_cannot_be_read_is_one_message(model: Path, tmp_path: Path) 
     assert "expected a whole file" in refusal("x.safetensors", b"abc")
     assert "expected a parquet file" in refusal("x.parquet", b"abc")
     assert "expected numbers, texts, lists, dictionaries and tensors" in refusal("x.pt", b"abc")
-    torch.save({"samples": [Path("x")]}, tmp_path / "path.pt")
-    assert "pathlib" in refusal("path.pt", None)
+    torch.save({"samples": [Exploit(tmp_path / "made")]}, tmp_path / "exploit.pt")
+    assert "mkdir" in refusal("exploit.pt", None) and not (tmp_path / "made").exists(), "nothing of it was run"
     torch.save({"weights": torch.zeros(2)}, tmp_path / "weights.pt")
     assert "with weights', expected slime's samples or rollout_data" in refusal("weights.pt", None)
     save_file({"responses": torch.zeros(1, 2)}, tmp_path / "verl.safetensors")

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from diagnose.certify.dump import ours as our
 from diagnose.certify.dump import reference as theirs
-from diagnose.certify.dump.explain import Explanation, Looks, explanations, row_means
+from diagnose.certify.dump.explain import LEFT_OUT, Explanation, Looks, explanations, row_means
 from diagnose.certify.dump.parts import histogram, parts
 from diagnose.certify.dump.reading import read_dump
 from diagnose.certify.dump.report import DumpReport, SideReport, Verdict, WorstRow
@@ -50,7 +50,7 @@ def certify_dump(
         UserError: the dump or the model cannot be used, or they do not fit each other.
     """
     began = time.monotonic()
-    dump = read_dump(path)
+    dump = read_dump(path, model)
     directory = model or dump.model
     if directory is None:
         raise user_error(
@@ -67,20 +67,17 @@ def certify_dump(
     check_fits(rows, places, about.vocabulary, about.positions, directory)
     tokens = Tokens.of(rows, samplings, about.special)
     checkpoint = None if model else dump.checkpoint
-    numerics = {f"ours, in the run's numerics ({dump.numerics.mode})": dump.numerics} if dump.numerics else None
-    if numerics is None or dump.numerics is None or dump.numerics.mode == "native":
-        numerics = our.numerics_of(preset)
+    exact = dump.numerics is not None and dump.numerics.mode == "exact"
+    numerics = our.numerics_of_run(dump.numerics) if dump.numerics and exact else our.numerics_of(preset)
     with our.exported(directory, checkpoint, dump.numerics) as weights:
         looks = Looks(rows, samplings, about.bos)
         say(f"scoring {sum(len(row.tokens) for row in rows):,} tokens with transformers in FP32")
         full = flat(theirs.scored(weights, torch.float32, rows, samplings, looks), rows)
         say("scoring them in BF16, for the floor")
         half = flat(theirs.scored(weights, torch.bfloat16, rows, samplings), rows)
-        why = our.why_not(weights)
-        mine: dict[str, Tensor] = {}
-        if not why:
-            say("scoring them with our exact ops")
-            mine = {name: flat(each, rows) for name, each in our.scored(weights, numerics, rows, samplings).items()}
+        say("scoring them with our exact ops")
+        by_numerics, why = our.scored(weights, numerics, rows, samplings)
+    mine = {name: flat(each, rows) for name, each in by_numerics.items()}
     floor = (half - full).abs()
     sides = [_side(name, said, full, half, mine, tokens, looks) for name, said in tokens.said.items()]
     apart = {name: (said - full).abs() for name, said in tokens.said.items()} | {"floor": floor}
@@ -126,7 +123,7 @@ def _side(
 
 def _within(apart: Difference, floor: Difference) -> bool:
     """Whether a side is no further from the model than BF16 takes the model itself."""
-    if apart.nonfinite or apart.p99 is None or floor.p99 is None:
+    if apart.p99 is None or floor.p99 is None or apart.nonfinite > LEFT_OUT * (apart.tokens + apart.nonfinite):
         return False
     return _mean(apart) <= MEAN_WITHIN * _mean(floor) and apart.p99 <= P99_WITHIN * floor.p99
 
@@ -165,8 +162,11 @@ def _notes(dump: Dump, rows: list[DumpRow], default: Sampling, tokens: Tokens, f
                     f"{name}'s log-probabilities are rounded to {str(dtype)[6:]}: mean |d| {size:.1e} by itself"
                 )
                 break
+    outside = int(full.isinf().sum())
+    if outside:
+        notes.append(f"{outside:,} tokens are none of those that top-p, top-k and min-p leave in FP32; not compared")
     if why:
-        notes.append(f"our ops have not scored it: {why}")
+        notes.append(f"our ops have not scored all of it: {why}")
     if dump.unread:
         notes.append(f"not read: {', '.join(dump.unread)}")
     return notes

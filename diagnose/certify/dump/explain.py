@@ -33,7 +33,8 @@ SAME_TEMPERATURE = 0.02
 HARDLY = 1.05
 OUTSTANDING = 10.0
 """A part of the tokens stands out if it differs so many times as much as the others."""
-_LEFT_OUT = 0.01
+LEFT_OUT = 0.01
+"""Part of the tokens that may be outside what truncation leaves: at its border, rounding decides."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +103,7 @@ class Looks:
         for place in row.sampled:
             if self._seen % every == 0 and len(self.places) < self._room(own.shape[-1]):
                 self.places.append(self._seen)
-                self.logits.append(own[place].cpu())
+                self.logits.append(own[place].clone())
             self._seen += 1
 
     @staticmethod
@@ -153,8 +154,9 @@ def _fitted(tokens: Tokens, said: Tensor, reference: Tensor, looks: Looks) -> It
         here = (tokens.temperature[places] == temperature) & said[places].isfinite()
         if not here.any():
             continue
-        at, own = places[here], logits[here]
-        best = _written(fit_temperature(own, tokens.ids[at], said[at].float()), own, tokens.ids[at], said[at])
+        at, own = places[here], logits[here.to(logits.device)]
+        fit = fit_temperature(own, tokens.ids[at].to(own.device), said[at].float().to(own.device))
+        best = _written(fit, own, tokens.ids[at], said[at])
         if abs(best / temperature - 1) > SAME_TEMPERATURE:
             text = f"its log-probabilities are those of temperature {best:.4g}, not of {temperature:.4g}"
             fitted = untruncated(own, tokens.ids[at], best)
@@ -182,9 +184,11 @@ def _named(cut: Truncation) -> str:
 def _tried(name: str, text: str, said: Tensor, reference: Tensor, other: Tensor) -> Explanation | None:
     """How much is left with another reading; None where it says nothing of too many tokens."""
     known = said.isfinite() & ~other.isnan()
-    if not known.any() or (known & other.isinf()).sum() > _LEFT_OUT * known.sum():
+    if not known.any() or (known & other.isinf()).sum() > LEFT_OUT * known.sum():
         return None
     used = known & other.isfinite() & reference.isfinite()
+    if not used.any():
+        return None
     before, after = ((said - by)[used].abs().mean().item() for by in (reference, other))
     return Explanation(name, text, before, after, int(used.sum()))
 

@@ -34,35 +34,36 @@ def numerics_of(preset: str) -> dict[str, NumericsConfig]:
     return {"ours, BF16": plain, **coded}
 
 
-def why_not(path: Path) -> str:
-    """Why our ops cannot score a model, in words; empty if they can."""
-    try:
-        check_stored(path, read_model(path))
-    except UserError as error:
-        return str(error)
-    return ""
+def numerics_of_run(numerics: NumericsConfig) -> dict[str, NumericsConfig]:
+    """What a run in exact mode computed in: one thing, or another on each side."""
+    if numerics.trainer_spec == numerics.rollout_spec:
+        return {"ours, in the run's numerics": numerics}
+    engine = replace(numerics, trainer=numerics.rollout)
+    return {"ours, as the run's trainer": numerics, "ours, as the run's engine": engine}
 
 
 def scored(
     path: Path, numerics: Mapping[str, NumericsConfig], rows: Sequence[DumpRow], samplings: Sequence[Sampling]
-) -> dict[str, dict[int, Tensor]]:
-    """float64 [T] by name of the numerics and by row, of exact mode.
+) -> tuple[dict[str, dict[int, Tensor]], str]:
+    """float64 [T] by name of the numerics and by row, of exact mode; and why it is not all of them, in words.
 
-    Raises:
-        UserError: the sizes of the model do not fit a spec; or a token depends on its batch on this machine.
+    Another architecture, sizes that do not fit a spec, and a machine on which a token depends on its batch are reasons.
     """
-    first = next(iter(numerics.values()))
-    config = TrainerConfig(micro_batch_tokens=_MICRO_BATCH)
-    with one_rank(config, first) as layout:
-        from trainer.scorer import Scorer
+    found: dict[str, dict[int, Tensor]] = {}
+    config, first = TrainerConfig(micro_batch_tokens=_MICRO_BATCH), next(iter(numerics.values()))
+    try:
+        check_stored(path, read_model(path))
+        with one_rank(config, first) as layout:
+            from trainer.scorer import Scorer
 
-        longest = max(len(row.tokens) for row in rows)
-        scorer = Scorer(path, config, first, layout, max_sequence_length=longest)
-        found = {}
-        for name, each in numerics.items():
-            scorer.set_numerics(each)
-            found[name] = _of_all(scorer.score, rows, samplings)
-        return found
+            longest = max(len(row.tokens) for row in rows)
+            scorer = Scorer(path, config, first, layout, max_sequence_length=longest)
+            for name, each in numerics.items():
+                scorer.set_numerics(each)
+                found[name] = _of_all(scorer.score, rows, samplings)
+    except UserError as error:
+        return found, str(error)
+    return found, ""
 
 
 @contextmanager

@@ -25,10 +25,11 @@ def is_rollouts(path: Path) -> bool:
     return path.is_file() and path.suffix == ".jsonl" and _KEY in read_bytes(path, "DUMP", "a dump").split(b"\n", 1)[0]
 
 
-def read(path: Path) -> Dump:
+def read(path: Path, model: Path | None = None) -> Dump:
     """The answers of one step: of the file, or of the newest step of a run whose weights are still there.
 
-    Tokens of other weights than most of the step's are left out.
+    Tokens of other weights than most of the step's are left out. model: has these weights; the run's own are not looked
+    for.
 
     Raises:
         UserError: there is no such run or step, or its weights are gone.
@@ -55,7 +56,7 @@ def read(path: Path) -> Dump:
         records = whole_json_lines(file, "DUMP", parse_rollout)
         version = _version(records)
         try:
-            found, checkpoint = _weights(run, experiment, version)
+            found, checkpoint = (model, None) if model else _weights(run, experiment, version)
         except UserError as error:
             missing = missing or error
             continue
@@ -89,8 +90,8 @@ def _weights(run: RunDir, experiment: Experiment, version: int) -> tuple[Path, P
         "DUMP",
         found=f"answers of weight version {version}, and checkpoints of versions {kept}",
         expected="the weights that sampled them",
-        remedy="Give rollouts/step_1.jsonl, whose weights are those that the run began with, or the step behind a "
-        "checkpoint.",
+        remedy="Give them with --model DIR, or give rollouts/step_1.jsonl, whose weights are those that the run began "
+        "with, or the step behind a checkpoint.",
     )
 
 

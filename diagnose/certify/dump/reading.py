@@ -13,8 +13,8 @@ from numerics.errors import UserError, user_error
 from numerics.io.reading import check_path, read_bytes
 
 
-def read_dump(path: Path) -> Dump:
-    """The rows of a file, or of a run's folder.
+def read_dump(path: Path, model: Path | None = None) -> Dump:
+    """The rows of a file, or of a run's folder, whose weights `model` has where it is given.
 
     Raises:
         UserError: it is none of the kinds, is damaged, or has a row that does not fit; the message names the row.
@@ -23,7 +23,7 @@ def read_dump(path: Path) -> Dump:
     if not path.exists():
         raise user_error("DUMP", found=str(path), expected="a file, or the folder of a run", remedy="Correct the path.")
     if path.is_dir() or own_run.is_rollouts(path):
-        return own_run.read(path)
+        return own_run.read(path, model)
     match path.suffix:
         case ".pt" | ".pth":
             return slime.read(path)

@@ -17,6 +17,7 @@ from diagnose.certify.dump.row import DumpRow, Sampling
 from models.stored import weight_files
 from models.stored_fp8 import WeightFiles, is_scales
 from numerics.errors import UserError, user_error
+from numerics.holdings import give_back
 from numerics.io.reading import read_json
 from numerics.ops import narrowed, support_floors
 from numerics.sampling import EVERY_TOKEN, Truncation
@@ -92,6 +93,8 @@ def scored(
         if look is not None:
             look(model, number, logits)
         found[number] = logprobs(logits[row.prompt_length - 1 :], answer(row), sampling)
+    del model, logits
+    give_back()
     return found
 
 
