@@ -22,6 +22,7 @@ BENCHMARKS = (
     *(
         "rollout",
         "speculation",
+        "endpoint",
         "families",
         "native",
         "train",
