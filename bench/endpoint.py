@@ -81,7 +81,7 @@ async def _asked(side: Any, programs: Connection) -> list[float]:
 
 
 def _engine_seconds(number: int, turn: int) -> float:
-    """Of a turn; they end one after the other, as a model's do."""
+    """How long a turn takes; turns end one after the other, as a model's do."""
     return (70 + _digits(number, turn)) * SECONDS_PER_TOKEN
 
 

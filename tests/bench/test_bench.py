@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 
+import pytest
 
-def test_an_unknown_benchmark_is_refused() -> None:
-    run = subprocess.run([sys.executable, "-m", "bench", "rollouts"], capture_output=True, text=True, check=False)
-    assert run.returncode == 2 and "found ['rollouts'], expected names out of" in run.stderr
+from bench.__main__ import main
+
+
+def test_an_unknown_benchmark_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["bench", "rollouts"])
+    with pytest.raises(SystemExit, match="2"):
+        main()
+    assert "found ['rollouts'], expected names out of" in capsys.readouterr().err

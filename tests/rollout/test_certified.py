@@ -7,6 +7,7 @@ from rollout.server.server import SGLangServer
 from tests.support.planted_server import ask_little
 
 
+@pytest.mark.e2e
 def test_a_stock_engine_is_broken_by_how_it_computes(server: SGLangServer, monkeypatch: pytest.MonkeyPatch) -> None:
     ask_little(monkeypatch)
     report = certify_server(server.endpoint.url, api_key=server.endpoint.api_key)

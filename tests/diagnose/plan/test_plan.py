@@ -278,7 +278,7 @@ def test_a_spec_is_planned_as_it_stands() -> None:
 
 GPU_RECIPES = {"gsm8k": "h200", **REAL_SPECS}
 """Recipes for GPUs, and the kind that they are written for; the others are for a CPU."""
-NEEDS = {"calculator": [f"model.path={EXAMPLES / 'models/tiny_qwen3_moe'}"]}
+NEEDS = {name: [f"model.path={EXAMPLES / 'models/tiny_qwen3_moe'}"] for name in ("calculator", "tool_calls")}
 """Examples that start from what another one has trained."""
 
 

@@ -7,6 +7,8 @@ import pytest
 
 from tests.support.hopper import found_elsewhere
 
+pytestmark = pytest.mark.slow
+
 OF_A_LAYER, BESIDE_LAYERS = 34, 7
 """Launches, as counted on 2026-11-23: to be lowered. An op of torch counts once; its sort takes a few."""
 VARIANTS = 36
@@ -76,7 +78,6 @@ def found() -> Any:
     return found_elsewhere(SCRIPT)
 
 
-@pytest.mark.slow
 def test_a_decode_step_keeps_to_its_launches(found: Any) -> None:
     assert found["layer"] <= OF_A_LAYER and found["beside"] <= BESIDE_LAYERS, found
 

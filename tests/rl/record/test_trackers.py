@@ -93,28 +93,30 @@ def test_a_tracker_that_is_not_installed_is_named_with_its_extra(name: str, monk
         check_trackers(["wandb", name])
 
 
+FAILS = "raise RuntimeError('no server')"
+LOGS = "import time\nclass Run:\n    def log(self, *a, **b):\n        {}\ndef init(**settings):\n    return Run()\n"
+
+
 @pytest.mark.parametrize(
-    ("does", "why"),
-    [("raise RuntimeError('no server')", "RuntimeError: no server"), ("time.sleep(600)", "did not take the last rows")],
+    ("name", "package", "why"),
+    [
+        *((name, FAILS, "RuntimeError: no server") for name in TRACKERS),
+        ("trackio", LOGS.format(FAILS), "RuntimeError: no server"),
+        ("trackio", LOGS.format("time.sleep(600)"), "did not take the last rows"),
+    ],
+    ids=[*(f"{name} does not begin" for name in TRACKERS), "dies", "hangs"],
 )
 def test_a_tracker_that_dies_or_hangs_costs_no_row_and_is_said_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, does: str, why: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, package: str, why: str
 ) -> None:
     """The package that this one needs is a file of ours."""
-    (tmp_path / "trackio.py").write_text(
-        "import time\n"
-        f"class Run:\n    def log(self, *a, **b):\n        {does}\n"
-        "def init(**settings):\n    return Run()\n"
-    )
+    (tmp_path / f"{TRACKERS[name]}.py").write_text(package)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{Path.cwd()}")
-    monkeypatch.setattr(processes, "_FINISH_SECONDS", 120.0 if "raise" in does else 3.0)
+    monkeypatch.setattr(processes, "_FINISH_SECONDS", 3.0 if "sleep" in package else 120.0)
     said: list[str] = []
-    followed(tmp_path, "trackio", ROWS, lost=said.append)
+    followed(tmp_path, name, ROWS, lost=said.append)
     (sentence,) = said
-    assert (
-        sentence.startswith("trackio is lost: ")
-        and why in sentence
-        and "metrics.jsonl and the report are kept" in sentence
-    )
+    assert sentence.startswith(f"{name} is lost: ") and why in sentence
+    assert "metrics.jsonl and the report are kept" in sentence
     assert (tmp_path / "metrics.jsonl").read_text().count("\n") == 2

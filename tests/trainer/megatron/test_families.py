@@ -165,6 +165,7 @@ def test_gradients_are_those_of_transformers_on_one_rank_and_on_two(
             torch.testing.assert_close(whole, gradient, rtol=1e-3, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_stages_whose_layers_are_not_alike_hold_and_export_every_tensor(tmp_path: Path) -> None:
     """The first stage's layer is dense, and the first layer of the second one is not."""
     path = write(tmp_path / "model", "moonlight")
