@@ -145,9 +145,9 @@ def test_the_documented_data_are_the_example_and_are_read_as_it_says(
     assert short[0].messages == ({"role": "user", "content": short[0].question},)
 
 
-def test_the_documented_agent_is_the_example() -> None:
+def test_the_documented_agents_are_the_examples() -> None:
     page = (ROOT / "docs/agents.md").read_text()
-    for name in ("agent.py", "agent.yaml"):
+    for name in ("agent.py", "agent.yaml", "agents_sdk.py", "tool_calls.yaml"):
         assert (EXAMPLES / name).read_text() in page
 
 

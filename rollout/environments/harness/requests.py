@@ -31,6 +31,8 @@ _MEANINGLESS: dict[str, tuple[Any, ...]] = {
     "stream": (True, False),
 }
 """Settings, and all the values that they may have."""
+_OF_A_FUNCTION = {"description": (str, "a text"), "parameters": (dict, "an object"), "strict": (bool, "true or false")}
+"""What a function of `tools` may have beside its name."""
 
 
 class RefusedError(Exception):
@@ -69,7 +71,9 @@ def read(body: bytes, chat: bool, sampling: SamplingParams, override: Collection
     """
     try:
         found = json.loads(body)
-    except ValueError as error:
+        if b"\\u" in body:  # half of a surrogate pair is JSON, and no text
+            json.dumps(found, ensure_ascii=False).encode()
+    except (ValueError, RecursionError) as error:
         raise RefusedError(f"body: found {error}, expected a JSON object") from error
     if not isinstance(found, dict):
         raise RefusedError(f"body: found {type(found).__name__}, expected a JSON object")
@@ -172,10 +176,10 @@ def _messages(found: Any) -> tuple[dict[str, Any], ...]:
 
 def _message(found: Any, place: str) -> dict[str, Any]:
     """A message as a chat template reads it: content is text, arguments of a call are an object."""
-    if not isinstance(found, dict) or found.get("role") not in _ROLES:
-        role = found.get("role") if isinstance(found, dict) else found
+    role = found.get("role") if isinstance(found, dict) else found
+    if not isinstance(found, dict) or not isinstance(role, str) or role not in _ROLES:
         raise RefusedError(f"{place}: found the role {_brief(role)}, expected {', '.join(_ROLES)}", place)
-    message: dict[str, Any] = {"role": _ROLES[found["role"]], "content": _text(found.get("content"), place)}
+    message: dict[str, Any] = {"role": _ROLES[role], "content": _text(found.get("content"), place)}
     message |= {name: found[name] for name in ("name", "tool_call_id") if isinstance(found.get(name), str)}
     if found.get("tool_calls"):
         message["tool_calls"] = _calls(found["tool_calls"], place)
@@ -221,14 +225,17 @@ def _arguments(found: Any) -> Any:
 
 
 def _tools(found: Any) -> tuple[dict[str, Any], ...]:
-    wanted = isinstance(found, list) and all(
-        isinstance(tool, dict)
-        and isinstance(tool.get("function"), dict)
-        and isinstance(tool["function"].get("name"), str)
-        for tool in found
-    )
-    if not wanted:
-        raise RefusedError(f"tools: found {_brief(found)}, expected a list of functions, each with a name", "tools")
+    if not isinstance(found, list):
+        raise RefusedError(f"tools: found {_brief(found)}, expected a list of functions", "tools")
+    for number, tool in enumerate(found):
+        is_function = isinstance(tool, dict) and tool.get("type", "function") == "function"
+        function = tool.get("function") if is_function else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise RefusedError(f"tools.{number}: found {_brief(tool)}, expected a function with a name", "tools")
+        for name, (kind, expected) in _OF_A_FUNCTION.items():
+            if not isinstance(function.get(name), kind | None):
+                place = f"tools.{number}.function.{name}"
+                raise RefusedError(f"{place}: found {_brief(function[name])}, expected {expected}", "tools")
     return tuple(found)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import sys
 import textwrap
 from collections.abc import Callable
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import openai
+import psutil
 import pytest
 
 from numerics.errors import UserError
@@ -19,6 +21,7 @@ from rollout.environments.config import EnvironmentConfig
 from rollout.environments.conversation import Conversation
 from rollout.environments.functions import load_environment
 from rollout.environments.harness.harness import Harness, ProgramError
+from rollout.environments.harness.requests import RefusedError, read
 from rollout.types import Prompt, SamplingParams, Trajectory
 from tests.support.conversations import EOS, Model
 
@@ -179,6 +182,7 @@ def test_text_completions_go_on_from_the_recorded_tokens(tokenizer: Any) -> None
         ({"extra_body": {"best_of": 2}}, 400, "best_of: is not served"),
         ({"messages": "hello"}, 400, "messages: found 'hello', expected a list of messages"),
         ({"messages": [{"role": "poet", "content": "x"}]}, 400, "messages.0: found the role 'poet', expected system"),
+        ({"messages": [{"role": ["user"], "content": "x"}]}, 400, "messages.0: found the role ['user'], expected"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
             400,
@@ -189,6 +193,12 @@ def test_text_completions_go_on_from_the_recorded_tokens(tokenizer: Any) -> None
         ({"seed": 3}, 400, "seed: found 3, expected none"),
         ({"max_tokens": 0}, 400, "max_tokens: found 0, expected a whole number from 1"),
         ({"tools": [TOOL]}, 400, "Set environment.harness.tool_parser"),
+        ({"tools": [{"type": "web_search"}]}, 400, "tools.0: found {'type': 'web_search'}, expected a function with a"),
+        (
+            {"tools": [{"type": "function", "function": {"name": "add", "parameters": "a, b"}}]},
+            400,
+            "tools.0.function.parameters: found 'a, b', expected an object",
+        ),
         ({"tool_choice": "required"}, 400, "tool_choice: found 'required'"),
         ({"messages": [{"role": "user", "content": "1" * 1000}]}, 400, "no room is left for an answer"),
     ],
@@ -197,7 +207,7 @@ def test_a_request_that_cannot_be_answered_as_asked_is_refused_in_one_sentence(
     tokenizer: Any, settings: dict[str, Any], status: int, message: str
 ) -> None:
     async def agent(client: openai.AsyncOpenAI) -> float:
-        with pytest.raises(openai.APIStatusError, match=message.replace("(", r"\(")) as caught:
+        with pytest.raises(openai.APIStatusError, match=re.escape(message)) as caught:
             await client.chat.completions.create(**({"model": "policy", "messages": [USER]} | settings))
         assert caught.value.status_code == status
         assert await say(client, [USER], temperature=1.0, top_p=1.0) == "3", "the conversation goes on"
@@ -205,6 +215,20 @@ def test_a_request_that_cannot_be_answered_as_asked_is_refused_in_one_sentence(
 
     returned, rows, _ = played(tokenizer, agent, "3" + EOS)
     assert returned == 1.0 and sampled(rows) == 2
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (b"{", "body: found Expecting property name"),
+        (b'["policy"]', "body: found list, expected a JSON object"),
+        (b'{"model": ' + b"[" * 10_000, "body: found maximum recursion depth exceeded"),
+        (b'{"model": "policy", "prompt": "\\ud800"}', "body: found 'utf-8' codec can't encode"),
+    ],
+)
+def test_a_body_that_is_no_json_object_is_refused(body: bytes, message: str) -> None:
+    with pytest.raises(RefusedError, match=message):
+        read(body, False, SamplingParams(8), (), vocabulary=128)
 
 
 def test_a_program_gets_nothing_but_its_own_conversation(tokenizer: Any) -> None:
@@ -289,7 +313,11 @@ print(json.dumps({"reward": float(said["content"] == "3"), "turns": 1}))
     [
         ("", {"reward": 1.0, "turns": 1}),
         ("raise SystemExit('no luck')", "ended with status 1: no luck"),
-        ("import time; time.sleep(600)", "the program took more than 3 s (environment.harness.deadline_s)"),
+        (
+            "import subprocess\nchild = subprocess.Popen(['sleep', '600'])\nopen('child', 'w').write(str(child.pid))\n"
+            "child.wait()",
+            "the program took more than 3 s (environment.harness.deadline_s)",
+        ),
     ],
 )
 def test_a_command_is_a_process_of_its_own_that_may_die_and_is_ended_in_time(
@@ -298,7 +326,7 @@ def test_a_command_is_a_process_of_its_own_that_may_die_and_is_ended_in_time(
     (tmp_path / "agent.py").write_text(textwrap.dedent(AGENT).replace("END", end))
     monkeypatch.setenv("FP8RL_SECRET", "x")
     command = [sys.executable, "-I", "-S", str(tmp_path / "agent.py")]
-    settings = {"command": command, "deadline_s": 3.0 if "sleep" in end else 60.0}
+    settings = {"command": command, "deadline_s": 3.0 if "sleep" in end else 60.0, "directory": str(tmp_path)}
     harness = load_environment(EnvironmentConfig(function="harness", harness=settings))  # type: ignore[arg-type]
     assert isinstance(harness, Harness)
     if isinstance(expected, dict):
@@ -307,6 +335,17 @@ def test_a_command_is_a_process_of_its_own_that_may_die_and_is_ended_in_time(
         with pytest.raises(ProgramError) as caught:
             played(tokenizer, harness, "3" + EOS)
         assert expected in str(caught.value)
+    if "sleep" in end:
+        assert not psutil.pid_exists(int((tmp_path / "child").read_text())), "it is ended with all that it has started"
+
+
+def test_an_async_program_that_never_ends_is_ended_in_time(tokenizer: Any) -> None:
+    async def agent(client: openai.AsyncOpenAI) -> None:
+        await say(client, [USER])
+        await asyncio.sleep(600)
+
+    with pytest.raises(ProgramError, match="the program took more than 0.5 s"):
+        played(tokenizer, agent, "3" + EOS, deadline_s=0.5)
 
 
 @pytest.mark.parametrize(
