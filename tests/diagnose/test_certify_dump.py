@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow
+import pyarrow.parquet
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -375,6 +377,14 @@ def test_batches_of_verl_are_read(model: Path, tokens: list[list[int]], tmp_path
     assert "of temperature 0.8, not of 1" in first.explanations[0].text, "an npz has no place for the temperature"
     torch.save(batch, tmp_path / "step_1.pt")
     assert certify_dump(tmp_path / "step_1.pt", model, sampling=lambda _: Sampling(0.8)).ok
+
+
+def test_rows_in_parquet_are_read(model: Path, tokens: list[list[int]], tmp_path: Path) -> None:
+    pyarrow.parquet.write_table(
+        pyarrow.Table.from_pylist(rows(tokens, said(model, tokens), version=2)), tmp_path / "dump.parquet"
+    )
+    report = certify_dump(tmp_path / "dump.parquet", model)
+    assert report.ok and report.tokens == ROWS * ANSWER and report.worst[0].place.startswith("row ")
 
 
 def _certify_in_a_process(path: Path, model: Path, result: Path) -> None:

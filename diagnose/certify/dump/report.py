@@ -66,7 +66,8 @@ class DumpReport(Report):
         rows, of_rows: that were scored, of all. tokens: sampled ones that were compared.
         temperatures: by which logits were divided.
         floor: the model in BF16 from the model in FP32, both by transformers.
-        ours: our exact ops from the model in FP32, by their numerics. why_not_ours: why they did not score all of it, if so.
+        ours: our exact ops from the model in FP32, by their numerics. why_not_ours: why they have not scored
+            all of it, if so.
         sides: the engine, and the trainer if the dump has one. between: engine from trainer.
         parts: of the tokens, by place in the answer, length and more. histogram: counts of abs(d) by power of ten, by
             side. worst: rows that differ most.
