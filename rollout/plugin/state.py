@@ -27,7 +27,7 @@ class EngineState:
     weights: ServedWeights
     adapter: AdapterConfig | None = None
     waits: bool = False
-    """For a base, and has placeholders for weights until then."""
+    """Whether it has placeholders for weights, until a base arrives."""
     hooks: tuple[str, ...] = ()
     provides: tuple[str, ...] = ()
     implementation: Implementation = "torch"
