@@ -1,9 +1,8 @@
 """One base for a frozen trainer and its engines: what both have in memory, against one copy; the same bits; the time.
 
-A process is measured against itself: its private memory as it scores on the base, less that of before. Before, a
-trainer is not there, and an engine waits with a placeholder, of known size, and scores with it what it scores later:
-engines differ from each other by some 30 MB. That an engine which waits holds no weights that it should not is seen
-against one with copies of its own, of known size, as well as that difference lets it.
+What a process holds beside the base is what it has more of private memory than one that needs no base: the trainer more
+than this process before it, an engine more than one that has done the same with copies of its own, less these, whose
+size is known. All have handed back what they freed: what the C library keeps of that varies by hundreds of MB.
 """
 
 from __future__ import annotations
@@ -108,7 +107,7 @@ def watched() -> Iterator[Peak]:
 
 
 def _anonymous() -> int:
-    """Without files, which the kernel takes back as it likes, and without the base."""
+    """Bytes of this process without files, which the kernel takes back as it likes, and without the base."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith("RssAnon:"))
 
@@ -155,19 +154,21 @@ def _measure(folder: Path, layout: Any) -> list[Result]:
         endpoints.append(runner.run(engines[-1].start(*start)))
 
     def memory() -> list[Memory]:
-        for engine in engines:
-            for _ in range(2):
+        for engine, endpoint in zip(engines, endpoints, strict=True):
+            for _ in range(ROUNDS):
                 runner.run(engine.score(tokens.tolist()))
+            runner.run(_bytes_of_engine(endpoint))  # which hands back what was freed
         pids = [runner.run(engine.health()).pid for engine in engines]
         return [Memory.of(pid) for pid in pids if pid is not None]
 
     try:
-        before, engines_own = memory(), runner.run(_bytes_of_engine(endpoints[0]))
+        engines_own = runner.run(_bytes_of_engine(endpoints[0]))
         whole = would_send(own.weights.share(own.model), spec, own.definition)
         on_base = endpoints[1:]
         manifest, sync, problems = send_and_verify(lambda: _given(ranks, spec, on_base), spec, on_base, 0)
         assert not problems and manifest == Manifest.merged(0, spec, [whole]), problems
         together = memory()
+        mapped = Memory.of(psutil.Process().pid).of_base + sum(each.of_base for each in together)
         there = torch.tensor(runner.run(engines[1].score(tokens.tolist())))
         different = int((here_score != logprobs).sum() + (here_score[:, 1:] != there).sum())
         sides = {
@@ -184,16 +185,12 @@ def _measure(folder: Path, layout: Any) -> list[Result]:
             runner.run(engine.stop())
         runner.close()
     one = len(shared.placed.base.flat)
-    placeholder = max(view.nbytes for view in shared.placed.base.parameters.values())
-    mapped = Memory.of(psutil.Process().pid).of_base + sum(each.of_base for each in together)
-    left = [here_after.private - here_before.private]
-    left += [after.private - (b.private - placeholder) for after, b in zip(together[1:], before[1:], strict=True)]
-    apart = [each.private - (before[0].private - engines_own) for each in together[1:]]
+    without = together[0].private - engines_own
+    left = [here_after.private - here_before.private, *(each.private - without for each in together[1:])]
     parts = {"one copy (MB)": one / 1e6, "mapped by all (MB)": mapped / 1e6, "mapping and proof (s)": sync.seconds}
     for name, rest in zip(("trainer", "engine 1", "engine 2"), left, strict=True):
         parts[f"{name}, private beside the base (MB)"] = rest / 1e6
-    for name, rest in zip(("engine 1", "engine 2"), apart, strict=True):
-        parts[f"{name}, by an engine with {engines_own / 1e6:.0f} MB of its own (MB)"] = rest / 1e6
+    parts["copies of an engine's own (MB)"] = engines_own / 1e6
     return [
         Result(
             name="resident bytes of the base, a trainer and an engine / one copy (one more engine maps it too)",

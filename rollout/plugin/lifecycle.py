@@ -162,10 +162,9 @@ def map_base(runner: Any, address: str) -> Mapped:
     current = state()
     flat = mapped(address)
     current.weights.map_base(Base(flat, current.weights.definition, current.numerics.rollout_spec))
+    give_back()
     if current.weights.device.type == "cuda":
         runner.init_decode_cuda_graph()  # those that there are read the memory of before
-    else:
-        give_back()
     return Mapped(bytes=flat.nbytes)
 
 

@@ -88,6 +88,7 @@ def memory(runner: Any) -> Memory:
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         return Memory(in_use=total - free, **_held(runner))
+    give_back()  # what was freed is nobody's
     return Memory(in_use=psutil.Process().memory_info().rss, **_held(runner))
 
 
