@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from models.adapters import AdapterConfig
+from models.peft import read_adapter
 from numerics.config import Mode, NumericsConfig
 from numerics.errors import user_error
 from numerics.io.reading import check_path
@@ -21,7 +23,7 @@ from rl.experiment.preconditions import read_model
 from rl.experiment.preconditions.tokenizer import load_tokenizer
 from rl.experiment.sections import NumericsSection
 from rl.record.run_dir import RunDir
-from rl.run.engines.serving import expected_report
+from rl.run.engines.serving import engine_adapter, expected_report
 from rollout.config import RolloutConfig
 from rollout.server import handshake
 from rollout.server.arguments import has_cuda
@@ -29,6 +31,8 @@ from rollout.server.client import EngineClient
 from rollout.server.server import SGLangServer
 from rollout.types import LOOPBACK, Endpoint
 from weight_sync.hf_checkpoint import convert_checkpoint
+from weight_sync.manifest import Recorder
+from weight_sync.stored_adapter import give_adapter
 
 LONGEST = 32768
 """Sequence that an engine of a model directory has room for, if the model does."""
@@ -38,14 +42,27 @@ LONGEST = 32768
 class Served:
     """A model and how it is to be computed. path: a Hugging Face directory in BF16. name: what clients call it.
 
-    adapter: a directory in PEFT's format that is merged into the weights.
+    adapter: what stands beside the weights.
     """
 
     path: Path
     name: str
     numerics: NumericsConfig
     rollout: RolloutConfig
-    adapter: Path | None = None
+    adapter: StoredAdapter | None = None
+
+    @property
+    def base_name(self) -> str | None:
+        """What clients call the model without its adapter."""
+        return f"{self.name}-base" if self.adapter is not None else None
+
+
+@dataclass(frozen=True)
+class StoredAdapter:
+    """An adapter as a run leaves it. path: a directory in PEFT's format."""
+
+    path: Path
+    config: AdapterConfig
 
 
 def read_served(subject: Path, mode: Mode, preset: str) -> Served:
@@ -64,19 +81,18 @@ def read_served(subject: Path, mode: Mode, preset: str) -> Served:
         section = NumericsSection.model_validate({"mode": mode, "preset": preset, "trainer": side, "rollout": side})
         rollout = RolloutConfig(context_length=min(sizes.max_positions, LONGEST))
         return Served(subject, files.name, section.config(tp=1), rollout)
-    if files.adapter.is_dir() and not files.model.is_dir():
-        experiment, name = read_resolved(files.experiment), files.name
-        base = Path(experiment.model.path)
-        return Served(base, name, experiment.numerics_config(), experiment.rollout, files.adapter)
-    if not files.model.is_dir():
+    experiment = read_resolved(files.experiment)
+    beside = engine_adapter(experiment)
+    if not (files.model if beside is None else files.adapter).is_dir():
         raise user_error(
             "RUN|MODEL",
-            found=f"{subject}, a run without model/",
+            found=f"{subject}, a run without {'model' if beside is None else 'adapter'}/",
             expected="a run that has come to its end",
             remedy=f"Let it: fp8rl train {files.experiment} --resume. Or give the directory of a model.",
         )
-    experiment = read_resolved(files.experiment)
-    return Served(files.model, files.name, experiment.numerics_config(), experiment.rollout)
+    path = files.model if beside is None else Path(experiment.model.path)
+    adapter = None if beside is None else StoredAdapter(files.adapter, beside)
+    return Served(path, files.name, experiment.numerics_config(), experiment.rollout, adapter)
 
 
 def check_open(host: str, api_key: str | None) -> None:
@@ -122,14 +138,26 @@ def serve(
     """
     config = served.rollout.model_copy(update={"port": port, **({"speculation": None} if has_cuda() else {})})
     with tempfile.TemporaryDirectory(prefix="fp8rl-serve-") as folder:
-        checkpoint = Path(folder) / "served"
-        convert_checkpoint(served.path, checkpoint, served.numerics.rollout_spec, adapter=served.adapter)
-        plugin = {"numerics": served.numerics.to_dict()}
+        checkpoint, spec = Path(folder) / "served", served.numerics.rollout_spec
+        beside = None if served.adapter is None else served.adapter.config
+        definition = read_model(served.path, "RUN|MODEL").adapted(beside)
+        tensors = {}
+        if served.adapter is not None:
+            tensors = read_adapter(served.adapter.path, served.path, definition, "RUN|MODEL")
+        recorder = Recorder(definition.tensors, config.tp)
+        convert_checkpoint(served.path, checkpoint, spec, recorder)
+        plugin = {
+            "numerics": served.numerics.to_dict(),
+            "adapter": beside and beside.model_dump(mode="json"),
+            "base_name": served.base_name,
+        }
         server = SGLangServer.start(
             checkpoint, config, log_path=log, plugin=plugin, served_name=served.name, host=host, api_key=api_key
         )
         try:
-            asyncio.run(_check(server.endpoint, served.numerics))
+            asyncio.run(_check(server.endpoint, served))
+            if beside is not None:
+                give_adapter(server.endpoint, tensors, definition, spec, recorder.sent())
             yield server
         finally:
             server.stop()
@@ -151,6 +179,7 @@ def _refuse_converted(model: Path) -> None:
         )
 
 
-async def _check(endpoint: Endpoint, numerics: NumericsConfig) -> None:
+async def _check(endpoint: Endpoint, served: Served) -> None:
+    beside = None if served.adapter is None else served.adapter.config
     async with EngineClient(endpoint) as client:
-        handshake.check(expected_report(numerics), await client.report())
+        handshake.check(expected_report(served.numerics, beside), await client.report())

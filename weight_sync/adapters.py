@@ -55,7 +55,7 @@ class HeldBase:
         Raises:
             SyncError: the trainer has sent a base that is not the one of the first sync.
         """
-        scale = _scale(adapter)
+        scale = scale_of(adapter)
         if contents == "adapters":
             assert self.sent is not None
             return [*parts, self.sent, scale]
@@ -89,10 +89,11 @@ def would_hold(trainer: Trainer, spec: QuantSpec, engine_ranks: int = 1) -> Sent
     if adapter is None or adapter.mode == "merged":
         return would_send(trainer.export_weights(), spec, trainer.definition, engine_ranks)
     sent = would_send(exported(trainer, "weights and adapters"), spec, trainer.definition, engine_ranks)
-    return replace(sent, digests=sent.digests | _scale(adapter).digests) if rank() == 0 else sent
+    return replace(sent, digests=sent.digests | scale_of(adapter).digests) if rank() == 0 else sent
 
 
-def _scale(adapter: AdapterConfig) -> Sent:
+def scale_of(adapter: AdapterConfig) -> Sent:
+    """What an engine says of the scale of its adapters, beside the tensors."""
     return Sent({ADAPTER_SCALE: repr(adapter.scale)}, 0, 0)
 
 

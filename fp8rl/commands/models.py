@@ -42,7 +42,8 @@ def serve(
         with interruptible(), tempfile.TemporaryDirectory(prefix="fp8rl-serve-") as folder:
             with serving.serve(served, Path(folder) / "engine.log", port, host, api_key) as server:
                 url, key = server.endpoint.url, "THE_KEY_YOU_CHOSE" if api_key else server.endpoint.api_key
-                show(f"export OPENAI_BASE_URL={url}/v1 OPENAI_API_KEY={key}    # model {served.name}", soft_wrap=True)
+                models = ", or without its adapter ".join(filter(None, [served.name, served.base_name]))
+                show(f"export OPENAI_BASE_URL={url}/v1 OPENAI_API_KEY={key}    # model {models}", soft_wrap=True)
                 while True:
                     server.check()
                     time.sleep(1.0)

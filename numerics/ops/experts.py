@@ -54,7 +54,7 @@ def adapted_grouped_linear(
     low_rank, plus = w.low_rank, None
     if low_rank is not None and low_rank.per_expert:
         h = grouped_linear(x, counts, low_rank.a)
-        plus = grouped_low_rank_term(h, counts, low_rank.b, low_rank.scale, low_rank.parts)
+        plus = low_rank.on_rows(grouped_low_rank_term(h, counts, low_rank.b, low_rank.scale, low_rank.parts))
     elif low_rank is not None:
         plus = low_rank_of(x, low_rank)
     return grouped_linear(x, counts, w.weights, w.operand, spec, backward, plus)

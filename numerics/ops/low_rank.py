@@ -38,12 +38,14 @@ class LowRank:
         columns of the part that a row goes with that row of B, else zeros (`Fused.wide`). Both BF16. Of experts with
         adapters of their own, a [experts, parts * r, K] and b [experts, N, parts * r].
     scale: alpha / rank.
+    rows: bool [T or more], the rows of x that have the adapter, where others go without; None: all have it.
     """
 
     a: Tensor
     b: Tensor
     scale: float
     parts: int = 1
+    rows: Tensor | None = None
 
     @property
     def per_expert(self) -> bool:
@@ -53,6 +55,15 @@ class LowRank:
     def of_expert(self, index: int) -> LowRank:
         """That of one expert."""
         return dataclasses.replace(self, a=self.a[index], b=self.b[index]) if self.per_expert else self
+
+    def of_rows(self, index: Tensor) -> LowRank:
+        """That of these rows of x, int64 [T]."""
+        return self if self.rows is None else dataclasses.replace(self, rows=self.rows[index])
+
+    def on_rows(self, term: Tensor) -> Tensor:
+        """d [T, N] of the rows that have the adapter, and -0 of the others: added to a sum, it changes no bit, not even
+        the sign of a zero."""
+        return term if self.rows is None else torch.where(self.rows[: len(term), None], term, -0.0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,7 +111,8 @@ def adapted_fp8_linear(
 
 def low_rank_of(x: Tensor, low_rank: LowRank, k_splits: int = 1) -> Tensor:
     """d [..., N] of x [..., K]: what a product adds before it is rounded."""
-    return low_rank_term(linear(x, low_rank.a, k_splits), low_rank.b, low_rank.scale, low_rank.parts)
+    h = linear(x, low_rank.a, k_splits)
+    return low_rank.on_rows(low_rank_term(h, low_rank.b, low_rank.scale, low_rank.parts))
 
 
 @op

@@ -34,6 +34,7 @@ def register() -> None:
         config.get("role", "policy"),
         AdapterConfig.model_validate(adapter) if adapter is not None else None,
         config.get("shared_base", False),
+        config.get("base_name"),
     )
     hooks.install(hooks.hooks_for(numerics, torch.cuda.is_available()))
     if (drafts := config.get("speculation")) is not None:

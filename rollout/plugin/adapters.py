@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +34,25 @@ class Adapter:
         """Make what products take anew."""
         if self.fused is not None:
             self.low_rank.b.copy_(self.fused.wide(self.b.detach()))
+
+
+class AdaptedRows:
+    """Which rows of a forward pass have the adapters, in an engine that answers for the base beside them too.
+
+    A request for the base has a `lora_id`, by which SGLang also keeps its prefixes apart from those of others.
+    """
+
+    def __init__(self, most: int, device: torch.device) -> None:
+        """most: rows of a pass."""
+        self.mask = torch.ones(most, dtype=torch.bool, device=device)
+        """bool [most], the first of them those of the pass, in memory that stays where it is: CUDA graphs read it."""
+
+    def take(self, batch: Any) -> None:
+        """Those of SGLang's ForwardBatch, of whose requests each has one row in a decode step, else its new tokens."""
+        rows = torch.tensor([name is None for name in batch.lora_ids], dtype=torch.bool).to(self.mask.device)
+        if not batch.forward_mode.is_decode_or_idle():
+            rows = rows.repeat_interleave(batch.extend_seq_lens, output_size=len(batch.input_ids))
+        self.mask[: len(rows)] = rows
 
 
 @torch.no_grad()

@@ -21,6 +21,7 @@ from numerics.io.shared import mapped
 from numerics.placeholders import ZEROS, placeholders
 from rollout import protocol
 from rollout.plugin import op_probe, sleeping
+from rollout.plugin.adapters import AdaptedRows
 from rollout.plugin.forms import check_forms
 from rollout.plugin.inventory import inventory
 from rollout.plugin.state import report, state
@@ -81,7 +82,8 @@ def after_load_model(self: Any) -> None:
         check_forms(definition.forward, current.provides)
     rank = EngineRank(self.ps.tp_rank, self.ps.tp_size)
     of_base = places(definition, current.numerics.rollout_spec) if current.waits else ()
-    current.weights.attach(self.model, definition, self.server_args.weight_version, rank, of_base)
+    rows = AdaptedRows(self.server_args.max_total_tokens, device) if current.base_name is not None else None
+    current.weights.attach(self.model, definition, self.server_args.weight_version, rank, of_base, rows)
     self.model.load_weights = functools.partial(current.weights.load, self.model.load_weights)
 
 
@@ -104,9 +106,11 @@ def unpadded(model_config: Any, load_config: Any, tp_size: int) -> Any:
     return model_config
 
 
-def before_forward(*args: Any, **kwargs: Any) -> None:
+def before_forward(self: Any, forward_batch: Any, *args: Any, **kwargs: Any) -> None:
     """`ModelRunner.forward`: a captured CUDA graph would run on weights that nobody committed, and not notice."""
     state().weights.check()
+    if (rows := state().weights.adapted_rows) is not None:
+        rows.take(forward_batch)
 
 
 def never(*args: Any, **kwargs: Any) -> bool:

@@ -123,30 +123,29 @@ def biased_grouped_topk(
 
 def moe(self: Any, layer: Any, dispatch_output: Any) -> Any:
     """Routed experts, BF16: every expert's matrices as they are."""
-    low_rank = state().weights.low_rank
-    return _moe(layer, dispatch_output, lambda parameter: ExpertWeights(parameter, None, low_rank(parameter)))
+    return _moe(layer, dispatch_output, lambda parameter: None)
 
 
 def fp8_moe(self: Any, layer: Any, dispatch_output: Any) -> Any:
     """Routed experts, FP8."""
-    weights = state().weights
-
-    def weights_of(parameter: Any) -> ExpertWeights:
-        return ExpertWeights(parameter, weights.operand(parameter), weights.low_rank(parameter))
-
-    return _moe(layer, dispatch_output, weights_of)
+    return _moe(layer, dispatch_output, state().weights.operand)
 
 
-def _moe(layer: Any, dispatch_output: Any, weights_of: Callable[[Any], ExpertWeights]) -> Any:
+def _moe(layer: Any, dispatch_output: Any, operand_of: Callable[[Any], Any]) -> Any:
     from sglang.srt.layers.moe.token_dispatcher import StandardCombineInput
 
     x = dispatch_output.hidden_states
     probs, experts, _ = dispatch_output.topk_output
-    w13, w2 = weights_of(layer.w13_weight), weights_of(layer.w2_weight)
-    spec = state().numerics.rollout_spec
+    spec, low_rank = state().numerics.rollout_spec, state().weights.low_rank
+
+    def weights_of(parameter: Any, rows: torch.Tensor) -> ExpertWeights:
+        beside = low_rank(parameter)
+        return ExpertWeights(parameter, operand_of(parameter), beside and beside.of_rows(rows))
 
     def outputs_of(choices: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-        return ops.experts(x[choices // experts.shape[1]], counts, w13, w2, spec if spec.quantized else None, "bf16")
+        rows = choices // experts.shape[1]
+        w13, w2 = weights_of(layer.w13_weight, rows), weights_of(layer.w2_weight, rows)
+        return ops.experts(x[rows], counts, w13, w2, spec if spec.quantized else None, "bf16")
 
     if state().weights.rank.ranks > 1:
         return StandardCombineInput(hidden_states=ranks.experts(outputs_of, experts.long(), probs, layer, x.dtype))

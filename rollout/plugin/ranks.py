@@ -36,7 +36,7 @@ def merged(partial: Tensor, x: Tensor, low_rank: LowRank | None = None) -> Tenso
     parts, plus = get_tp_group().all_gather(partial.contiguous()[None], dim=0), None
     if low_rank is not None:
         h = ops.merge_partials(list(parts[..., width:]), x.dtype)
-        plus = ops.low_rank_term(h, low_rank.b, low_rank.scale, low_rank.parts)
+        plus = low_rank.on_rows(ops.low_rank_term(h, low_rank.b, low_rank.scale, low_rank.parts))
     return _on_rank_0(ops.merge_partials(list(parts[..., :width]), x.dtype, plus))
 
 

@@ -28,6 +28,8 @@ class EngineState:
     adapter: AdapterConfig | None = None
     waits: bool = False
     """Whether it has placeholders for weights, until a base arrives."""
+    base_name: str | None = None
+    """What clients call the base beside the adapters; None: it is not served."""
     hooks: tuple[str, ...] = ()
     provides: tuple[str, ...] = ()
     implementation: Implementation = "torch"
@@ -41,13 +43,17 @@ _state: EngineState | None = None
 
 
 def configure(
-    numerics: NumericsConfig, role: Role = "policy", adapter: AdapterConfig | None = None, waits: bool = False
+    numerics: NumericsConfig,
+    role: Role = "policy",
+    adapter: AdapterConfig | None = None,
+    waits: bool = False,
+    base_name: str | None = None,
 ) -> None:
-    """Called once per process, before any hook is installed. adapter: that stands beside the weights. waits: see
-    `EngineState`."""
+    """Called once per process, before any hook is installed. adapter: that stands beside the weights. waits, base_name:
+    see `EngineState`."""
     global _state
     weights = ServedWeights(numerics.rollout_spec.weight)
-    _state = EngineState(numerics=numerics, role=role, weights=weights, adapter=adapter, waits=waits)
+    _state = EngineState(numerics, role, weights, adapter, waits, base_name)
 
 
 def state() -> EngineState:

@@ -26,7 +26,7 @@ from numerics.placeholders import own_memory
 from numerics.quantize import QuantizedTensor
 from numerics.spec import TensorSpec
 from rollout.plugin import adapters
-from rollout.plugin.adapters import Adapter
+from rollout.plugin.adapters import AdaptedRows, Adapter
 from rollout.plugin.held import Served, check_table, hf_tensors, quantized_parameters
 from rollout.plugin.latent_copies import Copies, copies_in
 from rollout.protocol import ADAPTER_SCALE, DELTA
@@ -46,6 +46,7 @@ class ServedWeights:
 
     def __init__(self, spec: TensorSpec) -> None:
         self.version: str | None = None
+        self.adapted_rows: AdaptedRows | None = None
         self.rank = WHOLE
         self._released = False
         self._spec = spec
@@ -77,9 +78,10 @@ class ServedWeights:
         version: str,
         rank: EngineRank = WHOLE,
         of_base: Collection[str] = (),
+        adapted_rows: AdaptedRows | None = None,
     ) -> None:
         """Take charge of a model that has just been loaded, whole or the part of a rank. Adapters that its definition
-        has are put beside its weights.
+        has are put beside its weights. adapted_rows: which rows have them; None: all.
 
         of_base: parameters that are placeholders until a base is mapped; if there are such, then so are all others,
         which get memory.
@@ -92,7 +94,7 @@ class ServedWeights:
                 own_memory(parameter)
         self._adapters = adapters.attach(model, definition, rank) if definition.adapter else {}
         check_table(model, definition)
-        self._attached, self.rank = (model, definition), rank
+        self._attached, self.rank, self.adapted_rows = (model, definition), rank, adapted_rows
         self._copies = copies_in(model)
         self._operands.clear()
         self._places.clear()
@@ -186,8 +188,9 @@ class ServedWeights:
 
     def low_rank(self, parameter: Tensor) -> LowRank | None:
         """What a product with this weight adds; None if it has no adapter."""
-        adapter = self._adapters.get(parameter)
-        return None if adapter is None else adapter.low_rank
+        if (adapter := self._adapters.get(parameter)) is None or self.adapted_rows is None:
+            return adapter and adapter.low_rank
+        return dataclasses.replace(adapter.low_rank, rows=self.adapted_rows.mask)
 
     def prepare(self) -> None:
         """Digest the parameters that have arrived whole, with their scales, and make their operands, while the engine

@@ -78,6 +78,7 @@ def main() -> None:
 
         http_server.app.add_exception_handler(RequestValidationError, public.invalid)
         http_server.app.add_middleware(public.ObjectsOnly)
+        public.open_models(http_server.app, lambda: http_server.get_global_state().tokenizer_manager)
     try:
         http_server.launch_server(arguments, execute_warmup_func=_wait_until_listening)
     finally:

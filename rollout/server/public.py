@@ -15,9 +15,10 @@ from typing import Any
 
 from numerics.sampling import answer_seed
 from rollout.plugin.hooks import Hook
+from rollout.plugin.state import state
 
-ENDPOINTS = {"/health", "/v1/models", "/v1/models/{model:path}", "/v1/completions", "/v1/chat/completions"}
-"""What is opened besides what the engine's owner uses."""
+ENDPOINTS = {"/health", "/v1/completions", "/v1/chat/completions"}
+"""What is opened besides what the engine's owner uses, and besides the list of models (`open_models`)."""
 MOST_ANSWERS, MOST_OF_A_REQUEST, MOST_LOGPROBS, LARGEST_SEED, LARGEST_TOP_K = 128, 4096, 20, 2**63 - 1, 2**31 - 1
 MOST_BYTES, LONGEST_SALT = 32 << 20, 256
 _COMMON = {
@@ -37,13 +38,59 @@ run code or take another's answer, and some end the engine."""
 
 async def answer(original: Callable[..., Awaitable[Any]], serving: Any, request: Any, raw_request: Any) -> Any:
     """`OpenAIServingBase.handle_request`: the refusal of a request, or SGLang's answer."""
-    name = serving.tokenizer_manager.served_model_name
-    if "model" in request.model_fields_set and request.model != name:
-        message = f"The model {request.model!r} does not exist; this server has {name!r}."
-        return error_response(serving, message, status_code=404, param="model", code="model_not_found")
-    for parameter, message in _problems(request, name, serving.tokenizer_manager.model_config.vocab_size):
+    names = _names(serving.tokenizer_manager)
+    if "model" in request.model_fields_set and request.model not in names:
+        return _no_such_model(request.model, names)
+    for parameter, message in _problems(request, names, serving.tokenizer_manager.model_config.vocab_size):
         return error_response(serving, f"{parameter}: {message}", param=parameter)
     return await original(serving, request, raw_request)
+
+
+def open_models(app: Any, manager: Callable[[], Any]) -> None:
+    """Put the list of models, and each by itself, in place of SGLang's, which has the one name alone. manager: SGLang's
+    TokenizerManager, once there is one."""
+
+    @app.get("/v1/models")  # type: ignore[untyped-decorator]
+    async def models() -> Any:
+        return {"object": "list", "data": [_card(name, manager()) for name in _names(manager())]}
+
+    @app.get("/v1/models/{name:path}")  # type: ignore[untyped-decorator]
+    async def model(name: str) -> Any:
+        names = _names(manager())
+        return _card(name, manager()) if name in names else _no_such_model(name, names)
+
+
+def _names(manager: Any) -> list[str]:
+    """What clients may ask for: the model, and the base without the adapters that it has, if it has some."""
+    return [manager.served_model_name, *filter(None, [state().base_name])]
+
+
+def _card(name: str, manager: Any) -> Any:
+    from sglang.srt.entrypoints.openai.protocol import ModelCard
+
+    return ModelCard(id=name, root=name, max_model_len=manager.model_config.context_len)
+
+
+def _no_such_model(name: str, names: list[str]) -> Any:
+    message = f"The model {name!r} does not exist; this server has {_said(names)}."
+    return error_response(None, message, status_code=404, param="model", code="model_not_found")
+
+
+def _said(names: list[str]) -> str:
+    return " and ".join(map(repr, names))
+
+
+def name_base(serving: Any, request_model: str, explicit_lora_path: Any) -> str | None:
+    """`OpenAIServingBase._resolve_lora_path`: the name of the base, for requests that go without the adapters."""
+    return request_model if request_model == state().base_name else None
+
+
+async def mark_base(manager: Any, obj: Any) -> None:
+    """`TokenizerManager._validate_and_resolve_lora`: what `name_base` has named, as the `lora_id` of each answer, by
+    which the engine leaves the adapters out (`AdaptedRows`) and keeps prefixes apart."""
+    obj.lora_id = obj.lora_path
+    for part in obj.__dict__.get("_sub_obj_cache", {}).values():
+        part.lora_id = part.lora_path
 
 
 def error_response(
@@ -140,10 +187,10 @@ def _not_served(found: dict[str, Any], settings: set[str]) -> Iterator[tuple[str
             yield "chat_template_kwargs", f"found {name[:80]!r}, expected only enable_thinking, true or false"
 
 
-def _problems(request: Any, name: str, vocabulary: int) -> Iterator[tuple[str, str]]:
+def _problems(request: Any, names: list[str], vocabulary: int) -> Iterator[tuple[str, str]]:
     """A parameter, and what is wrong with it."""
     if "model" not in request.model_fields_set:
-        yield "model", f"found none, expected {name!r}"
+        yield "model", f"found none, expected {_said(names)}"
     if not 1 <= request.n <= MOST_ANSWERS:
         yield "n", f"found {request.n}, expected 1 to {MOST_ANSWERS}"
     if request.seed is not None and not 0 <= request.seed <= LARGEST_SEED:
@@ -179,14 +226,17 @@ def _is_in(token: int | str, vocabulary: int) -> bool:
 
 
 _SERVING = "entrypoints.openai.serving_base.OpenAIServingBase."
+_TOKENIZER = "managers.tokenizer_manager.TokenizerManager."
 HOOKS = (
     Hook(_SERVING + "handle_request", "around", answer, "request raw_request"),
     Hook(_SERVING + "create_error_response", "replace", error_response, "message err_type status_code param"),
+    Hook(_SERVING + "_resolve_lora_path", "replace", name_base, "request_model explicit_lora_path"),
+    Hook(_TOKENIZER + "_validate_and_resolve_lora", "replace", mark_base, "obj"),
     Hook(
         "entrypoints.openai.serving_completions.to_openai_style_logprobs",
         "after",
         with_offsets,
         "input_token_logprobs output_token_logprobs input_top_logprobs output_top_logprobs",
     ),
-    Hook("managers.tokenizer_manager.TokenizerManager._send_one_request", "before", seed_each_answer, "tokenized_obj"),
+    Hook(_TOKENIZER + "_send_one_request", "before", seed_each_answer, "tokenized_obj"),
 )

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from models.adapters import AdapterConfig
 from numerics.sampling import EVERY_TOKEN, Truncation
 from rl.algorithms.base import Outcomes
 from rl.experiment import Experiment, read_resolved
@@ -88,13 +89,30 @@ def scores_of(
     run: Path, model: Path, answers: list[dict[str, Any]], layout: Layout, config: TrainerConfig
 ) -> list[list[float]]:
     """The same at the weights of a model directory."""
+    return _scores(_trainer(read_resolved(run / "spec.yaml"), model, layout), answers)
+
+
+def scores_beside(
+    run: Path, adapted: list[dict[str, Any]], bare: list[dict[str, Any]], layout: Layout, config: TrainerConfig
+) -> tuple[list[list[float]], list[list[float]]]:
+    """The same of a run of adapters: of one list of answers with its last adapters, of another without them."""
+    from trainer.base import Base
+
+    experiment = read_resolved(run / "spec.yaml")
+    assert experiment.adapter is not None
+    adapter = experiment.adapter.model_copy(update={"start": str(run / "adapter")})
+    trainer = _trainer(experiment, Path(experiment.model.path), layout, adapter)
+    return _scores(trainer, adapted), _scores(Base(trainer), bare)
+
+
+def _scores(scorer: Any, answers: list[dict[str, Any]]) -> list[list[float]]:
     batch = _batch([{"rollout_logprobs": [0.0] * len(a["token_ids"]), **a} for a in answers], 1.0)
-    rows, logprobs = _trainer(read_resolved(run / "spec.yaml"), model, layout).score(batch)
+    rows, logprobs = scorer.score(batch)
     by_row = dict(zip(rows, logprobs))
     return [by_row[row][mask].tolist() for row, mask in enumerate(batch.loss_mask)]
 
 
-def _trainer(experiment: Experiment, model: Path, layout: Layout) -> Trainer:
+def _trainer(experiment: Experiment, model: Path, layout: Layout, adapter: AdapterConfig | None = None) -> Trainer:
     from trainer import device
     from trainer.trainer import Trainer
 
@@ -107,6 +125,7 @@ def _trainer(experiment: Experiment, model: Path, layout: Layout) -> Trainer:
         seed=experiment.run.seed,
         total_steps=experiment.run.steps,
         max_sequence_length=experiment.rollout.context_length,
+        adapter=adapter,
     )
 
 

@@ -80,6 +80,22 @@ def test_a_row_has_the_same_bits_in_every_batch_and_every_fusion(rank):
             assert torch.equal(ops.low_rank_of(x, alone), plus[:, mine.to(x.device)])
 
 
+@pytest.mark.parametrize("spec", (None, POW2), ids=("bf16", "pow2"))
+def test_a_row_without_the_adapter_has_every_bit_of_the_product_alone(spec):
+    x, w, low_rank = random(70, K), random(64, K, seed=1, scale=0.1), adapter(64)
+    x[::7] = 0.0
+    rows = torch.arange(70, device=x.device) % 3 != 1
+    some = dataclasses.replace(low_rank, rows=rows)
+    with using("triton"), torch.no_grad():
+        if spec is None:
+            alone, found = ops.linear(x, w), ops.adapted_linear(x, w, some)
+        else:
+            operand = ops.weight_operand(quantize(w, spec.weight))
+            alone, found = ops.fp8_linear(x, w, operand, spec), ops.adapted_fp8_linear(x, w, operand, spec, some)
+    same = (found.view(torch.int16) == alone.view(torch.int16)).all(1)
+    assert same[~rows].all() and not same[rows & x.any(1)].any()
+
+
 def test_no_tokens():
     x, low_rank = random(0, K).requires_grad_(), adapter(64)
     with using("triton"):

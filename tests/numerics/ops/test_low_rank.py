@@ -92,6 +92,34 @@ def test_an_adapter_of_zeros_leaves_the_bits_of_the_product():
     )
 
 
+def bits(tensor):
+    return tensor.detach().view(torch.int16)
+
+
+def some_rows(count):
+    """Whether each row has the adapter; there is room for more."""
+    return torch.arange(count + 9) % 3 != 1
+
+
+@pytest.mark.parametrize("k_splits", (1, 2))
+@pytest.mark.parametrize("spec", (None, POW2, FP32), ids=("bf16", "pow2", "fp32"))
+def test_a_row_without_the_adapter_has_every_bit_of_the_product_alone(spec, k_splits):
+    """Zeros and their signs too: of rows of zeros, and of matrices of zeros and of -0."""
+    (x, weight), low_rank = operands(), adapter(3)
+    x[::7], weight[::5], weight[1::5] = 0.0, 0.0, -0.0
+    rows = some_rows(TOKENS)
+    some = dataclasses.replace(low_rank, rows=rows)
+    if spec is None:
+        alone = ops.linear(x, weight, k_splits)
+        whole, found = (ops.adapted_linear(x, weight, each, k_splits) for each in (low_rank, some))
+    else:
+        held = weight, ops.weight_operand(quantize(weight, spec.weight)), spec
+        alone = ops.fp8_linear(x, *held, "bf16", k_splits)
+        whole, found = (ops.adapted_fp8_linear(x, *held, each, "bf16", k_splits) for each in (low_rank, some))
+    assert torch.equal(bits(found), torch.where(rows[:TOKENS, None], bits(whole), bits(alone)))
+    assert not torch.equal(whole, alone)
+
+
 @pytest.mark.parametrize("k_splits", (1, 2))
 def test_a_row_has_the_same_bits_in_every_batch(k_splits):
     (x, weight), low_rank = operands(), adapter(2)
@@ -205,3 +233,19 @@ def test_adapted_experts_are_the_products_of_each_with_their_gradients(spec, sha
     expected = [x.grad, *(t.grad for each in adapters for t in (each.a, each.b))]
     for one, other in zip(found, expected, strict=True):
         close(one, other.double())
+
+
+@pytest.mark.parametrize("spec", (None, POW2), ids=("bf16", "pow2"))
+@pytest.mark.parametrize("shared", (False, True), ids=("of each expert", "of all experts"))
+def test_a_row_without_the_adapter_has_every_bit_of_the_experts_alone(spec, shared):
+    weights, counts, x = experts_of(shared, spec), torch.tensor([70, 0, 3, TOKENS - 73]), randn(TOKENS, K)
+    order = torch.randperm(TOKENS, generator=torch.Generator().manual_seed(0))
+    rows = some_rows(TOKENS)
+
+    def out(change):
+        w13, w2 = (dataclasses.replace(w, low_rank=change(w.low_rank)) for w in weights)
+        return bits(ops.experts(x, counts, w13, w2, spec, "bf16"))
+
+    found = out(lambda low_rank: dataclasses.replace(low_rank, rows=rows).of_rows(order))
+    whole, alone = out(lambda low_rank: low_rank), out(lambda low_rank: None)
+    assert torch.equal(found, torch.where(rows[order, None], whole, alone)) and not torch.equal(whole, alone)

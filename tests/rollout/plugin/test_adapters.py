@@ -4,6 +4,7 @@ faults."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 from models.adapters import AdapterConfig
 from numerics import ops
 from numerics.ops import LowRank
+from rollout.plugin.adapters import AdaptedRows
 from rollout.plugin.weights import ServedWeights
 from rollout.protocol import ADAPTER_SCALE
 from tests.support.served_model import (
@@ -114,6 +116,30 @@ def test_a_sync_of_adapters_alone_leaves_the_operands_and_digests_the_base_anew(
     assert weights.operand(parameter) is operand and low_rank(weights, QKV).b.data_ptr() == address
     assert not expected(CONFIG, adapters(CONFIG, 1), 1).differences(first)
     assert not expected(CONFIG, adapters(CONFIG, 2), 2).differences(second)
+
+
+def test_rows_of_requests_for_the_base_go_without_the_adapters() -> None:
+    """In prefills of some tokens each, in a pass of drafts, and in a decode step."""
+    from sglang.srt.model_executor.forward_batch_info import ForwardMode
+
+    rows, weights = AdaptedRows(12, torch.device("cpu")), ServedWeights(SPEC.weight)
+    weights.attach(build(BASE), DEFINITION.adapted(CONFIG), "0", adapted_rows=rows)
+    update(weights, adapters(CONFIG), "1")
+
+    def batch(mode: ForwardMode, lengths: list[int]) -> SimpleNamespace:
+        tokens, names = torch.zeros(sum(lengths)), [None, "base", None]
+        new = None if mode.is_decode() else torch.tensor(lengths)
+        return SimpleNamespace(lora_ids=names, forward_mode=mode, input_ids=tokens, extend_seq_lens=new)
+
+    x = torch.randn(9, HIDDEN).bfloat16()
+    for mode, lengths in ((ForwardMode.EXTEND, [2, 4, 3]), (ForwardMode.TARGET_VERIFY, [1, 3, 2])):
+        rows.take(batch(mode, lengths))
+        assert rows.mask[: sum(lengths)].tolist() == [True] * lengths[0] + [False] * lengths[1] + [True] * lengths[2]
+    rows.take(batch(ForwardMode.DECODE, [1, 1, 1]))
+    assert rows.mask[:3].tolist() == [True, False, True]
+    found, place = ops.low_rank_of(x[:3], low_rank(weights, QKV)), rows.mask.data_ptr()
+    assert (found[1] == 0).all() and found[1].signbit().all() and (found[[0, 2]] != 0).any(1).all()
+    assert low_rank(weights, W13).of_rows(torch.tensor([1, 1, 0])).rows is not None and place == rows.mask.data_ptr()
 
 
 def not_sent(weights: ServedWeights, tensors: dict[str, Tensor]) -> None:

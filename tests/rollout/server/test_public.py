@@ -1,6 +1,8 @@
 """What stands between clients of `fp8rl serve` and SGLang: its own request types, behind a real FastAPI application."""
 
+import asyncio
 import copy
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,7 +11,10 @@ from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
 from fastapi.testclient import TestClient
 
+from numerics.config import NumericsConfig
 from numerics.sampling import answer_seed
+from numerics.spec import QuantSpec
+from rollout.plugin import state
 from rollout.plugin.hooks import _problem
 from rollout.server import public
 
@@ -25,11 +30,20 @@ def _of(path: str) -> dict[str, Any]:
     return {"model": "it"} | asked
 
 
+@pytest.fixture(scope="module", autouse=True)
+def configured() -> Iterator[None]:
+    """As in a server of a model without adapters."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(state, "_state", None)
+        state.configure(NumericsConfig(spec=QuantSpec.preset("bf16")))
+        yield
+
+
 @pytest.fixture(scope="module")
 def client() -> TestClient:
     """Endpoints of SGLang's request types, which answer with what came through."""
     app = FastAPI()
-    manager = SimpleNamespace(served_model_name="it", model_config=SimpleNamespace(vocab_size=10))
+    manager = SimpleNamespace(served_model_name="it", model_config=SimpleNamespace(vocab_size=10, context_len=64))
 
     async def through(serving: Any, request: Any, raw: Any) -> Any:
         return request.model_dump(include={"model", "seed", "n"})
@@ -42,6 +56,7 @@ def client() -> TestClient:
     async def chat(request: protocol.ChatCompletionRequest) -> Any:
         return await public.answer(through, SimpleNamespace(tokenizer_manager=manager), request, None)
 
+    public.open_models(app, lambda: manager)
     app.add_exception_handler(RequestValidationError, public.invalid)
     app.add_middleware(public.ObjectsOnly)
     return TestClient(app, raise_server_exceptions=False)
@@ -145,6 +160,41 @@ def test_each_answer_to_a_prompt_gets_a_seed_of_its_own() -> None:
     assert parameters.sampling_seed == 7
     assert sent(manager, SamplingParams(n=1, sampling_seed=7), 2) == [7, 7]
     assert sent(manager, SamplingParams(n=3), 3) == [None, None, None]
+
+
+def test_the_base_beside_adapters_is_a_model_of_its_own(client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    def models() -> list[str]:
+        return [model["id"] for model in client.get("/v1/models").json()["data"]]
+
+    assert models() == ["it"] and client.get("/v1/models/it").json()["max_model_len"] == 64
+    asked = _of(PATHS[0]) | {"model": "it-base"}
+    refused = client.post(PATHS[0], json=asked)
+    assert refused.json() == client.get("/v1/models/it-base").json() and refused.status_code == 404
+    monkeypatch.setattr(state.state(), "base_name", "it-base")
+    assert models() == ["it", "it-base"] and client.get("/v1/models/it-base").json()["id"] == "it-base"
+    assert client.post(PATHS[0], json=asked).json()["model"] == "it-base"
+    message = client.post(PATHS[0], json=asked | {"model": "base"}).json()["error"]["message"]
+    assert message == "The model 'base' does not exist; this server has 'it' and 'it-base'."
+
+
+@pytest.mark.parametrize("prompts", [1, 2])
+@pytest.mark.parametrize("answers", [1, 3])
+def test_each_answer_of_the_base_goes_without_the_adapters(
+    monkeypatch: pytest.MonkeyPatch, prompts: int, answers: int
+) -> None:
+    from sglang.srt.managers.io_struct import GenerateReqInput
+
+    monkeypatch.setattr(state.state(), "base_name", "it-base")
+    for model, expected in (("it", None), ("it-base", "it-base")):
+        path = public.name_base(None, model, None)
+        sampling = {"n": answers}
+        text = ["1"] * prompts if prompts > 1 else "1"
+        asked = GenerateReqInput(text=text, lora_path=path, sampling_params=sampling)
+        asked.normalize_batch_and_arguments()
+        early = None if asked.is_single else asked[0]
+        asyncio.run(public.mark_base(None, asked))
+        found = [asked] if asked.is_single else [early, *(asked[i] for i in range(prompts * answers))]
+        assert {each.lora_id for each in found} == {expected}
 
 
 def test_offsets_count_the_characters_before() -> None:

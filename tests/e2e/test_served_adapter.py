@@ -1,0 +1,92 @@
+"""A run of adapters behind OpenAI's API: its model and the base beside it, by name and in one batch."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+import torch
+
+from fp8rl import serving
+from models import read_model
+from models.peft import write_adapter
+from numerics.errors import UserError
+from rl.experiment import Experiment, load_experiment
+from tests.support.paths import EXAMPLES
+from tests.support.ranks import run_on_ranks
+from tests.support.recompute import scores_beside
+from trainer.config import TrainerConfig
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+
+PROMPTS = [[11, 12, 13, *range(20, 20 + 7 * n)] for n in range(4)]
+SETTINGS: dict[str, Any] = {"temperature": 1.0, "max_tokens": 30, "logprobs": 0, "seed": 3}
+RAW = {"ignore_eos": True, "return_token_ids": True}
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """What a run leaves that is served, with adapters that move every log-probability."""
+    path = tmp_path / "run"
+    path.mkdir()
+    experiment = load_experiment(EXAMPLES / "arithmetic_lora.yaml", ["adapter.rank=4", "adapter.alpha=8"])
+    (path / "spec.yaml").write_text(experiment.to_yaml())
+    write(path / "adapter", experiment, experiment.model.path)
+    return path
+
+
+def write(path: Path, experiment: Experiment, base: Any) -> None:
+    definition, draw = read_model(Path(experiment.model.path)).adapted(experiment.adapter), torch.Generator()
+    rows = [row for row in definition.tensors.rows.values() if row.adapts is not None]
+    tensors = {row.name: torch.randn(row.shape, generator=draw).bfloat16() / 5 for row in rows}
+    write_adapter(path, tensors, definition, Path(base))
+
+
+def test_the_model_and_its_base_are_served_side_by_side_as_the_trainer_scores_them(
+    run: Path, tmp_path: Path, warm_engines: None
+) -> None:
+    served = serving.read_served(run, "exact", "fp8_block_pow2")
+    with serving.serve(served, tmp_path / "engine.log") as server:
+        url, key = f"{server.endpoint.url}/v1", server.endpoint.api_key
+        with openai.OpenAI(base_url=url, api_key=key) as client, ThreadPoolExecutor(16) as at_once:
+            names = [model.id for model in client.models.list()]
+            assert names == ["run", "run-base"] and client.models.retrieve("run-base").id == "run-base"
+            with pytest.raises(openai.NotFoundError, match="'base' does not exist; this server has 'run' and 'run-ba"):
+                client.completions.create(model="base", prompt="1")
+
+            def ask(name: str, prompt: Any, **more: Any) -> list[dict[str, Any]]:
+                answer = client.completions.create(model=name, prompt=prompt, **SETTINGS, **more, extra_body=RAW)
+                return [
+                    {"token_ids": each.token_ids, "logprobs": each.logprobs.token_logprobs}  # type: ignore
+                    for each in answer.choices
+                ]
+
+            asked = [(name, prompt) for prompt in PROMPTS for name in names]
+            together = list(at_once.map(lambda each: ask(*each)[0], asked))
+            assert [ask(*each)[0] for each in asked] == together, "alone, with all prefixes cached by both"
+            several = {name: ask(name, PROMPTS, n=2) for name in names}
+    found: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
+    for (name, prompt), answer in zip(asked, together, strict=True):
+        found[name].append({"prompt_ids": prompt, **answer})
+    for name in names:
+        pairs = [prompt for prompt in PROMPTS for _ in range(2)]
+        found[name] += [{"prompt_ids": p, **answer} for p, answer in zip(pairs, several[name], strict=True)]
+    ((adapted, bare),) = run_on_ranks(TrainerConfig(), tmp_path, partial(scores_beside, run, *found.values()))
+    assert adapted == [answer["logprobs"] for answer in found["run"]], "bit for bit"
+    assert bare == [answer["logprobs"] for answer in found["run-base"]], "bit for bit"
+    assert all(one["logprobs"] != two["logprobs"] for one, two in zip(*found.values(), strict=True))
+
+
+def test_an_adapter_of_another_base_is_refused_before_an_engine_starts(run: Path, tmp_path: Path) -> None:
+    experiment = load_experiment(run / "spec.yaml")
+    other = tmp_path / "other"
+    serving.convert_checkpoint(Path(experiment.model.path), other, experiment.numerics_config().spec)
+    write(run / "adapter", experiment, other)
+    with pytest.raises(UserError, match="trained beside weights with the digest .* Give the model that they were tra"):
+        with serving.serve(serving.read_served(run, "exact", "fp8_block_pow2"), tmp_path / "engine.log"):
+            raise AssertionError("an engine was started")
+    assert not (tmp_path / "engine.log").exists()
