@@ -128,6 +128,8 @@ def check_resumable(run: RunDir, experiment: Experiment) -> None:
     trained = kept if isinstance(kept, dict) else {}
     for key, value in _kept(experiment).items():
         if value != trained.get(key):
+            if key == "numerics":  # a digest alone does not say what to set back
+                value += ", by " + ", ".join(said for said in changes(run, experiment) if said.startswith("numerics."))
             raise user_error(
                 key,
                 found=value,

@@ -132,8 +132,12 @@ def test_a_run_resumes_only_what_it_can(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("key", "value", "said"),
     [
-        ("numerics.preset", "fp8_block_fp32", "numerics: found 'spec digest .*as in the checkpoint of step 6"),
-        ("numerics.first_layers_bf16", 1, "numerics: found 'spec digest .*as in the checkpoint of step 6"),
+        (
+            "numerics.preset",
+            "fp8_block_fp32",
+            "numerics: found 'spec digest .*, by numerics.preset=fp8_block_fp32 .was ",
+        ),
+        ("numerics.first_layers_bf16", 1, "by numerics.first_layers_bf16=1 .was 0.*as in the checkpoint of step 6"),
         ("adapter.rank", 8, "adapter: found .*'rank': 8.*, expected None, as in the checkpoint of step 6"),
         ("numerics.mode", "native", "numerics.mode: found 'native', expected 'exact'"),
         ("numerics.trainer", "bf16", "numerics.trainer: found 'bf16', expected 'fp8'"),
@@ -146,6 +150,7 @@ def test_a_run_resumes_only_what_it_can(tmp_path: Path) -> None:
 def test_a_run_keeps_what_makes_it_one_experiment(tmp_path: Path, key: str, value: Any, said: str) -> None:
     run = RunDir(tmp_path)
     save(run, experiment(), 6)
+    run.experiment.write_text(experiment().to_yaml())
     section, name = key.split(".")
     with pytest.raises(UserError, match=said):
         check_resumable(run, experiment(**{section: {name: value}}))
