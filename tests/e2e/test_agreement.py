@@ -24,6 +24,7 @@ from rl.mismatch import token_versions
 from rl.run.feed.batching import batch_from_trajectories
 from rollout.environments.conversation import Conversation
 from rollout.errors import StaleWeightsError
+from rollout.protocol import ADAPTER_SCALE
 from rollout.types import Group, SamplingParams
 from tests.support import faults
 from tests.support.rig import MODELS, SHARED_PREFIX, Pipeline, Rig, Setup, differences, prompts
@@ -43,9 +44,6 @@ SEPARATE = AdapterConfig(rank=8, alpha=256.0)
 EXACT = {
     "moe-both-tp2": BOTH_TWO_RANKS,
     "moe-adapters-both-tp2": replace(BOTH_TWO_RANKS, adapter=SEPARATE),
-    "moe-adapters": Setup("moe", adapter=SEPARATE),
-    "moe-adapters-pp3-recomputing": Setup("moe", layout=(("pp", 3), ("recompute", "layer")), adapter=SEPARATE),
-    "moe-adapters-one-base-ep2": Setup("moe", layout=(("ep", 2), ("dp", 2)), adapter=SEPARATE, shared_base=True),
     "moe-tp2": TWO_RANKS,
     "moe-merged-tp2": replace(TWO_RANKS, adapter=MERGED),
     "dense-engine-tp2-ironwood": Setup("dense", preset="ironwood", k_splits=2, engine_tp=2),
@@ -85,6 +83,11 @@ EXACT = {
         router_replay="record",
     ),
 }
+ADAPTED = {
+    "pp3-recomputing": Setup("moe", layout=(("pp", 3), ("recompute", "layer")), adapter=SEPARATE),
+    "one-rank": Setup("moe", adapter=SEPARATE),
+}
+ONE_BASE = Setup("moe", layout=(("ep", 2), ("dp", 2)), adapter=SEPARATE, shared_base=True)
 LATENT = replace(EXACT["deepseek-bf16-ends-tp2-ep2"], layout=())
 
 
@@ -310,31 +313,7 @@ def test_only_changes_are_sent_and_an_engine_that_is_wrong_gets_everything(rig: 
 
 @pytest.mark.parametrize("setup", EXACT.values(), ids=EXACT.keys())
 def test_every_sampled_token_agrees_before_and_after_an_update(rig: Rig, setup: Setup) -> None:
-    pipeline = rig.open(setup)  # synced through the transport `tensor`
-    batch = pipeline.sample(1.0)
-    assert batch.lengths.min() < 30 < 300 < batch.lengths.max()
-    step = pipeline.train_step(batch)  # its forward is the scoring at the weights that sampled
-    assert_equal(step.logprobs, batch)
-    assert step.draws is not None
-    assert step.draws[batch.loss_mask].equal(batch.tokens[batch.loss_mask])
-    assert (batch.routes is not None) == (setup.router_replay == "record")
-    if batch.routes is not None:
-        assert step.routes is not None
-        known = batch.routes != UNKNOWN
-        assert known.any((0, 1, 3)).all() and step.routes[known].equal(batch.routes[known])
-    assert batch.loss_mask.sum() > 400
-    report = pipeline.sync("disk" if setup.engine_tp == 1 else "distributed")
-    assert report.mismatched_tensors == 0
-    assert (report.bytes < report.weight_bytes) == (setup.beside is not None)  # adapters alone
-    assert (report.version, report.verified_tensors) == (pipeline.trainer.weight_version, served_tensors_of(setup))
-    # The update was real: the same tokens have other logprobs now.
-    moved = differences(pipeline.trainer.score(batch), batch)
-    assert (moved != 0).float().mean() > 0.9
-    # Prompts whose prefixes were cached before the update.
-    again = pipeline.sample(0.7)
-    assert_equal(pipeline.trainer.score(again), again)
-    some = pipeline.sample(0.7, count=3, cut=CUTS["both"])
-    assert_equal(pipeline.trainer.score(some), some)
+    agrees_before_and_after_an_update(rig, setup)
 
 
 def test_a_stale_expert_bias_is_named_first(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -374,6 +353,91 @@ def test_another_definition_is_named_first(rig: Rig, fault: str) -> None:
     finally:
         pipeline.trainer.apply(restored)
     assert (first.cause, first.op, first.layers) == ("op", op, layers) and says in first.text
+
+
+def tampered(fault: Callable[..., Any]) -> Callable[..., None]:
+    """What a fault on the way does to a sync."""
+
+    def plant(pipeline: Pipeline, patch: pytest.MonkeyPatch) -> None:
+        make = bridge.make_transport
+        patch.setattr(bridge, "make_transport", lambda *args: faults.Tampered(make(*args), fault))
+
+    return plant
+
+
+def another_scale(pipeline: Pipeline, patch: pytest.MonkeyPatch) -> None:
+    """The trainer has another one than the engine was started with."""
+    patch.setattr(type(pipeline.setup), "beside", AdapterConfig(rank=SEPARATE.rank, alpha=SEPARATE.alpha / 2))
+
+
+def changed_base(pipeline: Pipeline, patch: pytest.MonkeyPatch) -> None:
+    """One bit of one code in the engine's memory, under the version that it holds."""
+    transport = faults.Tampered(TensorTransport(1 << 20), faults.flipped_bit)
+    spec, version = pipeline.setup.numerics.rollout_spec, pipeline.held.version
+    assert version is not None and push(pipeline.trainer, transport, spec, [pipeline.endpoint], version)[2]
+
+
+@pytest.mark.parametrize("setup", ADAPTED.values(), ids=ADAPTED.keys())
+def test_every_sampled_token_agrees_with_adapters_beside_the_weights(rig: Rig, setup: Setup) -> None:
+    agrees_before_and_after_an_update(rig, setup)
+
+
+@pytest.mark.parametrize(
+    ("plant", "names", "of_base"),
+    [
+        (tampered(faults.missed_adapter), [faults.ADAPTER], ""),
+        (tampered(faults.adapters_of_other_experts), faults.ADAPTERS_OF_EXPERTS, ""),
+        (another_scale, [ADAPTER_SCALE], ""),
+        (changed_base, [faults.MATRIX], " (1 of the base, which changed in the engine under the run)"),
+    ],
+    ids=["not-sent", "of-other-experts", "another-scale", "changed-base"],
+)
+def test_a_fault_of_adapters_is_named_and_stops_the_engine(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, plant: Callable[..., None], names: list[str], of_base: str
+) -> None:
+    pipeline = rig.open(ADAPTED["one-rank"])
+    pipeline.train_step(pipeline.sample(1.0, count=4))
+    assert (report := pipeline.sync()).bytes < report.weight_bytes / 2, "adapters alone"
+    pipeline.train_step(pipeline.sample(1.0, count=4))
+    with monkeypatch.context() as patch, pytest.raises(SyncError) as error:
+        plant(pipeline, patch)
+        pipeline.sync()
+    count = f"{len(names)} of {served_tensors_of(pipeline.setup)} tensors are not what the trainer sent: "
+    assert f": {count}{', '.join(names)}{of_base}; generation stays paused" in str(error.value)
+    assert_paused_until_a_good_sync(pipeline)
+
+
+def test_every_sampled_token_agrees_where_trainer_and_engine_read_one_base(rig: Rig) -> None:
+    """Last of those with adapters: nobody may send such an engine the weights of the next trainer."""
+    agrees_before_and_after_an_update(rig, ONE_BASE)
+
+
+def agrees_before_and_after_an_update(rig: Rig, setup: Setup) -> None:
+    pipeline = rig.open(setup)  # synced through the transport `tensor`
+    batch = pipeline.sample(1.0)
+    assert batch.lengths.min() < 30 < 300 < batch.lengths.max()
+    step = pipeline.train_step(batch)  # its forward is the scoring at the weights that sampled
+    assert_equal(step.logprobs, batch)
+    assert step.draws is not None
+    assert step.draws[batch.loss_mask].equal(batch.tokens[batch.loss_mask])
+    assert (batch.routes is not None) == (setup.router_replay == "record")
+    if batch.routes is not None:
+        assert step.routes is not None
+        known = batch.routes != UNKNOWN
+        assert known.any((0, 1, 3)).all() and step.routes[known].equal(batch.routes[known])
+    assert batch.loss_mask.sum() > 400
+    report = pipeline.sync("disk" if setup.engine_tp == 1 else "distributed")
+    assert report.mismatched_tensors == 0
+    assert (report.bytes < report.weight_bytes) == (setup.beside is not None)  # adapters alone
+    assert (report.version, report.verified_tensors) == (pipeline.trainer.weight_version, served_tensors_of(setup))
+    # The update was real: the same tokens have other logprobs now.
+    moved = differences(pipeline.trainer.score(batch), batch)
+    assert (moved != 0).float().mean() > 0.9
+    # Prompts whose prefixes were cached before the update.
+    again = pipeline.sample(0.7)
+    assert_equal(pipeline.trainer.score(again), again)
+    some = pipeline.sample(0.7, count=3, cut=CUTS["both"])
+    assert_equal(pipeline.trainer.score(some), some)
 
 
 def first_finding(pipeline: Pipeline, batch: TokenBatch) -> Finding:
