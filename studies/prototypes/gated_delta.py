@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from numerics.ops.router import sigmoid
+
 CHUNK = 64
 LENGTH, PIECE, PROMPT = 330, 96, 301
 """Tokens of a sequence, of a prefill chunk (no multiple of CHUNK), and those before single ones."""
@@ -117,7 +119,12 @@ def causal_conv(x: Tensor, weight: Tensor, held: Tensor) -> tuple[Tensor, Tensor
     total = rows[: len(x)] * weight[:, 0]
     for tap in range(1, taps):
         total = total + rows[tap : tap + len(x)] * weight[:, tap]
-    return torch.nn.functional.silu(total), rows[len(rows) - taps + 1 :]
+    return silu(total), rows[len(rows) - taps + 1 :]
+
+
+def silu(x: Tensor) -> Tensor:
+    """x sigmoid(x), of which torch's own takes another exp for the last few elements of a tensor."""
+    return x * sigmoid(x)
 
 
 def recurrence(tokens: Rows) -> Tensor:
@@ -134,7 +141,7 @@ def recurrence(tokens: Rows) -> Tensor:
 
 def main() -> None:
     torch.set_num_threads(1)
-    model = _tiny_model()
+    model = tiny_model()
     tokens = torch.randint(0, 128, (2, LENGTH), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         theirs, recorded = _with_rule(model, tokens, None)
@@ -228,7 +235,7 @@ def _worst(one: Tensor, other: Tensor) -> str:
     return f"{float((one - other).abs().max()):.1e} at most, of values up to {float(other.abs().max()):.2g}"
 
 
-def _tiny_model() -> Any:
+def tiny_model() -> Any:
     """Linear attention in three layers of four, as in Qwen3-Next-80B-A3B, with weights that matter."""
     from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
 

@@ -2,7 +2,8 @@
 
 import torch
 
-from studies.prototypes.gated_delta import Rows, State, gated_delta, recurrence
+from studies.prototypes.gated_delta import Rows, State, gated_delta, recurrence, tiny_model
+from studies.prototypes.gated_delta_layer import GatedDeltaNet, Held, linear_attention, of_transformers
 
 
 def test_chunks_and_single_tokens_have_the_bits_of_one_prefill() -> None:
@@ -20,3 +21,15 @@ def test_chunks_and_single_tokens_have_the_bits_of_one_prefill() -> None:
         assert torch.equal(torch.cat(outputs, 1), whole)
     exact = recurrence(Rows(*(x.double() for x in rows)))
     torch.testing.assert_close(whole.double(), exact, rtol=0, atol=1e-6 * float(exact.abs().max()))
+
+
+def test_a_layer_in_pieces_has_the_bits_of_the_whole_and_is_transformers_own_to_their_rounding() -> None:
+    theirs = tiny_model().model.layers[0].linear_attn
+    weights, sizes = of_transformers(theirs)
+    x = torch.randn(150, 128, generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(GatedDeltaNet(weights, sizes)(x), theirs(x[None])[0], rtol=1e-4, atol=1e-6)
+    whole, held, outputs = GatedDeltaNet(weights, sizes)(x), Held.empty(weights, sizes), []
+    for piece in x.split([96, 40, *[1] * 14]):
+        output, held = linear_attention(piece, weights, sizes, held)
+        outputs.append(output)
+    assert torch.equal(torch.cat(outputs), whole)
