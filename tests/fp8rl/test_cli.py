@@ -132,7 +132,7 @@ def test_serve_says_what_it_cannot_serve(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], expected: str
 ) -> None:
     run = new_run(tmp_path / "it")
-    run.experiment.write_text("run: {name: it}")
+    run.experiment.write_text(load_experiment(ROOT / "examples/arithmetic.yaml").to_yaml())
     converted = tmp_path / "converted"
     converted.mkdir()
     (converted / "config.json").write_text('{"quantization_config": {"quant_method": "fp8"}}')
