@@ -172,7 +172,8 @@ def test_gpu_lock_has_what_the_gpu_path_imports() -> None:
         for module in top_level_imports(path.read_text()) - {*PACKAGES, "bench", "tests"} - set(sys.stdlib_module_names)
         if not {canonicalize_name(name) for name in distributions.get(module, [module])} & locked.keys()
     }
-    assert missing == set(TRACKERS.values()), "each is an extra of its own"
+    assert missing == {*TRACKERS.values(), "verifiers"}, "each is an extra of its own"
+    assert missing <= PROJECT["optional-dependencies"].keys()
 
 
 def test_locks_agree_where_they_meet() -> None:
@@ -224,8 +225,9 @@ def test_every_import_is_a_declared_dependency() -> None:
     for path in (path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))):
         for module in top_level_imports(path.read_text()) - own - set(sys.stdlib_module_names):
             names = {canonicalize_name(name) for name in distributions.get(module, CUDA_MODULES.get(module, [module]))}
-            extra = path.name == f"to_{module}.py" and module in PROJECT["optional-dependencies"]
-            if not names & (runtime | PINNED_BY_ANOTHER) and not extra:  # a tracker's package is its extra
+            # The one file for a tracker's or an environment's package is of no use without that extra.
+            extra = path.stem.removeprefix("to_") == module and module in PROJECT["optional-dependencies"]
+            if not names & (runtime | PINNED_BY_ANOTHER) and not extra:
                 undeclared.append(f"{path.relative_to(ROOT)}: {module}")
     assert not undeclared, undeclared
 
