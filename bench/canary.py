@@ -8,8 +8,8 @@ import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import methodcaller
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from bench.measure import Result
 from bench.sync import MODEL
@@ -21,9 +21,6 @@ from rl.run.feed.feed import to_groups, to_prompts
 from rl.run.stack import Stack, open_pair
 from rollout.data.sources import load_problems
 from rollout.types import Group
-
-if TYPE_CHECKING:
-    from trainer.trainer import Trainer
 
 ROUNDS, WARMUP = 24, 3
 PROMPTS, GROUP, TOKENS = 4, 8, 20
@@ -96,13 +93,9 @@ def _result(name: str, times: dict[bool, list[Times]], key: str, sync: float) ->
 
 def _timed(stack: Stack, groups: Sequence[Group]) -> Times:
     """One round, in which the trainer has made nothing yet of its weights, as after an update."""
-    stack.trainer.apply(_changed)
+    stack.trainer.apply(methodcaller("weights_changed"))
     began = time.perf_counter()
     report = stack.syncing.sync()
     answers = stack.sampling.sample(groups, 1.0)
     stack.trainer.score(batch_from_trajectories(answers, 1.0))
     return Times(report.seconds, time.perf_counter() - began)
-
-
-def _changed(trainer: Trainer) -> None:
-    trainer.weights_changed()
