@@ -16,8 +16,6 @@ from numerics.errors import user_error
 from numerics.io.section import Section, SpecPath
 
 WEIGHT = "weight"
-WITHOUT = frozenset({"q_a_proj", "kv_a_proj", "kv_b_proj"})
-"""Module kinds of latent attention whose products take no adapter yet."""
 
 
 class AdapterConfig(Section):
@@ -125,13 +123,6 @@ def check_adapter(rows: Iterable[TensorRow], config: AdapterConfig) -> None:
             expected="at least one that has",
             remedy="Set adapter.experts=per_expert, or name other targets.",
         )
-    if any(row.kind in WITHOUT for row in adapted):
-        raise user_error(
-            "adapter.targets",
-            found=f"{config.targets}, with which latent attention has adapters of {', '.join(sorted(WITHOUT))}",
-            expected="names of other matrices: these products take none yet",
-            remedy=f"Set adapter.targets to some of {[name for name in names if name not in _narrow(held)]}.",
-        )
     narrowest = min(adapted, key=lambda row: min(row.shape))
     if config.rank > min(narrowest.shape):
         raise user_error(
@@ -140,8 +131,3 @@ def check_adapter(rows: Iterable[TensorRow], config: AdapterConfig) -> None:
             expected=f"at most {min(narrowest.shape)}, the smaller side of {narrowest.name} {list(narrowest.shape)}",
             remedy="Lower adapter.rank, or leave that matrix out of adapter.targets.",
         )
-
-
-def _narrow(rows: Iterable[TensorRow]) -> set[str]:
-    """The names of matrices that take no adapter."""
-    return {matrix(row) for row in rows if row.kind in WITHOUT}

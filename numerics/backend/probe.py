@@ -52,7 +52,7 @@ def row_variant_ops(device: torch.device | str = "cpu") -> list[str]:
     group = ops.weight_operand(quantize(stacked, spec.weight))
     kv_b, yarn = w[:, :128].contiguous(), Yarn(factor=40.0, original=64, beta_fast=32.0, beta_slow=1.0, mscale=1.0)
     latent = ops.weight_operand(quantize(kv_b, spec.weight))
-    half = x[:, :256].view(_MANY, 4, 64)
+    half, of_kv_b = x[:, :256].view(_MANY, 4, 64), LowRank(random(8, 128) / 16, random(384, 8), 0.5)
     adapter, stacked_adapter = _adapter(random, (), 384, 512), _adapter(random, (3,), 384, 512)
     tokens = torch.arange(_MANY, device=device)
     positions = tokens[:, None]
@@ -68,6 +68,9 @@ def row_variant_ops(device: torch.device | str = "cpu") -> list[str]:
         weights = ExpertWeights(stacked, group, stacked_adapter)
         return adapted_grouped_linear(rows, counts, weights, spec, "bf16")[n:]
 
+    def of_heads(rows: Tensor, *place: Any) -> Tensor:
+        return ops.head_linear(rows, kv_b, latent, *place, plus=ops.head_term(rows, of_kv_b, *place))
+
     rowwise = {
         "bf16 product": lambda n: ops.linear(x[:n], w),
         "fp32 product": lambda n: ops.linear(x[:n].float(), wide),
@@ -80,6 +83,8 @@ def row_variant_ops(device: torch.device | str = "cpu") -> list[str]:
         "rope_pairs": lambda n: ops.rope_pairs(x[:n].view(n, 1, 4, 128), positions[:n], 1e6, yarn),
         "head_linear": lambda n: ops.head_linear(x[:n].view(n, 4, 128), kv_b, latent, 0, 64),
         "head_linear, transposed": lambda n: ops.head_linear(half[:n], kv_b, latent, 32, 64, True),
+        "adapted head_linear": lambda n: of_heads(x[:n].view(n, 4, 128), 0, 64),
+        "adapted head_linear, transposed": lambda n: of_heads(half[:n], 32, 64, True),
         "route": lambda n: ops.route(logits[:n], 4, True)[0],
         "route_sigmoid": lambda n: ops.route_sigmoid(logits[:n].float(), logits[0].float(), 4, 4, 2, True, 1.5)[0],
         "token_logprobs": lambda n: ops.token_logprobs(logits[:n], tokens[:n], 0.7)[0],

@@ -15,7 +15,13 @@ from numerics.ops.attention import (
 )
 from numerics.ops.draw import draw
 from numerics.ops.experts import ExpertWeights, combine, experts, group_by_expert
-from numerics.ops.latent import head_linear, latent_attention, packed_latent_attention, paged_latent_attention
+from numerics.ops.latent import (
+    head_linear,
+    head_term,
+    latent_attention,
+    packed_latent_attention,
+    paged_latent_attention,
+)
 from numerics.ops.linear import (
     add_bias,
     fp8_linear,
@@ -38,7 +44,7 @@ from numerics.ops.low_rank import (
     low_rank_of,
     low_rank_term,
 )
-from numerics.ops.merged import merged, reaching, updates
+from numerics.ops.merged import merged, reaching, reaching_term, updates
 from numerics.ops.norm import add_rms_norm, rms_norm
 from numerics.ops.rope import rope, rope_pairs
 from numerics.ops.router import route, route_sigmoid, top_experts
@@ -66,6 +72,7 @@ __all__ = [
     "group_operand",
     "grouped_low_rank_term",
     "head_linear",
+    "head_term",
     "latent_attention",
     "linear",
     "linear_partial",
@@ -80,6 +87,7 @@ __all__ = [
     "paged_attention",
     "paged_latent_attention",
     "reaching",
+    "reaching_term",
     "rms_norm",
     "rope",
     "rope_pairs",

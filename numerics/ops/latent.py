@@ -10,6 +10,10 @@ through W_k and the result of the attention through W_v:
 
 Latents are not quantized for these products: where `kv_b` is in FP8, what it dequantizes to multiplies the unquantized
 latent's side, as in SGLang. A head does not depend on the others.
+
+An adapter of `kv_b` (`numerics.ops.low_rank`) adds to both products before they are rounded. A [r, R] is one for all
+heads; of B each has its part, B_k [N, r] and B_v [V, r]. To the first is added round(scale * (h A)) with
+h = round(q_nope B_k), to the last, of the attention's result o, round(g B_v^T) with g = round(scale * round(o A^T)).
 """
 
 from __future__ import annotations
@@ -21,7 +25,8 @@ from torch import Tensor
 
 from numerics.backend.dispatch import op
 from numerics.ops.attention import attention, packed_attention, paged_attention
-from numerics.ops.linear import product, wide_mm
+from numerics.ops.linear import dense, linear, product, wide_mm
+from numerics.ops.low_rank import LowRank, low_rank_term
 
 
 @op
@@ -57,36 +62,62 @@ def paged_latent_attention(
 
 
 @op
-def head_linear(x: Tensor, weight: Tensor, operand: Any, first: int, count: int, transposed: bool = False) -> Tensor:
+def head_linear(
+    x: Tensor,
+    weight: Tensor,
+    operand: Any,
+    first: int,
+    count: int,
+    transposed: bool = False,
+    plus: Tensor | None = None,
+) -> Tensor:
     """Each head's product with W [count, R]: the rows from `first` on of its equal part of weight [heads * M, R].
 
     x [T, heads, R] -> [T, heads, count], x W^T of each head; transposed: x [T, heads, count] -> [T, heads, R], x W.
-    Summed in FP32, rounded once to x's dtype. weight receives the gradient; operand: its `weight_operand`, where it is
-    quantized, of which the dequantized numbers are taken and x as it is; None: the weight itself.
+    plus, of the result's shape and dtype, is added to the FP32 sum, which is rounded once to x's dtype. weight receives
+    the gradient; operand: its `weight_operand` or its `Frozen`, where it is quantized, of which the dequantized numbers
+    are taken and x as it is; None: the weight itself.
     """
-    return _HeadProduct.apply(x, weight, weight if operand is None else operand, first, count, transposed)
+    return _HeadProduct.apply(x, weight, weight if operand is None else operand, first, count, transposed, plus)
+
+
+def head_term(x: Tensor, low_rank: LowRank, first: int, count: int, transposed: bool = False) -> Tensor:
+    """What the adapter of a weight adds to its `head_linear` of the other arguments, as the module defines it."""
+    if transposed:
+        h = head_linear(x, low_rank.b, None, first, count, True)
+        return low_rank.on_rows(low_rank_term(h, low_rank.a.t().contiguous(), low_rank.scale))
+    h = linear(x, low_rank.a) * low_rank.scale
+    return low_rank.on_rows(head_linear(h, low_rank.b, None, first, count))
 
 
 class _HeadProduct(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, operand: Tensor, first: int, count: int, transposed: bool
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        held: Any,
+        first: int,
+        count: int,
+        transposed: bool,
+        plus: Tensor | None,
     ) -> Tensor:
-        matrices = operand.detach().unflatten(0, (x.shape[1], -1))[:, first : first + count]
+        matrices = dense(held).detach().unflatten(0, (x.shape[1], -1))[:, first : first + count]
         ctx.save_for_backward(x, matrices)
         ctx.place, ctx.shape, ctx.dtype = (first, count), weight.shape, weight.dtype
         ctx.transposed = transposed
         right = matrices.transpose(1, 2) if transposed else matrices
-        return torch.stack(
-            [product(x[:, head].contiguous(), w.contiguous(), x.dtype) for head, w in enumerate(right)], 1
-        )
+        more = [None] * len(right) if plus is None else plus.unbind(1)
+        each = zip(x.unbind(1), right, more, strict=True)
+        return torch.stack([product(part.contiguous(), w.contiguous(), x.dtype, d) for part, w, d in each], 1)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         x, matrices = ctx.saved_tensors
-        return *head_gradients(
+        found = head_gradients(
             grads[0], x, matrices, ctx.place, ctx.shape, ctx.dtype, ctx.transposed, ctx.needs_input_grad
-        ), None, None, None, None  # fmt: skip
+        )
+        return *found, None, None, None, None, grads[0] if ctx.needs_input_grad[6] else None
 
 
 def head_gradients(

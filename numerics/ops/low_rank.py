@@ -61,9 +61,11 @@ class LowRank:
         return self if self.rows is None else dataclasses.replace(self, rows=self.rows[index])
 
     def on_rows(self, term: Tensor) -> Tensor:
-        """d [T, N] of the rows that have the adapter, and -0 of the others: added to a sum, it changes no bit, not even
-        the sign of a zero."""
-        return term if self.rows is None else torch.where(self.rows[: len(term), None], term, -0.0)
+        """d [T, ...] of the rows that have the adapter, and -0 of the others: added to a sum, it changes no bit, not
+        even the sign of a zero."""
+        if self.rows is None:
+            return term
+        return torch.where(self.rows[: len(term)].view(-1, *(1,) * (term.dim() - 1)), term, -0.0)
 
 
 @dataclasses.dataclass(frozen=True)

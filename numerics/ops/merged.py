@@ -46,6 +46,22 @@ def reaching(product: Tensor, x: Tensor, low_rank: LowRank, counts: Tensor | Non
     return out
 
 
+def reaching_term(product: Tensor, term: Tensor) -> Tensor:
+    """`product`, as it is; its gradient reaches what `term`, of the same shape, is made of, as if it were added."""
+    out: Tensor = _ReachingTerm.apply(product, term)
+    return out
+
+
+class _ReachingTerm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, product: Tensor, term: Tensor) -> Tensor:
+        return product.view_as(product)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        return grads[0], grads[0]
+
+
 class _Reaching(torch.autograd.Function):
     """a [R, K], b [N, R], or of each group [groups, R, K] and [groups, N, R]."""
 

@@ -82,7 +82,13 @@ def attend(
     sizes, rank = current.weights.definition.sizes, module.kv_lora_rank
     weight = module.kv_b_proj.weight
     operand = current.weights.operand(weight) if weight.dtype == torch.float8_e4m3fn else None
+    low_rank = current.weights.low_rank(weight)
     plain, value = sizes.plain_dim, module.v_head_dim
+
+    def of_heads(x: Tensor, *place: Any) -> Tensor:
+        """`ops.head_linear` with the adapter of the weight, if it has one."""
+        plus = None if low_rank is None else ops.head_term(x, low_rank, *place)
+        return ops.head_linear(x, weight, operand, *place, plus=plus)
 
     def rotated(x: Tensor) -> Tensor:
         return ops.rope_pairs(x[None], positions[None], sizes.rope_theta, sizes.yarn)[0]
@@ -90,12 +96,12 @@ def attend(
     heads = q.unflatten(-1, (-1, sizes.head_dim))
     latents = module.kv_a_layernorm(kv_row[:, :rank].contiguous())
     cache = cached(torch.cat((latents, rotated(kv_row[:, None, rank:])[:, 0]), -1))
-    inside = ops.head_linear(heads[..., :plain], weight, operand, 0, plain, True)
+    inside = of_heads(heads[..., :plain], 0, plain, True)
     queries = torch.cat((inside, rotated(heads[..., plain:])), -1)
     out = ops.paged_latent_attention(
         queries, cache, where.table, where.requests, where.new, where.lengths, rank, sizes.attention_scale
     )
-    return ops.head_linear(out, weight, operand, plain, value).flatten(1)
+    return of_heads(out, plain, value).flatten(1)
 
 
 def no_copies(self: Any, is_nextn: bool = False, weight_names: Any = None) -> None:

@@ -115,9 +115,12 @@ def test_an_engine_holds_each_weight_in_what_the_architecture_says(paths: dict[s
 
 
 @pytest.mark.parametrize("merged", [False, True])
-def test_adapters_are_multiplied_unquantized_beside_products_in_fp8(merged: bool, make: Callable[..., Any]) -> None:
+@pytest.mark.parametrize("kind", ["moe", "deepseek_v3"])
+def test_adapters_are_multiplied_unquantized_beside_products_in_fp8(
+    kind: str, merged: bool, make: Callable[..., Any]
+) -> None:
     numerics, adapter = plan("exact"), AdapterConfig(rank=8, mode="merged" if merged else "separate")
-    trainer = make(numerics, adapter=adapter)
+    trainer = make(numerics, kind, adapter=adapter)
     batch = random_batch(rows=4, longest=40)
     trainer.train_step(batch, cross_entropy(batch))  # B is zero before the first update, which says nothing
     sightings = watched(trainer, numerics)

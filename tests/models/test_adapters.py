@@ -9,9 +9,11 @@ import pytest
 from models.adapters import AdapterConfig, adapter_rows, check_adapter
 from models.architecture import Model, architectures
 from numerics.errors import UserError
+from tests.models.test_tensors import TABLES
 from tests.support.definitions import SIZES
 
 MOE = Model(architectures()["Qwen3MoeForCausalLM"], SIZES)
+LATENT = Model(architectures()["DeepseekV3ForCausalLM"], TABLES["DeepseekV3ForCausalLM"])
 LAYER = "model.layers.1."
 
 
@@ -35,6 +37,20 @@ def test_every_product_but_router_and_head_has_an_adapter_that_stands_where_its_
     expert = rows[f"{LAYER}mlp.experts.3.up_proj.lora_A.weight"]
     assert (expert.expert, expert.engine.index) == (3, 3)
     assert (expert.megatron.parameter[-7:], expert.engine.parameter[-10:]) == ("lora_a3", "w13_lora_a")
+
+
+def test_every_product_of_latent_attention_has_an_adapter_also_where_the_engine_fuses_two() -> None:
+    check_adapter(LATENT.tensors.rows.values(), AdapterConfig(rank=4))
+    adapted = LATENT.adapted(AdapterConfig(rank=4)).tensors
+    rows = {row.name.removeprefix(f"{LAYER}self_attn."): row for row in adapted.rows.values() if row.adapts}
+    products = {"q_a_proj", "kv_a_proj_with_mqa", "q_b_proj", "kv_b_proj", "o_proj"}
+    assert {name.split(".")[0] for name in rows if not name.startswith("model.")} == products
+    fused = f"{LAYER}self_attn.fused_qkv_a_proj_with_mqa.lora_"
+    for letter in "AB":
+        pair = adapted.in_engine[f"{fused}{letter.lower()}"][None]
+        assert [row.name.split(".")[-3] for row in pair] == ["q_a_proj", "kv_a_proj_with_mqa"]
+        assert not any(row.engine.together or row.engine.split is not None for row in pair), "each rank has them whole"
+    assert [rows[f"kv_b_proj.lora_{letter}.weight"].engine.split for letter in "AB"] == [None, 0], "B by heads"
 
 
 def test_experts_share_one_adapter_or_have_none() -> None:

@@ -6,7 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from models.tiny import TinyModel, write_tiny_model
 
 VOCAB = 128
 LENGTH = 512
@@ -26,6 +29,19 @@ def write_model(path: Path, *, moe: bool = True, dtype: torch.dtype = torch.bflo
             else:
                 parameter.copy_(1 + 0.2 * torch.randn_like(parameter))
     model.to(dtype).save_pretrained(path)
+    return path
+
+
+def write_family(path: Path, shape: TinyModel, dtype: torch.dtype = torch.bfloat16) -> Path:
+    """Write a directory of any family: weights that matter, norms that are not one, biases that are not zero."""
+    write_tiny_model(path, shape)
+    draw = torch.Generator().manual_seed(0)
+    tensors = load_file(path / "model.safetensors")
+    for name, tensor in tensors.items():
+        spread, middle = (0.08, 0.0) if tensor.dim() > 1 else (0.2, float("norm" in name))
+        values = middle + spread * torch.randn(tensor.shape, generator=draw)
+        tensors[name] = values.to(tensor.dtype if tensor.dtype == torch.float32 else dtype)
+    save_file(tensors, path / "model.safetensors", {"format": "pt"})
     return path
 
 

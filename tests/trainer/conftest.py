@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 
+from models.tiny import TinyModel
 from numerics.config import NumericsConfig
 from numerics.spec import QuantSpec
-from tests.support.models import LENGTH, write_model
+from tests.support.models import LENGTH, write_family, write_model
 from tests.support.trainers import MakeTrainer
 from trainer.config import TrainerConfig
 from trainer.distributed.layout import Layout
@@ -24,6 +25,12 @@ def moe_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def dense_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("models") / "dense", moe=False, tie_word_embeddings=True)
+
+
+@pytest.fixture(scope="session")
+def latent_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    shape = TinyModel(hidden=256, heads=4, intermediate=256, experts=8, top_k=3, family="deepseek_v3", yarn=True)
+    return write_family(tmp_path_factory.mktemp("models") / "latent", shape)
 
 
 @pytest.fixture(scope="session")

@@ -39,13 +39,20 @@ def spread(trainer: Any, size: float = 0.02) -> None:
     trainer.weights_changed()
 
 
+@pytest.fixture(params=["moe_path", "latent_path"])
+def path(request: pytest.FixtureRequest) -> Path:
+    """A model with grouped queries, and one with latent attention."""
+    found: Path = request.getfixturevalue(request.param)
+    return found
+
+
 @pytest.mark.parametrize("experts", ["per_expert", "shared"])
 def test_a_merged_adapter_trains_what_the_full_gradient_says(
-    experts: str, moe_path: Path, tmp_path: Path, make_trainer: MakeTrainer
+    experts: str, path: Path, tmp_path: Path, make_trainer: MakeTrainer
 ) -> None:
     """The model that is served, trained whole: its weight gradients, contracted, are those of A and B."""
     batch = random_batch(seed=0)
-    merged = make_trainer(moe_path, "bf16", adapter=AdapterConfig(rank=8, mode="merged", experts=experts))
+    merged = make_trainer(path, "bf16", adapter=AdapterConfig(rank=8, mode="merged", experts=experts))
     spread(merged)
     merged.export_hf(tmp_path / "merged")
     whole = make_trainer(tmp_path / "merged", "bf16")
@@ -176,6 +183,28 @@ def test_adapters_resume_bit_for_bit_from_a_checkpoint_that_has_nothing_else(
         )
 
 
+def test_latent_attention_that_is_computed_once_more_gives_its_adapters_the_same_gradients(
+    latent_path: Path, make_trainer: MakeTrainer
+) -> None:
+    """Of the first layer too, where nothing before the attention is trained."""
+    config, batch = AdapterConfig(rank=8, targets=("kv_b_proj",)), random_batch(seed=0)
+    found = []
+    for settings in ({}, {"recompute": "attention"}):
+        trainer = make_trainer(latent_path, adapter=config, **settings)
+        spread(trainer)
+        trainer.forward_backward(batch, cross_entropy(batch))
+        found.append({name: p.main_grad for name, p in trainer.model.named_parameters() if p.requires_grad})
+    assert len(found[0]) == 4 and all(each.any() for each in found[0].values())
+    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+
+
+def test_latent_attention_reads_what_engines_read_too(latent_path: Path, make_trainer: MakeTrainer) -> None:
+    config, spec = AdapterConfig(rank=4), QuantSpec.preset("fp8_block_pow2")
+    apart, shared = (make_trainer(latent_path, "fp8", adapter=config, shared_base=each) for each in (False, True))
+    write_base(SimpleNamespace(apply=lambda function, *args: [function(shared, *args)]), spec)
+    assert train(shared, 0, 2) == train(apart, 0, 2)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("precision", "preset"), [("fp8", "fp8_block_pow2"), ("bf16", "bf16")])
 def test_weights_that_engines_read_too_are_trained_beside_and_resumed_as_before(
@@ -211,11 +240,11 @@ def train(trainer: Any, first: int, last: int) -> list[tuple[float, float]]:
     return [(each.loss, each.grad_norm) for each in results]
 
 
-def test_without_its_adapter_a_policy_is_its_base(moe_path: Path, make_trainer: MakeTrainer) -> None:
+def test_without_its_adapter_a_policy_is_its_base(path: Path, make_trainer: MakeTrainer) -> None:
     batch = random_batch(seed=0)
-    before = make_trainer(moe_path, "fp8").score(batch)[1]
+    before = make_trainer(path, "fp8").score(batch)[1]
     for mode in ("merged", "separate"):
-        policy = make_trainer(moe_path, "fp8", adapter=AdapterConfig(mode=mode))
+        policy = make_trainer(path, "fp8", adapter=AdapterConfig(mode=mode))
         spread(policy)
         learned = policy.score(batch)[1]
         assert torch.equal(Base(policy).score(batch)[1], before)
@@ -236,9 +265,9 @@ def test_a_merged_update_survives_as_far_as_it_is_larger_than_the_steps_of_the_g
 
 
 @pytest.mark.parametrize("mode", ["merged", "separate"])
-def test_a_gate_may_turn_to_bf16_with_adapters(mode: str, moe_path: Path, make_trainer: MakeTrainer) -> None:
+def test_a_gate_may_turn_to_bf16_with_adapters(mode: str, path: Path, make_trainer: MakeTrainer) -> None:
     batch, config = random_batch(seed=0), AdapterConfig(mode=mode)
-    turned, plain = (make_trainer(moe_path, precision, adapter=config) for precision in ("fp8", "bf16"))
+    turned, plain = (make_trainer(path, precision, adapter=config) for precision in ("fp8", "bf16"))
     for trainer in (turned, plain):
         spread(trainer)
         trainer.score(batch)

@@ -34,11 +34,9 @@ class NarrowLinear(nn.Module):
     def forward(self, x: Tensor) -> tuple[Tensor, None]:
         """[..., K] -> ([..., N], no bias)"""
         quantized = self.precision.quantizes(self.kind)
-        return self.precision.fp8_linear(x, self.weight) if quantized else self.plain(x), None
-
-    def plain(self, x: Tensor) -> Tensor:
-        """The unquantized product."""
-        return nn.functional.linear(x, self.weight)
+        if quantized:
+            return self.precision.fp8_linear(x, self.weight), None
+        return nn.functional.linear(x, self.weight), None
 
 
 class LatentAttention(MLASelfAttention):

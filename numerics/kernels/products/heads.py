@@ -27,9 +27,10 @@ def head_linear(
     first: int,
     count: int,
     transposed: bool = False,
+    plus: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`numerics.ops.head_linear`."""
-    return _HeadProduct.apply(dense_rows(x), weight, operand, first, count, transposed)
+    return _HeadProduct.apply(dense_rows(x), weight, operand, first, count, transposed, plus)
 
 
 class _HeadProduct(torch.autograd.Function):
@@ -42,14 +43,16 @@ class _HeadProduct(torch.autograd.Function):
         first: int,
         count: int,
         transposed: bool,
+        plus: torch.Tensor | None,
     ) -> torch.Tensor:
         (tokens, heads, k), rank = x.shape, weight.shape[1]
         codes, scale_inv = (weight, None) if operand is None else (operand.codes.data, operand.codes.scale_inv)
         columns = rank if transposed else count
         out = torch.empty(tokens, heads, columns, dtype=x.dtype, device=x.device)
+        plus = None if plus is None else plus.contiguous()
         if out.numel():
             _kernel[triton.cdiv(tokens, _ROWS), triton.cdiv(columns, _COLUMNS), heads](
-                *(x, codes, scale_inv, out, tokens, heads, columns, k, *x.stride()[:2]),
+                *(x, codes, scale_inv, plus, out, tokens, heads, columns, k, *x.stride()[:2]),
                 *(len(weight) // heads, first, rank, scale_inv.stride(0) if scale_inv is not None else 0),
                 TRANSPOSED=transposed,
                 ROWS=_ROWS,
@@ -71,12 +74,12 @@ class _HeadProduct(torch.autograd.Function):
         matrices = plain.unflatten(0, (x.shape[1], -1))[:, first : first + count]
         needed = ctx.needs_input_grad
         found = head_gradients(grads[0], x, matrices, ctx.place, weight.shape, weight.dtype, ctx.transposed, needed)
-        return *found, None, None, None, None
+        return *found, None, None, None, None, grads[0] if needed[6] else None
 
 
 @triton.jit(do_not_specialize=["tokens"])
 def _kernel(
-    x_ptr, weight_ptr, scale_ptr, out_ptr, tokens, heads, columns, k, x_token, x_head,
+    x_ptr, weight_ptr, scale_ptr, plus_ptr, out_ptr, tokens, heads, columns, k, x_token, x_head,
     head_rows, first, rank, scale_row,
     TRANSPOSED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -100,5 +103,8 @@ def _kernel(
             scale = tl.load(scale_ptr + row // BLOCK * scale_row + at // BLOCK, mask=inside, other=0.0)
             w = cast(w.to(tl.float32) * scale, tl.bfloat16)
         total = dot(x, w, total)
-    where = out_ptr + (token.to(tl.int64)[:, None] * heads + head) * columns + column[None, :]
-    tl.store(where, cast(total, tl.bfloat16), mask=(token < tokens)[:, None] & (column < columns)[None, :])
+    where = (token.to(tl.int64)[:, None] * heads + head) * columns + column[None, :]
+    exists = (token < tokens)[:, None] & (column < columns)[None, :]
+    if plus_ptr is not None:
+        total += tl.load(plus_ptr + where, mask=exists, other=0.0).to(tl.float32)
+    tl.store(out_ptr + where, cast(total, tl.bfloat16), mask=exists)

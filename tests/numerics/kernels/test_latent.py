@@ -116,13 +116,16 @@ def test_products_of_heads_are_those_of_the_definition(scale, transposed):
     quantized = None if scale is None else quantize(weight, QuantSpec.preset(f"fp8_block_{scale}").weight)
     operand = None if quantized is None else linear.weight_operand(quantized)
     plain = None if quantized is None else quantized.dequantize(torch.bfloat16)
-    found = passed(lambda x, w: head_linear(x, w, operand, 40, 80, transposed), x, weight)
+    plus = random(70, 3, 192 if transposed else 80, seed=5) * 8
+    found = passed(lambda x, w, d: head_linear(x, w, operand, 40, 80, transposed, d), x, weight, plus)
     with using("torch"):
-        expected = passed(lambda x, w: ops.head_linear(x, w, plain, 40, 80, transposed), x, weight)
+        expected = passed(lambda x, w, d: ops.head_linear(x, w, plain, 40, 80, transposed, d), x, weight, plus)
     for ours, theirs in zip(found, expected):
         torch.testing.assert_close(ours, theirs, rtol=2**-7, atol=2**-8 * theirs.abs().max().item())
-    some = head_linear(x[50:53], weight, operand, 40, 80, transposed)
+    some = head_linear(x[50:53], weight, operand, 40, 80, transposed, plus[50:53])
     assert torch.equal(some, found[0][50:53])
+    alone, none = (head_linear(x, weight, operand, 40, 80, transposed, d) for d in (None, torch.full_like(plus, -0.0)))
+    assert torch.equal(alone.view(torch.int16), none.view(torch.int16)) and not torch.equal(alone, found[0])
 
 
 @pytest.mark.parametrize("yarn", (None, Yarn(factor=8.0, original=1024, beta_fast=32.0, beta_slow=1.0, mscale=1.0)))

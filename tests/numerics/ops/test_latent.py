@@ -1,9 +1,13 @@
 """Latent attention, its products and its rotation against float64, and whole sequences against chunks and decode."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from numerics import ops
+from numerics.frozen import Frozen
+from numerics.ops import LowRank
 from numerics.ops.rope import Yarn, frequencies
 from numerics.quantize import quantize
 from numerics.spec import QuantSpec
@@ -76,6 +80,74 @@ def test_products_of_heads(quantized, transposed):
     exact(*theirs).sum().backward()
     for ours, double in zip(leaves, theirs):
         one_rounding(ours.grad, double.grad)
+
+
+def product_of_heads(transposed, quantized, scale=2.0):
+    """A product of heads whose parts of the weight cut its blocks: its arguments behind x, x, and its adapter."""
+    weight, x = random(HEADS * 96, 64, seed=1), random(40, HEADS, 32 if transposed else 64)
+    operand = ops.weight_operand(quantize(weight, WEIGHT)) if quantized else None
+    low_rank = LowRank(random(6, 64, seed=2) / 8, random(HEADS * 96, 6, seed=3), scale)
+    return (weight, operand, 60, 32, transposed), x, low_rank
+
+
+def adapted(x, held, low_rank):
+    return ops.head_linear(x, *held, ops.head_term(x, low_rank, *held[2:]))
+
+
+@pytest.mark.parametrize("transposed", (False, True))
+@pytest.mark.parametrize("quantized", (False, True))
+@pytest.mark.parametrize("scale", (2.0, 1.5))
+def test_adapted_products_of_heads_and_their_gradients(quantized, transposed, scale):
+    held, x, low_rank = product_of_heads(transposed, quantized, scale)
+    served = (held[0] if held[1] is None else held[1]).double()
+    leaves = [each.clone().requires_grad_() for each in (x, low_rank.a, low_rank.b)]
+    found = adapted(leaves[0], held, replace(low_rank, a=leaves[1], b=leaves[2]))
+    dy = random(*found.shape, seed=4)
+    found.backward(dy)
+    theirs = [each.double().requires_grad_() for each in (x, low_rank.a, low_rank.b)]
+    matrices = (served + scale * theirs[2] @ theirs[1]).unflatten(0, (HEADS, 96))[:, 60:92]
+    exact = torch.einsum("thn,hnr->thr" if transposed else "thr,hnr->thn", theirs[0], matrices)
+    exact.backward(dy.double())
+    for ours, double in zip((found, *(each.grad for each in leaves)), (exact, *(each.grad for each in theirs))):
+        assert (ours.double() - double).abs().max() <= 2**-6 * double.abs().max()
+
+
+@pytest.mark.parametrize("transposed", (False, True))
+@pytest.mark.parametrize("quantized", (False, True))
+def test_the_term_of_a_head_is_rounded_and_then_added_before_the_product_is(quantized, transposed):
+    held, x, low_rank = product_of_heads(transposed, quantized, 2.0**-9)
+    served = (held[0] if held[1] is None else held[1]).double().unflatten(0, (HEADS, 96))[:, 60:92]
+    a, b = low_rank.a.double(), low_rank.b.double().unflatten(0, (HEADS, 96))[:, 60:92]
+    if transposed:
+        whole, h = torch.einsum("thn,hnr->thr", x.double(), served), torch.einsum("thn,hnk->thk", x.double(), b)
+        term = (2.0**-9 * (h.bfloat16().double() @ a)).bfloat16()
+    else:
+        whole, h = torch.einsum("thr,hnr->thn", x.double(), served), x.double() @ a.t()
+        term = torch.einsum("thk,hnk->thn", 2.0**-9 * h.bfloat16().double(), b).bfloat16()
+    found = adapted(x, held, low_rank)
+    assert (found != (whole + term).bfloat16()).float().mean() < 1e-2  # sums in FP32, next to a rounding boundary
+    assert (found != whole.bfloat16() + term).float().mean() > 0.1
+
+
+@pytest.mark.parametrize("transposed", (False, True))
+@pytest.mark.parametrize("quantized", (False, True))
+def test_an_adapted_head_has_its_bits_alone_in_every_batch_and_a_row_without_adapter_those_of_the_product(
+    quantized, transposed
+):
+    """Also of a weight that is frozen, and in zeros and their signs."""
+    held, x, low_rank = product_of_heads(transposed, quantized)
+    x[::7], held[0][::5], held[0][1::5] = 0.0, 0.0, -0.0
+    whole, plain = adapted(x, held, low_rank), ops.head_linear(x, *held)
+    last = held[0][192:], None if held[1] is None else held[1][192:], *held[2:]
+    assert torch.equal(adapted(x[17:24, 2:], last, replace(low_rank, b=low_rank.b[192:])), whole[17:24, 2:])
+    rows = torch.arange(60) % 3 != 1
+    some, bits = adapted(x, held, replace(low_rank, rows=rows)), torch.int16
+    expected = torch.where(rows[:40, None, None], whole.view(bits), plain.view(bits))
+    assert torch.equal(some.view(bits), expected) and not torch.equal(whole, plain)
+    if quantized:
+        frozen = held[0], Frozen(quantize(held[0], WEIGHT)), *held[2:]
+        thawed = held[0], ops.weight_operand(quantize(held[0], WEIGHT)), *held[2:]
+        assert torch.equal(adapted(x, frozen, low_rank), adapted(x, thawed, low_rank))
 
 
 YARN = Yarn(factor=40.0, original=4096, beta_fast=32.0, beta_slow=1.0, mscale=1.0)

@@ -27,12 +27,13 @@ CONFIGS = {
     "merged": AdapterConfig(rank=8, mode="merged", targets=("q_proj", "v_proj", "o_proj", "gate_proj", "up_proj")),
     "separate": AdapterConfig(rank=8),
     "shared": AdapterConfig(rank=8, experts="shared"),
+    "latent": AdapterConfig(rank=8),
+    "latent-merged": AdapterConfig(rank=8, mode="merged"),
 }
-"""What is trained, by what is special about it."""
-
+"""What is trained, by what is special about it; `latent`: a model with latent attention."""
 
 RANKS: dict[str, tuple[dict[str, int], tuple[str, ...]]] = {
-    "tp2-ep2": ({"tp": 2, "ep": 2}, ("merged", "separate", "shared")),
+    "tp2-ep2": ({"tp": 2, "ep": 2}, ("merged", "separate", "shared", "latent", "latent-merged")),
     "ep2": ({"ep": 2, "dp": 2}, ("separate", "shared")),
     "pp2": ({"pp": 2}, ("merged", "separate")),
 }
@@ -43,7 +44,7 @@ RANKS: dict[str, tuple[dict[str, int], tuple[str, ...]]] = {
 class Case:
     """What each rank of a layout does with the checkpoints of one rank."""
 
-    path: Path
+    paths: dict[str, Path]
     folder: Path
     again: Path
     names: tuple[str, ...]
@@ -56,7 +57,7 @@ class Case:
         numerics = NumericsConfig(mode="exact", spec=spec, trainer="fp8", k_splits=2)
         options: dict[str, Any] = {"seed": 0, "total_steps": 100, "max_sequence_length": LENGTH}
         for name in self.names:
-            trainer = Trainer(self.path, config, numerics, layout, adapter=CONFIGS[name], **options)
+            trainer = Trainer(self.paths[name], config, numerics, layout, adapter=CONFIGS[name], **options)
             begun = adapters(trainer)
             trainer.load(self.folder / name)
             scored = scores(trainer)
@@ -100,9 +101,15 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def alone(moe_path: Path, checkpoints: Path, make_trainer: MakeTrainer) -> dict[str, One]:
+def paths(moe_path: Path, latent_path: Path) -> dict[str, Path]:
+    """The model of each config."""
+    return {name: latent_path if name.startswith("latent") else moe_path for name in CONFIGS}
+
+
+@pytest.fixture(scope="module")
+def alone(paths: dict[str, Path], checkpoints: Path, make_trainer: MakeTrainer) -> dict[str, One]:
     def made(name: str) -> One:
-        trainer = make_trainer(moe_path, "fp8", k_splits=2, adapter=CONFIGS[name], **SETTINGS)
+        trainer = make_trainer(paths[name], "fp8", k_splits=2, adapter=CONFIGS[name], **SETTINGS)
         begun = adapters(trainer)
         learn(trainer, 0)
         trainer.save(checkpoints / name, {})
@@ -115,12 +122,12 @@ def alone(moe_path: Path, checkpoints: Path, make_trainer: MakeTrainer) -> dict[
 def test_adapters_on_two_ranks_compute_and_learn_as_on_one(
     ranks: dict[str, int],
     names: tuple[str, ...],
-    moe_path: Path,
+    paths: dict[str, Path],
     checkpoints: Path,
     tmp_path: Path,
     alone: dict[str, One],
 ) -> None:
-    case = Case(moe_path, checkpoints, tmp_path, names)
+    case = Case(paths, checkpoints, tmp_path, names)
     found = run_on_ranks(TrainerConfig(**SETTINGS, **ranks), tmp_path / "ranks", case)
     for name in names:
         one, of_ranks = alone[name], [each[name] for each in found]

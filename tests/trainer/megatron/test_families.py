@@ -16,12 +16,12 @@ from transformers import AutoModelForCausalLM
 
 from models import read_model, read_shape
 from models.stored import check_stored
-from models.tiny import TinyModel, write_tiny_model
+from models.tiny import TinyModel
 from numerics.config import NumericsConfig
 from numerics.errors import UserError
 from numerics.spec import QuantSpec
 from tests.support.batches import cross_entropy, random_batch
-from tests.support.models import LENGTH
+from tests.support.models import LENGTH, write_family
 from tests.support.ranks import run_on_ranks
 from tests.support.trainers import MakeTrainer
 from trainer.config import TrainerConfig
@@ -43,16 +43,7 @@ each_family = pytest.mark.parametrize("name", FAMILIES)
 
 
 def write(path: Path, name: str, dtype: torch.dtype = torch.bfloat16) -> Path:
-    """With weights that matter, norms that are not one and biases that are not zero."""
-    write_tiny_model(path, FAMILIES[name])
-    draw = torch.Generator().manual_seed(0)
-    tensors = load_file(path / "model.safetensors")
-    for tensor_name, tensor in tensors.items():
-        spread, middle = (0.08, 0.0) if tensor.dim() > 1 else (0.2, float("norm" in tensor_name))
-        values = middle + spread * torch.randn(tensor.shape, generator=draw)
-        tensors[tensor_name] = values.to(tensor.dtype if tensor.dtype == torch.float32 else dtype)
-    save_file(tensors, path / "model.safetensors", {"format": "pt"})
-    return path
+    return write_family(path, FAMILIES[name], dtype)
 
 
 @each_family

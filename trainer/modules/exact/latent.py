@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,15 +13,40 @@ from torch import Tensor, nn
 from models.sizes import ModelSizes
 from numerics import ops
 from trainer.modules import latent
+from trainer.modules.adapter import Adapter
 from trainer.modules.packing import PackedRows
 from trainer.modules.precision import LayerPrecision
 
 
 class NarrowLinear(latent.NarrowLinear):
-    """A narrow product by the shared definition."""
+    """A narrow product by the shared definition, with its adapter, which each rank has whole as well."""
 
-    def plain(self, x: Tensor) -> Tensor:
-        return ops.linear(x, self.weight)
+    adapter: Adapter | None = None
+
+    def forward(self, x: Tensor) -> tuple[Tensor, None]:
+        return self.precision.product(self.kind, x, self.weight, self.adapter), None
+
+
+@dataclass(frozen=True)
+class OfHeads:
+    """The products of heads with their parts of kv_b, weight [heads * (plain + value), kv rank]: `ops.head_linear`.
+
+    operand: of the weight, if it is quantized. adapter: what stands beside it, or is in what is served of it.
+    """
+
+    weight: Tensor
+    operand: Any
+    adapter: Adapter | None
+
+    def __call__(self, x: Tensor, first: int, count: int, transposed: bool = False) -> Tensor:
+        place = first, count, transposed
+        if self.adapter is None:
+            return ops.head_linear(x, self.weight, self.operand, *place)
+        if self.adapter.merges:
+            term = ops.head_term(x.detach(), self.adapter.low_rank, *place)
+            return ops.reaching_term(ops.head_linear(x, self.weight, self.operand, *place), term)
+        term = ops.head_term(x, self.adapter.low_rank, *place)
+        return ops.head_linear(x, self.weight, self.operand, *place, term)
 
 
 class LatentAttention(latent.LatentAttention):
@@ -44,17 +70,23 @@ class LatentAttention(latent.LatentAttention):
         """[S, B, H], of a tensor-parallel rank its part of S -> ([S, B, H] likewise, no bias)"""
         queries = self._queries(hidden_states)
         rows = self._rows(hidden_states)
-        weight = self.linear_kv_up_proj.weight
-        operand = self.precision.operand(weight) if self.precision.quantizes("kv_b_proj") else None
+        of_heads = self._of_heads()
 
-        def attend(queries: Tensor, rows: Tensor, weight: Tensor) -> Tensor:
-            return self.core_attention(queries, rows, weight, operand, packed_seq_params)
+        def attend(queries: Tensor, rows: Tensor) -> Tensor:
+            return self.core_attention(queries, rows, of_heads, packed_seq_params)
 
         if self.checkpoint_core_attention and self.training:
-            out = tensor_parallel.checkpoint(attend, False, queries, rows, weight)
+            out = tensor_parallel.checkpoint(attend, False, queries, rows)
         else:
-            out = attend(queries, rows, weight)
+            out = attend(queries, rows)
         return self.linear_proj(out)
+
+    def _of_heads(self) -> OfHeads:
+        p, weight = self.precision, self.linear_kv_up_proj.weight
+        adapter = p.used(self.linear_kv_up_proj.adapter)
+        if not p.quantizes("kv_b_proj"):
+            return OfHeads(p.plain(weight), None, adapter)
+        return OfHeads(weight, p.operand(weight), adapter)
 
     def _queries(self, x: Tensor) -> Tensor:
         """[S, B, heads * D] of the whole sequence and this rank's heads"""
@@ -85,11 +117,8 @@ class LatentCore(nn.Module):
         self.sizes, self.latent = sizes, sizes.latent
         self.rope_theta, self.yarn, self.scale = sizes.rope_theta, sizes.yarn, sizes.attention_scale
 
-    def forward(
-        self, queries: Tensor, rows: Tensor, weight: Tensor, operand: Any, packed: PackedRows | None = None
-    ) -> Tensor:
-        """queries [S, B, heads * D]; rows [S, B, kv rank + rope]; weight [heads * (plain + value), kv rank], and its
-        operand if it is quantized -> [S, B, heads * value]"""
+    def forward(self, queries: Tensor, rows: Tensor, of_heads: OfHeads, packed: PackedRows | None = None) -> Tensor:
+        """queries [S, B, heads * D]; rows [S, B, kv rank + rope] -> [S, B, heads * value]"""
         length, batch = rows.shape[:2]
         plain, value, rank = self.sizes.plain_dim, self.latent.value_dim, self.latent.kv_rank
         positions = torch.arange(length, device=rows.device) if packed is None else packed.positions
@@ -97,14 +126,14 @@ class LatentCore(nn.Module):
         q = queries.unflatten(-1, (-1, self.sizes.head_dim))
         keys = self.rotated(rows[..., None, rank:], positions)[:, :, 0]
         rows = torch.cat((rows[..., :rank], keys), -1)
-        inside = ops.head_linear(q[..., :plain].flatten(0, 1), weight, operand, 0, plain, True)
+        inside = of_heads(q[..., :plain].flatten(0, 1), 0, plain, True)
         q = torch.cat((inside.unflatten(0, (length, batch)), self.rotated(q[..., plain:], positions)), -1)
         if packed is None:
             q, rows = q.transpose(0, 1), rows.transpose(0, 1)
             out = ops.latent_attention(q, rows, positions.t(), rank, self.scale).transpose(0, 1)
         else:
             out = ops.packed_latent_attention(q[:, 0], rows[:, 0], packed.lengths, rank, self.scale)[:, None]
-        out = ops.head_linear(out.flatten(0, 1), weight, operand, plain, value)
+        out = of_heads(out.flatten(0, 1), plain, value)
         return out.flatten(1).unflatten(0, (length, batch))
 
     def rotated(self, x: Tensor, positions: Tensor) -> Tensor:
