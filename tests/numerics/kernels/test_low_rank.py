@@ -59,6 +59,28 @@ def test_adapted_experts(shared):
         assert_close(found, expected)
 
 
+@pytest.mark.parametrize("transposed", (False, True))
+@pytest.mark.parametrize("spec", (None, POW2), ids=("bf16", "pow2"))
+def test_adapted_products_of_heads(spec, transposed):
+    """And of some tokens and one head alone, which have the same bits."""
+    place = 60, 32, transposed
+
+    def product(x, w, low_rank):
+        operand = None if spec is None else ops.weight_operand(quantize(w, spec.weight))
+        return ops.head_linear(x, w, operand, *place, ops.head_term(x, low_rank, *place))
+
+    def run():
+        x, w, low_rank = random(70, 4, 32 if transposed else K), random(4 * 96, K, seed=1, scale=0.1), adapter(4 * 96)
+        y = product(x.requires_grad_(), w, low_rank)
+        assert torch.equal(product(x[50:53], w, low_rank), y[50:53])
+        if spec is None:
+            assert torch.equal(product(x[:, 3:], w[288:], dataclasses.replace(low_rank, b=low_rank.b[288:])), y[:, 3:])
+        return with_gradients(y, x, low_rank.a, low_rank.b)
+
+    for found, expected in both(run):
+        assert_close(found, expected)
+
+
 @pytest.mark.parametrize("rank", (8, 24), ids=("less than an instruction", "between two"))
 def test_a_row_has_the_same_bits_in_every_batch_and_every_fusion(rank):
     """An expert's row too: it is that of its matrices alone."""
