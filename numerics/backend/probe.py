@@ -68,8 +68,10 @@ def row_variant_ops(device: torch.device | str = "cpu") -> list[str]:
         weights = ExpertWeights(stacked, group, stacked_adapter)
         return adapted_grouped_linear(rows, counts, weights, spec, "bf16")[n:]
 
-    def of_heads(rows: Tensor, *place: Any) -> Tensor:
-        return ops.head_linear(rows, kv_b, latent, *place, plus=ops.head_term(rows, of_kv_b, *place))
+    def of_heads(rows: Tensor, first: int, count: int, transposed: bool = False) -> Tensor:
+        """A product of heads with an adapter."""
+        plus = ops.head_term(rows, of_kv_b, first, count, transposed)
+        return ops.head_linear(rows, kv_b, latent, first, count, transposed, plus)
 
     rowwise = {
         "bf16 product": lambda n: ops.linear(x[:n], w),

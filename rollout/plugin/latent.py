@@ -85,10 +85,10 @@ def attend(
     low_rank = current.weights.low_rank(weight)
     plain, value = sizes.plain_dim, module.v_head_dim
 
-    def of_heads(x: Tensor, *place: Any) -> Tensor:
+    def of_heads(x: Tensor, first: int, count: int, transposed: bool = False) -> Tensor:
         """`ops.head_linear` with the adapter of the weight, if it has one."""
-        plus = None if low_rank is None else ops.head_term(x, low_rank, *place)
-        return ops.head_linear(x, weight, operand, *place, plus=plus)
+        plus = None if low_rank is None else ops.head_term(x, low_rank, first, count, transposed)
+        return ops.head_linear(x, weight, operand, first, count, transposed, plus)
 
     def rotated(x: Tensor) -> Tensor:
         return ops.rope_pairs(x[None], positions[None], sizes.rope_theta, sizes.yarn)[0]

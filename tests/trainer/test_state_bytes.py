@@ -25,6 +25,7 @@ from trainer.state_bytes import StateBytes, Storage, state_bytes
 EXACT = NumericsConfig(spec=QuantSpec.preset("fp8_block_pow2"))
 BF16 = replace(EXACT, trainer="bf16")
 GIB = 2**30
+SOME = ("q_proj", "v_proj", "o_proj", "up_proj", "down_proj")
 
 
 def shape_of(name: str) -> Shape:
@@ -107,16 +108,26 @@ def test_a_tied_embedding_is_held_by_the_first_and_by_the_last_stage() -> None:
     assert total("qwen3_4b").gradients == 4 * n.parameters
 
 
-@pytest.mark.parametrize("experts", ["per_expert", "shared"])
-def test_a_live_trainer_of_adapters_holds_them(experts: str, make_trainer: MakeTrainer, moe_path: Path) -> None:
-    config = AdapterConfig(rank=8, experts=experts, targets=("q_proj", "v_proj", "o_proj", "up_proj", "down_proj"))
-    trainer = make_trainer(moe_path, "fp8", adapter=config)
+@pytest.mark.parametrize(
+    ("model", "config"),
+    [
+        ("moe_path", AdapterConfig(rank=8, targets=SOME)),
+        ("moe_path", AdapterConfig(rank=8, targets=SOME, experts="shared")),
+        ("latent_path", AdapterConfig(rank=8)),
+    ],
+    ids=["per_expert", "shared", "latent"],
+)
+def test_a_live_trainer_of_adapters_holds_them(
+    model: str, config: AdapterConfig, make_trainer: MakeTrainer, request: pytest.FixtureRequest
+) -> None:
+    path = request.getfixturevalue(model)
+    trainer = make_trainer(path, "fp8", adapter=config)
     trainer.score(random_batch(rows=2, longest=8))
-    states = state_bytes(read_shape(moe_path, adapter=config), trainer.config, EXACT, "torch").values()
+    states = state_bytes(read_shape(path, adapter=config), trainer.config, EXACT, "torch").values()
     held = bytes_held(trainer)
     for name in ("parameters", "operands", "gradients", "masters", "moments"):
         assert held[name] == sum(getattr(state, name) for state in states), name
-    full = sum(state_bytes(read_shape(moe_path), trainer.config, EXACT, "torch").values(), StateBytes())
+    full = sum(state_bytes(read_shape(path), trainer.config, EXACT, "torch").values(), StateBytes())
     assert sum(states, StateBytes()).total < 0.35 * full.total
 
 

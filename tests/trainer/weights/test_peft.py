@@ -24,6 +24,9 @@ from tests.trainer.test_adapters import spread
 from trainer.step.batch import TokenBatch
 from weight_sync.hf_checkpoint import convert_checkpoint
 
+LATENT = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
+"""PEFT 0.21 puts no adapters beside the dense MLP and the shared experts of a DeepSeek-V3, whose experts are fused."""
+
 
 @pytest.fixture(scope="module")
 def written(moe_path: Path, tmp_path_factory: pytest.TempPathFactory, make_trainer: MakeTrainer) -> Path:
@@ -34,19 +37,24 @@ def written(moe_path: Path, tmp_path_factory: pytest.TempPathFactory, make_train
     return path
 
 
-@pytest.mark.parametrize("experts", ["per_expert", "shared"])
+@pytest.mark.parametrize(
+    ("model", "changes"),
+    [("moe_path", {}), ("moe_path", {"experts": "shared"}), ("latent_path", {"targets": LATENT})],
+    ids=["per_expert", "shared", "latent"],
+)
 def test_peft_computes_what_the_trainer_does_in_fp32(
-    experts: str, moe_path: Path, tmp_path: Path, make_trainer: MakeTrainer
+    model: str, changes: dict[str, Any], request: pytest.FixtureRequest, tmp_path: Path, make_trainer: MakeTrainer
 ) -> None:
     peft = pytest.importorskip("peft", reason="needs peft and accelerate, which nothing else here does")
     from transformers import AutoModelForCausalLM
 
-    trainer = make_trainer(moe_path, "bf16", torch.float32, adapter=AdapterConfig(rank=4, experts=experts))
+    path = request.getfixturevalue(model)
+    trainer = make_trainer(path, "bf16", torch.float32, adapter=AdapterConfig(rank=4, **changes))
     batch = random_batch(seed=0)
     before = scored(trainer, batch)
     spread(trainer, 0.1)
     trainer.export_adapter(tmp_path / "adapter")
-    plain = AutoModelForCausalLM.from_pretrained(moe_path, dtype=torch.float32).eval()
+    plain = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
     adapted = peft.PeftModel.from_pretrained(plain, tmp_path / "adapter").eval()
     ours = scored(trainer, batch)
     assert (ours - before).abs().mean() > 1
