@@ -70,6 +70,9 @@ EXACT = {
     "deepseek-bf16-ends-tp2-ep2": Setup(
         "deepseek", bf16_ends=1, k_splits=2, layout=(("tp", 2), ("ep", 2)), router_replay="record"
     ),
+    "deepseek-adapters-both-tp2": Setup(
+        "deepseek", bf16_ends=1, k_splits=2, layout=(("tp", 2),), engine_tp=2, adapter=SEPARATE
+    ),
     "flash-both-tp2": Setup("flash", bf16_ends=1, k_splits=2, layout=(("tp", 2),), engine_tp=2),
     "mixtral": Setup("mixtral", router_replay="record"),
     "olmoe-bf16-ends-tp2-ep2": Setup(
@@ -484,6 +487,8 @@ def served_tensors_of(setup: Setup) -> int:
         # Ranks of an engine have parts of heads' products and biases, of the dense or shared MLP and of both ends.
         heads, biases = (4, 3) if shape.family == "glm4_moe" else (3, 0)
         parts = shape.layers * (heads + biases + 3) + fp8_layers * (heads + 3) + 2
+        if setup.beside is not None:  # as below
+            whole, parts = whole + 2 * (dense + (shape.layers - 1) * sparse) + 1, parts + shape.layers * (heads + 3)
         return whole + (setup.engine_tp - 1) * parts
     matrices = 4 + 3 * (shape.experts if shape.moe else 1)
     router, vectors = int(shape.moe), {"qwen2": 5, "mixtral": 2}.get(shape.family, 4)  # norms and biases
