@@ -183,18 +183,19 @@ def test_adapters_resume_bit_for_bit_from_a_checkpoint_that_has_nothing_else(
         )
 
 
-def test_latent_attention_that_is_computed_once_more_gives_its_adapters_the_same_gradients(
-    latent_path: Path, make_trainer: MakeTrainer
+@pytest.mark.parametrize("config", [AdapterConfig(rank=8, targets=("kv_b_proj",)), None], ids=["adapters", "weights"])
+def test_latent_attention_that_is_computed_once_more_gives_the_same_gradients(
+    config: AdapterConfig | None, latent_path: Path, make_trainer: MakeTrainer
 ) -> None:
-    """Of the first layer too, where nothing before the attention is trained."""
-    config, batch = AdapterConfig(rank=8, targets=("kv_b_proj",)), random_batch(seed=0)
-    found = []
+    """To adapters of the first layer too, where nothing before the attention is trained."""
+    batch, found = random_batch(seed=0), []
     for settings in ({}, {"recompute": "attention"}):
         trainer = make_trainer(latent_path, adapter=config, **settings)
         spread(trainer)
         trainer.forward_backward(batch, cross_entropy(batch))
         found.append({name: p.main_grad for name, p in trainer.model.named_parameters() if p.requires_grad})
-    assert len(found[0]) == 4 and all(each.any() for each in found[0].values())
+    of_heads = {name for name in found[0] if "linear_kv_up_proj" in name}
+    assert len(of_heads) == 4 and all(found[0][name].any() for name in of_heads)  # A and B, or weight and norm
     assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
 
 
