@@ -15,10 +15,9 @@ from bench.measure import Result
 from bench.sync import MODEL
 from models.tiny import write_tiny_model
 from rl.experiment import load_experiment
-from rl.run.engines.canary import Canary
 from rl.run.feed.batching import batch_from_trajectories
 from rl.run.feed.feed import to_groups, to_prompts
-from rl.run.stack import Stack, open_pair
+from rl.run.stack import Stack, canary_of, open_pair
 from rollout.data.sources import load_problems
 from rollout.types import Group
 
@@ -50,10 +49,9 @@ def _results(name: str, model: Path) -> list[Result]:
         f"rollout.group_size={GROUP}",
         "sync.bucket_mib=64",
     ]
-    with open_pair(load_experiment(SPEC, settings), say=lambda text: None) as stack:
-        canary = Canary.of(
-            0, MODEL.vocab if model != DEMO else 128, stack.experiment.rollout.context_length, exact=True
-        )
+    experiment = load_experiment(SPEC, settings)
+    with open_pair(experiment, say=lambda text: None) as stack:  # which has no canary of its own
+        canary = canary_of(experiment, stack.numerics)
         prompts = to_prompts(stack.tokenizer, load_problems(stack.experiment.data.training[0])[:PROMPTS])
         times: dict[bool, list[Times]] = {True: [], False: []}
         for index in range(WARMUP + ROUNDS):

@@ -121,7 +121,7 @@ class Stack:
         listener = Listener([engines] + ([] if teacher is None else [teacher.engines]))
         room = SharedRoom(engines, trainer) if rollout.sleep and engines else None
         turns = Turns(room)
-        canary = _canary(experiment, numerics)
+        canary = canary_of(experiment, numerics)
         syncing = Syncing(_bridge(experiment, numerics, trainer, folder), engines, listener, turns, canary)
         return cls(
             experiment=experiment,
@@ -201,7 +201,7 @@ class Stack:
 
     def _connect(self) -> None:
         self.syncing.bridge = _bridge(self.experiment, self.numerics, self.trainer, self.folder)
-        self.syncing.canary = _canary(self.experiment, self.numerics)
+        self.syncing.canary = canary_of(self.experiment, self.numerics)
         if self.room is not None:
             self.room.trainer = self.trainer
 
@@ -212,7 +212,8 @@ def _bridge(experiment: Experiment, numerics: NumericsConfig, trainer: TrainerGr
     return Bridge(trainer, numerics.rollout_spec, experiment.sync, source, scratch, wakes, adapter)
 
 
-def _canary(experiment: Experiment, numerics: NumericsConfig) -> Canary | None:
+def canary_of(experiment: Experiment, numerics: NumericsConfig) -> Canary | None:
+    """What engines in these numerics are asked for after each sync of a run; None: nothing."""
     if not (experiment.sync.canary and experiment.needs_engines):
         return None
     vocabulary = read_model(Path(experiment.model.path)).sizes.vocab_size
