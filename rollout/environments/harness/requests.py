@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from rollout.chat import read_arguments
 from rollout.types import SamplingParams
 
 MODEL = "policy"
@@ -205,7 +206,7 @@ def _calls(found: Any, place: str) -> list[dict[str, Any]]:
                 "type": "function",
                 "function": {
                     "name": str(call["function"]["name"]),
-                    "arguments": _arguments(call["function"].get("arguments")),
+                    "arguments": read_arguments(call["function"].get("arguments")),
                 },
             }
             for call in found
@@ -214,14 +215,6 @@ def _calls(found: Any, place: str) -> list[dict[str, Any]]:
         raise RefusedError(
             f"{place}.tool_calls: found {_brief(found)}, expected a list of calls of functions", place
         ) from error
-
-
-def _arguments(found: Any) -> Any:
-    """An object where the text is one: templates read its parts."""
-    try:
-        return json.loads(found) if isinstance(found, str) else found
-    except ValueError:
-        return found
 
 
 def _tools(found: Any) -> tuple[dict[str, Any], ...]:
