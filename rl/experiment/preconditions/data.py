@@ -8,15 +8,15 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from jinja2 import Environment, TemplateSyntaxError, meta
-from jinja2.ext import loopcontrols
-
 from numerics.errors import user_error
 from numerics.time_limit import time_limit
 from rl.experiment import Experiment
+from rl.experiment.preconditions.template import check_template, template_remarks
 from rl.experiment.preconditions.tokenizer import RENDER_SECONDS
+from rollout.chat import answer_ids
 from rollout.data.sources import Problems, Source, load_problems
 from rollout.data.tasks import Problem, prompt_ids
+from rollout.environments.config import SINGLE_TURN
 from rollout.rewards.builtin import BUILT_IN
 from rollout.rewards.config import RewardsConfig
 
@@ -27,7 +27,8 @@ TOKENS_PER_BYTE = 4
 """No tokenizer in use yields more tokens for a byte of text; texts safely short by this bound need no tokenizing."""
 ALL_READ, SAMPLED = 100_000, 10_000
 """Problems of a source that are all looked at, and how many of those beyond them."""
-_PASSED_BY_US = {"messages", "tools", "documents", "add_generation_prompt", "continue_final_message"}
+DECODED, _LONG = 16, 10_000
+"""Problems of a source whose answer is decoded again, and the characters that it may have."""
 Say = Callable[[str], object]
 
 
@@ -63,6 +64,12 @@ def check_data(experiment: Experiment, tokenizer: PreTrainedTokenizerBase, say: 
         for index, problem in _looked_at(found, say):
             check(problem, index)
             held_out.meet(problem, index, found)
+        several_turns = not supervised and experiment.environment.function != SINGLE_TURN
+        with time_limit(RENDER_SECONDS):
+            for remark in template_remarks(tokenizer, found[0].conversation, source, several_turns):
+                say(remark)
+        if (remark := _lost_text(tokenizer, found)) is not None:
+            say(remark)
     for remark in held_out.remarks():
         say(remark)
 
@@ -101,6 +108,22 @@ def _looked_at(problems: Problems, say: Say) -> Iterator[tuple[int, Problem]]:
             f"{problems.source.key}: looked at the first {ALL_READ} of {len(problems)} {unit}s and at {count} of the "
             "others"
         )
+
+
+def _lost_text(tokenizer: PreTrainedTokenizerBase, problems: Problems) -> str | None:
+    """Say of the first answer that the tokenizer does not give back as it was."""
+    for index in range(min(DECODED, len(problems))):
+        answer = problems[index].answer
+        if len(answer) > _LONG:
+            continue
+        back = tokenizer.decode(tokenizer(answer, add_special_tokens=False).input_ids)
+        if back != answer:
+            return (
+                f"{problems.source.key}: the tokenizer of model.path does not keep text: the answer of "
+                f"{problems.name(index)}, {answer[:60]!r}, comes back as {back[:60]!r}. Rewards and environments read "
+                "what comes back"
+            )
+    return None
 
 
 class _HeldOut:
@@ -198,7 +221,7 @@ class _Check:
         else:
             tokens = len(prompt_ids(tokenizer, problem))
             if supervised:
-                tokens += len(tokenizer(problem.answer, add_special_tokens=False).input_ids)
+                tokens += len(answer_ids(tokenizer, turns, problem.answer, problem.chat_template)) - 1
         if tokens > room:
             what = "question and answer" if supervised else "a prompt"
             rest = "the end of sequence" if supervised else f"an answer of max_new_tokens = {self._after}"
@@ -213,58 +236,3 @@ class _Check:
     def _widest(self) -> int:
         """Bytes of the longest token; few data need it."""
         return max(len(token.encode()) for token in self._tokenizer.get_vocab())
-
-
-def check_template(tokenizer: PreTrainedTokenizerBase, source: Source) -> None:
-    """Whether the chat template takes a source's arguments and system prompt, and does something with them.
-
-    Raises:
-        UserError: it does not.
-    """
-    if unread := [name for name in source.chat_template if name not in (read := _reads(tokenizer))]:
-        raise user_error(
-            f"{source.key}: chat_template",
-            found=unread[0],
-            expected=f"what the chat template of model.path reads: {', '.join(sorted(read)) or 'it has no arguments'}",
-            remedy="Correct data.chat_template.",
-        )
-    if not source.chat_template and not source.system_prompt:
-        return
-    user = {"role": "user", "content": "2+3=?"}
-    prompts = []
-    for key, system in (("chat_template", ""), ("system_prompt", source.system_prompt)):
-        turns = [{"role": "system", "content": system}, user] if system else [user]
-        found = source.chat_template if key == "chat_template" else system
-        try:
-            with time_limit(RENDER_SECONDS):
-                prompts.append(prompt_ids(tokenizer, Problem("", "", turns, chat_template=source.chat_template)))
-        except Exception as error:  # whatever a program may raise
-            raise user_error(
-                f"{source.key}: {key}",
-                found=found,
-                expected=f"what the chat template of model.path renders; it fails: {type(error).__name__}: {error}",
-                remedy=f"Correct or remove data.{key}.",
-            ) from error
-    if source.system_prompt and prompts[0] == prompts[1]:
-        raise user_error(
-            f"{source.key}: system_prompt",
-            found=source.system_prompt,
-            expected="none, as the chat template of model.path leaves system prompts out",
-            remedy="Remove data.system_prompt.",
-        )
-
-
-def _reads(tokenizer: PreTrainedTokenizerBase) -> set[str]:
-    """The names of arguments that the chat template looks at; those of `apply_chat_template` are not among them."""
-    try:
-        tree = Environment(extensions=[loopcontrols]).parse(tokenizer.get_chat_template())
-    except TemplateSyntaxError:  # it marks generation, with a tag of the library's own
-        return _Anything()
-    special = set(tokenizer.special_tokens_map)
-    ours = {"raise_exception", "strftime_now"} | _PASSED_BY_US
-    return meta.find_undeclared_variables(tree) - ours - special
-
-
-class _Anything(set[str]):
-    def __contains__(self, name: object) -> bool:
-        return True
