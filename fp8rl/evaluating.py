@@ -18,6 +18,7 @@ from rl.experiment import Experiment, load_experiment
 from rl.experiment.loading import compose_experiment
 from rl.experiment.preconditions.data import check_data
 from rl.experiment.preconditions.tokenizer import load_tokenizer
+from rl.record.console import no_room
 from rl.record.run_dir import RunDir
 from rl.run.background import Background
 from rl.run.evaluation import HeldOut, held_out, set_metrics
@@ -62,6 +63,9 @@ def read_evaluated(subject: Path, sets: Sequence[str], overrides: Sequence[str])
             "rollout": {"context_length": served.rollout.context_length},
         }
         experiment = compose_experiment(values, [*asked, *overrides], subject)
+        if not any(override.startswith("rollout.max_new_tokens=") for override in overrides):
+            longest = f"rollout.max_new_tokens={_room(experiment, subject)}"
+            experiment = compose_experiment(values, [*asked, longest, *overrides], subject)
     if not any((experiment.data.eval, experiment.eval.sets)) or experiment.eval.problems == 0:
         raise UserError(_NOTHING_TO_ASK)
     return replace(served, numerics=experiment.numerics_config(), rollout=experiment.rollout), experiment
@@ -106,10 +110,20 @@ def evaluate(served: Served, experiment: Experiment, log: Path, say: Callable[[s
             verdicts = [judge.begin(group.prompt, found) for group, found in zip(each.groups, answers, strict=True)]
             judged = [[one for one in judge.wait(verdict) if not one.trajectory.branch] for verdict in verdicts]
             metrics |= set_metrics(each, judged)
+            answers_given = [one.trajectory for group in judged for one in group]
+            if (cut := sum(not one.finished for one in answers_given)) * 2 > len(answers_given):
+                say(no_room(cut, len(answers_given), f"max_new_tokens={each.sampling.max_new_tokens}"))
             for failures in (judge.failures, *([] if conversations is None else [conversations.failures])):
                 for text in filter(None, failures.news()):
                     say(text)
     return metrics
+
+
+def _room(experiment: Experiment, model: Path) -> int:
+    """Count the tokens that the model's longest sequence has for an answer to the longest prompt."""
+    sets = held_out(experiment, load_tokenizer(model, "RUN|MODEL"))
+    longest = max((len(group.prompt.token_ids) for each in sets for group in each.groups), default=0)
+    return max(experiment.rollout.context_length - longest, 1)
 
 
 def _parsed(text: str) -> dict[str, Any]:

@@ -102,6 +102,11 @@ class RolloutConfig(Section):
         return self
 
     @property
+    def limit(self) -> str:
+        """What bounds an answer, as messages name it."""
+        return f"rollout.max_new_tokens={self.max_new_tokens}"
+
+    @property
     def cache_tokens(self) -> int:
         """`max_total_tokens`, or what an engine has where nobody has decided it."""
         return self.max_total_tokens or max(CPU_CACHE_TOKENS, self.row_tokens)

@@ -180,6 +180,7 @@ class Sampling:
         """Wait for a moment, give engines that came up the trainer's weights, and raise what no sync can mend."""
         wait(answers, timeout=_LOOK_SECONDS, return_when=until)
         self.listener.hear()
+        self.listener.hear_failures(*self.failures, only_if_explained=True)  # the first one is told when it happens
         if self.conversations is not None:
             self.conversations.check()
         self.syncing.welcome()

@@ -53,6 +53,7 @@ class Conversations:
             ENVIRONMENT_FAILURES,
             "environment.max_failures",
             config.max_failures,
+            at_once=True,
         )
 
     def begin(self, group: Group, sampling: SamplingParams, oldest: int) -> Future[list[Trajectory]]:
@@ -106,6 +107,7 @@ class Conversations:
         except Exception:  # of a user's function
             why = traceback.format_exc()
         else:
+            self.failures.succeeded()
             return conversation.trajectories(outcome)
         self.failures.add(self._config.label, why)
         return conversation.trajectories({}, failed=True)[:1]

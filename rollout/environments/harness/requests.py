@@ -28,7 +28,6 @@ _MEANINGLESS: dict[str, tuple[Any, ...]] = {
     "top_logprobs": (0,),
     "parallel_tool_calls": (True,),
     "response_format": ({"type": "text"},),
-    "tool_choice": ("auto", "none"),
     "stream": (True, False),
 }
 """Settings, and all the values that they may have."""
@@ -95,6 +94,15 @@ def read(body: bytes, chat: bool, sampling: SamplingParams, override: Collection
                 "as all that is sampled is trained on. Leave it out",
                 name,
             )
+    if found.get("tool_choice", "auto") not in ("auto", "none"):
+        if "tool_choice" not in override:
+            raise RefusedError(
+                f"tool_choice: found {_brief(found['tool_choice'])}, expected 'auto' or 'none', as a forced call would "
+                "be sampled under a grammar. Have the program send 'auto'; or write tool_choice into "
+                "environment.harness.override, and it is taken as 'auto'",
+                "tool_choice",
+            )
+        found["tool_choice"] = "auto"
     _check_sampling(found, sampling, override)
     options = found.get("stream_options")
     settings: dict[str, Any] = {

@@ -36,6 +36,12 @@ async def raises(conversation):
     await conversation.sample()
     raise KeyError("no such thing")
 
+async def sometimes(conversation):
+    turn = await conversation.sample()
+    if turn.text != "99":
+        raise KeyError("no such thing")
+    return 1.0
+
 async def hangs(conversation):
     await conversation.sample()
     await asyncio.sleep(600)
@@ -151,6 +157,27 @@ def test_too_many_failures_end_the_run(make: Make) -> None:
         TooManyFailuresError, match=r"(?s)found 2 failures of environments, expected at most 1 \(env.*Key"
     ):
         begun(conversations, 1, 2).result(timeout=20)
+
+
+def test_a_run_whose_first_conversations_all_fail_alike_ends_at_once(make: Make) -> None:
+    conversations = make("raises", max_failures=1000)
+    with pytest.raises(TooManyFailuresError, match=r"(?s)the first 8 calls of the environment raises have all.*Key"):
+        begun(conversations, *range(1, 33)).result(timeout=20)
+
+
+def test_one_conversation_that_succeeds_leaves_the_others_their_failures(make: Make) -> None:
+    conversations = make("sometimes", max_failures=1000)
+    answers = begun(conversations, 1, *[2] * 20).result(timeout=20)
+    assert [answer.failed for answer in answers] == [answer.seed != 1 for answer in answers]
+
+
+def test_the_first_failure_is_told_when_it_happens_and_others_when_a_step_ends(make: Make) -> None:
+    conversations = make("raises")
+    assert conversations.failures.news(only_if_explained=True) == []
+    begun(conversations, 1, 2).result(timeout=20)
+    assert [bool(text) for text in conversations.failures.news(only_if_explained=True)] == [True, False]
+    begun(conversations, 3).result(timeout=20)
+    assert conversations.failures.news(only_if_explained=True) == [] and conversations.failures.news() == [""]
 
 
 @pytest.mark.parametrize("function", ["talks", "swallows"])

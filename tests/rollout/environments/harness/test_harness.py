@@ -200,6 +200,11 @@ def test_text_completions_go_on_from_the_recorded_tokens(tokenizer: Any) -> None
             "tools.0.function.parameters: found 'a, b', expected an object",
         ),
         ({"tool_choice": "required"}, 400, "tool_choice: found 'required'"),
+        (
+            {"tool_choice": {"type": "function"}},
+            400,
+            "or write tool_choice into environment.harness.override, and it is",
+        ),
         ({"messages": [{"role": "user", "content": "1" * 1000}]}, 400, "no room is left for an answer"),
     ],
 )
@@ -229,6 +234,13 @@ def test_a_request_that_cannot_be_answered_as_asked_is_refused_in_one_sentence(
 def test_a_body_that_is_no_json_object_is_refused(body: bytes, message: str) -> None:
     with pytest.raises(RefusedError, match=message):
         read(body, False, SamplingParams(8), (), vocabulary=128)
+
+
+@pytest.mark.parametrize("forced", ["required", {"type": "function", "function": {"name": "add"}}])
+def test_a_forced_call_is_taken_as_one_that_may_be_made_where_the_spec_says_so(forced: Any) -> None:
+    """smolagents sends `required` in every request."""
+    body = {"model": "policy", "messages": [USER], "tools": [TOOL], "tool_choice": forced}
+    assert read(json.dumps(body).encode(), True, SamplingParams(8), ("tool_choice",), vocabulary=128).calls
 
 
 def test_a_program_gets_nothing_but_its_own_conversation(tokenizer: Any) -> None:
