@@ -86,8 +86,8 @@ def test_the_model_and_its_base_are_served_side_by_side_as_the_trainer_scores_th
 def check_chats(client: openai.OpenAI) -> None:
     """A form that is asked for holds, and a history may have calls of tools, with and without arguments."""
     form = {"type": "object", "properties": {"a": {"enum": [12]}}, "required": ["a"], "additionalProperties": False}
-    function = {"name": "add", "parameters": form}
-    asked: dict[str, Any] = {"model": "run", "temperature": 0.0, "max_tokens": 60}
+    function = {"name": "add", "parameters": form, "strict": True}
+    asked: dict[str, Any] = {"model": "run", "temperature": 0.0, "max_tokens": 160}
     user: Any = {"role": "user", "content": "1+2=?"}
     schema: Any = {"type": "json_schema", "json_schema": {"name": "it", "schema": form}}
     answer = client.chat.completions.create(messages=[user], response_format=schema, **asked)
