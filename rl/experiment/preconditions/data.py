@@ -193,15 +193,17 @@ class _Check:
         if roles in self._rendered:
             return
         self._rendered.add(roles)
+        shown = [message["role"] for message in problem.conversation] + ["assistant"] * (self._rewards is None)
         try:
             with time_limit(RENDER_SECONDS):
-                prompt_ids(
-                    self._tokenizer, replace(problem, messages=[{**turn, "content": "x"} for turn in problem.messages])
-                )
+                turns = replace(problem, messages=[{**turn, "content": "x"} for turn in problem.messages])
+                prompt_ids(self._tokenizer, turns)
+                if self._rewards is None:
+                    answer_ids(self._tokenizer, turns.conversation, "x", problem.chat_template)
         except Exception as error:  # whatever a program may raise
             raise user_error(
                 f"{self._key}: {name}",
-                found=f"turns of {', '.join(roles)}, at which the chat template fails: {error}",
+                found=f"turns of {', '.join(shown)}, at which the chat template fails: {error}",
                 expected="turns that the chat template of model.path renders",
                 remedy=f"Correct or remove {name}.",
             ) from error

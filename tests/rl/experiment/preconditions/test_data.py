@@ -168,6 +168,18 @@ def test_a_tokenizer_that_loses_text_is_said(values, tmp_path, monkeypatch):
     assert "'1+1=2\\n#### 2', comes back as '1+1=2####2'" in loaded
 
 
+def test_a_template_that_writes_no_answer_is_refused_for_supervised_rows(values, model):
+    path = model / "tokenizer_config.json"
+    template = (
+        "{% if messages[-1].role == 'assistant' %}{{ raise_exception('no') }}{% endif %}{{ messages[0].content }}"
+    )
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": template}))
+    (model / "chat_template.jinja").unlink(missing_ok=True)
+    check(parse_experiment(values))
+    text = refusal(values, algorithm={"name": "sft"})
+    assert text.startswith("data.train: line 1: found 'turns of user, assistant, at which the chat template fails: no'")
+
+
 class LosesBlanks:
     def __call__(self, text, **_):
         return SimpleNamespace(input_ids=text.split())
