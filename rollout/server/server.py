@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -153,6 +154,16 @@ class SGLangServer:
         """Every live process of the server: main, scheduler, detokenizer and whatever they started."""
         return _living([process for process in psutil.process_iter() if _group(process) == self.pid])
 
+    def cpu_seconds(self) -> float:
+        """Return the seconds of processors that the schedulers, and what they have started, such as a compiler, have
+        taken so far. The HTTP server does not count: it works also where a scheduler waits for ever."""
+        family: set[psutil.Process] = set()
+        for process in self.processes():
+            with suppress(psutil.NoSuchProcess):
+                if process.cmdline()[:1] and process.cmdline()[0].startswith("sglang::scheduler"):
+                    family |= {process, *process.children(recursive=True)}
+        return sum(map(_cpu_seconds, family))
+
     def stop(self, grace_s: float = GRACE_S) -> None:
         """Ask the server to exit, kill what is left after `grace_s`, and remove its temporary files. Idempotent."""
         if self._stopped:
@@ -229,6 +240,14 @@ def _lives(process: psutil.Process) -> bool:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
+
+
+def _cpu_seconds(process: psutil.Process) -> float:
+    try:
+        times = process.cpu_times()
+    except psutil.NoSuchProcess:
+        return 0.0
+    return float(times.user + times.system + times.children_user + times.children_system)
 
 
 def _group(process: psutil.Process) -> int:

@@ -17,6 +17,7 @@ from rl.run.background import Background
 from rl.run.engines.teacher import Teacher
 from rl.run.feed.failures import Failures
 from rollout.data.tasks import Problem
+from rollout.deadlines import within
 from rollout.environments.transcript import Said, transcript
 from rollout.returned import Numbers, ReturnError
 from rollout.rewards.builtin import BUILT_IN
@@ -160,7 +161,7 @@ class Judge:
         asked = copy.deepcopy(function.asked(offered))  # it may do with its arguments what it likes
         try:
             if function.is_async:
-                return function.parts(await asyncio.wait_for(function(asked), seconds), answers)
+                return function.parts(await within(seconds, function(asked)), answers)
             if function.config.function in BUILT_IN and BUILT_IN[function.config.function].cheap:
                 return function.parts(function(asked), answers)
             loop = asyncio.get_running_loop()

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rollout.data.tasks import Problem
+from rollout.deadlines import end, end_process
 from rollout.environments.branch import ConversationOverError
 from rollout.environments.config import HarnessConfig
 from rollout.environments.conversation import Conversation
@@ -71,11 +72,8 @@ class Harness:
                     f"the program took more than {self._config.deadline_s:g} s (environment.harness.deadline_s)"
                 ) from None
             finally:
-                lost.cancel()
-                if not program.done():
-                    program.cancel()
-                    await asyncio.gather(program, return_exceptions=True)
-            if program.cancelled():  # the engines are lost, which the conversation says
+                await end(lost, program)
+            if not program.done() or program.cancelled():  # the engines are lost, which the conversation says
                 return None
             if recording.over and program.exception() is not None:
                 raise ConversationOverError from program.exception()
@@ -107,9 +105,7 @@ class Harness:
         try:
             output, errors = await process.communicate(json.dumps(given, default=str).encode())
         finally:
-            if process.returncode is None:
-                process.terminate()  # which ends what it has started
-                await process.wait()
+            await end_process(process)  # which ends what it has started
         if process.returncode:
             said = errors.decode(errors="replace")[-_KEPT:].strip()
             raise ProgramError(f"the command {' '.join(config.command)} ended with status {process.returncode}: {said}")
