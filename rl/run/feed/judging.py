@@ -19,7 +19,7 @@ from rl.run.feed.failures import Failures
 from rollout.data.tasks import Problem
 from rollout.deadlines import within
 from rollout.environments.transcript import Said, transcript
-from rollout.returned import Numbers, ReturnError
+from rollout.returned import Numbers, ReturnError, is_finite
 from rollout.rewards.builtin import BUILT_IN
 from rollout.rewards.config import RewardsConfig
 from rollout.rewards.functions import EACH, load_function
@@ -181,4 +181,7 @@ class Judge:
             for name, value in (of_function or {}).items():
                 parts[f"{function.config.label}/{name}" if name else function.config.label] = value
                 reward += function.config.weight * value
+        if not is_finite(reward):
+            self.failures.add("sum", f"found {reward} of {parts}, expected a finite number in FP32. Lower the weights")
+            reward = 0.0
         return reward, parts

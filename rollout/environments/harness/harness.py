@@ -18,6 +18,7 @@ from rollout.environments.conversation import Conversation
 from rollout.environments.harness.endpoint import Endpoint
 from rollout.environments.harness.recording import Recording
 from rollout.environments.harness.requests import MODEL
+from rollout.loopback import reach_loopback
 
 Program = Callable[[str, str, Problem], Awaitable[Any]]
 """An async function of a base URL, a key and the problem; it returns what an environment returns."""
@@ -92,13 +93,15 @@ class Harness:
         config = self._config
         names = [*_PASSED, *config.variables]
         own = {"OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": api_key, "OPENAI_MODEL": MODEL}
+        environment = {name: os.environ[name] for name in names if name in os.environ} | own
+        reach_loopback(environment)
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-I", "-S", str(_LEASH), *config.command),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
             cwd=config.directory,
-            env={name: os.environ[name] for name in names if name in os.environ} | own,
+            env=environment,
             limit=_MOST_OUTPUT,
         )
         given = {"question": problem.question, "messages": problem.conversation, "fields": dict(problem.fields)}

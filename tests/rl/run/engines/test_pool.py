@@ -314,6 +314,8 @@ def test_a_pool_that_closes_as_an_engine_answers_is_closed(monkeypatch: pytest.M
         answer = asyncio.get_running_loop().create_future()
 
         async def pulse() -> Load:
+            if asked.done():
+                await asyncio.Event().wait()
             asked.set_result(None)
             return await answer  # type: ignore[no-any-return]
 
