@@ -26,6 +26,7 @@ from numerics.errors import UserError, user_error
 from rl.run.lifecycle.force import bounded
 from rl.run.lifecycle.interrupts import is_ending
 from rl.run.lifecycle.stopping import STOPPED
+from rollout.deadlines import kill_family
 from rollout.loopback import reach_loopback
 from rollout.server.scratch import RAY, make_scratch, remove_scratch, sweep
 
@@ -130,7 +131,7 @@ def _private_cluster(failure_logs: Path, lost: Callable[[str], object]) -> Itera
         with _environment(settings):
             try:
                 with _any_agent_port():
-                    _init(folder, address="local", include_dashboard=False, _temp_dir=str(folder / "ray"))
+                    _start(folder, address="local", include_dashboard=False, _temp_dir=str(folder / "ray"))
                 with _head_watched(lost):
                     yield
             except Exception:
@@ -208,6 +209,33 @@ def _set(variables: dict[str, str | None]) -> None:
             os.environ.pop(name, None)
         else:
             os.environ[name] = value
+
+
+def _start(folder: Path, **options: Any) -> None:
+    """Start Ray, with one more try, as on a busy machine its processes may not come up within its 30 seconds.
+
+    Raises:
+        UserError: it has not started the second time either.
+    """
+    own = psutil.Process()
+    for last in (False, True):
+        before = own.children()
+        try:
+            return _init(folder, **options)
+        except Exception as error:
+            if type(error) not in (Exception, RuntimeError, TimeoutError, ConnectionError):  # those of a slow start
+                raise
+            for process in set(own.children()).difference(before):
+                kill_family(process.pid)  # Ray itself would leave them until this process ends
+            why = _last_words(error)
+        if last:
+            raise user_error(
+                "Ray",
+                found=f"no start, twice ({why})",
+                expected="its processes to come up within 30 s",
+                remedy="Try again when this machine is less busy, or end other programs on it.",
+            )
+        logging.getLogger(__name__).warning("Ray has not started (%s): one more try", why)
 
 
 def _init(folder: Path, **options: Any) -> None:
