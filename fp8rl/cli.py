@@ -16,7 +16,7 @@ from rl.run.lifecycle.interrupts import end_on_signal
 from rollout.loopback import reach_loopback
 
 _EXIT_SECONDS = 30.0
-"""From the end of a command to that of its process."""
+"""Time between the end of a command and that of its process."""
 
 app = typer.Typer(
     no_args_is_help=True,

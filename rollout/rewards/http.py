@@ -15,7 +15,7 @@ _IDLE_S = 1.0
 """Seconds for which an idle connection is kept: services close theirs after 5 s or so, and a question that is asked
 at that moment would be lost."""
 _clients: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[bool, httpx.AsyncClient]] = WeakKeyDictionary()
-"""Of each loop: one that goes by the environment's proxies, and one that does not."""
+"""Two clients for each loop: one that goes by the environment's proxies, and one that does not."""
 
 
 async def http(

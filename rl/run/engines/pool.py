@@ -21,7 +21,7 @@ from rollout.types import Endpoint, Group, SamplingParams, Trajectory
 Result = TypeVar("Result")
 
 _END_SECONDS = 30.0
-"""For all engines to end; each is told to, and killed a few seconds later."""
+"""Bound of the end of all engines; each is told to, and killed a few seconds later."""
 
 
 class EnginePool:

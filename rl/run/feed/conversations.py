@@ -26,7 +26,7 @@ REWARD = "reward"
 """What the one number is called that an environment returns without a name."""
 
 _END_SECONDS = 20.0
-"""For what an environment has started to end."""
+"""Bound of the end of what an environment has started."""
 
 Ask = Callable[[Group, SamplingParams, int, object], "Future[list[Trajectory]]"]
 """Has engines answer a group; see `EnginePool.admit`."""

@@ -14,7 +14,7 @@ from rl.run.lifecycle.stopping import STOPPED
 from rl.run.run import LiveRun
 
 _TRACKER_SECONDS = 300.0
-"""For all trackers to take the last rows; each is given up after a minute."""
+"""Bound of all trackers to take the last rows; each is given up after a minute."""
 
 
 def finish(run: LiveRun, stopped: str = "") -> None:

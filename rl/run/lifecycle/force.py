@@ -18,7 +18,7 @@ from rollout.deadlines import kill_family
 
 _ROOT = Path(__file__).parents[3]
 _GONE_SECONDS = 5.0
-"""For processes that are killed to be gone."""
+"""Time in which processes that are killed are gone."""
 
 
 @contextmanager

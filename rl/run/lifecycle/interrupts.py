@@ -35,7 +35,7 @@ _DEAF_SECONDS = 1.0
 _BURST_SECONDS = 2.0
 """Signals within this time of the first one are of the same wish; a later one is of somebody who waits no longer."""
 _END_SECONDS = 180.0
-"""For each thing that a run has opened to close; each has a deadline of its own, of seconds up to a minute."""
+"""Bound of each thing that a run has opened to close; each has a deadline of its own, of seconds up to a minute."""
 _AGAIN_SECONDS = 0.01
 """After how long an interrupt is raised again where Python could not pass it on."""
 _IGNORED: dict[signal.Signals, Handler] = dict.fromkeys((*SIGNALS, signal.SIGALRM), signal.SIG_IGN)
