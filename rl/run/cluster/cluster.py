@@ -225,8 +225,8 @@ def _start(folder: Path, **options: Any) -> None:
         except Exception as error:
             if type(error) not in (Exception, RuntimeError, TimeoutError, ConnectionError):  # those of a slow start
                 raise
-            for process in set(own.children()).difference(before):
-                kill_family(process.pid)  # Ray itself would leave them until this process ends
+            for process in set(own.children()).difference(before):  # Ray would leave them until this process ends
+                psutil.wait_procs(kill_family(process.pid), timeout=_ANSWER_SECONDS)
             why = _last_words(error)
         if last:
             raise user_error(

@@ -17,10 +17,11 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from types import FrameType, TracebackType
-from typing import Any, TypeVar
+from typing import ParamSpec, TypeVar
 
 from rl.run.lifecycle.force import bounded, end_by_force
 
+P = ParamSpec("P")
 Result = TypeVar("Result")
 Handler = Callable[[int, FrameType | None], None] | int | None
 
@@ -165,7 +166,7 @@ class Closing(ExitStack):
         finally:
             _handle(former)
 
-    def callback(self, callback: Callable[..., Result], /, *args: Any, **kwargs: Any) -> Callable[..., Result]:
+    def callback(self, callback: Callable[P, Result], /, *args: P.args, **kwargs: P.kwargs) -> Callable[P, Result]:
         """Have this called at the end, which it must not hold up for ever."""
         what = getattr(callback, "__qualname__", repr(callback))
         return super().callback(bounded(what, _END_SECONDS)(callback), *args, **kwargs)

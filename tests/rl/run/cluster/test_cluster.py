@@ -105,7 +105,8 @@ try:
         pass
 except UserError as error:
     print(error, file=sys.stderr)
-assert len(slow) == 1 and not psutil.Process().children(recursive=True)
+left = psutil.Process().children(recursive=True)
+assert len(slow) == 1 and not left, (slow, left)
 with ray_cluster(Path(sys.argv[1])):
     names = [process.name() for process in psutil.Process().children(recursive=True)]
     assert names.count("raylet") == names.count("gcs_server") == 1, names
