@@ -13,7 +13,6 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -155,14 +154,9 @@ class SGLangServer:
         return _living([process for process in psutil.process_iter() if _group(process) == self.pid])
 
     def cpu_seconds(self) -> float:
-        """Return the seconds of processors that the schedulers, and what they have started, such as a compiler, have
-        taken so far. The HTTP server does not count: it works also where a scheduler waits for ever."""
-        family: set[psutil.Process] = set()
-        for process in self.processes():
-            with suppress(psutil.NoSuchProcess):
-                if process.cmdline()[:1] and process.cmdline()[0].startswith("sglang::scheduler"):
-                    family |= {process, *process.children(recursive=True)}
-        return sum(map(_cpu_seconds, family))
+        """Return the seconds of processors that all processes of the server have taken so far, but for the one that
+        answers requests: it works also where a scheduler waits for ever."""
+        return sum(_cpu_seconds(process) for process in self.processes() if process.pid != self.pid)
 
     def stop(self, grace_s: float = GRACE_S) -> None:
         """Ask the server to exit, kill what is left after `grace_s`, and remove its temporary files. Idempotent."""
