@@ -24,6 +24,7 @@ from rl.run.background import Background
 from rl.run.evaluation import HeldOut, held_out, set_metrics
 from rl.run.feed.conversations import Conversations
 from rl.run.feed.judging import Judge
+from rollout.deadlines import GRACE_S
 from rollout.environments.config import SINGLE_TURN
 from rollout.sampler import sample_groups
 from rollout.server.client import EngineClient
@@ -91,7 +92,7 @@ def evaluate(served: Served, experiment: Experiment, log: Path, say: Callable[[s
         background = Background("answers")
         closing.callback(background.close)
         client = EngineClient(server.endpoint)
-        closing.callback(lambda: background.run(client.close()))
+        closing.callback(lambda: background.run(client.close(), GRACE_S))
 
         def ask(group: Group, sampling: SamplingParams, *_: object) -> Future[list[Trajectory]]:
             return background.begin(sample_groups(client, [group], sampling))

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from numerics.sampling import branch_seed
 from rollout.chat import continuation_ids, opening_ids, prompt_ids
+from rollout.deadlines import end
 from rollout.environments.branch import Branch, ConversationOverError
 from rollout.types import Group, Prompt, SamplingParams, Trajectory
 
@@ -205,15 +206,19 @@ class Conversation:
             Exception: whatever it, or the engine, raises.
         """
         returned: object = None
+        running = asyncio.ensure_future(environment(self))
         try:
             async with self._scope:
-                returned = await environment(self)
+                await asyncio.wait({running})
+            returned = running.result()
         except ConversationOverError:
             pass
         except Exception:
             if self._lost is not None:
                 raise self._lost from None
             raise
+        finally:
+            await end(running)
         if self._lost is not None:
             raise self._lost
         return returned

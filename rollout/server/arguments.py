@@ -127,6 +127,7 @@ def server_arguments(
         "--disable-shared-experts-fusion",  # they are no routed experts of the checkpoint
         *("--context-length", str(config.context_length), "--max-total-tokens", str(config.cache_tokens)),
         *("--random-seed", "0", "--weight-version", str(weight_version)),
+        *("--watchdog-timeout", str(config.longest_pass_s)),  # its own would end a server in a pass of 300 s
     ]
     if dummy:
         arguments += ["--load-format", "dummy"]

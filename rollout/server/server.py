@@ -153,6 +153,11 @@ class SGLangServer:
         """Every live process of the server: main, scheduler, detokenizer and whatever they started."""
         return _living([process for process in psutil.process_iter() if _group(process) == self.pid])
 
+    def cpu_seconds(self) -> float:
+        """Return the seconds of processors that all processes of the server have taken so far, but for the one that
+        answers requests: it works also where a scheduler waits for ever."""
+        return sum(_cpu_seconds(process) for process in self.processes() if process.pid != self.pid)
+
     def stop(self, grace_s: float = GRACE_S) -> None:
         """Ask the server to exit, kill what is left after `grace_s`, and remove its temporary files. Idempotent."""
         if self._stopped:
@@ -229,6 +234,14 @@ def _lives(process: psutil.Process) -> bool:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
+
+
+def _cpu_seconds(process: psutil.Process) -> float:
+    try:
+        times = process.cpu_times()
+    except psutil.NoSuchProcess:
+        return 0.0
+    return float(times.user + times.system + times.children_user + times.children_system)
 
 
 def _group(process: psutil.Process) -> int:

@@ -7,6 +7,7 @@ import time
 import traceback
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 
 from transformers import PreTrainedTokenizerBase
 
@@ -23,6 +24,9 @@ from rollout.types import Group, SamplingParams, Trajectory
 ENVIRONMENT_FAILURES = "rollout/environment_failures"
 REWARD = "reward"
 """What the one number is called that an environment returns without a name."""
+
+_END_SECONDS = 20.0
+"""Bound of the end of what an environment has started."""
 
 Ask = Callable[[Group, SamplingParams, int, object], "Future[list[Trajectory]]"]
 """Has engines answer a group; see `EnginePool.admit`."""
@@ -76,7 +80,8 @@ class Conversations:
     def close(self) -> None:
         """Give up what is under way. A second call does nothing."""
         if isinstance(self._environment, Harness) and not self._background.closed:
-            self._background.run(self._environment.close())
+            with suppress(TimeoutError):  # one that never awaits, or what ends with this process
+                self._background.run(self._environment.close(), _END_SECONDS)
         self._background.close()
 
     # The rest runs in the background.
