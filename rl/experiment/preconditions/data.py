@@ -68,8 +68,8 @@ def check_data(experiment: Experiment, tokenizer: PreTrainedTokenizerBase, say: 
         with time_limit(RENDER_SECONDS):
             for remark in template_remarks(tokenizer, found[0].conversation, source, several_turns):
                 say(remark)
-        if (remark := _lost_text(tokenizer, found)) is not None:
-            say(remark)
+        if (lost := _lost_text(tokenizer, found)) is not None:
+            say(lost)
     for remark in held_out.remarks():
         say(remark)
 
