@@ -13,13 +13,13 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor, equal
 
 from models.adapters import WEIGHT, AdapterConfig, matrix
 from models.architecture import Model
 from models.peft_config import CONFIG, MERGE, PeftConfig, read_peft_config
 from models.stored import FLOAT_DTYPES, check_finite, starting_weights
+from models.storing import write_tensors
 from models.tensors import TensorRow
 from numerics.digest import tensor_digest
 from numerics.errors import UserError, user_error
@@ -80,7 +80,7 @@ def write_adapter(path: Path, tensors: Mapping[str, Tensor], model: Model, base:
             own = tensors[name].detach().cpu()
             written[_key(row, letter)] = own.clone() if config.experts == "shared" else own.contiguous()
     with new_directory(path) as partial:
-        save_file(written, partial / TENSORS, {"format": "pt", BASE: base_digest(base, model)})
+        write_tensors(partial / TENSORS, written, {"format": "pt", BASE: base_digest(base, model)})
         (partial / CONFIG).write_text(json.dumps(described, indent=1))
 
 
