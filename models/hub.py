@@ -27,7 +27,8 @@ _FILES = (".json", ".jsonl", ".parquet", ".csv", ".txt", ".yaml", ".gz", ".zst",
 _MODEL = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
 _NOT_OF_A_MODEL = ["*/*", "consolidated*"]
 """Copies of the weights in other formats."""
-_CARD = ("README.md", ".huggingface.yaml", "dataset_infos.json")
+_CARD = ["README.md", ".huggingface.yaml", "dataset_infos.json"]
+_CONFIG = "config.json"
 
 
 def is_hub_name(text: str) -> bool:
@@ -61,13 +62,13 @@ def model_directory(path: str, revision: str | None, key: str, *, config_only: b
         UserError: the hub does not give it; the message speaks of it as `key`.
     """
     if not is_hub_name(path):
-        return Path(path)
-    from huggingface_hub import hf_hub_download, snapshot_download
-
+        return _local(path, revision, key)
     with _explained(path, revision, "model", key):
-        if config_only:
-            return Path(hf_hub_download(path, "config.json", revision=revision)).parent
-        return Path(snapshot_download(path, revision=revision, allow_patterns=_MODEL, ignore_patterns=_NOT_OF_A_MODEL))
+        pinned = commit(path, revision, "model", key)
+        folder = _snapshot(path, "model", pinned, [_CONFIG] if config_only else _MODEL, _NOT_OF_A_MODEL)
+    if not (folder / _CONFIG).is_file():
+        raise _refusal(key, f"{path} without {_CONFIG}", "a model of transformers", "Choose another one.")
+    return folder
 
 
 def data_directory(path: str, revision: str | None, name: str | None, key: str) -> Path:
@@ -77,14 +78,22 @@ def data_directory(path: str, revision: str | None, name: str | None, key: str) 
         UserError: as `model_directory` does; or it has several configurations, or none of this name.
     """
     if not is_hub_name(path):
-        return Path(path)
-    from huggingface_hub import snapshot_download
-
+        return _local(path, revision, key)
     with _explained(path, revision, "dataset", key):
         pinned = commit(path, revision, "dataset", key)
-        card = Path(snapshot_download(path, repo_type="dataset", revision=pinned, allow_patterns=list(_CARD)))
-        wanted = _files_of(card, path, name, key)
-        return Path(snapshot_download(path, repo_type="dataset", revision=pinned, allow_patterns=wanted))
+        card = _snapshot(path, "dataset", pinned, _CARD)
+        return _snapshot(path, "dataset", pinned, _files_of(card, path, name, key))
+
+
+def _local(path: str, revision: str | None, key: str) -> Path:
+    if revision is not None:
+        raise user_error(
+            f"{key.removesuffix('.path')}.revision",
+            found=revision,
+            expected=f"none, as {path} is a path of this machine",
+            remedy="Remove it, or give the name of a repository of the hub.",
+        )
+    return Path(path)
 
 
 def commit(path: str, revision: str | None, kind: Kind, key: str) -> str:
@@ -99,6 +108,24 @@ def commit(path: str, revision: str | None, kind: Kind, key: str) -> str:
 
     with _explained(path, revision, kind, key):
         return str(HfApi().resolve_revision(path, repo_type=kind, revision=revision).resolved)
+
+
+def _snapshot(path: str, kind: Kind, pinned: str, wanted: list[str] | None, unwanted: list[str] | None = None) -> Path:
+    """The folder of a commit with its files of these patterns; without a network, with what the cache has of them."""
+    import httpx
+    from huggingface_hub import errors, get_cached_repo_tree, snapshot_download
+
+    of = {"repo_type": kind, "revision": pinned}
+    patterns = {"allow_patterns": wanted, "ignore_patterns": unwanted}
+    try:  # a listing in the cache shows that nothing is missing there
+        get_cached_repo_tree(path, **of)
+        return Path(snapshot_download(path, **of, **patterns, local_files_only=True))
+    except (errors.CachedRepoTreeNotFoundError, errors.LocalEntryNotFoundError):
+        pass
+    try:
+        return Path(snapshot_download(path, **of, **patterns))
+    except (errors.OfflineModeIsEnabled, httpx.ConnectError, httpx.TimeoutException):
+        return Path(snapshot_download(path, **of, **patterns, local_files_only=True))
 
 
 def _files_of(card: Path, path: str, name: str | None, key: str) -> list[str] | None:
@@ -119,11 +146,11 @@ def _files_of(card: Path, path: str, name: str | None, key: str) -> list[str] | 
             expected=f"one of {', '.join(configs)}, the configurations of {path}",
             remedy=f"Set it: {{path: {path}, name: {next(iter(configs))}}}.",
         )
-    patterns = [*_patterns(configs[chosen].get("data_files"))]
-    below = configs[chosen].get("data_dir")
+    below = f"{folder}/" if (folder := configs[chosen].get("data_dir")) else ""
+    patterns = [below + each for each in _patterns(configs[chosen].get("data_files", "*" if below else []))]
     if not patterns:
-        return [f"{below}/*", *_CARD] if below else None
-    return [*patterns, *(each.removeprefix("**/") for each in patterns), *_CARD]
+        return None
+    return [*patterns, *(each.replace("**/", "") for each in patterns), *_CARD]
 
 
 def _patterns(value: Any) -> Iterator[str]:
@@ -163,12 +190,13 @@ def _explained(path: str, revision: str | None, kind: Kind, key: str) -> Iterato
         found = f"{path}, no {local} here, and on {hub} no {what.removeprefix('a ')} of that name"
         remedy = "Correct the path or the name; for a private one set HF_TOKEN to a token that may read it."
         raise _refusal(key, found, f"a {local}, or the name of {what} of the hub", remedy) from error
-    except errors.RemoteEntryNotFoundError as error:
-        raise _refusal(key, f"{path}{of} without config.json", f"{what} of transformers", "Choose another.") from error
     except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled, errors.RevisionResolutionError) as error:
         raise _unreached(key, path, of, kind, error.__cause__ or error) from error
-    except (httpx.HTTPError, OSError) as error:
+    except (httpx.HTTPError, errors.FileMetadataError) as error:
         raise _unreached(key, path, of, kind, error) from error
+    except OSError as error:
+        found = f"{path}{of}, and {error.strerror or error} at {constants.HF_HUB_CACHE}"
+        raise _refusal(key, found, "a cache with room", "Free some, or set HF_HOME to another disk.") from error
 
 
 def _unreached(key: str, path: str, of: str, kind: Kind, error: BaseException) -> UserError:

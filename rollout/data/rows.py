@@ -148,9 +148,15 @@ def _directory(path: Path, name: str | None, key: str) -> Dataset | DatasetDict:
     check_regular(path, key)
     datasets = _quiet_datasets()
     saved = (path / "state.json").is_file() or (path / "dataset_dict.json").is_file()
+    if saved and name is not None:
+        expected = f"none, as {path} was saved as one data set"
+        raise user_error(f"{key}.name", found=name, expected=expected, remedy=f"Remove {key}.name.")
     try:
         return datasets.load_from_disk(str(path)) if saved else datasets.load_dataset(str(path), name)
     except Exception as error:  # as above
+        if name is not None and name not in (names := datasets.get_dataset_config_names(str(path))):
+            expected = f"one of {', '.join(names)}, the configurations of {path}"
+            raise user_error(f"{key}.name", found=name, expected=expected, remedy="Correct or remove it.") from error
         expected = "a directory that datasets has saved, or one of parquet, JSON or CSV files"
         raise _unreadable(path, key, error, expected) from error
 

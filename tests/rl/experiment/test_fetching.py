@@ -116,11 +116,15 @@ def test_a_path_that_exists_wins_and_what_looks_like_a_path_is_never_asked_for(h
     assert hub.asked == []
 
 
-def test_a_plan_reads_the_configuration_alone(hub: Hub, tmp_path: Path) -> None:
+def test_a_plan_reads_the_configuration_alone(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for subject in (MODEL, str(tmp_path / "spec.yaml")):
         spec(tmp_path)
         assert read_subject(subject).shape.sizes.layers == 2
     assert {path.rpartition("/")[2] for path in hub.asked if "resolve" in path} == {"config.json"}
+    point_to("http://127.0.0.1:9", monkeypatch)
+    assert read_subject(MODEL).shape.sizes.layers == 2
+    with pytest.raises(UserError, match="not whole in the cache"):
+        model_directory(MODEL, None, "model.path")
 
 
 @pytest.mark.parametrize(
@@ -128,8 +132,13 @@ def test_a_plan_reads_the_configuration_alone(hub: Hub, tmp_path: Path) -> None:
     [
         ({"model": {"path": "owner/Tiny"}}, "model.path: found owner/Tiny, no directory here.*HF_TOKEN"),
         ({"model": {"path": "owner/a--b"}}, "model.path: found owner/a--b, no directory here"),
+        ({"model": {"path": "owner/empty"}}, "found owner/empty without config.json, expected a model"),
         ({"model": {"path": "owner/gated"}}, "owner/gated, a model that .*Ask for access.*HF_TOKEN"),
         ({"model": {"path": MODEL, "revision": "v2"}}, "model.revision: found v2.*a branch, tag or commit"),
+        (
+            {"model": {"path": "./here", "revision": "v2"}},
+            "model.revision: found 'v2', expected none, as .*here is a path",
+        ),
         ({"data": {"train": "owner/none"}}, "data.train: found owner/none, no file or directory here"),
         ({"data": {"train": DATA}}, "data.train.name: found None, expected one of main, hard"),
         ({"data": {"train": [DATA, {"path": DATA, "name": "x"}]}}, "data.train.0.name: .* main, hard"),
@@ -142,6 +151,8 @@ def test_what_the_hub_does_not_give_is_one_message_with_a_remedy(
 ) -> None:
     gated = hub.repositories["models/owner/gated"] = Repository(gated=True)
     gated.commit({"config.json": b"{}", "model.safetensors": b""})
+    (empty := Repository()).commit({"README.md": b""})
+    hub.repositories["models/owner/empty"] = empty
     with pytest.raises(UserError, match=message) as caught:
         fetched(spec(tmp_path, **changes))
     assert "\n" not in str(caught.value)
@@ -161,6 +172,8 @@ def test_without_a_network_the_cache_serves_and_what_it_lacks_is_said(
     experiment = fetched(spec(tmp_path))
     point_to("http://127.0.0.1:9", monkeypatch)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", offline)
+    assert fetched(spec(tmp_path)) == experiment
+    shutil.rmtree(experiment.model.directory.parents[1] / "trees")  # as other programs leave the cache
     assert fetched(spec(tmp_path)) == experiment
     why = "HF_HUB_OFFLINE is set" if offline else "127.0.0.1:9 does not give it"
     for changes in ({"model": {"path": "owner/Other"}}, {"data": {"train": "owner/other"}}):
