@@ -26,10 +26,29 @@ Empty = Annotated[list[Any] | dict[str, Any], Field(max_length=0)]
 Lowered = BeforeValidator(lambda value: value.lower() if isinstance(value, str) else value)
 
 
-class PeftConfig(BaseModel):
-    """Each key that PEFT 0.21 writes of LoRA, and the values by which the adapter is scale · B A and no more."""
+class _History(BaseModel):
+    """How an adapter was trained, and settings of what `PeftConfig` refuses: they change nothing in what is read."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    base_model_name_or_path: str | None = None
+    revision: str | None = None
+    peft_version: str | None = None
+    auto_mapping: dict[str, Any] | None = None
+    inference_mode: bool | None = None
+    lora_dropout: float | None = None
+    runtime_config: dict[str, Any] | None = None
+    ensure_weight_tying: bool | None = None
+    megatron_core: str | None = None
+    qalora_group_size: int | None = None
+    loftq_config: dict[str, Any] | None = None
+    eva_config: dict[str, Any] | None = None
+    corda_config: dict[str, Any] | None = None
+    lora_ga_config: dict[str, Any] | None = None
+
+
+class PeftConfig(_History):
+    """Each key that PEFT 0.21 writes of LoRA, and the values by which the adapter is scale · B A and no more."""
 
     peft_type: Literal["LORA"]
     task_type: Literal["CAUSAL_LM"] | None = None
@@ -66,22 +85,6 @@ class PeftConfig(BaseModel):
     monteclora_config: None = None
     megatron_config: None = None
 
-    # How it was trained, and settings of what is refused above: they change nothing in what is read.
-    base_model_name_or_path: Any = None
-    revision: Any = None
-    peft_version: Any = None
-    auto_mapping: Any = None
-    inference_mode: Any = None
-    lora_dropout: Any = None
-    runtime_config: Any = None
-    ensure_weight_tying: Any = None
-    megatron_core: Any = None
-    qalora_group_size: Any = None
-    loftq_config: Any = None
-    eva_config: Any = None
-    corda_config: Any = None
-    lora_ga_config: Any = None
-
     def adapts(self, module: str, layer: int | None) -> bool:
         """Return whether PEFT puts a pair beside a matrix. What a pattern (a text) names, the tensors show."""
         layers = self.layers_to_transform
@@ -100,6 +103,7 @@ def _any_of(names: list[str], module: str) -> bool:
 _OTHERWISE = {
     "peft_type": ("LORA", "Train a LoRA adapter."),
     "task_type": ("CAUSAL_LM", "Train an adapter of a causal language model."),
+    **dict.fromkeys(_History.model_fields, ("a value as PEFT writes it", _RESTORE)),
     "r": ("a positive integer", _RESTORE),
     "lora_alpha": ("a positive number", _RESTORE),
     "target_modules": ("a text or a list of names", _RESTORE),

@@ -155,6 +155,10 @@ def test_values_that_leave_it_plain_lora_are_taken(changes: dict[str, Any], writ
         ({"target_modules": [["q_proj"]]}, "Restore"),
         ({"target_modules": {"q_proj": 1}}, "Restore"),
         ({"layers_to_transform": ["0"]}, "Restore"),
+        ({"lora_alpha": True}, "Restore"),
+        ({"lora_dropout": "none"}, "Restore"),
+        ({"base_model_name_or_path": 7}, "Restore"),
+        ({"eva_config": "x"}, "Restore"),
     ],
 )
 def test_what_is_not_plain_lora_is_refused_with_its_key_and_a_remedy(
