@@ -88,7 +88,8 @@ class PeftConfig(_History):
     def adapts(self, module: str, layer: int | None) -> bool:
         """Return whether PEFT puts a pair beside a matrix. What a pattern (a text) names, the tensors show."""
         layers = self.layers_to_transform
-        if layers not in (None, []) and layer not in ([layers] if isinstance(layers, int) else layers):
+        layers = [layers] if isinstance(layers, int) else layers
+        if layers and layer not in layers:  # an empty list is all layers
             return False
         targets, excluded = self.target_modules, self.exclude_modules
         if isinstance(excluded, list) and _any_of(excluded, module):
