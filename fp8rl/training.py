@@ -61,8 +61,9 @@ def run_experiment(
     from rl.record.run_dir import RunDir, open_run_dir
 
     experiment = load_experiment(spec, overrides)
-    before = RunDir(Path(experiment.run.dir) / experiment.run.name).experiment
-    experiment = fetched(experiment, read_resolved(before) if resume and before.is_file() else None)
+    before = RunDir(Path(experiment.run.dir) / experiment.run.name)
+    goes_on = resume and before.checkpoint_steps()
+    experiment = fetched(experiment, read_resolved(before.experiment) if goes_on else None)
     notes: list[str] = []
     check(experiment, notes.append)
     for note in notes:

@@ -113,19 +113,30 @@ def commit(path: str, revision: str | None, kind: Kind, key: str) -> str:
 def _snapshot(path: str, kind: Kind, pinned: str, wanted: list[str] | None, unwanted: list[str] | None = None) -> Path:
     """The folder of a commit with its files of these patterns; without a network, with what the cache has of them."""
     import httpx
-    from huggingface_hub import errors, get_cached_repo_tree, snapshot_download
+    from huggingface_hub import HfApi, errors, get_cached_repo_tree, snapshot_download
 
-    of = {"repo_type": kind, "revision": pinned}
-    patterns = {"allow_patterns": wanted, "ignore_patterns": unwanted}
+    def snapshot(cached: bool) -> Path:
+        return Path(
+            snapshot_download(
+                path,
+                repo_type=kind,
+                revision=pinned,
+                allow_patterns=wanted,
+                ignore_patterns=unwanted,
+                local_files_only=cached,
+            )
+        )
+
     try:  # a listing in the cache shows that nothing is missing there
-        get_cached_repo_tree(path, **of)
-        return Path(snapshot_download(path, **of, **patterns, local_files_only=True))
+        get_cached_repo_tree(path, repo_type=kind, revision=pinned)
+        return snapshot(cached=True)
     except (errors.CachedRepoTreeNotFoundError, errors.LocalEntryNotFoundError):
         pass
-    try:
-        return Path(snapshot_download(path, **of, **patterns))
+    try:  # the downloads try again for half a minute, and side by side: this asks once
+        HfApi().repo_info(path, repo_type=kind, revision=pinned)
     except (errors.OfflineModeIsEnabled, httpx.ConnectError, httpx.TimeoutException):
-        return Path(snapshot_download(path, **of, **patterns, local_files_only=True))
+        return snapshot(cached=True)
+    return snapshot(cached=False)
 
 
 def _files_of(card: Path, path: str, name: str | None, key: str) -> list[str] | None:

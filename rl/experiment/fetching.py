@@ -7,11 +7,11 @@ from typing import TypeVar
 
 from models.hub import Kind, commit, is_hub_name
 from rl.experiment.experiment import Experiment
-from rl.experiment.sections import DataSource, ModelSection
+from rl.experiment.sections import DataSource, EvalSet, ModelSection, TrainSource
 from rl.experiment.teacher import TeacherSection
 
 Named = ModelSection | TeacherSection | DataSource
-T = TypeVar("T", bound=Named)
+T = TypeVar("T", ModelSection, TeacherSection, TrainSource, EvalSet, DataSource)
 
 
 def fetched(experiment: Experiment, before: Experiment | None = None) -> Experiment:
@@ -47,8 +47,9 @@ def fetched(experiment: Experiment, before: Experiment | None = None) -> Experim
             "eval": experiment.eval.model_copy(update={"sets": sets}),
         }
     )
-    for section in filter(None, (found.model, found.teacher)):
-        section.directory  # noqa: B018 - fetches it
+    for model in (found.model, found.teacher):
+        if model is not None:
+            model.directory  # noqa: B018 - fetches it
     for key, source in _sources(found):
         found.data.source(source, key)
     return found
