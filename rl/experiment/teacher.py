@@ -22,7 +22,7 @@ class TeacherSection(Section):
     path: HubPath
     """Hugging Face directory in BF16, or the name of a model of the hub; with the tokenizer of `model.path`."""
     revision: Revision | None = None
-    """As `model.revision`."""
+    """Branch, tag or commit of a model of the hub, as `model.revision`."""
     engines: int = Field(default=1, ge=1, le=4096)
     """SGLang server processes."""
     tp: int = Field(default=1, ge=1)
