@@ -42,7 +42,7 @@ def math(answer: str, reference: str, finished: bool) -> float:
 
 
 def _exact(value: Any) -> Any:
-    """An expression with decimals as the fractions that they are, and the rational numbers in it computed.
+    """Return an expression with its decimals as fractions, and the rational numbers in it computed.
 
     math-verify rounds floats to six decimals, by which 1.6e-19 is 9.1e-31.
     """
@@ -68,7 +68,7 @@ def _exact(value: Any) -> Any:
 
 
 def _equal(gold: Any, own: Any) -> bool:
-    """Whether two expressions are equal: numbers by their exact values, all else by math-verify."""
+    """Compare two expressions: numbers by their exact values, all else by math-verify."""
     from math_verify import verify
     from math_verify.grader import get_pct_val
 
@@ -82,7 +82,7 @@ def _equal(gold: Any, own: Any) -> bool:
 
 
 def _same_number(one: Any, other: Any) -> bool:
-    """Whether two numbers are equal, however large or small they are."""
+    """Compare two numbers, however large or small they are."""
     from sympy import simplify
 
     one, other = one.doit(), other.doit()
