@@ -38,9 +38,11 @@ def math(answer: str, reference: str, finished: bool) -> float:
 
 
 def _compared(gold: Any, own: Any) -> bool:
+    from sympy import nan, zoo
+
     try:
         # What is written alike needs no arithmetic, which of 10^{10^{10}} would take for ever.
-        return bool(gold == own) or _equal(_exact(gold), _exact(own))
+        return bool(gold == own and gold not in (nan, zoo)) or _equal(_exact(gold), _exact(own))
     except Exception:  # sympy raises nearly anything on adversarial text, and such an answer is wrong
         return False
 
