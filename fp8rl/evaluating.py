@@ -15,6 +15,7 @@ import yaml
 from fp8rl.serving import Served, read_served, serve
 from numerics.errors import UserError, user_error
 from rl.experiment import Experiment, load_experiment
+from rl.experiment.fetching import fetched
 from rl.experiment.loading import compose_experiment
 from rl.experiment.preconditions.data import check_data
 from rl.experiment.preconditions.tokenizer import load_tokenizer
@@ -59,7 +60,7 @@ def read_evaluated(subject: Path, sets: Sequence[str], overrides: Sequence[str])
         raise UserError(_NOTHING_TO_ASK)
     else:
         values = {
-            "model": {"path": str(subject.absolute())},
+            "model": {"path": str(served.path.absolute())},
             "numerics": {"trainer": "fp8", "rollout": "fp8"},
             "rollout": {"context_length": served.rollout.context_length},
         }
@@ -69,6 +70,7 @@ def read_evaluated(subject: Path, sets: Sequence[str], overrides: Sequence[str])
             experiment = compose_experiment(values, [*asked, longest, *overrides], subject)
     if not any((experiment.data.eval, experiment.eval.sets)) or experiment.eval.problems == 0:
         raise UserError(_NOTHING_TO_ASK)
+    experiment = fetched(experiment)
     return replace(served, numerics=experiment.numerics_config(), rollout=experiment.rollout), experiment
 
 

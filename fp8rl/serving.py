@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from models.adapters import AdapterConfig
+from models.hub import model_directory
 from models.peft import read_adapter
 from numerics.config import Mode, NumericsConfig
 from numerics.errors import user_error
@@ -79,6 +80,7 @@ def read_served(subject: Path, mode: Mode, preset: str) -> Served:
     check_path(subject, "RUN|MODEL")
     files = RunDir(subject.absolute())
     if not files.experiment.is_file():
+        subject = model_directory(str(subject), None, "RUN|MODEL")
         _refuse_converted(subject)
         sizes = read_model(subject, "RUN|MODEL").sizes
         load_tokenizer(subject, "RUN|MODEL")
@@ -95,7 +97,7 @@ def read_served(subject: Path, mode: Mode, preset: str) -> Served:
             expected="a run that has come to its end",
             remedy=f"Let it: fp8rl train {files.experiment} --resume. Or give the directory of a model.",
         )
-    path = files.model if beside is None else Path(experiment.model.path)
+    path = files.model if beside is None else experiment.model.directory
     adapter = None if beside is None else StoredAdapter(files.adapter, beside)
     harness = experiment.environment.harness
     return Served(

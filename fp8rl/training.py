@@ -55,11 +55,15 @@ def run_experiment(
     """
     print(f"fp8rl: checking {spec}", flush=True)  # the imports below take seconds
     from numerics.io.files import write_atomically
-    from rl.experiment import load_experiment
+    from rl.experiment import load_experiment, read_resolved
+    from rl.experiment.fetching import fetched
     from rl.experiment.preconditions import check
-    from rl.record.run_dir import open_run_dir
+    from rl.record.run_dir import RunDir, open_run_dir
 
     experiment = load_experiment(spec, overrides)
+    before = RunDir(Path(experiment.run.dir) / experiment.run.name)
+    goes_on = resume and before.checkpoint_steps()
+    experiment = fetched(experiment, read_resolved(before.experiment) if goes_on else None)
     notes: list[str] = []
     check(experiment, notes.append)
     for note in notes:

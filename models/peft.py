@@ -11,42 +11,26 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor, equal
 
 from models.adapters import WEIGHT, AdapterConfig, matrix
 from models.architecture import Model
-from models.stored import check_finite, starting_weights
+from models.peft_config import CONFIG, MERGE, PeftConfig, read_peft_config
+from models.stored import FLOAT_DTYPES, check_finite, starting_weights
+from models.storing import write_tensors
 from models.tensors import TensorRow
 from numerics.digest import tensor_digest
 from numerics.errors import UserError, user_error
 from numerics.io.files import new_directory
-from numerics.io.reading import read_json
 
-CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
+TENSORS = "adapter_model.safetensors"
 START = "adapter.start"
 """Key of the spec that names such a directory."""
 BASE = "base_digest"
 """Key of the tensors' metadata by which they name the weights that they were trained beside."""
 _PREFIX = "base_model.model."
-_PLAIN: dict[str, tuple[Any, ...]] = {
-    "use_dora": (None, False),
-    "use_rslora": (None, False),
-    "use_qalora": (None, False),
-    "alora_invocation_tokens": (None, []),
-    "fan_in_fan_out": (None, False),
-    "bias": (None, "none"),
-    "lora_bias": (None, False),
-    "modules_to_save": (None, []),
-    "trainable_token_indices": (None, [], {}),
-    "layer_replication": (None, []),
-    "rank_pattern": (None, {}),
-    "alpha_pattern": (None, {}),
-}
-"""Keys of adapter_config.json by which an adapter is more than scale * B A, and their values where it is not."""
 
 
 def pair_of(row: TensorRow, config: AdapterConfig) -> tuple[str, str]:
@@ -96,7 +80,7 @@ def write_adapter(path: Path, tensors: Mapping[str, Tensor], model: Model, base:
             own = tensors[name].detach().cpu()
             written[_key(row, letter)] = own.clone() if config.experts == "shared" else own.contiguous()
     with new_directory(path) as partial:
-        save_file(written, partial / TENSORS, {"format": "pt", BASE: base_digest(base, model)})
+        write_tensors(partial / TENSORS, written, {"format": "pt", BASE: base_digest(base, model)})
         (partial / CONFIG).write_text(json.dumps(described, indent=1))
 
 
@@ -106,21 +90,19 @@ def read_config(path: Path, model: Model, key: str) -> AdapterConfig:
     Raises:
         UserError: no such directory, another method than LoRA or a variant of it, or matrices that the model lacks.
     """
-    described = read_json(path / CONFIG, key, "the adapter_config.json of PEFT")
-    if (kind := described.get("peft_type")) != "LORA":
-        raise _refusal(key, f"peft_type {kind!r} in {path / CONFIG}", "LORA", "Train a LoRA adapter.")
-    for name, plain in _PLAIN.items():
-        if (value := described.get(name)) not in plain:
-            remedy = "Merge it into its model with PEFT (merge_and_unload), and start from that model."
-            raise _refusal(key, f"{name}={value!r} in {path / CONFIG}", "plain LoRA, without it", remedy)
-    found = _adapted(path, model, key)
-    experts = any(row.expert is not None for row in found)
-    return AdapterConfig(
-        rank=described["r"],
-        alpha=described["lora_alpha"],
+    described = read_peft_config(path, key)
+    found = _adapted(path, model, described, key)
+    config = AdapterConfig(
+        rank=described.r,
+        alpha=described.lora_alpha,
         targets=tuple(dict.fromkeys(map(matrix, found))),
-        experts="per_expert" if experts else "none",
+        experts="per_expert" if any(row.expert is not None for row in found) else "none",
     )
+    held = {row.name for row in found}
+    if without := [row.name for row in _weights(model) if config.adapts(row) and row.name not in held]:
+        some = f"{path} with adapters of some matrices {matrix(model.tensors[without[0]])} and none of {without[0]}"
+        raise _refusal(key, some, "one for each matrix of that name", MERGE)
+    return config
 
 
 def read_adapter(path: Path, base: Path, model: Model, key: str) -> dict[str, Tensor]:
@@ -136,9 +118,9 @@ def read_adapter(path: Path, base: Path, model: Model, key: str) -> dict[str, Te
     stored = read_config(path, model, key)
     for name in ("rank", "alpha"):
         if (found := getattr(stored, name)) != (expected := getattr(config, name)):
-            raise _refusal(key, f"{name} {found:g} in {path}", f"adapter.{name}={expected:g}", f"Set it to {found:g}.")
+            raise _refusal(key, f"{name} {found} in {path}", f"adapter.{name}={expected}", f"Set it to {found}.")
     adapted = list(filter(config.adapts, _weights(model)))
-    if others := {row.name for row in _adapted(path, model, key)} ^ {row.name for row in adapted}:
+    if others := {row.name for row in _weights(model) if stored.adapts(row)} ^ {row.name for row in adapted}:
         remedy = f"Set adapter.targets to {', '.join(stored.targets)} and adapter.experts={stored.experts}."
         raise _refusal(key, f"adapters of other matrices in {path}, e.g. {min(others)}", "those of the spec", remedy)
     tensors: dict[str, Tensor] = {}
@@ -149,11 +131,8 @@ def read_adapter(path: Path, base: Path, model: Model, key: str) -> dict[str, Te
             raise _refusal(key, found, f"those of {base}, {ours}", remedy)
         for row in adapted:
             for letter, name in zip("AB", pair_of(row, config), strict=True):
-                tensor, shape = file.get_tensor(_key(row, letter)), model.tensors[name].shape
+                tensor = file.get_tensor(_key(row, letter))
                 check_finite(_key(row, letter), tensor, key)
-                if tuple(tensor.shape) != shape:
-                    found = f"{_key(row, letter)} of shape {list(tensor.shape)}"
-                    raise _refusal(key, found, f"{list(shape)}", "Give an adapter of this model.")
                 if name in tensors and not equal(tensors[name], tensor):
                     found = f"experts with adapters of their own in {path}, e.g. {_key(row, letter)}"
                     raise _refusal(key, found, "one for all of a layer", "Set adapter.experts=per_expert.")
@@ -161,15 +140,16 @@ def read_adapter(path: Path, base: Path, model: Model, key: str) -> dict[str, Te
     return tensors
 
 
-def _adapted(path: Path, model: Model, key: str) -> list[TensorRow]:
-    """The weights that the tensors of a PEFT directory stand beside."""
+def _adapted(path: Path, model: Model, described: PeftConfig, key: str) -> list[TensorRow]:
+    """The weights that the tensors of a PEFT directory stand beside, as their shapes and the description have it."""
     try:
         with safe_open(path / TENSORS, framework="pt") as file:
-            left = set(file.keys())
+            stored = {name: file.get_slice(name) for name in file.keys()}
+            shapes = {name: (tuple(held.get_shape()), held.get_dtype()) for name, held in stored.items()}
     except (OSError, SafetensorError) as error:
         expected = f"the {TENSORS} of PEFT"
         raise _refusal(key, f"{path / TENSORS}: {error}", expected, "Restore the file.") from error
-    found = []
+    found, left = [], set(shapes)
     for row in _weights(model):
         if (pair := {_key(row, "A"), _key(row, "B")}) <= left:
             left -= pair
@@ -179,6 +159,18 @@ def _adapted(path: Path, model: Model, key: str) -> list[TensorRow]:
         expected = f"pairs like {_key(next(_weights(model)), 'A')}, of products of attention, MLPs and experts"
         remedy = "Give an adapter of this model whose target_modules are such products."
         raise _refusal(key, what, expected, remedy)
+    for row in found:
+        (rows, columns), rank = row.shape, described.r
+        for name, shape in ((_key(row, "A"), (rank, columns)), (_key(row, "B"), (rows, rank))):
+            if (held := shapes[name][0]) != shape:
+                raise _refusal(key, f"{name} of shape {list(held)}", f"{list(shape)}", "Give an adapter of this model.")
+            if (dtype := shapes[name][1]) not in FLOAT_DTYPES:
+                raise _refusal(
+                    key, f"{name} in {dtype}", f"one of {', '.join(FLOAT_DTYPES)}", "Save it in one of them."
+                )
+        if not described.adapts(module := row.name.removesuffix(f".{WEIGHT}"), row.layer):
+            listed = "what target_modules, exclude_modules and layers_to_transform name, which is all that PEFT loads"
+            raise _refusal(key, f"{path} with adapters of {module}", listed, f"Correct {CONFIG}, or remove them.")
     return found
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 from safetensors.torch import save_file
@@ -20,6 +20,27 @@ _SHARD_BYTES = 4 << 30
 
 Written = dict[str, tuple[str, int]]
 """The file and the bytes of each tensor."""
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
+    """Write a safetensors file whose bytes are a function of what is given.
+
+    safetensors writes the keys of the metadata in the order of a hash map, which is another one in every process.
+    """
+    save_file(dict(tensors), path, dict(metadata))
+    if len(metadata) < 2:
+        return
+    with path.open("r+b") as file:
+        size = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(size))
+        header["__metadata__"] = dict(sorted(metadata.items()))
+        written = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode().ljust(size)
+        if len(written) != size:
+            raise OSError(
+                f"{path}: found a header of {size} bytes, expected {len(written)} of the same keys and values"
+            )
+        file.seek(8)
+        file.write(written)
 
 
 def write_directory(path: Path, tensors: Iterable[tuple[str, Tensor]], describe: Callable[[Path], object]) -> None:
@@ -56,7 +77,7 @@ def _write(tensors: Iterable[tuple[str, Tensor]], partial: Path) -> Written:
     try:
         for index, shard in enumerate(shards(tensors, _SHARD_BYTES)):
             file = f"{rank():05d}-{index:05d}.safetensors"
-            save_file({name: tensor.cpu().contiguous() for name, tensor in shard}, partial / file, {"format": "pt"})
+            write_tensors(partial / file, {name: tensor.cpu().contiguous() for name, tensor in shard}, {"format": "pt"})
             written |= {name: (file, tensor.nbytes) for name, tensor in shard}
     finally:
         exhaust(tensors)

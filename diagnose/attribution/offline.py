@@ -95,7 +95,7 @@ def attribute_offline(subject: AttributionSubject, *, quick: bool, say: Callable
             endpoint,
             batch,
             subject.numerics,
-            read_model(Path(subject.experiment.model.path)),
+            read_model(subject.experiment.model.directory),
             resync=stack.syncing.sync,
             other_pair=None if quick else partial(_pair, subject, say),
         )

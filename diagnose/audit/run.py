@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 from diagnose.audit.engine import engine_sightings
 from diagnose.audit.report import AuditReport, Deviation, differences_of, rows_of
@@ -32,7 +31,7 @@ def audit(experiment: Experiment, *, say: Callable[[str], None] = print) -> Audi
         UserError: no run of the spec could start.
     """
     began, numerics = time.monotonic(), experiment.numerics_config()
-    model = read_model(Path(experiment.model.path)).adapted(engine_adapter(experiment))
+    model = read_model(experiment.model.directory).adapted(engine_adapter(experiment))
     check(experiment)
     check_has_engine(experiment)
     seen: list[Sighting] = []

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from models import read_shape
+from models.hub import model_directory
 from models.shape import Shape
 from numerics.errors import UserError, user_error
 from numerics.io.reading import check_path
@@ -55,12 +56,16 @@ def read_subject(subject: str | None, overrides: Sequence[str] = ()) -> Subject:
         check_drafts(experiment.rollout.speculation, cuda=True)
         directory = Path(experiment.model.path)
         stands_in = "" if directory.exists() else _packaged(directory.name)
-        if not directory.exists() and not stands_in:
-            raise _unknown("model.path", str(directory), directory.name, "the directory of a model")
+        if not stands_in:
+            directory = model_directory(str(directory), experiment.model.revision, "model.path", config_only=True)
+            if not directory.exists():
+                raise _unknown("model.path", str(directory), directory.name, "the directory of a model")
         shape = read_shape(CONFIGS / stands_in if stands_in else directory, adapter=experiment.adapter)
         teacher = _teacher(experiment, shape)
         return Subject(subject, shape, experiment, chosen=True, stands_in=stands_in, teacher=teacher)
-    packaged = "" if path.exists() else _packaged(subject)
+    packaged = "" if path.exists() else _packaged(subject) or _packaged(path.name)
+    if not packaged:
+        path = model_directory(subject, None, "SPEC|MODEL", config_only=True)
     if not subject or not (packaged or path.is_dir()):
         raise _unknown("SPEC|MODEL", subject, path.name, "a YAML spec, a Hugging Face directory")
     directory = CONFIGS / packaged if packaged else path
@@ -81,11 +86,11 @@ def read_subject(subject: str | None, overrides: Sequence[str] = ()) -> Subject:
 def _teacher(experiment: Experiment, policy: Shape) -> Shape | None:
     if experiment.teacher is None:
         return None
-    directory = Path(experiment.teacher.path)
-    if directory.exists():
-        return read_shape(directory, "teacher.path")
-    packaged = _packaged(directory.name)
-    return read_shape(CONFIGS / packaged) if packaged else policy
+    teacher = experiment.teacher
+    if not Path(teacher.path).exists() and (packaged := _packaged(Path(teacher.path).name)):
+        return read_shape(CONFIGS / packaged)
+    directory = model_directory(teacher.path, teacher.revision, "teacher.path", config_only=True)
+    return read_shape(directory, "teacher.path") if directory.exists() else policy
 
 
 def _packaged(name: str) -> str:

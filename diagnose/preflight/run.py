@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from diagnose.calibration import ANSWERS, calibration_prompts, check_has_engine, sampled_batch
 from diagnose.difference import Difference
@@ -55,7 +54,7 @@ def preflight(experiment: Experiment, *, quick: bool = False, say: Callable[[str
             remedy="Leave --quick out.",
         )
     so_far = SoFar()
-    path = Path(experiment.model.path)
+    path = experiment.model.directory
     model = read_model(path)
     so_far.checks += [block_alignment(model.sizes, experiment), same_precision(experiment)]
     if not so_far.checks[0].ok:

@@ -86,12 +86,13 @@ def certify(
             else:
                 assert dump is not None
                 from diagnose.certify import dump as dumps
+                from models.hub import model_directory
                 from numerics.io.files import check_writable
 
                 written = page or _beside(dump)
                 check_writable(written, "--page")
                 sampling = _sampling(temperature, top_p, top_k, min_p)
-                weights = None if model is None else Path(model)
+                weights = None if model is None else model_directory(model, None, "--model")
                 report = dumps.certify_dump(
                     dump, weights, sampling=sampling, preset=preset, budget=tokens, say=progress()
                 )

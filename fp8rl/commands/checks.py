@@ -27,9 +27,10 @@ def doctor(
     with user_errors():
         from diagnose.doctor import gather, judge, rendered, with_conditions
         from rl.experiment import load_experiment
+        from rl.experiment.fetching import fetched
         from rl.experiment.sections import NumericsSection
 
-        loaded = load_experiment(spec, overrides or []) if spec else None
+        loaded = fetched(load_experiment(spec, overrides or [])) if spec else None
         numerics = loaded.numerics_config() if loaded else NumericsSection().config(tp=1)
         say = progress()
         diagnosis = judge(gather(numerics, say), numerics)
@@ -81,9 +82,10 @@ def preflight(
         from diagnose.preflight import preflight as examine
         from diagnose.preflight import rendered
         from rl.experiment import load_experiment
+        from rl.experiment.fetching import fetched
 
         with interruptible():
-            found = examine(load_experiment(spec, overrides or []), quick=quick, say=progress())
+            found = examine(fetched(load_experiment(spec, overrides or [])), quick=quick, say=progress())
     print(found.to_json()) if as_json else show(rendered(found))
     end(found.ok)
 
@@ -97,8 +99,9 @@ def audit(spec: SpecPath, overrides: Overrides = None, as_json: AsJson = False) 
         from diagnose.audit import audit as examine
         from diagnose.audit import rendered
         from rl.experiment import load_experiment
+        from rl.experiment.fetching import fetched
 
         with interruptible():
-            found = examine(load_experiment(spec, overrides or []), say=progress())
+            found = examine(fetched(load_experiment(spec, overrides or [])), say=progress())
     print(found.to_json()) if as_json else show(rendered(found))
     end(found.ok)

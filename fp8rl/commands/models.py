@@ -98,6 +98,7 @@ def convert(
 ) -> None:
     """Quantize a checkpoint with the project's one quantizer."""
     with user_errors():
+        from models.hub import model_directory
         from models.stored import check_stored
         from numerics.io.files import check_writable
         from numerics.io.reading import check_path
@@ -110,6 +111,7 @@ def convert(
 
         check_path(model, "MODEL")
         quant_spec = QuantSpec.preset(preset)
+        model = model_directory(str(model), None, "MODEL")
         definition = read_model(model, "MODEL")
         check_layout(definition.sizes, TrainerConfig(), quant_spec)
         check_stored(model, definition, "MODEL", say=lambda note: show(f"note: {note}", soft_wrap=True))

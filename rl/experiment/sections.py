@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
 
 from models.architecture import check_scope
+from models.hub import HubPath, Revision, data_directory, model_directory
 from numerics.config import Mode, NumericsConfig, RolloutPrecision, RouterReplay, TrainerPrecision
 from numerics.errors import UserError
 from numerics.io.section import Section, SpecPath
@@ -47,9 +49,16 @@ class ClusterSection(Section):
 class ModelSection(Section):
     """The model that is trained."""
 
-    path: SpecPath
-    """Hugging Face directory: config.json, safetensors weights, tokenizer. Quantized dimensions are multiples of
-    128."""
+    path: HubPath
+    """Hugging Face directory: config.json, safetensors weights, tokenizer; or the name of a model of the hub, such as
+    `Qwen/Qwen3-0.6B`. Quantized dimensions are multiples of 128."""
+    revision: Revision | None = None
+    """Branch, tag or commit of a model of the hub. Null: the default branch. A run's `spec.yaml` has the commit."""
+
+    @property
+    def directory(self) -> Path:
+        """Where the model is on this machine; one of the hub is fetched. Raises `UserError`: the hub gives none."""
+        return model_directory(self.path, self.revision, "model.path")
 
 
 class TensorOverride(Section):
@@ -169,17 +178,26 @@ class DataSource(Section):
 
     shorthand: ClassVar[str] = "path"
 
-    path: SpecPath
+    path: HubPath
     """A file of JSON lines, a `.parquet` file, a directory that `datasets` has saved, or one of parquet, JSON or CSV
-    files."""
+    files; or the name of a data set of the hub, such as `openai/gsm8k`."""
+    revision: Revision | None = None
+    """Branch, tag or commit of a data set of the hub, as `model.revision`."""
+    name: str | None = Field(default=None, min_length=1)
+    """The configuration, where a data set has several."""
     split: str | None = Field(default=None, min_length=1)
-    """The split, where a directory has several."""
+    """The split, where a data set has several."""
     keys: DataKeys = DataKeys()
     """Columns, where they are not those of `data.keys`."""
     system_prompt: str | None = None
     """The system prompt in place of `data.system_prompt`; empty: none."""
     chat_template: dict[str, Any] = Field(default_factory=dict)
     """Arguments beside and before those of `data.chat_template`."""
+
+    @property
+    def configuration(self) -> str | None:
+        """The configuration, by whatever key."""
+        return self.name
 
 
 class TrainSource(DataSource):
@@ -212,16 +230,19 @@ class DataSection(Section):
     @property
     def training(self) -> list[Source]:
         """Each source of `train`, with what it takes from here."""
-        if len(self.train) == 1:
-            return [self.source(self.train[0], "data.train")]
-        return [self.source(own, f"data.train.{index}") for index, own in enumerate(self.train)]
+        return [self.source(own, self.train_key(place)) for place, own in enumerate(self.train)]
+
+    def train_key(self, place: int) -> str:
+        """What messages call a source of `train`."""
+        return "data.train" if len(self.train) == 1 else f"data.train.{place}"
 
     def source(self, own: DataSource, key: str) -> Source:
         """A source with what it takes from here; `key` is what messages call it."""
         system = self.system_prompt if own.system_prompt is None else own.system_prompt
         return Source(
-            path=own.path,
+            path=str(data_directory(own.path, own.revision, own.configuration, key)),
             key=key,
+            name=own.configuration,
             split=own.split,
             question=own.keys.question or self.keys.question or "question",
             answer=own.keys.answer or self.keys.answer or "answer",
@@ -247,6 +268,8 @@ class EvalSet(DataSource):
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$", max_length=64)
     """What its metrics are called by."""
+    subset: str | None = Field(default=None, min_length=1)
+    """The configuration, where a data set has several: what other sources call `name`."""
     problems: int | None = Field(default=None, ge=1)
     """The first so many. Null: `eval.problems` of them, or all there are."""
     rewards: RewardsConfig | None = None
@@ -267,6 +290,11 @@ class EvalSet(DataSource):
     """Each k of which `pass@k` is wanted: the chance that one of k answers is right, estimated from `samples`."""
     right_from: float = 1.0
     """The first reward from which on an answer is right, for `pass@k`."""
+
+    @property
+    def configuration(self) -> str | None:
+        """The configuration, by whatever key."""
+        return self.subset
 
     @model_validator(mode="after")
     def _answers_differ_and_suffice(self) -> EvalSet:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 from pydantic import Field
 
+from models.hub import HubPath, Revision, model_directory
 from numerics.config import NumericsConfig, RolloutPrecision
-from numerics.io.section import Section, SpecPath
+from numerics.io.section import Section
 from rl.experiment.sections import NumericsSection
 from rollout.config import RolloutConfig
 from rollout.server.client import SCORED_SHORT_OF
@@ -17,8 +19,10 @@ class TeacherSection(Section):
     """A model on engines of its own, for `algorithm.name=opd`. It computes as the policy's engines do: in
     `numerics.mode`, by the quantization spec. Its weights never change."""
 
-    path: SpecPath
-    """Hugging Face directory in BF16, with the tokenizer of `model.path`."""
+    path: HubPath
+    """Hugging Face directory in BF16, or the name of a model of the hub; with the tokenizer of `model.path`."""
+    revision: Revision | None = None
+    """Branch, tag or commit of a model of the hub, as `model.revision`."""
     engines: int = Field(default=1, ge=1, le=4096)
     """SGLang server processes."""
     tp: int = Field(default=1, ge=1)
@@ -30,6 +34,11 @@ class TeacherSection(Section):
     `rollout.context_length`."""
     max_total_tokens: int = Field(default=32768, ge=1)
     """Tokens that the KV cache of one engine holds."""
+
+    @property
+    def directory(self) -> Path:
+        """Where the model is on this machine, as that of `model`."""
+        return model_directory(self.path, self.revision, "teacher.path")
 
     @property
     def cache_tokens(self) -> int:

@@ -99,7 +99,7 @@ class Stack:
         closing.callback(shutil.rmtree, description.parent, ignore_errors=True)
         engines, rollout = EnginePool.none(), experiment.rollout
         if experiment.needs_engines:  # they come up while the trainer does, unless they take turns
-            write_description(Path(experiment.model.path), description, numerics.rollout_spec)
+            write_description(experiment.model.directory, description, numerics.rollout_spec)
             make = engine_maker(experiment, "policy", seats, folder, numerics)
             serving = Serving(make, description, NO_WEIGHTS)
             engines = EnginePool(rollout.engines, serving, rollout, awake=not rollout.sleep)
@@ -109,7 +109,7 @@ class Stack:
             closing.callback(teacher.engines.stop)
         trainer = _start_trainer(experiment, numerics, seats)
         closing.callback(trainer.shutdown)
-        tokenizer = AutoTokenizer.from_pretrained(experiment.model.path)
+        tokenizer = AutoTokenizer.from_pretrained(experiment.model.directory)
         judge = Judge(experiment.rewards, tokenizer, teacher=teacher)
         closing.callback(judge.close)
         conversations = None
@@ -186,7 +186,7 @@ class Stack:
         self.trainer.set_numerics(numerics)
         self.numerics = numerics
         self._connect()
-        write_description(Path(self.experiment.model.path), self.description, numerics.rollout_spec)
+        write_description(self.experiment.model.directory, self.description, numerics.rollout_spec)
         make = engine_maker(self.experiment, "policy", self.seats, self.folder, numerics)
         with self.turn("rollout"):
             self.engines.switch(Serving(make, self.description, NO_WEIGHTS))
@@ -207,7 +207,7 @@ class Stack:
 
 
 def _bridge(experiment: Experiment, numerics: NumericsConfig, trainer: TrainerGroup, folder: Path) -> Bridge:
-    source, wakes = Path(experiment.model.path), experiment.rollout.sleep
+    source, wakes = experiment.model.directory, experiment.rollout.sleep
     scratch, adapter = folder / "served", engine_adapter(experiment)
     return Bridge(trainer, numerics.rollout_spec, experiment.sync, source, scratch, wakes, adapter)
 
@@ -216,7 +216,7 @@ def canary_of(experiment: Experiment, numerics: NumericsConfig) -> Canary | None
     """What engines in these numerics are asked for after each sync of a run; None: nothing."""
     if not (experiment.sync.canary and experiment.needs_engines):
         return None
-    vocabulary = read_model(Path(experiment.model.path)).sizes.vocab_size
+    vocabulary = read_model(experiment.model.directory).sizes.vocab_size
     equal = numerics.mode == "exact" and numerics.trainer_spec == numerics.rollout_spec
     return Canary.of(experiment.run.seed, vocabulary, experiment.rollout.context_length, equal)
 
@@ -224,7 +224,7 @@ def canary_of(experiment: Experiment, numerics: NumericsConfig) -> Canary | None
 def _start_trainer(experiment: Experiment, numerics: NumericsConfig, seats: Seats) -> TrainerGroup:
     algorithm, base = experiment.algorithm, experiment.base_spec
     trainer = TrainerGroup.start(
-        Path(experiment.model.path),
+        experiment.model.directory,
         experiment.trainer,
         numerics,
         seed=experiment.run.seed,

@@ -111,22 +111,25 @@ class TableRows(Sequence[Row]):
 Rows = JsonLines | TableRows
 
 
-def open_rows(path: Path, split: str | None, key: str) -> Rows:
+def open_rows(path: Path, split: str | None, key: str, name: str | None = None) -> Rows:
     """The rows at `path`: of a `.parquet` file, of a data set's directory, else of a file of JSON lines.
 
     A directory is one that `datasets` has saved, or has files that `datasets.load_dataset` knows: parquet, JSON, CSV.
-    Tables other than saved ones are written once into its cache, as they are mapped from there.
+    Tables other than saved ones are written once into its cache, as they are mapped from there. name: configuration of
+    such files, as their README.md has it.
 
     Raises:
-        UserError: there is nothing, it cannot be read, or it has no such split. The message names `key`.
+        UserError: there is nothing, it cannot be read, or it has no such configuration or split. The message names
+            `key`.
     """
     check_path(path, key)
     if path.is_dir():
-        return TableRows(_split(_directory(path, key), split, path, key), path, key)
-    if split is not None:
-        raise user_error(
-            f"{key}.split", found=split, expected=f"none, as {path} is one file", remedy=f"Remove {key}.split."
-        )
+        return TableRows(_split(_directory(path, name, key), split, path, key), path, key)
+    for what, value in (("name", name), ("split", split)):
+        if value is not None:
+            raise user_error(
+                f"{key}.{what}", found=value, expected=f"none, as {path} is one file", remedy=f"Remove {key}.{what}."
+            )
     if path.suffix == ".parquet" and path.is_file():
         return TableRows(_parquet(path, key), path, key)
     return JsonLines(path, key)
@@ -141,13 +144,19 @@ def _parquet(path: Path, key: str) -> Dataset:
     return found["train"]
 
 
-def _directory(path: Path, key: str) -> Dataset | DatasetDict:
+def _directory(path: Path, name: str | None, key: str) -> Dataset | DatasetDict:
     check_regular(path, key)
     datasets = _quiet_datasets()
     saved = (path / "state.json").is_file() or (path / "dataset_dict.json").is_file()
+    if saved and name is not None:
+        expected = f"none, as {path} was saved as one data set"
+        raise user_error(f"{key}.name", found=name, expected=expected, remedy=f"Remove {key}.name.")
     try:
-        return datasets.load_from_disk(str(path)) if saved else datasets.load_dataset(str(path))
+        return datasets.load_from_disk(str(path)) if saved else datasets.load_dataset(str(path), name)
     except Exception as error:  # as above
+        if name is not None and name not in (names := datasets.get_dataset_config_names(str(path))):
+            expected = f"one of {', '.join(names)}, the configurations of {path}"
+            raise user_error(f"{key}.name", found=name, expected=expected, remedy="Correct or remove it.") from error
         expected = "a directory that datasets has saved, or one of parquet, JSON or CSV files"
         raise _unreadable(path, key, error, expected) from error
 

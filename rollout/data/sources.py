@@ -19,7 +19,8 @@ class Source:
     """Where problems are, and what they are made of.
 
     key: what messages call it. split: of a data set with several. question, answer: columns; a dot leads into a nested
-    one. system_prompt: begins conversations that have none; empty: none. chat_template: see `Problem`.
+    one. system_prompt: begins conversations that have none; empty: none. chat_template: see `Problem`. name: of the
+    configuration, where a data set has several.
     """
 
     path: str | Path
@@ -29,6 +30,7 @@ class Source:
     answer: str = "answer"
     system_prompt: str = ""
     chat_template: Mapping[str, Any] = field(default_factory=dict)
+    name: str | None = None
 
 
 def load_problems(source: Source) -> Problems:
@@ -38,7 +40,7 @@ def load_problems(source: Source) -> Problems:
         UserError: there is nothing at the path, nothing in it, or no such column. The message names the source's key. A
             row that is no problem is refused when it is read.
     """
-    rows = open_rows(Path(source.path), source.split, source.key)
+    rows = open_rows(Path(source.path), source.split, source.key, source.name)
     if not rows:
         raise user_error(
             source.key,

@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import logging
+from itertools import product
+from typing import Any
 
 from rollout.rewards.integer import final_integer
+from rollout.rewards.prose import plain
+
+_DIGITS = 50
+"""Digits to which what is no fraction is computed to be compared."""
 
 
 def math(answer: str, reference: str, finished: bool) -> float:
@@ -16,21 +22,82 @@ def math(answer: str, reference: str, finished: bool) -> float:
     """
     if not finished:
         return 0.0
+    answer = plain(answer)
     gold = final_integer(reference)
     if gold is not None and final_integer(answer) == gold:
         return 1.0
-    from math_verify import parse, verify
+    from math_verify import parse
 
-    _, marker, tail = reference.rpartition("####")
-    result = tail.strip() if marker else reference
+    _, marker, tail = plain(reference).rpartition("####")
+    result = tail.strip() if marker else tail
     # The caller's deadline replaces math-verify's own.
     expected = parse(f"${result}$", parsing_timeout=None) or parse(result, parsing_timeout=None)
     if not expected:
         raise ValueError(f"found {reference!r}, expected a reference with an expression that math-verify can read")
+    return float(any(_compared(*pair) for pair in product(expected, parse(answer, parsing_timeout=None))))
+
+
+def _compared(gold: Any, own: Any) -> bool:
+    from sympy import nan, zoo
+
     try:
-        return float(verify(expected, parse(answer, parsing_timeout=None), timeout_seconds=None))
+        # What is written alike needs no arithmetic, which of 10^{10^{10}} would take for ever.
+        return bool(gold == own and gold not in (nan, zoo)) or _equal(_exact(gold), _exact(own))
     except Exception:  # sympy raises nearly anything on adversarial text, and such an answer is wrong
-        return 0.0
+        return False
+
+
+def _exact(value: Any) -> Any:
+    """Return an expression with its decimals as fractions, and the rational numbers in it computed.
+
+    math-verify rounds floats to six decimals, by which 1.6e-19 is 9.1e-31.
+    """
+    from math_verify.grader import get_pct_val
+    from sympy import Basic, Float, MatrixBase, Mul, Rational
+    from sympy.core.relational import Relational
+
+    if isinstance(value, Float):
+        return Rational(str(value))
+    if isinstance(value, MatrixBase):
+        return value.applyfunc(_exact)
+    if not isinstance(value, Basic) or not value.args:
+        return value
+    if (percent := get_pct_val(value)) is not None:
+        return Mul(_exact(percent), value.args[1], evaluate=False)
+    before = getattr(value, "_unsorted_args", value.args)
+    after = [_exact(part) for part in before]
+    if any(old is not new for old, new in zip(before, after, strict=True)):  # else a product loses the order of a word
+        value = value.func(*after, evaluate=False) if isinstance(value, Relational) else value.func(*after)
+    if value.is_number and (computed := value.doit()).is_Rational:
+        return computed
+    return value
+
+
+def _equal(gold: Any, own: Any) -> bool:
+    """Compare two expressions: numbers by their exact values, all else by math-verify."""
+    from math_verify import verify
+    from math_verify.grader import get_pct_val
+
+    if not (getattr(gold, "is_number", False) and getattr(own, "is_number", False)):
+        return bool(verify(gold, own, numeric_precision=_DIGITS, allow_set_relation_comp=True, timeout_seconds=None))
+    shares = [get_pct_val(gold), get_pct_val(own)]
+    if (shares[0] is None) == (shares[1] is None):
+        return _same_number(gold, own)
+    # 25% is right for 0.25, and for 25 in an answer that leaves the sign out, or adds it.
+    return _same_number(gold, own) or _same_number(*(n if s is None else s for n, s in zip((gold, own), shares)))
+
+
+def _same_number(one: Any, other: Any) -> bool:
+    """Compare two numbers, however large or small they are."""
+    from sympy import nan, simplify, zoo
+
+    one, other = one.doit(), other.doit()
+    if one == other:
+        return one not in (nan, zoo)
+    if (one.is_Rational and other.is_Rational) or not (one.is_finite and other.is_finite):
+        return False
+    difference = one - other if one.is_zero or other.is_zero else one / other - 1
+    return bool(difference.evalf(_DIGITS, chop=True) == 0 or simplify(difference).is_zero)
 
 
 def prepare() -> None:

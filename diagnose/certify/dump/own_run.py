@@ -82,9 +82,9 @@ def _version(records: list[RolloutRecord]) -> int:
 def _weights(run: RunDir, experiment: Experiment, version: int) -> tuple[Path, Path | None]:
     """Directory of the model, and the checkpoint that is loaded over it."""
     if version == 0:
-        return Path(experiment.model.path), None
+        return experiment.model.directory, None
     if version in run.checkpoint_steps():
-        return Path(experiment.model.path), run.checkpoint(version)
+        return experiment.model.directory, run.checkpoint(version)
     kept = ", ".join(map(str, run.checkpoint_steps())) or "none"
     raise user_error(
         "DUMP",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import torch
 
@@ -40,7 +39,7 @@ def planned_here(shape: Shape, experiment: Experiment, gpu: OwnGpu) -> tuple[Job
     job = job_of(experiment, shape, storage, gpu.memory)
     left = gpu.count - job.layout.world_size
     if experiment.teacher is not None and left < sum(experiment.engine_ranks):
-        taught = read_shape(Path(experiment.teacher.path), "teacher.path")
+        taught = read_shape(experiment.teacher.directory, "teacher.path")
         job = replace(job, teacher=teacher_bytes(experiment, taught, gpu.memory))
     apart = experiment.sync.engines_own_gpus or left >= job.engines * job.engine_tp
     return with_cache(job, experiment, gpu.memory, apart), apart
@@ -51,7 +50,7 @@ def with_own_cache(experiment: Experiment) -> Experiment:
     gpu = own_gpu()
     if gpu is None or experiment.rollout.max_total_tokens is not None:
         return experiment
-    tokens = planned_here(read_shape(Path(experiment.model.path), adapter=experiment.adapter), experiment, gpu)[
+    tokens = planned_here(read_shape(experiment.model.directory, adapter=experiment.adapter), experiment, gpu)[
         0
     ].kv_tokens
     return experiment.model_copy(update={"rollout": experiment.rollout.model_copy(update={"max_total_tokens": tokens})})

@@ -53,7 +53,7 @@ def check(experiment: Experiment, say: Callable[[str], object] = lambda text: No
     check_algorithm(experiment)
     check_trackers(experiment.tracking.to)
     check_wandb(experiment.tracking.recorded_wandb)
-    model = read_model(path := Path(experiment.model.path))
+    model = read_model(path := experiment.model.directory)
     check_model_layout(model.sizes, experiment)
     adapted = model.adapted(experiment.adapter)  # refuses what the model cannot have
     lowered = lower(experiment.numerics_config(), has_transformer_engine())

@@ -31,7 +31,7 @@ def check_teacher(experiment: Experiment, policy: ModelSizes, tokenizer: PreTrai
     teacher = experiment.teacher
     if teacher is None:
         return None
-    path = Path(teacher.path)
+    path = teacher.directory
     model = read_model(path, _KEY)
     _check_vocabulary(path, model.sizes, policy, tokenizer, experiment)
     numerics = teacher.numerics(experiment.numerics, experiment.numerics_config().k_splits)

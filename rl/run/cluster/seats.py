@@ -173,7 +173,7 @@ class Seats:
         """Whether these see what they have to; a run on the driver's node alone does."""
         new = [node for node in nodes if self._spans and node.id not in self._views]
         if new:
-            self._views |= views(new, self._folder, [Path(self._experiment.model.path) / "config.json"])
+            self._views |= views(new, self._folder, [self._experiment.model.directory / "config.json"])
 
 
 def _reserved(nodes: Sequence[Node], gpus: int = 1) -> _Reserved:

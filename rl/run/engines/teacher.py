@@ -60,7 +60,7 @@ class Teacher:
         if section is None:
             return None
         numerics = section.numerics(experiment.numerics, experiment.numerics_config().k_splits)
-        source, checkpoint, spec = Path(section.path), folder / "served" / "teacher", numerics.rollout_spec
+        source, checkpoint, spec = section.directory, folder / "served" / "teacher", numerics.rollout_spec
         recorder = Recorder(read_model(source).tensors, section.tp)
         convert_checkpoint(source, checkpoint, spec, recorder)
         manifest = Manifest.merged(_VERSION, spec, [recorder.sent()], _ROLE)

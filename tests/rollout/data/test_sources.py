@@ -165,6 +165,8 @@ def test_what_is_not_there_is_said_with_what_is(saved, tmp_path):
             assert text.startswith(f"data.split: found {split!r}, expected one of train, test")
     for form in ("parquet", "saved", "lines"):
         assert "data.split: found 'test', expected none" in refusal(dataclasses.replace(saved[form], split="test"))
+    for form, text in (("folder", "one of default"), ("saved splits", "none"), ("lines", "none")):
+        assert refusal(dataclasses.replace(saved[form], name="x")).startswith(f"data.name: found 'x', expected {text}")
     (tmp_path / "empty").mkdir()
     assert "empty: " in (text := refusal(Source(tmp_path / "empty"))) and "parquet, JSON or CSV files" in text
     (tmp_path / "bad.parquet").write_bytes(b"PAR1 and nonsense")

@@ -132,6 +132,19 @@ def test_a_checkpoint_is_replaced_whole(moe_path: Path, tmp_path: Path, make_tra
     assert [file.name for file in tmp_path.iterdir()] == ["last"]
 
 
+def test_equal_states_are_equal_files_wherever_they_are_written(
+    moe_path: Path, tmp_path: Path, make_trainer: MakeTrainer
+) -> None:
+    trainer = make_trainer(moe_path, "bf16")
+    for name in ("a", "elsewhere/b"):
+        trainer.save(tmp_path / name, {"seed": 7})
+    a, b = (
+        {file.relative_to(path): file.read_bytes() for file in path.rglob("*") if file.is_file()}
+        for path in (tmp_path / "a", tmp_path / "elsewhere/b")
+    )
+    assert a == b and len(a) >= 4
+
+
 def test_what_is_written_while_training_goes_on_is_what_was_staged(
     moe_path: Path, tmp_path: Path, make_trainer: MakeTrainer
 ) -> None:

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from models import read_model
 from models.adapters import AdapterConfig
-from models.peft import BASE, CONFIG, TENSORS, read_adapter, read_config
+from models.peft import BASE, TENSORS, read_adapter, read_config
+from models.peft_config import CONFIG
 from numerics.errors import UserError
 from numerics.spec import QuantSpec
 from tests.support.batches import random_batch
@@ -112,8 +113,8 @@ def test_a_merged_checkpoint_is_the_sum_and_is_quantized_like_any(
     [
         ({"use_dora": True}, "use_dora=True"),
         ({"rank_pattern": {"q_proj": 8}}, "rank_pattern"),
-        ({"peft_type": "IA3"}, "peft_type 'IA3'"),
-        ({"r": 8}, "rank 8"),
+        ({"peft_type": "IA3"}, "peft_type='IA3'"),
+        ({"r": 8}, "of shape"),
         ("unknown", "score.lora_A.weight"),
         ("base", "digest"),
         ("shared", "experts with adapters of their own"),

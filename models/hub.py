@@ -1,0 +1,227 @@
+"""Models and data sets of the Hugging Face hub: told from paths, pinned to a commit, and brought to this machine.
+
+`huggingface_hub` fetches, keeps what it has fetched in its cache, and heeds HF_TOKEN, HF_HUB_OFFLINE, HF_HOME and
+HF_ENDPOINT. What is pinned to a commit and in the cache needs no network.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, Field
+
+from numerics.errors import UserError, user_error
+from numerics.io.reading import check_path
+from numerics.io.section import Located, SpecPath, located_as
+
+Kind = Literal["model", "dataset"]
+
+_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_FILES = (".json", ".jsonl", ".parquet", ".csv", ".txt", ".yaml", ".gz", ".zst", ".safetensors")
+"""Endings of files: `data/train.jsonl` is a path that leads nowhere."""
+_MODEL = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
+_NOT_OF_A_MODEL = ["*/*", "consolidated*"]
+"""Copies of the weights in other formats."""
+_CARD = ["README.md", ".huggingface.yaml", "dataset_infos.json"]
+_CONFIG = "config.json"
+
+
+def is_hub_name(text: str) -> bool:
+    """Return whether a value names a repository, `owner/name`. Whatever exists on this machine is a path."""
+    return bool(_NAME.fullmatch(text)) and not text.endswith(_FILES) and not os.path.exists(text)
+
+
+def _local_or_name(text: str, directory: Path) -> str:
+    local = located_as(SpecPath, text, directory)
+    return text if not os.path.exists(local) and is_hub_name(text) else str(local)
+
+
+def _possible(text: str) -> str:
+    check_path(text, "path")
+    return text
+
+
+HubPath = Annotated[str, Field(min_length=1), AfterValidator(_possible), Located("path or name", _local_or_name)]
+"""A `SpecPath`, or the name of a repository of the hub."""
+
+Revision = Annotated[str, Field(min_length=1, pattern=r"^[\w./-]+$")]
+"""A branch, tag or commit."""
+
+
+def model_directory(path: str, revision: str | None, key: str, *, config_only: bool = False) -> Path:
+    """Return the directory of a model, which is fetched if `path` names one of the hub.
+
+    config_only: its config.json is all that is read.
+
+    Raises:
+        UserError: the hub does not give it; the message speaks of it as `key`.
+    """
+    if not is_hub_name(path):
+        return _local(path, revision, key)
+    with _explained(path, revision, "model", key):
+        pinned = commit(path, revision, "model", key)
+        folder = _snapshot(path, "model", pinned, [_CONFIG] if config_only else _MODEL, _NOT_OF_A_MODEL)
+    if not (folder / _CONFIG).is_file():
+        raise _refusal(key, f"{path} without {_CONFIG}", "a model of transformers", "Choose another one.")
+    return folder
+
+
+def data_directory(path: str, revision: str | None, name: str | None, key: str) -> Path:
+    """Return where data are. Of a data set of the hub the files of the configuration `name` are fetched.
+
+    Raises:
+        UserError: as `model_directory` does; or it has several configurations, or none of this name.
+    """
+    if not is_hub_name(path):
+        return _local(path, revision, key)
+    with _explained(path, revision, "dataset", key):
+        pinned = commit(path, revision, "dataset", key)
+        card = _snapshot(path, "dataset", pinned, _CARD)
+        return _snapshot(path, "dataset", pinned, _files_of(card, path, name, key))
+
+
+def _local(path: str, revision: str | None, key: str) -> Path:
+    if revision is not None:
+        raise user_error(
+            f"{key.removesuffix('.path')}.revision",
+            found=revision,
+            expected=f"none, as {path} is a path of this machine",
+            remedy="Remove it, or give the name of a repository of the hub.",
+        )
+    return Path(path)
+
+
+def commit(path: str, revision: str | None, kind: Kind, key: str) -> str:
+    """Return the commit that a branch, a tag or the default branch (None) of a repository is at.
+
+    Without a network: the one that it was at when it was last asked for.
+
+    Raises:
+        UserError: as `model_directory` does.
+    """
+    from huggingface_hub import HfApi
+
+    with _explained(path, revision, kind, key):
+        return str(HfApi().resolve_revision(path, repo_type=kind, revision=revision).resolved)
+
+
+def _snapshot(path: str, kind: Kind, pinned: str, wanted: list[str] | None, unwanted: list[str] | None = None) -> Path:
+    """The folder of a commit with its files of these patterns; without a network, with what the cache has of them."""
+    import httpx
+    from huggingface_hub import HfApi, errors, get_cached_repo_tree, snapshot_download
+
+    def snapshot(cached: bool) -> Path:
+        return Path(
+            snapshot_download(
+                path,
+                repo_type=kind,
+                revision=pinned,
+                allow_patterns=wanted,
+                ignore_patterns=unwanted,
+                local_files_only=cached,
+            )
+        )
+
+    try:  # a listing in the cache shows that nothing is missing there
+        get_cached_repo_tree(path, repo_type=kind, revision=pinned)
+        return snapshot(cached=True)
+    except (errors.CachedRepoTreeNotFoundError, errors.LocalEntryNotFoundError):
+        pass
+    try:  # the downloads try again for half a minute, and side by side: this asks once
+        HfApi().repo_info(path, repo_type=kind, revision=pinned)
+    except (errors.OfflineModeIsEnabled, httpx.ConnectError, httpx.TimeoutException):
+        return snapshot(cached=True)
+    return snapshot(cached=False)
+
+
+def _files_of(card: Path, path: str, name: str | None, key: str) -> list[str] | None:
+    """The patterns of a configuration's files, as the card of a data set lists them; None: all files."""
+    from huggingface_hub import DatasetCard
+
+    readme = card / "README.md"
+    listed = DatasetCard.load(readme, ignore_metadata_errors=True).data.get("configs") if readme.is_file() else None
+    configs = {each["config_name"]: each for each in listed or [] if isinstance(each, dict) and "config_name" in each}
+    if not configs:
+        return None
+    default = next((each for each, held in configs.items() if held.get("default") or each == "default"), None)
+    chosen = name or (default if len(configs) > 1 else next(iter(configs)))
+    if chosen not in configs:
+        raise user_error(
+            f"{key}.name",
+            found=name,
+            expected=f"one of {', '.join(configs)}, the configurations of {path}",
+            remedy=f"Set it: {{path: {path}, name: {next(iter(configs))}}}.",
+        )
+    below = f"{folder}/" if (folder := configs[chosen].get("data_dir")) else ""
+    patterns = [below + each for each in _patterns(configs[chosen].get("data_files", "*" if below else []))]
+    if not patterns:
+        return None
+    return [*patterns, *(each.replace("**/", "") for each in patterns), *_CARD]
+
+
+def _patterns(value: Any) -> Iterator[str]:
+    """Each pattern in what a card says of files: a text, a list, or splits with their paths."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        for each in [value["path"]] if "path" in value else value.values():
+            yield from _patterns(each)
+    elif isinstance(value, Sequence):
+        for each in value:
+            yield from _patterns(each)
+
+
+@contextmanager
+def _explained(path: str, revision: str | None, kind: Kind, key: str) -> Iterator[None]:
+    """Say in one message why the hub does not give a repository."""
+    import httpx
+    from huggingface_hub import constants, errors
+
+    of = "" if revision is None else f" at revision {revision}"
+    hub = constants.ENDPOINT
+    page = f"{hub}/{'datasets/' if kind == 'dataset' else ''}{path}"
+    what = "a model" if kind == "model" else "a data set"
+    local = "directory" if kind == "model" else "file or directory"
+    try:
+        yield
+    except errors.GatedRepoError as error:
+        found = f"{path}, {what} that {hub} gives only to accounts that it has let in"
+        remedy = f"Ask for access at {page}, and set HF_TOKEN to a token of the account (or run hf auth login)."
+        raise _refusal(key, found, "one that may be read", remedy) from error
+    except errors.RevisionNotFoundError as error:
+        remedy = f"Correct it, or leave it out for the default branch; {page} lists them."
+        where = f"{key.removesuffix('.path')}.revision"
+        raise _refusal(where, f"{revision}", f"a branch, tag or commit of {path}", remedy) from error
+    except (errors.RepositoryNotFoundError, errors.HFValidationError) as error:
+        found = f"{path}, no {local} here, and on {hub} no {what.removeprefix('a ')} of that name"
+        remedy = "Correct the path or the name; for a private one set HF_TOKEN to a token that may read it."
+        raise _refusal(key, found, f"a {local}, or the name of {what} of the hub", remedy) from error
+    except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled, errors.RevisionResolutionError) as error:
+        raise _unreached(key, path, of, kind, error.__cause__ or error) from error
+    except (httpx.HTTPError, errors.FileMetadataError) as error:
+        raise _unreached(key, path, of, kind, error) from error
+    except OSError as error:
+        found = f"{path}{of}, and {error.strerror or error} at {constants.HF_HUB_CACHE}"
+        raise _refusal(key, found, "a cache with room", "Free some, or set HF_HOME to another disk.") from error
+
+
+def _unreached(key: str, path: str, of: str, kind: Kind, error: BaseException) -> UserError:
+    from huggingface_hub import constants
+
+    if constants.HF_HUB_OFFLINE:
+        why = "HF_HUB_OFFLINE is set"
+    else:
+        why = f"{constants.ENDPOINT} does not give it ({' '.join(str(error).split())[:100]})"
+    found = f"{path}{of}, which is not here, not whole in the cache {constants.HF_HUB_CACHE}, and {why}"
+    option = " --repo-type dataset" if kind == "dataset" else ""
+    remedy = f"Fetch it where there is a network (hf download {path}{option}), or correct it to a path of this machine."
+    return _refusal(key, found, "an existing path, or a repository in the cache or within reach", remedy)
+
+
+def _refusal(key: str, found: str, expected: str, remedy: str) -> UserError:
+    return UserError(f"{key}: found {found}, expected {expected}. {remedy}")

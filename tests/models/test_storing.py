@@ -1,0 +1,40 @@
+"""Safetensors files that we write: equal contents are equal bytes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+
+from models.storing import write_tensors
+
+METADATA = {"format": "pt", "base_digest": 'a \u00e9 "quoted" \\ \n', "another": "", "b": "7"}
+WRITE = f"""
+import sys, torch
+from pathlib import Path
+from models.storing import write_tensors
+tensors = {{"b": torch.arange(6).view(2, 3), "a": torch.ones(1, dtype=torch.bfloat16)}}
+for number in range(6):
+    write_tensors(Path(sys.argv[1]) / f"{{sys.argv[2]}}_{{number}}", tensors, {METADATA!r})
+"""
+
+
+def test_processes_write_the_same_bytes_whatever_the_order_of_a_hash_map(tmp_path: Path) -> None:
+    for process in range(2):
+        subprocess.run([sys.executable, "-c", WRITE, tmp_path, str(process)], check=True)
+    written = [file.read_bytes() for file in tmp_path.iterdir()]
+    assert len(written) == 12 and len(set(written)) == 1
+    with safe_open(next(tmp_path.iterdir()), framework="pt") as file:
+        assert file.metadata() == METADATA
+        assert torch.equal(file.get_tensor("b"), torch.arange(6).view(2, 3))
+        assert torch.equal(file.get_tensor("a"), torch.ones(1, dtype=torch.bfloat16))
+
+
+def test_a_file_without_or_with_one_key_is_as_safetensors_writes_it(tmp_path: Path) -> None:
+    for metadata in ({}, {"format": "pt"}):
+        write_tensors(tmp_path / "file", {"a": torch.ones(2)}, metadata)
+        with safe_open(tmp_path / "file", framework="pt") as file:
+            assert (file.metadata() or {}) == metadata and torch.equal(file.get_tensor("a"), torch.ones(2))

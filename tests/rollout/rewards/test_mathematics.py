@@ -1,0 +1,166 @@
+"""The reward `math`: which answers are right for a reference, and which are not."""
+
+from __future__ import annotations
+
+import pytest
+
+from rollout.rewards.mathematics import math
+
+RIGHT = {
+    # Decimals, small and large.
+    r"1.6 \times 10^{-19}": [
+        r"\boxed{1.6 \times 10^{-19}}",
+        r"\boxed{1.6 \cdot 10^{-19}}",
+        "It is 1.6 × 10⁻¹⁹ C.",
+        "It is 1.6e-19.",
+        r"\boxed{16 \times 10^{-20}}",
+    ],
+    "0.0000002": [r"\boxed{2 \times 10^{-7}}", r"\boxed{\frac{1}{5000000}}"],
+    "#### 0.00000012": ["#### 0.00000012"],
+    r"6.02 \times 10^{23}": [r"\boxed{602 \times 10^{21}}"],
+    "0.3": [r"\boxed{0.1+0.2}", r"\boxed{.30}"],
+    "2^{100}": [r"\boxed{1267650600228229401496703205376}"],
+    "e^{-100}": [r"\boxed{\frac{1}{e^{100}}}"],
+    "2e-3": [r"\boxed{-3+2e}"],
+    "10^{10^{10}}": [r"\boxed{10^{10^{10}}}"],
+    # Fractions, roots, expressions.
+    r"\frac{3}{4}": [r"\boxed{\dfrac{6}{8}}", r"\boxed{3/4}", r"\boxed{0.75}", "**3/4**", "`0.75`"],
+    r"2\frac{1}{2}": [r"\boxed{\frac{5}{2}}"],
+    r"\sqrt{2}+\sqrt{3}": [r"\boxed{\sqrt{5+2\sqrt{6}}}"],
+    r"\frac{\pi}{4}": [r"\boxed{\arctan 1}"],
+    r"\log_2 8": [r"\boxed{3}"],
+    "x^2+2x+1": [r"\boxed{(x+1)^2}", r"**$(x+1)^2$**"],
+    "a_1+b_2": [r"\boxed{b_2+a_1}"],
+    "3+4i": [r"\boxed{4i+3}"],
+    r"-\infty": [r"\boxed{-\infty}"],
+    # Sets, intervals, matrices.
+    r"\{1,2,3\}": [r"\boxed{\{3,2,1\}}", r"\boxed{3, 1, 2}"],
+    r"\pm 2": [r"\boxed{2,-2}"],
+    r"[0,\frac12)": [r"\boxed{[0,0.5)}"],
+    r"(-\infty,2)\cup(3,\infty)": [r"\boxed{(3,\infty)\cup(-\infty,2)}"],
+    r"(-\infty,2]": [r"\boxed{x \le 2}"],
+    r"x \le 2": [r"\boxed{(-\infty,2]}"],
+    "1<x<2": [r"\boxed{(1,2)}"],
+    r"\begin{pmatrix}0.5\\1\end{pmatrix}": [r"\boxed{\begin{bmatrix}\frac12\\1\end{bmatrix}}"],
+    # Equations.
+    "x = 5": [r"\boxed{5}", r"\boxed{x=5}", "So **x = 5**"],
+    "y = 2x + 1": [r"\boxed{2x - y + 1 = 0}"],
+    "x=2,y=3": [r"\boxed{x=2,y=3}"],
+    r"x=\frac12": [r"\boxed{x=0.5=\frac12}"],
+    # Words.
+    r"\text{Monday}": [r"\boxed{\text{Monday}}", r"\boxed{Monday}"],
+    r"\text{(C)}": [r"\boxed{C}"],
+    # Currency.
+    "#### 72": [
+        r"\boxed{\$72}",
+        r"Final: \$72",
+        "Final: $72.",
+        r"First \$50, then \$22, so \$72.",
+        r"It is \(\$72\).",
+        "It is $72$.",
+        r"#### \$72",
+        "#### **72**",
+        r"**Total: \$72.00** in all",
+        "`$72`",
+        r"US\$72",
+        "72 dollars",
+        r"\boxed{72 dollars}",
+        "72€",
+    ],
+    r"\$18.90": [r"\boxed{18.9}", r"\boxed{\$18.90}", r"\$18.90", "$18.90"],
+    "$18.90": [r"\boxed{18.9}", "It costs €18.90."],
+    "20 dollars": [r"\boxed{20}"],
+    "-5": ["It is -$5.", r"It is -\$5.", "It is $-5.", "−5", "It is **-5**."],
+    # Thousands.
+    "1234567": [
+        r"\boxed{1,234,567}",
+        r"\boxed{1{,}234{,}567}",
+        r"\boxed{1\,234\,567}",
+        r"\boxed{1 234 567}",
+        "It is 1,234,567.",
+        "1'234'567",
+        r"\$1,234,567.00",
+    ],
+    "12,345": [r"\boxed{12345}"],
+    # Units and percent.
+    r"5\text{ cm}": [r"\boxed{5}", r"\boxed{5 \mathrm{~cm}}", "It is 5 cm."],
+    "20 apples": [r"\boxed{20}", r"\boxed{20 apples}"],
+    "90": [r"\boxed{90^{\circ}}"],
+    r"12.5\%": [r"\boxed{12.5}", r"\boxed{12.5\%}", r"\boxed{\frac18}", "It is 12.5%."],
+    "0.25": [r"\boxed{25\%}"],
+    "25": [r"\boxed{25\%}"],
+    # Markdown.
+    "42": [
+        "**42**",
+        "The answer is **42.**",
+        "**Answer:** 42",
+        "**Answer: 42**",
+        "***42***",
+        "**_42_**",
+        "__42__",
+        "The answer is *42*.",
+        "_42_",
+        "The answer is `42`.",
+        "```\n42\n```",
+        "### Answer\n42",
+        "## 42",
+        "- 42",
+        "* **42**",
+        "1. We add.\n2. **42**",
+        "> 42",
+        "| sum |\n|---|\n| **42** |",
+        "<b>42</b>",
+        "**$42$**",
+        r"**\boxed{42}**",
+        r"$\boldsymbol{42}$",
+    ],
+    "24": ["2*3*4", "2 * 3 * 4"],
+    "8": ["2**3"],
+}
+WRONG = {
+    r"1.6 \times 10^{-19}": [r"\boxed{9.1 \times 10^{-31}}", r"\boxed{3.2 \times 10^{-19}}", r"\boxed{0}", "1.7e-19"],
+    "0.0000002": [r"\boxed{0.0000001}", r"\boxed{0}"],
+    "0": [r"\boxed{0.0000004}"],
+    "#### 0.00000012": ["#### 0.00000013"],
+    "10^{-300}": [r"\boxed{10^{-301}}"],
+    "e^{-100}": [r"\boxed{e^{-101}}"],
+    r"\binom{50}{25}^{-1}": [r"\boxed{0}"],
+    "123456789.1": [r"\boxed{123456789.2}"],
+    "10^{20}": [r"\boxed{10^{20}+1}"],
+    r"\sqrt{10^{20}+1}": [r"\boxed{10^{10}}"],
+    "1/3": [r"\boxed{0.333333}", r"\boxed{0.33}"],
+    r"\frac{1}{0}": [r"\boxed{\frac{2}{0}}"],
+    "2e-3": [r"\boxed{0.002}"],
+    r"\pi": [r"\boxed{3.14159}"],
+    r"\sqrt{2}": [r"\boxed{-\sqrt{2}}"],
+    "3+4i": [r"\boxed{3-4i}"],
+    r"\infty": [r"\boxed{-\infty}"],
+    r"\{1,2,3\}": [r"\boxed{\{1,2\}}"],
+    r"\{0.0000001, 1\}": [r"\boxed{\{0.0000002, 1\}}"],
+    "(10^{-20}, 1)": [r"\boxed{(10^{-21}, 1)}"],
+    "(1,2)": [r"\boxed{(2,1)}"],
+    "[0,1)": [r"\boxed{[0,1]}"],
+    r"\begin{pmatrix}0.00000001\\1\end{pmatrix}": [r"\boxed{\begin{pmatrix}0.00000002\\1\end{pmatrix}}"],
+    r"\begin{pmatrix}1&2\\3&4\end{pmatrix}": [r"\boxed{\begin{pmatrix}1&3\\2&4\end{pmatrix}}"],
+    "x = 10^{-20}": [r"\boxed{x = 10^{-21}}"],
+    "x > 1": [r"\boxed{x < 1}"],
+    "x=2,y=3": [r"\boxed{x=3,y=2}"],
+    r"\text{Monday}": [r"\boxed{\text{Tuesday}}"],
+    "#### 72": [r"First \$72, then \$22, so \$50.", r"\boxed{\$73}", "**#### 73**"],
+    r"\$18.90": [r"\boxed{\$18.91}"],
+    r"5\text{ cm}": [r"\boxed{6\text{ cm}}"],
+    r"50\%": [r"\boxed{5}", r"\boxed{51\%}", r"\boxed{5000}"],
+    "42": ["**43**", "`43`", "", "I do not know.", r"\boxed{-42}", r"\boxed{42, 43}", r"\boxed{43}. Check: 42"],
+    "3": ["**-3**"],
+}
+
+
+@pytest.mark.parametrize(("reference", "answer"), [(each, own) for each, answers in RIGHT.items() for own in answers])
+def test_right_answers_are_right_however_they_are_written(reference: str, answer: str) -> None:
+    assert math(answer, reference, finished=True) == 1.0
+    assert math(answer, reference, finished=False) == 0.0
+
+
+@pytest.mark.parametrize(("reference", "answer"), [(each, own) for each, answers in WRONG.items() for own in answers])
+def test_wrong_answers_are_wrong_however_near_they_are(reference: str, answer: str) -> None:
+    assert math(answer, reference, finished=True) == 0.0

@@ -1,0 +1,106 @@
+"""A server on this machine that speaks the hub's protocol, as far as its clients use it to fetch a repository."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+TOKEN = "hf_ofatest"
+
+
+@dataclass
+class Repository:
+    """revisions: the files of each commit, by name. branches: the commit that each is at. gated: without a token."""
+
+    revisions: dict[str, dict[str, bytes]] = field(default_factory=dict)
+    branches: dict[str, str] = field(default_factory=dict)
+    gated: bool = False
+
+    def commit(self, files: dict[str, bytes], branch: str = "main") -> str:
+        """Put a branch at a commit with these files; return its 40 digits."""
+        text = repr(sorted((name, hashlib.sha256(data).hexdigest()) for name, data in files.items()))
+        sha = hashlib.sha1(text.encode()).hexdigest()
+        self.revisions[sha] = files
+        self.branches[branch] = sha
+        return sha
+
+
+@dataclass
+class Hub:
+    """What the server has, by `models/owner/name` or `datasets/owner/name`, and the paths that it was asked for."""
+
+    url: str = ""
+    repositories: dict[str, Repository] = field(default_factory=dict)
+    asked: list[str] = field(default_factory=list)
+
+
+@contextmanager
+def hub_server() -> Iterator[Hub]:
+    """Serve an empty hub."""
+    hub = Hub()
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_GET(self) -> None:
+            path = unquote(urlsplit(self.path).path).strip("/")
+            hub.asked.append(f"{self.command} {path}")
+            api = path.startswith("api/")
+            parts = path.removeprefix("api/").split("/")
+            kind = parts.pop(0) if api or parts[0] == "datasets" else "models"
+            repository = hub.repositories.get("/".join([kind, *parts[:2]]))
+            if repository is None:
+                return self._fail(404, "RepoNotFound")
+            if repository.gated and not api and self.headers.get("authorization") != f"Bearer {TOKEN}":
+                return self._fail(401, "GatedRepo")
+            what, revision, *rest = [*parts[2:], "revision", "main"][: max(2, len(parts) - 2)]
+            sha = repository.branches.get(revision, revision)
+            if sha not in repository.revisions:
+                return self._fail(404, "RevisionNotFound")
+            files = repository.revisions[sha]
+            if what == "revision":
+                siblings = [{"rfilename": name} for name in files]
+                return self._send(json.dumps({"id": "/".join(parts[:2]), "sha": sha, "siblings": siblings}).encode())
+            if what == "tree":
+                tree = [
+                    {"type": "file", "path": name, "size": len(data), "oid": _etag(data)}
+                    for name, data in files.items()
+                ]
+                return self._send(json.dumps(tree).encode())
+            if (data := files.get("/".join(rest))) is None:
+                return self._fail(404, "EntryNotFound")
+            return self._send(data, {"x-repo-commit": sha, "etag": f'"{_etag(data)}"'})
+
+        do_HEAD = do_GET
+
+        def _fail(self, status: int, code: str) -> None:
+            self._send(b"{}", {"x-error-code": code}, status)
+
+        def _send(self, body: bytes, headers: dict[str, str] | None = None, status: int = 200) -> None:
+            self.send_response(status)
+            for name, value in {"content-length": str(len(body)), **(headers or {})}.items():
+                self.send_header(name, value)
+            self.end_headers()
+            if self.command == "GET":
+                self.wfile.write(body)
+
+        def log_message(self, *_: Any) -> None: ...
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        hub.url = f"http://127.0.0.1:{server.server_address[1]}"
+        try:
+            yield hub
+        finally:
+            server.shutdown()
+
+
+def _etag(data: bytes) -> str:
+    return hashlib.sha1(data).hexdigest()
