@@ -10,12 +10,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from fp8rl.serving import Served, read_served, serve
 from numerics.errors import UserError, user_error
 from rl.experiment import Experiment, load_experiment
 from rl.experiment.loading import compose_experiment
+from rl.experiment.plain_yaml import parse_yaml
 from rl.experiment.preconditions.data import check_data
 from rl.experiment.preconditions.tokenizer import load_tokenizer
 from rl.record.run_dir import RunDir
@@ -117,11 +116,10 @@ def _parsed(text: str) -> dict[str, Any]:
     if not text.lstrip().startswith("{"):
         return {"name": Path(text).stem, "path": text}
     try:
-        read = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        problem = str(error).splitlines()[0]
-        raise user_error("--set", found=problem, expected="valid YAML", remedy="Correct it.") from None
-    return dict(read)
+        read: dict[str, Any] = parse_yaml(text)
+    except ValueError as error:
+        raise user_error("--set", found=str(error), expected="YAML of plain values", remedy="Correct it.") from None
+    return read
 
 
 def _split(answers: Sequence[Trajectory], groups: int) -> list[list[Trajectory]]:

@@ -13,13 +13,13 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, equal
 
 from models.adapters import WEIGHT, AdapterConfig, matrix
 from models.architecture import Model
 from models.stored import check_finite, starting_weights
+from models.tensor_files import open_tensors
 from models.tensors import TensorRow
 from numerics.digest import tensor_digest
 from numerics.errors import UserError, user_error
@@ -142,7 +142,7 @@ def read_adapter(path: Path, base: Path, model: Model, key: str) -> dict[str, Te
         remedy = f"Set adapter.targets to {', '.join(stored.targets)} and adapter.experts={stored.experts}."
         raise _refusal(key, f"adapters of other matrices in {path}, e.g. {min(others)}", "those of the spec", remedy)
     tensors: dict[str, Tensor] = {}
-    with safe_open(path / TENSORS, framework="pt") as file:
+    with open_tensors(path / TENSORS, key) as file:
         if (digest := (file.metadata() or {}).get(BASE)) is not None and digest != (ours := base_digest(base, model)):
             found = f"{path}, trained beside weights with the digest {digest}"
             remedy = "Give the model that they were trained beside."
@@ -163,12 +163,8 @@ def read_adapter(path: Path, base: Path, model: Model, key: str) -> dict[str, Te
 
 def _adapted(path: Path, model: Model, key: str) -> list[TensorRow]:
     """The weights that the tensors of a PEFT directory stand beside."""
-    try:
-        with safe_open(path / TENSORS, framework="pt") as file:
-            left = set(file.keys())
-    except (OSError, SafetensorError) as error:
-        expected = f"the {TENSORS} of PEFT"
-        raise _refusal(key, f"{path / TENSORS}: {error}", expected, "Restore the file.") from error
+    with open_tensors(path / TENSORS, key) as file:
+        left = set(file.keys())
     found = []
     for row in _weights(model):
         if (pair := {_key(row, "A"), _key(row, "B")}) <= left:

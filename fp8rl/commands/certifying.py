@@ -86,16 +86,17 @@ def certify(
             else:
                 assert dump is not None
                 from diagnose.certify import dump as dumps
-                from numerics.io.files import check_writable
+                from numerics.io.files import check_page, writing
 
                 written = page or _beside(dump)
-                check_writable(written, "--page")
+                check_page(written, "--page")
                 sampling = _sampling(temperature, top_p, top_k, min_p)
                 weights = None if model is None else Path(model)
                 report = dumps.certify_dump(
                     dump, weights, sampling=sampling, preset=preset, budget=tokens, say=progress()
                 )
-                dumps.write_page(report, written)
+                with writing(written, "--page"):
+                    dumps.write_page(report, written)
                 progress()(f"page     {written}")
                 text, shown, ok = report.to_json(), dumps.rendered(report), report.ok
     print(text) if as_json else show(shown, soft_wrap=True)

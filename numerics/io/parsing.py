@@ -12,16 +12,18 @@ DEEPEST = 100
 _MOST_DIGITS = 300
 
 
-def parse_json(data: str | bytes) -> Any:
-    """The value that a JSON text stands for; bytes are UTF-8.
+def parse_json(data: str | bytes, finite: bool = True) -> Any:
+    """The value that a JSON text stands for; bytes are UTF-8. finite: numbers are; else Python's `NaN` and `Infinity`
+    are, too, as fp8rl itself writes them.
 
     Raises:
-        ValueError: it is no JSON or no text; a number is not finite, or larger than any that is; it is nested more than
-            `DEEPEST` deep.
+        ValueError: it is no JSON or no text, or has a number that no double reaches; it is nested more than `DEEPEST`
+            deep.
     """
     text = data if isinstance(data, str) else data.decode("utf-8")
     try:
-        value = json.loads(text, parse_float=_finite, parse_constant=_finite, parse_int=_whole)
+        number = _finite if finite else float
+        value = json.loads(text, parse_float=number, parse_constant=number, parse_int=_whole)
     except RecursionError:
         raise _too_deep() from None
     _check_depth(value)

@@ -169,7 +169,7 @@ def _loaded(path: Path, dtype: torch.dtype) -> Any:
                     remedy="Give the BF16 checkpoint of this model.",
                 )
             del config.quantization_config
-            stored = WeightFiles(files)
+            stored = WeightFiles(files, "--model")
             state = {name: stored.read(name) for name in stored.where if not is_scales(name, stored)}
             model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
             return model_class.from_pretrained(None, config=config, state_dict=state, dtype=dtype)

@@ -9,11 +9,15 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import aiohttp
 from ray.job_submission import JobStatus, JobSubmissionClient
 
 from numerics.errors import user_error
+
+LONGEST_HOST = 253
+"""Characters that DNS has for a name."""
 
 
 def submit(arguments: Sequence[str], address: str, *, wait: bool, say: Callable[[str], object]) -> bool:
@@ -23,8 +27,9 @@ def submit(arguments: Sequence[str], address: str, *, wait: bool, say: Callable[
     Whether it has succeeded; without `wait`, whether it was taken.
 
     Raises:
-        UserError: no cluster answers there, or none does any more.
+        UserError: it is no such address, no cluster answers there, or none does any more.
     """
+    _check_address(address)
     command = Path(sys.executable).with_name("fp8rl")
     # From this directory, so that relative paths mean what they mean here.
     entrypoint = f"cd {shlex.quote(os.getcwd())} && exec {shlex.join([str(command), 'train', *arguments])}"
@@ -44,6 +49,24 @@ def submit(arguments: Sequence[str], address: str, *, wait: bool, say: Callable[
     return status == JobStatus.SUCCEEDED
 
 
+def _check_address(address: str) -> None:
+    """Refuse what is no address of a dashboard. Ray would import what stands before `://`, or look for a cluster."""
+    try:
+        parts = urlsplit(address)
+        named = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+        bare = (parts.path, parts.query, parts.fragment) in (("", "", ""), ("/", "", ""))
+        if named and bare and address.isascii() and address.isprintable() and len(parts.hostname or "") <= LONGEST_HOST:
+            return
+    except ValueError:  # a port that is no number, a bracket that is not closed
+        pass
+    raise user_error(
+        "--address",
+        found=address,
+        expected="the address of a Ray cluster's dashboard, as http://HOST:PORT",
+        remedy="Correct it; `ray start --head` prints it.",
+    )
+
+
 async def _show(client: JobSubmissionClient, job: str) -> None:
     async for text in client.tail_job_logs(job):
         print(text, end="", flush=True)
@@ -54,7 +77,7 @@ def _reached(address: str) -> Iterator[None]:
     """Whatever keeps the dashboard from answering is one sentence: a head may die between two requests."""
     try:
         yield
-    except (OSError, RuntimeError, aiohttp.ClientError) as error:
+    except (OSError, RuntimeError, ValueError, aiohttp.ClientError) as error:
         why = (str(error) or repr(error)).splitlines()[0]
         raise user_error(
             "--address",
