@@ -15,8 +15,9 @@ from numerics.errors import UserError, user_error
 from rl.experiment import Experiment, load_experiment
 from rl.experiment.loading import compose_experiment
 from rl.experiment.plain_yaml import parse_yaml
+from rl.experiment.preconditions import read_model
 from rl.experiment.preconditions.data import check_data
-from rl.experiment.preconditions.tokenizer import load_tokenizer
+from rl.experiment.preconditions.tokenizer import read_tokenizer
 from rl.record.run_dir import RunDir
 from rl.run.background import Background
 from rl.run.evaluation import HeldOut, held_out, set_metrics
@@ -73,7 +74,8 @@ def evaluate(served: Served, experiment: Experiment, log: Path, say: Callable[[s
         UserError: a set or a reward cannot be used; nothing was started. EngineError, HandshakeError, RewardError,
         TooManyFailuresError: see `Evaluation`.
     """
-    tokenizer = load_tokenizer(served.path, "RUN|MODEL")
+    sizes = read_model(served.path, "RUN|MODEL").sizes
+    tokenizer = read_tokenizer(served.path, sizes.vocab_size, "RUN|MODEL")
     check_data(experiment, tokenizer)
     sets = list(held_out(experiment, tokenizer))
     metrics: dict[str, float] = {}

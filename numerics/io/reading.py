@@ -93,7 +93,10 @@ def check_regular(directory: Path, key: str) -> None:
             raise user_error(key, found=found, expected="a directory of fewer", remedy="Correct the path.")
         for name in sorted(names):
             file = Path(folder, name)
-            kind = _KINDS.get(stat.S_IFMT(file.stat().st_mode)) if file.exists() else None
+            try:
+                kind = _KINDS.get(stat.S_IFMT(file.stat().st_mode))
+            except OSError:  # a link to nothing, or to what may not be looked at
+                continue
             if kind is not None:
                 raise user_error(key, found=f"{file}: {kind}", expected="regular files", remedy="Remove it.")
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from numerics.errors import UserError, user_error
+from numerics.io.parsing import parse_json
 from numerics.io.reading import check_path, check_regular, open_regular, reason
 
 if TYPE_CHECKING:
@@ -63,13 +64,10 @@ class JsonLines(Sequence[Row]):
         remedy = f"Correct or remove line {number}."
         _check_size(len(line), where, remedy)
         try:
-            record = json.loads(line.decode("utf-8"))
+            record = parse_json(line, finite=False)
         except UnicodeDecodeError as error:
             raise user_error(where, found=line, expected="UTF-8 text", remedy=remedy) from error
-        except (
-            ValueError,
-            RecursionError,
-        ) as error:  # besides bad syntax: numbers of thousands of digits, deep nesting
+        except ValueError as error:
             found = line.decode("utf-8").rstrip("\n")
             raise user_error(where, found=found, expected=f"valid JSON ({error})", remedy=remedy) from error
         if not isinstance(record, dict):

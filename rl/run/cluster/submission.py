@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -16,8 +17,7 @@ from ray.job_submission import JobStatus, JobSubmissionClient
 
 from numerics.errors import user_error
 
-LONGEST_HOST = 253
-"""Characters that DNS has for a name."""
+_DASHBOARD = re.compile(r"https?://[\w.\-:@\[\]]{1,253}/?", re.ASCII)
 
 
 def submit(arguments: Sequence[str], address: str, *, wait: bool, say: Callable[[str], object]) -> bool:
@@ -51,14 +51,9 @@ def submit(arguments: Sequence[str], address: str, *, wait: bool, say: Callable[
 
 def _check_address(address: str) -> None:
     """Refuse what is no address of a dashboard. Ray would import what stands before `://`, or look for a cluster."""
-    try:
-        parts = urlsplit(address)
-        named = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
-        bare = (parts.path, parts.query, parts.fragment) in (("", "", ""), ("/", "", ""))
-        if named and bare and address.isascii() and address.isprintable() and len(parts.hostname or "") <= LONGEST_HOST:
+    with suppress(ValueError):  # a port that is no number, a bracket that is not closed
+        if _DASHBOARD.fullmatch(address) and urlsplit(address).hostname and urlsplit(address).port != 0:
             return
-    except ValueError:  # a port that is no number, a bracket that is not closed
-        pass
     raise user_error(
         "--address",
         found=address,
