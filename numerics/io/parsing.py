@@ -47,14 +47,10 @@ def _whole(text: str) -> int:
 def _check_depth(value: Any) -> None:
     level = [value]
     for _ in range(DEEPEST + 1):
-        level = [
-            part
-            for each in level
-            if isinstance(each, dict | list)
-            for part in (each.values() if isinstance(each, dict) else each)
-        ]
+        level = [each for each in level if isinstance(each, dict | list)]
         if not level:
             return
+        level = [part for each in level for part in (each.values() if isinstance(each, dict) else each)]
     raise _too_deep()
 
 

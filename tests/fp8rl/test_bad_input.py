@@ -25,6 +25,7 @@ from numerics.errors import UserError
 from numerics.time_limit import time_limit
 from rl.experiment import load_experiment
 from rollout.server.server import SGLangServer
+from tests.support.disks import room
 from tests.support.odd_input import KINDS, TEXTS, changed, flipped, places, with_header
 from tests.support.paths import EXAMPLES
 
@@ -369,3 +370,22 @@ def test_every_other_spec_of_yaml_is_refused_where_it_stands(folder: Path) -> No
         (folder / "spec.yaml").write_text(text)
         result = CliRunner().invoke(app, ["train", str(folder / "spec.yaml")])
         assert result.exit_code == 2 and expected in result.output
+
+
+def test_a_full_disk_is_one_sentence_and_leaves_nothing(run: Path, tmp_path: Path) -> None:
+    def left() -> set[Path]:
+        return {path for path in tmp_path.rglob("*") if path.is_file()}
+
+    before = left()
+    for command in (
+        ["init", tmp_path / "mine"],
+        ["convert", MODEL, tmp_path / "out"],
+        ["report", run],
+        ["runs", "--dir", run.parent, "--page", tmp_path / "page.html"],
+        ["serve", MODEL],
+    ):
+        with room(500):
+            result = CliRunner().invoke(app, [str(part) for part in command])
+        assert result.exit_code == 2 and result.output.count("error: ") == 1, (command, result.exception)
+        assert "expected room to write it. Free some, or write to another disk" in result.output
+        assert left() == before, command
