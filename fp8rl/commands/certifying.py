@@ -87,7 +87,9 @@ def certify(
                 assert dump is not None
                 from diagnose.certify import dump as dumps
                 from numerics.io.files import check_page, writing
+                from numerics.io.reading import check_path
 
+                check_path(dump, "DUMP")
                 written = page or _beside(dump)
                 check_page(written, "--page")
                 sampling = _sampling(temperature, top_p, top_k, min_p)
