@@ -63,8 +63,9 @@ def _check_events(text: str) -> None:
                 raise ValueError(f"the alias *{event.anchor} of nothing that is whole before it")
             count += sizes[event.anchor]
         elif isinstance(event, yaml.NodeEvent):
-            if getattr(event, "tag", None) not in (None, "!", _TEXT):
-                raise ValueError(f"the tag {event.tag}")
+            tag = getattr(event, "tag", None)
+            if tag not in (None, "!", _TEXT):
+                raise ValueError(f"the tag {tag}")
             count += 1
             if isinstance(event, yaml.CollectionStartEvent):
                 open_at.append((event.anchor, count - 1))
