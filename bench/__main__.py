@@ -1,4 +1,4 @@
-"""`make bench`: all benchmarks, side by side, into bench/results.json and a table."""
+"""`make bench`: all benchmarks, side by side, into a table and, if none fails, bench/results.json."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ import json
 import os
 import platform
 import sys
+import traceback
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 
 from rich.console import Console
 
-from bench.measure import Result, run_benchmark, table_of
+from bench.measure import read_rows, run_benchmark, table_of
 from studies.harness.lab import in_own_process
 from studies.harness.provenance import processor
 
@@ -50,6 +51,8 @@ BENCHMARKS = (
     ),
 )
 RESULTS = Path("bench/results.json")
+ROWS = Path("bench/rows.jsonl")
+"""What this run of `make bench` has measured so far."""
 
 
 def main() -> int:
@@ -59,11 +62,16 @@ def main() -> int:
     unknown = set(names) - set(BENCHMARKS)
     if unknown:
         parser.error(f"found {sorted(unknown)}, expected names out of {list(BENCHMARKS)}")
-    results: list[Result] = []
+    console, failed = Console(stderr=True), []
+    ROWS.write_text("")
     for name in names:
-        Console(stderr=True).print(f"measuring {name} ...")
-        # Megatron's process groups and torch's settings are global.
-        results += in_own_process(run_benchmark, name)
+        console.print(f"measuring {name} ...")
+        try:  # Megatron's process groups and torch's settings are global
+            in_own_process(run_benchmark, name, ROWS)
+        except Exception:  # of one benchmark; what it and the others measure is kept
+            failed.append(name)
+            traceback.print_exc()
+    results = read_rows(ROWS)
     machine = {
         "processor": processor(),
         "cores": os.cpu_count(),
@@ -71,11 +79,13 @@ def main() -> int:
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
         **{p: importlib.metadata.version(p) for p in ("torch", "sglang", "megatron-core")},
     }
-    if names == list(BENCHMARKS):
+    if names == list(BENCHMARKS) and not failed:
         data = {"machine": machine, "results": [{**asdict(r), "passed": r.passed} for r in results]}
         RESULTS.write_text(json.dumps(data, indent=1) + "\n")
     Console().print(table_of(results))
-    return 0 if all(result.passed for result in results) else 1
+    if failed:
+        console.print(f"failed: {', '.join(failed)}; what was measured before is above, and in {ROWS}")
+    return 0 if not failed and all(result.passed for result in results) else 1
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 from safetensors.torch import load_file, save_file
@@ -33,14 +34,12 @@ FAINTER = 0.25
 MODEL = Path("examples/models/tiny_qwen3_moe")
 
 
-def run() -> list[Result]:
+def run() -> Iterator[Result]:
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder) / "four_layers"
         deepen(MODEL, model)
-        return [
-            exactness(Path(folder), model, temperature, engines)
-            for temperature, engines in itertools.product((1.0, 0.7), (1, 2))
-        ]
+        for temperature, engines in itertools.product((1.0, 0.7), (1, 2)):
+            yield exactness(Path(folder), model, temperature, engines)
 
 
 def exactness(folder: Path, model: Path, temperature: float, engines: int) -> Result:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import sys
 import tempfile
@@ -20,12 +21,12 @@ LEARNT = 0.8
 AT_ONCE = 2
 
 
-def run() -> list[Result]:
+def run() -> Iterator[Result]:
     specs = sorted(examples())
-    jobs = [(spec, seed) for seed in SEEDS for spec in specs]
     with tempfile.TemporaryDirectory() as name, ThreadPoolExecutor(AT_ONCE) as threads:
-        rows = dict(zip(jobs, threads.map(partial(_trained, Path(name)), jobs), strict=True))
-    return [result for spec in specs for result in results(spec, [rows[spec, seed] for seed in SEEDS])]
+        rows = threads.map(partial(_trained, Path(name)), itertools.product(specs, SEEDS))
+        for spec in specs:
+            yield from results(spec, list(itertools.islice(rows, len(SEEDS))))
 
 
 def examples() -> Iterator[Path]:

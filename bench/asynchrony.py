@@ -33,8 +33,8 @@ MODES = {
 ACCURACY_WITHIN = 0.03
 
 
-def run() -> list[Result]:
-    results = steps_per_hour()
+def run() -> Iterator[Result]:
+    yield from steps_per_hour()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         model = folder / "four_layers"
@@ -45,7 +45,8 @@ def run() -> list[Result]:
             for index, (mode, values) in enumerate(MODES.items())
         }
         for mode, rows in runs.items():
-            results += [exact_steps(mode, rows), accuracy(mode, rows, runs["synchronous"])]
+            yield exact_steps(mode, rows)
+            yield accuracy(mode, rows, runs["synchronous"])
         others = {
             "2 engines": {"rollout.engines": 2},
             "3 engines, chunks of 33, no prefix cache": {
@@ -56,8 +57,7 @@ def run() -> list[Result]:
         }
         for index, (what, changes) in enumerate(others.items()):
             rows = trained(folder, f"other-{index}", **{**settings, **changes})
-            results.append(same_rows(what, rows, runs["synchronous"]))
-    return results
+            yield same_rows(what, rows, runs["synchronous"])
 
 
 def steps_per_hour() -> list[Result]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import statistics
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 from torch import Tensor
@@ -30,15 +31,15 @@ RATES = (1e-6, 1e-5, 1e-4)
 ROWS, WIDTH, STEPS = 32, 64, 4
 
 
-def run() -> list[Result]:
+def run() -> Iterator[Result]:
     enable_compiler()
     layout = parallel.initialize(TrainerConfig())
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "model"
         write_tiny_model(path, MODEL)
-        results = [_measure(path, rate, layout) for rate in RATES]
+        for rate in RATES:
+            yield _measure(path, rate, layout)
     parallel.shutdown()
-    return results
 
 
 def _measure(path: Path, rate: float, layout: Layout) -> Result:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import statistics
+from collections.abc import Iterator
 from pathlib import Path
 
 from bench.measure import Result, median_ratio
@@ -14,8 +15,9 @@ ABSORBED = "SGLang's own ops in BF16, told to absorb latents"
 OWN: dict[str, tuple[str, Side]] = {"glm": (STOCK, None), "deepseek": (ABSORBED, ("native", "bf16"))}
 
 
-def run() -> list[Result]:
-    return [_result(family, *own) for family, own in OWN.items()]
+def run() -> Iterator[Result]:
+    for family, own in OWN.items():
+        yield _result(family, *own)
 
 
 def _result(family: str, own: str, side: Side) -> Result:

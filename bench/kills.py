@@ -11,6 +11,7 @@ import re
 import statistics
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +31,8 @@ VICTIMS = ("driver", "trainer", "engine", "everything", "everything")
 GONE_WITHIN_S = 60.0
 
 
-def run() -> list[Result]:
+def run() -> Iterator[Result]:
     draw = random.Random(SEED)
-    results = []
     for mode, setting in MODES.items():
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)
@@ -43,16 +43,13 @@ def run() -> list[Result]:
                 path = folder / f"killed-{index}"
                 moment = draw.uniform(0, STEPS - 1)
                 parts = _killed(path, [*SETTINGS, setting], victim, moment, pace)
-                results.append(
-                    Result(
-                        name=f"bits as without: {mode}, SIGKILL of {'the ' * (victim != 'everything')}{victim}",
-                        value=float(_bits(path) == _bits(whole.path)),
-                        bar=1.0,
-                        at_least=True,
-                        parts={"steps into the run": moment, **parts},
-                    )
+                yield Result(
+                    name=f"bits as without: {mode}, SIGKILL of {'the ' * (victim != 'everything')}{victim}",
+                    value=float(_bits(path) == _bits(whole.path)),
+                    bar=1.0,
+                    at_least=True,
+                    parts={"steps into the run": moment, **parts},
                 )
-    return results
 
 
 def _killed(path: Path, settings: list[str], victim: str, moment: float, pace: float) -> dict[str, float]:

@@ -7,9 +7,11 @@ from moves their weights. Prefills go in chunks of 96 tokens, and prefixes are c
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import re
 import string
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 from bench.agreement import exact_steps, trained
@@ -53,9 +55,10 @@ def digits(answer: str) -> float:
     return len(set(answer) & set(string.digits)) / 10
 
 
-def run() -> list[Result]:
+def run() -> Iterator[Result]:
     with tempfile.TemporaryDirectory() as name:
-        return [case(Path(name), model, layout) for model in MODELS for layout in LAYOUTS]
+        for model, layout in itertools.product(MODELS, LAYOUTS):
+            yield case(Path(name), model, layout)
 
 
 def case(folder: Path, name: str, layout: str, **changes: object) -> Result:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import statistics
 import time
 from collections.abc import Callable, Mapping
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -59,11 +61,18 @@ def median_ratio(numerator: list[float], denominator: list[float]) -> float:
     return statistics.median(a / b for a, b in zip(numerator, denominator, strict=True))
 
 
-def run_benchmark(name: str) -> list[Result]:
-    """The results of `bench/<name>.py`, on one thread."""
+def run_benchmark(name: str, rows: Path) -> None:
+    """Append the results of `bench/<name>.py`, on one thread, to a file: a line of JSON each, as soon as it is
+    measured."""
     torch.set_num_threads(1)
-    results: list[Result] = import_module(f"bench.{name}").run()
-    return results
+    for result in import_module(f"bench.{name}").run():
+        with rows.open("a") as file:
+            file.write(json.dumps(dataclasses.asdict(result)) + "\n")
+
+
+def read_rows(path: Path) -> list[Result]:
+    """Return the results in a file of `run_benchmark`."""
+    return [Result(**json.loads(line)) for line in path.read_text().splitlines()]
 
 
 def table_of(results: list[Result]) -> Table:

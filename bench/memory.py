@@ -8,6 +8,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, get_args
 
@@ -32,8 +33,9 @@ GIVES_BACK = {"MALLOC_MMAP_THRESHOLD_": "262144", "MALLOC_TRIM_THRESHOLD_": "262
 """Without these the C library keeps what is freed."""
 
 
-def run() -> list[Result]:
-    return [_peaks(), _seconds()]
+def run() -> Iterator[Result]:
+    yield _peaks()
+    yield _seconds()
 
 
 def _peaks() -> Result:

@@ -7,7 +7,7 @@ their warm start imitates; random models, with weights so large that rounding sh
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import MethodType
 from typing import Any
@@ -34,18 +34,17 @@ RANDOM = ("moe", "glm", "deepseek", "flash")
 ROWS, WIDTH = 6, 128
 
 
-def run() -> list[Result]:
+def run() -> Iterator[Result]:
     enable_compiler()
     layout = parallel.initialize(TrainerConfig())
     with tempfile.TemporaryDirectory() as folder:
         random = write_models(Path(folder))
-        results = [_result(Path("examples/models") / name, name, _taught(), layout) for name in EXAMPLES]
+        for name in EXAMPLES:
+            yield _result(Path("examples/models") / name, name, _taught(), layout)
         vocab = 128
-        results += [
-            _result(random[name], f"random {name}", random_batch(ROWS, WIDTH, vocab), layout) for name in RANDOM
-        ]
+        for name in RANDOM:
+            yield _result(random[name], f"random {name}", random_batch(ROWS, WIDTH, vocab), layout)
     parallel.shutdown()
-    return results
 
 
 def _result(model: Path, name: str, batch: TokenBatch, layout: Any) -> Result:

@@ -7,6 +7,7 @@ import math
 import random
 import statistics
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,17 +34,14 @@ MEDIAN, LONGEST, LONG_TAILED = 64, 512, 96
 BUDGET, ROUNDS = 4096, 5
 
 
-def run() -> list[Result]:
+def run() -> Iterator[Result]:
     enable_compiler()
     layout = parallel.initialize(TrainerConfig())
     rng = random.Random(0)
     drawn = [min(LONGEST, max(2, round(MEDIAN * math.exp(rng.gauss(0, 1))))) for _ in range(LONG_TAILED)]
-    found = [
-        _measured(layout, "lengths of the demo", json.loads(DEMO.read_text()), 1.05),
-        _measured(layout, f"log-normal lengths, {MEDIAN} in the median", [drawn], 0.95),
-    ]
+    yield _measured(layout, "lengths of the demo", json.loads(DEMO.read_text()), 1.05)
+    yield _measured(layout, f"log-normal lengths, {MEDIAN} in the median", [drawn], 0.95)
     parallel.shutdown()
-    return found
 
 
 def _measured(layout: Layout, name: str, steps: list[list[int]], bar: float) -> Result:

@@ -6,6 +6,7 @@ import asyncio
 import statistics
 import tempfile
 import time
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 from transformers import AutoTokenizer
@@ -31,15 +32,21 @@ STRAGGLERS = 2
 """Prompts of the last answers of a step, beside whole steps."""
 
 
-def run() -> list[Result]:
-    return asyncio.run(_measured())
+def run() -> Iterator[Result]:
+    with asyncio.Runner() as runner:
+        measured = _measured()
+
+        async def following() -> list[Result]:
+            return await anext(measured, [])
+
+        while results := runner.run(following()):
+            yield from results
 
 
-async def _measured() -> list[Result]:
+async def _measured() -> AsyncIterator[list[Result]]:
     """Both engines answer the same groups in turns; problems are new in every round."""
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
     prompts = [Prompt(p, prompt_ids(tokenizer, p)) for p in load_problems(Source(PROBLEMS))]
-    results: list[Result] = []
     with tempfile.TemporaryDirectory() as folder:
         engines = await _engines(Path(folder))
         try:
@@ -47,11 +54,10 @@ async def _measured() -> list[Result]:
                 sampling = SamplingParams(NEW_TOKENS, temperature, (tokenizer.eos_token_id,))
                 for count in (PROMPTS, STRAGGLERS):
                     turns = [prompts[at * count : (at + 1) * count] for at in range(WARMUP + ROUNDS)]
-                    results += await _in_turns(engines, turns, sampling, f"{kind}, {count} x {GROUP} answers")
+                    yield await _in_turns(engines, turns, sampling, f"{kind}, {count} x {GROUP} answers")
         finally:
             for engine in engines.values():
                 await engine.stop()
-    return results
 
 
 async def _engines(folder: Path) -> dict[str, Engine]:

@@ -11,7 +11,12 @@ import typer
 
 import fp8rl
 from fp8rl.commands import causes, certifying, checks, models, runs, starting
+from rl.run.lifecycle.force import exit_within
 from rl.run.lifecycle.interrupts import end_on_signal
+from rollout.loopback import reach_loopback
+
+_EXIT_SECONDS = 30.0
+"""Time between the end of a command and that of its process."""
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -50,7 +55,12 @@ def options(
 def main() -> None:
     """Run the command that the arguments name."""
     end_on_signal()
+    reach_loopback()
     for stream in (sys.stdout, sys.stderr):  # a name of a file may hold what the terminal's encoding does not
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
-    app()
+    try:
+        app()
+    except SystemExit as ended:
+        exit_within(_EXIT_SECONDS, ended.code if isinstance(ended.code, int) else int(ended.code is not None))
+        raise

@@ -8,7 +8,7 @@ from concurrent.futures import Future, wait
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fp8rl.serving import Served, read_served, serve
 from numerics.errors import UserError, user_error
@@ -18,15 +18,20 @@ from rl.experiment.plain_yaml import parse_yaml
 from rl.experiment.preconditions import read_model
 from rl.experiment.preconditions.data import check_data
 from rl.experiment.preconditions.tokenizer import read_tokenizer
+from rl.record.console import no_room
 from rl.record.run_dir import RunDir
 from rl.run.background import Background
 from rl.run.evaluation import HeldOut, held_out, set_metrics
 from rl.run.feed.conversations import Conversations
 from rl.run.feed.judging import Judge
+from rollout.deadlines import GRACE_S
 from rollout.environments.config import SINGLE_TURN
 from rollout.sampler import sample_groups
 from rollout.server.client import EngineClient
 from rollout.types import Group, SamplingParams, Trajectory
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 EVERY_PROBLEM = (1 << 31) - 1
 _LOOK_SECONDS = 0.1
@@ -62,6 +67,9 @@ def read_evaluated(subject: Path, sets: Sequence[str], overrides: Sequence[str])
             "rollout": {"context_length": served.rollout.context_length},
         }
         experiment = compose_experiment(values, [*asked, *overrides], subject)
+        if not any(override.startswith("rollout.max_new_tokens=") for override in overrides):
+            longest = f"rollout.max_new_tokens={_room(experiment, subject)}"
+            experiment = compose_experiment(values, [*asked, longest, *overrides], subject)
     if not any((experiment.data.eval, experiment.eval.sets)) or experiment.eval.problems == 0:
         raise UserError(_NOTHING_TO_ASK)
     return replace(served, numerics=experiment.numerics_config(), rollout=experiment.rollout), experiment
@@ -74,8 +82,7 @@ def evaluate(served: Served, experiment: Experiment, log: Path, say: Callable[[s
         UserError: a set or a reward cannot be used; nothing was started. EngineError, HandshakeError, RewardError,
         TooManyFailuresError: see `Evaluation`.
     """
-    sizes = read_model(served.path, "RUN|MODEL").sizes
-    tokenizer = read_tokenizer(served.path, sizes.vocab_size, "RUN|MODEL")
+    tokenizer = _tokenizer(served.path)
     check_data(experiment, tokenizer)
     sets = list(held_out(experiment, tokenizer))
     metrics: dict[str, float] = {}
@@ -88,7 +95,7 @@ def evaluate(served: Served, experiment: Experiment, log: Path, say: Callable[[s
         background = Background("answers")
         closing.callback(background.close)
         client = EngineClient(server.endpoint)
-        closing.callback(lambda: background.run(client.close()))
+        closing.callback(lambda: background.run(client.close(), GRACE_S))
 
         def ask(group: Group, sampling: SamplingParams, *_: object) -> Future[list[Trajectory]]:
             return background.begin(sample_groups(client, [group], sampling))
@@ -107,10 +114,25 @@ def evaluate(served: Served, experiment: Experiment, log: Path, say: Callable[[s
             verdicts = [judge.begin(group.prompt, found) for group, found in zip(each.groups, answers, strict=True)]
             judged = [[one for one in judge.wait(verdict) if not one.trajectory.branch] for verdict in verdicts]
             metrics |= set_metrics(each, judged)
+            answers_given = [one.trajectory for group in judged for one in group]
+            if (cut := sum(not one.finished for one in answers_given)) * 2 > len(answers_given):
+                say(no_room(cut, len(answers_given), f"max_new_tokens={each.sampling.max_new_tokens}"))
             for failures in (judge.failures, *([] if conversations is None else [conversations.failures])):
                 for text in filter(None, failures.news()):
                     say(text)
     return metrics
+
+
+def _tokenizer(model: Path) -> PreTrainedTokenizerBase:
+    """Read the tokenizer, which renders the questions. Raises UserError: it lacks what that takes."""
+    return read_tokenizer(model, read_model(model, "RUN|MODEL").sizes.vocab_size, "RUN|MODEL")
+
+
+def _room(experiment: Experiment, model: Path) -> int:
+    """Count the tokens that the model's longest sequence has for an answer to the longest prompt."""
+    sets = held_out(experiment, _tokenizer(model))
+    longest = max((len(group.prompt.token_ids) for each in sets for group in each.groups), default=0)
+    return max(experiment.rollout.context_length - longest, 1)
 
 
 def _parsed(text: str) -> dict[str, Any]:

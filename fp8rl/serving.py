@@ -6,10 +6,11 @@ import asyncio
 import ipaddress
 import socket
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from models.adapters import AdapterConfig
 from models.architecture import Model
@@ -26,8 +27,9 @@ from rl.experiment.sections import NumericsSection
 from rl.record.run_dir import RunDir
 from rl.run.engines.serving import engine_adapter, expected_report
 from rollout.config import RolloutConfig
+from rollout.environments.harness.tools import parsers
 from rollout.server import handshake
-from rollout.server.arguments import has_cuda
+from rollout.server.arguments import ServedChats, has_cuda
 from rollout.server.client import EngineClient
 from rollout.server.server import SGLangServer
 from rollout.types import LOOPBACK, Endpoint
@@ -43,7 +45,8 @@ LONGEST = 32768
 class Served:
     """A model and how it is to be computed. path: a Hugging Face directory in BF16. name: what clients call it.
 
-    adapter: what stands beside the weights.
+    adapter: what stands beside the weights. tool_parser: the format in which the model calls tools. chat_template:
+    arguments of its chat template.
     """
 
     path: Path
@@ -51,6 +54,8 @@ class Served:
     numerics: NumericsConfig
     rollout: RolloutConfig
     adapter: StoredAdapter | None = None
+    tool_parser: str | None = None
+    chat_template: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def base_name(self) -> str | None:
@@ -95,7 +100,25 @@ def read_served(subject: Path, mode: Mode, preset: str) -> Served:
     definition = _check_model(path)
     if adapter is not None:
         read_config(adapter.path, definition, "RUN|MODEL")
-    return Served(path, files.name, experiment.numerics_config(), experiment.rollout, adapter)
+    harness = experiment.environment.harness
+    return Served(
+        path,
+        files.name,
+        experiment.numerics_config(),
+        experiment.rollout,
+        adapter,
+        None if harness is None else harness.tool_parser,
+        experiment.data.chat_template,
+    )
+
+
+def with_tools(served: Served, tool_parser: str) -> Served:
+    """Let the model call tools in this format. Raises UserError: SGLang has none of that name."""
+    if tool_parser not in (known := parsers()):
+        raise user_error(
+            "--tool-parser", found=tool_parser, expected=f"one of {', '.join(known)}", remedy="Correct it."
+        )
+    return replace(served, tool_parser=tool_parser)
 
 
 def _check_model(path: Path) -> Model:
@@ -164,8 +187,9 @@ def serve(
             "adapter": beside and beside.model_dump(mode="json"),
             "base_name": served.base_name,
         }
+        chats = ServedChats(served.name, served.tool_parser, served.chat_template)
         server = SGLangServer.start(
-            checkpoint, config, log_path=log, plugin=plugin, served_name=served.name, host=host, api_key=api_key
+            checkpoint, config, log_path=log, plugin=plugin, served=chats, host=host, api_key=api_key
         )
         try:
             asyncio.run(_check(server.endpoint, served))

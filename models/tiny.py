@@ -41,6 +41,8 @@ from numerics.errors import user_error
 
 SPECIAL = ("<|pad|>", "<|endoftext|>", "<|im_end|>", "<|system|>", "<|user|>", "<|assistant|>")
 CHARACTERS = ("\n", *(chr(code) for code in range(32, 127)))
+_BYTE_LEVEL = {" ": "Ġ", "\n": "Ċ"}
+"""How byte-level vocabularies spell characters that are not their own spelling."""
 PAD, EOS = SPECIAL.index("<|pad|>"), SPECIAL.index("<|im_end|>")
 CHAT_TEMPLATE = (
     "{% for m in messages %}{{ '<|' + m['role'] + '|>' + m['content'] }}"
@@ -252,11 +254,15 @@ def _in_bf16(model: PreTrainedModel) -> PreTrainedModel:
 def _tokenizer(shape: TinyModel) -> PreTrainedTokenizerFast:
     tokens = [*SPECIAL, *CHARACTERS]
     tokens += [f"<|extra_{index}|>" for index in range(shape.vocab - len(tokens))]
-    tokenizer = Tokenizer(
-        models.WordLevel({token: index for index, token in enumerate(tokens)}, unk_token="<|extra_0|>")
-    )
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
-    tokenizer.decoder = decoders.Fuse()
+    if shape.family == "qwen2":  # transformers has a class for it, which reads any file as byte-level pieces
+        vocabulary = {_BYTE_LEVEL.get(token, token): index for index, token in enumerate(tokens)}
+        tokenizer = Tokenizer(models.BPE(vocabulary, []))
+        tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(False), decoders.ByteLevel()
+    else:
+        vocabulary = {token: index for index, token in enumerate(tokens)}
+        tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<|extra_0|>"))
+        tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+        tokenizer.decoder = decoders.Fuse()
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL])
     fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,

@@ -80,7 +80,8 @@ class RolloutConfig(Section):
     imports alone take about ten."""
     hung_after_s: float = Field(default=120.0, ge=1.0)
     """Seconds after which an engine whose process is there and does not answer, not even that it lives, is replaced. It
-    does not answer while it loads weights."""
+    does not answer while it loads weights. One whose schedulers use a processor, as in a long forward pass, is given
+    ten times as long."""
     restarts_per_hour: int = Field(default=8, ge=0)
     """Engines that may be lost and replaced within an hour; one more ends the run."""
     port: int | None = Field(default=None, ge=1024, le=65535)
@@ -100,6 +101,16 @@ class RolloutConfig(Section):
                 "rollout.in_flight=true"
             )
         return self
+
+    @property
+    def limit(self) -> str:
+        """What bounds an answer, as messages name it."""
+        return f"rollout.max_new_tokens={self.max_new_tokens}"
+
+    @property
+    def longest_pass_s(self) -> float:
+        """Seconds that an engine may compute without an answer."""
+        return 10 * self.hung_after_s
 
     @property
     def cache_tokens(self) -> int:

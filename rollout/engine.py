@@ -119,6 +119,10 @@ class Engine:
             await self._call(lambda c: c.ping())
         return await self._call(lambda c: c.load())
 
+    async def cpu_seconds(self) -> float:
+        """How long the processors have worked for the engine's schedulers so far. The server is not asked."""
+        return await asyncio.to_thread(self._running()[0].cpu_seconds)
+
     async def score(self, sequences: list[list[int]]) -> list[list[float]]:
         """See `EngineClient.score`."""
         return await self._call(lambda c: c.score(sequences))

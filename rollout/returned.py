@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import struct
 from collections.abc import Mapping
 from numbers import Real
 from typing import Any
@@ -22,6 +23,15 @@ def named_numbers(value: Any) -> Numbers:
     return {"": _number(value)}
 
 
+def is_finite(number: float) -> bool:
+    """Return whether a number is finite in FP32, in which algorithms compute."""
+    try:
+        struct.pack("<f", number)
+    except OverflowError:
+        return False
+    return math.isfinite(number)
+
+
 def brief(value: object) -> str:
     """A value with its type, short enough for a message."""
     text = repr(value)
@@ -32,7 +42,10 @@ def _number(value: Any) -> float:
     # NumPy's and torch's scalars convert, text does not.
     if isinstance(value, str | bytes | None) or not (isinstance(value, Real) or hasattr(value, "__float__")):
         raise ReturnError(f"found {brief(value)}, expected a number or named numbers")
-    number = float(value)
-    if not math.isfinite(number):
-        raise ReturnError(f"found {number}, expected a finite number")
+    try:
+        number = float(value)
+    except OverflowError:  # an integer of hundreds of digits
+        number = math.inf
+    if not is_finite(number):
+        raise ReturnError(f"found {number}, expected a finite number in FP32")
     return number

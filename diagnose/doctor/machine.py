@@ -19,6 +19,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from numerics.config import NumericsConfig
+from rollout.deadlines import kill_family
 
 LIBRARIES = (
     *("torch", "triton", "transformer_engine", "transformer_engine_torch", "megatron-core", "mbridge"),
@@ -222,7 +223,7 @@ def _answer(probe: subprocess.Popen[str]) -> tuple[bool | None, tuple[str, ...] 
     try:
         answered, complained = probe.communicate(timeout=PROBE_SECONDS)
     except subprocess.TimeoutExpired:
-        probe.kill()
+        kill_family(probe.pid)  # whose compilers hold its pipes
         probe.communicate()
         return None, None, None, f"no answer within {PROBE_SECONDS} s"
     if probe.returncode != 0:

@@ -24,6 +24,9 @@ def serve(
     ] = None,
     mode: Annotated[str, typer.Option(help="For a MODEL: exact or native.")] = "exact",
     preset: Annotated[str, typer.Option(help="For a MODEL: quantization preset.")] = "fp8_block_pow2",
+    tool_parser: Annotated[
+        str | None, typer.Option(help="Format in which the model calls tools, as SGLang names it; a run has its own.")
+    ] = None,
 ) -> None:
     """Serve a trained model by OpenAI's API, in the numerics of its run, until Ctrl-C.
 
@@ -36,6 +39,8 @@ def serve(
 
         serving.check_open(host, api_key)
         served = serving.read_served(subject, "exact" if mode == "exact" else "native", preset)
+        if tool_parser is not None:
+            served = serving.with_tools(served, tool_parser)
         digest = served.numerics.rollout_spec.digest()
         mode = served.numerics.mode
         show(f"starting an engine with {served.path} in {mode} mode, quantization spec {digest}", soft_wrap=True)

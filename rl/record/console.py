@@ -25,10 +25,11 @@ class StepConsole:
         steps: of the whole run.
         done: steps already completed when the run starts, after a resume.
         console: where to print; standard output by default.
+        limit: of an answer's tokens, as `rollout.max_new_tokens=20`.
     """
 
-    def __init__(self, steps: int, *, done: int = 0, console: Console | None = None) -> None:
-        self._steps = steps
+    def __init__(self, steps: int, *, done: int = 0, console: Console | None = None, limit: str = "") -> None:
+        self._steps, self._limit = steps, limit
         self._console = console or Console(highlight=False)
         self._rows: dict[int, Mapping[str, float]] = {}
         counts = (TextColumn("{task.description}"), BarColumn(bar_width=None), MofNCompleteColumn())
@@ -46,7 +47,7 @@ class StepConsole:
         """Print the line of a step, and move table and bar."""
         self._rows = {n: row for n, row in self._rows.items() if n > step - _BACK or n == min(self._rows)}
         self._rows[step] = dict(metrics)
-        self._print(step_line(step, self._steps, metrics))
+        self._print(step_line(step, self._steps, metrics, self._limit))
         self._whole.update(self._task, completed=step)
 
     def progress(self, done: int, wanted: int) -> None:
@@ -103,8 +104,11 @@ _SHOWN = 5
 _BACK = 2 * _SHOWN
 
 
-def step_line(step: int, steps: int, metrics: Mapping[str, float]) -> Text:
-    """`step  3/60  reward 0.412  max|d| 0  exact 1  ...`; a metric that the step lacks is left out."""
+def step_line(step: int, steps: int, metrics: Mapping[str, float], limit: str = "") -> Text:
+    """`step  3/60  reward 0.412  max|d| 0  exact 1  ...`; a metric that the step lacks is left out.
+
+    limit: of an answer's tokens, which is named where it has ended most answers.
+    """
     line = Text(f"step {step:>{len(str(steps))}}/{steps}", style="bold")
     for label, name, format_value, style_of in _COLUMNS:
         if name not in metrics or (label == "loss" and "rollout/reward_mean" in metrics):
@@ -120,9 +124,17 @@ def step_line(step: int, steps: int, metrics: Mapping[str, float]) -> Text:
         line.append(f"  non-finite {metrics['mismatch/nonfinite_count']:.0f}", style="bold red")
     if metrics.get("gates/withheld"):
         line.append("  not trained on", style="bold yellow")
+    finished, answers = (metrics.get(f"rollout/{name}") for name in ("finished_fraction", "trajectories"))
+    if limit and answers and finished is not None and finished < 0.5:
+        line.append(f"  {no_room((1.0 - finished) * answers, answers, limit)}", style="bold yellow")
     if metrics.get("sync/mismatched_tensors"):
         line.append(f"  mismatched tensors {metrics['sync/mismatched_tensors']:.0f}", style="bold red")
     return line
+
+
+def no_room(cut: float, answers: float, limit: str) -> str:
+    """Say that a limit has ended so many of the answers."""
+    return f"{cut:.0f} of {answers:.0f} answers had no room left ({limit})"
 
 
 def _compared(metrics: Mapping[str, float]) -> Text:

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import threading
+from contextlib import suppress
 from pathlib import Path
 
 _SERVICE = "WANDB_SERVICE"
@@ -48,6 +49,8 @@ class Upload:
             done = False
         assert self._process.stdin is not None
         self._process.stdin.close()
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)  # one that is stopped does not see the end of its lifeline
         self._process.wait()
         return done
 

@@ -21,6 +21,8 @@ _COMPARED = {ABS_DIFF_MAX, ABS_DIFF_MEAN, "mismatch/exact_frac", "mismatch/token
 """What a row of a step has that was compared, whole or not at all; a damaged one may lack some."""
 _DRIFTED = {DRIFT_MAX, DRIFT_MEAN, "drift/tokens"}
 """Likewise of a step with older tokens."""
+_ENDED = {"rollout/trajectories", "rollout/finished_fraction"}
+"""Likewise of a step whose answers ended by themselves or were cut."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,7 @@ class RunSummary:
         step_seconds: median wall time of a step.
         evaluated_problems: held-out problems of the last evaluation.
         accuracy_change: the 95% interval of the change of accuracy, None where it is no fraction of solved problems.
+        answers, cut_answers: of all steps, and how many of them had no room left.
         withheld_steps: steps whose batch was not trained on.
         warnings: firings of gates that only warn.
         interventions: what else the run stepped in for: gates, losses that were not finite, engines replaced or synced
@@ -76,6 +79,8 @@ class RunSummary:
     largest_drift: float | None = None
     evaluated_problems: int = 0
     accuracy_change: tuple[float, float] | None = None
+    answers: int = 0
+    cut_answers: int = 0
     withheld_steps: int = 0
     warnings: int = 0
     first_warning: str | None = None
@@ -121,6 +126,7 @@ def summarize(rows: Sequence[Row], events: Sequence[Event] = ()) -> RunSummary:
     warned, stepped_in = by_kind(events)
     older = [row for row in steps if _DRIFTED <= row.keys()]
     older_tokens = sum(int(row["drift/tokens"]) for row in older)
+    ended = [row for row in steps if _ENDED <= row.keys()]
     seconds = [row["perf/step_seconds"] for row in steps if "perf/step_seconds" in row]
     return RunSummary(
         steps=len(steps),
@@ -141,6 +147,8 @@ def summarize(rows: Sequence[Row], events: Sequence[Event] = ()) -> RunSummary:
         verified_syncs=sum(_is_verified(row) for row in syncs),
         mismatched_tensors=sum(int(row.get("sync/mismatched_tensors", 0)) for row in syncs),
         step_seconds=statistics.median(seconds) if seconds else None,
+        answers=sum(round(row["rollout/trajectories"]) for row in ended),
+        cut_answers=sum(round((1.0 - row["rollout/finished_fraction"]) * row["rollout/trajectories"]) for row in ended),
         withheld_steps=sum(row.get("gates/withheld") == 1.0 for row in steps),
         older_tokens=older_tokens,
         mean_drift=_token_mean(older, DRIFT_MEAN, older_tokens, "drift/tokens"),
@@ -163,6 +171,11 @@ def by_kind(events: Sequence[Event]) -> tuple[list[Event], list[Event]]:
 def verdict(summary: RunSummary) -> list[str]:
     """The run in words: learning, agreement, weight syncs, warnings and interventions; one sentence or two each."""
     told = [_learning(summary), _agreement(summary), _syncs(summary)]
+    if summary.cut_answers * 2 > summary.answers:
+        told.append(
+            f"{summary.cut_answers:,} of {_count(summary.answers, 'answer')} had no room left "
+            "(rollout.max_new_tokens, rollout.context_length)."
+        )
     if summary.first_intervention is not None:
         told.append(_interventions(summary))
     if summary.first_warning is not None:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 from collections.abc import Coroutine
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import Any, TypeVar
+
+from rollout.deadlines import GRACE_S, end
 
 Result = TypeVar("Result")
 
@@ -21,26 +25,36 @@ class Background:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
         self._thread.start()
+        self._closed = False
 
     def begin(self, coroutine: Coroutine[Any, Any, Result]) -> Future[Result]:
         """Let it run; its result in time. After `close` nothing runs, and what was asked for is cancelled."""
         try:
-            return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+            if not self._closed:
+                return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
         except RuntimeError:
-            if not self.closed:
+            if not self._loop.is_closed():
                 raise
         coroutine.close()
         given_up: Future[Result] = Future()
         given_up.cancel()
         return given_up
 
-    def run(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
-        """Wait for its result. An interrupt leaves it running."""
-        return self.begin(coroutine).result()
+    def run(self, coroutine: Coroutine[Any, Any, Result], seconds: float | None = None) -> Result:
+        """Wait for its result. An interrupt leaves it running.
+
+        Raises TimeoutError: there is none after so many seconds; it is cancelled.
+        """
+        begun = self.begin(coroutine)
+        try:
+            return begun.result(seconds)
+        except TimeoutError:
+            begun.cancel()
+            raise
 
     @property
     def closed(self) -> bool:
-        return self._loop.is_closed()
+        return self._closed
 
     def takes_turns(self) -> bool:
         """Whether a coroutine gets its turn: one that never awaits keeps it from all others."""
@@ -53,15 +67,23 @@ class Background:
     def close(self) -> None:
         """Cancel what still runs, and end the thread; one that is held up ends with the process. A second call does
         nothing."""
-        if not self.closed and self.takes_turns():
-            self.run(_cancel_all())
+        if self._closed:
+            return
+        left = [f"the thread {self._thread.name}"]
+        if self.takes_turns():
+            with suppress(TimeoutError):
+                left = self.run(_end_all(), 2 * GRACE_S)
             self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join()
-            self._loop.close()
+            self._thread.join(_TURN_SECONDS)
+            if not self._thread.is_alive():
+                self._loop.close()
+        self._closed = True
+        if left:
+            logging.getLogger(__name__).warning("found no end of %s, although it is cancelled", ", ".join(left))
 
 
-async def _cancel_all() -> None:
-    others = asyncio.all_tasks() - {asyncio.current_task()}
-    for task in others:
-        task.cancel()
-    await asyncio.gather(*others, return_exceptions=True)
+async def _end_all() -> list[str]:
+    """The coroutines that do not end."""
+    running = asyncio.current_task()
+    left = await end(*(task for task in asyncio.all_tasks() if task is not running))
+    return [repr(task) for task in left]

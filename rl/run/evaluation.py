@@ -22,6 +22,7 @@ from rl.run.feed.feed import to_prompts
 from rl.run.feed.judging import Judge, JudgedAnswer
 from rl.run.lifecycle.interrupts import Closing
 from rl.run.sampling import Asked, Sampling
+from rollout.chat import end_ids
 from rollout.data.sources import load_problems
 from rollout.rewards.config import RewardsConfig
 from rollout.sampler import check_versions
@@ -55,7 +56,7 @@ def held_out(experiment: Experiment, tokenizer: PreTrainedTokenizerBase) -> Iter
 
     A set's seeds are of the run, the set, the problem and the answer, the same at every step.
     """
-    count, data, stop = experiment.eval.problems, experiment.data, (tokenizer.eos_token_id,)
+    count, data, stop = experiment.eval.problems, experiment.data, end_ids(tokenizer)
     if count == 0:
         return
     if data.eval is not None:

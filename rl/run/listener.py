@@ -36,10 +36,10 @@ class Listener:
             for news in pool.news():
                 self.tell(ENGINES_REPLACED, news.replaced, news.text)
 
-    def hear_failures(self, *failures: Failures) -> None:
-        """Tell which of the user's functions have failed since this was last asked."""
+    def hear_failures(self, *failures: Failures, only_if_explained: bool = False) -> None:
+        """Tell which of the user's functions have failed since this was last asked; see `Failures.news`."""
         for each in failures:
-            if news := each.news():
+            if news := each.news(only_if_explained):
                 self.tell(
                     each.metric, len(news), "\n".join(filter(None, news)) or f"{len(news)} more {each.what}s failed"
                 )

@@ -105,7 +105,9 @@ class LiveRun:
             if stack is not None and resume_step is None:
                 resume_step = BEFORE_THE_FIRST
             step = max(resume_step or 0, 0)
-            console = closing.enter_context(StepConsole(experiment.run.steps, done=step))
+            console = closing.enter_context(
+                StepConsole(experiment.run.steps, done=step, limit=experiment.rollout.limit)
+            )
             console.note(f"run {files.path}")
             digest = experiment.numerics_config().spec.digest()
             console.note(f"quantization {experiment.numerics.preset}, digest {digest}; seed {experiment.run.seed}")

@@ -17,6 +17,7 @@ from rl.run.feed.judging import Judge, JudgedAnswer
 from rl.run.listener import STALE_RESYNCS, Listener
 from rl.run.syncing import Syncing
 from rl.run.turns import Turns
+from rollout.chat import end_ids
 from rollout.config import RolloutConfig
 from rollout.errors import StaleWeightsError
 from rollout.types import Group, SamplingParams, Trajectory
@@ -96,6 +97,9 @@ class Sampling:
     turns: Turns
     carries_supports: bool = False
 
+    def __post_init__(self) -> None:
+        self._ends = end_ids(self.tokenizer)
+
     @property
     def failures(self) -> list[Failures]:
         """Those of the user's functions that every answer meets."""
@@ -103,7 +107,7 @@ class Sampling:
 
     def at(self, temperature: float) -> SamplingParams:
         """How the experiment draws answers at a temperature; 0 is greedy."""
-        drawn = self.rollout.sampling(temperature, (self.tokenizer.eos_token_id,))
+        drawn = self.rollout.sampling(temperature, self._ends)
         return replace(drawn, supports=self.carries_supports and temperature > 0)
 
     def admit(
@@ -176,6 +180,7 @@ class Sampling:
         """Wait for a moment, give engines that came up the trainer's weights, and raise what no sync can mend."""
         wait(answers, timeout=_LOOK_SECONDS, return_when=until)
         self.listener.hear()
+        self.listener.hear_failures(*self.failures, only_if_explained=True)  # the first one is told when it happens
         if self.conversations is not None:
             self.conversations.check()
         self.syncing.welcome()

@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from rollout import chat
+from rollout.chat import Message
+
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-Message = Mapping[str, Any]
-"""One turn of a chat: `role`, `content`, and whatever else the chat template reads."""
 
 
 @dataclass(frozen=True)
@@ -36,11 +36,4 @@ class Problem:
 
 def prompt_ids(tokenizer: PreTrainedTokenizerBase, problem: Problem) -> list[int]:
     """The problem's conversation in the tokenizer's chat template, up to where the assistant begins."""
-    ids: list[int] = tokenizer.apply_chat_template(
-        problem.conversation,
-        add_generation_prompt=True,
-        tokenize=True,
-        return_dict=False,
-        **problem.chat_template,
-    )
-    return ids
+    return chat.prompt_ids(tokenizer, problem.conversation, problem.chat_template)

@@ -66,8 +66,14 @@ class Branch:
         self._stopped = finished and said.token_ids[-1] not in stops
         self.cut = not finished and self.room < 1
 
-    def tell(self, ids: list[int]) -> None:
-        """Put the environment's tokens there. Raises ConversationOverError: there is no room for them."""
+    def tell(self, ids: list[int], at: int | None = None) -> None:
+        """Put the environment's tokens there. at: in place of what was told from there on.
+
+        Raises ConversationOverError: there is no room for them.
+        """
+        if at is not None:
+            del self.tokens[at:]
+            self._told = [(begin, min(end, at)) for begin, end in self._told if begin < at]
         if len(ids) >= self.room:  # with one token left there is nothing to answer with
             self.cut = True
             raise ConversationOverError

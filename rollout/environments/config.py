@@ -29,10 +29,13 @@ class HarnessConfig(Section):
     tool_parser: str | None = None
     """The format in which the model calls tools, as SGLang names it (`qwen25`, `llama3`, `glm45`, ...)."""
     override: tuple[
-        Literal["temperature", "top_p", "top_k", "min_p", "seed", "frequency_penalty", "presence_penalty"], ...
+        Literal[
+            "temperature", "top_p", "top_k", "min_p", "seed", "frequency_penalty", "presence_penalty", "tool_choice"
+        ],
+        ...,
     ] = Field(default=(), strict=False)
-    """Settings of sampling that a program may send without being heard: the run's hold. Others that differ from the
-    run's are refused."""
+    """Settings that a program may send without being heard. Of sampling the run's hold, and others that differ are
+    refused. A `tool_choice` that forces a call is taken as `auto`: smolagents sends one in every request."""
     max_requests: int = Field(default=64, ge=1)
     """Turns of the model that a program may ask for."""
     deadline_s: float = Field(default=1800.0, gt=0.0)

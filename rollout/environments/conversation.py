@@ -10,12 +10,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from numerics.errors import UserError
 from numerics.sampling import branch_seed
-from rollout.data.tasks import prompt_ids
+from rollout.chat import continuation_ids, opening_ids, prompt_ids
+from rollout.deadlines import end
 from rollout.environments.branch import Branch, ConversationOverError
 from rollout.types import Group, Prompt, SamplingParams, Trajectory
 
@@ -39,6 +39,29 @@ class Turn:
     text: str
     token_ids: tuple[int, ...]
     ended_by: str | None
+
+
+@dataclass
+class _Talk:
+    """Messages around the model's turn that goes on, which the chat template continues.
+
+    history: before it. opened: tokens of the prompt, before messages were put behind it. begin: the turn's first token
+    in the row. said: messages after it, whose tokens begin at `end`. cut: the turn was ended by its length.
+    """
+
+    history: list[Mapping[str, Any]]
+    opened: list[int]
+    begin: int = 0
+    said: list[Mapping[str, Any]] = field(default_factory=list)
+    end: int = 0
+    cut: bool = False
+
+    def go_on(self, length: int) -> None:
+        """Begin the model's next turn, of a row with so many tokens, if messages have been put after the last one."""
+        if self.said:
+            turn = [{"role": "assistant", "content": ""}] if self.end or self.begin else []
+            self.history += [*turn, *self.said]
+            self.begin, self.said = length, []
 
 
 class Conversation:
@@ -66,6 +89,7 @@ class Conversation:
         self.tokenizer, self._timeout_s, self._longest = tokenizer, timeout_s, longest
         self._scope = asyncio.timeout(timeout_s)
         self._main = Branch(prompt.token_ids, seed, sampling.max_new_tokens)
+        self._talk = _Talk([*self.problem.conversation], prompt.token_ids)
         self._branches: list[Branch] = []
         self._last: Branch = self._main
         self._under_way = 0
@@ -95,10 +119,9 @@ class Conversation:
         """
         if self._main.tokens:
             raise ValueError("begin: found a conversation that has begun, expected to be called before sample and tell")
-        ids = prompt_ids(self.tokenizer, replace(self.problem, messages=messages))
-        self._main.prompt_ids, self._main.limit = ids, self._limit(ids)
-        if self._main.limit < 1:
-            raise ConversationOverError
+        ids = prompt_ids(self.tokenizer, messages, self.problem.chat_template)
+        self._talk = _Talk([*messages], ids)
+        self._open(ids)
 
     async def sample(self, stop: Sequence[str] = (), max_new_tokens: int | None = None) -> Turn:
         """The model's next turn: up to its end of turn, one of the `stop` texts (each one token of the vocabulary,
@@ -109,20 +132,38 @@ class Conversation:
             ValueError: a stop is not one token.
         """
         stops = tuple(self._one_token(text) for text in stop)
+        self._talk.go_on(len(self._main.tokens))
         said = await self.ask(self._main, stops, max_new_tokens)
         self._main.add(said, stops=stops)
+        self._talk.cut = not said.finished
         text = said.token_ids[:-1] if said.finished else said.token_ids
         ended_by = self.tokenizer.decode(said.token_ids[-1:]) if said.finished else None
         return Turn(self.tokenizer.decode(text), tuple(said.token_ids), ended_by)
 
     def tell(self, text: str) -> None:
         """Put the environment's words after what is there. Raises ConversationOverError: there is no room for them."""
+        self._talk.go_on(len(self._main.tokens))
         self._main.tell(self.tokenizer(text, add_special_tokens=False).input_ids)
+        self._talk.cut = False
 
-    def message(self, role: str, content: str) -> None:
+    def message(self, role: str, content: str, **further: Any) -> None:
         """Put a message there as the chat template writes one after the model's turn, up to where the model's next
-        begins. Raises ConversationOverError: there is no room for it."""
-        self._main.tell(continuation_ids(self.tokenizer, [{"role": role, "content": content}]))
+        begins. Messages in a row are written together, and those before the model's first turn become part of the
+        prompt. further: what else the template reads of it, such as `name`.
+
+        Raises:
+            ConversationOverError: there is no room for it.
+            UserError: the chat template does not continue what is there.
+        """
+        talk, tokens, options = self._talk, self._main.tokens, self.problem.chat_template
+        if not talk.said:
+            talk.end = len(tokens)
+        talk.said.append({"role": role, "content": content, **further})
+        if talk.end == talk.begin == 0:
+            return self._open(opening_ids(self.tokenizer, talk.opened, talk.history, talk.said, options))
+        turn = tokens[talk.begin : talk.end]
+        ids = continuation_ids(self.tokenizer, talk.history, turn, talk.said, options, cut=talk.cut)
+        self._main.tell(ids, at=talk.end)
 
     def branch(self, prompt_ids: list[int]) -> Branch:
         """Open a row of its own. Its seed follows from its prompt, not from when it was opened.
@@ -170,15 +211,19 @@ class Conversation:
             Exception: whatever it, or the engine, raises.
         """
         returned: object = None
+        running = asyncio.ensure_future(environment(self))
         try:
             async with self._scope:
-                returned = await environment(self)
+                await asyncio.wait({running})
+            returned = running.result()
         except ConversationOverError:
             pass
         except Exception:
             if self._lost is not None:
                 raise self._lost from None
             raise
+        finally:
+            await end(running)
         if self._lost is not None:
             raise self._lost
         return returned
@@ -197,6 +242,11 @@ class Conversation:
             for number, branch in enumerate(others or [self._main])
         ]
 
+    def _open(self, ids: list[int]) -> None:
+        self._main.prompt_ids, self._main.limit = ids, self._limit(ids)
+        if self._main.limit < 1:
+            raise ConversationOverError
+
     def _limit(self, begun: list[int]) -> int:
         limit = self.sampling.max_new_tokens
         return limit if self._longest is None else min(limit, self._longest - len(begun))
@@ -211,39 +261,3 @@ class Conversation:
         if len(ids) != 1:
             raise ValueError(f"stop: found {text!r}, which is {len(ids)} tokens, expected one; choose another text")
         return ids[0]
-
-
-def continuation_ids(
-    tokenizer: PreTrainedTokenizerBase,
-    messages: Sequence[Mapping[str, Any]],
-    calls: Sequence[Mapping[str, Any]] = (),
-    **template: Any,
-) -> list[int]:
-    """The tokens between the model's end of turn and its next turn, with messages between them.
-
-    calls: of tools, in that turn; a template may read their names and ids. template: further arguments of the template.
-
-    Raises UserError: the chat template does not continue a conversation where it left off, so that no tokens do.
-    """
-    asked = {"role": "user", "content": "?"}
-    said: dict[str, Any] = {"role": "assistant", "content": _MARK}
-    if calls:
-        said["tool_calls"] = [{**call, "function": {**call["function"], "arguments": {}}} for call in calls]
-    begun = tokenizer.apply_chat_template([asked], tokenize=False, **template)
-    whole = tokenizer.apply_chat_template(
-        [asked, said, *messages], tokenize=False, add_generation_prompt=True, **template
-    )
-    before, mark, after = whole.partition(_MARK)
-    _, end, between = after.partition(tokenizer.eos_token)
-    if not (mark and end and before.startswith(begun)):
-        role = messages[0]["role"] if messages else "further"
-        raise UserError(
-            f"environment: found a chat template that writes a conversation anew when a {role} message follows, "
-            "expected one that goes on after the end of turn. Have the environment use tell() with the text itself."
-        )
-    ids: list[int] = tokenizer(between, add_special_tokens=False).input_ids
-    return ids
-
-
-_MARK = "\ue000said\ue001"
-"""Stands for what the model said, of private characters that no message has."""

@@ -12,6 +12,8 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+from rollout.deadlines import end_process, within
+
 LONGEST_OUTPUT = 4096
 """Characters of its output that are kept."""
 _WARDEN = Path(__file__).with_name("warden.py")
@@ -44,11 +46,9 @@ async def run_python(code: str, *, timeout_s: float = 5.0, memory_mib: int = 512
             cwd=folder,
         )
         try:
-            reply, error = await asyncio.wait_for(warden.communicate(request.encode()), timeout_s + _START_SECONDS)
+            reply, error = await within(timeout_s + _START_SECONDS, warden.communicate(request.encode()))
         finally:
-            if warden.returncode is None:
-                warden.terminate()  # which ends what it has started
-                await warden.wait()
+            await end_process(warden)  # which ends what it has started
     if warden.returncode:
         raise RuntimeError(f"the process for Python code has failed: {error.decode(errors='replace').strip()}")
     return Ran(**json.loads(reply))

@@ -12,6 +12,7 @@ import os
 import sys
 from collections import deque
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -72,11 +73,13 @@ class Verifiers:
 
     async def close(self) -> None:
         """End the process and all that it has started."""
+        from rollout.deadlines import GRACE_S, end_process, within
+
         process, self._process = self._process, None
-        if process is not None and process.returncode is None:
-            process.terminate()
-            await process.wait()
-        await asyncio.gather(*self._reading)
+        if process is not None:
+            await end_process(process)
+        with suppress(TimeoutError):  # what the process has left behind may hold its pipes open
+            await within(GRACE_S, asyncio.gather(*self._reading))
 
     async def _started(self) -> asyncio.subprocess.Process:
         if self._process is None or self._process.returncode is not None:

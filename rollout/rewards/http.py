@@ -9,10 +9,13 @@ from weakref import WeakKeyDictionary
 
 import httpx
 
+from rollout.loopback import is_loopback
+
 _IDLE_S = 1.0
 """Seconds for which an idle connection is kept: services close theirs after 5 s or so, and a question that is asked
 at that moment would be lost."""
-_clients: WeakKeyDictionary[asyncio.AbstractEventLoop, httpx.AsyncClient] = WeakKeyDictionary()
+_clients: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[bool, httpx.AsyncClient]] = WeakKeyDictionary()
+"""Two clients for each loop: one that goes by the environment's proxies, and one that does not."""
 
 
 async def http(
@@ -38,10 +41,10 @@ async def http(
 
 async def posted(url: str, body: Any, headers: dict[str, str] | None = None) -> Any:
     """What a service answers to a POST; both are JSON. Raises httpx.HTTPError, as `http` does."""
-    loop = asyncio.get_running_loop()
-    if loop not in _clients:
+    clients, proxied = _clients.setdefault(asyncio.get_running_loop(), {}), not is_loopback(url)
+    if proxied not in clients:
         limits = httpx.Limits(max_connections=256, keepalive_expiry=_IDLE_S)
-        _clients[loop] = httpx.AsyncClient(timeout=None, limits=limits)
-    response = await _clients[loop].post(url, json=body, headers=headers)
+        clients[proxied] = httpx.AsyncClient(timeout=None, limits=limits, trust_env=proxied)
+    response = await clients[proxied].post(url, json=body, headers=headers)
     response.raise_for_status()
     return response.json()

@@ -7,6 +7,7 @@ import functools
 import os
 from typing import TYPE_CHECKING, Any
 
+from rollout.chat import render
 from rollout.rewards.http import posted
 
 if TYPE_CHECKING:
@@ -61,7 +62,7 @@ def _rendered(directory: str, question: str, answers: list[str]) -> list[list[in
     found: list[list[int]] = []
     for answer in answers:
         conversation: list[dict[str, Any]] = [asked, {"role": "assistant", "content": answer}]
-        found.append(read.apply_chat_template(conversation, tokenize=True, return_dict=False))
+        found.append(read(render(read, conversation, {}, answer=False), add_special_tokens=False).input_ids)
     return found
 
 

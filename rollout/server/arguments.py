@@ -7,6 +7,7 @@ import json
 import os
 import tempfile
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +77,25 @@ _CUDA_ENVIRONMENT_OF: dict[Mode, dict[str, str]] = {
 }
 
 
+@dataclass(frozen=True)
+class ServedChats:
+    """What a server speaks of in OpenAI's API. name: of the model. tool_parser: the format in which it calls tools, as
+    SGLang names it. chat_template: arguments of the chat template, for requests that do not name them."""
+
+    name: str
+    tool_parser: str | None = None
+    chat_template: Mapping[str, Any] = field(default_factory=dict)
+
+    def arguments(self) -> list[str]:
+        """Arguments of `sglang.launch_server` for it."""
+        found = ["--served-model-name", self.name, "--enable-cache-report"]
+        if self.tool_parser is not None:
+            found += ["--tool-call-parser", self.tool_parser]
+        if self.chat_template:
+            found += ["--default-chat-template-kwargs", json.dumps(dict(self.chat_template))]
+        return found
+
+
 def has_cuda() -> bool:
     """Whether engines of this machine run on a GPU."""
     return torch.cuda.is_available()
@@ -91,26 +111,23 @@ def server_arguments(
     cuda: bool,
     mode: Mode = "native",
     routes: bool = False,
-    served_name: str | None = None,
+    served: ServedChats | None = None,
     dummy: bool = False,
 ) -> list[str]:
     """Arguments of `sglang.launch_server`, without the keys.
 
-    routes: record each token's experts, for requests that ask for them. served_name: text in and out, by this name of
-    the model; None: token ids, and no tokenizer. dummy: the directory has no weights, a sync brings them.
+    routes: record each token's experts, for requests that ask for them. served: text in and out; None: token ids, and
+    no tokenizer. dummy: the directory has no weights, a sync brings them.
     """
     arguments = [
         *("--model-path", str(model_path), "--dtype", "bfloat16"),
-        *(
-            ("--skip-tokenizer-init",)
-            if served_name is None
-            else ("--served-model-name", served_name, "--enable-cache-report")
-        ),
+        *(("--skip-tokenizer-init",) if served is None else served.arguments()),
         *("--host", host, "--port", str(port), "--log-level", "warning"),
-        *("--grammar-backend", "none"),
+        *("--grammar-backend", "none" if served is None else "xgrammar"),
         "--disable-shared-experts-fusion",  # they are no routed experts of the checkpoint
         *("--context-length", str(config.context_length), "--max-total-tokens", str(config.cache_tokens)),
         *("--random-seed", "0", "--weight-version", str(weight_version)),
+        *("--watchdog-timeout", str(config.longest_pass_s)),  # its own would end a server in a pass of 300 s
     ]
     if dummy:
         arguments += ["--load-format", "dummy"]

@@ -7,12 +7,15 @@ unknown model, settings that are not served, and numbers that would end the engi
 from __future__ import annotations
 
 import copy
+import functools
+import json
 from collections.abc import Awaitable, Callable, Iterator
 from itertools import accumulate
 from typing import Any
 
 from numerics.io.parsing import parse_json
 from numerics.sampling import answer_seed
+from rollout.chat import end_ids, read_arguments, template_arguments
 from rollout.lengths import fewest_tokens, text_size
 from rollout.plugin.hooks import Hook
 from rollout.plugin.state import state
@@ -30,7 +33,8 @@ _COMMON = {
 SETTINGS = {
     "/v1/completions": _COMMON | {"prompt", "echo"},
     "/v1/chat/completions": _COMMON
-    | {"messages", "max_completion_tokens", "top_logprobs", "continue_final_message", "chat_template_kwargs"},
+    | {"messages", "max_completion_tokens", "top_logprobs", "continue_final_message", "chat_template_kwargs"}
+    | {"tools", "tool_choice", "parallel_tool_calls", "response_format"},
 }
 """What a request may set. SGLang takes a hundred settings more: some would be left aside in silence, some let a client
 run code or take another's answer, and some end the engine."""
@@ -43,7 +47,28 @@ async def answer(original: Callable[..., Awaitable[Any]], serving: Any, request:
         return _no_such_model(request.model, names)
     for parameter, message in _problems(request, names, serving.tokenizer_manager):
         return error_response(serving, f"{parameter}: {message}", param=parameter)
+    if hasattr(request, "messages"):
+        if request.tools and serving.tool_call_parser is None:
+            message = "found some, expected a server that knows the format in which the model calls them: --tool-parser"
+            return error_response(serving, f"tools: {message}", param="tools")
+        if not request.ignore_eos:
+            request.stop_token_ids = [*(request.stop_token_ids or ()), *serving.tokenizer_manager.tokenizer.ends]
     return await original(serving, request, raw_request)
+
+
+def render_as_trained(tokenizer: Any, *_: Any, **__: Any) -> Any:
+    """After `get_tokenizer`: write chats on the date that the run's prompts have, and note where their turns end."""
+    tokenizer.apply_chat_template = functools.partial(tokenizer.apply_chat_template, **template_arguments({}))
+    tokenizer.ends = end_ids(tokenizer) if tokenizer.chat_template else ()
+    return tokenizer
+
+
+def parse_arguments(arguments: str) -> dict[str, Any]:
+    """`parse_tool_call_arguments`: the arguments of a call in a chat's history, as the trainer's prompts have them."""
+    found = read_arguments(arguments)
+    if not isinstance(found, dict):
+        raise ValueError(f"tool_calls: found the arguments {arguments[:80]!r}, expected a JSON object")
+    return found
 
 
 def open_models(app: Any, manager: Callable[[], Any]) -> None:
@@ -140,6 +165,58 @@ class ObjectsOnly:
         await self._app(scope, again, send)
 
 
+class InOneForm:
+    """Middleware around all of `app` that gives OpenAI's form to errors without it: a wrong key, an unknown path."""
+
+    def __init__(self, app: Callable[..., Awaitable[None]]) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        began: dict[str, Any] | None = None
+        body = b""
+
+        async def watched(message: Any) -> None:
+            nonlocal began, body
+            if message["type"] == "http.response.start" and message["status"] >= 400:
+                began = message
+            elif began is None:
+                await send(message)
+            elif message["type"] == "http.response.body":
+                body += message.get("body", b"")
+                if not message.get("more_body"):
+                    await self._finish(scope, receive, send, began, body)
+
+        await self._app(scope, receive, watched)
+
+    @staticmethod
+    async def _finish(scope: Any, receive: Any, send: Any, began: dict[str, Any], body: bytes) -> None:
+        try:
+            formed = isinstance(json.loads(body)["error"], dict)
+        except (ValueError, TypeError, KeyError):
+            formed = False
+        if formed:
+            await send(began)
+            return await send({"type": "http.response.body", "body": body})
+        status = began["status"]
+        message, code = _REFUSALS.get(status, ("The request cannot be answered.", None))
+        message = message.format(method=scope.get("method"), path=scope.get("path", "")[:80])
+        await error_response(None, message, status_code=status, code=code)(scope, receive, send)
+
+
+_REFUSALS = {
+    401: ("found no key that this server knows, expected it as 'Authorization: Bearer ...'", "invalid_api_key"),
+    403: ("found a key that does not open this path", "invalid_api_key"),
+    404: ("found no path {path} here, expected /v1/models, /v1/completions or /v1/chat/completions", "unknown_url"),
+    405: ("found {method} {path}, expected another method", "method_not_allowed"),
+}
+"""The message and the code of an error that has neither, by its status."""
+
+
+def one_form(result: None, app: Any, **_: Any) -> None:
+    """After `add_api_key_middleware`, which is added last and so comes first: come before it."""
+    app.add_middleware(InOneForm)
+
+
 async def invalid(request: Any, error: Any) -> Any:
     """The answer to an object that is not of the request's form. SGLang's quotes the lines of its code."""
     first, *_ = error.errors()
@@ -173,6 +250,9 @@ def _not_served(found: dict[str, Any], settings: set[str]) -> Iterator[tuple[str
     for parameter in sorted(found.keys() - settings):
         if found[parameter] is not None and (parameter, found[parameter]) != ("response_format", {"type": "text"}):
             yield parameter[:80], "is not served. Leave it out"
+    form = found.get("response_format")
+    if form is not None and not (isinstance(form, dict) and form.get("type") in _FORMS):
+        yield "response_format", f"found {str(form)[:80]}, expected an object whose type is {', '.join(_FORMS)}"
     of_template = found.get("chat_template_kwargs")
     for name, value in of_template.items() if isinstance(of_template, dict) else ():
         if name != "enable_thinking" or not isinstance(value, bool):
@@ -233,6 +313,8 @@ def _is_in(token: int | str, vocabulary: int) -> bool:
     return isinstance(token, str) or 0 <= token < vocabulary
 
 
+_FORMS = ("text", "json_object", "json_schema")
+_CHAT = "entrypoints.openai.serving_chat."
 _SERVING = "entrypoints.openai.serving_base.OpenAIServingBase."
 _TOKENIZER = "managers.tokenizer_manager.TokenizerManager."
 HOOKS = (
@@ -246,5 +328,13 @@ HOOKS = (
         with_offsets,
         "input_token_logprobs output_token_logprobs input_top_logprobs output_top_logprobs",
     ),
+    Hook(
+        "managers.tokenizer_manager.get_tokenizer",
+        "after",
+        render_as_trained,
+        "tokenizer_name args tokenizer_mode trust_remote_code tokenizer_revision tokenizer_backend kwargs",
+    ),
+    Hook(_CHAT + "parse_tool_call_arguments", "replace", parse_arguments, "arguments"),
+    Hook("utils.auth.add_api_key_middleware", "after", one_form, "app api_key admin_api_key"),
     Hook(_TOKENIZER + "_send_one_request", "before", seed_each_answer, "tokenized_obj"),
 )

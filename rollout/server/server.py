@@ -24,7 +24,7 @@ from numerics.config import Mode
 from numerics.errors import user_error
 from rollout.config import RolloutConfig
 from rollout.errors import EngineDiedError, EngineError
-from rollout.server.arguments import has_cuda, server_arguments, server_environment
+from rollout.server.arguments import ServedChats, has_cuda, server_arguments, server_environment
 from rollout.server.scratch import make_scratch, remove_queues, remove_scratch, sweep
 from rollout.types import LOOPBACK, NO_WEIGHTS, Endpoint
 
@@ -57,7 +57,7 @@ class SGLangServer:
         routes: bool = False,
         host: str = LOOPBACK,
         cancelled: threading.Event | None = None,
-        served_name: str | None = None,
+        served: ServedChats | None = None,
         api_key: str | None = None,
     ) -> SGLangServer:
         """Start a server and wait until it answers.
@@ -68,7 +68,7 @@ class SGLangServer:
         routes: record each token's experts; on a CPU that needs our plugin.
         host: address that it listens at, and no other.
         cancelled: set by another thread, gives up the start.
-        served_name: opens OpenAI's endpoints too, for a model of this name; its directory has a tokenizer.
+        served: opens OpenAI's endpoints too; the model's directory has a tokenizer.
         api_key: for generation; None makes one up.
 
         Raises:
@@ -92,7 +92,7 @@ class SGLangServer:
             cuda=cuda,
             mode=mode,
             routes=routes,
-            served_name=served_name,
+            served=served,
             dummy=weight_version == NO_WEIGHTS,
         )
         sweep()
@@ -118,7 +118,7 @@ class SGLangServer:
                 arguments=arguments,
                 model_type=model_type,
                 fork=not cuda,
-                openai=served_name is not None,
+                openai=served is not None,
                 api_key=endpoint.api_key,
                 admin_api_key=endpoint.admin_key,
             )
@@ -152,6 +152,11 @@ class SGLangServer:
     def processes(self) -> list[psutil.Process]:
         """Every live process of the server: main, scheduler, detokenizer and whatever they started."""
         return _living([process for process in psutil.process_iter() if _group(process) == self.pid])
+
+    def cpu_seconds(self) -> float:
+        """Return the seconds of processors that all processes of the server have taken so far, but for the one that
+        answers requests: it works also where a scheduler waits for ever."""
+        return sum(_cpu_seconds(process) for process in self.processes() if process.pid != self.pid)
 
     def stop(self, grace_s: float = GRACE_S) -> None:
         """Ask the server to exit, kill what is left after `grace_s`, and remove its temporary files. Idempotent."""
@@ -229,6 +234,14 @@ def _lives(process: psutil.Process) -> bool:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
+
+
+def _cpu_seconds(process: psutil.Process) -> float:
+    try:
+        times = process.cpu_times()
+    except psutil.NoSuchProcess:
+        return 0.0
+    return float(times.user + times.system + times.children_user + times.children_system)
 
 
 def _group(process: psutil.Process) -> int:

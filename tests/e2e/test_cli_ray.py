@@ -31,6 +31,8 @@ from tests.support.cli_runs import (
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
+GONE_WITHIN_S = 120.0
+"""It takes seconds on a quiet machine."""
 BIN = Path(sys.executable).parent
 
 
@@ -92,6 +94,7 @@ def head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Head]:
     port, dashboard = free_port(), free_port()
     environment = {key: value for key, value in os.environ.items() if not key.startswith(("RAY_", "WANDB_"))}
     environment |= {MARK: mark, "OMP_NUM_THREADS": "1", "HOME": str(home), "PATH": f"{BIN}:{os.environ['PATH']}"}
+    environment["RAY_JOB_STOP_WAIT_TIME_S"] = "120"  # a busy machine is not through in Ray's three seconds
     environment["RAY_API_SERVER_ADDRESS"] = f"http://127.0.0.1:{dashboard}"
     environment |= dict([re.match(r"export (\w+)=(\w+)", secure).groups()])  # type: ignore[union-attr]
     options = f"--disable-usage-stats --num-cpus=2 --port={port} --dashboard-port={dashboard} --temp-dir={folder}"
@@ -134,8 +137,8 @@ def test_a_stopped_job_leaves_no_process_and_whole_rows(head: Head) -> None:
     busy = of_runs(head.mark)
     assert any("rollout.server.launcher" in command_of(process) for process in busy)
     head.jobs("stop", "long")
-    assert wait_until_gone(busy, 15.0) == []
-    assert of_runs(head.mark) == []
+    assert wait_until_gone(busy, GONE_WITHIN_S) == []
+    assert wait_until_gone(of_runs(head.mark), GONE_WITHIN_S) == []
     assert "Job 'long' was stopped" in head.jobs("status", "long")
     logs = head.jobs("logs", "long")
     assert "interrupted: ending every process of the run" in logs and "Traceback" not in logs, logs

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -49,7 +50,7 @@ def write(path: Path, experiment: Experiment, base: Any) -> None:
 def test_the_model_and_its_base_are_served_side_by_side_as_the_trainer_scores_them(
     run: Path, tmp_path: Path, warm_engines: None
 ) -> None:
-    served = serving.read_served(run, "exact", "fp8_block_pow2")
+    served = serving.with_tools(serving.read_served(run, "exact", "fp8_block_pow2"), "qwen25")
     with serving.serve(served, tmp_path / "engine.log") as server:
         url, key = f"{server.endpoint.url}/v1", server.endpoint.api_key
         with openai.OpenAI(base_url=url, api_key=key) as client, ThreadPoolExecutor(16) as at_once:
@@ -69,6 +70,7 @@ def test_the_model_and_its_base_are_served_side_by_side_as_the_trainer_scores_th
             together = list(at_once.map(lambda each: ask(*each)[0], asked))
             assert [ask(*each)[0] for each in asked] == together, "alone, with all prefixes cached by both"
             several = {name: ask(name, PROMPTS, n=2) for name in names}
+            check_chats(client)
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
     for (name, prompt), answer in zip(asked, together, strict=True):
         found[name].append({"prompt_ids": prompt, **answer})
@@ -79,6 +81,28 @@ def test_the_model_and_its_base_are_served_side_by_side_as_the_trainer_scores_th
     assert adapted == [answer["logprobs"] for answer in found["run"]], "bit for bit"
     assert bare == [answer["logprobs"] for answer in found["run-base"]], "bit for bit"
     assert all(one["logprobs"] != two["logprobs"] for one, two in zip(*found.values(), strict=True))
+
+
+def check_chats(client: openai.OpenAI) -> None:
+    """A form that is asked for holds, and a history may have calls of tools, with and without arguments."""
+    form = {"type": "object", "properties": {"a": {"enum": [12]}}, "required": ["a"], "additionalProperties": False}
+    function = {"name": "add", "parameters": form, "strict": True}
+    asked: dict[str, Any] = {"model": "run", "temperature": 0.0, "max_tokens": 160}
+    user: Any = {"role": "user", "content": "1+2=?"}
+    schema: Any = {"type": "json_schema", "json_schema": {"name": "it", "schema": form}}
+    answer = client.chat.completions.create(messages=[user], response_format=schema, **asked)
+    assert json.loads(answer.choices[0].message.content or "") == {"a": 12}
+    tools: Any = [{"type": "function", "function": function}]
+    answer = client.chat.completions.create(messages=[user], tools=tools, tool_choice="required", **asked)
+    (call,) = answer.choices[0].message.tool_calls or ()
+    assert call.type == "function" and json.loads(call.function.arguments) == {"a": 12}
+    for arguments in ("", "null", '{"a": 12}'):
+        calls = [{"id": "c", "type": "function", "function": {"name": "add", "arguments": arguments}}]
+        history: Any = [user, {"role": "assistant", "content": "", "tool_calls": calls}]
+        history += [{"role": "tool", "tool_call_id": "c", "content": "3"}]
+        assert client.chat.completions.create(messages=history, tools=tools, **asked).choices[0].finish_reason
+    with pytest.raises(openai.AuthenticationError, match="invalid_api_key"):
+        openai.OpenAI(base_url=client.base_url, api_key="wrong", max_retries=0).models.list()
 
 
 def test_an_adapter_of_another_base_is_refused_before_an_engine_starts(run: Path, tmp_path: Path) -> None:

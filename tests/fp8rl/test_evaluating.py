@@ -32,6 +32,7 @@ def test_a_model_is_asked_every_problem_of_a_file(data: Path) -> None:
     assert experiment.rewards.functions[0].function == "math"
     assert served.path == MODEL and served.numerics == experiment.numerics_config()
     assert served.rollout.context_length == experiment.rollout.context_length > 1
+    assert experiment.rollout.max_new_tokens == experiment.rollout.context_length - len(["user", *"1+1=?", "assistant"])
 
 
 def test_a_run_is_asked_its_own_sets_or_others_with_keys_of_their_own(data: Path) -> None:

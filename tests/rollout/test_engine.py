@@ -56,17 +56,27 @@ def test_an_engine_without_the_plugins_report_is_refused_and_stopped(tiny_model:
 
 @pytest.mark.e2e
 @pytest.mark.usefixtures("warm_engines")
-def test_death_is_named(tiny_model: Path, tmp_path: Path) -> None:
+def test_work_is_measured_and_death_is_named(tiny_model: Path, tmp_path: Path) -> None:
     async def run() -> None:
         async with running(tiny_model, tmp_path / "log") as engine:
             health = await engine.health()
             assert health.alive and health.pid is not None
             assert (await engine.pulse()).running == 0
+            started = await engine.cpu_seconds()
             long = SamplingParams(max_new_tokens=400)
             asked = asyncio.create_task(engine.generate(groups(32, 2), long))
             async with asyncio.timeout(60):
                 while (await engine.pulse()).running == 0:
                     await asyncio.sleep(0.05)
+            assert await engine.cpu_seconds() > started > 0, "its scheduler works"
+            members = group_members(health.pid)
+            for process in members:
+                process.suspend()
+            stopped = await engine.cpu_seconds()
+            await asyncio.sleep(0.3)
+            assert await engine.cpu_seconds() == stopped
+            for process in members:
+                process.resume()
             os.kill(health.pid, signal.SIGKILL)
             with pytest.raises(EngineDiedError, match=r"log:"):
                 await asked

@@ -7,15 +7,15 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from jinja2 import Environment, TemplateSyntaxError, meta
-from jinja2.ext import loopcontrols
-
 from numerics.errors import user_error
 from numerics.time_limit import time_limit
 from rl.experiment import Experiment
+from rl.experiment.preconditions.template import check_template, template_remarks
 from rl.experiment.preconditions.tokenizer import RENDER_SECONDS
+from rollout.chat import answer_ids
 from rollout.data.sources import Problems, Source, load_problems
 from rollout.data.tasks import Problem, prompt_ids
+from rollout.environments.config import SINGLE_TURN
 from rollout.lengths import TOKENS_PER_BYTE, fewest_tokens
 from rollout.rewards.builtin import BUILT_IN
 from rollout.rewards.config import RewardsConfig
@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 
 ALL_READ, SAMPLED = 100_000, 10_000
 """Problems of a source that are all looked at, and how many of those beyond them."""
-_PASSED_BY_US = {"messages", "tools", "documents", "add_generation_prompt", "continue_final_message"}
+DECODED, _LONG = 16, 10_000
+"""Problems of a source whose answer is decoded again, and the characters that it may have."""
 Say = Callable[[str], object]
 
 
@@ -61,6 +62,12 @@ def check_data(experiment: Experiment, tokenizer: PreTrainedTokenizerBase, say: 
         for index, problem in _looked_at(found, say):
             check(problem, index)
             held_out.meet(problem, index, found)
+        several_turns = not supervised and experiment.environment.function != SINGLE_TURN
+        with time_limit(RENDER_SECONDS):
+            for remark in template_remarks(tokenizer, found[0].conversation, source, several_turns):
+                say(remark)
+        if (remark := _lost_text(tokenizer, found)) is not None:
+            say(remark)
     for remark in held_out.remarks():
         say(remark)
 
@@ -99,6 +106,22 @@ def _looked_at(problems: Problems, say: Say) -> Iterator[tuple[int, Problem]]:
             f"{problems.source.key}: looked at the first {ALL_READ} of {len(problems)} {unit}s and at {count} of the "
             "others"
         )
+
+
+def _lost_text(tokenizer: PreTrainedTokenizerBase, problems: Problems) -> str | None:
+    """Say of the first answer that the tokenizer does not give back as it was."""
+    for index in range(min(DECODED, len(problems))):
+        answer = problems[index].answer
+        if len(answer) > _LONG:
+            continue
+        back = tokenizer.decode(tokenizer(answer, add_special_tokens=False).input_ids)
+        if back != answer:
+            return (
+                f"{problems.source.key}: the tokenizer of model.path does not keep text: the answer of "
+                f"{problems.name(index)}, {answer[:60]!r}, comes back as {back[:60]!r}. Rewards and environments read "
+                "what comes back"
+            )
+    return None
 
 
 class _HeldOut:
@@ -168,15 +191,17 @@ class _Check:
         if roles in self._rendered:
             return
         self._rendered.add(roles)
+        shown = [message["role"] for message in problem.conversation] + ["assistant"] * (self._rewards is None)
         try:
             with time_limit(RENDER_SECONDS):
-                prompt_ids(
-                    self._tokenizer, replace(problem, messages=[{**turn, "content": "x"} for turn in problem.messages])
-                )
+                turns = replace(problem, messages=[{**turn, "content": "x"} for turn in problem.messages])
+                prompt_ids(self._tokenizer, turns)
+                if self._rewards is None:
+                    answer_ids(self._tokenizer, turns.conversation, "x", problem.chat_template)
         except Exception as error:  # whatever a program may raise
             raise user_error(
                 f"{self._key}: {name}",
-                found=f"turns of {', '.join(roles)}, at which the chat template fails: {error}",
+                found=f"turns of {', '.join(shown)}, at which the chat template fails: {error}",
                 expected="turns that the chat template of model.path renders",
                 remedy=f"Correct or remove {name}.",
             ) from error
@@ -195,7 +220,7 @@ class _Check:
         if tokens <= room:
             tokens = len(prompt_ids(tokenizer, problem))
             if supervised:
-                tokens += len(tokenizer(problem.answer, add_special_tokens=False).input_ids)
+                tokens += len(answer_ids(tokenizer, turns, problem.answer, problem.chat_template)) - 1
         if tokens > room:
             what = "question and answer" if supervised else "a prompt"
             rest = "the end of sequence" if supervised else f"an answer of max_new_tokens = {self._after}"
@@ -205,58 +230,3 @@ class _Check:
                 expected=f"at most {room}, so that {rest} still fits rollout.context_length = {limit}",
                 remedy=f"Raise rollout.context_length, or shorten or remove {name}.",
             )
-
-
-def check_template(tokenizer: PreTrainedTokenizerBase, source: Source) -> None:
-    """Whether the chat template takes a source's arguments and system prompt, and does something with them.
-
-    Raises:
-        UserError: it does not.
-    """
-    if unread := [name for name in source.chat_template if name not in (read := _reads(tokenizer))]:
-        raise user_error(
-            f"{source.key}: chat_template",
-            found=unread[0],
-            expected=f"what the chat template of model.path reads: {', '.join(sorted(read)) or 'it has no arguments'}",
-            remedy="Correct data.chat_template.",
-        )
-    if not source.chat_template and not source.system_prompt:
-        return
-    user = {"role": "user", "content": "2+3=?"}
-    prompts = []
-    for key, system in (("chat_template", ""), ("system_prompt", source.system_prompt)):
-        turns = [{"role": "system", "content": system}, user] if system else [user]
-        found = source.chat_template if key == "chat_template" else system
-        try:
-            with time_limit(RENDER_SECONDS):
-                prompts.append(prompt_ids(tokenizer, Problem("", "", turns, chat_template=source.chat_template)))
-        except Exception as error:  # whatever a program may raise
-            raise user_error(
-                f"{source.key}: {key}",
-                found=found,
-                expected=f"what the chat template of model.path renders; it fails: {type(error).__name__}: {error}",
-                remedy=f"Correct or remove data.{key}.",
-            ) from error
-    if source.system_prompt and prompts[0] == prompts[1]:
-        raise user_error(
-            f"{source.key}: system_prompt",
-            found=source.system_prompt,
-            expected="none, as the chat template of model.path leaves system prompts out",
-            remedy="Remove data.system_prompt.",
-        )
-
-
-def _reads(tokenizer: PreTrainedTokenizerBase) -> set[str]:
-    """The names of arguments that the chat template looks at; those of `apply_chat_template` are not among them."""
-    try:
-        tree = Environment(extensions=[loopcontrols]).parse(tokenizer.get_chat_template())
-    except TemplateSyntaxError:  # it marks generation, with a tag of the library's own
-        return _Anything()
-    special = set(tokenizer.special_tokens_map)
-    ours = {"raise_exception", "strftime_now"} | _PASSED_BY_US
-    return meta.find_undeclared_variables(tree) - ours - special
-
-
-class _Anything(set[str]):
-    def __contains__(self, name: object) -> bool:
-        return True

@@ -23,13 +23,17 @@ from ray._private import ray_constants
 from ray._raylet import AuthenticationTokenLoader  # type: ignore[attr-defined]
 
 from numerics.errors import UserError, user_error
+from rl.run.lifecycle.force import bounded
 from rl.run.lifecycle.interrupts import is_ending
 from rl.run.lifecycle.stopping import STOPPED
+from rollout.deadlines import kill_family
+from rollout.loopback import reach_loopback
 from rollout.server.scratch import RAY, make_scratch, remove_scratch, sweep
 
 _PARENT = "/tmp"
 """Paths of sockets must stay short."""
 _ANSWER_SECONDS = 5.0
+_END_SECONDS = 120.0
 _SIGNALLED_SECONDS = 0.2
 """After which this process has noticed a signal that has ended its Ray. Half a second after that, Ray would end it."""
 _HEAD = {ray_constants.PROCESS_TYPE_RAYLET: "raylet", ray_constants.PROCESS_TYPE_GCS_SERVER: "GCS server"}
@@ -56,6 +60,7 @@ def ray_cluster(failure_logs: Path, lost: Callable[[str], object] = end_at_once)
     Raises:
         UserError: RAY_ADDRESS names no cluster that lets this process in.
     """
+    reach_loopback()  # also of the processes that Ray starts
     # Ray would otherwise hide the GPUs from an actor that asks for none, and warn about it for each.
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     # Ray's own niceness, 15, would have the trainer wait for whatever else runs on the machine.
@@ -73,7 +78,7 @@ def ray_cluster(failure_logs: Path, lost: Callable[[str], object] = end_at_once)
                     raise _no_cluster(address, _last_words(error.__context__ or error)) from None
             yield
         finally:
-            ray.shutdown()
+            _shut_down()
     else:
         with _private_cluster(failure_logs, lost):
             yield
@@ -126,17 +131,17 @@ def _private_cluster(failure_logs: Path, lost: Callable[[str], object]) -> Itera
         with _environment(settings):
             try:
                 with _any_agent_port():
-                    _init(folder, address="local", include_dashboard=False, _temp_dir=str(folder / "ray"))
+                    _start(folder, address="local", include_dashboard=False, _temp_dir=str(folder / "ray"))
                 with _head_watched(lost):
                     yield
             except Exception:
-                ray.shutdown(wait_for_processes=True)
+                _shut_down(wait_for_processes=True)
                 logs = folder / "ray" / "session_latest" / "logs"
                 if logs.is_dir() and failure_logs.parent.is_dir():
                     shutil.copytree(logs, failure_logs, dirs_exist_ok=True)
                 raise
             finally:
-                ray.shutdown(wait_for_processes=True)
+                _shut_down(wait_for_processes=True)
     finally:
         remove_scratch(folder)
         os.close(lock)
@@ -193,12 +198,44 @@ def _any_agent_port() -> Iterator[None]:
         ray._private.parameter.RayParams = parameters
 
 
+def _shut_down(**options: Any) -> None:
+    with bounded("Ray", _END_SECONDS):
+        ray.shutdown(**options)
+
+
 def _set(variables: dict[str, str | None]) -> None:
     for name, value in variables.items():
         if value is None:
             os.environ.pop(name, None)
         else:
             os.environ[name] = value
+
+
+def _start(folder: Path, **options: Any) -> None:
+    """Start Ray, with one more try, as on a busy machine its processes may not come up within its 30 seconds.
+
+    Raises:
+        UserError: it has not started the second time either.
+    """
+    own = psutil.Process()
+    for last in (False, True):
+        before = own.children()
+        try:
+            return _init(folder, **options)
+        except Exception as error:
+            if type(error) not in (Exception, RuntimeError, TimeoutError, ConnectionError):  # those of a slow start
+                raise
+            for process in set(own.children()).difference(before):  # Ray would leave them until this process ends
+                psutil.wait_procs(kill_family(process.pid), timeout=_ANSWER_SECONDS)
+            why = _last_words(error)
+        if last:
+            raise user_error(
+                "Ray",
+                found=f"no start, twice ({why})",
+                expected="its processes to come up within 30 s",
+                remedy="Try again when this machine is less busy, or end other programs on it.",
+            )
+        logging.getLogger(__name__).warning("Ray has not started (%s): one more try", why)
 
 
 def _init(folder: Path, **options: Any) -> None:

@@ -16,6 +16,7 @@ import aiohttp
 from ray.job_submission import JobStatus, JobSubmissionClient
 
 from numerics.errors import user_error
+from rollout.loopback import reach_loopback
 
 _DASHBOARD = re.compile(r"https?://[\w.\-:@\[\]]{1,253}/?", re.ASCII)
 
@@ -33,6 +34,7 @@ def submit(arguments: Sequence[str], address: str, *, wait: bool, say: Callable[
     command = Path(sys.executable).with_name("fp8rl")
     # From this directory, so that relative paths mean what they mean here.
     entrypoint = f"cd {shlex.quote(os.getcwd())} && exec {shlex.join([str(command), 'train', *arguments])}"
+    reach_loopback()
     with _reached(address):
         client = JobSubmissionClient(address)
         job = client.submit_job(entrypoint=entrypoint)

@@ -6,10 +6,10 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import ray
@@ -21,6 +21,7 @@ from rl.run.engines.canary import Expected, largest
 from rl.run.engines.serving import Serving
 from rl.run.engines.slot import Slot
 from rollout.config import RolloutConfig
+from rollout.deadlines import end, within
 from rollout.engine import Slept
 from rollout.errors import EngineDiedError, EngineError
 from rollout.sampler import check_versions
@@ -28,9 +29,13 @@ from rollout.server.server import GRACE_S
 from rollout.types import Decoding, Endpoint, Group, SamplingParams, Trajectory
 from trainer.actor import TrainerDiedError
 
+Result = TypeVar("Result")
+
 _STOP_SECONDS = 6.0
 _PULSE_SECONDS = 2.0
 """Between two looks at an engine."""
+_WORKING = 0.01
+"""The part of a core that a scheduler which computes has at least, on a busy machine; one that waits has none."""
 _DYING_SECONDS = 2.0
 """A connection breaks a moment before its process is gone."""
 _HOUR = 3600.0
@@ -80,11 +85,15 @@ class Fleet:
 
     async def close(self) -> None:
         """End all servers and their actors."""
-        for life in self._lives:
-            life.cancel()
-        await asyncio.gather(*self._lives, return_exceptions=True)
+        await end(*self._lives)
         self._maker.shutdown(wait=False, cancel_futures=True)
         await asyncio.gather(*(self._end(slot.actor, GRACE_S) for slot in self.slots))
+
+    def kill(self) -> None:
+        """Kill all actors, in any thread; a server dies with its actor."""
+        for slot in self.slots:
+            if slot.actor is not None:
+                ray.kill(slot.actor)
 
     async def all_up(self) -> None:
         """Until every engine answers and has passed the handshake. Raises what went wrong at the first start."""
@@ -247,7 +256,7 @@ class Fleet:
 
     async def _life(self, slot: Slot, first: bool) -> str:
         """One engine from its start to where it has to be replaced; why, empty if that is nobody's fault."""
-        serving, patience = self._serving, self._config.hung_after_s
+        serving = self._serving
         actor = slot.actor = await self._made(serving, slot, patient=not first)
         await self._awake.wait()
         slot.starts = True
@@ -271,9 +280,9 @@ class Fleet:
             if slot.lost.done():
                 return slot.lost.result()
             try:
-                slot.load = await asyncio.wait_for(_call(actor.pulse.remote()), patience)
-            except TimeoutError:
-                return f"it has not answered for {patience:g} s (rollout.hung_after_s), though its process is there"
+                slot.load = await self._answered(actor, _call(actor.pulse.remote()))
+            except TimeoutError as error:
+                return f"it has not answered for {error}, though its process is there"
             except EngineError as error:
                 return str(error)
 
@@ -295,16 +304,45 @@ class Fleet:
             slot.condemn(actor, fault)
 
     async def _put_to_sleep(self, slot: Slot) -> Slept | None:
-        actor, patience = slot.actor, self._config.hung_after_s
+        actor = slot.actor
         try:
-            slept: Slept = await asyncio.wait_for(_call(actor.sleep.remote()), patience)
+            slept: Slept = await self._answered(actor, _call(actor.sleep.remote()))
             return slept
-        except TimeoutError:
-            slot.lose(actor, f"it has not gone to sleep within {patience:g} s (rollout.hung_after_s)")
+        except TimeoutError as error:
+            slot.lose(actor, f"it has not gone to sleep within {error}")
         except EngineError as error:
             slot.lose(actor, str(error))
         await self._end(actor)  # before another takes its memory
         return None
+
+    async def _answered(self, actor: Any, call: Coroutine[Any, Any, Result]) -> Result:
+        """Return what an engine answers. One that computes is waited for: its schedulers hear nothing meanwhile.
+
+        Raises TimeoutError, which says for how long nothing came: in the second half of `hung_after_s`, or later, the
+            schedulers have not worked; or it took longer than the longest pass, as where they wait for a GPU in a loop.
+        """
+        config, half = self._config, self._config.hung_after_s / 2
+
+        async def worked() -> float:
+            seconds: float = await within(half, _call(actor.cpu_seconds.remote()))
+            return seconds
+
+        answer = asyncio.ensure_future(call)
+        began = time.monotonic()
+        try:
+            await asyncio.wait({answer}, timeout=half)
+            while not answer.done():
+                before = await worked()
+                await asyncio.wait({answer}, timeout=half)
+                if not answer.done() and await worked() - before < _WORKING * half:
+                    raise TimeoutError
+                if time.monotonic() - began > config.longest_pass_s:
+                    raise TimeoutError
+            return answer.result()
+        except TimeoutError:
+            raise TimeoutError(f"{time.monotonic() - began:.0f} s (rollout.hung_after_s)") from None
+        finally:
+            await end(answer)
 
     async def _made(self, serving: Serving, slot: Slot, patient: bool) -> Any:
         """The actor of an engine; patient: once a node has room for it, which is said to be waited for."""
@@ -325,7 +363,7 @@ class Fleet:
         if actor is None:
             return
         try:
-            await asyncio.wait_for(_call(actor.stop.remote(grace_s)), _STOP_SECONDS)
+            await within(_STOP_SECONDS, _call(actor.stop.remote(grace_s)))
         except Exception as error:  # a server that is still there dies with its actor
             logging.getLogger(__name__).debug("%s that is to end: %r", self._name, error)
         ray.kill(actor)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -18,6 +19,9 @@ from rollout.server.client import EngineClient
 from rollout.types import Endpoint, Group, SamplingParams, Trajectory
 
 Result = TypeVar("Result")
+
+_END_SECONDS = 30.0
+"""Bound of the end of all engines; each is told to, and killed a few seconds later."""
 
 
 class EnginePool:
@@ -125,9 +129,14 @@ class EnginePool:
 
     def stop(self) -> None:
         """End all servers and their actors; a second call does nothing."""
-        if not self._background.closed:
-            self._run(self.fleet.close())
-            self._background.close()
+        if self._background.closed:
+            return
+        try:
+            self._background.run(self.fleet.close(), _END_SECONDS)
+        except TimeoutError:
+            logging.getLogger(__name__).warning("found no end of the engines within %g s: killing them", _END_SECONDS)
+            self.fleet.kill()
+        self._background.close()
 
     def _run(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
         return self._background.run(coroutine)

@@ -7,6 +7,7 @@ import time
 import traceback
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 
 from transformers import PreTrainedTokenizerBase
 
@@ -23,6 +24,9 @@ from rollout.types import Group, SamplingParams, Trajectory
 ENVIRONMENT_FAILURES = "rollout/environment_failures"
 REWARD = "reward"
 """What the one number is called that an environment returns without a name."""
+
+_END_SECONDS = 20.0
+"""Bound of the end of what an environment has started."""
 
 Ask = Callable[[Group, SamplingParams, int, object], "Future[list[Trajectory]]"]
 """Has engines answer a group; see `EnginePool.admit`."""
@@ -53,6 +57,7 @@ class Conversations:
             ENVIRONMENT_FAILURES,
             "environment.max_failures",
             config.max_failures,
+            at_once=True,
         )
 
     def begin(self, group: Group, sampling: SamplingParams, oldest: int) -> Future[list[Trajectory]]:
@@ -75,7 +80,8 @@ class Conversations:
     def close(self) -> None:
         """Give up what is under way. A second call does nothing."""
         if isinstance(self._environment, Harness) and not self._background.closed:
-            self._background.run(self._environment.close())
+            with suppress(TimeoutError):  # one that never awaits, or what ends with this process
+                self._background.run(self._environment.close(), _END_SECONDS)
         self._background.close()
 
     # The rest runs in the background.
@@ -106,6 +112,7 @@ class Conversations:
         except Exception:  # of a user's function
             why = traceback.format_exc()
         else:
+            self.failures.succeeded()
             return conversation.trajectories(outcome)
         self.failures.add(self._config.label, why)
         return conversation.trajectories({}, failed=True)[:1]

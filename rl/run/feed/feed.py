@@ -25,6 +25,7 @@ from rl.run.feed.batching import SftExample, batch_from_examples, batch_from_tra
 from rl.run.feed.judging import JudgedAnswer
 from rl.run.feed.problems import training_problems
 from rl.run.sampling import Asked, Sampling, done
+from rollout.chat import answer_ids
 from rollout.data.tasks import Problem, prompt_ids
 from rollout.types import Group, Prompt, Trajectory
 from trainer.step.batch import TokenBatch
@@ -384,6 +385,5 @@ def dropped_metrics(groups: Sequence[Sequence[JudgedAnswer]]) -> dict[str, float
 
 
 def _answer_ids(tokenizer: PreTrainedTokenizerBase, problem: Problem) -> list[int]:
-    """The tokens of a reference answer, with the EOS that ends it."""
-    ids: list[int] = tokenizer(problem.answer, add_special_tokens=False).input_ids
-    return [*ids, tokenizer.eos_token_id]
+    """Tokenize a reference answer as the chat template writes it, with the token that ends the turn."""
+    return answer_ids(tokenizer, problem.conversation, problem.answer, problem.chat_template)

@@ -17,8 +17,9 @@ from rl.run.background import Background
 from rl.run.engines.teacher import Teacher
 from rl.run.feed.failures import Failures
 from rollout.data.tasks import Problem
+from rollout.deadlines import within
 from rollout.environments.transcript import Said, transcript
-from rollout.returned import Numbers, ReturnError
+from rollout.returned import Numbers, ReturnError, is_finite
 from rollout.rewards.builtin import BUILT_IN
 from rollout.rewards.config import RewardsConfig
 from rollout.rewards.functions import EACH, load_function
@@ -160,7 +161,7 @@ class Judge:
         asked = copy.deepcopy(function.asked(offered))  # it may do with its arguments what it likes
         try:
             if function.is_async:
-                return function.parts(await asyncio.wait_for(function(asked), seconds), answers)
+                return function.parts(await within(seconds, function(asked)), answers)
             if function.config.function in BUILT_IN and BUILT_IN[function.config.function].cheap:
                 return function.parts(function(asked), answers)
             loop = asyncio.get_running_loop()
@@ -180,4 +181,7 @@ class Judge:
             for name, value in (of_function or {}).items():
                 parts[f"{function.config.label}/{name}" if name else function.config.label] = value
                 reward += function.config.weight * value
+        if not is_finite(reward):
+            self.failures.add("sum", f"found {reward} of {parts}, expected a finite number in FP32. Lower the weights")
+            reward = 0.0
         return reward, parts

@@ -9,8 +9,12 @@ from rl.record.metrics_log import read_metrics
 from rl.record.wandb_run import leet
 from rl.report.report import write_report
 from rl.report.summary import summarize, verdict
+from rl.run.lifecycle.force import bounded
 from rl.run.lifecycle.stopping import STOPPED
 from rl.run.run import LiveRun
+
+_TRACKER_SECONDS = 300.0
+"""Bound of all trackers to take the last rows; each is given up after a minute."""
 
 
 def finish(run: LiveRun, stopped: str = "") -> None:
@@ -21,7 +25,10 @@ def finish(run: LiveRun, stopped: str = "") -> None:
     run.checkpoints.wait()
     summary = summarize(read_metrics(run.files.metrics), read_events(run.files.events))
     values = {key: value for key, value in dataclasses.asdict(summary).items() if value is not None}
-    run.tracker.finish({f"summary/{key}": value for key, value in values.items()}, exit_code=STOPPED if stopped else 0)
+    with bounded("wandb, or a tracker beside it,", _TRACKER_SECONDS):
+        run.tracker.finish(
+            {f"summary/{key}": value for key, value in values.items()}, exit_code=STOPPED * bool(stopped)
+        )
     run.end(stopped)
     report, _ = write_report(run.files.path)
     say = run.console.note

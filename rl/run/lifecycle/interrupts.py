@@ -1,4 +1,5 @@
-"""Ctrl-C, SIGTERM and a closed terminal end a run in one way: by unwinding it. Nothing cuts the unwinding short.
+"""Ctrl-C, SIGTERM and a closed terminal end a run in one way: by unwinding it. A second one, some seconds later, cuts
+the unwinding short.
 
 Before anything is open there is nothing to unwind, and imports are the worst place to be interrupted in: the process
 ends at once.
@@ -11,11 +12,17 @@ import signal
 import socket
 import stat
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from types import FrameType, TracebackType
+from typing import ParamSpec, TypeVar
 
+from rl.run.lifecycle.force import bounded, end_by_force
+
+P = ParamSpec("P")
+Result = TypeVar("Result")
 Handler = Callable[[int, FrameType | None], None] | int | None
 
 INTERRUPTED = 130
@@ -26,9 +33,15 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, *_HANGUP)
 
 _DEAF_SECONDS = 1.0
 """How long further signals are ignored, for the first one to unwind to where the closing begins."""
+_BURST_SECONDS = 2.0
+"""Signals within this time of the first one are of the same wish; a later one is of somebody who waits no longer."""
+_END_SECONDS = 180.0
+"""Bound of each thing that a run has opened to close; each has a deadline of its own, of seconds up to a minute."""
 _AGAIN_SECONDS = 0.01
 """After how long an interrupt is raised again where Python could not pass it on."""
 _IGNORED: dict[signal.Signals, Handler] = dict.fromkeys((*SIGNALS, signal.SIGALRM), signal.SIG_IGN)
+_first = float("inf")
+"""When the first signal came to this block that is interruptible, monotonic."""
 _posts: list[socket.socket] = []
 """Where the numbers of signals arrive at once, of every block that is interruptible now."""
 
@@ -50,7 +63,9 @@ def interruptible() -> Iterator[None]:
 
     After an interrupt all of them stay ignored, since the process is about to end.
     """
+    global _first
     last, former_hook = float("-inf"), sys.unraisablehook
+    _first = float("inf")
 
     def again(signum: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt
@@ -66,8 +81,10 @@ def interruptible() -> Iterator[None]:
         nonlocal last
         if signum == signal.SIGHUP:
             _leave_terminal()
+        global _first
         if time.monotonic() - last > _DEAF_SECONDS:
             last = time.monotonic()
+            _first = min(_first, last)
             raise KeyboardInterrupt
 
     with _posted():
@@ -91,7 +108,9 @@ def interruptible() -> Iterator[None]:
 
 def is_ending() -> bool:
     """Whether this process is about to end, or closes a run: a signal has come, or they do nothing any more."""
-    return any(map(_holds_signal, _posts)) or all(signal.getsignal(signum) is signal.SIG_IGN for signum in SIGNALS)
+    return any(map(_holds_signal, _posts)) or all(
+        signal.getsignal(signum) in (signal.SIG_IGN, _noted) for signum in SIGNALS
+    )
 
 
 def _leave_terminal() -> None:
@@ -126,7 +145,8 @@ def _holds_signal(post: socket.socket) -> bool:
 
 
 class Closing(ExitStack):
-    """An ExitStack that closes what it holds with all signals ignored. outer: another one inside says that it does."""
+    """An ExitStack that closes what it holds, whatever signals come up to one of somebody who waits no longer. outer:
+    another one inside says that it closes."""
 
     def __init__(self, *, outer: bool = False) -> None:
         super().__init__()
@@ -135,13 +155,51 @@ class Closing(ExitStack):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        former = _handle(_IGNORED)
+        former = _handle({**dict.fromkeys(SIGNALS, _noted), signal.SIGALRM: signal.SIG_IGN})
+        for signum in SIGNALS:
+            signal.siginterrupt(signum, False)  # no library has to bear it
         try:
             if kind is KeyboardInterrupt and not self._outer:
                 print("interrupted: ending every process of the run", file=sys.stderr, flush=True)
-            super().__exit__(kind, error, trace)
+            with _hastened():
+                super().__exit__(kind, error, trace)
         finally:
             _handle(former)
+
+    def callback(self, callback: Callable[P, Result], /, *args: P.args, **kwargs: P.kwargs) -> Callable[P, Result]:
+        """Have this called at the end, which it must not hold up for ever."""
+        what = getattr(callback, "__qualname__", repr(callback))
+        return super().callback(bounded(what, _END_SECONDS)(callback), *args, **kwargs)
+
+
+def _noted(signum: int, frame: FrameType | None) -> None:
+    """The signal's number has gone to a thread, which wakes also while the main thread waits for a library."""
+
+
+@contextmanager
+def _hastened() -> Iterator[None]:
+    """End this process by force at a signal that comes some seconds after the first one."""
+    post, sender = socket.socketpair()
+    sender.setblocking(False)
+
+    def watch() -> None:
+        global _first
+        while came := post.recv(4096):
+            if any(signum in came for signum in SIGNALS):
+                _first = min(_first, time.monotonic())
+                if time.monotonic() - _first > _BURST_SECONDS:
+                    end_by_force("interrupted again: the end of the run is cut short", INTERRUPTED)
+
+    watching = threading.Thread(target=watch, name="signals", daemon=True)
+    former = signal.set_wakeup_fd(sender.fileno(), warn_on_full_buffer=False)
+    watching.start()
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(former)
+        sender.close()
+        watching.join()
+        post.close()
 
 
 def _handle(handlers: dict[signal.Signals, Handler]) -> dict[signal.Signals, Handler]:

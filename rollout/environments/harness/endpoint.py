@@ -15,6 +15,7 @@ from aiohttp.typedefs import Handler
 
 from rollout.environments.harness.recording import Recording, Said
 from rollout.environments.harness.requests import MODEL, Ask, RefusedError, read
+from rollout.loopback import reach_loopback
 from rollout.types import LOOPBACK, SamplingParams
 
 _MOST_BYTES = 32 << 20
@@ -47,6 +48,7 @@ class Endpoint:
                 await self._listen()
 
     async def _listen(self) -> None:
+        reach_loopback()  # a program in this process brings its own client
         app = web.Application(client_max_size=_MOST_BYTES, middlewares=[_in_openais_form])
         app.router.add_get("/v1/models", self._models)
         app.router.add_post("/v1/chat/completions", self._chat)

@@ -11,12 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from rollout.data.tasks import Problem
+from rollout.deadlines import end, end_process
 from rollout.environments.branch import ConversationOverError
 from rollout.environments.config import HarnessConfig
 from rollout.environments.conversation import Conversation
 from rollout.environments.harness.endpoint import Endpoint
 from rollout.environments.harness.recording import Recording
 from rollout.environments.harness.requests import MODEL
+from rollout.loopback import reach_loopback
 
 Program = Callable[[str, str, Problem], Awaitable[Any]]
 """An async function of a base URL, a key and the problem; it returns what an environment returns."""
@@ -71,11 +73,8 @@ class Harness:
                     f"the program took more than {self._config.deadline_s:g} s (environment.harness.deadline_s)"
                 ) from None
             finally:
-                lost.cancel()
-                if not program.done():
-                    program.cancel()
-                    await asyncio.gather(program, return_exceptions=True)
-            if program.cancelled():  # the engines are lost, which the conversation says
+                await end(lost, program)
+            if not program.done() or program.cancelled():  # the engines are lost, which the conversation says
                 return None
             if recording.over and program.exception() is not None:
                 raise ConversationOverError from program.exception()
@@ -94,22 +93,22 @@ class Harness:
         config = self._config
         names = [*_PASSED, *config.variables]
         own = {"OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": api_key, "OPENAI_MODEL": MODEL}
+        environment = {name: os.environ[name] for name in names if name in os.environ} | own
+        reach_loopback(environment)
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-I", "-S", str(_LEASH), *config.command),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
             cwd=config.directory,
-            env={name: os.environ[name] for name in names if name in os.environ} | own,
+            env=environment,
             limit=_MOST_OUTPUT,
         )
         given = {"question": problem.question, "messages": problem.conversation, "fields": dict(problem.fields)}
         try:
             output, errors = await process.communicate(json.dumps(given, default=str).encode())
         finally:
-            if process.returncode is None:
-                process.terminate()  # which ends what it has started
-                await process.wait()
+            await end_process(process)  # which ends what it has started
         if process.returncode:
             said = errors.decode(errors="replace")[-_KEPT:].strip()
             raise ProgramError(f"the command {' '.join(config.command)} ended with status {process.returncode}: {said}")

@@ -12,19 +12,19 @@ import hashlib
 import json
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
 import jinja2
 
-from numerics.errors import UserError
+from rollout.chat import RewritingTemplateError, continuation_ids, prompt_ids, read_arguments
 from rollout.environments.branch import Branch, ConversationOverError
-from rollout.environments.conversation import Conversation, continuation_ids
+from rollout.environments.conversation import Conversation
 from rollout.environments.harness.requests import Ask, RefusedError
 from rollout.environments.harness.tools import parse_calls
 from rollout.lengths import widest_token
-from rollout.types import Trajectory
 
 _AT_ONCE = 1 << 16
 """Bytes of text that are tokenized where they come in: it takes less time than they took to arrive."""
@@ -45,11 +45,16 @@ class Said:
 
 @dataclass(frozen=True)
 class _Point:
-    """The end of a turn of the model: so many tokens of a branch. ended: the last of them is the end of turn."""
+    """The end of a turn of the model: tokens `begin` to `length` of a branch.
+
+    ended: the last of them is the end of turn. cut: its length has ended it.
+    """
 
     branch: Branch
+    begin: int
     length: int
     ended: bool
+    cut: bool
 
 
 class Recording:
@@ -88,7 +93,7 @@ class Recording:
         self._left -= 1
         try:
             branch = await self._begun(ask)
-            said, count, text = await self._sampled(branch, ask)
+            point, text = await self._sampled(branch, ask)
         except ConversationOverError:
             raise self.no_room("messages" if ask.messages else "prompt") from None
         except RefusedError:
@@ -96,7 +101,7 @@ class Recording:
         except Exception:
             self.lost.set()
             raise
-        return self._recorded(branch, ask, said, count, text)
+        return self._recorded(point, ask, text)
 
     def no_room(self, param: str) -> RefusedError:
         """Note that a turn found no room, and return the refusal of its request."""
@@ -122,12 +127,8 @@ class Recording:
         async with self._tokenizing:
             return begin(ask) if ask.size <= _AT_ONCE else await asyncio.to_thread(begin, ask)
 
-    def _recorded(self, branch: Branch, ask: Ask, said: Trajectory, count: int, text: str) -> Said:
+    def _recorded(self, point: _Point, ask: Ask, text: str) -> Said:
         """Put a turn into the books; what a request that continues it will look like."""
-        whole = count == len(said.token_ids)
-        ended = whole and said.finished and said.token_ids[-1] in self._conversation.sampling.stop_token_ids
-        stopped = not whole or said.finished
-        point = _Point(branch, len(branch.ids), ended)
         calls: tuple[dict[str, Any], ...] = ()
         if ask.calls and self._tool_parser is not None:
             text, calls = parse_calls(text, ask.tools, self._tool_parser, self._calls)
@@ -139,21 +140,20 @@ class Recording:
             self._points[_keys(ask, (*ask.messages, spoken))[-1]] = point
         else:
             before = ask.prompt if isinstance(ask.prompt, str) else self._conversation.tokenizer.decode(ask.prompt)
-            self._written += [(before + shown, at) for shown, at in self._shown(point, text, count)]
-        reason = "tool_calls" if calls else "stop" if stopped else "length"
-        return Said(text, calls, reason, len(branch.ids) - count, count, self._most - self._left)
+            self._written += [(before + shown, at) for shown, at in self._shown(point, text)]
+        reason = "tool_calls" if calls else "length" if point.cut else "stop"
+        return Said(text, calls, reason, point.begin, point.length - point.begin, self._most - self._left)
 
-    def _shown(self, point: _Point, text: str, count: int) -> Iterator[tuple[str, _Point]]:
+    def _shown(self, point: _Point, text: str) -> Iterator[tuple[str, _Point]]:
         """A completion as later prompts may begin with it: with the stop that ended it, or without, as it was sent."""
-        decode, begin = self._conversation.tokenizer.decode, point.length - count
-        ids = point.branch.ids[begin:]
+        decode, ids = self._conversation.tokenizer.decode, point.branch.ids[point.begin : point.length]
         yield decode(ids[:-1] if point.ended else ids), point
         for length in range(len(ids), 0, -1):
             if not point.ended and decode(ids[:length]) == text:
-                yield text, replace(point, length=begin + length)
+                yield text, replace(point, length=point.begin + length)
 
-    async def _sampled(self, branch: Branch, ask: Ask) -> tuple[Trajectory, int, str]:
-        """The engine's turn, put into the branch; how many of its tokens, and their text without what ended it."""
+    async def _sampled(self, branch: Branch, ask: Ask) -> tuple[_Point, str]:
+        """Sample a turn into the branch; where it ended, and its text without what ended it."""
         tokenizer = self._conversation.tokenizer
         singles = {stop: tokenizer(stop, add_special_tokens=False).input_ids for stop in ask.stop}
         stops = tuple(ids[0] for ids in singles.values() if len(ids) == 1)
@@ -172,8 +172,10 @@ class Recording:
                     key=lambda n: any(stop in tokenizer.decode(ids[:n]) for stop in ask.stop),
                 )
                 text = text[: min(found)]
+            begin, whole = len(branch.ids), count == len(ids)
             branch.add(said, length=count, stops=stops)
-            return said, count, text
+            ended = whole and said.finished and ids[-1] not in stops
+            return _Point(branch, begin, begin + count, ended, cut=whole and not said.finished), text
         finally:
             self._busy.discard(branch)
             if not self._busy:
@@ -181,18 +183,20 @@ class Recording:
 
     def _chat(self, ask: Ask) -> Branch:
         """The branch that a chat's next turn belongs to, with all that comes before it."""
-        tokenizer, template = self._conversation.tokenizer, _options(ask)
+        tokenizer, options = self._conversation.tokenizer, self._options(ask)
         keys = _keys(ask, ask.messages)
         try:
             for end in range(len(ask.messages), 0, -1):
                 if (point := self._points.get(keys[end - 1])) is not None:
+                    turn = point.branch.ids[point.begin : point.length]
                     calls = ask.messages[end - 1].get("tool_calls", ())
-                    between = continuation_ids(tokenizer, ask.messages[end:], calls, **template)
-                    return self._goes_on(point, between)
-            ids = tokenizer.apply_chat_template(
-                list(ask.messages), tokenize=True, return_dict=False, add_generation_prompt=True, **template
-            )
-        except (jinja2.TemplateError, TypeError, ValueError, UserError) as error:
+                    history, further = ask.messages[: end - 1], ask.messages[end:]
+                    with suppress(RewritingTemplateError):  # then it is a row of its own
+                        between = continuation_ids(tokenizer, history, turn, further, options, calls, cut=point.cut)
+                        return self._goes_on(point, between)
+                    break
+            ids = prompt_ids(tokenizer, ask.messages, options)
+        except (jinja2.TemplateError, TypeError, ValueError) as error:
             raise RefusedError(f"messages: the model's chat template cannot write them: {error}", "messages") from error
         return self._conversation.branch(ids)
 
@@ -210,15 +214,15 @@ class Recording:
             return self._conversation.branch(tokenizer(prompt).input_ids)
         text, point = shared
         rest = prompt[len(text) :]
-        if point.ended and rest.startswith(tokenizer.eos_token):
-            rest = rest.removeprefix(tokenizer.eos_token)
-        elif point.ended:  # the text goes on where the model had ended
-            point = replace(point, length=point.length - 1)
-        return self._goes_on(replace(point, ended=True), tokenizer(rest, add_special_tokens=False).input_ids)
+        if point.ended:
+            end = tokenizer.decode(point.branch.ids[point.length - 1])
+            if not rest.startswith(end):  # the text goes on where the model had ended
+                point = replace(point, length=point.length - 1)
+            rest = rest.removeprefix(end)
+        return self._goes_on(point, tokenizer(rest, add_special_tokens=False).input_ids)
 
     def _goes_on(self, point: _Point, between: list[int]) -> Branch:
         """What follows a turn, in its branch or, where that went on already, in one of its own."""
-        between = between if point.ended else [self._conversation.tokenizer.eos_token_id, *between]
         if self._is_tip(point):
             return self._told(point.branch, between)
         return self._conversation.branch(point.branch.ids[: point.length] + between)
@@ -226,16 +230,16 @@ class Recording:
     def _is_tip(self, point: _Point) -> bool:
         return point.branch not in self._busy and len(point.branch.ids) == point.length
 
+    def _options(self, ask: Ask) -> dict[str, Any]:
+        """Arguments of the chat template: the problem's, and the request's before them."""
+        problem = self._conversation.problem
+        return {**problem.chat_template, **dict(ask.template), **({"tools": list(ask.tools)} if ask.tools else {})}
+
     @staticmethod
     def _told(branch: Branch, ids: list[int]) -> Branch:
         if ids:
             branch.tell(ids)
         return branch
-
-
-def _options(ask: Ask) -> dict[str, Any]:
-    """Arguments of the chat template."""
-    return dict(ask.template) | ({"tools": list(ask.tools)} if ask.tools else {})
 
 
 def _keys(ask: Ask, messages: Sequence[dict[str, Any]]) -> list[bytes]:
@@ -252,8 +256,5 @@ def _digest(before: bytes, value: Any) -> bytes:
 def _as_read(call: dict[str, Any]) -> dict[str, Any]:
     """A call as it looks when a program sends it back."""
     function = call["function"]
-    try:
-        arguments = json.loads(function["arguments"])
-    except ValueError:
-        arguments = function["arguments"]
+    arguments = read_arguments(function["arguments"])
     return {"id": call["id"], "type": "function", "function": {"name": function["name"], "arguments": arguments}}

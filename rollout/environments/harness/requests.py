@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from numerics.io.parsing import parse_json
+from rollout.chat import read_arguments
 from rollout.lengths import text_size
 from rollout.types import SamplingParams
 
@@ -28,7 +29,6 @@ _MEANINGLESS: dict[str, tuple[Any, ...]] = {
     "top_logprobs": (0,),
     "parallel_tool_calls": (True,),
     "response_format": ({"type": "text"},),
-    "tool_choice": ("auto", "none"),
     "stream": (True, False),
 }
 """Settings, and all the values that they may have."""
@@ -101,6 +101,15 @@ def read(body: bytes, chat: bool, sampling: SamplingParams, override: Collection
                 "as all that is sampled is trained on. Leave it out",
                 name,
             )
+    if found.get("tool_choice", "auto") not in ("auto", "none"):
+        if "tool_choice" not in override:
+            raise RefusedError(
+                f"tool_choice: found {_brief(found['tool_choice'])}, expected 'auto' or 'none', as a forced call would "
+                "be sampled under a grammar. Have the program send 'auto'; or write tool_choice into "
+                "environment.harness.override, and it is taken as 'auto'",
+                "tool_choice",
+            )
+        found["tool_choice"] = "auto"
     _check_sampling(found, sampling, override)
     options = found.get("stream_options")
     settings: dict[str, Any] = {
@@ -217,7 +226,7 @@ def _calls(found: Any, place: str) -> list[dict[str, Any]]:
                 "type": "function",
                 "function": {
                     "name": str(call["function"]["name"]),
-                    "arguments": _arguments(call["function"].get("arguments")),
+                    "arguments": read_arguments(call["function"].get("arguments")),
                 },
             }
             for call in found
@@ -226,14 +235,6 @@ def _calls(found: Any, place: str) -> list[dict[str, Any]]:
         raise RefusedError(
             f"{place}.tool_calls: found {_brief(found)}, expected a list of calls of functions", place
         ) from error
-
-
-def _arguments(found: Any) -> Any:
-    """An object where the text is one: templates read its parts."""
-    try:
-        return parse_json(found) if isinstance(found, str) else found
-    except ValueError:
-        return found
 
 
 def _tools(found: Any) -> tuple[dict[str, Any], ...]:

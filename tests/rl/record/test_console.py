@@ -44,6 +44,13 @@ def test_a_step_in_which_the_critic_learns_alone_says_so() -> None:
         assert "alone" not in step_line(1, 60, METRICS | {"critic/lr": 1e-5} | more).plain
 
 
+def test_a_step_whose_answers_were_mostly_cut_names_the_limit() -> None:
+    cut = METRICS | {"rollout/finished_fraction": 0.25, "rollout/trajectories": 4.0}
+    limit = "rollout.max_new_tokens=200"
+    assert step_line(1, 60, cut, limit).plain.endswith(f"  3 of 4 answers had no room left ({limit})")
+    assert "room" not in step_line(1, 60, cut | {"rollout/finished_fraction": 0.5}, limit).plain
+
+
 def test_without_reward_the_loss_is_shown() -> None:
     assert step_line(1, 9, {"train/loss": 2.5, "train/grad_norm": 1.0}).plain == "step 1/9  loss 2.500  grad 1.000"
 

@@ -1,5 +1,6 @@
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -21,6 +22,7 @@ from rl.record.rollouts import RolloutRecord, ScoredRecord, rollouts_found
 from rl.record.run_dir import RunDir
 from rl.record.tracking import WANDB_LOST, Tracker
 from rl.record.wandb_run import METRIC_GROUPS, WandbConfig, WandbRun, check_wandb
+from rl.record.wandb_upload import Upload
 from tests.support.paths import new_run
 from tests.support.servers import wait_until
 from tests.support.wandb_server import WandbServer, wandb_server
@@ -295,6 +297,13 @@ def test_an_upload_ends_with_a_driver_that_is_killed(run: RunDir, online: WandbS
         driver.kill()
         driver.wait()
         assert len(processes) == 2 and not psutil.wait_procs(processes, timeout=20)[1], "wandb's own process too"
+
+
+def test_an_upload_that_is_stopped_is_ended(tmp_path: Path) -> None:
+    upload = Upload(tmp_path, tmp_path / "log")
+    os.kill(upload._process.pid, signal.SIGSTOP)
+    began = time.monotonic()
+    assert not upload.finish(0.2) and upload.ended and time.monotonic() - began < 10
 
 
 def check_whole(run: RunDir, steps: list[int], said: list[str], monkeypatch: pytest.MonkeyPatch) -> None:

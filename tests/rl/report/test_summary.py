@@ -191,3 +191,10 @@ def test_a_warning_is_no_intervention() -> None:
     summary = summarize([row(1), row(2)], [Event(2, "mismatch/k3_kl", 0.5, "above 0.1", "warn", None, because)])
     assert (summary.interventions, summary.warnings) == (0, 1)
     assert verdict(summary)[3:] == [f"1 warning. The first, step 2: {because}."]
+
+
+def test_answers_that_were_mostly_cut_are_a_sentence() -> None:
+    ended = {"rollout__trajectories": 8.0, "rollout__finished_fraction": 0.25}
+    told = verdict(summarize([row(1, **ended), row(2, **ended)]))
+    assert told[3] == "12 of 16 answers had no room left (rollout.max_new_tokens, rollout.context_length)."
+    assert len(verdict(summarize([row(1, rollout__trajectories=8.0, rollout__finished_fraction=0.5)]))) == 3

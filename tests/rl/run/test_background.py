@@ -3,8 +3,52 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+from contextlib import suppress
+from functools import partial
 
+import pytest
+
+import rl.run.background as background_module
 from rl.run.background import Background
+from rollout.deadlines import end
+
+
+def test_what_goes_on_in_spite_of_its_cancellation_does_not_keep_the_end(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(background_module, "end", partial(end, seconds=0.2))
+    free = threading.Event()
+
+    async def stubborn() -> None:
+        while not free.is_set():
+            with suppress(asyncio.CancelledError):
+                await asyncio.sleep(0.05)
+
+    background = Background("test")
+    background.begin(stubborn())
+    background.close()
+    assert background.closed and "stubborn" in caplog.text
+    background.close()
+    free.set()
+
+
+def test_a_loop_that_is_held_up_keeps_neither_a_wait_nor_the_end(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(background_module, "_TURN_SECONDS", 0.2)
+    free = threading.Event()
+
+    async def never_awaits() -> None:
+        free.wait(60)
+
+    background = Background("test")
+    background.begin(never_awaits())
+    with pytest.raises(TimeoutError):
+        background.run(number(3), 0.2)
+    background.close()
+    assert background.closed and background.begin(number(4)).cancelled() and "thread test" in caplog.text
+    free.set()
 
 
 async def number(value: int) -> int:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import copy
 from typing import Any
 
 import pytest
 
-from numerics.errors import UserError
 from rollout.data.tasks import Problem
-from rollout.environments.conversation import Conversation, Turn, continuation_ids
+from rollout.environments.conversation import Conversation, Turn
 from rollout.environments.transcript import transcript
 from rollout.types import Group, Prompt, SamplingParams, Trajectory
 from tests.support.conversations import EOS, Stage
@@ -127,13 +125,6 @@ def test_a_message_continues_the_chat_as_the_template_would_have_written_it(play
     chat += [{"role": "assistant", "content": "4"}, {"role": "user", "content": "again"}]
     whole = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True) + "3" + EOS
     assert tokenizer.decode(answer.prompt_ids + answer.token_ids) == whole
-
-
-def test_a_chat_template_that_rewrites_what_was_said_is_refused(tokenizer: Any) -> None:
-    rewriting = copy.deepcopy(tokenizer)
-    rewriting.chat_template = "{% for m in messages %}{{ messages | length }}{{ m.content }}<|im_end|>{% endfor %}"
-    with pytest.raises(UserError, match="writes a conversation anew"):
-        continuation_ids(rewriting, [{"role": "user", "content": "again"}])
 
 
 def test_an_environment_may_begin_with_messages_of_its_own(play: Stage, tokenizer: Any) -> None:

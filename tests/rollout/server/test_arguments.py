@@ -18,7 +18,7 @@ from tests.support.paths import EXAMPLES
 COMMON = (
     "--model-path m --dtype bfloat16 --skip-tokenizer-init --host 127.0.0.1 --port 4000 --log-level warning "
     "--grammar-backend none --disable-shared-experts-fusion --context-length 1024 --max-total-tokens 32768 "
-    "--random-seed 0 --weight-version 2"
+    "--random-seed 0 --weight-version 2 --watchdog-timeout 1200.0"
 )
 CPU = (
     "--device cpu --attention-backend torch_native --sampling-backend pytorch --sleep-on-idle "

@@ -21,9 +21,11 @@ from rollout.server import public
 from tests.support.paths import EXAMPLES
 
 protocol = pytest.importorskip("sglang.srt.entrypoints.openai.protocol")
+add_api_key_middleware = pytest.importorskip("sglang.srt.utils.auth").add_api_key_middleware
 ODD = [b'{"model": "it", "prompt": "1", "temperature": %s}' % number for number in (b"NaN", b"1e400", b"9" * 5000)]
 ODD.append(rb'{"model": "it", "prompt": "\ud800", "messages": [{"role": "user", "content": "\ud800"}]}')
 PATHS = ["/v1/completions", "/v1/chat/completions"]
+KEY = "secret"
 
 
 def _of(path: str) -> dict[str, Any]:
@@ -45,14 +47,16 @@ def configured() -> Iterator[None]:
 def client() -> TestClient:
     """Endpoints of SGLang's request types, which answer with what came through."""
     app = FastAPI()
+    tokenizer = AutoTokenizer.from_pretrained(EXAMPLES / "models/tiny_qwen3_moe")
+    tokenizer.ends = (7, 8)
     manager = SimpleNamespace(
         served_model_name="it",
         model_config=SimpleNamespace(vocab_size=10, context_len=64),
-        tokenizer=AutoTokenizer.from_pretrained(EXAMPLES / "models/tiny_qwen3_moe"),
+        tokenizer=tokenizer,
     )
 
     async def through(serving: Any, request: Any, raw: Any) -> Any:
-        return request.model_dump(include={"model", "seed", "n"})
+        return request.model_dump(include={"model", "seed", "n"}) | {"stops": request.stop_token_ids}
 
     @app.post(PATHS[0])
     async def complete(request: protocol.CompletionRequest) -> Any:
@@ -60,12 +64,15 @@ def client() -> TestClient:
 
     @app.post(PATHS[1])
     async def chat(request: protocol.ChatCompletionRequest) -> Any:
-        return await public.answer(through, SimpleNamespace(tokenizer_manager=manager), request, None)
+        serving = SimpleNamespace(tokenizer_manager=manager, tool_call_parser=None)
+        return await public.answer(through, serving, request, None)
 
     public.open_models(app, lambda: manager)
     app.add_exception_handler(RequestValidationError, public.invalid)
     app.add_middleware(public.ObjectsOnly)
-    return TestClient(app, raise_server_exceptions=False)
+    add_api_key_middleware(app, api_key=KEY, admin_api_key="another")
+    public.one_form(None, app)
+    return TestClient(app, raise_server_exceptions=False, headers={"Authorization": f"Bearer {KEY}"})
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -92,9 +99,6 @@ def test_a_body_that_is_no_object_is_refused_in_one_form(client: TestClient, pat
         ({"logit_bias": {"1": 1.0}}, 400, "logit_bias: is not served. Leave it out"),
         ({"temprature": 0.0}, 400, "temprature: is not served. Leave it out"),
         ({"rid": ["a", "b"]}, 400, "rid: is not served. Leave it out"),
-        ({"response_format": {"type": "json_object"}}, 400, "response_format: is not served. Leave it out"),
-        ({"response_format": "json"}, 400, "response_format: is not served. Leave it out"),
-        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, 400, "tools: is not served. Leave it out"),
         ({"stop": ["a", ""]}, 400, "stop: found an empty text, expected at least one character in each"),
         ({"stop_token_ids": [1, 10]}, 400, "stop_token_ids: found 10, expected 0 to 9"),
         ({"cache_salt": ["a", "b"]}, 400, "cache_salt: found another value, expected a text of at most 256 characters"),
@@ -107,6 +111,72 @@ def test_what_would_be_answered_wrongly_is_refused(
 ) -> None:
     answer = client.post(path, json=_of(path) | change)
     assert (answer.status_code, answer.json()["error"]["message"]) == (status, message)
+
+
+TOOLS = [{"type": "function", "function": {"name": "f"}}]
+
+
+@pytest.mark.parametrize(
+    ("path", "change", "message"),
+    [
+        (PATHS[0], {"response_format": {"type": "json_object"}}, "response_format: is not served. Leave it out"),
+        (PATHS[0], {"tools": TOOLS}, "tools: is not served. Leave it out"),
+        (
+            PATHS[1],
+            {"tools": TOOLS},
+            "tools: found some, expected a server that knows the format in which the model calls them: --tool-parser",
+        ),
+        (
+            PATHS[1],
+            {"response_format": "json"},
+            "response_format: found json, expected an object whose type is text, json_object, json_schema",
+        ),
+        (
+            PATHS[1],
+            {"response_format": {"type": "structural_tag", "structures": [], "triggers": []}},
+            "response_format: found {'type': 'structural_tag', 'structures': [], 'triggers': []}, expected an object "
+            "whose type is text, json_object, json_schema",
+        ),
+    ],
+)
+def test_tools_and_forms_are_of_chats_alone(
+    client: TestClient, path: str, change: dict[str, Any], message: str
+) -> None:
+    answer = client.post(path, json=_of(path) | change)
+    assert (answer.status_code, answer.json()["error"]["message"]) == (400, message)
+
+
+def test_a_chat_may_ask_for_json_and_go_on_after_the_end_of_a_turn(client: TestClient) -> None:
+    asked = _of(PATHS[1]) | {"response_format": {"type": "json_object"}, "stop_token_ids": [1]}
+    assert client.post(PATHS[1], json=asked).json()["stops"] == [1, 7, 8]
+    assert client.post(PATHS[1], json=asked | {"ignore_eos": True}).json()["stops"] == [1]
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "key", "status", "code"),
+    [
+        ("POST", PATHS[1], "wrong", 401, "invalid_api_key"),
+        ("GET", "/v1/models", "", 401, "invalid_api_key"),
+        ("GET", "/v1/embeddings", KEY, 404, "unknown_url"),
+        ("POST", "/", KEY, 404, "unknown_url"),
+        ("GET", PATHS[1], KEY, 405, "method_not_allowed"),
+        ("GET", "/v1/models/other", KEY, 404, "model_not_found"),
+    ],
+)
+def test_a_wrong_key_and_an_unknown_path_are_refused_in_one_form(
+    client: TestClient, method: str, path: str, key: str, status: int, code: str
+) -> None:
+    answer = client.request(method, path, headers={"Authorization": f"Bearer {key}"})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"]) == (status, code)
+    assert error.keys() == {"message", "type", "param", "code"} and error["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize("arguments", ["", " ", "null", "{}"])
+def test_a_call_without_arguments_has_none(arguments: str) -> None:
+    assert public.parse_arguments(arguments) == {}
+    with pytest.raises(ValueError, match="found the arguments '.1.', expected a JSON object"):
+        public.parse_arguments("[1]")
 
 
 def test_numbers_that_would_end_the_engine_are_refused(client: TestClient) -> None:
@@ -161,7 +231,8 @@ def test_what_is_right_comes_through_whole(client: TestClient, path: str) -> Non
         "cache_salt": "a",
     }
     answer = client.post(path, json=_of(path) | neutral | {"seed": 2**63 - 1, "n": 3})
-    assert answer.json() == {"model": "it", "seed": 2**63 - 1, "n": 3}
+    stops = {PATHS[0]: None, PATHS[1]: [7, 8]}
+    assert answer.json() == {"model": "it", "seed": 2**63 - 1, "n": 3, "stops": stops[path]}
     for prompt in ("99", ["99", "é"], [9, 0], [[9], [0]]):
         assert client.post(PATHS[0], json=_of(PATHS[0]) | {"prompt": prompt}).status_code == 200
     thinking = {"chat_template_kwargs": {"enable_thinking": False}}

@@ -1,11 +1,15 @@
 """Data that cannot be used is refused by its line before anything starts."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 
 from rl.experiment import parse_experiment
 from rl.experiment.preconditions import check, data
+from rl.experiment.preconditions.tokenizer import load_tokenizer
+from rollout.data.sources import Source, load_problems
+from tests.support.paths import EXAMPLES
 from tests.support.preconditions import merged, refusal, write_lines
 
 
@@ -151,3 +155,41 @@ def test_turns_that_the_chat_template_refuses_are_named(values, model, tmp_path)
     assert refusal(values).startswith(
         "data.train: line 2: found 'turns of user, tool, at which the chat template fails"
     )
+
+
+def test_a_tokenizer_that_loses_text_is_said(values, tmp_path, monkeypatch):
+    """A file of whole characters, which transformers loads as byte-level pieces because of the model's type."""
+    write_lines(tmp_path / "train.jsonl", [("1+1=?", "1+1=2\n#### 2")])
+    said = []
+    check(parse_experiment(values), said.append)
+    assert not any("keep text" in text for text in said)
+    loaded = data._lost_text(LosesBlanks(), load_problems(Source(tmp_path / "train.jsonl")))
+    assert loaded.startswith("data: the tokenizer of model.path does not keep text: the answer of line 1, ")
+    assert "'1+1=2\\n#### 2', comes back as '1+1=2####2'" in loaded
+
+
+def test_a_template_that_writes_no_answer_is_refused_for_supervised_rows(values, model):
+    path = model / "tokenizer_config.json"
+    template = (
+        "{% if messages[-1].role == 'assistant' %}{{ raise_exception('no') }}{% endif %}{{ messages[0].content }}"
+    )
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": template}))
+    (model / "chat_template.jinja").unlink(missing_ok=True)
+    check(parse_experiment(values))
+    text = refusal(values, algorithm={"name": "sft"})
+    assert text.startswith("data.train: line 1: found 'turns of user, assistant, at which the chat template fails: no'")
+
+
+class LosesBlanks:
+    def __call__(self, text, **_):
+        return SimpleNamespace(input_ids=text.split())
+
+    def decode(self, ids):
+        return "".join(ids)
+
+
+def test_the_examples_tokenizers_keep_text():
+    text = "".join(map(chr, range(32, 127))) + "\n#### 10\n\n  x"
+    for directory in sorted((EXAMPLES / "models").iterdir()):
+        tokenizer = load_tokenizer(directory, "model.path")
+        assert tokenizer.decode(tokenizer(text, add_special_tokens=False).input_ids) == text, directory.name

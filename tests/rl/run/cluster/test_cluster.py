@@ -81,6 +81,38 @@ with ray_cluster(Path(sys.argv[1])):
     time.sleep(30)
 """
 
+SLOW = """
+import itertools, sys, time, types
+from pathlib import Path
+import psutil, ray
+import ray._private.node as node
+import ray._private.services as services
+from numerics.errors import UserError
+from rl.run.cluster.cluster import ray_cluster
+
+clock, known, slow = itertools.count(0, 40), services.get_node, [True] * 3
+node.time = types.SimpleNamespace(**vars(time) | {"monotonic": lambda: next(clock)})
+
+def get_node(*arguments):
+    if slow:
+        slow.pop()
+        raise RuntimeError("the raylet is not there yet")
+    return known(*arguments)
+
+services.get_node = get_node
+try:
+    with ray_cluster(Path(sys.argv[1])):
+        pass
+except UserError as error:
+    print(error, file=sys.stderr)
+left = psutil.Process().children(recursive=True)
+assert len(slow) == 1 and not left, (slow, left)
+with ray_cluster(Path(sys.argv[1])):
+    names = [process.name() for process in psutil.Process().children(recursive=True)]
+    assert names.count("raylet") == names.count("gcs_server") == 1, names
+    assert ray.get(ray.remote(num_cpus=0)(lambda: 3).remote()) == 3
+"""
+
 WITHOUT_MEMORY = """
 import sys
 from pathlib import Path
@@ -152,3 +184,11 @@ def test_too_little_memory_for_ray_is_one_sentence_and_leaves_nothing(run: Calla
 def test_a_head_that_is_killed_ends_the_process_in_one_sentence(run: Callable[..., str]) -> None:
     """At once, and not after the minute in which Ray looks for it."""
     assert run(HEADLESS, code=3).splitlines()[-1].startswith("error: found Ray's GCS server ended (killed, ")
+
+
+def test_ray_that_does_not_come_up_in_time_has_one_more_try_and_is_then_one_sentence(run: Callable[..., str]) -> None:
+    """The first cluster of the script fails twice and leaves no process, the second one once."""
+    said = [line for line in run(SLOW).splitlines() if "one more try" not in line]
+    (sentence,) = [line for line in said if line.startswith("Ray: found ")]
+    assert "no start, twice (The current node timed out during startup)" in sentence
+    assert "Try again when this machine is less busy" in sentence and "Traceback" not in "".join(said)

@@ -19,9 +19,10 @@ import ray
 import torch
 
 import rl.run.engines.fleet as engines_module
+import rl.run.engines.pool as pool_module
 from rl.run.cluster.seats import NoRoomError
 from rl.run.engines.canary import Canary, Expected
-from rl.run.engines.fleet import News
+from rl.run.engines.fleet import Fleet, News
 from rl.run.engines.pool import EnginePool
 from rl.run.engines.serving import Serving
 from rollout.config import RolloutConfig
@@ -45,13 +46,16 @@ class Method:
 
 @dataclass
 class Actor:
-    """An engine that answers when it is told to. dead: raises from then on. hangs: does not answer a pulse. broken:
+    """An engine that answers when it is told to. dead: raises from then on. hangs: does not answer a pulse. works: its
+    schedulers use a processor meanwhile. rests: seconds that it takes to go to sleep. stuck: its end hangs. broken:
     what Ray, or a bug, raises in place of every answer. logprob: of every token."""
 
     name: str
     version: int = 3
     dead: bool = False
     hangs: bool = False
+    works: bool = False
+    stuck: bool = False
     broken: Exception | None = None
     logprob: float = -1.0
     failure: Exception | None = None
@@ -61,6 +65,7 @@ class Actor:
     ended: bool = False
     started: bool = False
     asleep: bool = False
+    rests: float = 0.0
 
     def __post_init__(self) -> None:
         self.finish = asyncio.Event()  # set once the group may be answered
@@ -104,13 +109,16 @@ class Actor:
         return self.holds
 
     async def _pulse(self) -> Load:
-        if self.hangs:
-            await asyncio.sleep(60)
+        while self.hangs:
+            await asyncio.sleep(0.01)
         if self.broken is not None:
             raise self.broken
         if self.dead:
             raise EngineDiedError("it was killed\nand more")
         return Load(0, 0, 0)
+
+    async def _cpu_seconds(self) -> float:
+        return time.monotonic() if self.works else 7.0
 
     async def _health(self) -> Health:
         return Health(not self.dead, 1)
@@ -118,10 +126,13 @@ class Actor:
     async def _sleep(self) -> Slept:
         if self.dead:
             raise EngineDiedError("it was killed")
+        await asyncio.sleep(self.rests)
         self.asleep = True
         return Slept(7, 5)
 
     async def _stop(self, grace_s: float = 0.0) -> None:
+        while self.stuck:
+            await asyncio.sleep(0.01)
         self.ended = True
 
 
@@ -261,6 +272,84 @@ def test_an_engine_that_hangs_is_ended_and_replaced(stage: Stage) -> None:
     stage.serve()
     assert len(answer.result(5)) == 2
     assert "has not answered for 1 s (rollout.hung_after_s)" in pool.news()[0].text
+
+
+def test_an_engine_in_a_long_pass_is_waited_for_as_long_as_its_schedulers_work(stage: Stage) -> None:
+    pool = stage.open(1, replace_config(hung_after_s=1.0))
+    stage.serve()
+    (engine,) = stage.made
+    engine.works = engine.hangs = True
+    time.sleep(2.5)
+    assert pool.news() == [] and len(stage.made) == 1
+    engine.hangs = False
+    assert len(stage.admit(1)[0].result(5)) == 2
+    engine.hangs, engine.works = True, False
+    assert wait_until(lambda: len(stage.made) == 2, 10), "a lock that is never free"
+    assert "(rollout.hung_after_s)" in pool.news()[0].text
+
+
+def test_an_engine_that_works_and_never_answers_is_replaced_in_the_end(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(RolloutConfig, "longest_pass_s", 2.0)
+    pool = stage.open(1)
+    stage.made[0].works = stage.made[0].hangs = True
+    assert wait_until(lambda: len(stage.made) == 2, 10)
+    assert "has not answered for 2 s" in pool.news()[0].text
+
+
+def test_an_engine_in_a_long_pass_goes_to_sleep_after_it(stage: Stage) -> None:
+    pool = stage.open(1)
+    stage.made[0].works, stage.made[0].rests = True, 1.5
+    assert pool.sleep() == [Slept(7, 5)] and pool.news() == []
+
+
+def test_a_pool_that_closes_as_an_engine_answers_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The answer and the cancellation in one turn of the loop, and in each of the turns after it."""
+    monkeypatch.setattr(engines_module, "_PULSE_SECONDS", 0.0)
+    monkeypatch.setattr(engines_module.ray, "kill", lambda actor: None)
+
+    async def closed(turns: int) -> None:
+        asked = asyncio.get_running_loop().create_future()
+        answer = asyncio.get_running_loop().create_future()
+
+        async def pulse() -> Load:
+            if asked.done():
+                await asyncio.Event().wait()
+            asked.set_result(None)
+            return await answer  # type: ignore[no-any-return]
+
+        actor = Actor("engine-0")
+        monkeypatch.setattr(actor, "_pulse", pulse)
+        fleet = Fleet(Serving(lambda index: actor, Path("served"), 3), CONFIG)
+        await fleet.open(1, awake=True)
+        await asked
+        answer.set_result(Load(0, 0, 0))
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        await fleet.close()
+        assert actor.ended and all(life.done() for life in fleet._lives)
+
+    async def all_of_them() -> None:
+        for number in range(1000):
+            async with asyncio.timeout(5):
+                await closed(number % 5)
+
+    asyncio.run(all_of_them())
+
+
+def test_a_pool_whose_engine_does_not_end_says_so_and_kills_it(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    killed: list[Any] = []
+    monkeypatch.setattr(pool_module, "_END_SECONDS", 0.5)
+    monkeypatch.setattr(engines_module.ray, "kill", killed.append)
+    pool = stage.open(2)
+    stage.made[1].stuck = True
+    pool.stop()
+    assert "found no end of the engines within 0.5 s" in caplog.text and stage.made[1] in killed
+    pool.stop()
+    stage.made[1].stuck = False
 
 
 def test_one_loss_too_many_within_an_hour_ends_the_run(stage: Stage) -> None:

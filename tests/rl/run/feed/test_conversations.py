@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from transformers import AutoTokenizer
 
+import rl.run.background as background_module
+import rl.run.feed.conversations as conversations_module
+import rollout.environments.conversation as conversation_module
 from rl.run.feed.conversations import Conversations, EnvironmentError
 from rl.run.feed.failures import TooManyFailuresError
 from rl.run.sampling import done
 from rollout.data.tasks import Problem
+from rollout.deadlines import end
 from rollout.environments.config import EnvironmentConfig
 from rollout.errors import EngineError
 from rollout.types import Group, Prompt, SamplingParams, Trajectory
@@ -22,6 +28,14 @@ from tests.support.paths import EXAMPLES
 
 ENVIRONMENTS = """
 import asyncio, time
+
+async def stubborn(conversation):
+    until = time.monotonic() + 3.0
+    while time.monotonic() < until:
+        try:
+            await asyncio.sleep(0.05)
+        except asyncio.CancelledError:
+            pass
 
 async def talks(conversation):
     while (turn := await conversation.sample(max_new_tokens=2)).text != "99":
@@ -35,6 +49,12 @@ async def number(conversation):
 async def raises(conversation):
     await conversation.sample()
     raise KeyError("no such thing")
+
+async def sometimes(conversation):
+    turn = await conversation.sample()
+    if turn.text != "99":
+        raise KeyError("no such thing")
+    return 1.0
 
 async def hangs(conversation):
     await conversation.sample()
@@ -153,6 +173,27 @@ def test_too_many_failures_end_the_run(make: Make) -> None:
         begun(conversations, 1, 2).result(timeout=20)
 
 
+def test_a_run_whose_first_conversations_all_fail_alike_ends_at_once(make: Make) -> None:
+    conversations = make("raises", max_failures=1000)
+    with pytest.raises(TooManyFailuresError, match=r"(?s)the first 8 calls of the environment raises have all.*Key"):
+        begun(conversations, *range(1, 33)).result(timeout=20)
+
+
+def test_one_conversation_that_succeeds_leaves_the_others_their_failures(make: Make) -> None:
+    conversations = make("sometimes", max_failures=1000)
+    answers = begun(conversations, 1, *[2] * 20).result(timeout=20)
+    assert [answer.failed for answer in answers] == [answer.seed != 1 for answer in answers]
+
+
+def test_the_first_failure_is_told_when_it_happens_and_others_when_a_step_ends(make: Make) -> None:
+    conversations = make("raises")
+    assert conversations.failures.news(only_if_explained=True) == []
+    begun(conversations, 1, 2).result(timeout=20)
+    assert [bool(text) for text in conversations.failures.news(only_if_explained=True)] == [True, False]
+    begun(conversations, 3).result(timeout=20)
+    assert conversations.failures.news(only_if_explained=True) == [] and conversations.failures.news() == [""]
+
+
 @pytest.mark.parametrize("function", ["talks", "swallows"])
 def test_an_error_of_the_engines_is_not_the_environments(make: Make, engines: Engines, function: str) -> None:
     engines.error = EngineError("all engines are lost")
@@ -173,3 +214,27 @@ def test_an_environment_that_never_awaits_ends_the_run_instead_of_holding_it_up(
 
     with pytest.raises(EnvironmentError, match=r"found an environment \(blocks\) that has kept all its other answers"):
         asyncio.run(looked())
+
+
+def test_an_environment_that_swallows_its_cancellation_keeps_nobody(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(conversation_module, "end", partial(end, seconds=0.2))
+    conversations = make("stubborn", timeout_s=0.3)
+    (answer,) = begun(conversations, 1).result(timeout=2.5)
+    assert answer.failed and "it took more than 0.3 s between two turns" in conversations.failures.news()[0]
+
+
+def test_a_program_that_never_awaits_does_not_keep_the_end(
+    tmp_path: Path, tokenizer: Any, engines: Engines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(conversations_module, "_END_SECONDS", 0.2)
+    monkeypatch.setattr(background_module, "_TURN_SECONDS", 0.2)
+    (tmp_path / "blocks.py").write_text("import time\nasync def program(base_url, key, problem): time.sleep(3)\n")
+    harness = {"program": f"{tmp_path / 'blocks.py'}:program"}
+    conversations = Conversations(EnvironmentConfig(function="harness", harness=harness), tokenizer, engines.ask)  # type: ignore[arg-type]
+    begun(conversations, 1)
+    time.sleep(0.5)
+    began = time.monotonic()
+    conversations.close()
+    assert time.monotonic() - began < 2.0

@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from types import SimpleNamespace
+from typing import Any, ClassVar, cast
 
 import pytest
 import torch
@@ -34,9 +35,13 @@ class Letters:
     """A tokenizer whose every character is a token; a first token 5 is a wrong answer."""
 
     eos_token_id = 0
+    added_tokens_decoder: ClassVar[dict[int, str]] = {}
 
-    def apply_chat_template(self, messages: list[dict[str, str]], **_: Any) -> list[int]:
-        return [ord(letter) for letter in messages[-1]["content"]]
+    def apply_chat_template(self, messages: list[dict[str, str]], **_: Any) -> str:
+        return messages[-1]["content"]
+
+    def __call__(self, text: str, **_: Any) -> SimpleNamespace:
+        return SimpleNamespace(input_ids=[ord(letter) for letter in text])
 
     def decode(self, ids: list[int]) -> str:
         return "#### 0" if ids[:1] == [5] else "#### 1"
@@ -131,7 +136,7 @@ def test_what_can_be_done_while_engines_sample_waits_until_all_groups_are_asked_
     rendered: list[int] = []
     render = Letters.apply_chat_template
 
-    def counted(letters: Letters, messages: list[dict[str, str]], **options: Any) -> list[int]:
+    def counted(letters: Letters, messages: list[dict[str, str]], **options: Any) -> str:
         rendered.append(len(asked))
         return render(letters, messages, **options)
 

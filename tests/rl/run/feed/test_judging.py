@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from transformers import AutoTokenizer
 from rl.run.engines.teacher import Teacher
 from rl.run.feed.failures import TooManyFailuresError
 from rl.run.feed.judging import Judge, JudgedAnswer, RewardError
+from rollout import deadlines
 from rollout.data.tasks import Problem
 from rollout.errors import EngineError
 from rollout.rewards.config import RewardsConfig
@@ -44,6 +46,18 @@ async def changes(answer, turns, outcome, fields):
 async def sleeps(answer):
     await asyncio.sleep(0.2)
     return 1.0
+
+async def stubborn(answer):
+    until = time.monotonic() + 3.0
+    while time.monotonic() < until:
+        try:
+            await asyncio.sleep(0.05)
+        except asyncio.CancelledError:
+            pass
+    return 1.0
+
+def large(answer):
+    return 3e38
 
 async def blocks(answer):
     time.sleep(1000)
@@ -145,6 +159,27 @@ def test_a_reward_is_the_weighted_sum_of_what_the_functions_say(make: Make, toke
     assert right.reward == 2.0 + 0.5 * 10.0 + 1.0
     assert wrong.parts == {"integer": 0.0, "letters/letters": 2.0, "letters/digits": 2.0, "ranked": 0.0}
     assert wrong.reward == 2.0 and not judge.failures.news()
+
+
+def test_a_sum_that_is_not_finite_in_fp32_is_a_failure(make: Make, tokenizer: Any) -> None:
+    judge = make("mine:large", {"function": "mine:large", "name": "again", "weight": 0.5})
+    (answer,) = judged(judge, tokenizer, "3")
+    assert answer.reward == 0.0 and answer.parts == {"large": 3e38, "again": 3e38}
+    (news,) = judge.failures.news()
+    assert (
+        "the reward sum has failed, which counts as 0: found 4.5" in news and "expected a finite number in FP32" in news
+    )
+
+
+def test_a_function_that_swallows_its_cancellation_keeps_nobody(
+    make: Make, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(deadlines, "end", partial(deadlines.end, seconds=0.2))
+    judge = make({"function": "mine:stubborn", "timeout_s": 0.2})
+    began = time.monotonic()
+    (answer,) = judged(judge, tokenizer, "3")
+    assert answer.reward == 0.0 and time.monotonic() - began < 2.5
+    assert "it took more than 0.2 s" in judge.failures.news()[0]
 
 
 def test_a_reward_may_see_the_further_columns_of_the_data(make: Make, tokenizer: Any) -> None:

@@ -5,8 +5,11 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
+import psutil
 import pytest
 
 from rl.run.lifecycle import interrupts
@@ -114,6 +117,88 @@ def test_a_terminal_that_is_closed_interrupts_and_cuts_nothing_short(tmp_path: P
     os.close(terminal)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 130
     assert (tmp_path / "closed").read_text() == "closed"
+
+
+STUCK = """
+import os, subprocess, sys, threading
+from rl.run.lifecycle import interrupts
+from rl.run.lifecycle.interrupts import Closing, interruptible
+interrupts._BURST_SECONDS, interrupts._END_SECONDS = 1.0, float(sys.argv[1])
+child = subprocess.Popen(["sleep", "300"], start_new_session=True)
+held = threading.Lock()
+held.acquire()
+def close():
+    print(child.pid, flush=True)
+    while True:
+        held.acquire(timeout=300) or exit()
+with interruptible(), Closing() as closing:
+    closing.callback(close)
+    print("ready", flush=True)
+    if sys.argv[2] == "wait":
+        held.acquire()
+"""
+
+
+@contextmanager
+def stuck(*arguments: str) -> Iterator[subprocess.Popen[str]]:
+    """A process whose end does not come to its end."""
+    pipe = subprocess.PIPE
+    with subprocess.Popen(
+        [sys.executable, "-c", STUCK, *arguments], cwd=ROOT, stdout=pipe, stderr=pipe, text=True
+    ) as process:
+        assert process.stdout is not None and process.stdout.readline() == "ready\n"
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+@pytest.mark.parametrize("signum", SIGNALS)
+def test_a_second_signal_ends_an_end_that_hangs_and_a_burst_does_not(signum: int) -> None:
+    with stuck("100", "wait") as process:
+        process.send_signal(signum)
+        assert process.stdout is not None
+        child = psutil.Process(int(process.stdout.readline()))
+        for _ in range(3):
+            process.send_signal(signum)
+            time.sleep(0.1)
+        assert process.poll() is None
+        time.sleep(1.0)
+        process.send_signal(signum)
+        _, said = process.communicate(timeout=20)
+    assert process.returncode == 130 and not child.is_running()
+    assert said.splitlines() == [
+        "interrupted: ending every process of the run",
+        "interrupted again: the end of the run is cut short, at rl/run/lifecycle/interrupts.py:"
+        f"{line_of('super().__exit__(kind, error, trace)')} in __exit__: killing every process that was started",
+    ]
+
+
+def test_an_end_that_hangs_says_what_it_waits_for_and_kills_what_was_started() -> None:
+    with stuck("0.5", "end") as process:
+        said, wrong = process.communicate(timeout=20)
+    assert process.returncode == 3 and not psutil.pid_exists(int(said))
+    assert wrong.startswith("error: found close not ended after 0.5 s, at ")
+
+
+EXITS = """
+import sys, threading, time
+from rl.run.lifecycle.force import exit_within
+threading.Thread(target=time.sleep, args=(300,), name="of a user").start()
+exit_within(0.5, 7)
+sys.exit(7)
+"""
+
+
+def test_a_thread_that_was_left_behind_does_not_keep_a_process() -> None:
+    done = subprocess.run([sys.executable, "-c", EXITS], cwd=ROOT, capture_output=True, text=True, timeout=30)
+    assert done.returncode == 7
+    assert "found of a user not ended 0.5 s after all else" in done.stderr
+
+
+def line_of(text: str) -> int:
+    lines = Path(interrupts.__file__).read_text().splitlines()
+    return next(number for number, line in enumerate(lines, 1) if text in line)
 
 
 LOST = """

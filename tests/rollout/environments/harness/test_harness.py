@@ -10,8 +10,11 @@ import re
 import sys
 import textwrap
 import threading
+import time
 import zlib
 from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +23,10 @@ import openai
 import psutil
 import pytest
 
+import rollout.environments.harness.harness as harness_module
 from numerics.errors import UserError
 from rollout.data.tasks import Problem
+from rollout.deadlines import end
 from rollout.environments.config import EnvironmentConfig, HarnessConfig
 from rollout.environments.conversation import Conversation
 from rollout.environments.functions import load_environment
@@ -206,6 +211,11 @@ def test_text_completions_go_on_from_the_recorded_tokens(tokenizer: Any) -> None
             "tools.0.function.parameters: found 'a, b', expected an object",
         ),
         ({"tool_choice": "required"}, 400, "tool_choice: found 'required'"),
+        (
+            {"tool_choice": {"type": "function"}},
+            400,
+            "or write tool_choice into environment.harness.override, and it is",
+        ),
         ({"messages": [{"role": "user", "content": "1" * 1000}]}, 400, "no room is left for an answer"),
     ],
 )
@@ -317,6 +327,13 @@ def test_a_long_text_is_tokenized_beside_the_other_conversations(tokenizer: Any)
         await harness.close()
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize("forced", ["required", {"type": "function", "function": {"name": "add"}}])
+def test_a_forced_call_is_taken_as_one_that_may_be_made_where_the_spec_says_so(forced: Any) -> None:
+    """smolagents sends `required` in every request."""
+    body = {"model": "policy", "messages": [USER], "tools": [TOOL], "tool_choice": forced}
+    assert read(json.dumps(body).encode(), True, SamplingParams(8), ("tool_choice",), vocabulary=128).calls
 
 
 def test_a_program_gets_nothing_but_its_own_conversation(tokenizer: Any) -> None:
@@ -434,6 +451,52 @@ def test_an_async_program_that_never_ends_is_ended_in_time(tokenizer: Any) -> No
 
     with pytest.raises(ProgramError, match="the program took more than 0.5 s"):
         played(tokenizer, agent, "3" + EOS, deadline_s=0.5)
+
+
+def test_a_program_that_swallows_its_cancellation_keeps_nobody(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(harness_module, "end", partial(end, seconds=0.2))
+    config = EnvironmentConfig(function="harness", harness={"program": "x:y", "deadline_s": 0.2}).harness  # type: ignore[arg-type]
+    assert config is not None
+    events: list[str] = []
+
+    async def program(base_url: str, api_key: str, problem: Problem) -> None:
+        until = time.monotonic() + 2.0
+        while time.monotonic() < until:
+            with suppress(asyncio.CancelledError):
+                await asyncio.sleep(0.05)
+        events.append("the program ends")
+
+    async def closing() -> None:
+        events.append("the harness closes")
+
+    with pytest.raises(ProgramError, match="the program took more than 0.2 s"):
+        played(tokenizer, Harness(config, program, closing), "3" + EOS)
+    assert events == ["the harness closes", "the program ends"], "asyncio.run alone waits for it"
+
+
+@pytest.mark.parametrize("upper", [False, True])
+def test_a_proxy_of_the_environment_is_not_asked_for_the_endpoint(
+    tokenizer: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, upper: bool
+) -> None:
+    """For a program in this process, and for a command that is given the proxy's variables."""
+    for name in ("http_proxy", "https_proxy", "all_proxy", "no_proxy"):
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.delenv(name.upper(), raising=False)
+    for name in ("http_proxy", "https_proxy", "all_proxy"):
+        monkeypatch.setenv(name.upper() if upper else name, "http://127.0.0.1:9")
+
+    async def agent(client: openai.AsyncOpenAI) -> Any:
+        return await say(client, [USER])
+
+    returned, _, _ = played(tokenizer, agent, "3" + EOS)
+    assert returned == "3"
+    monkeypatch.delenv("no_proxy")
+    monkeypatch.delenv("NO_PROXY")
+    (tmp_path / "agent.py").write_text(AGENT.replace("END", ""))
+    settings = {"command": [sys.executable, str(tmp_path / "agent.py")], "variables": ["HTTP_PROXY", "http_proxy"]}
+    harness = load_environment(EnvironmentConfig(function="harness", harness=settings))  # type: ignore[arg-type]
+    assert isinstance(harness, Harness)
+    assert played(tokenizer, harness, "3" + EOS)[0] == {"reward": 1.0, "turns": 1}
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,83 @@
+"""Waits that end: at a deadline, and whenever they are cancelled.
+
+Nothing else calls `asyncio.wait_for`. In Python 3.11 it forgets a cancellation if the answer comes in the same turn of
+the loop (bpo-37658), so that whoever has cancelled waits for ever; and at its deadline it waits without a bound for a
+task that goes on in spite of its cancellation, such as a user's function that catches everything.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable
+from contextlib import suppress
+from typing import Any, TypeVar
+
+import psutil
+
+Result = TypeVar("Result")
+
+GRACE_S = 5.0
+"""Seconds for a task that is cancelled, or a process that is told to end, to do so."""
+
+
+async def within(seconds: float, awaitable: Awaitable[Result]) -> Result:
+    """Return what an awaitable gives within so many seconds. It is cancelled at the deadline, and when this is.
+
+    Raises:
+        TimeoutError: it took longer.
+    """
+    task = asyncio.ensure_future(awaitable)
+    try:
+        await asyncio.wait({task}, timeout=seconds)
+        if not task.done():
+            raise TimeoutError
+        return task.result()
+    finally:
+        await end(task)
+
+
+async def end(*tasks: asyncio.Future[Any], seconds: float = GRACE_S) -> list[asyncio.Future[Any]]:
+    """Cancel tasks and wait for their end. Those that have not ended after so many seconds are cancelled once more, and
+    returned: nobody waits for them any longer."""
+    left = [task for task in tasks if not task.done()]
+    for task in left:
+        task.cancel()
+    if left:
+        await asyncio.wait(left, timeout=seconds)
+    left = [task for task in left if not task.done()]
+    for task in left:
+        task.cancel()
+    for task in set(tasks).difference(left):
+        if not task.cancelled():
+            task.exception()  # else it would be logged that nobody has asked for it
+    return left
+
+
+async def end_process(process: asyncio.subprocess.Process, seconds: float = GRACE_S) -> None:
+    """Tell a process to end, and after so many seconds kill it with all that it has started. One that has ended is left
+    alone."""
+    if process.returncode is not None:
+        return
+    with suppress(ProcessLookupError):
+        process.terminate()
+    try:
+        with suppress(TimeoutError):
+            await within(seconds, process.wait())
+    finally:
+        if process.returncode is None:
+            kill_family(process.pid)
+    with suppress(TimeoutError):  # somebody else may hold its pipes open
+        await within(seconds, process.wait())
+
+
+def kill_family(pid: int, *, itself: bool = True) -> list[psutil.Process]:
+    """Kill a process and all that it has started, as far as their parents live; those that were killed."""
+    try:
+        process = psutil.Process(pid)
+        family = [*process.children(recursive=True), *([process] if itself else [])]
+    except psutil.NoSuchProcess:
+        return []
+    for each in family:
+        with suppress(psutil.NoSuchProcess):
+            each.kill()
+    return family

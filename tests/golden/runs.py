@@ -1,0 +1,87 @@
+"""The golden runs, and the digests of what a run has written."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import subprocess
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from tests.support.paths import EXAMPLES
+
+KEPT = Path(__file__).with_name("kept")
+"""One file for each kind of processor, as the bits of a sum depend on its instructions."""
+_TIMELY = ("perf/", "memory/")
+_SHORT = ("run.steps=3", "eval.problems=16", "rollout.prompts_per_step=8", "tracking.wandb.mode=disabled")
+
+
+@dataclass(frozen=True)
+class Golden:
+    """A short run. spec: a file of examples/. overrides: keys of it."""
+
+    name: str
+    spec: str
+    overrides: tuple[str, ...] = ()
+
+
+RUNS = (
+    Golden("demo", "arithmetic.yaml", ("run.steps=6",)),
+    Golden("deepseek", "arithmetic_deepseek.yaml", ("trainer.tp=2", "adapter={rank: 8, alpha: 16}")),
+    Golden("ppo", "arithmetic_ppo.yaml", ("rollout.engines=2", "rollout.staleness=1", "rollout.in_flight=false")),
+    Golden("native", "arithmetic_native.yaml"),
+)
+
+
+def run(golden: Golden, folder: Path) -> Path:
+    """Train a golden run below a folder; the run's directory. Raises CalledProcessError: it failed."""
+    overrides = [*_SHORT, *golden.overrides, f"run.name={golden.name}", f"run.dir={folder}"]
+    command = [
+        sys.executable,
+        "-c",
+        "from fp8rl.cli import main; main()",
+        "train",
+        str(EXAMPLES / golden.spec),
+        *overrides,
+    ]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    return folder / golden.name
+
+
+def digests(directory: Path) -> dict[str, str]:
+    """Digest what a run has written, apart from what depends on the clock."""
+    model = "model" if (directory / "model").is_dir() else "adapter"
+    rows = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    return {
+        "rollouts": _digest(sorted(directory.glob("rollouts/*.jsonl"))),
+        "manifests": _digest(sorted(directory.glob("manifests/*.json"))),
+        "model": _digest(sorted(path for path in (directory / model).iterdir() if path.is_file())),
+        "metrics": hashlib.sha256(json.dumps([_timeless(row) for row in rows]).encode()).hexdigest()[:16],
+    }
+
+
+def processor() -> str:
+    """Name the kind of processor, by what chooses the instructions of torch's and our sums."""
+    flags = set(Path("/proc/cpuinfo").read_text().partition("flags")[2].partition("\n")[0].split())
+    wide = [flag for flag in ("avx512_bf16", "amx_bf16") if flag in flags]
+    return "-".join([torch.backends.cpu.get_cpu_capability(), *wide]).lower()
+
+
+def _digest(files: Iterable[Path]) -> str:
+    found = hashlib.sha256()
+    for path in files:
+        found.update(path.name.encode() + hashlib.sha256(path.read_bytes()).digest())
+    return found.hexdigest()[:16]
+
+
+def _timeless(row: dict[str, float]) -> dict[str, float]:
+    """Leave the metrics that are a function of the spec, whatever the hour and the load."""
+    return {
+        name: value
+        for name, value in sorted(row.items())
+        if not name.startswith(_TIMELY) and "seconds" not in name and "bytes" not in name
+    }
