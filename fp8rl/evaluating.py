@@ -8,17 +8,17 @@ from concurrent.futures import Future, wait
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
-
-import yaml
+from typing import TYPE_CHECKING, Any
 
 from fp8rl.serving import Served, read_served, serve
 from numerics.errors import UserError, user_error
 from rl.experiment import Experiment, load_experiment
 from rl.experiment.fetching import fetched
 from rl.experiment.loading import compose_experiment
+from rl.experiment.plain_yaml import parse_yaml
+from rl.experiment.preconditions import read_model
 from rl.experiment.preconditions.data import check_data
-from rl.experiment.preconditions.tokenizer import load_tokenizer
+from rl.experiment.preconditions.tokenizer import read_tokenizer
 from rl.record.console import no_room
 from rl.record.run_dir import RunDir
 from rl.run.background import Background
@@ -30,6 +30,9 @@ from rollout.environments.config import SINGLE_TURN
 from rollout.sampler import sample_groups
 from rollout.server.client import EngineClient
 from rollout.types import Group, SamplingParams, Trajectory
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 EVERY_PROBLEM = (1 << 31) - 1
 _LOOK_SECONDS = 0.1
@@ -81,7 +84,7 @@ def evaluate(served: Served, experiment: Experiment, log: Path, say: Callable[[s
         UserError: a set or a reward cannot be used; nothing was started. EngineError, HandshakeError, RewardError,
         TooManyFailuresError: see `Evaluation`.
     """
-    tokenizer = load_tokenizer(served.path, "RUN|MODEL")
+    tokenizer = _tokenizer(served.path)
     check_data(experiment, tokenizer)
     sets = list(held_out(experiment, tokenizer))
     metrics: dict[str, float] = {}
@@ -122,9 +125,14 @@ def evaluate(served: Served, experiment: Experiment, log: Path, say: Callable[[s
     return metrics
 
 
+def _tokenizer(model: Path) -> PreTrainedTokenizerBase:
+    """Read the tokenizer, which renders the questions. Raises UserError: it lacks what that takes."""
+    return read_tokenizer(model, read_model(model, "RUN|MODEL").sizes.vocab_size, "RUN|MODEL")
+
+
 def _room(experiment: Experiment, model: Path) -> int:
     """Count the tokens that the model's longest sequence has for an answer to the longest prompt."""
-    sets = held_out(experiment, load_tokenizer(model, "RUN|MODEL"))
+    sets = held_out(experiment, _tokenizer(model))
     longest = max((len(group.prompt.token_ids) for each in sets for group in each.groups), default=0)
     return max(experiment.rollout.context_length - longest, 1)
 
@@ -134,11 +142,10 @@ def _parsed(text: str) -> dict[str, Any]:
     if not text.lstrip().startswith("{"):
         return {"name": Path(text).stem, "path": text}
     try:
-        read = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        problem = str(error).splitlines()[0]
-        raise user_error("--set", found=problem, expected="valid YAML", remedy="Correct it.") from None
-    return dict(read)
+        read: dict[str, Any] = parse_yaml(text)
+    except ValueError as error:
+        raise user_error("--set", found=str(error), expected="YAML of plain values", remedy="Correct it.") from None
+    return read
 
 
 def _split(answers: Sequence[Trajectory], groups: int) -> list[list[Trajectory]]:

@@ -69,10 +69,11 @@ class Run:
         return {row["step"]: row[name] for row in self.metrics if name in row}
 
     def frame(self) -> pandas.DataFrame:
-        """The metrics as a table of pandas, a row for each step."""
+        """The metrics as a table of pandas, a row for each step; without rows, before the first one."""
         import pandas
 
-        return pandas.DataFrame(self.metrics).set_index("step")
+        rows = self.metrics
+        return pandas.DataFrame(rows, columns=None if rows else ["step"]).set_index("step")
 
     @property
     def steps(self) -> list[int]:

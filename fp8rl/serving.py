@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
-import json
 import socket
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -14,15 +13,17 @@ from pathlib import Path
 from typing import Any
 
 from models.adapters import AdapterConfig
+from models.architecture import Model
 from models.hub import model_directory
-from models.peft import read_adapter
+from models.peft import read_adapter, read_config
+from models.stored import check_stored
 from numerics.config import Mode, NumericsConfig
-from numerics.errors import user_error
-from numerics.io.reading import check_path
+from numerics.errors import UserError, user_error
+from numerics.io.reading import check_path, read_json
 from numerics.spec import QuantSpec
 from rl.experiment import read_resolved
 from rl.experiment.preconditions import read_model
-from rl.experiment.preconditions.tokenizer import load_tokenizer
+from rl.experiment.preconditions.tokenizer import check_chat_template, load_tokenizer
 from rl.experiment.sections import NumericsSection
 from rl.record.run_dir import RunDir
 from rl.run.engines.serving import engine_adapter, expected_report
@@ -82,8 +83,7 @@ def read_served(subject: Path, mode: Mode, preset: str) -> Served:
     if not files.experiment.is_file():
         subject = model_directory(str(subject), None, "RUN|MODEL")
         _refuse_converted(subject)
-        sizes = read_model(subject, "RUN|MODEL").sizes
-        load_tokenizer(subject, "RUN|MODEL")
+        sizes = _check_model(subject).sizes
         side = "fp8" if QuantSpec.preset(preset).quantized else "bf16"
         section = NumericsSection.model_validate({"mode": mode, "preset": preset, "trainer": side, "rollout": side})
         rollout = RolloutConfig(context_length=min(sizes.max_positions, LONGEST))
@@ -99,6 +99,9 @@ def read_served(subject: Path, mode: Mode, preset: str) -> Served:
         )
     path = files.model if beside is None else experiment.model.directory
     adapter = None if beside is None else StoredAdapter(files.adapter, beside)
+    definition = _check_model(path)
+    if adapter is not None:
+        read_config(adapter.path, definition, "RUN|MODEL")
     harness = experiment.environment.harness
     return Served(
         path,
@@ -118,6 +121,16 @@ def with_tools(served: Served, tool_parser: str) -> Served:
             "--tool-parser", found=tool_parser, expected=f"one of {', '.join(known)}", remedy="Correct it."
         )
     return replace(served, tool_parser=tool_parser)
+
+
+def _check_model(path: Path) -> Model:
+    """Check the files of a model directory; returns what was read of it. Raises UserError: one is missing or wrong."""
+    definition = read_model(path, "RUN|MODEL")
+    tokenizer = load_tokenizer(path, "RUN|MODEL")
+    if tokenizer.chat_template:
+        check_chat_template(tokenizer, path, "RUN|MODEL")
+    check_stored(path, definition, "RUN|MODEL")
+    return definition
 
 
 def check_open(host: str, api_key: str | None) -> None:
@@ -192,8 +205,8 @@ def serve(
 def _refuse_converted(model: Path) -> None:
     """Refuse what `fp8rl convert` has written, which is for other servers."""
     try:
-        quantized = "quantization_config" in json.loads((model / "config.json").read_bytes())
-    except (OSError, ValueError):
+        quantized = "quantization_config" in read_json(model / "config.json", "RUN|MODEL", "a Hugging Face config.json")
+    except UserError:
         return  # what else is wrong is said by those who read it
     if quantized:
         raise user_error(

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 
 from numerics.errors import user_error
+from numerics.io.files import check_writable, new_directory, writing
 
 MODEL = Path(__file__).parent / "examples/models/tiny_qwen3_moe"
 """A model of half a million parameters that has seen sums."""
@@ -62,16 +64,23 @@ def write_start(folder: Path) -> list[Path]:
     """Write the files of a first experiment; their paths.
 
     Raises:
-        UserError: there is something in the folder, or it is a file.
+        UserError: there is something in the folder, it is a file, or it cannot be made. DiskFullError: there is no
+            room for it; nothing is left in it.
     """
     from rl.experiment.reference import schema_text
 
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+    check_writable(folder, "DIR")
+    if os.path.lexists(folder) and (not folder.is_dir() or any(folder.iterdir())):
         raise user_error(
             "DIR", found=str(folder), expected="a new folder, or an empty one", remedy="Choose another name."
         )
-    folder.mkdir(parents=True, exist_ok=True)
-    shutil.copytree(MODEL, folder / "model")
-    for name, text in {**_FILES, "spec.schema.json": schema_text()}.items():
-        (folder / name).write_text(text)
+    with writing(folder, "DIR"):
+        folder.mkdir(parents=True, exist_ok=True)
+        with new_directory(folder / ".new") as whole:
+            shutil.copytree(MODEL, whole / "model")
+            for name, text in {**_FILES, "spec.schema.json": schema_text()}.items():
+                (whole / name).write_text(text)
+        for path in (folder / ".new").iterdir():
+            path.rename(folder / path.name)
+        (folder / ".new").rmdir()
     return [folder / name for name in (*_FILES, "spec.schema.json", "model")]

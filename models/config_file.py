@@ -100,11 +100,7 @@ class ConfigFile:
             self._refuse_scaled_rope(name, rotary_part)
 
     def _refuse_scaled_rope(self, name: str, rotary_part: bool) -> None:
-        rope = self._values.get(name)
-        if rope is None:
-            return
-        if not isinstance(rope, dict):
-            raise self._variant(name, rope, "a JSON object or null")
+        rope = self._rope(name)
         plain = {"rope_type": "default", "type": "default"} | ({} if rotary_part else {"partial_rotary_factor": 1})
         for key, expected in plain.items():
             if rope.get(key) is not None and rope[key] != expected:
@@ -112,6 +108,13 @@ class ConfigFile:
         for key in rope.keys() - _ROPE_KEYS:
             if rope[key] is not None:
                 raise self._variant(f"{name}.{key}", rope[key], "no such key: plain rotary embeddings")
+
+    def _rope(self, name: str) -> dict[str, Any]:
+        """What the config says of the rotation in this place; nothing, if it is null."""
+        rope = self._values.get(name)
+        if not isinstance(rope, dict | None):
+            raise self._variant(name, rope, "a JSON object or null")
+        return rope or {}
 
     def yarn(self) -> Yarn | None:
         """How the context was lengthened, as every place of the config gives it; None: it was not."""
@@ -121,9 +124,7 @@ class ConfigFile:
         return next(iter(found.values()), None)
 
     def _yarn_at(self, name: str) -> Yarn | None:
-        rope = self._values[name]
-        if not isinstance(rope, dict):
-            raise self._variant(name, rope, "a JSON object or null")
+        rope = self._rope(name)
         kind = rope.get("rope_type") or rope.get("type") or "default"
         if kind not in ("default", "yarn"):
             raise self._variant(f"{name}.rope_type", kind, "'default' or 'yarn'")
@@ -154,7 +155,7 @@ class ConfigFile:
         """The one base that every place of the config gives, or transformers' default."""
         found: dict[str, float] = {}
         for name in ("rope_scaling", "rope_parameters"):
-            rope = self._values.get(name) or {}
+            rope = self._rope(name)
             if rope.get("rope_theta") is not None:
                 found[f"{name}.rope_theta"] = self._positive(f"{name}.rope_theta", rope["rope_theta"])
         if self._values.get("rope_theta") is not None:
@@ -166,14 +167,14 @@ class ConfigFile:
     def rotary_dim(self, head_dim: int, default: float) -> int:
         """The channels of a head that are rotated, by `partial_rotary_factor` wherever it stands."""
         places = {"": self._values}
-        places |= {f"{name}.": self._values.get(name) or {} for name in ("rope_parameters", "rope_scaling")}
+        places |= {f"{name}.": self._rope(name) for name in _ROPE_PLACES}
         name = "partial_rotary_factor"
         found = {at + name: values[name] for at, values in places.items() if values.get(name) is not None}
         parts = {self._positive(at, value) for at, value in found.items()} or {default}
-        size = int(head_dim * max(parts))
-        if len(parts) > 1 or not 2 <= size <= head_dim or size % 2:
+        size = head_dim * max(parts)
+        if len(parts) > 1 or not 2 <= size <= head_dim or int(size) % 2:
             raise self.refusal(name, found, f"one part of head_dim = {head_dim} that is an even number of channels")
-        return size
+        return int(size)
 
     def leading(self, name: str, first: str, other: str, default: int) -> int:
         """How many of a list's entries are `first` before all others are `other`; the default where there is none."""

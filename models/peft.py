@@ -12,7 +12,6 @@ import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, equal
 
 from models.adapters import WEIGHT, AdapterConfig, matrix
@@ -20,6 +19,7 @@ from models.architecture import Model
 from models.peft_config import CONFIG, MERGE, PeftConfig, read_peft_config
 from models.stored import FLOAT_DTYPES, check_finite, starting_weights
 from models.storing import write_tensors
+from models.tensor_files import open_tensors
 from models.tensors import TensorRow
 from numerics.digest import tensor_digest
 from numerics.errors import UserError, user_error
@@ -124,7 +124,7 @@ def read_adapter(path: Path, base: Path, model: Model, key: str) -> dict[str, Te
         remedy = f"Set adapter.targets to {', '.join(stored.targets)} and adapter.experts={stored.experts}."
         raise _refusal(key, f"adapters of other matrices in {path}, e.g. {min(others)}", "those of the spec", remedy)
     tensors: dict[str, Tensor] = {}
-    with safe_open(path / TENSORS, framework="pt") as file:
+    with open_tensors(path / TENSORS, key) as file:
         if (digest := (file.metadata() or {}).get(BASE)) is not None and digest != (ours := base_digest(base, model)):
             found = f"{path}, trained beside weights with the digest {digest}"
             remedy = "Give the model that they were trained beside."
@@ -142,13 +142,9 @@ def read_adapter(path: Path, base: Path, model: Model, key: str) -> dict[str, Te
 
 def _adapted(path: Path, model: Model, described: PeftConfig, key: str) -> list[TensorRow]:
     """The weights that the tensors of a PEFT directory stand beside, as their shapes and the description have it."""
-    try:
-        with safe_open(path / TENSORS, framework="pt") as file:
-            stored = {name: file.get_slice(name) for name in file.keys()}
-            shapes = {name: (tuple(held.get_shape()), held.get_dtype()) for name, held in stored.items()}
-    except (OSError, SafetensorError) as error:
-        expected = f"the {TENSORS} of PEFT"
-        raise _refusal(key, f"{path / TENSORS}: {error}", expected, "Restore the file.") from error
+    with open_tensors(path / TENSORS, key) as file:
+        stored = {name: file.get_slice(name) for name in file.keys()}
+        shapes = {name: (tuple(held.get_shape()), held.get_dtype()) for name, held in stored.items()}
     found, left = [], set(shapes)
     for row in _weights(model):
         if (pair := {_key(row, "A"), _key(row, "B")}) <= left:

@@ -7,7 +7,6 @@ from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor
 
 from models.architecture import Model
@@ -38,14 +37,7 @@ def check_stored(
     found: dict[str, tuple[int, ...]] = {}
     coded: list[str] = []
     paths = weight_files(path, key)
-    for file in paths:
-        try:
-            WeightFiles([file])
-        except (OSError, SafetensorError) as error:
-            raise user_error(
-                f"{key}: {file}", found=str(error), expected="a whole safetensors file", remedy="Copy the file again."
-            ) from error
-    files = WeightFiles(paths)
+    files = WeightFiles(paths, key)
     for name, file in files.where.items():
         found[name], dtype = files.described(name)
         if dtype == CODES:
@@ -91,7 +83,7 @@ def starting_weights(
 
 def read_tensors(path: Path, names: Collection[str], key: str = "model.path") -> dict[str, Tensor]:
     """These tensors, by name; in BF16 where the files have FP8."""
-    files = WeightFiles(weight_files(path, key))
+    files = WeightFiles(weight_files(path, key), key)
     return {name: files.read(name) for name in names}
 
 
@@ -101,7 +93,7 @@ def draft_tensors(path: Path, model: Model, key: str = "model.path") -> Iterator
 
 
 def _tensors(path: Path, key: str, wanted: Callable[[str], bool]) -> Iterator[tuple[str, Tensor]]:
-    files = WeightFiles(weight_files(path, key))
+    files = WeightFiles(weight_files(path, key), key)
     for name in files.where:
         if wanted(name) and not is_scales(name, files):
             yield name, files.read(name)

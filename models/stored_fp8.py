@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
+from models.tensor_files import open_tensors
 from models.tensors import SCALE_SUFFIX
 from numerics.errors import UserError, user_error
 
@@ -32,11 +32,11 @@ class WeightFiles:
         where: the file of each tensor, in the files' order.
 
     Raises:
-        OSError, SafetensorError: when it is made, for a file that is missing or broken.
+        UserError: when it is made, for a file that is missing or broken; the message speaks of it as `key`.
     """
 
-    def __init__(self, files: Iterable[Path]) -> None:
-        self._open: dict[Path, Any] = {file: safe_open(file, framework="pt") for file in files}
+    def __init__(self, files: Iterable[Path], key: str) -> None:
+        self._open: dict[Path, Any] = {file: open_tensors(file, key) for file in files}
         self.where = {name: file for file, held in self._open.items() for name in held.keys()}
 
     def described(self, name: str) -> tuple[tuple[int, ...], str]:

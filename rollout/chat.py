@@ -6,7 +6,6 @@ as the text that the template writes between that turn's content and the model's
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from datetime import date
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import jinja2
 
 from numerics.errors import UserError
+from numerics.io.parsing import parse_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -61,8 +61,8 @@ def read_arguments(found: Any) -> Any:
     object. A text that is no JSON stays one."""
     if isinstance(found, str):
         try:
-            found = json.loads(found) if found.strip() else None
-        except (ValueError, RecursionError):
+            found = parse_json(found) if found.strip() else None
+        except ValueError:
             return found
     return {} if found is None or found == "" else found
 

@@ -6,7 +6,6 @@ fast and all of them hidden. A step is expected between them.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 
 from numerics.config import Mode
 from numerics.errors import user_error
+from numerics.io.reading import parsed
 from rl.experiment.budget.gpus import Gpu
 
 LARGE = 4096
@@ -81,17 +81,13 @@ def measured(path: Path, mode: Mode, gpu: Gpu) -> Efficiency:
     Raises:
         UserError: it cannot be read as one.
     """
+    remedy = "Make one with `python -m bench.gpu gemms grouped` on such a GPU, or leave --bench out."
+    return parsed(path, "--bench", lambda report: _measured(report, path, mode, gpu, remedy), remedy)
+
+
+def _measured(report: Mapping[str, Any], path: Path, mode: Mode, gpu: Gpu, remedy: str) -> Efficiency:
     base = assumed(mode)
-    try:
-        report: Mapping[str, Any] = json.loads(path.read_text())
-        rows, device = report["rows"], str(report["machine"]["device"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise user_error(
-            "--bench",
-            found=f"{path}: {type(error).__name__}",
-            expected="a gpu.json",
-            remedy="Make one with `python -m bench.gpu` on such a GPU, or leave --bench out.",
-        ) from error
+    rows, device = report["rows"], str(report["machine"]["device"])
     eight = "FP8" if mode == "exact" else "FP8 torch._scaled_mm"
     found = {
         "dense": list(_parts(rows.get("gemms", ()), "BF16 cuBLAS", gpu.bf16)),
@@ -105,7 +101,7 @@ def measured(path: Path, mode: Mode, gpu: Gpu) -> Efficiency:
             "--bench",
             found=f"{path} of {device} without times of products",
             expected="rows of `gemms` or `grouped`",
-            remedy="Make one with `python -m bench.gpu gemms grouped` on such a GPU, or leave --bench out.",
+            remedy=remedy,
         )
     return Efficiency(
         _with(base.slow, {name: min(values) for name, values in found.items()}),

@@ -11,7 +11,6 @@ from typing import Annotated
 import typer
 
 from fp8rl.commands.shared import AsJson, end, progress, show, user_errors
-from numerics.errors import UserError
 from rl.run.lifecycle.interrupts import interruptible
 
 
@@ -26,16 +25,17 @@ def attribute(
         from diagnose.attribution.offline import attribute_offline, read_subject
         from diagnose.attribution.page import write_page
         from diagnose.attribution.tables import rendered
-        from numerics.io.files import check_writable
+        from numerics.io.files import check_page, writing
 
         named = read_subject(subject)
         page = out or named.page
-        check_writable(page, "--out" if out else "report")
-        if page.is_dir():
-            raise UserError(f"--out: found the directory {page}, expected a page to write. Add its name.")
+        key = "--out" if out else "report"
+        check_page(page, key)
+        check_page(page.with_suffix(".json"), key)
         with interruptible():
             found = attribute_offline(named, quick=quick, say=progress())
-        write_page(found, named.name, page, named.compared)
+        with writing(page, key):
+            write_page(found, named.name, page, named.compared)
     if as_json:
         print(json.dumps(found.to_dict(), indent=1))
         return

@@ -87,16 +87,19 @@ def certify(
                 assert dump is not None
                 from diagnose.certify import dump as dumps
                 from models.hub import model_directory
-                from numerics.io.files import check_writable
+                from numerics.io.files import check_page, writing
+                from numerics.io.reading import check_path
 
+                check_path(dump, "DUMP")
                 written = page or _beside(dump)
-                check_writable(written, "--page")
+                check_page(written, "--page")
                 sampling = _sampling(temperature, top_p, top_k, min_p)
                 weights = None if model is None else model_directory(model, None, "--model")
                 report = dumps.certify_dump(
                     dump, weights, sampling=sampling, preset=preset, budget=tokens, say=progress()
                 )
-                dumps.write_page(report, written)
+                with writing(written, "--page"):
+                    dumps.write_page(report, written)
                 progress()(f"page     {written}")
                 text, shown, ok = report.to_json(), dumps.rendered(report), report.ok
     print(text) if as_json else show(shown, soft_wrap=True)

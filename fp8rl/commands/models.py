@@ -100,7 +100,7 @@ def convert(
     with user_errors():
         from models.hub import model_directory
         from models.stored import check_stored
-        from numerics.io.files import check_writable
+        from numerics.io.files import check_writable, writing
         from numerics.io.reading import check_path
         from numerics.spec import QuantSpec
         from rl.experiment.preconditions import read_model
@@ -122,7 +122,7 @@ def convert(
         check_writable(out, "OUT")
         if os.path.lexists(out):
             raise UserError(f"OUT: found {out}, expected a directory that does not exist yet. Choose another one.")
-        with interruptible():
+        with interruptible(), writing(out, "OUT"):
             convert_checkpoint(model, out, quant_spec, adapter=adapter)
         merged = f" with {adapter}" if adapter else ""
         show(f"{out}: quantized{merged} as {preset}, quantization spec {quant_spec.digest()}", soft_wrap=True)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from numerics.errors import UserError
+from numerics.io.files import is_full
 from rl.run.lifecycle.interrupts import INTERRUPTED
 
 if TYPE_CHECKING:
@@ -30,7 +31,9 @@ def user_errors() -> Iterator[None]:
     """What the user can mend is one message and exit code 2; Ctrl-C is 130; anything else keeps its traceback."""
     try:
         yield
-    except UserError as error:
+    except (UserError, OSError) as error:
+        if not (isinstance(error, UserError) or is_full(error)):
+            raise
         print(f"error: {error}", file=sys.stderr)
         raise typer.Exit(2) from None
     except KeyboardInterrupt:

@@ -32,7 +32,14 @@ def runs(
 
         from fp8rl.comparing import listed, metrics_compared, runs_in, specs_compared
         from fp8rl.run import Run
+        from numerics.io.files import check_page, write_atomically, writing
+        from numerics.io.reading import check_path
 
+        check_path(folder, "--dir")
+        for name in names or ():
+            check_path(name, "runs")
+        if page is not None:
+            check_page(page, "--page")
         if names and len(names) != 2:
             raise user_error("runs", found=f"{len(names)} names", expected="none or two", remedy="Name two runs.")
         if names:
@@ -47,5 +54,6 @@ def runs(
 
             console = Console(record=True, file=io.StringIO(), width=160)
             console.print(*tables)
-            console.save_html(str(page))
+            with writing(page, "--page"):
+                write_atomically(page, console.export_html())
             show(str(page), soft_wrap=True)

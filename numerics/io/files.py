@@ -12,9 +12,18 @@ from io import FileIO
 from pathlib import Path
 
 from numerics.errors import user_error
-from numerics.io.reading import check_path
+from numerics.io.reading import check_path, reason
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+class DiskFullError(OSError):
+    """A file that found no room. The message says which, and what to do; the command line prints it alone."""
+
+
+def is_full(error: BaseException) -> bool:
+    """Return whether a disk, or a limit of it, was full."""
+    return isinstance(error, DiskFullError) or (isinstance(error, OSError) and error.errno in _NO_ROOM)
 
 
 def check_writable(path: Path, key: str) -> None:
@@ -25,7 +34,7 @@ def check_writable(path: Path, key: str) -> None:
     """
     check_path(path, key)
     path = path.absolute()
-    above = next(parent for parent in path.parents if os.path.lexists(parent))
+    above = next((parent for parent in path.parents if os.path.lexists(parent)), path)
     if not above.is_dir():
         found = f"{above}, which is no directory"
     elif not os.access(above, os.W_OK | os.X_OK):
@@ -33,6 +42,37 @@ def check_writable(path: Path, key: str) -> None:
     else:
         return
     raise user_error(key, found=found, expected=f"room for {path}", remedy="Choose another place.")
+
+
+def check_page(path: Path, key: str) -> None:
+    """Refuse what a page cannot be written to: where nothing can be, and all but a file of before that it replaces.
+
+    Raises:
+        UserError: it is such a place; the message speaks of it as `key`.
+    """
+    check_writable(path, key)
+    if os.path.lexists(path) and (path.is_symlink() or not path.is_file()):
+        kind = "a link" if path.is_symlink() else "a directory" if path.is_dir() else "no regular file"
+        expected = "a file to write, or to replace"
+        raise user_error(key, found=f"{path}, which is {kind}", expected=expected, remedy="Give another name.")
+
+
+@contextmanager
+def writing(path: Path, key: str) -> Iterator[None]:
+    """Turn what keeps `path` from being written, other than a full disk, into a refusal that speaks of it as `key`.
+
+    Raises:
+        UserError: the place takes no such file or directory. DiskFullError: there is no room.
+    """
+    try:
+        with room_for(path):
+            yield
+    except DiskFullError:
+        raise
+    except OSError as error:
+        remedy = "Choose another place."
+        found = f"{path}: {reason(error)}"
+        raise user_error(key, found=found, expected="a place that can be written to", remedy=remedy) from error
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
@@ -94,15 +134,19 @@ def new_directory(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def room_for(path: Path) -> Iterator[None]:
-    """Where the disk is full, the system's error names neither the file nor a way out; safetensors' is no OSError."""
+    """Turn errors of a full disk into `DiskFullError`: the system's names neither the file nor a way out, and
+    safetensors' is no OSError."""
     try:
         yield
+    except DiskFullError:
+        raise
     except Exception as error:
         number = re.search(r"(?:Errno|os error) (\d+)", str(error))
         if number is None or int(number[1]) not in _NO_ROOM:
             raise
-        free = shutil.disk_usage(path.parent).free >> 20
-        raise OSError(
+        above = next(parent for parent in path.absolute().parents if parent.exists())
+        free = shutil.disk_usage(above).free >> 20
+        raise DiskFullError(
             f"{path}: found {os.strerror(int(number[1]))!r} with {free} MiB free, expected room to write it. "
             "Free some, or write to another disk"
         ) from error

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from numerics.errors import UserError, shown, user_error
+from numerics.io.parsing import parse_json
 
 T = TypeVar("T")
 RESTORE = "Restore the file."
@@ -19,6 +20,8 @@ _LONGEST_NAME, _LONGEST_PATH = 255, 4095
 """Bytes that Linux has for a name, and for a whole path."""
 LARGEST = 4 << 30
 """Bytes of a file that is read whole; a larger one would not leave room for what is made of it."""
+MOST_FILES = 100_000
+"""In a directory that is looked through."""
 _PIECE = 64 << 20
 _KINDS = {stat.S_IFIFO: "a pipe", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device", stat.S_IFSOCK: "a socket"}
 
@@ -58,16 +61,44 @@ def open_regular(path: Path) -> FileIO:
     raise OSError(f"{_KINDS.get(kind, 'something')}, no regular file")
 
 
-def check_regular(directory: Path, key: str) -> None:
-    """Refuse a directory with a pipe, a device or a socket in it, which a library would open and wait at.
+def check_file(path: Path, key: str, expected: str) -> None:
+    """Refuse what is not a regular file that can be read, before a library opens it and waits.
 
     Raises:
-        UserError: there is one; the message speaks of the directory as `key`.
+        UserError: it is another thing; the message speaks of it as `key`.
     """
-    for file in sorted(directory.rglob("*")):
-        kind = _KINDS.get(stat.S_IFMT(file.stat().st_mode)) if file.exists() else None
-        if kind is not None:
-            raise user_error(key, found=f"{file}: {kind}", expected="regular files", remedy="Remove it.")
+    check_path(path, key)
+    try:
+        if path.is_dir():
+            raise OSError("a directory")
+        open_regular(path).close()
+    except OSError as error:
+        raise user_error(
+            key, found=f"{path}: {reason(error)}", expected=expected, remedy="Correct the path."
+        ) from error
+
+
+def check_regular(directory: Path, key: str) -> None:
+    """Refuse a directory with a pipe, a device or a socket in it, which a library would open and wait at, or with more
+    files than a model or a data set has.
+
+    Raises:
+        UserError: it is one of these; the message speaks of the directory as `key`.
+    """
+    count = 0
+    for folder, _, names in os.walk(directory):
+        count += len(names)
+        if count > MOST_FILES:
+            found = f"{directory} with more than {MOST_FILES} files"
+            raise user_error(key, found=found, expected="a directory of fewer", remedy="Correct the path.")
+        for name in sorted(names):
+            file = Path(folder, name)
+            try:
+                kind = _KINDS.get(stat.S_IFMT(file.stat().st_mode))
+            except OSError:  # a link to nothing, or to what may not be looked at
+                continue
+            if kind is not None:
+                raise user_error(key, found=f"{file}: {kind}", expected="regular files", remedy="Remove it.")
 
 
 def read_bytes(path: Path, key: str, expected: str, remedy: str = RESTORE, largest: int = LARGEST) -> bytes:
@@ -105,8 +136,8 @@ def read_json(path: Path, key: str, expected: str, remedy: str = RESTORE) -> dic
     """The object in a JSON file. Raises `UserError` as `read_text` does, and for anything but an object."""
     text = read_text(path, key, expected, remedy)
     try:
-        value = json.loads(text)
-    except (ValueError, RecursionError) as error:
+        value = parse_json(text, finite=False)
+    except ValueError as error:
         raise user_error(f"{key}: {path}", found=str(error), expected="valid JSON", remedy=remedy) from error
     if not isinstance(value, dict):
         raise user_error(f"{key}: {path}", found=value, expected="a JSON object", remedy=remedy)

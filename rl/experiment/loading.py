@@ -1,7 +1,4 @@
-"""Makes an :class:`Experiment` of a YAML file, its `defaults:` and `key.sub=value` overrides.
-
-OmegaConf reads YAML with a subclass of yaml's SafeLoader that also refuses duplicate keys and reads `1e-4` as a number.
-"""
+"""Makes an :class:`Experiment` of a YAML file, its `defaults:` and `key.sub=value` overrides."""
 
 from __future__ import annotations
 
@@ -10,23 +7,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from numerics.errors import UserError, user_error
 from numerics.io.reading import check_path, read_text
 from rl.experiment.experiment import Experiment
+from rl.experiment.plain_yaml import parse_override, parse_yaml
 from rl.experiment.validation import check_plain, parse_experiment
 from rollout.named_functions import check_importable
 
-_DEEPEST = 50
-"""No spec nests its lists and mappings so far."""
 LARGEST_SPEC = 16 << 20
 """Bytes."""
-_UNREADABLE = (yaml.YAMLError, OmegaConfBaseException, RecursionError, AssertionError, ValueError)
-"""What reading YAML ends in. OmegaConf asserts a mapping; numbers of thousands of digits and half characters are
-ValueErrors."""
 
 
 def load_experiment(path: str | Path, overrides: Sequence[str] = ()) -> Experiment:
@@ -103,12 +95,11 @@ def _read_layers(path: Path, ancestors: tuple[Path, ...]) -> dict[str, Any]:
 def _read_yaml(path: Path) -> dict[str, Any]:
     text = read_text(path, "spec", "an existing YAML file", "Give the path of a spec file.", LARGEST_SPEC)
     try:
-        _check_depth(text)
-        values = OmegaConf.to_container(OmegaConf.create(text))
-    except _UNREADABLE as error:
+        values = parse_yaml(text)
+    except ValueError as error:
         raise user_error(
             f"spec {path}",
-            found=_yaml_problem(error),
+            found=str(error),
             expected="valid YAML of plain values",
             remedy="Correct the file.",
         ) from error
@@ -122,24 +113,6 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     return values
 
 
-def _check_depth(text: str) -> None:
-    """libyaml builds nested nodes by recursion in C, whose stack ends with the process. Raises RecursionError."""
-    depth = 0
-    for event in yaml.parse(text, Loader=yaml.CSafeLoader):
-        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-        if depth > _DEEPEST:
-            raise RecursionError(f"lists and mappings in one another, more than {_DEEPEST} deep")
-
-
-def _yaml_problem(error: Exception) -> str:
-    if isinstance(error, AssertionError):
-        return "a number, a date or the like"
-    mark = getattr(error, "problem_mark", None)
-    if not isinstance(error, yaml.MarkedYAMLError) or mark is None:
-        return " ".join(str(error).split())
-    return f"{error.problem or error.context} in line {mark.line + 1}, column {mark.column + 1}"
-
-
 def _parse_override(override: str) -> dict[str, Any]:
     key, separator, _ = override.partition("=")
     if not separator or not re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*", key):
@@ -150,9 +123,8 @@ def _parse_override(override: str) -> dict[str, Any]:
             remedy="Write for example run.steps=2; replace a whole list with gates=[].",
         )
     try:
-        _check_depth(override.partition("=")[2])
-        return OmegaConf.to_container(OmegaConf.from_dotlist([override]))
-    except _UNREADABLE as error:
+        return parse_override(override)
+    except ValueError as error:
         raise user_error(
             "override", found=override, expected="a YAML value after =", remedy="Quote the value for YAML."
         ) from error

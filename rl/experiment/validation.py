@@ -32,6 +32,8 @@ from rl.experiment.experiment import Experiment
 
 _LONGEST_NUMBER = 1024
 """Bits."""
+_LONGEST_KEY = 160
+"""Characters that a message has of one; none of ours has so many."""
 
 
 def parse_experiment(values: dict[str, Any]) -> Experiment:
@@ -64,7 +66,8 @@ def parse_experiment(values: dict[str, Any]) -> Experiment:
 
 
 def check_plain(value: Any, key: tuple[str, ...] = ()) -> None:
-    """Refuse what no file could say again: half of a character (an escape may spell one), and numbers without end."""
+    """Refuse what no file or command could say again: half of a character (an escape may spell one), NUL, and numbers
+    without end."""
     if isinstance(value, dict):
         for name, inner in value.items():
             check_plain(name, key)
@@ -72,11 +75,10 @@ def check_plain(value: Any, key: tuple[str, ...] = ()) -> None:
     elif isinstance(value, list | tuple):
         for index, inner in enumerate(value):
             check_plain(inner, (*key, str(index)))
-    elif isinstance(value, str) and value.encode("utf-8", "replace").decode() != value:
+    elif isinstance(value, str) and ("\0" in value or value.encode("utf-8", "replace").decode() != value):
         where = ".".join(key).encode("utf-8", "backslashreplace").decode()
-        raise user_error(
-            where or "spec", found=value, expected="text that UTF-8 can encode", remedy="Correct the text."
-        )
+        expected = "text without NUL" if "\0" in value else "text that UTF-8 can encode"
+        raise user_error(where or "spec", found=value, expected=expected, remedy="Correct the text.")
     elif isinstance(value, int) and value.bit_length() > _LONGEST_NUMBER:
         expected = f"a number of at most {_LONGEST_NUMBER} bits"
         raise user_error(".".join(key), found=f"one of {value.bit_length()}", expected=expected, remedy="Correct it.")
@@ -139,6 +141,8 @@ def _remedy(verb: str, key: str) -> str:
 
 
 def _unknown_key(key: str, found: Any, values: dict[str, Any]) -> str:
+    if len(key) > _LONGEST_KEY:
+        key = f"{key[:_LONGEST_KEY]}..."
     algorithm = values.get("algorithm")
     name = algorithm.get("name") if isinstance(algorithm, dict) else "grpo"
     known = valid_keys(name if name in ALGORITHMS or ":" in str(name) else None)

@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, TypeAdapter
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from models.adapters import AdapterConfig
+from models.tensor_files import open_tensors
 from numerics.config import NumericsConfig
 from numerics.errors import user_error
 from numerics.io.files import new_directory
@@ -201,7 +202,7 @@ def _capsule(path: Path, values: dict[str, Any], experiment: Experiment, manifes
         experiment=experiment,
         manifest=manifest,
         rows=about.rows,
-        evidence=_evidence(load_file(path / _TENSORS), about),
+        evidence=_evidence(_read_tensors(path / _TENSORS), about),
         metrics=about.metrics,
     )
 
@@ -234,6 +235,11 @@ def _tensors(evidence: Evidence) -> dict[str, torch.Tensor]:
     if evidence.draws is not None:
         tensors["train_draws"] = evidence.draws
     return tensors
+
+
+def _read_tensors(path: Path) -> dict[str, torch.Tensor]:
+    with open_tensors(path, "capsule") as file:
+        return {name: file.get_tensor(name) for name in file.keys()}
 
 
 def _evidence(tensors: dict[str, torch.Tensor], about: _About) -> Evidence:
@@ -280,7 +286,7 @@ def _check_files(path: Path) -> None:
     listed = read_text(path / _SUMS, "capsule", "the SHA-256 of every file", _COPY).splitlines()
     sums = {name: digest for digest, _, name in (line.partition("  ") for line in listed)}
     for file in path.rglob("*"):
-        if file.is_file() and file.name != _SUMS:
+        if not file.is_dir() and file.name != _SUMS:
             sums.setdefault(str(file.relative_to(path)), "of no file, as it lists none of this name")
     for name, expected in sums.items():
         file = path / name

@@ -7,11 +7,10 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from numerics.errors import UserError
-from numerics.io.files import check_writable
+from numerics.io.files import check_page, writing
 from numerics.io.reading import BadLine, check_path, read_text
+from rl.experiment.plain_yaml import parse_yaml
 from rl.record.console import format_percent
 from rl.record.events import events_found
 from rl.record.metrics import metric
@@ -36,7 +35,7 @@ def write_report(run_dir: str | Path) -> tuple[Path, list[str]]:
     run = RunDir(Path(run_dir).absolute())
     if not run.experiment.is_file():
         raise UserError(f"report: found no spec.yaml in {run.path}, expected a run directory. Correct the path.")
-    check_writable(run.report, "report")
+    check_page(run.report, "report")
     spec = read_text(run.experiment, "report", "the run's spec.yaml")
     rows, bad_rows = metrics_found(run.metrics)
     if not rows:
@@ -53,22 +52,23 @@ def write_report(run_dir: str | Path) -> tuple[Path, list[str]]:
     charts = sections(rows)
     warned, stepped_in = by_kind(events)
     others = [event for event in events if event not in warned and event not in stepped_in]
-    page.write_page(
-        run.report,
-        "report",
-        [chart for _, group in charts for chart in group],
-        kind="run report",
-        name=run.name,
-        verdict=verdict(summary) + _early(rows[-1]["step"], spec, sessions) + _notes(sessions) + damage,
-        tiles=_tiles(summary),
-        sections=charts,
-        events=[("Interventions", stepped_in), ("Warnings", warned), ("What it went on with", others)],
-        facts=_facts(sessions),
-        run=run.path,
-        samples=[(step, shown(records)) for step, records, _ in samples],
-        metrics=_metric_table(rows),
-        spec=spec,
-    )
+    with writing(run.report, "report"):
+        page.write_page(
+            run.report,
+            "report",
+            [chart for _, group in charts for chart in group],
+            kind="run report",
+            name=run.name,
+            verdict=verdict(summary) + _early(rows[-1]["step"], spec, sessions) + _notes(sessions) + damage,
+            tiles=_tiles(summary),
+            sections=charts,
+            events=[("Interventions", stepped_in), ("Warnings", warned), ("What it went on with", others)],
+            facts=_facts(sessions),
+            run=run.path,
+            samples=[(step, shown(records)) for step, records, _ in samples],
+            metrics=_metric_table(rows),
+            spec=spec,
+        )
     return run.report, damage
 
 
@@ -100,8 +100,8 @@ def _notes(sessions: Sequence[Session]) -> list[str]:
 def _steps_of(spec: str) -> int | None:
     """`run.steps` of the spec's text, which may be damaged."""
     try:
-        steps = yaml.safe_load(spec)["run"]["steps"]
-    except (yaml.YAMLError, TypeError, KeyError, ValueError, RecursionError):
+        steps = parse_yaml(spec)["run"]["steps"]
+    except (TypeError, KeyError, ValueError):
         return None
     return steps if isinstance(steps, int) else None
 

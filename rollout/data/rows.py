@@ -8,13 +8,14 @@ from __future__ import annotations
 import glob
 import json
 import mmap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from numerics.errors import user_error
+from numerics.errors import UserError, user_error
+from numerics.io.parsing import parse_json
 from numerics.io.reading import check_path, check_regular, open_regular, reason
 
 if TYPE_CHECKING:
@@ -24,6 +25,8 @@ Row = dict[str, Any]
 
 READ_WHOLE = 256 * 2**20
 """Bytes up to which a file of lines is read at once, and what becomes of it afterwards does not matter."""
+LONGEST_ROW = 8 * 2**20
+"""Bytes of a row; no context has room for a problem of as many, and reading them takes time."""
 _BATCH = 1024
 """Rows that are read at a time where all are."""
 _EXPECTED = "an existing JSONL file, parquet file or directory of a data set"
@@ -59,14 +62,12 @@ class JsonLines(Sequence[Row]):
     def _parse(self, line: bytes, number: int) -> Row:
         where = f"{self._key}: line {number} of {self._path}"
         remedy = f"Correct or remove line {number}."
+        _check_size(len(line), where, remedy)
         try:
-            record = json.loads(line.decode("utf-8"))
+            record = parse_json(line, finite=False)
         except UnicodeDecodeError as error:
             raise user_error(where, found=line, expected="UTF-8 text", remedy=remedy) from error
-        except (
-            ValueError,
-            RecursionError,
-        ) as error:  # besides bad syntax: numbers of thousands of digits, deep nesting
+        except ValueError as error:
             found = line.decode("utf-8").rstrip("\n")
             raise user_error(where, found=found, expected=f"valid JSON ({error})", remedy=remedy) from error
         if not isinstance(record, dict):
@@ -75,12 +76,17 @@ class JsonLines(Sequence[Row]):
 
 
 class TableRows(Sequence[Row]):
-    """The rows of a data set, as plain values: nothing in them is decoded, and bytes are left out."""
+    """The rows of a data set, as they would be in JSON lines: nothing in them is decoded, and bytes are left out.
+
+    Arrow gives all structs of a column the same keys. A key that a row does not have is null there, and a null of the
+    row's own looks the same: both are left out of nested values. A column that is null in a row stays, as `None`.
+    """
 
     unit = "row"
 
     def __init__(self, dataset: Dataset, path: Path, key: str) -> None:
         self._tables, self._path, self._key = dataset.with_format("arrow"), path, key
+        self._features = dataset.features
         self.columns: tuple[str, ...] | None = tuple(dataset.column_names)
 
     def __len__(self) -> int:
@@ -89,23 +95,25 @@ class TableRows(Sequence[Row]):
     def __getitem__(self, index: Any) -> Any:
         if not 0 <= index < len(self):
             raise IndexError(index)
+        where, remedy = f"{self._key}: row {index + 1} of {self._path}", "Copy the file again, or remove the row."
         try:
-            return _plain(self._tables[index].to_pylist()[0])
+            table = self._tables[index]
+            _check_size(table.nbytes, where, remedy)
+            return _row(table.to_pylist()[0], self._features)
+        except UserError:
+            raise
         except Exception as error:  # whatever flipped bytes come to: text that is no UTF-8, dates that are none
-            raise user_error(
-                f"{self._key}: row {index + 1} of {self._path}",
-                found=f"{type(error).__name__}: {error}",
-                expected="values that can be read",
-                remedy="Copy the file again, or remove the row.",
-            ) from error
+            found = f"{type(error).__name__}: {error}"
+            raise user_error(where, found=found, expected="values that can be read", remedy=remedy) from error
 
     def __iter__(self) -> Iterator[Row]:
         for start in range(0, len(self), _BATCH):
             try:
-                rows = [_plain(row) for row in self._tables[start : start + _BATCH].to_pylist()]
+                table = self._tables[start : start + _BATCH]
+                rows = None if table.nbytes > LONGEST_ROW else [_row(row, self._features) for row in table.to_pylist()]
             except Exception:  # as above; which row it is, the row itself says
-                rows = [self[index] for index in range(start, min(start + _BATCH, len(self)))]
-            yield from rows
+                rows = None
+            yield from rows or (self[index] for index in range(start, min(start + _BATCH, len(self))))
 
 
 Rows = JsonLines | TableRows
@@ -203,6 +211,11 @@ def _unreadable(path: Path, key: str, error: Exception, expected: str = _EXPECTE
     return user_error(key, found=f"{path}: {' '.join(reason(root).split())}", expected=expected, remedy=remedy)
 
 
+def _check_size(size: int, where: str, remedy: str) -> None:
+    if size > LONGEST_ROW:
+        raise UserError(f"{where}: found {size} bytes, expected at most {LONGEST_ROW}. {remedy}")
+
+
 def _line_starts(data: bytes | mmap.mmap) -> np.ndarray[Any, np.dtype[np.int64]]:
     """Where each line begins, and the end of the last one: int64 [lines + 1]."""
     step, starts = 64 * 2**20, [np.zeros(1, np.int64)]
@@ -213,12 +226,24 @@ def _line_starts(data: bytes | mmap.mmap) -> np.ndarray[Any, np.dtype[np.int64]]
     return found if found[-1] == len(data) else np.append(found, len(data))
 
 
-def _plain(value: Any) -> Any:
-    """The value as JSON has it: a date as text, and without bytes."""
-    if value is None or isinstance(value, str | bool | int | float):
+def _row(columns: Row, features: Mapping[str, Any]) -> Row:
+    return {name: _plain(value, features[name]) for name, value in columns.items() if not isinstance(value, bytes)}
+
+
+def _plain(value: Any, feature: Any) -> Any:
+    """The value as JSON has it: a date as text, without bytes, and without the nulls that Arrow puts into structs.
+
+    feature: of `datasets`, whose type `Json` is text in Arrow: values that differ in more than their keys.
+    """
+    if value is None or isinstance(value, bool | int | float):
         return value
+    if isinstance(value, str):
+        return json.loads(value) if type(feature).__name__ == "Json" else value
     if isinstance(value, dict):
-        return {name: _plain(part) for name, part in value.items() if not isinstance(part, bytes)}
+        inner = feature if isinstance(feature, dict) else {}
+        kept = {name: part for name, part in value.items() if part is not None and not isinstance(part, bytes)}
+        return {name: _plain(part, inner.get(name)) for name, part in kept.items()}
     if isinstance(value, list | tuple):
-        return [_plain(part) for part in value if not isinstance(part, bytes)]
+        each = getattr(feature, "feature", None)
+        return [_plain(part, each) for part in value if not isinstance(part, bytes)]
     return str(value)

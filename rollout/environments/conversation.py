@@ -105,6 +105,11 @@ class Conversation:
         """How many the model had."""
         return self._main.turns + sum(branch.turns for branch in self._branches)
 
+    @property
+    def longest(self) -> int:
+        """The tokens that a row of it may have."""
+        return self._longest or len(self._main.prompt_ids) + self._main.limit
+
     def begin(self, messages: Sequence[Mapping[str, Any]]) -> None:
         """Have it begin with these messages in place of the problem's own: what an environment shows at its start.
 

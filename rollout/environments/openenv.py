@@ -8,6 +8,7 @@ from typing import Any
 
 import aiohttp
 
+from numerics.errors import shown
 from rollout.environments.conversation import Conversation
 
 _MOST_BYTES = 64 << 20
@@ -30,12 +31,15 @@ async def openenv(
 
     url: of the server. action: the field of an action that a turn is put into; empty: a turn is a whole action, as
     JSON. observation: the field that is shown; empty: all of them, as JSON. reset: arguments of the reset, and those in
-    the problem's field `reset` beside them. steps: after so many, it is over.
+    the problem's field `reset`, an object or null, beside them. steps: after so many, it is over.
 
     Returns `reward`, the sum over the steps, `steps`, and `unread`, actions that the environment refused, whose reason
     the model is shown.
     """
-    arguments = {**(reset or {}), **conversation.problem.fields.get("reset", {})}
+    own = conversation.problem.fields.get("reset")
+    if not isinstance(own, Mapping | None):
+        raise OpenEnvError(f"reset: found {shown(own)} in the problem, expected an object; correct the data")
+    arguments = {**(reset or {}), **(own or {})}
     counts = {"reward": 0.0, "steps": 0.0, "unread": 0.0}
     async with aiohttp.ClientSession() as http:
         try:
@@ -48,9 +52,9 @@ async def openenv(
             begun = await _said(socket, "reset", arguments)
             if "message" in begun:
                 raise OpenEnvError(f"reset: {url} refused {arguments}: {begun['message']}")
-            shown = _shown(begun, observation)
+            seen = _shown(begun, observation)
             *before, last = conversation.problem.conversation
-            conversation.begin([*before, {**last, "content": f"{last['content']}\n{shown}"}])
+            conversation.begin([*before, {**last, "content": f"{last['content']}\n{seen}"}])
             while True:
                 turn = await conversation.sample()
                 result = await _said(socket, "step", _action(turn.text, action))
@@ -77,9 +81,9 @@ def _shown(result: Mapping[str, Any], field: str) -> str:
     if "message" in result:
         lacking = [f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in result.get("errors", ())]
         return "; ".join([str(result["message"]), *lacking])
-    shown = result["observation"]
-    shown = shown[field] if field else shown
-    return shown if isinstance(shown, str) else json.dumps(shown, ensure_ascii=False)
+    seen = result["observation"]
+    seen = seen[field] if field else seen
+    return seen if isinstance(seen, str) else json.dumps(seen, ensure_ascii=False)
 
 
 async def _said(socket: aiohttp.ClientWebSocketResponse, kind: str, data: Mapping[str, Any]) -> dict[str, Any]:

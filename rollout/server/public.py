@@ -9,13 +9,14 @@ from __future__ import annotations
 import copy
 import functools
 import json
-import math
 from collections.abc import Awaitable, Callable, Iterator
 from itertools import accumulate
 from typing import Any
 
+from numerics.io.parsing import parse_json
 from numerics.sampling import answer_seed
 from rollout.chat import end_ids, read_arguments, template_arguments
+from rollout.lengths import fewest_tokens, text_size
 from rollout.plugin.hooks import Hook
 from rollout.plugin.state import state
 
@@ -44,7 +45,7 @@ async def answer(original: Callable[..., Awaitable[Any]], serving: Any, request:
     names = _names(serving.tokenizer_manager)
     if "model" in request.model_fields_set and request.model not in names:
         return _no_such_model(request.model, names)
-    for parameter, message in _problems(request, names, serving.tokenizer_manager.model_config.vocab_size):
+    for parameter, message in _problems(request, names, serving.tokenizer_manager):
         return error_response(serving, f"{parameter}: {message}", param=parameter)
     if hasattr(request, "messages"):
         if request.tools and serving.tool_call_parser is None:
@@ -142,34 +143,26 @@ class ObjectsOnly:
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] != "http" or scope["method"] != "POST" or scope["path"] not in SETTINGS:
             return await self._app(scope, receive, send)
-        body, message = b"", {"more_body": True}
+        body, message = bytearray(), {"more_body": True}
         while message.get("more_body") and len(body) <= MOST_BYTES:
             message = await receive()
             body += message.get("body", b"")
         try:
             if len(body) > MOST_BYTES:
                 raise ValueError(f"more than {MOST_BYTES >> 20} MiB")
-            found = json.loads(body, parse_float=_finite, parse_constant=_finite)
-            found.keys()
-            json.dumps(found, ensure_ascii=False).encode()  # half a surrogate pair is no text
-        except (ValueError, AttributeError, RecursionError) as error:
-            why = "another value" if isinstance(error, AttributeError) else str(error) or "too many brackets"
-            return await error_response(None, f"body: found {why}, expected a JSON object")(scope, receive, send)
+            found = parse_json(bytes(body))
+            if not isinstance(found, dict):
+                raise ValueError("another value")
+        except ValueError as error:
+            return await error_response(None, f"body: found {error}, expected a JSON object")(scope, receive, send)
         for parameter, why in _not_served(found, SETTINGS[scope["path"]]):
             return await error_response(None, f"{parameter}: {why}", param=parameter)(scope, receive, send)
-        read = [{"type": "http.request", "body": body, "more_body": False}]
+        read = [{"type": "http.request", "body": bytes(body), "more_body": False}]
 
         async def again() -> Any:
             return read.pop() if read else await receive()
 
         await self._app(scope, again, send)
-
-
-def _finite(text: str) -> float:
-    """A number of the body. Raises ValueError for NaN, infinity, and what is too large for a double."""
-    if not math.isfinite(value := float(text)):
-        raise ValueError(f"the number {text[:20]}")
-    return value
 
 
 class InOneForm:
@@ -266,8 +259,9 @@ def _not_served(found: dict[str, Any], settings: set[str]) -> Iterator[tuple[str
             yield "chat_template_kwargs", f"found {name[:80]!r}, expected only enable_thinking, true or false"
 
 
-def _problems(request: Any, names: list[str], vocabulary: int) -> Iterator[tuple[str, str]]:
-    """A parameter, and what is wrong with it."""
+def _problems(request: Any, names: list[str], manager: Any) -> Iterator[tuple[str, str]]:
+    """A parameter, and what is wrong with it. manager: SGLang's TokenizerManager."""
+    vocabulary = manager.model_config.vocab_size
     if "model" not in request.model_fields_set:
         yield "model", f"found none, expected {_said(names)}"
     if not 1 <= request.n <= MOST_ANSWERS:
@@ -294,9 +288,24 @@ def _problems(request: Any, names: list[str], vocabulary: int) -> Iterator[tuple
         outside = [token for token in ([part] if isinstance(part, int) else part) if not _is_in(token, vocabulary)]
         if outside:
             yield "prompt", f"found the token {outside[0]}, expected 0 to {vocabulary - 1}"
+    for parameter, text in _texts(request):
+        tokens, limit = fewest_tokens(manager.tokenizer, text_size(text)), manager.model_config.context_len
+        if tokens > limit:  # which would be tokenized first, for minutes
+            yield parameter, f"found at least {tokens} tokens, expected at most {limit}"
     several = isinstance(prompt, list) and not all(isinstance(part, int) for part in prompt)
     if several and len(prompt) * request.n > MOST_OF_A_REQUEST:
         yield "prompt", f"found {len(prompt) * request.n} answers to give, expected at most {MOST_OF_A_REQUEST}"
+
+
+def _texts(request: Any) -> Iterator[tuple[str, Any]]:
+    """What is to be tokenized: each prompt by itself, or all messages of a chat."""
+    messages = request.model_dump(include={"messages"}).get("messages")
+    if messages is not None:
+        yield "messages", [message.get("content") for message in messages]
+    prompt = getattr(request, "prompt", "")
+    for text in prompt if isinstance(prompt, list) else [prompt]:
+        if isinstance(text, str):
+            yield "prompt", text
 
 
 def _is_in(token: int | str, vocabulary: int) -> bool:

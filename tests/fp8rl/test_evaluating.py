@@ -39,7 +39,7 @@ def test_a_run_is_asked_its_own_sets_or_others_with_keys_of_their_own(data: Path
     run = new_run(Path("it"))
     spec = load_experiment(EXAMPLES / "arithmetic.yaml", ["numerics.trainer=bf16", "eval.problems=7"])
     run.experiment.write_text(spec.to_yaml())
-    run.model.mkdir()
+    run.model.symlink_to(MODEL)
     served, experiment = read_evaluated(run.path, [], [])
     assert served.path == run.model and served.numerics.trainer == "bf16"
     assert experiment.data.eval == spec.data.eval and experiment.eval.problems == 7

@@ -12,6 +12,7 @@ from transformers import AutoConfig
 
 from models import ModelSizes, read_model
 from numerics.errors import UserError
+from tests.support.paths import EXAMPLES
 
 COMMON = {
     "vocab_size": 128,
@@ -285,3 +286,19 @@ def test_a_directory_without_a_readable_config_is_refused(tmp_path: Path) -> Non
     (tmp_path / "config.json").write_text("[]")
     with pytest.raises(UserError, match="JSON object"):
         read_sizes(tmp_path)
+
+
+@pytest.mark.parametrize("found", ["linear", [1.0], 5, True, 1e308])
+@pytest.mark.parametrize("place", ["rope_parameters", "rope_scaling"])
+def test_a_rotation_that_is_none_is_refused_in_every_architecture(tmp_path: Path, place: str, found: object) -> None:
+    for path in sorted((EXAMPLES / "models").glob("*/config.json")):
+        (tmp_path / "config.json").write_text(json.dumps(json.loads(path.read_text()) | {place: found}))
+        with pytest.raises(UserError, match=place):
+            read_model(tmp_path)
+
+
+def test_a_part_of_a_head_that_no_number_of_channels_is(tmp_path: Path) -> None:
+    config = json.loads((EXAMPLES / "models/tiny_glm/config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"partial_rotary_factor": 1e308}))
+    with pytest.raises(UserError, match="partial_rotary_factor"):
+        read_model(tmp_path)

@@ -10,7 +10,7 @@ from typing import Any
 from diagnose.certify.dump import own_run, slime, verl
 from diagnose.certify.dump.source import Dump, whole
 from numerics.errors import UserError, user_error
-from numerics.io.reading import check_path, read_bytes
+from numerics.io.reading import check_file, check_path, read_bytes
 
 
 def read_dump(path: Path, model: Path | None = None) -> Dump:
@@ -24,6 +24,7 @@ def read_dump(path: Path, model: Path | None = None) -> Dump:
         raise user_error("DUMP", found=str(path), expected="a file, or the folder of a run", remedy="Correct the path.")
     if path.is_dir() or own_run.is_rollouts(path):
         return own_run.read(path, model)
+    check_file(path, "DUMP", "a dump")
     match path.suffix:
         case ".pt" | ".pth":
             return slime.read(path)

@@ -18,7 +18,7 @@ from models.stored import weight_files
 from models.stored_fp8 import WeightFiles, is_scales
 from numerics.errors import UserError, user_error
 from numerics.holdings import give_back
-from numerics.io.reading import read_json
+from numerics.io.reading import check_regular, read_json
 from numerics.ops import narrowed, support_floors
 from numerics.sampling import EVERY_TOKEN, Truncation
 from trainer import device
@@ -124,6 +124,8 @@ def facts(path: Path) -> ModelFacts:
             expected="the Hugging Face directory of the model that the dump is from",
             remedy="Give it with --model DIR.",
         )
+    check_regular(path, key)
+    read_json(path / "config.json", key, "a Hugging Face config.json")
     with _quiet():
         try:
             config = AutoConfig.from_pretrained(path, local_files_only=True)
@@ -169,7 +171,7 @@ def _loaded(path: Path, dtype: torch.dtype) -> Any:
                     remedy="Give the BF16 checkpoint of this model.",
                 )
             del config.quantization_config
-            stored = WeightFiles(files)
+            stored = WeightFiles(files, "--model")
             state = {name: stored.read(name) for name in stored.where if not is_scales(name, stored)}
             model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
             return model_class.from_pretrained(None, config=config, state_dict=state, dtype=dtype)

@@ -13,11 +13,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import Tensor
 
 from diagnose.certify.dump.row import Sampling
 from diagnose.certify.dump.source import Dump, whole
+from models.tensor_files import open_tensors
 from numerics.errors import UserError, user_error
 from numerics.sampling import Truncation
 
@@ -35,7 +36,7 @@ def read(path: Path) -> Dump:
         if path.suffix == ".npz":
             with np.load(path, allow_pickle=False) as stored:
                 return from_tensors(path, {name: torch.from_numpy(stored[name]) for name in stored.files}, {})
-        with safe_open(path, framework="pt") as stored:
+        with open_tensors(path, "DUMP") as stored:
             tensors = {name: stored.get_tensor(name) for name in stored.keys()}
             return from_tensors(path, tensors, stored.metadata() or {})
     except UserError:

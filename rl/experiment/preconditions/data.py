@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -17,14 +16,13 @@ from rollout.chat import answer_ids
 from rollout.data.sources import Problems, Source, load_problems
 from rollout.data.tasks import Problem, prompt_ids
 from rollout.environments.config import SINGLE_TURN
+from rollout.lengths import TOKENS_PER_BYTE, fewest_tokens
 from rollout.rewards.builtin import BUILT_IN
 from rollout.rewards.config import RewardsConfig
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-TOKENS_PER_BYTE = 4
-"""No tokenizer in use yields more tokens for a byte of text; texts safely short by this bound need no tokenizing."""
 ALL_READ, SAMPLED = 100_000, 10_000
 """Problems of a source that are all looked at, and how many of those beyond them."""
 DECODED, _LONG = 16, 10_000
@@ -218,9 +216,8 @@ class _Check:
         size = sum(len(text.encode()) for text in texts)
         if self._turn * len(turns) + TOKENS_PER_BYTE * size <= room:
             return
-        if size > room * self._widest:  # tokenizing megabytes takes minutes
-            tokens = -(-size // self._widest)
-        else:
+        tokens = fewest_tokens(tokenizer, size)
+        if tokens <= room:
             tokens = len(prompt_ids(tokenizer, problem))
             if supervised:
                 tokens += len(answer_ids(tokenizer, turns, problem.answer, problem.chat_template)) - 1
@@ -233,8 +230,3 @@ class _Check:
                 expected=f"at most {room}, so that {rest} still fits rollout.context_length = {limit}",
                 remedy=f"Raise rollout.context_length, or shorten or remove {name}.",
             )
-
-    @functools.cached_property
-    def _widest(self) -> int:
-        """Bytes of the longest token; few data need it."""
-        return max(len(token.encode()) for token in self._tokenizer.get_vocab())

@@ -7,10 +7,12 @@ from pathlib import Path
 import models
 from models import Model, ModelSizes
 from numerics.errors import user_error
-from numerics.io.reading import check_regular
+from numerics.io.reading import check_regular, read_json
 from numerics.spec import QuantSpec
 from rl.experiment import Experiment
 from trainer.megatron.model_checks import check_engine_layout, check_layout, check_router_bias, check_wires
+
+GENERATION = "generation_config.json"
 
 
 def read_model(path: Path, key: str = "model.path") -> Model:
@@ -29,6 +31,8 @@ def read_model(path: Path, key: str = "model.path") -> Model:
             "`python -m examples.tiny_model --out DIR` writes a small model.",
         )
     check_regular(path, key)
+    if (path / GENERATION).is_file():  # which an engine reads
+        read_json(path / GENERATION, key, "a JSON object")
     return models.read_model(path, key)
 
 

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import aiohttp
 from ray.job_submission import JobStatus, JobSubmissionClient
 
 from numerics.errors import user_error
 from rollout.loopback import reach_loopback
+
+_DASHBOARD = re.compile(r"https?://[\w.\-:@\[\]]{1,253}/?", re.ASCII)
 
 
 def submit(arguments: Sequence[str], address: str, *, wait: bool, say: Callable[[str], object]) -> bool:
@@ -24,8 +28,9 @@ def submit(arguments: Sequence[str], address: str, *, wait: bool, say: Callable[
     Whether it has succeeded; without `wait`, whether it was taken.
 
     Raises:
-        UserError: no cluster answers there, or none does any more.
+        UserError: it is no such address, no cluster answers there, or none does any more.
     """
+    _check_address(address)
     command = Path(sys.executable).with_name("fp8rl")
     # From this directory, so that relative paths mean what they mean here.
     entrypoint = f"cd {shlex.quote(os.getcwd())} && exec {shlex.join([str(command), 'train', *arguments])}"
@@ -46,6 +51,19 @@ def submit(arguments: Sequence[str], address: str, *, wait: bool, say: Callable[
     return status == JobStatus.SUCCEEDED
 
 
+def _check_address(address: str) -> None:
+    """Refuse what is no address of a dashboard. Ray would import what stands before `://`, or look for a cluster."""
+    with suppress(ValueError):  # a port that is no number, a bracket that is not closed
+        if _DASHBOARD.fullmatch(address) and urlsplit(address).hostname and urlsplit(address).port != 0:
+            return
+    raise user_error(
+        "--address",
+        found=address,
+        expected="the address of a Ray cluster's dashboard, as http://HOST:PORT",
+        remedy="Correct it; `ray start --head` prints it.",
+    )
+
+
 async def _show(client: JobSubmissionClient, job: str) -> None:
     async for text in client.tail_job_logs(job):
         print(text, end="", flush=True)
@@ -56,7 +74,7 @@ def _reached(address: str) -> Iterator[None]:
     """Whatever keeps the dashboard from answering is one sentence: a head may die between two requests."""
     try:
         yield
-    except (OSError, RuntimeError, aiohttp.ClientError) as error:
+    except (OSError, RuntimeError, ValueError, aiohttp.ClientError) as error:
         why = (str(error) or repr(error)).splitlines()[0]
         raise user_error(
             "--address",

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 import secrets
+import zlib
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from aiohttp import web
+from aiohttp.typedefs import Handler
 
 from rollout.environments.harness.recording import Recording, Said
 from rollout.environments.harness.requests import MODEL, Ask, RefusedError, read
@@ -17,6 +19,10 @@ from rollout.loopback import reach_loopback
 from rollout.types import LOOPBACK, SamplingParams
 
 _MOST_BYTES = 32 << 20
+"""Of a body."""
+_ESCAPED, _OVERHEAD = 6, 1 << 20
+"""Bytes of JSON that a byte of text may take, and those for all else that a request says."""
+_WINDOWS = {"gzip": 16 + zlib.MAX_WBITS, "deflate": zlib.MAX_WBITS}
 
 
 class Endpoint:
@@ -43,11 +49,11 @@ class Endpoint:
 
     async def _listen(self) -> None:
         reach_loopback()  # a program in this process brings its own client
-        app = web.Application(client_max_size=_MOST_BYTES)
+        app = web.Application(client_max_size=_MOST_BYTES, middlewares=[_in_openais_form])
         app.router.add_get("/v1/models", self._models)
         app.router.add_post("/v1/chat/completions", self._chat)
         app.router.add_post("/v1/completions", self._text)
-        self._runner = web.AppRunner(app, access_log=None)
+        self._runner = web.AppRunner(app, access_log=None, auto_decompress=False)
         await self._runner.setup()
         site = web.TCPSite(self._runner, LOOPBACK, 0)
         await site.start()
@@ -87,8 +93,13 @@ class Endpoint:
         if opened is None:
             return _error(_NO_KEY)
         recording, sampling, vocabulary = opened
+        param = "messages" if chat else "prompt"
         try:
-            ask = read(await request.read(), chat, sampling, self._override, vocabulary)
+            most = min(_MOST_BYTES, _OVERHEAD + _ESCAPED * recording.most_bytes)
+            body = _unpacked(await request.read(), request.headers.get("Content-Encoding", "identity"), most)
+            if len(body) > most:  # even to parse it would take memory
+                raise recording.no_room(param)
+            ask = read(body, chat, sampling, self._override, vocabulary)
             if ask.calls and self._tool_parser is None:
                 raise RefusedError(
                     "tools: found some, expected the format in which the model calls them. Set "
@@ -98,6 +109,8 @@ class Endpoint:
             said = await recording.answer(ask)
         except RefusedError as error:
             return _error(error)
+        except web.HTTPRequestEntityTooLarge:
+            return _error(recording.no_room(param))
         if not ask.stream:
             return web.json_response(_whole(said, chat))
         return await _streamed(request, said, ask, chat)
@@ -111,6 +124,35 @@ _NO_KEY = RefusedError(
     status=401,
     code="invalid_api_key",
 )
+
+
+@web.middleware
+async def _in_openais_form(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """A refusal of the library's, as OpenAI would say it."""
+    try:
+        return await handler(request)
+    except web.HTTPException as error:
+        return _error(RefusedError(f"{request.method} {request.path[:80]}: {error.reason}", status=error.status))
+
+
+def _unpacked(body: bytes, encoding: str, most: int) -> bytes:
+    """A body without its compression; of one that is longer, at most `most` bytes and one more.
+
+    Raises RefusedError: it cannot be unpacked.
+    """
+    if encoding.lower() == "identity":
+        return body
+    try:
+        unpacking = zlib.decompressobj(_WINDOWS[encoding.lower()])
+        unpacked = unpacking.decompress(body, most + 1)
+    except KeyError:
+        expected = f"{' or '.join(_WINDOWS)}, or none"
+        raise RefusedError(f"Content-Encoding: found {encoding[:80]!r}, expected {expected}") from None
+    except zlib.error as error:
+        raise RefusedError(f"body: found broken {encoding} ({error}), expected it whole") from error
+    if not unpacking.eof and len(unpacked) <= most:
+        raise RefusedError(f"body: found broken {encoding} without its end, expected it whole")
+    return unpacked
 
 
 def _error(error: RefusedError) -> web.Response:

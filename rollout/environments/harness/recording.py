@@ -24,6 +24,10 @@ from rollout.environments.branch import Branch, ConversationOverError
 from rollout.environments.conversation import Conversation
 from rollout.environments.harness.requests import Ask, RefusedError
 from rollout.environments.harness.tools import parse_calls
+from rollout.lengths import widest_token
+
+_AT_ONCE = 1 << 16
+"""Bytes of text that are tokenized where they come in: it takes less time than they took to arrive."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +61,7 @@ class Recording:
     """The turns of one conversation.
 
     Attributes:
+        most_bytes: of text, for which there can be room at most.
         over: a turn found no room, so that the program cannot go on as it wanted.
         lost: an engine's error ended it.
     """
@@ -64,6 +69,8 @@ class Recording:
     def __init__(self, conversation: Conversation, tool_parser: str | None, max_requests: int) -> None:
         self._conversation, self._tool_parser, self._left = conversation, tool_parser, max_requests
         self._most = max_requests
+        self.most_bytes = conversation.longest * widest_token(conversation.tokenizer)
+        self._tokenizing = asyncio.Lock()
         self._points: dict[bytes, _Point] = {}
         self._written: list[tuple[str, _Point]] = []
         self._busy: set[Branch] = set()
@@ -85,15 +92,10 @@ class Recording:
             )
         self._left -= 1
         try:
-            branch = self._chat(ask) if ask.messages else self._text(ask)
+            branch = await self._begun(ask)
             point, text = await self._sampled(branch, ask)
         except ConversationOverError:
-            self.over = True
-            raise RefusedError(
-                "no room is left for an answer (rollout.max_new_tokens, rollout.context_length)",
-                "messages" if ask.messages else "prompt",
-                code="context_length_exceeded",
-            ) from None
+            raise self.no_room("messages" if ask.messages else "prompt") from None
         except RefusedError:
             raise
         except Exception:
@@ -101,9 +103,29 @@ class Recording:
             raise
         return self._recorded(point, ask, text)
 
+    def no_room(self, param: str) -> RefusedError:
+        """Note that a turn found no room, and return the refusal of its request."""
+        self.over = True
+        message = "no room is left for an answer (rollout.max_new_tokens, rollout.context_length)"
+        return RefusedError(message, param, code="context_length_exceeded")
+
     async def wait(self) -> None:
         """Until no request is under way: what a program has asked for and not waited for is recorded too."""
+        async with self._tokenizing:  # whose request is under way, too
+            pass
         await self._idle.wait()
+
+    async def _begun(self, ask: Ask) -> Branch:
+        """The branch that the next turn belongs to. A long text is tokenized in a thread, beside the conversations of
+        others, and what cannot fit is not tokenized at all.
+
+        Raises ConversationOverError: there is no room for it.
+        """
+        if ask.size > self.most_bytes:
+            raise ConversationOverError
+        begin = self._chat if ask.messages else self._text
+        async with self._tokenizing:
+            return begin(ask) if ask.size <= _AT_ONCE else await asyncio.to_thread(begin, ask)
 
     def _recorded(self, point: _Point, ask: Ask, text: str) -> Said:
         """Put a turn into the books; what a request that continues it will look like."""

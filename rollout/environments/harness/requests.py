@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from numerics.io.parsing import parse_json
 from rollout.chat import read_arguments
+from rollout.lengths import text_size
 from rollout.types import SamplingParams
 
 MODEL = "policy"
@@ -33,6 +34,7 @@ _MEANINGLESS: dict[str, tuple[Any, ...]] = {
 """Settings, and all the values that they may have."""
 _OF_A_FUNCTION = {"description": (str, "a text"), "parameters": (dict, "an object"), "strict": (bool, "true or false")}
 """What a function of `tools` may have beside its name."""
+MOST_STOPS = 128
 
 
 class RefusedError(Exception):
@@ -61,6 +63,13 @@ class Ask:
     calls: bool = False
     prompt: str | tuple[int, ...] = ""
 
+    @property
+    def size(self) -> int:
+        """Bytes of text that become tokens, at the least: what a chat template may leave out is not counted."""
+        calls = [call["function"] for message in self.messages for call in message.get("tool_calls", ())]
+        read = [[message["content"] for message in self.messages], calls, self.tools, self.stop]
+        return text_size([*read, self.prompt if isinstance(self.prompt, str) else ""])
+
 
 def read(body: bytes, chat: bool, sampling: SamplingParams, override: Collection[str], vocabulary: int) -> Ask:
     """What a body asks for.
@@ -70,17 +79,15 @@ def read(body: bytes, chat: bool, sampling: SamplingParams, override: Collection
     Raises RefusedError.
     """
     try:
-        found = json.loads(body)
-        if b"\\u" in body:  # half of a surrogate pair is JSON, and no text
-            json.dumps(found, ensure_ascii=False).encode()
-    except (ValueError, RecursionError) as error:
+        found = parse_json(body)
+    except ValueError as error:
         raise RefusedError(f"body: found {error}, expected a JSON object") from error
     if not isinstance(found, dict):
         raise RefusedError(f"body: found {type(found).__name__}, expected a JSON object")
     found = {name: value for name, value in found.items() if value is not None}
     if found.get("model") != MODEL:
         raise RefusedError(
-            f"The model {found.get('model')!r} does not exist; a run serves {MODEL!r} (OPENAI_MODEL).",
+            f"The model {_brief(found.get('model'))} does not exist; a run serves {MODEL!r} (OPENAI_MODEL).",
             "model",
             404,
             "model_not_found",
@@ -160,9 +167,14 @@ def _count(found: Mapping[str, Any]) -> int | None:
 
 def _stops(found: Any) -> tuple[str, ...]:
     stops = [found] if isinstance(found, str) else found
-    if not isinstance(stops, list | tuple) or not all(isinstance(stop, str) and stop for stop in stops):
+    if (
+        not isinstance(stops, list | tuple)
+        or len(stops) > MOST_STOPS
+        or not all(isinstance(stop, str) and stop for stop in stops)
+    ):
         raise RefusedError(
-            f"stop: found {_brief(found)}, expected a text or a list of texts, none of them empty", "stop"
+            f"stop: found {_brief(found)}, expected a text or a list of up to {MOST_STOPS} texts, none of them empty",
+            "stop",
         )
     return tuple(stops)
 
@@ -241,9 +253,11 @@ def _tools(found: Any) -> tuple[dict[str, Any], ...]:
 
 
 def _template(found: Any) -> tuple[tuple[str, Any], ...]:
-    if not isinstance(found, dict) or not found.keys() <= {"enable_thinking"}:
+    known = isinstance(found, dict) and found.keys() <= {"enable_thinking"}
+    if not known or not all(isinstance(value, bool) for value in found.values()):
         raise RefusedError(
-            f"chat_template_kwargs: found {_brief(found)}, expected enable_thinking alone", "chat_template_kwargs"
+            f"chat_template_kwargs: found {_brief(found)}, expected enable_thinking alone, true or false",
+            "chat_template_kwargs",
         )
     return tuple(found.items())
 

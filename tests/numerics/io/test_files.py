@@ -1,13 +1,12 @@
-import resource
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
-from numerics.io.files import append_line, new_directory, publish_directory, write_atomically
+from numerics.errors import UserError
+from numerics.io.files import append_line, check_page, new_directory, publish_directory, write_atomically, writing
+from tests.support.disks import room
 
 
 def test_a_file_is_replaced_whole(tmp_path):
@@ -57,17 +56,6 @@ def test_a_line_is_appended_whole_whatever_stands_before(tmp_path: Path, before:
     assert path.read_text() == after
 
 
-@contextmanager
-def room(size: int) -> Iterator[None]:
-    """Lets no file of this process pass `size` bytes, as a disk that fills up does."""
-    former = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, former[1]))
-    try:
-        yield
-    finally:  # within the test: pytest's own output may go to a longer file
-        resource.setrlimit(resource.RLIMIT_FSIZE, former)
-
-
 def test_a_line_that_a_full_disk_cuts_off_is_taken_back(tmp_path: Path) -> None:
     path = tmp_path / "lines"
     append_line(path, "a" * 50)
@@ -86,3 +74,19 @@ def test_a_full_disk_leaves_the_old_directory_and_nothing_else(tmp_path: Path) -
     with room(20_000), pytest.raises(OSError, match=message), new_directory(tmp_path / "model") as partial:
         save_file({"a": torch.zeros(10_000)}, partial / "model.safetensors")
     assert [str(entry.relative_to(tmp_path)) for entry in tmp_path.rglob("*")] == ["model", "model/old"]
+
+
+def test_a_page_replaces_a_page_alone(tmp_path: Path) -> None:
+    (tmp_path / "page").write_text("old")
+    check_page(tmp_path / "page", "--page")
+    check_page(tmp_path / "new/folder/page", "--page")
+    (tmp_path / "link").symlink_to("page")
+    for place, kind in (("link", "a link"), (".", "a directory"), ("page/x", "no directory")):
+        with pytest.raises(UserError, match=f"--page: found .*{kind}"):
+            check_page(tmp_path / place, "--page")
+
+
+def test_what_keeps_a_file_from_being_written_is_one_sentence() -> None:
+    with pytest.raises(UserError, match="OUT: found '/proc/x: .*', expected a place that can be written to"):
+        with writing(Path("/proc/x"), "OUT"):
+            write_atomically(Path("/proc/x"), "")

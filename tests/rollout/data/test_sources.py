@@ -51,6 +51,19 @@ def test_a_broken_line_is_named_by_file_and_number(tmp_path, line, reason):
     assert "data.train" in str(error.value) and "line 2 of" in str(error.value) and "p.jsonl" in str(error.value)
 
 
+def test_a_row_of_megabytes_is_refused_before_it_is_parsed(tmp_path, data_cache, monkeypatch):
+    monkeypatch.setattr(rows, "LONGEST_ROW", 1 << 20)
+    row = {"question": "q", "answer": "1", "more": "x" * (1 << 20)}
+    (tmp_path / "p.jsonl").write_bytes(GOOD + b"{" + json.dumps(row).encode() + b"\n")  # which is no JSON
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([{**row, "more": ""}, row]), tmp_path / "p.parquet")
+    for name, found in (("p.jsonl", "line 2 of"), ("p.parquet", "row 2 of")):
+        problems = load_problems(Source(tmp_path / name))
+        for read in (lambda problems: problems[1], list):
+            with pytest.raises(UserError, match=rf"data: {found} .*found 104\d{{4}} bytes, expected at most 1048576"):
+                read(problems)
+        assert problems[0].answer
+
+
 def test_missing_and_empty_files_are_refused(tmp_path):
     with pytest.raises(UserError, match="existing JSONL file"):
         load_problems(Source(tmp_path / "absent.jsonl"))
@@ -92,6 +105,46 @@ def test_every_form_of_data_gives_the_same_problems(saved):
         problems = load_problems(source)
         assert len(problems) == 5 and list(problems) == expected and problems[3] == expected[3], name
         assert problems[1:3] == expected[1:3] and problems.name(3) == ("line 4" if name == "lines" else "row 4")
+
+
+def call(name, **arguments):
+    return {"type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+NESTED = [
+    {"tools": [call("f", a=1)], "reset": {"seed": 3, "place": {"x": 1}}, "rows": [[{"p": 1}], [{"q": [None, 2]}]]},
+    {"tools": [call("g", b={"c": [{"d": 1}, {"e": 2}]}), call("h")], "reset": {}, "rows": []},
+    {"tools": [], "reset": {"place": {"y": 2}}, "rows": [[]]},
+]
+MIXED = [{"tools": [call("f", a=1)]}, {"tools": [call("g", a="one"), call("h", a=[1, {"b": 2}])]}]
+
+
+@pytest.mark.parametrize("nested", [NESTED, MIXED], ids=["other keys", "other types"])
+def test_nested_values_of_tables_have_no_keys_of_other_rows(tmp_path, data_cache, nested):
+    rows = [{"question": [TURNS[1] | row, TURNS[1]], "answer": "2", **row} for row in nested]
+    (tmp_path / "folder").mkdir()
+    lines = "".join(json.dumps(row) + "\n" for row in rows)
+    (tmp_path / "lines.jsonl").write_text(lines)
+    (tmp_path / "folder/train.jsonl").write_text(lines)
+    names = ["lines.jsonl", "folder"]
+    if nested is NESTED:
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "p.parquet")
+        names.append("p.parquet")
+    for name in names:
+        problems = load_problems(Source(tmp_path / name))
+        for found in (list(problems), [problems[index] for index in range(len(rows))]):
+            assert [problem.conversation for problem in found] == [row["question"] for row in rows], name
+            seen = [{k: v for k, v in problem.fields.items() if v is not None} for problem in found]
+            assert seen == nested, name
+
+
+def test_a_column_that_is_null_in_a_row_stays(tmp_path, data_cache):
+    table = [{"question": "q", "answer": "1", "level": None}, {"question": "q", "answer": "1", "level": 2}]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(table), tmp_path / "p.parquet")
+    assert [problem.fields for problem in load_problems(Source(tmp_path / "p.parquet"))] == [
+        {"level": None},
+        {"level": 2},
+    ]
 
 
 def test_a_file_too_large_for_memory_is_read_line_by_line(saved, monkeypatch):

@@ -115,3 +115,17 @@ def test_a_server_that_is_not_there_or_refuses_a_reset_is_named(play: Stage, ser
         play(partial(openenv, url=serve(Server(full))))
     with pytest.raises(OpenEnvError, match="step: the server closed its session"):
         play(partial(openenv, url=serve(Server(READY))), "1" + EOS)
+
+
+@pytest.mark.parametrize("fields", [{}, {"reset": None}, {"reset": {}}])
+def test_a_problem_without_arguments_of_its_own_is_reset_by_those_of_the_spec(
+    play: Stage, serve: Any, fields: dict[str, Any]
+) -> None:
+    server = Server(READY, LAST)
+    play(partial(openenv, url=serve(server), reset={"seed": 3}), "{}" + EOS, fields=fields, max_new_tokens=100)
+    assert server.heard[0] == {"type": "reset", "data": {"seed": 3}}
+
+
+def test_arguments_of_a_reset_that_are_no_object_are_named(play: Stage) -> None:
+    with pytest.raises(OpenEnvError, match="reset: found 'seed=3' in the problem, expected an object"):
+        play(partial(openenv, url="http://127.0.0.1:1"), fields={"reset": "seed=3"})

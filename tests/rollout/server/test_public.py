@@ -10,6 +10,7 @@ import pytest
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
 from fastapi.testclient import TestClient
+from transformers import AutoTokenizer
 
 from numerics.config import NumericsConfig
 from numerics.sampling import answer_seed
@@ -17,6 +18,7 @@ from numerics.spec import QuantSpec
 from rollout.plugin import state
 from rollout.plugin.hooks import _problem
 from rollout.server import public
+from tests.support.paths import EXAMPLES
 
 protocol = pytest.importorskip("sglang.srt.entrypoints.openai.protocol")
 add_api_key_middleware = pytest.importorskip("sglang.srt.utils.auth").add_api_key_middleware
@@ -45,10 +47,12 @@ def configured() -> Iterator[None]:
 def client() -> TestClient:
     """Endpoints of SGLang's request types, which answer with what came through."""
     app = FastAPI()
+    tokenizer = AutoTokenizer.from_pretrained(EXAMPLES / "models/tiny_qwen3_moe")
+    tokenizer.ends = (7, 8)
     manager = SimpleNamespace(
         served_model_name="it",
         model_config=SimpleNamespace(vocab_size=10, context_len=64),
-        tokenizer=SimpleNamespace(ends=(7, 8)),
+        tokenizer=tokenizer,
     )
 
     async def through(serving: Any, request: Any, raw: Any) -> Any:
@@ -72,7 +76,9 @@ def client() -> TestClient:
 
 
 @pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("body", [b"null", b"[]", b"5", b"", b'{"model": ', b"\xff\xfe", b"[" * 100_000, *ODD])
+@pytest.mark.parametrize(
+    "body", [b"null", b"[]", b"5", b"", b'{"model": ', b"\xff\xfe", b"[" * 100_000, b"[" * 200 + b"]" * 200, *ODD]
+)
 def test_a_body_that_is_no_object_is_refused_in_one_form(client: TestClient, path: str, body: bytes) -> None:
     answer = client.post(path, content=body, headers={"Content-Type": "application/json"})
     error = answer.json()["error"]
@@ -190,6 +196,22 @@ def test_numbers_that_would_end_the_engine_are_refused(client: TestClient) -> No
         ),
     ):
         assert client.post(PATHS[1], json=_of(PATHS[1]) | change).json()["error"]["message"] == message
+
+
+def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized(client: TestClient) -> None:
+    widest = max(len(token) for token in AutoTokenizer.from_pretrained(EXAMPLES / "models/tiny_qwen3_moe").get_vocab())
+    fits, long = "1" * 64 * widest, "1" * (64 * widest + 1)
+    message = "found at least 65 tokens, expected at most 64"
+    for path, parameter, change in (
+        (PATHS[0], "prompt", {"prompt": long}),
+        (PATHS[0], "prompt", {"prompt": [fits, long]}),
+        (PATHS[1], "messages", {"messages": [{"role": "user", "content": fits}, {"role": "user", "content": "1"}]}),
+        (PATHS[1], "messages", {"messages": [{"role": "user", "content": [{"type": "text", "text": long}]}]}),
+    ):
+        answer = client.post(path, json=_of(path) | change)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, parameter)
+        assert message in answer.json()["error"]["message"]
+    assert client.post(PATHS[0], json=_of(PATHS[0]) | {"prompt": [fits, fits]}).status_code == 200
 
 
 def test_a_body_of_any_size_is_not_read_to_its_end(client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,11 +31,11 @@ def test_bad_data_files_are_refused(values, tmp_path, key, content, expected):
 
 
 def test_a_line_of_megabytes_is_refused_untokenized(values, tmp_path, monkeypatch):
-    write_lines(tmp_path / "train.jsonl", [("1+1=?", "#### 2"), ("1+1=?" * 2_000_000, "#### 2")])
+    write_lines(tmp_path / "train.jsonl", [("1+1=?", "#### 2"), ("1+1=?" * 1_600_000, "#### 2")])
     tokenized = []
     monkeypatch.setattr(data, "prompt_ids", lambda tokenizer, problem: tokenized.append(len(problem.question)) or [1])
     text = refusal(values)
-    assert text.startswith("data.train: line 2") and "10000000 bytes" in text
+    assert text.startswith("data.train: line 2") and "8000000 bytes" in text
     assert max(tokenized) < 100
 
 

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import copy
+import gzip
 import json
 import re
 import sys
 import textwrap
+import threading
 import time
+import zlib
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import openai
 import psutil
 import pytest
@@ -22,7 +27,7 @@ import rollout.environments.harness.harness as harness_module
 from numerics.errors import UserError
 from rollout.data.tasks import Problem
 from rollout.deadlines import end
-from rollout.environments.config import EnvironmentConfig
+from rollout.environments.config import EnvironmentConfig, HarnessConfig
 from rollout.environments.conversation import Conversation
 from rollout.environments.functions import load_environment
 from rollout.environments.harness.harness import Harness, ProgramError
@@ -34,6 +39,7 @@ TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
 USER = {"role": "user", "content": "1+2=?"}
 
+HARNESS = HarnessConfig.model_validate({"program": "x:y"})
 Agent = Callable[[openai.AsyncOpenAI], Any]
 
 
@@ -232,13 +238,95 @@ def test_a_request_that_cannot_be_answered_as_asked_is_refused_in_one_sentence(
     [
         (b"{", "body: found Expecting property name"),
         (b'["policy"]', "body: found list, expected a JSON object"),
-        (b'{"model": ' + b"[" * 10_000, "body: found maximum recursion depth exceeded"),
+        (b'{"model": ' + b"[" * 10_000, "body: found lists and objects in one another, more than 100 deep"),
+        (b'{"model": ' + b"[" * 200 + b"]" * 200 + b"}", "body: found lists and objects in one another"),
+        (b'{"temperature": NaN}', "body: found the number NaN"),
+        (b'{"temperature": 1e999}', "body: found the number 1e999"),
+        (b'{"max_tokens": ' + b"9" * 400 + b"}", "body: found a number of 400 digits"),
+        (b'{"prompt": "\xff"}', "body: found 'utf-8' codec can't decode byte 0xff"),
+        (b'{"prompt": "\xed\xa0\x80"}', "body: found 'utf-8' codec can't decode byte 0xed"),
         (b'{"model": "policy", "prompt": "\\ud800"}', "body: found 'utf-8' codec can't encode"),
     ],
 )
 def test_a_body_that_is_no_json_object_is_refused(body: bytes, message: str) -> None:
     with pytest.raises(RefusedError, match=message):
         read(body, False, SamplingParams(8), (), vocabulary=128)
+
+
+ASKED = json.dumps({"model": "policy", "messages": [USER]}).encode()
+SHORT_OF_ROOM = "no room is left for an answer"
+
+
+@pytest.mark.parametrize(
+    ("body", "encoding", "message"),
+    [
+        (gzip.compress(ASKED), "gzip", ""),
+        (zlib.compress(ASKED), "deflate", ""),
+        (gzip.compress(ASKED), "identity", "body: found 'utf-8' codec"),
+        (gzip.compress(ASKED), "deflate", "body: found broken deflate"),
+        (gzip.compress(ASKED)[:-9], "gzip", "body: found broken gzip without its end"),
+        (ASKED, "gzip", "body: found broken gzip"),
+        (ASKED, "br", "Content-Encoding: found 'br', expected gzip or deflate, or none"),
+        (ASKED, "gzip, gzip", "Content-Encoding: found 'gzip, gzip'"),
+        (gzip.compress(b" " * (40 << 20)), "gzip", SHORT_OF_ROOM),
+        (b"[" * (2 << 20), "identity", SHORT_OF_ROOM),
+        (b" " * (33 << 20), "identity", SHORT_OF_ROOM),
+        (b'{"model": "policy", "messages": [{"role": "user", "content": "%s"}]}' % (b"1" * 100_000), "", SHORT_OF_ROOM),
+    ],
+)
+def test_a_body_counts_as_what_it_is_unpacked(tokenizer: Any, body: bytes, encoding: str, message: str) -> None:
+    async def program(base_url: str, api_key: str, problem: Problem) -> tuple[int, Any]:
+        headers = {"Authorization": f"Bearer {api_key}"} | ({"Content-Encoding": encoding} if encoding else {})
+        async with aiohttp.ClientSession() as http:
+            async with http.post(f"{base_url}/chat/completions", data=body, headers=headers) as answer:
+                return answer.status, await answer.json()
+
+    (status, said), _, model = played(tokenizer, Harness(HARNESS, program), "3" + EOS)
+    if message:
+        assert status == 400 and said["error"]["type"] == "invalid_request_error"
+        assert message in said["error"]["message"] and not model.asked
+    else:
+        assert status == 200 and said["choices"][0]["message"]["content"] == "3"
+
+
+def test_unknown_endpoints_are_refused_in_openais_form(tokenizer: Any) -> None:
+    async def agent(client: openai.AsyncOpenAI) -> None:
+        with pytest.raises(openai.NotFoundError, match="POST /v1/embeddings: Not Found") as caught:
+            await client.embeddings.create(model="policy", input="1")
+        assert caught.value.type == "invalid_request_error"
+
+    played(tokenizer, agent)
+
+
+def test_a_long_text_is_tokenized_beside_the_other_conversations(tokenizer: Any) -> None:
+    other_is_done, slow = threading.Event(), copy.copy(tokenizer)
+
+    def waits(messages: Any, **options: Any) -> Any:
+        if len(messages[-1]["content"]) > 1000:
+            assert other_is_done.wait(10)
+        return tokenizer.apply_chat_template(messages, **options)
+
+    slow.apply_chat_template = waits
+
+    async def program(base_url: str, api_key: str, problem: Problem) -> None:
+        async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
+            await say(client, [{"role": "user", "content": problem.question}])
+
+    async def run() -> None:
+        harness, sampling = Harness(HARNESS, program), SamplingParams(8, stop_token_ids=(tokenizer.eos_token_id,))
+
+        async def one(question: str) -> None:
+            prompt = Prompt(Problem(question, "!"), [4])
+            model = Model(tokenizer, "3" + EOS)
+            await Conversation(prompt, 7, sampling, model, slow, 10.0, longest=100_000).run(harness)
+
+        begun = asyncio.create_task(one("1" * 80_000))
+        await one("1")
+        other_is_done.set()
+        await begun
+        await harness.close()
+
+    asyncio.run(run())
 
 
 @pytest.mark.parametrize("forced", ["required", {"type": "function", "function": {"name": "add"}}])

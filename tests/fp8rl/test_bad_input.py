@@ -1,0 +1,392 @@
+"""Some three hundred bad inputs, always the same ones: each is refused in one sentence, or is none after all."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from random import Random
+from typing import Any, NoReturn
+
+import pytest
+from typer.testing import CliRunner
+
+import diagnose.attribution.offline
+import diagnose.certify.dump
+import fp8rl.evaluating
+import rl.run.lifecycle.attempts
+from diagnose.certify.dump.reading import read_dump
+from diagnose.certify.dump.reference import facts
+from fp8rl import Run
+from fp8rl.cli import app
+from numerics.errors import UserError
+from numerics.time_limit import time_limit
+from rl.experiment import load_experiment
+from rollout.server.server import SGLangServer
+from tests.support.disks import room
+from tests.support.odd_input import KINDS, TEXTS, changed, flipped, places, with_header
+from tests.support.paths import EXAMPLES
+
+MODEL = EXAMPLES / "models/tiny_qwen3_moe"
+SECONDS = 20.0
+"""No input keeps a command for so long."""
+LONGEST = 4096
+"""Characters of a refusal."""
+Command = list[str | Path]
+
+
+class AcceptedError(Exception):
+    """The input was taken, and something would be started now."""
+
+
+@pytest.fixture(scope="module")
+def experiment(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder that `fp8rl init` writes."""
+    folder = tmp_path_factory.mktemp("input") / "experiment"
+    assert CliRunner().invoke(app, ["init", str(folder)]).exit_code == 0
+    return folder
+
+
+@pytest.fixture
+def folder(experiment: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, data_cache: None) -> Path:
+    """A copy of it, where nothing is started: what would be raises `AcceptedError`."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("FP8RL_API_KEY", raising=False)
+    monkeypatch.setattr(rl.run.lifecycle.attempts, "attempted", _accept)
+    monkeypatch.setattr(diagnose.attribution.offline, "attribute_offline", _accept)
+    monkeypatch.setattr(fp8rl.evaluating, "serve", _accept)
+    monkeypatch.setattr(SGLangServer, "start", _accept)
+    monkeypatch.setattr(diagnose.certify.dump, "certify_dump", _read_only)
+    return _anew(experiment, tmp_path / "it")
+
+
+def _accept(*_: Any, **__: Any) -> NoReturn:
+    raise AcceptedError
+
+
+def _read_only(dump: Path, weights: Path | None, **_: Any) -> NoReturn:
+    found = read_dump(dump, weights)
+    facts(weights or found.model or MODEL)
+    raise AcceptedError
+
+
+def _anew(source: Path, target: Path) -> Path:
+    shutil.rmtree(target, ignore_errors=True)
+    shutil.copytree(source, target)
+    return target
+
+
+def problem_with(command: Command) -> str:
+    """What a command did other than refuse its input in one sentence, or take it; empty."""
+    with time_limit(SECONDS):
+        result = CliRunner().invoke(app, [str(part) for part in command])
+    said, error = result.output, result.exception
+    if isinstance(error, AcceptedError):
+        return ""
+    if error is not None and not isinstance(error, SystemExit):
+        return f"{type(error).__name__}: {error}"
+    if result.exit_code == 2:
+        once = sum(line.startswith("error: ") for line in said.splitlines()) == 1 or "Usage: " in said
+        return "" if once and len(said) <= LONGEST else f"not one sentence: {said[:200]}"
+    return "" if result.exit_code in (0, 1) else f"exit code {result.exit_code}"
+
+
+def check(commands: Iterator[Command]) -> None:
+    found = [
+        f"{[str(part)[:80] for part in command]}: {what}" for command in commands if (what := problem_with(command))
+    ]
+    assert not found, "\n".join(found)
+
+
+def spec_of(folder: Path) -> dict[str, Any]:
+    return load_experiment(folder / "spec.yaml").to_dict()
+
+
+def keys_of(values: dict[str, Any], above: str = "") -> Iterator[str]:
+    for name, value in values.items():
+        yield above + name
+        if isinstance(value, dict):
+            yield from keys_of(value, f"{above}{name}.")
+
+
+def test_specs_with_other_bytes(folder: Path) -> None:
+    draw, path = Random(1), folder / "spec.yaml"
+    whole = path.read_bytes()
+
+    def commands() -> Iterator[Command]:
+        for number in range(30):
+            path.write_bytes(flipped(whole, draw))
+            yield ["train" if number % 2 else "plan", path]
+
+    check(commands())
+
+
+def test_specs_with_other_values(folder: Path) -> None:
+    draw, values = Random(2), spec_of(folder)
+
+    def commands() -> Iterator[Command]:
+        for number in range(30):
+            (folder / "spec.yaml").write_text(json.dumps(changed(values, draw)))
+            yield ["train" if number % 2 else "plan", folder / "spec.yaml"]
+
+    check(commands())
+
+
+def test_specs_whose_aliases_never_end(folder: Path) -> None:
+    text = (folder / "spec.yaml").read_text()
+    bomb = "a0: &a0 [x, x]\n" + "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 30))
+
+    def commands() -> Iterator[Command]:
+        for spec in (
+            bomb + text,
+            text + "x: &x {y: *x}\n",
+            "- " * 3000,
+            "{" * 5000,
+            text.replace("first", "!!str &n first"),
+        ):
+            (folder / "spec.yaml").write_text(spec)
+            yield ["train", folder / "spec.yaml"]
+
+    check(commands())
+
+
+def test_overrides(folder: Path) -> None:
+    draw = Random(3)
+    keys = [*keys_of(spec_of(folder)), "environment.harness.command", "environment.harness.program", "adapter", "xx"]
+
+    def commands() -> Iterator[Command]:
+        for _ in range(50):
+            override = f"{draw.choice(keys)}={draw.choice(TEXTS)}"
+            yield ["train", folder / "spec.yaml", "--", draw.choice([override] * 9 + [override[::-1]])]
+
+    check(commands())
+
+
+@pytest.mark.parametrize("text", TEXTS[::6])
+def test_sets_of_an_evaluation(folder: Path, text: str) -> None:
+    check(iter([["eval", MODEL, "--set", text], ["eval", MODEL, "--set", "{path: " + text + "}"]]))
+
+
+def test_lines_of_data(folder: Path) -> None:
+    draw, good = Random(4), {"question": [{"role": "user", "content": "1"}], "answer": "#### 2"}
+
+    def commands() -> Iterator[Command]:
+        for _ in range(20):
+            (folder / "data.jsonl").write_text(json.dumps(good) + "\n" + json.dumps(changed(good, draw)) + "\n")
+            yield ["train", folder / "spec.yaml"]
+
+    check(commands())
+
+
+def test_lines_of_a_dump(folder: Path) -> None:
+    draw, good = Random(5), {"tokens": [1, 2, 3, 4], "prompt_length": 2, "logprobs": [-0.1, -0.2], "temperature": 1.0}
+
+    def commands() -> Iterator[Command]:
+        for _ in range(20):
+            (folder / "dump.jsonl").write_text(json.dumps(changed(good, draw)) + "\n")
+            yield ["certify", folder / "dump.jsonl", "--model", MODEL]
+
+    check(commands())
+
+
+def on_a_model(folder: Path, draw: Random) -> Command:
+    others: list[Command] = [["serve", folder / "model"], ["eval", folder / "model", "--set", folder / "data.jsonl"]]
+    return draw.choice([["plan", folder / "model"], ["train", folder / "spec.yaml"], *others])
+
+
+def test_descriptions_of_models(folder: Path) -> None:
+    draw, path = Random(6), folder / "model/config.json"
+    whole = json.loads(path.read_text())
+    further = dict.fromkeys(("rope_parameters", "rope_scaling", "quantization_config", "text_config", "layer_types"))
+
+    def commands() -> Iterator[Command]:
+        for number in range(40):
+            path.write_text(json.dumps(changed(whole | further if number % 2 else whole, draw)))
+            yield on_a_model(folder, draw)
+
+    check(commands())
+
+
+def test_files_of_tokenizers(folder: Path) -> None:
+    draw = Random(7)
+    names = ["tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja"]
+
+    def commands() -> Iterator[Command]:
+        for number in range(16):
+            _anew(MODEL, folder / "model")
+            path = folder / "model" / names[number % 4]
+            path.write_bytes(flipped(path.read_bytes(), draw))
+            yield on_a_model(folder, draw)
+
+    check(commands())
+
+
+def test_headers_of_weights(folder: Path) -> None:
+    draw, path = Random(8), folder / "model/model.safetensors"
+    whole = path.read_bytes()
+
+    def commands() -> Iterator[Command]:
+        for number in range(16):
+            path.write_bytes(whole if number % 4 else flipped(whole[:2000], draw) + whole[2000:])
+            if number % 4:
+                with_header(path, lambda header: changed(header, draw))
+            yield on_a_model(folder, draw)
+
+    check(commands())
+
+
+FILES: dict[str, Callable[[Path], Command]] = {
+    "spec.yaml": lambda folder: ["train", folder / "spec.yaml"],
+    "data.jsonl": lambda folder: ["train", folder / "spec.yaml"],
+    "reward.py": lambda folder: ["train", folder / "spec.yaml"],
+    "model/config.json": lambda folder: ["plan", folder / "model"],
+    "model/tokenizer.json": lambda folder: ["train", folder / "spec.yaml"],
+    "model/model.safetensors": lambda folder: ["serve", folder / "model"],
+    "model/generation_config.json": lambda folder: ["eval", folder / "model", "--set", folder / "data.jsonl"],
+    "bench.json": lambda folder: ["plan", folder / "spec.yaml", "--bench", folder / "bench.json"],
+    "dump.pt": lambda folder: ["certify", folder / "dump.pt", "--model", MODEL],
+    "dump.safetensors": lambda folder: ["certify", folder / "dump.safetensors", "--model", MODEL],
+}
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_other_things_in_place_of_a_file(folder: Path, file: str) -> None:
+    def commands() -> Iterator[Command]:
+        for make in list(KINDS.values())[len(file) % 2 :: 2]:
+            if os.path.lexists(folder / file):
+                shutil.rmtree(folder / file) if (folder / file).is_dir() else (folder / file).unlink()
+            make(folder / file)
+            yield FILES[file](folder)
+
+    check(commands())
+
+
+@pytest.fixture
+def run(folder: Path) -> Path:
+    """The folder of a run that is over."""
+    path = folder / "runs/a"
+    path.mkdir(parents=True)
+    overrides = ["run.name=a", f"run.dir={path.parent}", "run.steps=2"]
+    (path / "spec.yaml").write_text(load_experiment(folder / "spec.yaml", overrides).to_yaml())
+    rows = [{"step": step, "rollout/reward_mean": 0.5, "perf/step_seconds": 1.0} for step in range(3)]
+    (path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (path / "model").symlink_to(folder / "model")
+    return path
+
+
+def test_runs_with_damaged_files(run: Path) -> None:
+    draw, kinds = Random(9), list(KINDS.values())
+    whole = {name: (run / name).read_bytes() for name in ("spec.yaml", "metrics.jsonl")}
+
+    def commands() -> Iterator[Command]:
+        for number in range(24):
+            for name, data in whole.items():
+                path = run / name
+                if os.path.lexists(path):
+                    shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+                path.write_bytes(data)
+            path = run / ("metrics.jsonl" if number % 2 else "spec.yaml")
+            if number % 3:
+                path.write_bytes(flipped(path.read_bytes(), draw))
+            else:
+                path.unlink()
+                kinds[number % len(kinds)](path)
+            every: list[Command] = [["report", run], ["runs", "--dir", run.parent], ["attribute", run], ["serve", run]]
+            yield draw.choice([*every, ["train", run / "spec.yaml", "--resume"], ["rescore", run], ["certify", run]])
+
+    check(commands())
+
+
+def test_a_run_without_rows_is_read_as_such(run: Path) -> None:
+    (run / "metrics.jsonl").write_text("")
+    found = Run(run)
+    assert found.frame().empty and found.frame().index.name == "step" and found.metrics == []
+    with pytest.raises(UserError, match="found no row"):
+        found.report()
+    check(iter([["report", run], ["runs", "--dir", run.parent]]))
+
+
+def test_places_where_nothing_can_be_written(run: Path, tmp_path: Path) -> None:
+    def commands() -> Iterator[Command]:
+        for place in places(tmp_path):
+            yield ["init", place]
+            yield ["convert", MODEL, place]
+            yield ["runs", "--dir", run.parent, "--page", place]
+            yield ["attribute", run, "--out", place]
+            yield [["certify", "report", "rescore", "plan", "serve"][len(str(place)) % 5], place]
+
+    check(commands())
+    assert (tmp_path / "file").read_text() == (tmp_path / "full/x").read_text() == "mine"
+    assert os.readlink(tmp_path / "nowhere") == "/nowhere/x" and Path("/dev/null").is_char_device()
+
+
+@pytest.mark.parametrize("kind", ["directory", "pipe", "nowhere", "full"])
+def test_a_report_replaces_nothing_but_a_page(run: Path, kind: str) -> None:
+    KINDS[kind](run / "report.html")
+    before = os.lstat(run / "report.html")
+    assert CliRunner().invoke(app, ["report", str(run)]).exit_code == 2
+    check(iter([["report", run]]))
+    assert os.lstat(run / "report.html").st_ino == before.st_ino
+
+
+ADDRESSES = [
+    *(
+        "",
+        "x",
+        "http://",
+        "http://x:y",
+        "http://[::1",
+        "auto",
+        "local",
+        "ray://127.0.0.1:1",
+        "os://x",
+        "127.0.0.1:8265",
+    ),
+    *(
+        "http://a b:1",
+        "http://127.0.0.1:99999",
+        f"http://{'x' * 300}",
+        "a\0b",
+        "http://é:1",
+        "http://127.0.0.1:1/?x=[/b]",
+    ),
+]
+
+
+@pytest.mark.parametrize("address", ADDRESSES)
+def test_addresses_that_are_none_of_a_dashboard(folder: Path, address: str) -> None:
+    result = CliRunner().invoke(app, ["submit", str(folder / "spec.yaml"), "--address", address])
+    assert result.exit_code == 2 and "expected the address of a Ray cluster's dashboard" in result.output
+
+
+def test_every_other_spec_of_yaml_is_refused_where_it_stands(folder: Path) -> None:
+    for text, expected in (
+        ("run: !!python/name:os.system x", "the tag "),
+        ("run: &a [*a]", "the alias *a of nothing that is whole before it"),
+        ("run: {}\nrun: {}", "found duplicate key"),
+        ("a: " * 60, "in line 1"),
+    ):
+        (folder / "spec.yaml").write_text(text)
+        result = CliRunner().invoke(app, ["train", str(folder / "spec.yaml")])
+        assert result.exit_code == 2 and expected in result.output
+
+
+def test_a_full_disk_is_one_sentence_and_leaves_nothing(run: Path, tmp_path: Path) -> None:
+    def left() -> set[Path]:
+        return {path for path in tmp_path.rglob("*") if path.is_file()}
+
+    before = left()
+    for command in (
+        ["init", tmp_path / "mine"],
+        ["convert", MODEL, tmp_path / "out"],
+        ["report", run],
+        ["runs", "--dir", run.parent, "--page", tmp_path / "page.html"],
+        ["serve", MODEL],
+    ):
+        with room(500):
+            result = CliRunner().invoke(app, [str(part) for part in command])
+        assert result.exit_code == 2 and result.output.count("error: ") == 1, (command, result.exception)
+        assert "expected room to write it. Free some, or write to another disk" in result.output
+        assert left() == before, command
