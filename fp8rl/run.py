@@ -71,7 +71,7 @@ class Run:
         """The values of one metric by step; empty for one that the run has not measured.
 
         Raises:
-            UserError: no run has such a metric, or none of this run's rewards, outcomes and evaluation sets is so named.
+            UserError: no run has such a metric, or no reward, outcome or evaluation set of this one is so named.
         """
         rows = self.metrics
         values = {row["step"]: row[name] for row in rows if name in row}

@@ -9,13 +9,14 @@ from typing import Annotated
 
 import typer
 
+from fp8rl.commands import complete
 from fp8rl.commands.shared import AsJson, Overrides, SpecPath, end, progress, show, user_errors
 from rl.run.lifecycle.interrupts import interruptible
 
 
 def doctor(
     spec: Annotated[
-        Path | None, typer.Argument(metavar="[SPEC]", help="YAML experiment spec; without one, the default numerics.")
+        Path | None, typer.Argument(metavar="SPEC", help="YAML experiment spec; without one, the default numerics.")
     ] = None,
     overrides: Overrides = None,
     as_json: AsJson = False,
@@ -43,7 +44,11 @@ def doctor(
 def plan(
     subject: Annotated[
         str | None,
-        typer.Argument(metavar="SPEC|MODEL", help="YAML spec, Hugging Face directory, or a name: qwen3_30b_a3b."),
+        typer.Argument(
+            metavar="SPEC|MODEL",
+            help="YAML spec, Hugging Face directory, or a name: qwen3_30b_a3b.",
+            autocompletion=complete.models,
+        ),
     ] = None,
     overrides: Overrides = None,
     gpu: Annotated[str, typer.Option(help="h100, h200, h800, h20 or b200.")] = "h100",
