@@ -40,7 +40,7 @@ def check_data(experiment: Experiment, tokenizer: PreTrainedTokenizerBase, say: 
         UserError: a source is missing or empty, or one of its problems (named by number) cannot be used.
     """
     held_out = _HeldOut()
-    for source, problems, room, rewards in _evaluated(experiment):
+    for source, problems, room, rewards in evaluated(experiment):
         found = load_problems(source)
         if (asked := problems if problems is not None else min(experiment.eval.problems, len(found))) > len(found):
             key = "eval.problems" if source.key == "data.eval" else f"{source.key}.problems"
@@ -67,7 +67,7 @@ def check_data(experiment: Experiment, tokenizer: PreTrainedTokenizerBase, say: 
         say(remark)
 
 
-def _evaluated(experiment: Experiment) -> Iterator[tuple[Source, int | None, int, RewardsConfig]]:
+def evaluated(experiment: Experiment) -> Iterator[tuple[Source, int | None, int, RewardsConfig]]:
     """Each evaluation set: its source, problems (None: all up to `eval.problems`), longest answer and rewards."""
     data, rollout, evaluation = experiment.data, experiment.rollout, experiment.eval
     if evaluation.problems == 0:
