@@ -117,16 +117,15 @@ class _HeldOut:
 
     def meet(self, problem: Problem, index: int, problems: Problems) -> None:
         for key, name in self._asked.get(problem.question, ()):
-            at = f"{name} ({problems.name(index)} of {problems.source.key})"
+            at = f"{name} = {problems.name(index)} of {problems.source.key}"
             self._trained.setdefault(key, {}).setdefault(name, at)
 
     def remarks(self) -> Iterator[str]:
         for key, found in self._trained.items():
-            first = ", ".join([*found.values()][:3])
-            yield (
-                f"{len(found)} of the {self._counts[key]} problems of {key} are trained on as well, the first of them: "
-                f"{first}. What it measures is not only what the model can do with problems that it has not seen"
-            )
+            shown = ", ".join([*found.values()][:3]) + ", ..." * (len(found) > 3)
+            count = self._counts[key]
+            which = f"All {count} problems" if len(found) == count else f"{len(found)} of the {count} problems"
+            yield f"{which} of {key} are also trained on ({shown}): held-out accuracy is not held out"
 
 
 class _Check:
