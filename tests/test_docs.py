@@ -52,15 +52,6 @@ def test_every_anchor_is_a_heading(page: Path) -> None:
     assert not [(str(target), anchor) for target, anchor in local if anchor not in _anchors(target)]
 
 
-def test_every_page_has_its_place_and_a_title_by_word_in_the_site() -> None:
-    text = (ROOT / "mkdocs.yml").read_text()
-    entries = re.findall(r"^ +- ([^:\n]+): ([\w.]+\.md)$", text, re.MULTILINE)
-    placed = {name for _, name in entries}
-    assert {page.name for page in (ROOT / "docs").glob("*.md")} <= placed, "each page is in the navigation"
-    assert not re.findall(r"^ +- [\w.]+\.md$", text, re.MULTILINE), "each has a title"
-    assert {"Plan", "Memory", "GPU", "Glossary"} <= {title for title, _ in entries}
-
-
 def test_the_page_for_those_who_come_from_elsewhere_names_keys_that_there_are() -> None:
     rows = [
         line.split("|")[2] for line in (ROOT / "docs/coming_from.md").read_text().splitlines() if line.count("|") == 7
