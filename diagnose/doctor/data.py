@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from diagnose.doctor.judge import DataFound
 from rl.experiment import Experiment
@@ -15,6 +15,9 @@ from rollout.rewards.builtin import BUILT_IN
 from rollout.rewards.config import RewardsConfig
 from rollout.rewards.functions import EACH, RewardFunction, load_function
 from rollout.rewards.workers import RewardFailure, Workers
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 OF_ENVIRONMENT = "environment"
 """The reward of ours that repeats what the environment returns."""
@@ -39,10 +42,19 @@ def data_found(experiment: Experiment) -> tuple[DataFound, ...]:
                 tokenizer.decode(ids),
                 len(ids),
                 first.answer,
-                {} if rewards is None else _rewards(rewards, first, len(tokenizer(first.answer).input_ids)),
+                {} if rewards is None else _rewards(rewards, first, _tokens(tokenizer, first.answer)),
             )
         )
     return tuple(found)
+
+
+def _tokens(tokenizer: PreTrainedTokenizerBase, answer: str) -> int:
+    """Return the number of an answer's tokens; of a long one, whose tokenizing takes minutes, of its beginning."""
+    return len(tokenizer(answer[:_LONGEST], add_special_tokens=False).input_ids)
+
+
+_LONGEST = 100_000
+"""Characters."""
 
 
 def _sources(experiment: Experiment) -> Iterator[tuple[Source, RewardsConfig | None]]:
