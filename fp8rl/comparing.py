@@ -1,26 +1,51 @@
-"""Runs side by side: which there are, and how two of them differ in spec and metrics."""
+"""Runs side by side: which there are, and how two of them differ in spec, metrics and curves."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from rich.box import SIMPLE_HEAD
 from rich.table import Table
+from rich.text import Text
 
 from fp8rl.run import Run
 from numerics.errors import user_error
 from rl.record.metrics import metric
+from rl.record.metrics_log import Row
+from rl.report.charts import overlaid
+from rl.report.page import write_page
+from rl.report.summary import ABS_DIFF_MAX, ABS_DIFF_MEAN, summarize
 
 LAST = 5
 """Steps that stand for the end of a run."""
-_LISTED = {
-    "reward": "rollout/reward_mean",
-    "held-out": "eval/accuracy",
-    "max abs d": "mismatch/train_rollout_logprob_abs_diff_max",
-    "s / step": "perf/step_seconds",
-}
+SECONDS = "perf/step_seconds"
+ALWAYS = rf"rollout/reward_mean|eval/(.+/)?accuracy|{ABS_DIFF_MAX}|{ABS_DIFF_MEAN}|{SECONDS}"
+"""Metrics that are compared even where they are equal."""
+
+
+@dataclass(frozen=True)
+class Listing:
+    """A table of texts. numbers: the columns from this one on are numbers."""
+
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    numbers: int
+
+    def rendered(self) -> Table:
+        """Return it for a terminal: a narrow one folds names and cuts none. Names are never read as markup."""
+        table = Table(title=self.title or None, box=SIMPLE_HEAD, pad_edge=False)
+        for index, column in enumerate(self.columns):
+            is_number = index >= self.numbers
+            table.add_column(Text(column), overflow="fold", justify="right" if is_number else "left")
+        for row in self.rows:
+            table.add_row(*map(Text, row))
+        return table
 
 
 def runs_in(folder: Path) -> list[Run]:
@@ -37,51 +62,87 @@ def runs_in(folder: Path) -> list[Run]:
     return found
 
 
-def listed(runs: list[Run]) -> Table:
-    """A line for each run: how far it is, its last numbers, and why it stopped."""
-    table = Table("run", "steps", *_LISTED, "ended")
+def listed(runs: Sequence[Run]) -> Listing:
+    """A line for each run: how far it is, its last numbers, the median time of a step, and why it ended."""
+    rows = []
     for run in runs:
-        rows = run.metrics
-        done = rows[-1]["step"] if rows else 0
-        numbers = [_brief(_last(run, name)) for name in _LISTED.values()]
-        table.add_row(
-            run.name, f"{done}/{run.spec.run.steps}", *numbers, run.stopped or ("" if run.model is None else "well")
-        )
-    return table
+        metrics = run.metrics
+        done = metrics[-1]["step"] if metrics else 0
+        numbers = [_last(metrics, name) for name in ("rollout/reward_mean", "eval/accuracy", ABS_DIFF_MAX)]
+        ended = run.stopped or ("" if run.model is None else "well")
+        numbers.append(summarize(metrics).step_seconds)
+        rows.append([run.name, ended, f"{done}/{run.spec.run.steps}", *map(_brief, numbers)])
+    return Listing("", ["run", "ended", "steps", "reward", "held-out", "max abs d", "s / step"], rows, 2)
 
 
-def specs_compared(one: Run, other: Run) -> Table:
+def specs_compared(one: Run, other: Run) -> Listing:
     """The keys whose values differ."""
-    table = Table("key", one.name, other.name, title="Specs, where they differ")
     before, after = dict(_flat(one.spec.to_dict())), dict(_flat(other.spec.to_dict()))
-    for key in sorted(before.keys() | after.keys()):
-        if before.get(key) != after.get(key):
-            table.add_row(key, str(before.get(key, "")), str(after.get(key, "")))
-    return table
+    rows = [
+        [key, str(before.get(key, "")), str(after.get(key, ""))]
+        for key in sorted(before.keys() | after.keys())
+        if before.get(key) != after.get(key)
+    ]
+    return Listing("Specs, where they differ", ["key", *_labels([one, other])], rows, 3)
 
 
-def metrics_compared(one: Run, other: Run) -> Table:
-    """The mean of each metric over the last steps that both runs have."""
-    title = f"Metrics, mean of the last {LAST} steps that both have"
-    table = Table("metric", "unit", one.name, other.name, "difference", title=title)
-    both = sorted({row["step"] for row in one.metrics} & {row["step"] for row in other.metrics})
-    for name in sorted({name for run in (one, other) for row in run.metrics for name in row} - {"step"}):
-        mean = [_mean(run, name, both) for run in (one, other)]
-        if mean[0] is not None and mean[1] is not None:
-            unit = metric(name).unit
-            table.add_row(name, unit, _brief(mean[0]), _brief(mean[1]), _brief(mean[1] - mean[0]))
-    return table
+def metrics_compared(one: Run, other: Run, *, every: bool = False) -> Listing:
+    """The mean of each metric over the last steps that both runs have, the last of their evaluations, and the median
+    time of a step.
+
+    every: also those that are equal; without it only what differs, and reward, accuracy, d and time.
+    """
+    both = (one.metrics, other.metrics)
+    steps = sorted({row["step"] for row in both[0]} & {row["step"] for row in both[1]})
+    names = {name for metrics in both for row in metrics for name in row} - {"step"}
+    rows, equal = [], 0
+    for name in sorted(names, key=lambda name: (not re.fullmatch(ALWAYS, name), name)):
+        before, after = (_at_the_end(metrics, name, steps) for metrics in both)
+        if before is None and after is None:
+            continue
+        if before == after and not every and not re.fullmatch(ALWAYS, name):
+            equal += 1
+            continue
+        difference = None if before is None or after is None else after - before
+        rows.append([name, metric(name).unit, *map(_brief, (before, after, difference))])
+    title = f"Metrics, mean of the last {LAST} steps that both have (eval/: the last; {SECONDS}: the median)"
+    title += f"; {equal} more are equal (--all)" if equal else ""
+    return Listing(title, ["metric", "unit", *_labels([one, other]), "difference"], rows, 2)
 
 
-def _mean(run: Run, name: str, steps: list[int]) -> float | None:
-    values = run.metric(name)
-    found = [values[step] for step in steps if step in values][-LAST:]
-    return fmean(found) if found else None
+def write_comparison(path: Path, runs: Sequence[Run], tables: Sequence[Listing]) -> None:
+    """Write a page of the tables and of the runs' curves over each other."""
+    charts = overlaid(dict(zip(_labels(runs), (run.metrics for run in runs), strict=True)))
+    write_page(
+        path,
+        "compare",
+        [chart for _, group in charts for chart in group],
+        script="report",
+        kind="comparison",
+        name=" and ".join(_labels(runs)) if len(runs) < 3 else f"{len(runs)} runs",
+        verdict=[],
+        sections=charts,
+        tables=tables,
+    )
 
 
-def _last(run: Run, name: str) -> float | None:
-    values = run.metric(name)
-    return values[max(values)] if values else None
+def _labels(runs: Sequence[Run]) -> list[str]:
+    """Their names; their paths where two names are one."""
+    names = [run.name for run in runs]
+    return names if len(set(names)) == len(names) else [str(run.path) for run in runs]
+
+
+def _at_the_end(rows: Sequence[Row], name: str, steps: Sequence[int]) -> float | None:
+    if name == SECONDS:
+        return summarize(rows).step_seconds
+    wanted = set(steps)
+    values = [row[name] for row in rows if name in row and row["step"] in wanted]
+    values = values[-1:] if name.startswith("eval/") else values[-LAST:]
+    return fmean(values) if values else None
+
+
+def _last(rows: Sequence[Row], name: str) -> float | None:
+    return next((row[name] for row in reversed(rows) if name in row), None)
 
 
 def _brief(value: float | None) -> str:

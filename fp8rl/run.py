@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 from numerics.errors import user_error
 from numerics.io.reading import BadLine, check_path
 from rl.record.events import Event, events_found
+from rl.record.metric_rows import METRICS
+from rl.record.metrics import describe, is_fixed
 from rl.record.metrics_log import Row, metrics_found
 from rl.record.rollouts import RolloutRecord, rollouts_found
 from rl.record.run_dir import RunDir
@@ -65,8 +68,24 @@ class Run:
         return _whole(self._files.metrics, metrics_found(self._files.metrics))
 
     def metric(self, name: str) -> dict[int, float]:
-        """The values of one metric by step, where it was measured."""
-        return {row["step"]: row[name] for row in self.metrics if name in row}
+        """The values of one metric by step; empty for one that the run has not measured.
+
+        Raises:
+            UserError: no run has such a metric, or no reward, outcome or evaluation set of this one is so named.
+        """
+        rows = self.metrics
+        values = {row["step"]: row[name] for row in rows if name in row}
+        known = is_fixed(name) if rows else describe(name) is not None
+        if not values and not known:
+            measured = {key for row in rows for key in row} - {"step"}
+            near = difflib.get_close_matches(name, sorted({*measured, *METRICS}), n=1)
+            raise user_error(
+                "Run.metric",
+                found=name,
+                expected="a metric that this run has, a key of Run.metrics",
+                remedy=f"Did you mean {near[0]}?" if near else "docs/metrics.md lists those of all runs.",
+            )
+        return values
 
     def frame(self) -> pandas.DataFrame:
         """The metrics as a table of pandas, a row for each step; without rows, before the first one."""

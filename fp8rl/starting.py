@@ -43,7 +43,7 @@ def right(answer: str, reference: str) -> float:
     "README.md": """\
 # A first experiment
 
-    fp8rl doctor spec.yaml     # looks at everything, starts nothing
+    fp8rl doctor spec.yaml     # shows the first prompt and what the reward gives to its reference; starts nothing
     fp8rl train spec.yaml      # 30 steps, then runs/first/report.html
     fp8rl runs                 # what there is; fp8rl runs A B compares two
 
@@ -55,7 +55,7 @@ def right(answer: str, reference: str) -> float:
 | change a setting once | `fp8rl train spec.yaml run.name=second trainer.lr=2e-4` |
 
 `spec.schema.json` has every key: editors with a YAML language server complete and check `spec.yaml` by it.
-`fp8rl --install-completion` teaches the shell the commands.
+`fp8rl --install-completion` teaches the shell the commands, the keys and the names of runs.
 """,
 }
 

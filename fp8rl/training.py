@@ -15,18 +15,28 @@ from rl.run.lifecycle.interrupts import SIGNALS, interruptible
 
 if TYPE_CHECKING:
     from fp8rl.run import Run
+    from rl.experiment import Experiment
 
 
 class RunFailedError(RuntimeError):
     """A run has failed although its input and its code are right; it can be resumed. The cause says what failed."""
 
 
-def train(spec: str | Path, *, resume: bool = False, overwrite: bool = False, **overrides: Any) -> Run:
-    """Train the experiment of a YAML file, as `fp8rl train` does, and return the run.
+def train(
+    spec: str | Path | Mapping[str, Any] | Experiment,
+    *,
+    resume: bool = False,
+    overwrite: bool = False,
+    **overrides: Any,
+) -> Run:
+    """Train an experiment, as `fp8rl train` does, and return the run.
 
     It must be called in the main thread, which takes Ctrl-C. Where a gate has stopped the run, `Run.stopped` says so.
 
     Args:
+        spec: a YAML file; or what it would say as a mapping, whose paths are relative to the current directory; or an
+            `Experiment`.
+        resume: go on from the run's last checkpoint. overwrite: delete an earlier run of this name first.
         overrides: sections with the values that replace the spec's: `train("a.yaml", run={"steps": 2}, gates=[])`.
 
     Raises:
@@ -38,7 +48,7 @@ def train(spec: str | Path, *, resume: bool = False, overwrite: bool = False, **
         raise UserError("fp8rl.train: found another thread, expected the main one, which gets Ctrl-C. Call it there.")
     handlers = {signum: signal.getsignal(signum) for signum in SIGNALS}
     try:
-        path, _ = run_experiment(Path(spec), list(_dotted(overrides)), resume=resume, overwrite=overwrite)
+        path, _ = run_experiment(spec, list(_dotted(overrides)), resume=resume, overwrite=overwrite)
     finally:
         for signum, handler in handlers.items():  # an interrupted command ignores further signals, a notebook goes on
             signal.signal(signum, handler)
@@ -46,14 +56,19 @@ def train(spec: str | Path, *, resume: bool = False, overwrite: bool = False, **
 
 
 def run_experiment(
-    spec: Path, overrides: Sequence[str], *, resume: bool = False, overwrite: bool = False
+    spec: str | Path | Mapping[str, Any] | Experiment,
+    overrides: Sequence[str],
+    *,
+    resume: bool = False,
+    overwrite: bool = False,
 ) -> tuple[Path, str]:
     """Check the experiment, then run it to its end: the run's directory, and why it ended before its last step, if so.
 
     Raises:
         UserError, RunFailedError: see `train`.
     """
-    print(f"fp8rl: checking {spec}", flush=True)  # the imports below take seconds
+    shown = spec if isinstance(spec, str | Path) else "the spec"
+    print(f"fp8rl: checking {shown}", flush=True)  # the imports below take seconds
     from numerics.io.files import write_atomically
     from rl.experiment import load_experiment, read_resolved
     from rl.experiment.fetching import fetched
@@ -92,8 +107,10 @@ def run_experiment(
 
 def _dotted(values: Mapping[str, Any], above: str = "") -> Iterator[str]:
     """Each value as an override of the command line, `key.sub=value`; JSON is YAML."""
+    from rl.experiment.loading import plain
+
     for name, value in values.items():
         if isinstance(value, Mapping) and value:
             yield from _dotted(value, f"{above}{name}.")
         else:
-            yield f"{above}{name}={json.dumps(value, default=str)}"
+            yield f"{above}{name}={json.dumps(value, default=plain, ensure_ascii=False)}"

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import fp8rl
+from fp8rl.commands import complete
 from rl.record.metric_rows import METRICS
 from tests.support.paths import ROOT
 
@@ -42,6 +43,29 @@ def test_every_link_leads_somewhere(page: Path) -> None:
     links = re.findall(r"\]\(([^)\s]+)\)", page.read_text())
     inside = [link.partition("#")[0] for link in links if "://" not in link]
     assert not [link for link in inside if link and not (page.parent / link).exists()]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: f"{page.parent.name}/{page.name}")
+def test_every_anchor_is_a_heading(page: Path) -> None:
+    links = re.findall(r"\]\(([^)\s]*)#([^)\s]+)\)", page.read_text())
+    local = [(page.parent / link if link else page, anchor) for link, anchor in links if "://" not in link]
+    assert not [(str(target), anchor) for target, anchor in local if anchor not in _anchors(target)]
+
+
+def test_the_page_for_those_who_come_from_elsewhere_names_keys_that_there_are() -> None:
+    rows = [
+        line.split("|")[2] for line in (ROOT / "docs/coming_from.md").read_text().splitlines() if line.count("|") == 7
+    ]
+    named = [key for row in rows[2:] for key in re.findall(r"`([a-z_.]+)`", row) if "." in key and " " not in key]
+    known = {key.rstrip("=") for key, _ in complete.overrides([], "")}
+    assert len(named) > 30 and not set(named) - known
+
+
+def _anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, as the site and GitHub make them: words in lower case, joined by hyphens."""
+    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+    headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    return {re.sub(r"\s+", "-", re.sub(r"[^\w\s-]", "", heading.lower()).strip()) for heading in headings}
 
 
 def _is_module(name: str) -> bool:

@@ -19,10 +19,18 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 LAUNCH = sorted((ROOT / "launch").iterdir())
 
 
-def test_the_site_has_every_page() -> None:
+def test_the_site_has_every_page_with_a_title_by_word() -> None:
     text = (ROOT / "mkdocs.yml").read_text()
-    sections: list[dict[str, list[str]]] = yaml.safe_load(text)["nav"]
-    listed = [page for section in sections for pages in section.values() for page in pages]
+    sections: list[dict[str, list[dict[str, str]]]] = yaml.safe_load(text)["nav"]
+    titles = {
+        page: title
+        for section in sections
+        for pages in section.values()
+        for entry in pages
+        for title, page in entry.items()
+    }
+    listed = list(titles)
+    assert (titles["plan.md"], titles["memory.md"], titles["gpu.md"]) == ("Plan", "Memory", "GPU")
     assignments = ast.parse((ROOT / "docs/hooks/pages.py").read_text()).body
     (outside,) = [ast.literal_eval(each.value) for each in assignments if _assigns(each, "OUTSIDE")]
     assert all((ROOT / place).is_file() for place in outside)

@@ -31,10 +31,14 @@ def rendered(attribution: Attribution, compared: str = "") -> RenderableType:
 def headline(attribution: Attribution) -> str:
     """What was compared, in one sentence."""
     a = attribution
+    if a.abs_diff_mean == a.live_abs_diff_mean == 0.0:
+        return (
+            f"d = 0 on {a.tokens:,} sampled tokens, and again on the {a.traced_tokens:,} that both sides computed anew."
+        )
+    mean, again = format_difference(a.abs_diff_mean), format_difference(a.live_abs_diff_mean)
     return (
-        f"Mean |d| {format_difference(a.abs_diff_mean)} on {a.tokens:,} sampled tokens; "
-        f"{format_difference(a.live_abs_diff_mean)} on {a.traced_tokens:,} of them, in the sequences that differ most, "
-        "computed again by trainer and engine."
+        f"Mean |d| is {mean} on {a.tokens:,} sampled tokens. Both sides computed the sequences that differ most anew: "
+        f"{again} on their {a.traced_tokens:,} tokens."
     )
 
 

@@ -6,7 +6,7 @@ TransformerEngine, `rollout.server.arguments` for the engine.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -75,13 +75,35 @@ class Features:
 
 
 @dataclass(frozen=True)
+class DataFound:
+    """A source of problems, and its first problem.
+
+    key: of the spec. problems: how many. prompt, prompt_tokens: what the model is given, as text and as a number of
+    tokens. reference: the answer of the data. rewards: by each function's name, what it gives to the reference as an
+    answer, or why that is not known.
+    """
+
+    key: str
+    path: str
+    problems: int
+    prompt: str
+    prompt_tokens: int
+    reference: str
+    rewards: Mapping[str, str]
+
+
+@dataclass(frozen=True)
 class Diagnosis(Report):
+    """What a machine has, where both sides run on it, what is in the way, what a start would note, and the data."""
+
     machine: Machine
     mode: str
     spec_digest: str
     sides: tuple[Side, Side]
     features: tuple[Features, ...]
     remarks: tuple[Remark, ...]
+    notes: tuple[str, ...] = ()
+    data: tuple[DataFound, ...] = ()
 
     @property
     def ok(self) -> bool:

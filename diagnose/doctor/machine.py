@@ -71,6 +71,7 @@ class Machine:
         on a CPU. compiles: whether it works.
     without_deepgemm: why products cannot run on DeepGEMM, which the spec asks for.
     row_variant: ops that give a row other bits in another batch; None if the probe died, and `probe_error` is its end.
+    probed: whether a process has tried the ops; without it what it finds out is taken to be well.
     """
 
     python: str
@@ -92,21 +93,24 @@ class Machine:
     row_variant: tuple[str, ...] | None = ()
     probe_error: str = ""
     without_deepgemm: str | None = None
+    probed: bool = True
 
 
-def gather(numerics: NumericsConfig, say: Callable[[str], object]) -> Machine:
-    """This machine. Takes seconds: a process starts as a trainer's would, and tries the ops.
+def gather(numerics: NumericsConfig, say: Callable[[str], object], *, quick: bool = False) -> Machine:
+    """This machine. Takes some ten seconds: a process starts as a trainer's would, and tries the ops.
 
-    say: told what is going on.
+    say: told what is going on. quick: leave that process out.
     """
-    say("trying the ops as a trainer would start them")
-    probe = _start_probe(numerics)
+    if not quick:
+        say("trying the ops as a trainer would start them")
+    probe = None if quick else _start_probe(numerics)
     say("looking at libraries, GPUs and compilers")
     torch_sees = torch.cuda.is_available()
     driver, shown = _nvidia_smi()
     shown_libraries = {name: _version(name) for name in LIBRARIES}
     _import_what_conditions_need()
-    compiles, row_variant, without_deepgemm, probe_error = _answer(probe)
+    untried: _Answer = (None, (), None, "")
+    compiles, row_variant, without_deepgemm, probe_error = untried if probe is None else _answer(probe)
     return Machine(
         python=platform.python_version(),
         system=f"{platform.system()} {platform.machine()}",
@@ -127,6 +131,7 @@ def gather(numerics: NumericsConfig, say: Callable[[str], object]) -> Machine:
         row_variant=row_variant,
         probe_error=probe_error,
         without_deepgemm=without_deepgemm,
+        probed=not quick,
     )
 
 
@@ -217,7 +222,10 @@ def _start_probe(numerics: NumericsConfig) -> subprocess.Popen[str]:
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-def _answer(probe: subprocess.Popen[str]) -> tuple[bool | None, tuple[str, ...] | None, str | None, str]:
+_Answer = tuple[bool | None, tuple[str, ...] | None, str | None, str]
+
+
+def _answer(probe: subprocess.Popen[str]) -> _Answer:
     """Whether torch.compile works, the ops that are not row-invariant, what is in DeepGEMM's way, and the end of a
     probe that died."""
     try:

@@ -6,15 +6,18 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from diagnose.doctor.judge import Diagnosis, Remark
+from diagnose.doctor.judge import DataFound, Diagnosis, Remark
 from diagnose.doctor.machine import Machine
 
 
 def rendered(diagnosis: Diagnosis) -> RenderableType:
-    """What is installed, what the GPUs can do, where both sides would run, and what is in the way."""
-    parts = [_installed(diagnosis.machine), _gpus(diagnosis), _sides(diagnosis)]
+    """What is installed, what the GPUs can do, where both sides would run, the data, and what is in the way."""
+    parts = [_installed(diagnosis.machine), _gpus(diagnosis), _sides(diagnosis), *map(_data, diagnosis.data)]
     problems = [_remark(remark) for remark in diagnosis.remarks]
+    problems += [Text.assemble(("note      ", "bold"), note) for note in diagnosis.notes]
     verdict = "can run here" if diagnosis.ok else "cannot run here yet"
+    if diagnosis.ok and not diagnosis.machine.probed:
+        verdict += ", as far as was looked: no op has been tried (--quick)"
     style = "bold green" if diagnosis.ok else "bold red"
     lines = [line for part in parts if part is not None for line in (part, Text())]
     return Group(
@@ -51,6 +54,30 @@ def _sides(diagnosis: Diagnosis) -> Table:
     for side in diagnosis.sides:
         table.add_row(side.name, side.precision, side.device, side.ops, side.attention)
     return table
+
+
+def _data(data: DataFound) -> Text:
+    """Return a source's first prompt as text, and what rewards give to its reference."""
+    text = Text.assemble((data.key, "bold"), f"  {_count(data.problems, 'problem')} in {data.path}\n")
+    text.append(f"the first prompt, {_count(data.prompt_tokens, 'token')}:\n")
+    text.append("".join(f"  | {line}\n" for line in _shortened(data.prompt).splitlines()), style="dim")
+    text.append(f"its reference: {_shortened(data.reference)}")
+    for name, verdict in data.rewards.items():
+        text.append(f"\nthe reward {name} gives to the reference as an answer: {verdict}")
+    return text
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number:,} {what}{'s' * (number != 1)}"
+
+
+def _shortened(text: str) -> str:
+    left_out = len(text) - 2 * _ENDS
+    return text if left_out <= 0 else f"{text[:_ENDS]} [... {left_out:,} characters ...] {text[-_ENDS:]}"
+
+
+_ENDS = 1000
+"""Characters of a longer text that are shown at its beginning and at its end."""
 
 
 def _remark(remark: Remark) -> Text:

@@ -9,18 +9,20 @@ from typing import Annotated
 
 import typer
 
+from fp8rl.commands import complete
 from fp8rl.commands.shared import AsJson, Overrides, SpecPath, end, progress, show, user_errors
 from rl.run.lifecycle.interrupts import interruptible
 
 
 def doctor(
     spec: Annotated[
-        Path | None, typer.Argument(metavar="[SPEC]", help="YAML experiment spec; without one, the default numerics.")
+        Path | None, typer.Argument(metavar="SPEC", help="YAML experiment spec; without one, the default numerics.")
     ] = None,
     overrides: Overrides = None,
     as_json: AsJson = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Do not try the ops, which takes most of the time.")] = False,
 ) -> None:
-    """Say what is installed, what the GPUs can do, and on what the spec would run.
+    """Say what is installed, what the GPUs can do, on what the spec would run, and what its data and rewards are.
 
     Exit code 0, 1 if it cannot run here, 2 for bad input.
     """
@@ -33,7 +35,7 @@ def doctor(
         loaded = fetched(load_experiment(spec, overrides or [])) if spec else None
         numerics = loaded.numerics_config() if loaded else NumericsSection().config(tp=1)
         say = progress()
-        diagnosis = judge(gather(numerics, say), numerics)
+        diagnosis = judge(gather(numerics, say, quick=quick), numerics)
         if loaded:
             say("checking model, data and sizes of the spec")
             diagnosis = with_conditions(diagnosis, loaded)
@@ -44,7 +46,11 @@ def doctor(
 def plan(
     subject: Annotated[
         str | None,
-        typer.Argument(metavar="SPEC|MODEL", help="YAML spec, Hugging Face directory, or a name: qwen3_30b_a3b."),
+        typer.Argument(
+            metavar="SPEC|MODEL",
+            help="YAML spec, Hugging Face directory, or a name: qwen3_30b_a3b.",
+            autocompletion=complete.models,
+        ),
     ] = None,
     overrides: Overrides = None,
     gpu: Annotated[str, typer.Option(help="h100, h200, h800, h20 or b200.")] = "h100",

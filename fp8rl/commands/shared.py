@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from fp8rl.commands import complete
 from numerics.errors import UserError
 from numerics.io.files import is_full
 from rl.run.lifecycle.interrupts import INTERRUPTED
@@ -19,7 +20,12 @@ if TYPE_CHECKING:
 
 SpecPath = Annotated[Path, typer.Argument(metavar="SPEC", help="YAML experiment spec.")]
 Overrides = Annotated[
-    list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Values that replace the spec's, e.g. run.steps=2.")
+    list[str] | None,
+    typer.Argument(
+        metavar="KEY=VALUE",
+        help="Values that replace the spec's, e.g. run.steps=2.",
+        autocompletion=complete.overrides,
+    ),
 ]
 Resume = Annotated[bool, typer.Option("--resume", help="Go on from the run's last checkpoint.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Delete an earlier run of this name first.")]

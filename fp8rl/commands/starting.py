@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from fp8rl.commands import complete
 from fp8rl.commands.shared import show, user_errors
 from numerics.errors import user_error
 
@@ -22,38 +23,41 @@ def init(folder: Annotated[Path, typer.Argument(metavar="DIR", help="A new folde
 
 
 def runs(
-    names: Annotated[list[str] | None, typer.Argument(metavar="[A B]", help="Two runs to compare.")] = None,
+    one: Annotated[
+        str | None, typer.Argument(metavar="A", help="A run, by name or path.", autocompletion=complete.run_names)
+    ] = None,
+    other: Annotated[
+        str | None, typer.Argument(metavar="B", help="The run to compare it with.", autocompletion=complete.run_names)
+    ] = None,
     folder: Annotated[Path, typer.Option("--dir", help="Where the runs are.")] = Path("runs"),
-    page: Annotated[Path | None, typer.Option("--page", help="Write an HTML page of it too.")] = None,
+    every: Annotated[bool, typer.Option("--all", help="Compare equal metrics too.")] = False,
+    page: Annotated[
+        Path | None, typer.Option("--page", help="Write an HTML page of it too, with the curves over each other.")
+    ] = None,
 ) -> None:
-    """List the runs of a folder, or compare two: where their specs differ, and their metrics at the end."""
+    """List the runs of a folder, or compare two: where their specs and their metrics at the end differ."""
     with user_errors():
-        from rich.console import Console
-
-        from fp8rl.comparing import listed, metrics_compared, runs_in, specs_compared
+        from fp8rl.comparing import listed, metrics_compared, runs_in, specs_compared, write_comparison
         from fp8rl.run import Run
-        from numerics.io.files import check_page, write_atomically, writing
+        from numerics.io.files import check_page, writing
         from numerics.io.reading import check_path
 
         check_path(folder, "--dir")
-        for name in names or ():
+        for name in filter(None, (one, other)):
             check_path(name, "runs")
         if page is not None:
             check_page(page, "--page")
-        if names and len(names) != 2:
-            raise user_error("runs", found=f"{len(names)} names", expected="none or two", remedy="Name two runs.")
-        if names:
-            one, other = (Run(Path(name) if Path(name).is_dir() else folder / name) for name in names)
-            tables = [specs_compared(one, other), metrics_compared(one, other)]
+        if one is not None:
+            if other is None:
+                raise user_error("runs", found="one name", expected="none or two", remedy=f"Write fp8rl runs {one} B.")
+            found = [Run(Path(name) if Path(name).is_dir() else folder / name) for name in (one, other)]
+            tables = [specs_compared(*found), metrics_compared(*found, every=every)]
         else:
-            tables = [listed(runs_in(folder))]
+            found = runs_in(folder)
+            tables = [listed(found)]
         for table in tables:
-            show(table)
+            show(table.rendered())
         if page is not None:
-            import io
-
-            console = Console(record=True, file=io.StringIO(), width=160)
-            console.print(*tables)
             with writing(page, "--page"):
-                write_atomically(page, console.export_html())
+                write_comparison(page, found, tables)
             show(str(page), soft_wrap=True)

@@ -55,8 +55,8 @@ class PolicyGradient(AlgorithmConfig):
     """Where the advantage is negative, the loss is at most this times its size (dual clip). Null: off, as in the paper;
     verl has 3.0."""
     entropy: float = Field(default=0.0, ge=0.0)
-    """What a nat of the policy's entropy takes off the loss of a token, so that the policy stays varied. 0: no bonus,
-    and the entropy is a metric alone."""
+    """What a nat of the policy's entropy takes off the loss of a token, so that the policy stays varied. The entropy is
+    that of the tokens which top-p, top-k and min-p leave. 0: no bonus, and the entropy is a metric alone."""
     kl: KlConfig = KlConfig()
     """What keeps the policy near the model that the run started from: a term of the loss, or a price in the reward."""
     updates_per_batch: int = Field(default=1, ge=1)

@@ -2,39 +2,50 @@
 
 from __future__ import annotations
 
+import json
+import numbers
+import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from numerics.errors import UserError, user_error
 from numerics.io.reading import check_path, read_text
+from numerics.io.section import Section
 from rl.experiment.experiment import Experiment
 from rl.experiment.plain_yaml import parse_override, parse_yaml
 from rl.experiment.validation import check_plain, parse_experiment
 from rollout.named_functions import check_importable
 
+_HERE = Path("(a mapping)")
+"""Stands for the file of a spec that is in none: messages name it, paths are relative to the current directory."""
 LARGEST_SPEC = 16 << 20
 """Bytes."""
 
 
-def load_experiment(path: str | Path, overrides: Sequence[str] = ()) -> Experiment:
-    """Read, inherit, override and validate the spec at `path`.
+def load_experiment(spec: str | Path | Mapping[str, Any] | Experiment, overrides: Sequence[str] = ()) -> Experiment:
+    """Read, inherit, override and validate a spec: a YAML file, what one would say as a mapping, or an experiment.
 
     Later layers win: each file of `defaults:` in order, the file itself, then `overrides` such as `"run.steps=2"`.
     Mappings are merged, lists are replaced, and a layer that names another `algorithm` replaces that whole section.
     A relative path is relative to the directory of the file that it is written in; in an override, and where `run.dir`
-    is left out, to the current directory. All come out absolute.
+    is left out, to the current directory; so it is in a mapping. All come out absolute.
 
     Raises:
         UserError: the file cannot be read, or a key or value is wrong.
     """
-    path = Path(path)
+    if isinstance(spec, Experiment):
+        spec = spec.to_dict()
+    if isinstance(spec, Mapping):
+        return _overridden(_inherited(_values(_as_yaml(spec), _HERE), _HERE, ancestors=()), overrides, _HERE)
+    path = Path(spec)
     check_path(path, "spec")
-    return _overridden(_read_layers(path, ancestors=()), overrides, path)
+    return _overridden(_inherited(_read_yaml(path), path, ancestors=()), overrides, path)
 
 
 def compose_experiment(values: dict[str, Any], overrides: Sequence[str], source: str | Path) -> Experiment:
@@ -61,9 +72,8 @@ def read_resolved(path: str | Path) -> Experiment:
     return parse_experiment(_interpolated(_read_yaml(Path(path)), Path(path)))
 
 
-def _read_layers(path: Path, ancestors: tuple[Path, ...]) -> dict[str, Any]:
-    """The file merged over the files that its `defaults:` names, relative to it."""
-    layer = _read_yaml(path)
+def _inherited(layer: dict[str, Any], path: Path, ancestors: tuple[Path, ...]) -> dict[str, Any]:
+    """Return what the file at `path` says, merged over the files that its `defaults:` names, relative to it."""
     resolved = path.resolve()
     if resolved in ancestors:
         chain = " -> ".join(str(entry) for entry in (*ancestors, resolved))
@@ -88,12 +98,54 @@ def _read_layers(path: Path, ancestors: tuple[Path, ...]) -> dict[str, Any]:
                 expected="an existing YAML file, relative to this one",
                 remedy=f"Correct the name; it was looked for in {resolved.parent}.",
             )
-        values = _merged(values, _read_layers(path.parent / name, (*ancestors, resolved)))
+        below = path.parent / name
+        values = _merged(values, _inherited(_read_yaml(below), below, (*ancestors, resolved)))
     return _merged(values, own)
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:
-    text = read_text(path, "spec", "an existing YAML file", "Give the path of a spec file.", LARGEST_SPEC)
+    return _values(
+        read_text(path, "spec", "an existing YAML file", "Give the path of a spec file.", LARGEST_SPEC), path
+    )
+
+
+def _as_yaml(spec: Mapping[str, Any]) -> str:
+    """Return a mapping as the YAML that a file would have."""
+    try:
+        return yaml.safe_dump(json.loads(json.dumps(dict(spec), default=plain)), allow_unicode=True)
+    except UserError:
+        raise
+    except (TypeError, ValueError, RecursionError) as error:  # keys that are no text, a mapping that holds itself
+        raise user_error(
+            "spec", found=str(error), expected="a mapping of plain values", remedy="Write what a YAML file could say."
+        ) from error
+
+
+def plain(value: Any) -> Any:
+    """Return a path, a mapping, a section or a number of numpy's as JSON knows it, for `json.dumps(default=plain)`.
+
+    Raises:
+        UserError: it is something else.
+    """
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if isinstance(value, Section):
+        return value.model_dump(mode="json")
+    if isinstance(value, Mapping):
+        return dict(value)
+    if isinstance(value, numbers.Integral):
+        return int(value)
+    if isinstance(value, numbers.Real):
+        return float(value)
+    raise user_error(
+        "spec",
+        found=value,
+        expected="plain values, as a YAML file has them",
+        remedy="Name a function or class as path/to/file.py:name.",
+    )
+
+
+def _values(text: str, path: Path) -> dict[str, Any]:
     try:
         values = parse_yaml(text)
     except ValueError as error:

@@ -35,8 +35,9 @@ _HEAD = """# Every key of a spec
 Made of the sections themselves by `python -m rl.experiment.reference`, as `spec.schema.json` is (`--schema`); a test
 holds both. Editors complete and check a spec that begins with `# yaml-language-server: $schema=PATH/spec.schema.json`.
 
-A spec is YAML. `defaults: FILE`, or a list of files, inherits: later files go before earlier ones, mappings are merged,
-lists are replaced. On the command line `section.key=value` goes before all. `${section.key}` stands for another value.
+A spec is YAML. `defaults: FILE`, or a list of files, inherits: later files override earlier ones, mappings are
+merged, lists are replaced. On the command line `section.key=value` overrides all. `${section.key}` is replaced by that
+key's value.
 A path is relative to the file that it is written in, and on the command line to the current directory. A misspelt key
 is answered with the nearest one. *required* says that there is no default.
 """

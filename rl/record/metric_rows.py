@@ -65,7 +65,7 @@ _TRAIN = {
     ),
     "entropy": Metric(
         "nats",
-        "Mean entropy of the distributions the target tokens were scored under.",
+        "Mean entropy of the distributions the target tokens were scored under: after top-p, top-k and min-p.",
         _USED,
         chart=("Entropy", "entropy"),
     ),

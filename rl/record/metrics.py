@@ -123,6 +123,15 @@ def describe(name: str) -> Metric | None:
             return None
         drawn = ("Held-out accuracy", name.removeprefix("eval/")) if of_a_set[2] in ("accuracy", "pass@") else None
         return replace(named(member, of_a_set[3] or ""), chart=drawn)
+    return _member(name)
+
+
+def is_fixed(name: str) -> bool:
+    """Return whether any run may have this metric: no reward, environment or evaluation set of a spec names it."""
+    return name in METRICS or _member(name) is not None
+
+
+def _member(name: str) -> Metric | None:
     match = re.fullmatch(r"(.*_)(0|[1-9]\d*)", name)
     family = FAMILIES.get(match[1]) if match else None
     if match is None or family is None or int(match[2]) not in family.numbers:

@@ -6,7 +6,7 @@ Which metric is a curve of which chart stands in the registry (`rl.record.metric
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -114,6 +114,26 @@ SECTIONS: dict[str, dict[str, Look]] = {
 
 def sections(rows: Sequence[Row]) -> list[tuple[str, list[Chart]]]:
     """Titled groups of charts. Charts without data, and groups without charts, are left out."""
+    return _grouped([("", rows, _curves(rows))])
+
+
+def overlaid(runs: Mapping[str, Sequence[Row]]) -> list[tuple[str, list[Chart]]]:
+    """The same for several runs by name, their curves over each other: a run is a colour, or a dash of its own where a
+    chart has several curves. Stacks of bars cannot lie over each other; the time of whole steps stands for theirs."""
+    drawn = [(name, rows, _curves(rows)) for name, rows in runs.items()]
+    for _, rows, curves in drawn:
+        curves.pop(AGE, None)
+        curves.pop(TIME, None)
+        if any("perf/step_seconds" in row for row in rows):
+            curves[TIME] = [("perf/step_seconds", "whole step")]
+    return _grouped(drawn)
+
+
+Drawn = tuple[str, Sequence[Row], dict[str, list[tuple[str, str]]]]
+"""A run's name, its rows, and by each chart's title the metrics that are its curves, with their labels."""
+
+
+def _curves(rows: Sequence[Row]) -> dict[str, list[tuple[str, str]]]:
     found = {name: metric(name).chart for row in rows for name in row}
     curves: dict[str, list[tuple[str, str]]] = {}
     for name in [*(name for name in METRICS if name in found), *sorted(found.keys() - METRICS.keys())]:
@@ -123,24 +143,42 @@ def sections(rows: Sequence[Row]) -> list[tuple[str, list[Chart]]]:
         del curves[AGE]  # all tokens are of the trainer's version
     if "sync/seconds" in found:
         curves["Duration"] = [("sync/seconds", "sync")]
+    return curves
+
+
+def _grouped(runs: Sequence[Drawn]) -> list[tuple[str, list[Chart]]]:
     groups = {
-        section: [_chart(title, look, rows, curves[title]) for title, look in looks.items() if title in curves]
+        section: [_chart(title, look, runs) for title, look in looks.items() if any(title in run[2] for run in runs)]
         for section, looks in SECTIONS.items()
     }
     drawn_groups = {section: [chart for chart in charts if chart["traces"]] for section, charts in groups.items()}
     return [(section, charts) for section, charts in drawn_groups.items() if charts]
 
 
-def _chart(title: str, look: Look, rows: Sequence[Row], curves: Sequence[tuple[str, str]]) -> Chart:
-    note = look.note
-    if title == "Held-out accuracy":
-        rows = [{**row, "step": evaluated_at(row)} for row in rows]
-    if title == "Duration" and "sync/seconds" in rows[0]:
-        # It also compiles and maps memory: next to it the others would be a flat line.
-        note, rows = f"{note} The first took {rows[0]['sync/seconds']:.2f} s.", rows[1:]
-    if title == TIME:
-        rows, curves = _with_rest(rows, [name for name, _ in curves]), [*curves, (_REST, "other")]
-    traces = [_trace(rows, name, label, look, index) for index, (name, label) in enumerate(curves)]
+def _chart(title: str, look: Look, runs: Sequence[Drawn]) -> Chart:
+    several = len(runs) > 1
+    if title == TIME and several:
+        look = Look("Wall time of a step.", look.unit, look.scale)
+    note, traces = look.note, []
+    for index, (name, rows, curves) in enumerate(runs):
+        wanted = curves.get(title, [])
+        if title == "Held-out accuracy":
+            rows = [{**row, "step": evaluated_at(row)} for row in rows]
+        if title == "Duration" and rows and "sync/seconds" in rows[0]:
+            # It also compiles and maps memory: next to it the others would be a flat line.
+            if not several:
+                note = f"{note} The first took {rows[0]['sync/seconds']:.2f} s."
+            rows = rows[1:]
+        if title == TIME and not several:
+            rows, wanted = _with_rest(rows, [each for each, _ in wanted]), [*wanted, (_REST, "other")]
+        for curve, (each, label) in enumerate(wanted):
+            trace = _trace(rows, each, label, look, curve)
+            if several:
+                alone = len(wanted) == 1
+                trace["name"] = name if alone else f"{label}, {name}"
+                trace["color"] = f"c{(index if alone else curve) % _COLORS}"
+                trace["dash"] = _DASHES[index % len(_DASHES)]
+            traces.append(trace)
     traces = [trace for trace in traces if trace["x"]]
     chart = {"title": title, "note": note, "traces": traces, "y": {"title": look.unit, **_axis(look, traces)}}
     if look.scale == "log" and traces:
@@ -148,6 +186,8 @@ def _chart(title: str, look: Look, rows: Sequence[Row], curves: Sequence[tuple[s
     return chart
 
 
+_COLORS = 5
+"""Colours of curves that templates/page.css has."""
 _REST = "rest"
 
 
@@ -181,14 +221,26 @@ def _axis(look: Look, traces: Sequence[dict[str, Any]]) -> dict[str, Any]:
     zero to far above."""
     if look.scale == "share":
         return {"range": [0, 1.02]}
-    axis = {"rangemode": "tozero"} if look.scale == "floor" else {}
+    axis: dict[str, Any] = {"rangemode": "tozero"} if look.scale == "floor" else {}
     values = {value for trace in traces for value in trace["y"]}
+    if look.scale != "log":
+        axis |= _ticks(max(map(abs, values), default=0.0))
     if look.scale == "log" or look.bars or len(values) != 1:
         return axis
     (value,) = values
     if value == 0:
         return {"range": [-0.02, 1], "tickvals": [0], "ticktext": ["0"]}
     return {**axis, "range": sorted([-0.02 * value, 1.25 * value])}
+
+
+def _ticks(largest: float) -> dict[str, Any]:
+    """Plain labels in d3's formats: `10k` for thousands and `2e-5` for what is small, where plotly writes a power of
+    ten beside each."""
+    if largest >= 1e4:
+        return {"tickformat": "~s"}
+    if 0.0 < largest < 1e-3:
+        return {"tickformat": "~e", "labelalias": {"0e+0": "0"}}
+    return {}
 
 
 def _draw_zeros(chart: Chart) -> None:

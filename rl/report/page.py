@@ -16,11 +16,13 @@ from numerics.io.files import write_atomically
 from rl.record.console import format_difference
 
 
-def write_page(path: Path, template: str, charts: Sequence[dict[str, Any]] | None, **content: Any) -> None:
+def write_page(
+    path: Path, template: str, charts: Sequence[dict[str, Any]] | None, *, script: str = "", **content: Any
+) -> None:
     """Render `template`.html, which extends page.html, to `path`.
 
-    charts: what `template`.js draws, in the order of the template's elements; None: it draws nothing, and needs no
-        plotly.
+    charts: what `script`.js (else `template`.js) draws, in the order of the template's elements; None: it draws
+        nothing, and needs no plotly.
     content: the template's variables; page.html itself needs `name`, `kind` and `verdict`, its sentences.
     """
     page = _environment().get_template(f"{template}.html")
@@ -31,7 +33,7 @@ def write_page(path: Path, template: str, charts: Sequence[dict[str, Any]] | Non
         # JSON inside a script element must not contain "</script" or "<!--".
         charts_json=json.dumps(charts, allow_nan=False).replace("<", "\\u003c"),
         style=_read("page.css"),
-        script="" if charts is None else _read("page.js") + _read(f"{template}.js"),
+        script="" if charts is None else _read("page.js") + _read(f"{script or template}.js"),
         plotly="" if charts is None else plotly.offline.get_plotlyjs(),
     )
     write_atomically(path, text)

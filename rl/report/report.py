@@ -20,6 +20,7 @@ from rl.record.run_dir import RunDir
 from rl.record.sessions import Session, sessions_found
 from rl.report import page
 from rl.report.charts import sections
+from rl.report.references import references
 from rl.report.summary import Row, RunSummary, by_kind, summarize, verdict
 
 
@@ -44,10 +45,11 @@ def write_report(run_dir: str | Path) -> tuple[Path, list[str]]:
             + " ".join(_damage([(run.metrics, bad_rows)]))
         )
     events, bad_events = events_found(run.events)
-    samples = [(step, *rollouts_found(run.rollouts(step))) for step in _shown_steps(run)]
+    found_samples = [(step, *rollouts_found(run.rollouts(step))) for step in _shown_steps(run)]
+    samples = [(step, shown(records)) for step, records, _ in found_samples]
     sessions, bad_sessions = sessions_found(run.sessions)
     files = [(run.metrics, bad_rows), (run.events, bad_events), (run.sessions, bad_sessions)]
-    damage = _damage([*files, *((run.rollouts(step), bad) for step, _, bad in samples)])
+    damage = _damage([*files, *((run.rollouts(step), bad) for step, _, bad in found_samples)])
     summary = summarize(rows, events)
     charts = sections(rows)
     warned, stepped_in = by_kind(events)
@@ -65,7 +67,8 @@ def write_report(run_dir: str | Path) -> tuple[Path, list[str]]:
             events=[("Interventions", stepped_in), ("Warnings", warned), ("What it went on with", others)],
             facts=_facts(sessions),
             run=run.path,
-            samples=[(step, shown(records)) for step, records, _ in samples],
+            samples=samples,
+            references=references(run, {record.prompt for _, records in samples for record in records}),
             metrics=_metric_table(rows),
             spec=spec,
         )

@@ -20,7 +20,7 @@ from trainer.step.result import PassResult, Scored
 
 @dataclass(frozen=True)
 class Lesson:
-    """A batch as its updates take it.
+    """A scored batch, split into the mini-batches of its optimizer steps.
 
     Attributes:
         batch: the whole, with the fields that the algorithm learns from.

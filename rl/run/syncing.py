@@ -1,4 +1,4 @@
-"""The trainer's weights in the engines: who is sent them, and the one rule of what is done again."""
+"""The sync of the trainer's weights to all engines, and its retry policy."""
 
 from __future__ import annotations
 

@@ -205,7 +205,7 @@ def _unreadable(path: Path, key: str, error: Exception, expected: str = _EXPECTE
     root = error
     while isinstance(root.__cause__, Exception):  # a data set's builder wraps what its reader says
         root = root.__cause__
-    remedy = "Correct the path; a relative one is relative to the spec file that it is written in."
+    remedy = "Correct the path; a relative one is relative to the spec file, and on the command line to this directory."
     if not isinstance(root, OSError):
         remedy = "Copy it again, or correct the path."
     return user_error(key, found=f"{path}: {' '.join(reason(root).split())}", expected=expected, remedy=remedy)

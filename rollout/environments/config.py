@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
-from numerics.io.section import Section, SpecFunction, SpecPath
+from numerics.io.section import Section, SpecFunction, SpecPath, located_as
 
 SINGLE_TURN = "single_turn"
 HARNESS = "harness"
@@ -18,7 +20,8 @@ class HarnessConfig(Section):
 
     # Strictness would refuse the lists that YAML gives.
     command: tuple[str, ...] = Field(default=(), strict=False)
-    """The program and its arguments, one process for each conversation."""
+    """The program and its arguments, one process for each conversation. A program with a slash is a path like any
+    other in a spec; one without is looked for in PATH. Arguments stay as they are."""
     program: SpecFunction | None = None
     """An async function in place of a command, `package.module:name` or `path/to/file.py:name`, of a base URL, a
     key and the problem. It runs in the run's own process."""
@@ -42,6 +45,14 @@ class HarnessConfig(Section):
     """Seconds that a program may take from its beginning to its end, the engine's time included. `timeout_s` bounds the
     time between two turns."""
 
+    @classmethod
+    def located(cls, values: Any, directory: Path) -> Any:
+        values = super().located(values, directory)
+        command = values.get("command") if isinstance(values, dict) else None
+        if isinstance(command, list) and command:
+            return values | {"command": [_program(command[0], directory), *command[1:]]}
+        return values
+
 
 class EnvironmentConfig(Section):
     """What owns the conversation of an answer. A text stands for `function` alone."""
@@ -63,7 +74,21 @@ class EnvironmentConfig(Section):
     kwargs: dict[str, Any] = Field(default_factory=dict)
     """Further arguments of the function."""
 
+    @classmethod
+    def located(cls, values: Any, directory: Path) -> Any:
+        values = super().located(values, directory)
+        held = values if isinstance(values, dict) else {}
+        kwargs = held.get("kwargs")
+        if held.get("function") == VERIFIERS and isinstance(kwargs, dict) and "python" in kwargs:
+            return values | {"kwargs": kwargs | {"python": _program(kwargs["python"], directory)}}
+        return values
+
     @property
     def label(self) -> str:
         """What messages call it."""
         return self.function.rpartition(":")[2]
+
+
+def _program(name: Any, directory: Path) -> Any:
+    """A program as a file in `directory` names it: a path where it has a slash, else a name in PATH."""
+    return located_as(SpecPath, name, directory) if isinstance(name, str) and os.sep in name else name

@@ -121,13 +121,20 @@ def _check_command(harness: HarnessConfig, key: str) -> None:
         raise user_error(
             f"{key}.harness.directory", found=harness.directory, expected="a folder", remedy="Correct the path."
         )
-    path, within = harness.command[0], harness.directory or "."
-    if shutil.which(os.path.join(within, path) if os.sep in path and not os.path.isabs(path) else path) is None:
+    program = harness.command[0]
+    if os.sep in program:
+        # A relative one, which no file says, is relative to where it runs.
+        looked = os.path.join(os.path.abspath(harness.directory or "."), program)
+        there = "a folder is" if os.path.isdir(looked) else "a file without leave to run is"
+        expected = f"a program that can be run; {there if os.path.exists(looked) else 'nothing is'} there"
+    else:
+        looked, expected = program, f"a program in PATH, which is {os.environ.get('PATH', os.defpath)}"
+    if shutil.which(looked) is None:
         raise user_error(
             f"{key}.harness.command",
-            found=path,
-            expected="a program that can be run",
-            remedy="Correct its name, or install it.",
+            found=looked,
+            expected=expected,
+            remedy="Correct its path, or install it.",
         )
 
 

@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 
 import diagnose.doctor
 from diagnose.doctor import Diagnosis, Machine, judge, rendered
+from diagnose.doctor.judge import DataFound
 from diagnose.doctor.machine import InstalledGpu, parse_nvidia_smi
 from fp8rl.cli import app
 from numerics.config import NumericsConfig
@@ -243,10 +244,14 @@ def test_obstacles_stand_before_warnings() -> None:
     assert [remark.blocks for remark in judge(machine, numerics()).remarks] == [True, False]
 
 
-def test_the_page_says_it_all() -> None:
+def console_text(diagnosis: Diagnosis) -> str:
     console = Console(width=160, record=True, file=io.StringIO())
-    console.print(rendered(judge(dataclasses.replace(H200, torch_cuda="12.8"), numerics("native"))))
-    text = console.export_text()
+    console.print(rendered(diagnosis))
+    return console.export_text()
+
+
+def test_the_page_says_it_all() -> None:
+    text = console_text(judge(dataclasses.replace(H200, torch_cuda="12.8"), numerics("native")))
     for part in ("NVIDIA H200", "141 GiB", "9.0", "580.95.05", "CUDA up to 13.0", "TransformerEngine", "obstacle"):
         assert part in text
     assert "cannot run here yet" in text
@@ -298,7 +303,7 @@ def test_a_spec_that_is_not_there_is_wrong_input(tmp_path: Path) -> None:
     ],
 )
 def test_what_a_run_would_refuse_is_in_the_way(monkeypatch: pytest.MonkeyPatch, override: str, said: str) -> None:
-    monkeypatch.setattr(diagnose.doctor, "gather", lambda numerics, say: CPU)
+    monkeypatch.setattr(diagnose.doctor, "gather", lambda numerics, say, quick: CPU)
     example = str(EXAMPLES / "arithmetic.yaml")
     assert CliRunner().invoke(app, ["doctor", example]).exit_code == 0
     result = CliRunner().invoke(app, ["doctor", example, override])
@@ -306,6 +311,60 @@ def test_what_a_run_would_refuse_is_in_the_way(monkeypatch: pytest.MonkeyPatch, 
 
 
 def test_what_is_in_the_way_ends_with_exit_code_1(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(diagnose.doctor, "gather", lambda numerics, say: without(CPU, "ray"))
+    monkeypatch.setattr(diagnose.doctor, "gather", lambda numerics, say, quick: without(CPU, "ray"))
     result = CliRunner().invoke(app, ["doctor"])
     assert result.exit_code == 1 and "obstacle  ray: found not installed" in result.output
+
+
+REWARDS = """
+def ends(answer: str, reference: str) -> float:
+    return float(answer.endswith(reference))
+
+def parts(answers: list[str], tokens: list[int]) -> list[dict[str, float]]:
+    return [{"length": float(len(answer)), "many": float(count > 1)} for answer, count in zip(answers, tokens)]
+
+def broken(answer: str) -> float:
+    raise ValueError("no [/b] such thing")
+
+async def asks(answer: str) -> float:
+    return 1.0
+"""
+
+
+def test_the_doctor_shows_the_data_and_what_rewards_give_to_the_reference(tmp_path: Path) -> None:
+    (tmp_path / "rewards.py").write_text(REWARDS)
+    lines = [{"question": f"[b]{n}+1=?", "answer": f"#### {n + 1}"} for n in range(3)]
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    names = ["ends", "parts", "broken", "asks"]
+    overrides = [
+        f"data={{train: {tmp_path}/data.jsonl, eval: {tmp_path}/data.jsonl}}",
+        "eval.problems=2",
+        f"rewards=[{', '.join(f'{{function: {tmp_path}/rewards.py:{name}}}' for name in names)}]",
+    ]
+    example = str(EXAMPLES / "arithmetic.yaml")
+    result = CliRunner().invoke(app, ["doctor", example, "--quick", "--json", *overrides])
+    assert result.exit_code == 0, result.output
+    diagnosis = Diagnosis.from_json(result.stdout[result.stdout.index("{") :])
+    assert not diagnosis.machine.probed
+    train, held_out = diagnosis.data
+    assert (train.key, train.problems, held_out.key) == ("data.train", 3, "data.eval")
+    assert (train.prompt, train.prompt_tokens) == ("<|user|>[b]0+1=?<|assistant|>", 10)
+    assert train.reference == "#### 1"
+    assert train.rewards == {
+        "ends": "1",
+        "parts": "length 6, many 1",
+        "broken": "nothing: ValueError: no [/b] such thing",
+        "asks": "not asked here, as it may ask a service",
+    }
+    (note,) = diagnosis.notes
+    assert note.startswith("All 2 problems of data.eval are also trained on")
+    page = console_text(diagnosis)
+    for said in ("3 problems in ", "the first prompt, 10 tokens:", "| <|user|>[b]0+1=?<|assistant|>", "no [/b] such"):
+        assert said in page
+    assert "can run here, as far as was looked: no op has been tried (--quick)" in " ".join(page.split())
+
+
+def test_supervised_data_have_no_reward_and_a_long_prompt_is_shown_at_its_ends() -> None:
+    found = DataFound("data.train", "x", 1, "a" * 5000, 900, "b", {})
+    page = console_text(dataclasses.replace(judge(CPU, numerics()), data=(found,)))
+    assert "[... 3,000 characters ...]" in page and "1 problem in x" in page and "gives to" not in page

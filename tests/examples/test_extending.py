@@ -101,8 +101,18 @@ print(algorithm.trajectory_advantages(torch.tensor([0.0, 4.0]), torch.tensor([0,
         (OWN.replace("rewards - ", "1 / 0 * "), "", "this one ends in ZeroDivisionError"),
         slow(OWN.replace("rewards - ", "rewards / 0 - "), "", "advantages: found values that are not finite"),
         slow("from fp8rl import PolicyGradient\nclass Own(PolicyGradient): pass", "", "NotImplementedError"),
+        (
+            f"{OWN}\n    def shaped(self, outcomes): return outcomes\n",
+            "",
+            "Own with def shaped(self, outcomes)', expected def shaped(self, outcomes: Outcomes, batch: TokenBatch) -> "
+            "Outcomes. Write it so; docs/api.md has all signatures.",
+        ),
+        (f"{OWN}\n    def needs(self): return None\n", "", "expected @property def needs(self)"),
     ],
-    ids=["no-algorithm", "another-name", "import", "key", "value", "raises", "not-finite", "no-advantages"],
+    ids=[
+        *("no-algorithm", "another-name", "import", "key", "value", "raises", "not-finite", "no-advantages"),
+        *("parameters", "property"),
+    ],
 )
 def test_an_algorithm_of_ones_own_is_looked_at_before_anything_starts(
     tmp_path: Path, text: str, override: str, expected: str

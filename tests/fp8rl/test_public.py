@@ -10,6 +10,7 @@ import sys
 import pytest
 
 import fp8rl
+from fp8rl import api
 from tests.support.paths import ROOT
 
 
@@ -45,3 +46,18 @@ def test_examples_import_the_public_interface_alone() -> None:
                 module = str(node.module)
                 assert module.split(".")[0] not in inner, f"{path.name}:{node.lineno} imports {module}"
                 assert module.split(".")[0] != "fp8rl" or module == "fp8rl"
+
+
+def test_the_page_of_the_interface_is_up_to_date_and_has_every_name() -> None:
+    """`python -m fp8rl.api > docs/api.md` writes it."""
+    shown = [name for names in api.GROUPS.values() for name in names]
+    assert sorted(shown) == sorted(fp8rl.__all__)
+    page = api.page()
+    assert (ROOT / "docs/api.md").read_text() == page
+    for signature in (
+        "shaped(outcomes: Outcomes, batch: TokenBatch) -> Outcomes`: The outcomes",
+        "await sample(stop: Sequence[str]=(), max_new_tokens: int | None=None) -> Turn`: ",
+        "needs -> Needs`: What its batches are given",
+    ):
+        assert signature in page
+    assert "_main" not in page and "_files" not in page

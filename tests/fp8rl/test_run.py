@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy
 import pytest
 
-from fp8rl import Run, UserError
+from fp8rl import Run, UserError, train
 from fp8rl.training import _dotted
 from rl.experiment import load_experiment
 from rl.record.events import Event, append_event
@@ -62,9 +63,49 @@ def test_another_folder_and_another_step_are_refused(path: Path, tmp_path: Path)
         Run(path).trajectories(9)
 
 
+def test_a_metric_that_no_run_has_is_answered_with_the_nearest(path: Path) -> None:
+    run = Run(path)
+    assert run.metric("sync/seconds") == {} and run.metric("mismatch/abs_diff_mean_pos_0") == {}
+    for name, nearest in (("train/los", "train/loss"), ("eval/acuracy", "eval/accuracy"), ("loss", None)):
+        with pytest.raises(UserError, match=rf"Run.metric: found '{name}'.*{nearest or 'metrics.md'}"):
+            run.metric(name)
+    with pytest.raises(UserError, match="rollout/reward/integr"):
+        run.metric("rollout/reward/integr")
+    (path / "metrics.jsonl").write_text("")
+    assert run.metric("rollout/reward/integer") == {}
+
+
+def test_a_spec_may_be_a_mapping_with_paths_from_here_or_an_experiment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("base.yaml").write_text("model: {path: m}\nrun: {seed: 3}\n")
+    values = {
+        "defaults": "base.yaml",
+        "data": {"train": Path("a.jsonl"), "system_prompt": "ü 😀\u2028"},
+        "trainer": {"lr": numpy.float64(1e-5), "tp": numpy.int64(2)},
+        "gates": ({"metric": "sync/seconds", "above": 1.0},),
+    }
+    loaded = load_experiment(values, ["run.steps=2"])
+    assert (loaded.model.path, loaded.data.training[0].path) == (str(tmp_path / "m"), str(tmp_path / "a.jsonl"))
+    assert (loaded.run.seed, loaded.run.steps, loaded.trainer.lr, loaded.trainer.tp) == (3, 2, 1e-5, 2)
+    assert loaded.data.system_prompt == "ü 😀\u2028" and loaded.run.dir == str(tmp_path / "runs")
+    assert load_experiment(loaded) == loaded
+    with pytest.raises(UserError, match=r"run.stepz: found an unknown key.*run.steps"):
+        load_experiment({**values, "run": {"stepz": 2}})
+    with pytest.raises(UserError, match=r"found '?<built-in function len>.*Name a function.*file.py:name"):
+        load_experiment({**values, "rewards": [{"function": len}]})
+    within: dict[str, object] = {}
+    within["run"] = within
+    with pytest.raises(UserError, match="Circular"):
+        load_experiment(within)
+    with pytest.raises(UserError, match="^model: found nothing"):
+        train({"data": {"train": "a.jsonl"}})
+
+
 def test_overrides_of_a_notebook_are_those_of_the_command_line() -> None:
-    given = {"run": {"steps": 2, "name": "a b"}, "trainer": {"lr": 1e-5}, "gates": [], "teacher": None}
+    given = {"run": {"steps": 2, "name": "a 😀"}, "trainer": {"lr": 1e-5}, "gates": [], "teacher": None}
     said = list(_dotted(given))
-    assert said == ["run.steps=2", 'run.name="a b"', "trainer.lr=1e-05", "gates=[]", "teacher=null"]
+    assert said == ["run.steps=2", 'run.name="a 😀"', "trainer.lr=1e-05", "gates=[]", "teacher=null"]
     loaded = load_experiment(EXAMPLES / "arithmetic.yaml", [text for text in said if "name" not in text])
     assert (loaded.run.steps, loaded.trainer.lr, loaded.gates) == (2, 1e-5, ())

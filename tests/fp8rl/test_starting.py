@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
-import yaml
 from typer.testing import CliRunner
 
 from fp8rl.cli import app
+from fp8rl.commands import complete
 from rl.experiment import load_experiment
 from rl.experiment.reference import schema_text
+from rl.experiment.validation import valid_keys
 from rollout.rewards.functions import load_function
 from tests.support.paths import new_run
 
@@ -38,23 +42,91 @@ def test_the_first_experiment_is_whole_and_reads_as_one(tmp_path: Path, monkeypa
     assert code == 2 and "expected a new folder, or an empty one" in printed
 
 
-def test_runs_are_listed_and_two_are_compared_in_spec_and_metrics(tmp_path: Path) -> None:
-    invoke("init", tmp_path / "mine")
-    for name, rate, rewards in (("a", 1e-4, (0.25, 0.5)), ("b", 2e-4, (0.25, 0.75))):
-        run = new_run(tmp_path / "runs" / name)
-        spec = load_experiment(tmp_path / "mine/spec.yaml", [f"run.name={name}", f"trainer.lr={rate}"])
-        run.experiment.write_text(yaml.safe_dump(spec.to_dict()))
-        rows = [{"step": step, "rollout/reward_mean": value} for step, value in enumerate(rewards, 1)]
-        run.metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    code, printed = invoke("runs", "--dir", tmp_path / "runs")
-    assert code == 0 and "2/30" in printed and "0.75" in printed
-    code, printed = invoke("runs", "a", "b", "--dir", tmp_path / "runs", "--page", tmp_path / "page.html")
-    assert code == 0 and "trainer.lr" in printed and "trainer.min_lr" not in printed
-    (row,) = [line for line in printed.splitlines() if "rollout/reward_mean" in line]
-    assert ["0.375", "0.5", "0.125"] == [part.strip() for part in row.split("│")[3:6]]
-    assert "rollout/reward_mean" in (tmp_path / "page.html").read_text()
-    assert invoke("runs", "a", "--dir", tmp_path / "runs")[0] == 2
-    assert invoke("runs", "--dir", tmp_path / "none")[0] == 2
+def made_run(base: Path, name: str, rate: float, rows: list[dict[str, float]]) -> None:
+    run = new_run(base / "runs" / name)
+    spec = load_experiment(
+        {"model": {"path": "m"}, "data": {"train": "d"}, "run": {"name": name[0], "steps": 9}, "trainer": {"lr": rate}}
+    )
+    run.experiment.write_text(spec.to_yaml())
+    run.metrics.write_text("".join(json.dumps({"step": step} | row) + "\n" for step, row in enumerate(rows, 1)))
+
+
+LARGEST = "mismatch/train_rollout_logprob_abs_diff_max"
+
+
+@pytest.fixture
+def two_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with runs `a` and `b[red]`, whose name would be markup."""
+    for name, rate, rewards, seconds in (("a", 1e-4, (0.25, 0.5), (9, 2)), ("b[red]", 2e-4, (0.25, 0.75), (9, 4))):
+        rows = [
+            {"rollout/reward_mean": reward, LARGEST: 0.0, "perf/step_seconds": time, "rollout/tokens": 7.0}
+            for reward, time in zip(rewards, seconds, strict=True)
+        ]
+        made_run(tmp_path, name, rate, [*rows, {"perf/step_seconds": 3.0, "train/lr": rate}])
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def table_of(printed: str) -> dict[str, list[str]]:
+    """The lines of the printed tables by their first word."""
+    return {cells[0]: cells[1:] for line in printed.splitlines() if (cells := line.split())}
+
+
+def test_runs_are_listed_with_one_number_for_the_time_of_a_step(two_runs: Path) -> None:
+    code, printed = invoke("runs")
+    lines = table_of(printed)
+    assert code == 0 and lines["a"] == ["3/9", "0.5", "0", "3"] and lines["b[red]"][-1] == "4"
+    code, printed = invoke("runs", "a", "b[red]")
+    assert table_of(printed)["perf/step_seconds"] == ["s", "3", "4", "1"]
+    assert invoke("runs", "--dir", two_runs / "none")[0] == 2
+
+
+def test_two_runs_are_compared_in_what_differs_and_what_always_matters(
+    two_runs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
+    code, printed = invoke("runs", "a", "b[red]", "--page", "page.html")
+    lines = table_of(printed)
+    assert code == 0 and lines["trainer.lr"] == ["0.0001", "0.0002"] and "trainer.min_lr" not in lines
+    assert lines["rollout/reward_mean"] == ["0.375", "0.5", "0.125"]
+    assert lines[LARGEST] == ["nats", "0", "0", "0"] and lines["train/lr"][-1] == "0.0001"
+    assert "rollout/tokens" not in lines and "1 more are equal (--all)" in " ".join(printed.split())
+    assert table_of(invoke("runs", "a", "b[red]", "--all")[1])["rollout/tokens"] == ["tokens", "7", "7", "0"]
+    page = Path("page.html").read_text()
+    (charts,) = re.findall(r'id="charts">(.*?)</script>', page)
+    reward = next(chart for chart in json.loads(charts) if chart["title"] == "Reward")
+    assert [(t["name"], t["y"]) for t in reward["traces"]] == [("a", [0.25, 0.5]), ("b[red]", [0.25, 0.75])]
+    assert reward["traces"][0]["color"] != reward["traces"][1]["color"]
+    assert "trainer.lr" in page and invoke("runs", "--page", "all.html")[0] == 0
+    code, printed = invoke("runs", "a")
+    assert code == 2 and "found 'one name', expected none or two" in printed
+    usage = " ".join(invoke("runs", "-h")[1].split())
+    assert "runs [OPTIONS] [A] [B]" in usage
+
+
+def test_a_narrow_terminal_folds_names_and_cuts_none(two_runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    printed = invoke("runs", "a", "b[red]")[1]
+    assert "…" not in printed and LARGEST in "".join(line.split()[0] for line in printed.splitlines() if line.strip())
+
+
+def test_keys_values_and_names_of_runs_are_completed(two_runs: Path) -> None:
+    assert set(valid_keys()) >= {key[:-1] for key, _ in complete.overrides([], "")}
+    assert [key for key, _ in complete.overrides([], "trainer.l")] == ["trainer.lr="]
+    assert ("numerics.preset=mxfp8", "") in complete.overrides([], "numerics.preset=")
+    assert complete.overrides(["numerics.mode", "="], "n") == [("native", "")], "bash splits at ="
+    assert {("algorithm.name=grpo", ""), ("algorithm.name=sft", "")} <= {*complete.overrides([], "algorithm.name=")}
+    assert complete.run_names("a") == ["a"] and complete.run_names(f"{two_runs}/runs/b") == [f"{two_runs}/runs/b[red]"]
+    assert "qwen3_30b_a3b" in complete.models("qwen3_3")
+    assert complete.SCHEMA.read_text() == schema_text()
+
+
+def test_the_shell_asks_for_a_key_without_waiting_for_torch(two_runs: Path) -> None:
+    code = (
+        "import sys; from fp8rl.commands import complete; complete.overrides([], 'tr');"
+        "print([name for name in ('torch', 'pydantic', 'transformers') if name in sys.modules])"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "[]\n"
 
 
 def test_the_shell_can_complete_the_commands(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,7 +37,7 @@ class Objective(Protocol):
             logprobs: fp32 [B, S] with gradient, aligned as in :class:`TokenBatch`; index 0 and padding are ignored. For
                 a critic's objective its values.
             entropy: fp32 [B, S] with gradient, of the distribution each token was scored under, at the temperature of
-                the batch and over the whole vocabulary.
+                the batch, over the tokens that its truncation leaves.
             batch: the same rows; its tensors are on the device of `logprobs`.
         """
         ...

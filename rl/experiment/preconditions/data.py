@@ -39,7 +39,7 @@ def check_data(experiment: Experiment, tokenizer: PreTrainedTokenizerBase, say: 
         UserError: a source is missing or empty, or one of its problems (named by number) cannot be used.
     """
     held_out = _HeldOut()
-    for source, problems, room, rewards in _evaluated(experiment):
+    for source, problems, room, rewards in evaluated(experiment):
         found = load_problems(source)
         if (asked := problems if problems is not None else min(experiment.eval.problems, len(found))) > len(found):
             key = "eval.problems" if source.key == "data.eval" else f"{source.key}.problems"
@@ -72,7 +72,7 @@ def check_data(experiment: Experiment, tokenizer: PreTrainedTokenizerBase, say: 
         say(remark)
 
 
-def _evaluated(experiment: Experiment) -> Iterator[tuple[Source, int | None, int, RewardsConfig]]:
+def evaluated(experiment: Experiment) -> Iterator[tuple[Source, int | None, int, RewardsConfig]]:
     """Each evaluation set: its source, problems (None: all up to `eval.problems`), longest answer and rewards."""
     data, rollout, evaluation = experiment.data, experiment.rollout, experiment.eval
     if evaluation.problems == 0:
@@ -138,16 +138,15 @@ class _HeldOut:
 
     def meet(self, problem: Problem, index: int, problems: Problems) -> None:
         for key, name in self._asked.get(problem.question, ()):
-            at = f"{name} ({problems.name(index)} of {problems.source.key})"
+            at = f"{name} = {problems.name(index)} of {problems.source.key}"
             self._trained.setdefault(key, {}).setdefault(name, at)
 
     def remarks(self) -> Iterator[str]:
         for key, found in self._trained.items():
-            first = ", ".join([*found.values()][:3])
-            yield (
-                f"{len(found)} of the {self._counts[key]} problems of {key} are trained on as well, the first of them: "
-                f"{first}. What it measures is not only what the model can do with problems that it has not seen"
-            )
+            shown = ", ".join([*found.values()][:3]) + ", ..." * (len(found) > 3)
+            count = self._counts[key]
+            which = f"All {count} problems" if len(found) == count else f"{len(found)} of the {count} problems"
+            yield f"{which} of {key} are also trained on ({shown}): held-out accuracy is not held out"
 
 
 class _Check:

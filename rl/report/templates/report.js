@@ -22,7 +22,7 @@
       showlegend: chart.traces.length > 1,
       legend: { orientation: "h", x: 0, y: 1.02, xanchor: "left", yanchor: "bottom", traceorder: "normal" },
       xaxis: { ...axis, title: { text: "optimizer step", standoff: 6 }, showgrid: false, ticks: "outside", ticklen: 4, rangemode: "tozero", tickformat: "d", hoverformat: "d" },
-      yaxis: { ...axis, title: { text: title, standoff: 8 }, exponentformat: "power", minexponent: 3, ...y },
+      yaxis: { ...axis, title: { text: title, standoff: 8 }, exponentformat: "none", ...y },
       annotations: [], shapes: [],
     };
     const last = Math.max(...chart.traces.flatMap((trace) => trace.x));

@@ -17,11 +17,12 @@ import wandb
 
 import rl.record.wandb_run as wandb_run
 from numerics.errors import UserError
+from rl.record.metric_rows import METRICS
 from rl.record.metrics_log import read_metrics
 from rl.record.rollouts import RolloutRecord, ScoredRecord, rollouts_found
 from rl.record.run_dir import RunDir
 from rl.record.tracking import WANDB_LOST, Tracker
-from rl.record.wandb_run import METRIC_GROUPS, WandbConfig, WandbRun, check_wandb
+from rl.record.wandb_run import BASICS, METRIC_GROUPS, WandbConfig, WandbRun, check_wandb
 from rl.record.wandb_upload import Upload
 from tests.support.paths import new_run
 from tests.support.servers import wait_until
@@ -98,11 +99,11 @@ def test_wandb_gets_the_same_rows_over_the_step_axis(run: RunDir) -> None:
     assert (started["project"], started["display_name"]) == ("test", "demo")
     assert started["config"]["update"]["trainer"] == {"lr": 1e-4}
     axes = {m["glob_name"]: m["step_metric"] for m in of_type(records, "metric") if "glob_name" in m}
-    assert axes == {f"{group}/*": "step" for group in METRIC_GROUPS}
+    assert axes == {f"{group}/*": "step" for group in ("basics", *METRIC_GROUPS)}
     history = [record["item"] for record in of_type(records, "history")]
     assert [(row["step"], row["train/loss"]) for row in history] == [(1, 0.5), (2, 0.25)]
     panels = {name.partition("/")[0] for row in history for name in row if not name.startswith("_")}
-    assert panels <= {*METRIC_GROUPS, "step"}, "nothing lands in wandb's unnamed group; the axis is hidden"
+    assert panels <= {"basics", *METRIC_GROUPS, "step"}, "nothing lands in wandb's unnamed group; the axis is hidden"
     assert [m["name"] for m in of_type(records, "metric") if m.get("options", {}).get("hidden")] == ["step"]
     assert "eval/accuracy" not in history[0] and history[0]["tracking/nonfinite_dropped"] == 1
     (table_file,) = run.path.glob("wandb/offline-run-*/files/media/table/rollout/*.json")
@@ -115,6 +116,32 @@ def test_wandb_gets_the_same_rows_over_the_step_axis(run: RunDir) -> None:
     ]
     assert {"accuracy_after": 0.9} in [record["update"] for record in of_type(records, "summary")]
     assert [record["exit_code"] for record in of_type(records, "exit")] == [0]
+
+
+def test_what_matters_first_is_wandbs_first_group(run: RunDir) -> None:
+    assert min("basics", *METRIC_GROUPS) == "basics" and set(BASICS.values()) <= METRICS.keys()
+    with tracking(run, WandbConfig()) as tracker:
+        tracker.log(1, {"rollout/reward_mean": 0.5, "mismatch/train_rollout_logprob_abs_diff_max": 0.25})
+        tracker.log(2, {"rollout/reward_mean": 0.75, "mismatch/train_rollout_logprob_abs_diff_max": 0.0})
+    records = wandb_records(run)
+    rows = [record["item"] for record in of_type(records, "history")]
+    assert [(row["basics/reward"], row["basics/max_abs_d"]) for row in rows] == [(0.5, 0.25), (0.75, 0.0)]
+    assert not [name for row in read_metrics(run.metrics) for name in row if name.startswith("basics/")]
+    largest = [m for m in of_type(records, "metric") if m.get("name") == "basics/max_abs_d"]
+    assert largest and all(m["summary"].get("max") for m in largest)
+
+
+def test_wandb_does_not_advertise_weave_and_leaves_the_environment_as_it_was(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    import openai  # noqa: F401  (what wandb looks for)
+
+    monkeypatch.delenv("WANDB_DISABLE_WEAVE", raising=False)
+    wandb.termlog("this can be seen")
+    with tracking(run, WandbConfig()) as tracker:
+        tracker.log(1, {"train/loss": 0.5})
+    said = "".join(capfd.readouterr())
+    assert "weave" not in said.lower() and "WANDB_DISABLE_WEAVE" not in os.environ
 
 
 def test_tables_are_rare_and_staged_in_the_run_directory(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:

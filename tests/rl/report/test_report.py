@@ -14,7 +14,7 @@ from rl.record.events import Event, append_event
 from rl.record.metrics_log import MetricsLog
 from rl.record.run_dir import RunDir
 from rl.record.sessions import Session, append_session
-from rl.report.charts import sections
+from rl.report.charts import overlaid, sections
 from rl.report.report import write_report
 from tests.support.paths import new_run
 
@@ -242,3 +242,39 @@ def test_level_curves_and_a_slow_first_sync_leave_the_others_readable() -> None:
     assert charts["Duration"]["traces"][0]["x"] == [1, 2, 3] and "The first took 9.00 s" in charts["Duration"]["note"]
     low, high = charts["Reward"]["y"]["range"]
     assert -0.1 < low < 0 and 0.4 < high < 0.6
+
+
+def test_ticks_are_plain_numbers() -> None:
+    def format_of(value: float) -> str | None:
+        rows = [{"step": 1, "train/lr": value}, {"step": 2, "train/lr": value / 2}]
+        ((_, (chart,)),) = sections(rows)
+        return chart["y"].get("tickformat")
+
+    assert (format_of(2e-5), format_of(0.5), format_of(12_000.0)) == ("~e", None, "~s")
+
+
+def test_curves_of_two_runs_lie_over_each_other() -> None:
+    runs = {"a": [{"step": 1, **step_metrics(1)}], "b": [{"step": 1, **step_metrics(1, 0.5)}]}
+    charts = {chart["title"]: chart for _, group in overlaid(runs) for chart in group}
+    assert [(t["name"], t["y"]) for t in charts["Time per step"]["traces"]] == [("a", [3.0]), ("b", [3.0])]
+    largest = [(t["name"], t["color"], t["dash"]) for t in charts["Mismatch |d|"]["traces"]]
+    assert len(largest) == 6 and {name.partition(", ")[2] for name, _, _ in largest} == {"a", "b"}
+    assert len({(color, dash) for _, color, dash in largest}) == 6, "a colour for the curve, a dash for the run"
+    assert charts["Mismatch |d|"]["zero_line"], "the axis is made of both runs' values"
+
+
+def test_samples_stand_beside_their_reference_and_the_parts_of_their_reward(tmp_path: Path) -> None:
+    values = sample("4") | {"reward_parts": {"right": 1.0, "short": -0.25}}
+    run = make_run(tmp_path, {1: step_metrics(1)}, {1: [values]})
+    assert "<th>Reference</th>" not in page_of(run), "the data are not there any more"
+    data = tmp_path / "data.jsonl"
+    spec = {"model": {"path": "/m"}, "data": {"train": str(data)}, "run": {"name": "demo"}}
+    run.experiment.write_text(yaml.safe_dump(spec))
+    lines = [{"question": "2+2=?", "answer": "<#### 4>"}, {"question": "1+1=?", "answer": "#### 2"}]
+    data.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    page = page_of(run)
+    assert re.search(r"<td class=\"text\">&lt;#### 4&gt;</td>\s*<td class=\"n\">1<br>.*right 1.*short -0.25", page)
+    data.write_text("".join(json.dumps({**line, "question": "2+2=?"}) + "\n" for line in lines))
+    assert "<th>Reference</th>" not in page_of(run), "two answers to one question: nobody knows which"
+    data.write_text("broken")
+    assert "<th>Reference</th>" not in page_of(run)

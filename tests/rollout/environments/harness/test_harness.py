@@ -25,6 +25,7 @@ import pytest
 
 import rollout.environments.harness.harness as harness_module
 from numerics.errors import UserError
+from rl.experiment import load_experiment
 from rollout.data.tasks import Problem
 from rollout.deadlines import end
 from rollout.environments.config import EnvironmentConfig, HarnessConfig
@@ -520,3 +521,34 @@ def test_a_program_that_cannot_be_run_is_refused_before_anything_starts(settings
     with pytest.raises(UserError) as caught:
         load_environment(EnvironmentConfig.model_validate(settings))
     assert message in str(caught.value)
+
+
+def test_a_program_with_a_slash_is_a_path_of_the_spec_and_a_refusal_says_where_it_was_looked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "specs/bin").mkdir(parents=True)
+    (tmp_path / "specs/bin/agent").write_text("#!/bin/sh\n")
+    (tmp_path / "specs/spec.yaml").write_text(
+        "model: {path: m}\ndata: {train: d}\n"
+        "environment: {function: harness, harness: {command: [bin/agent, a/b.py]}}\n"
+    )
+    monkeypatch.chdir(tmp_path)
+
+    def loaded(*overrides: str) -> EnvironmentConfig:
+        return load_experiment("specs/spec.yaml", overrides).environment
+
+    agent = tmp_path / "specs/bin/agent"
+    assert loaded().harness.command == (str(agent), "a/b.py")  # type: ignore[union-attr]
+    with pytest.raises(UserError, match=f"command: found '?{agent}.*without leave to run"):
+        load_environment(loaded())
+    agent.chmod(0o700)
+    assert isinstance(load_environment(loaded()), Harness)
+    for command, said in (
+        ("bin/agent", f"found '{tmp_path}/bin/agent', expected a program that can be run; nothing is there"),
+        ("./specs/bin", f"found '{tmp_path}/specs/bin', expected a program that can be run; a folder is there"),
+        ("no_such_agent", "found 'no_such_agent', expected a program in PATH, which is "),
+    ):
+        with pytest.raises(UserError, match=re.escape(said)):
+            load_environment(loaded(f"environment.harness.command=[{command}]"))
+    kwargs = loaded("environment={function: verifiers, kwargs: {python: vf/bin/python}, harness: null}").kwargs
+    assert kwargs["python"] == str(tmp_path / "vf/bin/python")
