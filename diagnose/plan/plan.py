@@ -121,7 +121,11 @@ def _calculated(subject: Subject, job: Job, gpu: Gpu, efficiency: Efficiency) ->
     ratio = verdict.fp8_over_bf16(job, gpu, efficiency)
     times = {corner: step_time(job, gpu, rates) for corner, rates in corners.items()}
     fewest = None if apart else layouts.fewest(job, gpu, beside_engine=True)
-    remarks = [*verdict.stand_in(subject), *verdict.remarks(job, gpu, full, ratio)]
+    remarks = [
+        *verdict.refusals(subject, job, gpu, full),
+        *verdict.stand_in(subject),
+        *verdict.remarks(job, gpu, full, ratio),
+    ]
     world = job.layout.world_size
     shape = job.shape
     return Plan(

@@ -13,7 +13,6 @@ from numerics.errors import UserError, user_error
 from numerics.io.reading import check_path
 from rl.experiment import Experiment, load_experiment
 from rl.experiment.loading import compose_experiment
-from rollout.speculation import check_drafts
 
 CONFIGS = Path(__file__).parent / "configs"
 """Directories with nothing but a config.json, of models that anyone can download; part of the package."""
@@ -52,7 +51,6 @@ def read_subject(subject: str | None, overrides: Sequence[str] = ()) -> Subject:
     check_path(path, "SPEC|MODEL")
     if path.is_file():
         experiment = load_experiment(path, overrides)
-        check_drafts(experiment.rollout.speculation, cuda=True)
         directory = Path(experiment.model.path)
         stands_in = "" if directory.exists() else _packaged(directory.name)
         if not directory.exists() and not stands_in:

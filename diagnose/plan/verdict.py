@@ -12,12 +12,13 @@ from diagnose.plan.efficiency import Efficiency, Rates
 from diagnose.plan.subject import Subject
 from diagnose.plan.time import step_time
 from numerics.errors import UserError
+from rl.experiment import Experiment
 from rl.experiment.budget.fit import SLACK, check_fits, largest_micro_batch
 from rl.experiment.budget.gpus import Gpu
 from rl.experiment.budget.job import Job
 from rl.experiment.budget.memory import Memory, colocated_memory, engine_memory, trainer_memory
-from trainer.megatron.model_checks import check_layout
-from trainer.megatron.optimizer_memory import lower_optimizer
+from rl.experiment.preconditions.rules import Target, broken_rules
+from rl.experiment.preconditions.teacher import check_teacher_layout
 
 Pays = Literal["FP8 is slower here", "FP8 is faster here", "FP8 may be faster or slower here"]
 FEWEST, MOST = 1 << 7, 1 << 27
@@ -71,18 +72,30 @@ def stand_in(subject: Subject) -> Iterator[Remark]:
         )
 
 
+def refusals(subject: Subject, job: Job, gpu: Gpu, memory: Memory) -> Iterator[Remark]:
+    """What `train` would refuse, by its own rules. memory: of the fullest GPU."""
+    experiment = planned_experiment(subject.experiment, job)
+    target = Target(gpus=True, transformer_engine=True, capability=gpu.capability)
+    found = list(broken_rules(experiment, job.shape.sizes, target))
+    try:
+        if subject.teacher is not None:
+            check_teacher_layout(experiment, subject.teacher.sizes)
+        check_fits(job, memory, gpu.memory, gpu.name)
+    except UserError as error:
+        found.append(error)
+    for error in found:
+        yield Remark(True, error.key, error.found, error.expected, error.remedy)
+
+
+def planned_experiment(experiment: Experiment, job: Job) -> Experiment:
+    """The experiment in the layout of the job."""
+    rollout = experiment.rollout.model_copy(update={"tp": job.engine_tp})
+    return experiment.model_copy(update={"trainer": job.layout, "rollout": rollout})
+
+
 def remarks(job: Job, gpu: Gpu, memory: Memory, ratio: Bracket) -> Iterator[Remark]:
-    """What stands against a plan, and what it rests on. memory: of its fullest GPU."""
+    """What a plan rests on, and what speaks against it. memory: of its fullest GPU."""
     found = f"{memory.peak / 1e9:.1f} GB on {'an engine' if memory.rank is None else f'rank {memory.rank}'}"
-    for check in (
-        lambda: check_fits(job, memory, gpu.memory, gpu.name),
-        lambda: check_layout(job.shape.sizes, job.layout, job.numerics.trainer_spec),
-        lambda: lower_optimizer(job.layout.optimizer, job.storage == "transformer_engine" and job.fp8, True, True),
-    ):
-        try:
-            check()
-        except UserError as error:
-            yield Remark(True, error.key, error.found, error.expected, error.remedy)
     if memory.peak <= gpu.memory and not layouts.leaves_slack(memory.peak, gpu):
         yield Remark(
             False,

@@ -174,12 +174,13 @@ def test_offloading_conflicts_with_weights_held_in_fp8() -> None:
 
 
 def test_tensor_parallelism_conflicts_with_blocks(tmp_path: Path) -> None:
-    """9,728 / 8 is no whole number of blocks; in BF16 it need not be."""
+    """9,728 / 8 is no whole number of blocks; without FP8 on either side it need not be."""
     plan = planned("qwen3_4b", "trainer.tp=8", gpus=8)
     (conflict,) = [remark for remark in plan.remarks if remark.blocks]
     assert "intermediate_size / trainer.tp = 9728 / 8" in conflict.key
     assert "multiple of 128" in conflict.expected
-    assert planned("qwen3_4b", "trainer.tp=8", "numerics.trainer=bf16", gpus=8).ok
+    assert not planned("qwen3_4b", "trainer.tp=8", "numerics.trainer=bf16", gpus=8).ok
+    assert planned("qwen3_4b", "trainer.tp=8", "numerics.trainer=bf16", "numerics.rollout=bf16", gpus=8).ok
 
 
 def test_it_says_that_fp8_is_slower() -> None:
