@@ -86,14 +86,18 @@ def rendered(report: ServerReport) -> RenderableType:
         else:
             size, share = way.found.size, f"{way.found.differing:,} of {way.found.tokens:,}"
             table.add_row(way.name, outcome, share, shown_number(size.mean), shown_number(size.max), cached)
-    what = f"{report.model} at {report.url}, asked by {report.api}'s API"
+    what = Text(f"{report.model} at {report.url}, asked by {report.api}'s API")
     start = "each way began with an empty cache" if report.isolates else "its cache could not be emptied between ways"
     chunk = f"chunks of {report.chunk} tokens" if report.chunk else "it does not say how long its chunks are"
     return Group(what, f"{start}; {chunk}", Text(), table, *_notes(report), Text(), _sentence(report))
 
 
 def _notes(report: ServerReport) -> list[Text]:
-    lines = [f"{way.name}: {way.why}" for way in report.ways if way.found is None]
+    lines = [
+        f"{way.name}: {way.why if way.found is None else f'asked with {way.found.answers} of its prompts, then {way.why}'}"
+        for way in report.ways
+        if way.why
+    ]
     for cause in report.breaks:
         way = next(way for way in report.ways if way.cause == cause and way.outcome == "differs")
         if way.found is not None and (first := way.found.first) is not None:
