@@ -93,11 +93,10 @@ def rendered(report: ServerReport) -> RenderableType:
 
 
 def _notes(report: ServerReport) -> list[Text]:
-    lines = [
-        f"{way.name}: {way.why if way.found is None else f'asked with {way.found.answers} of its prompts, then {way.why}'}"
-        for way in report.ways
-        if way.why
-    ]
+    lines = []
+    for way in report.ways:
+        some = "" if way.found is None else f"asked with {way.found.answers} of its prompts, then "
+        lines += [f"{way.name}: {some}{way.why}"] if way.why else []
     for cause in report.breaks:
         way = next(way for way in report.ways if way.cause == cause and way.outcome == "differs")
         if way.found is not None and (first := way.found.first) is not None:

@@ -47,12 +47,12 @@ def engine_ranks(job: Job, gpu: Gpu) -> int:
     if job.numerics.mode == "exact":
         return 1
     sizes = job.shape.sizes
-    able = [ranks for ranks in range(1, GPUS_PER_NODE + 1) if _divides(sizes, ranks, job.numerics.blocks_spec)]
+    able = [ranks for ranks in range(1, GPUS_PER_NODE + 1) if divides(sizes, ranks, job.numerics.blocks_spec)]
     light = [ranks for ranks in able if 2 * engine_memory(replace(job, engine_tp=ranks)).always < gpu.memory]
     return min(light, default=max(able, default=1))
 
 
-def _divides(sizes: ModelSizes, ranks: int, spec: QuantSpec) -> bool:
+def divides(sizes: ModelSizes, ranks: int, spec: QuantSpec) -> bool:
     """Whether a model divides over so many ranks of an engine."""
     try:
         check_engine_layout(sizes, ranks, spec)

@@ -13,7 +13,7 @@ from diagnose.plan.subject import Subject
 from diagnose.plan.time import step_time
 from numerics.errors import UserError
 from rl.experiment import Experiment
-from rl.experiment.budget.fit import SLACK, check_fits, largest_micro_batch
+from rl.experiment.budget.fit import NO_ENGINE_FITS, SLACK, check_fits, largest_micro_batch
 from rl.experiment.budget.gpus import Gpu
 from rl.experiment.budget.job import Job
 from rl.experiment.budget.memory import Memory, colocated_memory, engine_memory, trainer_memory
@@ -53,6 +53,12 @@ def pays(ratio: Bracket) -> Pays:
     if ratio.low > 1:
         return "FP8 is slower here"
     return "FP8 is faster here" if ratio.high < 1 else "FP8 may be faster or slower here"
+
+
+def by(ratio: Bracket) -> str:
+    """How much more or less time than in BF16, in percent; one number where both corners have the same."""
+    least, most = (f"{each:.0%}" for each in sorted(abs(each - 1) for each in (ratio.low, ratio.high)))
+    return least if least == most else f"{least} to {most}"
 
 
 def break_even(job: Job, gpu: Gpu, efficiency: Efficiency) -> tuple[int | None, int | None]:
@@ -108,7 +114,7 @@ def remarks(job: Job, gpu: Gpu, memory: Memory, ratio: Bracket) -> Iterator[Rema
         yield Remark(
             False,
             "numerics.trainer",
-            f"fp8, {ratio.low:.2f} to {ratio.high:.2f} times as long as BF16 a step: FP8 is slower here",
+            f"fp8, with which a training step takes {by(ratio)} longer than in BF16",
             "steps of more tokens: kernels and quantization take longer than products gain",
             "Raise trainer.micro_batch_tokens and the tokens of a step, or train in BF16 for speed, and lose equality.",
         )
@@ -132,7 +138,7 @@ def _remedy(job: Job, gpu: Gpu, memory: Memory) -> str:
     elif beside_engine and layouts.leaves_slack(trainer_memory(job).peak, gpu):
         ways.append("give engines GPUs of their own (sync.transport=distributed)")
     if beside_engine and not layouts.leaves_slack(engine_memory(job).peak, gpu):
-        ways.append("raise rollout.tp, in exact mode with trainer.tp: an engine's rank does not fit by itself")
+        ways.append(NO_ENGINE_FITS[job.numerics.mode])
     else:
         ways.append("take more GPUs, or more of trainer.ep, trainer.pp or trainer.tp")
     text = ", or ".join(ways)

@@ -74,8 +74,16 @@ def check_engine_ranks(experiment: Experiment, gpus: bool) -> None:
 
 
 def _engine_ranks(experiment: Experiment, sizes: ModelSizes, target: Target) -> None:
-    if target.known:
-        check_engine_ranks(experiment, target.gpus)
+    if not target.known:
+        return
+    check_engine_ranks(experiment, target.gpus)
+    if target.gpus and experiment.rollout.sleep and experiment.rollout.tp > 1:
+        raise user_error(
+            "rollout.sleep",
+            found=f"true with rollout.tp={experiment.rollout.tp} on GPUs",
+            expected="engines of one rank: wider ones have GPUs of their own, where they make room for nobody",
+            remedy="Set rollout.sleep=false, or rollout.tp=1.",
+        )
 
 
 def _kernels(experiment: Experiment, sizes: ModelSizes, target: Target) -> None:

@@ -93,6 +93,11 @@ NATIVE = {"mode": "native"}
             {"numerics": NATIVE, "rollout": {"tp": 2}},
             "rollout.tp: found '2 with numerics.mode=native on CPUs'",
         ),
+        (
+            on("h200"),
+            {"numerics": NATIVE, "rollout": {"tp": 2, "sleep": True}},
+            "rollout.sleep: found 'true with rollout.tp=2 on GPUs'",
+        ),
         (on("a100"), {}, "numerics.mode=native numerics.trainer=bf16 numerics.rollout=bf16, or take other GPUs"),
         (on("a100"), {"numerics": NATIVE}, "numerics.rollout: found 'fp8 with numerics.mode=native on GPUs of compute"),
         (on("4090"), {"model": {"path": "moonlight_16b_a3b"}}, "expected 9.0 to 11.x: its kernels need 170 KiB"),
