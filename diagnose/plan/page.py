@@ -192,15 +192,13 @@ def _of_fp8(plan: Plan) -> str:
 
 def _gpus_that_would_do(plan: Plan) -> str:
     layout, beside = plan.fewest, "" if plan.fewest_apart else " beside an engine"
-    look = (
-        "" if plan.keys is not None or plan.slack >= plan.needed_slack else "; --fit looks for keys with which fewer do"
-    )
+    look = f"; {plan.gpus} with {' '.join(plan.fits_with)}" if plan.fits_with else ""
     if layout is None:
         return f"as it stands no number of {plan.gpu.name} would do for the trainer, whatever the layout{look}"
     if plan.fewest_apart and plan.decides == "colocated":
         beside = ", with engines on GPUs of their own"
     sizes = " ".join(f"{name} {size}" for name, size in _sizes(layout).items())
-    return f"as it stands {layout.world_size} GPUs would do for the trainer{beside} (for example {sizes}){look}"
+    return f"as it stands {layout.world_size} GPUs would do for the trainer{beside}{look or f' (for example {sizes})'}"
 
 
 def _sizes(layout: TrainerConfig) -> dict[str, int]:
