@@ -15,7 +15,7 @@ from typing import ClassVar
 from pydantic import TypeAdapter
 
 from diagnose.certify.http import Http, Refused, ServerFailed
-from diagnose.certify.said import Count, Said
+from diagnose.certify.said import Count, Name, Said
 from numerics.errors import UserError, shown, user_error
 
 Prompt = str | list[int]
@@ -110,7 +110,7 @@ class Meta(Said):
 class Listed(Said):
     """A model that a server lists. vLLM and SGLang say its context in `max_model_len`, llama.cpp in `meta`."""
 
-    id: str
+    id: Name
     max_model_len: Count | None = None
     meta: Meta | None = None
 

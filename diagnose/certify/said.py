@@ -37,6 +37,7 @@ def _first_two(value: Any) -> Any:
 
 Count = Annotated[int, Field(ge=0, lt=1 << 31)]
 TokenId = Count
+Name = Annotated[str, Field(max_length=1000)]
 Logprob = Annotated[float, BeforeValidator(_logprob)]
 """In nats; null, NaN and what is not finite are NaN."""
 Scored = Annotated[tuple[Logprob, TokenId], BeforeValidator(_first_two)]

@@ -9,14 +9,14 @@ from pydantic import TypeAdapter
 
 from diagnose.certify.api import OTHERS, Answer, Prompt, Server, fitting, models, named, no_logprobs
 from diagnose.certify.http import Http, Refused, ServerFailed
-from diagnose.certify.said import Count, Said, Scored
+from diagnose.certify.said import Count, Name, Said, Scored
 
 PATH = "/generate"
 
 
 class _ModelInfo(Said):
-    model_path: str
-    served_model_name: str | None = None
+    model_path: Name
+    served_model_name: Name | None = None
 
 
 class _ServerInfo(Said):

@@ -392,8 +392,6 @@ def test_keys_with_which_a_model_fits_are_found_and_hold(
     assert plan.ok and plan.slack >= plan.needed_slack and plan.keys is not None
     assert {*keys} <= {*plan.keys}
     assert not {each for each in plan.keys if not each.startswith("trainer.")} - {*keys}
-    again = planned(model, *plan.keys, gpu=gpu)
-    assert again.ok and again.memory[again.decides].peak == plan.memory[plan.decides].peak
     first, second, third, *_ = page_of(plan).splitlines()
     assert first.startswith("the plan fits on") and "with these keys" in second and third.split() == [*plan.keys]
 
