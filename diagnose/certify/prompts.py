@@ -12,9 +12,9 @@ IDS = range(8, 64)
 SHORT = (5, 12, 17, 33, 64, 97, 130, 200)
 """Tokens of the prompts that are asked in every way; few of them are multiples of a tile or a page."""
 FIRST = 4
-"""Of each so many short prompts one is asked in every way before the others are: a short limit has a verdict then."""
+"""One of so many short prompts is asked in every way before the others are: a short limit has a verdict then."""
 LONG_PROMPTS = 2
-"""In each of the two rounds: one that is asked with its beginning in the cache, and so many at the same time."""
+"""Asked at the same time in each of the two rounds; one more is asked with its beginning in the cache."""
 LONGEST = 4096
 """Tokens of the longest prompts, where a server does not say how many it prefills at once."""
 SHORTEST_LONG = 300

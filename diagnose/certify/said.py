@@ -39,6 +39,6 @@ Count = Annotated[int, Field(ge=0, lt=1 << 31)]
 TokenId = Count
 Name = Annotated[str, Field(max_length=1000)]
 Logprob = Annotated[float, BeforeValidator(_logprob)]
-"""In nats; null, NaN and what is not finite are NaN."""
+"""Nats; null, NaN and what is not finite are NaN."""
 Scored = Annotated[tuple[Logprob, TokenId], BeforeValidator(_first_two)]
 """SGLang's `[logprob, token, text]`, of which the text is left aside."""

@@ -133,7 +133,7 @@ def _savings(base: Experiment, subject: Subject, length: int | None) -> Iterator
     if not trainer.optimizer.offload:
         optimizer += [{"trainer.optimizer.moments": "bf16"}] if trainer.optimizer.moments == "fp32" else []
         optimizer += [{"trainer.optimizer.offload": True}]
-    choices = [
+    choices: list[list[dict[str, Any]]] = [
         [{}, {"trainer.head_chunk_tokens": 1024}] if trainer.head_chunk_tokens > 1024 else [{}],
         [{}, {"trainer.micro_batch_tokens": row}] if trainer.micro_batch_tokens > row else [{}],
         [{}, {"rollout.sleep": True}] if colocated and not rollout.sleep else [{}],

@@ -89,8 +89,8 @@ def refusals(subject: Subject, job: Job, gpu: Gpu, memory: Memory) -> Iterator[R
         check_fits(job, memory, gpu.memory, gpu.name)
     except UserError as error:
         found.append(error)
-    for error in found:
-        yield Remark(True, error.key, error.found, error.expected, error.remedy)
+    for each in found:
+        yield Remark(True, each.key, each.found, each.expected, each.remedy)
 
 
 def planned_experiment(experiment: Experiment, job: Job) -> Experiment:
