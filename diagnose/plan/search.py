@@ -15,7 +15,8 @@ from diagnose.plan import layouts
 from diagnose.plan.efficiency import Efficiency, assumed
 from diagnose.plan.subject import Subject, is_apart, job_on
 from diagnose.plan.time import step_time
-from rl.experiment import Experiment
+from numerics.errors import UserError
+from rl.experiment import Experiment, parse_experiment
 from rl.experiment.budget.fit import fullest, with_cache
 from rl.experiment.budget.gpus import GPUS_PER_NODE, Gpu
 from rl.experiment.budget.job import Job
@@ -38,9 +39,8 @@ PRICES = {
     "trainer.optimizer.offload": 3.0,
 }
 """What a key is taken to cost, to order the ways: a smaller chunk hardly anything; turns, the engine's wait;
-recomputing, a part of each forward once more; a cache of one
-row, answers in turns; moments in BF16, their digits; an update on the host, more time than all
-of these."""
+recomputing, a part of each forward once more; a cache of one row, answers in turns; moments in BF16, their digits; an
+update on the host, more time than all of these. An order set by hand: none of it was measured."""
 ANOTHER_LAYOUT = 1.5
 """The price of a layout other than the spec's."""
 
@@ -59,12 +59,12 @@ def keys_that_fit(
     """The keys to set, by dotted name, none where it fits as it stands; None: no keys make it fit.
 
     gpus: of the trainer; without one, those of the spec's layout (8 for a model alone), or the fewest of twice as many,
-    and so on, that do.
+    and so on, that do. Adapters are looked at in the spec's own layout alone.
     """
     target = Target(gpus=True, transformer_engine=True, capability=gpu.capability)
     base = subject.experiment
     world = gpus or (base.trainer.world_size if subject.chosen else GPUS_PER_NODE)
-    most = world if gpus else MOST_GPUS
+    most = world if gpus or subject.shape.adapters else MOST_GPUS
     for mode in dict.fromkeys((base.numerics.mode, "native")):
         rates = efficiency if mode == base.numerics.mode else assumed("native")
         count = world
@@ -86,6 +86,8 @@ def _cheapest(subject: Subject, first: Keys, gpu: Gpu, gpus: int, target: Target
     own = [base.trainer] if subject.chosen and base.trainer.world_size == gpus else []
     blocks = base.numerics_config().blocks_spec
     others = [each for each in layouts.layouts(subject.shape, base.trainer, gpus, blocks) if each not in own]
+    if subject.shape.adapters and own:
+        others = []
 
     def fitting(keys: Keys, some: Sequence[TrainerConfig]) -> list[Way]:
         tried = (_with_engines(base, {**fixed, **keys}, ranks) for ranks in engines)
@@ -116,8 +118,20 @@ def _way(
     job = job_on(replace(subject, experiment=experiment), gpu, length)
     apart = is_apart(experiment, job)
     job = with_cache(job, experiment, gpu.memory, apart)
-    fits = layouts.leaves_slack(fullest(job, apart).peak, gpu)
-    return Way(keys, job) if fits and not any(broken_rules(experiment, subject.shape.sizes, target)) else None
+    if not layouts.leaves_slack(fullest(job, apart).peak, gpu):
+        return None
+    if any(broken_rules(experiment, subject.shape.sizes, target)) or not _loads(experiment):
+        return None
+    return Way(keys, job)
+
+
+def _loads(experiment: Experiment) -> bool:
+    """Whether a spec with these values would be loaded: some contradict each other, such as adapters in native mode."""
+    try:
+        parse_experiment(experiment.model_dump(mode="json"))
+    except UserError:
+        return False
+    return True
 
 
 def _savings(base: Experiment, subject: Subject, length: int | None) -> Iterator[tuple[float, dict[str, Any]]]:

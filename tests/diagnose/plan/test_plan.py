@@ -401,6 +401,8 @@ def test_no_keys_are_named_where_a_spec_fits_and_none_where_nothing_does() -> No
     plan = fitted_plan(spec, [], gpu_named("h200"), assumed)
     assert plan.keys == () and "nothing has to be set" in page_of(plan)
     assert fitted_plan(spec, ["rollout.tp=4"], gpu_named("h200"), assumed).keys == ("rollout.tp=1",)
+    adapters = str(EXAMPLES / "qwen3_4b_lora_one_gpu.yaml")  # which native mode does not have
+    assert fitted_plan(adapters, [], gpu_named("4090"), assumed, 1).keys is None
     light = str(EXAMPLES / "qwen3_4b_one_gpu.yaml")
     kept = fitted_plan(light, ["trainer.optimizer.offload=false"], gpu_named("h100"), assumed)
     assert kept.keys == ("trainer.optimizer.offload=true",)
