@@ -6,6 +6,7 @@ adapters are those of a model's table.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -103,6 +104,20 @@ class Shape:
     def active_parameters(self) -> int:
         """Elements of the products that one token takes, the output projection among them, the embedding not."""
         return sum(weight.size * self._taken(weight) for weight in self.weights)
+
+    @cached_property
+    def adapter_bytes(self) -> int:
+        """Bytes of adapters in an engine: the pairs, and of matrices that one product fuses each B once more, in rows
+        as wide as all of their ranks together (`numerics.ops.low_rank`)."""
+        fused: dict[tuple[str, int | None], list[TensorRow]] = {}
+        for row in self.adapters:
+            fused.setdefault((row.engine.parameter, row.engine.index), []).append(row)
+        wide = sum(
+            sum(row.shape[0] for row in rows) * sum(row.shape[1] for row in rows)
+            for rows in fused.values()
+            if len(rows) > 1 and ".lora_B." in rows[0].name
+        )
+        return (wide + sum(math.prod(row.shape) for row in self.adapters)) * BF16_BYTES
 
     def kv_bytes(self, each: int = BF16_BYTES) -> int:
         """Bytes of one token in the KV cache of all layers, of `each` bytes an element."""

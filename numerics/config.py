@@ -105,6 +105,12 @@ class NumericsConfig:
         """The spec that the engine runs, and so the one in which weights are sent to it."""
         return self.spec if self.rollout != "bf16" else QuantSpec.preset("bf16")
 
+    @property
+    def blocks_spec(self) -> QuantSpec:
+        """The spec whose blocks a layout must keep whole, on both sides where one of them quantizes: the bytes are the
+        same."""
+        return self.rollout_spec if self.rollout_spec.quantized else self.trainer_spec
+
     def to_dict(self) -> dict[str, Any]:
         fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         return fields | {"spec": self.spec.to_dict()}

@@ -6,17 +6,17 @@ share: a request that is bounded in time, and what may come of it.
 
 from __future__ import annotations
 
-import math
-import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
-import httpx
+from pydantic import TypeAdapter
 
-from numerics.errors import UserError, user_error
+from diagnose.certify.http import Http, Refused, ServerFailed
+from diagnose.certify.said import Count, Name, Said
+from numerics.errors import UserError, shown, user_error
 
 Prompt = str | list[int]
 OTHERS = 5
@@ -30,8 +30,7 @@ class Answer:
     tokens: ids, or texts where a server gives no ids. logprobs: of each, in nats; NaN where there is none.
     others: the log-probabilities of the most probable tokens beside each, the largest first; none where not given.
     cached: tokens of the prompt that came from a cache; None where the server does not say.
-    scored: log-probabilities of the prompt's tokens from
-    the second on, if asked for.
+    scored: log-probabilities of the prompt's tokens from the second on, if asked for.
     """
 
     tokens: tuple[int | str, ...]
@@ -39,71 +38,6 @@ class Answer:
     others: tuple[tuple[float, ...], ...] = ()
     cached: int | None = None
     scored: tuple[float, ...] | None = None
-
-
-class Refused(Exception):
-    """The server refused a request. status: of HTTP. text: its body, the beginning of it."""
-
-    def __init__(self, status: int, text: str) -> None:
-        super().__init__(f"{status}: {text}")
-        self.status, self.text = status, text
-
-
-class ServerFailed(Exception):
-    """The server broke off, or answered with a fault of its own."""
-
-
-class TimeUp(Exception):
-    """The time for all requests is over."""
-
-
-class Http:
-    """Requests to one server, all of them before one point in time."""
-
-    def __init__(self, url: str, api_key: str | None, seconds: float) -> None:
-        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        self.url, self._ends = url, time.monotonic() + seconds
-        self._client = httpx.Client(base_url=url, headers=headers, trust_env=False, limits=httpx.Limits())
-
-    def close(self) -> None:
-        self._client.close()
-
-    def get(self, path: str) -> Any:
-        """The JSON at a path. Raises `Refused`, `ServerFailed`, `TimeUp`."""
-        return self._json("GET", path, None)
-
-    def post(self, path: str, body: Mapping[str, Any]) -> Any:
-        """The JSON answer to a JSON body. Raises `Refused`, `ServerFailed`, `TimeUp`."""
-        return self._json("POST", path, body)
-
-    def _json(self, method: str, path: str, body: Mapping[str, Any] | None) -> Any:
-        left = self._ends - time.monotonic()
-        if left <= 0:
-            raise TimeUp
-        try:
-            response = self._client.request(method, path, json=body, timeout=httpx.Timeout(left, connect=min(left, 5)))
-        except httpx.ConnectError:
-            raise
-        except httpx.TimeoutException:
-            raise TimeUp from None
-        except httpx.HTTPError as error:
-            raise ServerFailed(f"{path} broke off: {error or type(error).__name__}") from None
-        if response.status_code in (401, 403):
-            raise user_error(
-                "--api-key",
-                found=f"{'one' if 'Authorization' in self._client.headers else 'none'}, which {self.url} refuses "
-                f"({response.status_code})",
-                expected="the key of this server",
-                remedy="Give it with --api-key, or in the environment variable FP8RL_API_KEY.",
-            )
-        if 400 <= response.status_code < 500:
-            raise Refused(response.status_code, response.text[:300])
-        if response.status_code != 200:
-            raise ServerFailed(f"{path} answered {response.status_code}: {response.text[:300]}")
-        try:
-            return response.json()
-        except ValueError:
-            raise ServerFailed(f"{path} answered no JSON: {response.text[:100]!r}") from None
 
 
 class Server(ABC):
@@ -167,16 +101,39 @@ class Server(ABC):
             self.isolates = self.caches and not other
 
 
-def models(http: Http) -> list[dict[str, Any]] | None:
-    """What `/v1/models` lists, by `id`; None if there is no such list."""
+class Meta(Said):
+    """What llama.cpp says of a model."""
+
+    n_ctx: Count | None = None
+
+
+class Listed(Said):
+    """A model that a server lists. vLLM and SGLang say its context in `max_model_len`, llama.cpp in `meta`."""
+
+    id: Name
+    max_model_len: Count | None = None
+    meta: Meta | None = None
+
+    @property
+    def context(self) -> int | None:
+        return self.max_model_len or (self.meta.n_ctx if self.meta else None) or None
+
+
+class Listing(Said):
+    """The answer of `/v1/models`."""
+
+    data: list[Listed]
+
+
+_LISTING = TypeAdapter(Listing)
+
+
+def models(http: Http) -> list[Listed] | None:
+    """The models of `/v1/models`; None if there is no such list."""
     try:
-        listed = http.get("/v1/models")
+        return http.get("/v1/models", _LISTING).data
     except (Refused, ServerFailed):
         return None
-    rows = listed.get("data") if isinstance(listed, dict) else None
-    if not isinstance(rows, list) or not all(isinstance(row, dict) and isinstance(row.get("id"), str) for row in rows):
-        return None
-    return rows
 
 
 def named(asked: str | None, served: Sequence[str]) -> str:
@@ -192,7 +149,7 @@ def named(asked: str | None, served: Sequence[str]) -> str:
     raise user_error(
         "--model",
         found=asked or "none",
-        expected=f"one of this server's: {', '.join(served[:20]) or 'it has none'}",
+        expected=f"one of this server's: {', '.join(shown(name)[1:-1] for name in served[:20]) or 'it has none'}",
         remedy="Name one of them.",
     )
 
@@ -202,6 +159,15 @@ def no_logprobs(found: str, remedy: str) -> UserError:
     return user_error("--server", found=found, expected="a log-probability for each token of an answer", remedy=remedy)
 
 
-def number(value: Any) -> float:
-    """A log-probability as JSON has it; null, for one that is not finite, is NaN."""
-    return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else math.nan
+def fitting(answer: Answer, tokens: int, path: str) -> Answer:
+    """The answer, if it has a log-probability for each of its tokens, and no more of these than were asked for.
+
+    Raises:
+        ServerFailed: it has not.
+    """
+    said, logprobs = len(answer.tokens), len(answer.logprobs)
+    if said != logprobs or said > tokens:
+        raise ServerFailed(
+            f"{path} answered {said} tokens and {logprobs} log-probabilities where {tokens} were asked for"
+        )
+    return answer

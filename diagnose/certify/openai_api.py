@@ -5,23 +5,64 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from diagnose.certify.api import (
-    OTHERS,
-    Answer,
-    Http,
-    Prompt,
-    Refused,
-    Server,
-    ServerFailed,
-    models,
-    named,
-    no_logprobs,
-    number,
-)
+from pydantic import TypeAdapter
+
+from diagnose.certify.api import OTHERS, Answer, Prompt, Server, fitting, models, named, no_logprobs
+from diagnose.certify.http import Http, Refused, ServerFailed
+from diagnose.certify.said import Count, Logprob, Said, TokenId
 
 PATH = "/v1/completions"
 _EXTRAS: tuple[dict[str, Any], ...] = ({"ignore_eos": True}, {"return_token_ids": True}, {"cache_salt": "1"})
 """Settings that are not OpenAI's own. Each is used where a server takes it."""
+
+
+class _Other(Said):
+    logprob: Logprob
+
+
+class _Token(_Other):
+    """A token as llama.cpp says it, in the form of chats."""
+
+    token: str = ""
+    id: TokenId | None = None
+    top_logprobs: list[_Other] | None = None
+
+
+class _Logprobs(Said):
+    """OpenAI's form, or llama.cpp's."""
+
+    tokens: list[str] | None = None
+    token_logprobs: list[Logprob] | None = None
+    top_logprobs: list[dict[str, Logprob] | None] | None = None
+    content: list[_Token] | None = None
+
+
+class _Choice(Said):
+    index: Count = 0
+    logprobs: _Logprobs | None = None
+    token_ids: list[TokenId] | None = None
+
+
+class _Details(Said):
+    cached_tokens: Count | None = None
+
+
+class _Usage(Said):
+    prompt_tokens_details: _Details | None = None
+
+
+class _Completion(Said):
+    choices: list[_Choice]
+    usage: _Usage | None = None
+
+    @property
+    def cached(self) -> int | None:
+        """Tokens of the prompt that came from the cache, where the server says so."""
+        details = None if self.usage is None else self.usage.prompt_tokens_details
+        return None if details is None else details.cached_tokens
+
+
+_COMPLETION = TypeAdapter(_Completion)
 
 
 class OpenAI(Server):
@@ -43,25 +84,23 @@ class OpenAI(Server):
         listed = models(http)
         if listed is None:
             return None
-        server = cls(http, named(model, [row["id"] for row in listed]))
-        (row,) = (row for row in listed if row["id"] == server.model)
-        context = row.get("max_model_len") or (row.get("meta") or {}).get("n_ctx")  # vLLM and SGLang, llama.cpp
-        server.context = context if isinstance(context, int) else None
+        server = cls(http, named(model, [row.id for row in listed]))
+        server.context = next(row.context for row in listed if row.id == server.model)
         server._look_at_settings()
         return server
 
     def ask(self, prompts: Sequence[Prompt], tokens: int, salt: str, *, temperature: float = 0.0) -> list[Answer]:
         extras = self._extras | ({"cache_salt": salt} if "cache_salt" in self._extras else {})
         said = self._complete(prompts, max_tokens=tokens, temperature=temperature, **extras)
-        cached = _cached(said)
-        return [_answer(each, cached if len(prompts) == 1 else None) for each in said["choices"]]
+        cached = said.cached if len(prompts) == 1 else None
+        return [fitting(_answer(each, cached), tokens, PATH) for each in said.choices]
 
     def score(self, prompts: Sequence[list[int]], salt: str) -> list[Answer] | None:
         try:
             said = self._complete(prompts, max_tokens=1, temperature=0.0, echo=True)
         except Refused:
             return None
-        answers = [_answer(each, None) for each in said["choices"]]
+        answers = [_answer(each, None) for each in said.choices]
         if any(len(a.logprobs) != len(p) + 1 for a, p in zip(answers, prompts, strict=True)):
             return None  # it leaves `echo` aside
         return [
@@ -85,41 +124,35 @@ class OpenAI(Server):
             return False
         return True
 
-    def _complete(self, prompts: Sequence[Prompt], **settings: Any) -> dict[str, Any]:
+    def _complete(self, prompts: Sequence[Prompt], **settings: Any) -> _Completion:
         """An answer with as many choices as prompts, in their order."""
         prompt: Any = prompts[0] if len(prompts) == 1 else list(prompts)
-        said = self.http.post(PATH, {"model": self.model, "prompt": prompt, "logprobs": OTHERS} | settings)
-        choices = said.get("choices") if isinstance(said, dict) else None
-        if not isinstance(choices, list) or len(choices) != len(prompts):
-            raise ServerFailed(f"{PATH} answered another form than {len(prompts)} choices")
-        return said | {"choices": sorted(choices, key=lambda choice: choice.get("index", 0))}
+        body = {"model": self.model, "prompt": prompt, "logprobs": OTHERS} | settings
+        said = self.http.post(PATH, body, _COMPLETION)
+        if len(said.choices) != len(prompts):
+            raise ServerFailed(f"{PATH} answered {len(said.choices)} choices to {len(prompts)} prompts")
+        return said.model_copy(update={"choices": sorted(said.choices, key=lambda choice: choice.index)})
 
 
-def _answer(choice: dict[str, Any], cached: int | None) -> Answer:
-    said = choice.get("logprobs") or {}
-    if "content" in said:  # llama.cpp says them as a chat does
-        texts = [each.get("id", each["token"]) for each in said["content"] or ()]
-        values = [each["logprob"] for each in said["content"] or ()]
-        tops = [[other["logprob"] for other in each.get("top_logprobs") or ()] for each in said["content"] or ()]
+def _answer(choice: _Choice, cached: int | None) -> Answer:
+    said = choice.logprobs or _Logprobs()
+    names: list[int] | list[str] | list[int | str]
+    if said.content is not None:
+        names = [token.token if token.id is None else token.id for token in said.content]
+        values = [token.logprob for token in said.content]
+        tops = [[other.logprob for other in token.top_logprobs or ()] for token in said.content]
     else:
-        texts, values = said.get("tokens") or [], said.get("token_logprobs") or []
-        tops = [list((top or {}).values()) for top in said.get("top_logprobs") or ()]
+        names, values = said.tokens or [], said.token_logprobs or []
+        tops = [list((top or {}).values()) for top in said.top_logprobs or ()]
     if not values:
         raise no_logprobs(
             f"answers of {PATH} without log-probabilities", "Ask a server that gives them for `logprobs`."
         )
-    ids = choice.get("token_ids")
+    if choice.token_ids is not None and len(choice.token_ids) == len(values):
+        names = choice.token_ids
     return Answer(
-        tokens=tuple(texts if ids is None or len(ids) != len(values) else ids),
-        logprobs=tuple(number(value) for value in values),
-        others=tuple(tuple(sorted(map(number, top), reverse=True)) for top in tops),
+        tokens=tuple(names),
+        logprobs=tuple(values),
+        others=tuple(tuple(sorted(top, reverse=True)) for top in tops),
         cached=cached,
     )
-
-
-def _cached(said: dict[str, Any]) -> int | None:
-    """Tokens of the prompt that came from a cache, where the server says so."""
-    details = (said.get("usage") or {}).get("prompt_tokens_details")
-    if isinstance(details, dict) and isinstance(count := details.get("cached_tokens"), int):
-        return count
-    return None

@@ -3,7 +3,8 @@
 Answers are greedy, so that they are a function of the model and the prompt. The reference is each answer alone, with
 nothing else under way. Each other way changes one thing: what else is in the batch, what of the prompt comes from the
 cache, how a long prompt is cut in chunks, what else the server has to do. A server in which a row depends on nothing
-but itself gives the same tokens with the same log-probabilities in all of them, bit for bit.
+but itself gives the same tokens with the same log-probabilities in all of them, bit for bit. A few prompts go through
+all ways first, and the others then, so that a short limit leaves no way out.
 
 Where prompts under another salt share no cached prefix, and the server says so, each way begins with an empty cache.
 Else a prompt that was asked for once comes from the cache for ever, and the reference is its second answer.
@@ -19,9 +20,12 @@ from functools import partial
 from itertools import count
 from typing import Literal
 
-from diagnose.certify.api import Answer, Prompt, Refused, Server, ServerFailed, TimeUp
+from diagnose.certify import prompts as lengths
+from diagnose.certify.api import Answer, Prompt, Server
 from diagnose.certify.compare import Comparison, compare
-from diagnose.certify.prompts import LONG_PROMPTS, SHORTEST_LONG, Writer
+from diagnose.certify.http import Refused, ServerFailed, TimeUp
+from diagnose.certify.prompts import SHORTEST_LONG, Writer
+from numerics.errors import UserError
 
 TOKENS = 24
 """Length of each answer."""
@@ -31,6 +35,7 @@ LOAD, LOAD_TOKENS = 24, 96
 """Answers that are sampled meanwhile, and how long they are."""
 
 NO_IDS = "the server gives no token ids to go on from"
+TIME_OVER = "the time was over"
 NO_CACHE = "the server took nothing from a cache"
 
 Cause = Literal["repetition", "cached prefix", "batch", "prefill", "chunked prefill", "load"]
@@ -62,16 +67,37 @@ class Probe:
         self._server, self._writer, self._say = server, writer, say
         self._salts = (f"fp8rl-certify-{number}" for number in count())
         self._broken: set[Cause] = set()
+        self._asked: dict[str, tuple[list[Answer], list[Answer]]] = {}
+        self._found: dict[str, Way] = {}
 
     def ways(self) -> Iterator[Way]:
-        """One after the other. Raises what `Server.ask` raises while the references are asked for."""
-        for way in self._ways():
+        """One after the other, and each once more with all prompts. Raises what `Server.ask` raises while the
+        references are asked for."""
+        rows = self._writer.short()
+        few = rows[lengths.FIRST - 1 :: lengths.FIRST] or rows[:1]
+        self._few = len(few)
+        yield from self._recorded(few)
+        try:
+            yield from self._recorded([row for row in rows if row not in few])
+        except TimeUp:
+            yield from [self._cut(way) for way in self._found.values()]
+
+    def _recorded(self, rows: Sequence[list[int]]) -> Iterator[Way]:
+        for way in self._ways(rows) if rows else ():
+            before = self._found.get(way.name)
+            if before is not None and before.found is not None and way.why == TIME_OVER:
+                way = self._cut(before)
+            self._found[way.name] = way
             if way.outcome == "differs":
                 self._broken.add(way.cause)
             yield way
 
-    def _ways(self) -> Iterator[Way]:
-        server, rows, salt = self._server, self._writer.short(), next(self._salts)
+    def _cut(self, way: Way) -> Way:
+        """A way whose prompts were not all asked: what a few of them have shown holds."""
+        return way if way.found is None or way.found.answers > self._few else replace(way, why=TIME_OVER)
+
+    def _ways(self, rows: Sequence[list[int]]) -> Iterator[Way]:
+        server, salt = self._server, next(self._salts)
         prompts = [self._writer.prompt(row) for row in rows]
         self._say(f"asking for {len(prompts)} answers, each alone")
         first = server.alone(prompts, TOKENS, salt)
@@ -109,11 +135,14 @@ class Probe:
         try:
             answers = ask()
         except TimeUp:
-            return Way(name, cause, "not reached", why="the time was over")
+            return Way(name, cause, "not reached", why=TIME_OVER)
         except (Refused, ServerFailed) as error:
             return Way(name, cause, "not reached", why=f"the server did not answer: {error}")
-        found = compare(reference, answers)
-        said = [answer.cached for answer in answers if answer.cached is not None]
+        references, asked = self._asked.setdefault(name, ([], []))
+        references += reference
+        asked += answers
+        found = compare(references, asked)
+        said = [answer.cached for answer in asked if answer.cached is not None]
         return Way(name, cause, "equal" if found.equal else "differs", found, cached=sum(said) if said else None)
 
     def _cached(self, name: str, reference: Sequence[Answer], ask: Callable[[], Sequence[Answer]]) -> Way:
@@ -187,7 +216,7 @@ class Probe:
         over = threading.Event()
 
         def go_on() -> None:
-            with suppress(TimeUp, Refused, ServerFailed):
+            with suppress(TimeUp, Refused, ServerFailed, UserError):
                 while not over.is_set():
                     self._server.together(prompts, LOAD_TOKENS, "fp8rl-certify-load", temperature=1.0)
 
@@ -213,16 +242,16 @@ class Probe:
             yield from (Way(name, "chunked prefill", "absent", why=why) for name in names)
             return
         longest = [self._writer.prompt(row) for row in rows]
-        begun = [self._writer.prompt(row[: len(row) * 3 // 8]) for row in rows[:LONG_PROMPTS]]
+        begun = [self._writer.prompt(row[: len(row) * 3 // 8]) for row in rows[:1]]
         salt, other = next(self._salts), next(self._salts)
 
         def behind() -> tuple[list[Answer], list[Answer]]:
             self._server.alone(begun, 1, salt)
-            return self._server.alone(longest[:LONG_PROMPTS], TOKENS, salt), self._alone(longest[:LONG_PROMPTS], salt)
+            return self._server.alone(longest[:1], TOKENS, salt), self._alone(longest[:1], salt)
 
         def together() -> tuple[list[Answer], list[Answer]]:
-            found = self._server.together(longest[LONG_PROMPTS:], TOKENS, other)
-            return found, self._alone(longest[LONG_PROMPTS:], other)
+            found = self._server.together(longest[1:], TOKENS, other)
+            return found, self._alone(longest[1:], other)
 
         simpler: tuple[Cause, Cause] = "cached prefix", "batch"
         for name, ask, other_cause in zip(names, (behind, together), simpler, strict=True):
@@ -244,4 +273,4 @@ def _joined(row: list[int], tokens: Sequence[int | str]) -> list[int]:
 
 
 def _why(error: Exception) -> str:
-    return "the time was over" if isinstance(error, TimeUp) else f"the server did not answer: {error}"
+    return TIME_OVER if isinstance(error, TimeUp) else f"the server did not answer: {error}"

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import random
 
-from diagnose.certify.api import Prompt, Refused, Server
+from diagnose.certify.api import Prompt, Server
+from diagnose.certify.http import Refused
 
 IDS = range(8, 64)
 """Token ids of prompts: every vocabulary has them, and most have their special tokens elsewhere."""
 SHORT = (5, 12, 17, 33, 64, 97, 130, 200)
 """Tokens of the prompts that are asked in every way; few of them are multiples of a tile or a page."""
+FIRST = 4
+"""One of so many short prompts is asked in every way before the others are: a short limit has a verdict then."""
 LONG_PROMPTS = 2
-"""That are asked with their beginnings in the cache, and as many others at the same time."""
+"""Asked at the same time in each of the two rounds; one more is asked with its beginning in the cache."""
 LONGEST = 4096
 """Tokens of the longest prompts, where a server does not say how many it prefills at once."""
 SHORTEST_LONG = 300
@@ -41,7 +44,7 @@ class Writer:
 
     def short(self) -> list[list[int]]:
         """Rows of the lengths of SHORT."""
-        room = (self._server.context or 1 << 20) - ROOM
+        room = max(1, (self._server.context or 1 << 20) - ROOM)
         return [self.ids(min(length, room)) for length in SHORT]
 
     def long(self) -> list[list[int]]:
@@ -55,7 +58,7 @@ class Writer:
         length = min(length, (server.context or length + ROOM) - ROOM)
         while length >= SHORTEST_LONG and not self._is_taken(length):
             length //= 2
-        return [self.ids(length - 17 * number) for number in range(2 * LONG_PROMPTS) if length >= SHORTEST_LONG]
+        return [self.ids(length - 17 * number) for number in range(1 + LONG_PROMPTS) if length >= SHORTEST_LONG]
 
     def _is_taken(self, tokens: int) -> bool:
         try:

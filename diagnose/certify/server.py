@@ -8,7 +8,8 @@ from urllib.parse import urlsplit
 
 import httpx
 
-from diagnose.certify.api import Http, Refused, Server, ServerFailed, TimeUp
+from diagnose.certify.api import Server
+from diagnose.certify.http import Http, NoServer, Refused, ServerFailed, TimeUp
 from diagnose.certify.openai_api import OpenAI
 from diagnose.certify.probe import Probe, Way
 from diagnose.certify.prompts import Writer
@@ -16,8 +17,7 @@ from diagnose.certify.server_report import ServerReport
 from diagnose.certify.sglang_api import SGLang
 from numerics.errors import UserError, user_error
 
-_PATIENCE_S = 5.0
-"""Time without which nothing can be asked."""
+_DAY_S = 86400.0
 
 
 def certify_server(
@@ -34,28 +34,35 @@ def certify_server(
         UserError: there is no such server, it refuses the key, has no such model, or gives no log-probabilities.
     """
     began = time.monotonic()
-    http = Http(_base(url), api_key, max(seconds, _PATIENCE_S))
+    if not 0 < seconds <= _DAY_S:  # NaN, too
+        raise user_error(
+            "--seconds",
+            found=seconds,
+            expected=f"seconds, at most {_DAY_S:,.0f}",
+            remedy="Give fewer, or leave it out.",
+        )
+    http = Http(_base(url), _key(api_key), seconds)
     try:
         server = _connect(http, url, model)
-        ways: list[Way] = []
+        ways: dict[str, Way] = {}
         try:
             writer = Writer(server)
             server.look_at_cache(writer.prompt(writer.ids(48)))
             for way in Probe(server, writer, say).ways():
-                ways.append(way)
+                ways[way.name] = way
         except (TimeUp, Refused, ServerFailed) as error:
             why = f"the time of {seconds:g} s was over" if isinstance(error, TimeUp) else str(error)
-            ways.append(Way("alone", "repetition", "not reached", why=why))
+            ways.setdefault("alone", Way("alone", "repetition", "not reached", why=why))
         return ServerReport(
             url=url,
             api=server.api,
             model=server.model,
             isolates=server.isolates,
             chunk=server.chunk,
-            ways=ways,
+            ways=list(ways.values()),
             seconds=round(time.monotonic() - began, 1),
         )
-    except httpx.ConnectError as error:
+    except NoServer as error:
         raise user_error(
             "--server",
             found=f"nothing that answers at {url} ({error})",
@@ -66,12 +73,25 @@ def certify_server(
         http.close()
 
 
+def _key(api_key: str | None) -> str | None:
+    """The key, if a header can hold it. Raises `UserError`."""
+    if api_key is not None and not (api_key.isascii() and api_key.isprintable()):
+        raise user_error(
+            "--api-key",
+            found="one with other characters than printable ASCII",
+            expected="a key that a header can hold",
+            remedy="Correct it; a file that it is read from may end in a newline.",
+        )
+    return api_key
+
+
 def _base(url: str) -> str:
     """The address before `/v1`."""
     try:
         parsed = urlsplit(url)
         port = parsed.port  # which raises where it is none
-    except ValueError as error:
+        httpx.URL(url)
+    except (ValueError, httpx.InvalidURL) as error:
         raise _no_address(url, str(error)) from None
     if parsed.scheme not in ("http", "https") or not parsed.hostname or port == 0:
         raise _no_address(url, "no http address")

@@ -12,6 +12,7 @@ from rich.text import Text
 from diagnose.certify.probe import Cause, Way
 from diagnose.difference import shown_number
 from diagnose.report import Report
+from numerics.errors import shown
 
 Verdict = Literal["certified", "broken", "undecided"]
 _STYLES = {"equal": "green", "differs": "bold red", "absent": "dim", "not reached": "yellow"}
@@ -86,18 +87,21 @@ def rendered(report: ServerReport) -> RenderableType:
         else:
             size, share = way.found.size, f"{way.found.differing:,} of {way.found.tokens:,}"
             table.add_row(way.name, outcome, share, shown_number(size.mean), shown_number(size.max), cached)
-    what = f"{report.model} at {report.url}, asked by {report.api}'s API"
+    what = Text(f"{shown(report.model)[1:-1]} at {report.url}, asked by {report.api}'s API")
     start = "each way began with an empty cache" if report.isolates else "its cache could not be emptied between ways"
     chunk = f"chunks of {report.chunk} tokens" if report.chunk else "it does not say how long its chunks are"
     return Group(what, f"{start}; {chunk}", Text(), table, *_notes(report), Text(), _sentence(report))
 
 
 def _notes(report: ServerReport) -> list[Text]:
-    lines = [f"{way.name}: {way.why}" for way in report.ways if way.found is None]
+    lines = []
+    for way in report.ways:
+        some = "" if way.found is None else f"asked with {way.found.answers} of its prompts, then "
+        lines += [f"{way.name}: {some}{way.why}"] if way.why else []
     for cause in report.breaks:
         way = next(way for way in report.ways if way.cause == cause and way.outcome == "differs")
         if way.found is not None and (first := way.found.first) is not None:
-            tokens = " and ".join(repr(token) for token in dict.fromkeys(first.tokens))
+            tokens = " and ".join(shown(token, 60) for token in dict.fromkeys(first.tokens))
             values = " against ".join("none" if value is None else f"{value!r}" for value in first.logprobs)
             lines.append(
                 f"{way.name}: first at prompt {first.prompt}, token {first.position}: {tokens or 'the end'}, {values}"

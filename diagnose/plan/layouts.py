@@ -16,7 +16,7 @@ from rl.experiment.budget.gpus import GPUS_PER_NODE, Gpu
 from rl.experiment.budget.job import Job
 from rl.experiment.budget.memory import colocated_memory, engine_memory, trainer_memory
 from trainer.config import TrainerConfig
-from trainer.megatron.model_checks import check_layout
+from trainer.megatron.model_checks import check_engine_layout, check_layout
 
 MOST_STAGES, MOST_EXPERT_RANKS = 32, 64
 MOST_GPUS = 4096
@@ -47,9 +47,18 @@ def engine_ranks(job: Job, gpu: Gpu) -> int:
     if job.numerics.mode == "exact":
         return 1
     sizes = job.shape.sizes
-    able = [ranks for ranks in _divisors(sizes.heads, GPUS_PER_NODE) if not sizes.kv_heads % ranks]
+    able = [ranks for ranks in range(1, GPUS_PER_NODE + 1) if divides(sizes, ranks, job.numerics.blocks_spec)]
     light = [ranks for ranks in able if 2 * engine_memory(replace(job, engine_tp=ranks)).always < gpu.memory]
-    return min(light, default=max(able))
+    return min(light, default=max(able, default=1))
+
+
+def divides(sizes: ModelSizes, ranks: int, spec: QuantSpec) -> bool:
+    """Whether a model divides over so many ranks of an engine."""
+    try:
+        check_engine_layout(sizes, ranks, spec)
+    except UserError:
+        return False
+    return True
 
 
 def choose(job: Job, gpu: Gpu, gpus: int, efficiency: Efficiency) -> Job:
@@ -58,7 +67,7 @@ def choose(job: Job, gpu: Gpu, gpus: int, efficiency: Efficiency) -> Job:
     Raises UserError: the model cannot be quantized as its spec says, however it is laid out.
     """
     best: tuple[tuple[bool, float], Job] | None = None
-    for layout in layouts(job.shape, job.layout, gpus, job.numerics.trainer_spec):
+    for layout in layouts(job.shape, job.layout, gpus, job.numerics.blocks_spec):
         candidate = replace(job, layout=layout)
         peak = colocated_memory(candidate).peak
         fits = leaves_slack(peak, gpu)
@@ -67,7 +76,7 @@ def choose(job: Job, gpu: Gpu, gpus: int, efficiency: Efficiency) -> Job:
         if best is None or rank < best[0]:
             best = rank, candidate
     if best is None:  # even the plainest one, which says why
-        check_layout(job.shape.sizes, job.layout, job.numerics.trainer_spec)
+        check_layout(job.shape.sizes, job.layout, job.numerics.blocks_spec)
         raise AssertionError("found no layout, expected the plainest one to be refused")
     return best[1]
 
@@ -82,7 +91,7 @@ def fewest(job: Job, gpu: Gpu, *, beside_engine: bool) -> TrainerConfig | None:
         return None
     gpus = 1
     while gpus <= MOST_GPUS:
-        for layout in layouts(job.shape, job.layout, gpus, job.numerics.trainer_spec):
+        for layout in layouts(job.shape, job.layout, gpus, job.numerics.blocks_spec):
             candidate = replace(job, layout=layout)
             memory = colocated_memory(candidate) if beside_engine else trainer_memory(candidate)
             if leaves_slack(memory.peak, gpu):

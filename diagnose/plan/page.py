@@ -14,6 +14,7 @@ from rich.text import Text
 from diagnose.doctor.judge import Remark
 from diagnose.plan.plan import Plan
 from diagnose.plan.time import StepTime
+from diagnose.plan.verdict import by
 from diagnose.report import SCHEMA
 from rl.experiment.budget.memory import PHASES
 from trainer.config import TrainerConfig
@@ -42,18 +43,18 @@ def to_json(plan: Plan) -> str:
 
 
 def rendered(plan: Plan) -> RenderableType:
-    """The model, its bytes, its times, and the verdict in words."""
+    """The verdict in words, then what it rests on: the model, its bytes, its times."""
     parts: Iterable[RenderableType] = (
+        *_verdict(plan),
+        *map(_remark, plan.remarks),
+        Text(),
         _heading(plan),
         Text(),
         _memory(plan),
         Text(),
         _times(plan),
         Text(plan.efficiency.source, style="dim"),
-        Text(),
-        *((_decode(plan), Text()) if plan.decode else ()),
-        *map(_remark, plan.remarks),
-        *_verdict(plan),
+        *((Text(), _decode(plan)) if plan.decode else ()),
     )
     return Group(*parts)
 
@@ -69,6 +70,7 @@ def _heading(plan: Plan) -> RenderableType:
         + f", {numerics}",
         f"  {job.rows:,} rows of {job.length:,} tokens a step, {job.micro_batches} micro-batches of "
         f"{job.micro_batch:,}" + (f"; engines of {job.engine_tp}" if job.engines else ""),
+        *([f"  {plan.assumed}"] if plan.assumed else []),
     ]
     return Text("\n".join(lines))
 
@@ -119,46 +121,84 @@ def _decode(plan: Plan) -> Table:
 
 
 def _verdict(plan: Plan) -> list[Text]:
-    held, job = plan.memory, plan.job
-    apart = f"; {held['trainer'].peak / 1e9:.1f} and {held['engine'].peak / 1e9:.1f} apart" if job.engines else ""
-    largest = plan.largest_micro_batch[plan.decides]
-    free = f"slack: {plan.slack / 1e9:.1f} GB ({plan.slack / plan.gpu.memory:.1%})"
-    if plan.slack < 0:
-        free = f"memory is short by {-plan.slack / 1e9:.1f} GB"
-    lines = [
-        f"memory: {held[plan.decides].peak / 1e9:.1f} of {plan.gpu.memory / 1e9:.0f} GB{apart}",
-        f"{free}; a real run needs {plan.needed_slack / 1e9:.1f} GB free ({plan.needed_slack / plan.gpu.memory:.0%})",
-        f"micro-batches of up to {plan.largest_with_slack:,} tokens leave that much; up to {largest:,} fit at all",
-        _gpus_that_would_do(plan),
-        f"on CPUs a trainer rank's process would peak at {plan.on_a_cpu[1] / 1e9:.3g} GB",
-    ]
+    job, layout = plan.job, plan.job.layout
+    on = f"on {plan.gpus} x {plan.gpu.name}"
+    if not plan.ok:
+        end, style = f"the plan does not hold {on}", "bold red"
+    elif plan.slack < plan.needed_slack:
+        end, style = f"the plan fits {on} by calculation, but leaves less free than a real run needs", "bold yellow"
+    else:
+        end, style = f"the plan fits {on}", "bold green"
+    lines = [_of_memory(plan), _of_micro_batches(plan), _gpus_that_would_do(plan)]
     if job.engines:
         sent, in_bf16 = (each / 1e9 for each in plan.sync_bytes)
         lines.append(f"a sync sends {sent:.3g} GB to each engine ({in_bf16:.3g} in BF16)")
     speed = plan.tokens_per_second
     lines.append(f"a GPU trains {speed.low:,.0f} to {speed.high:,.0f} tokens a second while it trains")
-    if job.fp8:
-        slow, fast = (f"{tokens:,}" if tokens else "never" for tokens in plan.break_even)
-        ratio = plan.fp8_over_bf16
-        lines.append(f"an FP8 step takes {ratio.low:.2f} to {ratio.high:.2f} times as long as a BF16 step: {plan.pays}")
-        lines.append(f"FP8 is faster from so many tokens a step: {fast} (fast corner), {slow} (slow corner)")
+    lines += [_of_fp8(plan)] if job.fp8 else []
+    lines.append(f"on CPUs a trainer rank's process would peak at {plan.on_a_cpu[1] / 1e9:.3g} GB")
     lines.append(f"left out of these numbers: {'; '.join(plan.left_out)}")
-    end, style = "the plan fits", "bold green"
-    if not plan.ok:
-        end, style = "the plan does not hold", "bold red"
-    elif plan.slack < plan.needed_slack:
-        end, style = "the plan fits by calculation, but leaves less free than a real run needs", "bold yellow"
-    return [*map(Text, lines), Text(end, style=style)]
+    ranks = f", and {job.engines * job.engine_tp} for engines" if job.engines and plan.decides == "trainer" else ""
+    return [Text(end + ranks, style=style), *_keys(plan, layout.world_size), *map(Text, lines)]
+
+
+def _keys(plan: Plan, world: int) -> list[Text]:
+    """What was found where keys were looked for."""
+    if plan.keys is None:
+        return []
+    if not plan.keys:
+        return [Text("nothing has to be set")]
+    lost = "numerics.mode=native" in plan.keys
+    why = "; native mode gives up d = 0, as on GPUs an exact engine has one rank" if lost and plan.job.engines else ""
+    return [Text(f"with these keys{why}:"), Text("  " + " ".join(plan.keys), style="bold")]
+
+
+def _of_memory(plan: Plan) -> str:
+    has, (of_trainer, of_engine) = plan.gpu.memory, (plan.memory[name].peak / 1e9 for name in ("trainer", "engine"))
+    alone = "" if plan.decides == "trainer" else " alone"
+    apart = f" (trainer{alone} {of_trainer:.1f}, engine{alone} {of_engine:.1f})" if plan.job.engines else ""
+    free = f"{plan.slack / 1e9:.1f} GB free ({plan.slack / has:.1%})"
+    if plan.slack < 0:
+        free = f"{-plan.slack / 1e9:.1f} GB short"
+    wanted = f"a real run needs {plan.needed_slack / 1e9:.1f} GB free ({plan.needed_slack / has:.0%})"
+    return f"needs {(has - plan.slack) / 1e9:.1f} GB, has {has / 1e9:.1f}{apart}: {free}; {wanted}"
+
+
+def _of_micro_batches(plan: Plan) -> str:
+    largest, free = plan.largest_micro_batch[plan.decides], f"{plan.needed_slack / plan.gpu.memory:.0%}"
+    if not largest:
+        return "no micro-batch fits, of however few tokens"
+    if not plan.largest_with_slack:
+        return f"no micro-batch leaves {free} free; at most {largest:,} tokens fit"
+    return f"micro-batches of up to {plan.largest_with_slack:,} tokens leave {free} free; at most {largest:,} fit"
+
+
+def _of_fp8(plan: Plan) -> str:
+    """How much faster or slower a step is in FP8, and from how many tokens on it is faster."""
+    ratio, (slow, fast) = plan.fp8_over_bf16, plan.break_even
+    if plan.pays == "FP8 is slower here":
+        said = f"FP8 training is {by(ratio)} slower than BF16 here"
+    elif plan.pays == "FP8 is faster here":
+        said = f"FP8 training takes {by(ratio)} less time than BF16 here"
+    else:
+        said = f"FP8 training takes between {1 - ratio.low:.0%} less and {ratio.high - 1:.0%} more time than BF16 here"
+    if slow is None and fast is None:
+        return f"{said}, at any batch size" if plan.pays == "FP8 is slower here" else said
+    if slow == fast:
+        return f"{said}; it is faster from {slow:,} tokens a step on"
+    at_best = f"from {fast:,} tokens a step on at best" if fast else "never at best"
+    return f"{said}; it is faster {at_best}, {f'from {slow:,} at worst' if slow else 'never at worst'}"
 
 
 def _gpus_that_would_do(plan: Plan) -> str:
     layout, beside = plan.fewest, "" if plan.fewest_apart else " beside an engine"
+    look = f"; {plan.gpus} with {' '.join(plan.fits_with)}" if plan.fits_with else ""
     if layout is None:
-        return f"no number of {plan.gpu.name} would do for the trainer with these micro-batches, whatever the layout"
+        return f"as it stands no number of {plan.gpu.name} would do for the trainer, whatever the layout{look}"
     if plan.fewest_apart and plan.decides == "colocated":
         beside = ", with engines on GPUs of their own"
     sizes = " ".join(f"{name} {size}" for name, size in _sizes(layout).items())
-    return f"fewest GPUs that would do for the trainer{beside}: {layout.world_size} (for example {sizes})"
+    return f"as it stands {layout.world_size} GPUs would do for the trainer{beside}{look or f' (for example {sizes})'}"
 
 
 def _sizes(layout: TrainerConfig) -> dict[str, int]:

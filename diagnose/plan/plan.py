@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -10,16 +10,18 @@ from diagnose.doctor.judge import Remark
 from diagnose.plan import layouts, verdict
 from diagnose.plan.decode import Decode, decode_step
 from diagnose.plan.efficiency import Efficiency
-from diagnose.plan.subject import Subject
+from diagnose.plan.search import keys_that_fit, written
+from diagnose.plan.subject import Subject, is_apart, job_on, read_subject
 from diagnose.plan.time import StepTime, step_time
 from diagnose.plan.verdict import Bracket, Pays
+from numerics.config import Mode
+from numerics.errors import user_error
 from rl.experiment import Experiment
 from rl.experiment.budget.fit import SLACK, fullest, largest_micro_batch, with_cache
 from rl.experiment.budget.gpus import Gpu
-from rl.experiment.budget.job import Job, job_of, teacher_bytes
+from rl.experiment.budget.job import Job
 from rl.experiment.budget.memory import Memory, colocated_memory, engine_memory, peak_on_a_cpu, trainer_memory
 from trainer.config import TrainerConfig
-from trainer.state_bytes import storage_on
 from weight_sync.served_bytes import served_bytes
 
 DECODED = (1, 32, 256)
@@ -38,6 +40,9 @@ class Plan:
         slack: bytes of that GPU that the calculation leaves free. needed_slack: those that a real run needs.
         fewest: a layout on as few GPUs as leave that much; None: no number of them does. fewest_apart: whether engines
             need GPUs of their own for that, or there are none.
+        assumed: what a model without a spec is planned in.
+        keys: with which a plan that was looked for fits; None: it was not looked for, or not found.
+        fits_with: keys with which as many GPUs do, where as it stands they do not; None: none, or they do.
         stages: of each pipeline stage's first rank, the trainer's alone.
         on_a_cpu: peak of a trainer rank there, where nothing has a GPU: its tensors, and its whole process.
         largest_micro_batch: tokens that fit, colocated, and with the trainer alone.
@@ -65,6 +70,9 @@ class Plan:
     needed_slack: float
     fewest: TrainerConfig | None
     fewest_apart: bool
+    assumed: str
+    keys: tuple[str, ...] | None
+    fits_with: tuple[str, ...] | None
     stages: tuple[Memory, ...]
     on_a_cpu: tuple[float, float]
     largest_micro_batch: Mapping[str, int]
@@ -95,11 +103,8 @@ def make_plan(
     length: int | None = None,
 ) -> Plan:
     """Raises UserError: the GPUs cannot be divided over the layout, or the model over any."""
-    experiment, shape = subject.experiment, subject.shape
-    storage = storage_on(experiment.numerics_config(), cuda=True, transformer_engine=True)
-    job = job_of(experiment, shape, storage, gpu.memory, length)
-    if subject.teacher is not None:
-        job = replace(job, teacher=teacher_bytes(experiment, subject.teacher, gpu.memory))
+    check_has_fp8(subject.experiment, gpu)
+    shape, job = subject.shape, job_on(subject, gpu, length)
     if not subject.engines_chosen:
         job = replace(job, engine_tp=layouts.engine_ranks(job, gpu))
     if subject.chosen:
@@ -108,12 +113,53 @@ def make_plan(
     else:
         layouts.on_gpus(job.layout, count := 8 if gpus is None else gpus)
         job = layouts.choose(job, gpu, count, efficiency)
-    return _calculated(subject, job, gpu, efficiency)
+    plan = _calculated(subject, job, gpu, efficiency)
+    if plan.ok and plan.slack >= plan.needed_slack:
+        return plan
+    keys = keys_that_fit(subject, gpu, efficiency, plan.gpus, length)
+    return plan if keys is None else replace(plan, fits_with=tuple(written(keys)))
+
+
+def fitted_plan(
+    name: str | None,
+    overrides: Sequence[str],
+    gpu: Gpu,
+    efficiency: Callable[[Mode], Efficiency],
+    gpus: int | None = None,
+    length: int | None = None,
+) -> Plan:
+    """The plan of a spec or model under the keys that make it fit, which `Plan.keys` has; as it stands, without `keys`,
+    where none do.
+
+    Raises:
+        UserError: as `read_subject` and `make_plan`.
+    """
+    subject = read_subject(name, overrides)
+    check_has_fp8(subject.experiment, gpu)
+    keys = keys_that_fit(subject, gpu, efficiency(subject.experiment.numerics.mode), gpus, length)
+    if keys is not None:
+        kept = [each for each in overrides if each.partition("=")[0] not in keys]
+        subject, gpus = read_subject(name, [*kept, *written(keys)]), None
+    plan = make_plan(subject, gpu, efficiency(subject.experiment.numerics.mode), gpus, length)
+    return plan if keys is None else replace(plan, keys=tuple(written(keys)))
+
+
+def check_has_fp8(experiment: Experiment, gpu: Gpu) -> None:
+    """Raises UserError: a side is to compute in FP8, which the GPU does not have."""
+    if experiment.numerics.quantizes and not gpu.fp8:
+        capability = ".".join(map(str, gpu.capability))
+        raise user_error(
+            "--gpu",
+            found=f"{gpu.name}, which has no FP8 (compute capability {capability})",
+            expected="a GPU with FP8 (8.9 or higher) for a spec in FP8",
+            remedy="Plan BF16 on both sides, with numerics.mode=native numerics.preset=bf16 numerics.trainer=bf16 "
+            "numerics.rollout=bf16, or another GPU.",
+        )
 
 
 def _calculated(subject: Subject, job: Job, gpu: Gpu, efficiency: Efficiency) -> Plan:
     corners = {"slow": efficiency.slow, "fast": efficiency.fast}
-    apart = subject.experiment.sync.engines_own_gpus or not job.engines
+    apart = is_apart(subject.experiment, job)
     job = with_cache(job, subject.experiment, gpu.memory, apart)
     memory = {"colocated": colocated_memory(job), "trainer": trainer_memory(job), "engine": engine_memory(job)}
     decides: Literal["colocated", "trainer"] = "trainer" if apart else "colocated"
@@ -121,7 +167,11 @@ def _calculated(subject: Subject, job: Job, gpu: Gpu, efficiency: Efficiency) ->
     ratio = verdict.fp8_over_bf16(job, gpu, efficiency)
     times = {corner: step_time(job, gpu, rates) for corner, rates in corners.items()}
     fewest = None if apart else layouts.fewest(job, gpu, beside_engine=True)
-    remarks = [*verdict.stand_in(subject), *verdict.remarks(job, gpu, full, ratio)]
+    remarks = [
+        *verdict.refusals(subject, job, gpu, full),
+        *verdict.stand_in(subject),
+        *verdict.remarks(job, gpu, full, ratio),
+    ]
     world = job.layout.world_size
     shape = job.shape
     return Plan(
@@ -139,6 +189,9 @@ def _calculated(subject: Subject, job: Job, gpu: Gpu, efficiency: Efficiency) ->
         needed_slack=SLACK * gpu.memory,
         fewest=fewest or layouts.fewest(job, gpu, beside_engine=False),
         fewest_apart=fewest is None,
+        assumed=subject.assumed,
+        keys=None,
+        fits_with=None,
         stages=tuple(trainer_memory(job, stage) for stage in range(job.layout.pp)),
         on_a_cpu=peak_on_a_cpu(replace(job, storage="torch")),
         largest_micro_batch={

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from models import read_shape
@@ -13,8 +13,10 @@ from models.shape import Shape
 from numerics.errors import UserError, user_error
 from numerics.io.reading import check_path
 from rl.experiment import Experiment, load_experiment
+from rl.experiment.budget.gpus import Gpu
+from rl.experiment.budget.job import Job, job_of, teacher_bytes
 from rl.experiment.loading import compose_experiment
-from rollout.speculation import check_drafts
+from trainer.state_bytes import storage_on
 
 CONFIGS = Path(__file__).parent / "configs"
 """Directories with nothing but a config.json, of models that anyone can download; part of the package."""
@@ -31,6 +33,7 @@ class Subject:
         chosen: whether somebody said how the trainer is laid out; else the plan chooses. engines_chosen: likewise how
             many ranks an engine has.
         teacher: shape of the spec's teacher; the policy's where nobody has made it yet.
+        assumed: what a model without a spec is planned in, in words; "" for a spec.
         stands_in: name of the packaged config that is planned with, because the spec's model is not there yet.
     """
 
@@ -40,6 +43,7 @@ class Subject:
     chosen: bool
     engines_chosen: bool = True
     stands_in: str = ""
+    assumed: str = ""
     teacher: Shape | None = None
 
 
@@ -53,7 +57,6 @@ def read_subject(subject: str | None, overrides: Sequence[str] = ()) -> Subject:
     check_path(path, "SPEC|MODEL")
     if path.is_file():
         experiment = load_experiment(path, overrides)
-        check_drafts(experiment.rollout.speculation, cuda=True)
         directory = Path(experiment.model.path)
         stands_in = "" if directory.exists() else _packaged(directory.name)
         if not stands_in:
@@ -80,7 +83,33 @@ def read_subject(subject: str | None, overrides: Sequence[str] = ()) -> Subject:
     }
     chosen = any(key.startswith(f"trainer.{name}=") for key in overrides for name in ("tp", "pp", "ep", "dp"))
     engines_chosen = any(key.startswith("rollout.tp=") for key in overrides)
-    return Subject(subject, shape, compose_experiment(values, overrides, directory), chosen, engines_chosen)
+    experiment = compose_experiment(values, overrides, directory)
+    return Subject(subject, shape, experiment, chosen, engines_chosen, assumed=_assumed(experiment))
+
+
+def _assumed(experiment: Experiment) -> str:
+    """What a plan of a model alone takes for granted."""
+    numerics, rollout = experiment.numerics, experiment.rollout
+    return (
+        f"assumed, as this is a model and no spec: {experiment.algorithm.name}, {rollout.prompts_per_step} prompts of "
+        f"{rollout.group_size} answers a step, rows of {rollout.context_length:,} tokens, {numerics.mode} mode in "
+        f"{numerics.preset}, {rollout.engines} engine(s) on the trainer's GPUs. Any key may follow as key=value"
+    )
+
+
+def job_on(subject: Subject, gpu: Gpu, length: int | None = None) -> Job:
+    """The subject's job on such GPUs, with the teacher that its engines' GPUs hold. length: of a row."""
+    experiment = subject.experiment
+    storage = storage_on(experiment.numerics_config(), cuda=True, transformer_engine=True)
+    job = job_of(experiment, subject.shape, storage, gpu.memory, length)
+    if subject.teacher is None:
+        return job
+    return replace(job, teacher=teacher_bytes(experiment, subject.teacher, gpu.memory))
+
+
+def is_apart(experiment: Experiment, job: Job) -> bool:
+    """Whether engines, if any, have GPUs of their own: with such a transport, and where one has several ranks."""
+    return experiment.sync.engines_own_gpus or not job.engines or job.engine_tp > 1
 
 
 def _teacher(experiment: Experiment, policy: Shape) -> Shape | None:

@@ -12,12 +12,13 @@ from diagnose.plan.efficiency import Efficiency, Rates
 from diagnose.plan.subject import Subject
 from diagnose.plan.time import step_time
 from numerics.errors import UserError
-from rl.experiment.budget.fit import SLACK, check_fits, largest_micro_batch
+from rl.experiment import Experiment
+from rl.experiment.budget.fit import NO_ENGINE_FITS, SLACK, check_fits, largest_micro_batch
 from rl.experiment.budget.gpus import Gpu
 from rl.experiment.budget.job import Job
 from rl.experiment.budget.memory import Memory, colocated_memory, engine_memory, trainer_memory
-from trainer.megatron.model_checks import check_layout
-from trainer.megatron.optimizer_memory import lower_optimizer
+from rl.experiment.preconditions.rules import Target, broken_rules
+from rl.experiment.preconditions.teacher import check_teacher_layout
 
 Pays = Literal["FP8 is slower here", "FP8 is faster here", "FP8 may be faster or slower here"]
 FEWEST, MOST = 1 << 7, 1 << 27
@@ -54,6 +55,12 @@ def pays(ratio: Bracket) -> Pays:
     return "FP8 is faster here" if ratio.high < 1 else "FP8 may be faster or slower here"
 
 
+def by(ratio: Bracket) -> str:
+    """How much more or less time than in BF16, in percent; one number where both corners have the same."""
+    least, most = (f"{each:.0%}" for each in sorted(abs(each - 1) for each in (ratio.low, ratio.high)))
+    return least if least == most else f"{least} to {most}"
+
+
 def break_even(job: Job, gpu: Gpu, efficiency: Efficiency) -> tuple[int | None, int | None]:
     """Tokens of a step from which on FP8 is faster, in the slow corner and in the fast one; None: from none on."""
     return _break_even(job, gpu, efficiency.slow), _break_even(job, gpu, efficiency.fast)
@@ -71,18 +78,30 @@ def stand_in(subject: Subject) -> Iterator[Remark]:
         )
 
 
+def refusals(subject: Subject, job: Job, gpu: Gpu, memory: Memory) -> Iterator[Remark]:
+    """What `train` would refuse, by its own rules. memory: of the fullest GPU."""
+    experiment = planned_experiment(subject.experiment, job)
+    target = Target(gpus=True, transformer_engine=True, capability=gpu.capability)
+    found = list(broken_rules(experiment, job.shape.sizes, target))
+    try:
+        if subject.teacher is not None:
+            check_teacher_layout(experiment, subject.teacher.sizes)
+        check_fits(job, memory, gpu.memory, gpu.name)
+    except UserError as error:
+        found.append(error)
+    for each in found:
+        yield Remark(True, each.key, each.found, each.expected, each.remedy)
+
+
+def planned_experiment(experiment: Experiment, job: Job) -> Experiment:
+    """The experiment in the layout of the job."""
+    rollout = experiment.rollout.model_copy(update={"tp": job.engine_tp})
+    return experiment.model_copy(update={"trainer": job.layout, "rollout": rollout})
+
+
 def remarks(job: Job, gpu: Gpu, memory: Memory, ratio: Bracket) -> Iterator[Remark]:
-    """What stands against a plan, and what it rests on. memory: of its fullest GPU."""
+    """What a plan rests on, and what speaks against it. memory: of its fullest GPU."""
     found = f"{memory.peak / 1e9:.1f} GB on {'an engine' if memory.rank is None else f'rank {memory.rank}'}"
-    for check in (
-        lambda: check_fits(job, memory, gpu.memory, gpu.name),
-        lambda: check_layout(job.shape.sizes, job.layout, job.numerics.trainer_spec),
-        lambda: lower_optimizer(job.layout.optimizer, job.storage == "transformer_engine" and job.fp8, True, True),
-    ):
-        try:
-            check()
-        except UserError as error:
-            yield Remark(True, error.key, error.found, error.expected, error.remedy)
     if memory.peak <= gpu.memory and not layouts.leaves_slack(memory.peak, gpu):
         yield Remark(
             False,
@@ -95,7 +114,7 @@ def remarks(job: Job, gpu: Gpu, memory: Memory, ratio: Bracket) -> Iterator[Rema
         yield Remark(
             False,
             "numerics.trainer",
-            f"fp8, {ratio.low:.2f} to {ratio.high:.2f} times as long as BF16 a step: FP8 is slower here",
+            f"fp8, with which a training step takes {by(ratio)} longer than in BF16",
             "steps of more tokens: kernels and quantization take longer than products gain",
             "Raise trainer.micro_batch_tokens and the tokens of a step, or train in BF16 for speed, and lose equality.",
         )
@@ -119,7 +138,7 @@ def _remedy(job: Job, gpu: Gpu, memory: Memory) -> str:
     elif beside_engine and layouts.leaves_slack(trainer_memory(job).peak, gpu):
         ways.append("give engines GPUs of their own (sync.transport=distributed)")
     if beside_engine and not layouts.leaves_slack(engine_memory(job).peak, gpu):
-        ways.append("raise rollout.tp, in exact mode with trainer.tp: an engine's rank does not fit by itself")
+        ways.append(NO_ENGINE_FITS[job.numerics.mode])
     else:
         ways.append("take more GPUs, or more of trainer.ep, trainer.pp or trainer.tp")
     text = ", or ".join(ways)

@@ -5,13 +5,16 @@ from __future__ import annotations
 import sys
 from contextlib import redirect_stdout
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from fp8rl.commands import complete
 from fp8rl.commands.shared import AsJson, Overrides, SpecPath, end, progress, show, user_errors
 from rl.run.lifecycle.interrupts import interruptible
+
+if TYPE_CHECKING:
+    from numerics.config import Mode
 
 
 def doctor(
@@ -53,10 +56,13 @@ def plan(
         ),
     ] = None,
     overrides: Overrides = None,
-    gpu: Annotated[str, typer.Option(help="h100, h200, h800, h20 or b200.")] = "h100",
+    gpu: Annotated[
+        str, typer.Option(help="h100, h200, h800, h20, b200, b300, l40s, 4090, 'rtx pro 6000' or a100.")
+    ] = "h100",
     gpus: Annotated[int | None, typer.Option(help="GPUs of the trainer; engines share them, or have others.")] = None,
     length: Annotated[int | None, typer.Option(min=1, help="Tokens of a row; else as long as they may be.")] = None,
     bench: Annotated[Path | None, typer.Option(help="gpu.json of `python -m bench.gpu` on such a GPU.")] = None,
+    fit: Annotated[bool, typer.Option("--fit", help="Look for keys with which it fits, and print them.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Calculate from the configuration alone what fits, how long a step takes, and whether FP8 pays.
@@ -66,10 +72,16 @@ def plan(
     with user_errors():
         from diagnose import plan as planning
 
-        found, kind = planning.read_subject(subject, overrides or []), planning.gpu_named(gpu)
-        mode = found.experiment.numerics.mode
-        efficiency = planning.measured(bench, mode, kind) if bench else planning.assumed(mode)
-        made = planning.make_plan(found, kind, efficiency, gpus, length)
+        kind = planning.gpu_named(gpu)
+
+        def efficiency(mode: Mode) -> planning.Efficiency:
+            return planning.measured(bench, mode, kind) if bench else planning.assumed(mode)
+
+        if fit:
+            made = planning.fitted_plan(subject, overrides or [], kind, efficiency, gpus, length)
+        else:
+            found = planning.read_subject(subject, overrides or [])
+            made = planning.make_plan(found, kind, efficiency(found.experiment.numerics.mode), gpus, length)
     print(planning.to_json(made)) if as_json else show(planning.rendered(made))
     end(made.ok)
 

@@ -19,7 +19,7 @@ Implementation = Literal["torch", "triton"]
 
 FEWEST_CAPABILITY = (8, 9)
 """Compute capability from which a GPU converts to FP8."""
-_SMALL_CAPABILITY = (12, 0)
+SMALL_CAPABILITY = (12, 0)
 """GPUs from this capability on have less shared memory again (99 KiB) than a product's tile takes."""
 _HOPPER = 9
 """Major capability of the GPUs on which DeepGEMM multiplies by our formula; on later ones it scales otherwise."""
@@ -43,18 +43,23 @@ def capability_of(device: torch.device | str) -> tuple[int, int] | None:
 
 def implementation_for(capability: tuple[int, int] | None, spec: QuantSpec) -> Implementation:
     """What `choose` takes on a device of this compute capability (None: a CPU): kernels where they know the spec."""
-    if capability is None or not FEWEST_CAPABILITY <= capability < _SMALL_CAPABILITY:
+    if capability is None or not FEWEST_CAPABILITY <= capability < SMALL_CAPABILITY:
         return "torch"
     roles = {name: getattr(spec, name) for name in _GRANULARITY}
     known = all(not role.quantized or _known(role, _GRANULARITY[name]) for name, role in roles.items())
     return "triton" if known else "torch"
 
 
-def deepgemm_lacks(capability: tuple[int, int] | None) -> str | None:
+def has_deepgemm() -> bool:
+    """Whether DeepGEMM is installed. Does not import it."""
+    return importlib.util.find_spec("deep_gemm") is not None
+
+
+def deepgemm_lacks(capability: tuple[int, int] | None, installed: bool) -> str | None:
     """What DeepGEMM's products lack on a device of this compute capability (None: a CPU); None: nothing."""
     if capability is None or capability[0] != _HOPPER:
         return "Hopper GPU (compute capability 9.0)"
-    return "DeepGEMM (the package sgl-deep-gemm)" if importlib.util.find_spec("deep_gemm") is None else None
+    return None if installed else "DeepGEMM (the package sgl-deep-gemm)"
 
 
 def _known(role: TensorSpec, granularity: Granularity) -> bool:

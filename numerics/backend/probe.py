@@ -18,7 +18,7 @@ from torch import Tensor
 
 from numerics import ops
 from numerics.backend import dispatch
-from numerics.backend.implementation import capability_of, deepgemm_lacks
+from numerics.backend.implementation import capability_of, deepgemm_lacks, has_deepgemm
 from numerics.ops import ExpertWeights, Fused, LowRank
 from numerics.ops.attention import KEY_CHUNK, KEY_SPLIT
 from numerics.ops.experts import adapted_grouped_linear
@@ -140,7 +140,7 @@ def allow_deepgemm(device: torch.device | str) -> str | None:
 
     Every process decides for itself, before its first CUDA graph.
     """
-    if lacking := deepgemm_lacks(capability_of(device)):
+    if lacking := deepgemm_lacks(capability_of(device), has_deepgemm()):
         return f"no {lacking}"
     if dispatch.installed() is None:
         return "no kernels for the spec, which the products could be compared with"

@@ -23,6 +23,7 @@ from typer.testing import CliRunner
 from diagnose.certify.dump import DumpReport, certify_dump, write_page
 from diagnose.certify.dump.reading import read_dump
 from diagnose.certify.dump.reference import Reference
+from diagnose.certify.dump.report import sentence
 from diagnose.certify.dump.row import Sampling
 from fp8rl.cli import app
 from numerics.config import NumericsConfig
@@ -208,6 +209,76 @@ def test_a_planted_mistake_is_named(
     assert first.after < 2 * report.floor.mean < first.before, "made good, nothing but the floor is left"
 
 
+@torch.no_grad()
+def _soft_capped(model: Path, tokens: list[list[int]], cap: float) -> Tensor:
+    logits = LlamaForCausalLM.from_pretrained(model, dtype=torch.bfloat16)(torch.tensor(tokens)).logits[:, :-1].double()
+    return (cap * (logits / cap).tanh()).log_softmax(-1).gather(-1, torch.tensor(tokens)[:, 1:, None]).squeeze(-1)
+
+
+def _noisy(model: Path, tokens: list[list[int]], size: float) -> Tensor:
+    noise = size * torch.randn(ROWS, PROMPT + ANSWER - 1, generator=torch.Generator().manual_seed(1)).double()
+    return (said(model, tokens) + noise).clamp(max=0.0)
+
+
+def _of_another_base(model: Path, tokens: list[list[int]]) -> Tensor:
+    """Rotary embeddings of base 20,000 in place of 10,000."""
+    other = model.parent / "base"
+    config = LlamaConfig.from_pretrained(model)
+    config.rope_parameters = {**config.rope_parameters, "rope_theta": 20_000.0}
+    weights = LlamaForCausalLM.from_pretrained(model, dtype=torch.bfloat16)
+    turned = LlamaForCausalLM(config).bfloat16()
+    turned.load_state_dict(weights.state_dict())
+    turned.save_pretrained(other)
+    return said(other, tokens)
+
+
+def _of_nearly_these_weights(model: Path, tokens: list[list[int]]) -> Tensor:
+    other = LlamaForCausalLM.from_pretrained(model, dtype=torch.bfloat16)
+    torch.manual_seed(3)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.add_(0.02 * parameter.std() * torch.randn_like(parameter))
+    other.save_pretrained(model.parent / "near")
+    return said(model.parent / "near", tokens)
+
+
+UNKNOWN: dict[str, Callable[[Path, list[list[int]]], Tensor]] = {
+    "a soft cap of 5": lambda model, tokens: _soft_capped(model, tokens, 5.0),
+    "a soft cap of 10": lambda model, tokens: _soft_capped(model, tokens, 10.0),
+    "noise of 0.2": lambda model, tokens: _noisy(model, tokens, 0.2),
+    "noise of 2": lambda model, tokens: _noisy(model, tokens, 2.0),
+    "clipped at -1": lambda model, tokens: said(model, tokens).clamp(min=-1.0),
+    "clipped at -4": lambda model, tokens: said(model, tokens).clamp(min=-4.0),
+    "other rotary embeddings": _of_another_base,
+    "weights nearby": _of_nearly_these_weights,
+    "a number on top": lambda model, tokens: said(model, tokens) - 0.2,
+    "logarithms of base 10": lambda model, tokens: said(model, tokens) / math.log(10),
+}
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_no_cause_is_named_for_what_none_explains(
+    certified: Callable[..., DumpReport], model: Path, tokens: list[list[int]], name: str
+) -> None:
+    report = certified(rows(tokens, UNKNOWN[name](model, tokens)))
+    (engine,) = report.sides
+    assert engine.verdict == "above the floor" and not engine.explanations and not engine.unrelated and not report.ok
+    told = sentence(engine, report)
+    assert told.startswith("the engine: off, cause unknown: mean |d| ") and "Tried, and how much of it each" in told
+    assert engine.tried and all(each.after > 0.1 * each.before for each in engine.tried)
+    assert DumpReport.from_json(report.to_json()) == report
+
+
+@torch.no_grad()
+def test_an_engine_with_eager_attention_is_within_the_floor(
+    certified: Callable[..., DumpReport], model: Path, tokens: list[list[int]]
+) -> None:
+    eager = LlamaForCausalLM.from_pretrained(model, dtype=torch.bfloat16, attn_implementation="eager")
+    logprobs = eager(torch.tensor(tokens)).logits[:, :-1].double().log_softmax(-1)
+    report = certified(rows(tokens, logprobs.gather(-1, torch.tensor(tokens)[:, 1:, None]).squeeze(-1)))
+    assert report.verdict == "within the floor"
+
+
 def test_what_top_k_leaves_is_scored_and_its_absence_is_named(
     certified: Callable[..., DumpReport], model: Path, tokens: list[list[int]]
 ) -> None:
@@ -253,6 +324,8 @@ def test_noise_that_nothing_explains_is_above_the_floor_and_another_model_is_bro
     assert report.verdict == "above the floor" and report.sides[0].explanations == [] and not report.ok
     other = certified(rows(tokens, said(_write_llama(tmp_path / "other", seed=1), tokens)))
     assert other.verdict == "broken" and other.sides[0].unrelated
+    assert "off, cause unknown" in sentence(other.sides[0], other)
+    assert "it hardly follows this model, as with other weights or other tokens" in sentence(other.sides[0], other)
 
 
 def test_rounded_log_probabilities_are_noticed_and_keys_that_are_not_read_are_said(

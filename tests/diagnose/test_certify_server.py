@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import io
 import json
 import socket
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
-from diagnose.certify import ServerReport, certify_server, prompts
+from diagnose.certify import ServerReport, certify_server, prompts, rendered
 from diagnose.certify.api import Answer
 from diagnose.certify.compare import compare
+from diagnose.certify.http import Http, TimeUp
 from fp8rl.cli import app
 from tests.support.planted_server import NAME, Planted, ask_little, serve
 
@@ -86,9 +89,32 @@ def test_what_a_server_has_not_got_does_not_stand_in_the_way() -> None:
 
 
 def test_a_server_that_stops_answering_is_undecided() -> None:
-    report = certified(Planted(stall_after=40), seconds=1.5)
+    report = certified(Planted(stall_after=12), seconds=0.5)
     assert report.verdict == "undecided" and not report.ok
-    assert report.ways[-1].outcome == "not reached" and report.ways[-1].why == "the time was over"
+    assert report.ways[-1].outcome == "not reached" and "was over" in report.ways[-1].why
+
+
+@pytest.mark.parametrize(("fault", "verdict"), [("", "certified"), ("batch", "broken"), ("chunk", "broken")])
+def test_a_short_limit_has_a_verdict_on_a_few_prompts(
+    fault: str, verdict: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each way is tried with a few prompts before any is tried with all."""
+    asked, left = Http._asked, iter(range(45))
+
+    def until_the_time_is_up(http: Http, method: str, path: str, body: Any, kind: Any) -> Any:
+        load = body is not None and body["sampling_params"]["temperature"]  # whose requests come as they may
+        if not load and next(left, None) is None:
+            raise TimeUp
+        return asked(http, method, path, body, kind)
+
+    monkeypatch.setattr(Http, "_asked", until_the_time_is_up)
+    report = certified(Planted(fault))
+    assert report.verdict == verdict and len(report.ways) == 11
+    cut = [way for way in report.ways if way.why == "the time was over"]
+    assert cut and all(way.found is not None and way.found.answers < 3 for way in cut)
+    console = Console(file=io.StringIO(), width=200)
+    console.print(rendered(report))
+    assert "asked with 1 of its prompts, then the time was over" in console.file.getvalue()  # type: ignore[attr-defined]
 
 
 def test_answers_are_compared_up_to_the_first_other_token() -> None:

@@ -65,6 +65,65 @@ class Planted:
             self.seen.setdefault(salt, set()).update({tuple(prompt), tuple(row)})
         return {"said": said, "cached": cached}
 
+    def respond(self, path: str, body: dict[str, Any] | None, authorization: str | None = None) -> tuple[int, Any]:
+        """Status and JSON of the answer to a request, which has a body if it is a POST."""
+        if self.key is not None and authorization != f"Bearer {self.key}":
+            return 401, {"error": "no"}
+        if self.status != 200:
+            return self.status, {"error": "planted"}
+        paths: dict[str, Any] = {
+            "/v1/models": {"data": [{"id": NAME, "max_model_len": self.context}]},
+            "/model_info": {"model_path": NAME},
+            "/server_info": {"chunked_prefill_size": CHUNK},
+        }
+        if body is None and path in paths and (self.native or path == "/v1/models"):
+            return 200, paths[path]
+        if body is not None and path == "/generate" and self.native:
+            return self._generate(body)
+        if body is not None and path == "/v1/completions":
+            return self._complete(body)
+        return 404, {}
+
+    def _generate(self, body: dict[str, Any]) -> tuple[int, Any]:
+        rows, tokens = body["input_ids"], body["sampling_params"]["max_new_tokens"]
+        if any(len(row) + tokens > self.context for row in rows):
+            return 400, {"error": "too long"}
+        found = []
+        for row in rows:
+            scored = self.scored(row) if body.get("logprob_start_len") == 0 else []
+            answer = self.answer(row, tokens, body["extra_key"], len(rows) - 1)
+            meta: dict[str, Any] = {"finish_reason": {"type": "length"}, "cached_tokens": answer["cached"]}
+            if self.logprobs:
+                meta["output_token_logprobs"] = [[logprob, token, None] for token, logprob in answer["said"]]
+                meta["input_token_logprobs"] = [[value, 0, None] for value in [None, *scored]] if scored else []
+            found.append({"meta_info": meta})
+        return 200, found
+
+    def _complete(self, body: dict[str, Any]) -> tuple[int, Any]:
+        prompt = body["prompt"]
+        several = isinstance(prompt, list) and not isinstance(prompt[0], int)
+        if several and len(prompt) > 1 and not self.lists:
+            return 400, {"error": "one prompt"}
+        rows = [_ids(each) for each in (prompt if several else [prompt])]
+        if not self.ids and not isinstance(prompt, str) and not (several and isinstance(prompt[0], str)):
+            return 400, {"error": "text only"}
+        if any(len(row) + body["max_tokens"] > self.context for row in rows):
+            return 400, {"error": "too long"}
+        salt = body.get("cache_salt", "") if self.salts else ""
+        found = [self.answer(row, body["max_tokens"], salt, len(rows) - 1) for row in rows]
+        choices = []
+        for index, (row, answer) in enumerate(zip(rows, found, strict=True)):
+            echoed = [(token, value) for token, value in zip(row, [None, *self.scored(row)], strict=True)]
+            said = (echoed if body.get("echo") else []) + answer["said"]
+            logprobs = {"tokens": [f"<{token}>" for token, _ in said], "token_logprobs": [value for _, value in said]}
+            choice = {"index": index, "logprobs": logprobs if self.logprobs else None}
+            if body.get("return_token_ids") and self.ids:
+                choice["token_ids"] = [token for token, _ in answer["said"]]
+            choices.append(choice)
+        cached = sum(answer["cached"] for answer in found)
+        details = {"cached_tokens": cached} if cached else None
+        return 200, {"choices": choices[::-1], "usage": {"prompt_tokens_details": details}}
+
     def scored(self, prompt: Sequence[int]) -> list[float]:
         """Log-probabilities of a prompt's tokens but the first."""
         shift = 2.0**-20 if self.fault == "prefill" else 0.0
@@ -111,84 +170,20 @@ class _Handler(BaseHTTPRequestHandler):
         """Nothing is logged."""
 
     def do_GET(self) -> None:
-        if self._open():
-            paths: dict[str, Any] = {
-                "/v1/models": {"data": [{"id": NAME, "max_model_len": self.planted.context}]},
-                "/model_info": {"model_path": NAME},
-                "/server_info": {"chunked_prefill_size": CHUNK},
-            }
-            known = self.path in paths and (self.planted.native or self.path == "/v1/models")
-            self._say(200, paths[self.path]) if known else self._say(404, {})
+        self._answer(None)
 
     def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        if not self._open():
-            return
-        if self.path == "/generate" and self.planted.native:
-            self._generate(body)
-        elif self.path == "/v1/completions":
-            self._complete(body)
-        else:
-            self._say(404, {})
+        self._answer(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
 
-    def _open(self) -> bool:
-        """Whether the request is to be answered as it says."""
+    def _answer(self, body: dict[str, Any] | None) -> None:
         planted = self.planted
         with planted.lock:
             planted.requests += 1
         if planted.stall_after is not None and planted.requests > planted.stall_after:
             planted.over.wait()
             self.close_connection = True
-            return False
-        if planted.key is not None and self.headers.get("Authorization") != f"Bearer {planted.key}":
-            self._say(401, {"error": "no"})
-            return False
-        if planted.status != 200:
-            self._say(planted.status, {"error": "planted"})
-            return False
-        return True
-
-    def _generate(self, body: dict[str, Any]) -> None:
-        rows, tokens = body["input_ids"], body["sampling_params"]["max_new_tokens"]
-        if any(len(row) + tokens > self.planted.context for row in rows):
-            return self._say(400, {"error": "too long"})
-        found = []
-        for row in rows:
-            scored = self.planted.scored(row) if body.get("logprob_start_len") == 0 else []
-            answer = self.planted.answer(row, tokens, body["extra_key"], len(rows) - 1)
-            meta: dict[str, Any] = {"finish_reason": {"type": "length"}, "cached_tokens": answer["cached"]}
-            if self.planted.logprobs:
-                meta["output_token_logprobs"] = [[logprob, token, None] for token, logprob in answer["said"]]
-                meta["input_token_logprobs"] = [[value, 0, None] for value in [None, *scored]] if scored else []
-            found.append({"meta_info": meta})
-        self._say(200, found)
-
-    def _complete(self, body: dict[str, Any]) -> None:
-        planted, prompt = self.planted, body["prompt"]
-        several = isinstance(prompt, list) and not isinstance(prompt[0], int)
-        if several and len(prompt) > 1 and not planted.lists:
-            return self._say(400, {"error": "one prompt"})
-        rows = [_ids(each) for each in (prompt if several else [prompt])]
-        if not planted.ids and not isinstance(prompt, str) and not (several and isinstance(prompt[0], str)):
-            return self._say(400, {"error": "text only"})
-        if any(len(row) + body["max_tokens"] > planted.context for row in rows):
-            return self._say(400, {"error": "too long"})
-        salt = body.get("cache_salt", "") if planted.salts else ""
-        found = [planted.answer(row, body["max_tokens"], salt, len(rows) - 1) for row in rows]
-        choices = []
-        for index, (row, answer) in enumerate(zip(rows, found, strict=True)):
-            echoed = [(token, value) for token, value in zip(row, [None, *planted.scored(row)], strict=True)]
-            said = (echoed if body.get("echo") else []) + answer["said"]
-            logprobs = {"tokens": [f"<{token}>" for token, _ in said], "token_logprobs": [value for _, value in said]}
-            choice = {"index": index, "logprobs": logprobs if planted.logprobs else None}
-            if body.get("return_token_ids") and planted.ids:
-                choice["token_ids"] = [token for token, _ in answer["said"]]
-            choices.append(choice)
-        cached = sum(answer["cached"] for answer in found)
-        details = {"cached_tokens": cached} if cached else None
-        self._say(200, {"choices": choices[::-1], "usage": {"prompt_tokens_details": details}})
-
-    def _say(self, status: int, value: Any) -> None:
+            return
+        status, value = planted.respond(self.path, body, self.headers.get("Authorization"))
         text = json.dumps(value).encode()
         self.send_response(status)
         self.send_header("Content-Length", str(len(text)))

@@ -213,12 +213,18 @@ def _check_quantization(sizes: ModelSizes, tp: int, spec: QuantSpec, key: str) -
     pieces |= _shares("moe_intermediate_size * n_shared_experts", sizes.shared_size, tp, key)
     for name, size in pieces.items():
         if size % block:
+            remedy = (
+                f"Choose a model with aligned dimensions, lower {key}, or run both sides in BF16 "
+                "(numerics.preset=bf16 numerics.trainer=bf16 numerics.rollout=bf16)."
+            )
+            if sizes.moe and name.startswith("intermediate_size"):
+                first = f"numerics.first_layers_bf16={len(dense)} leaves {'it' if len(dense) == 1 else 'them'} in BF16"
+                remedy = f"It is the width of the dense first layer{'s' * (len(dense) > 1)}: {first}."
             raise user_error(
                 f"model config: {name}",
                 found=size,
                 expected=f"a multiple of {block}, the quantization block",
-                remedy=f"Choose a model with aligned dimensions, lower {key}, or run both sides in BF16 "
-                "(numerics.preset=bf16 numerics.trainer=bf16 numerics.rollout=bf16).",
+                remedy=remedy,
             )
 
 

@@ -28,7 +28,11 @@ CANDIDATES = [Truncation(top_p=p) for p in (0.7, 0.8, 0.9, 0.95, 0.99)] + [
 ]
 """Settings that people use, tried where a dump says none."""
 CLEARLY = 0.5
-"""Another reading explains a difference if less than this part of it is left."""
+"""A reading that was fitted goes before one that was not if it leaves less than this part of what that leaves."""
+UNEXPLAINED = 0.1
+"""A mistake is the cause if no more than this part of the difference beyond rounding is left with it made good."""
+FAR = 5.0
+"""How many times as far as our own FP8 a side must be for its rounding to be taken for that of FP8."""
 SAME_TEMPERATURE = 0.02
 HARDLY = 1.05
 OUTSTANDING = 10.0
@@ -111,21 +115,35 @@ class Looks:
         return max(1, min(KEPT_TOKENS, KEPT // vocabulary))
 
 
-def explanations(tokens: Tokens, said: Tensor, reference: Tensor, looks: Looks, floor: Tensor) -> list[Explanation]:
-    """The mistakes that would explain what a side has said [N], the likeliest first.
+def explanations(
+    tokens: Tokens, said: Tensor, reference: Tensor, looks: Looks, floors: Sequence[Tensor]
+) -> tuple[list[Explanation], list[Explanation]]:
+    """The mistakes that explain nearly all of what a side has said [N], the likeliest first; and all that were tried,
+    those that leave least first.
 
     Of readings it is the one that leaves least; one that was fitted comes behind those that have nothing to fit, unless
     it leaves clearly less. Parts of the tokens come last.
 
-    reference: the model's own log-probabilities. floor: how far another precision of the model is from them.
+    reference: the model's own log-probabilities. floors: how far other precisions of the model are from them, BF16
+    first.
     """
     plain, fitted = (
-        sorted((each for each in found if each and each.after <= CLEARLY * each.before), key=lambda each: each.after)
+        sorted((each for each in found if each), key=lambda each: each.after)
         for found in (_readings(tokens, said, reference, looks), _fitted(tokens, said, reference, looks))
     )
+    parts = list(_parts(tokens, (said - reference).abs(), looks.rows))
+    tried = sorted(plain + fitted + parts, key=lambda each: each.after / max(each.before, 1e-300))
+    rounding = [floor[floor.isfinite()].mean().item() for floor in floors]
+    plain, fitted, parts = ([each for each in found if _explains(each, rounding)] for found in (plain, fitted, parts))
     first = bool(plain and fitted) and fitted[0].after < CLEARLY * plain[0].after
-    parts = list(_parts(tokens, (said - reference).abs(), floor, looks.rows))
-    return (fitted + plain if first else plain or fitted) + parts
+    return (fitted + plain if first else plain or fitted) + parts, tried
+
+
+def _explains(each: Explanation, rounding: Sequence[float]) -> bool:
+    """Whether hardly more than rounding is left: that of BF16, or where the difference is far beyond it, of FP8."""
+    bf16, *others = rounding
+    least = max([bf16, *(other for other in others if each.before >= FAR * other)])
+    return each.before > bf16 and each.after - least <= UNEXPLAINED * (each.before - least)
 
 
 def _readings(tokens: Tokens, said: Tensor, reference: Tensor, looks: Looks) -> Iterator[Explanation | None]:
@@ -193,7 +211,7 @@ def _tried(name: str, text: str, said: Tensor, reference: Tensor, other: Tensor)
     return Explanation(name, text, before, after, int(used.sum()))
 
 
-def _parts(tokens: Tokens, abs_d: Tensor, floor: Tensor, rows: Sequence[DumpRow]) -> Iterator[Explanation]:
+def _parts(tokens: Tokens, abs_d: Tensor, rows: Sequence[DumpRow]) -> Iterator[Explanation]:
     """Parts of the tokens that stand out from all others: special ones, the first of each answer, versions, rows."""
     used = abs_d.isfinite()
     candidates: list[tuple[str, str, Tensor]] = [
@@ -210,8 +228,7 @@ def _parts(tokens: Tokens, abs_d: Tensor, floor: Tensor, rows: Sequence[DumpRow]
         if not inside.any() or not outside.any():
             continue
         before, after = abs_d[used].mean().item(), abs_d[outside].mean().item()
-        stands_out = abs_d[inside].mean().item() >= OUTSTANDING * after
-        if stands_out and after <= CLEARLY * before and after <= 2 * floor[outside].mean().item():
+        if abs_d[inside].mean().item() >= OUTSTANDING * after:
             yield Explanation(name, text, before, after, int(used.sum()))
 
 

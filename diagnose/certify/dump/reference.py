@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -24,6 +24,8 @@ from numerics.sampling import EVERY_TOKEN, Truncation
 from trainer import device
 
 _BLOCK_FP8 = "fp8"
+Attention = Literal["eager"] | None
+"""How transformers computes attention: None leaves it its own choice, which is a fused kernel where it has one."""
 
 
 @dataclass(frozen=True)
@@ -47,9 +49,9 @@ class Reference:
         model: transformers' own.
     """
 
-    def __init__(self, path: Path, dtype: torch.dtype) -> None:
+    def __init__(self, path: Path, dtype: torch.dtype, attention: Attention = None) -> None:
         """Raises UserError: transformers cannot make a model of the directory."""
-        self.model = _loaded(path, dtype).to(device.claim(0)).eval()
+        self.model = _loaded(path, dtype, attention).to(device.claim(0)).eval()
 
     @torch.no_grad()
     def logits(self, tokens: Sequence[int]) -> Tensor:
@@ -81,12 +83,13 @@ def scored(
     rows: Sequence[DumpRow],
     samplings: Sequence[Sampling],
     look: Callable[[Reference, int, Tensor], None] | None = None,
+    attention: Attention = None,
 ) -> dict[int, Tensor]:
     """float64 [T] by row: the log-probabilities of each answer's T tokens.
 
     look: given the model, the number of each row and its logits [S - 1, V], while they are there.
     """
-    model = Reference(path, dtype)
+    model = Reference(path, dtype, attention)
     found = {}
     for number, (row, sampling) in enumerate(zip(rows, samplings, strict=True)):
         logits = model.logits(row.tokens)
@@ -152,17 +155,17 @@ def _added(path: Path) -> frozenset[int]:
     return frozenset(each["id"] for each in added if isinstance(each, dict) and each.get("special"))
 
 
-def _loaded(path: Path, dtype: torch.dtype) -> Any:
+def _loaded(path: Path, dtype: torch.dtype, attention: Attention) -> Any:
     """The model of a directory; weights in FP8 with a scale for each block are multiplied out first."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM
 
     files = weight_files(path, "--model")
     with _quiet():
         try:
-            config = AutoConfig.from_pretrained(path, local_files_only=True)
+            config = AutoConfig.from_pretrained(path, local_files_only=True, attn_implementation=attention)
             quantization = getattr(config, "quantization_config", None)
             if quantization is None:
-                return AutoModelForCausalLM.from_pretrained(path, dtype=dtype, local_files_only=True)
+                return AutoModelForCausalLM.from_pretrained(path, config=config, dtype=dtype, local_files_only=True)
             if quantization.get("quant_method") != _BLOCK_FP8 or not quantization.get("weight_block_size"):
                 raise user_error(
                     f"--model: quantization_config in {path}",

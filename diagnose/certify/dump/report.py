@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from rich.console import Group, RenderableType
@@ -23,8 +23,8 @@ class SideReport:
     """The engine, or the trainer.
 
     reference: its difference from the model in FP32. ours: from our exact ops, by their numerics.
-    explanations: mistakes that would explain the difference, the likeliest first. unrelated: it hardly follows the
-    model at all.
+    explanations: mistakes that explain nearly all of the difference, the likeliest first. unrelated: it hardly follows
+    the model at all. tried: all mistakes that were looked for, those that leave least first.
     """
 
     name: str
@@ -33,6 +33,7 @@ class SideReport:
     ours: dict[str, Difference]
     explanations: list[Explanation]
     unrelated: bool
+    tried: list[Explanation] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -124,15 +125,26 @@ def sentence(side: SideReport, report: DumpReport) -> str:
     if side.verdict == "equal":
         name = next(name for name, each in side.ours.items() if each.zero)
         return f"{side.name}: equal to {name}, bit for bit, on {side.reference.tokens:,} tokens"
-    if side.verdict != "broken":
-        times = f", {mean / floor:.1f} times as far" if mean is not None and floor else ""
-        return f"{side.name}: {side.verdict}: {far}{times}{_like(side, report)}"
     if side.explanations:
         first = side.explanations[0]
         left = f"mean |d| {shown_number(first.before)}, and {shown_number(first.after)} with that made good"
         return f"{side.name}: broken: {first.text} ({left})"
-    reason = "its log-probabilities hardly follow this model: other weights, or other tokens"
-    return f"{side.name}: broken: {reason} ({far})"
+    times = f", {mean / floor:.1f} times as far" if mean is not None and floor else ""
+    if side.verdict == "within the floor":
+        return f"{side.name}: within the floor: {far}{times}"
+    hardly = "; it hardly follows this model, as with other weights or other tokens" if side.unrelated else ""
+    return f"{side.name}: off, cause unknown: {far}{times}{hardly}{_like(side, report)}{_tried(side)}"
+
+
+def _tried(side: SideReport) -> str:
+    """What was looked for in vain, and how much each explains."""
+    if not side.tried:
+        return ""
+    best: dict[str, Explanation] = {}
+    for each in side.tried:
+        best.setdefault(each.name, each)
+    shares = [f"{name} {max(0.0, 1 - each.after / each.before):.0%}" for name, each in best.items() if each.before]
+    return f". Tried, and how much of it each explains: {', '.join(shares)}"
 
 
 def _like(side: SideReport, report: DumpReport) -> str:

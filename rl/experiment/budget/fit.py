@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from numerics.config import Mode
 from numerics.errors import user_error
 from rl.experiment.budget.job import Job
 from rl.experiment.budget.memory import (
@@ -21,6 +22,12 @@ from rl.experiment.experiment import Experiment
 SLACK = 0.10
 """Part of a GPU's memory that a real run needs beside what is calculated: peaks that were measured differ from the
 calculated ones by up to 10% (tests/diagnose/plan/test_peak.py), and fragmentation of the allocator comes on top."""
+
+
+NO_ENGINE_FITS: dict[Mode, str] = {
+    "exact": "set numerics.mode=native and raise rollout.tp: on GPUs an exact engine has one rank, which does not fit",
+    "native": "raise rollout.tp: an engine's rank does not fit by itself",
+}
 
 
 def fullest(job: Job, apart: bool) -> Memory:
@@ -60,7 +67,7 @@ def check_fits(job: Job, memory: Memory, gpu_memory: float, gpu: str) -> None:
         cure.key,
         found=f"{memory.peak / 1e9:.1f} GB on {where} ({phase}), of which {name} {size / 1e9:.1f} GB",
         expected=f"at most the {gpu_memory / 1e9:.1f} GB of a {gpu}",
-        remedy=f"{cure.remedy} `fp8rl plan` lists all that a GPU holds.",
+        remedy=f"{cure.remedy} `fp8rl plan` lists all that a GPU holds, and with --fit looks for keys.",
     )
 
 
@@ -119,8 +126,8 @@ def _cure(job: Job, name: str, gpu_memory: float) -> Cure | None:
         case "logits":
             return _cure_of_tokens(job, "trainer.head_chunk_tokens", "1024", layout.head_chunk_tokens > 1024)
         case "weights" if engine_memory(job).peak > gpu_memory:
-            remedy = "Raise rollout.tp, in exact mode with trainer.tp: an engine's rank does not fit by itself."
-            return Cure("rollout.tp", remedy, dear=True)
+            remedy = NO_ENGINE_FITS[job.numerics.mode]
+            return Cure("rollout.tp", f"{remedy[0].upper()}{remedy[1:]}.", dear=True)
         case "weights" if job.may_sleep and not job.sleep:
             return Cure(
                 "rollout.sleep", "Set rollout.sleep=true, with which trainer and engines take turns.", dear=True

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 from models.shape import BF16_BYTES, WeightGroup
-from models.tensors import TensorRow
 from rl.experiment.budget.engine_room import CONTEXT_BYTES
 from rl.experiment.budget.gpus import GPUS_PER_NODE
 from rl.experiment.budget.job import Job
@@ -245,7 +243,7 @@ def _leaves(name: str) -> bool:
 
 
 def _engine(job: Job) -> dict[str, Mapping[Phase, float]]:
-    adapters = adapter_bytes(job.shape.adapters) if job.separate else 0
+    adapters = job.shape.adapter_bytes if job.separate else 0
     own = 0 if job.base else served_bytes(job.shape, job.numerics.rollout_spec, job.engine_tp)
     return {
         "engine weights": _through(adapters + own),
@@ -254,20 +252,6 @@ def _engine(job: Job) -> dict[str, Mapping[Phase, float]]:
         "engine workspace": {"rollout": job.working_bytes},
         "engine buckets": {"sync": float(BUCKETS * job.bucket_bytes)},
     }
-
-
-def adapter_bytes(adapters: Sequence[TensorRow]) -> int:
-    """Bytes of adapters in an engine: the pairs, and of matrices that one product fuses each B once more, in rows as
-    wide as all of their ranks together (`numerics.ops.low_rank`)."""
-    fused: dict[tuple[str, int | None], list[TensorRow]] = {}
-    for row in adapters:
-        fused.setdefault((row.engine.parameter, row.engine.index), []).append(row)
-    wide = sum(
-        sum(row.shape[0] for row in rows) * sum(row.shape[1] for row in rows)
-        for rows in fused.values()
-        if len(rows) > 1 and ".lora_B." in rows[0].name
-    )
-    return (wide + sum(math.prod(row.shape) for row in adapters)) * BF16_BYTES
 
 
 def _held(classes: Mapping[str, Mapping[Phase, float]]) -> dict[str, Mapping[Phase, float]]:

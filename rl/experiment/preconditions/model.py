@@ -8,7 +8,6 @@ import models
 from models import Model, ModelSizes
 from numerics.errors import user_error
 from numerics.io.reading import check_regular, read_json
-from numerics.spec import QuantSpec
 from rl.experiment import Experiment
 from trainer.megatron.model_checks import check_engine_layout, check_layout, check_router_bias, check_wires
 
@@ -56,9 +55,8 @@ def check_model_layout(sizes: ModelSizes, experiment: Experiment) -> None:
             expected="off for a dense model, which has no experts",
             remedy="Set numerics.router_replay=off, or choose a mixture of experts.",
         )
-    # A spec that one side quantizes by binds the other too: blocks are the same bytes on both.
-    quant = experiment.numerics.quant_spec() if experiment.numerics.quantizes else QuantSpec.preset("bf16")
-    check_layout(sizes, experiment.trainer, quant)
-    check_wires(sizes, experiment.trainer, experiment.numerics_config().trainer_spec)
+    numerics = experiment.numerics_config()
+    check_layout(sizes, experiment.trainer, numerics.blocks_spec)
+    check_wires(sizes, experiment.trainer, numerics.trainer_spec)
     check_router_bias(sizes, experiment.trainer)
-    check_engine_layout(sizes, experiment.rollout.tp, quant)
+    check_engine_layout(sizes, experiment.rollout.tp, numerics.blocks_spec)

@@ -34,11 +34,22 @@ def check_teacher(experiment: Experiment, policy: ModelSizes, tokenizer: PreTrai
     path = teacher.directory
     model = read_model(path, _KEY)
     _check_vocabulary(path, model.sizes, policy, tokenizer, experiment)
-    numerics = teacher.numerics(experiment.numerics, experiment.numerics_config().k_splits)
-    check_engine_layout(model.sizes, teacher.tp, numerics.rollout_spec, "teacher.tp")
-    _check_room(teacher, model.sizes, experiment)
+    check_teacher_layout(experiment, model.sizes)
     check_stored(path, model, _KEY)
     return model.shape
+
+
+def check_teacher_layout(experiment: Experiment, sizes: ModelSizes) -> None:
+    """Check that a teacher of these sizes divides over its engine's ranks, and has room for the longest answer.
+
+    Raises:
+        UserError: no.
+    """
+    teacher = experiment.teacher
+    assert teacher is not None
+    numerics = teacher.numerics(experiment.numerics, experiment.numerics_config().k_splits)
+    check_engine_layout(sizes, teacher.tp, numerics.rollout_spec, "teacher.tp")
+    _check_room(teacher, sizes, experiment)
 
 
 def _check_vocabulary(

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from numerics.errors import UserError, user_error
 from rl.experiment import Experiment
+from rl.experiment.preconditions.rules import check_engine_ranks
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ def place(nodes: Sequence[Node], experiment: Experiment) -> Placement:
     Raises:
         UserError: it does not fit on the nodes that the spec lets it use.
     """
-    _check_engine_ranks(nodes, experiment)
+    check_engine_ranks(experiment, any(node.gpus is not None for node in nodes))
     ranks = place_ranks(nodes, experiment)
     taken = Counter(node.id for node in ranks)
     left = [node if node.gpus is None else replace(node, gpus=node.gpus - taken[node.id]) for node in nodes]
@@ -165,21 +166,6 @@ def _choose(nodes: Sequence[Node], seated: Counter[str], width: int, experiment:
 
 def _with_less(node: Node, count: int) -> Node:
     return node if node.gpus is None else replace(node, gpus=node.gpus - count)
-
-
-def _check_engine_ranks(nodes: Sequence[Node], experiment: Experiment) -> None:
-    """Engines of several ranks are exact on CPUs, where nothing captures what they exchange, and native on GPUs."""
-    exact, gpus = experiment.numerics.mode == "exact", any(node.gpus is not None for node in nodes)
-    where = "GPUs" if gpus else "CPUs"
-    teacher = 1 if experiment.teacher is None else experiment.teacher.tp
-    for key, width in (("rollout.tp", experiment.rollout.tp), ("teacher.tp", teacher)):
-        if width > 1 and exact is gpus:
-            raise user_error(
-                key,
-                found=f"{width} with numerics.mode={experiment.numerics.mode} on {where}",
-                expected="1 there",
-                remedy=f"Set {key}=1, or numerics.mode={'native' if exact else 'exact'}.",
-            )
 
 
 def _check_sleepers(placement: Placement, experiment: Experiment) -> None:

@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from diagnose.plan import Plan, assumed, gpu_named, make_plan, measured, read_subject, rendered
+from diagnose.plan import Plan, assumed, fitted_plan, gpu_named, make_plan, measured, read_subject, rendered
 from diagnose.plan.in_spec import with_table
 from fp8rl.cli import app
 from numerics.errors import UserError
@@ -26,7 +26,7 @@ from rl.experiment.budget.memory import (
     trainer_memory,
 )
 from studies.document.calculated import on_h20
-from tests.support.paths import EXAMPLES, REAL_SPECS
+from tests.support.paths import CONFIGS, EXAMPLES, REAL_SPECS
 
 
 def planned(subject: str, *overrides: str, gpu: str = "h100", gpus: int | None = None, **options: Any) -> Plan:
@@ -174,19 +174,23 @@ def test_offloading_conflicts_with_weights_held_in_fp8() -> None:
 
 
 def test_tensor_parallelism_conflicts_with_blocks(tmp_path: Path) -> None:
-    """9,728 / 8 is no whole number of blocks; in BF16 it need not be."""
+    """9,728 / 8 is no whole number of blocks; without FP8 on either side it need not be."""
     plan = planned("qwen3_4b", "trainer.tp=8", gpus=8)
     (conflict,) = [remark for remark in plan.remarks if remark.blocks]
     assert "intermediate_size / trainer.tp = 9728 / 8" in conflict.key
     assert "multiple of 128" in conflict.expected
-    assert planned("qwen3_4b", "trainer.tp=8", "numerics.trainer=bf16", gpus=8).ok
+    assert not planned("qwen3_4b", "trainer.tp=8", "numerics.trainer=bf16", gpus=8).ok
+    assert planned("qwen3_4b", "trainer.tp=8", "numerics.trainer=bf16", "numerics.rollout=bf16", gpus=8).ok
 
 
 def test_it_says_that_fp8_is_slower() -> None:
     plan = planned("qwen3_30b_a3b", "trainer.ep=8", "numerics.mode=native", "rollout.prompts_per_step=1",
                    gpu="h200", gpus=8, length=512)  # fmt: skip
     assert plan.pays == "FP8 is slower here"
-    assert "FP8 is slower here" in page_of(plan)
+    assert "slower than BF16 here" in page_of(plan)
+    always = planned("qwen3_30b_a3b", gpu="h100", gpus=8)
+    assert always.break_even == (None, None)
+    assert "FP8 training is 4% slower than BF16 here, at any batch size" in page_of(always)
 
 
 def test_a_layout_is_chosen_that_fits_and_divides() -> None:
@@ -205,7 +209,13 @@ def test_a_layout_is_chosen_that_fits_and_divides() -> None:
             {},
             "SPEC|MODEL: found 'qwen9', expected a YAML spec, a Hugging Face directory, or one of deepseek",
         ),
-        ("qwen3_4b", (), {"gpu": "a100"}, "--gpu: found 'a100', expected one of h100, h200, h800, h20, b200"),
+        ("qwen3_4b", (), {"gpu": "v100"}, "--gpu: found 'v100', expected one of h100, h200, h800, h20, b200, b300"),
+        (
+            "qwen3_4b",
+            (),
+            {"gpu": "a100"},
+            "--gpu: found 'A100 SXM 80GB, which has no FP8 (compute capability 8.0)', expected a GPU with FP8 (8.9",
+        ),
         ("qwen3_4b", (), {"gpus": 0}, "--gpus: found 0, expected 1 or more"),
         ("qwen3_4b", ("trainer.tp=2",), {"gpus": 0}, "--gpus: found 0, expected 1 or more"),
         (
@@ -266,8 +276,8 @@ def test_the_command_prints_json_and_says_by_its_exit_code_whether_it_holds() ->
     assert runner.invoke(app, ["plan", "qwen3_235b_a22b", "--gpus", "8"]).exit_code == 1
     nothing = runner.invoke(app, ["plan"])
     assert nothing.exit_code == 2 and "SPEC|MODEL: found ''" in nothing.stderr
-    wrong = runner.invoke(app, ["plan", "qwen3_8b", "--gpu", "a100"])
-    assert wrong.exit_code == 2 and "--gpu: found 'a100'" in wrong.stderr
+    wrong = runner.invoke(app, ["plan", "qwen3_8b", "--gpu", "v100"])
+    assert wrong.exit_code == 2 and "--gpu: found 'v100'" in wrong.stderr
 
 
 def test_a_spec_is_planned_as_it_stands() -> None:
@@ -287,7 +297,7 @@ def test_every_example_is_planned_and_leaves_the_slack_that_a_real_run_needs(exa
     gpu, overrides = GPU_RECIPES.get(example, "h100"), NEEDS.get(example, [])
     plan = planned(str(EXAMPLES / f"{example}.yaml"), *overrides, gpu=gpu)
     assert plan.ok and plan.slack >= plan.needed_slack
-    assert "the plan fits" in page_of(plan).splitlines()[-1]
+    assert page_of(plan).splitlines()[0].startswith(f"the plan fits on {plan.gpus} x ")
 
 
 @pytest.mark.parametrize("example", REAL_SPECS)
@@ -334,8 +344,9 @@ def test_a_plan_that_leaves_little_free_says_so() -> None:
     assert not note.blocks and "136.3 GB" in note.found
     assert f"Lower trainer.micro_batch_tokens to {plan.largest_with_slack}" in note.remedy
     page = page_of(plan)
-    assert "slack: 12.9 GB (8.7%); a real run needs 14.9 GB free (10%)" in page
-    assert "leaves less free than a real run needs" in page.splitlines()[-1]
+    assert "needs 136.3 GB, has 149.3 (trainer 136.3, engine " in page
+    assert "12.9 GB free (8.7%); a real run needs 14.9 GB free (10%)" in page
+    assert "leaves less free than a real run needs" in page.splitlines()[0]
     fits = planned(str(EXAMPLES / "gsm8k.yaml"), f"trainer.micro_batch_tokens={plan.largest_with_slack}", gpu="h200")
     assert fits.slack >= fits.needed_slack
 
@@ -343,7 +354,7 @@ def test_a_plan_that_leaves_little_free_says_so() -> None:
 def test_a_plan_says_how_many_gpus_would_do() -> None:
     small = planned("qwen3_30b_a3b", "trainer.ep=4", gpu="h200", gpus=4)
     assert not small.ok and small.fewest is not None and small.fewest.world_size == 8
-    assert "fewest GPUs that would do for the trainer beside an engine: 8" in page_of(small)
+    assert "as it stands 8 GPUs would do for the trainer beside an engine" in page_of(small)
     layout = small.fewest
     keys = [f"trainer.{name}={getattr(layout, name)}" for name in ("tp", "pp", "ep", "dp")]
     enough = planned("qwen3_30b_a3b", *keys, gpu="h200")
@@ -351,9 +362,73 @@ def test_a_plan_says_how_many_gpus_would_do() -> None:
     light = ("trainer.recompute=layer", "trainer.optimizer.offload=true")
     apart = planned("deepseek_v3", *light, gpu="h200", gpus=8)  # engines of one rank, which takes 680 GB
     assert apart.fewest_apart and apart.fewest is not None and "with engines on GPUs of their own" in page_of(apart)
-    assert "raise rollout.tp" in apart.remarks[0].remedy.lower() and "memory is short by" in page_of(apart)
+    assert "raise rollout.tp" in apart.remarks[0].remedy.lower() and " GB short; " in page_of(apart)
     never = planned("qwen3_8b", "trainer.micro_batch_tokens=4000000", gpus=8, length=4_000_000)
     assert never.fewest is None and "no number of H100 SXM would do for the trainer" in page_of(never)
+    assert "no micro-batch leaves 10% free; at most 2,422 tokens fit" in page_of(
+        replace(small, largest_with_slack=0, largest_micro_batch={"colocated": 2422, "trainer": 2422})
+    )
+
+
+@pytest.mark.parametrize(
+    ("model", "gpu", "gpus", "keys"),
+    [
+        ("qwen3_8b", "h100", 8, ()),
+        ("qwen3_4b", "h100", 1, ("rollout.sleep=true", "trainer.optimizer.offload=true")),
+        ("qwen3_30b_a3b", "h100", 8, ("rollout.sleep=true", "trainer.optimizer.offload=true")),
+        ("qwen3_30b_a3b", "h20", 8, ("rollout.sleep=true", "trainer.recompute=experts")),
+        (
+            "deepseek_v3",
+            "h200",
+            None,
+            ("numerics.mode=native", "trainer.optimizer.moments=bf16", "rollout.tp=8", "sync.transport=distributed"),
+        ),
+    ],
+)
+def test_keys_with_which_a_model_fits_are_found_and_hold(
+    model: str, gpu: str, gpus: int | None, keys: tuple[str, ...]
+) -> None:
+    plan = fitted_plan(model, [], gpu_named(gpu), assumed, gpus)
+    assert plan.ok and plan.slack >= plan.needed_slack and plan.keys is not None
+    assert {*keys} <= {*plan.keys}
+    assert not {each for each in plan.keys if not each.startswith("trainer.")} - {*keys}
+    first, second, third, *_ = page_of(plan).splitlines()
+    assert first.startswith("the plan fits on") and "with these keys" in second and third.split() == [*plan.keys]
+
+
+def test_no_keys_are_named_where_a_spec_fits_and_none_where_nothing_does() -> None:
+    spec = str(EXAMPLES / "qwen3_30b_a3b.yaml")
+    plan = fitted_plan(spec, [], gpu_named("h200"), assumed)
+    assert plan.keys == () and "nothing has to be set" in page_of(plan)
+    assert fitted_plan(spec, ["rollout.tp=4"], gpu_named("h200"), assumed).keys == ("rollout.tp=1",)
+    adapters = str(EXAMPLES / "qwen3_4b_lora_one_gpu.yaml")  # which native mode does not have
+    assert fitted_plan(adapters, [], gpu_named("4090"), assumed, 1).keys is None
+    light = str(EXAMPLES / "qwen3_4b_one_gpu.yaml")
+    kept = fitted_plan(light, ["trainer.optimizer.offload=false"], gpu_named("h100"), assumed)
+    assert kept.keys == ("trainer.optimizer.offload=true",)
+    never = fitted_plan("deepseek_v3", [], gpu_named("4090"), assumed, 8)
+    assert never.keys is None and not never.ok
+    small = planned("qwen3_30b_a3b", gpu="h100", gpus=8)
+    assert "64 GPUs would do" in page_of(small) and "; 8 with rollout.sleep=true" in page_of(small)
+
+
+def test_dense_first_layers_that_are_no_whole_blocks_stay_in_bf16(tmp_path: Path) -> None:
+    """GLM-4.5-Air's first layer is 10,944 wide."""
+    config = json.loads((CONFIGS / "moonlight_16b_a3b/config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "intermediate_size": 10944}))
+    (conflict, *_) = planned(str(tmp_path), "trainer.ep=8", gpu="h200", gpus=8).remarks
+    assert conflict.blocks and conflict.remedy == (
+        "It is the width of the dense first layer: numerics.first_layers_bf16=1 leaves it in BF16."
+    )
+    plan = fitted_plan(str(tmp_path), [], gpu_named("h200"), assumed, 8)
+    assert plan.ok and plan.keys is not None and "numerics.first_layers_bf16=1" in plan.keys
+
+
+def test_a_plan_of_a_model_alone_says_what_it_takes_for_granted() -> None:
+    assert "assumed, as this is a model and no spec: grpo, 32 prompts of 8 answers" in page_of(
+        planned("qwen3_8b", gpus=8)
+    )
+    assert "assumed, as this" not in page_of(planned(str(EXAMPLES / "arithmetic.yaml")))
 
 
 def test_a_plan_says_what_its_numbers_leave_out() -> None:

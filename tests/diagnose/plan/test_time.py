@@ -186,5 +186,7 @@ def test_a_decode_step_reads_weights_and_cache() -> None:
     assert one.cache == 1000 * 147_456
     assert one.seconds == pytest.approx((one.weights + one.cache) / 3.35e12)
     assert decode_step(shape, spec, GPUS["h100"], PERFECT, 1, 1000).weights < 0.6 * one.weights
+    tied = read_shape(CONFIGS / "qwen3_4b")  # its embedding is its head, which each step reads once
+    assert decode_step(tied, bf16, GPUS["h100"], PERFECT, 1, 1000).weights == 2 * tied.parameters
     many = decode_step(shape, bf16, GPUS["h100"], PERFECT, 4096, 1)
     assert many.seconds > 2 * 4096 * shape.active_parameters / 989e12

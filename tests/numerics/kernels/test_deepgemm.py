@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from numerics.backend import probe
-from numerics.backend.implementation import deepgemm_lacks, using
+from numerics.backend.implementation import deepgemm_lacks, has_deepgemm, using
 from numerics.errors import UserError
 from numerics.kernels.products import deepgemm
 from numerics.kernels.products.deepgemm import NOBODY, Library
@@ -140,8 +140,8 @@ def test_the_probe_refuses_another_bit_and_our_kernels_run_on(hopper):
 
 
 def test_what_is_missing_is_named(monkeypatch, hopper):
-    assert deepgemm_lacks(None) == deepgemm_lacks((10, 0)) == "Hopper GPU (compute capability 9.0)"
-    assert deepgemm_lacks((9, 0)) is None
+    assert deepgemm_lacks(None, True) == deepgemm_lacks((10, 0), True) == "Hopper GPU (compute capability 9.0)"
+    assert deepgemm_lacks((9, 0), has_deepgemm()) is None
     with using("torch"):
         assert "no kernels for the spec" in str(probe.allow_deepgemm(DEVICE))
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)

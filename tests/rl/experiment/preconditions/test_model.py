@@ -134,7 +134,7 @@ def test_layouts_that_divide_the_model_pass(values, trainer):
 def test_a_spec_that_transformer_engine_does_not_compute_is_refused_where_it_would(values, monkeypatch):
     native = {"mode": "native", "activation": {"granularity": "tensor"}}
     check(parse_experiment(merged(values, numerics=native)))
-    monkeypatch.setattr("rl.experiment.preconditions.has_transformer_engine", lambda: True)
+    monkeypatch.setattr("rl.experiment.preconditions.rules.has_transformer_engine", lambda: True)
     assert refusal(values, numerics=native).startswith("numerics.activation.granularity: found 'tensor'")
     check(parse_experiment(merged(values, numerics={"mode": "native"})))
 

@@ -14,5 +14,5 @@ def test_the_context_must_fit_the_model_and_the_cache(values):
 def test_rows_end_to_end_take_an_attention_that_knows_them(values, monkeypatch):
     assert refusal(values, trainer={"packing": True}, numerics={"mode": "native"}).startswith("trainer.packing: found")
     check(parse_experiment(merged(values, trainer={"packing": True})))
-    monkeypatch.setattr("rl.experiment.preconditions.has_transformer_engine", lambda: True)
+    monkeypatch.setattr("rl.experiment.preconditions.rules.has_transformer_engine", lambda: True)
     check(parse_experiment(merged(values, trainer={"packing": True}, numerics={"mode": "native"})))

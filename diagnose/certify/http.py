@@ -1,0 +1,138 @@
+"""Requests to one server, all of which end before one point in time, however slowly it answers."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Coroutine, Mapping
+from typing import Any, TypeVar
+
+import httpx
+from pydantic import TypeAdapter, ValidationError
+
+from numerics.errors import shown, user_error
+
+T = TypeVar("T")
+LARGEST = 64 << 20
+"""Bytes of an answer; those that are asked for here have a few MB at most."""
+
+
+class Refused(Exception):
+    """The server refused a request. status: of HTTP. text: its body, the beginning of it."""
+
+    def __init__(self, status: int, text: str) -> None:
+        super().__init__(f"{status}: {text}")
+        self.status, self.text = status, text
+
+
+class ServerFailed(Exception):
+    """The server broke off, or answered with a fault of its own."""
+
+
+class NoServer(Exception):
+    """Nothing answers at the address."""
+
+
+class TimeUp(Exception):
+    """The time for all requests is over."""
+
+
+class Http:
+    """A client of one server for a number of seconds. Threads may share it.
+
+    Its requests run in an event loop of their own, as only there a limit holds for a whole request: that of a blocking
+    one begins anew with each byte.
+    """
+
+    def __init__(self, url: str, api_key: str | None, seconds: float) -> None:
+        self.url, self._has_key, self._ends = url, bool(api_key), time.monotonic() + seconds
+        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self._answered = False
+        self._loop = asyncio.new_event_loop()
+        self._client = httpx.AsyncClient(
+            base_url=url, headers=self._headers, trust_env=False, limits=httpx.Limits(), timeout=None
+        )
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True, name="certify-http")
+        self._thread.start()
+
+    def close(self) -> None:
+        self._run(self._end())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    def get(self, path: str, kind: TypeAdapter[T]) -> T:
+        """The JSON at a path. Raises `Refused`, `ServerFailed`, `NoServer`, `TimeUp`."""
+        return self._asked("GET", path, None, kind)
+
+    def post(self, path: str, body: Mapping[str, Any], kind: TypeAdapter[T]) -> T:
+        """The JSON answer to a JSON body. Raises `Refused`, `ServerFailed`, `NoServer`, `TimeUp`."""
+        return self._asked("POST", path, body, kind)
+
+    def _asked(self, method: str, path: str, body: Mapping[str, Any] | None, kind: TypeAdapter[T]) -> T:
+        try:
+            status, text = self._run(self._request(method, path, body))
+        except TimeoutError:
+            raise TimeUp from None
+        except httpx.ConnectError as error:
+            if self._answered:
+                raise ServerFailed(f"{path} is not answered any more: {error}") from None
+            raise NoServer(str(error)) from None
+        except httpx.HTTPError as error:
+            raise ServerFailed(f"{path} broke off: {_sentence(str(error)) or type(error).__name__}") from None
+        self._answered = True
+        if status in (401, 403):
+            raise user_error(
+                "--api-key",
+                found=f"{'one' if self._has_key else 'none'}, which {self.url} refuses ({status})",
+                expected="the key of this server",
+                remedy="Give it with --api-key, or in the environment variable FP8RL_API_KEY.",
+            )
+        if 400 <= status < 500:
+            raise Refused(status, _sentence(text.decode(errors="replace")))
+        if status != 200:
+            raise ServerFailed(f"{path} answered {status}: {_sentence(text.decode(errors='replace'))}")
+        return _read(kind, text, path)
+
+    async def _request(self, method: str, path: str, body: Mapping[str, Any] | None) -> tuple[int, bytes]:
+        """Status and body of one answer."""
+        async with (
+            asyncio.timeout(self._ends - time.monotonic()),
+            self._client.stream(method, path, json=body) as response,
+        ):
+            read = bytearray()
+            async for piece in response.aiter_bytes():
+                read += piece
+                if len(read) > LARGEST:
+                    raise ServerFailed(f"{path} answered more than {LARGEST >> 20} MiB")
+            return response.status_code, bytes(read)
+
+    async def _end(self) -> None:
+        """Close connections, and cancel what an interrupt has left behind."""
+        left = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in left:
+            task.cancel()
+        await asyncio.gather(*left, return_exceptions=True)
+        await self._client.aclose()
+
+    def _run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
+
+
+def _read(kind: TypeAdapter[T], body: bytes, path: str) -> T:
+    """What a body of JSON says. Raises `ServerFailed` for another form."""
+    try:
+        return kind.validate_json(body)
+    except ValidationError as error:
+        wrong = error.errors(include_url=False)[0]
+    if wrong["type"] == "json_invalid":
+        raise ServerFailed(f"{path} answered no JSON: {_sentence(body.decode(errors='replace'))[:80]!r}")
+    key = ".".join(map(str, wrong["loc"])) or "the answer"
+    expected = wrong["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
+    raise ServerFailed(f"{path} answered another form: {key[:80]} is {shown(wrong['input'], 60)}, expected {expected}")
+
+
+def _sentence(text: str) -> str:
+    """The beginning of what a server wrote, in one line without control characters."""
+    return "".join(letter if letter.isprintable() else " " for letter in " ".join(text[:2000].split()))[:200]

@@ -1,0 +1,224 @@
+"""Looks for the keys with which a spec fits: those that cost nothing first, then time, then another layout, then GPUs.
+
+Exact mode is left last of all, and only where no layout on any number of GPUs holds its engine of one rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import reduce
+from itertools import product
+from typing import Any
+
+from diagnose.plan import layouts
+from diagnose.plan.efficiency import Efficiency, assumed
+from diagnose.plan.subject import Subject, is_apart, job_on
+from diagnose.plan.time import step_time
+from numerics.errors import UserError
+from rl.experiment import Experiment, parse_experiment
+from rl.experiment.budget.fit import fullest, with_cache
+from rl.experiment.budget.gpus import GPUS_PER_NODE, Gpu
+from rl.experiment.budget.job import Job
+from rl.experiment.budget.memory import engine_memory
+from rl.experiment.preconditions.rules import Target, broken_rules
+from trainer.config import TrainerConfig
+
+MOST_GPUS = 1024
+_SIZES = ("tp", "pp", "ep", "dp", "cp")
+Keys = Mapping[str, Any]
+
+PRICES = {
+    "trainer.head_chunk_tokens": 0.5,
+    "trainer.micro_batch_tokens": 0.5,
+    "rollout.sleep": 1.0,
+    "trainer.recompute=experts": 1.0,
+    "trainer.recompute=layer": 2.0,
+    "rollout.max_total_tokens": 2.0,
+    "trainer.optimizer.moments": 2.5,
+    "trainer.optimizer.offload": 3.0,
+}
+"""What a key is taken to cost, to order the ways: a smaller chunk hardly anything; turns, the engine's wait;
+recomputing, a part of each forward once more; a cache of one row, answers in turns; moments in BF16, their digits; an
+update on the host, more time than all of these. An order set by hand: none of it was measured."""
+ANOTHER_LAYOUT = 1.5
+"""The price of a layout other than the spec's."""
+
+
+@dataclass(frozen=True)
+class Way:
+    """Keys under which a job leaves the slack that a real run needs."""
+
+    keys: Keys
+    job: Job
+
+
+def keys_that_fit(
+    subject: Subject, gpu: Gpu, efficiency: Efficiency, gpus: int | None = None, length: int | None = None
+) -> dict[str, Any] | None:
+    """The keys to set, by dotted name, none where it fits as it stands; None: no keys make it fit.
+
+    gpus: of the trainer; without one, those of the spec's layout (8 for a model alone), or the fewest of twice as many,
+    and so on, that do. Adapters are looked at in the spec's own layout alone.
+    """
+    target = Target(gpus=True, transformer_engine=True, capability=gpu.capability)
+    base = subject.experiment
+    world = gpus or (base.trainer.world_size if subject.chosen else GPUS_PER_NODE)
+    most = world if gpus or subject.shape.adapters else MOST_GPUS
+    for mode in dict.fromkeys((base.numerics.mode, "native")):
+        rates = efficiency if mode == base.numerics.mode else assumed("native")
+        count = world
+        while count <= most:
+            if found := _cheapest(subject, {"numerics.mode": mode}, gpu, count, target, length):
+                return _differing(subject, min(found, key=lambda way: _seconds(way.job, gpu, rates)))
+            count *= 2
+    return None
+
+
+def _cheapest(subject: Subject, first: Keys, gpu: Gpu, gpus: int, target: Target, length: int | None) -> list[Way]:
+    """All layouts that leave the slack with the cheapest keys with which one does; nothing if none does."""
+    base = with_keys(subject.experiment, first)
+    fixed = {**first, **_dense_layers_in_bf16(base, subject, target)}
+    base = with_keys(base, fixed)
+    engines = _engine_ranks(base, subject, gpu)
+    if not engines:
+        return []
+    own = [base.trainer] if subject.chosen and base.trainer.world_size == gpus else []
+    blocks = base.numerics_config().blocks_spec
+    others = [each for each in layouts.layouts(subject.shape, base.trainer, gpus, blocks) if each not in own]
+    if subject.shape.adapters and own:
+        others = []
+
+    def fitting(keys: Keys, some: Sequence[TrainerConfig]) -> list[Way]:
+        tried = (_with_engines(base, {**fixed, **keys}, ranks) for ranks in engines)
+        found = (_way(subject, each, layout, gpu, target, length) for each in tried for layout in some)
+        return [way for way in found if way is not None]
+
+    savings = sorted(_savings(base, subject, length), key=lambda each: each[0])
+    longest = {_of_optimizer(keys): keys for keys in sorted((keys for _, keys in savings), key=len)}
+    if not any(fitting(keys, [*own, *others]) for keys in longest.values()):
+        return []
+    ladder = [(price, keys, own) for price, keys in savings if own]
+    ladder += [(price + (ANOTHER_LAYOUT if own else 0.0), keys, others) for price, keys in savings]
+    found = (fitting(keys, some) for _, keys, some in sorted(ladder, key=lambda each: each[0]))
+    return next((ways for ways in found if ways), [])
+
+
+def _of_optimizer(keys: Keys) -> frozenset[str]:
+    """What a set of keys asks of the optimizer, which some modes refuse."""
+    return frozenset(key for key in keys if key.startswith("trainer.optimizer"))
+
+
+def _way(
+    subject: Subject, keys: Keys, layout: TrainerConfig, gpu: Gpu, target: Target, length: int | None
+) -> Way | None:
+    """The job under these keys in this layout, if it leaves the slack and no rule stands against it."""
+    keys = {**keys, **{f"trainer.{name}": getattr(layout, name) for name in _SIZES}}
+    experiment = with_keys(subject.experiment, keys)
+    job = job_on(replace(subject, experiment=experiment), gpu, length)
+    apart = is_apart(experiment, job)
+    job = with_cache(job, experiment, gpu.memory, apart)
+    if not layouts.leaves_slack(fullest(job, apart).peak, gpu):
+        return None
+    if any(broken_rules(experiment, subject.shape.sizes, target)) or not _loads(experiment):
+        return None
+    return Way(keys, job)
+
+
+def _loads(experiment: Experiment) -> bool:
+    """Whether a spec with these values would be loaded: some contradict each other, such as adapters in native mode."""
+    try:
+        parse_experiment(experiment.model_dump(mode="json"))
+    except UserError:
+        return False
+    return True
+
+
+def _savings(base: Experiment, subject: Subject, length: int | None) -> Iterator[tuple[float, dict[str, Any]]]:
+    """Sets of keys that save memory, with their prices; the empty one among them."""
+    trainer, rollout, row = base.trainer, base.rollout, length or base.rollout.context_length
+    colocated = base.needs_engines and not (rollout.staleness or base.sync.delta or base.sync.engines_own_gpus)
+    caches = base.needs_engines and (rollout.max_total_tokens or 0) > rollout.context_length
+    recomputing: list[dict[str, Any]] = [{}]
+    if trainer.recompute != "layer":
+        recomputing += [{"trainer.recompute": "experts"}] if subject.shape.sizes.moe else []
+        recomputing += [{"trainer.recompute": "layer"}]
+    optimizer: list[dict[str, Any]] = [{}]
+    if not trainer.optimizer.offload:
+        optimizer += [{"trainer.optimizer.moments": "bf16"}] if trainer.optimizer.moments == "fp32" else []
+        optimizer += [{"trainer.optimizer.offload": True}]
+    choices: list[list[dict[str, Any]]] = [
+        [{}, {"trainer.head_chunk_tokens": 1024}] if trainer.head_chunk_tokens > 1024 else [{}],
+        [{}, {"trainer.micro_batch_tokens": row}] if trainer.micro_batch_tokens > row else [{}],
+        [{}, {"rollout.sleep": True}] if colocated and not rollout.sleep else [{}],
+        recomputing,
+        optimizer,
+        [{}, {"rollout.max_total_tokens": rollout.context_length}] if caches else [{}],
+    ]
+    for parts in product(*choices):
+        keys = {key: value for part in parts for key, value in part.items()}
+        yield sum(PRICES.get(key, PRICES.get(f"{key}={value}", 0.0)) for key, value in keys.items()), keys
+
+
+def _dense_layers_in_bf16(base: Experiment, subject: Subject, target: Target) -> dict[str, Any]:
+    """The key that leaves a mixture's dense first layers in BF16, where their width is not one of whole blocks."""
+    sizes = subject.shape.sizes
+    dense = sizes.layers - sizes.moe_layers
+    if not sizes.moe or not dense or base.numerics.first_layers_bf16 >= dense:
+        return {}
+    plain = with_keys(base, {f"trainer.{name}": 1 for name in _SIZES} | {"rollout.tp": 1})
+    widths = any("intermediate_size" in error.key for error in broken_rules(plain, sizes, target))
+    return {"numerics.first_layers_bf16": dense} if widths else {}
+
+
+def _engine_ranks(base: Experiment, subject: Subject, gpu: Gpu) -> list[int]:
+    """Ranks that an engine may have, so that one leaves the slack on GPUs of its own; in exact mode, on GPUs, one."""
+    if not base.needs_engines:
+        return [1]
+    spec, job = base.numerics_config().blocks_spec, job_on(replace(subject, experiment=base), gpu)
+    most = 1 if base.numerics.mode == "exact" else GPUS_PER_NODE
+    able = [ranks for ranks in range(1, most + 1) if layouts.divides(subject.shape.sizes, ranks, spec)]
+    row = base.rollout.context_length
+    alone = {ranks: engine_memory(replace(job, engine_tp=ranks, kv_tokens=row)) for ranks in able}
+    return [ranks for ranks, memory in alone.items() if layouts.leaves_slack(memory.peak, gpu)]
+
+
+def _with_engines(base: Experiment, keys: Keys, ranks: int) -> Keys:
+    """The keys, with engines of so many ranks; those of several have GPUs of their own, where they need not sleep."""
+    if ranks == 1:
+        return {**keys, "rollout.tp": 1}
+    own = {} if base.sync.engines_own_gpus else {"sync.transport": "distributed"}
+    return {key: value for key, value in keys.items() if key != "rollout.sleep"} | {"rollout.tp": ranks, **own}
+
+
+def _seconds(job: Job, gpu: Gpu, rates: Efficiency) -> tuple[int, float]:
+    return job.engine_tp, step_time(job, gpu, rates.slow).total + step_time(job, gpu, rates.fast).total
+
+
+def _differing(subject: Subject, way: Way) -> dict[str, Any]:
+    """The keys of a way that differ from the spec's; of a model without a layout, the whole layout."""
+
+    def differs(key: str, value: Any) -> bool:
+        found = reduce(getattr, key.split("."), subject.experiment)
+        return bool(found != value) or (not subject.chosen and key.removeprefix("trainer.") in _SIZES[:4])
+
+    return {key: value for key, value in way.keys.items() if differs(key, value)}
+
+
+def with_keys(section: Any, keys: Keys) -> Any:
+    """A section of the spec, or all of it, with other values at dotted names."""
+    inner: dict[str, dict[str, Any]] = {}
+    values: dict[str, Any] = {}
+    for key, value in keys.items():
+        name, _, rest = key.partition(".")
+        if rest:
+            inner.setdefault(name, {})[rest] = value
+        else:
+            values[name] = value
+    values |= {name: with_keys(getattr(section, name), some) for name, some in inner.items()}
+    return section.model_copy(update=values)
+
+
+def written(keys: Keys) -> list[str]:
+    """Keys as the command line takes them."""
+    return [f"{key}={str(value).lower() if isinstance(value, bool) else value}" for key, value in keys.items()]

@@ -1,0 +1,204 @@
+"""Certifying a server that lies, breaks off, drips or speaks another form: one sentence each, in its time."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import random
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from diagnose.certify import probe, prompts
+from diagnose.certify.http import Http
+from fp8rl.cli import app
+from tests.support.planted_server import Planted, ask_little
+
+LIES = (
+    None, True, "", "x", "1", "[/b]", -1, 0, 3, 1.5, 2**70, 10**400, 1e300, -1e300, float("nan"), float("inf"), [], {},
+    [None], [[]], [{}], {"a": 1}, [1, 2, 3], "y" * 5000, [[1.0, 2, None]] * 3, "\ud800",
+)  # fmt: skip
+"""What stands in the place of some value of an answer."""
+
+
+@pytest.fixture(autouse=True)
+def few_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    ask_little(monkeypatch)
+    monkeypatch.setattr(prompts, "SHORT", (5, 12))
+    monkeypatch.setattr(prompts, "FIRST", 2)
+    monkeypatch.setattr(probe, "LOAD_TOKENS", 1)
+    monkeypatch.setattr(prompts, "LONGEST", 400)
+
+
+def run(url: str, *arguments: str) -> tuple[int, str]:
+    result = CliRunner().invoke(app, ["certify", "--server", url, *arguments], env={"FP8RL_API_KEY": None})
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    return result.exit_code, result.output
+
+
+def places(value: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Where something stands in an answer, the answer itself among them."""
+    yield at
+    for key, each in value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ():
+        yield from places(each, (*at, key))
+
+
+def lied(value: Any, draw: random.Random) -> Any:
+    """An answer in which one value is another one, is missing, or is there twice."""
+    value = json.loads(json.dumps(value))
+    spots = list(places(value))
+    at = spots[min(int(draw.expovariate(0.2)), len(spots) - 1)] if draw.random() < 0.5 else draw.choice(spots)
+    if not at:
+        return draw.choice(LIES)
+    inside = value
+    for key in at[:-1]:
+        inside = inside[key]
+    way = draw.randrange(4)
+    if way == 0:
+        del inside[at[-1]]
+    elif way == 1 and isinstance(inside, list):
+        inside.append(inside[at[-1]])
+    else:
+        inside[at[-1]] = draw.choice(LIES)
+    return value
+
+
+@pytest.mark.parametrize("native", [True, False])
+@pytest.mark.parametrize("some", range(3))
+def test_whatever_stands_in_an_answer_is_a_verdict_or_one_sentence(
+    native: bool, some: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A lie in one answer, or in all from one on, as JSON is written, NaN and a number of 400 digits among them."""
+    codes = set()
+    for seed in range(some * 25, some * 25 + 25):
+        draw, planted = random.Random(seed), Planted(native=native, context=200 if seed % 5 else 2048)
+        from_on, always, lock = draw.randrange(40) if draw.random() < 0.7 else 0, draw.random() < 0.5, threading.Lock()
+
+        async def answer(
+            http: Http, method: str, path: str, body: Any,
+            planted: Planted = planted, draw: random.Random = draw, from_on: int = from_on, always: bool = always,
+            lock: threading.Lock = lock,
+        ) -> tuple[int, bytes]:  # fmt: skip
+            with lock:
+                number = planted.requests
+                planted.requests += 1
+                status, value = planted.respond(path, body)
+                if number == from_on or (always and number > from_on):
+                    value = lied(value, draw)
+            return status, json.dumps(value).encode()
+
+        monkeypatch.setattr(Http, "_request", answer)
+        code, printed = run("http://127.0.0.1:1", "--seconds", "60", "--json")
+        codes.add(code)
+        assert code in (0, 1, 2), seed
+        sentences = [line for line in printed.splitlines() if line.startswith("error: ")]
+        assert len(sentences) == (code == 2), (seed, printed[:500])
+        assert "Traceback" not in printed and all(len(line) < 1000 for line in sentences), seed
+        if code != 2:
+            found = json.loads(printed[printed.index("{") :])
+            assert found["verdict"] == "certified" if code == 0 else found["verdict"] in ("broken", "undecided")
+    assert len(codes) > 1
+
+
+OK = b"HTTP/1.1 200 OK\r\n"
+BODY = b'{"model_path": "m"}'
+LENGTH = b"Content-Length: %d\r\n\r\n" % len(BODY)
+NOTHING_THERE = "neither /generate nor /v1/models"
+BROKEN: dict[str, tuple[bytes, str]] = {
+    "a page": (OK + b"Content-Length: 14\r\n\r\n<html>no</html", NOTHING_THERE),
+    "a redirect": (b"HTTP/1.1 302 Found\r\nLocation: http://127.0.0.1:1/\r\nContent-Length: 0\r\n\r\n", NOTHING_THERE),
+    "a fault": (b"HTTP/1.1 500 Oh\r\nContent-Length: 4\r\n\r\n\xff\x00\x1b[", NOTHING_THERE),
+    "no HTTP": (b"SSH-2.0-OpenSSH_9.6\r\n", NOTHING_THERE),
+    "nothing": (b"", NOTHING_THERE),
+    "half of the headers": (OK + b"Content-Le", NOTHING_THERE),
+    "less than it says": (OK + b"Content-Length: 100\r\n\r\n" + BODY, NOTHING_THERE),
+    "two lengths": (OK + b"Content-Length: 3\r\nContent-Length: 5\r\n\r\n{}", NOTHING_THERE),
+    "a length that is none": (OK + b"Content-Length: -5\r\n\r\n{}", NOTHING_THERE),
+    "broken chunks": (OK + b"Transfer-Encoding: chunked\r\n\r\nzz\r\n{}", NOTHING_THERE),
+    "broken compression": (OK + b"Content-Encoding: gzip\r\n" + LENGTH + BODY, NOTHING_THERE),
+    "a bomb": (OK + b"Content-Encoding: gzip\r\n\r\n" + gzip.compress(bytes(80 << 20), 1), NOTHING_THERE),
+    "deep JSON": (OK + b"\r\n" + b"[" * 200_000, NOTHING_THERE),
+    "an empty body": (OK + b"Content-Length: 0\r\n\r\n", NOTHING_THERE),
+    "a long header": (OK + b"X: " + b"y" * 200_000 + b"\r\n" + LENGTH + BODY, NOTHING_THERE),
+}
+SLOW = {
+    "headers byte by byte": (OK, b"X-A: b\r\n"),
+    "a body byte by byte": (OK + b"Content-Length: 1000000\r\n\r\n", b" "),
+    "endless chunks": (OK + b"Transfer-Encoding: chunked\r\n\r\n", b"1\r\n \r\n"),
+    "interim answers for ever": (b"", b"HTTP/1.1 100 Continue\r\n\r\n"),
+    "silence": (b"", b""),
+}
+
+
+@contextmanager
+def speaking(begin: bytes, again: bytes | None = None) -> Iterator[str]:
+    """The address of a server that answers each connection with the bytes, and then with others again and again."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    over = threading.Event()
+
+    def speak(connection: socket.socket) -> None:
+        with connection, suppress(OSError):
+            connection.recv(1 << 16)
+            connection.sendall(begin)
+            while again is not None and not over.wait(0.02):
+                connection.sendall(again)
+
+    def listen() -> None:
+        with suppress(OSError):
+            while True:
+                threading.Thread(target=speak, args=(listener.accept()[0],), daemon=True).start()
+
+    threading.Thread(target=listen, daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+    finally:
+        over.set()
+        listener.shutdown(socket.SHUT_RDWR)
+        listener.close()
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_an_answer_that_is_none_is_one_sentence(name: str) -> None:
+    begin, said = BROKEN[name]
+    with speaking(begin) as url:
+        code, printed = run(url, "--seconds", "60")
+    assert code == 2 and said in printed and printed.count("\n") == 1 and printed.startswith("error: --server")
+
+
+@pytest.mark.parametrize("name", SLOW)
+def test_an_answer_that_never_ends_is_given_up_in_time(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    began = time.monotonic()
+    original = Http.__init__
+    monkeypatch.setattr(Http, "__init__", lambda self, url, key, seconds: original(self, url, key, seconds / 20))
+    with speaking(*SLOW[name]) as url:
+        code, printed = run(url, "--seconds", "5")
+    assert code == 2 and "which does not answer in time" in printed and printed.count("\n") == 1
+    assert time.monotonic() - began < 30
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--seconds", "nan"), "--seconds"),
+        (("--seconds", "inf"), "--seconds: found inf, expected seconds"),
+        (("--api-key", "ключ"), "--api-key: found 'one with other characters than printable ASCII'"),
+        (("--api-key", "k\n"), "--api-key: found 'one with other characters than printable ASCII'"),
+    ],
+)
+def test_what_no_request_can_be_made_of_is_refused(arguments: tuple[str, ...], said: str) -> None:
+    code, printed = run("http://127.0.0.1:1", *arguments)
+    assert code == 2 and said in printed
+
+
+@pytest.mark.parametrize(
+    "url", ["http://a b/", "http://\x00/", "http://[::1", "http://x:99999", "http://" + "a" * 70_000]
+)
+def test_an_address_that_is_none_is_refused(url: str) -> None:
+    code, printed = run(url)
+    assert code == 2 and "--server: found" in printed and len(printed) < 1000

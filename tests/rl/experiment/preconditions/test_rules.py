@@ -1,0 +1,169 @@
+"""Rules of a spec, its model's sizes and the machines that it is for: every spec that is shipped keeps them."""
+
+import re
+import shlex
+
+import pytest
+import yaml
+
+from diagnose.plan import gpu_named, read_subject
+from models.sizes import ModelSizes
+from numerics.errors import UserError
+from rl.experiment import Experiment
+from rl.experiment.budget.gpus import GPUS, GPUS_PER_NODE
+from rl.experiment.preconditions.rules import Target, check_rules
+from rl.run.cluster.placement import Node, place
+from tests.support.experiments import experiment
+from tests.support.paths import EXAMPLES, REAL_SPECS, ROOT
+
+NUMBERS = {"one": 1, "eight": 8, "sixteen": 16}
+KINDS = {"gsm8k": "h200", **REAL_SPECS}
+NEEDS = {name: [f"model.path={EXAMPLES / 'models/tiny_qwen3_moe'}"] for name in ("calculator", "tool_calls")}
+
+
+def on(gpu: str | None) -> Target:
+    return Target(gpu is not None, gpu is not None, capability=gpu_named(gpu).capability if gpu else None)
+
+
+def gpus_of_header(text: str) -> int:
+    """The GPUs that the lines before a spec name: `on eight GPUs`, `64 GPUs of 141 GB train, 32 serve`."""
+    header = " ".join(line.lstrip("# ") for line in text.splitlines() if line.startswith("#"))
+    count, serve = re.search(r"(\w+) GPUs?\b", header), re.search(r"\btrain, (\d+) serve", header)
+    if count is None:
+        return 0
+    word = count[1].lower()
+    return (NUMBERS[word] if word in NUMBERS else int(word)) + (int(serve[1]) if serve else 0)
+
+
+def cluster_of(gpus: int) -> list[Node]:
+    if not gpus:
+        return [Node("a", "10.0.0.1")]
+    parts = [min(GPUS_PER_NODE, gpus - first) for first in range(0, gpus, GPUS_PER_NODE)]
+    return [Node(str(index), f"10.0.0.{index}", part) for index, part in enumerate(parts, start=1)]
+
+
+def check_and_place(spec: Experiment, sizes: ModelSizes, target: Target, nodes: list[Node]) -> None:
+    check_rules(spec, sizes, target)
+    place(nodes, spec)
+
+
+@pytest.mark.parametrize("example", sorted(path.stem for path in EXAMPLES.glob("*.yaml")))
+def test_every_example_is_accepted_on_the_machines_that_its_header_names(example: str) -> None:
+    path = EXAMPLES / f"{example}.yaml"
+    gpus = gpus_of_header(path.read_text())
+    assert bool(gpus) is (example in KINDS)
+    subject = read_subject(str(path), NEEDS.get(example, []))
+    target = on(KINDS[example] if gpus else None)
+    check_and_place(subject.experiment, subject.shape.sizes, target, cluster_of(gpus))
+
+
+def launched(name: str) -> tuple[list[str], list[Node]]:
+    """The words that follow `fp8rl train` in a launch template, and its nodes."""
+    values = yaml.safe_load((ROOT / "launch" / name).read_text())
+    if "entrypoint" in values.get("spec", {}):
+        node = values["spec"]["rayClusterSpec"]["headGroupSpec"]["template"]["spec"]["containers"][0]
+        gpus, nodes = int(node["resources"]["limits"]["nvidia.com/gpu"]), 2
+        words = values["spec"]["entrypoint"].partition("fp8rl train ")[2]
+    else:
+        gpus, nodes = int(values["resources"]["accelerators"].partition(":")[2]), values["num_nodes"]
+        words = values["envs"]["SPEC"] + values["run"].partition('"$SPEC"')[2]
+    return shlex.split(words), cluster_of(gpus * nodes)
+
+
+@pytest.mark.parametrize("template", ["kuberay.yaml", "skypilot.yaml"])
+def test_every_launch_template_starts_a_spec_that_its_machines_accept(template: str) -> None:
+    (spec, *overrides), nodes = launched(template)
+    subject = read_subject(str(ROOT / spec), overrides)
+    check_and_place(subject.experiment, subject.shape.sizes, on("h100"), nodes)
+
+
+NATIVE = {"mode": "native"}
+
+
+@pytest.mark.parametrize(
+    ("target", "sections", "said"),
+    [
+        (
+            on("h200"),
+            {"rollout": {"tp": 8}},
+            "rollout.tp: found '8 with numerics.mode=exact on GPUs', expected 1 there",
+        ),
+        (
+            on(None),
+            {"numerics": NATIVE, "rollout": {"tp": 2}},
+            "rollout.tp: found '2 with numerics.mode=native on CPUs'",
+        ),
+        (
+            on("h200"),
+            {"numerics": NATIVE, "rollout": {"tp": 2, "sleep": True}},
+            "rollout.sleep: found 'true with rollout.tp=2 on GPUs'",
+        ),
+        (on("a100"), {}, "numerics.mode=native numerics.trainer=bf16 numerics.rollout=bf16, or take other GPUs"),
+        (on("a100"), {"numerics": NATIVE}, "numerics.rollout: found 'fp8 with numerics.mode=native on GPUs of compute"),
+        (on("4090"), {"model": {"path": "moonlight_16b_a3b"}}, "expected 9.0 to 11.x: its kernels need 170 KiB"),
+        (on("l40s"), {"numerics": NATIVE}, "expected 9.0 or higher, for TransformerEngine's blocks of 128"),
+        (
+            on("rtx pro 6000"),
+            {},
+            "numerics.mode: found 'exact on GPUs of compute capability 12.0', expected 8.9 to 11.x",
+        ),
+        (on("b200"), {"numerics": NATIVE | {"preset": "fp8_block_fp32"}}, "numerics.preset: found 'FP32 scales with"),
+        (
+            on("h100"),
+            {"numerics": {"preset": "mxfp8"}},
+            "numerics.preset: found 'mxfp8 with numerics.mode=exact on GPUs'",
+        ),
+        (on("b200"), {"numerics": {"deepgemm": True}}, "numerics.deepgemm: found 'true, and no Hopper GPU"),
+        (on("h100"), {"rollout": {"speculation": {"drafts": 2}}}, "rollout.speculation: found 'drafts=2 on a GPU'"),
+    ],
+)
+def test_what_a_kind_of_machine_cannot_run_is_refused(target: Target, sections: dict, said: str) -> None:
+    spec = experiment(**{"model": {"path": "qwen3_8b"}, **sections})
+    with pytest.raises(UserError) as error:
+        check_rules(spec, read_subject(spec.model.path).shape.sizes, target)
+    assert said in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "sections"),
+    [
+        ("a100", {"numerics": NATIVE | {"trainer": "bf16", "rollout": "bf16"}}),
+        ("4090", {}),
+        ("h20", {"numerics": {"deepgemm": True}}),
+        ("rtx pro 6000", {"numerics": NATIVE}),
+        ("b300", {}),
+        ("b300", {"numerics": NATIVE}),
+    ],
+)
+def test_what_it_can_run_is_accepted(gpu: str, sections: dict) -> None:
+    check_rules(experiment(**sections), read_subject("qwen3_8b").shape.sizes, on(gpu))
+
+
+def test_a_cluster_that_is_not_ours_is_looked_at_when_the_run_is_placed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    assert not Target.here().known
+    wide = experiment(numerics=NATIVE, rollout={"tp": 2})
+    check_rules(wide, read_subject("qwen3_8b").shape.sizes, Target.here())
+    with pytest.raises(UserError, match=r"rollout\.tp: found '2 with numerics\.mode=native on CPUs'"):
+        place(cluster_of(0), wide)
+
+
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [
+        ("H100", "h100"),
+        ("NVIDIA H100 80GB", "h100"),
+        ("rtx_pro_6000", "rtx pro 6000"),
+        ("RTX-PRO-6000", "rtx pro 6000"),
+        ("pro6000", "rtx pro 6000"),
+        ("NVIDIA RTX PRO 6000 Blackwell Server Edition", "rtx pro 6000"),
+        ("rtx4090", "4090"),
+        ("RTX 4090", "4090"),
+        ("NVIDIA GeForce RTX 4090", "4090"),
+        ("geforce_rtx_4090", "4090"),
+        ("L40S", "l40s"),
+        ("a100-sxm4-80gb", "a100"),
+    ],
+)
+def test_a_gpu_is_found_by_the_names_that_people_write(name: str, key: str) -> None:
+    assert gpu_named(name) is GPUS[key]
