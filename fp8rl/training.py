@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import sys
 import threading
@@ -54,7 +55,6 @@ def run_experiment(
         UserError, RunFailedError: see `train`.
     """
     print(f"fp8rl: checking {spec}", flush=True)  # the imports below take seconds
-    from numerics.io.files import write_atomically
     from rl.experiment import load_experiment
     from rl.experiment.preconditions import check
     from rl.record.run_dir import open_run_dir
@@ -64,8 +64,15 @@ def run_experiment(
     check(experiment, notes.append)
     for note in notes:
         print(f"note: {note}", flush=True)
-    chosen = {"resume": resume, "overwrite": overwrite}
-    with interruptible(), open_run_dir(experiment.run.dir, experiment.run.name, **chosen) as files:
+    opened = open_run_dir(
+        experiment.run.dir,
+        experiment.run.name,
+        resume=resume,
+        overwrite=overwrite,
+        shared=experiment.run.shared,
+        reads=[spec, *_paths_in(experiment.to_dict())],
+    )
+    with interruptible(), opened as files:
         from rl.loop import train as run_loop
         from rl.run.checkpoints import changes, check_resumable
         from rl.run.lifecycle.attempts import FAILURES, attempted
@@ -75,7 +82,7 @@ def run_experiment(
             check_resumable(files, experiment)
             for change in changes(files, experiment):
                 print(f"resuming with {change}")
-        write_atomically(files.experiment, experiment.to_yaml())
+        files.write_experiment(experiment.to_yaml())
         try:
             return files.path, attempted(experiment, files, run_loop, notes)
         except KeyboardInterrupt:
@@ -93,3 +100,12 @@ def _dotted(values: Mapping[str, Any], above: str = "") -> Iterator[str]:
             yield from _dotted(value, f"{above}{name}.")
         else:
             yield f"{above}{name}={json.dumps(value, default=str)}"
+
+
+def _paths_in(values: Any) -> Iterator[Path]:
+    """Each file that a resolved experiment names, which are absolute; of `file.py:function`, the file."""
+    if isinstance(values, Mapping | list):
+        for value in values.values() if isinstance(values, Mapping) else values:
+            yield from _paths_in(value)
+    elif isinstance(values, str) and values.startswith("/") and "\0" not in values:
+        yield Path(values.rpartition(":")[0] if re.search(r"\.py:\w+$", values) else values)
