@@ -64,9 +64,64 @@ def removal(node: ast.AST) -> str | None:
         case ast.Name(id=name) if name not in _OF_TEXTS:
             return name if name in _REMOVING else None
         case ast.Call(func=ast.Attribute(value=owner, attr="replace"), args=[_], keywords=[]):
-            return None if isinstance(owner, ast.Name) and owner.id == "dataclasses" else "replace"  # of a path: that of a text takes two, that of a dataclass keywords
+            return (
+                None if isinstance(owner, ast.Name) and owner.id == "dataclasses" else "replace"
+            )  # of a path: that of a text takes two, that of a dataclass keywords
         case ast.Attribute(value=ast.Name(id="os" | "shutil"), attr=name) if name in _REMOVING:
             return name
         case ast.Attribute(attr=name) if name in _REMOVING - _OF_TEXTS:
             return name
+    return None
+
+
+CODE = {
+    "diagnose/certify/dump/reference.py": {"from_pretrained"},  # of a config and tensors that were read already
+    "fp8rl/__init__.py": {"import_module"},  # names of its table
+    "models/architecture.py": {"import_module"},  # files in models/architectures
+    "rl/algorithms/__init__.py": {"import_module"},  # files in rl/algorithms
+    "rl/record/trackers/__init__.py": {"import_module"},  # names of its table
+    "rollout/named_functions.py": {"import_module", "exec_module"},  # functions that a spec names, to train or to judge
+    "studies/harness/names.py": {"import_module"},  # names of studies
+    "studies/harness/live.py": {"from_pretrained"},  # the demo's tokenizer
+    "studies/prototypes/gated_delta_engine.py": {"from_pretrained"},  # a model that it has made
+    "trainer/actor.py": {"loads"},  # what another rank has written, by Ray
+    "trainer/checkpoint/unpickling.py": {"Unpickler"},  # which knows a few classes
+    "trainer/megatron/patches.py": {"import_module"},  # our own modules
+}
+"""Each file that could make code of data, by calls that could; what they are given."""
+_MAKES_CODE = set("eval exec __import__ import_module exec_module run_path run_module".split())
+_PICKLES = set("pickle dill joblib marshal shelve cloudpickle".split())
+_WRITES = {"dump", "dumps", "UnpicklingError", "register_pickle_by_value"}
+
+
+def test_nothing_makes_code_or_objects_of_what_comes_from_outside() -> None:
+    found: dict[str, set[str]] = {}
+    for path, tree in sources():
+        for node in ast.walk(tree):
+            if (name := code(node)) is not None:
+                found.setdefault(path, set()).add(name)
+    assert found == CODE
+
+
+def code(node: ast.AST) -> str | None:
+    """What could run code that it is given, or make objects of any class, where this is such a name or call."""
+    match node:
+        case ast.ImportFrom(module=module, names=names):
+            return module if module in _PICKLES and {alias.name for alias in names} - _WRITES else None
+        case ast.Attribute(value=ast.Name(id=module), attr=name) if module in _PICKLES:
+            return None if name in _WRITES else name
+        case ast.Attribute(value=ast.Name(id="yaml"), attr="load" | "load_all" | "unsafe_load" | "full_load"):
+            return node.attr
+        case ast.Call(func=ast.Name(id=name) | ast.Attribute(value=ast.Name(id="builtins"), attr=name)):
+            return name if name in _MAKES_CODE else None
+        case ast.Call(func=ast.Attribute(value=owner, attr=name), keywords=keywords):
+            given = {keyword.arg: getattr(keyword.value, "value", None) for keyword in keywords}
+            match getattr(owner, "id", ""), name:
+                case "torch", "load":
+                    return None if given.get("weights_only") is True else name
+                case "np" | "numpy", "load":
+                    return None if given.get("allow_pickle") is False else name
+                case _, "from_pretrained":
+                    return None if given.get("trust_remote_code") is False else name
+            return name if name in _MAKES_CODE - {"eval"} else None  # of a module of torch, eval() is a mode
     return None

@@ -109,7 +109,7 @@ class Stack:
             closing.callback(teacher.engines.stop)
         trainer = _start_trainer(experiment, numerics, seats)
         closing.callback(trainer.shutdown)
-        tokenizer = AutoTokenizer.from_pretrained(experiment.model.path)
+        tokenizer = AutoTokenizer.from_pretrained(experiment.model.path, trust_remote_code=False)
         judge = Judge(experiment.rewards, tokenizer, teacher=teacher)
         closing.callback(judge.close)
         conversations = None

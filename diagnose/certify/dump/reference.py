@@ -24,6 +24,7 @@ from numerics.sampling import EVERY_TOKEN, Truncation
 from trainer import device
 
 _BLOCK_FP8 = "fp8"
+_LOCAL = {"local_files_only": True, "trust_remote_code": False}
 
 
 @dataclass(frozen=True)
@@ -126,7 +127,7 @@ def facts(path: Path) -> ModelFacts:
         )
     with _quiet():
         try:
-            config = AutoConfig.from_pretrained(path, local_files_only=True)
+            config = AutoConfig.from_pretrained(path, **_LOCAL)
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise _unknown(path, error) from None
     text = config.get_text_config()
@@ -157,10 +158,10 @@ def _loaded(path: Path, dtype: torch.dtype) -> Any:
     files = weight_files(path, "--model")
     with _quiet():
         try:
-            config = AutoConfig.from_pretrained(path, local_files_only=True)
+            config = AutoConfig.from_pretrained(path, **_LOCAL)
             quantization = getattr(config, "quantization_config", None)
             if quantization is None:
-                return AutoModelForCausalLM.from_pretrained(path, dtype=dtype, local_files_only=True)
+                return AutoModelForCausalLM.from_pretrained(path, dtype=dtype, use_safetensors=True, **_LOCAL)
             if quantization.get("quant_method") != _BLOCK_FP8 or not quantization.get("weight_block_size"):
                 raise user_error(
                     f"--model: quantization_config in {path}",
