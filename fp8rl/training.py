@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import re
 import signal
-import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from numerics.errors import UserError
+from numerics.io.terminal import say, say_error
 from rl.run.lifecycle.interrupts import SIGNALS, interruptible
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ def run_experiment(
     Raises:
         UserError, RunFailedError: see `train`.
     """
-    print(f"fp8rl: checking {spec}", flush=True)  # the imports below take seconds
+    say(f"fp8rl: checking {spec}")  # the imports below take seconds
     from rl.experiment import load_experiment
     from rl.experiment.preconditions import check
     from rl.record.run_dir import open_run_dir
@@ -63,7 +63,7 @@ def run_experiment(
     notes: list[str] = []
     check(experiment, notes.append)
     for note in notes:
-        print(f"note: {note}", flush=True)
+        say(f"note: {note}")
     opened = open_run_dir(
         experiment.run.dir,
         experiment.run.name,
@@ -81,12 +81,12 @@ def run_experiment(
         if resume:
             check_resumable(files, experiment)
             for change in changes(files, experiment):
-                print(f"resuming with {change}")
+                say(f"resuming with {change}")
         files.write_experiment(experiment.to_yaml())
         try:
             return files.path, attempted(experiment, files, run_loop, notes)
         except KeyboardInterrupt:
-            print(how_to_go_on(files), file=sys.stderr)
+            say_error(how_to_go_on(files))
             raise
         except FAILURES as error:
             say_failed(files, error)

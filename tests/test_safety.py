@@ -125,3 +125,35 @@ def code(node: ast.AST) -> str | None:
                     return None if given.get("trust_remote_code") is False else name
             return name if name in _MAKES_CODE - {"eval"} else None  # of a module of torch, eval() is a mode
     return None
+
+
+PRINTS = {
+    "fp8rl/cli.py": "the version",
+    "fp8rl/commands/causes.py": "JSON",
+    "fp8rl/commands/certifying.py": "JSON",
+    "fp8rl/commands/checks.py": "JSON",
+    "fp8rl/commands/models.py": "JSON",
+    "numerics/io/terminal.py": "what was made printable",
+    "rl/experiment/reference.py": "a page of ours",
+    "rl/run/cluster/submission.py": "what was made printable",
+    "rollout/environments/verifiers.py": "JSON",
+    "rollout/environments/warden.py": "JSON",
+    "rollout/named_functions.py": "a line of ours",
+    "rollout/rewards/worker.py": "JSON",
+    "studies/prototypes/gated_delta.py": "numbers",
+    "studies/prototypes/gated_delta_engine.py": "numbers",
+}
+"""Each file that prints by itself, and what. All other lines go through `numerics.io.terminal` or `PlainConsole`."""
+
+
+def test_texts_reach_a_terminal_by_one_way() -> None:
+    printing, consoles = set(), set()
+    for path, tree in sources():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name | ast.Attribute):
+                name = ast.unparse(node.func)
+                if name in ("print", "typer.echo", "click.echo", "sys.stdout.write", "sys.stderr.write"):
+                    printing.add(path)
+                elif name in ("Console", "rich.print", "Text.from_markup", "Text.from_ansi"):
+                    consoles.add(path)
+    assert printing == PRINTS.keys() and not consoles

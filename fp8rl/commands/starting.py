@@ -28,10 +28,9 @@ def runs(
 ) -> None:
     """List the runs of a folder, or compare two: where their specs differ, and their metrics at the end."""
     with user_errors():
-        from rich.console import Console
-
         from fp8rl.comparing import listed, metrics_compared, runs_in, specs_compared
         from fp8rl.run import Run
+        from rl.record.console import PlainConsole
 
         if names and len(names) != 2:
             raise user_error("runs", found=f"{len(names)} names", expected="none or two", remedy="Name two runs.")
@@ -45,7 +44,7 @@ def runs(
         if page is not None:
             import io
 
-            console = Console(record=True, file=io.StringIO(), width=160)
+            console = PlainConsole(record=True, file=io.StringIO(), width=160)
             console.print(*tables)
             console.save_html(str(page))
             show(str(page), soft_wrap=True)

@@ -57,6 +57,31 @@ def test_runs_are_listed_and_two_are_compared_in_spec_and_metrics(tmp_path: Path
     assert invoke("runs", "--dir", tmp_path / "none")[0] == 2
 
 
+def test_names_are_shown_as_they_are_and_end_no_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Names that are markup, a link, or a command to a terminal, of folders, runs, keys and texts."""
+    named = tmp_path / "[/b][link=x] \x1b[31m:cat:"
+    monkeypatch.setenv("COLUMNS", "400")
+    code, printed = invoke("init", named)
+    assert code == 0 and "[/b][link=x] [31m:cat:/reward.py" in printed
+    experiment = load_experiment(named / "spec.yaml").to_dict()
+    for name in ("[/a]", "[b]"):
+        run = new_run(named / "runs" / name)
+        chat = {"data": experiment["data"] | {"chat_template": {"system": f"[/b]\x1b[2J{name}"}}}
+        run.experiment.write_text(yaml.safe_dump(experiment | chat))
+        run.metrics.write_text(json.dumps({"step": 1, "rollout/reward_mean": 0.5}) + "\n")
+    commands = (
+        ("report", run.path),
+        ("runs", "--dir", named / "runs"),
+        ("runs", "[/a]", "[b]", "--dir", named / "runs", "--page", named / "[page].html"),
+    )
+    for arguments in commands:
+        code, printed = invoke(*arguments)
+        assert code == 0 and "[b]" in printed and "\x1b" not in printed, printed
+    assert "[/b][2J[b]" in printed
+    code, printed = invoke("report", named / "[/none]")
+    assert code == 2 and "[/none]" in printed and "\x1b" not in printed
+
+
 def test_the_shell_can_complete_the_commands(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION", "1")  # whatever shell the tests run in
     code, printed = invoke("--show-completion", "bash")

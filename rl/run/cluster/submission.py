@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -14,6 +15,7 @@ import aiohttp
 from ray.job_submission import JobStatus, JobSubmissionClient
 
 from numerics.errors import user_error
+from numerics.io.terminal import printable
 
 
 def submit(arguments: Sequence[str], address: str, *, wait: bool, say: Callable[[str], object]) -> bool:
@@ -44,9 +46,13 @@ def submit(arguments: Sequence[str], address: str, *, wait: bool, say: Callable[
     return status == JobStatus.SUCCEEDED
 
 
+_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
+"""In which Ray prints whose line it is."""
+
+
 async def _show(client: JobSubmissionClient, job: str) -> None:
     async for text in client.tail_job_logs(job):
-        print(text, end="", flush=True)
+        print(printable(_COLOURS.sub("", text)), end="", flush=True)
 
 
 @contextmanager

@@ -16,6 +16,8 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from types import FrameType, TracebackType
 
+from numerics.io.terminal import say_error
+
 Handler = Callable[[int, FrameType | None], None] | int | None
 
 INTERRUPTED = 130
@@ -138,7 +140,7 @@ class Closing(ExitStack):
         former = _handle(_IGNORED)
         try:
             if kind is KeyboardInterrupt and not self._outer:
-                print("interrupted: ending every process of the run", file=sys.stderr, flush=True)
+                say_error("interrupted: ending every process of the run")
             super().__exit__(kind, error, trace)
         finally:
             _handle(former)
