@@ -16,6 +16,8 @@ from rollout.environments.harness.requests import MODEL, Ask, RefusedError, read
 from rollout.types import LOOPBACK, SamplingParams
 
 _MOST_BYTES = 32 << 20
+_HEADERS_S = 60.0
+"""Seconds that a connection may be open without a whole request's headers, the first or a next one."""
 
 
 class Endpoint:
@@ -45,7 +47,7 @@ class Endpoint:
         app.router.add_get("/v1/models", self._models)
         app.router.add_post("/v1/chat/completions", self._chat)
         app.router.add_post("/v1/completions", self._text)
-        self._runner = web.AppRunner(app, access_log=None)
+        self._runner = web.AppRunner(app, access_log=None, keepalive_timeout=_HEADERS_S)
         await self._runner.setup()
         site = web.TCPSite(self._runner, LOOPBACK, 0)
         await site.start()
