@@ -27,7 +27,7 @@ MODEL: Tree = {
     r"(tokenizer|tokenizer_config|special_tokens_map|added_tokens|vocab)\.json": FILE,
     r"merges\.txt|vocab\.txt|tokenizer\.model|chat_template\.(jinja|json)": FILE,
 }
-"""Of a model directory. Further files are copies of those of the model that the run began with."""
+"""Files of a model directory. Further ones are copies of those of the model that the run began with."""
 CHECKPOINT: Tree = {
     r"about\.json|groups\.jsonl": FILE,
     "state": {r"__\d+_\d+\.distcp|\.metadata|common\.pt|metadata\.json": FILE},
@@ -36,6 +36,7 @@ CAPSULE: Tree = {
     r"(capsule|manifest)\.json|tensors\.safetensors|spec\.yaml|SHA256SUMS|attribution\.html": FILE,
     "weights|adapter": MODEL,
 }
+SERVED: Tree = {"start|teacher|served_checkpoint|sync_checkpoint": LIBRARY}
 RUN: Tree = {
     r"\.fp8rl|spec\.yaml|(metrics|events|sessions)\.jsonl|log\.txt|(engine|teacher)_\d+\.log": FILE,
     r"(report|attribution|certify)\.html|\.seen-[0-9a-f]{8}": FILE,
@@ -44,7 +45,7 @@ RUN: Tree = {
     "rollouts": {r"(step|ahead)_\d+\.jsonl|step_\d+\.certify\.html": FILE},
     "capsules": {r"step_\d+": CAPSULE, r"step_\d+\.attribution\.html": FILE},
     "model|adapter": MODEL,
-    "served": {"start|teacher|served_checkpoint|sync_checkpoint": LIBRARY},
+    "served": SERVED,
     "ray_logs": LIBRARY,
     "wandb": {
         r"(latest-run|debug(-[a-z]+)?\.log|run_id|upload\.log|data|settings)": LIBRARY,

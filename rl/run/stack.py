@@ -14,7 +14,7 @@ from models import read_model
 from numerics.config import NumericsConfig
 from rl.experiment import Experiment
 from rl.experiment.budget.here import with_own_cache
-from rl.record.written import RUN, remove_written
+from rl.record.written import SERVED, remove_written
 from rl.run.cluster.cluster import end_at_once, ray_cluster
 from rl.run.cluster.seats import Seats
 from rl.run.engines.canary import Canary
@@ -96,7 +96,7 @@ class Stack:
         seats = Seats(experiment, folder)
         closing.callback(seats.close)
         description = folder / "served" / "start"
-        closing.callback(remove_written, description.parent, RUN["served"])
+        closing.callback(remove_written, description.parent, SERVED)
         engines, rollout = EnginePool.none(), experiment.rollout
         if experiment.needs_engines:  # they come up while the trainer does, unless they take turns
             write_description(Path(experiment.model.path), description, numerics.rollout_spec)

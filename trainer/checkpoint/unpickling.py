@@ -31,7 +31,7 @@ _NAMES = {
     filesystem.__name__: {"_StorageInfo"},
     planner.__name__: {*"SavePlan WriteItem WriteItemType TensorWriteData BytesIOWriteData".split()},
 }
-"""By module: what `.metadata` consists of, beside dtypes."""
+"""Classes that `.metadata` consists of, by module, beside dtypes."""
 
 
 @contextmanager

@@ -66,6 +66,11 @@ def _ours(module: str, name: str) -> Callable[[Any], Any]:
     return lambda replaced: getattr(importlib.import_module(f"trainer.modules.{module}"), name)
 
 
+def _unpickling(name: str) -> Callable[[Any], Any]:
+    """A function in trainer/checkpoint/unpickling.py, which imports Megatron too."""
+    return lambda replaced: getattr(importlib.import_module("trainer.checkpoint.unpickling"), name)
+
+
 def _without_cuda(target: str, parameters: str | None, make: Callable[[Any], Any], why: str) -> Patch:
     return Patch(target, parameters, make, "without CUDA", why)
 
@@ -110,7 +115,7 @@ PATCHES: tuple[Patch, ...] = (
         Patch(
             target,
             parameters,
-            lambda replaced, name=name: getattr(importlib.import_module("trainer.checkpoint.unpickling"), name),
+            _unpickling(name),
             "everywhere",
             "a checkpoint's pickles are of somebody else's making, and this loads them whatever they call",
         )

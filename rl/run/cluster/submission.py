@@ -47,7 +47,7 @@ def submit(arguments: Sequence[str], address: str, *, wait: bool, say: Callable[
 
 
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
-"""In which Ray prints whose line it is."""
+"""Ray prints in them whose line it is."""
 
 
 async def _show(client: JobSubmissionClient, job: str) -> None:
