@@ -48,8 +48,8 @@ RUN: Tree = {
     "served": SERVED,
     "ray_logs": LIBRARY,
     "wandb": {
-        r"(latest-run|debug(-[a-z]+)?\.log|run_id|upload\.log|data|settings)": LIBRARY,
-        r"(offline-)?run-\d{8}_\d{6}-\w+(\.synced)?": LIBRARY,
+        r"latest-run|debug[\w.-]*\.log|run_id|upload\.log|data|settings": LIBRARY,
+        r"(offline-)?run-\d{8}_\d{6}-.+": LIBRARY,
     },
     "tensorboard": {r"events\.out\.tfevents\..*": FILE},
     "mlflow": {r"mlflow\.db.*|run_id|files": LIBRARY},
