@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
-import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from numerics.errors import UserError
+from numerics.io.terminal import say, say_error
 from rl.run.lifecycle.interrupts import SIGNALS, interruptible
 
 if TYPE_CHECKING:
@@ -68,8 +69,7 @@ def run_experiment(
         UserError, RunFailedError: see `train`.
     """
     shown = spec if isinstance(spec, str | Path) else "the spec"
-    print(f"fp8rl: checking {shown}", flush=True)  # the imports below take seconds
-    from numerics.io.files import write_atomically
+    say(f"fp8rl: checking {shown}")  # the imports below take seconds
     from rl.experiment import load_experiment, read_resolved
     from rl.experiment.fetching import fetched
     from rl.experiment.preconditions import check
@@ -82,9 +82,16 @@ def run_experiment(
     notes: list[str] = []
     check(experiment, notes.append)
     for note in notes:
-        print(f"note: {note}", flush=True)
-    chosen = {"resume": resume, "overwrite": overwrite}
-    with interruptible(), open_run_dir(experiment.run.dir, experiment.run.name, **chosen) as files:
+        say(f"note: {note}")
+    opened = open_run_dir(
+        experiment.run.dir,
+        experiment.run.name,
+        resume=resume,
+        overwrite=overwrite,
+        shared=experiment.run.shared,
+        reads=[*([spec] if isinstance(spec, str | Path) else []), *_paths_in(experiment.to_dict())],
+    )
+    with interruptible(), opened as files:
         from rl.loop import train as run_loop
         from rl.run.checkpoints import changes, check_resumable
         from rl.run.lifecycle.attempts import FAILURES, attempted
@@ -93,12 +100,12 @@ def run_experiment(
         if resume:
             check_resumable(files, experiment)
             for change in changes(files, experiment):
-                print(f"resuming with {change}")
-        write_atomically(files.experiment, experiment.to_yaml())
+                say(f"resuming with {change}")
+        files.write_experiment(experiment.to_yaml())
         try:
             return files.path, attempted(experiment, files, run_loop, notes)
         except KeyboardInterrupt:
-            print(how_to_go_on(files), file=sys.stderr)
+            say_error(how_to_go_on(files))
             raise
         except FAILURES as error:
             say_failed(files, error)
@@ -114,3 +121,12 @@ def _dotted(values: Mapping[str, Any], above: str = "") -> Iterator[str]:
             yield from _dotted(value, f"{above}{name}.")
         else:
             yield f"{above}{name}={json.dumps(value, default=plain, ensure_ascii=False)}"
+
+
+def _paths_in(values: Any) -> Iterator[Path]:
+    """Each file that a resolved experiment names, which are absolute; of `file.py:function`, the file."""
+    if isinstance(values, Mapping | list):
+        for value in values.values() if isinstance(values, Mapping) else values:
+            yield from _paths_in(value)
+    elif isinstance(values, str) and values.startswith("/") and "\0" not in values:
+        yield Path(values.rpartition(":")[0] if re.search(r"\.py:\w+$", values) else values)

@@ -20,6 +20,8 @@ from rl.guard.capsule import read_capsule
 from rl.guard.standing import Standing
 from rl.record.run_dir import RunDir
 from rl.run.stack import Stack, open_pair
+from rollout.environments.config import EnvironmentConfig
+from rollout.rewards.config import RewardsConfig
 from trainer.config import TrainerConfig
 from trainer.step.batch import TokenBatch
 
@@ -150,11 +152,13 @@ def _pair(subject: AttributionSubject, say: Callable[[str], object], numerics: N
 def _stack_of(subject: AttributionSubject, numerics: NumericsConfig, say: Callable[[str], object]) -> Iterator[Stack]:
     """An engine and a trainer of one rank each with the subject's weights.
 
-    `numerics.k_splits` stays that of the run, so that one rank adds in the order of the run's layout.
+    `numerics.k_splits` stays that of the run, so that one rank adds in the order of the run's layout. Nothing is judged
+    and nobody converses, so that no code is imported which the subject names.
     """
     trainer = TrainerConfig(micro_batch_tokens=subject.experiment.trainer.micro_batch_tokens)
     rollout = subject.experiment.rollout.model_copy(update={"tp": 1})
-    experiment = subject.experiment.model_copy(update={"trainer": trainer, "rollout": rollout})
+    plain = {"rewards": RewardsConfig(), "environment": EnvironmentConfig()}
+    experiment = subject.experiment.model_copy(update={"trainer": trainer, "rollout": rollout, **plain})
     with open_pair(experiment, numerics, say) as stack:
         if subject.checkpoint is not None:
             with stack.turn("train"):

@@ -51,16 +51,15 @@ def rescore(
 ) -> None:
     """Score a capsule's sequences again, without Ray and engine. Exit code 0: reproduced, 1: not, 2: bad input."""
     with user_errors():
-        from rich.console import Console
-
         from diagnose.rescore import print_rescored
         from diagnose.rescore import rescore as score_again
+        from rl.record.console import PlainConsole
 
         result = score_again(capsule, model)
         if as_json:
             print(json.dumps(result.to_dict(), indent=1))
         else:
-            print_rescored(result, Console(highlight=False))
+            print_rescored(result, PlainConsole())
     end(result.reproduced)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -10,6 +9,7 @@ import typer
 
 from fp8rl.commands.shared import Overrides, Overwrite, Resume, SpecPath, end, show, user_errors
 from fp8rl.training import RunFailedError, run_experiment
+from numerics.io.terminal import say_error
 from rl.run.lifecycle.interrupts import interruptible
 from rl.run.lifecycle.stopping import STOPPED
 
@@ -69,7 +69,7 @@ def report(run: Annotated[Path, typer.Argument(metavar="RUN", help="Directory of
             page, damage = write_report(run)
         show(str(page), soft_wrap=True)
     for line in damage:
-        print(f"damaged: {line}", file=sys.stderr)
+        say_error(f"damaged: {line}")
 
 
 def _train(spec: Path, overrides: list[str], *, resume: bool = False, overwrite: bool = False) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +12,7 @@ import typer
 from fp8rl.commands import complete
 from numerics.errors import UserError
 from numerics.io.files import is_full
+from numerics.io.terminal import say_error
 from rl.run.lifecycle.interrupts import INTERRUPTED
 
 if TYPE_CHECKING:
@@ -40,25 +40,25 @@ def user_errors() -> Iterator[None]:
     except (UserError, OSError) as error:
         if not (isinstance(error, UserError) or is_full(error)):
             raise
-        print(f"error: {error}", file=sys.stderr)
+        say_error(f"error: {error}")
         raise typer.Exit(2) from None
     except KeyboardInterrupt:
-        print("interrupted; every process that was started is stopped", file=sys.stderr)
+        say_error("interrupted; every process that was started is stopped")
         raise typer.Exit(INTERRUPTED) from None
 
 
 def progress() -> Callable[[RenderableType], None]:
     """Prints a line to the standard error, which leaves the standard output to the result."""
-    from rich.console import Console
+    from rl.record.console import PlainConsole
 
-    return Console(stderr=True, highlight=False).print
+    return PlainConsole(stderr=True).print
 
 
 def show(*found: RenderableType, soft_wrap: bool = False) -> None:
     """Print a result to the standard output."""
-    from rich.console import Console
+    from rl.record.console import PlainConsole
 
-    Console(highlight=False).print(*found, soft_wrap=soft_wrap)
+    PlainConsole().print(*found, soft_wrap=soft_wrap)
 
 
 def end(ok: bool) -> None:

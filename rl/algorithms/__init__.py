@@ -11,7 +11,7 @@ import pkgutil
 from importlib import import_module
 from typing import TYPE_CHECKING, Annotated, Any, get_args
 
-from pydantic import PlainValidator, SerializeAsAny
+from pydantic import ConfigDict, PlainValidator, SerializeAsAny, ValidationInfo
 
 from numerics.errors import user_error
 from rl.algorithms.base import AlgorithmConfig
@@ -47,9 +47,22 @@ def algorithm_class(name: object) -> type[AlgorithmConfig]:
     )
 
 
-def _of_its_class(values: Any) -> AlgorithmConfig:
+class UnreadAlgorithm(AlgorithmConfig):
+    """A user's algorithm as the spec of a run has it: its code is not imported to look at what the run left."""
+
+    model_config = ConfigDict(extra="allow")
+    name: str
+
+
+READING = {"imports": False}
+"""Context of a validation that imports no code which the values name."""
+
+
+def _of_its_class(values: Any, info: ValidationInfo) -> AlgorithmConfig:
     if isinstance(values, AlgorithmConfig):
         return values
+    if info.context == READING and isinstance(values, dict) and ":" in str(values.get("name")):
+        return UnreadAlgorithm.model_validate(values)
     kind = algorithm_class(values.get("name")) if isinstance(values, dict) else AlgorithmConfig
     return kind.model_validate(values)
 

@@ -66,10 +66,12 @@ def _overridden(values: dict[str, Any], overrides: Sequence[str], path: Path) ->
 def read_resolved(path: str | Path) -> Experiment:
     """Read the `spec.yaml` of a run directory: paths stay as they are, no defaults and no overrides.
 
+    No code is imported that it names: the run may be somebody else's.
+
     Raises:
         UserError: the file cannot be read, or a key or value is wrong.
     """
-    return parse_experiment(_interpolated(_read_yaml(Path(path)), Path(path)))
+    return parse_experiment(_interpolated(_read_yaml(Path(path)), Path(path)), imports=False)
 
 
 def _inherited(layer: dict[str, Any], path: Path, ancestors: tuple[Path, ...]) -> dict[str, Any]:

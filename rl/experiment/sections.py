@@ -26,6 +26,8 @@ class RunSection(Section):
     """Folder of the run inside `dir`."""
     dir: SpecPath = "runs"
     """Folder of the runs. Left out: `runs` in the current directory."""
+    shared: bool = False
+    """A new run's folder is as readable as the umask has it; else its owner alone may enter it (mode 0700)."""
     seed: int = Field(default=0, ge=0, lt=2**31)
     """What every draw of the run depends on: the order of the problems and each sampled token."""
     steps: int = Field(default=60, ge=1)

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from numerics.errors import UserError, shown, user_error
-from rl.algorithms import ALGORITHMS, algorithm_class
+from rl.algorithms import ALGORITHMS, READING, UnreadAlgorithm, algorithm_class
 from rl.experiment.contradictions import (
     check_adapter,
     check_environment,
@@ -36,18 +36,22 @@ _LONGEST_KEY = 160
 """Characters that a message has of one; none of ours has so many."""
 
 
-def parse_experiment(values: dict[str, Any]) -> Experiment:
+def parse_experiment(values: dict[str, Any], *, imports: bool = True) -> Experiment:
     """Validate plain dicts, lists and scalars, as YAML gives them.
+
+    imports: import a user's algorithm, whose settings are not checked otherwise.
 
     Raises:
         UserError: one line per wrong key, with the value found, the value expected and what to do.
     """
     check_plain(values)
     try:
-        experiment = Experiment.model_validate(values)
+        experiment = Experiment.model_validate(values, context=None if imports else READING)
     except ValidationError as error:
         lines = [_explain(detail, values) for detail in error.errors()]
         raise UserError("\n".join(dict.fromkeys(lines))) from None
+    if isinstance(experiment.algorithm, UnreadAlgorithm):
+        return experiment
     algorithm = experiment.algorithm.resolved(experiment.rollout)
     experiment = experiment.model_copy(update={"algorithm": algorithm})
     check_environment(experiment)

@@ -30,6 +30,7 @@ from numerics.sampling import Truncation
 from rl.experiment import Experiment, read_resolved
 from rl.guard.evidence import Evidence
 from rl.record.run_dir import RunDir
+from rl.record.written import CAPSULE
 from trainer.step.batch import TokenBatch
 from trainer.step.support import Supports
 from weight_sync.manifest import Manifest
@@ -211,7 +212,7 @@ def cut_capsules(run: RunDir, step: int) -> None:
     """Remove capsules after `step`, of steps that a resumed run repeats."""
     for later in run.capsule_steps():
         if later > step:
-            shutil.rmtree(run.capsule(later))
+            run.remove(run.capsule(later), CAPSULE)
 
 
 def _tensors(evidence: Evidence) -> dict[str, torch.Tensor]:
@@ -318,4 +319,4 @@ def _sha256(file: Path) -> str:
 def remove_superfluous(run: RunDir, keep: int) -> None:
     """Remove all but the first capsule of the run, most often the cause of the others, and the newest."""
     for step in run.capsule_steps()[1 : 1 - keep]:
-        shutil.rmtree(run.capsule(step))
+        run.remove(run.capsule(step), CAPSULE)

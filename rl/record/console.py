@@ -3,18 +3,36 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from rich.box import SIMPLE_HEAD
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType
 from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
+from numerics.io.terminal import printable
 from rl.record.log import CONSOLE
+
+
+class PlainConsole(Console):
+    """A console that shows texts as they are, also in tables: no markup, no `:names:` of emoji, no colours of its own
+    choice, and no character that a terminal would obey."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(markup=False, emoji=False, highlight=False, **settings)
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterator[Segment]:
+        """Yield the pieces of anything that can be shown; rich renders what is inside it by this method too.
+
+        What is left out has no width in rich's tables either.
+        """
+        for piece in super().render(renderable, options):
+            yield piece if piece.control else Segment(printable(piece.text, ""), piece.style)
 
 
 class StepConsole:
@@ -30,7 +48,7 @@ class StepConsole:
 
     def __init__(self, steps: int, *, done: int = 0, console: Console | None = None, limit: str = "") -> None:
         self._steps, self._limit = steps, limit
-        self._console = console or Console(highlight=False)
+        self._console = console or PlainConsole()
         self._rows: dict[int, Mapping[str, float]] = {}
         counts = (TextColumn("{task.description}"), BarColumn(bar_width=None), MofNCompleteColumn())
         self._groups = Progress(*counts, TimeElapsedColumn(), console=self._console)
@@ -63,7 +81,7 @@ class StepConsole:
     def _print(self, text: Text) -> None:
         self._console.print(text, soft_wrap=True)
         self._console.file.flush()
-        CONSOLE.info(text.plain)
+        CONSOLE.info(printable(text.plain))
 
     def __enter__(self) -> Self:
         if self._live is not None:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import re
-import shutil
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Collection, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+import yaml
+
 from numerics.errors import UserError, user_error
+from numerics.io.files import write_atomically
 from rl.record.run_lock import run_lock
+from rl.record.written import MODEL, RUN, Tree, remove_written, strangers
 
 
 @dataclass(frozen=True)
@@ -27,6 +32,50 @@ class RunDir:
     def experiment(self) -> Path:
         """The resolved experiment; its presence marks the directory as a run."""
         return self.path / "spec.yaml"
+
+    @property
+    def mark(self) -> Path:
+        """Says that a run made the directory, and the SHA-256 of its spec as the run wrote it."""
+        return self.path / ".fp8rl"
+
+    def write_experiment(self, text: str) -> None:
+        """Write the resolved experiment, and into the mark that a run wrote it."""
+        write_atomically(self.mark, hashlib.sha256(text.encode()).hexdigest() + "\n")
+        write_atomically(self.experiment, text)
+
+    @property
+    def written(self) -> bool:
+        """Whether it is a run's for certain: by its mark, or, of the time before marks, by what only a run writes."""
+        if self.mark.is_file() or _steps(self.path / "manifests", r"step_(\d+)\.json"):
+            return True
+        abouts = [self.checkpoint(step) / "about.json" for step in self.checkpoint_steps()]
+        return (
+            "started" in _first_row(self.sessions)
+            or "step" in _first_row(self.metrics)
+            or any(about.is_file() for about in abouts)
+        )
+
+    @property
+    def edited(self) -> bool:
+        """Whether the spec is another than the run has written."""
+        if not (self.mark.is_file() and self.experiment.is_file()):
+            return False
+        return hashlib.sha256(self.experiment.read_bytes()).hexdigest() != self.mark.read_text().strip()
+
+    def strangers(self, folder: Path | None = None, tree: Tree = RUN) -> list[Path]:
+        """Return what lies in the run's directory, or in `folder` of it, and was written by no run."""
+        return strangers(folder or self.path, tree, self._model_before)
+
+    def remove(self, folder: Path | None = None, tree: Tree = RUN, keep: Collection[Path] = ()) -> None:
+        """Remove what the run wrote into its directory, or `folder` of it, and that too if it is empty then."""
+        remove_written(folder or self.path, tree, self._model_before, keep)
+
+    @property
+    def _model_before(self) -> Path | None:
+        """Directory of the model that the run began with, from which it copies; None where its spec names none."""
+        with suppress(OSError, ValueError, TypeError, KeyError, yaml.YAMLError):
+            return Path(yaml.safe_load(self.experiment.read_text())["model"]["path"])
+        return None
 
     @property
     def metrics(self) -> Path:
@@ -112,19 +161,30 @@ class RunDir:
 
 
 @contextmanager
-def open_run_dir(base: str | Path, name: str, *, resume: bool = False, overwrite: bool = False) -> Iterator[RunDir]:
+def open_run_dir(
+    base: str | Path,
+    name: str,
+    *,
+    resume: bool = False,
+    overwrite: bool = False,
+    shared: bool = False,
+    reads: Collection[Path] = (),
+) -> Iterator[RunDir]:
     """The directory `base/name`, made if absent, held by this process for as long as the block lasts.
 
-    What lies there of a start that never reached a step is replaced. If the block is interrupted or refused before its
-    first step, nothing of a new run is left; if it fails, its logs are.
+    What a start that never reached a step left there is replaced. If the block is interrupted or refused before its
+    first step, nothing of a new run is left; if it fails, its logs are. Only what a run wrote is ever removed.
 
     Args:
         resume: keep the contents and continue the run that lies there.
         overwrite: delete the run that lies there.
+        shared: a new directory is as readable as the umask has it, not by its owner alone.
+        reads: files that the run is made from, such as its spec, which is kept if it is the one that lies there.
 
     Raises:
-        UserError: the directory is taken and neither flag is given; it is no run, or `resume` finds none; both flags;
-            another process holds the run; the directory cannot be made.
+        UserError: the directory is taken and neither flag is given; it is no run, or `resume` finds none; something in
+            it was written by no run, or is read by this one; both flags; another process holds the run; the directory
+            cannot be made.
     """
     if resume and overwrite:
         raise UserError("--resume and --overwrite: found both, expected one. Leave one of them out.")
@@ -133,7 +193,12 @@ def open_run_dir(base: str | Path, name: str, *, resume: bool = False, overwrite
         try:
             run.path.parent.mkdir(parents=True, exist_ok=True)
             held.enter_context(run_lock(run.path))
-            _prepare(run, resume, overwrite)
+            given = {run.path} if run.path.is_dir() and not any(run.path.iterdir()) else set()
+            _prepare(run, resume, overwrite, reads)
+            spec = run.experiment.read_bytes() if run.experiment.is_file() else None
+            if not resume:
+                run.path.mkdir(mode=0o777 if shared else 0o700, exist_ok=True)
+                run.mark.touch()
         except OSError as error:
             raise user_error(
                 "run.dir",
@@ -145,30 +210,78 @@ def open_run_dir(base: str | Path, name: str, *, resume: bool = False, overwrite
             yield run
         except (KeyboardInterrupt, UserError):
             if not resume and not run.begun:
-                shutil.rmtree(run.path, ignore_errors=True)
+                if spec is not None:
+                    write_atomically(run.experiment, spec)
+                    given |= {run.experiment, run.mark}
+                run.remove(keep=given)
             raise
 
 
-def _prepare(run: RunDir, resume: bool, overwrite: bool) -> None:
+def _prepare(run: RunDir, resume: bool, overwrite: bool, reads: Collection[Path]) -> None:
+    """Remove the run that lies there and may go; its spec stays if it is among `reads`."""
     if run.path.is_symlink() or (run.path.exists() and not run.path.is_dir()):
         kind = "link" if run.path.is_symlink() else "file"
         raise UserError(f"run.name: found a {kind} at {run.path}, expected a directory. Choose another run.name.")
-    if resume and not run.experiment.is_file():
-        raise UserError(f"--resume: found no run at {run.path}, expected its spec.yaml. Correct run.name or run.dir.")
-    taken = run.path.is_dir() and any(run.path.iterdir())
-    if taken and not resume:
+    if resume:
         if not run.experiment.is_file():
             raise UserError(
-                f"run.name: found {run.path} without a spec.yaml, expected a run or a new directory. "
-                "Choose another run.name."
+                f"--resume: found no run at {run.path}, expected its spec.yaml. Correct run.name or run.dir."
             )
-        if run.begun and not overwrite:
-            raise UserError(
-                f"run.name: found an existing run at {run.path}, expected a new directory. "
-                "Choose another run.name=..., or continue it with --resume, or delete it with --overwrite."
+        exported = [path for path in (run.model, run.adapter) if path.is_dir()]
+        _refuse(run, [found for path in exported for found in run.strangers(path, MODEL)])
+    elif run.path.is_dir() and any(run.path.iterdir()):
+        _check_removable(run, overwrite, reads)
+        kept = {run.experiment} if _among(run.experiment, reads) else set()
+        run.remove(keep=kept)
+
+
+def _check_removable(run: RunDir, overwrite: bool, reads: Collection[Path]) -> None:
+    """Raise `UserError` unless all that lies there was written by a run, and may go."""
+    if not run.experiment.is_file() and not run.mark.is_file():
+        raise UserError(
+            f"run.name: found {run.path} without a spec.yaml, expected a run or a new directory. "
+            "Choose another run.name."
+        )
+    if run.written and run.begun and not overwrite:
+        raise UserError(
+            f"run.name: found an existing run at {run.path}, expected a new directory. "
+            "Choose another run.name=..., or continue it with --resume, or delete it with --overwrite."
+        )
+    found = run.strangers()
+    if not run.written or (run.edited and not _among(run.experiment, reads)):
+        found.insert(0, run.experiment)
+    _refuse(run, found)
+    for path in reads:
+        if path.resolve().is_relative_to(run.path.resolve()) and not _among(run.experiment, [path]):
+            raise user_error(
+                "run.name",
+                found=f"{path}, from which this run is made, in the run that it would replace",
+                expected="it elsewhere",
+                remedy="Move it, or choose another run.name.",
             )
-        shutil.rmtree(run.path)
-    run.path.mkdir(exist_ok=True)
+
+
+def _refuse(run: RunDir, found: list[Path]) -> None:
+    if found:
+        names = ", ".join(str(path.relative_to(run.path)) for path in found[:3])
+        raise user_error(
+            "run.name",
+            found=f"{names}{f' and {len(found) - 3} more' * (len(found) > 3)} in {run.path}, which no run wrote",
+            expected="a new directory, or only what a run wrote, since nothing else is ever removed",
+            remedy="Choose another run.name, or move it away.",
+        )
+
+
+def _among(path: Path, others: Collection[Path]) -> bool:
+    return path.exists() and any(other.exists() and other.samefile(path) for other in others)
+
+
+def _first_row(file: Path) -> dict[str, object]:
+    """The first object of a JSON lines file, empty if there is none."""
+    with suppress(OSError, ValueError), file.open(encoding="utf-8") as rows:
+        row = json.loads(rows.readline(1 << 20))
+        return row if isinstance(row, dict) else {}
+    return {}
 
 
 def _steps(directory: Path, pattern: str) -> list[int]:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import fcntl
 import os
+import re
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from numerics.errors import user_error
+
+_NOTE = re.compile(rb"(process \d+ on \S+)?")
 
 
 @contextmanager
@@ -32,7 +35,7 @@ def run_lock(path: Path) -> Iterator[None]:
 
 def _take(file: Path, path: Path) -> int:
     while True:
-        descriptor = os.open(file, os.O_CREAT | os.O_RDWR, 0o644)
+        descriptor = os.open(file, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW, 0o644)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -44,6 +47,14 @@ def _take(file: Path, path: Path) -> int:
                 expected="a run that no process works on",
                 remedy="Wait for its end, end that process, or choose another run.name.",
             ) from None
+        if _NOTE.fullmatch(os.pread(descriptor, 200, 0)) is None:
+            os.close(descriptor)
+            raise user_error(
+                "run.name",
+                found=f"{file}, which is no lock of a run",
+                expected="no such file, or one that a run left",
+                remedy="Move it away, or choose another run.name.",
+            )
         # The holder before may have removed the file between our open and our lock: then ours is nobody's.
         if file.exists() and os.path.samestat(os.fstat(descriptor), file.stat()):
             return descriptor

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
 from typing import Any, Self
@@ -15,6 +14,7 @@ from rl.guard.standing import Standing
 from rl.record.events import read_events
 from rl.record.metrics_log import read_metrics
 from rl.record.run_dir import RunDir
+from rl.record.written import CHECKPOINT, unfinished
 from rl.run.feed.ahead import FeedState
 from trainer.actor import TrainerDiedError, TrainerGroup
 from trainer.checkpoint.files import CONTENT, DamagedCheckpointError, check_digests, check_sizes, read_about
@@ -84,8 +84,9 @@ class Checkpoints:
         os.replace(self._files.pending_checkpoint(step), self._files.checkpoint(step))
         flush_to_disk(self._files.checkpoints)
         outdated = self._files.checkpoint_steps()[: -self._experiment.checkpoint.keep]
-        for directory in [*map(self._files.checkpoint, outdated), *self._files.checkpoints.glob(".*step_*")]:
-            shutil.rmtree(directory)
+        given_up = [path for path in self._files.checkpoints.iterdir() if unfinished(path.name, r"step_\d+")]
+        for directory in [*map(self._files.checkpoint, outdated), *given_up]:
+            self._files.remove(directory, CHECKPOINT)
 
 
 def check_resumable(run: RunDir, experiment: Experiment) -> None:

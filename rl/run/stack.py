@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -15,6 +14,7 @@ from models import read_model
 from numerics.config import NumericsConfig
 from rl.experiment import Experiment
 from rl.experiment.budget.here import with_own_cache
+from rl.record.written import SERVED, remove_written
 from rl.run.cluster.cluster import end_at_once, ray_cluster
 from rl.run.cluster.seats import Seats
 from rl.run.engines.canary import Canary
@@ -96,7 +96,7 @@ class Stack:
         seats = Seats(experiment, folder)
         closing.callback(seats.close)
         description = folder / "served" / "start"
-        closing.callback(shutil.rmtree, description.parent, ignore_errors=True)
+        closing.callback(remove_written, description.parent, SERVED)
         engines, rollout = EnginePool.none(), experiment.rollout
         if experiment.needs_engines:  # they come up while the trainer does, unless they take turns
             write_description(experiment.model.directory, description, numerics.rollout_spec)
@@ -109,7 +109,7 @@ class Stack:
             closing.callback(teacher.engines.stop)
         trainer = _start_trainer(experiment, numerics, seats)
         closing.callback(trainer.shutdown)
-        tokenizer = AutoTokenizer.from_pretrained(experiment.model.directory)
+        tokenizer = AutoTokenizer.from_pretrained(experiment.model.directory, trust_remote_code=False)
         judge = Judge(experiment.rewards, tokenizer, teacher=teacher)
         closing.callback(judge.close)
         conversations = None

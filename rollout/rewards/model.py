@@ -70,5 +70,5 @@ def _rendered(directory: str, question: str, answers: list[str]) -> list[list[in
 def _tokenizer(directory: str) -> PreTrainedTokenizerBase:
     from transformers import AutoTokenizer
 
-    loaded: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(directory)
+    loaded: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
     return loaded

@@ -27,6 +27,7 @@ from typing import Any
 from setproctitle import setproctitle
 
 from rollout.server import public
+from rollout.server.idle import limit_headers
 from rollout.server.scratch import note_shared_memory, remove_queues, remove_scratch
 
 WATCH_S = 0.5
@@ -78,6 +79,7 @@ def main() -> None:
 
         http_server.app.add_exception_handler(RequestValidationError, public.invalid)
         http_server.app.add_middleware(public.ObjectsOnly)
+        limit_headers()
         public.open_models(http_server.app, lambda: http_server.get_global_state().tokenizer_manager)
     try:
         http_server.launch_server(arguments, execute_warmup_func=_wait_until_listening)

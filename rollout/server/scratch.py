@@ -54,7 +54,8 @@ def remove_scratch(scratch: Path) -> None:
     """Remove a directory and the shared memory noted in it, or by engines in the temporary directory of a cluster."""
     for note in (scratch / _SHARED_MEMORY, *scratch.glob(f"*/{ENGINE}*/{_SHARED_MEMORY}")):
         with suppress(OSError, ValueError):  # not noted, or gone with another sweep
-            Path(note.read_text()).unlink()
+            if (path := Path(note.read_text())).parent == SHARED:
+                path.unlink()
     shutil.rmtree(scratch, ignore_errors=True)
 
 

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from rich.console import Group
-from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
@@ -38,7 +37,7 @@ def for_a_terminal(result: Result) -> Group:
         table.add_column(heading, ratio=ratio, overflow="fold")
     for judged in result.judged:
         verdict = verdict_of(judged).replace("**", "")
-        table.add_row(*map(escape, (judged.claim.id, verdict, *found_of(judged, result), judged.claim.says)))
+        table.add_row(judged.claim.id, verdict, *found_of(judged, result), judged.claim.says)
     return Group(table, Text(LEGEND, style="dim"))
 
 

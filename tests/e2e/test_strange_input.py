@@ -241,7 +241,7 @@ def test_damaged_runs_are_reported_as_far_as_they_go(sound: Path, tmp_path: Path
 def test_damaged_runs_are_not_resumed(sound: Path, tmp_path: Path) -> None:
     def case(draw: random.Random, home: Home) -> list[str]:
         run, newest = home.run, home.run.checkpoint(3)
-        files = [run.metrics, run.events, run.experiment, newest / "about.json", newest / "tensors"]
+        files = [run.metrics, run.events, run.experiment, newest / "about.json", newest / "state/common.pt"]
         damaged(draw, draw.choice(files))
         return ["train", str(home.spec), "--resume"]
 

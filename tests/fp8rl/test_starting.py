@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 from typer.testing import CliRunner
 
 from fp8rl.cli import app
@@ -127,6 +128,31 @@ def test_the_shell_asks_for_a_key_without_waiting_for_torch(two_runs: Path) -> N
         "print([name for name in ('torch', 'pydantic', 'transformers') if name in sys.modules])"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "[]\n"
+
+
+def test_names_are_shown_as_they_are_and_end_no_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Names that are markup, a link, or a command to a terminal, of folders, runs, keys and texts."""
+    named = tmp_path / "[/b][link=x] \x1b[31m:cat:"
+    monkeypatch.setenv("COLUMNS", "400")
+    code, printed = invoke("init", named)
+    assert code == 0 and "[/b][link=x] [31m:cat:/reward.py" in printed
+    experiment = load_experiment(named / "spec.yaml").to_dict()
+    for name in ("[/a]", "[b]"):
+        run = new_run(named / "runs" / name)
+        chat = {"data": experiment["data"] | {"chat_template": {"system": f"[/b]\x1b[2J{name}"}}}
+        run.experiment.write_text(yaml.safe_dump(experiment | chat))
+        run.metrics.write_text(json.dumps({"step": 1, "rollout/reward_mean": 0.5}) + "\n")
+    commands = (
+        ("report", run.path),
+        ("runs", "--dir", named / "runs"),
+        ("runs", "[/a]", "[b]", "--dir", named / "runs", "--page", named / "[page].html"),
+    )
+    for arguments in commands:
+        code, printed = invoke(*arguments)
+        assert code == 0 and "[b]" in printed and "\x1b" not in printed, printed
+    assert "[/b][2J[b]" in printed
+    code, printed = invoke("report", named / "[/none]")
+    assert code == 2 and "[/none]" in printed and "\x1b" not in printed
 
 
 def test_the_shell_can_complete_the_commands(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,13 +27,13 @@ class Describing(TrainerGroup):
         self.failure: Exception | None = None
 
     def stage(self, path: Path, extra: dict[str, Any], texts: Mapping[str, str]) -> None:
-        self.extra, self.files = extra, {"tensors": f"of step {extra['step']}", **texts}
+        self.extra, self.files = extra, {"state/common.pt": f"of step {extra['step']}", **texts}
 
     def write(self, path: Path) -> None:
         self.may_write.wait()
         if self.failure is not None:
             raise self.failure
-        path.mkdir(parents=True)
+        (path / "state").mkdir(parents=True)
         for name, text in self.files.items():
             (path / name).write_text(text)
         write_about(path, About(self.extra["step"], self.extra, digests(path, self.files)))

@@ -23,6 +23,7 @@ from trainer.checkpoint.files import (
     discard,
     read_about,
 )
+from trainer.checkpoint.unpickling import read_metadata, safe_pickles
 from trainer.checkpoint.writer import Staged
 from trainer.distributed.layout import Layout
 from trainer.distributed.optimizer import Optimizer
@@ -96,7 +97,9 @@ def load(path: Path, parts: Parts) -> tuple[int, dict[str, Any]]:
     about = read_about(path)
     _check_adapter(path, about.extra.get(ADAPTER), _adapter_of(parts))
     _check_files(path, sorted(about.files))
-    state = dist_checkpointing.load(_state(parts, about.step, about.extra, loading=True), str(path / STATE))
+    with safe_pickles(path):
+        read_metadata(path / STATE / ".metadata")
+        state = dist_checkpointing.load(_state(parts, about.step, about.extra, loading=True), str(path / STATE))
     for name, part in parts.items():
         _restore(part, state[name] if name else state)
     return about.step, {key: value for key, value in about.extra.items() if key != ADAPTER}

@@ -66,11 +66,17 @@ def _ours(module: str, name: str) -> Callable[[Any], Any]:
     return lambda replaced: getattr(importlib.import_module(f"trainer.modules.{module}"), name)
 
 
+def _unpickling(name: str) -> Callable[[Any], Any]:
+    """A function in trainer/checkpoint/unpickling.py, which imports Megatron too."""
+    return lambda replaced: getattr(importlib.import_module("trainer.checkpoint.unpickling"), name)
+
+
 def _without_cuda(target: str, parameters: str | None, make: Callable[[Any], Any], why: str) -> Patch:
     return Patch(target, parameters, make, "without CUDA", why)
 
 
 _CORE = "megatron.core."
+_DCP = "torch.distributed.checkpoint."
 _STREAM = cpu_runtime.HostStream()
 _STREAMS = "the all-to-all dispatcher copies split sizes to the host on a side stream (token_dispatcher.py:870)"
 _RANDOM = "tensor_parallel/random.py keeps one CUDA random state per parallel region; on the CPU they are CPU states"
@@ -104,6 +110,24 @@ PATCHES: tuple[Patch, ...] = (
         _value(queue.Queue),
         "everywhere",
         "it starts a manager process for a queue through which nothing goes here",
+    ),
+    *(
+        Patch(
+            target,
+            parameters,
+            _unpickling(name),
+            "everywhere",
+            "a checkpoint's pickles are of somebody else's making, and this loads them whatever they call",
+        )
+        for target, parameters, name in (
+            (_DCP + "filesystem.FileSystemReader.read_metadata", "args kwargs", "metadata_of_reader"),
+            (_DCP + "default_planner.DefaultLoadPlanner.load_bytes", "read_item value", "load_bytes"),
+            (
+                _CORE + "dist_checkpointing.strategies.common.TorchCommonLoadStrategy.load_common",
+                "checkpoint_dir",
+                "load_common",
+            ),
+        )
     ),
     Patch(
         _CORE + "transformer.multi_latent_attention.HAVE_TE",

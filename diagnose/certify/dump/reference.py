@@ -26,6 +26,7 @@ from trainer import device
 _BLOCK_FP8 = "fp8"
 Attention = Literal["eager"] | None
 """How transformers computes attention: None leaves it its own choice, which is a fused kernel where it has one."""
+_LOCAL = {"local_files_only": True, "trust_remote_code": False}
 
 
 @dataclass(frozen=True)
@@ -131,7 +132,7 @@ def facts(path: Path) -> ModelFacts:
     read_json(path / "config.json", key, "a Hugging Face config.json")
     with _quiet():
         try:
-            config = AutoConfig.from_pretrained(path, local_files_only=True)
+            config = AutoConfig.from_pretrained(path, **_LOCAL)
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise _unknown(path, error) from None
     text = config.get_text_config()
@@ -162,10 +163,12 @@ def _loaded(path: Path, dtype: torch.dtype, attention: Attention) -> Any:
     files = weight_files(path, "--model")
     with _quiet():
         try:
-            config = AutoConfig.from_pretrained(path, local_files_only=True, attn_implementation=attention)
+            config = AutoConfig.from_pretrained(path, attn_implementation=attention, **_LOCAL)
             quantization = getattr(config, "quantization_config", None)
             if quantization is None:
-                return AutoModelForCausalLM.from_pretrained(path, config=config, dtype=dtype, local_files_only=True)
+                return AutoModelForCausalLM.from_pretrained(
+                    path, config=config, dtype=dtype, use_safetensors=True, **_LOCAL
+                )
             if quantization.get("quant_method") != _BLOCK_FP8 or not quantization.get("weight_block_size"):
                 raise user_error(
                     f"--model: quantization_config in {path}",

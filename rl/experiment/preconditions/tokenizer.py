@@ -66,7 +66,7 @@ def load_tokenizer(path: str | Path, key: str) -> PreTrainedTokenizerBase:
         )
     check_regular(Path(path), key)
     try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path)
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     except Exception as error:  # tokenizers raises plain Exception on a file that it cannot parse
         found = f"a tokenizer that cannot be read: {error}"
         raise _refusal(key, path, found, "whole files", "Copy them again.") from error

@@ -8,7 +8,6 @@ import secrets
 import select
 import shutil
 import signal
-import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
@@ -23,6 +22,7 @@ from ray._private import ray_constants
 from ray._raylet import AuthenticationTokenLoader  # type: ignore[attr-defined]
 
 from numerics.errors import UserError, user_error
+from numerics.io.terminal import say_error
 from rl.run.lifecycle.force import bounded
 from rl.run.lifecycle.interrupts import is_ending
 from rl.run.lifecycle.stopping import STOPPED
@@ -42,7 +42,7 @@ _HEAD = {ray_constants.PROCESS_TYPE_RAYLET: "raylet", ray_constants.PROCESS_TYPE
 
 def end_at_once(why: str) -> None:
     """Say it and end this process: without Ray nothing can be unwound. All else dies with its owner."""
-    print(f"error: {why}", file=sys.stderr, flush=True)
+    say_error(f"error: {why}")
     os._exit(STOPPED)
 
 

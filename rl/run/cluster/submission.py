@@ -16,6 +16,7 @@ import aiohttp
 from ray.job_submission import JobStatus, JobSubmissionClient
 
 from numerics.errors import user_error
+from numerics.io.terminal import printable
 from rollout.loopback import reach_loopback
 
 _DASHBOARD = re.compile(r"https?://[\w.\-:@\[\]]{1,253}/?", re.ASCII)
@@ -51,6 +52,10 @@ def submit(arguments: Sequence[str], address: str, *, wait: bool, say: Callable[
     return status == JobStatus.SUCCEEDED
 
 
+_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
+"""Ray prints in them whose line it is."""
+
+
 def _check_address(address: str) -> None:
     """Refuse what is no address of a dashboard. Ray would import what stands before `://`, or look for a cluster."""
     with suppress(ValueError):  # a port that is no number, a bracket that is not closed
@@ -66,7 +71,7 @@ def _check_address(address: str) -> None:
 
 async def _show(client: JobSubmissionClient, job: str) -> None:
     async for text in client.tail_job_logs(job):
-        print(text, end="", flush=True)
+        print(printable(_COLOURS.sub("", text)), end="", flush=True)
 
 
 @contextmanager

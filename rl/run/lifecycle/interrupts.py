@@ -19,6 +19,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from types import FrameType, TracebackType
 from typing import ParamSpec, TypeVar
 
+from numerics.io.terminal import say_error
 from rl.run.lifecycle.force import bounded, end_by_force
 
 P = ParamSpec("P")
@@ -160,7 +161,7 @@ class Closing(ExitStack):
             signal.siginterrupt(signum, False)  # no library has to bear it
         try:
             if kind is KeyboardInterrupt and not self._outer:
-                print("interrupted: ending every process of the run", file=sys.stderr, flush=True)
+                say_error("interrupted: ending every process of the run")
             with _hastened():
                 super().__exit__(kind, error, trace)
         finally:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-import sys
 
+from numerics.io.terminal import say_error
 from rl.record.log import CONSOLE
 from rl.record.run_dir import RunDir
 
@@ -14,13 +14,13 @@ STOPPED = 3
 
 def say_failed(files: RunDir, error: object) -> None:
     """Say what the failure was, where its logs are, and how to go on."""
-    print(f"error: {error}", file=sys.stderr)
+    say_error(f"error: {error}")
     if not files.experiment.is_file():
-        print(f"{files.path} is gone: put it back for --resume, or begin again", file=sys.stderr, flush=True)
+        say_error(f"{files.path} is gone: put it back for --resume, or begin again")
         return
-    print(f"logs     {files.log}, {files.path}/engine_*.log", file=sys.stderr)
+    say_error(f"logs     {files.log}, {files.path}/engine_*.log")
     unbegun = "the run had not begun: the same command begins again"
-    print(how_to_go_on(files, unbegun), file=sys.stderr, flush=True)
+    say_error(how_to_go_on(files, unbegun))
 
 
 def end_without_ray(files: RunDir, why: str) -> None:

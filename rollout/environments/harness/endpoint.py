@@ -23,6 +23,8 @@ _MOST_BYTES = 32 << 20
 _ESCAPED, _OVERHEAD = 6, 1 << 20
 """Bytes of JSON that a byte of text may take, and those for all else that a request says."""
 _WINDOWS = {"gzip": 16 + zlib.MAX_WBITS, "deflate": zlib.MAX_WBITS}
+_HEADERS_S = 60.0
+"""Seconds that a connection may be open without a whole request's headers, the first or a next one."""
 
 
 class Endpoint:
@@ -53,7 +55,7 @@ class Endpoint:
         app.router.add_get("/v1/models", self._models)
         app.router.add_post("/v1/chat/completions", self._chat)
         app.router.add_post("/v1/completions", self._text)
-        self._runner = web.AppRunner(app, access_log=None, auto_decompress=False)
+        self._runner = web.AppRunner(app, access_log=None, auto_decompress=False, keepalive_timeout=_HEADERS_S)
         await self._runner.setup()
         site = web.TCPSite(self._runner, LOOPBACK, 0)
         await site.start()

@@ -2,9 +2,12 @@ import io
 import re
 import time
 
+import pytest
 from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
-from rl.record.console import StepConsole, format_difference, format_fraction, step_line, steps_table
+from rl.record.console import PlainConsole, StepConsole, format_difference, format_fraction, step_line, steps_table
 
 METRICS = {
     "rollout/reward_mean": 0.4321,
@@ -115,3 +118,29 @@ def test_a_terminal_gets_lines_and_a_bar() -> None:
         console.step(3, METRICS)
     assert step_line(3, 4, METRICS).plain in output.getvalue()
     assert "3/4" in output.getvalue().replace(step_line(3, 4, METRICS).plain, "")
+
+
+HOSTILE = "[/b] [link=file:///x]here[/link] [red]x :smile: {\x1b[31m\x1b]8;;http://x} \x9b2J"
+SEEN = "[/b] [link=file:///x]here[/link] [red]x :smile: {[31m]8;;http://x} 2J"
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_texts_of_others_are_shown_and_never_obeyed(terminal: bool) -> None:
+    """As a line, as a renderable, as a table's cell, heading and title, and in a note of a run."""
+    output = io.StringIO()
+    console = PlainConsole(file=output, width=200, force_terminal=terminal, color_system=None)
+    table = Table(HOSTILE, title=HOSTILE)
+    table.add_row(HOSTILE)
+    table.add_row(Text(HOSTILE))
+    console.print(HOSTILE, Text(HOSTILE), table)
+    steps = StepConsole(3, console=console)
+    steps.note(HOSTILE, style="bold")
+    steps.progress(1, 2)
+    said = output.getvalue()
+    assert said.count(SEEN) == 7 and "\x1b]8" not in said and "\x1b[31m" not in said
+
+
+def test_a_style_of_ours_is_still_seen() -> None:
+    output = io.StringIO()
+    PlainConsole(file=output, force_terminal=True, color_system="standard").print(Text("good", style="bold green"))
+    assert output.getvalue() == "\x1b[1;32mgood\x1b[0m\n"

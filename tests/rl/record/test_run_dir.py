@@ -36,8 +36,8 @@ def opened(folder: Path, name: str = "demo", **flags: bool) -> RunDir:
 def test_a_new_run_gets_its_directory(tmp_path: Path) -> None:
     with open_run_dir(tmp_path / "runs", "demo") as run:
         assert run.path == tmp_path / "runs" / "demo" and run.name == "demo"
-        assert run.path.is_dir() and files(run.path) == []
-    assert files(tmp_path) == ["runs", "runs/demo"], "and the lock is gone"
+        assert files(run.path) == [".fp8rl"] and run.path.stat().st_mode & 0o777 == 0o700
+    assert files(tmp_path) == ["runs", "runs/demo", "runs/demo/.fp8rl"], "and the lock is gone"
 
 
 def test_an_existing_run_is_not_touched_without_a_flag(tmp_path: Path) -> None:
@@ -53,7 +53,7 @@ def test_resume_keeps_and_overwrite_deletes(tmp_path: Path) -> None:
     assert opened(tmp_path, resume=True) == run
     assert run.manifest(3).is_file()
     assert opened(tmp_path, overwrite=True) == run
-    assert files(run.path) == []
+    assert files(run.path) == [".fp8rl"]
 
 
 def test_what_took_training_is_not_replaced_unasked(tmp_path: Path) -> None:
@@ -71,7 +71,7 @@ def test_what_took_training_is_not_replaced_unasked(tmp_path: Path) -> None:
 def test_a_start_that_never_reached_a_step_is_replaced(tmp_path: Path) -> None:
     run = old_run(tmp_path, rows="")
     assert opened(tmp_path) == run
-    assert files(run.path) == []
+    assert files(run.path) == [".fp8rl"]
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, UserError])
@@ -86,7 +86,7 @@ def test_a_run_that_is_interrupted_or_a_start_that_fails_stays(tmp_path: Path) -
     with pytest.raises(KeyboardInterrupt), open_run_dir(tmp_path, "demo") as run:
         run.metrics.write_text("{}\n")
         raise KeyboardInterrupt
-    assert files(tmp_path) == ["demo", "demo/metrics.jsonl"]
+    assert files(tmp_path) == ["demo", "demo/.fp8rl", "demo/metrics.jsonl"]
     with pytest.raises(RuntimeError), open_run_dir(tmp_path, "failed") as run:
         run.experiment.write_text("{}")
         raise RuntimeError
@@ -169,7 +169,7 @@ from numerics.errors import UserError
 from rl.record.run_dir import open_run_dir
 inside = Path({str(tmp_path)!r}) / "inside"
 won = 0
-for _ in range(200):
+while won < 50:
     try:
         with open_run_dir({str(tmp_path)!r}, "demo"):
             os.close(os.open(inside, os.O_CREAT | os.O_EXCL))
@@ -177,14 +177,9 @@ for _ in range(200):
             inside.unlink()
     except UserError:
         pass
-print(won)
 """
-    racers = [
-        subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, cwd=ROOT) for _ in range(4)
-    ]
-    won = [racer.communicate()[0] for racer in racers]
-    assert [racer.returncode for racer in racers] == [0] * 4
-    assert all(int(count) > 0 for count in won) and os.listdir(tmp_path) == ["demo"]
+    racers = [subprocess.Popen([sys.executable, "-c", program], cwd=ROOT) for _ in range(4)]
+    assert [racer.wait() for racer in racers] == [0] * 4 and os.listdir(tmp_path) == ["demo"]
 
 
 def test_steps_are_listed_without_unfinished_ones(tmp_path: Path) -> None:

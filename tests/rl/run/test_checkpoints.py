@@ -106,16 +106,16 @@ def test_damage_names_the_next_older_checkpoint_that_is_whole(tmp_path: Path) ->
     run, settings = RunDir(tmp_path), experiment(run={"steps": 9}, checkpoint={"every": 1, "keep": 9})
     for step in (2, 4, 6):
         save(run, settings, step)
-    (run.checkpoint(6) / "tensors").write_text("cut")
-    with pytest.raises(UserError, match=r"step_6/tensors: found 3 bytes, .* the next older one, of step 4, is whole"):
+    (run.checkpoint(6) / "state/common.pt").write_text("cut")
+    with pytest.raises(UserError, match=r"common\.pt: found 3 bytes, .* the next older one, of step 4, is whole"):
         check_resumable(run, settings)
-    (run.checkpoint(6) / "tensors").write_text("of step 7")  # as long as it was: the trainer finds it
+    (run.checkpoint(6) / "state/common.pt").write_text("of step 7")  # as long as it was: the trainer finds it
     check_resumable(run, settings)
-    with pytest.raises(DamagedCheckpointError, match="step_6/tensors: found SHA-256") as damage:
+    with pytest.raises(DamagedCheckpointError, match="step_6/state/common.pt: found SHA-256") as damage:
         check_digests(run.checkpoint(6))
     (run.checkpoint(4) / "about.json").write_text("{")
     assert "of step 2, is whole" in str(with_older(damage.value, run, 6))
-    (run.checkpoint(2) / "tensors").unlink()
+    (run.checkpoint(2) / "state/common.pt").unlink()
     assert "No older one is whole: start over" in str(with_older(damage.value, run, 6))
 
 

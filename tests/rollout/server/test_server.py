@@ -69,7 +69,8 @@ def test_log_tail_gives_the_last_lines(tmp_path: Path) -> None:
     assert [line.split()[1] for line in log_tail(log, 3).splitlines()] == ["19997", "19998", "19999"]
 
 
-def test_only_the_scratch_of_the_dead_is_swept(tmp_path: Path) -> None:
+def test_only_the_scratch_of_the_dead_is_swept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scratch_module, "SHARED", tmp_path)
     shared = tmp_path / "shared"
     shared.touch()
     scratch, lock = make_scratch()
@@ -97,6 +98,16 @@ def test_what_ranks_talk_through_goes_with_their_processes_alone(
     assert left == {"sgl_shm_mq_171_1a2b3c4d", "sglang_loads_17_x.shm", "torch_17_1_2"}
 
 
+def test_a_note_reaches_nothing_but_shared_memory(tmp_path: Path) -> None:
+    precious = tmp_path / "precious"
+    precious.touch()
+    scratch, lock = make_scratch(parent=str(tmp_path))
+    note_shared_memory(scratch, str(precious))
+    os.close(lock)
+    sweep(parent=str(tmp_path))
+    assert not scratch.exists() and precious.exists()
+
+
 def test_a_note_that_was_cut_off_stops_no_sweep(tmp_path: Path) -> None:
     scratch, lock = make_scratch(parent=str(tmp_path))
     (scratch / "shared_memory").write_text("")
@@ -105,7 +116,10 @@ def test_a_note_that_was_cut_off_stops_no_sweep(tmp_path: Path) -> None:
     assert not scratch.exists()
 
 
-def test_what_an_engine_noted_goes_with_the_folder_of_its_dead_cluster(tmp_path: Path) -> None:
+def test_what_an_engine_noted_goes_with_the_folder_of_its_dead_cluster(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scratch_module, "SHARED", tmp_path)
     shared = tmp_path / "shared"
     shared.touch()
     cluster, lock = make_scratch(RAY, str(tmp_path))

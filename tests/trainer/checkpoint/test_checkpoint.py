@@ -2,23 +2,38 @@
 
 from __future__ import annotations
 
+import io
 import json
+import pickle
 import re
 import resource
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from numerics.errors import UserError
 from tests.support.batches import cross_entropy, random_batch
 from tests.support.models import EXPERTS, LAYERS
 from tests.support.trainers import MakeTrainer
 from trainer.checkpoint import writer as checkpoint_writer
-from trainer.checkpoint.files import CONTENT, STATE, DamagedCheckpointError, check_digests, read_about
+from trainer.checkpoint.files import (
+    CONTENT,
+    STATE,
+    About,
+    DamagedCheckpointError,
+    check_digests,
+    digests,
+    read_about,
+    write_about,
+)
 from trainer.inventory import optimizer_state
+from trainer.megatron.patches import install
 
 pytestmark = pytest.mark.slow
 
@@ -287,3 +302,77 @@ def test_weights_are_made_from_the_masters(moe_path: Path, make_trainer: MakeTra
         parameter.data.zero_()
     trainer.optimizer.write_weights()
     assert all(torch.equal(parameter, trained[name]) for name, parameter in trainer.model.named_parameters())
+
+
+class _Planted:
+    """Unpickled, it writes a file."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.file,)
+
+
+def _forged(kind: str, checkpoint: Path, ran: Path) -> None:
+    """Put a pickle that runs code into a checkpoint, with digests that are right."""
+    state = checkpoint / STATE
+    match kind:
+        case "metadata":
+            (state / ".metadata").write_bytes(pickle.dumps(_Planted(ran)))
+        case "a value in the metadata":
+            found = FileSystemReader(state).read_metadata()
+            found.planner_data = _Planted(ran)
+            (state / ".metadata").write_bytes(pickle.dumps(found))
+        case "common":
+            torch.save({"step": _Planted(ran)}, state / "common.pt")
+        case "tensors":
+            found = FileSystemReader(state).read_metadata()
+            packed = _packed(_Planted(ran)).getvalue()
+            (state / "planted.distcp").write_bytes(packed)
+            place = _StorageInfo("planted.distcp", 0, len(packed))
+            found.storage_data = dict.fromkeys(found.storage_data, place)
+            (state / ".metadata").write_bytes(pickle.dumps(found))
+        case "a file elsewhere":
+            found = FileSystemReader(state).read_metadata()
+            found.storage_data = {
+                index: _StorageInfo("../../a/state/__0_0.distcp", place.offset, place.length)
+                for index, place in found.storage_data.items()
+            }
+            (state / ".metadata").write_bytes(pickle.dumps(found))
+    about = read_about(checkpoint)
+    names = {str(file.relative_to(checkpoint)) for file in state.iterdir()}
+    write_about(checkpoint, About(about.step, about.extra, digests(checkpoint, sorted(names))))
+
+
+@pytest.mark.parametrize("kind", ["metadata", "a value in the metadata", "common", "tensors", "a file elsewhere"])
+def test_no_code_of_a_checkpoint_runs(
+    kind: str, moe_path: Path, tmp_path: Path, make_trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
+    trainer = make_trainer(moe_path)
+    trainer.save(tmp_path / "a", {})
+    _forged(kind, tmp_path / "a", tmp_path / "ran")
+    with pytest.raises(UserError, match="checkpoint .*a: found"):
+        trainer.load(tmp_path / "a")
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("flat", [True, False])
+def test_objects_among_the_tensors_are_read_and_run_no_code(flat: bool, tmp_path: Path) -> None:
+    install()
+    planner = DefaultLoadPlanner(flatten_state_dict=flat)
+    planner.set_up_planner({"a": 0}, is_coordinator=True)
+    item = SimpleNamespace(dest_index=MetadataIndex("a"))
+    planner.load_bytes(item, _packed({"b": [1.5]}))  # type: ignore[arg-type]
+    assert (planner.original_state_dict if flat else planner.state_dict) == {"a": {"b": [1.5]}}
+    with pytest.raises(pickle.UnpicklingError):
+        planner.load_bytes(item, _packed(_Planted(tmp_path / "ran")))  # type: ignore[arg-type]
+    assert not (tmp_path / "ran").exists()
+
+
+def _packed(value: Any) -> io.BytesIO:
+    packed = io.BytesIO()
+    torch.save(value, packed)
+    packed.seek(0)
+    return packed

@@ -1,0 +1,28 @@
+"""Texts on a terminal: what a user, a model or a server wrote is shown, and never obeyed."""
+
+from __future__ import annotations
+
+import re
+import sys
+from typing import TextIO
+
+_OBEYED = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+"""Control characters but for tabs and ends of lines, and those that turn the direction of what follows."""
+
+
+def printable(text: str, instead: str = "\N{REPLACEMENT CHARACTER}") -> str:
+    """Return the text with `instead` for each character that a terminal would obey; lines and tabs stay.
+
+    Half of a surrogate pair, which a path may have and no terminal takes, becomes a question mark.
+    """
+    return _OBEYED.sub(instead, text).encode("utf-8", "replace").decode()
+
+
+def say(text: object, to: TextIO | None = None) -> None:
+    """Print a line at once, to the standard output by default."""
+    print(printable(str(text)), file=to or sys.stdout, flush=True)
+
+
+def say_error(text: object) -> None:
+    """Print a line at once to the standard error."""
+    say(text, sys.stderr)

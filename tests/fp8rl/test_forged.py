@@ -1,0 +1,132 @@
+"""Folders of somebody else's, with code wherever a library might run it: no command that looks at them does."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from typer.testing import CliRunner
+
+from diagnose.attribution import offline
+from fp8rl.cli import app
+from numerics.errors import UserError
+from numerics.io.files import write_atomically
+from rl.experiment import Experiment, load_experiment
+from rl.record.rollouts import RolloutRecord, write_rollouts
+from rl.record.run_dir import RunDir
+from tests.support.paths import EXAMPLES, new_run
+from trainer.checkpoint.files import STATE, About, digests, write_about
+
+
+class Planted:
+    """Unpickled, it writes a file."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.file,)
+
+
+@pytest.fixture
+def ran(tmp_path: Path) -> Path:
+    return tmp_path / "ran"
+
+
+@pytest.fixture
+def forged(tmp_path: Path, ran: Path) -> RunDir:
+    """A run whose spec names code, beside checkpoints, a model, a capsule and rollouts with pickles."""
+    code = tmp_path / "code.py"
+    code.write_text(f"from pathlib import Path\nPath({str(ran)!r}).touch()\ndef Loss(answer, reference): return 0.0\n")
+    run = new_run(tmp_path / "runs/forged")
+    spec = load_experiment(EXAMPLES / "arithmetic.yaml", ["run.steps=2"]).to_dict()
+    named = {
+        "algorithm": {"name": f"{code}:Loss"},
+        "rewards": [{"function": f"{code}:Loss"}],
+        "environment": {"function": f"{code}:Loss"},
+    }
+    run.experiment.write_text(yaml.safe_dump(spec | named))
+    write_atomically(run.metrics, json.dumps({"step": 2, "rollout/reward_mean": 0.5}) + "\n")
+    record = RolloutRecord("1+1=?", "2", 1.0, 0.0, 0, 7, True, [1, 2], [3], [-0.5], [-0.5], [2], 1.0)
+    write_atomically(run.rollouts(2), "")
+    write_rollouts(run.rollouts(2), [record])
+    state = run.checkpoint(2) / STATE
+    state.mkdir(parents=True)
+    for name in (".metadata", "common.pt", "__0_0.distcp"):
+        torch.save(Planted(ran), state / name) if name != ".metadata" else (state / name).write_bytes(
+            pickle.dumps(Planted(ran))
+        )
+    (state / "metadata.json").write_text('{"sharded_backend": "torch_dist", "sharded_backend_version": 1}')
+    names = [f"{STATE}/{file.name}" for file in state.iterdir()]
+    write_about(run.checkpoint(2), About(2, {}, digests(run.checkpoint(2), names)))
+    plant_model(run.model, code, ran)
+    run.capsule(2).mkdir(parents=True)
+    shutil.copy(run.experiment, run.capsule(2))
+    (run.capsule(2) / "capsule.json").write_bytes(pickle.dumps(Planted(ran)))
+    return run
+
+
+def plant_model(path: Path, code: Path, ran: Path) -> None:
+    """A model directory that asks for code of its own, with pickled weights."""
+    shutil.copytree(EXAMPLES / "models/tiny_qwen3_moe", path, ignore=shutil.ignore_patterns("*.safetensors"))
+    shutil.copy(code, path / "code.py")
+    asked = {
+        "AutoConfig": "code.Loss",
+        "AutoModelForCausalLM": "code.Loss",
+        "AutoTokenizer": ["code.Loss", "code.Loss"],
+    }
+    for name in ("config.json", "tokenizer_config.json"):
+        values = json.loads((path / name).read_text()) | {"auto_map": asked, "tokenizer_class": "Loss"}
+        (path / name).write_text(json.dumps(values))
+    for name in ("pytorch_model.bin", "adapter_model.bin", "model.pt"):
+        torch.save({"weight": Planted(ran)}, path / name)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "report RUN",
+        "runs --dir RUN/..",
+        "runs RUN RUN",
+        "certify RUN",
+        "rescore RUN/capsules/step_2",
+        "attribute RUN/capsules/step_2",
+        "serve RUN",
+        "serve RUN/model",
+        "eval RUN/model --set DATA",
+        "convert RUN/model RUN/../out",
+        "certify RUN/model/pytorch_model.bin --model RUN/model",
+        "certify RUN/checkpoints/step_2/state/.metadata --model RUN/model",
+    ],
+)
+def test_no_command_runs_what_it_looks_at(
+    command: str, forged: RunDir, ran: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    data = str(EXAMPLES / "data/arithmetic_eval.jsonl")
+    arguments = command.replace("RUN", str(forged.path)).replace("DATA", data).split()
+    result = CliRunner().invoke(app, arguments)
+    assert not ran.exists()
+    assert result.exit_code in (0, 2), result.output
+
+
+def test_an_attribution_starts_with_nothing_that_a_run_names(
+    forged: RunDir, ran: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started = []
+
+    def refused(experiment: Experiment, *_: object) -> None:
+        started.append(experiment)
+        raise UserError("nothing is started here")
+
+    monkeypatch.setattr(offline, "open_pair", refused)
+    result = CliRunner().invoke(app, ["attribute", str(forged.path)])
+    assert result.exit_code == 2 and not ran.exists()
+    (experiment,) = started
+    assert str(ran.parent / "code.py") not in json.dumps([experiment.rewards, experiment.environment], default=str)

@@ -1,0 +1,159 @@
+"""What the source may do to a user's disk, and what it may do with what comes from outside."""
+
+import ast
+from collections.abc import Iterator
+
+from tests.support.paths import ROOT
+from tests.test_architecture import MAY_IMPORT, python_files
+
+REMOVALS = {
+    "diagnose/attribution/probe.py": {"TemporaryDirectory"},  # operands of one op, in the system's temporary directory
+    "diagnose/certify/dump/ours.py": {"TemporaryDirectory"},  # weights of a checkpoint, likewise
+    "fp8rl/commands/models.py": {"TemporaryDirectory"},  # an engine's log
+    "fp8rl/serving.py": {"TemporaryDirectory"},  # the model as an engine loads it
+    "models/storing.py": {"rmtree", "replace"},  # `.OUT.partial`, and files in it
+    "models/tiny.py": {"mkdtemp", "rename", "rmtree"},  # `.OUT.random`, and a name that was free
+    "numerics/io/files.py": {"rmtree", "unlink", "replace"},  # `.NAME.partial`, `.NAME.retired`, and the file itself
+    "rl/record/run_lock.py": {"unlink"},  # `.NAME.lock`, once its content was found to be a lock's
+    "rl/record/written.py": {"unlink", "rmdir"},  # names that a run writes
+    "rl/run/checkpoints.py": {"replace"},  # `.step_N.pending`, to a name that was free
+    "rl/run/cluster/cluster.py": {"TemporaryDirectory"},  # Ray's token
+    "rl/run/cluster/nodes.py": {"unlink"},  # `.seen-RANDOM`
+    "rl/run/stack.py": {"TemporaryDirectory"},  # a pair of engines
+    "rollout/environments/sandbox.py": {"TemporaryDirectory"},  # where a program runs
+    "rollout/server/scratch.py": {
+        "mkdtemp",
+        "rename",
+        "unlink",
+        "rmtree",
+    },  # our scratch, and shared memory of its note
+    "studies/model_scale/two_sides.py": {"rmtree"},  # a model that it has made
+    "studies/prototypes/gated_delta_engine.py": {"TemporaryDirectory"},
+    "studies/run.py": {"TemporaryDirectory"},
+    "trainer/checkpoint/files.py": {"rmtree"},  # `.step_N.partial`
+}
+"""Each file that removes or renames, with the calls, and what they may touch."""
+_REMOVING = {
+    *"rmtree unlink remove removedirs rmdir rename renames replace move".split(),
+    *"TemporaryDirectory NamedTemporaryFile mkdtemp".split(),
+}
+_OF_TEXTS = {"replace", "remove", "move"}
+"""Also names of what does no such thing, to a text, a list or a dataclass."""
+
+
+def test_every_removal_and_renaming_is_in_the_table() -> None:
+    found: dict[str, set[str]] = {}
+    for path, tree in sources():
+        for node in ast.walk(tree):
+            if (name := removal(node)) is not None:
+                found.setdefault(path, set()).add(name)
+    assert found == REMOVALS
+
+
+def sources() -> Iterator[tuple[str, ast.Module]]:
+    for package in MAY_IMPORT:
+        for path in python_files(package):
+            yield path.relative_to(ROOT).as_posix(), ast.parse(path.read_text())
+
+
+def removal(node: ast.AST) -> str | None:
+    """The name of a function that removes or renames files, where this is one: called, or handed on as a callback."""
+    match node:
+        case ast.ImportFrom(module="os" | "shutil", names=names):
+            return next((alias.name for alias in names if alias.name in _REMOVING), None)
+        case ast.Name(id=name) if name not in _OF_TEXTS:
+            return name if name in _REMOVING else None
+        case ast.Call(func=ast.Attribute(value=owner, attr="replace"), args=[_], keywords=[]):
+            return (
+                None if isinstance(owner, ast.Name) and owner.id == "dataclasses" else "replace"
+            )  # of a path: that of a text takes two, that of a dataclass keywords
+        case ast.Attribute(value=ast.Name(id="os" | "shutil"), attr=name) if name in _REMOVING:
+            return name
+        case ast.Attribute(attr=name) if name in _REMOVING - _OF_TEXTS:
+            return name
+    return None
+
+
+CODE = {
+    "diagnose/certify/dump/reference.py": {"from_pretrained"},  # of a config and tensors that were read already
+    "fp8rl/__init__.py": {"import_module"},  # names of its table
+    "models/architecture.py": {"import_module"},  # files in models/architectures
+    "rl/algorithms/__init__.py": {"import_module"},  # files in rl/algorithms
+    "rl/record/trackers/__init__.py": {"import_module"},  # names of its table
+    "rollout/named_functions.py": {"import_module", "exec_module"},  # functions that a spec names, to train or to judge
+    "studies/harness/names.py": {"import_module"},  # names of studies
+    "studies/harness/live.py": {"from_pretrained"},  # the demo's tokenizer
+    "studies/prototypes/gated_delta_engine.py": {"from_pretrained"},  # a model that it has made
+    "trainer/actor.py": {"loads"},  # what another rank has written, by Ray
+    "trainer/checkpoint/unpickling.py": {"Unpickler"},  # which knows a few classes
+    "trainer/megatron/patches.py": {"import_module"},  # our own modules
+}
+"""Each file that could make code of data, by calls that could; what they are given."""
+_MAKES_CODE = set("eval exec __import__ import_module exec_module run_path run_module".split())
+_PICKLES = set("pickle dill joblib marshal shelve cloudpickle".split())
+_WRITES = {"dump", "dumps", "UnpicklingError", "register_pickle_by_value"}
+
+
+def test_nothing_makes_code_or_objects_of_what_comes_from_outside() -> None:
+    found: dict[str, set[str]] = {}
+    for path, tree in sources():
+        for node in ast.walk(tree):
+            if (name := code(node)) is not None:
+                found.setdefault(path, set()).add(name)
+    assert found == CODE
+
+
+def code(node: ast.AST) -> str | None:
+    """What could run code that it is given, or make objects of any class, where this is such a name or call."""
+    match node:
+        case ast.ImportFrom(module=module, names=names):
+            return module if module in _PICKLES and {alias.name for alias in names} - _WRITES else None
+        case ast.Attribute(value=ast.Name(id=module), attr=name) if module in _PICKLES:
+            return None if name in _WRITES else name
+        case ast.Attribute(value=ast.Name(id="yaml"), attr="load" | "load_all" | "unsafe_load" | "full_load"):
+            return node.attr
+        case ast.Call(func=ast.Name(id=name) | ast.Attribute(value=ast.Name(id="builtins"), attr=name)):
+            return name if name in _MAKES_CODE else None
+        case ast.Call(func=ast.Attribute(value=owner, attr=name), keywords=keywords):
+            given = {keyword.arg: getattr(keyword.value, "value", None) for keyword in keywords}
+            match getattr(owner, "id", ""), name:
+                case "torch", "load":
+                    return None if given.get("weights_only") is True else name
+                case "np" | "numpy", "load":
+                    return None if given.get("allow_pickle") is False else name
+                case _, "from_pretrained":
+                    return None if given.get("trust_remote_code") is False else name
+            return name if name in _MAKES_CODE - {"eval"} else None  # of a module of torch, eval() is a mode
+    return None
+
+
+PRINTS = {
+    "fp8rl/cli.py": "the version",
+    "fp8rl/commands/causes.py": "JSON",
+    "fp8rl/commands/certifying.py": "JSON",
+    "fp8rl/commands/checks.py": "JSON",
+    "fp8rl/commands/models.py": "JSON",
+    "numerics/io/terminal.py": "what was made printable",
+    "rl/experiment/reference.py": "a page of ours",
+    "rl/run/cluster/submission.py": "what was made printable",
+    "rollout/environments/verifiers.py": "JSON",
+    "rollout/environments/warden.py": "JSON",
+    "rollout/named_functions.py": "a line of ours",
+    "rollout/rewards/worker.py": "JSON",
+    "studies/prototypes/gated_delta.py": "numbers",
+    "studies/prototypes/gated_delta_engine.py": "numbers",
+}
+"""Each file that prints by itself, and what. All other lines go through `numerics.io.terminal` or `PlainConsole`."""
+
+
+def test_texts_reach_a_terminal_by_one_way() -> None:
+    printing, consoles = set(), set()
+    for path, tree in sources():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name | ast.Attribute):
+                name = ast.unparse(node.func)
+                if name in ("print", "typer.echo", "click.echo", "sys.stdout.write", "sys.stderr.write"):
+                    printing.add(path)
+                elif name in ("Console", "rich.print", "Text.from_markup", "Text.from_ansi"):
+                    consoles.add(path)
+    assert printing == PRINTS.keys() and not consoles
