@@ -15,7 +15,7 @@ from rl.run.lifecycle.force import exit_within
 from rl.run.lifecycle.interrupts import end_on_signal
 from rollout.loopback import reach_loopback
 
-_EXIT_SECONDS = 30.0
+_EXIT_SECONDS = 60.0
 """Time between the end of a command and that of its process."""
 
 app = typer.Typer(

@@ -120,7 +120,9 @@ class Engine:
         return await self._call(lambda c: c.load())
 
     async def cpu_seconds(self) -> float:
-        """How long the processors have worked for the engine's schedulers so far. The server is not asked."""
+        """Return the seconds of processors that the engine's schedulers have taken so far, once its HTTP server has
+        answered, which needs none of them: on a GPU an idle scheduler takes a processor, too."""
+        await self._call(lambda c: c.weight_version())
         return await asyncio.to_thread(self._running()[0].cpu_seconds)
 
     async def score(self, sequences: list[list[int]]) -> list[list[float]]:

@@ -16,6 +16,7 @@ import pytest
 from numerics.config import NumericsConfig
 from numerics.spec import QuantSpec
 from rl.run.engines.serving import expected_report
+from rollout.deadlines import within
 from rollout.engine import Engine, EngineActor
 from rollout.errors import EngineDiedError, EngineError, HandshakeError
 from rollout.server.scratch import sweep
@@ -69,12 +70,16 @@ def test_work_is_measured_and_death_is_named(tiny_model: Path, tmp_path: Path) -
                 while (await engine.pulse()).running == 0:
                     await asyncio.sleep(0.05)
             assert await engine.cpu_seconds() > started > 0, "its scheduler works"
-            members = group_members(health.pid)
+            members = [process for process in group_members(health.pid) if process.pid != health.pid]
             for process in members:
                 process.suspend()
             stopped = await engine.cpu_seconds()
             await asyncio.sleep(0.3)
             assert await engine.cpu_seconds() == stopped
+            psutil.Process(health.pid).suspend()
+            with pytest.raises(TimeoutError):
+                await within(0.5, engine.cpu_seconds())
+            psutil.Process(health.pid).resume()
             for process in members:
                 process.resume()
             os.kill(health.pid, signal.SIGKILL)

@@ -125,6 +125,6 @@ def _outcome(returned: object) -> Numbers:
         return {name or REWARD: value for name, value in named_numbers(returned).items()}
     except ReturnError:
         raise ReturnError(
-            f"it returned {brief(returned)}, expected nothing, a number or named numbers: the tokens of an answer are "
-            "those that sample() and tell() have put there, and no others"
+            f"it returned {brief(returned)}, expected nothing, a number or named numbers, finite in FP32: the tokens "
+            "of an answer are those that sample() and tell() have put there, and no others"
         ) from None

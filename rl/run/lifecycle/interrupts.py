@@ -38,6 +38,8 @@ _BURST_SECONDS = 2.0
 """Signals within this time of the first one are of the same wish; a later one is of somebody who waits no longer."""
 _END_SECONDS = 180.0
 """Bound of each thing that a run has opened to close; each has a deadline of its own, of seconds up to a minute."""
+_LOOK_SECONDS = 0.1
+"""Between two looks at whether a further signal has come."""
 _AGAIN_SECONDS = 0.01
 """After how long an interrupt is raised again where Python could not pass it on."""
 _IGNORED: dict[signal.Signals, Handler] = dict.fromkeys((*SIGNALS, signal.SIGALRM), signal.SIG_IGN)
@@ -82,10 +84,8 @@ def interruptible() -> Iterator[None]:
         nonlocal last
         if signum == signal.SIGHUP:
             _leave_terminal()
-        global _first
         if time.monotonic() - last > _DEAF_SECONDS:
             last = time.monotonic()
-            _first = min(_first, last)
             raise KeyboardInterrupt
 
     with _posted():
@@ -109,7 +109,7 @@ def interruptible() -> Iterator[None]:
 
 def is_ending() -> bool:
     """Whether this process is about to end, or closes a run: a signal has come, or they do nothing any more."""
-    return any(map(_holds_signal, _posts)) or all(
+    return any(map(_signals_in, _posts)) or all(
         signal.getsignal(signum) in (signal.SIG_IGN, _noted) for signum in SIGNALS
     )
 
@@ -124,25 +124,45 @@ def _leave_terminal() -> None:
 
 @contextmanager
 def _posted() -> Iterator[None]:
-    """Have signals noted as they come. A handler in Python waits for the main thread, which may be busy elsewhere."""
+    """Have signals noted as they come, and end this process by force at one that comes some seconds after the first. A
+    handler in Python waits for the main thread, which may be busy elsewhere, or stand in a library for ever."""
     post, sender = socket.socketpair()
+    over = threading.Event()
+    watching = threading.Thread(target=_watch, args=(post, over), name="signals", daemon=True)
     with post, sender:
         sender.setblocking(False)
         former = signal.set_wakeup_fd(sender.fileno(), warn_on_full_buffer=False)
         _posts.append(post)
+        watching.start()
         try:
             yield
         finally:
             _posts.remove(post)
             signal.set_wakeup_fd(former)
+            over.set()
+            sender.close()  # which wakes it
+            watching.join()
 
 
-def _holds_signal(post: socket.socket) -> bool:
+def _watch(post: socket.socket, over: threading.Event) -> None:
+    global _first
+    seen = 0
+    post.recv(1, socket.MSG_PEEK)
+    while not over.is_set():
+        if (count := _signals_in(post)) > seen:
+            seen, now = count, time.monotonic()
+            _first = min(_first, now)
+            if now - _first > _BURST_SECONDS:
+                end_by_force("interrupted again: the end of the run is cut short", INTERRUPTED)
+        over.wait(_LOOK_SECONDS)
+
+
+def _signals_in(post: socket.socket) -> int:
+    """Return how many signals have come, and leave them there."""
     try:
-        came = post.recv(4096, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        return sum(signum in SIGNALS for signum in post.recv(4096, socket.MSG_PEEK | socket.MSG_DONTWAIT))
     except BlockingIOError:
-        return False
-    return any(signum in came for signum in SIGNALS)
+        return 0
 
 
 class Closing(ExitStack):
@@ -162,7 +182,7 @@ class Closing(ExitStack):
         try:
             if kind is KeyboardInterrupt and not self._outer:
                 say_error("interrupted: ending every process of the run")
-            with _hastened():
+            with _posted():
                 super().__exit__(kind, error, trace)
         finally:
             _handle(former)
@@ -175,32 +195,6 @@ class Closing(ExitStack):
 
 def _noted(signum: int, frame: FrameType | None) -> None:
     """The signal's number has gone to a thread, which wakes also while the main thread waits for a library."""
-
-
-@contextmanager
-def _hastened() -> Iterator[None]:
-    """End this process by force at a signal that comes some seconds after the first one."""
-    post, sender = socket.socketpair()
-    sender.setblocking(False)
-
-    def watch() -> None:
-        global _first
-        while came := post.recv(4096):
-            if any(signum in came for signum in SIGNALS):
-                _first = min(_first, time.monotonic())
-                if time.monotonic() - _first > _BURST_SECONDS:
-                    end_by_force("interrupted again: the end of the run is cut short", INTERRUPTED)
-
-    watching = threading.Thread(target=watch, name="signals", daemon=True)
-    former = signal.set_wakeup_fd(sender.fileno(), warn_on_full_buffer=False)
-    watching.start()
-    try:
-        yield
-    finally:
-        signal.set_wakeup_fd(former)
-        sender.close()
-        watching.join()
-        post.close()
 
 
 def _handle(handlers: dict[signal.Signals, Handler]) -> dict[signal.Signals, Handler]:

@@ -46,6 +46,10 @@ async def number(conversation):
     await conversation.sample()
     return 0.5
 
+async def large(conversation):
+    await conversation.sample()
+    return {"won": 3.5e38}
+
 async def raises(conversation):
     await conversation.sample()
     raise KeyError("no such thing")
@@ -150,7 +154,11 @@ def test_a_number_without_a_name_is_the_reward(make: Make) -> None:
     [
         ("raises", "KeyError: 'no such thing'"),
         ("hangs", "it took more than 0.5 s between two turns (environment.timeout_s)"),
-        ("tokens", "it returned list [5, 6, 7], expected nothing, a number or named numbers: the tokens of an answer"),
+        (
+            "tokens",
+            "it returned list [5, 6, 7], expected nothing, a number or named numbers, finite in FP32: the tokens",
+        ),
+        ("large", "it returned dict {'won': 3.5e+38}, expected nothing, a number or named numbers, finite in FP32"),
         ("silent", "it ended before the model's first turn, expected it to call sample()"),
     ],
 )

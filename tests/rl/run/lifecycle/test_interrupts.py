@@ -120,7 +120,7 @@ def test_a_terminal_that_is_closed_interrupts_and_cuts_nothing_short(tmp_path: P
 
 
 STUCK = """
-import os, subprocess, sys, threading
+import ctypes, os, subprocess, sys, threading
 from rl.run.lifecycle import interrupts
 from rl.run.lifecycle.interrupts import Closing, interruptible
 interrupts._BURST_SECONDS, interrupts._END_SECONDS = 1.0, float(sys.argv[1])
@@ -134,6 +134,11 @@ def close():
 with interruptible(), Closing() as closing:
     closing.callback(close)
     print("ready", flush=True)
+    if sys.argv[2] == "library":
+        print(child.pid, flush=True)
+        library, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(64)
+        while True:
+            library.pthread_mutex_lock(mutex)
     if sys.argv[2] == "wait":
         held.acquire()
 """
@@ -172,6 +177,22 @@ def test_a_second_signal_ends_an_end_that_hangs_and_a_burst_does_not(signum: int
         "interrupted again: the end of the run is cut short, at rl/run/lifecycle/interrupts.py:"
         f"{line_of('super().__exit__(kind, error, trace)')} in __exit__: killing every process that was started",
     ]
+
+
+def test_a_second_signal_ends_a_process_that_stands_in_a_library() -> None:
+    """No handler of Python's has its turn there."""
+    with stuck("100", "library") as process:
+        assert process.stdout is not None
+        child = psutil.Process(int(process.stdout.readline()))
+        for _ in range(2):
+            process.send_signal(signal.SIGINT)
+            time.sleep(0.1)
+        assert process.poll() is None
+        time.sleep(1.2)
+        process.send_signal(signal.SIGINT)
+        _, said = process.communicate(timeout=20)
+    assert process.returncode == 130 and not child.is_running()
+    assert said.startswith("interrupted again: the end of the run is cut short")
 
 
 def test_an_end_that_hangs_says_what_it_waits_for_and_kills_what_was_started() -> None:
