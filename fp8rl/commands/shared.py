@@ -21,6 +21,10 @@ Overrides = Annotated[
     list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Values that replace the spec's, e.g. run.steps=2.")
 ]
 Resume = Annotated[bool, typer.Option("--resume", help="Go on from the run's last checkpoint.")]
+AcceptChangedData = Annotated[
+    bool,
+    typer.Option("--accept-changed-data", help="Resume although data, functions or models have other contents."),
+]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Delete an earlier run of this name first.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON, and nothing else.")]
 
