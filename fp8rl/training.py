@@ -81,11 +81,14 @@ def run_experiment(
     from rl.experiment.preconditions import check
     from rl.record.run_dir import open_run_dir
 
-    experiment = load_experiment(spec, overrides)
     notes: list[str] = []
-    check(experiment, notes.append)
-    for note in notes:
-        print(f"note: {note}", flush=True)
+
+    def say(text: str) -> None:
+        print(f"note: {text}", flush=True)
+        notes.append(text)
+
+    experiment = load_experiment(spec, overrides, say)
+    check(experiment, say)
     chosen = {"resume": resume, "overwrite": overwrite}
     with interruptible(), open_run_dir(experiment.run.dir, experiment.run.name, **chosen) as files:
         from rl.loop import train as run_loop

@@ -58,6 +58,13 @@ class Section(BaseModel):
         return _at(cls.model_fields.get(cls.shorthand), values, directory)
 
 
+def sections_in(annotation: Any) -> list[type[Section]]:
+    """The sections that a type is made of."""
+    if isinstance(annotation, type) and issubclass(annotation, Section):
+        return [annotation]
+    return [section for part in typing.get_args(annotation) for section in sections_in(part)]
+
+
 @dataclass(frozen=True)
 class Located:
     """Marks a text that names a file. says: what it is, in words. absolute: it, as a file in a directory says it."""

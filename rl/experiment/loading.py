@@ -6,6 +6,7 @@ OmegaConf reads YAML with a subclass of yaml's SafeLoader that also refuses dupl
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from omegaconf.errors import OmegaConfBaseException
 from numerics.errors import UserError, user_error
 from numerics.io.reading import check_path, read_text
 from rl.experiment.experiment import Experiment
+from rl.experiment.layers import Say, merged
 from rl.experiment.validation import check_plain, parse_experiment
 from rollout.named_functions import check_importable
 
@@ -29,11 +31,17 @@ _UNREADABLE = (yaml.YAMLError, OmegaConfBaseException, RecursionError, Assertion
 ValueErrors."""
 
 
-def load_experiment(path: str | Path, overrides: Sequence[str] = ()) -> Experiment:
+def note(text: str) -> None:
+    """Print a note to the standard error."""
+    print(f"note: {text}", file=sys.stderr)
+
+
+def load_experiment(path: str | Path, overrides: Sequence[str] = (), say: Say = note) -> Experiment:
     """Read, inherit, override and validate the spec at `path`.
 
     Later layers win: each file of `defaults:` in order, the file itself, then `overrides` such as `"run.steps=2"`.
-    Mappings are merged, lists are replaced, and a layer that names another `algorithm` replaces that whole section.
+    Mappings are merged and lists are replaced. Where a layer names another `algorithm`, the settings of the one before
+    stay that it has too; `say` is told of those that go, and of all else that a layer leaves out without naming it.
     A relative path is relative to the directory of the file that it is written in; in an override, and where `run.dir`
     is left out, to the current directory. All come out absolute.
 
@@ -42,18 +50,20 @@ def load_experiment(path: str | Path, overrides: Sequence[str] = ()) -> Experime
     """
     path = Path(path)
     check_path(path, "spec")
-    return _overridden(_read_layers(path, ancestors=()), overrides, path)
+    return _overridden(_read_layers(path, (), say), overrides, path, say)
 
 
-def compose_experiment(values: dict[str, Any], overrides: Sequence[str], source: str | Path) -> Experiment:
+def compose_experiment(
+    values: dict[str, Any], overrides: Sequence[str], source: str | Path, say: Say = note
+) -> Experiment:
     """Like `load_experiment`, of `values` in place of a file; messages speak of `source`."""
-    return _overridden(values, overrides, Path(source))
+    return _overridden(values, overrides, Path(source), say)
 
 
-def _overridden(values: dict[str, Any], overrides: Sequence[str], path: Path) -> Experiment:
-    values = _merged({"run": {"dir": str(Path.cwd() / "runs")}}, values)
+def _overridden(values: dict[str, Any], overrides: Sequence[str], path: Path, say: Say) -> Experiment:
+    values = merged({"run": {"dir": str(Path.cwd() / "runs")}}, values, say)
     for override in overrides:
-        values = _merged(values, Experiment.located(_parse_override(override), Path.cwd()))
+        values = merged(values, Experiment.located(_parse_override(override), Path.cwd()), say)
     values = _interpolated(values, path)
     if isinstance(name := _algorithm_name(values), str):
         check_importable(name, "algorithm.name")
@@ -69,7 +79,7 @@ def read_resolved(path: str | Path) -> Experiment:
     return parse_experiment(_interpolated(_read_yaml(Path(path)), Path(path)))
 
 
-def _read_layers(path: Path, ancestors: tuple[Path, ...]) -> dict[str, Any]:
+def _read_layers(path: Path, ancestors: tuple[Path, ...], say: Say) -> dict[str, Any]:
     """The file merged over the files that its `defaults:` names, relative to it."""
     layer = _read_yaml(path)
     resolved = path.resolve()
@@ -96,8 +106,8 @@ def _read_layers(path: Path, ancestors: tuple[Path, ...]) -> dict[str, Any]:
                 expected="an existing YAML file, relative to this one",
                 remedy=f"Correct the name; it was looked for in {resolved.parent}.",
             )
-        values = _merged(values, _read_layers(path.parent / name, (*ancestors, resolved)))
-    return _merged(values, own)
+        values = merged(values, _read_layers(path.parent / name, (*ancestors, resolved), say), say)
+    return merged(values, own, say)
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:
@@ -156,18 +166,6 @@ def _parse_override(override: str) -> dict[str, Any]:
         raise user_error(
             "override", found=override, expected="a YAML value after =", remedy="Quote the value for YAML."
         ) from error
-
-
-def _merged(base: dict[str, Any], layer: dict[str, Any]) -> dict[str, Any]:
-    """`layer` over `base`: mappings are merged, all else is replaced, and another algorithm takes none of the settings
-    of the one before."""
-    if _algorithm_name(layer) not in (None, _algorithm_name(base)):
-        base = {key: value for key, value in base.items() if key != "algorithm"}
-    found = dict(base)
-    for key, value in layer.items():
-        both = isinstance(value, dict) and isinstance(base.get(key), dict)
-        found[key] = _merged(base[key], value) if both else value
-    return found
 
 
 def _algorithm_name(values: dict[str, Any]) -> Any:
