@@ -8,12 +8,28 @@ from collections.abc import Callable
 from typing import Annotated
 
 import typer
+import typer.core
 
 import fp8rl
 from fp8rl.commands import causes, certifying, checks, models, runs, starting
+from numerics.io.reading import at_home
 from rl.run.lifecycle.interrupts import end_on_signal
 
+
+class Commands(typer.core.TyperGroup):
+    """The group of all commands. Arguments may begin with `~`, which no shell expands in quotes and behind a `=`."""
+
+    def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:
+        return super().parse_args(ctx, [_at_home(each) for each in args])
+
+
+def _at_home(argument: str) -> str:
+    option, equals, value = argument.partition("=")
+    return f"{option}{equals}{at_home(value)}" if argument.startswith("--") and equals else at_home(argument)
+
+
 app = typer.Typer(
+    cls=Commands,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},

@@ -13,9 +13,13 @@ from typing import Annotated, Any, ClassVar, TypeVar
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from numerics.errors import user_error
-from numerics.io.reading import check_path
+from numerics.io.reading import at_home, check_path
 
 T = TypeVar("T")
+RELATIVE = (
+    "a relative one is relative to the spec file that it is written in, on the command line to the current directory"
+)
+"""What messages say of a path that leads nowhere."""
 
 
 def validated(validate: Callable[[Any], T], values: Any, where: str, remedy: str) -> T:
@@ -74,7 +78,7 @@ class Located:
 
 
 def _path(text: str, directory: Path) -> str:
-    return os.path.normpath(directory / text) if text else text
+    return os.path.normpath(directory / at_home(text)) if text else text
 
 
 def _function(text: str, directory: Path) -> str:
@@ -88,7 +92,8 @@ def _possible(text: str) -> str:
 
 
 SpecPath = Annotated[str, Field(min_length=1), AfterValidator(_possible), Located("path", _path)]
-"""A path that a file could have; a relative one is relative to the file that it is written in."""
+"""A path that a file could have; a relative one is relative to the file that it is written in, and `~` is the home
+directory."""
 
 SpecFunction = Annotated[str, Field(min_length=1), Located("name", _function)]
 """A name of ours, `package.module:name`, or `path/to/file.py:name`, whose path is a `SpecPath`."""

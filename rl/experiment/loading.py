@@ -16,7 +16,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from numerics.errors import UserError, user_error
-from numerics.io.reading import check_path, read_text
+from numerics.io.reading import at_home, check_path, read_text
 from rl.experiment.experiment import Experiment
 from rl.experiment.layers import Say, merged
 from rl.experiment.validation import check_plain, parse_experiment
@@ -48,8 +48,8 @@ def load_experiment(path: str | Path, overrides: Sequence[str] = (), say: Say = 
     Raises:
         UserError: the file cannot be read, or a key or value is wrong.
     """
-    path = Path(path)
     check_path(path, "spec")
+    path = Path(at_home(str(path)))
     return _overridden(_read_layers(path, (), say), overrides, path, say)
 
 
@@ -99,14 +99,15 @@ def _read_layers(path: Path, ancestors: tuple[Path, ...], say: Say) -> dict[str,
     values: dict[str, Any] = {}
     for name in names:
         check_path(name, f"defaults of {path}")
-        if not (path.parent / name).is_file():
+        inherited = path.parent / at_home(name)
+        if not inherited.is_file():
             raise user_error(
                 f"defaults of {path}",
                 found=name,
                 expected="an existing YAML file, relative to this one",
                 remedy=f"Correct the name; it was looked for in {resolved.parent}.",
             )
-        values = merged(values, _read_layers(path.parent / name, (*ancestors, resolved), say), say)
+        values = merged(values, _read_layers(inherited, (*ancestors, resolved), say), say)
     return merged(values, own, say)
 
 

@@ -16,6 +16,7 @@ import numpy as np
 
 from numerics.errors import user_error
 from numerics.io.reading import check_path, check_regular, open_regular, reason
+from numerics.io.section import RELATIVE
 
 if TYPE_CHECKING:
     from datasets import Dataset, DatasetDict
@@ -148,6 +149,8 @@ def _directory(path: Path, key: str) -> Dataset | DatasetDict:
     try:
         return datasets.load_from_disk(str(path)) if saved else datasets.load_dataset(str(path))
     except Exception as error:  # as above
+        if "Config name is missing" in str(error):
+            raise _several(datasets.get_dataset_config_names(str(path)), path, key) from error
         expected = "a directory that datasets has saved, or one of parquet, JSON or CSV files"
         raise _unreadable(path, key, error, expected) from error
 
@@ -184,11 +187,22 @@ def _split(found: Dataset | DatasetDict, split: str | None, path: Path, key: str
     return found[split]
 
 
+def _several(names: list[str], path: Path, key: str) -> Exception:
+    """The error for a directory with several configurations, of which `datasets` takes none by itself."""
+    folder = next((path / name for name in names if (path / name).is_dir()), None)
+    return user_error(
+        key,
+        found=str(path),
+        expected=f"one data set, and this directory has the configurations {', '.join(names)}",
+        remedy=f"Give the folder of one, such as {folder}." if folder else "Give the files of one.",
+    )
+
+
 def _unreadable(path: Path, key: str, error: Exception, expected: str = _EXPECTED) -> Exception:
     root = error
     while isinstance(root.__cause__, Exception):  # a data set's builder wraps what its reader says
         root = root.__cause__
-    remedy = "Correct the path; a relative one is relative to the spec file that it is written in."
+    remedy = f"Correct the path; {RELATIVE}."
     if not isinstance(root, OSError):
         remedy = "Copy it again, or correct the path."
     return user_error(key, found=f"{path}: {' '.join(reason(root).split())}", expected=expected, remedy=remedy)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
+from numerics.io.reading import at_home
 from numerics.io.section import Section, SpecFunction, SpecPath
 
 SINGLE_TURN = "single_turn"
@@ -15,6 +17,14 @@ VERIFIERS = "verifiers"
 
 class HarnessConfig(Section):
     """The program of `function: harness`; [agents.md](agents.md) says what it is given."""
+
+    @classmethod
+    def located(cls, values: Any, directory: Path) -> Any:
+        values = super().located(values, directory)
+        command = values.get("command") if isinstance(values, dict) else None
+        if not isinstance(command, list):
+            return values
+        return values | {"command": [at_home(each) if isinstance(each, str) else each for each in command]}
 
     # Strictness would refuse the lists that YAML gives.
     command: tuple[str, ...] = Field(default=(), strict=False)

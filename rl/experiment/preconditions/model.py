@@ -8,6 +8,7 @@ import models
 from models import Model, ModelSizes
 from numerics.errors import user_error
 from numerics.io.reading import check_regular
+from numerics.io.section import RELATIVE
 from numerics.spec import QuantSpec
 from rl.experiment import Experiment
 from trainer.megatron.model_checks import check_engine_layout, check_layout, check_router_bias, check_wires
@@ -24,9 +25,7 @@ def read_model(path: Path, key: str = "model.path") -> Model:
             key,
             found=str(path),
             expected="an existing Hugging Face model directory",
-            remedy="Correct the path; a relative one is relative to the spec file that it is written in, and on "
-            "the command line to the current directory. "
-            "`python -m examples.tiny_model --out DIR` writes a small model.",
+            remedy=f"Correct the path; {RELATIVE}. `python -m examples.tiny_model --out DIR` writes a small model.",
         )
     check_regular(path, key)
     return models.read_model(path, key)

@@ -146,6 +146,32 @@ def test_paths_are_relative_to_the_file_that_names_them(write, tmp_path):
     assert load_experiment(write("s.yaml", BASE)).run.dir == str(tmp_path / "runs"), "left out"
 
 
+def test_a_path_may_begin_with_the_home_directory(write, tmp_path, monkeypatch):
+    home = tmp_path / "home"
+    monkeypatch.setenv("HOME", str(home))
+    write("home/base.yaml", BASE + "    environment: {function: '~/e.py:play'}\n")
+    path = write(
+        "home/s.yaml",
+        """
+        defaults: ~/base.yaml
+        run: {dir: ~/runs}
+        data: {train: [~/a.jsonl, {path: ~/b.jsonl}], eval: ~/c.jsonl}
+        eval: {sets: [{name: d, path: ~/d.jsonl}]}
+        rewards: [{function: "~/r.py:right"}]
+        adapter: {start: ~/adapter}
+        """,
+    )
+    spec = load_experiment("~/s.yaml", ["model.path=~/m", "data.eval=~/e.jsonl"])
+    assert (spec.run.dir, spec.model.path, spec.adapter.start) == (f"{home}/runs", f"{home}/m", f"{home}/adapter")
+    assert [each.path for each in spec.data.train] == [f"{home}/a.jsonl", f"{home}/b.jsonl"]
+    assert (spec.data.eval.path, spec.eval.sets[0].path) == (f"{home}/e.jsonl", f"{home}/d.jsonl")
+    assert spec.rewards.functions[0].function == f"{home}/r.py:right"
+    assert spec.environment.function == f"{home}/e.py:play"
+    harness = "environment={function: harness, harness: {command: [~/agent, -v], directory: '~'}}"
+    assert load_experiment(path, [harness]).environment.harness.command == (f"{home}/agent", "-v")
+    assert load_experiment(path, ["model.path=~no-such-user/m"]).model.path == f"{tmp_path}/~no-such-user/m"
+
+
 def test_data_may_be_a_path_a_source_or_several(write, tmp_path):
     spec = load_experiment(write("s.yaml", BASE), ["data.train={path: a, split: x}"])
     assert [(s.path, s.split, s.weight) for s in spec.data.train] == [(str(tmp_path / "a"), "x", 1.0)]
