@@ -15,7 +15,7 @@ import yaml
 from fp8rl.serving import Served, read_served, serve
 from numerics.errors import UserError, user_error
 from rl.experiment import Experiment, load_experiment
-from rl.experiment.loading import compose_experiment
+from rl.experiment.loading import architecture_of, compose_experiment
 from rl.experiment.preconditions.data import check_data
 from rl.experiment.preconditions.tokenizer import load_tokenizer
 from rl.record.run_dir import RunDir
@@ -42,7 +42,7 @@ def read_evaluated(subject: Path, sets: Sequence[str], overrides: Sequence[str])
     Raises:
         UserError: there is no such model, nothing to ask, or a key or value is wrong.
     """
-    served = read_served(subject, "exact", "fp8_block_pow2")
+    served = read_served(subject, "exact", "fp8_block_pow2", architecture_of(overrides))
     given = [_parsed(text) for text in sets]
     asked = []
     if given:

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from models import load_architecture
 from models.adapters import AdapterConfig
 from models.peft import read_adapter
 from numerics.config import Mode, NumericsConfig
@@ -42,7 +43,7 @@ LONGEST = 32768
 class Served:
     """A model and how it is to be computed. path: a Hugging Face directory in BF16. name: what clients call it.
 
-    adapter: what stands beside the weights.
+    adapter: what stands beside the weights. architecture: a user's file that has the model's; None: it is one of ours.
     """
 
     path: Path
@@ -50,6 +51,7 @@ class Served:
     numerics: NumericsConfig
     rollout: RolloutConfig
     adapter: StoredAdapter | None = None
+    architecture: str | None = None
 
     @property
     def base_name(self) -> str | None:
@@ -65,8 +67,9 @@ class StoredAdapter:
     config: AdapterConfig
 
 
-def read_served(subject: Path, mode: Mode, preset: str) -> Served:
-    """The trained model of a run, as the run computed; or a model directory in this mode and preset.
+def read_served(subject: Path, mode: Mode, preset: str, architecture: str | None = None) -> Served:
+    """The trained model of a run, as the run computed; or a model directory in this mode and preset, whose architecture
+    may be in a user's file.
 
     Raises:
         UserError: it is neither, or the run has no trained model yet.
@@ -75,12 +78,14 @@ def read_served(subject: Path, mode: Mode, preset: str) -> Served:
     files = RunDir(subject.absolute())
     if not files.experiment.is_file():
         _refuse_converted(subject)
+        if architecture is not None:
+            load_architecture(architecture, "--architecture")
         sizes = read_model(subject, "RUN|MODEL").sizes
         load_tokenizer(subject, "RUN|MODEL")
         side = "fp8" if QuantSpec.preset(preset).quantized else "bf16"
         section = NumericsSection.model_validate({"mode": mode, "preset": preset, "trainer": side, "rollout": side})
         rollout = RolloutConfig(context_length=min(sizes.max_positions, LONGEST))
-        return Served(subject, files.name, section.config(tp=1), rollout)
+        return Served(subject, files.name, section.config(tp=1), rollout, architecture=architecture)
     experiment = read_resolved(files.experiment)
     beside = engine_adapter(experiment)
     if not (files.model if beside is None else files.adapter).is_dir():
@@ -92,7 +97,8 @@ def read_served(subject: Path, mode: Mode, preset: str) -> Served:
         )
     path = files.model if beside is None else Path(experiment.model.path)
     adapter = None if beside is None else StoredAdapter(files.adapter, beside)
-    return Served(path, files.name, experiment.numerics_config(), experiment.rollout, adapter)
+    own = experiment.model.architecture
+    return Served(path, files.name, experiment.numerics_config(), experiment.rollout, adapter, own)
 
 
 def check_open(host: str, api_key: str | None) -> None:
@@ -150,6 +156,7 @@ def serve(
             "numerics": served.numerics.to_dict(),
             "adapter": beside and beside.model_dump(mode="json"),
             "base_name": served.base_name,
+            "architecture": served.architecture,
         }
         server = SGLangServer.start(
             checkpoint, config, log_path=log, plugin=plugin, served_name=served.name, host=host, api_key=api_key
@@ -182,4 +189,4 @@ def _refuse_converted(model: Path) -> None:
 async def _check(endpoint: Endpoint, served: Served) -> None:
     beside = None if served.adapter is None else served.adapter.config
     async with EngineClient(endpoint) as client:
-        handshake.check(expected_report(served.numerics, beside), await client.report())
+        handshake.check(expected_report(served.numerics, beside, served.architecture), await client.report())

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from fp8rl.commands.shared import AsJson, Overrides, progress, show, user_errors
+from fp8rl.commands.shared import ArchitectureFile, AsJson, Overrides, progress, show, user_errors
 from numerics.errors import UserError
 from rl.run.lifecycle.interrupts import interruptible
 
@@ -24,6 +24,7 @@ def serve(
     ] = None,
     mode: Annotated[str, typer.Option(help="For a MODEL: exact or native.")] = "exact",
     preset: Annotated[str, typer.Option(help="For a MODEL: quantization preset.")] = "fp8_block_pow2",
+    architecture: ArchitectureFile = None,
 ) -> None:
     """Serve a trained model by OpenAI's API, in the numerics of its run, until Ctrl-C.
 
@@ -35,7 +36,8 @@ def serve(
         from fp8rl import serving
 
         serving.check_open(host, api_key)
-        served = serving.read_served(subject, "exact" if mode == "exact" else "native", preset)
+        own = None if architecture is None else str(architecture.absolute())
+        served = serving.read_served(subject, "exact" if mode == "exact" else "native", preset, own)
         digest = served.numerics.rollout_spec.digest()
         mode = served.numerics.mode
         show(f"starting an engine with {served.path} in {mode} mode, quantization spec {digest}", soft_wrap=True)
@@ -90,9 +92,11 @@ def convert(
     adapter: Annotated[
         Path | None, typer.Option(help="LoRA adapter in PEFT's format, e.g. runs/NAME/adapter, to merge before.")
     ] = None,
+    architecture: ArchitectureFile = None,
 ) -> None:
     """Quantize a checkpoint with the project's one quantizer."""
     with user_errors():
+        from models import load_architecture
         from models.stored import check_stored
         from numerics.io.files import check_writable
         from numerics.io.reading import check_path
@@ -104,6 +108,8 @@ def convert(
         from weight_sync.hf_checkpoint import convert_checkpoint
 
         check_path(model, "MODEL")
+        if architecture is not None:
+            load_architecture(str(architecture), "--architecture")
         quant_spec = QuantSpec.preset(preset)
         definition = read_model(model, "MODEL")
         check_layout(definition.sizes, TrainerConfig(), quant_spec)

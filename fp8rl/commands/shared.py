@@ -26,6 +26,9 @@ AcceptChangedData = Annotated[
     typer.Option("--accept-changed-data", help="Resume although data, functions or models have other contents."),
 ]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Delete an earlier run of this name first.")]
+ArchitectureFile = Annotated[
+    Path | None, typer.Option("--architecture", help="File with the architecture of a MODEL that fp8rl does not have.")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON, and nothing else.")]
 
 

@@ -58,6 +58,8 @@ def _named(experiment: Experiment) -> Iterator[tuple[str, str, Iterator[Path]]]:
     for index, own in enumerate(sets):
         yield f"eval.sets.{index}", own.path, _below(own.path)
     yield "model.path", experiment.model.path, _of_a_model(experiment.model.path)
+    if (file := experiment.model.architecture) is not None:
+        yield "model.architecture", file, _with_neighbours(Path(file))
     if experiment.teacher is not None:
         yield "teacher.path", experiment.teacher.path, _of_a_model(experiment.teacher.path)
     yield "algorithm.name", experiment.algorithm.name, _sources(experiment.algorithm.name)

@@ -19,7 +19,7 @@ from numerics.errors import UserError, user_error
 from numerics.io.reading import at_home, check_path, read_text
 from rl.experiment.experiment import Experiment
 from rl.experiment.layers import Say, merged
-from rl.experiment.validation import check_plain, parse_experiment
+from rl.experiment.validation import check_plain, named_architecture, parse_experiment
 from rollout.named_functions import check_importable
 
 _DEEPEST = 50
@@ -67,7 +67,18 @@ def _overridden(values: dict[str, Any], overrides: Sequence[str], path: Path, sa
     values = _interpolated(values, path)
     if isinstance(name := _algorithm_name(values), str):
         check_importable(name, "algorithm.name")
+    if (file := named_architecture(values)) is not None:
+        check_importable(f"{file}:ARCHITECTURE", "model.architecture")
     return parse_experiment(values)
+
+
+def architecture_of(overrides: Sequence[str]) -> str | None:
+    """The file that overrides name as `model.architecture`: some models are read before there is a spec of them."""
+    values: dict[str, Any] = {}
+    for override in overrides:
+        if override.startswith("model.architecture="):
+            values = Experiment.located(_parse_override(override), Path.cwd())
+    return named_architecture(values)
 
 
 def read_resolved(path: str | Path) -> Experiment:

@@ -50,6 +50,9 @@ class ModelSection(Section):
     path: SpecPath
     """Hugging Face directory: config.json, safetensors weights, tokenizer. Quantized dimensions are multiples of
     128."""
+    architecture: SpecPath | None = None
+    """File of Python with an architecture of your own ([models.md](models.md#how-to-add-the-next)). Null: one of
+    ours."""
 
 
 class TensorOverride(Section):

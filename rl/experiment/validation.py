@@ -12,6 +12,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
+from models import load_architecture
 from numerics.errors import UserError, shown, user_error
 from rl.algorithms import ALGORITHMS, algorithm_class
 from rl.experiment.contradictions import (
@@ -43,6 +44,8 @@ def parse_experiment(values: dict[str, Any]) -> Experiment:
         UserError: one line per wrong key, with the value found, the value expected and what to do.
     """
     check_plain(values)
+    if (file := named_architecture(values)) is not None:
+        load_architecture(file)  # whose module kinds a scope may name
     try:
         experiment = Experiment.model_validate(values)
     except ValidationError as error:
@@ -63,6 +66,13 @@ def parse_experiment(values: dict[str, Any]) -> Experiment:
     check_teacher(experiment)
     check_gates(experiment)
     return experiment
+
+
+def named_architecture(values: dict[str, Any]) -> str | None:
+    """The file that `model.architecture` names, if it is text."""
+    model = values.get("model")
+    file = model.get("architecture") if isinstance(model, dict) else None
+    return file if isinstance(file, str) and file else None
 
 
 def check_plain(value: Any, key: tuple[str, ...] = ()) -> None:

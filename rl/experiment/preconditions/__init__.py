@@ -19,7 +19,7 @@ from numerics.errors import user_error
 from rl.experiment import Experiment
 from rl.experiment.preconditions.algorithm import check_algorithm
 from rl.experiment.preconditions.data import check_data
-from rl.experiment.preconditions.model import check_model_layout, read_model
+from rl.experiment.preconditions.model import check_architecture, check_model_layout, read_model
 from rl.experiment.preconditions.resources import check_memory, check_port, check_shared_memory
 from rl.experiment.preconditions.teacher import check_teacher
 from rl.experiment.preconditions.tokenizer import check_chat_template, load_tokenizer, read_tokenizer
@@ -54,6 +54,7 @@ def check(experiment: Experiment, say: Callable[[str], object] = lambda text: No
     check_trackers(experiment.tracking.to)
     check_wandb(experiment.tracking.recorded_wandb)
     model = read_model(path := Path(experiment.model.path))
+    check_architecture(model, experiment)
     check_model_layout(model.sizes, experiment)
     adapted = model.adapted(experiment.adapter)  # refuses what the model cannot have
     lowered = lower(experiment.numerics_config(), has_transformer_engine())

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import models
-from models import Model, ModelSizes
+from models import Model, ModelSizes, load_architecture
 from numerics.errors import user_error
 from numerics.io.reading import check_regular
 from numerics.io.section import RELATIVE
@@ -29,6 +29,19 @@ def read_model(path: Path, key: str = "model.path") -> Model:
         )
     check_regular(path, key)
     return models.read_model(path, key)
+
+
+def check_architecture(model: Model, experiment: Experiment) -> None:
+    """Whether the architecture of a user's file is the model's; a teacher may have it, too. Raises UserError: it is
+    not."""
+    file = experiment.model.architecture
+    if file is not None and experiment.teacher is None and (own := load_architecture(file)) is not model.architecture:
+        raise user_error(
+            "model.architecture",
+            found=f"{file} with {own.name}",
+            expected=f"that of model.path, {model.architecture.name}",
+            remedy="Remove model.architecture, or name another model.",
+        )
 
 
 def check_model_layout(sizes: ModelSizes, experiment: Experiment) -> None:
