@@ -128,4 +128,4 @@ MEMBERS = {
     ),
     "environment": _Members("function", _environment_has),
 }
-"""By the key of the section."""
+"""The sections by their key."""
