@@ -35,7 +35,8 @@ def of_member(key: str, settings: dict[str, Any], name: Any, say: Say) -> dict[s
     try:
         if ":" in name:
             check_importable(name, f"{key}.{member.selector}")
-        has, was, now = member.has(name), member.default(before), member.default(name)
+        has, now = member.has(name), member.default(name)
+        was = member.default(None if ":" in str(before) else before)  # a user's file may be gone
     except UserError:
         return settings
     kept = _kept(found, has)
@@ -57,14 +58,14 @@ def leaves(values: dict[str, Any], above: str = "") -> Iterator[tuple[str, Any]]
         if isinstance(value, dict) and value:
             yield from leaves(value, f"{above}{name}.")
         else:
-            yield above + name, value
+            yield f"{above}{name}", value
 
 
 def _kept(values: dict[str, Any], has: Callable[[str], bool], above: str = "") -> dict[str, Any]:
     return {
         name: _kept(value, has, f"{above}{name}.") if isinstance(value, dict) else value
         for name, value in values.items()
-        if has(above + name)
+        if has(f"{above}{name}")
     }
 
 

@@ -79,6 +79,11 @@ def test_a_class_of_a_users_own_keeps_what_it_has_too(tmp_path: Path) -> None:
     assert said == ["algorithm.quantile=0.3 is left out: rloo has no such key"]
 
 
+def test_the_settings_of_a_users_class_go_although_its_file_is_gone(tmp_path: Path) -> None:
+    _, said = loaded(tmp_path, {"algorithm": {"name": "gone.py:Class", "own": 1}}, "algorithm.name=sft")
+    assert said == ["algorithm.own=1 is left out: sft has no such key"]
+
+
 @pytest.mark.parametrize("name", ["grp", "absent.py:Class", "3"])
 def test_a_name_of_nothing_is_refused_by_its_own_message(tmp_path: Path, name: str) -> None:
     with pytest.raises(UserError, match="algorithm.name: found"):
@@ -111,6 +116,8 @@ def test_the_program_of_a_harness_goes_with_it(tmp_path: Path) -> None:
 
 def test_keyword_arguments_stay_that_a_users_environment_takes(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text("async def play(conversation, tries): ...\nasync def any(c, **kwargs): ...")
+    numbered, said = GUESS | {"kwargs": {1: 2}}, ["environment.kwargs.1=2 is left out: calculator has no such key"]
+    assert loaded(tmp_path, {"environment": numbered}, "environment=calculator")[1] == said
     for function in ("play", "any"):
         spec, said = loaded(tmp_path, {"environment": GUESS}, f"environment={tmp_path}/own.py:{function}")
         assert spec.environment.kwargs == {"tries": 5} and said == []
