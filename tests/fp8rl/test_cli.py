@@ -32,6 +32,11 @@ def test_without_a_command_it_lists_them() -> None:
         assert command in printed
 
 
+def test_a_new_run_has_no_data_that_could_have_changed() -> None:
+    code, said = invoke("train", "spec.yaml", "--accept-changed-data")
+    assert code == 2 and said.startswith("error: --accept-changed-data: found no --resume")
+
+
 def test_paths_in_arguments_and_options_may_begin_with_the_home_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
