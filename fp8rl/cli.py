@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import sys
 from collections.abc import Callable
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 import typer.core
@@ -19,7 +19,7 @@ from rl.run.lifecycle.interrupts import end_on_signal
 class Commands(typer.core.TyperGroup):
     """The group of all commands. Arguments may begin with `~`, which no shell expands in quotes and behind a `=`."""
 
-    def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         return super().parse_args(ctx, [_at_home(each) for each in args])
 
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -73,7 +74,7 @@ def write(path: Path, tied: bool = False) -> Path:
     return path
 
 
-def make_trainer(path: Path, layout: Layout, numerics: NumericsConfig, dtype: torch.dtype = torch.bfloat16) -> object:
+def make_trainer(path: Path, layout: Layout, numerics: NumericsConfig, dtype: torch.dtype = torch.bfloat16) -> Any:
     from trainer.trainer import Trainer
 
     config = TrainerConfig(lr=1e-3, warmup_steps=0)
