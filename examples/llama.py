@@ -2,8 +2,8 @@
 
     fp8rl train SPEC model.path=DIR model.architecture=examples/llama.py numerics.trainer=bf16 numerics.rollout=bf16
 
-What the shared ops do not define is refused: biases, and the scaled rotation of Llama 3.1 and later. Both sides are BF16,
-as SGLang's Llama (0.5.19) drops the scales of FP8 blocks when it loads weights; the first sync of a run in FP8 says so.
+What the shared ops do not define is refused: biases, and the scaled rotation of Llama 3.1 and later. Both sides are in
+BF16, as SGLang's Llama (0.5.19) drops the scales of FP8 blocks: the first sync of a run in FP8 does not verify.
 """
 
 from dataclasses import replace
