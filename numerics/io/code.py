@@ -35,10 +35,10 @@ def module_of_file(path: str, key: str) -> ModuleType:
     return module
 
 
-def code_digest(packages: Iterable[str], file: str | None = None) -> str:
+def code_digest(packages: Iterable[str], beside: str | None = None) -> str:
     """16 hex digits of the SHA-256 over the Python files of these packages, as this process would import them, and over
-    a file beside them."""
-    total = hashlib.sha256(Path(file).read_bytes() if file is not None else b"")
+    the file `beside` them."""
+    total = hashlib.sha256(Path(beside).read_bytes() if beside is not None else b"")
     for package in sorted(packages):
         spec = find_spec(package)
         if spec is None or not spec.submodule_search_locations:
