@@ -146,10 +146,10 @@ def weight_files(path: Path, key: str) -> list[Path]:
         for name in _names(file, key):
             if (other := held.setdefault(name, file)) != file:
                 raise _two_models(key, f"{name} in {other.name} and in {file.name} of {path}")
-    for name, file in listed.items():
-        if held.get(name) != path / file:
+    for name, wanted in listed.items():
+        if held.get(name) != path / wanted:
             raise user_error(
-                f"{key}: {INDEX}", found=f"{name} in {file}", expected="a tensor that the file has", remedy=_COPY_ALL
+                f"{key}: {INDEX}", found=f"{name} in {wanted}", expected="a tensor that the file has", remedy=_COPY_ALL
             )
     for name, place in held.items():
         if listed and place in files and name not in listed:
