@@ -5,12 +5,14 @@ from __future__ import annotations
 import io
 import sys
 from collections.abc import Callable
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+import typer.core
 
 import fp8rl
 from fp8rl.commands import causes, certifying, checks, models, runs, starting
+from numerics.io.reading import at_home
 from rl.run.lifecycle.force import exit_within
 from rl.run.lifecycle.interrupts import end_on_signal
 from rollout.loopback import reach_loopback
@@ -18,7 +20,21 @@ from rollout.loopback import reach_loopback
 _EXIT_SECONDS = 60.0
 """Time between the end of a command and that of its process."""
 
+
+class Commands(typer.core.TyperGroup):
+    """The group of all commands. Arguments may begin with `~`, which no shell expands in quotes and behind a `=`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        return super().parse_args(ctx, [_at_home(each) for each in args])
+
+
+def _at_home(argument: str) -> str:
+    option, equals, value = argument.partition("=")
+    return f"{option}{equals}{at_home(value)}" if argument.startswith("--") and equals else at_home(argument)
+
+
 app = typer.Typer(
+    cls=Commands,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},

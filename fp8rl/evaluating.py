@@ -14,7 +14,7 @@ from fp8rl.serving import Served, read_served, serve
 from numerics.errors import UserError, user_error
 from rl.experiment import Experiment, load_experiment
 from rl.experiment.fetching import fetched
-from rl.experiment.loading import compose_experiment
+from rl.experiment.loading import architecture_of, compose_experiment
 from rl.experiment.plain_yaml import parse_yaml
 from rl.experiment.preconditions import read_model
 from rl.experiment.preconditions.data import check_data
@@ -48,7 +48,7 @@ def read_evaluated(subject: Path, sets: Sequence[str], overrides: Sequence[str])
     Raises:
         UserError: there is no such model, nothing to ask, or a key or value is wrong.
     """
-    served = read_served(subject, "exact", "fp8_block_pow2")
+    served = read_served(subject, "exact", "fp8_block_pow2", architecture_of(overrides))
     given = [_parsed(text) for text in sets]
     asked = []
     if given:

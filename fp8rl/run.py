@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from numerics.errors import user_error
-from numerics.io.reading import BadLine, check_path
+from numerics.io.reading import BadLine, at_home, check_path
 from rl.record.events import Event, events_found
 from rl.record.metric_rows import METRICS
 from rl.record.metrics import describe, is_fixed
@@ -35,11 +35,12 @@ class Run:
 
     def __init__(self, path: str | Path) -> None:
         check_path(path, "Run")
+        path = at_home(str(path))
         self._files = RunDir(Path(path).absolute())
         if not self._files.experiment.is_file():
             raise user_error(
                 "Run",
-                found=str(path),
+                found=path,
                 expected="the folder of a run, which has a spec.yaml",
                 remedy="Give the path of one, such as runs/demo.",
             )

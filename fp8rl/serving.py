@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from models import load_architecture
 from models.adapters import AdapterConfig
 from models.architecture import Model
 from models.hub import model_directory
@@ -47,7 +48,7 @@ class Served:
     """A model and how it is to be computed. path: a Hugging Face directory in BF16. name: what clients call it.
 
     adapter: what stands beside the weights. tool_parser: the format in which the model calls tools. chat_template:
-    arguments of its chat template.
+    arguments of its chat template. architecture: a user's file that has the model's; None: it is one of ours.
     """
 
     path: Path
@@ -57,6 +58,7 @@ class Served:
     adapter: StoredAdapter | None = None
     tool_parser: str | None = None
     chat_template: Mapping[str, Any] = field(default_factory=dict)
+    architecture: str | None = None
 
     @property
     def base_name(self) -> str | None:
@@ -72,8 +74,9 @@ class StoredAdapter:
     config: AdapterConfig
 
 
-def read_served(subject: Path, mode: Mode, preset: str) -> Served:
-    """The trained model of a run, as the run computed; or a model directory in this mode and preset.
+def read_served(subject: Path, mode: Mode, preset: str, architecture: str | None = None) -> Served:
+    """The trained model of a run, as the run computed; or a model directory in this mode and preset, whose architecture
+    may be in a user's file.
 
     Raises:
         UserError: it is neither, or the run has no trained model yet.
@@ -83,11 +86,13 @@ def read_served(subject: Path, mode: Mode, preset: str) -> Served:
     if not files.experiment.is_file():
         subject = model_directory(str(subject), None, "RUN|MODEL")
         _refuse_converted(subject)
+        if architecture is not None:
+            load_architecture(architecture, "--architecture")
         sizes = _check_model(subject).sizes
         side = "fp8" if QuantSpec.preset(preset).quantized else "bf16"
         section = NumericsSection.model_validate({"mode": mode, "preset": preset, "trainer": side, "rollout": side})
         rollout = RolloutConfig(context_length=min(sizes.max_positions, LONGEST))
-        return Served(subject, files.name, section.config(tp=1), rollout)
+        return Served(subject, files.name, section.config(tp=1), rollout, architecture=architecture)
     experiment = read_resolved(files.experiment)
     beside = engine_adapter(experiment)
     if not (files.model if beside is None else files.adapter).is_dir():
@@ -111,6 +116,7 @@ def read_served(subject: Path, mode: Mode, preset: str) -> Served:
         adapter,
         None if harness is None else harness.tool_parser,
         experiment.data.chat_template,
+        experiment.model.architecture,
     )
 
 
@@ -188,6 +194,7 @@ def serve(
             "numerics": served.numerics.to_dict(),
             "adapter": beside and beside.model_dump(mode="json"),
             "base_name": served.base_name,
+            "architecture": served.architecture,
         }
         chats = ServedChats(served.name, served.tool_parser, served.chat_template)
         server = SGLangServer.start(
@@ -221,4 +228,4 @@ def _refuse_converted(model: Path) -> None:
 async def _check(endpoint: Endpoint, served: Served) -> None:
     beside = None if served.adapter is None else served.adapter.config
     async with EngineClient(endpoint) as client:
-        handshake.check(expected_report(served.numerics, beside), await client.report())
+        handshake.check(expected_report(served.numerics, beside, served.architecture), await client.report())

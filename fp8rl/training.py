@@ -28,6 +28,7 @@ def train(
     *,
     resume: bool = False,
     overwrite: bool = False,
+    accept_changed_data: bool = False,
     **overrides: Any,
 ) -> Run:
     """Train an experiment, as `fp8rl train` does, and return the run.
@@ -38,6 +39,7 @@ def train(
         spec: a YAML file; or what it would say as a mapping, whose paths are relative to the current directory; or an
             `Experiment`.
         resume: go on from the run's last checkpoint. overwrite: delete an earlier run of this name first.
+        accept_changed_data: resume although files that the spec names have other contents than before.
         overrides: sections with the values that replace the spec's: `train("a.yaml", run={"steps": 2}, gates=[])`.
 
     Raises:
@@ -49,7 +51,13 @@ def train(
         raise UserError("fp8rl.train: found another thread, expected the main one, which gets Ctrl-C. Call it there.")
     handlers = {signum: signal.getsignal(signum) for signum in SIGNALS}
     try:
-        path, _ = run_experiment(spec, list(_dotted(overrides)), resume=resume, overwrite=overwrite)
+        path, _ = run_experiment(
+            spec,
+            list(_dotted(overrides)),
+            resume=resume,
+            overwrite=overwrite,
+            accept_changed_data=accept_changed_data,
+        )
     finally:
         for signum, handler in handlers.items():  # an interrupted command ignores further signals, a notebook goes on
             signal.signal(signum, handler)
@@ -62,27 +70,34 @@ def run_experiment(
     *,
     resume: bool = False,
     overwrite: bool = False,
+    accept_changed_data: bool = False,
 ) -> tuple[Path, str]:
     """Check the experiment, then run it to its end: the run's directory, and why it ended before its last step, if so.
 
     Raises:
         UserError, RunFailedError: see `train`.
     """
+    if accept_changed_data and not resume:
+        raise UserError("--accept-changed-data: found no --resume, expected both. A new run has nothing to compare.")
     shown = spec if isinstance(spec, str | Path) else "the spec"
     say(f"fp8rl: checking {shown}")  # the imports below take seconds
     from rl.experiment import load_experiment, read_resolved
+    from rl.experiment.contents import contents
     from rl.experiment.fetching import fetched
     from rl.experiment.preconditions import check
     from rl.record.run_dir import RunDir, open_run_dir
 
-    experiment = load_experiment(spec, overrides)
+    notes: list[str] = []
+
+    def note(text: str) -> None:
+        say(f"note: {text}")
+        notes.append(text)
+
+    experiment = load_experiment(spec, overrides, note)
     before = RunDir(Path(experiment.run.dir) / experiment.run.name)
     goes_on = resume and before.checkpoint_steps()
     experiment = fetched(experiment, read_resolved(before.experiment) if goes_on else None)
-    notes: list[str] = []
-    check(experiment, notes.append)
-    for note in notes:
-        say(f"note: {note}")
+    check(experiment, note)
     opened = open_run_dir(
         experiment.run.dir,
         experiment.run.name,
@@ -93,7 +108,7 @@ def run_experiment(
     )
     with interruptible(), opened as files:
         from rl.loop import train as run_loop
-        from rl.run.checkpoints import changes, check_resumable
+        from rl.run.checkpoints import changes, check_contents, check_resumable
         from rl.run.lifecycle.attempts import FAILURES, attempted
         from rl.run.lifecycle.stopping import how_to_go_on, say_failed
 
@@ -101,6 +116,9 @@ def run_experiment(
             check_resumable(files, experiment)
             for change in changes(files, experiment):
                 say(f"resuming with {change}")
+            for text in check_contents(files, contents(experiment), accept_changed_data):
+                say(text)
+                notes.append(text)
         files.write_experiment(experiment.to_yaml())
         try:
             return files.path, attempted(experiment, files, run_loop, notes)

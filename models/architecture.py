@@ -16,11 +16,16 @@ from models.shape import Shape
 from models.sizes import ModelSizes
 from models.tensors import TensorRow, TensorTable
 from models.trace import Forward
-from numerics.errors import UserError
+from numerics.errors import UserError, shown
+from numerics.io.code import module_of_file
 from numerics.spec import ALL, QuantSpec
 
 MOST_EXPERTS = 1 << 20
 """The most experts that a model may have: the table of more would take minutes to make before a tensor is missed."""
+_HOW_TO_ADD = (
+    "Name a file of your own that has it, model.architecture=path/to/file.py; docs/models.md, 'How to add the next', "
+    "says what stands in it."
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,6 +105,29 @@ def register(architecture: Architecture) -> None:
     _known[architecture.name] = architecture
 
 
+def load_architecture(path: str, key: str = "model.architecture") -> Architecture:
+    """Make the ARCHITECTURE of a user's file known in this process, in place of one of ours that has its name.
+
+    Raises:
+        UserError: naming `key`: the file cannot be read or imported, or has none.
+    """
+    try:
+        found = getattr(module_of_file(path, key), "ARCHITECTURE", None)
+    except UserError:
+        raise
+    except Exception as error:  # whatever a module may raise while it is imported
+        raise _no_architecture(path, key, f"a module that ends in {type(error).__name__}: {error}") from error
+    if not isinstance(found, Architecture):
+        raise _no_architecture(path, key, f"ARCHITECTURE = {shown(found)}")
+    register(found)
+    return found
+
+
+def _no_architecture(path: str, key: str, found: str) -> UserError:
+    expected = "a file with ARCHITECTURE = models.Architecture(...)"
+    return UserError(f"{key}: found {found} in {path}, expected {expected}. {_HOW_TO_ADD}")
+
+
 def read_model(path: Path, key: str = "model.path", *, served: bool = False) -> Model:
     """Read the model of a Hugging Face directory, by its config.json; messages speak of the directory as `key`.
 
@@ -132,7 +160,7 @@ def _read(path: Path, key: str, known: Mapping[str, Architecture], served: bool)
     choice = " or ".join(known)
     name = config.architecture(choice)
     if name not in known:
-        raise config.refusal("architectures", name, choice, f"Choose a model of {choice}.")
+        raise config.refusal("architectures", name, choice, _HOW_TO_ADD)
     architecture = known[name]
     if config.model_type() in architecture.aliases:
         config.refuse_unknown_alias(architecture.model_type)

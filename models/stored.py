@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,6 +20,9 @@ FLOAT_DTYPES = ("BF16", "F16", "F32")
 """safetensors' names of what is read as it is, and rounded to the dtype that a side holds."""
 SCANNED_BYTES = 2 << 30
 """Smaller weights are looked through for NaN at once; larger ones when they are loaded."""
+WHOLE_MODEL = "model.safetensors"
+"""The file of a model that has no index."""
+_COPY_ALL = "Copy the index and the files of the model again."
 _SPARE = ("rotary_emb.inv_freq",)
 """Endings of names that older files have and nothing reads."""
 
@@ -116,16 +120,14 @@ def check_finite(name: str, tensor: Tensor, key: str = "model.path") -> None:
 
 
 def weight_files(path: Path, key: str) -> list[Path]:
-    """The files that the index names, or all where there is none.
+    """The files that the index names, or all where there is none. Each tensor is in one of them.
 
     Raises:
-        UserError: there are none, or the index is broken.
+        UserError: there are none, one is broken, or they and the index leave open which weights the model has.
     """
-    index = path / INDEX
-    if not index.is_file():
-        files = sorted(path.glob("*.safetensors"))
-    else:
-        files = parsed(index, key, lambda values: sorted({path / name for name in values["weight_map"].values()}))
+    listed = _listed(path / INDEX, key)
+    present = sorted(path.glob("*.safetensors"))
+    files = sorted({path / name for name in listed.values()}) if listed else present
     if not files:
         raise user_error(
             key,
@@ -133,7 +135,47 @@ def weight_files(path: Path, key: str) -> list[Path]:
             expected="safetensors weights",
             remedy="Convert the weights to safetensors; pickled weights are not read.",
         )
+    if absent := [file for file in files if not file.is_file()]:
+        found = f"{absent[0].name}, which is not in {path}"
+        raise user_error(f"{key}: {INDEX}", found=found, expected="files that are there", remedy=_COPY_ALL)
+    if listed and (whole := path / WHOLE_MODEL) in present and whole not in files:
+        raise _two_models(key, f"{whole} beside {INDEX}, which does not name it")
+    held: dict[str, Path] = {}
+    for file in sorted({*files, *present}):
+        for name in WeightFiles([file], key).where:
+            if (other := held.setdefault(name, file)) != file:
+                raise _two_models(key, f"{name} in {other.name} and in {file.name} of {path}")
+    for name, wanted in listed.items():
+        if held.get(name) != path / wanted:
+            raise user_error(
+                f"{key}: {INDEX}", found=f"{name} in {wanted}", expected="a tensor that the file has", remedy=_COPY_ALL
+            )
+    for name, place in held.items():
+        if listed and place in files and name not in listed:
+            raise user_error(
+                f"{key}: {INDEX}", found=f"no {name}", expected=f"all tensors of {place.name}", remedy=_COPY_ALL
+            )
     return files
+
+
+def _listed(index: Path, key: str) -> dict[str, str]:
+    """The name of the file of each tensor, as the index has it; empty: there is none."""
+    if not index.is_file():
+        return {}
+
+    def named(values: dict[str, Any]) -> dict[str, str]:
+        found = dict(values["weight_map"])
+        if outside := [name for name in found.values() if not isinstance(name, str) or Path(name).name != name]:
+            raise ValueError(f"{outside[0]!r} is no name of a file beside the index")
+        return found
+
+    return parsed(index, key, named)
+
+
+def _two_models(key: str, found: str) -> UserError:
+    """Libraries differ in which of them they load."""
+    remedy = "Remove the files that are not the model's from the directory."
+    return user_error(key, found=found, expected="each tensor in one file", remedy=remedy)
 
 
 def _is_spare(name: str, model: Model) -> bool:

@@ -15,7 +15,7 @@ import ray
 import torch
 from pydantic import ValidationError
 
-from models import read_model
+from models import load_architecture, read_model
 from rollout.config import RolloutConfig
 from rollout.errors import EngineDiedError, EngineError
 from rollout.protocol import EngineReport
@@ -67,6 +67,8 @@ class Engine:
         self._expected = expected
         self._routes = plugin is not None and plugin["numerics"]["router_replay"] != "off"
         self._host = host
+        if plugin is not None and plugin.get("architecture") is not None:
+            load_architecture(plugin["architecture"])  # for this process, which is an actor's
         self._server: SGLangServer | None = None
         self._client: EngineClient | None = None
 

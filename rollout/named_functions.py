@@ -7,7 +7,6 @@ process of its own import it first.
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import inspect
 import os
 import signal
@@ -15,17 +14,14 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 from numerics.errors import UserError, user_error
-from numerics.io.reading import read_bytes
+from numerics.io.code import module_of_file
 
 IMPORT_SECONDS = 60.0
 """Seconds in which a large library is imported on a busy machine with cold caches."""
 _FOUND = "fp8rl found it"
-_SOURCE = "__fp8rl_source__"
-"""The attribute of a module that says which file it is, and what that said."""
 
 
 def named_object(name: str, key: str, built_in: Mapping[str, str]) -> Callable[..., Any]:
@@ -47,7 +43,7 @@ def named_object(name: str, key: str, built_in: Mapping[str, str]) -> Callable[.
             )
         where, _, function = built_in[name].rpartition(":")
     try:
-        module = _module_of_file(where, key) if where.endswith(".py") else _module(where)
+        module = module_of_file(where, key) if where.endswith(".py") else _module(where)
         call = getattr(module, function, None)
     except (UserError, KeyboardInterrupt):
         raise
@@ -124,21 +120,6 @@ def _module(name: str) -> Any:
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     return importlib.import_module(name)
-
-
-def _module_of_file(path: str, key: str) -> Any:
-    """The module of a file; the one that is imported already, if the file has not changed since."""
-    source = os.path.abspath(path), read_bytes(Path(path), key, "a file of Python", "Correct the path.")
-    name = "fp8rl_user_" + Path(path).stem
-    if getattr(sys.modules.get(name), _SOURCE, None) == source:
-        return sys.modules[name]
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    setattr(module, _SOURCE, source)
-    return module
 
 
 def main() -> None:

@@ -13,6 +13,7 @@ import ray
 import torch
 from torch import Tensor
 
+from models import load_architecture
 from models.adapters import AdapterConfig
 from numerics.backend.environment import BOUNDED_MEMORY
 from numerics.config import NumericsConfig
@@ -74,12 +75,17 @@ class TrainerActor:
         self._store = parallel.open_store(host, self.config.world_size)
         return self._store.port
 
-    def start(self, host: str, port: int, model_path: Path, numerics: NumericsConfig, **options: Any) -> None:
-        """Join the other ranks and build the models; `options` are the keywords of `Roles`."""
+    def start(
+        self, host: str, port: int, model_path: Path, numerics: NumericsConfig, architecture: str | None, **options: Any
+    ) -> None:
+        """Join the other ranks and build the models. architecture: see `TrainerGroup.start`. options: the keywords of
+        `Roles`."""
         from trainer import device
         from trainer.distributed import parallel
 
         device.start(self.rank, numerics)
+        if architecture is not None:
+            load_architecture(architecture)
         from trainer.roles import Roles
         from trainer.trainer import check_row_invariance
 
@@ -182,12 +188,14 @@ class TrainerGroup:
         critic: TrainerConfig | None = None,
         adapter: AdapterConfig | None = None,
         shared_base: bool = False,
+        architecture: str | None = None,
     ) -> TrainerGroup:
         """Start the ranks on the running Ray cluster and load the model.
 
         seats: where each rank runs; None: on one machine, without GPUs. reference: hold a copy of the model that stays
         as it is. critic: how a critic is trained, if there is one. adapter: what is trained in place of the weights.
         shared_base: these come from a base that the policy is to adopt before it computes (`weight_sync.base`).
+        architecture: a user's file with that of the model; None: it is one of ours.
 
         Raises:
             UserError: the model, the layout and the sizes do not fit together.
@@ -207,6 +215,7 @@ class TrainerGroup:
                 port,
                 Path(model_path).absolute(),
                 numerics,
+                architecture,
                 seed=seed,
                 total_steps=total_steps,
                 max_sequence_length=max_sequence_length,

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from models import read_shape
+from models import load_architecture, read_shape
 from models.hub import model_directory
 from models.shape import Shape
 from numerics.errors import UserError, user_error
@@ -15,7 +15,7 @@ from numerics.io.reading import check_path
 from rl.experiment import Experiment, load_experiment
 from rl.experiment.budget.gpus import Gpu
 from rl.experiment.budget.job import Job, job_of, teacher_bytes
-from rl.experiment.loading import compose_experiment
+from rl.experiment.loading import architecture_of, compose_experiment
 from trainer.state_bytes import storage_on
 
 CONFIGS = Path(__file__).parent / "configs"
@@ -72,6 +72,8 @@ def read_subject(subject: str | None, overrides: Sequence[str] = ()) -> Subject:
     if not subject or not (packaged or path.is_dir()):
         raise _unknown("SPEC|MODEL", subject, path.name, "a YAML spec, a Hugging Face directory")
     directory = CONFIGS / packaged if packaged else path
+    if (architecture := architecture_of(overrides)) is not None:
+        load_architecture(architecture)
     shape = read_shape(directory, "MODEL")
     length = min(LONGEST, shape.sizes.max_positions)
     values = {

@@ -95,7 +95,7 @@ def _examine(stack: Stack, so_far: SoFar, quick: bool, say: Callable[[str], None
 
 
 def _examine_spec(stack: Stack, batch: TokenBatch, so_far: SoFar) -> None:
-    numerics = stack.numerics
+    numerics, architecture = stack.numerics, stack.experiment.model.architecture
     report = stack.engines.ask(lambda client: client.report())
     manifest = stack.engines.ask(lambda client: client.manifest()).entries
     observed: list[Observed] = stack.trainer.apply(observe, batch)
@@ -104,7 +104,7 @@ def _examine_spec(stack: Stack, batch: TokenBatch, so_far: SoFar) -> None:
         "engine": same_spec.quantized_names(manifest),
     }
     so_far.checks += [
-        same_spec.handshake(numerics, engine_adapter(stack.experiment), report),
+        same_spec.handshake(numerics, engine_adapter(stack.experiment), report, architecture),
         same_spec.quantized_modules(**so_far.quantized),
         same_spec.kv_cache_dtype(report),
     ]

@@ -27,9 +27,12 @@ _SHOWN = 5
 """Names that a message spells out."""
 
 
-def handshake(numerics: NumericsConfig, adapter: AdapterConfig | None, report: EngineReport) -> Check:
-    """The engine's report on itself against what the trainer runs. adapter: beside the engine's weights."""
-    expected = expected_report(numerics, adapter)
+def handshake(
+    numerics: NumericsConfig, adapter: AdapterConfig | None, report: EngineReport, architecture: str | None = None
+) -> Check:
+    """The engine's report on itself against what the trainer runs. adapter: beside the engine's weights. architecture:
+    the user's file that has it."""
+    expected = expected_report(numerics, adapter, architecture)
     problems = differences(expected, report)
     return judged(
         "spec",

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from fp8rl.commands.shared import AsJson, Overrides, progress, show, user_errors
+from fp8rl.commands.shared import ArchitectureFile, AsJson, Overrides, progress, show, user_errors
 from numerics.errors import UserError
 from rl.run.lifecycle.interrupts import interruptible
 
@@ -27,6 +27,7 @@ def serve(
     tool_parser: Annotated[
         str | None, typer.Option(help="Format in which the model calls tools, as SGLang names it; a run has its own.")
     ] = None,
+    architecture: ArchitectureFile = None,
 ) -> None:
     """Serve a trained model by OpenAI's API, in the numerics of its run, until Ctrl-C.
 
@@ -38,7 +39,8 @@ def serve(
         from fp8rl import serving
 
         serving.check_open(host, api_key)
-        served = serving.read_served(subject, "exact" if mode == "exact" else "native", preset)
+        own = None if architecture is None else str(architecture.absolute())
+        served = serving.read_served(subject, "exact" if mode == "exact" else "native", preset, own)
         if tool_parser is not None:
             served = serving.with_tools(served, tool_parser)
         digest = served.numerics.rollout_spec.digest()
@@ -95,9 +97,11 @@ def convert(
     adapter: Annotated[
         Path | None, typer.Option(help="LoRA adapter in PEFT's format, e.g. runs/NAME/adapter, to merge before.")
     ] = None,
+    architecture: ArchitectureFile = None,
 ) -> None:
     """Quantize a checkpoint with the project's one quantizer."""
     with user_errors():
+        from models import load_architecture
         from models.hub import model_directory
         from models.stored import check_stored
         from numerics.io.files import check_writable, writing
@@ -110,6 +114,8 @@ def convert(
         from weight_sync.hf_checkpoint import convert_checkpoint
 
         check_path(model, "MODEL")
+        if architecture is not None:
+            load_architecture(str(architecture), "--architecture")
         quant_spec = QuantSpec.preset(preset)
         model = model_directory(str(model), None, "MODEL")
         definition = read_model(model, "MODEL")

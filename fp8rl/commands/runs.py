@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from fp8rl.commands.shared import Overrides, Overwrite, Resume, SpecPath, end, show, user_errors
+from fp8rl.commands.shared import AcceptChangedData, Overrides, Overwrite, Resume, SpecPath, end, show, user_errors
 from fp8rl.training import RunFailedError, run_experiment
 from numerics.io.terminal import say_error
 from rl.run.lifecycle.interrupts import interruptible
@@ -18,13 +18,19 @@ INSTALLED = Path(__file__).parents[1]
 """What the distribution has of the examples is below it."""
 
 
-def train(spec: SpecPath, overrides: Overrides = None, resume: Resume = False, overwrite: Overwrite = False) -> None:
+def train(
+    spec: SpecPath,
+    overrides: Overrides = None,
+    resume: Resume = False,
+    overwrite: Overwrite = False,
+    accept_changed_data: AcceptChangedData = False,
+) -> None:
     """Run an experiment: start or join Ray, train, and write runs/NAME with metrics, checkpoints and a report.
 
     Exit code 0, 2 for bad input, 3 if a gate or a failure has stopped the run, 130 if a signal has.
     """
     with user_errors():
-        _train(spec, overrides or [], resume=resume, overwrite=overwrite)
+        _train(spec, overrides or [], resume=resume, overwrite=overwrite, accept_changed_data=accept_changed_data)
 
 
 def demo(overrides: Overrides = None) -> None:
@@ -44,6 +50,7 @@ def submit(
     wait: Annotated[bool, typer.Option("--wait", help="Show what the job says, and end with it.")] = False,
     resume: Resume = False,
     overwrite: Overwrite = False,
+    accept_changed_data: AcceptChangedData = False,
 ) -> None:
     """Run an experiment as a job of a Ray cluster, whose nodes see this directory.
 
@@ -55,6 +62,7 @@ def submit(
 
         load_experiment(spec, overrides or [])  # what it would refuse, it refuses here
         flags = ["--resume"] * resume + ["--overwrite"] * overwrite
+        flags += ["--accept-changed-data"] * accept_changed_data
         arguments = [str(spec.absolute()), *(overrides or []), *flags]
         done = submission.submit(arguments, address, wait=wait, say=lambda text: show(text, soft_wrap=True))
     end(done)
@@ -72,9 +80,9 @@ def report(run: Annotated[Path, typer.Argument(metavar="RUN", help="Directory of
         say_error(f"damaged: {line}")
 
 
-def _train(spec: Path, overrides: list[str], *, resume: bool = False, overwrite: bool = False) -> None:
+def _train(spec: Path, overrides: list[str], **options: bool) -> None:
     try:
-        _, stopped = run_experiment(spec, overrides, resume=resume, overwrite=overwrite)
+        _, stopped = run_experiment(spec, overrides, **options)
     except RunFailedError:  # it has said why
         raise typer.Exit(STOPPED) from None
     if stopped:

@@ -28,7 +28,14 @@ Overrides = Annotated[
     ),
 ]
 Resume = Annotated[bool, typer.Option("--resume", help="Go on from the run's last checkpoint.")]
+AcceptChangedData = Annotated[
+    bool,
+    typer.Option("--accept-changed-data", help="Resume although data, functions or models have other contents."),
+]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Delete an earlier run of this name first.")]
+ArchitectureFile = Annotated[
+    Path | None, typer.Option("--architecture", help="File with the architecture of a MODEL that fp8rl does not have.")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON, and nothing else.")]
 
 

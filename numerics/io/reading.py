@@ -46,6 +46,14 @@ def check_path(path: str | Path, key: str) -> None:
     raise user_error(key, found=found, expected=expected, remedy="Correct the path.")
 
 
+def at_home(text: str) -> str:
+    """Replace a leading `~` or `~user` by that home directory, as a shell does."""
+    try:
+        return os.path.expanduser(text)
+    except ValueError:  # it is no path, as `check_path` says
+        return text
+
+
 def open_regular(path: Path) -> FileIO:
     """Open a regular file to read. A pipe or a device might never give or never end what it has.
 

@@ -13,9 +13,13 @@ from typing import Annotated, Any, ClassVar, TypeVar
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from numerics.errors import user_error
-from numerics.io.reading import check_path
+from numerics.io.reading import at_home, check_path
 
 T = TypeVar("T")
+RELATIVE = (
+    "a relative one is relative to the spec file that it is written in, on the command line to the current directory"
+)
+"""What messages say of a path that leads nowhere."""
 
 
 def validated(validate: Callable[[Any], T], values: Any, where: str, remedy: str) -> T:
@@ -58,6 +62,13 @@ class Section(BaseModel):
         return _at(cls.model_fields.get(cls.shorthand), values, directory)
 
 
+def sections_in(annotation: Any) -> list[type[Section]]:
+    """The sections that a type is made of."""
+    if isinstance(annotation, type) and issubclass(annotation, Section):
+        return [annotation]
+    return [section for part in typing.get_args(annotation) for section in sections_in(part)]
+
+
 @dataclass(frozen=True)
 class Located:
     """Marks a text that names a file. says: what it is, in words. absolute: it, as a file in a directory says it."""
@@ -67,7 +78,7 @@ class Located:
 
 
 def _path(text: str, directory: Path) -> str:
-    return os.path.normpath(directory / text) if text else text
+    return os.path.normpath(directory / at_home(text)) if text else text
 
 
 def _function(text: str, directory: Path) -> str:
@@ -81,7 +92,8 @@ def _possible(text: str) -> str:
 
 
 SpecPath = Annotated[str, Field(min_length=1), AfterValidator(_possible), Located("path", _path)]
-"""A path that a file could have; a relative one is relative to the file that it is written in."""
+"""A path that a file could have; a relative one is relative to the file that it is written in, and `~` is the home
+directory."""
 
 SpecFunction = Annotated[str, Field(min_length=1), Located("name", _function)]
 """A name of ours, `package.module:name`, or `path/to/file.py:name`, whose path is a `SpecPath`."""

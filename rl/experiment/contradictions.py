@@ -182,7 +182,7 @@ def check_teacher(experiment: Experiment) -> None:
             "teacher",
             found=f"{teacher.path} with algorithm.name={name}, which asks no teacher",
             expected="null, or an algorithm that does: opd",
-            remedy="Set algorithm.name=opd, or remove the teacher section.",
+            remedy="Set algorithm.name=opd, or remove the teacher section (teacher=null).",
         )
     if teacher is not None and experiment.rollout.temperature != 1.0:
         raise user_error(

@@ -15,11 +15,13 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from numerics.errors import UserError, user_error
-from numerics.io.reading import check_path, read_text
+from numerics.io.reading import at_home, check_path, read_text
 from numerics.io.section import Section
+from numerics.io.terminal import say_error
 from rl.experiment.experiment import Experiment
+from rl.experiment.layers import Say, merged
 from rl.experiment.plain_yaml import parse_override, parse_yaml
-from rl.experiment.validation import check_plain, parse_experiment
+from rl.experiment.validation import check_plain, named_architecture, parse_experiment
 from rollout.named_functions import check_importable
 
 _HERE = Path("(a mapping)")
@@ -28,11 +30,19 @@ LARGEST_SPEC = 16 << 20
 """Bytes."""
 
 
-def load_experiment(spec: str | Path | Mapping[str, Any] | Experiment, overrides: Sequence[str] = ()) -> Experiment:
+def note(text: str) -> None:
+    """Print a note to the standard error."""
+    say_error(f"note: {text}")
+
+
+def load_experiment(
+    spec: str | Path | Mapping[str, Any] | Experiment, overrides: Sequence[str] = (), say: Say = note
+) -> Experiment:
     """Read, inherit, override and validate a spec: a YAML file, what one would say as a mapping, or an experiment.
 
     Later layers win: each file of `defaults:` in order, the file itself, then `overrides` such as `"run.steps=2"`.
-    Mappings are merged, lists are replaced, and a layer that names another `algorithm` replaces that whole section.
+    Mappings are merged and lists are replaced. Where a layer names another `algorithm`, the settings of the one before
+    stay that it has too; `say` is told of those that go, and of all else that a layer leaves out without naming it.
     A relative path is relative to the directory of the file that it is written in; in an override, and where `run.dir`
     is left out, to the current directory; so it is in a mapping. All come out absolute.
 
@@ -42,25 +52,38 @@ def load_experiment(spec: str | Path | Mapping[str, Any] | Experiment, overrides
     if isinstance(spec, Experiment):
         spec = spec.to_dict()
     if isinstance(spec, Mapping):
-        return _overridden(_inherited(_values(_as_yaml(spec), _HERE), _HERE, ancestors=()), overrides, _HERE)
-    path = Path(spec)
-    check_path(path, "spec")
-    return _overridden(_inherited(_read_yaml(path), path, ancestors=()), overrides, path)
+        return _overridden(_inherited(_values(_as_yaml(spec), _HERE), _HERE, (), say), overrides, _HERE, say)
+    check_path(spec, "spec")
+    path = Path(at_home(str(spec)))
+    return _overridden(_inherited(_read_yaml(path), path, (), say), overrides, path, say)
 
 
-def compose_experiment(values: dict[str, Any], overrides: Sequence[str], source: str | Path) -> Experiment:
+def compose_experiment(
+    values: dict[str, Any], overrides: Sequence[str], source: str | Path, say: Say = note
+) -> Experiment:
     """Like `load_experiment`, of `values` in place of a file; messages speak of `source`."""
-    return _overridden(values, overrides, Path(source))
+    return _overridden(values, overrides, Path(source), say)
 
 
-def _overridden(values: dict[str, Any], overrides: Sequence[str], path: Path) -> Experiment:
-    values = _merged({"run": {"dir": str(Path.cwd() / "runs")}}, values)
+def _overridden(values: dict[str, Any], overrides: Sequence[str], path: Path, say: Say) -> Experiment:
+    values = merged({"run": {"dir": str(Path.cwd() / "runs")}}, values, say)
     for override in overrides:
-        values = _merged(values, Experiment.located(_parse_override(override), Path.cwd()))
+        values = merged(values, Experiment.located(_parse_override(override), Path.cwd()), say)
     values = _interpolated(values, path)
     if isinstance(name := _algorithm_name(values), str):
         check_importable(name, "algorithm.name")
+    if (file := named_architecture(values)) is not None:
+        check_importable(f"{file}:ARCHITECTURE", "model.architecture")
     return parse_experiment(values)
+
+
+def architecture_of(overrides: Sequence[str]) -> str | None:
+    """The file that overrides name as `model.architecture`: some models are read before there is a spec of them."""
+    values: dict[str, Any] = {}
+    for override in overrides:
+        if override.startswith("model.architecture="):
+            values = Experiment.located(_parse_override(override), Path.cwd())
+    return named_architecture(values)
 
 
 def read_resolved(path: str | Path) -> Experiment:
@@ -74,7 +97,7 @@ def read_resolved(path: str | Path) -> Experiment:
     return parse_experiment(_interpolated(_read_yaml(Path(path)), Path(path)), imports=False)
 
 
-def _inherited(layer: dict[str, Any], path: Path, ancestors: tuple[Path, ...]) -> dict[str, Any]:
+def _inherited(layer: dict[str, Any], path: Path, ancestors: tuple[Path, ...], say: Say) -> dict[str, Any]:
     """Return what the file at `path` says, merged over the files that its `defaults:` names, relative to it."""
     resolved = path.resolve()
     if resolved in ancestors:
@@ -93,16 +116,16 @@ def _inherited(layer: dict[str, Any], path: Path, ancestors: tuple[Path, ...]) -
     values: dict[str, Any] = {}
     for name in names:
         check_path(name, f"defaults of {path}")
-        if not (path.parent / name).is_file():
+        inherited = path.parent / at_home(name)
+        if not inherited.is_file():
             raise user_error(
                 f"defaults of {path}",
                 found=name,
                 expected="an existing YAML file, relative to this one",
                 remedy=f"Correct the name; it was looked for in {resolved.parent}.",
             )
-        below = path.parent / name
-        values = _merged(values, _inherited(_read_yaml(below), below, (*ancestors, resolved)))
-    return _merged(values, own)
+        values = merged(values, _inherited(_read_yaml(inherited), inherited, (*ancestors, resolved), say), say)
+    return merged(values, own, say)
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:
@@ -182,18 +205,6 @@ def _parse_override(override: str) -> dict[str, Any]:
         raise user_error(
             "override", found=override, expected="a YAML value after =", remedy="Quote the value for YAML."
         ) from error
-
-
-def _merged(base: dict[str, Any], layer: dict[str, Any]) -> dict[str, Any]:
-    """`layer` over `base`: mappings are merged, all else is replaced, and another algorithm takes none of the settings
-    of the one before."""
-    if _algorithm_name(layer) not in (None, _algorithm_name(base)):
-        base = {key: value for key, value in base.items() if key != "algorithm"}
-    found = dict(base)
-    for key, value in layer.items():
-        both = isinstance(value, dict) and isinstance(base.get(key), dict)
-        found[key] = _merged(base[key], value) if both else value
-    return found
 
 
 def _algorithm_name(values: dict[str, Any]) -> Any:

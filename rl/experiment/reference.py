@@ -24,7 +24,7 @@ from annotated_types import Ge, Gt, Le, Lt, MaxLen
 from pydantic import ConfigDict, Field, create_model
 from pydantic.fields import FieldInfo
 
-from numerics.io.section import Located, Section
+from numerics.io.section import Located, Section, sections_in
 from rl.algorithms import ALGORITHMS
 from rl.algorithms.grpo import Grpo
 from rl.algorithms.policy_gradient import PolicyGradient
@@ -35,11 +35,12 @@ _HEAD = """# Every key of a spec
 Made of the sections themselves by `python -m rl.experiment.reference`, as `spec.schema.json` is (`--schema`); a test
 holds both. Editors complete and check a spec that begins with `# yaml-language-server: $schema=PATH/spec.schema.json`.
 
-A spec is YAML. `defaults: FILE`, or a list of files, inherits: later files override earlier ones, mappings are
-merged, lists are replaced. On the command line `section.key=value` overrides all. `${section.key}` is replaced by that
-key's value.
-A path is relative to the file that it is written in, and on the command line to the current directory. A misspelt key
-is answered with the nearest one. *required* says that there is no default.
+A spec is YAML. `defaults: FILE`, or a list of files, inherits: later files override earlier ones, mappings are merged,
+lists are replaced. On the command line `section.key=value` overrides all files. Where one of them names another
+algorithm, environment or rejection, the settings of the one before stay that it has too, but for its defaults; a note
+names each key that goes. `${section.key}` is replaced by that key's value. A path is relative to the file that it is
+written in, on the command line to the current directory, and may begin with `~`. A misspelt key is answered with the
+nearest one. *required* says that there is no default.
 """
 _NAMES = {int: "whole number", float: "number", bool: "`true`, `false`", str: "text", types.NoneType: "null"}
 _SIGNS = {Ge: ("ge", "≥"), Gt: ("gt", ">"), Le: ("le", "≤"), Lt: ("lt", "<")}
@@ -108,13 +109,6 @@ def descriptions(section: type[Section]) -> dict[str, str]:
             if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and _is_text(text):
                 found[field.target.id] = " ".join(ast.literal_eval(text.value).split())  # type: ignore[attr-defined]
     return {name: text for name, text in found.items() if name in section.model_fields}
-
-
-def sections_in(annotation: Any) -> list[type[Section]]:
-    """The sections that a type is made of."""
-    if isinstance(annotation, type) and issubclass(annotation, Section):
-        return [annotation]
-    return [section for part in typing.get_args(annotation) for section in sections_in(part)]
 
 
 def rows(

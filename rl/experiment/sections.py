@@ -56,6 +56,9 @@ class ModelSection(Section):
     `Qwen/Qwen3-0.6B`. Quantized dimensions are multiples of 128."""
     revision: Revision | None = None
     """Branch, tag or commit of a model of the hub. Null: the default branch. A run's `spec.yaml` has the commit."""
+    architecture: SpecPath | None = None
+    """File of Python with an architecture of your own ([models.md](models.md#how-to-add-the-next)). Null: one of
+    ours."""
 
     @property
     def directory(self) -> Path:

@@ -12,6 +12,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
+from models import load_architecture
 from numerics.errors import UserError, shown, user_error
 from rl.algorithms import ALGORITHMS, READING, UnreadAlgorithm, algorithm_class
 from rl.experiment.contradictions import (
@@ -34,6 +35,8 @@ _LONGEST_NUMBER = 1024
 """Bits."""
 _LONGEST_KEY = 160
 """Characters that a message has of one; none of ours has so many."""
+_LIKE, _LIKE_ELSEWHERE = 0.6, 0.8
+"""How like a misspelt key another one is (`difflib`), beside it and in another section, to be what was meant."""
 
 
 def parse_experiment(values: dict[str, Any], *, imports: bool = True) -> Experiment:
@@ -45,6 +48,8 @@ def parse_experiment(values: dict[str, Any], *, imports: bool = True) -> Experim
         UserError: one line per wrong key, with the value found, the value expected and what to do.
     """
     check_plain(values)
+    if (file := named_architecture(values)) is not None:
+        load_architecture(file)  # whose module kinds a scope may name
     try:
         experiment = Experiment.model_validate(values, context=None if imports else READING)
     except ValidationError as error:
@@ -67,6 +72,13 @@ def parse_experiment(values: dict[str, Any], *, imports: bool = True) -> Experim
     check_teacher(experiment)
     check_gates(experiment)
     return experiment
+
+
+def named_architecture(values: dict[str, Any]) -> str | None:
+    """The file that `model.architecture` names, if it is text."""
+    model = values.get("model")
+    file = model.get("architecture") if isinstance(model, dict) else None
+    return file if isinstance(file, str) and file else None
 
 
 def check_plain(value: Any, key: tuple[str, ...] = ()) -> None:
@@ -150,23 +162,32 @@ def _unknown_key(key: str, found: Any, values: dict[str, Any]) -> str:
     algorithm = values.get("algorithm")
     name = algorithm.get("name") if isinstance(algorithm, dict) else "grpo"
     known = valid_keys(name if name in ALGORITHMS or ":" in str(name) else None)
-    section = _without_indices(key).rpartition(".")[0]
+    plain = _without_indices(key)
+    section = plain.rpartition(".")[0]
     siblings = ", ".join(name.rpartition(".")[2] for name in known if name.rpartition(".")[0] == section)
+    of = f"one of the keys of {str(name).rpartition(':')[2]}:" if section == "algorithm" and name else "one of"
+    owners = [other for other in ALGORITHMS if section.startswith("algorithm") and plain in valid_keys(other)]
+    if owners:
+        meant = f"That key belongs to {', '.join(owners)}. "
+    else:
+        meant = f"Did you mean {near}? " if (near := nearest_key(key, known)) else ""
     return (
-        f"{key}: found an unknown key with value {shown(found, 60)}, expected one of {siblings}. "
-        f"Did you mean {nearest_key(key, known)}? Correct or remove {key}."
+        f"{key}: found an unknown key with value {shown(found, 60)}, expected {of} {siblings}. "
+        f"{meant}Correct or remove {key}."
     )
 
 
 def nearest_key(key: str, known: list[str]) -> str:
-    """The valid dotted key most like `key`: a like name beside it, the same name elsewhere, else the likest path."""
+    """The valid dotted key most like `key`: a like name beside it, the same or a like name elsewhere; "": none."""
     section, _, leaf = _without_indices(key).rpartition(".")
     siblings = {name.rpartition(".")[2]: name for name in known if name.rpartition(".")[0] == section}
-    close = difflib.get_close_matches(leaf, siblings, n=1, cutoff=0.6)
+    close = difflib.get_close_matches(leaf, siblings, n=1, cutoff=_LIKE)
     if close:
         return siblings[close[0]]
-    same_leaf = [name for name in known if name.rpartition(".")[2] == leaf]
-    return difflib.get_close_matches(key, same_leaf or siblings.values() or known, n=1, cutoff=0.0)[0]
+    leaves = [name.rpartition(".")[2] for name in known]
+    alike = difflib.get_close_matches(leaf, leaves, n=1, cutoff=_LIKE_ELSEWHERE)
+    same = [name for name, own in zip(known, leaves, strict=True) if own in alike]
+    return difflib.get_close_matches(key, same, n=1, cutoff=0.0)[0] if same else ""
 
 
 def _without_indices(key: str) -> str:

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
 from typing import Any, Self
 
+from pydantic import TypeAdapter
+
 from numerics.errors import UserError, shown, user_error
 from numerics.io.files import flush_to_disk
+from numerics.io.reading import RESTORE
+from numerics.io.section import validated
 from rl.experiment import Experiment, read_resolved
+from rl.experiment.contents import Content
 from rl.guard.standing import Standing
 from rl.record.events import read_events
 from rl.record.metrics_log import read_metrics
@@ -19,6 +26,9 @@ from rl.run.feed.ahead import FeedState
 from trainer.actor import TrainerDiedError, TrainerGroup
 from trainer.checkpoint.files import CONTENT, DamagedCheckpointError, check_digests, check_sizes, read_about
 
+_CONTENTS = "contents"
+"""The key of `About.extra` for digests of what the spec names; older checkpoints have none."""
+_DIGESTS = TypeAdapter(dict[str, Content])
 _LAYOUT = {"trainer.tp", "trainer.pp", "trainer.ep", "trainer.dp", "trainer.cp"}
 
 
@@ -33,8 +43,9 @@ class Checkpoints:
     What goes wrong with one is raised by the next call.
     """
 
-    def __init__(self, files: RunDir, experiment: Experiment) -> None:
-        self._files, self._experiment = files, experiment
+    def __init__(self, files: RunDir, experiment: Experiment, held: Mapping[str, Content] | None = None) -> None:
+        """held: digests of what the experiment names, which a resumed run compares."""
+        self._files, self._experiment, self._held = files, experiment, dict(held or {})
         self._thread = ThreadPoolExecutor(1, "checkpoints")
         self._trainer: TrainerGroup | None = None
         self._written: tuple[int, Future[None]] | None = None
@@ -55,6 +66,7 @@ class Checkpoints:
         """Wait for the last one, copy the state, and have it written under a name that does not count yet."""
         self.wait()
         extra = {"step": step, "kept": _kept(self._experiment), "standing": standing.to_dict(), "feed": feed.extra}
+        extra[_CONTENTS] = {key: dataclasses.asdict(content) for key, content in self._held.items()}
         if (content := self._experiment.checkpoint.content) != "all":
             extra[CONTENT] = content
         path = self._files.pending_checkpoint(step)
@@ -137,6 +149,35 @@ def check_resumable(run: RunDir, experiment: Experiment) -> None:
                 expected=f"{shown(trained.get(key))}, as in the checkpoint of step {step}",
                 remedy=f"Resume with the settings of {run.experiment}, or start a new run under another run.name.",
             )
+
+
+def check_contents(run: RunDir, held: Mapping[str, Content], accept: bool) -> list[str]:
+    """Compare the files that the spec names with those of the newest checkpoint; what is to be said, in words.
+
+    held: digests of them as they are now. accept: take other contents. A key with another value is said by `changes`.
+
+    Raises:
+        UserError: the contents of some are others, and nobody accepts that.
+    """
+    step = max(run.checkpoint_steps())
+    kept = read_about(run.checkpoint(step)).extra.get(_CONTENTS)
+    if kept is None:
+        return [
+            f"the checkpoint of step {step} has no digests of data and functions: whether they changed is not known"
+        ]
+    before = validated(_DIGESTS.validate_python, kept, f"checkpoint of step {step}: {_CONTENTS}", RESTORE)
+    changed = [
+        (key, now.said)
+        for key, now in held.items()
+        if key in before and before[key].said == now.said and before[key].digest != now.digest
+    ]
+    if changed and not accept:
+        lines = [f"{key}: found other contents of {said} than the run was trained with" for key, said in changed]
+        raise UserError(
+            "; ".join(lines) + f", expected those of the checkpoint of step {step}. Restore them, start a new run "
+            "under another run.name, or go on with --accept-changed-data."
+        )
+    return [f"resuming with other contents of {key}: {said}" for key, said in changed]
 
 
 def with_older(error: DamagedCheckpointError, run: RunDir, step: int) -> UserError:

@@ -13,6 +13,7 @@ from types import TracebackType
 from typing import Self
 
 from rl.experiment import Experiment
+from rl.experiment.contents import contents
 from rl.guard.capsule import Case, cut_capsules, export_weights, remove_superfluous, write_capsule
 from rl.guard.evidence import Evidence
 from rl.guard.judge import Verdict
@@ -26,7 +27,7 @@ from rl.record.trackers import TRACKERS, Tracked
 from rl.record.trackers.beside import Beside
 from rl.record.tracking import TRACKER_LOST, WANDB_LOST, Tracker
 from rl.record.wandb_run import WandbRun, leet
-from rl.run.checkpoints import Checkpoints, with_older
+from rl.run.checkpoints import Checkpoints, check_contents, with_older
 from rl.run.feed.ahead import FeedState
 from rl.run.feed.conversations import ENVIRONMENT_FAILURES
 from rl.run.feed.judging import REWARD_FAILURES
@@ -114,6 +115,10 @@ class LiveRun:
             console.note(experiment.formula)
             for remark in experiment.algorithm.remarks():
                 console.note(f"note: {remark}")
+            held = contents(experiment)
+            if stack is not None and step:
+                for text in check_contents(files, held, accept=True):
+                    console.note(text)
             standing = Standing.of_checkpoint(files, step or None)
             wandb_run = WandbRun(
                 files,
@@ -158,7 +163,7 @@ class LiveRun:
                 tracker=closing.enter_context(tracker),
                 console=console,
                 step=step,
-                checkpoints=closing.enter_context(Checkpoints(files, experiment)),
+                checkpoints=closing.enter_context(Checkpoints(files, experiment, held)),
                 feed=FeedState.of_checkpoint(files.checkpoint(step)) if step else None,
                 session=this_session(notes),
                 _closing=Closing(),

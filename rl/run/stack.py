@@ -235,6 +235,7 @@ def _start_trainer(experiment: Experiment, numerics: NumericsConfig, seats: Seat
         critic=algorithm.critic_config(experiment.trainer),
         adapter=experiment.adapter,
         shared_base=base is not None,
+        architecture=experiment.model.architecture,
     )
     if base is not None:
         try:

@@ -17,6 +17,7 @@ import numpy as np
 from numerics.errors import UserError, user_error
 from numerics.io.parsing import parse_json
 from numerics.io.reading import check_path, check_regular, open_regular, reason
+from numerics.io.section import RELATIVE
 
 if TYPE_CHECKING:
     from datasets import Dataset, DatasetDict
@@ -165,6 +166,8 @@ def _directory(path: Path, name: str | None, key: str) -> Dataset | DatasetDict:
         if name is not None and name not in (names := datasets.get_dataset_config_names(str(path))):
             expected = f"one of {', '.join(names)}, the configurations of {path}"
             raise user_error(f"{key}.name", found=name, expected=expected, remedy="Correct or remove it.") from error
+        if "Config name is missing" in str(error):
+            raise _several(datasets.get_dataset_config_names(str(path)), path, key) from error
         expected = "a directory that datasets has saved, or one of parquet, JSON or CSV files"
         raise _unreadable(path, key, error, expected) from error
 
@@ -201,11 +204,21 @@ def _split(found: Dataset | DatasetDict, split: str | None, path: Path, key: str
     return found[split]
 
 
+def _several(names: list[str], path: Path, key: str) -> Exception:
+    """The error for a directory with several configurations, of which `datasets` takes none by itself."""
+    return user_error(
+        f"{key}.name",
+        found=None,
+        expected=f"one of {', '.join(names)}, the configurations of {path}",
+        remedy=f"Set it: {{path: {path}, name: {names[0]}}}.",
+    )
+
+
 def _unreadable(path: Path, key: str, error: Exception, expected: str = _EXPECTED) -> Exception:
     root = error
     while isinstance(root.__cause__, Exception):  # a data set's builder wraps what its reader says
         root = root.__cause__
-    remedy = "Correct the path; a relative one is relative to the spec file, and on the command line to this directory."
+    remedy = f"Correct the path; {RELATIVE}."
     if not isinstance(root, OSError):
         remedy = "Copy it again, or correct the path."
     return user_error(key, found=f"{path}: {' '.join(reason(root).split())}", expected=expected, remedy=remedy)

@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
+from numerics.io.reading import at_home
 from numerics.io.section import Section, SpecFunction, SpecPath, located_as
 
 SINGLE_TURN = "single_turn"
@@ -50,7 +51,8 @@ class HarnessConfig(Section):
         values = super().located(values, directory)
         command = values.get("command") if isinstance(values, dict) else None
         if isinstance(command, list) and command:
-            return values | {"command": [_program(command[0], directory), *command[1:]]}
+            rest = [at_home(each) if isinstance(each, str) else each for each in command[1:]]
+            return values | {"command": [_program(command[0], directory), *rest]}
         return values
 
 

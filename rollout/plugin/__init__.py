@@ -21,12 +21,15 @@ def register() -> None:
         return
     import torch
 
+    from models import load_architecture
     from models.adapters import AdapterConfig
     from numerics.config import NumericsConfig
     from rollout.plugin import hooks, speculation, state
     from rollout.speculation import Speculation
 
     config = json.loads(text)
+    if (architecture := config.get("architecture")) is not None:
+        load_architecture(architecture)
     numerics = NumericsConfig.from_dict(config["numerics"])
     adapter = config.get("adapter")
     state.configure(
@@ -35,6 +38,7 @@ def register() -> None:
         AdapterConfig.model_validate(adapter) if adapter is not None else None,
         config.get("shared_base", False),
         config.get("base_name"),
+        architecture,
     )
     hooks.install(hooks.hooks_for(numerics, torch.cuda.is_available()))
     if (drafts := config.get("speculation")) is not None:

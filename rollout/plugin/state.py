@@ -30,6 +30,8 @@ class EngineState:
     """Whether it has placeholders for weights, until a base arrives."""
     base_name: str | None = None
     """What clients call the base beside the adapters; None: it is not served."""
+    architecture: str | None = None
+    """The user's file that has the model's; None: it is one of ours."""
     hooks: tuple[str, ...] = ()
     provides: tuple[str, ...] = ()
     implementation: Implementation = "torch"
@@ -48,12 +50,13 @@ def configure(
     adapter: AdapterConfig | None = None,
     waits: bool = False,
     base_name: str | None = None,
+    architecture: str | None = None,
 ) -> None:
-    """Called once per process, before any hook is installed. adapter: that stands beside the weights. waits, base_name:
-    see `EngineState`."""
+    """Called once per process, before any hook is installed. adapter: that stands beside the weights. waits, base_name,
+    architecture: see `EngineState`."""
     global _state
     weights = ServedWeights(numerics.rollout_spec.weight)
-    _state = EngineState(numerics, role, weights, adapter, waits, base_name)
+    _state = EngineState(numerics, role, weights, adapter, waits, base_name, architecture)
 
 
 def state() -> EngineState:
@@ -76,7 +79,7 @@ def report(runner: Any) -> EngineReport:
         hooks=tuple(sorted(current.hooks)),
         provides=current.provides,
         versions={name: importlib.metadata.version(name) for name in LIBRARIES},
-        code=code_digest(ENGINE_PACKAGES),
+        code=code_digest(ENGINE_PACKAGES, current.architecture),
         weight_version=current.weights.version,
         row_variant_ops=current.row_variant if exact else None,
         implementation=current.implementation,

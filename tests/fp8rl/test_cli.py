@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 from fp8rl.cli import COMMANDS, app
 from fp8rl.commands import runs
+from fp8rl.run import Run
 from models.tiny import TinyModel, write_tiny_model
 from numerics.errors import UserError
 from rl.experiment import load_experiment
@@ -29,6 +30,22 @@ def test_without_a_command_it_lists_them() -> None:
     _, printed = invoke()
     for command in ("train", "demo", "report", "convert"):
         assert command in printed
+
+
+def test_a_new_run_has_no_data_that_could_have_changed() -> None:
+    code, said = invoke("train", "spec.yaml", "--accept-changed-data")
+    assert code == 2 and said.startswith("error: --accept-changed-data: found no --resume")
+
+
+def test_paths_in_arguments_and_options_may_begin_with_the_home_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert invoke("init", "~/mine")[0] == 0 and (tmp_path / "mine/spec.yaml").is_file()
+    for arguments in (["report", "~/none"], ["runs", "--dir=~/none"], ["runs", "--dir", "~/none"]):
+        assert f"{tmp_path}/none" in invoke(*arguments)[1]
+    with pytest.raises(UserError, match=f"found '{tmp_path}/none'"):
+        Run("~/none")
 
 
 @pytest.mark.parametrize("option", ["-h", "--help"])

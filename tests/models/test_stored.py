@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -93,6 +95,70 @@ def test_draft_layers_that_the_config_does_not_count_are_told_from_another_model
     message = refusal(model, read_model(model))
     assert "model.layers.2.eh_proj.weight: found 'a tensor of shape [128, 256] behind the 2 layers" in message
     assert "set num_nextn_predict_layers in config.json" in message
+
+
+def sharded(model: Path) -> dict[str, str]:
+    """Write the weights as two files with an index; returns the index."""
+    tensors = load_file(model / "model.safetensors")
+    names = sorted(tensors)
+    halves = {"a.safetensors": names[: len(names) // 2], "b.safetensors": names[len(names) // 2 :]}
+    for file, held in halves.items():
+        save_file({name: tensors[name] for name in held}, model / file)
+    (model / "model.safetensors").unlink()
+    listed = {name: file for file, held in halves.items() for name in held}
+    write_index(model, listed)
+    check_stored(model, read_model(model))
+    return listed
+
+
+def write_index(model: Path, listed: dict[str, str]) -> None:
+    (model / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": listed}))
+
+
+def test_an_index_beside_a_whole_model_leaves_open_which_weights_are_meant(model: Path) -> None:
+    shutil.copy(model / "model.safetensors", model.parent / "whole")
+    sharded(model)
+    shutil.copy(model.parent / "whole", model / "model.safetensors")
+    message = refusal(model, read_model(model))
+    assert "model.safetensors beside model.safetensors.index.json, which does not name it" in message
+    assert message.endswith("Remove the files that are not the model's from the directory.")
+    save_file({"other": torch.zeros(1)}, model / "model.safetensors")
+    assert "beside model.safetensors.index.json" in refusal(model, read_model(model)), "transformers loads this one"
+
+
+@pytest.mark.parametrize("index", [True, False], ids=["index", "no-index"])
+def test_a_tensor_in_two_files_is_refused(model: Path, index: bool) -> None:
+    name = min(load_file(model / "model.safetensors"))
+    if index:
+        sharded(model)
+    save_file({name: torch.zeros(2)}, model / "z.safetensors")
+    first = "a.safetensors" if index else "model.safetensors"
+    assert f"{name} in {first} and in z.safetensors of " in refusal(model, read_model(model))
+
+
+def test_files_in_another_layout_beside_an_index_are_let_pass(model: Path) -> None:
+    """Mistral publishes its own form in `consolidated.safetensors`."""
+    sharded(model)
+    save_file({"layers.0.attention.wq.weight": torch.zeros(2)}, model / "consolidated.safetensors")
+    check_stored(model, read_model(model))
+
+
+def test_an_index_that_is_not_that_of_the_files_is_refused(model: Path) -> None:
+    listed = sharded(model)
+    name = next(each for each, file in listed.items() if file == "b.safetensors")
+    for wrong, said in [
+        (listed | {name: "c.safetensors"}, "found 'c.safetensors, which is not in "),
+        (listed | {name: "a.safetensors"}, f"found '{name} in a.safetensors', expected a tensor that the file has"),
+        (listed | {"more": "b.safetensors"}, "found 'more in b.safetensors', expected a tensor that the file has"),
+        (
+            {each: file for each, file in listed.items() if each != name},
+            f"found 'no {name}', expected all tensors of b",
+        ),
+        (listed | {name: "../b.safetensors"}, "is no name of a file beside the index"),
+        (listed | {name: 3}, "3 is no name of a file beside the index"),
+    ]:
+        write_index(model, wrong)
+        assert said in refusal(model, read_model(model))
 
 
 MATRIX = "model.layers.0.self_attn.q_proj.weight"

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rl.experiment import Experiment
+from rl.experiment.contents import Content
 from rl.guard.standing import Standing
 from rl.record.run_dir import RunDir
 from rl.run.checkpoints import Checkpoints
@@ -43,10 +44,16 @@ class Describing(TrainerGroup):
         self.may_write.set()
 
 
-def save(run: RunDir, settings: Experiment, step: int, standing: Standing | None = None) -> None:
+def save(
+    run: RunDir,
+    settings: Experiment,
+    step: int,
+    standing: Standing | None = None,
+    held: Mapping[str, Content] | None = None,
+) -> None:
     trainer = Describing()
     trainer.may_write.set()
-    with Checkpoints(run, settings) as checkpoints:
+    with Checkpoints(run, settings, held) as checkpoints:
         checkpoints.begin(trainer, standing or Standing(), step, NOTHING)
         checkpoints.recorded()
         checkpoints.wait()

@@ -48,7 +48,7 @@ class RejectionConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _fill_in(cls, values: Any) -> Any:
-        bounds = _BOUNDS.get(str(values.get("name"))) if isinstance(values, dict) else None
+        bounds = BOUNDS.get(str(values.get("name"))) if isinstance(values, dict) else None
         return values if bounds is None else bounds | {key: x for key, x in values.items() if x is not None}
 
     @model_validator(mode="after")
@@ -63,7 +63,7 @@ class RejectionConfig(Section):
         return self
 
 
-_BOUNDS = {
+BOUNDS = {
     "icepop": {"low": 0.5, "high": 5.0},
     "geometric": {"low": 0.99, "high": 1.01},
     "mis": {"high": 2.0},

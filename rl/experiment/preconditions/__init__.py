@@ -14,7 +14,7 @@ from models.stored import check_stored
 from rl.experiment import Experiment
 from rl.experiment.preconditions.algorithm import check_algorithm
 from rl.experiment.preconditions.data import check_data
-from rl.experiment.preconditions.model import read_model
+from rl.experiment.preconditions.model import check_architecture, read_model
 from rl.experiment.preconditions.resources import check_memory, check_port, check_shared_memory
 from rl.experiment.preconditions.rules import Target, check_rules
 from rl.experiment.preconditions.teacher import check_teacher
@@ -42,6 +42,7 @@ def check(experiment: Experiment, say: Callable[[str], object] = lambda text: No
     check_trackers(experiment.tracking.to)
     check_wandb(experiment.tracking.recorded_wandb)
     model = read_model(path := experiment.model.directory)
+    check_architecture(model, experiment)
     check_rules(experiment, model.sizes, Target.here())
     adapted = model.adapted(experiment.adapter)  # refuses what the model cannot have
     tokenizer = read_tokenizer(path, model.sizes.vocab_size)

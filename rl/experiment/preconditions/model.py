@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import models
-from models import Model, ModelSizes
+from models import Model, ModelSizes, load_architecture
 from numerics.errors import user_error
 from numerics.io.reading import check_regular, read_json
+from numerics.io.section import RELATIVE
 from rl.experiment import Experiment
 from trainer.megatron.model_checks import check_engine_layout, check_layout, check_router_bias, check_wires
 
@@ -25,14 +26,25 @@ def read_model(path: Path, key: str = "model.path") -> Model:
             key,
             found=str(path),
             expected="an existing Hugging Face model directory",
-            remedy="Correct the path; a relative one is relative to the spec file that it is written in, and on "
-            "the command line to the current directory. "
-            "`python -m examples.tiny_model --out DIR` writes a small model.",
+            remedy=f"Correct the path; {RELATIVE}. `python -m examples.tiny_model --out DIR` writes a small model.",
         )
     check_regular(path, key)
     if (path / GENERATION).is_file():  # which an engine reads
         read_json(path / GENERATION, key, "a JSON object")
     return models.read_model(path, key)
+
+
+def check_architecture(model: Model, experiment: Experiment) -> None:
+    """Whether the architecture of a user's file is the model's; a teacher may have it, too. Raises UserError: it is
+    not."""
+    file = experiment.model.architecture
+    if file is not None and experiment.teacher is None and (own := load_architecture(file)) is not model.architecture:
+        raise user_error(
+            "model.architecture",
+            found=f"{file} with {own.name}",
+            expected=f"that of model.path, {model.architecture.name}",
+            remedy="Remove model.architecture, or name another model.",
+        )
 
 
 def check_model_layout(sizes: ModelSizes, experiment: Experiment) -> None:

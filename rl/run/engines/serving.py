@@ -51,6 +51,7 @@ def engine_maker(
         "role": role,
         "adapter": adapter and adapter.model_dump(mode="json"),
         "shared_base": base is not None and base == numerics.rollout_spec,
+        "architecture": experiment.model.architecture,
     }
 
     def make(index: int) -> Any:
@@ -59,7 +60,7 @@ def engine_maker(
             config,
             folder / f"{_LOGS[role]}_{index}.log",
             plugin,
-            report_on(numerics, seats.capability(role, index), role, adapter),
+            report_on(numerics, seats.capability(role, index), role, adapter, experiment.model.architecture),
             seat.host,
         )
 
@@ -80,9 +81,11 @@ def engine_adapter(experiment: Experiment, role: Role = "policy") -> AdapterConf
     return adapter if adapter is not None and role == "policy" and adapter.mode == "separate" else None
 
 
-def expected_report(numerics: NumericsConfig, adapter: AdapterConfig | None = None) -> EngineReport:
+def expected_report(
+    numerics: NumericsConfig, adapter: AdapterConfig | None = None, architecture: str | None = None
+) -> EngineReport:
     """What an engine's plugin must say before the engine is used, on this machine."""
-    return report_on(numerics, own_capability(), adapter=adapter)
+    return report_on(numerics, own_capability(), adapter=adapter, architecture=architecture)
 
 
 def report_on(
@@ -90,6 +93,7 @@ def report_on(
     capability: tuple[int, int] | None,
     role: Role = "policy",
     adapter: AdapterConfig | None = None,
+    architecture: str | None = None,
 ) -> EngineReport:
     """The same on a GPU of this compute capability; None: on a CPU."""
     hooks = hooks_for(numerics, cuda=capability is not None)
@@ -100,7 +104,7 @@ def report_on(
         hooks=tuple(sorted(hook.target for hook in hooks)),
         provides=provided(hooks),
         versions={name: importlib.metadata.version(name) for name in LIBRARIES},
-        code=code_digest(ENGINE_PACKAGES),
+        code=code_digest(ENGINE_PACKAGES, architecture),
         weight_version="0",
         row_variant_ops=() if numerics.mode == "exact" else None,
         implementation=implementation_for(capability, numerics.spec),

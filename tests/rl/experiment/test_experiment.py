@@ -63,14 +63,6 @@ def test_a_single_default_may_be_a_plain_string_and_inherit_itself(write):
     assert spec.gates[0].metric == "mismatch/k3_kl" and spec.gates[0].for_steps == 1
 
 
-def test_naming_another_algorithm_replaces_the_inherited_section(write):
-    write("a.yaml", BASE + "    algorithm: {name: grpo, clip_low: 0.1}\n")
-    assert load_experiment("a.yaml", ["algorithm.clip_high=0.4"]).algorithm.clip_low == 0.1
-    assert load_experiment("a.yaml", ["algorithm.name=sft", "gates=[]"]).algorithm.batch_size == 64
-    path = write("b.yaml", "defaults: a.yaml\nalgorithm: {name: sft}\ngates: []")
-    assert load_experiment(path).algorithm.name == "sft"
-
-
 def test_defaults_that_form_a_cycle_are_refused(write):
     write("a.yaml", "defaults: b.yaml")
     write("b.yaml", "defaults: a.yaml")
@@ -154,6 +146,32 @@ def test_paths_are_relative_to_the_file_that_names_them(write, tmp_path):
     assert load_experiment(write("s.yaml", BASE)).run.dir == str(tmp_path / "runs"), "left out"
 
 
+def test_a_path_may_begin_with_the_home_directory(write, tmp_path, monkeypatch):
+    home = tmp_path / "home"
+    monkeypatch.setenv("HOME", str(home))
+    write("home/base.yaml", BASE + "    environment: {function: '~/e.py:play'}\n")
+    path = write(
+        "home/s.yaml",
+        """
+        defaults: ~/base.yaml
+        run: {dir: ~/runs}
+        data: {train: [~/a.jsonl, {path: ~/b.jsonl}], eval: ~/c.jsonl}
+        eval: {sets: [{name: d, path: ~/d.jsonl}]}
+        rewards: [{function: "~/r.py:right"}]
+        adapter: {start: ~/adapter}
+        """,
+    )
+    spec = load_experiment("~/s.yaml", ["model.path=~/m", "data.eval=~/e.jsonl"])
+    assert (spec.run.dir, spec.model.path, spec.adapter.start) == (f"{home}/runs", f"{home}/m", f"{home}/adapter")
+    assert [each.path for each in spec.data.train] == [f"{home}/a.jsonl", f"{home}/b.jsonl"]
+    assert (spec.data.eval.path, spec.eval.sets[0].path) == (f"{home}/e.jsonl", f"{home}/d.jsonl")
+    assert spec.rewards.functions[0].function == f"{home}/r.py:right"
+    assert spec.environment.function == f"{home}/e.py:play"
+    harness = "environment={function: harness, harness: {command: [~/agent, -v], directory: '~'}}"
+    assert load_experiment(path, [harness]).environment.harness.command == (f"{home}/agent", "-v")
+    assert load_experiment(path, ["model.path=~no-such-user/m"]).model.path == f"{tmp_path}/~no-such-user/m"
+
+
 def test_data_may_be_a_path_a_source_or_several(write, tmp_path):
     spec = load_experiment(write("s.yaml", BASE), ["data.train={path: a, split: x}"])
     assert [(s.path, s.split, s.weight) for s in spec.data.train] == [(str(tmp_path / "a"), "x", 1.0)]
@@ -227,7 +245,7 @@ def test_resolved_spec_round_trips(write):
     ("values", "key", "nearest"),
     [
         ({"trainr": {}}, "trainr", "trainer"),
-        ({"trainer": {"learning_rat": 1}}, "trainer.learning_rat", "trainer."),
+        ({"rollout": {"warmup_step": 1}}, "rollout.warmup_step", "trainer.warmup_steps"),
         ({"trainer": {"warmup_step": 1}}, "trainer.warmup_step", "trainer.warmup_steps"),
         ({"rollout": {"lr": 1}}, "rollout.lr", "trainer.lr"),
         ({"tracking": {"wandb": {"projet": "x"}}}, "tracking.wandb.projet", "tracking.wandb.project"),
@@ -242,9 +260,17 @@ def test_an_unknown_key_is_refused_with_the_nearest_one(values, key, nearest):
     assert len(lines) == 1 and f"Did you mean {nearest}" in lines[0]
 
 
-def test_keys_of_another_algorithm_are_refused():
+def test_a_key_that_is_like_no_other_is_refused_without_a_suggestion():
+    for section in ({"trainer": {"fnord": 1}}, {"fnord": 1}, {"algorithm": {"name": "grpo", "fnord": 1}}):
+        assert "fnord: found an unknown key" in message(section) and "Did you mean" not in message(section)
+
+
+def test_keys_of_another_algorithm_are_refused_with_its_name():
     text = message({"algorithm": {"name": "sft", "clip_low": 0.2}})
-    assert "algorithm.clip_low" in text and "name, batch_size" in text
+    assert "algorithm.clip_low: found" in text and "expected one of the keys of sft: name, batch_size. " in text
+    assert "That key belongs to cispo, dapo," in text and "Did you mean" not in text
+    text = message({"algorithm": {"name": "grpo", "critic": {"lr": 1e-3}}})
+    assert "That key belongs to ppo. Correct or remove algorithm.critic." in text
 
 
 @pytest.mark.parametrize(

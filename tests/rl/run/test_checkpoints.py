@@ -5,10 +5,11 @@ from typing import Any
 import pytest
 
 from numerics.errors import UserError
+from rl.experiment.contents import Content
 from rl.guard.gates import RuleState
 from rl.guard.standing import Standing
 from rl.record.run_dir import RunDir
-from rl.run.checkpoints import Checkpoints, changes, check_resumable, is_due, with_older
+from rl.run.checkpoints import Checkpoints, changes, check_contents, check_resumable, is_due, with_older
 from rollout.errors import EngineError
 from tests.support.checkpoints import NOTHING, Describing, save
 from tests.support.experiments import experiment
@@ -172,3 +173,30 @@ def test_another_layout_is_said_with_what_it_means(tmp_path: Path, key: str) -> 
     run.experiment.write_text(experiment().to_yaml())
     changed, meaning = changes(run, experiment(trainer={"dp": 2, key: 2}))[-2:]
     assert changed.startswith("trainer.") and "bits may differ from here on" in meaning
+
+
+def test_other_contents_of_what_the_spec_names_are_refused_unless_they_are_accepted(tmp_path: Path) -> None:
+    run, function = RunDir(tmp_path), "rewards.functions.0.function"
+    before = {"data.train": Content("/t", "1"), function: Content("f", "1")}
+    save(run, experiment(), 6, held=before)
+    assert check_contents(run, before, accept=False) == []
+    after = before | {"data.train": Content("/t", "2")}
+    with pytest.raises(UserError, match=r"^data\.train: found other contents of /t .*step 6.*--accept-changed"):
+        check_contents(run, after, accept=False)
+    assert check_contents(run, after, accept=True) == ["resuming with other contents of data.train: /t"]
+    both = after | {function: Content("f", "2")}
+    with pytest.raises(UserError, match=r"data\.train: .*; rewards\.functions\.0\.function: found other contents of f"):
+        check_contents(run, both, accept=False)
+    renamed = before | {"data.train": Content("/other", "2"), "data.eval": Content("/e", "3")}
+    assert check_contents(run, renamed, accept=False) == [], "another value of a key is said by `changes`"
+
+
+def test_a_checkpoint_without_digests_resumes_with_a_note(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    run.checkpoint(4).mkdir(parents=True)
+    write_about(run.checkpoint(4), About(4, {}, {}))
+    (note,) = check_contents(run, {"data.train": Content("/t", "1")}, accept=False)
+    assert "step 4 has no digests of data and functions" in note
+    write_about(run.checkpoint(4), About(4, {"contents": {"data.train": 3}}, {}))
+    with pytest.raises(UserError, match=r"contents: data\.train: found 3"):
+        check_contents(run, {}, accept=False)

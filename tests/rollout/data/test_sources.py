@@ -230,6 +230,21 @@ def test_what_is_not_there_is_said_with_what_is(saved, tmp_path):
     assert "expected a whole parquet file" in refusal(Source(tmp_path / "torn.parquet"))
 
 
+def test_a_directory_with_several_configurations_is_refused_with_their_names(tmp_path, data_cache):
+    configurations = []
+    for name in ("main", "socratic"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "train.jsonl").write_bytes(GOOD)
+        configurations.append({"config_name": name, "data_files": f"{name}/train.jsonl"})
+    (tmp_path / "README.md").write_text(f"---\n{json.dumps({'configs': configurations})}\n---\n")
+    with pytest.raises(UserError, match=r"data: found .* has the configurations main, socratic\. .*/main\.$"):
+        load_problems(Source(tmp_path))
+    assert len(load_problems(Source(tmp_path / "main"))) == 1
+    configurations[1]["default"] = True
+    (tmp_path / "README.md").write_text(f"---\n{json.dumps({'configs': configurations})}\n---\n")
+    assert len(load_problems(Source(tmp_path))) == 1
+
+
 def test_flipped_bytes_in_a_table_are_said_with_their_row(tmp_path, data_cache):
     path = tmp_path / "p.parquet"
     rows = [{"question": f"what is {i}?", "answer": f"#### {i}"} for i in range(3)]

@@ -1,0 +1,34 @@
+"""An architecture of one's own: Llama, which is Qwen3 without norms of the heads.
+
+    fp8rl train SPEC model.path=DIR model.architecture=examples/llama.py numerics.trainer=bf16 numerics.rollout=bf16
+
+What the shared ops do not define is refused: biases, and the scaled rotation of Llama 3.1 and later. Both sides are in
+BF16, as SGLang's Llama (0.5.19) drops the scales of FP8 blocks: the first sync of a run in FP8 does not verify.
+"""
+
+from dataclasses import replace
+
+from models import ModelSizes, parts
+from models.architectures import qwen3
+from models.config_file import ConfigFile
+
+VARIANTS = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "pretraining_tp": 1}
+
+
+def sizes(config: ConfigFile) -> ModelSizes:
+    """Absent keys have the defaults of transformers' LlamaConfig."""
+    config.refuse_variants(VARIANTS)
+    heads, hidden = config.size("num_attention_heads"), config.size("hidden_size")
+    head_dim = config.size("head_dim", default=hidden // heads, if_null=hidden // heads)
+    kv_heads = config.size("num_key_value_heads", default=heads, if_null=heads)
+    attention = parts.family_sizes(config, heads, kv_heads, head_dim)
+    return parts.checked(config, ModelSizes(**attention, ffn_size=config.size("intermediate_size"), head_norms=None))
+
+
+ARCHITECTURE = replace(
+    qwen3.ARCHITECTURE,
+    name="LlamaForCausalLM",
+    model_type="llama",
+    sizes=sizes,
+    engine_extras=parts.CACHE_SCALES,
+)

@@ -1,0 +1,191 @@
+"""Digests of the files that a spec names: data, a user's functions and programs, models. A resumed run compares them.
+
+Data and code are hashed whole, as a stream. Of a large file of weights the size, the header and pieces in equal
+distances are: a model that is trained further differs in all of them.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import importlib
+import os
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from importlib.machinery import PathFinder
+from pathlib import Path
+
+from numerics.io.reading import open_regular
+from rl.experiment.experiment import Experiment
+from rollout.environments.config import HarnessConfig
+from rollout.rewards.builtin import BUILT_IN
+from rollout.rewards.config import RewardsConfig
+
+_HEX = 32
+SAMPLED_BEYOND = 64 << 20
+"""Bytes of a file of weights up to which all of it is hashed."""
+_PIECES, _PIECE = 64, 1 << 20
+_COMPILED = b"\x7fELF"
+_OF_A_MODEL = (".safetensors", ".json", ".jinja", ".model", ".txt")
+"""Endings of weights, configuration, tokenizer and chat template; other files of a model's directory are not read."""
+
+
+@dataclass(frozen=True)
+class Content:
+    """What one key of a spec named. said: the value of the key. digest: SHA-256 of what was there, 32 hex digits."""
+
+    said: str
+    digest: str
+
+
+def contents(experiment: Experiment) -> dict[str, Content]:
+    """Digest what each key names, by the key. What the run does not read, and what is not there, is left out."""
+    importlib.invalidate_caches()  # finders remember the directories that they have looked at
+    files = {key: (said, [*named]) for key, said, named in _named(experiment)}
+    return {key: Content(said, _digest(named)) for key, (said, named) in files.items() if named}
+
+
+def _named(experiment: Experiment) -> Iterator[tuple[str, str, Iterator[Path]]]:
+    """Key, value and files of each."""
+    data, evaluation, environment = experiment.data, experiment.eval, experiment.environment
+    for source in data.training:
+        yield source.key, str(source.path), _below(source.path)
+    sets = evaluation.sets if evaluation.problems else ()
+    if data.eval is not None and evaluation.problems:
+        yield "data.eval", data.eval.path, _below(data.eval.path)
+    for index, own in enumerate(sets):
+        yield f"eval.sets.{index}", own.path, _below(own.path)
+    yield "model.path", experiment.model.path, _of_a_model(experiment.model.directory)
+    if (file := experiment.model.architecture) is not None:
+        yield "model.architecture", file, _with_neighbours(Path(file))
+    if experiment.teacher is not None:
+        yield "teacher.path", experiment.teacher.path, _of_a_model(experiment.teacher.directory)
+    yield "algorithm.name", experiment.algorithm.name, _sources(experiment.algorithm.name)
+    if not experiment.needs_engines:
+        return
+    yield from _judges(experiment.rewards, "rewards")
+    for index, own in enumerate(sets):
+        if own.rewards is not None:
+            yield from _judges(own.rewards, f"eval.sets.{index}.rewards")
+    yield "environment.function", environment.function, _sources(environment.function)
+    if (harness := environment.harness) is not None:
+        if harness.program is not None:
+            yield "environment.harness.program", harness.program, _sources(harness.program)
+        yield "environment.harness.command", " ".join(harness.command), _programs(harness)
+
+
+def _judges(rewards: RewardsConfig, key: str) -> Iterator[tuple[str, str, Iterator[Path]]]:
+    for index, config in enumerate(rewards.functions):
+        name = f"{key}.functions.{index}"
+        yield f"{name}.function", config.function, _sources(config.function)
+        ours = BUILT_IN.get(config.function)
+        if ours is not None and ours.tokenizer and isinstance(held := config.kwargs.get(ours.tokenizer), str):
+            yield f"{name}.kwargs.{ours.tokenizer}", held, _of_a_model(held)
+
+
+def _below(named: str | Path) -> Iterator[Path]:
+    """A file, or the files of a directory but for hidden ones and what `datasets` has made of them."""
+    path = Path(named)
+    if path.is_file():
+        yield path
+    for directory, inner, names in os.walk(path):
+        inner[:] = sorted(name for name in inner if not name.startswith(".") and name != "__pycache__")
+        for name in sorted(names):
+            if not name.startswith(".") and not fnmatch(name, "cache-*.arrow"):
+                yield Path(directory, name)
+
+
+def _of_a_model(path: str | Path) -> Iterator[Path]:
+    return (file for file in sorted(Path(path).glob("*")) if file.suffix in _OF_A_MODEL and file.is_file())
+
+
+def _sources(name: str) -> Iterator[Path]:
+    """The files of Python of a user's function or class; none of ours, which has no colon in its name."""
+    module, colon, _ = name.rpartition(":")
+    if not colon:
+        return
+    if module.endswith(".py"):
+        yield from _with_neighbours(Path(module))
+    elif (file := _module_file(module, [os.getcwd(), *sys.path])) is not None:
+        yield from _with_neighbours(file)
+
+
+def _programs(harness: HarnessConfig) -> Iterator[Path]:
+    """The files that a command names, and the module behind `-m`; not compiled programs, such as the interpreter."""
+    directory = Path(harness.directory or "").absolute()
+    for before, argument in zip(("", *harness.command), harness.command, strict=False):
+        file = _module_file(argument, [str(directory)]) if before == "-m" else directory / argument
+        if file is not None and os.path.isfile(file):  # of a long text pathlib raises
+            with open_regular(file) as opened:
+                compiled = opened.read(len(_COMPILED)) == _COMPILED
+            if not compiled:
+                yield from _with_neighbours(file) if file.suffix == ".py" else (file,)
+
+
+def _with_neighbours(file: Path) -> Iterator[Path]:
+    """The file, the modules of its directory and its package that it imports by name, and what these import."""
+    root = file.absolute().parent
+    while (root / "__init__.py").is_file():
+        root = root.parent
+    found: set[Path] = set()
+    waiting = [file.absolute()]
+    while waiting:
+        if (file := waiting.pop()) not in found and file.is_file():
+            found.add(file)
+            yield file
+            waiting += _imported(file, root)
+
+
+def _imported(file: Path, root: Path) -> Iterator[Path]:
+    try:
+        tree = ast.parse(file.read_bytes())
+    except (SyntaxError, ValueError):  # of another Python, which a harness may run
+        return
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            places, names = [file.parent, root], [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            places = [file.parents[node.level - 1]] if node.level else [file.parent, root]
+            base = node.module or ""
+            names = [base, *(f"{base}.{alias.name}".strip(".") for alias in node.names)]
+        else:
+            continue
+        for name in filter(None, names):
+            for place in places:
+                if (module := _module_file(name, [str(place)])) is not None:
+                    yield module
+
+
+def _module_file(name: str, places: list[str]) -> Path | None:
+    """The file of a module by its dotted name, without an import of what is above it."""
+    for part in name.split("."):
+        spec = PathFinder.find_spec(part, places)
+        if spec is None:
+            return None
+        places = list(spec.submodule_search_locations or ())
+    file = spec.origin if spec is not None else None
+    return Path(file) if file is not None and file.endswith(".py") else None
+
+
+def _digest(files: list[Path]) -> str:
+    """One digest of files, with their names as far as they differ."""
+    root = os.path.commonpath([file.parent.absolute() for file in files])
+    total = hashlib.sha256()
+    for name, file in sorted((os.path.relpath(file, root), file) for file in files):
+        total.update(name.encode("utf-8", "surrogateescape") + b"\0" if len(files) > 1 else b"")
+        total.update(_file_digest(file))
+    return total.hexdigest()[:_HEX]
+
+
+def _file_digest(file: Path) -> bytes:
+    with open_regular(file) as opened:
+        size = os.fstat(opened.fileno()).st_size
+        if file.suffix != ".safetensors" or size <= SAMPLED_BEYOND:
+            return hashlib.file_digest(opened, "sha256").digest()
+        total = hashlib.sha256(str(size).encode())
+        for index in range(_PIECES):
+            opened.seek((size - _PIECE) * index // (_PIECES - 1))
+            total.update(opened.read(_PIECE))
+        return total.digest()

@@ -1,0 +1,132 @@
+"""What stays of a section where a later layer of a spec names another member of it, such as another algorithm.
+
+A key stays if the new member has it, and each that goes is said. So is a default of the one member that differs from
+that of the other: a resolved spec writes all of them out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from numerics.errors import UserError, shown
+from rl.algorithms import algorithm_class
+from rl.algorithms.parts.corrections import BOUNDS
+from rollout.environments.config import HARNESS, VERIFIERS
+from rollout.environments.functions import BUILT_IN
+from rollout.environments.verifiers import Verifiers
+from rollout.named_functions import check_importable, named_object, signature_of
+
+Say = Callable[[str], object]
+_NONE: Any = object()
+
+
+def of_member(key: str, settings: dict[str, Any], name: Any, say: Say) -> dict[str, Any]:
+    """The settings of the section `key` that its member `name` has too; `settings` says which one they were made for.
+
+    say: told of each that goes. What is wrong with a name is left to the validation.
+    """
+    member = MEMBERS[key]
+    before = settings.get(member.selector)
+    found = {part: value for part, value in settings.items() if part != member.selector}
+    if not found or not isinstance(name, str) or name == before or name.startswith("${"):
+        return settings
+    try:
+        if ":" in name:
+            check_importable(name, f"{key}.{member.selector}")
+        has, now = member.has(name), member.default(name)
+        was = member.default(None if ":" in str(before) else before)  # a user's file may be gone
+    except UserError:
+        return settings
+    kept = _kept(found, has)
+    staying = dict(leaves(kept))
+    for part, value in leaves(found):
+        if part not in staying:
+            say(f"{key}.{part}={shown(value)} is left out: {name} has no such key")
+    for part in [part for part in kept if was(part) not in (_NONE, now(part))]:
+        if kept[part] == was(part):
+            say(f"{key}.{part}: {shown(kept.pop(part))}, the default of {before}, becomes {now(part)}, that of {name}")
+        else:
+            say(f"{key}.{part}={shown(kept[part])} stays; the default of {name} is {now(part)}")
+    return kept
+
+
+def leaves(values: dict[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted key and value of each setting that is no section itself."""
+    for name, value in values.items():
+        if isinstance(value, dict) and value:
+            yield from leaves(value, f"{above}{name}.")
+        else:
+            yield f"{above}{name}", value
+
+
+def _kept(values: dict[str, Any], has: Callable[[str], bool], above: str = "") -> dict[str, Any]:
+    return {
+        name: _kept(value, has, f"{above}{name}.") if isinstance(value, dict) else value
+        for name, value in values.items()
+        if has(f"{above}{name}")
+    }
+
+
+@dataclass(frozen=True)
+class _Members:
+    """A section whose other keys depend on one. has: whether a member has a dotted key. default: of a key, or `_NONE`.
+
+    Both raise UserError where there is no such member.
+    """
+
+    selector: str
+    has: Callable[[str], Callable[[str], bool]]
+    default: Callable[[Any], Callable[[str], Any]] = lambda name: lambda part: _NONE
+
+
+def _algorithm_has(name: str) -> Callable[[str], bool]:
+    fields = algorithm_class(name).model_fields
+    return lambda part: part.partition(".")[0] in fields
+
+
+def _algorithm_default(name: Any) -> Callable[[str], Any]:
+    fields = {} if name is None else algorithm_class(name).model_fields
+
+    def default(part: str) -> Any:
+        field = fields.get(part)
+        return _NONE if field is None or field.is_required() else field.get_default(call_default_factory=True)
+
+    return default
+
+
+def _environment_has(name: str) -> Callable[[str], bool]:
+    takes = _keywords(name)
+
+    def has(part: str) -> bool:
+        first, _, rest = part.partition(".")
+        if first == "harness":
+            return name == HARNESS or (name == VERIFIERS and rest not in ("command", "program"))
+        return first != "kwargs" or not rest or takes(rest.partition(".")[0])
+
+    return has
+
+
+def _keywords(environment: str) -> Callable[[str], bool]:
+    """Whether `kwargs` of an environment may have a name."""
+    if environment == HARNESS:
+        return lambda name: False
+    key = "environment.function"
+    call = Verifiers if environment == VERIFIERS else named_object(environment, key, BUILT_IN)
+    parameters = signature_of(call, environment, key).parameters
+    if any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
+        return lambda name: True
+    return lambda name: name in parameters
+
+
+MEMBERS = {
+    "algorithm": _Members("name", _algorithm_has, _algorithm_default),
+    "algorithm.rejection": _Members(
+        "name",
+        lambda name: lambda part: name not in BOUNDS or part in BOUNDS[name],
+        lambda name: lambda part: BOUNDS.get(name, {}).get(part, _NONE),
+    ),
+    "environment": _Members("function", _environment_has),
+}
+"""The sections by their key."""

@@ -1,0 +1,175 @@
+"""An architecture in a file of a user's: read, planned, trained as transformers computes it, and served."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from typer.testing import CliRunner
+
+from fp8rl.cli import app
+from models import architecture, load_architecture, read_model, read_shape
+from models.tiny import TinyModel, write_tiny_model
+from numerics.config import NumericsConfig
+from numerics.errors import UserError
+from numerics.spec import QuantSpec
+from rl.experiment import load_experiment
+from rl.experiment.contents import contents
+from rl.experiment.preconditions import check
+from rl.run.engines.serving import expected_report
+from rollout.config import RolloutConfig
+from rollout.engine import Engine
+from rollout.plugin import CONFIG_VARIABLE
+from tests.support.batches import cross_entropy, random_batch
+from tests.support.paths import EXAMPLES
+from trainer.config import TrainerConfig
+from trainer.distributed.layout import Layout
+from weight_sync.hf_checkpoint import convert_checkpoint
+
+FILE = str(EXAMPLES / "llama.py")
+SPEC = NumericsConfig(spec=QuantSpec.preset("fp8_block_pow2"))
+PLAIN = NumericsConfig(spec=QuantSpec.preset("bf16"), trainer="bf16", rollout="bf16")
+
+
+@pytest.fixture(autouse=True)
+def nothing_known() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(architecture, "_known", {})
+        yield
+
+
+@pytest.fixture(params=[False, True], ids=["untied", "tied"])
+def model(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    return write(tmp_path / "model", request.param)
+
+
+def write(path: Path, tied: bool = False) -> Path:
+    """A Llama of random FP32 weights large enough to matter, and a tokenizer."""
+    write_tiny_model(path, TinyModel(experts=0))
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=128,
+        hidden_size=256,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=2048,
+        tie_word_embeddings=tied,
+    )
+    made = LlamaForCausalLM(config)
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter.copy_(0.08 * torch.randn_like(parameter) + float(parameter.dim() == 1))
+    made.save_pretrained(path)
+    return path
+
+
+def make_trainer(path: Path, layout: Layout, numerics: NumericsConfig, dtype: torch.dtype = torch.bfloat16) -> Any:
+    from trainer.trainer import Trainer
+
+    config = TrainerConfig(lr=1e-3, warmup_steps=0)
+    return Trainer(path, config, numerics, layout, seed=0, total_steps=9, max_sequence_length=256, dtype=dtype)
+
+
+def test_an_architecture_that_is_not_known_is_refused_with_what_to_do(tmp_path: Path) -> None:
+    with pytest.raises(UserError) as error:
+        read_model(write(tmp_path / "model"))
+    said = str(error.value)
+    assert "found 'LlamaForCausalLM'" in said and "model.architecture=path/to/file.py" in said
+    assert said.count("Qwen3MoeForCausalLM") == 1 and "docs/models.md, 'How to add the next'" in said
+
+
+def test_the_trainer_computes_what_transformers_does_and_learns(model: Path, layout: Layout) -> None:
+    load_architecture(FILE)
+    tokens = torch.randint(0, 128, (3, 70), generator=torch.Generator().manual_seed(1))
+    exact = make_trainer(model, layout, PLAIN, torch.float32)
+    with torch.no_grad():
+        logits = exact.model(tokens, position_ids=None, attention_mask=None)
+        expected = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)(tokens).logits
+    assert expected.abs().max() > 1
+    torch.testing.assert_close(logits, expected, rtol=0, atol=2e-5)
+    stored = load_file(model / "model.safetensors")
+    assert read_shape(model).parameters == sum(tensor.numel() for tensor in stored.values())
+    trainer, batch = make_trainer(model, layout, SPEC), random_batch(2, 60)
+    losses = [float(trainer.train_step(batch, cross_entropy(batch)).result.loss) for _ in range(3)]
+    assert losses[2] < losses[0] and dict(trainer.export_weights()).keys() == stored.keys()
+
+
+def spec(folder: Path, file: str = FILE, **sections: object) -> Path:
+    values = {
+        "model": {"path": str(write(folder / "model")), "architecture": file},
+        "numerics": {"trainer": "fp8", "rollout": "fp8"},
+        "data": {"train": str(EXAMPLES / "data/arithmetic_train.jsonl")},
+        "eval": {"problems": 0},
+        "rollout": {"context_length": 256},
+        **sections,
+    }
+    (folder / "spec.yaml").write_text(json.dumps(values))
+    return folder / "spec.yaml"
+
+
+def test_a_spec_that_names_the_file_passes_the_checks_and_a_resumed_run_compares_it(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_bytes(Path(FILE).read_bytes())
+    experiment = load_experiment(spec(tmp_path, "own.py"))
+    assert experiment.model.architecture == str(tmp_path / "own.py"), "relative to the spec"
+    assert check(experiment).architecture.name == "LlamaForCausalLM"
+    before = contents(experiment)["model.architecture"]
+    with (tmp_path / "own.py").open("a") as file:
+        file.write("# other\n")
+    assert contents(experiment)["model.architecture"] != before
+    model = experiment.model.model_copy(update={"path": str(EXAMPLES / "models/tiny_qwen2")})
+    with pytest.raises(UserError, match=r"architecture: found .*own.py with LlamaForCausalLM'.*Qwen2ForCausalLM\."):
+        check(experiment.model_copy(update={"model": model}))
+    assert expected_report(SPEC, architecture=FILE).code != expected_report(SPEC).code
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (None, "no such file"),
+        ("", r"model\.architecture: found ARCHITECTURE = None in .*own\.py, expected a file with ARCHITECTURE"),
+        ("ARCHITECTURE = 3", "found ARCHITECTURE = 3"),
+        ("import nothing_of_the_kind", "found a module that ends in ModuleNotFoundError"),
+        ("import os; os._exit(3)", "ends the process that imports it, with exit code 3"),
+    ],
+)
+def test_a_file_without_an_architecture_is_refused(tmp_path: Path, text: str | None, said: str) -> None:
+    if text is not None:
+        (tmp_path / "own.py").write_text(text)
+    with pytest.raises(UserError, match=said):
+        load_experiment(spec(tmp_path, "own.py"))
+
+
+def test_processes_of_engines_read_the_file_too(tmp_path: Path) -> None:
+    load_architecture(FILE)
+    convert_checkpoint(write(tmp_path / "model"), tmp_path / "served", SPEC.rollout_spec)
+    architecture._known.clear()
+    Engine(RolloutConfig(), tmp_path / "log", {"numerics": SPEC.to_dict(), "architecture": FILE})
+    assert read_model(tmp_path / "served", served=True).architecture.name == "LlamaForCausalLM"
+    program = "from rollout import plugin; plugin.register(); import models.architecture as a; print(list(a._known))"
+    told = {**os.environ, CONFIG_VARIABLE: json.dumps({"numerics": SPEC.to_dict(), "architecture": FILE})}
+    told |= {"SGLANG_USE_CPU_ENGINE": "1"}
+    done = subprocess.run([sys.executable, "-c", program], env=told, capture_output=True, text=True, check=True)
+    assert "LlamaForCausalLM" in done.stdout
+
+
+def test_commands_that_take_a_model_take_the_file(tmp_path: Path) -> None:
+    model = write(tmp_path / "model")
+    runner = CliRunner()
+    refused = runner.invoke(app, ["convert", str(model), str(tmp_path / "out")])
+    assert refused.exit_code == 2 and "model.architecture=path/to/file.py" in refused.output
+    done = runner.invoke(app, ["convert", str(model), str(tmp_path / "out"), "--architecture", FILE])
+    assert done.exit_code == 0, done.output
+    architecture._known.clear()
+    planned = runner.invoke(app, ["plan", str(model), "--gpu=h100", f"model.architecture={FILE}"])
+    assert planned.exit_code in (0, 1), planned.output
