@@ -104,7 +104,7 @@ def run_experiment(
         resume=resume,
         overwrite=overwrite,
         shared=experiment.run.shared,
-        reads=[*([spec] if isinstance(spec, str | Path) else []), *_paths_in(experiment.to_dict())],
+        reads=[*([Path(spec)] if isinstance(spec, str | Path) else []), *_paths_in(experiment.to_dict())],
     )
     with interruptible(), opened as files:
         from rl.loop import train as run_loop

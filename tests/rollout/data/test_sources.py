@@ -237,7 +237,9 @@ def test_a_directory_with_several_configurations_is_refused_with_their_names(tmp
         (tmp_path / name / "train.jsonl").write_bytes(GOOD)
         configurations.append({"config_name": name, "data_files": f"{name}/train.jsonl"})
     (tmp_path / "README.md").write_text(f"---\n{json.dumps({'configs': configurations})}\n---\n")
-    with pytest.raises(UserError, match=r"data: found .* has the configurations main, socratic\. .*/main\.$"):
+    with pytest.raises(
+        UserError, match=r"data.name: found None, expected one of main, socratic, the conf.*name: main}\.$"
+    ):
         load_problems(Source(tmp_path))
     assert len(load_problems(Source(tmp_path / "main"))) == 1
     configurations[1]["default"] = True
