@@ -135,7 +135,7 @@ def test_the_loop_itself_costs_little(run: StartedRun) -> None:
 
 def test_the_run_directory_is_whole(run: StartedRun) -> None:
     assert sorted(entry.name for entry in run.path.iterdir()) == [
-        *("checkpoints", "engine_0.log", "log.txt", "manifests", "metrics.jsonl", "model", "report.html"),
+        *(".fp8rl", "checkpoints", "engine_0.log", "log.txt", "manifests", "metrics.jsonl", "model", "report.html"),
         *("rollouts", "sessions.jsonl", "spec.yaml", "wandb"),
     ]
     assert sorted(entry.name for entry in (run.path / "checkpoints").iterdir()) == ["step_2", "step_3"]
