@@ -10,6 +10,7 @@ REMOVALS = {
     "diagnose/attribution/probe.py": {"TemporaryDirectory"},  # operands of one op, in the system's temporary directory
     "diagnose/certify/dump/ours.py": {"TemporaryDirectory"},  # weights of a checkpoint, likewise
     "fp8rl/commands/models.py": {"TemporaryDirectory"},  # an engine's log
+    "fp8rl/starting.py": {"rename", "rmdir"},  # what it has just written, into the new folder, and `.new`
     "fp8rl/serving.py": {"TemporaryDirectory"},  # the model as an engine loads it
     "models/storing.py": {"rmtree", "replace"},  # `.OUT.partial`, and files in it
     "models/tiny.py": {"mkdtemp", "rename", "rmtree"},  # `.OUT.random`, and a name that was free
@@ -80,7 +81,8 @@ CODE = {
     "models/architecture.py": {"import_module"},  # files in models/architectures
     "rl/algorithms/__init__.py": {"import_module"},  # files in rl/algorithms
     "rl/record/trackers/__init__.py": {"import_module"},  # names of its table
-    "rollout/named_functions.py": {"import_module", "exec_module"},  # functions that a spec names, to train or to judge
+    "numerics/io/code.py": {"exec_module"},  # files of Python that a spec names
+    "rollout/named_functions.py": {"import_module"},  # functions that a spec names, to train or to judge
     "studies/harness/names.py": {"import_module"},  # names of studies
     "studies/harness/live.py": {"from_pretrained"},  # the demo's tokenizer
     "studies/prototypes/gated_delta_engine.py": {"from_pretrained"},  # a model that it has made
@@ -128,6 +130,7 @@ def code(node: ast.AST) -> str | None:
 
 
 PRINTS = {
+    "fp8rl/api.py": "a page of ours",
     "fp8rl/cli.py": "the version",
     "fp8rl/commands/causes.py": "JSON",
     "fp8rl/commands/certifying.py": "JSON",

@@ -12,6 +12,7 @@ import httpx
 from pydantic import TypeAdapter, ValidationError
 
 from numerics.errors import shown, user_error
+from rollout.deadlines import end
 
 T = TypeVar("T")
 LARGEST = 64 << 20
@@ -110,10 +111,8 @@ class Http:
 
     async def _end(self) -> None:
         """Close connections, and cancel what an interrupt has left behind."""
-        left = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in left:
-            task.cancel()
-        await asyncio.gather(*left, return_exceptions=True)
+        running = asyncio.current_task()
+        await end(*(task for task in asyncio.all_tasks() if task is not running))
         await self._client.aclose()
 
     def _run(self, coroutine: Coroutine[Any, Any, T]) -> T:

@@ -21,7 +21,7 @@ _LONGEST_NAME, _LONGEST_PATH = 255, 4095
 LARGEST = 4 << 30
 """Bytes of a file that is read whole; a larger one would not leave room for what is made of it."""
 MOST_FILES = 100_000
-"""In a directory that is looked through."""
+"""Files of a directory that is looked through."""
 _PIECE = 64 << 20
 _KINDS = {stat.S_IFIFO: "a pipe", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device", stat.S_IFSOCK: "a socket"}
 

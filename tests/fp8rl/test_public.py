@@ -38,13 +38,14 @@ def test_an_unknown_name_is_answered_with_those_that_there_are() -> None:
 
 
 def test_examples_import_the_public_interface_alone() -> None:
-    """A user's file needs no more than `fp8rl`."""
+    """A user's file needs no more than `fp8rl`, but for an architecture, which is made of what ours are made of."""
     inner = {"numerics", "models", "rollout", "trainer", "weight_sync", "rl", "diagnose", "studies"}
     for path in sorted((ROOT / "examples").glob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ImportFrom):
                 module = str(node.module)
-                assert module.split(".")[0] not in inner, f"{path.name}:{node.lineno} imports {module}"
+                allowed = {"models"} if path.name == "llama.py" else set()
+                assert module.split(".")[0] not in inner - allowed, f"{path.name}:{node.lineno} imports {module}"
                 assert module.split(".")[0] != "fp8rl" or module == "fp8rl"
 
 

@@ -144,14 +144,12 @@ def test_values_that_leave_it_plain_lora_are_taken(changes: dict[str, Any], writ
         ({"r": 0}, "Restore"),
         ({"r": True}, "Restore"),
         ({"r": 4.5}, "Restore"),
-        ({"r": 10**400}, "Restore"),
         ({"lora_alpha": None}, "no lora_alpha.*Restore"),
         ({"lora_alpha": "8"}, "Restore"),
         ({"lora_alpha": 0}, "Restore"),
         ({"lora_alpha": -8}, "Restore"),
         ({"lora_alpha": math.nan}, "Restore"),
         ({"lora_alpha": math.inf}, "Restore"),
-        ({"lora_alpha": 10**400}, "Restore"),
         ({"target_modules": [["q_proj"]]}, "Restore"),
         ({"target_modules": {"q_proj": 1}}, "Restore"),
         ({"layers_to_transform": ["0"]}, "Restore"),
@@ -171,7 +169,9 @@ def test_what_is_not_plain_lora_is_refused_with_its_key_and_a_remedy(
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 500
 
 
-@pytest.mark.parametrize("text", ["[]", "7", "null", "{", "", "\xff", '{"r": ' + "9" * 5000 + "}"])
+@pytest.mark.parametrize(
+    "text", ["[]", "7", "null", "{", "", "\xff", '{"r": ' + "9" * 400 + "}", '{"r": ' + "9" * 5000 + "}"]
+)
 def test_a_file_that_is_no_object_is_one_sentence(text: str, tmp_path: Path) -> None:
     (tmp_path / CONFIG).write_bytes(text.encode("latin-1"))
     with pytest.raises(UserError, match=CONFIG):

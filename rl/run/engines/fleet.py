@@ -143,9 +143,8 @@ class Fleet:
             held = {slot.endpoint: slot for slot in self.slots if slot.is_up}
             for endpoint in endpoints:
                 slot = held.get(endpoint)
-                if slot is None:
-                    return True
-                actor = slot.actor  # while it answers, another may take its place
+                if slot is None or slot.endpoint != endpoint or (actor := slot.actor) is None:
+                    return True  # while another answered, this one was lost
                 try:
                     alive = (await _call(actor.health.remote())).alive
                 except EngineDiedError:

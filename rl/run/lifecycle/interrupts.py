@@ -133,7 +133,9 @@ def _posted() -> Iterator[None]:
         sender.setblocking(False)
         former = signal.set_wakeup_fd(sender.fileno(), warn_on_full_buffer=False)
         _posts.append(post)
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # one that the thread took would not wake this one
         watching.start()
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         try:
             yield
         finally:

@@ -19,7 +19,7 @@ from rollout.loopback import reach_loopback
 from rollout.types import LOOPBACK, SamplingParams
 
 _MOST_BYTES = 32 << 20
-"""Of a body."""
+"""The longest body."""
 _ESCAPED, _OVERHEAD = 6, 1 << 20
 """Bytes of JSON that a byte of text may take, and those for all else that a request says."""
 _WINDOWS = {"gzip": 16 + zlib.MAX_WBITS, "deflate": zlib.MAX_WBITS}

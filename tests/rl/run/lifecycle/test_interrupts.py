@@ -184,6 +184,7 @@ def test_a_second_signal_ends_a_process_that_stands_in_a_library() -> None:
     with stuck("100", "library") as process:
         assert process.stdout is not None
         child = psutil.Process(int(process.stdout.readline()))
+        time.sleep(0.5)  # until it stands there
         for _ in range(2):
             process.send_signal(signal.SIGINT)
             time.sleep(0.1)
