@@ -29,14 +29,16 @@ def main() -> int:
             found = digests(run(golden, Path(folder)))
             if asked.keep or golden.name not in kept:
                 kept[golden.name] = found
-                print(f"{golden.name}: kept for {processor()}")
+                path.parent.mkdir(exist_ok=True)
+                path.write_text(json.dumps(kept, indent=2) + "\n")
+                print(f"{golden.name}: kept for {processor()}", flush=True)
             elif differing := [name for name, digest in found.items() if kept[golden.name].get(name) != digest]:
                 different += 1
-                print(f"{golden.name}: found other {', '.join(differing)} than those kept for {processor()}")
+                print(
+                    f"{golden.name}: found other {', '.join(differing)} than those kept for {processor()}", flush=True
+                )
             else:
-                print(f"{golden.name}: equal")
-    path.parent.mkdir(exist_ok=True)
-    path.write_text(json.dumps(kept, indent=2) + "\n")
+                print(f"{golden.name}: equal", flush=True)
     return int(different > 0)
 
 

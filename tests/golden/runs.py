@@ -12,7 +12,9 @@ from pathlib import Path
 
 import torch
 
+from models.tiny import write_tiny_model
 from tests.support.paths import EXAMPLES
+from tests.support.rig import MODELS
 
 KEPT = Path(__file__).with_name("kept")
 """One file for each kind of processor, as the bits of a sum depend on its instructions."""
@@ -22,16 +24,28 @@ _SHORT = ("run.steps=3", "eval.problems=16", "rollout.prompts_per_step=8", "trac
 
 @dataclass(frozen=True)
 class Golden:
-    """A short run. spec: a file of examples/. overrides: keys of it."""
+    """A short run. spec: a file of examples/. overrides: keys of it. model: a random one in place of the spec's, by its
+    name in `tests.support.rig`."""
 
     name: str
     spec: str
     overrides: tuple[str, ...] = ()
+    model: str | None = None
 
 
 RUNS = (
     Golden("demo", "arithmetic.yaml", ("run.steps=6",)),
-    Golden("deepseek", "arithmetic_deepseek.yaml", ("trainer.tp=2", "adapter={rank: 8, alpha: 16}")),
+    Golden(
+        "deepseek",
+        "arithmetic_deepseek.yaml",
+        (
+            "trainer.tp=2",
+            "rollout.tp=2",
+            "adapter={rank: 8, alpha: 16}",
+            "rewards=[{function: length, kwargs: {free: 4}}]",
+        ),
+        model="deepseek",
+    ),
     Golden("ppo", "arithmetic_ppo.yaml", ("rollout.engines=2", "rollout.staleness=1", "rollout.in_flight=false")),
     Golden("native", "arithmetic_native.yaml"),
 )
@@ -40,6 +54,9 @@ RUNS = (
 def run(golden: Golden, folder: Path) -> Path:
     """Train a golden run below a folder; the run's directory. Raises CalledProcessError: it failed."""
     overrides = [*_SHORT, *golden.overrides, f"run.name={golden.name}", f"run.dir={folder}"]
+    if golden.model is not None:
+        write_tiny_model(folder / "models" / golden.model, MODELS[golden.model])
+        overrides.append(f"model.path={folder / 'models' / golden.model}")
     command = [
         sys.executable,
         "-c",
@@ -59,7 +76,7 @@ def digests(directory: Path) -> dict[str, str]:
     return {
         "rollouts": _digest(sorted(directory.glob("rollouts/*.jsonl"))),
         "manifests": _digest(sorted(directory.glob("manifests/*.json"))),
-        "model": _digest(sorted(path for path in (directory / model).iterdir() if path.is_file())),
+        "model": _digest(sorted(directory.glob(f"{model}/*.safetensors"))),
         "metrics": hashlib.sha256(json.dumps([_timeless(row) for row in rows]).encode()).hexdigest()[:16],
     }
 
