@@ -24,7 +24,7 @@ Message = Mapping[str, Any]
 
 TODAY = date(2025, 1, 1)
 """The date of templates that write today's. A prompt is a function of the data, not of the day of the run."""
-_SAID = "\ue000said\ue001"
+SAID = "\ue000said\ue001"
 """Stands for a turn's content, of private characters that no message has."""
 _THOUGHTS = re.compile(r"<think>.*?</think>\s*", re.DOTALL)
 
@@ -124,9 +124,9 @@ def answer_ids(
     """Tokenize an answer as the template writes it after its prompt, up to the token that ends the turn."""
     opened = render(tokenizer, history, options, answer=True)
     whole = render(tokenizer, [*history, {"role": "assistant", "content": answer}], options, answer=False)
-    marked = render(tokenizer, [*history, {"role": "assistant", "content": _SAID}], options, answer=False)
+    marked = render(tokenizer, [*history, {"role": "assistant", "content": SAID}], options, answer=False)
     written = whole.removeprefix(opened) if whole.startswith(opened) else answer
-    text = written.removesuffix(marked.partition(_SAID)[2])
+    text = written.removesuffix(marked.partition(SAID)[2])
     return [*_tokens(tokenizer, text), end_ids(tokenizer)[0]]
 
 
@@ -140,7 +140,7 @@ def end_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     for role in ("user", "tool"):
         try:
             text = _following(tokenizer, [{"role": "user", "content": "?"}], [{"role": role, "content": "?"}], {})
-        except (jinja2.TemplateError, TypeError, ValueError, UserError):
+        except (jinja2.TemplateError, TypeError, ValueError):
             continue  # a role that it does not know; what else is wrong is said where a conversation needs it
         if (ids := _tokens(tokenizer, text)) and ids[0] in tokenizer.added_tokens_decoder:
             found.append(ids[0])
@@ -158,14 +158,14 @@ def _following(
 ) -> str:
     """Return the text after the content and the calls of a turn, up to where the model's next turn begins."""
     before = [_opaque(message) if message["role"] == "assistant" else message for message in history]
-    said: dict[str, Any] = {"role": "assistant", "content": _SAID}
+    said: dict[str, Any] = {"role": "assistant", "content": SAID}
     begun = render(tokenizer, before, options, answer=False)
-    content = _SAID
+    content = SAID
     if calls:
         plain = render(tokenizer, [*before, said], options, answer=False)
         said["tool_calls"] = [{**call, "function": {**call["function"], "arguments": {}}} for call in calls]
         called = render(tokenizer, [*before, said], options, answer=False)
-        start, _, end = plain.rpartition(_SAID)
+        start, _, end = plain.rpartition(SAID)
         while not called.endswith(end):  # what ends a turn with calls and one without
             end = end[1:]
         content = called.removeprefix(start).removesuffix(end)

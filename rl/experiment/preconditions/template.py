@@ -12,7 +12,7 @@ from jinja2.ext import loopcontrols
 from numerics.errors import user_error
 from numerics.time_limit import time_limit
 from rl.experiment.preconditions.tokenizer import RENDER_SECONDS
-from rollout.chat import TODAY, Message, RewritingTemplateError, continuation_ids, render, template_arguments
+from rollout.chat import SAID, TODAY, Message, RewritingTemplateError, continuation_ids, render, template_arguments
 from rollout.data.sources import Source
 from rollout.data.tasks import Problem, prompt_ids
 
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _PASSED_BY_US = {"messages", "tools", "documents", "add_generation_prompt", "continue_final_message"}
-_SAID, _THOUGHT = "\ue000said\ue001", "\ue000thought\ue001"
-"""Stand for what a model says and thinks, of private characters that no template has."""
+_THOUGHT = "\ue000thought\ue001"
+"""Stands for a model's thought, of private characters that no template has."""
 
 
 def check_template(tokenizer: PreTrainedTokenizerBase, source: Source) -> None:
@@ -83,7 +83,7 @@ def template_remarks(
         continuation_ids(tokenizer, conversation, [], [user], options)
     except RewritingTemplateError:
         begun = render(tokenizer, conversation, options, answer=False)
-        said = [*conversation, {"role": "assistant", "content": _SAID}, user]
+        said = [*conversation, {"role": "assistant", "content": SAID}, user]
         where = _line_that_differs(tokenizer, said, options, begun)
         yield (
             f"{key}: the chat template changes what was said before when a message follows the model's turn ({where}). "
@@ -93,7 +93,7 @@ def template_remarks(
     except (jinja2.TemplateError, TypeError, ValueError) as error:
         yield f"{key}: the chat template has no user message after the model's turn: {error}"
         return
-    thinking = {"role": "assistant", "content": f"<think>\n{_THOUGHT}\n</think>\n\n{_SAID}"}
+    thinking = {"role": "assistant", "content": f"<think>\n{_THOUGHT}\n</think>\n\n{SAID}"}
     first = render(tokenizer, [*conversation, thinking], options, answer=False)
     later = render(tokenizer, [*conversation, thinking, user], options, answer=True)
     if _THOUGHT in first and _THOUGHT not in later:
